@@ -2,6 +2,7 @@
 unchanged FP8 blocks.
 """
 
+import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,12 +11,15 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 
+from ds_finetune.errors import ExportError
 from ds_finetune.export.convert import Conversion, num_workers
 from ds_finetune.export.folder import FolderParts
 from ds_finetune.export.readers.hub import HubSource
 from ds_finetune.export.source import ModelSpec, SelectedTensors
 from ds_finetune.families.family import layer_of
+from ds_finetune.model.build import HUB_FILES, IGNORED_HUB_FILES
 from ds_finetune.model.hub_folder import HubFolder, has_weights
+from ds_finetune.model.quantisation import check_config_readable
 
 _SHOWN = 3
 _MATRIX = 2
@@ -34,7 +38,12 @@ class BaseFolder:
 
     @classmethod
     def read(cls, folder: Path, spec: ModelSpec) -> "BaseFolder":
-        """Read the headers of `folder`; ModelError where names or shapes do not fit `spec`."""
+        """Read the headers of `folder`.
+
+        ModelError where names or shapes do not fit `spec`; ExportError where its weights are quantised in a way that is
+        not read.
+        """
+        _check_format(folder / "config.json")
         hub, published = HubFolder(folder), spec.published_shapes()
         extra = hub.left_over(
             published, model=spec.architecture, may_be=lambda key: key in spec.tied or spec.may_skip(key)
@@ -97,6 +106,19 @@ class BaseFolder:
         return min(equal, key=lambda name: ("embed" in name) != ("embed" in key), default=None)
 
 
+def _check_format(file: Path) -> None:
+    """ExportError where the config.json `file`, if it exists, names quantised weights that are not read."""
+    if not file.is_file():
+        return
+    try:
+        config = dict(json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as broken:
+        raise ExportError(
+            f"{file} is not that of a model: {broken!r}", hint="take the config.json published with it"
+        ) from broken
+    check_config_readable(config, str(file), ExportError)
+
+
 def _embeddings(published: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
     """The embedding and the head among published tensors."""
     return tuple(key for key, shape in published.items() if layer_of(key) < 0 and len(shape) == _MATRIX)
@@ -119,11 +141,16 @@ def with_stored_weights(
 
 
 def find_base(model: str) -> Path | None:
-    """The folder of the run file's `model.path`, or its download on this machine; None where it has no weights."""
+    """The folder of the run file's `model.path`, or its download on this machine; None where it has no weights.
+
+    Only the files that a run downloads are asked for: huggingface_hub 2.4 finds no download where another file of the
+    repository is missing (_snapshot_download.py:562-600).
+    """
     folder = Path(model)
     if not folder.is_dir() and model.count("/") == 1:
         try:
-            folder = Path(snapshot_download(model, local_files_only=True))
+            patterns = {"allow_patterns": list(HUB_FILES), "ignore_patterns": list(IGNORED_HUB_FILES)}
+            folder = Path(snapshot_download(model, **patterns, local_files_only=True))
         except (LocalEntryNotFoundError, ValueError):
             return None
     return folder if folder.is_dir() and has_weights(folder) else None

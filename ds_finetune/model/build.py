@@ -30,7 +30,10 @@ Task = Literal["causal_lm", "sequence_classification"]
 """What a model computes: the logits of the next token, or scores of a document."""
 TOKENIZER_PATTERNS = ("*.json", "*.model", "*.jinja", "merges.txt")
 """Files of a hub repository that a tokenizer is read from."""
-_HUB_FILES = (*TOKENIZER_PATTERNS, "*.safetensors")
+HUB_FILES = (*TOKENIZER_PATTERNS, "*.safetensors")
+"""Files of a hub repository that a model is read from; `*` matches `/` as well."""
+IGNORED_HUB_FILES = ("*/*.safetensors",)
+"""Weights in folders of a repository, which are never read; gpt-oss has all of its weights again in `original/`."""
 _LOGIT_TRANSFORMS = (
     "final_logit_softcapping",
     "logits_scaling",
@@ -78,7 +81,7 @@ def whole(tensor: torch.Tensor) -> Fragment:
     return in_memory(tensor.data.view(-1), start=0, shape=tuple(tensor.shape))
 
 
-def resolve_folder(path: str, *, files: Sequence[str] = _HUB_FILES) -> Path:
+def resolve_folder(path: str, *, files: Sequence[str] = HUB_FILES) -> Path:
     """The folder of a model or tokenizer: a local one, or the hub's cache after downloading `files` of a hub id."""
     folder = Path(path)
     if folder.is_dir():
@@ -92,8 +95,9 @@ def resolve_folder(path: str, *, files: Sequence[str] = _HUB_FILES) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     problem = hub_problem()
+    patterns = {"allow_patterns": list(files), "ignore_patterns": list(IGNORED_HUB_FILES)}
     try:
-        folder = Path(snapshot_download(path, allow_patterns=list(files), local_files_only=bool(problem)))
+        folder = Path(snapshot_download(path, **patterns, local_files_only=bool(problem)))
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as missing:
         if problem:
             raise ModelError(
@@ -108,7 +112,7 @@ def resolve_folder(path: str, *, files: Sequence[str] = _HUB_FILES) -> Path:
     return folder
 
 
-def read_hf_config(path: str, *, files: Sequence[str] = _HUB_FILES, task: Task = "causal_lm") -> PretrainedConfig:
+def read_hf_config(path: str, *, files: Sequence[str] = HUB_FILES, task: Task = "causal_lm") -> PretrainedConfig:
     """The transformers configuration of a model folder or hub id; ModelError where there is none, or transformers has
     no model of its type for the `task`.
 

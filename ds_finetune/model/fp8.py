@@ -2,7 +2,7 @@
 
 The format is that of DeepSeek-V3's README_WEIGHTS.md: a block is multiplied with its `weight_scale_inv`, and incomplete
 blocks at the end of a tensor are padded with zeros. Scales in UE8M0 (DeepSeek-V3.1: `scale_fmt: ue8m0`) are powers of
-two, stored as fp32 or as one byte of exponent each (F8_E8M0).
+two, stored as fp32 or as one byte of exponent each (F8_E8M0). Other checkpoints store scales in bf16 or fp16.
 """
 
 import re
@@ -20,8 +20,8 @@ BLOCK = 128
 FP8 = torch.float8_e4m3fn
 SCALE = "_scale_inv"
 """Suffix that makes the name of a weight the name of its scales."""
-SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu)
-"""Dtypes of scales that are read."""
+SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
+"""Dtypes of scales that are read, all of them exactly as fp32; Qwen3's FP8 checkpoints have bf16."""
 QUANTIZATION_CONFIG: Mapping[str, Any] = {
     "activation_scheme": "dynamic",
     "fmt": "e4m3",

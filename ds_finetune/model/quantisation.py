@@ -13,6 +13,20 @@ _HINT = (
 )
 
 
+def check_config_readable(config: Mapping[str, Any], label: str, error: type[FinetuneError]) -> None:
+    """Raise `error` where `config`, a config.json as published, names quantised weights that are not read.
+
+    transformers 5.23 moves `expert_dtype` to the `quantization_config` in the same way
+    (deepseek_v4/configuration_deepseek_v4.py:247-255).
+    """
+    given = config.get("quantization_config")
+    if given is None:
+        return
+    if isinstance(given, Mapping) and config.get("expert_dtype") is not None:
+        given = {"expert_dtype": config["expert_dtype"], **given}
+    check_readable(given, label, error)
+
+
 def check_readable(given: Any, label: str, error: type[FinetuneError]) -> None:  # noqa: ANN401 - whatever a config.json holds
     """Raise `error` where the `quantization_config` of `label` is of a format that is not read.
 

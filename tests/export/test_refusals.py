@@ -101,6 +101,40 @@ def test_a_damaged_model(
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "secret.safetensors") == ["source"]
 
 
+_FP4: dict[str, object] = {"model_type": "deepseek_v4", "expert_dtype": "fp4"}
+_INT4: dict[str, object] = {"quantization_config": {"quant_method": "compressed-tensors", "format": "pack-quantized"}}
+
+
+def _pack(folder: Path) -> None:
+    """Weights in bytes beside scales of their own, as FP4 and INT4 are stored."""
+    keys = {"packed": torch.zeros(4, 4, dtype=torch.int8), "packed_scale": torch.ones(4, 1).to(torch.float8_e8m0fnu)}
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    (folder / "model.safetensors.index.json").unlink()
+    save_file(keys, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("place", ["source", "base"])
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (_FP4, "experts in fp4, as DeepSeek-V4-Flash is published, are not read"),
+        (_INT4, "weights quantised by {'quant_method': 'compressed-tensors'"),
+    ],
+    ids=["fp4", "int4"],
+)
+def test_a_format_that_is_not_read_is_named(
+    changes: dict[str, object], said: str, place: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before the tensors are looked at, whose dtypes and names say less."""
+    packed = Path(shutil.copytree(model, tmp_path / "packed"))
+    _pack(packed)
+    _config(packed, **changes)
+    named = [str(packed)] if place == "source" else [str(model), "--base", str(packed)]
+    assert main(["export", "--no-verify", named[0], str(tmp_path / "out"), *named[1:]]) == 2
+    assert f"{packed}/config.json: {said}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "damage", [lambda f: _shard(f).unlink(), _truncate, lambda f: _change(f, _grown), lambda f: _change(f, _empty)]
 )

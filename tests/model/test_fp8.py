@@ -264,8 +264,8 @@ def _nan(tensors: dict[str, torch.Tensor]) -> None:
             r"has scales \(1, 3\) of torch.float32, not \(2, 3\)",
         ),
         (
-            lambda t: t.update({key: t[key].bfloat16() for key in (DOWN + "_scale_inv",) if key in t}),
-            r"of torch.bfloat16, not",
+            lambda t: t.update({key: t[key].int() for key in (DOWN + "_scale_inv",) if key in t}),
+            r"of torch.int32, not",
         ),
         (
             lambda t: t.update({key: t[key].to(torch.float8_e5m2) for key in (DOWN,) if key in t}),
@@ -273,7 +273,7 @@ def _nan(tensors: dict[str, torch.Tensor]) -> None:
         ),
         (_nan, rf"tensor `{DOWN}` of .* holds NaN"),
     ],
-    ids=["no scale", "no weight", "few scales", "bf16 scales", "e5m2", "nan"],
+    ids=["no scale", "no weight", "few scales", "int32 scales", "e5m2", "nan"],
 )
 def test_what_does_not_belong_together_is_named(change: object, said: str, published: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(published, tmp_path / "copy"))
@@ -300,6 +300,20 @@ def test_scales_that_are_powers_of_two(seed: int, tmp_path: Path) -> None:
         assert torch.equal(hub.whole("w"), decoded(weight, scale.float()))
         first, column = rows // 3, columns // 2
         assert torch.equal(hub.rows("w", first, rows, (slice(column, columns),)), wanted[first:, column:])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_scales_in_16_bits(dtype: torch.dtype, tmp_path: Path) -> None:
+    """As Qwen3 is published in FP8: the numbers that transformers makes of them."""
+    torch.manual_seed(0)
+    weight = torch.randint(0, 0x7F, (384, 256), dtype=torch.uint8).view(torch.float8_e4m3fn)
+    scale = (torch.rand(3, 2) * 1e-2).to(dtype)
+    save_file({"w": weight, "w_scale_inv": scale}, tmp_path / "model.safetensors")
+    hub = HubFolder(tmp_path)
+    wanted = Fp8Dequantize(None)._dequantize_one(weight, scale, torch.float32)
+    assert torch.equal(hub.whole("w"), wanted)
+    assert torch.equal(hub.rows("w", 100, 300, (slice(130, 256),)), wanted[100:300, 130:])
+    assert hub.scales("w", 0, 384).dtype == torch.float32
 
 
 def test_a_folder_with_scales_in_ue8m0_is_loaded(published: Path, reference: torch.nn.Module, tmp_path: Path) -> None:

@@ -24,25 +24,29 @@ from ds_finetune.selftest.reference_loop import BETAS, EPS
 
 WEIGHT = 0.3
 LR = 1e-2
-"""So large that later steps show whether the layer reads the embedding as it is by then."""
-STEPS = 3
+"""So large that the second step shows whether the layer reads the embedding as it is by then."""
+STEPS = 2
 
 
 @dataclass(frozen=True)
 class MtpLayout:
-    """A cell on a number of ranks, and whether the layer's loss trains it alone."""
+    """A cell on a number of ranks, whether the layer's loss trains it alone, and whether a run without the layer is
+    compared.
+    """
 
     cell: Cell
     world: int
     detach: bool = True
+    is_compared: bool = True
 
     @property
     def name(self) -> str:
         """A name for files and test ids."""
         cell = self.cell
         rows, how = "packed" if cell.packing else "padded", "alone" if self.detach else "all"
+        kind = f"{cell.family}-{cell.precision}{'-balanced' if cell.balances else ''}"
         return (
-            f"{cell.layout}-z{cell.stage}-{cell.offload}-{cell.family}-{rows}-acc{cell.accumulation}-{how}-{self.world}"
+            f"{cell.layout}-z{cell.stage}-{cell.offload}-{kind}-{rows}-acc{cell.accumulation}-{how}-{self.world}"
         ).replace(" ", "")
 
 

@@ -39,7 +39,7 @@ def main() -> None:
             layout = MtpLayout(**tree | {"cell": Cell(**tree["cell"])})
             run_file = mtp_tree(layout, models / layout.cell.family, out)
             found = _run(run_file, world, device)
-            if layout.detach:
+            if layout.detach and layout.is_compared:
                 found["without"] = _run(run_file | {"mtp": {}}, world, device)["weights"]
             if world.rank == 0:
                 torch.save(found, out / f"{layout.name}.pt")
@@ -54,15 +54,16 @@ def _run(tree: dict[str, Any], world: World, device: str) -> dict[str, Any]:
     with start_engine(make_plan(config, world=world, device=device), model_of(config)) as engine:
         plan = replace(batch_plan(engine.plan), looks_ahead=config.mtp.train)
         every = rows(engine.plan.batch.is_packed)
-        evaluated = engine.evaluate(eval_batches(every, plan))
-        assert evaluated is not None
-        found["eval"] = dict(evaluated.metrics)
+        if config.mtp.train:
+            evaluated = engine.evaluate(eval_batches(every, plan))
+            assert evaluated is not None
+            found["eval"] = dict(evaluated.metrics)
         for step in range(STEPS):
             (batch,) = training_batches(every, plan, start_step=0, total_rows=len(every))
             result = engine.step(batch, lr=LR)
             found["metrics"].append(dict(result.metrics))
             found["norms"].append(result.grad_norm)
-            if step == 0 and config.train.precision == "fp32":
+            if step == 0 and config.train.precision == "fp32" and config.mtp.train:
                 found["gradients"] = _gradients(engine)
         return found | {"weights": _weights(engine)}
 

@@ -27,6 +27,7 @@ from ds_finetune.model.dtypes import PRECISION_DTYPES
 from ds_finetune.model.folder_check import check_folder
 from ds_finetune.model.hub_folder import HubFolder, has_weights
 from ds_finetune.model.lora import Factors, is_adapter, weight_of
+from ds_finetune.model.quantisation import check_config_readable
 from ds_finetune.model.weights import weights_digest
 
 
@@ -116,13 +117,18 @@ def _base_of_run(state: RunState) -> tuple[Path | None, str]:
 
 
 def open_model(path: Path, _: Path | None) -> OpenedSource:
-    """A folder of published weights with its config.json; ModelError where a file is missing or damaged."""
+    """A folder of published weights with its config.json.
+
+    ModelError where a file is missing or damaged; ExportError where it is quantised in a format that is not read.
+    """
     try:
-        model_type = str(json.loads((path / "config.json").read_text(encoding="utf-8"))["model_type"])
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        model_type = str(config["model_type"])
     except (ValueError, KeyError, TypeError) as broken:
         raise ExportError(
             f"{path}/config.json is not that of a model: {broken!r}", hint="take the config.json published with it"
         ) from broken
+    check_config_readable(config, f"{path}/config.json", ExportError)
     hub = HubFolder(path)
     return OpenedSource(HubSource(hub, family_of(model_type)), (path,), hub=hub)
 
