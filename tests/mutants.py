@@ -212,6 +212,13 @@ MUTANTS = (
         LOADS,
     ),
     Mutant(
+        "drafts compared with the choice before them",
+        "evaluation/drafts.py",
+        "chosen[:, 1:]",
+        "chosen[:, :-1]",
+        "tests/evaluation/test_drafts.py",
+    ),
+    Mutant(
         "log-probabilities of pairs without their reference",
         "evaluation/preference_scores.py",
         "-reference.loss",

@@ -20,14 +20,16 @@ _PROBES = {
 }
 """Texts that two tokenizers encode differently if they normalise text or split it into words differently."""
 _SHOWN_TOKENS = 12
+_TIKTOKEN = "tiktoken.model"
 
 
 def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     """The fast tokenizer of a folder.
 
-    DataError where there is none, it has no end-of-sequence token and is no encoder's, or it makes other tokens than
-    its tokenizer.json.
+    DataError where there is none, or only a tiktoken.model, it has no end-of-sequence token and is no encoder's, or it
+    makes other tokens than its tokenizer.json.
     """
+    _check_files(Path(folder))
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, use_fast=True, trust_remote_code=False)
     except (OSError, ValueError) as missing:
@@ -52,6 +54,19 @@ def is_encoder_tokenizer(tokenizer: PreTrainedTokenizerBase) -> bool:
         return False
     ids = tokenizer("x")["input_ids"]
     return bool(ids[0] == tokenizer.cls_token_id and ids[-1] == tokenizer.sep_token_id)
+
+
+def _check_files(folder: Path) -> None:
+    """DataError for a vocabulary of tiktoken alone, as Kimi K2 and Moonlight are published.
+
+    Its pattern that splits texts into words is in code of the folder (tokenization_kimi.py, tokenization_moonshot.py).
+    """
+    if (folder / _TIKTOKEN).is_file() and not (folder / "tokenizer.json").is_file():
+        raise DataError(
+            f"`{folder}` has {_TIKTOKEN} and no tokenizer.json: its tokenizer is Python code of the folder, which is "
+            "never run",
+            hint="set model.tokenizer to a folder with tokenizer.json of the same vocabulary",
+        )
 
 
 def _check_tokens(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:

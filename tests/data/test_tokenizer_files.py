@@ -73,3 +73,21 @@ def test_code_of_a_folder_is_refused_without_a_question(tmp_path: Path, monkeypa
     with pytest.raises(ModelError, match="contains custom code"):
         read_hf_config(str(model))
     assert not asked
+
+
+@pytest.mark.parametrize(
+    "settings", [{"auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}}, {}], ids=["code", ""]
+)
+def test_a_vocabulary_of_tiktoken_alone_is_refused(
+    settings: dict[str, object], tmp_path: Path, shared_data: Path
+) -> None:
+    """As Kimi K2 and Moonlight are published, and after a user has removed the code's name."""
+    (tmp_path / "tiktoken.model").write_text("IQ== 0\nIg== 1\n")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "!"} | settings))
+    with pytest.raises(DataError, match=r"has tiktoken\.model and no tokenizer\.json: .* never run") as caught:
+        load_tokenizer(str(tmp_path))
+    assert "model.tokenizer" in caught.value.hint
+    published = shared_data / "tokenizers" / "deepseek-coder"
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(published / name, tmp_path)
+    assert load_tokenizer(str(tmp_path)), "what the hint says helps"
