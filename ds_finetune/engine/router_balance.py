@@ -39,24 +39,25 @@ def sum_choices(routers: RouterCollector, mesh: Mesh) -> RouterChoices:
     dist.all_reduce(table)
     table = table.cpu()
     counts, tokens = table[:, :-2].long(), table[:, -1].long()
-    _check_each_counted(counts, tokens, plan)
     return RouterChoices(plan.layers, counts, table[:, -2] / tokens.clamp_min(1), int(tokens[0]))
 
 
-def _check_each_counted(counts: torch.Tensor, tokens: torch.Tensor, plan: RouterPlan) -> None:
-    """Each router of the model saw every token once, and chose the same number of experts for it.
-
-    `tokens` [layers] are counted by forward and not by router, so they alone do not tell.
+def check_each_counted(choices: RouterChoices, plan: RouterPlan, *, num_tokens: int) -> None:
+    """Each router of the model saw each of the `num_tokens` tokens of the global batch once, and chose the same number
+    of experts for it.
     """
-    found = dict(zip(plan.layers, counts.sum(dim=1).tolist(), strict=True))
-    wanted = dict.fromkeys(plan.layers, int(tokens[0]) * plan.per_token)
+    found = dict(zip(choices.layers, choices.counts.sum(dim=1).tolist(), strict=True))
+    wanted = dict.fromkeys(choices.layers, num_tokens * plan.per_token)
     assert found == wanted, (found, wanted)
-    assert (tokens == tokens[0]).all(), tokens.tolist()
+    assert choices.num_tokens == num_tokens, (choices.num_tokens, num_tokens)
 
 
-def finish_step(routers: RouterCollector, mesh: Mesh, *, is_skipped: bool) -> RouterChoices:
-    """The choices of the step; biases are updated by them unless it was skipped. Collective."""
+def finish_step(routers: RouterCollector, mesh: Mesh, *, num_tokens: int, is_skipped: bool) -> RouterChoices:
+    """The choices of the step for the `num_tokens` tokens of the global batch; biases are updated by them unless it was
+    skipped. Collective.
+    """
     choices = sum_choices(routers, mesh)
+    check_each_counted(choices, routers.plan, num_tokens=num_tokens)
     if routers.plan.section.bias_update and not is_skipped:
         update_biases(routers, choices)
     return choices

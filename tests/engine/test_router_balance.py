@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_finetune.config.routers import RouterConfig
-from ds_finetune.engine.router_balance import sum_choices
+from ds_finetune.engine.router_balance import finish_step
 from ds_finetune.families.family import RouterKind
 from ds_finetune.model.forward_rows import ForwardRows
 from ds_finetune.model.routers import RouterCollector
@@ -47,7 +47,7 @@ def test_every_router_has_to_count_every_token_once(calls: tuple[int, int]) -> N
                 collector.modules[layer](torch.randn(6, 4))
     if calls != (1, 1):
         with pytest.raises(AssertionError, match=r"\{0: 10, 1: 10\}"):
-            sum_choices(collector, Mesh(0, 1))
+            finish_step(collector, Mesh(0, 1), num_tokens=5, is_skipped=False)
         return
-    choices = sum_choices(collector, Mesh(0, 1))
+    choices = finish_step(collector, Mesh(0, 1), num_tokens=5, is_skipped=False)
     assert (choices.num_tokens, choices.counts.sum(dim=1).tolist()) == (5, [10, 10])
