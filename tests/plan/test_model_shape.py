@@ -305,4 +305,4 @@ def test_memory_named_in_a_run_file_follows_from_the_shape(shared_data: Path, na
     total = Shape.of(_STATED.get(RUN_FILES[name], shared_data / "configs" / RUN_FILES[name])).total_params
     assert found[1] == f"{total / 1e9:.3f}"
     assert found[3] == f"{total * 16 / int(found[2]) / 2**30:.1f}"
-    assert f"model: {RUN_FILES[name].replace('--', '/')}\n" in text
+    assert re.search(rf"^(model|  path): {RUN_FILES[name].replace('--', '/')}$", text, re.MULTILINE)
