@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from ds_finetune.engine.router_balance import RouterChoices
 from ds_finetune.errors import OutputError
+from ds_finetune.observers.append import append_whole
 from ds_finetune.observers.outage import Outage
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.units import MIB
@@ -93,7 +94,7 @@ class ExpertTable:
             self._file.truncate(0)
             with suppress(OSError):
                 # On a full disk the first record tries again, and says so.
-                self._write(header)
+                append_whole(self._file, header)
         else:
             raise OutputError(
                 f"{path} begins with {found[:200]!r}, and this run's table with {header[:200]!r}",
@@ -109,21 +110,11 @@ class ExpertTable:
         record = np.zeros((), dtype=self._layout.record)
         record["step"], record["num_tokens"], record["entropy"], record["counts"] = step, num_tokens, entropy, counts
         is_empty = os.fstat(self._file.fileno()).st_size == 0
-        self._write((self._layout.header if is_empty else b"") + record.tobytes())
+        append_whole(self._file, (self._layout.header if is_empty else b"") + record.tobytes())
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-    def _write(self, line: bytes) -> None:
-        """Append `line` whole or, with an OSError, nothing of it."""
-        end, written = self._file.seek(0, os.SEEK_END), 0
-        try:
-            while written < len(line):
-                written += self._file.write(line[written:])
-        except OSError:
-            self._file.truncate(end)
-            raise
 
     def _remove_after(self, step: int) -> None:
         size, start = self._layout.record.itemsize, len(self._layout.header)

@@ -6,10 +6,12 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 from ds_finetune.errors import ConfigError
+from ds_finetune.observers.append import append_whole
 from ds_finetune.observers.outage import Outage
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.units import MIB
@@ -28,7 +30,7 @@ class MetricsFile:
 
     def __init__(self, path: Path, say: Say) -> None:
         self._file = path.open("ab", buffering=0)
-        self._lines = Outage(str(path), self._append, say)
+        self._lines = Outage(str(path), partial(append_whole, self._file), say)
 
     def after_step(self, record: StepRecord) -> StepRecord:
         """Write the record."""
@@ -39,16 +41,6 @@ class MetricsFile:
         """Write queued records and close the file."""
         self._lines.close()
         self._file.close()
-
-    def _append(self, line: bytes) -> None:
-        end = os.fstat(self._file.fileno()).st_size
-        written = 0
-        try:
-            while written < len(line):
-                written += self._file.write(line[written:])
-        except OSError:
-            self._file.truncate(end)
-            raise
 
 
 def line_of(record: StepRecord) -> str:
