@@ -1,7 +1,7 @@
 """`status.json`: whether a run is running, and why it ended.
 
-Rank zero writes it, and the watchdog where it ends a run. The file is replaced as a whole, so a reader never sees a part
-of it. While a run is running, it is written every few seconds: one that is no longer written has lost its writer.
+Rank zero writes it, and the watchdog where it ends a run. The file is replaced as a whole, so a reader never sees a
+part of it. While a run is running, it is written every few seconds: one that is no longer written has lost its writer.
 """
 
 import json
