@@ -32,7 +32,7 @@ from ds_finetune.trainer.resume import (
     start_saver,
 )
 from ds_finetune.trainer.run_dir import prepare_run_folder
-from ds_finetune.trainer.run_records import record_exports, record_start
+from ds_finetune.trainer.run_records import record_end, record_start, report_failure
 from ds_finetune.trainer.startup import compile_operators, open_process_group, start_watchdog
 from ds_finetune.watchdog.monitor import Monitor
 from ds_finetune.world import World, check_deepspeed_hostfile
@@ -53,6 +53,8 @@ class Report:
     """The signal that ended the run, and where it resumes; empty where none did."""
     verdicts: tuple[VerificationResult, ...] = ()
     """Results of comparing the exports with the run; known to rank zero."""
+    page: Path | None = None
+    """The report of the run as a page of HTML; None on other ranks than zero, and where it could not be written."""
 
 
 def train(config: RunConfig, *, announce: Announce, say: Say) -> Report:
@@ -64,7 +66,7 @@ def train(config: RunConfig, *, announce: Announce, say: Say) -> Report:
     world = World.from_environment(os.environ)
     world.set_environment(os.environ)
     check_deepspeed_hostfile()
-    with SignalInterruption(signal.SIGINT) as interruption:
+    with report_failure(Path(config.output_dir), say), SignalInterruption(signal.SIGINT) as interruption:
         with start_watchdog(config.watchdog, world, Path(config.output_dir)) as (monitor, store):
             run = prepare_run(config, world)
             run = compile_operators(run, store, monitor, say)
@@ -75,8 +77,10 @@ def train(config: RunConfig, *, announce: Announce, say: Say) -> Report:
         verdicts: tuple[VerificationResult, ...] = ()
         if world.rank == 0 and not report.interrupted:
             verdicts = verify_run_exports(config, report.exports, interruption)
-            record_exports(report.output_dir, verdicts)
-    return replace(report, seconds=time.monotonic() - began, verdicts=verdicts)
+    page = None
+    if world.rank == 0:
+        page = record_end(report.output_dir, verdicts, say, is_interrupted=bool(report.interrupted))
+    return replace(report, seconds=time.monotonic() - began, verdicts=verdicts, page=page)
 
 
 def _train_and_export(run: PreparedRun, monitor: Monitor, say: Say) -> Report:
