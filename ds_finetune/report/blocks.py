@@ -33,7 +33,7 @@ class Chart:
     """A chart: an option of ECharts without colours of text and lines, which the page's theme has.
 
     `number` says how numbers are printed: `number`, `percent`, `seconds`, `gib` or `ratio`. `summary` is read by screen
-    readers in place of the picture, and `numbers` is the table behind it.
+    readers in place of the picture.
     """
 
     title: str
@@ -86,6 +86,14 @@ class Message:
 
 
 @dataclass(frozen=True)
+class Points:
+    """Sentences below each other."""
+
+    texts: Sequence[str]
+    kind: ClassVar[str] = "points"
+
+
+@dataclass(frozen=True)
 class Code:
     """Text as it is typed or stored."""
 
@@ -95,7 +103,7 @@ class Code:
     kind: ClassVar[str] = "code"
 
 
-Block = Facts | DataTable | Chart | Charts | MarkedText | PromptAnswers | Message | Code
+Block = Facts | DataTable | Chart | Charts | MarkedText | PromptAnswers | Message | Points | Code
 
 
 @dataclass(frozen=True)

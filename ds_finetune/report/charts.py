@@ -56,7 +56,7 @@ def line_option(lines: Sequence[Line], *, markers: Sequence[tuple[int, str]] = (
             "minInterval": 1,
             "splitLine": {"show": False},
             "splitNumber": 6,
-            "axisLabel": {"hideOverlap": True},
+            "axisLabel": {"hideOverlap": True, "alignMinLabel": "left", "alignMaxLabel": "right"},
         },
         "yAxis": {"type": "value", "scale": True, "splitNumber": 4, "axisLabel": {"hideOverlap": True}},
         "dataZoom": [{"type": "inside", "zoomOnMouseWheel": "ctrl", "moveOnMouseWheel": False}],

@@ -62,6 +62,11 @@ GROUPS = (
         "Largest load of an expert over the mean, less 1",
         {"router/max_violation_mean": "mean of layers", "router/max_violation_max": "least even layer"},
     ),
+    CurveGroup(
+        "Effective experts of a layer",
+        {"router/effective_experts_mean": "mean of layers", "router/effective_experts_min": "layer with the fewest"},
+    ),
+    CurveGroup("Entropy of the routers (nats)", {"router/entropy": "mean of layers"}),
     CurveGroup("Experts without a token", {"router/dead_experts": "all layers"}),
     CurveGroup("Tokens of a step with a loss", {"data/supervised_tokens": "supervised tokens"}),
     CurveGroup("Wait for a checkpoint", {"checkpoint/blocked_seconds": "blocked"}, "seconds"),
@@ -142,8 +147,8 @@ def run_labels(runs: Sequence[ReportedRun]) -> list[str]:
 
 
 def _lines_of(run: ReportedRun, name: str, line: Line, smoothed: str) -> list[Line]:
-    """What is drawn of a metric: points of an evaluation, else a line, faint behind one of the name `smoothed`."""
-    if name.startswith("eval/"):
+    """What is drawn of a metric: points of an evaluation or save, else a line, faint behind one named `smoothed`."""
+    if name.startswith(("eval/", "checkpoint/")):
         return [replace(line, role="points")]
     curve = run.curves[name]
     if not smoothed or len(curve) < LEAST_SMOOTHED:

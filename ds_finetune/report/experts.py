@@ -12,7 +12,8 @@ from ds_finetune.report.run import ReportedRun
 _MOST_CELLS = 16_384
 """Cells of a heat map of loads at most: DeepSeek-V3 has 58 layers of 256 experts."""
 _MOST_COLUMNS = 60
-_ROW_PIXELS, _LEAST_PIXELS, _MOST_PIXELS = 16, 220, 900
+_ROW_PIXELS, _MANY_ROWS, _ROW_PIXELS_OF_MANY = 18, 24, 10
+_FRAME_PIXELS, _LEAST_PIXELS, _MOST_PIXELS = 90, 180, 1200
 
 
 def expert_section(run: ReportedRun) -> Section | None:
@@ -23,7 +24,8 @@ def expert_section(run: ReportedRun) -> Section | None:
     layers, records = found
     counts, steps = records["counts"].astype(np.float64), records["step"]
     tenth = max(len(counts) // 10, 1)
-    height = int(np.clip(100 + _ROW_PIXELS * len(layers), _LEAST_PIXELS, _MOST_PIXELS))
+    row = _ROW_PIXELS if len(layers) <= _MANY_ROWS else _ROW_PIXELS_OF_MANY
+    height = int(np.clip(_FRAME_PIXELS + row * len(layers), _LEAST_PIXELS, _MOST_PIXELS))
     blocks: list[Block] = []
     parts = {"first": slice(0, tenth), "last": slice(len(counts) - tenth, len(counts))}
     if len(layers) * counts.shape[2] <= _MOST_CELLS:

@@ -16,6 +16,7 @@ from ds_finetune.report.blocks import (
     Facts,
     MarkedText,
     Message,
+    Points,
     PromptAnswers,
     Section,
 )
@@ -190,7 +191,7 @@ def export_section(run: ReportedRun) -> Section | None:
         blocks.append(Message(f"{name}: {state}", "good" if is_good else "plain" if state == "not verified" else "bad"))
         lines = [str(line) for key in ("lines", "problems") for line in result.get(key, [])]
         lines += [str(result["skipped"])] if result.get("skipped") else []
-        blocks += [DataTable(f"What was compared in {name}", ("result",), [(line,) for line in lines])] * bool(lines)
+        blocks += [Points(lines)] * bool(lines)
     return Section("export", "Export and its verification", blocks) if blocks else None
 
 

@@ -66,7 +66,7 @@
         `layer ${option.yAxis.data[value[1]]}, ${word} ${option.xAxis.data[value[0]]}: <b>${text(value[3], number, 3)}</b>`;
       return { ...option, tooltip: { ...option.tooltip, formatter: lines } };
     }
-    const axisText = (value) => text(value, number, 3);
+    const axisText = (value) => text(value, number, 4);
     return {
       ...option,
       tooltip: { ...option.tooltip, valueFormatter: (value) => text(value, number, 5) },
