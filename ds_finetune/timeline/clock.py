@@ -35,7 +35,7 @@ class HostClock:
 
 
 @dataclass(frozen=True)
-class ClockOffset:
+class MeasuredOffset:
     """At the time `at` of a clock, `offset` has to be added for the time of rank zero; wrong by at most `uncertainty`.
 
     All are in nanoseconds.
@@ -50,8 +50,8 @@ class ClockOffset:
 class ClockAlignment:
     """Offsets of a clock before and after the profiled steps."""
 
-    first: ClockOffset
-    last: ClockOffset
+    first: MeasuredOffset
+    last: MeasuredOffset
 
     def to_rank_zero(self, at: int) -> int:
         """The time of rank zero at the time `at` of this clock, where offsets change evenly."""
@@ -70,7 +70,7 @@ class ClockAlignment:
         return (self.last.offset - self.first.offset) / 1e9
 
 
-def measure_offset(store: dist.Store, rank: int, hosts: Sequence[str], clock: HostClock) -> ClockOffset:
+def measure_offset(store: dist.Store, rank: int, hosts: Sequence[str], clock: HostClock) -> MeasuredOffset:
     """How far `clock` is from that of rank zero; every rank calls it with the hosts of all ranks.
 
     The first rank of each host measures for it, one host at a time. Ranks of rank zero's host have its clock.
@@ -80,7 +80,7 @@ def measure_offset(store: dist.Store, rank: int, hosts: Sequence[str], clock: Ho
         for leader in leaders:
             _answer(store, leader, clock)
     if hosts[rank] == hosts[0]:
-        return ClockOffset(clock.now())
+        return MeasuredOffset(clock.now())
     leader = hosts.index(hosts[rank])
     if rank == leader:
         measured = min((_ask(store, leader, trip, clock) for trip in range(_ROUND_TRIPS)), key=lambda m: m.uncertainty)
@@ -89,17 +89,17 @@ def measure_offset(store: dist.Store, rank: int, hosts: Sequence[str], clock: Ho
         return measured
     text = store.get(f"offset/{rank}").decode()
     store.delete_key(f"offset/{rank}")
-    return ClockOffset(*map(int, text.split()))
+    return MeasuredOffset(*map(int, text.split()))
 
 
-def _ask(store: dist.Store, leader: int, trip: int, clock: HostClock) -> ClockOffset:
+def _ask(store: dist.Store, leader: int, trip: int, clock: HostClock) -> MeasuredOffset:
     asked = clock.now()
     store.set(f"asked/{leader}/{trip}", "")
     answer = int(store.get(f"answered/{leader}/{trip}").decode())
     answered = clock.now()
     store.delete_key(f"answered/{leader}/{trip}")
     middle = (asked + answered) // 2
-    return ClockOffset(middle, answer - middle, (answered - asked + 1) // 2)
+    return MeasuredOffset(middle, answer - middle, (answered - asked + 1) // 2)
 
 
 def _answer(store: dist.Store, leader: int, clock: HostClock) -> None:

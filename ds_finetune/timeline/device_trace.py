@@ -37,7 +37,7 @@ class Activity(NamedTuple):
         return self.begin, self.end
 
 
-class Slice(NamedTuple):
+class TraceSlice(NamedTuple):
     """A slice of the trace on the track `track`; `is_device` tells streams of the GPU from threads of the host."""
 
     track: int
@@ -52,7 +52,7 @@ class Slice(NamedTuple):
 class DeviceTrace:
     """Slices of threads and streams, and of a GPU its kernels, copies and collectives."""
 
-    slices: list[Slice] = field(default_factory=list)
+    slices: list[TraceSlice] = field(default_factory=list)
     kernels: list[Activity] = field(default_factory=list)
     copies: list[Activity] = field(default_factory=list)
     communications: list[Communication] = field(default_factory=list)
@@ -81,7 +81,7 @@ def read_trace(tree: Mapping[str, Any], shift_ns: int = 0) -> DeviceTrace:
         is_device = event.get("cat") in _DEVICE_SLICES
         if is_device or (event.get("cat") in _SLICES and not event["name"].startswith(_OWN_TRACKS)):
             trace.slices.append(
-                Slice(int(event["tid"]), is_device, event["name"], *span_of(event), event.get("args", {}))
+                TraceSlice(int(event["tid"]), is_device, event["name"], *span_of(event), event.get("args", {}))
             )
     _read_device(trace, events, span_of, tree.get("distributedInfo", {}))
     return trace

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ds_finetune.engine.collectives import all_gather_object
 from ds_finetune.timeline.breakdown import StepTimes, Waits, break_down, device_spans, host_spans, innermost
-from ds_finetune.timeline.clock import ClockAlignment, ClockOffset, HostClock, measure_offset
+from ds_finetune.timeline.clock import ClockAlignment, HostClock, MeasuredOffset, measure_offset
 from ds_finetune.timeline.device_trace import DeviceTrace, phase_at, read_profile
 from ds_finetune.timeline.recorder import DATA, Communication, Meeting, Recorder
 from ds_finetune.timeline.spans import Span
@@ -52,7 +52,7 @@ class StepProfiler:
         self._steps: list[tuple[int, Span]] = []
         self._number = self._began = 0
         self._hosts: list[str] = []
-        self._first: ClockOffset | None = None
+        self._first: MeasuredOffset | None = None
         self._profile: profile | None = None
 
     @property

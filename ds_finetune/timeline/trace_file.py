@@ -5,6 +5,7 @@ https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 
 import gzip
 import json
+import os
 import socket
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_finetune.timeline.breakdown import Waits
-from ds_finetune.timeline.device_trace import Event, Slice
+from ds_finetune.timeline.device_trace import Event, TraceSlice
 from ds_finetune.timeline.recorder import Communication, PhaseSpan
 from ds_finetune.timeline.spans import Span
 
@@ -31,7 +32,7 @@ class RankSlices:
     phases: Sequence[PhaseSpan]
     communications: Sequence[Communication]
     waits: Waits
-    operators: Sequence[Slice]
+    operators: Sequence[TraceSlice]
 
 
 def events_of(rank: RankSlices, microseconds: Callable[[int], float]) -> Iterator[Event]:
@@ -57,10 +58,14 @@ def events_of(rank: RankSlices, microseconds: Callable[[int], float]) -> Iterato
         if waited[1] > waited[0]:
             slowest = rank.waits.until[made.meeting][1]
             yield slice_of(track, f"waiting for rank {slowest}", waited)
-    numbers = {key: number for number, key in enumerate(dict.fromkeys((s.is_device, s.track) for s in rank.operators))}
+    # Kineto numbers threads as the kernel does, where the main thread has the process's number.
+    keys = dict.fromkeys([(False, os.getpid()), *((each.is_device, each.track) for each in rank.operators)])
+    numbers = {key: number for number, key in enumerate(keys)}
     for each in rank.operators:
-        track = (_STREAMS if each.is_device else _THREADS) + numbers[each.is_device, each.track]
-        tracks[track] = f"{'GPU stream' if each.is_device else 'thread'} {each.track}"
+        number = numbers[each.is_device, each.track]
+        track = (_STREAMS if each.is_device else _THREADS) + number
+        name = f"GPU stream {each.track}" if each.is_device else f"thread {each.track}"
+        tracks[track] = name if number else "main thread"
         yield slice_of(track, each.name, (each.begin, each.end), dict(each.args))
     for track, name in tracks.items():
         yield _metadata("thread_name", rank.rank, {"name": name}, track)

@@ -15,14 +15,13 @@ from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.errors import RunError
 from ds_finetune.export.interruption import SignalInterruption
 from ds_finetune.export.verify.verify import VerificationResult
-from ds_finetune.model.unused_parameters import patterns_of
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.observers.stop_signals import StopSignals
 from ds_finetune.trainer.batches import run_batches
 from ds_finetune.trainer.exports import Exports, Say, verify_run_exports
 from ds_finetune.trainer.loop import run_steps, training_steps
 from ds_finetune.trainer.observers import StartedRun, make_observers
-from ds_finetune.trainer.prepare import PreparedRun, prepare_run
+from ds_finetune.trainer.prepare import PreparedRun, drawn_line, prepare_run
 from ds_finetune.trainer.profiling import profiled
 from ds_finetune.trainer.reference import complete_reference, find_reference
 from ds_finetune.trainer.resume import (
@@ -91,7 +90,7 @@ def _train_and_export(run: PreparedRun, store: dist.Store, monitor: Monitor, say
     # Errors are reported first, by the innermost context: closing the others may wait for ranks that are gone.
     with engine_context as engine, start_saver(run, engine, resume_point) as saver, monitor.report_errors():
         if engine.drawn and engine.is_rank_zero:
-            say(f"drawn from train.seed, since {run.inputs.model.path} lacks them: {patterns_of(engine.drawn)}")
+            say(drawn_line(run, engine.drawn))
         with monitor.progress.during("reference"):
             run = complete_reference(run, engine, reference)
         exports = Exports(run, engine, say)
