@@ -12,6 +12,7 @@ from ds_finetune import __version__
 from ds_finetune.report.differences import flat_config
 from ds_finetune.report.number_texts import number_text
 from ds_finetune.report.run import ReportedRun
+from ds_finetune.runs.folder import is_run
 from ds_finetune.runs.status import read_object
 
 CARD = "README.md"
@@ -48,6 +49,15 @@ def write_model_cards(run: ReportedRun) -> list[Path]:
     """Write the card of each export of a run; returns the cards that were written."""
     folders = [run.folder.path / name for name in run.folder.exports]
     return [card for folder in folders if (card := write_model_card(run, folder)) is not None]
+
+
+def write_card_of_source(source: Path, folder: Path) -> Path | None:
+    """Write the card of a folder that was exported from a run, or from a checkpoint or an adapter inside of one.
+
+    None where `source` belongs to no run, or a person has written a card.
+    """
+    found = next((each for each in (source, *source.absolute().parents[:2]) if is_run(each)), None)
+    return None if found is None else write_model_card(ReportedRun.read(found), folder)
 
 
 def write_model_card(run: ReportedRun, folder: Path) -> Path | None:

@@ -11,7 +11,7 @@ from PIL import Image
 
 from ds_finetune.report.library import ASSETS, ECHARTS, ECHARTS_SHA256, ECHARTS_VERSION
 from ds_finetune.report.loss_plot import write_loss_plot
-from ds_finetune.report.model_card import write_model_cards
+from ds_finetune.report.model_card import write_card_of_source, write_model_cards
 from ds_finetune.report.run import ReportedRun
 from tests.report.made_runs import make_run
 
@@ -60,6 +60,16 @@ def test_an_adapter_has_the_card_of_peft_and_an_edited_card_stays(run: Path) -> 
     data = ModelCard.load(adapter / "README.md").data
     assert (data.library_name, data.base_model_relation) == ("peft", "adapter")
     assert (run / "export" / "README.md").read_text() == "# mine\n"
+
+
+def test_an_export_of_a_checkpoint_has_the_card_of_its_run(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "verification.json").write_text('{"step": 60}')
+    write_model_cards(ReportedRun.read(run))
+    assert write_card_of_source(run / "checkpoints" / "step-000060", out) == out / "README.md"
+    assert (out / "README.md").read_bytes() == (run / "export" / "README.md").read_bytes()
+    assert write_card_of_source(tmp_path / "a-model", out) is None
 
 
 def test_the_plot_library_is_that_of_its_package() -> None:
