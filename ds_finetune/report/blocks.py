@@ -107,7 +107,7 @@ Block = Facts | DataTable | Chart | Charts | MarkedText | PromptAnswers | Messag
 
 
 @dataclass(frozen=True)
-class Section:
+class ReportSection:
     """A part of the page with a heading, to which the list at its top links by `name`."""
 
     name: str
@@ -135,7 +135,7 @@ class Page:
     state: str
     """A word such as `finished`; empty for several runs."""
     tiles: Sequence[Tile]
-    sections: Sequence[Section]
+    sections: Sequence[ReportSection]
     warnings: Sequence[str] = field(default_factory=tuple)
 
     @property

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_finetune.report.blocks import Block, Chart, Section
+from ds_finetune.report.blocks import Block, Chart, ReportSection
 from ds_finetune.report.charts import load_map_option, value_map_option
 from ds_finetune.report.run import ReportedRun
 
@@ -16,7 +16,7 @@ _ROW_PIXELS, _MANY_ROWS, _ROW_PIXELS_OF_MANY = 18, 24, 10
 _FRAME_PIXELS, _LEAST_PIXELS, _MOST_PIXELS = 90, 180, 1200
 
 
-def expert_section(run: ReportedRun) -> Section | None:
+def expert_section(run: ReportedRun) -> ReportSection | None:
     """Heat maps of the loads of experts; None for a run without routed experts."""
     found = run.folder.experts
     if found is None or not len(found[1]):
@@ -37,7 +37,7 @@ def expert_section(run: ReportedRun) -> Section | None:
         "The load of an expert is the number of tokens sent to it. Colours show it relative to the mean load of its "
         "layer: grey is the mean, blue less and orange more."
     )
-    return Section("experts", "Load of experts", blocks, lead)
+    return ReportSection("experts", "Load of experts", blocks, lead)
 
 
 def relative_loads(counts: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -11,7 +11,7 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ds_finetune import __version__
-from ds_finetune.report.blocks import Block, Charts, DataTable, Facts, Page, Section, Tile
+from ds_finetune.report.blocks import Block, Charts, DataTable, Facts, Page, ReportSection, Tile
 from ds_finetune.report.curves import overlay_charts, run_labels
 from ds_finetune.report.differences import differing_keys
 from ds_finetune.report.library import echarts_source
@@ -55,10 +55,10 @@ def overlay_page(runs: Sequence[ReportedRun]) -> Page:
     keys += [DataTable("Versions that differ", ("package", *labels), versions, len(labels) + 1)] * bool(versions)
     charts = overlay_charts(runs)
     sections = [
-        Section("results", "Results", blocks),
-        Section("differences", "Differences of configuration", keys),
-        *([Section("curves", "Curves", [Charts(charts)], "Click a name to hide its line.")] if charts else []),
-        Section("repeat", "How to repeat the runs", [Facts([(n, repeat_command(r)) for n, r in _named(runs)])]),
+        ReportSection("results", "Results", blocks),
+        ReportSection("differences", "Differences of configuration", keys),
+        *([ReportSection("curves", "Curves", [Charts(charts)], "Click a name to hide its line.")] if charts else []),
+        ReportSection("repeat", "How to repeat the runs", [Facts([(n, repeat_command(r)) for n, r in _named(runs)])]),
     ]
     warnings = [f"{label}: {text}" for label, run in _named(runs) for text in _warnings(run, run.folder.status.state)]
     return Page(f"{len(runs)} runs compared", ", ".join(labels), "", [], sections, warnings)

@@ -18,7 +18,7 @@ from ds_finetune.report.blocks import (
     Message,
     Points,
     PromptAnswers,
-    Section,
+    ReportSection,
 )
 from ds_finetune.report.curves import run_charts
 from ds_finetune.report.experts import expert_section
@@ -32,17 +32,17 @@ _MOST_ANSWERS = 12
 _LONGEST_ANSWER = 1500
 
 
-def plan_section(run: ReportedRun) -> Section | None:
+def plan_section(run: ReportedRun) -> ReportSection | None:
     """The plan and the layout of ranks."""
     plan = dict(run.folder.plan)
     notes = plan.pop("notes", [])
     rows = [(name, str(text)) for name, text in plan.items()]
     blocks: list[Block] = [Facts(rows)] if rows else []
     blocks += [Message(str(note)) for note in notes] if isinstance(notes, list) else []
-    return Section("plan", "Plan and layout", blocks) if blocks else None
+    return ReportSection("plan", "Plan and layout", blocks) if blocks else None
 
 
-def curve_section(run: ReportedRun) -> Section | None:
+def curve_section(run: ReportedRun) -> ReportSection | None:
     """Curves with evaluations and restarts, and a table of the metrics."""
     markers = [(int(start["after_step"]), "restart") for start in _restarts(run)]
     charts = run_charts(run, markers)
@@ -52,7 +52,7 @@ def curve_section(run: ReportedRun) -> Section | None:
     blocks: list[Block] = [Charts(charts)]
     evaluations = _evaluation_table(run)
     blocks += [] if evaluations is None else [evaluations]
-    return Section("curves", "Curves", [*blocks, _metric_table(run)], lead)
+    return ReportSection("curves", "Curves", [*blocks, _metric_table(run)], lead)
 
 
 def _evaluation_table(run: ReportedRun) -> DataTable | None:
@@ -86,7 +86,7 @@ def _metric_table(run: ReportedRun) -> DataTable:
     return DataTable("All metrics as numbers", columns, rows, is_folded=True)
 
 
-def event_section(run: ReportedRun) -> Section | None:
+def event_section(run: ReportedRun) -> ReportSection | None:
     """Starts, skipped steps and stragglers, and why the run ended."""
     blocks: list[Block] = []
     if run.starts:
@@ -109,7 +109,7 @@ def event_section(run: ReportedRun) -> Section | None:
         blocks.append(Message(f"{text[0].upper()}{text[1:]}.", "good"))
     report = run.folder.watchdog_report()
     blocks += [Code("Report of the watchdog", report)] if report else []
-    return Section("events", "Starts, skipped steps and stragglers", blocks) if blocks else None
+    return ReportSection("events", "Starts, skipped steps and stragglers", blocks) if blocks else None
 
 
 def _start_table(run: ReportedRun) -> DataTable:
@@ -127,7 +127,7 @@ def _start_table(run: ReportedRun) -> DataTable:
     return DataTable("Starts", ("time", "after step", "ranks", "launcher", "host of rank 0", "device"), rows, 6)
 
 
-def data_section(run: ReportedRun) -> Section | None:
+def data_section(run: ReportedRun) -> ReportSection | None:
     """A summary of the training data, and documents with their supervised tokens coloured."""
     data = run.data
     if not data:
@@ -146,10 +146,10 @@ def data_section(run: ReportedRun) -> Section | None:
         spans = [(str(text), bool(is_supervised)) for text, is_supervised in sample["spans"]]
         blocks.append(MarkedText(f"Document {number}" + (f": {title}" if title else ""), spans))
     lead = "The coloured text of the documents is trained; the rest is context without a loss." if samples else ""
-    return Section("data", "Data", blocks, lead)
+    return ReportSection("data", "Data", blocks, lead)
 
 
-def answer_section(run: ReportedRun) -> Section | None:
+def answer_section(run: ReportedRun) -> ReportSection | None:
     """What the model answered to held-out prompts over time."""
     samples = run.folder.samples
     by_prompt: dict[tuple[str, str], list[Any]] = {}
@@ -165,10 +165,10 @@ def answer_section(run: ReportedRun) -> Section | None:
         for number, ((name, prompt), group) in enumerate(list(by_prompt.items())[:_MOST_SAMPLES], start=1)
     ]
     lead = "Greedy answers to held-out prompts, at the evaluations of the run."
-    return Section("answers", "Generated answers over time", blocks, lead) if blocks else None
+    return ReportSection("answers", "Generated answers over time", blocks, lead) if blocks else None
 
 
-def checkpoint_section(run: ReportedRun) -> Section | None:
+def checkpoint_section(run: ReportedRun) -> ReportSection | None:
     """The checkpoints that the folder holds."""
     rows = [
         (f"step {saved.step:,}", size_text(saved.num_bytes), number_text(saved.eval_loss))
@@ -176,12 +176,12 @@ def checkpoint_section(run: ReportedRun) -> Section | None:
     ]
     if not rows:
         return None
-    return Section(
+    return ReportSection(
         "checkpoints", "Checkpoints", [DataTable("Complete checkpoints", ("step", "size", "eval loss"), rows)]
     )
 
 
-def export_section(run: ReportedRun) -> Section | None:
+def export_section(run: ReportedRun) -> ReportSection | None:
     """The exported folders, and what verifying them found."""
     verified = {str(result["folder"]): result for result in run.exports}
     blocks: list[Block] = []
@@ -192,10 +192,10 @@ def export_section(run: ReportedRun) -> Section | None:
         lines = [str(line) for key in ("lines", "problems") for line in result.get(key, [])]
         lines += [str(result["skipped"])] if result.get("skipped") else []
         blocks += [Points(lines)] * bool(lines)
-    return Section("export", "Export and its verification", blocks) if blocks else None
+    return ReportSection("export", "Export and its verification", blocks) if blocks else None
 
 
-def repeat_section(run: ReportedRun) -> Section:
+def repeat_section(run: ReportedRun) -> ReportSection:
     """Versions, the command of the run and the command that repeats it, and its run file."""
     blocks: list[Block] = []
     if run.versions:
@@ -207,7 +207,7 @@ def repeat_section(run: ReportedRun) -> Section:
     if config is not None:
         text = config.read_text(encoding="utf-8", errors="replace")
         blocks.append(Code("Run file with all defaults (config.yaml)", text, is_folded=True))
-    return Section("repeat", "Versions and how to repeat the run", blocks)
+    return ReportSection("repeat", "Versions and how to repeat the run", blocks)
 
 
 def repeat_command(run: ReportedRun) -> str:
@@ -223,7 +223,7 @@ def repeat_command(run: ReportedRun) -> str:
     return f"ds-finetune launch --hostfile HOSTFILE {words}   # {ranks} ranks, {per_host} on each host"
 
 
-SECTIONS: tuple[Callable[[ReportedRun], Section | None], ...] = (
+SECTIONS: tuple[Callable[[ReportedRun], ReportSection | None], ...] = (
     curve_section,
     plan_section,
     event_section,
