@@ -77,7 +77,7 @@ class PromptAnswers:
 
 
 @dataclass(frozen=True)
-class Message:
+class Remark:
     """A sentence or two; `tone` is `plain`, `good` or `bad`."""
 
     text: str
@@ -103,7 +103,7 @@ class Code:
     kind: ClassVar[str] = "code"
 
 
-Block = Facts | DataTable | Chart | Charts | MarkedText | PromptAnswers | Message | Points | Code
+Block = Facts | DataTable | Chart | Charts | MarkedText | PromptAnswers | Remark | Points | Code
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from ds_finetune.report.blocks import (
     DataTable,
     Facts,
     MarkedText,
-    Message,
     Points,
     PromptAnswers,
+    Remark,
     ReportSection,
 )
 from ds_finetune.report.curves import run_charts
@@ -38,7 +38,7 @@ def plan_section(run: ReportedRun) -> ReportSection | None:
     notes = plan.pop("notes", [])
     rows = [(name, str(text)) for name, text in plan.items()]
     blocks: list[Block] = [Facts(rows)] if rows else []
-    blocks += [Message(str(note)) for note in notes] if isinstance(notes, list) else []
+    blocks += [Remark(str(note)) for note in notes] if isinstance(notes, list) else []
     return ReportSection("plan", "Plan and layout", blocks) if blocks else None
 
 
@@ -106,7 +106,7 @@ def event_section(run: ReportedRun) -> ReportSection | None:
     quiet += [] if slow or "perf/straggler_ratio" not in run.curves else ["no rank was slow"]
     if quiet:
         text = ", ".join(quiet)
-        blocks.append(Message(f"{text[0].upper()}{text[1:]}.", "good"))
+        blocks.append(Remark(f"{text[0].upper()}{text[1:]}.", "good"))
     report = run.folder.watchdog_report()
     blocks += [Code("Report of the watchdog", report)] if report else []
     return ReportSection("events", "Starts, skipped steps and stragglers", blocks) if blocks else None
@@ -139,7 +139,7 @@ def data_section(run: ReportedRun) -> ReportSection | None:
     blocks: list[Block] = [Facts(rows)]
     counts = [(str(name), str(text)) for name, text in data.get("counts", [])]
     blocks += [DataTable("Counts of the training rows", ("count", "value"), counts, 2, is_folded=True)] * bool(counts)
-    blocks += [Message(str(note)) for note in data.get("notes", [])]
+    blocks += [Remark(str(note)) for note in data.get("notes", [])]
     samples = data.get("samples", [])[:_MOST_SAMPLES]
     for number, sample in enumerate(samples, start=1):
         title = " ".join(str(sample.get(part, "")) for part in ("source", "title")).strip()
@@ -188,7 +188,7 @@ def export_section(run: ReportedRun) -> ReportSection | None:
     for name, state in run.folder.exports.items():
         result = verified.get(name, {})
         is_good = state == "verified"
-        blocks.append(Message(f"{name}: {state}", "good" if is_good else "plain" if state == "not verified" else "bad"))
+        blocks.append(Remark(f"{name}: {state}", "good" if is_good else "plain" if state == "not verified" else "bad"))
         lines = [str(line) for key in ("lines", "problems") for line in result.get(key, [])]
         lines += [str(result["skipped"])] if result.get("skipped") else []
         blocks += [Points(lines)] * bool(lines)
