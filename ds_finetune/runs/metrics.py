@@ -16,7 +16,8 @@ METRICS = "metrics.jsonl"
 CHUNK_BYTES = 4 * MIB
 _TAIL_BYTES = 64 * 1024
 _STEP = "step"
-_WORDS = ("non_finite", "notice")
+_TEXTS = ("notice", "slow")
+_NO_METRICS = (_STEP, "non_finite", *_TEXTS)
 
 
 class Curve:
@@ -131,13 +132,14 @@ class MetricsReader:
         self.last_step = records[-1][_STEP]
         names = dict.fromkeys(name for record in records for name in record)
         for name in names:
-            if name == _STEP or name in _WORDS:
+            if name in _NO_METRICS:
                 continue
             points = [(record[_STEP], _number(record[name])) for record in records if name in record]
             numbers = [(step, value) for step, value in points if value is not None]
             if numbers:
                 self.curves.setdefault(name, Curve()).extend(numbers)
-        self.notices += [(record[_STEP], str(record["notice"])) for record in records if "notice" in record]
+        for name in _TEXTS:
+            self.notices += [(record[_STEP], str(record[name])) for record in records if name in record]
 
 
 def last_record(path: Path) -> Mapping[str, Any]:

@@ -1,7 +1,7 @@
-"""`samples.jsonl`: answers that a run generated at its evaluations, one JSON object a line."""
+"""Reads `samples.jsonl`: answers that a run generated at its evaluations (written by observers/samples.py)."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from ds_finetune.units import MIB
@@ -19,11 +19,6 @@ class Sample:
     prompt: str
     answer: str
     expected: str
-
-    def line(self) -> str:
-        """The line of the file."""
-        return json.dumps(asdict(self), ensure_ascii=False) + "\n"
-
 
 def read_samples(path: Path) -> list[Sample]:
     """The samples of a file, oldest first, of its last 8 MiB; lines that are none are passed over."""
