@@ -20,6 +20,7 @@ class Sample:
     answer: str
     expected: str
 
+
 def read_samples(path: Path) -> list[Sample]:
     """The samples of a file, oldest first, of its last 8 MiB; lines that are none are passed over."""
     try:
