@@ -28,6 +28,7 @@ from ds_finetune.cli import (
     serve,
     teach,
     train,
+    watch,
 )
 from ds_finetune.console import show_error
 from ds_finetune.errors import RUN_ERROR_EXIT_CODE, FinetuneError
@@ -45,6 +46,7 @@ _MODULES = (
     export,
     evaluate,
     serve,
+    watch,
     teach,
     selftest,
     bench,

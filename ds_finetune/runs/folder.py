@@ -65,8 +65,8 @@ class RunFolder:
     @property
     def status(self) -> RunStatus:
         """What the run is doing, or how it ended."""
-        if (self.path / STATUS).is_symlink() and self.file(STATUS) is None:
-            return RunStatus("unknown", f"{STATUS} is a link to a file outside of the folder")
+        if os.path.lexists(self.path / STATUS) and self.file(STATUS) is None:
+            return RunStatus("unknown", f"{STATUS} is no file of this folder")
         return seen_status(self.path)
 
     @property
