@@ -11,15 +11,16 @@ from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.generation import GenerationLimits
 from ds_finetune.engine.results import HeldOutScores
 from ds_finetune.observers.evaluation import matches
-from ds_finetune.observers.samples import MOST_SAMPLES, AnsweredPrompt
+from ds_finetune.observers.samples import MOST_SAMPLES
 from ds_finetune.observers.stop_signals import StopSignals
 from ds_finetune.phase_line import PhaseLine
+from ds_finetune.runs.samples import Sample
 from ds_finetune.trainer.batches import batch_plan, eval_plan
 from ds_finetune.trainer.prepare import PreparedRun, mismatched_answers
 
 Scored = Callable[[], Mapping[str, HeldOutScores] | None]
 Answered = Callable[[], Mapping[str, float] | None]
-Collect = Callable[[Sequence[AnsweredPrompt]], None]
+Collect = Callable[[Sequence[Sample]], None]
 """Takes the first answers of an evaluation."""
 _ALL = "eval"
 """First part of the names of metrics over all held-out sets together."""
@@ -93,11 +94,11 @@ class _HeldOutEvaluation:
 
     def _samples(
         self, name: str, pairs: Sequence[tuple[list[int], list[int]]], given: list[str], expected: list[str]
-    ) -> Iterator[AnsweredPrompt]:
-        """The first answers of a held-out set, with their prompts as the model sees them."""
+    ) -> Iterator[Sample]:
+        """The first answers of a held-out set, with their prompts as the model sees them; a step is set later."""
         rows = list(zip(pairs, given, expected, strict=True))[:MOST_SAMPLES]
         for (prompt, _), answer, of_data in rows:
-            yield AnsweredPrompt(name, self.run.inputs.tokenizer.decode(prompt), answer, of_data)
+            yield Sample(0, name, self.run.inputs.tokenizer.decode(prompt), answer, of_data)
 
     def _texts(self, answers: list[list[int]]) -> list[str]:
         return [self.run.inputs.tokenizer.decode(ids, skip_special_tokens=True) for ids in answers]

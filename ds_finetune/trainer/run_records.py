@@ -80,14 +80,15 @@ def _start(run: PreparedRun, after_step: int) -> dict[str, Any]:
 
 def _data_summary(run: PreparedRun) -> dict[str, Any]:
     rows = run.inputs.train
-    is_prepared = isinstance(rows, PreparedRows)
+    # A stream has no counts, and no documents before it is read.
+    prepared = rows if isinstance(rows, PreparedRows) else None
     return {
         "summary": rows.summary(),
-        "counts": count_lines(rows, run.config) if is_prepared else [],
+        "counts": [] if prepared is None else count_lines(prepared, run.config),
         "mixture": mixture_lines(run),
         "held_out": {name: held_out.summary() for name, held_out in run.inputs.held_out.items()},
         "notes": [*rows.notes, *run.inputs.data_notes()],
-        "samples": list(_samples(run, rows)) if is_prepared else [],
+        "samples": [] if prepared is None else list(_samples(run, prepared)),
     }
 
 

@@ -21,11 +21,12 @@ from ds_finetune.objectives.objective import TokenObjective
 from ds_finetune.observers.evaluation import BestAndPatience, Evaluation, matches
 from ds_finetune.observers.progress import ProgressLine
 from ds_finetune.observers.record import StepRecord
-from ds_finetune.observers.samples import AnsweredPrompt, SampleFile
+from ds_finetune.observers.samples import SampleFile
 from ds_finetune.observers.time_left import EVALUATION, EXPORT, SAVE, TimeLeft
 from ds_finetune.observers.utilisation import Utilisation, peak_flops
 from ds_finetune.observers.writers import MetricsFile, Trackers, check_trackers
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.runs.samples import Sample
 from ds_finetune.trainer.evaluation import evaluation_functions
 from ds_finetune.trainer.loop import run_steps, step_values
 from ds_finetune.world import World
@@ -258,7 +259,7 @@ def test_a_runs_evaluation_takes_the_limit() -> None:
 def test_answers_are_written_with_the_step_of_their_evaluation(tmp_path: Path) -> None:
     file = SampleFile(tmp_path / "samples.jsonl", pytest.fail)
     file.after_step(record(1))
-    file.collect([AnsweredPrompt("eval", "1 + 1 =", "3", "2"), AnsweredPrompt("eval/new", "a", "b", "b")])
+    file.collect([Sample(0, "eval", "1 + 1 =", "3", "2"), Sample(0, "eval/new", "a", "b", "b")])
     file.after_step(record(2))
     file.after_step(record(3))
     file.close()
