@@ -1,7 +1,7 @@
 """Reads `samples.jsonl`: answers that a run generated at its evaluations (written by observers/samples.py)."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ds_finetune.units import MIB
@@ -19,6 +19,10 @@ class Sample:
     prompt: str
     answer: str
     expected: str
+
+    def line(self) -> str:
+        """The line of the file."""
+        return json.dumps(asdict(self), ensure_ascii=False) + "\n"
 
 
 def read_samples(path: Path) -> list[Sample]:

@@ -10,7 +10,8 @@ let rows = new Map();
 let most = 20;
 let view = null;
 let stream = null;
-let detailsAt = 0;
+let refreshing = 0;
+let refreshedAt = 0;
 
 function show() {
   const names = shownRuns();
@@ -35,7 +36,7 @@ function listen(names) {
   stream.onerror = () => {
     const isOver = stream.readyState === EventSource.CLOSED;
     link("lost", isOver ? "not connected" : "connection lost, trying again");
-    if (isOver) setTimeout(() => listen(shownRuns()), 3000);
+    if (isOver) setTimeout(() => stream && listen(shownRuns()), 3000);
   };
   let isFirst = true;
   stream.addEventListener("points", (event) => {
@@ -56,10 +57,17 @@ function take({ changed, names: all }, names) {
   const known = new Set(all);
   rows = new Map([...rows].filter(([name]) => known.has(name)));
   if (view instanceof RunList) view.update(rows);
-  else if (changed.some((row) => names.includes(row.name)) && Date.now() > detailsAt + 2500) {
-    detailsAt = Date.now();
-    view.refresh();
-  }
+  else if (names.some((name) => !known.has(name)) || changed.some((row) => names.includes(row.name))) refreshSoon();
+}
+
+// What a run holds beside its curves is asked for again when its row has changed, at most every two seconds.
+function refreshSoon() {
+  if (refreshing) return;
+  refreshing = setTimeout(() => {
+    refreshing = 0;
+    refreshedAt = Date.now();
+    if (view instanceof RunView) view.refresh();
+  }, Math.max(0, refreshedAt + 2000 - Date.now()));
 }
 
 function link(state, text) {
@@ -109,6 +117,22 @@ addEventListener("hashchange", () => {
   main.focus({ preventScroll: true });
   scrollTo(0, 0);
 });
+// A page out of sight needs no stream. Browsers open six connections to a server at most, all tabs together.
+function pause() {
+  stream?.close();
+  stream = null;
+  link("wait", "paused");
+}
+
+function resume() {
+  if (stream || !view || document.visibilityState === "hidden") return;
+  listen(shownRuns());
+  if (view instanceof RunView) view.load();
+}
+
+document.addEventListener("visibilitychange", () => (document.visibilityState === "hidden" ? pause() : resume()));
+addEventListener("pagehide", pause);
+addEventListener("pageshow", resume);
 setInterval(() => view?.tick?.(), 10000);
 
 labelTheme();
