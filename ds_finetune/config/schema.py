@@ -12,7 +12,7 @@ from ds_finetune.config.invalid_keys import explain
 from ds_finetune.config.mtp import MtpConfig
 from ds_finetune.config.objectives import ObjectiveField, SftObjective
 from ds_finetune.config.routers import RouterConfig
-from ds_finetune.config.run_file import apply_override, read_yaml
+from ds_finetune.config.run_file import Lines, apply_override, read_yaml
 from ds_finetune.config.section import Section
 from ds_finetune.config.value_types import (
     DurationText,
@@ -373,11 +373,19 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     tree, lines = read_yaml(Path(path))
     for override in overrides:
         apply_override(tree, lines, override)
+    return validate_tree(tree, lines, str(path))
+
+
+def validate_tree(tree: dict[str, Any], lines: Lines, source: str) -> RunConfig:
+    """The configuration that the nested dictionary of a run file describes; ConfigError as `read_config`.
+
+    `source` names the file in errors, and `lines` has the lines of its keys.
+    """
     try:
         config = RunConfig.model_validate(tree)
     except ValidationError as invalid:
-        raise explain(invalid, RunConfig, str(path), lines) from None
-    check_keys_have_effect(dict(_keys(config, changed=True)), dict(_keys(config)), str(path), lines)
+        raise explain(invalid, RunConfig, source, lines) from None
+    check_keys_have_effect(dict(_keys(config, changed=True)), dict(_keys(config)), source, lines)
     return config
 
 
