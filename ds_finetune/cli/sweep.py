@@ -15,14 +15,14 @@ def add_commands(commands: Commands) -> None:
 
 
 def _sweep(arguments: Arguments) -> None:
-    from ds_finetune.experiments.jobs import Interrupted
+    from ds_finetune.experiments.jobs import JobsInterruptedError
     from ds_finetune.experiments.sweep import run_sweep
     from ds_finetune.experiments.sweep_file import read_sweep
 
     sweep = read_sweep(Path(arguments.sweep))
     try:
         result = run_sweep(sweep, show_line)
-    except Interrupted:
+    except JobsInterruptedError:
         show_line(f"interrupted; the same command continues the sweep in {sweep.output_dir}")
         raise SystemExit(INTERRUPTED_EXIT_CODE) from None
     OUT.print(pairs("sweep", result.lines()))

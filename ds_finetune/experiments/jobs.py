@@ -38,14 +38,14 @@ class Job:
         """Called when it has ended."""
 
 
-class Interrupted(Exception):
+class JobsInterruptedError(Exception):
     """A signal came; all runs have saved and ended."""
 
 
 def run_jobs(jobs: Iterator[Job], places: list[Place]) -> None:
     """Run all jobs; the iterator is asked for the next one when a place is free.
 
-    On SIGINT, SIGTERM or SIGHUP the runs save and end, no job is asked for its end, and Interrupted is raised. Where
+    On SIGINT, SIGTERM or SIGHUP the runs save and end, no job is asked for its end, and JobsInterruptedError is raised. Where
     the iterator or a job raises an error, the runs save and end as well.
     """
     free, running = list(places), dict[int, tuple[Job, ChildRun]]()
@@ -61,7 +61,7 @@ def run_jobs(jobs: Iterator[Job], places: list[Place]) -> None:
                         running[child.process.pid] = job, child
                         job.started(child)
                 if received:
-                    raise Interrupted
+                    raise JobsInterruptedError
                 free += _look_at(running)
                 time.sleep(_POLL_SECONDS)
         finally:

@@ -6,6 +6,7 @@ processes create the study).
 
 import inspect
 import json
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,29 +21,43 @@ if TYPE_CHECKING:
     from optuna.samplers import BaseSampler
 
 JOURNAL = "study.journal"
+_NAME = "sweep"
 _MADE_FROM = "made_from"
 _CONSTANT_SEED = ("BruteForceSampler", "GridSampler", "QMCSampler")
 """Samplers that walk through one sequence, which their seed sets."""
 
 
 def open_study(sweep: SweepConfig) -> "Study":
-    """The study of the sweep's folder, made where there is none; ConfigError where it is that of another sweep."""
+    """The study of the sweep's folder, made where there is none; ConfigError where it is that of another sweep.
+
+    The folder is there, and the caller has locked it.
+    """
     optuna = import_optuna()
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    folder = Path(sweep.output_dir)
-    study = optuna.create_study(
-        study_name="sweep",
-        storage=JournalStorage(JournalFileBackend(str(folder / JOURNAL))),
-        direction=sweep.direction,
-        sampler=make_sampler(sweep, 0),
-        pruner=make_pruner(sweep),
-        load_if_exists=True,
-    )
+    _remove_stale_lock(Path(sweep.output_dir))
+    storage = JournalStorage(JournalFileBackend(str(Path(sweep.output_dir) / JOURNAL)))
+    sampler, pruner = make_sampler(sweep, 0), make_pruner(sweep)
+    try:
+        # Unlike `create_study` with `load_if_exists`, this writes nothing.
+        study = optuna.load_study(study_name=_NAME, storage=storage, sampler=sampler, pruner=pruner)
+    except KeyError:
+        study = optuna.create_study(
+            study_name=_NAME, storage=storage, direction=sweep.direction, sampler=sampler, pruner=pruner
+        )
     _check_same(study, sweep)
     return study
+
+
+def _remove_stale_lock(folder: Path) -> None:
+    """Remove the lock that a killed sweep has left; this process has the lock of the folder itself.
+
+    optuna 5.0.0 would wait 30 seconds (storages/journal/_file.py, `JournalFileSymlinkLock`).
+    """
+    for lock in folder.glob(f"{JOURNAL}.lock*"):
+        lock.unlink(missing_ok=True)
 
 
 def check_choices(sweep: SweepConfig) -> None:
@@ -81,9 +96,7 @@ def _distribution(values: Range) -> "BaseDistribution":
 
 def run_file_values(sweep: SweepConfig, drawn: Mapping[str, Any]) -> dict[str, object]:
     """What optuna drew, as values of the run file."""
-    return {
-        key: json.loads(value) if sweep.space[key].choices is not None else value for key, value in drawn.items()
-    }
+    return {key: json.loads(value) if sweep.space[key].choices is not None else value for key, value in drawn.items()}
 
 
 def make_sampler(sweep: SweepConfig, number: int) -> "BaseSampler":
@@ -115,7 +128,9 @@ def _make(choose: Choose, module: str, kind: str, more: dict[str, Any]) -> Any: 
     known = inspect.signature(made_of).parameters
     options = {**{name: value for name, value in more.items() if name in known}, **choose.options}
     try:
-        return made_of(**options)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", import_optuna().exceptions.ExperimentalWarning)
+            return made_of(**options)
     except (TypeError, ValueError, AttributeError) as wrong:
         raise ConfigError(
             f"`{kind.lower()}: {choose.name}` does not take {choose.options}: {wrong}",
@@ -125,7 +140,7 @@ def _make(choose: Choose, module: str, kind: str, more: dict[str, Any]) -> Any: 
 
 def _grid(sweep: SweepConfig) -> dict[str, list[Any]]:
     """Every value of each key, for optuna's GridSampler; ConfigError where a range has no step."""
-    grid = {}
+    grid: dict[str, list[Any]] = {}
     for key, values in sweep.space.items():
         if values.choices is not None:
             grid[key] = [json.dumps(choice) for choice in values.choices]

@@ -4,10 +4,11 @@ import json
 import math
 import shutil
 import statistics
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ds_finetune.checkpoint.locking import lock_folder
 from ds_finetune.config.run_file import read_yaml
@@ -68,7 +69,7 @@ def run_sweep(sweep: SweepConfig, say: Say) -> SweepResult:
     """Run the trials that are left, write the best run file, and train it with several seeds.
 
     A sweep that was interrupted, also by kill -9, goes on: trials that were running are resumed in their folders.
-    Interrupted after a signal, once all runs have saved; RunError where trials fail one after another or none has a
+    JobsInterruptedError after a signal, once all runs have saved; RunError where trials fail one after another or none has a
     value; ConfigError before anything is written.
     """
     folder = Path(sweep.output_dir)
@@ -159,8 +160,7 @@ class _Trials:
         self._check_failures()
         if not self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
             raise RunError(
-                f"none of {len(self.study.trials)} trials has a value of {self.sweep.metric}: "
-                f"{self._last_reason()}",
+                f"none of {len(self.study.trials)} trials has a value of {self.sweep.metric}: {self._last_reason()}",
                 hint=f"see {Path(self.sweep.output_dir) / _TRIALS}",
             )
         best = self.study.best_trial
@@ -184,7 +184,11 @@ class _Trials:
     def _last_reason(self) -> str:
         trials = self.study.get_trials(deepcopy=False)
         return next(
-            (f"trial {each.number}: {each.user_attrs[_REASON]}" for each in reversed(trials) if _REASON in each.user_attrs),
+            (
+                f"trial {each.number}: {each.user_attrs[_REASON]}"
+                for each in reversed(trials)
+                if _REASON in each.user_attrs
+            ),
             "no trial has ended",
         )
 
@@ -245,8 +249,10 @@ class _TrialJob(Job):
             trial.set_user_attr(_REASON, text.removeprefix("failed: "))
         self._trials.tell(trial, value if state == TrialState.COMPLETE else None, state)
         shutil.rmtree(self.folder / RUN / _CHECKPOINTS, ignore_errors=True)
-        drawn = ", ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
-                          for key, value in self._values.items())
+        drawn = ", ".join(
+            f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+            for key, value in self._values.items()
+        )
         self._trials.say(f"trial {trial.number}: {drawn}: {text} ({child.seconds:.0f} s)")
         write_result(sweep, self._trials.study)
 
@@ -353,8 +359,11 @@ def importances(study: "Study") -> dict[str, float]:
     from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 
     try:
-        found = get_param_importances(study, evaluator=PedAnovaImportanceEvaluator())
-    except (ValueError, RuntimeError):
+        with warnings.catch_warnings():
+            # It warns of too few trials, and then calls all keys equally important.
+            warnings.simplefilter("error", UserWarning)
+            found = get_param_importances(study, evaluator=PedAnovaImportanceEvaluator())
+    except (ValueError, RuntimeError, UserWarning):
         return {}
     return {key: float(value) for key, value in found.items()}
 
