@@ -15,7 +15,7 @@ _POLL_SECONDS = 0.2
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class Job:
+class ExperimentJob:
     """One run of an experiment: what is started, and what follows from its metrics and its end."""
 
     @property
@@ -38,38 +38,46 @@ class Job:
         """Called when it has ended."""
 
 
+_Running = dict[int, tuple[ExperimentJob, ChildRun]]
+"""Jobs and their runs by process id."""
+
+
 class JobsInterruptedError(Exception):
     """A signal came; all runs have saved and ended."""
 
 
-def run_jobs(jobs: Iterator[Job], places: list[Place]) -> None:
+def run_jobs(jobs: Iterator[ExperimentJob], places: list[Place]) -> None:
     """Run all jobs; the iterator is asked for the next one when a place is free.
 
-    On SIGINT, SIGTERM or SIGHUP the runs save and end, no job is asked for its end, and JobsInterruptedError is raised. Where
-    the iterator or a job raises an error, the runs save and end as well.
+    On SIGINT, SIGTERM or SIGHUP the runs save and end, no job is told of its end, and JobsInterruptedError is raised.
+    Where the iterator or a job raises an error, the runs save and end as well.
     """
-    free, running = list(places), dict[int, tuple[Job, ChildRun]]()
-    is_exhausted = False
+    free, running = list(places), _Running()
     with _signals() as received:
         try:
-            while running or not is_exhausted:
-                while free and not is_exhausted:
-                    job = next(jobs, None)
-                    is_exhausted = job is None
-                    if job is not None:
-                        child = ChildRun(job.folder, job.run_file(), free.pop())
-                        running[child.process.pid] = job, child
-                        job.started(child)
-                if received:
-                    raise JobsInterruptedError
-                free += _look_at(running)
-                time.sleep(_POLL_SECONDS)
+            while _start_jobs(jobs, free, running) or running:
+                free += _look_at(running, received)
         finally:
             _stop_all([child for _, child in running.values()])
 
 
-def _look_at(running: dict[int, tuple[Job, ChildRun]]) -> list[Place]:
-    """Places of the runs that have ended, which leave `running`."""
+def _start_jobs(jobs: Iterator[ExperimentJob], free: list[Place], running: _Running) -> bool:
+    """Start a job on each free place, which leaves `free`; returns whether the iterator had one for each."""
+    while free:
+        job = next(jobs, None)
+        if job is None:
+            return False
+        child = ChildRun(job.folder, job.run_file(), free.pop())
+        running[child.process.pid] = job, child
+        job.started(child)
+    return True
+
+
+def _look_at(running: _Running, received: list[int]) -> list[Place]:
+    """Wait a moment; places of the runs that have ended, which leave `running`. JobsInterruptedError after a signal."""
+    time.sleep(_POLL_SECONDS)
+    if received:
+        raise JobsInterruptedError
     left = []
     for pid, (job, child) in list(running.items()):
         code = child.exit_code()

@@ -15,7 +15,7 @@ from ds_finetune.config.run_file import read_yaml
 from ds_finetune.config.schema import validate_tree
 from ds_finetune.errors import ConfigError, RunError
 from ds_finetune.experiments.child_run import RUN, ChildRun, wait_for
-from ds_finetune.experiments.jobs import Job, is_interrupted, run_jobs
+from ds_finetune.experiments.jobs import ExperimentJob, is_interrupted, run_jobs
 from ds_finetune.experiments.places import places
 from ds_finetune.experiments.study import check_choices, distributions, make_sampler, open_study, run_file_values
 from ds_finetune.experiments.sweep_file import SweepConfig, best_tree, trial_tree, yaml_text
@@ -69,8 +69,8 @@ def run_sweep(sweep: SweepConfig, say: Say) -> SweepResult:
     """Run the trials that are left, write the best run file, and train it with several seeds.
 
     A sweep that was interrupted, also by kill -9, goes on: trials that were running are resumed in their folders.
-    JobsInterruptedError after a signal, once all runs have saved; RunError where trials fail one after another or none has a
-    value; ConfigError before anything is written.
+    JobsInterruptedError after a signal, once all runs have saved; RunError where trials fail one after another or none
+    has a value; ConfigError before anything is written.
     """
     folder = Path(sweep.output_dir)
     places_of_trials = places(ranks=sweep.ranks, parallel=sweep.parallel, hostfile=sweep.hostfile, folder=folder)
@@ -121,7 +121,7 @@ class _Trials:
     def __init__(self, sweep: SweepConfig, study: "Study", say: Say) -> None:
         self.sweep, self.study, self.say = sweep, study, say
 
-    def jobs(self) -> Iterator[Job]:
+    def jobs(self) -> Iterator[ExperimentJob]:
         """Trials to start; RunError where several in a row have failed."""
         from optuna.trial import Trial, TrialState
 
@@ -178,7 +178,7 @@ class _Trials:
         if len(last) == self.sweep.max_failed and all(each.state == TrialState.FAIL for each in last):
             raise RunError(
                 f"the last {len(last)} trials have failed; {self._last_reason()}",
-                hint=f"mend the cause and name another output_dir, or raise max_failed ({self.sweep.max_failed})",
+                hint=f"fix the cause and name another output_dir, or raise max_failed ({self.sweep.max_failed})",
             )
 
     def _last_reason(self) -> str:
@@ -193,7 +193,7 @@ class _Trials:
         )
 
 
-class _TrialJob(Job):
+class _TrialJob(ExperimentJob):
     """One trial: reports each value to the pruner, and tells the study how it ended."""
 
     def __init__(self, trials: _Trials, trial: "Trial", frozen: "FrozenTrial") -> None:
@@ -276,7 +276,7 @@ class _Repeats:
         kept = [each for each in all_repeats(self.study) if (each.trial, each.seed) != (repeat.trial, repeat.seed)]
         self.study.set_user_attr(_REPEATS, [asdict(each) for each in (*kept, repeat)])
 
-    def jobs(self) -> Iterator[Job]:
+    def jobs(self) -> Iterator[ExperimentJob]:
         """The trainings that are left."""
         known = {each.seed for each in self.done if not each.reason}
         seeds = range(self._first_seed, self._first_seed + self.sweep.repeats)
@@ -288,7 +288,7 @@ def all_repeats(study: "Study") -> list[Repeat]:
     return [Repeat(**each) for each in study.user_attrs.get(_REPEATS, [])]
 
 
-class _RepeatJob(Job):
+class _RepeatJob(ExperimentJob):
     """The best run file with one seed."""
 
     def __init__(self, repeats: _Repeats, seed: int) -> None:

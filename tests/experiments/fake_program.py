@@ -21,8 +21,7 @@ steps, lr = int(run["train"]["for"].split()[0]), run["optim"]["lr"]
 stopped: list[int] = []
 signal.signal(signal.SIGTERM, lambda got, _: stopped.append(got))
 if lr > 1:
-    print("error: the learning rate is above 1")
-    sys.exit(1)
+    sys.exit("error: the learning rate is above 1")
 saved = folder / "checkpoints" / "step"
 first = int(saved.read_text()) if saved.exists() else 0
 assert first or not (folder / "metrics.jsonl").exists(), "the folder holds a run"
