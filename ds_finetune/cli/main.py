@@ -26,6 +26,7 @@ from ds_finetune.cli import (
     plan,
     selftest,
     serve,
+    sweep,
     teach,
     train,
     watch,
@@ -50,6 +51,7 @@ _MODULES = (
     teach,
     selftest,
     bench,
+    sweep,
     demo,
 )
 """In the order in which `--help` lists their commands."""
