@@ -22,7 +22,9 @@ def test_own_names_are_served(host: str) -> None:
     assert "unsafe" not in answer.headers["content-security-policy"]
 
 
-@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "localhost.evil", "10.0.0.5", "", "[", "[evil"])
+@pytest.mark.parametrize(
+    "host", ["evil.example", "127.0.0.1.evil.example", "localhost.evil", "10.0.0.5", "", "[", "[evil"]
+)
 def test_foreign_host_headers_are_refused(host: str) -> None:
     answer = _client(AccessRules("127.0.0.1")).get("/", headers={"Host": host})
     assert answer.status_code == 421

@@ -20,7 +20,7 @@ from tests.conftest import ROOT
 from tests.runs.test_folder import make_run, own_status
 
 ECHARTS_SHA256 = "b66b25aeb4df84e33199dc21694014d336d222cbd9deb0e5a7c14bd6aa0d0fd0"
-ODD = "<img src=x onerror=alert(1)> & \"quotes\" 'é"
+ODD = '<img src=x onerror=alert(1)> & "quotes" \'é'
 
 
 @pytest.fixture

@@ -36,7 +36,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("a", "b", ODD):
         make_run(root / name, steps=30)
     (root / "b" / "config.yaml").write_text("optim: {lr: 0.002}\n")
-    (root / "a" / "log.txt").write_text("".join(f"step {step} with a long line of output {'x' * 90}\n" for step in range(90)))
+    (root / "a" / "log.txt").write_text(
+        "".join(f"step {step} with a long line of output {'x' * 90}\n" for step in range(90))
+    )
     own_status().write(root / "a")
     (root / "b" / "status.json").write_text(json.dumps({"state": "hung", "reason": "rank 1 does not answer" * 6}))
     return root
@@ -132,14 +134,13 @@ def test_a_new_step_appears_in_the_curve(page: Page, runs: Path) -> None:
     page.wait_for(lambda: page.run("return document.querySelectorAll('.chart canvas').length"))
     assert page.text("[data-metric='train/loss'] .last") == "0.1"
     assert page.text("pre.log").endswith("x\n")
-    began = time.monotonic()
     with (runs / "a" / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 31, "train/loss": 0.0625, "train/later": 1}) + "\n")
     page.wait_for(lambda: page.text("[data-metric='train/loss'] .last") == "0.0625")
-    print(f"shown after {time.monotonic() - began:.2f} s")
     page.wait_for(lambda: "31 of 9 steps" in page.text(".facts"))
 
 
+@pytest.mark.slow
 def test_a_failure_and_its_reason_are_shown_at_once(page: Page, runs: Path) -> None:
     make_run(runs / "c")
     own_status().write(runs / "c")
@@ -183,16 +184,20 @@ def test_the_page_works_by_keyboard(page: Page) -> None:
     assert page.focused() == "back", "the focus is moved to what is shown"
 
 
-@pytest.mark.parametrize("path", ["", "#run=a", "#run=a&run=b", "#run=b"])
-def test_nothing_is_wider_than_a_phone(page: Page, path: str) -> None:
+def test_nothing_is_wider_than_a_phone(page: Page) -> None:
     page.resize(PHONE)
-    page.open(path)
-    page.wait_for(lambda: page.texts("h2, .runs a"))
+    page.wait_for(lambda: page.texts(".runs a"))
     assert page.run("return document.documentElement.scrollWidth") == PHONE
     wide = "return [...document.querySelectorAll('main a, main .badge, figure')].filter(e => e.getBoundingClientRect().right > innerWidth && !e.closest('.scroll')).map(e => e.outerHTML)"
     assert page.run(wide) == []
+    for path in ("#run=a", "#run=a&run=b"):
+        page.run("location.hash = arguments[0]", path)
+        page.wait_for(lambda: page.texts("h2"))
+        assert page.run("return document.documentElement.scrollWidth") == PHONE, path
+        assert page.run(wide) == [], path
 
 
+@pytest.mark.slow
 def test_colours_follow_the_button_and_stay(page: Page) -> None:
     def is_dark() -> bool:
         return page.run("return getComputedStyle(document.body).backgroundColor") == "rgb(16, 21, 29)"
