@@ -66,7 +66,7 @@ MUTANTS = (
     Mutant(
         "indexer trained",
         "engine/start_engine.py",
-        "if name in plan.frozen or family.is_untrained(name):",
+        "if name in plan.frozen or model.is_untrained(name):",
         "if name in plan.frozen:",
         PARALLEL,
     ),

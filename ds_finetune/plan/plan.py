@@ -12,6 +12,7 @@ from ds_finetune.plan.combinations import check_layout, check_lora
 from ds_finetune.plan.deepspeed_choice import check_accelerate_agrees, choose_deepspeed
 from ds_finetune.plan.deepspeed_config import HAS_TORCH_ADAM, MOMENTS, TORCH_ADAM, finish, read_choices, stage_of
 from ds_finetune.plan.distillation import check_distillation
+from ds_finetune.plan.indexer import check_indexer
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.mtp import check_mtp
 from ds_finetune.plan.objectives import CROSS_ENTROPY, UNITS, check_objective, loss_text, objective_lines
@@ -203,6 +204,7 @@ def make_plan(config: RunConfig, *, world: World, device: str, accelerate: Accel
     check_lora(mesh, config, stage=stage, offloads=offloads, tree=finished)
     check_distillation(config, mesh)
     check_mtp(mesh, config, stage=stage, offloads=offloads)
+    check_indexer(mesh, config, stage=stage, offloads=offloads)
     train, optim = config.train, config.optim
     notes = apply_rules(zero, Situation(device, stage, train.precision, optim.name, train.max_grad_norm))
     plan = Plan(

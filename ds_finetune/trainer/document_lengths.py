@@ -31,9 +31,13 @@ def length_notes(config: RunConfig, model: ModelPlan) -> tuple[str, ...]:
     tokens = longest_document(model.hf_config)
     if tokens is None:
         return ()
+    if model.indexer is not None and model.indexer.is_alone:
+        return (f"documents are attended to whole, also those longer than index_topk {tokens}: indexers alone train",)
     if config.train.max_seq_len > tokens and next(_limits(config, model), None) is None:
-        return (f"in documents longer than index_topk {tokens} the indexer chooses tokens; it is not trained",)
-    return (f"documents have at most index_topk {tokens} tokens and are attended to whole: the indexer is not run",)
+        trained = "not trained" if model.indexer is None else "trained"
+        return (f"in documents longer than index_topk {tokens} the indexer chooses tokens; it is {trained}",)
+    run = "not run" if model.indexer is None else "trained"
+    return (f"documents have at most index_topk {tokens} tokens and are attended to whole: the indexer is {run}",)
 
 
 def check_lengths(
