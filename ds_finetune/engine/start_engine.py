@@ -221,8 +221,7 @@ def _build_modules(plan: Plan, model: ModelPlan, groups: Groups) -> PreTrainedMo
             task=model.task,
             init_context=partitioned if plan.zero_stage == 3 else without_linears,
         )
-    if plan.mesh.sp == 1:
-        expect_documents(lm, longest=plan.batch.max_seq_len)
+    expect_documents(lm, longest=plan.batch.max_seq_len)
     if model.quantised:
         install_four_bit(lm, model.quantised, device=device)
     return lm

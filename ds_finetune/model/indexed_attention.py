@@ -17,6 +17,7 @@ from ds_finetune.families.table import family_of
 from ds_finetune.model.attention import BY_DOCUMENT, ChosenTokens, Documents
 from ds_finetune.model.index_divergence import SCORES_AT_ONCE, Attended, ScoreInputs, divergences, index_scores
 from ds_finetune.model.parallel.rank_group import RankGroup
+from ds_finetune.model.parallel.sequence import SequenceParallelGroup
 from ds_finetune.patches.transformers_attention import (
     attention_function,
     replace_forward,
@@ -107,12 +108,14 @@ class IndexedAttention(nn.Module):
             scored = _score_inputs(self, hidden, low_rank, position_embeddings)
             if cache is not None:
                 scored = scored._replace(key=cache.update_indexer(scored.key, self.layer_idx))
+            if others.get("sp_group") is not None:
+                scored = ScoreInputs(*map(others["sp_group"].gather_tokens, scored))
             choice = self._choice(scored, others.get("documents"))
         elif choice is None and cache is not None:
             _check_length(latent.shape[2], self.config.index_topk)
         key, value = self.expand_kv(latent, rotary_key)
-        if cache is None:
-            self._collect(choice, query, key, others.get("documents"))
+        if self.collector is not None and cache is None and self.collector.is_needed(in_training=self.training):
+            self.collector.add(self.layer_idx, self._divergences(choice, query, key, others))
         out, _ = attention_function(self.config._attn_implementation)(
             self,
             query,
@@ -130,23 +133,25 @@ class IndexedAttention(nn.Module):
             return Choice(_choose(self, scored, documents), None)
         return Choice(None if self.collector.attends_to_all else _choose(self, scored, documents), scored)
 
-    def _collect(
-        self, choice: Choice | None, query: torch.Tensor, key: torch.Tensor, documents: tuple[Documents, ...] | None
-    ) -> None:
-        """Compute the divergence of this layer where indexers are trained."""
-        collector = self.collector
-        if collector is None or not collector.is_needed(in_training=self.training):
-            return
+    def _divergences(
+        self, choice: Choice | None, query: torch.Tensor, key: torch.Tensor, others: dict[str, Any]
+    ) -> torch.Tensor:
+        """The divergence of each of this rank's tokens in nats, fp32 [rows, tokens]."""
+        assert self.collector is not None
         assert choice is not None, self.layer_idx
         assert choice.scored is not None, self.layer_idx
+        query, key = query.detach(), key.detach()
+        sp_group: SequenceParallelGroup | None = others.get("sp_group")
+        if sp_group is not None:
+            query, key = sp_group.gather_tokens_scatter_heads(query, key)
         values = divergences(
             choice.scored,
             self.config.index_head_dim**-0.5,
-            Attended(query, key, self.scaling, collector.groups),
-            documents=documents or ((query.shape[2],),) * len(query),
+            Attended(query, key, self.scaling, self.collector.groups),
+            documents=others.get("documents") or ((query.shape[2],),) * len(query),
             chosen=choice.tokens,
         )
-        collector.add(self.layer_idx, values)
+        return values if sp_group is None else sp_group.shard(values)
 
 
 class IndexedAttentionWithChoice(IndexedAttention):

@@ -61,8 +61,6 @@ def _limits(config: RunConfig, model: ModelPlan) -> Iterator[DocumentLimit]:
         if config.model.attention != "sdpa":
             given = f"with model.attention {config.model.attention}"
             yield DocumentLimit(tokens, given, "model.attention: sdpa", holds_for_answers=True)
-        if config.parallel.sp > 1:
-            yield DocumentLimit(tokens, f"with parallel.sp {config.parallel.sp}", "parallel.sp: 1")
         for layer in _first_layers_without_choice(model):
             given = f"where a stage of parallel.pp {config.parallel.pp} begins with layer {layer}, without an indexer"
             yield DocumentLimit(tokens, given, "parallel.pp: 1, or other parallel.pp_layers", holds_for_answers=True)

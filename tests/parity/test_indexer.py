@@ -66,6 +66,7 @@ CHOSEN = [
         (_cell(3, 2, packing=True, family=SPARSE[1]), "sparse"),
         (_cell(1, 2, packing=False, family=SPARSE[1], tp=2), "sparse"),
         (_cell(1, 2, packing=True, family=SPARSE[1], pp=2), "sparse"),
+        (_cell(2, 2, packing=True, family=SPARSE[1], sp=2), "sparse"),
         (_cell(2, 2, packing=False), "dense_warmup"),
     )
 ]
