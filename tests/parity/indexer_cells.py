@@ -30,11 +30,12 @@ ROTATIONS = {
 
 @dataclass(frozen=True)
 class IndexerLayout:
-    """A cell on a number of ranks, and the stage of training."""
+    """A cell on a number of ranks, the stage of training, and whether a run with frozen indexers is compared."""
 
     cell: Cell
     world: int
     stage: str = "sparse"
+    is_compared: bool = False
 
     @property
     def name(self) -> str:

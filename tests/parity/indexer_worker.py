@@ -35,7 +35,10 @@ def main() -> None:
     with process_group(world, device):
         for number, tree in enumerate(given):
             layout = IndexerLayout(**tree | {"cell": Cell(**tree["cell"])})
-            found = _run(indexer_tree(layout, models / layout.cell.family, out), world, device)
+            run_file = indexer_tree(layout, models / layout.cell.family, out)
+            found = _run(run_file, world, device)
+            if layout.is_compared:
+                found["frozen"] = _run(run_file | {"indexer": {}}, world, device)["weights"]
             if world.rank == 0:
                 torch.save(found, out / f"{layout.name}.pt")
             if number == 0:
@@ -57,7 +60,7 @@ def _run(tree: dict[str, Any], world: World, device: str) -> dict[str, Any]:
             found["norms"].append(result.grad_norm)
             if step == 0 and config.train.precision == "fp32":
                 found["gradients"] = _gradients(engine)
-        return found
+        return found | {"weights": {name: tensor.clone() for name, tensor in engine.tensors() if tensor is not None}}
 
 
 if __name__ == "__main__":
