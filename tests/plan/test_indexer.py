@@ -63,7 +63,7 @@ def test_a_stage_begins_with_an_indexer() -> None:
         ({"model": {"path": "m", "attention": "eager"}}, {}, 1, "with model.attention eager is"),
         ({"train": {"precision": "fp16"}}, {}, 1, "with train.precision fp16 is"),
         ({"train": {"precision": "bf16"}}, {}, 0, "with zero stage 0 in bf16 is"),
-        ({"indexer": WARMUP}, {"pp": 2}, 1, "(stage dense_warmup) with parallel pp 2"),
+        ({"indexer": WARMUP}, {"pp": 2}, 1, "(stage dense_warmup) with parallel dp 2 x pp 2"),
         ({"indexer": WARMUP}, {"ep": 2}, 1, "(stage dense_warmup) with parallel"),
         ({"indexer": WARMUP, "router": {"train": False}}, {}, 1, "(stage dense_warmup) with `router` is"),
     ],
