@@ -197,7 +197,7 @@ def _score_inputs(
     low_rank: torch.Tensor,
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
 ) -> ScoreInputs:
-    """What the indexer scores tokens from. No gradient goes on from it to the model (DeepSeek-V3.2's report)."""
+    """What the indexer scores tokens from, without a gradient to the model (DeepSeek-V3.2's report)."""
     with torch.set_grad_enabled(torch.is_grad_enabled() and attention.collector is not None):
         return _inputs_of_scores(attention, hidden.detach(), low_rank.detach(), position_embeddings)
 
