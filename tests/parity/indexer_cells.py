@@ -108,16 +108,15 @@ class PlainIndexers:
 
     def _divergence(self, weights: torch.Tensor) -> torch.Tensor:
         """Of each token, from attention's weights [heads, tokens, tokens]."""
-        found = []
-        for token, (of_heads, scores) in enumerate(zip(weights.transpose(0, 1), self._scores, strict=True)):
-            seen = torch.arange(token + 1)
-            if not self._is_dense and token + 1 > self._config.index_topk:
-                seen = scores[: token + 1].detach().topk(self._config.index_topk).indices
-            summed = of_heads.sum(0)
-            assert torch.isclose(summed[seen].sum(), summed.sum()), "attention is to other tokens"
-            target = summed[seen] / summed[seen].sum()
-            found.append(functional.kl_div(scores[seen].log_softmax(0), target, reduction="sum"))
-        return torch.stack(found)
+        tokens, limit = len(self._scores), self._config.index_topk
+        seen = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+        if not self._is_dense and tokens > limit:
+            best = self._scores.detach().masked_fill(~seen, -torch.inf).topk(limit).indices
+            seen &= torch.zeros_like(seen).scatter(1, best, value=True)
+        target = weights.sum(0) / weights.sum((0, 2))[:, None]
+        assert (target[~seen] == 0).all(), "attention is to other tokens"
+        logs = self._scores.masked_fill(~seen, -torch.inf).log_softmax(1).masked_fill(~seen, 0)
+        return functional.kl_div(logs, target, reduction="none").sum(1)
 
 
 @dataclass
