@@ -116,6 +116,8 @@ ON_RESUME: Mapping[str, OnResume] = {
     "indexer.weight": PRINTED,
     "log.every": FREE,
     "log.trackers": FREE,
+    "profile.steps": FREE,
+    "profile.ranks": FREE,
     "launch.restarts": FREE,
     "launch.min_hosts": FREE,
     "launch.wait_seconds": FREE,

@@ -10,8 +10,10 @@ from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, field_
 from ds_finetune.config.indexer import IndexerConfig
 from ds_finetune.config.ineffective_keys import check_keys_have_effect
 from ds_finetune.config.invalid_keys import explain
+from ds_finetune.config.launch import LaunchConfig
 from ds_finetune.config.mtp import MtpConfig
 from ds_finetune.config.objectives import ObjectiveField, SftObjective
+from ds_finetune.config.profiling import ProfileConfig
 from ds_finetune.config.routers import RouterConfig
 from ds_finetune.config.run_file import apply_override, read_yaml
 from ds_finetune.config.section import Section
@@ -272,25 +274,6 @@ class LogConfig(Section):
     """Trackers accelerate knows, by name: tensorboard, wandb, mlflow, ..."""
 
 
-class LaunchConfig(Section):
-    """How `ds-finetune launch` supervises a run on its hosts; other launchers do not read it."""
-
-    restarts: int = Field(default=0, ge=0)
-    """Starts from the newest checkpoint after a rank or a host has failed, before the run is given up."""
-    min_hosts: int | None = Field(default=None, ge=1)
-    """Fewest hosts to resume with; left out, all of the hostfile. The global batch stays what it is."""
-    wait_seconds: float = Field(default=600, ge=0)
-    """How long a restart waits for hosts to come back where there are too few."""
-    greeting_seconds: float = Field(default=30, gt=0)
-    """How long a host has for its first message, with the start of ssh and Python; ssh tries to connect for two
-    seconds less.
-    """
-    silent_seconds: float = Field(default=10, ge=3)
-    """Seconds without a message after which a host is given up, and after which a host that hears nothing ends its
-    ranks.
-    """
-
-
 class WatchdogConfig(Section):
     """When a run that hangs is ended, and which rank counts as slow."""
 
@@ -356,6 +339,8 @@ class RunConfig(Section):
     """Indexers of sparse attention."""
     log: LogConfig = LogConfig()
     """Logging."""
+    profile: ProfileConfig | None = None
+    """Steps that are profiled."""
     launch: LaunchConfig = LaunchConfig()
     """Launching."""
     watchdog: WatchdogConfig = WatchdogConfig()
