@@ -11,10 +11,16 @@ from ds_finetune.auto_configs import AutoConfig
 from ds_finetune.auto_models import AutoModelForCausalLM
 from ds_finetune.config.objectives import DistillObjective
 from ds_finetune.data.scores import DocumentScores, ScoreIdentity, StoredScores, write_manifest, write_shard
+from ds_finetune.families.table import FAMILIES
 from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.selftest.cells import SAMPLES, TINY_MODELS, samples
 
 _TOP_K = 5
+_DENSE = next(
+    name
+    for name, family in FAMILIES.items()
+    if family.tiny_models and family.expert_keys is None and "sp" in family.parallel_axes
+)
 _TEACHER, _SCORES = "teacher", "scores"
 SoftTarget = tuple[torch.Tensor, torch.Tensor | None]
 """Log-probabilities of the supervised tokens of a sample, and their ids where only some are stored."""
@@ -29,13 +35,13 @@ def with_teacher(section: DistillObjective, model: Path) -> DistillObjective:
 
 
 def write_teacher(model: PretrainedConfig, section: DistillObjective) -> None:
-    """Write the teacher that `section` names, or its scores of the samples: a llama that is sure of itself, with the
-    vocabulary and as many heads as `model`.
+    """Write the teacher that `section` names, or its scores of the samples: a dense model that is sure of itself, with
+    the vocabulary and as many heads as `model`.
     """
     heads = model.num_attention_heads
     sizes = {"vocab_size": model.vocab_size, "num_attention_heads": heads, "num_key_value_heads": heads}
-    llama = TINY_MODELS["llama"] | {"hidden_size": 12 * heads, "initializer_range": 0.3}
-    config = AutoConfig.for_model(**llama | sizes)
+    sizes |= {"hidden_size": 12 * heads, "initializer_range": 0.3}
+    config = AutoConfig.for_model(**TINY_MODELS[_DENSE] | sizes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
         lm = AutoModelForCausalLM.from_config(config).float().eval()
