@@ -113,6 +113,8 @@ ON_RESUME: Mapping[str, OnResume] = {
     "router.bias_update": PRINTED,
     "log.every": FREE,
     "log.trackers": FREE,
+    "profile.steps": FREE,
+    "profile.ranks": FREE,
     "launch.restarts": FREE,
     "launch.min_hosts": FREE,
     "launch.wait_seconds": FREE,

@@ -146,6 +146,11 @@ def estimate_model(config: RunConfig, plan: Plan, model: ModelPlan) -> RunEstima
     return estimate_run(config, plan, sizes_of(rank_tensors(plan, model), model.lora, model.teacher))
 
 
+def drawn_line(run: PreparedRun, drawn: tuple[str, ...]) -> str:
+    """What is printed where the parameters `drawn` were not loaded."""
+    return f"drawn from train.seed, since {run.inputs.model.path} lacks them: {patterns_of(drawn)}"
+
+
 def _disk_need(estimate: RunEstimate, world: World) -> DiskNeed:
     """What this host writes; where all hosts share the folder, each checks it for everything."""
     is_first_host = world.rank < world.local_world_size or not estimate.is_node_local
