@@ -60,6 +60,12 @@ _RULES = (
         "use another lr_scheduler",
     ),
     _KeyRule(
+        ("optim.warmup",),
+        lambda run: run["optim.lr_scheduler"] == "exponential_rise",
+        "optim.lr_scheduler is exponential_rise: the learning rate rises all the time",
+        "leave it out",
+    ),
+    _KeyRule(
         ("optim.betas",),
         lambda run: run["optim.name"].lower() in ("sgd", "adagrad"),
         "the optimizer of optim.name has none",

@@ -65,7 +65,7 @@ def prepare_run(config: RunConfig, world: World) -> PreparedRun:
     plan = replace(plan, notes=(*plan.notes, *try_generic_type(config, model), *length_notes(config, model)))
     plan = freeze_parameters(plan, model)
     inputs = read_inputs(config, model)
-    _check_baseline(plan, inputs)
+    check_baseline(plan, inputs)
     estimate = estimate_model(config, plan, model)
     check_run_folder(config)
     check_run_disk(Path(config.output_dir), _disk_need(estimate, world))
@@ -83,7 +83,8 @@ def mismatched_answers(plan: Plan, objective: Objective, rows: PreparedRows) -> 
     return MismatchedAnswers(rows, seed=plan.seed, max_seq_len=batch.max_seq_len, is_packed=batch.is_packed)
 
 
-def _check_baseline(plan: Plan, inputs: RunInputs) -> None:
+def check_baseline(plan: Plan, inputs: RunInputs) -> None:
+    """DataError where the objective needs a baseline, and the rows have nothing to compute it from."""
     named = {"data.train": inputs.train, **{f"data.{name}": rows for name, rows in inputs.held_out.items()}}
     for name, rows in named.items():
         mismatched = None
