@@ -5,12 +5,13 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from io import FileIO
 from pathlib import Path
 
+from ds_finetune.export.verify.verify import VerificationResult
 from ds_finetune.observers.append import append_whole
 from ds_finetune.observers.outage import Outage
 from ds_finetune.runs.folder import LOG
@@ -105,6 +106,18 @@ class StatusKeeper:
         mark_ended(self._folder, state, reason)
         self._log.add(f"{state}: {reason}" if reason else state)
         self._log.close()
+
+    def end_without_error(self, interrupted: str, stop: str, verdicts: Iterable[VerificationResult]) -> None:
+        """Write the end of a run that has met no error: the signal that ended it, why it ended early, and the results
+        of verifying its exports; each may be empty.
+        """
+        wrong = [str(verdict.folder) for verdict in verdicts if verdict.problems]
+        if interrupted:
+            self.end("stopped", interrupted)
+        elif wrong:
+            self.end("failed", f"not what was exported when loaded again: {', '.join(wrong)}")
+        else:
+            self.end("finished", stop)
 
     def _keep(self, first: RunStatus, progress: RankProgress) -> None:
         while not self._closed.wait(ALIVE_SECONDS) and write_running(self._folder, _now(first, progress)):

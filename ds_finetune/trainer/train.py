@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -17,7 +17,6 @@ from ds_finetune.export.interruption import SignalInterruption
 from ds_finetune.export.verify.verify import VerificationResult
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.observers.stop_signals import StopSignals
-from ds_finetune.runs.status import State
 from ds_finetune.trainer.batches import run_batches
 from ds_finetune.trainer.exports import Exports, Say, verify_run_exports
 from ds_finetune.trainer.loop import run_steps, training_steps
@@ -34,8 +33,7 @@ from ds_finetune.trainer.resume import (
     saved_record,
     start_saver,
 )
-from ds_finetune.trainer.run_dir import prepare_run_folder
-from ds_finetune.trainer.run_records import record_exports, record_start
+from ds_finetune.trainer.run_records import begin_run_folder, record_exports
 from ds_finetune.trainer.run_status import RunLog, StatusKeeper, keep_status
 from ds_finetune.trainer.startup import compile_operators, open_process_group, start_watchdog
 from ds_finetune.watchdog.monitor import Monitor
@@ -80,18 +78,8 @@ def train(config: RunConfig, *, announce: Announce, say: Say) -> Report:
         if world.rank == 0 and not report.interrupted:
             verdicts = verify_run_exports(config, report.exports, interruption)
             record_exports(report.output_dir, verdicts)
-        status.end(*_ending(report, verdicts))
+        status.end_without_error(report.interrupted, "" if report.last is None else report.last.stop, verdicts)
     return replace(report, seconds=time.monotonic() - began, verdicts=verdicts)
-
-
-def _ending(report: Report, verdicts: Sequence[VerificationResult]) -> tuple[State, str]:
-    """The state in which a run ends that has met no error, and the reason."""
-    if report.interrupted:
-        return "stopped", report.interrupted
-    wrong = [str(verdict.folder) for verdict in verdicts if verdict.problems]
-    if wrong:
-        return "failed", f"not what was exported when loaded again: {', '.join(wrong)}"
-    return "finished", "" if report.last is None else report.last.stop
 
 
 def _train_and_export(
@@ -133,15 +121,13 @@ def train_steps(started: StartedRun, status: StatusKeeper) -> tuple[StepRecord |
     run, engine, resume_point = started.run, started.engine, started.resume_point
     stream_position = resume_engine(run, engine, resume_point)
     due = interrupted_evaluation(resume_point, stream_position, steps=run.schedule.steps)
-    prepare_run_folder(
-        run.config,
-        run.plan,
+    begin_run_folder(
+        run,
+        started.rank_progress,
+        status,
         after_step=resume_point.progress.step - len(due),
         last=None if due else saved_record(resume_point),
     )
-    record_start(run, after_step=resume_point.progress.step - len(due))
-    if engine.is_rank_zero:
-        status.begin(started.rank_progress, steps=run.schedule.steps, ranks=run.plan.world.world_size)
     if ended_early(resume_point, patience=run.config.eval.patience):
         if engine.is_rank_zero:
             started.say("the run had ended early because eval/loss did not fall; nothing is left to train")
