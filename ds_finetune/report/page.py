@@ -24,9 +24,9 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 
 def run_page(run: ReportedRun, *, state: State | None = None) -> Page:
-    """The report of one run; `state` replaces the state that its folder tells."""
+    """The report of one run; `state` is that of a run which ends now, whose folder may not tell it yet."""
     status = run.folder.status
-    if state:
+    if state is not None and status.state in ("running", "unknown"):
         status = replace(status, state=state, reason="" if status.state == "unknown" else status.reason)
     sections = [section for make in SECTIONS if (section := make(run)) is not None]
     reason = f": {status.reason}" if status.reason else ""
@@ -45,7 +45,7 @@ def overlay_page(runs: Sequence[ReportedRun]) -> Page:
     """The report of two or more runs: their results, the differences of their run files, their curves overlaid."""
     labels = run_labels(runs)
     differences = differing_keys([run.config for run in runs])
-    blocks: list[Block] = [DataTable("Results", ("", *labels), _result_rows(runs))]
+    blocks: list[Block] = [DataTable("At the end", ("", *labels), _result_rows(runs))]
     versions = _version_rows(runs)
     keys: list[Block] = [
         DataTable("Keys of the run files with different values", ("key", *labels), differences, len(labels) + 1)
@@ -189,7 +189,7 @@ def _result_rows(runs: Sequence[ReportedRun]) -> list[tuple[str, ...]]:
         ("skipped steps", *(number_text(run.last("train/skipped_steps")) for run in runs)),
         ("state", *(run.folder.status.state for run in runs)),
     ]
-    return [row for row in rows if set(row[1:]) != {NONE}]
+    return [row for row in rows if set(row[1:]) not in ({NONE}, {"unknown"})]
 
 
 def _mean_text(run: ReportedRun, name: str) -> str:
