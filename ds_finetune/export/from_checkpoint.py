@@ -15,6 +15,7 @@ from ds_finetune.errors import ExportError, OutputError
 from ds_finetune.export.base_folder import BaseFolder
 from ds_finetune.export.convert import Conversion, convert_source, num_workers
 from ds_finetune.export.folder import TOKENIZER_FILES, FolderParts
+from ds_finetune.export.fp8_section import writable_section
 from ds_finetune.export.model_config import config_changes
 from ds_finetune.export.readers.sources import OpenedSource, open_source
 from ds_finetune.export.source import ModelSpec, fit_source, read_model_spec
@@ -23,7 +24,6 @@ from ds_finetune.families.table import family_of
 from ds_finetune.model.dtypes import PRECISION_DTYPES, dtype_name
 from ds_finetune.model.folder_check import check_folder
 from ds_finetune.model.fp8 import FP8 as FP8_DTYPE
-from ds_finetune.model.fp8 import QUANTIZATION_CONFIG
 from ds_finetune.model.hub_folder import has_weights
 from ds_finetune.model.names import published_names
 from ds_finetune.model.score_config import is_classifier
@@ -180,12 +180,8 @@ def _first(folders: tuple[Path, ...], name: str) -> Path | None:
 def _parts(folders: tuple[Path, ...], spec: ModelSpec, opened: OpenedSource, dtype: str) -> FolderParts:
     file, copied = _config_file(folders), (_first(folders, name) for name in COPIED_FILES)
     config = json.loads(file.read_text(encoding="utf-8"))
-    if dtype == FP8 and config.get("quantization_config") not in (None, QUANTIZATION_CONFIG):
-        raise ExportError(
-            f"{file}: quantization_config {config['quantization_config']} differs from the "
-            f"only one that can be written, {dict(QUANTIZATION_CONFIG)}",
-            hint="export with --dtype bf16",
-        )
+    if dtype == FP8:
+        writable_section(config, file)
     plain = torch.bfloat16 if dtype == FP8 else PRECISION_DTYPES[dtype]
     return FolderParts(
         family=family_of(spec.model_type),

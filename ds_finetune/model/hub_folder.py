@@ -100,6 +100,10 @@ class HubFolder:
         """Scales of the blocks of rows `first` to `last` of an FP8 weight: fp32 [block rows, block columns]."""
         return self._stored[key + SCALE].rows(first // BLOCK, -(-last // BLOCK)).float()
 
+    def scale_dtype(self, key: str) -> torch.dtype:
+        """Dtype in which the scales of an FP8 weight are stored."""
+        return self._stored[key + SCALE].dtype
+
     def stored_rows(self, key: str, first: int, last: int) -> torch.Tensor:
         """Rows `first` to `last` of an FP8 weight, in FP8."""
         return self._stored[key].rows(first, last)

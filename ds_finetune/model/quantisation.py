@@ -1,12 +1,15 @@
 """Which quantised formats of published weights are read, by the `quantization_config` of a config.json."""
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from ds_finetune.errors import FinetuneError
 from ds_finetune.model.fp8 import BLOCK, QUANTIZATION_CONFIG
 from ds_finetune.model.mxfp4 import QUANT_METHOD
 
+MODEL_OPTIMIZER_FILE = "hf_quant_config.json"
 _SCALE_FORMATS = (None, "float", "ue8m0")
 _HINT = (
     f"give a copy in bf16, in FP8 with weight_block_size [{BLOCK}, {BLOCK}] and quant_method fp8, or in gpt-oss' MXFP4"
@@ -25,6 +28,23 @@ def check_config_readable(config: Mapping[str, Any], label: str, error: type[Fin
     if isinstance(given, Mapping) and config.get("expert_dtype") is not None:
         given = {"expert_dtype": config["expert_dtype"], **given}
     check_readable(given, label, error)
+
+
+def check_no_other_format(folder: Path, error: type[FinetuneError]) -> None:
+    """Raise `error` where NVIDIA's Model Optimizer names the format of the weights in a file beside config.json.
+
+    So NVFP4 is published (nvidia/DeepSeek-V3.1-NVFP4): config.json says nothing of it.
+    """
+    file = folder / MODEL_OPTIMIZER_FILE
+    if not file.is_file():
+        return
+    try:
+        section = dict(json.loads(file.read_text(encoding="utf-8"))).get("quantization")
+        kind = dict(section or {}).get("quant_algo")
+    except (ValueError, TypeError) as broken:
+        raise error(f"{file} cannot be read: {broken!r}", hint="download it again") from broken
+    if kind:
+        raise error(f"{file}: weights in {kind} are not read", hint=_HINT)
 
 
 def check_readable(given: Any, label: str, error: type[FinetuneError]) -> None:  # noqa: ANN401 - whatever a config.json holds
