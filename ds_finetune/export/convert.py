@@ -110,9 +110,14 @@ def convert_source(
     files. ExportError names a tensor that holds NaN or infinity, also where the cast makes one.
     """
     conversion = Conversion(source, parts, workers)
-    with folder_writer(conversion.tensors, out, parts, max_shard_bytes=max_shard_bytes) as writer:
-        conversion.copy_to(writer)
+    write_conversion(conversion, out, max_shard_bytes=max_shard_bytes)
     return conversion.blocks
+
+
+def write_conversion(conversion: Conversion, out: Path, *, max_shard_bytes: int) -> None:
+    """Write the tensors of `conversion` and its `parts` to `out`, which appears only when complete."""
+    with folder_writer(conversion.tensors, out, conversion.parts, max_shard_bytes=max_shard_bytes) as writer:
+        conversion.copy_to(writer)
 
 
 @dataclass(frozen=True, slots=True)

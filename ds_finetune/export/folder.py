@@ -75,7 +75,10 @@ class FolderParts:
 
     @cached_property
     def base_section(self) -> Mapping[str, Any] | None:
-        """The `quantization_config` of the base; None where it is not in FP8. A checkpoint's own config.json has none."""
+        """The `quantization_config` of the base; None where it is not in FP8.
+
+        The config.json beside a checkpoint has none, so that it is looked for in the base's folder.
+        """
         given = self.config.get(SECTION)
         return section_of(self.fp8_base.folder) if given is None and self.fp8_base is not None else given
 

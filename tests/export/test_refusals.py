@@ -116,17 +116,18 @@ def _pack(folder: Path) -> None:
     save_file(keys, folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("place", ["source", "base"])
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("place", "changes", "said"),
     [
-        (_FP4, "experts in fp4, as DeepSeek-V4-Flash is published, are not read"),
-        (_INT4, "weights quantised by {'quant_method': 'compressed-tensors'"),
+        ("base", _FP4, "experts in fp4, as DeepSeek-V4-Flash is published, are converted and not read elsewhere"),
+        ("source", _FP4 | {"expert_dtype": "fp6"}, "experts in fp6 are not read"),
+        ("source", _INT4, "weights quantised by {'quant_method': 'compressed-tensors'"),
+        ("base", _INT4, "weights quantised by {'quant_method': 'compressed-tensors'"),
     ],
-    ids=["fp4", "int4"],
+    ids=["fp4 base", "fp6", "int4", "int4 base"],
 )
 def test_a_format_that_is_not_read_is_named(
-    changes: dict[str, object], said: str, place: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    place: str, changes: dict[str, object], said: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Before the tensors are looked at, whose dtypes and names say less."""
     packed = Path(shutil.copytree(model, tmp_path / "packed"))
