@@ -124,7 +124,10 @@ def count_whole_experts_once(optimizer: Any) -> None:  # noqa: ANN401 - DeepSpee
     them; here a group has the ranks of one shard.
     """
     _EXPERT_NORM.attribute(optimizer, "_grad_norm_counts_every_rank")
-    _EXPERT_NORM.source(type(optimizer).get_grad_norm_direct, "self._grad_norm_counts_every_rank(")
+    norm = _EXPERT_NORM.attribute(type(optimizer), "complete_grad_norm_calculation_for_cpu_offload")
+    _EXPERT_NORM.source(
+        norm, "if counts_every_rank or is_model_parallel_parameter(p) or (self.model_parallel_rank == 0):"
+    )
     optimizer._grad_norm_counts_every_rank = lambda *_: False
 
 
