@@ -43,15 +43,12 @@ class HubFolder:
         fp8 = [key for key, stored in self._stored.items() if stored.dtype == FP8]
         _check_scales(folder, self._stored, fp8)
         self._scaled = frozenset(fp8)
-        self._experts: Mapping[str, Mxfp4Experts] = find_experts(self._stored, folder)
-        self._fp4 = find_matrices(self._stored, folder)
-        parts = {key + SCALE for key in (*fp8, *self._fp4)}
-        parts |= {key + end for key in self._experts for end in (BLOCKS, SCALES)}
-        packed = {**self._experts, **self._fp4}
-        self._packed: Mapping[str, Mxfp4Experts | Fp4Matrix] = packed
+        experts, matrices = find_experts(self._stored, folder), find_matrices(self._stored, folder)
+        parts = {key + SCALE for key in (*fp8, *matrices)} | {key + end for key in experts for end in (BLOCKS, SCALES)}
+        self._packed: Mapping[str, Mxfp4Experts | Fp4Matrix] = {**experts, **matrices}
         self.shapes: Mapping[str, Shape] = {
             **{key: stored.shape for key, stored in self._stored.items() if key not in parts},
-            **{key: tensor.shape for key, tensor in packed.items()},
+            **{key: tensor.shape for key, tensor in self._packed.items()},
         }
 
     @property
