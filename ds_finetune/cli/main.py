@@ -24,6 +24,7 @@ from ds_finetune.cli import (
     export,
     launch,
     plan,
+    scaling,
     selftest,
     serve,
     sweep,
@@ -49,6 +50,7 @@ _MODULES = (
     teach,
     selftest,
     bench,
+    scaling,
     sweep,
     demo,
 )
