@@ -20,7 +20,6 @@ export class RunView {
   }
 
   build() {
-    const single = this.names.length === 1;
     this.head = element("div", { class: "head" });
     this.grid = element("div", { class: "grid" });
     this.rest = element("div", { class: "rest" });
@@ -38,15 +37,7 @@ export class RunView {
       element("label", { class: "field" }, this.log, "Log scale"),
       element("label", { class: "field" }, this.all, "All metrics"));
     this.place.replaceChildren(bar, this.problem, this.head,
-      element("section", { "aria-label": "Curves" }, single ? null : this.legend(), this.grid), this.rest);
-  }
-
-  legend() {
-    return element("ul", { class: "legend" }, this.names.map((name, place) => {
-      const mark = element("span", { class: "mark" });
-      mark.style.backgroundColor = colour(place);
-      return element("li", {}, mark, element("a", { href: addressOf([name]) }, name));
-    }));
+      element("section", { "aria-label": "Curves" }, this.grid), this.rest);
   }
 
   set(change) {
