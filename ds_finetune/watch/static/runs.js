@@ -152,8 +152,8 @@ export class RunView {
   drawRankTimes() {
     const times = this.names.length === 1 ? this.details.get(this.names[0])?.rank_times : null;
     if (!times?.steps) return;
-    const chart = this.charts.get("rank times") ?? this.addChart("rank times", "Seconds of a step per rank, without waiting");
-    const lines = Object.entries(times.lines).map(([name, values], place) => ({ name, place, values, steps: times.steps, dense: true }));
+    const chart = this.charts.get("rank times") ?? this.addChart("rank times", "Step seconds per rank");
+    const lines = Object.entries(times.lines).map(([name, values], place) => ({ name, place, values, steps: times.steps }));
     chart.draw(lines, { smoothing: 0, log: false });
     const slowest = times.last.indexOf(Math.max(...times.last));
     chart.caption.textContent = `slowest: rank ${slowest}, ${number(times.last[slowest], 3)} s`;
