@@ -107,8 +107,11 @@ def results(mtp_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def rest(mtp_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _run(REST, mtp_models, tmp_path_factory.mktemp("mtp-rest"))
+def rest(mtp_models: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """Those that were chosen by `-k` or by name, so that the matrix can be run in parts."""
+    asked = {item.name for item in request.session.items}
+    chosen = [layout for layout in REST if any(name.endswith(f"[{layout.name}]") for name in asked)]
+    return _run(chosen, mtp_models, tmp_path_factory.mktemp("mtp-rest"))
 
 
 def _assert_equals_plain_loop(layout: MtpLayout, folder: Path, models: Path) -> None:
