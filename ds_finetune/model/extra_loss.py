@@ -11,10 +11,13 @@ from ds_finetune.objectives.objective import LossAndSums, StepNumbers
 
 
 class ExtraLoss(ABC):
-    """Computes an `Extra` with the layers that this rank holds."""
+    """Computes an `Extra` with the layers that this rank holds.
 
-    def __init__(self, extra: Extra) -> None:
-        self.extra = extra
+    `trains_embedding` says whether its gradient reaches the embedding, of which the last pipeline stage has a copy.
+    """
+
+    def __init__(self, extra: Extra, *, trains_embedding: bool = False) -> None:
+        self.extra, self.trains_embedding = extra, trains_embedding
 
     @abstractmethod
     def loss(self, rows: ForwardRows, hidden: torch.Tensor, weights: torch.Tensor) -> LossAndSums | None:

@@ -51,6 +51,11 @@ class ModelPlan:
         return task_of(self.objective)
 
     @property
+    def apart_losses(self) -> tuple[str, ...]:
+        """Names of the auxiliary losses that train parameters of their own, which no other loss reaches."""
+        return (self.mtp.extra.name,) if self.mtp is not None and self.mtp.detach else ()
+
+    @property
     def head_outputs(self) -> int:
         """Outputs of the head: scores of a document, or the tokens of the vocabulary."""
         if isinstance(self.objective, ScoreObjective):

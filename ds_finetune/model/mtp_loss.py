@@ -28,7 +28,7 @@ class MtpLoss(ExtraLoss):
     def __init__(
         self, extra: MultiTokenPrediction, lm: PreTrainedModel, arguments: DocumentArguments, *, detach: bool
     ) -> None:
-        super().__init__(extra)
+        super().__init__(extra, trains_embedding=not detach)
         self._lm, self._arguments, self._detach = lm, arguments, detach
 
     def loss(self, rows: ForwardRows, hidden: torch.Tensor, weights: torch.Tensor) -> LossAndSums | None:

@@ -202,7 +202,7 @@ def make_plan(config: RunConfig, *, world: World, device: str, accelerate: Accel
     check_layout(mesh, config, stage=stage, offloads=offloads, tree=finished)
     check_lora(mesh, config, stage=stage, offloads=offloads, tree=finished)
     check_distillation(config, mesh)
-    check_mtp(mesh, config, stage=stage, offloads=offloads)
+    check_mtp(config, stage=stage, offloads=offloads)
     train, optim = config.train, config.optim
     notes = apply_rules(zero, Situation(device, stage, train.precision, optim.name, train.max_grad_norm))
     plan = Plan(

@@ -151,6 +151,8 @@ class PlainSteps:
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
+    mtp_norms: list[float] = field(default_factory=list)
+    """Norms of the gradient of the layer where its loss trains it alone, which is then clipped by them."""
     mtp_losses: list[float] = field(default_factory=list)
     mtp_accuracies: list[float] = field(default_factory=list)
     gradients: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -172,16 +174,24 @@ def plain_steps(folder: Path, *, detach: bool, max_grad_norm: float, weight_deca
     layer = f"model.layers.{model.number}."
     for _ in range(STEPS):
         found = _add_step(model, found, detach=detach)
-        counted = [p for name, p in trained.items() if not (detach and name.startswith(layer))]
-        norm = float(torch.nn.utils.get_total_norm([param.grad for param in counted if param.grad is not None]))
-        if max_grad_norm and norm > max_grad_norm:
-            for param in trained.values():
-                param.grad *= max_grad_norm / norm
-        found.norms.append(norm)
+        is_apart = [detach and name.startswith(layer) for name in trained]
+        for norms, own in ((found.norms, False), (found.mtp_norms, True)):
+            part = [param for param, apart in zip(trained.values(), is_apart, strict=True) if apart == own]
+            norms.append(_clip(part, max_grad_norm))
         found.gradients = found.gradients or {name: param.grad.clone() for name, param in trained.items()}
         optimizer.step()
         optimizer.zero_grad()
     return found
+
+
+def _clip(params: list[torch.nn.Parameter], max_norm: float) -> float:
+    """The norm of the gradients, which are scaled down where it is larger than `max_norm`."""
+    norm = float(torch.nn.utils.get_total_norm([param.grad for param in params if param.grad is not None]))
+    if max_norm and norm > max_norm:
+        for param in params:
+            assert param.grad is not None
+            param.grad *= max_norm / norm
+    return norm
 
 
 def _add_step(model: PlainMtp, found: PlainSteps, *, detach: bool) -> PlainSteps:
