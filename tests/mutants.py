@@ -375,15 +375,15 @@ MUTANTS = (
     ),
     Mutant(
         "clipping left out",
-        "engine/engine.py",
-        "elif self.plan.optimizer.max_grad_norm:",
-        "elif False:",
+        "engine/gradient_norm.py",
+        "if max_norm and",
+        "if False and",
         f"{PARITY} {PARALLEL}",
     ),
     Mutant(
         "NaN applied",
         "engine/engine.py",
-        "is_skipped = self.has_bad_gradient or not math.isfinite(norm)",
+        "is_skipped = self.has_bad_gradient or not all(map(math.isfinite, (norm, *own)))",
         "is_skipped = False",
         "tests/engine/test_steps.py",
     ),
@@ -538,7 +538,7 @@ MUTANTS = (
     Mutant(
         "tied weights with one gradient",
         "engine/engine.py",
-        "            if self._is_tied:\n",
+        "            if self._trains_both_ends:\n",
         "            if False:\n",
         PARALLEL,
     ),

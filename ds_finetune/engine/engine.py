@@ -303,7 +303,7 @@ class Engine:
         return sums
 
     def _share_embedding(self) -> None:
-        """Give the last stage the first one's embedding, where multi-token prediction reads it and does not train it."""
+        """Give the last stage the first one's embedding, where multi-token prediction only reads it."""
         stage, module = self._stage, self._ds.module
         if stage is not None and stage.is_end and mtp_layers(module.config) and not self._trains_both_ends:
             stage.broadcast_embedding(module.lm.get_input_embeddings().weight)
