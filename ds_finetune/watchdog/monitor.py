@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ds_finetune.errors import RUN_ERROR_EXIT_CODE, USER_ERROR_EXIT_CODE, RunError
 from ds_finetune.process_messages import ProcessMessage, decode, encode
+from ds_finetune.runs.processes import began_at, own_pid_namespace
 from ds_finetune.watchdog.connection import CLOSED, UNREACHABLE, Connection, listen, wait_readable
 from ds_finetune.watchdog.coordinator import (
     LOSSY_SECONDS,
@@ -25,7 +26,7 @@ from ds_finetune.watchdog.coordinator import (
     Coordinator,
 )
 from ds_finetune.watchdog.coordinator_address import coordinator_address
-from ds_finetune.watchdog.death_cause import FOLDER, began_at, why_killed
+from ds_finetune.watchdog.death_cause import FOLDER, why_killed
 from ds_finetune.watchdog.diagnosis import SILENT
 from ds_finetune.watchdog.messages import (
     CoordinatorLocation,
@@ -40,7 +41,7 @@ from ds_finetune.watchdog.messages import (
 from ds_finetune.watchdog.progress import RankProgress
 from ds_finetune.watchdog.report import FailureReport, RankProcess, RunEnding
 from ds_finetune.watchdog.run_secret import VARIABLE, agree_on_secret
-from ds_finetune.watchdog.stacks import StackFile, kill_process, own_pid_namespace
+from ds_finetune.watchdog.stacks import StackFile, kill_process
 from ds_finetune.world import World
 
 _COORDINATOR_KEY, _PREPARED_KEY = "watchdog/coordinator", "watchdog/prepared"
