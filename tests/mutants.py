@@ -155,6 +155,13 @@ MUTANTS = (
         "tests/engine/test_steps.py",
     ),
     Mutant(
+        "a prediction layer with the indexer of the last layer",
+        "model/mtp.py",
+        "_PER_LAYER[key] or changed[key][-1]",
+        "changed[key][-1]",
+        MTP,
+    ),
+    Mutant(
         "the embedding's gradient of multi-token prediction stays on the last stage",
         "model/mtp_loss.py",
         "trains_embedding=not detach",

@@ -93,10 +93,14 @@ class PlainMtp(torch.nn.Module):
         self.number = self.main.config.num_hidden_layers
         # transformers 5.23 has these keys for some model types alone.
         self.main.config.num_mtp_layers = 1
-        if getattr(self.main.config, "mlp_layer_types", None):
-            self.main.config.mtp_mlp_layer_types = self.main.config.mlp_layer_types[-1:]
+        for key in ("layer_types", "mlp_layer_types"):
+            if getattr(self.main.config, key, None):
+                setattr(self.main.config, f"mtp_{key}", getattr(self.main.config, key)[-1:])
+        # It reads the kinds of indexers of the first layer, which has one.
         self.mtp = MtpModel(self.main, 1)
         self.layer = self.mtp.layers[0]
+        # It passes on what the layers of glm_moe_dsa return, chosen tokens too.
+        self.layer.mtp_block.register_forward_hook(lambda _, __, out: out[0] if isinstance(out, tuple) else out)
         stored = load_file(folder / "model.safetensors")
         with torch.no_grad():
             for name, param in [*self.layer.named_parameters(), *self.layer.named_buffers()]:
@@ -111,10 +115,11 @@ class PlainMtp(torch.nn.Module):
         return f"model.layers.{self.number}.{own}"
 
     def trained(self) -> dict[str, torch.nn.Parameter]:
-        """All parameters by their names in the program's model."""
-        return dict(self.main.named_parameters()) | {
+        """All parameters by their names in the program's model, without those of indexers, which no loss reaches."""
+        every = dict(self.main.named_parameters()) | {
             self.published(name): param for name, param in self.layer.named_parameters()
         }
+        return {name: param for name, param in every.items() if ".indexer." not in name}
 
     def logits(self, ids: torch.Tensor, *, detach: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits of the next token [tokens, vocabulary] and of the one after it [tokens - 1, vocabulary] of one
@@ -134,11 +139,13 @@ class PlainMtp(torch.nn.Module):
         if detach:
             embedded, states = embedded.detach(), states.detach()
         positions = torch.arange(len(ids) - 1)[None]
+        # An indexer reads the mask.
+        mask = torch.ones(len(ids) - 1, len(ids) - 1, dtype=torch.bool).tril()[None, None]
         out = self.layer(
             inputs_embeds=embedded,
             previous_hidden_state=states,
             position_embeddings=self.main.model.rotary_emb(embedded, positions),
-            attention_mask=None,
+            attention_mask=mask,
             position_ids=positions,
             past_key_values=None,
         )

@@ -21,10 +21,12 @@ from tests.running import start, torchrun
 
 WORKER = Path(__file__).with_name("mtp_worker.py")
 FAMILY = "deepseek_v3"
-MODELS = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "kimi_k2")
+MODELS = ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2")
+SPARSE = ("deepseek_v32_sparse", "glm_moe_dsa_sparse")
+"""Models in which most documents are longer than what an indexer chooses."""
 ROUNDED_TOLERANCE = 1e-2
 """Of losses in bf16."""
-VARIANTS = (*MODELS, *(f"{family}_deep" for family in MODELS), "glm4_moe_lite_types")
+VARIANTS = (*MODELS, *(f"{family}_deep" for family in MODELS), "glm4_moe_lite_types", *SPARSE)
 
 
 def _cell(stage: int, accumulation: int, *, packing: bool, family: str = FAMILY, **axes: Any) -> Cell:
@@ -32,7 +34,7 @@ def _cell(stage: int, accumulation: int, *, packing: bool, family: str = FAMILY,
     family = f"{family}_deep" if {"pp", "ep"} <= axes.keys() else family
     if "pp" in axes:
         # Balanced stages are others with the layer, and a norm is then added up in another order.
-        axes["pp_layers"] = "2 2" if family.endswith("_deep") else "1 1"
+        axes["pp_layers"] = "2 2" if family.endswith(("_deep", "_sparse")) else "1 1"
     clipped = {"max_grad_norm": 0.05 if packing else 0.0, "checkpointing": packing, "weight_decay": 0.1}
     return Cell(family, stage, accumulation, packing=packing, **clipped, **axes)
 
@@ -50,12 +52,17 @@ def _cells() -> list[Cell]:
         if family in row.families
         for stage, packing in itertools.product(row.stages, (True, False))
     ]
+    sparse = [
+        _cell(stage, 2, packing=packing, family=family, **dict.fromkeys(axes, 2))
+        for axes, stages in (((), range(4)), (("tp",), range(4)), (("ep",), range(4)), (("pp",), (0, 1)))
+        for stage, family, packing in itertools.product(stages, SPARSE, (True, False))
+    ]
     others = [
         _cell(2, 2, packing=False, family="glm4_moe_lite_types"),
         *(_cell(stage, 2, packing=True, precision="bf16") for stage in range(1, 4)),
         *(_cell(stage, 2, packing=True, balances=True) for stage in range(4)),
     ]
-    return [*plain, *others, *shared]
+    return [*plain, *others, *sparse, *shared]
 
 
 ALL = [
@@ -73,6 +80,8 @@ CHOSEN = [
         (_cell(1, 2, packing=False, precision="bf16"), 2, True, True),
         (_cell(3, 2, packing=True, precision="bf16", offload="optimizer"), 1, True, True),
         (_cell(2, 2, packing=True, sp=2), 2, True, True),
+        (_cell(1, 2, packing=True, family="deepseek_v32_sparse", tp=2), 2, True, False),
+        (_cell(3, 2, packing=False, family="glm_moe_dsa_sparse"), 2, False, False),
         (_cell(1, 2, packing=False, family="glm4_moe_lite", tp=2), 2, True, False),
         (_cell(3, 2, packing=True, ep=2), 2, True, False),
         (_cell(0, 2, packing=False, family="glm4_moe", sp=2, ep=2), 2, False, False),
