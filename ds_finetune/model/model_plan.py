@@ -8,7 +8,7 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.model.build import Task, check_sinks, read_hf_config
 from ds_finetune.model.encoder import check_encoder
 from ds_finetune.model.lora_plan import LoraPlan, plan_lora
-from ds_finetune.model.mtp_plan import MtpPlan, plan_mtp
+from ds_finetune.model.mtp_plan import MtpPlan, check_adapted, plan_mtp
 from ds_finetune.model.parallel.pipeline import layers_of_stages
 from ds_finetune.model.teacher_plan import TeacherPlan, plan_teacher
 from ds_finetune.objectives.balance import Balance
@@ -86,6 +86,9 @@ def plan_model(hf_config: PretrainedConfig, config: RunConfig) -> ModelPlan:
         check_sinks(built, model.attention)
     published = read_hf_config(model.path, files=("*.json",), task=task) if resized else hf_config
     prediction = plan_mtp(hf_config, model, config.mtp)
+    lora = plan_lora(hf_config, config.lora, task) if config.lora is not None else None
+    if prediction is not None and lora is not None:
+        check_adapted(hf_config, lora)
     return ModelPlan(
         path=model.path,
         hf_config=hf_config,
@@ -94,7 +97,7 @@ def plan_model(hf_config: PretrainedConfig, config: RunConfig) -> ModelPlan:
         resizes_vocabulary=resized,
         published_vocab_size=int(published.vocab_size),
         stages=tuple(layers_of_stages(hf_config, config.parallel, task)),
-        lora=plan_lora(hf_config, config.lora, task) if config.lora is not None else None,
+        lora=lora,
         objective=runtime,
         extras=(*_balance(router), *((prediction.extra,) if prediction is not None else ())),
         mtp=prediction,

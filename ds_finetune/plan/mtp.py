@@ -18,8 +18,6 @@ def check_mtp(config: RunConfig, *, stage: int, offloads: Sequence[str]) -> None
 
 
 def _untested(config: RunConfig, stage: int, offloads: Sequence[str]) -> Iterator[tuple[str, str]]:
-    if config.lora is not None:
-        yield "lora", "leave lora or mtp out; exports carry the layer unchanged"
     if config.objective.name not in CROSS_ENTROPY:
         yield f"objective {config.objective.name}", f"set objective to {' or '.join(CROSS_ENTROPY)}, or leave mtp out"
     if config.optim.name.lower() not in _OPTIMIZERS:

@@ -11,12 +11,15 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
+from torch.nn.utils.parametrize import register_parametrization
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
+from ds_finetune.config.schema import TrainConfig
 from ds_finetune.families.table import family_of
 from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.model.build import build_skeleton
+from ds_finetune.model.lora import _initial_factors
 from ds_finetune.model.mtp import set_mtp_layers
 from ds_finetune.model.names import hub_pieces
 from ds_finetune.selftest.cells import Cell, hf_config, run_tree, samples
@@ -26,18 +29,21 @@ WEIGHT = 0.3
 LR = 1e-2
 """So large that the second step shows whether the layer reads the embedding as it is by then."""
 STEPS = 2
+RANK, ALPHA = 8, 32
+"""Of adapters, in all modules that have them by default."""
 
 
 @dataclass(frozen=True)
 class MtpLayout:
-    """A cell on a number of ranks, whether the layer's loss trains it alone, and whether a run without the layer is
-    compared.
+    """A cell on a number of ranks, whether the layer's loss trains it alone, whether a run without the layer is
+    compared, and whether adapters are trained.
     """
 
     cell: Cell
     world: int
     detach: bool = True
     is_compared: bool = True
+    has_lora: bool = False
 
     @property
     def name(self) -> str:
@@ -46,14 +52,15 @@ class MtpLayout:
         rows, how = "packed" if cell.packing else "padded", "alone" if self.detach else "all"
         kind = f"{cell.family}-{cell.precision}{'-balanced' if cell.balances else ''}"
         return (
-            f"{cell.layout}-z{cell.stage}-{cell.offload}-{kind}-{rows}-acc{cell.accumulation}-{how}-{self.world}"
+            f"{cell.layout}-z{cell.stage}-{cell.offload}-{kind}-{rows}-acc{cell.accumulation}-{how}-{self.world}{'-lora' * self.has_lora}"
         ).replace(" ", "")
 
 
 def mtp_tree(layout: MtpLayout, model: Path, out: Path) -> dict[str, Any]:
     """The run file of a layout."""
     tree = run_tree(layout.cell, model, out, dp=layout.world // layout.cell.sharing)
-    return tree | {"mtp": {"train": True, "weight": WEIGHT, "detach": layout.detach}}
+    lora = {"lora": {"rank": RANK, "alpha": ALPHA}} if layout.has_lora else {}
+    return tree | lora | {"mtp": {"train": True, "weight": WEIGHT, "detach": layout.detach}}
 
 
 def write_mtp_model(family: str, folder: Path, *, layers: int | None = None, copies: bool = True) -> None:
@@ -84,10 +91,24 @@ def write_mtp_model(family: str, folder: Path, *, layers: int | None = None, cop
     (folder / "config.json").write_text(json.dumps(tree))
 
 
-class PlainMtp(torch.nn.Module):
-    """transformers' model and transformers' multi-token prediction module with the weights of a folder."""
+class _LowRank(torch.nn.Module):
+    """A weight W [..., out, in] becomes W + alpha / rank x B A."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        super().__init__()
+        self.a, self.b = torch.nn.Parameter(a), torch.nn.Parameter(b)
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        """The sum."""
+        return weight + ALPHA / RANK * (self.b @ self.a)
+
+
+class PlainMtp(torch.nn.Module):
+    """transformers' model and transformers' multi-token prediction module with the weights of a folder, which are
+    trained themselves or by adapters.
+    """
+
+    def __init__(self, folder: Path, *, has_lora: bool = False) -> None:
         super().__init__()
         self.main = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.number = self.main.config.num_hidden_layers
@@ -108,6 +129,28 @@ class PlainMtp(torch.nn.Module):
                 shape = tuple(param.shape)
                 for piece in hub_pieces(published, shape, family_of(self.main.config.model_type)):
                     param[piece.index] = stored[piece.key]
+        self._adapters: dict[str, torch.nn.Parameter] = {}
+        if has_lora:
+            self._adapt()
+
+    def _adapt(self) -> None:
+        """Freeze all weights and add adapters to matrices but embedding, head, routers and indexers, in place."""
+        names = {param: name for name, param in self.trained().items()}
+        self.requires_grad_(False)
+        for module in list(self.modules()):
+            for leaf, param in list(module.named_parameters(recurse=False)):
+                name = names.get(param, "")
+                if (
+                    param.dim() < 2
+                    or not name
+                    or name.endswith((".gate.weight", "embed_tokens.weight", "lm_head.weight"))
+                ):
+                    continue
+                first = _initial_factors(name, tuple(param.shape), RANK, TrainConfig().seed)
+                low_rank = _LowRank(first["A"], first["B"])
+                register_parametrization(module, leaf, low_rank)
+                prefix = name.removesuffix("weight") if leaf == "weight" else f"{name}_"
+                self._adapters |= {f"{prefix}lora_A": low_rank.a, f"{prefix}lora_B": low_rank.b}
 
     def published(self, name: str) -> str:
         """The published name of a parameter of the layer."""
@@ -115,7 +158,11 @@ class PlainMtp(torch.nn.Module):
         return f"model.layers.{self.number}.{own}"
 
     def trained(self) -> dict[str, torch.nn.Parameter]:
-        """All parameters by their names in the program's model, without those of indexers, which no loss reaches."""
+        """What is trained by its name in the program's model: the adapters, or all parameters but those of indexers,
+        which no loss reaches.
+        """
+        if self._adapters:
+            return self._adapters
         every = dict(self.main.named_parameters()) | {
             self.published(name): param for name, param in self.layer.named_parameters()
         }
@@ -165,10 +212,16 @@ class PlainSteps:
     gradients: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
+def plain_steps(layout: MtpLayout, models: Path) -> PlainSteps:
+    """Steps on all samples, one unpadded sample at a time, for the settings of a layout that change them."""
+    cell = layout.cell
+    settings = (layout.detach, cell.max_grad_norm, cell.weight_decay, layout.has_lora)
+    return _plain_steps(models / cell.family, *settings)
+
+
 @cache
-def plain_steps(folder: Path, *, detach: bool, max_grad_norm: float, weight_decay: float) -> PlainSteps:
-    """Steps on all samples, one unpadded sample at a time."""
-    model, found = PlainMtp(folder), PlainSteps()
+def _plain_steps(folder: Path, detach: bool, max_grad_norm: float, weight_decay: float, has_lora: bool) -> PlainSteps:
+    model, found = PlainMtp(folder, has_lora=has_lora), PlainSteps()
     trained = model.trained()
     matrices = [param for param in trained.values() if param.dim() > 1]
     vectors = [param for param in trained.values() if param.dim() <= 1]

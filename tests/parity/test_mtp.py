@@ -70,11 +70,17 @@ ALL = [
     for cell, world, detach in itertools.product(_cells(), (1, 2, 4), (True, False))
     if is_for(cell, world)
 ]
+ALL += [
+    MtpLayout(_cell(stage, 2, packing=packing, family=family), world, detach, has_lora=True)
+    for stage, packing, family, world, detach in itertools.product(
+        range(4), (True, False), (*MODELS, *SPARSE), (1, 2), (True, False)
+    )
+]
 
 
 CHOSEN = [
-    MtpLayout(cell, world, detach, is_compared)
-    for cell, world, detach, is_compared in (
+    MtpLayout(cell, world, *others)
+    for cell, world, *others in (
         (_cell(0, 1, packing=True), 1, True, True),
         (_cell(1, 2, packing=False, offload="optimizer"), 2, False, False),
         (_cell(1, 2, packing=False, precision="bf16"), 2, True, True),
@@ -88,6 +94,8 @@ CHOSEN = [
         (_cell(1, 2, packing=True, pp=2), 2, True, False),
         (_cell(1, 2, packing=False, pp=2), 2, False, False),
         (_cell(1, 2, packing=True, pp=2, balances=True), 2, True, True),
+        (_cell(3, 2, packing=True), 2, True, True, True),
+        (_cell(1, 2, packing=False, family="glm_moe_dsa_sparse"), 2, False, False, True),
     )
 ]
 """Each axis, ZeRO stage and way to train; all others are behind the marker."""
@@ -126,9 +134,7 @@ def rest(mtp_models: Path, tmp_path_factory: pytest.TempPathFactory, request: py
 
 def _assert_equals_plain_loop(layout: MtpLayout, folder: Path, models: Path) -> None:
     found, cell = torch.load(folder / f"{layout.name}.pt", weights_only=True), layout.cell
-    wanted = plain_steps(
-        models / cell.family, detach=layout.detach, max_grad_norm=cell.max_grad_norm, weight_decay=cell.weight_decay
-    )
+    wanted = plain_steps(layout, models)
     is_rounded = cell.precision != "fp32"
     for metrics in (found["metrics"][0], found["eval"]):
         tolerance = ROUNDED_TOLERANCE if is_rounded else LOSS_TOLERANCE
