@@ -32,7 +32,7 @@ class MtpPlan:
 
     def lines(self, hf_config: PretrainedConfig) -> list[tuple[str, str]]:
         """Name and text of the decision, for people."""
-        trained = "it alone" if self.detach else "all weights"
+        trained = "it alone" if self.detach else "all that is trained"
         layer = f"layer {hf_config.num_hidden_layers} is trained with weight {self.weight:g}"
         return [("mtp", f"{layer}; its loss trains {trained}")]
 

@@ -1,6 +1,7 @@
 """Tiny models with a multi-token prediction layer, and a plain loop that trains one."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
@@ -36,14 +38,14 @@ RANK, ALPHA = 8, 32
 @dataclass(frozen=True)
 class MtpLayout:
     """A cell on a number of ranks, whether the layer's loss trains it alone, whether a run without the layer is
-    compared, and whether adapters are trained.
+    compared, and how adapters are trained: not at all, as `lora`, or as `nf4` over weights in four bits.
     """
 
     cell: Cell
     world: int
     detach: bool = True
     is_compared: bool = True
-    has_lora: bool = False
+    adapters: str = ""
 
     @property
     def name(self) -> str:
@@ -52,25 +54,26 @@ class MtpLayout:
         rows, how = "packed" if cell.packing else "padded", "alone" if self.detach else "all"
         kind = f"{cell.family}-{cell.precision}{'-balanced' if cell.balances else ''}"
         return (
-            f"{cell.layout}-z{cell.stage}-{cell.offload}-{kind}-{rows}-acc{cell.accumulation}-{how}-{self.world}{'-lora' * self.has_lora}"
+            f"{cell.layout}-z{cell.stage}-{cell.offload}-{kind}-{rows}-acc{cell.accumulation}-{how}-{self.world}-{self.adapters}"
         ).replace(" ", "")
 
 
 def mtp_tree(layout: MtpLayout, model: Path, out: Path) -> dict[str, Any]:
     """The run file of a layout."""
     tree = run_tree(layout.cell, model, out, dp=layout.world // layout.cell.sharing)
-    lora = {"lora": {"rank": RANK, "alpha": ALPHA}} if layout.has_lora else {}
+    quantised = {"quantize": "nf4"} if layout.adapters == "nf4" else {}
+    lora = {"lora": {"rank": RANK, "alpha": ALPHA} | quantised} if layout.adapters else {}
     return tree | lora | {"mtp": {"train": True, "weight": WEIGHT, "detach": layout.detach}}
 
 
-def write_mtp_model(family: str, folder: Path, *, layers: int | None = None, copies: bool = True) -> None:
+def write_mtp_model(family: str, folder: Path, *, sizes: Mapping[str, int] | None = None, copies: bool = True) -> None:
     """Write a tiny model of `family` with a multi-token prediction layer as it would be published.
 
-    With `layers` it has this number of layers besides. `copies` are those of embedding and head in the layer.
+    `sizes` are keys of its configuration that differ. `copies` are those of embedding and head in the layer.
     """
     config = hf_config(family)
-    if layers is not None:
-        config.num_hidden_layers = layers
+    for key, size in (sizes or {}).items():
+        setattr(config, key, size)
     tree = config.to_dict() | {"architectures": ["DeepseekV3ForCausalLM"], "num_nextn_predict_layers": 1}
     set_mtp_layers(config, 1)
     with torch.random.fork_rng(devices=[]):
@@ -91,6 +94,14 @@ def write_mtp_model(family: str, folder: Path, *, layers: int | None = None, cop
     (folder / "config.json").write_text(json.dumps(tree))
 
 
+def _rounded(weight: torch.Tensor) -> torch.Tensor:
+    """What blocks in NF4 hold of a weight; rows that blocks would cross stay as they are."""
+    if weight.shape[1] % 64:
+        return weight
+    four_bit = pytest.importorskip("bitsandbytes").functional
+    return four_bit.dequantize_4bit(*four_bit.quantize_4bit(weight, compress_statistics=True, quant_type="nf4"))
+
+
 class _LowRank(torch.nn.Module):
     """A weight W [..., out, in] becomes W + alpha / rank x B A."""
 
@@ -108,7 +119,7 @@ class PlainMtp(torch.nn.Module):
     trained themselves or by adapters.
     """
 
-    def __init__(self, folder: Path, *, has_lora: bool = False) -> None:
+    def __init__(self, folder: Path, *, adapters: str = "") -> None:
         super().__init__()
         self.main = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.number = self.main.config.num_hidden_layers
@@ -130,11 +141,13 @@ class PlainMtp(torch.nn.Module):
                 for piece in hub_pieces(published, shape, family_of(self.main.config.model_type)):
                     param[piece.index] = stored[piece.key]
         self._adapters: dict[str, torch.nn.Parameter] = {}
-        if has_lora:
-            self._adapt()
+        if adapters:
+            self._adapt(in_four_bits=adapters == "nf4")
 
-    def _adapt(self) -> None:
-        """Freeze all weights and add adapters to matrices but embedding, head, routers and indexers, in place."""
+    def _adapt(self, *, in_four_bits: bool) -> None:
+        """Freeze all weights and add adapters to matrices but embedding, head, routers and indexers, in place. In four
+        bits those of attention and MLPs are rounded first, as bitsandbytes does.
+        """
         names = {param: name for name, param in self.trained().items()}
         self.requires_grad_(False)
         for module in list(self.modules()):
@@ -146,6 +159,8 @@ class PlainMtp(torch.nn.Module):
                     or name.endswith((".gate.weight", "embed_tokens.weight", "lm_head.weight"))
                 ):
                     continue
+                if in_four_bits and re.search(r"\.(self_attn|mlp)\.(shared_experts\.)?\w+\.weight$", name):
+                    param.data = _rounded(param.data)
                 first = _initial_factors(name, tuple(param.shape), RANK, TrainConfig().seed)
                 low_rank = _LowRank(first["A"], first["B"])
                 register_parametrization(module, leaf, low_rank)
@@ -215,13 +230,13 @@ class PlainSteps:
 def plain_steps(layout: MtpLayout, models: Path) -> PlainSteps:
     """Steps on all samples, one unpadded sample at a time, for the settings of a layout that change them."""
     cell = layout.cell
-    settings = (layout.detach, cell.max_grad_norm, cell.weight_decay, layout.has_lora)
+    settings = (layout.detach, cell.max_grad_norm, cell.weight_decay, layout.adapters)
     return _plain_steps(models / cell.family, *settings)
 
 
 @cache
-def _plain_steps(folder: Path, detach: bool, max_grad_norm: float, weight_decay: float, has_lora: bool) -> PlainSteps:
-    model, found = PlainMtp(folder, has_lora=has_lora), PlainSteps()
+def _plain_steps(folder: Path, detach: bool, max_grad_norm: float, weight_decay: float, adapters: str) -> PlainSteps:
+    model, found = PlainMtp(folder, adapters=adapters), PlainSteps()
     trained = model.trained()
     matrices = [param for param in trained.values() if param.dim() > 1]
     vectors = [param for param in trained.values() if param.dim() <= 1]

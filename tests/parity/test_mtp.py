@@ -22,6 +22,8 @@ from tests.running import start, torchrun
 WORKER = Path(__file__).with_name("mtp_worker.py")
 FAMILY = "deepseek_v3"
 MODELS = ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2")
+WIDE, WIDE_SIZES = "deepseek_v3_wide", {"hidden_size": 64, "q_lora_rank": 64, "intermediate_size": 64}
+"""A model of which most rows are whole blocks of four-bit numbers."""
 SPARSE = ("deepseek_v32_sparse", "glm_moe_dsa_sparse")
 """Models in which most documents are longer than what an indexer chooses."""
 ROUNDED_TOLERANCE = 1e-2
@@ -71,10 +73,14 @@ ALL = [
     if is_for(cell, world)
 ]
 ALL += [
-    MtpLayout(_cell(stage, 2, packing=packing, family=family), world, detach, has_lora=True)
+    MtpLayout(_cell(stage, 2, packing=packing, family=family), world, detach, adapters="lora")
     for stage, packing, family, world, detach in itertools.product(
         range(4), (True, False), (*MODELS, *SPARSE), (1, 2), (True, False)
     )
+]
+ALL += [
+    MtpLayout(_cell(stage, 2, packing=packing, family=WIDE), world, detach, adapters="nf4")
+    for stage, packing, world, detach in itertools.product(range(3), (True, False), (1, 2), (True, False))
 ]
 
 
@@ -94,8 +100,8 @@ CHOSEN = [
         (_cell(1, 2, packing=True, pp=2), 2, True, False),
         (_cell(1, 2, packing=False, pp=2), 2, False, False),
         (_cell(1, 2, packing=True, pp=2, balances=True), 2, True, True),
-        (_cell(3, 2, packing=True), 2, True, True, True),
-        (_cell(1, 2, packing=False, family="glm_moe_dsa_sparse"), 2, False, False, True),
+        (_cell(3, 2, packing=True), 2, True, True, "lora"),
+        (_cell(2, 2, packing=False, family=WIDE), 1, True, False, "nf4"),
     )
 ]
 """Each axis, ZeRO stage and way to train; all others are behind the marker."""
@@ -107,6 +113,7 @@ def mtp_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mtp-models")
     for family in VARIANTS:
         write_mtp_model(family, folder / family)
+    write_mtp_model(FAMILY, folder / WIDE, sizes=WIDE_SIZES)
     return folder
 
 
