@@ -49,8 +49,8 @@ def line_of(record: StepRecord) -> str:
     non_finite = (
         {"non_finite": [name for name, value in finite.items() if value is None]} if None in finite.values() else {}
     )
-    notice = {"notice": record.notice} if record.notice else {}
-    return json.dumps({"step": record.step, **finite, **non_finite, **notice}) + "\n"
+    texts = {name: text for name, text in (("notice", record.notice), ("slow", record.slow)) if text}
+    return json.dumps({"step": record.step, **finite, **non_finite, **texts}) + "\n"
 
 
 def check_trackers(names: Sequence[str]) -> None:

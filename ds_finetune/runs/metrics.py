@@ -16,7 +16,7 @@ METRICS = "metrics.jsonl"
 CHUNK_BYTES = 4 * MIB
 _TAIL_BYTES = 64 * 1024
 _STEP = "step"
-_WORDS = ("non_finite", "notice")
+_WORDS = ("non_finite", "notice", "slow")
 
 
 class Curve:
@@ -50,7 +50,7 @@ class Curve:
 
 
 class MetricsReader:
-    """The metrics of a run by name, and its notices by step.
+    """The metrics of a run by name, its notices by step, and by step which rank was slow.
 
     A last line without its end is left for the next update. Where the file was replaced, as a resumed run does, or
     became shorter, it is read again from the beginning and `generation` grows. `problem` tells of lines that are no
@@ -66,6 +66,7 @@ class MetricsReader:
     def _reset(self) -> None:
         self.curves: dict[str, Curve] = {}
         self.notices: list[tuple[int, str]] = []
+        self.slow: list[tuple[int, str]] = []
         self.problem = ""
         self.last_step = self.num_records = 0
         self._inode = self._offset = self._num_lines = self._num_invalid = 0
@@ -138,6 +139,7 @@ class MetricsReader:
             if numbers:
                 self.curves.setdefault(name, Curve()).extend(numbers)
         self.notices += [(record[_STEP], str(record["notice"])) for record in records if "notice" in record]
+        self.slow += [(record[_STEP], str(record["slow"])) for record in records if "slow" in record]
 
 
 def last_record(path: Path) -> Mapping[str, Any]:

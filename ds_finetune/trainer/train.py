@@ -32,6 +32,7 @@ from ds_finetune.trainer.resume import (
     start_saver,
 )
 from ds_finetune.trainer.run_dir import prepare_run_folder
+from ds_finetune.trainer.run_records import record_exports, record_start
 from ds_finetune.trainer.startup import compile_operators, open_process_group, start_watchdog
 from ds_finetune.watchdog.monitor import Monitor
 from ds_finetune.world import World, check_deepspeed_hostfile
@@ -74,6 +75,7 @@ def train(config: RunConfig, *, announce: Announce, say: Say) -> Report:
         verdicts: tuple[VerificationResult, ...] = ()
         if world.rank == 0 and not report.interrupted:
             verdicts = verify_run_exports(config, report.exports, interruption)
+            record_exports(report.output_dir, verdicts)
     return replace(report, seconds=time.monotonic() - began, verdicts=verdicts)
 
 
@@ -119,6 +121,7 @@ def train_steps(started: StartedRun) -> tuple[StepRecord | None, str]:
         after_step=resume_point.progress.step - len(due),
         last=None if due else saved_record(resume_point),
     )
+    record_start(run, after_step=resume_point.progress.step - len(due))
     if ended_early(resume_point, patience=run.config.eval.patience):
         if engine.is_rank_zero:
             started.say("the run had ended early because eval/loss did not fall; nothing is left to train")

@@ -33,9 +33,12 @@ def test_reads_only_whole_lines_and_continues_where_it_was(tmp_path: Path) -> No
 
 def test_null_is_a_gap_and_notices_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text(_line(1, **{"train/loss": None, "non_finite": ["train/loss"], "notice": "rank 1"}))
+    path.write_text(
+        _line(1, **{"train/loss": None, "non_finite": ["train/loss"], "notice": "rank 1", "slow": "rank 0"})
+    )
     reader = MetricsReader(path)
     reader.update_all()
+    assert reader.slow == [(1, "rank 0")]
     assert np.isnan(reader.curves["train/loss"].values).tolist() == [True]
     assert (reader.notices, list(reader.curves)) == ([(1, "rank 1")], ["train/loss"])
 
