@@ -5,7 +5,7 @@ The loop uses the modules of transformers' `MtpModel`; the layer is given the we
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 
 from ds_finetune.plan.combinations import TESTED_LAYOUTS
 from ds_finetune.selftest.cells import Cell
+from tests.pairwise import pairwise
 from tests.parity.mtp_cells import MtpLayout, PlainSteps, plain_steps, write_mtp_model
 from tests.parity.reference import GRADIENT_TOLERANCE, LOSS_TOLERANCE, is_for, relative
 from tests.running import start, torchrun
@@ -104,8 +105,18 @@ CHOSEN = [
         (_cell(2, 2, packing=False, family=WIDE), 1, True, False, "nf4"),
     )
 ]
-"""Each axis, ZeRO stage and way to train; all others are behind the marker."""
-REST = [layout for layout in ALL if layout not in CHOSEN]
+"""Each axis, ZeRO stage and way to train; others are behind the marker."""
+
+
+def _axes(layout: MtpLayout) -> tuple[Hashable, ...]:
+    cell = layout.cell
+    sizes = (cell.layout, cell.stage, cell.offload, cell.precision, cell.accumulation, layout.world)
+    return (*sizes, cell.family, cell.packing, cell.balances, layout.detach, layout.adapters)
+
+
+PAIRS = [layout for layout in pairwise(ALL, _axes) if layout not in CHOSEN]
+"""Every two values of two axes that occur together."""
+REST = [layout for layout in ALL if layout.cell.family == FAMILY and layout not in (*CHOSEN, *PAIRS)]
 
 
 @pytest.fixture(scope="session")
@@ -135,7 +146,7 @@ def results(mtp_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rest(mtp_models: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """Those that were chosen by `-k` or by name, so that the matrix can be run in parts."""
     asked = {item.name for item in request.session.items}
-    chosen = [layout for layout in REST if any(name.endswith(f"[{layout.name}]") for name in asked)]
+    chosen = [layout for layout in (*PAIRS, *REST) if any(name.endswith(f"[{layout.name}]") for name in asked)]
     return _run(chosen, mtp_models, tmp_path_factory.mktemp("mtp-rest"))
 
 
@@ -172,6 +183,12 @@ def _assert_same_steps(found: dict[str, Any], wanted: PlainSteps) -> None:
 @pytest.mark.parametrize("layout", CHOSEN, ids=[layout.name for layout in CHOSEN])
 def test_layer_equals_plain_loop(layout: MtpLayout, results: Path, mtp_models: Path) -> None:
     _assert_equals_plain_loop(layout, results, mtp_models)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", PAIRS, ids=[layout.name for layout in PAIRS])
+def test_layer_equals_plain_loop_in_pairs_of_settings(layout: MtpLayout, rest: Path, mtp_models: Path) -> None:
+    _assert_equals_plain_loop(layout, rest, mtp_models)
 
 
 @pytest.mark.slow
