@@ -54,7 +54,7 @@ class MtpLayout:
         rows, how = "packed" if cell.packing else "padded", "alone" if self.detach else "all"
         kind = f"{cell.family}-{cell.precision}{'-balanced' if cell.balances else ''}"
         return (
-            f"{cell.layout}-z{cell.stage}-{cell.offload}-{kind}-{rows}-acc{cell.accumulation}-{how}-{self.world}-{self.adapters}"
+            f"{cell.layout}-z{cell.stage}-{cell.offload}-{kind}-{rows}-acc{cell.accumulation}-{how}-{self.world}{'-' * bool(self.adapters)}{self.adapters}"
         ).replace(" ", "")
 
 
