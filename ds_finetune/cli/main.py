@@ -26,6 +26,7 @@ from ds_finetune.cli import (
     plan,
     selftest,
     serve,
+    sweep,
     teach,
     train,
 )
@@ -48,6 +49,7 @@ _MODULES = (
     teach,
     selftest,
     bench,
+    sweep,
     demo,
 )
 """In the order in which `--help` lists their commands."""

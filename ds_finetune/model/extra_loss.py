@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -18,6 +19,10 @@ class ExtraLoss(ABC):
 
     def __init__(self, extra: Extra, *, trains_embedding: bool = False) -> None:
         self.extra, self.trains_embedding = extra, trains_embedding
+
+    def listen(self) -> AbstractContextManager[None]:
+        """What is open during the forward of the layers whose part of the loss is asked for afterwards."""
+        return nullcontext()
 
     @abstractmethod
     def loss(self, rows: ForwardRows, hidden: torch.Tensor, weights: torch.Tensor) -> LossAndSums | None:

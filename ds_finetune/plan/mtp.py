@@ -18,6 +18,9 @@ def check_mtp(config: RunConfig, *, stage: int, offloads: Sequence[str]) -> None
 
 
 def _untested(config: RunConfig, stage: int, offloads: Sequence[str]) -> Iterator[tuple[str, str]]:
+    if config.indexer.train:
+        # No test compares both losses together; the indexer of the prediction layer has no loss.
+        yield "indexer.train true", "train indexers first, and then mtp on the export of that run"
     if config.objective.name not in CROSS_ENTROPY:
         yield f"objective {config.objective.name}", f"set objective to {' or '.join(CROSS_ENTROPY)}, or leave mtp out"
     if config.optim.name.lower() not in _OPTIMIZERS:

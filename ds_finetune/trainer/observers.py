@@ -7,6 +7,7 @@ from functools import partial
 from typing import ParamSpec, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from ds_finetune.checkpoint.saver import Saver
 from ds_finetune.config.schema import RunConfig
@@ -50,6 +51,8 @@ class StartedRun:
     saver: Saver | None
     exports: Exports
     rank_progress: RankProgress
+    store: dist.Store
+    """Where the ranks met."""
     say: Say
 
 

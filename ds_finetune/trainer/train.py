@@ -8,19 +8,21 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
+import torch.distributed as dist
+
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.errors import RunError
 from ds_finetune.export.interruption import SignalInterruption
 from ds_finetune.export.verify.verify import VerificationResult
-from ds_finetune.model.unused_parameters import patterns_of
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.observers.stop_signals import StopSignals
 from ds_finetune.trainer.batches import run_batches
 from ds_finetune.trainer.exports import Exports, Say, verify_run_exports
 from ds_finetune.trainer.loop import run_steps, training_steps
 from ds_finetune.trainer.observers import StartedRun, make_observers
-from ds_finetune.trainer.prepare import PreparedRun, prepare_run
+from ds_finetune.trainer.prepare import PreparedRun, drawn_line, prepare_run
+from ds_finetune.trainer.profiling import profiled
 from ds_finetune.trainer.reference import complete_reference, find_reference
 from ds_finetune.trainer.resume import (
     check_not_past_end,
@@ -71,7 +73,7 @@ def train(config: RunConfig, *, announce: Announce, say: Say) -> Report:
             if world.rank == 0:
                 announce(run)
             with open_process_group(run, store, monitor):
-                report = _train_and_export(run, monitor, say)
+                report = _train_and_export(run, store, monitor, say)
         verdicts: tuple[VerificationResult, ...] = ()
         if world.rank == 0 and not report.interrupted:
             verdicts = verify_run_exports(config, report.exports, interruption)
@@ -79,7 +81,7 @@ def train(config: RunConfig, *, announce: Announce, say: Say) -> Report:
     return replace(report, seconds=time.monotonic() - began, verdicts=verdicts)
 
 
-def _train_and_export(run: PreparedRun, monitor: Monitor, say: Say) -> Report:
+def _train_and_export(run: PreparedRun, store: dist.Store, monitor: Monitor, say: Say) -> Report:
     resume_point = find_resume_point(run, say if run.plan.world.rank == 0 else _print_nothing)
     check_not_past_end(resume_point, steps=run.schedule.steps, duration=run.config.train.duration)
     reference = find_reference(run)
@@ -88,11 +90,11 @@ def _train_and_export(run: PreparedRun, monitor: Monitor, say: Say) -> Report:
     # Errors are reported first, by the innermost context: closing the others may wait for ranks that are gone.
     with engine_context as engine, start_saver(run, engine, resume_point) as saver, monitor.report_errors():
         if engine.drawn and engine.is_rank_zero:
-            say(f"drawn from train.seed, since {run.inputs.model.path} lacks them: {patterns_of(engine.drawn)}")
+            say(drawn_line(run, engine.drawn))
         with monitor.progress.during("reference"):
             run = complete_reference(run, engine, reference)
         exports = Exports(run, engine, say)
-        started = StartedRun(run, engine, resume_point, saver, exports, monitor.progress, say)
+        started = StartedRun(run, engine, resume_point, saver, exports, monitor.progress, store, say)
         last, interrupted = train_steps(started)
         written: tuple[Path, ...] = ()
         if run.config.export.at_end and not interrupted:
@@ -130,7 +132,8 @@ def train_steps(started: StartedRun) -> tuple[StepRecord | None, str]:
         observers = make_observers(started, signals)
         batches = run_batches(run, after=resume_point.progress, stream_position=stream_position)
         records = training_steps(engine, batches, run.schedule, after=resume_point.progress)
-        last = run_steps(chain(due, started.rank_progress.count_steps(records)), observers)
+        with profiled(records, started) as records:
+            last = run_steps(chain(due, started.rank_progress.count_steps(records)), observers)
         started.rank_progress.finish_steps()
         for observer in observers:
             observer.close()

@@ -252,14 +252,14 @@ def _plain_steps(folder: Path, detach: bool, max_grad_norm: float, weight_decay:
         is_apart = [detach and name.startswith(layer) for name in trained]
         for norms, own in ((found.norms, False), (found.mtp_norms, True)):
             part = [param for param, apart in zip(trained.values(), is_apart, strict=True) if apart == own]
-            norms.append(_clip(part, max_grad_norm))
+            norms.append(clip(part, max_grad_norm))
         found.gradients = found.gradients or {name: param.grad.clone() for name, param in trained.items()}
         optimizer.step()
         optimizer.zero_grad()
     return found
 
 
-def _clip(params: list[torch.nn.Parameter], max_norm: float) -> float:
+def clip(params: list[torch.nn.Parameter], max_norm: float) -> float:
     """The norm of the gradients, which are scaled down where it is larger than `max_norm`."""
     norm = float(torch.nn.utils.get_total_norm([param.grad for param in params if param.grad is not None]))
     if max_norm and norm > max_norm:

@@ -120,6 +120,7 @@ def _tree(tmp_path: Path, **sections: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
+        ({"indexer": {"train": True}}, "mtp.train true with indexer.train true is not tested"),
         ({"objective": "dpo"}, "mtp.train true with objective dpo is not tested"),
         ({"optim": {"name": "Muon"}}, "mtp.train true with optim.name Muon is not tested"),
         ({"train": {"precision": "fp16"}}, "mtp.train true with train.precision fp16 is not tested"),
