@@ -29,6 +29,7 @@ from ds_finetune.cli import (
     sweep,
     teach,
     train,
+    watch,
 )
 from ds_finetune.console import show_error
 from ds_finetune.errors import RUN_ERROR_EXIT_CODE, FinetuneError
@@ -46,6 +47,7 @@ _MODULES = (
     export,
     evaluate,
     serve,
+    watch,
     teach,
     selftest,
     bench,

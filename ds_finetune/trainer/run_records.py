@@ -17,9 +17,13 @@ import torch
 from ds_finetune.checkpoint.run_state import versions
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.export.verify.verify import VerificationResult
+from ds_finetune.observers.record import StepRecord
 from ds_finetune.trainer.batches import mixture_lines
 from ds_finetune.trainer.prepare import PreparedRun
 from ds_finetune.trainer.preview import count_lines, document_title, marked_spans
+from ds_finetune.trainer.run_dir import prepare_run_folder
+from ds_finetune.trainer.run_status import StatusKeeper
+from ds_finetune.watchdog.progress import RankProgress
 
 _SAMPLES = 4
 """Documents, pairs or examples of each source of the training data that are recorded."""
@@ -30,13 +34,24 @@ Spans = list[tuple[str, bool]]
 """Texts, with whether their tokens are supervised."""
 
 
-def record_start(run: PreparedRun, *, after_step: int) -> None:
-    """Append this start to `starts.jsonl` and write `data.json`, on rank zero.
+def begin_run_folder(
+    run: PreparedRun, progress: RankProgress, status: StatusKeeper, *, after_step: int, last: StepRecord | None
+) -> None:
+    """Prepare the run folder (`prepare_run_folder`), record this start, and keep the run's status from now on.
+
+    Rank zero does it.
+    """
+    prepare_run_folder(run.config, run.plan, after_step=after_step, last=last)
+    if not run.plan.world.rank:
+        _record_start(run, after_step=after_step)
+        status.begin(progress, steps=run.schedule.steps, ranks=run.plan.world.world_size)
+
+
+def _record_start(run: PreparedRun, *, after_step: int) -> None:
+    """Append this start to `starts.jsonl` and write `data.json`.
 
     A new run begins a new list of starts.
     """
-    if run.plan.world.rank:
-        return
     starts = run.output_dir / "starts.jsonl"
     with starts.open("a" if after_step else "w", encoding="utf-8") as file:
         file.write(json.dumps(_start(run, after_step)) + "\n")
