@@ -148,6 +148,13 @@ _RULES = (
     ),
     _KeyRule(("mtp.",), lambda run: not run["mtp.train"], "mtp.train is false", "set mtp.train", harmless=(False,)),
     _KeyRule(
+        ("indexer.",),
+        lambda run: not run["indexer.train"],
+        "indexer.train is false",
+        "set indexer.train",
+        harmless=(False,),
+    ),
+    _KeyRule(
         ("export.max_shard_size",),
         lambda run: not run["export.at_end"] and not (run["data.eval"] and run["eval.keep_best"]),
         "export.at_end is false and no best weights are kept: nothing is exported",

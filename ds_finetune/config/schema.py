@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
+from ds_finetune.config.indexer import IndexerConfig
 from ds_finetune.config.ineffective_keys import check_keys_have_effect
 from ds_finetune.config.invalid_keys import explain
 from ds_finetune.config.launch import LaunchConfig
@@ -292,9 +293,7 @@ class RunConfig(Section):
     data: DataConfig
     """The data."""
     deepspeed: str | dict[str, Any] | None = None
-    """DeepSpeed choices (ZeRO stage, offload): a JSON file, a name of ds_configs/ such as `zero3`, or a section;
-    derived numbers stay "auto".
-    """
+    """DeepSpeed choices such as the ZeRO stage: a JSON file, a name of ds_configs/ such as `zero3`, or a section."""
     objective: ObjectiveField = SftObjective()
     """What is trained: a name such as `dpo`, or a section `{name: dpo, beta: 0.1}`."""
     train: TrainConfig = TrainConfig()
@@ -313,6 +312,8 @@ class RunConfig(Section):
     """Multi-token prediction."""
     router: RouterConfig | None = None
     """Routers of experts."""
+    indexer: IndexerConfig = IndexerConfig()
+    """Indexers of sparse attention."""
     log: LogConfig = LogConfig()
     """Logging."""
     profile: ProfileConfig | None = None

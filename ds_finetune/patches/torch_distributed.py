@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -48,14 +49,16 @@ def wrapped_collectives(names: Sequence[str], wrap: Wrap) -> Iterator[None]:
 
 @contextmanager
 def wrapped_group_calls(names: Sequence[str], wrap: Wrap) -> Iterator[None]:
-    """While this is open, `wrap(name, function)` replaces the methods `names` of every process group, and `Work.wait`.
+    """While this is open, `wrap(name, function)` replaces those methods `names` that process groups have, and
+    `Work.wait`.
 
     Every function of torch.distributed ends in one of these methods, whoever has kept a reference to it, and they get
     the tensors, which `wrapped_collectives` does not always see: `isend` and `irecv`, and collectives of objects.
     """
     group, work = dist.ProcessGroup, dist.Work
+    _GROUP.attribute(group, "allreduce")
     with ExitStack() as stack:
-        for name in names:
-            stack.enter_context(replaced(group, name, wrap(name, _GROUP.attribute(group, name))))
+        for name in filter(partial(hasattr, group), names):
+            stack.enter_context(replaced(group, name, wrap(name, getattr(group, name))))
         stack.enter_context(replaced(work, "wait", wrap("wait", _GROUP.attribute(work, "wait"))))
         yield

@@ -22,6 +22,10 @@ _OWN_TRACKS = ("gloo:", "nccl:")
 """Prefixes of torch's own slices of collectives, which do not nest on a thread; the recorder has them already."""
 _DTYPE_BYTES = {"Double": 8, "Long": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 2, "Short": 2}
 """Names of dtypes in torch's traces (torch 2.13, ParamCommsUtils.hpp); those of one byte are left out."""
+_MATCHED = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "all_to_all", "all_to_allv", "barrier")
+"""Names of collectives in which all ranks of a group take part. Messages are not among them: their
+kernels do not name sender and receiver.
+"""
 
 
 class Activity(NamedTuple):
@@ -104,9 +108,9 @@ def _read_device(
         activity = Activity(begin, end, launches.get(args.get("correlation"), begin))
         if "Collective name" in args or "nccl" in event["name"].lower():
             group = str(args.get("Process Group Name", ""))
-            key = (group, ranks_of.get(group, ()))
-            counts[key] += 1
             kind = str(args.get("Collective name", "collective")).removeprefix("_").removesuffix("_base")
+            key = (group, ranks_of.get(group, ()) if kind in _MATCHED else ())
+            counts[key] += 1
             num_bytes = int(args.get("In msg nelems", 0)) * _DTYPE_BYTES.get(str(args.get("dtype", "")), 1)
             made = Communication(kind, Meeting(*key, counts[key]), num_bytes, begin, end)
             made.launched = activity.launched

@@ -45,7 +45,8 @@ class StepProfiler:
         self.run = run
         self.rank = dist.get_rank()
         self.recorder = Recorder(clock)
-        self._store = dist.PrefixStore("timeline", store)
+        # A connection of its own: one that waits would keep torch's own threads from asking.
+        self._store = dist.PrefixStore("timeline", store.clone())  # type: ignore[attr-defined] # missing in torch's stubs
         self._clock = clock
         self._wrap_phases = wrap_phases
         self._stack = ExitStack()
@@ -108,6 +109,8 @@ class StepProfiler:
         alignment = self._align()
         trace = DeviceTrace() if self._profile is None else read_profile(self._profile, self._clock.shift_ns)
         self._profile = None
+        if self.is_profiled and self.run.device == "cuda" and not trace.kernels:
+            say("profile: torch.profiler saw no kernel of the GPU, so nothing counts as compute; is CUPTI installed?")
         communications = self._communications(trace)
         waits, base = self._exchange_starts(communications, alignment)
         part = self._summarise(trace, waits, alignment, communications) if self.is_profiled else None

@@ -26,13 +26,18 @@ _INPUT_AT = {
     "reduce": ("reduce", 0),
     "broadcast": ("broadcast", 0),
     "allgather": ("all_gather", 1),
+    "_allgather_base": ("all_gather", 1),
+    "allgather_into_tensor_coalesced": ("all_gather", 1),
     "all_gather_single": ("all_gather", 1),
     "allgather_coalesced": ("all_gather", 1),
     "all_gather_single_coalesced": ("all_gather", 1),
     "reduce_scatter": ("reduce_scatter", 1),
+    "_reduce_scatter_base": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 1),
     "reduce_scatter_single": ("reduce_scatter", 1),
     "reduce_scatter_single_coalesced": ("reduce_scatter", 1),
     "alltoall": ("all_to_all", 1),
+    "alltoall_base": ("all_to_all", 1),
     "all_to_all_single": ("all_to_all", 1),
     "gather": ("gather", 1),
     "scatter": ("scatter", 1),
@@ -41,7 +46,7 @@ _INPUT_AT = {
     "recv": ("recv", 0),
 }
 """Methods of a process group: the kind of collective, and which argument has this rank's input (received: the tensor
-that is filled).
+that is filled). Those that only older or newer versions of torch call are here too.
 """
 _POINT_TO_POINT = ("send", "recv")
 
@@ -158,7 +163,7 @@ class Recorder:
         def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
             value = args[input_at] if len(args) > input_at and kind != "barrier" else None
             meeting = self._next_meeting(group, kind, args)
-            made = Communication(kind, meeting, bytes_of(value), self.clock.now(), phase=self.open_phase)
+            made = Communication(kind, meeting, bytes_of(value), self.clock.now())
             self.communications.append(made)
             try:
                 work = function(group, *args, **kwargs)

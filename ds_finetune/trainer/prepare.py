@@ -102,7 +102,7 @@ def freeze_parameters(plan: Plan, model: ModelPlan) -> Plan:
 def freeze_unreached(plan: Plan, model: ModelPlan) -> Plan:
     """Freeze parameters that get no gradient from the loss, since weight decay would shrink them; a note names them.
 
-    In the model types of the family table these are indexers.
+    In the model types of the family table these are indexers, or all others where indexers are trained alone.
     """
     hf_config = model.hf_config
     family = family_of(hf_config.model_type)
@@ -110,7 +110,7 @@ def freeze_unreached(plan: Plan, model: ModelPlan) -> Plan:
         return plan
     if family.indexer is not None:
         every = build_meta_model(hf_config, model.task).named_parameters()
-        return _with_frozen(plan, tuple(name for name, _ in every if family.is_untrained(name)))
+        return _with_frozen(plan, tuple(name for name, _ in every if model.is_untrained(name)))
     if not family.is_generic:
         return plan
     decay = plan.optimizer.weight_decay
