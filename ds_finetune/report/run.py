@@ -58,12 +58,12 @@ class ReportedRun:
     @cached_property
     def data(self) -> Mapping[str, Any]:
         """The summary of the training data; empty for a run of an earlier version."""
-        return self._object("data.json")
+        return self.recorded("data.json")
 
     @cached_property
     def exports(self) -> list[Mapping[str, Any]]:
         """The results of verifying exports."""
-        found = self._object("exports.json").get("exports", [])
+        found = self.recorded("exports.json").get("exports", [])
         return [result for result in found if isinstance(result, dict) and "folder" in result]
 
     @property
@@ -84,7 +84,8 @@ class ReportedRun:
         curve = self.curves.get(name)
         return curve.last if curve is not None and len(curve) else None
 
-    def _object(self, name: str) -> dict[str, Any]:
+    def recorded(self, name: str) -> dict[str, Any]:
+        """The JSON object in a file of the run; empty where there is none that can be read."""
         path = self.folder.file(name)
         return {} if path is None else read_object(path)
 

@@ -23,6 +23,7 @@ from ds_finetune.report.blocks import (
 from ds_finetune.report.curves import run_charts
 from ds_finetune.report.experts import expert_section
 from ds_finetune.report.number_texts import NONE, duration_text, number_text, size_text, time_text
+from ds_finetune.report.profiled_steps import profile_section
 from ds_finetune.report.run import ReportedRun
 
 _MOST_EVENTS = 100
@@ -227,6 +228,7 @@ SECTIONS: tuple[Callable[[ReportedRun], ReportSection | None], ...] = (
     curve_section,
     plan_section,
     event_section,
+    profile_section,
     expert_section,
     data_section,
     answer_section,

@@ -147,6 +147,22 @@ def test_a_long_run_stays_small_and_keeps_its_spike(tmp_path: Path, steps: int) 
     assert "[4322,99.5]" in html
 
 
+def test_profiled_steps_are_tabulated_and_an_unknown_form_is_told(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    mean = {"seconds": 0.5, "categories": {"compute": 0.3, "waiting": 0.2}, "communication": {"hidden_seconds": 0.125}}
+    made = {"kind": "all_reduce", "ranks": [0, 1], "phase": "backward", "calls": 3, "bytes": 2048, "seconds": 0.25}
+    summary = {"steps": [10, 11], "categories": ["compute", "waiting"], "ranks": [{"rank": 0, "mean": mean}]}
+    summary |= {"mean": mean, "collectives": [made | {"waiting_seconds": 0.2}]}
+    (run / "profile").mkdir()
+    (run / "profile" / "summary.json").write_text(json.dumps(summary))
+    text = PageParser(render_page(run_page(ReportedRun.read(run)))).sections["profile"]
+    assert all(
+        word in text for word in ("rank 0", "0.3000", "0.1250", "all_reduce, 2 ranks, backward", "2.0", "0.2500")
+    )
+    (run / "profile" / "summary.json").write_text('{"steps": []}')
+    assert "another form" in PageParser(render_page(run_page(ReportedRun.read(run)))).sections["profile"]
+
+
 def test_sections_without_content_are_left_out(tmp_path: Path) -> None:
     """As in a folder of an earlier version, which has metrics and a configuration alone."""
     run = make_run(tmp_path / "old")
