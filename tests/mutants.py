@@ -41,7 +41,29 @@ ENCODER, LENGTHS = "tests/model/test_encoder.py", "tests/data/test_batch_lengths
 INDEXER = "tests/model/test_indexed_attention.py"
 MTP, TRAINED_INDEXER = "tests/parity/test_mtp.py", "tests/parity/test_indexer.py"
 LOADS = "tests/observers/test_expert_loads.py tests/observers/test_routers.py"
+FP4, CONVERSIONS = "tests/export/test_fp4.py", "tests/export/test_from_checkpoint.py"
 MUTANTS = (
+    Mutant(
+        "scales of the first rows for all of an FP4 matrix",
+        "model/fp4.py",
+        "dequantise(blocks, self.scales.rows(first, last).view(torch.uint8))",
+        "dequantise(blocks, self.scales.rows(0, last - first).view(torch.uint8))",
+        FP4,
+    ),
+    Mutant(
+        "scale of a changed block rounded down to a power of two",
+        "model/fp8.py",
+        "exponent - (mantissa == _HALF).to(exponent.dtype)",
+        "exponent - 1",
+        CONVERSIONS,
+    ),
+    Mutant(
+        "router of an FP8 folder not listed",
+        "export/fp8_section.py",
+        "if tensor.key.endswith(_WEIGHT) and len(tensor.shape)",
+        "if not tensor.key.endswith('.gate.weight') and len(tensor.shape)",
+        CONVERSIONS,
+    ),
     Mutant(
         "tokens chosen over the whole row",
         "model/indexed_attention.py",
@@ -108,8 +130,8 @@ MUTANTS = (
     Mutant(
         "indexers count in the norm",
         "model/model_plan.py",
-        "return self.indexer is not None and not self.indexer.is_alone and is_of_indexer",
-        "return False",
+        "is_apart = self.indexer is not None and not self.indexer.is_alone and is_of_indexer",
+        "is_apart = False",
         TRAINED_INDEXER,
     ),
     Mutant(
@@ -178,16 +200,44 @@ MUTANTS = (
     Mutant(
         "the layer of multi-token prediction counts in the norm",
         "engine/gradient_norm.py",
-        "            and not is_apart(param)\n",
-        "",
+        "if loss_of(param) == loss]",
+        "]",
+        MTP,
+    ),
+    Mutant(
+        "the layer of multi-token prediction clipped by the norm of the others",
+        "patches/deepspeed_clipping.py",
+        "total_norm if loss is None else self._own[loss].to(total_norm)",
+        "total_norm",
+        MTP,
+    ),
+    Mutant(
+        "the norm of the layer of multi-token prediction without the other tensor parallel shards",
+        "patches/deepspeed_clipping.py",
+        '"model_parallel_group", self._shards)',
+        '"model_parallel_group", None)',
         MTP,
     ),
     Mutant(
         "a bad gradient of the layer of multi-token prediction applied",
-        "patches/deepspeed_engine.py",
-        "if not has_bad_gradient():",
-        "if True:",
+        "patches/deepspeed_clipping.py",
+        "if not self._has_bad_gradient() and",
+        "if",
         "tests/engine/test_steps.py",
+    ),
+    Mutant(
+        "a prediction layer with the indexer of the last layer",
+        "model/mtp.py",
+        "_PER_LAYER[key] or changed[key][-1]",
+        "changed[key][-1]",
+        MTP,
+    ),
+    Mutant(
+        "the embedding's gradient of multi-token prediction stays on the last stage",
+        "model/mtp_loss.py",
+        "trains_embedding=not detach",
+        "trains_embedding=False",
+        MTP,
     ),
     Mutant(
         "multi-token prediction from an old embedding on the last stage",
@@ -403,15 +453,15 @@ MUTANTS = (
     ),
     Mutant(
         "clipping left out",
-        "engine/engine.py",
-        "elif self.plan.optimizer.max_grad_norm:",
-        "elif False:",
+        "engine/gradient_norm.py",
+        "if max_norm and",
+        "if False and",
         f"{PARITY} {PARALLEL}",
     ),
     Mutant(
         "NaN applied",
         "engine/engine.py",
-        "is_skipped = self.has_bad_gradient or not math.isfinite(norm)",
+        "is_skipped = self.has_bad_gradient or not all(map(math.isfinite, (norm, *own)))",
         "is_skipped = False",
         "tests/engine/test_steps.py",
     ),
@@ -566,7 +616,7 @@ MUTANTS = (
     Mutant(
         "tied weights with one gradient",
         "engine/engine.py",
-        "            if self._is_tied:\n",
+        "            if self._trains_both_ends:\n",
         "            if False:\n",
         PARALLEL,
     ),

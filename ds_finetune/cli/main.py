@@ -24,11 +24,14 @@ from ds_finetune.cli import (
     export,
     launch,
     plan,
+    report,
+    scaling,
     selftest,
     serve,
     sweep,
     teach,
     train,
+    watch,
 )
 from ds_finetune.console import show_error
 from ds_finetune.errors import RUN_ERROR_EXIT_CODE, FinetuneError
@@ -39,6 +42,7 @@ _MODULES = (
     train,
     launch,
     plan,
+    report,
     doctor,
     data,
     config,
@@ -46,9 +50,11 @@ _MODULES = (
     export,
     evaluate,
     serve,
+    watch,
     teach,
     selftest,
     bench,
+    scaling,
     sweep,
     demo,
 )

@@ -3,6 +3,7 @@
 Nothing here raises for what is in the folder; what cannot be read is absent, and `RunFolder.problems` names it.
 """
 
+import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -14,13 +15,15 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from ds_finetune.checkpoint.files import MANIFEST, STATE, complete_steps, step_name
+from ds_finetune.checkpoint.files import MANIFEST, STATE, Manifest, complete_steps, step_name
+from ds_finetune.errors import CheckpointError
 from ds_finetune.runs.experts import read_expert_table
 from ds_finetune.runs.metrics import METRICS
 from ds_finetune.runs.samples import SAMPLES, Sample, read_samples
 from ds_finetune.runs.status import STATUS, RunStatus, read_object, seen_status
 
 CONFIG, PLAN, EXPERTS, LOG, RANK_TIMES = "config.yaml", "plan.json", "experts.bin", "log.txt", "ranks.jsonl"
+STARTS = "starts.jsonl"
 REPORT = "watchdog/report.txt"
 _MOST_CONFIG_BYTES = 2**20
 _MOST_DEPTH, _MOST_RUNS = 4, 1_000
@@ -63,8 +66,8 @@ class RunFolder:
     @property
     def status(self) -> RunStatus:
         """What the run is doing, or how it ended."""
-        if (self.path / STATUS).is_symlink() and self.file(STATUS) is None:
-            return RunStatus("unknown", f"{STATUS} is a link to a file outside of the folder")
+        if os.path.lexists(self.path / STATUS) and self.file(STATUS) is None:
+            return RunStatus("unknown", f"{STATUS} is no file of this folder")
         return seen_status(self.path)
 
     @property
@@ -86,10 +89,19 @@ class RunFolder:
         return {} if (path := self.file(PLAN)) is None else read_object(path)
 
     @property
+    def starts(self) -> list[Mapping[str, Any]]:
+        """What each start of the run has recorded (trainer/run_records.py), the first one first."""
+        found = []
+        for line in (self._text(STARTS, _MOST_CONFIG_BYTES) or "").splitlines():
+            with suppress(ValueError, RecursionError):
+                found.append(json.loads(line))
+        return [start for start in found if isinstance(start, dict)]
+
+    @property
     def versions(self) -> Mapping[str, str]:
-        """Versions of the packages of the run: of its status, or else of its last checkpoint."""
-        if versions := self.status.versions:
-            return versions
+        """Versions of the packages of the run: of its last start, or else of its last checkpoint."""
+        if self.starts and isinstance(versions := self.starts[-1].get("versions"), dict):
+            return {str(name): str(text) for name, text in versions.items()}
         for checkpoint in reversed(self.checkpoints):
             if (state := self.file(f"checkpoints/{step_name(checkpoint.step)}/{STATE}")) is not None:
                 found = read_object(state).get("versions")
@@ -109,9 +121,11 @@ class RunFolder:
             return []
 
     def _checkpoint(self, folder: Path, step: int) -> SavedCheckpoint:
-        manifest = self.file(os.path.relpath(folder / MANIFEST, self.path))
-        loss = read_object(manifest).get("eval_loss") if manifest is not None else None
-        return SavedCheckpoint(step, bytes_below(folder), loss if isinstance(loss, int | float) else None)
+        loss = None
+        if self.file(os.path.relpath(folder / MANIFEST, self.path)) is not None:
+            with suppress(CheckpointError, TypeError):
+                loss = Manifest.read(folder).eval_loss
+        return SavedCheckpoint(step, bytes_below(folder), loss)
 
     @property
     def exports(self) -> Mapping[str, str]:

@@ -1,9 +1,10 @@
 """Reads `metrics.jsonl` while it is written: each call of `update` reads the lines that were added."""
 
 import json
+import math
 import os
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from ds_finetune.units import MIB
 
 METRICS = "metrics.jsonl"
 CHUNK_BYTES = 4 * MIB
-_TAIL_BYTES = 64 * 1024
+_TAIL_BYTES, _LINE_BYTES = 64 * 1024, 8 * 1024
 _STEP = "step"
+_MOST_INTEGER = 2**53
 _WORDS = ("non_finite", "notice", "slow")
 
 
@@ -43,10 +45,14 @@ class Curve:
         """The last value."""
         return float(self._values[-1])
 
-    def extend(self, points: list[tuple[int, float]]) -> None:
+    def extend(self, steps: Sequence[int], values: Sequence[float]) -> None:
         """Add points."""
-        self._steps.extend(step for step, _ in points)
-        self._values.extend(value for _, value in points)
+        self._steps.extend(steps)
+        self._values.extend(values)
+
+    def since(self, number: int) -> tuple[list[int], list[float]]:
+        """Steps and values after the first `number` of them."""
+        return self._steps[number:].tolist(), self._values[number:].tolist()
 
 
 class MetricsReader:
@@ -134,10 +140,10 @@ class MetricsReader:
         for name in names:
             if name == _STEP or name in _WORDS:
                 continue
-            points = [(record[_STEP], _number(record[name])) for record in records if name in record]
-            numbers = [(step, value) for step, value in points if value is not None]
-            if numbers:
-                self.curves.setdefault(name, Curve()).extend(numbers)
+            found = [(record[_STEP], _number(record[name])) for record in records if name in record]
+            points = [(step, value) for step, value in found if value is not None]
+            if points:
+                self.curves.setdefault(name, Curve()).extend(*zip(*points, strict=True))
         self.notices += [(record[_STEP], str(record["notice"])) for record in records if "notice" in record]
         self.slow += [(record[_STEP], str(record["slow"])) for record in records if "slow" in record]
 
@@ -157,17 +163,34 @@ def last_record(path: Path) -> Mapping[str, Any]:
     return next((record for line in reversed(lines) if (record := _record_of(line)) is not None), {})
 
 
+def sampled_values(path: Path, name: str, most: int) -> list[float]:
+    """About `most` values of a metric at even distances through the file, in order, without reading all of it."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            places = [size * place // most for place in range(most)]
+            pieces = [os.pread(file.fileno(), _LINE_BYTES, place) for place in dict.fromkeys(places)]
+    except OSError:
+        return []
+    lines = dict.fromkeys(line for piece in pieces for line in piece.split(b"\n", 2)[1:2])
+    values = [_number(record[name]) for line in lines if (record := _record_of(line)) is not None and name in record]
+    return [value for value in values if value is not None]
+
+
 def _record_of(line: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    is_record = isinstance(record, dict) and type(record.get(_STEP)) is int and 0 <= record[_STEP] < 2**53
+    is_record = isinstance(record, dict) and type(record.get(_STEP)) is int and 0 <= record[_STEP] < _MOST_INTEGER
     return record if is_record else None
 
 
 def _number(value: object) -> float | None:
     """The value as a float: NaN for null, None for what is no number, such as a text of a later version."""
+    kind = type(value)
+    if kind is float:
+        return value  # type: ignore[return-value]
     if value is None:
-        return float("nan")
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+        return math.nan
+    return float(value) if kind is int and abs(value) < _MOST_INTEGER else None  # type: ignore[call-overload,arg-type]

@@ -1,4 +1,4 @@
-"""`samples.jsonl`: answers that a run generated at its evaluations, one JSON object a line."""
+"""Reads `samples.jsonl`: answers that a run generated at its evaluations (written by observers/samples.py)."""
 
 import json
 from dataclasses import asdict, dataclass

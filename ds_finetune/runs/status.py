@@ -8,10 +8,10 @@ import json
 import math
 import os
 import socket
+import threading
 import time
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
@@ -24,6 +24,8 @@ ALIVE_SECONDS = 5.0
 SILENT_SECONDS = 60.0
 """A running run whose status is older than this gives no sign of life."""
 
+_WRITING = threading.Lock()
+"""Held by a thread that reads the status to write it again: a run's end must not be replaced by a sign of life."""
 State = Literal["running", "hung", "finished", "stopped", "failed", "unknown"]
 
 
@@ -52,9 +54,6 @@ class RunStatus:
     updated_at: float = 0.0
     idle_seconds: float = 0.0
     limit_seconds: float | None = None
-    versions: Mapping[str, str] = field(default_factory=dict)
-    command: tuple[str, ...] = ()
-    """The words of the command of rank zero."""
 
     def write(self, folder: Path) -> None:
         """Write it to the run folder; OSError where that is not possible."""
@@ -68,7 +67,7 @@ class RunStatus:
         try:
             tree = json.loads((folder / STATUS).read_text(encoding="utf-8"))
             known = {name: tree[name] for name in (each.name for each in fields(cls)) if name in tree}
-            status = cls(**known | {"command": tuple(known.get("command", ()))})
+            status = cls(**known)
         except (OSError, ValueError, TypeError, KeyError):
             return None
         return status if status._is_valid() else None
@@ -81,8 +80,6 @@ class RunStatus:
             and all(isinstance(number, int | float) and math.isfinite(number) for number in numbers)
             and all(isinstance(text, str) for text in texts)
             and isinstance(self.limit_seconds, int | float | None)
-            and isinstance(self.versions, Mapping)
-            and all(isinstance(word, str) for word in self.command)
         )
 
 
@@ -91,12 +88,24 @@ def mark_ended(folder: Path, state: State, reason: str, *, step: int | None = No
 
     Nothing happens where the run has not written its status yet, or the file cannot be written.
     """
-    status = RunStatus.read(folder)
-    if status is None or status.state != "running":
-        return
-    ended = replace(status, state=state, reason=reason, updated_at=time.time())
-    with suppress(OSError):
-        replace(ended, step=status.step if step is None else step).write(folder)
+    with _WRITING:
+        status = RunStatus.read(folder)
+        if status is None or status.state != "running":
+            return
+        ended = replace(status, state=state, reason=reason, updated_at=time.time())
+        with suppress(OSError):
+            replace(ended, step=status.step if step is None else step).write(folder)
+
+
+def write_running(folder: Path, status: RunStatus) -> bool:
+    """Write the status of a run that is running, unless its end is written already; returns whether it still runs."""
+    with _WRITING:
+        before = RunStatus.read(folder)
+        if before is not None and before.started_at == status.started_at and before.state != "running":
+            return False
+        with suppress(OSError):
+            status.write(folder)
+        return True
 
 
 def seen_status(folder: Path, *, now: float | None = None) -> RunStatus:

@@ -26,7 +26,7 @@ from ds_finetune.observers.skipped import SkippedSteps
 from ds_finetune.observers.stop_signals import StopSignals
 from ds_finetune.observers.time_left import ANSWERS, EVALUATION, EXPORT, SAVE, TimeLeft
 from ds_finetune.observers.utilisation import Utilisation, peak_flops
-from ds_finetune.observers.writers import MetricsFile, Trackers
+from ds_finetune.observers.writers import MetricsFile, RankTimesFile, Trackers
 from ds_finetune.schedule import Duration
 from ds_finetune.trainer.evaluation import evaluation_functions
 from ds_finetune.trainer.exports import Exports, Say
@@ -54,6 +54,8 @@ class StartedRun:
     store: dist.Store
     """Where the ranks met."""
     say: Say
+    log: Say
+    """Adds a line to the run's log without printing it."""
 
 
 def make_observers(started: StartedRun, signals: StopSignals) -> list[Observer]:
@@ -160,8 +162,9 @@ def _writers(started: StartedRun, left: TimeLeft) -> list[Observer]:
     settings = {"model": run.config.model.path, "lr": run.config.optim.lr}
     return [
         MetricsFile(run.output_dir / "metrics.jsonl", say),
+        *([RankTimesFile(run.output_dir / "ranks.jsonl", say)] if run.plan.world.world_size > 1 else []),
         Trackers.open(run.config.log.trackers, run.output_dir, settings, say),
-        ProgressLine(steps=run.schedule.steps, every=run.config.log.every, left=left),
+        ProgressLine(steps=run.schedule.steps, every=run.config.log.every, left=left, log=started.log),
     ]
 
 

@@ -142,9 +142,9 @@ def prepare_run_folder(config: RunConfig, plan: Plan, *, after_step: int = 0, la
     """Return the run folder, which rank zero creates with `config.yaml` (alone enough to run again), `plan.json` and
     `deepspeed.json`.
 
-    Records of steps after `after_step` are removed from `metrics.jsonl` and `samples.jsonl`, because these steps are
-    done again. `last` is the record of step `after_step`. It is added where it is absent: the run was killed after that
-    step's checkpoint was saved and before its line was written.
+    Records of steps after `after_step` are removed from `metrics.jsonl`, `ranks.jsonl` and `samples.jsonl`, because
+    these steps are done again. `last` is the record of step `after_step`. It is added where it is absent: the run was
+    killed after that step's checkpoint was saved and before its line was written.
     """
     folder = Path(config.output_dir)
     if plan.world.rank:
@@ -152,7 +152,8 @@ def prepare_run_folder(config: RunConfig, plan: Plan, *, after_step: int = 0, la
     try:
         _write_settings(config, plan, folder)
         _remove_records(folder / "metrics.jsonl", after_step, last)
-        _remove_records(folder / "samples.jsonl", after_step, None)
+        for name in ("ranks.jsonl", "samples.jsonl"):
+            _remove_records(folder / name, after_step, None)
     except OSError as full:
         reason = full.strerror or full
         raise OutputError(

@@ -33,8 +33,8 @@ from ds_finetune.trainer.resume import (
     saved_record,
     start_saver,
 )
-from ds_finetune.trainer.run_dir import prepare_run_folder
-from ds_finetune.trainer.run_records import record_exports, record_start
+from ds_finetune.trainer.run_records import begin_run_folder, record_end, report_failure
+from ds_finetune.trainer.run_status import RunLog, StatusKeeper, keep_status
 from ds_finetune.trainer.startup import compile_operators, open_process_group, start_watchdog
 from ds_finetune.watchdog.monitor import Monitor
 from ds_finetune.world import World, check_deepspeed_hostfile
@@ -55,6 +55,8 @@ class Report:
     """The signal that ended the run, and where it resumes; empty where none did."""
     verdicts: tuple[VerificationResult, ...] = ()
     """Results of comparing the exports with the run; known to rank zero."""
+    page: Path | None = None
+    """The report of the run as a page of HTML; None on other ranks than zero, and where it could not be written."""
 
 
 def train(config: RunConfig, *, announce: Announce, say: Say) -> Report:
@@ -62,26 +64,37 @@ def train(config: RunConfig, *, announce: Announce, say: Say) -> Report:
 
     Rank zero calls `announce` once the run is prepared, before the model is built.
     """
-    began = time.monotonic()
+    began, log = time.monotonic(), RunLog(say)
     world = World.from_environment(os.environ)
     world.set_environment(os.environ)
     check_deepspeed_hostfile()
-    with SignalInterruption(signal.SIGINT) as interruption:
-        with start_watchdog(config.watchdog, world, Path(config.output_dir)) as (monitor, store):
+    folder = Path(config.output_dir)
+    with (
+        report_failure(folder, say),
+        SignalInterruption(signal.SIGINT) as interruption,
+        keep_status(folder, log) as status,
+    ):
+        with start_watchdog(config.watchdog, world, folder) as (monitor, store):
             run = prepare_run(config, world)
-            run = compile_operators(run, store, monitor, say)
+            run = compile_operators(run, store, monitor, log.say)
             if world.rank == 0:
                 announce(run)
             with open_process_group(run, store, monitor):
-                report = _train_and_export(run, store, monitor, say)
+                report = _train_and_export(run, store, monitor, log, status)
         verdicts: tuple[VerificationResult, ...] = ()
         if world.rank == 0 and not report.interrupted:
             verdicts = verify_run_exports(config, report.exports, interruption)
-            record_exports(report.output_dir, verdicts)
-    return replace(report, seconds=time.monotonic() - began, verdicts=verdicts)
+        status.end_without_error(report.interrupted, "" if report.last is None else report.last.stop, verdicts)
+    page = None
+    if world.rank == 0:
+        page = record_end(report.output_dir, verdicts, say, is_interrupted=bool(report.interrupted))
+    return replace(report, seconds=time.monotonic() - began, verdicts=verdicts, page=page)
 
 
-def _train_and_export(run: PreparedRun, store: dist.Store, monitor: Monitor, say: Say) -> Report:
+def _train_and_export(
+    run: PreparedRun, store: dist.Store, monitor: Monitor, log: RunLog, status: StatusKeeper
+) -> Report:
+    say = log.say
     resume_point = find_resume_point(run, say if run.plan.world.rank == 0 else _print_nothing)
     check_not_past_end(resume_point, steps=run.schedule.steps, duration=run.config.train.duration)
     reference = find_reference(run)
@@ -94,8 +107,8 @@ def _train_and_export(run: PreparedRun, store: dist.Store, monitor: Monitor, say
         with monitor.progress.during("reference"):
             run = complete_reference(run, engine, reference)
         exports = Exports(run, engine, say)
-        started = StartedRun(run, engine, resume_point, saver, exports, monitor.progress, store, say)
-        last, interrupted = train_steps(started)
+        started = StartedRun(run, engine, resume_point, saver, exports, monitor.progress, store, say, log.add)
+        last, interrupted = train_steps(started, status)
         written: tuple[Path, ...] = ()
         if run.config.export.at_end and not interrupted:
             with monitor.progress.during("export"):
@@ -108,7 +121,7 @@ def _train_and_export(run: PreparedRun, store: dist.Store, monitor: Monitor, say
     return Report(last, run.output_dir, written, interrupted=interrupted)
 
 
-def train_steps(started: StartedRun) -> tuple[StepRecord | None, str]:
+def train_steps(started: StartedRun, status: StatusKeeper) -> tuple[StepRecord | None, str]:
     """Do the steps that are left; returns the last record, and the signal that ended the run, if one did.
 
     A signal to stop is obeyed after the step that is under way. Outside the steps there is nothing to save, so it ends
@@ -117,13 +130,13 @@ def train_steps(started: StartedRun) -> tuple[StepRecord | None, str]:
     run, engine, resume_point = started.run, started.engine, started.resume_point
     stream_position = resume_engine(run, engine, resume_point)
     due = interrupted_evaluation(resume_point, stream_position, steps=run.schedule.steps)
-    prepare_run_folder(
-        run.config,
-        run.plan,
+    begin_run_folder(
+        run,
+        started.rank_progress,
+        status,
         after_step=resume_point.progress.step - len(due),
         last=None if due else saved_record(resume_point),
     )
-    record_start(run, after_step=resume_point.progress.step - len(due))
     if ended_early(resume_point, patience=run.config.eval.patience):
         if engine.is_rank_zero:
             started.say("the run had ended early because eval/loss did not fall; nothing is left to train")

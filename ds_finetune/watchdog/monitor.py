@@ -17,6 +17,7 @@ import torch.distributed as dist
 from ds_finetune.errors import RUN_ERROR_EXIT_CODE, USER_ERROR_EXIT_CODE, RunError
 from ds_finetune.process_messages import ProcessMessage, decode, encode
 from ds_finetune.runs.processes import began_at, own_pid_namespace
+from ds_finetune.runs.status import mark_ended
 from ds_finetune.watchdog.connection import CLOSED, UNREACHABLE, Connection, listen, wait_readable
 from ds_finetune.watchdog.coordinator import (
     LOSSY_SECONDS,
@@ -259,6 +260,7 @@ class Monitor(threading.Thread):
         line = f"{self._zero} {why}"
         with suppress(OSError), (self._folder / REPORT).open("x", encoding="utf-8") as report:
             report.write(f"{line}\n")
+        mark_ended(self._output_dir, "hung" if why == SILENT else "failed", line)
         # Each rank that sees rank zero's process kills it, because the ranks cannot agree on one of them.
         is_beside = self._zero.pid_namespace == self._pid_namespace and why != UNREACHABLE
         killers = {str(self._world.rank): [(self._zero.pid, self._zero.began)]} if is_beside else {}

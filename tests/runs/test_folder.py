@@ -6,11 +6,12 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
+from ds_finetune.checkpoint.files import Manifest
 from ds_finetune.runs.folder import RunFolder, find_runs
 from ds_finetune.runs.processes import began_at, own_pid_namespace
 from ds_finetune.runs.samples import Sample
@@ -55,14 +56,16 @@ def test_what_a_run_leaves_is_read(tmp_path: Path) -> None:
     assert (run.config, run.plan["layout"]) == ({"optim": {"lr": 0.001}}, "dp 1")
     checkpoint = run.path / "checkpoints" / "step-000002"
     checkpoint.mkdir(parents=True)
-    (checkpoint / "manifest.json").write_text('{"eval_loss": 1.5}')
+    (checkpoint / "manifest.json").write_text(Manifest(2, 1, (0,), "host", "token", 1.5, {}).text())
     (checkpoint / "state.json").write_text('{"versions": {"torch": "2"}}')
     (run.path / "checkpoints" / "step-000003.partial-1").mkdir()
     assert [(found.step, found.eval_loss) for found in run.checkpoints] == [(2, 1.5)]
     assert run.versions == {"torch": "2"}
     sample = Sample(2, "eval", "1 + 1 = <", "2", "2")
-    (run.path / "samples.jsonl").write_text(sample.line() + '{"step": 3}\n' + sample.line()[:10])
-    assert run.samples == [sample]
+    line = json.dumps(asdict(sample))
+    (run.path / "samples.jsonl").write_text(f'{line}\n{{"step": 3}}\n{line[:10]}')
+    (run.path / "starts.jsonl").write_text('{"versions": {"torch": "3"}}\n{"ver')
+    assert (run.samples, run.versions) == ([sample], {"torch": "3"})
     (run.path / "log.txt").write_bytes(b"first\n" + b"x" * 20_000 + b"\nlast \xff\n")
     assert run.log_tail() == "last \ufffd\n"
     assert run.problems == []
