@@ -25,6 +25,7 @@ from ds_finetune.cli import (
     launch,
     plan,
     report,
+    scaling,
     selftest,
     serve,
     sweep,
@@ -53,6 +54,7 @@ _MODULES = (
     teach,
     selftest,
     bench,
+    scaling,
     sweep,
     demo,
 )

@@ -3,7 +3,9 @@
 import base64
 import hashlib
 import json
+import os
 import re
+import socket
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from ds_finetune.report.experts import expert_section
 from ds_finetune.report.page import render_page, run_page
 from ds_finetune.report.run import ReportedRun
 from ds_finetune.report.write import try_run_report, write_report, write_run_report
+from ds_finetune.trainer.run_records import report_failure
 from tests.report.made_runs import CONFIG, HOSTILE, make_run, metric_lines
 
 MOST_BYTES = 3_000_000
@@ -133,14 +136,15 @@ def test_a_heat_map_has_the_loads_relative_to_the_mean(run: Path) -> None:
     assert course[-2][3] == 7.0, "the row of layer 2 in the last column"
 
 
-def test_a_long_run_of_many_experts_stays_small_and_keeps_its_spike(tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", [10_000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_a_long_run_stays_small_and_keeps_its_spike(tmp_path: Path, steps: int) -> None:
     run = make_run(tmp_path / "long")
-    lines = metric_lines(100_000, every=1000)
-    lines[54_321] = lines[54_321].replace('"train/grad_norm": 1.5', '"train/grad_norm": 99.5')
+    lines = metric_lines(steps, every=steps // 100)
+    lines[4_321] = lines[4_321].replace('"train/grad_norm": 1.5', '"train/grad_norm": 99.5')
     (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     html = render_page(run_page(ReportedRun.read(run)))
     assert len(html.encode()) < MOST_BYTES
-    assert "[54322,99.5]" in html
+    assert "[4322,99.5]" in html
 
 
 def test_sections_without_content_are_left_out(tmp_path: Path) -> None:
@@ -203,6 +207,20 @@ def test_a_report_that_fails_is_one_line_with_its_reason(tmp_path: Path) -> None
     assert "is not a report" in line
     assert f"ds-finetune report '{run}'" in line
     assert (run / "report.html").read_text() == "mine"
+
+
+def test_a_run_that_fails_gets_its_report_and_the_run_of_another_process_keeps_its_own(tmp_path: Path) -> None:
+    run, said = make_run(tmp_path / "run"), list[str]()
+    with pytest.raises(RuntimeError, match="boom"), report_failure(run, said.append):
+        raise RuntimeError("boom")
+    assert not (run / "report.html").exists(), "the last start in the folder is another process"
+    start = {"host": socket.gethostname(), "pid": os.getpid()}
+    with (run / "starts.jsonl").open("a") as file:
+        file.write(json.dumps(start) + "\n")
+    with pytest.raises(RuntimeError, match="boom"), report_failure(run, said.append):
+        raise RuntimeError("boom")
+    assert re.search(r'class="state bad">failed<', (run / "report.html").read_text())
+    assert said == []
 
 
 def test_runs_are_overlaid_with_the_differences_of_their_configuration(tmp_path: Path) -> None:
