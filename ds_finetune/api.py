@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ds_finetune.export.from_checkpoint import ExportResult
     from ds_finetune.export.onnx.folder import OnnxExportResult
     from ds_finetune.export.verify.verify import VerificationResult
+    from ds_finetune.objectives.kto import KahnemanTversky
     from ds_finetune.objectives.pairs import PairObjective
     from ds_finetune.trainer.train import Report
 
@@ -179,8 +180,10 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
     )
 
 
-def _eval_objective(objective: str | Mapping[str, object]) -> tuple["RowKind", "PairObjective | None"]:
-    """The kind of rows that are scored, and the objective on pairs whose metrics score them."""
+def _eval_objective(
+    objective: str | Mapping[str, object],
+) -> tuple["RowKind", "PairObjective | KahnemanTversky | None"]:
+    """The kind of rows that are scored, and the objective on answers whose metrics score them."""
     from ds_finetune.data.row_kind import RowKind
     from ds_finetune.evaluation.preference_scores import preference_of
 
@@ -188,7 +191,7 @@ def _eval_objective(objective: str | Mapping[str, object]) -> tuple["RowKind", "
     kind, preference = RowKind.of(section), preference_of(section)
     if kind.documents_per_unit and preference is None:
         raise ConfigError(
-            f"objective {kind.objective} has neither a mean loss of tokens nor pairs of answers to score",
+            f"objective {kind.objective} has neither a mean loss of tokens nor answers of a language model to score",
             hint="leave it out for a classifier or a reward model; other metrics on held-out rows are in metrics.jsonl "
             "of the run",
         )

@@ -20,6 +20,8 @@ _FORWARDED = "all_gather_into_tensor|reduce_scatter_tensor|_all_gather_base|_red
 _WARNINGS: tuple[tuple[type[Warning], str], ...] = (
     # Of the functions that DeepSpeed 0.19.8 calls in every micro-batch under ZeRO-3 (comm/torch.py); torch 2.13.
     (FutureWarning, rf"`torch\.distributed\.({_FORWARDED})` is (deprecated|a private function)"),
+    # The name that transformers 5.17 to 5.23 all know (modeling_utils.py:3191).
+    (FutureWarning, r"`gradient_checkpointing_enable` is deprecated"),
     # torch warns of this because each rank saves and loads its part of a checkpoint without a process group.
     (UserWarning, r"torch\.distributed is disabled"),
 )
@@ -30,6 +32,8 @@ _RECORDS = {
 """Dropped log messages up to level WARNING, by the name of the logger."""
 _LOADING_BAR = "Loading weights"
 """Description of transformers' progress bar while it loads weights (5.23, core_model_loading.py:1831)."""
+_WRITING_BAR = "Writing model shards"
+"""Description of its bar while `save_pretrained` writes, as selftest does (5.23, modeling_utils.py:3580)."""
 
 
 def quiet_packages(environ: Mapping[str, str] = os.environ) -> None:
@@ -54,7 +58,9 @@ def deepspeed_level(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def show_loading_as_phase() -> None:
-    """Replace transformers' progress bar for loading weights by this program's progress line; other bars stay."""
+    """Replace transformers' progress bar for loading weights by this program's progress line, and show none for writing
+    them; other bars stay.
+    """
     from transformers.utils import logging as transformers_logging
 
     if deepspeed_level() == "quiet":
@@ -62,9 +68,11 @@ def show_loading_as_phase() -> None:
 
 
 def _bar_or_phase(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
-    # transformers iterates over this bar, and uses nothing else of it.
-    if kwargs.get("desc") != _LOADING_BAR or len(args) != 1:
+    # transformers iterates over these bars, and uses nothing else of them.
+    if kwargs.get("desc") not in (_LOADING_BAR, _WRITING_BAR) or len(args) != 1:
         return factory(*args, **kwargs)
+    if kwargs["desc"] == _WRITING_BAR:
+        return args[0]
     return count_parts("loading weights", args[0], len(args[0]))
 
 

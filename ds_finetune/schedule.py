@@ -7,7 +7,7 @@ from decimal import Decimal
 from typing import Literal, Self
 
 Unit = Literal["steps", "epochs", "tokens"]
-SchedulerName = Literal["cosine", "linear", "constant", "wsd"]
+SchedulerName = Literal["cosine", "linear", "constant", "wsd", "exponential_rise"]
 
 _TEXT = re.compile(r"^\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][0-9]+)?)\s*(step|epoch|token)s?\s*$")
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(second|minute|hour)s?")
@@ -66,7 +66,13 @@ class LrSchedule:
     steps: int
 
     def at(self, step: int) -> float:
-        """Learning rate used by optimizer step `step`, counted from 1; steps past the end keep the last value."""
+        """Learning rate used by optimizer step `step`, counted from 1; steps past the end keep the last value.
+
+        `exponential_rise`, which is for range tests, goes from `lr * min_lr_ratio` to `lr` and has no warm-up.
+        """
+        if self.name == "exponential_rise":
+            rise = min(1.0, (step - 1) / (self.steps - 1)) if self.steps > 1 else 1.0
+            return self.lr * self.min_lr_ratio ** (1 - rise)
         if step <= self.warmup_steps:
             return self.lr * step / self.warmup_steps
         left = self.steps - self.warmup_steps

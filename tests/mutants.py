@@ -39,7 +39,7 @@ DISTILLATION, SOFT_TARGETS = "tests/parity/test_distillation.py", "tests/model/t
 ONNX = "tests/export/onnx/test_onnx.py"
 ENCODER, LENGTHS = "tests/model/test_encoder.py", "tests/data/test_batch_lengths.py"
 INDEXER = "tests/model/test_indexed_attention.py"
-MTP = "tests/parity/test_mtp.py"
+MTP, TRAINED_INDEXER = "tests/parity/test_mtp.py", "tests/parity/test_indexer.py"
 LOADS = "tests/observers/test_expert_loads.py tests/observers/test_routers.py"
 MUTANTS = (
     Mutant(
@@ -64,9 +64,58 @@ MUTANTS = (
         INDEXER,
     ),
     Mutant(
+        "divergence of padding counted",
+        "model/indexer_loss.py",
+        "each.masked_fill(~is_real, 0.0).sum()",
+        "each.sum()",
+        TRAINED_INDEXER,
+    ),
+    Mutant(
+        "gradient of the indexer's loss in the model",
+        "model/indexed_attention.py",
+        "_inputs_of_scores(attention, hidden.detach(), low_rank.detach(), position_embeddings)",
+        "_inputs_of_scores(attention, hidden, low_rank, position_embeddings)",
+        TRAINED_INDEXER,
+    ),
+    Mutant(
+        "indexer follows the heads of one rank",
+        "model/index_divergence.py",
+        "for group in scales.groups:",
+        "for group in ():",
+        TRAINED_INDEXER,
+    ),
+    Mutant(
+        "scored tokens without the gradients of other ranks",
+        "model/parallel/sequence.py",
+        "ctx.sp_group.shard(ctx.sp_group.all_reduce(grad))",
+        "ctx.sp_group.shard(grad)",
+        TRAINED_INDEXER,
+    ),
+    Mutant(
+        "losses of layers that share a choice added",
+        "model/indexer_loss.py",
+        "return {layer: 1 / served[indexer] for",
+        "return {layer: 1.0 for",
+        TRAINED_INDEXER,
+    ),
+    Mutant(
+        "indexers warmed up on chosen tokens",
+        "model/indexed_attention.py",
+        "None if self.collector.attends_to_all else _choose",
+        "_choose",
+        TRAINED_INDEXER,
+    ),
+    Mutant(
+        "indexers count in the norm",
+        "model/model_plan.py",
+        "return self.indexer is not None and not self.indexer.is_alone and is_of_indexer",
+        "return False",
+        TRAINED_INDEXER,
+    ),
+    Mutant(
         "indexer trained",
         "engine/start_engine.py",
-        "if name in plan.frozen or family.is_untrained(name):",
+        "if name in plan.frozen or model.is_untrained(name):",
         "if name in plan.frozen:",
         PARALLEL,
     ),

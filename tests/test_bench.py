@@ -10,6 +10,7 @@ import pytest
 
 from ds_finetune.bench.step_speed import SpeedComparison, time_by_turns
 from tests.running import start, tiny_task
+from tests.teachers import write_teacher
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -66,22 +67,37 @@ def test_several_ranks_are_refused(tmp_path: Path) -> None:
     assert "rank 0 of 2" in done.stderr
 
 
-@pytest.mark.parametrize("objective", ["orpo", "reward", "classification"])
+@pytest.mark.parametrize("objective", ["orpo", "kto", "reward", "classification"])
 def test_loops_of_other_objectives_have_the_same_losses(tmp_path: Path, objective: str) -> None:
-    """One language model with the log-probabilities of documents, and models with a score."""
-    rows = [
-        {"text": f"{word} {number}", "label": number % 2}
-        if objective == "classification"
-        else {"prompt": f"say {word}", "chosen": f"{word} {number}", "rejected": f"no {word}"}
-        for number, word in enumerate(
-            ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"] * 4
-        )
-    ]
-    data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run_file = tiny_task(
-        tmp_path, data={"train": str(data), "eval": []}, train={"for": "4 steps", "global_batch_size": 4}
-    )
+    """Language models with the log-probabilities of documents, z0 among them, and models with a score."""
+    run_file = _task_of(tmp_path, objective)
     done = start(["ds-finetune", "bench", str(run_file), f"objective={objective}", "--steps", "2"])
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.split("differ by")[1].split(",")[0]) < 1e-5
+
+
+@pytest.mark.parametrize("source", ["teacher", pytest.param("scores", marks=pytest.mark.slow)])
+def test_loops_of_a_distillation_have_the_same_losses(tmp_path: Path, source: str) -> None:
+    run_file = tiny_task(tmp_path, data={"packing": source == "scores"}, train={"for": "4 steps"})
+    write_teacher(tmp_path / "teacher", tmp_path / "model")
+    if source == "scores":
+        done = start(["ds-finetune", "teach", *(str(tmp_path / name) for name in ("teacher", "run.yaml", "scores"))])
+        assert done.returncode == 0, done.stderr
+    objective = f"objective={{name: distill, {source}: {tmp_path / source}, label_weight: 0.3}}"
+    done = start(["ds-finetune", "bench", str(run_file), objective, "--steps", "2"])
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.split("differ by")[1].split(",")[0]) < 1e-5
+
+
+def _task_of(folder: Path, objective: str) -> Path:
+    """The tiny task with rows for the objective; most answers of KTO are good, so that z0 is soon above 0."""
+    words = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"] * 4
+    rows = []
+    for number, word in enumerate(words):
+        preference = {"prompt": f"say {word}", "chosen": f"{word} {number}", "rejected": f"no {word}"}
+        marked = {"prompt": f"say {word}", "completion": f"yes {number}", "label": number % 8 > 0}
+        labelled = {"text": f"{word} {number}", "label": number % 2}
+        rows.append({"kto": marked, "classification": labelled}.get(objective, preference))
+    data = folder / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tiny_task(folder, data={"train": str(data), "eval": []}, train={"for": "4 steps", "global_batch_size": 4})

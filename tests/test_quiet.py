@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from ds_finetune.errors import ConfigError
-from ds_finetune.quiet import deepspeed_level, quiet_packages
+from ds_finetune.quiet import _bar_or_phase, deepspeed_level, quiet_packages
 
 # As torch 2.13 (distributed_c10d.py:4399, 4948) and DeepSpeed 0.19.8 (launcher/runner.py:214) say it.
 PRINTS = """
@@ -23,6 +23,7 @@ for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
     except Exception as error:
         print("raised", type(error).__name__)
 warnings.warn("torch.distributed is disabled, unavailable or uninitialized", UserWarning)
+warnings.warn("`gradient_checkpointing_enable` is deprecated and will be removed in v6.", FutureWarning)
 warnings.warn("`torch.distributed.another` is deprecated", FutureWarning)
 warnings.warn("planted")
 logger.warning("Unable to find hostfile, will proceed with training with local resources only.")
@@ -43,6 +44,7 @@ def test_known_lines_are_dropped_and_others_shown() -> None:
     assert "all_gather_into_tensor" not in text
     assert "reduce_scatter_tensor" not in text
     assert "torch.distributed is disabled" not in text
+    assert "gradient_checkpointing_enable" not in text
     assert text.count("Unable to find hostfile") == 1
     assert "[ERROR]" in text
     for planted in ("`torch.distributed.another` is deprecated", "UserWarning: planted", "planted for DeepSpeed"):
@@ -54,6 +56,15 @@ def test_the_switch_shows_every_line() -> None:
     for line in ("all_gather_into_tensor", "reduce_scatter_tensor", "torch.distributed is disabled", "[WARNING]"):
         assert line in text
     assert text.count("Unable to find hostfile") == 2
+
+
+def test_bars_of_loading_and_writing_weights_are_not_drawn() -> None:
+    def bar(*args: object, **kwargs: object) -> str:
+        return f"bar of {kwargs['desc']}"
+
+    shown = {desc: _bar_or_phase(bar, ([1, 2],), {"desc": desc}) for desc in ("Writing model shards", "another")}
+    assert shown == {"Writing model shards": [1, 2], "another": "bar of another"}
+    assert list(_bar_or_phase(bar, ([1, 2],), {"desc": "Loading weights"})) == [1, 2]
 
 
 def test_another_level_is_refused() -> None:

@@ -96,3 +96,8 @@ def test_shapes_at_warmup_peak_middle_and_end(name: str, expected: list[float]) 
 def test_a_run_that_is_all_warmup_does_not_divide_by_zero() -> None:
     schedule = LrSchedule(name="cosine", lr=1.0, min_lr_ratio=0.0, warmup_steps=2, steps=2)
     assert [schedule.at(1), schedule.at(2)] == [0.5, 1.0]
+
+
+def test_exponential_rise_goes_from_the_first_rate_to_the_last() -> None:
+    schedule = LrSchedule(name="exponential_rise", lr=0.1, min_lr_ratio=1e-4, warmup_steps=3, steps=5)
+    assert [schedule.at(step) for step in range(1, 7)] == pytest.approx([1e-5, 1e-4, 1e-3, 1e-2, 0.1, 0.1])

@@ -1,42 +1,29 @@
 """An ordinary PyTorch training loop with transformers' model and all its logits, which `bench` compares with."""
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional
-from torch.nn.utils.rnn import pad_sequence
-from transformers import PretrainedConfig
 
 from ds_finetune.auto_models import AutoModelForCausalLM, AutoModelForSequenceClassification
-from ds_finetune.data.batches import Batch, MicroBatch
+from ds_finetune.bench.plain_forwards import PlainForward
+from ds_finetune.data.batches import Batch
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.loss_normalisation import term_weights
 from ds_finetune.labels import IGNORE_INDEX
+from ds_finetune.model.build import resolve_folder
 from ds_finetune.model.dtypes import PRECISION_DTYPES
+from ds_finetune.model.model_plan import ModelPlan
+from ds_finetune.model.teacher_plan import TeacherPlan
+from ds_finetune.objectives.distill import Distillation
 from ds_finetune.objectives.objective import DocumentLogProbs, DocumentObjective, ScoreObjective
 
 LR = 1e-4
-PADDED_DOCUMENTS = 8
-"""Documents in one forward of the padded loop."""
-
-
-@dataclass(frozen=True)
-class PlainForward:
-    """Inputs of one forward of transformers' model, and the labels of its tokens.
-
-    `index` int64 [rows, tokens] is the number of each token's document, -1 for padding; `targets` and `reference` fp64
-    [documents] belong to the documents.
-    """
-
-    inputs: dict[str, torch.Tensor]
-    labels: torch.Tensor
-    index: torch.Tensor
-    targets: torch.Tensor
-    reference: torch.Tensor
-
 
 Layout = Callable[[Batch], list[PlainForward]]
 
@@ -44,11 +31,12 @@ Layout = Callable[[Batch], list[PlainForward]]
 class PlainLoop:
     """A copy of the engine's model as transformers builds it, trained by torch's AdamW on the engine's objective."""
 
-    def __init__(self, engine: Engine, hf_config: PretrainedConfig, layout: Layout) -> None:
+    def __init__(self, engine: Engine, model: ModelPlan, layout: Layout, *, teacher: nn.Module | None = None) -> None:
         self._layout, self._objective = layout, engine.objective
         self._precision, self._device = engine.plan.precision, engine.plan.device
         self._max_norm = engine.plan.optimizer.max_grad_norm or float("inf")
-        config = copy.deepcopy(hf_config)
+        self._teacher = teacher
+        config = copy.deepcopy(model.hf_config)
         config._attn_implementation = "sdpa"
         is_scored = isinstance(self._objective, ScoreObjective)
         auto_class = AutoModelForSequenceClassification if is_scored else AutoModelForCausalLM
@@ -66,16 +54,9 @@ class PlainLoop:
     def step(self, batch: Batch) -> float:
         """One optimizer step; the loss is the mean over the units of the batch."""
         total, weights = 0.0, term_weights(self._objective.terms, batch.counts).to(self._device)
+        baseline = torch.tensor(self._baseline(batch), dtype=torch.float64, device=self._device)
         for part in self._layout(batch):
-            inputs = {name: tensor.to(self._device) for name, tensor in part.inputs.items()}
-            if isinstance(self._objective, ScoreObjective):
-                # transformers pools the last token that is not this one (5.23, modeling_layers.py:170).
-                is_padding = part.index.to(self._device) < 0
-                inputs["input_ids"] = inputs["input_ids"].masked_fill(is_padding, self._lm.config.pad_token_id)
-            is_mixed = self._precision != "fp32"
-            with torch.autocast(self._device, PRECISION_DTYPES[self._precision]) if is_mixed else nullcontext():
-                logits = self._lm(**inputs, use_cache=False).logits.float()
-            loss = self._loss(logits, part, weights)
+            loss = self._loss(part, weights, baseline)
             loss.backward()
             total += loss.item()
         torch.nn.utils.clip_grad_norm_(self._lm.parameters(), self._max_norm)
@@ -83,75 +64,81 @@ class PlainLoop:
         self._optimizer.zero_grad()
         return total
 
-    def _loss(self, logits: torch.Tensor, part: PlainForward, weights: torch.Tensor) -> torch.Tensor:
+    @torch.no_grad()
+    def _baseline(self, batch: Batch) -> float:
+        """z0 of KTO, else 0."""
+        if not self._objective.needs_baseline:
+            return 0.0
+        every = [
+            self._documents(self._logits(part), part) for part in self._layout(replace(batch, micro=batch.baseline))
+        ]
+        ratios = torch.cat([documents.logp - documents.reference for documents in every])
+        return self._objective.baseline(ratios.sum().item(), len(ratios))
+
+    def _loss(self, part: PlainForward, weights: torch.Tensor, baseline: torch.Tensor) -> torch.Tensor:
         """The contribution of a forward to the loss of the batch."""
-        labels, targets = part.labels.to(self._device), part.targets.to(self._device)
+        logits = self._logits(part)
         if isinstance(self._objective, ScoreObjective):
-            return self._objective.loss(logits, targets, weights).loss
-        losses = functional.cross_entropy(
-            logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none"
+            return self._objective.loss(logits, part.targets.to(self._device), weights).loss
+        if isinstance(self._objective, DocumentObjective):
+            return self._objective.loss(self._documents(logits, part), weights, baseline).loss
+        labels = part.labels.to(self._device)
+        if isinstance(self._objective, Distillation):
+            is_supervised = labels != IGNORE_INDEX
+            targets = self._targets(part, is_supervised)
+            return self._objective.whole_loss(logits[is_supervised], labels[is_supervised], *targets) * weights[0]
+        return (
+            functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+            * weights[0].float()
         )
-        if not isinstance(self._objective, DocumentObjective):
-            return losses.sum() * weights[0].float()
-        is_supervised = labels.flatten() != IGNORE_INDEX
+
+    def _logits(self, part: PlainForward) -> torch.Tensor:
+        """Logits of all tokens, fp32 [rows, tokens, vocabulary], or the scores of the rows, fp32 [rows, outputs]."""
+        inputs = {name: tensor.to(self._device) for name, tensor in part.inputs.items()}
+        if isinstance(self._objective, ScoreObjective):
+            # transformers pools the last token that is not this one (5.23, modeling_layers.py:170).
+            is_padding = part.index.to(self._device) < 0
+            inputs["input_ids"] = inputs["input_ids"].masked_fill(is_padding, self._lm.config.pad_token_id)
+        with self._autocast():
+            logits: torch.Tensor = self._lm(**inputs, use_cache=False).logits.float()
+        return logits
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        is_mixed = self._precision != "fp32"
+        return torch.autocast(self._device, PRECISION_DTYPES[self._precision]) if is_mixed else nullcontext()
+
+    def _documents(self, logits: torch.Tensor, part: PlainForward) -> DocumentLogProbs:
+        labels = part.labels.to(self._device).flatten()
+        losses = functional.cross_entropy(logits.flatten(0, 1), labels, ignore_index=IGNORE_INDEX, reduction="none")
+        is_supervised = labels != IGNORE_INDEX
         documents = part.index.to(self._device).flatten()[is_supervised]
-        zeros = torch.zeros(len(targets), dtype=torch.float64, device=self._device)
-        logps = zeros.index_add(0, documents, -losses[is_supervised].double())
-        num_tokens = zeros.index_add(0, documents, torch.ones_like(documents, dtype=torch.float64))
-        reference = part.reference.to(self._device)
-        return self._objective.loss(
-            DocumentLogProbs(logps, num_tokens, targets, reference), weights, zeros.new_zeros(())
-        ).loss
+        zeros = torch.zeros(len(part.targets), dtype=torch.float64, device=self._device)
+        return DocumentLogProbs(
+            logp=zeros.index_add(0, documents, -losses[is_supervised].double()),
+            num_tokens=zeros.index_add(0, documents, torch.ones_like(documents, dtype=torch.float64)),
+            target=part.targets.to(self._device),
+            reference=part.reference.to(self._device),
+        )
+
+    @torch.no_grad()
+    def _targets(self, part: PlainForward, is_supervised: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The teacher's log-probabilities of the supervised tokens, and their ids where only some are stored."""
+        if part.top is not None:
+            top = part.top.to(torch.device(self._device))
+            return top.log_probs[is_supervised].float(), top.ids[is_supervised].long()
+        assert self._teacher is not None
+        assert isinstance(self._objective, Distillation)
+        inputs = {name: tensor.to(self._device) for name, tensor in part.inputs.items()}
+        with self._autocast():
+            logits = self._teacher(**inputs, use_cache=False).logits.float()[is_supervised]
+        return torch.log_softmax(logits / self._objective.section.temperature, dim=-1), None
 
 
-def packed_forwards(batch: Batch) -> list[PlainForward]:
-    """The engine's own rows, with positions that restart at each document."""
-    return [_packed(micro) for micro in batch.micro]
-
-
-def _packed(micro: MicroBatch) -> PlainForward:
-    inputs = {"input_ids": micro.input_ids, "position_ids": micro.position_ids}
-    if micro.examples is None:
-        none = torch.zeros(0, dtype=torch.float64)
-        return PlainForward(inputs, micro.labels, torch.full_like(micro.labels, -1), none, none)
-    examples = micro.examples
-    return PlainForward(inputs, micro.labels, examples.index, examples.targets, examples.reference)
-
-
-def padded_forwards(batch: Batch) -> list[PlainForward]:
-    """Documents of a batch in rows of their own, `PADDED_DOCUMENTS` to a forward, padded to the longest."""
-    documents = [document for micro in batch.micro for document in _documents(micro)]
-    return [
-        _padded(documents[start : start + PADDED_DOCUMENTS]) for start in range(0, len(documents), PADDED_DOCUMENTS)
-    ]
-
-
-_Document = tuple[torch.Tensor, torch.Tensor, float, float]
-"""Ids, labels, target and reference log-probability."""
-
-
-def _documents(micro: MicroBatch) -> Iterator[_Document]:
-    """The documents of a forward, without padding."""
-    for number, (ids, labels) in enumerate(zip(micro.input_ids, micro.labels, strict=True)):
-        lengths = micro.documents[number] if micro.documents else (len(ids),)
-        if micro.examples is None:
-            whole = zip(ids.split(lengths), labels.split(lengths), strict=True)
-            yield from ((*document, 0.0, 0.0) for document in whole if bool((document[1] != IGNORE_INDEX).any()))
-            continue
-        examples, index = micro.examples, micro.examples.index[number]
-        for document in index[index >= 0].unique_consecutive().tolist():
-            here = index == document
-            yield ids[here], labels[here], examples.targets[document].item(), examples.reference[document].item()
-
-
-def _padded(documents: list[_Document]) -> PlainForward:
-    ids, labels, targets, reference = zip(*documents, strict=True)
-    mask = pad_sequence([torch.ones_like(one) for one in ids], batch_first=True)
-    rows = torch.arange(len(ids))[:, None].expand_as(mask)
-    return PlainForward(
-        {"input_ids": pad_sequence(list(ids), batch_first=True), "attention_mask": mask},
-        pad_sequence(list(labels), batch_first=True, padding_value=IGNORE_INDEX),
-        torch.where(mask.bool(), rows, -1),
-        torch.tensor(targets, dtype=torch.float64),
-        torch.tensor(reference, dtype=torch.float64),
+def load_plain_teacher(teacher: TeacherPlan | None, device: str) -> nn.Module | None:
+    """The teacher of a distillation as transformers loads it, in fp32 and evaluation mode; None where there is none."""
+    if teacher is None:
+        return None
+    lm: nn.Module = AutoModelForCausalLM.from_pretrained(
+        resolve_folder(teacher.path), dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=False
     )
+    return lm.to(device).eval()

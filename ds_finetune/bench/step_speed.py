@@ -5,30 +5,30 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import torch
 
-from ds_finetune.bench.plain_loop import LR, Layout, PlainLoop, packed_forwards, padded_forwards
+from ds_finetune.bench.plain_forwards import packed_forwards, padded_forwards
+from ds_finetune.bench.plain_loop import LR, Layout, PlainLoop, load_plain_teacher
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.data.batches import Batch
+from ds_finetune.data.batches import Batch, MicroBatch
 from ds_finetune.engine.build_lock import Say
 from ds_finetune.engine.collectives import all_gather_object
 from ds_finetune.engine.default_group import process_group
 from ds_finetune.engine.devices import choose_device
+from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.prepare_ops import build_ops, use_cores
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.trainer.batches import run_batches
 from ds_finetune.trainer.inputs import make_model_plan, read_inputs, with_classes
-from ds_finetune.trainer.prepare import PreparedRun, estimate_model, freeze_parameters, make_schedule
+from ds_finetune.trainer.prepare import PreparedRun, check_baseline, estimate_model, freeze_parameters, make_schedule
 from ds_finetune.world import World
 
 _LAYOUTS: dict[str, Layout] = {"plain loop, padded": padded_forwards, "plain loop, packed": packed_forwards}
-_NOT_COMPARED = ("kto", "distill")
-"""Objectives without a plain loop here; `ds-finetune selftest` compares them."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ def compare_step_speed(config: RunConfig, *, steps: int, say: Say) -> SpeedCompa
     One step before them warms up.
 
     The plain loops are transformers' model with all logits and torch's AdamW: over documents padded to the longest of
-    eight, and, for language models, over the same packed rows. All start from the same weights. A reference model's
-    log-probabilities are taken as zeros. ConfigError for several processes, LoRA and objectives with a second model.
+    eight, and, for language models, over the same packed rows. All start from the same weights. Log-probabilities of
+    a reference model are computed before. ConfigError for several processes and for LoRA.
     """
     world = World.from_environment(os.environ)
     world.set_environment(os.environ)
@@ -78,15 +78,11 @@ def compare_step_speed(config: RunConfig, *, steps: int, say: Say) -> SpeedCompa
             f"bench compares with loops that train every weight, and lora.rank is {config.lora.rank}",
             hint="leave `lora` out",
         )
-    if config.objective.name in _NOT_COMPARED:
-        raise ConfigError(
-            f"bench has no plain loop for objective {config.objective.name}, which computes with a second model",
-            hint=f"leave `objective` out, or use another than {', '.join(_NOT_COMPARED)}",
-        )
     plan = make_plan(config, world=world, device=choose_device())
     config = with_classes(config)
     model = make_model_plan(config, plan.mesh)
     inputs = read_inputs(config, model)
+    check_baseline(plan, inputs)
     plan, schedule = freeze_parameters(plan, model), make_schedule(config, inputs)
     run = PreparedRun(config, plan, inputs, schedule, estimate_model(config, plan, model))
     with ExitStack() as stack:
@@ -97,11 +93,32 @@ def compare_step_speed(config: RunConfig, *, steps: int, say: Say) -> SpeedCompa
         engine = stack.enter_context(start_engine(plan, run.inputs.model))
         # transformers pools one token of a row, whatever documents it has.
         layouts = _LAYOUTS if model.task == "causal_lm" else {"plain loop, padded": padded_forwards}
-        loops = {name: PlainLoop(engine, run.inputs.hf_config, layout) for name, layout in layouts.items()}
+        teacher = load_plain_teacher(model.teacher, plan.device)
+        loops = {name: PlainLoop(engine, model, layout, teacher=teacher) for name, layout in layouts.items()}
         candidates: dict[str, Callable[[Batch], float]] = {"ds_finetune": lambda batch: engine.step(batch, lr=LR).loss}
         candidates |= {name: loop.step for name, loop in loops.items()}
         finish = torch.cuda.synchronize if plan.device == "cuda" else _nothing
-        return time_by_turns(candidates, islice(run_batches(run), steps + 1), finish=finish)
+        batches = with_reference(engine, islice(run_batches(run), steps + 1))
+        return time_by_turns(candidates, batches, finish=finish)
+
+
+def with_reference(engine: Engine, batches: Iterator[Batch]) -> Iterator[Batch]:
+    """The batches with the log-probabilities of the reference where the objective has one: the model as it is now."""
+    if not engine.objective.needs_reference:
+        return batches
+    every = list(batches)
+    numbers, logps = engine.document_log_probs(replace(batch, micro=(*batch.baseline, *batch.micro)) for batch in every)
+    of_document = dict(zip(numbers.tolist(), logps.tolist(), strict=True))
+
+    def refer(micro: MicroBatch) -> MicroBatch:
+        assert micro.examples is not None
+        reference = [of_document[number] for number in micro.examples.numbers.tolist()]
+        return replace(micro, examples=replace(micro.examples, reference=torch.tensor(reference, dtype=torch.float64)))
+
+    return (
+        replace(batch, micro=tuple(map(refer, batch.micro)), baseline=tuple(map(refer, batch.baseline)))
+        for batch in every
+    )
 
 
 def _nothing() -> None:

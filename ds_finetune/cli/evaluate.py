@@ -54,7 +54,7 @@ def _add_data_options(parser: argparse.ArgumentParser) -> None:
         type=_objective,
         default="sft",
         help="sft, or another as a run file has it, e.g. '{name: pretrain, eos: false}'; dpo, simpo, cpo and orpo "
-        "score pairs of answers, dpo with BASE as its reference (default sft)",
+        "score pairs of answers and kto marked ones, dpo and kto with BASE as their reference (default sft)",
     )
     parser.add_argument(
         "--template",

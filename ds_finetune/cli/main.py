@@ -26,8 +26,10 @@ from ds_finetune.cli import (
     plan,
     selftest,
     serve,
+    sweep,
     teach,
     train,
+    watch,
 )
 from ds_finetune.console import show_error
 from ds_finetune.errors import RUN_ERROR_EXIT_CODE, FinetuneError
@@ -45,9 +47,11 @@ _MODULES = (
     export,
     evaluate,
     serve,
+    watch,
     teach,
     selftest,
     bench,
+    sweep,
     demo,
 )
 """In the order in which `--help` lists their commands."""

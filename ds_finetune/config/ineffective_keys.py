@@ -60,6 +60,12 @@ _RULES = (
         "use another lr_scheduler",
     ),
     _KeyRule(
+        ("optim.warmup",),
+        lambda run: run["optim.lr_scheduler"] == "exponential_rise",
+        "optim.lr_scheduler is exponential_rise: the learning rate rises all the time",
+        "leave it out",
+    ),
+    _KeyRule(
         ("optim.betas",),
         lambda run: run["optim.name"].lower() in ("sgd", "adagrad"),
         "the optimizer of optim.name has none",
@@ -141,6 +147,13 @@ _RULES = (
         "set data.max_dropped_ratio",
     ),
     _KeyRule(("mtp.",), lambda run: not run["mtp.train"], "mtp.train is false", "set mtp.train", harmless=(False,)),
+    _KeyRule(
+        ("indexer.",),
+        lambda run: not run["indexer.train"],
+        "indexer.train is false",
+        "set indexer.train",
+        harmless=(False,),
+    ),
     _KeyRule(
         ("export.max_shard_size",),
         lambda run: not run["export.at_end"] and not (run["data.eval"] and run["eval.keep_best"]),

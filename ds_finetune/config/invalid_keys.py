@@ -51,6 +51,9 @@ KEYS_OF_OTHER_PROGRAMS = {
     "router.balance": "router_aux_loss_coef aux_loss_coef aux_loss_alpha moe_aux_loss_coeff moe_aux_loss_coef "
     "moe_router_aux_loss_coef",
     "router.bias_update": "moe_router_bias_update_rate load_balance_coeff gate_bias_update_factor bias_update_speed",
+    "indexer.train": "freeze_indexer",
+    "indexer.weight": "dsa_indexer_loss_coeff indexer_loss_coeff",
+    "indexer.stage": "dsa_indexer_use_sparse_loss",
     "eval.every": "eval_steps eval_strategy evaluation_strategy evals_per_epoch eval_interval do_eval eval_every",
     "eval.limit": "max_eval_samples eval_table_size max_val_samples eval_samples eval_max_batches limit_val_batches",
     "eval.generate": "predict_with_generate eval_max_new_tokens do_sample_eval",

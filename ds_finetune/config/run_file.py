@@ -60,21 +60,31 @@ def _key_lines(node: yaml.Node | None, path: tuple[str, ...]) -> Iterator[tuple[
 def apply_override(tree: dict[str, Any], lines: Lines, override: str) -> None:
     """Apply `section.key=value` to `tree`; the key then has no line number."""
     name, equals, text = override.partition("=")
-    keys = tuple(name.split("."))
-    if not equals or not all(keys):
+    if not equals:
         raise ConfigError(f"override `{override}` is not of the form section.key=value", hint="e.g. optim.lr=1e-5")
+    set_key(tree, lines, name, _scalar(text), source=f"override `{override}`")
+
+
+def set_key(tree: dict[str, Any], lines: Lines, name: str, value: object, *, source: str) -> None:
+    """Set the dotted key `name` of `tree`; the key then has no line number.
+
+    ConfigError, which begins with `source`, where `name` has an empty part or goes through a value that is no section.
+    """
+    keys = tuple(name.split("."))
+    if not all(keys):
+        raise ConfigError(f"{source} is not of the form section.key=value", hint="e.g. optim.lr=1e-5")
     branch = tree
     for depth, key in enumerate(keys[:-1]):
-        value = branch.setdefault(key, {})
-        if isinstance(value, str) and depth == 0 and key in _SHORT_FORMS:
-            value = branch[key] = {_SHORT_FORMS[key]: value}
-        if not isinstance(value, dict):
+        section = branch.setdefault(key, {})
+        if isinstance(section, str) and depth == 0 and key in _SHORT_FORMS:
+            section = branch[key] = {_SHORT_FORMS[key]: section}
+        if not isinstance(section, dict):
             raise ConfigError(
-                f"override `{override}`: `{'.'.join(keys[: depth + 1])}` is `{value}`, not a section",
+                f"{source}: `{'.'.join(keys[: depth + 1])}` is `{section}`, not a section",
                 hint="set the whole value instead",
             )
-        branch = value
-    branch[keys[-1]] = _scalar(text)
+        branch = section
+    branch[keys[-1]] = value
     lines.pop(keys, None)
 
 

@@ -7,12 +7,16 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
+from ds_finetune.config.indexer import IndexerConfig
 from ds_finetune.config.ineffective_keys import check_keys_have_effect
 from ds_finetune.config.invalid_keys import explain
+from ds_finetune.config.launch import LaunchConfig
 from ds_finetune.config.mtp import MtpConfig
 from ds_finetune.config.objectives import ObjectiveField, SftObjective
+from ds_finetune.config.optim import OptimConfig
+from ds_finetune.config.profiling import ProfileConfig
 from ds_finetune.config.routers import RouterConfig
-from ds_finetune.config.run_file import apply_override, read_yaml
+from ds_finetune.config.run_file import Lines, apply_override, read_yaml
 from ds_finetune.config.section import Section
 from ds_finetune.config.value_types import (
     DurationText,
@@ -21,12 +25,11 @@ from ds_finetune.config.value_types import (
     Layout,
     StepsText,
     TimeText,
-    WarmupText,
     WeightedPaths,
     as_list,
     check_time,
 )
-from ds_finetune.schedule import Duration, SchedulerName
+from ds_finetune.schedule import Duration
 
 Precision = Literal["bf16", "fp16", "fp32"]
 
@@ -143,29 +146,6 @@ class TrainConfig(Section):
     """Steps skipped in a row for a non-finite gradient after which the run ends."""
 
 
-class OptimConfig(Section):
-    """Optimizer and learning rate."""
-
-    name: str = "AdamW"
-    """Optimizer by DeepSpeed's name: AdamW (Adam is the same), Lion, Adagrad, Lamb, SGD, Muon (with AdamW for
-    embedding, head and vectors).
-    """
-    lr: float = Field(default=1e-5, gt=0)
-    """Peak learning rate, reached after `warmup`."""
-    weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay of matrices; norms and biases are not decayed."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """Decay rates of the moments of Adam and Lion."""
-    eps: float = Field(default=1e-8, gt=0)
-    """Adam's denominator term."""
-    lr_scheduler: SchedulerName = "cosine"
-    """Shape after warm-up; `wsd` stays at `lr` and decays in the last tenth."""
-    warmup: WarmupText = "3%"
-    """Linear warm-up: `N steps`, or a share of the run such as `3%`."""
-    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
-    """Learning rate at the end, as a share of `lr`."""
-
-
 class GenerateConfig(Section):
     """Greedy answers to held-out prompts during evaluation, scored by exact match."""
 
@@ -271,25 +251,6 @@ class LogConfig(Section):
     """Trackers accelerate knows, by name: tensorboard, wandb, mlflow, ..."""
 
 
-class LaunchConfig(Section):
-    """How `ds-finetune launch` supervises a run on its hosts; other launchers do not read it."""
-
-    restarts: int = Field(default=0, ge=0)
-    """Starts from the newest checkpoint after a rank or a host has failed, before the run is given up."""
-    min_hosts: int | None = Field(default=None, ge=1)
-    """Fewest hosts to resume with; left out, all of the hostfile. The global batch stays what it is."""
-    wait_seconds: float = Field(default=600, ge=0)
-    """How long a restart waits for hosts to come back where there are too few."""
-    greeting_seconds: float = Field(default=30, gt=0)
-    """How long a host has for its first message, with the start of ssh and Python; ssh tries to connect for two
-    seconds less.
-    """
-    silent_seconds: float = Field(default=10, ge=3)
-    """Seconds without a message after which a host is given up, and after which a host that hears nothing ends its
-    ranks.
-    """
-
-
 class WatchdogConfig(Section):
     """When a run that hangs is ended, and which rank counts as slow."""
 
@@ -332,9 +293,7 @@ class RunConfig(Section):
     data: DataConfig
     """The data."""
     deepspeed: str | dict[str, Any] | None = None
-    """DeepSpeed choices (ZeRO stage, offload): a JSON file, a name of ds_configs/ such as `zero3`, or a section;
-    derived numbers stay "auto".
-    """
+    """DeepSpeed choices such as the ZeRO stage: a JSON file, a name of ds_configs/ such as `zero3`, or a section."""
     objective: ObjectiveField = SftObjective()
     """What is trained: a name such as `dpo`, or a section `{name: dpo, beta: 0.1}`."""
     train: TrainConfig = TrainConfig()
@@ -353,8 +312,12 @@ class RunConfig(Section):
     """Multi-token prediction."""
     router: RouterConfig | None = None
     """Routers of experts."""
+    indexer: IndexerConfig = IndexerConfig()
+    """Indexers of sparse attention."""
     log: LogConfig = LogConfig()
     """Logging."""
+    profile: ProfileConfig | None = None
+    """Steps that are profiled."""
     launch: LaunchConfig = LaunchConfig()
     """Launching."""
     watchdog: WatchdogConfig = WatchdogConfig()
@@ -373,11 +336,19 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     tree, lines = read_yaml(Path(path))
     for override in overrides:
         apply_override(tree, lines, override)
+    return validate_tree(tree, lines, str(path))
+
+
+def validate_tree(tree: dict[str, Any], lines: Lines, source: str) -> RunConfig:
+    """The configuration that the nested dictionary of a run file describes; ConfigError as `read_config`.
+
+    `source` names the file in errors, and `lines` has the lines of its keys.
+    """
     try:
         config = RunConfig.model_validate(tree)
     except ValidationError as invalid:
-        raise explain(invalid, RunConfig, str(path), lines) from None
-    check_keys_have_effect(dict(_keys(config, changed=True)), dict(_keys(config)), str(path), lines)
+        raise explain(invalid, RunConfig, source, lines) from None
+    check_keys_have_effect(dict(_keys(config, changed=True)), dict(_keys(config)), source, lines)
     return config
 
 

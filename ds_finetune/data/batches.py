@@ -216,7 +216,7 @@ def make_batch(rows: Sequence[Row | None], plan: BatchPlan, position: Position, 
 
 
 def _counts(rows: Sequence[Row], documents_per_unit: int) -> dict[str, int]:
-    """Number of each unit; rows whose `documents` is None have supervised tokens and documents alone."""
+    """Number of each unit; rows whose `documents` is None have tokens, supervised ones and documents alone."""
     lengths = [row.documents.lengths for row in rows if row.documents is not None]
     examples = sum(map(len, lengths)) // max(documents_per_unit, 1)
     return {
@@ -225,6 +225,7 @@ def _counts(rows: Sequence[Row], documents_per_unit: int) -> dict[str, int]:
         "pairs": examples if documents_per_unit == 2 else 0,
         "examples": examples,
         "documents": sum(row.num_documents for row in rows),
+        "tokens": sum(row.num_tokens for row in rows),
     }
 
 

@@ -101,7 +101,7 @@ class MismatchedAnswers:
         return min(answer + len(ids) - other_answer, self.max_seq_len)
 
     def _row(self, numbers: Sequence[int]) -> Row:
-        parts = [self._document(number) for number in numbers]
+        parts = [self.document(number) for number in numbers]
         lengths = np.array([len(ids) for ids, _ in parts], dtype=np.int64)
         labels = np.concatenate([labels for _, labels in parts])
         return Row(
@@ -114,8 +114,8 @@ class MismatchedAnswers:
             ),
         )
 
-    def _document(self, number: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Ids and labels of a mismatched document."""
+    def document(self, number: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Ids and labels, already shifted, of the mismatched document with the prompt of `number`, [tokens] each."""
         other = self.partner(number)
         ids, answer = self._ids(other)
         span = slice(self.rows.documents.offsets[other], self.rows.documents.offsets[other + 1])

@@ -36,11 +36,11 @@ from ds_finetune.model.dtypes import PRECISION_DTYPES
 from ds_finetune.model.encoder import encoder_of
 from ds_finetune.model.extra_loss import ExtraLoss
 from ds_finetune.model.four_bit import four_bit_or_whole, install_four_bit
-from ds_finetune.model.indexed_attention import expect_documents
+from ds_finetune.model.indexed_attention import DivergenceCollector, expect_documents
+from ds_finetune.model.indexer_loss import IndexerLoss
 from ds_finetune.model.lora import install_lora
 from ds_finetune.model.loss import HeadGroups, TrainedModel, install_loss_head
 from ds_finetune.model.model_plan import ModelPlan
-from ds_finetune.model.mtp import is_mtp_tensor
 from ds_finetune.model.mtp_loss import MtpLoss
 from ds_finetune.model.parallel.expert import build_local_experts, install_expert_parallel
 from ds_finetune.model.parallel.pipeline import (
@@ -65,6 +65,7 @@ from ds_finetune.model.weights import clear_weights, initialise_weights, load_we
 from ds_finetune.objectives.balance import Balance
 from ds_finetune.objectives.distill import Distillation
 from ds_finetune.objectives.extra import Extra
+from ds_finetune.objectives.indexing import Indexing
 from ds_finetune.objectives.multi_token import MultiTokenPrediction
 from ds_finetune.objectives.objective import ScoreObjective
 from ds_finetune.patches.deepspeed_engine import leave_out_of_norm, undo_constructor_step
@@ -148,11 +149,10 @@ def _build(
 
 def _mark_parameters(lm: PreTrainedModel, plan: Plan, model: ModelPlan, groups: Groups) -> None:
     """Mark parameters that are not trained, that another stage holds too, and that a loss of their own trains."""
-    family = family_of(lm.config.model_type)
     for name, param in lm.named_parameters():
-        if name in plan.frozen or family.is_untrained(name):
+        if name in plan.frozen or model.is_untrained(name):
             param.requires_grad_(False)
-        if model.mtp is not None and model.mtp.detach and is_mtp_tensor(name, lm.config):
+        if model.is_apart(name):
             tag_apart(param)
     if groups.stage is not None and has_embedding_copy(lm, groups.stage):
         mark_copy(lm.get_input_embeddings().weight)
@@ -183,6 +183,11 @@ def _extra_loss(extra: Extra, trained: TrainedModel, model: ModelPlan, groups: G
     if isinstance(extra, MultiTokenPrediction):
         assert model.mtp is not None
         return MtpLoss(extra, trained.lm, trained.document_arguments, detach=model.mtp.detach)
+    if isinstance(extra, Indexing):
+        assert model.indexer is not None
+        ranks = tuple(group for group in (groups.tensor, groups.sequence) if group is not None)
+        collector = DivergenceCollector(ranks, attends_to_all=model.indexer.is_alone)
+        return IndexerLoss(extra, trained.lm, collector, groups.sequence)
     assert isinstance(extra, Balance), type(extra)
     assert trained.routers is not None
     return BalanceLoss(extra, trained.routers, groups.sequence)
@@ -216,8 +221,7 @@ def _build_modules(plan: Plan, model: ModelPlan, groups: Groups) -> PreTrainedMo
             task=model.task,
             init_context=partitioned if plan.zero_stage == 3 else without_linears,
         )
-    if plan.mesh.sp == 1:
-        expect_documents(lm, longest=plan.batch.max_seq_len)
+    expect_documents(lm, longest=plan.batch.max_seq_len)
     if model.quantised:
         install_four_bit(lm, model.quantised, device=device)
     return lm

@@ -57,7 +57,7 @@ def compare(scores: Scored, baseline: Scored | None) -> dict[str, Metric]:
             value=value,
             baseline=None if of_baseline is None else of_baseline[name],
             difference=None if of_baseline is None else value - of_baseline[name],
-            interval=(float(np.percentile(resampled[name], 2.5)), float(np.percentile(resampled[name], 97.5))),
+            interval=(float(np.nanpercentile(resampled[name], 2.5)), float(np.nanpercentile(resampled[name], 97.5))),
         )
         for name, value in of_model.items()
     }

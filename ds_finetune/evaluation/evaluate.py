@@ -1,7 +1,6 @@
 """Scores a model and its baseline, one after the other, on rows that are tokenised as a run would tokenise them."""
 
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate, chain
 from pathlib import Path
@@ -11,51 +10,35 @@ import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ds_finetune.auto_configs import AutoConfig
-from ds_finetune.config.schema import DataConfig
-from ds_finetune.data.prepare import TokenLimits, prepare_rows
-from ds_finetune.data.row_kind import DIALOGUE, RowKind
-from ds_finetune.data.row_report import row_notes
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.errors import ConfigError, DataError
 from ds_finetune.evaluation.classifier_scores import (
     LabelledDocument,
     LabelledScores,
     check_baseline,
-    kind_of,
-    labelled_documents,
     score_labelled,
 )
 from ds_finetune.evaluation.compare import METHOD, Metric, compare
 from ds_finetune.evaluation.drafts import load_drafter
 from ds_finetune.evaluation.extractors import EXTRACTORS
+from ds_finetune.evaluation.held_out import (
+    AnyDocument,
+    EvalRequest,
+    held_out_sets,
+    read_documents,
+    read_labelled,
+    read_marked,
+    read_sides,
+)
+from ds_finetune.evaluation.marked_scores import MarkedScores
 from ds_finetune.evaluation.model_scores import Document, Scores, generate_answers, load_model, score_documents
-from ds_finetune.evaluation.preference_scores import PreferenceScores, check_reference, sides_of
+from ds_finetune.evaluation.preference_scores import PreferenceScores, check_reference
 from ds_finetune.export.classifiers import holds_classifier
 from ds_finetune.export.load import check_generates, check_loadable
 from ds_finetune.model.build import resolve_folder
-from ds_finetune.model.encoder import max_positions
+from ds_finetune.objectives.kto import KahnemanTversky
+from ds_finetune.objectives.objective import DocumentObjective
 from ds_finetune.objectives.pairs import PairObjective
-
-
-@dataclass(frozen=True)
-class EvalRequest:
-    """The models and data to score, and how; at most `limit` documents of each held-out set.
-
-    `extract` is the name of an extractor. With it, answers of at most `max_new_tokens` tokens are generated, and their
-    extracts compared with those of the rows' answers.
-    """
-
-    model: str
-    baseline: str | None
-    data: DataConfig
-    extract: str | None = None
-    max_seq_len: int = 2048
-    max_new_tokens: int = 256
-    batch_tokens: int = 4096
-    limit: int | None = None
-    kind: RowKind = DIALOGUE
-    preference: PairObjective | None = None
-    """The objective whose metrics score pairs of answers."""
 
 
 @dataclass(frozen=True)
@@ -98,14 +81,18 @@ def evaluate_model(request: EvalRequest) -> EvalReport:
     base = None if request.baseline is None else _model_folder(request.baseline)
     if holds_classifier(folder):
         return _evaluate_classifier(request, folder, base)
+    if isinstance(request.preference, KahnemanTversky):
+        return _evaluate_marked(request, request.preference, folder, base)
     if request.preference is not None:
         return _evaluate_preferences(request, request.preference, folder, base)
     tokenizer = load_tokenizer(str(folder))
-    sets, notes = _held_out_sets(request, folder, tokenizer, _documents)
+    sets, notes = held_out_sets(request, folder, tokenizer, read_documents)
     documents = list(chain.from_iterable(sets.values()))
     if base is not None:
         check_generates(base)
         notes += _check_same_tokens(folder, base, tokenizer, documents)
+    if request.kind.objective == "distill":
+        notes.append("objective distill: the loss is that of the labels, which is eval/label_loss of a run")
     references = None if request.extract is None else _references(request.extract, documents, tokenizer)
     scores = _score(folder, documents, request, tokenizer, references)
     baseline = None if base is None else _score(base, documents, request, tokenizer, references)
@@ -137,7 +124,7 @@ def _evaluate_classifier(request: EvalRequest, folder: Path, base: Path | None) 
             hint="leave objective out: a reward model is scored on pairs, a classifier on labelled texts",
         )
     tokenizer = load_tokenizer(str(folder))
-    sets, notes = _held_out_sets(request, folder, tokenizer, _labelled_documents)
+    sets, notes = held_out_sets(request, folder, tokenizer, read_labelled)
     documents = list(chain.from_iterable(sets.values()))
     if base is not None:
         check_baseline(folder, base)
@@ -165,14 +152,9 @@ def _evaluate_preferences(
 
     The baseline is the reference model where the objective compares with one, else a model to compare with.
     """
-    if request.extract is not None:
-        raise ConfigError(
-            f"--extract {request.extract} with objective {objective.name}, whose pairs have no right answer",
-            hint="leave one of them out",
-        )
-    check_reference(objective, request.baseline)
+    _check_preference(request, objective)
     tokenizer = load_tokenizer(str(folder))
-    sets, notes = _held_out_sets(request, folder, tokenizer, _sides)
+    sets, notes = held_out_sets(request, folder, tokenizer, read_sides)
     documents = list(chain.from_iterable(sets.values()))
     if base is not None:
         check_generates(base)
@@ -194,45 +176,41 @@ def _evaluate_preferences(
     )
 
 
-def _sides(request: EvalRequest, folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Document], list[str]]:
-    """Both sides of the pairs of one held-out set, and lines that report on the rows."""
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    allowed = getattr(config, "max_position_embeddings", None)
-    length = min(request.max_seq_len, allowed or request.max_seq_len)
-    limits = TokenLimits(length, config.vocab_size, allowed)
-    with tempfile.TemporaryDirectory() as cache:
-        data = request.data.model_copy(update={"cache_dir": cache})
-        rows = prepare_rows(data, "eval", tokenizer=tokenizer, limits=limits, kind=request.kind)
-        documents, counts = sides_of(rows, request.limit), rows.counts
-    note = (
-        f"{counts.read} rows read, {counts.truncated} truncated to {length} tokens of both sides, "
-        f"{counts.too_long_dropped} too long, {len(documents) // 2} pairs scored"
+def _evaluate_marked(request: EvalRequest, objective: KahnemanTversky, folder: Path, base: Path | None) -> EvalReport:
+    """Score a language model on marked answers, by the metrics of training; the baseline is the reference model."""
+    _check_preference(request, objective)
+    assert base is not None
+    tokenizer = load_tokenizer(str(folder))
+    sets, notes = held_out_sets(request, folder, tokenizer, read_marked)
+    answers = list(chain.from_iterable(sets.values()))
+    documents = [*(answer.document for answer in answers), *(answer.mismatched for answer in answers)]
+    check_generates(base)
+    notes += _check_same_tokens(folder, base, tokenizer, documents)
+    mine, reference = (_score(each, documents, request, tokenizer, None) for each in (folder, base))
+    scores = MarkedScores.of(objective, list(sets.values()), mine, reference)
+    return EvalReport(
+        request.model,
+        request.baseline,
+        compare(scores, None),
+        len(scores),
+        int(mine.tokens[: len(scores)].sum()),
+        tuple(notes),
+        _compare_sets(sets, scores, None),
+        unit="answers",
     )
-    return documents, [note, *row_notes(counts)]
 
 
-def _labelled_documents(
-    request: EvalRequest, folder: Path, tokenizer: PreTrainedTokenizerBase
-) -> tuple[list[LabelledDocument], list[str]]:
-    """The texts or sides of pairs of one held-out set, and lines that report on the rows."""
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    allowed = max_positions(config)
-    length = min(request.max_seq_len, allowed or request.max_seq_len)
-    limits = TokenLimits(length, config.vocab_size, allowed)
-    with tempfile.TemporaryDirectory() as cache:
-        data = request.data.model_copy(update={"cache_dir": cache})
-        rows = prepare_rows(data, "eval", tokenizer=tokenizer, limits=limits, kind=kind_of(config))
-        documents, counts = labelled_documents(rows, request.limit), rows.counts
-    number = len(documents) // rows.kind.documents_per_unit
-    note = (
-        f"{counts.read} rows read, {counts.truncated} truncated to {length} tokens, "
-        f"{counts.too_long_dropped} too long, {number} {rows.kind.unit} scored"
-    )
-    return documents, [note, *row_notes(counts)]
+def _check_preference(request: EvalRequest, objective: DocumentObjective) -> None:
+    if request.extract is not None:
+        raise ConfigError(
+            f"--extract {request.extract} with objective {objective.name}, whose answers are not compared with right "
+            "ones",
+            hint="leave one of them out",
+        )
+    check_reference(objective, request.baseline)
 
 
-AnyDocument = TypeVar("AnyDocument", Document, LabelledDocument)
-AnyScores = TypeVar("AnyScores", Scores, LabelledScores, PreferenceScores)
+AnyScores = TypeVar("AnyScores", Scores, LabelledScores, PreferenceScores, MarkedScores)
 
 
 def _compare_sets(
@@ -254,51 +232,8 @@ def _model_folder(name: str) -> Path:
     return folder
 
 
-def _held_out_sets(
-    request: EvalRequest,
-    folder: Path,
-    tokenizer: PreTrainedTokenizerBase,
-    read: Callable[[EvalRequest, Path, PreTrainedTokenizerBase], tuple[list[AnyDocument], list[str]]],
-) -> tuple[dict[str, list[AnyDocument]], list[str]]:
-    """The documents of each held-out set by its name (empty for files without one), and lines that report on rows; each
-    set is read by `read`.
-    """
-    sets, notes = {}, []
-    for place, paths in request.data.held_out_sets.items():
-        name = place.removeprefix("eval").removeprefix("/")
-        of_set = replace(request, data=request.data.model_copy(update={"eval": paths}))
-        sets[name], lines = read(of_set, folder, tokenizer)
-        notes += [f"{name}: {line}" if name else line for line in lines]
-    return sets, notes
-
-
-def _documents(
-    request: EvalRequest, folder: Path, tokenizer: PreTrainedTokenizerBase
-) -> tuple[list[Document], list[str]]:
-    """The documents of one held-out set, and lines that report on the rows."""
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    allowed = getattr(config, "max_position_embeddings", None)
-    length = min(request.max_seq_len, allowed or request.max_seq_len)
-    with tempfile.TemporaryDirectory() as cache:
-        data = request.data.model_copy(update={"cache_dir": cache})
-        limits = TokenLimits(length, config.vocab_size, allowed)
-        rows = prepare_rows(data, "eval", tokenizer=tokenizer, limits=limits, kind=request.kind)
-        number = min(rows.counts.documents, request.limit or rows.counts.documents)
-        documents = [
-            Document(*rows.document(index), *prompt) for index, prompt in enumerate(rows.prompts_and_answers(number))
-        ]
-        counts = rows.counts
-    note = (
-        f"{counts.read} rows read, {counts.truncated} truncated to {length} tokens ({counts.truncated_ratio:.2%} "
-        "of all tokens cut off)"
-    )
-    note += f", {counts.split} split, {counts.too_long_dropped} too long"
-    note += f", {counts.nothing_supervised} without supervised tokens, {number} documents scored"
-    return documents, [note, *row_notes(counts)]
-
-
 def _check_same_tokens(
-    folder: Path, base: Path, tokenizer: PreTrainedTokenizerBase, documents: Sequence[AnyDocument]
+    folder: Path, base: Path, tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document | LabelledDocument]
 ) -> list[str]:
     """Check that token ids mean the same to the baseline, else DataError; a note where it has no tokenizer."""
     size = int(AutoConfig.from_pretrained(base, trust_remote_code=False).vocab_size)

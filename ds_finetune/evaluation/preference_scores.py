@@ -10,7 +10,8 @@ from ds_finetune.config.objectives import ObjectiveConfig
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.errors import ConfigError
 from ds_finetune.evaluation.model_scores import Document, Scores
-from ds_finetune.objectives.objective import DocumentLogProbs
+from ds_finetune.objectives.kto import KahnemanTversky
+from ds_finetune.objectives.objective import DocumentLogProbs, DocumentObjective
 from ds_finetune.objectives.pairs import PairObjective
 from ds_finetune.objectives.table import make_objective
 
@@ -65,13 +66,13 @@ class PreferenceScores:
         return {name: np.array([each[name] for each in found]) for name in found[0]}
 
 
-def preference_of(section: ObjectiveConfig) -> PairObjective | None:
+def preference_of(section: ObjectiveConfig) -> PairObjective | KahnemanTversky | None:
     """The objective of a section of the run file where it compares the answers of a language model, else None."""
     objective = make_objective(section)
-    return objective if isinstance(objective, PairObjective) else None
+    return objective if isinstance(objective, PairObjective | KahnemanTversky) else None
 
 
-def check_reference(objective: PairObjective, baseline: str | None) -> None:
+def check_reference(objective: DocumentObjective, baseline: str | None) -> None:
     """ConfigError where an objective compares with a reference model and there is none."""
     if objective.needs_reference and baseline is None:
         raise ConfigError(

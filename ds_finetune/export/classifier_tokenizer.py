@@ -20,6 +20,7 @@ from ds_finetune.auto_configs import AutoTokenizer
 from ds_finetune.export.classifiers import CONFIG
 from ds_finetune.export.model_config import TOKENIZER_CONFIG
 from ds_finetune.export.verify.record import TEXTS
+from ds_finetune.model.score_config import NEW_PADDING
 
 Encode = Callable[[str, str | None], list[int]]
 """Token ids that training makes of a text, or of a pair of texts."""
@@ -89,11 +90,14 @@ def _note_on_texts(tokenizer: PreTrainedTokenizerBase, encode: Encode, agreeing:
 
 
 def with_padding(files: Mapping[str, Path], tokenizer: PreTrainedTokenizerBase, pad: int) -> str:
-    """tokenizer_config.json with the padding token, on the right, where it changes nothing of a causal model."""
+    """tokenizer_config.json with the padding token, on the right, where it changes nothing of a causal model.
+
+    An id without a token is that of a new one, which transformers adds with the first id that is free.
+    """
     file = files.get(TOKENIZER_CONFIG)
     config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file else {}
     config = {key: value for key, value in config.items() if key not in _ADDED}
-    config |= {"pad_token": tokenizer.convert_ids_to_tokens(pad), "padding_side": "right"}
+    config |= {"pad_token": tokenizer.convert_ids_to_tokens(pad) or NEW_PADDING, "padding_side": "right"}
     return json.dumps(config, indent=2, ensure_ascii=False) + "\n"
 
 

@@ -65,7 +65,8 @@ class Encoder:
 class Indexer:
     """How an indexer chooses the tokens that a query attends to (DeepSeek sparse attention, DeepSeek-V3.2).
 
-    Documents of at most `index_topk` tokens are attended whole whatever it chooses. Its parameters are not trained.
+    Documents of at most `index_topk` tokens are attended whole whatever it chooses. Its choice has no gradient: a loss
+    of its own trains it, or none does.
     """
 
     rotates_pairs: bool = False
@@ -142,8 +143,8 @@ class Family:
     onnx: OnnxGraph | None = None
     tiny_models: TinyModels | None = None
 
-    def is_untrained(self, name: str) -> bool:
-        """Whether no loss reaches the parameter `name`: it is the indexer's."""
+    def is_of_indexer(self, name: str) -> bool:
+        """Whether the parameter `name` is an indexer's, which the loss of an objective does not reach."""
         return self.indexer is not None and ".self_attn.indexer." in name
 
     def may_skip(self, key: str, *, layers: int) -> bool:

@@ -22,7 +22,7 @@ class AttentionCounts(NamedTuple):
     width: int
     """Sum over heads of (query/key width + value width): multiply-adds for one attended position."""
     indexer: int = 0
-    """Parameters of the indexers of all layers, which training does not compute with."""
+    """Parameters of the indexers of all layers."""
 
 
 def latent_attention(c: ModelConfig) -> AttentionCounts:
@@ -46,16 +46,16 @@ def indexed_latent_attention(c: ModelConfig) -> AttentionCounts:
     """
     heads, width = c["index_n_heads"], c["index_head_dim"]
     one = c["q_lora_rank"] * heads * width + c["hidden_size"] * (width + heads) + 2 * width
-    return latent_attention(c)._replace(indexer=one * _indexers(c))
+    return latent_attention(c)._replace(indexer=one * len(indexed_layers(c)))
 
 
-def _indexers(c: ModelConfig) -> int:
-    """Number of layers with an indexer (transformers 5.23, glm_moe_dsa/configuration_glm_moe_dsa.py)."""
+def indexed_layers(c: ModelConfig) -> tuple[int, ...]:
+    """Numbers of the layers with an indexer (transformers 5.23, glm_moe_dsa/configuration_glm_moe_dsa.py)."""
     types = c.get("indexer_types") or c.get("index_topk_pattern")
     if types is not None:
-        return sum(kind in ("full", "F") for kind in types)
+        return tuple(layer for layer, kind in enumerate(types) if kind in ("full", "F"))
     every, offset = max(c.get("index_topk_freq", 1), 1), c.get("index_skip_topk_offset", 2)
-    return sum(max(layer - offset + 1, 0) % every == 0 for layer in range(c["num_hidden_layers"]))
+    return tuple(layer for layer in range(c["num_hidden_layers"]) if max(layer - offset + 1, 0) % every == 0)
 
 
 def grouped_query_attention(

@@ -46,7 +46,8 @@ from ds_finetune.launch.messages import (
 )
 from ds_finetune.launch.process_tags import SUPERVISOR_VARIABLE, TAG_VARIABLE, die_with_parent, kill_tagged, log_name
 from ds_finetune.process_messages import MessageError, ProcessMessage, decode, encode
-from ds_finetune.watchdog.death_cause import began_at, oom_kills, why_killed
+from ds_finetune.runs.processes import began_at
+from ds_finetune.watchdog.death_cause import oom_kills, why_killed
 
 TAIL_LINES = 50
 """Last lines of a rank's output that are kept for a report."""

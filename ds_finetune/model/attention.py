@@ -152,7 +152,6 @@ def attend_by_document(  # noqa: PLR0913 - transformers' interface
             hint="set model.attention: eager",
         )
     assert attention_mask is None, "attention by document does not support masked tokens inside a row"
-    assert chosen is None or sp_group is None, "chosen keys are those of whole documents"
     if sp_group is not None:
         query, key, value = sp_group.gather_tokens_scatter_heads(query, key, value)
         # Each rank has the gradient of its own heads' sinks; the sum over ranks is that of all.

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -15,6 +16,10 @@ class ExtraLoss(ABC):
 
     def __init__(self, extra: Extra) -> None:
         self.extra = extra
+
+    def listen(self) -> AbstractContextManager[None]:
+        """What is open during the forward of the layers whose part of the loss is asked for afterwards."""
+        return nullcontext()
 
     @abstractmethod
     def loss(self, rows: ForwardRows, hidden: torch.Tensor, weights: torch.Tensor) -> LossAndSums | None:

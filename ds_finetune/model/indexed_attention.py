@@ -1,7 +1,8 @@
-"""DeepSeek sparse attention (DeepSeek-V3.2) by document, with an indexer that is not trained.
+"""DeepSeek sparse attention (DeepSeek-V3.2) by document.
 
 An indexer scores the earlier tokens of a document for each query, and the query attends to the `index_topk` best. In
-documents of at most `index_topk` tokens these are all tokens, so the indexer is run only where some may be longer.
+documents of at most `index_topk` tokens these are all tokens, so an indexer that is not trained is run only where some
+may be longer.
 """
 
 from collections.abc import Callable
@@ -14,6 +15,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from ds_finetune.errors import ModelError
 from ds_finetune.families.table import family_of
 from ds_finetune.model.attention import BY_DOCUMENT, ChosenTokens, Documents
+from ds_finetune.model.index_divergence import SCORES_AT_ONCE, Attended, ScoreInputs, divergences, index_scores
+from ds_finetune.model.parallel.rank_group import RankGroup
+from ds_finetune.model.parallel.sequence import SequenceParallelGroup
 from ds_finetune.patches.transformers_attention import (
     attention_function,
     replace_forward,
@@ -21,8 +25,37 @@ from ds_finetune.patches.transformers_attention import (
     rotate_pairs,
 )
 
-_SCORES = 2**27
-"""Scores that are computed at a time, fp32 [queries, heads, tokens]: 0.5 GiB."""
+
+class Choice(NamedTuple):
+    """What an indexer gives its layer and those that share its choice."""
+
+    tokens: ChosenTokens | None
+    """The chosen tokens; None where all are."""
+    scored: ScoreInputs | None
+    """What its scores are computed from, with a gradient; None where it is not trained."""
+
+
+class DivergenceCollector:
+    """Collects how far the scores of indexers are from the weights of attention, in each layer of a forward."""
+
+    def __init__(self, groups: tuple[RankGroup, ...], *, attends_to_all: bool) -> None:
+        self.groups = groups
+        self.attends_to_all = attends_to_all
+        """Whether attention is to all earlier tokens, whatever is chosen."""
+        self.is_listening = False
+        self.found: dict[int, torch.Tensor] = {}
+        """The divergence of each query in nats, fp32 [rows, tokens], by layer."""
+
+    def is_needed(self, *, in_training: bool) -> bool:
+        """Whether a layer has to compute its divergence: in the forwards of the loss, and where activation
+        checkpointing repeats one in backward, which must compute what the forward did.
+        """
+        return self.is_listening or (in_training and torch.is_grad_enabled())
+
+    def add(self, layer: int, values: torch.Tensor) -> None:
+        """Take the divergences of a layer, unless its forward is repeated."""
+        if self.is_listening:
+            self.found[layer] = values
 
 
 class IndexedAttention(nn.Module):
@@ -40,8 +73,10 @@ class IndexedAttention(nn.Module):
     rotates_pairs: bool
     """Whether the indexer's rotary embedding turns pairs of neighbouring columns, not the two halves."""
     chooses = False
-    """Whether documents may be longer than `index_topk`. Under ZeRO-3 the indexer's parameters are gathered, which all
-    ranks must do equally often, so this is not decided by the documents of a forward."""
+    """Whether documents may be longer than `index_topk`, or indexers are trained. Under ZeRO-3 the indexer's parameters
+    are gathered, which all ranks must do equally often, so this is not decided by the documents of a forward."""
+    collector: DivergenceCollector | None = None
+    """None where indexers are not trained."""
 
     def forward(
         self,
@@ -61,12 +96,10 @@ class IndexedAttention(nn.Module):
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None,
         cache: Any,  # noqa: ANN401
-        chosen: ChosenTokens | None,
+        choice: Choice | None,
         others: dict[str, Any],
-    ) -> tuple[torch.Tensor, ChosenTokens | None]:
-        """Hidden states after attention, and the chosen tokens: those of the layer before where this one has no
-        indexer.
-        """
+    ) -> tuple[torch.Tensor, Choice | None]:
+        """Hidden states after attention, and the choice: that of the layer before where this one has no indexer."""
         low_rank, query, latent, rotary_key = _project(self, hidden, position_embeddings)
         if cache is not None:
             latent, rotary_key = cache.update(latent, rotary_key, self.layer_idx)
@@ -75,10 +108,14 @@ class IndexedAttention(nn.Module):
             scored = _score_inputs(self, hidden, low_rank, position_embeddings)
             if cache is not None:
                 scored = scored._replace(key=cache.update_indexer(scored.key, self.layer_idx))
-            chosen = _choose(self, scored, others.get("documents"))
-        elif chosen is None and cache is not None:
+            if others.get("sp_group") is not None:
+                scored = ScoreInputs(*map(others["sp_group"].gather_tokens, scored))
+            choice = self._choice(scored, others.get("documents"))
+        elif choice is None and cache is not None:
             _check_length(latent.shape[2], self.config.index_topk)
         key, value = self.expand_kv(latent, rotary_key)
+        if self.collector is not None and cache is None and self.collector.is_needed(in_training=self.training):
+            self.collector.add(self.layer_idx, self._divergences(choice, query, key, others))
         out, _ = attention_function(self.config._attn_implementation)(
             self,
             query,
@@ -87,13 +124,38 @@ class IndexedAttention(nn.Module):
             attention_mask,
             dropout=self.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
-            **others | ({} if chosen is None else {"chosen": chosen}),
+            **others | ({} if choice is None or choice.tokens is None else {"chosen": choice.tokens}),
         )
-        return self.o_proj(out.flatten(2)), chosen
+        return self.o_proj(out.flatten(2)), choice
+
+    def _choice(self, scored: ScoreInputs, documents: tuple[Documents, ...] | None) -> Choice:
+        if self.collector is None:
+            return Choice(_choose(self, scored, documents), None)
+        return Choice(None if self.collector.attends_to_all else _choose(self, scored, documents), scored)
+
+    def _divergences(
+        self, choice: Choice | None, query: torch.Tensor, key: torch.Tensor, others: dict[str, Any]
+    ) -> torch.Tensor:
+        """The divergence of each of this rank's tokens in nats, fp32 [rows, tokens]."""
+        assert self.collector is not None
+        assert choice is not None, self.layer_idx
+        assert choice.scored is not None, self.layer_idx
+        query, key = query.detach(), key.detach()
+        sp_group: SequenceParallelGroup | None = others.get("sp_group")
+        if sp_group is not None:
+            query, key = sp_group.gather_tokens_scatter_heads(query, key)
+        values = divergences(
+            choice.scored,
+            self.config.index_head_dim**-0.5,
+            Attended(query, key, self.scaling, self.collector.groups),
+            documents=others.get("documents") or ((query.shape[2],),) * len(query),
+            chosen=choice.tokens,
+        )
+        return values if sp_group is None else sp_group.shard(values)
 
 
 class IndexedAttentionWithChoice(IndexedAttention):
-    """The same where attention returns the chosen tokens for the next layer."""
+    """The same where attention returns the choice for the next layer."""
 
     def forward(
         self,
@@ -102,25 +164,14 @@ class IndexedAttentionWithChoice(IndexedAttention):
         attention_mask: torch.Tensor | None,
         past_key_values: Any = None,  # noqa: ANN401
         *,
-        prev_topk_indices: ChosenTokens | None = None,
+        prev_topk_indices: Choice | None = None,
         **others: Any,  # noqa: ANN401
     ) -> tuple[Any, ...]:
-        """As `IndexedAttention`, and the chosen tokens; None where all are attended to."""
-        out, chosen = self._attend(
+        """As `IndexedAttention`, and the choice; None where no indexer is run."""
+        out, choice = self._attend(
             hidden_states, position_embeddings, attention_mask, past_key_values, prev_topk_indices, others
         )
-        return out, None, chosen
-
-
-class _ScoreInputs(NamedTuple):
-    """What scores of the indexer are computed from."""
-
-    query: torch.Tensor
-    """[batch, tokens, heads, width]"""
-    key: torch.Tensor
-    """[batch, tokens, width]; with a cache there are more keys than queries."""
-    weight: torch.Tensor
-    """fp32 [batch, tokens, heads]"""
+        return out, None, choice
 
 
 def _project(
@@ -140,13 +191,23 @@ def _project(
     return low_rank, torch.cat([plain, rotated], dim=-1), attention.kv_a_layernorm(latent)[:, None], rotary_key
 
 
-@torch.no_grad()
 def _score_inputs(
     attention: IndexedAttention,
     hidden: torch.Tensor,
     low_rank: torch.Tensor,
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
-) -> _ScoreInputs:
+) -> ScoreInputs:
+    """What the indexer scores tokens from, without a gradient to the model (DeepSeek-V3.2's report)."""
+    with torch.set_grad_enabled(torch.is_grad_enabled() and attention.collector is not None):
+        return _inputs_of_scores(attention, hidden.detach(), low_rank.detach(), position_embeddings)
+
+
+def _inputs_of_scores(
+    attention: IndexedAttention,
+    hidden: torch.Tensor,
+    low_rank: torch.Tensor,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+) -> ScoreInputs:
     """transformers 5.23, deepseek_v32/modeling_deepseek_v32.py:212-235; glm_moe_dsa rotates pairs."""
     indexer, rope = attention.indexer, attention.indexer.qk_rope_head_dim
     query = indexer.wq_b(low_rank).unflatten(-1, (indexer.n_heads, indexer.head_dim))
@@ -157,12 +218,12 @@ def _score_inputs(
         torch.cat([part, whole[..., rope:]], dim=-1) for part, whole in zip(turned, (query, key), strict=True)
     )
     weight = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype)).float() * indexer.n_heads**-0.5
-    return _ScoreInputs(query, key[:, :, 0], weight)
+    return ScoreInputs(query, key[:, :, 0], weight)
 
 
 @torch.no_grad()
 def _choose(
-    attention: IndexedAttention, scored: _ScoreInputs, documents: tuple[Documents, ...] | None
+    attention: IndexedAttention, scored: ScoreInputs, documents: tuple[Documents, ...] | None
 ) -> ChosenTokens | None:
     """The tokens that each query attends to, by row and document; None for a document of at most `index_topk` tokens,
     or where all are.
@@ -180,24 +241,23 @@ def _choose(
         chosen.append(
             tuple(
                 None if len(document.key) <= limit else _best(document, limit, scale)
-                for document in map(_ScoreInputs._make, zip(*parts, strict=True))
+                for document in map(ScoreInputs._make, zip(*parts, strict=True))
             )
         )
     return tuple(chosen)
 
 
-def _best(document: _ScoreInputs, limit: int, scale: float) -> torch.Tensor:
+def _best(document: ScoreInputs, limit: int, scale: float) -> torch.Tensor:
     """For each query of one document whether it attends to a key, bool [queries, keys]: to the `limit` best of the
     earlier ones and itself.
     """
     queries, keys = len(document.query), len(document.key)
     positions = torch.arange(keys, device=document.key.device)
     found = torch.zeros(queries, keys, dtype=torch.bool, device=document.key.device)
-    at_once = max(1, _SCORES // (keys * document.query.shape[1]))
+    at_once = max(1, SCORES_AT_ONCE // (keys * document.query.shape[1]))
     for begin in range(0, queries, at_once):
         part = slice(begin, begin + at_once)
-        scores = (document.query[part].float() @ document.key.float().T * scale).relu()
-        index = (document.weight[part, None] @ scores)[:, 0]
+        index = index_scores(ScoreInputs(document.query[part], document.key, document.weight[part]), scale)
         is_later = positions > positions[keys - queries :][part, None]
         best = index.masked_fill(is_later, float("-inf")).topk(min(limit, keys)).indices
         found[part] = found[part].scatter(1, best, value=True) & ~is_later
@@ -232,6 +292,18 @@ def expect_documents(lm: PreTrainedModel, *, longest: int) -> None:
     for module in lm.modules():
         if isinstance(module, IndexedAttention):
             module.chooses = True
+
+
+def train_indexers(lm: PreTrainedModel, collector: DivergenceCollector) -> list[tuple[int, bool]]:
+    """Let the attention of each layer give `collector` its divergences, in place. Returns the numbers of the layers
+    that are here, and whether each has an indexer of its own.
+    """
+    found = []
+    for module in lm.modules():
+        if isinstance(module, IndexedAttention):
+            module.chooses, module.collector = True, collector
+            found.append((module.layer_idx, module.indexer is not None))
+    return found
 
 
 def longest_document(hf_config: PretrainedConfig) -> int | None:

@@ -1,6 +1,6 @@
 """The loss over supervised positions, chunk by chunk: the [tokens, vocabulary] logits are never built."""
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -205,7 +205,7 @@ class TrainedModel(nn.Module):
         # Score heads have no log-probabilities.
         inputs |= {"wants_log_probs": True} if wants_log_probs else {}
         extras = () if numbers is None or wants_log_probs else self.extras
-        with self._listening_to_routers(rows, is_trained=self.training and numbers is not None, extras=extras):
+        with self._listening(rows, is_trained=self.training and numbers is not None, extras=extras):
             hidden = self.hidden(rows.input_ids, rows.position_ids, rows.documents, rows.token_types)
         weights: list[torch.Tensor] = []
         if numbers is not None:
@@ -222,12 +222,14 @@ class TrainedModel(nn.Module):
         loss = out.loss if extra_loss is None else out.loss + extra_loss
         return out._replace(loss=loss, sums=torch.cat([out.sums, extra_sums]))
 
-    def _listening_to_routers(
-        self, rows: ForwardRows, *, is_trained: bool, extras: tuple[ExtraLoss, ...]
-    ) -> AbstractContextManager[None]:
-        if self.routers is None or not (is_trained or extras):
-            return nullcontext()
-        return self.routers.listen(rows, is_counting=is_trained)
+    def _listening(self, rows: ForwardRows, *, is_trained: bool, extras: tuple[ExtraLoss, ...]) -> ExitStack:
+        """What is open during the forward of the layers."""
+        stack = ExitStack()
+        for extra in extras:
+            stack.enter_context(extra.listen())
+        if self.routers is not None and (is_trained or extras):
+            stack.enter_context(self.routers.listen(rows, is_counting=is_trained))
+        return stack
 
     def head_inputs(self, rows: ForwardRows) -> dict[str, Any]:
         """What the head takes beside hidden states, labels and numbers; called while no activations are kept for

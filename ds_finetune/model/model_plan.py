@@ -5,16 +5,20 @@ from dataclasses import dataclass, field
 from transformers import PretrainedConfig
 
 from ds_finetune.config.schema import RunConfig
+from ds_finetune.families.table import family_of
 from ds_finetune.model.build import Task, check_sinks, read_hf_config
 from ds_finetune.model.encoder import check_encoder
 from ds_finetune.model.lora_plan import LoraPlan, plan_lora
+from ds_finetune.model.mtp import is_mtp_tensor
 from ds_finetune.model.mtp_plan import MtpPlan, plan_mtp
 from ds_finetune.model.parallel.pipeline import layers_of_stages
 from ds_finetune.model.teacher_plan import TeacherPlan, plan_teacher
 from ds_finetune.objectives.balance import Balance
 from ds_finetune.objectives.extra import Extra
+from ds_finetune.objectives.indexing import Indexing
 from ds_finetune.objectives.objective import Objective, ScoreObjective
 from ds_finetune.objectives.table import make_objective
+from ds_finetune.plan.indexer import IndexerPlan, check_stages_begin_with_indexers, plan_indexer
 from ds_finetune.plan.routers import RouterPlan, plan_routers
 
 
@@ -41,6 +45,8 @@ class ModelPlan:
     """The multi-token prediction layer that is trained; None where none is."""
     router: RouterPlan | None = None
     """The routers of experts; None where there are none."""
+    indexer: IndexerPlan | None = None
+    """The indexers that are trained; None where none is."""
     teacher: TeacherPlan | None = None
     padding: str = ""
     """A text on the padding token of a classifier, for people."""
@@ -49,6 +55,22 @@ class ModelPlan:
     def task(self) -> Task:
         """What the model computes."""
         return task_of(self.objective)
+
+    def is_untrained(self, name: str) -> bool:
+        """Whether no loss of the run reaches the parameter `name`: it is an indexer's, or none where they are trained
+        alone.
+        """
+        is_of_indexer = family_of(self.hf_config.model_type).is_of_indexer(name)
+        if self.indexer is None:
+            return is_of_indexer
+        return self.indexer.is_alone and not is_of_indexer
+
+    def is_apart(self, name: str) -> bool:
+        """Whether the parameter `name` is trained by a loss of its own beside the others."""
+        if self.mtp is not None and self.mtp.detach and is_mtp_tensor(name, self.hf_config):
+            return True
+        is_of_indexer = family_of(self.hf_config.model_type).is_of_indexer(name)
+        return self.indexer is not None and not self.indexer.is_alone and is_of_indexer
 
     @property
     def head_outputs(self) -> int:
@@ -72,7 +94,7 @@ def plan_model(hf_config: PretrainedConfig, config: RunConfig) -> ModelPlan:
     """The model of `hf_config` as the run file says; ConfigError or ModelError where it does not fit the model."""
     model, objective = config.model, config.objective
     check_encoder(hf_config, attention=model.attention, objective=objective.name)
-    router = plan_routers(config, hf_config.to_dict())
+    router, indexer = plan_routers(config, hf_config.to_dict()), plan_indexer(config, hf_config.to_dict())
     resized = model.resize_vocabulary
     runtime = make_objective(objective)
     task = task_of(runtime)
@@ -81,6 +103,9 @@ def plan_model(hf_config: PretrainedConfig, config: RunConfig) -> ModelPlan:
         check_sinks(built, model.attention)
     published = read_hf_config(model.path, files=("*.json",), task=task) if resized else hf_config
     prediction = plan_mtp(hf_config, model, config.mtp)
+    stages = tuple(layers_of_stages(hf_config, config.parallel, task))
+    if indexer is not None:
+        check_stages_begin_with_indexers(indexer, stages)
     return ModelPlan(
         path=model.path,
         hf_config=hf_config,
@@ -88,12 +113,13 @@ def plan_model(hf_config: PretrainedConfig, config: RunConfig) -> ModelPlan:
         has_random_weights=model.weights == "random",
         resizes_vocabulary=resized,
         published_vocab_size=int(published.vocab_size),
-        stages=tuple(layers_of_stages(hf_config, config.parallel, task)),
+        stages=stages,
         lora=plan_lora(hf_config, config.lora, task) if config.lora is not None else None,
         objective=runtime,
-        extras=(*_balance(router), *((prediction.extra,) if prediction is not None else ())),
+        extras=(*_balance(router), *_indexing(indexer), *((prediction.extra,) if prediction is not None else ())),
         mtp=prediction,
         router=router,
+        indexer=indexer,
         teacher=teacher,
     )
 
@@ -102,3 +128,7 @@ def _balance(router: RouterPlan | None) -> tuple[Extra, ...]:
     if router is None or not router.section.balance:
         return ()
     return (Balance(router.section.balance, layers=len(router.layers)),)
+
+
+def _indexing(indexer: IndexerPlan | None) -> tuple[Extra, ...]:
+    return () if indexer is None else (Indexing(indexer.section.weight, indexers=len(indexer.layers)),)

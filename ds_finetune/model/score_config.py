@@ -20,6 +20,8 @@ REWARD = "reward"
 _CLASS_SUFFIX = "ForSequenceClassification"
 _SPARE = re.compile(r"pad|reserved|unused|placeholder|fim", re.IGNORECASE)
 """Names of added tokens that no text contains and no template of dialogues ends in."""
+NEW_PADDING = "<|pad|>"
+"""Name of the padding token that a tokenizer without a spare token gets in an export."""
 _UNNAMED = re.compile(r"LABEL_\d+")
 _FRESH = ("score.weight", "score.bias")
 
@@ -93,7 +95,8 @@ def set_padding_token(hf_config: PretrainedConfig, tokenizer: PreTrainedTokenize
 
     transformers 5.23 scores the last token that is not this one (modeling_layers.py:186), so it must never end a
     document. It is the tokenizer's or the model's own where that is not an end of sequence, else an added token that
-    texts do not contain. ModelError where there is none.
+    texts do not contain, else a new one, `NEW_PADDING`, with the first id of the model's vocabulary that the tokenizer
+    has no token for. ModelError where there is none.
     """
     given = hf_config.eos_token_id
     ends = {*(given if isinstance(given, list) else [given]), tokenizer.eos_token_id, tokenizer.bos_token_id}
@@ -106,12 +109,26 @@ def set_padding_token(hf_config: PretrainedConfig, tokenizer: PreTrainedTokenize
         for number in [*own, *spare, tokenizer.unk_token_id]
         if number is not None and number not in ends and 0 <= number < hf_config.vocab_size
     ]
-    if not fitting:
-        raise ModelError(
-            f"the tokenizer has no padding token but {tokenizer.pad_token!r}, which ends documents: transformers would "
-            "score the token before it",
-            hint="name another pad_token in tokenizer_config.json, and set model.resize_vocabulary if it is new",
-        )
-    hf_config.pad_token_id = int(fitting[0])
-    text = f"{tokenizer.convert_ids_to_tokens(fitting[0])} ({fitting[0]})"
-    return text if fitting[0] == own[0] else f"{text}, since the tokenizer's own, {tokenizer.pad_token}, ends documents"
+    number = int(fitting[0]) if fitting else _new_id(hf_config, tokenizer)
+    hf_config.pad_token_id = number
+    if number == tokenizer.pad_token_id:
+        return f"{tokenizer.pad_token} ({number})"
+    name = tokenizer.convert_ids_to_tokens(number) if fitting else f"{NEW_PADDING}, a new token"
+    reason = f"the tokenizer's own, {tokenizer.pad_token}, ends documents" if tokenizer.pad_token else "it has no own"
+    return f"{name} ({number}), since {reason}"
+
+
+def _new_id(hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
+    """The id of a new padding token; ModelError where the tokenizer has a token for every id of the vocabulary."""
+    tokens = tokenizer.get_vocab()
+    number = max(tokens.values()) + 1
+    if number < hf_config.vocab_size and NEW_PADDING not in tokens:
+        return number
+    own, pad = tokenizer.pad_token, tokenizer.pad_token_id
+    found = f"no padding token but {own!r}, which ends documents" if own else "no padding token"
+    found = f"the padding token {own!r} with id {pad}" if own and pad >= hf_config.vocab_size else found
+    raise ModelError(
+        f"the tokenizer has {found}, and its {number} ids take all {hf_config.vocab_size} of the model's vocabulary: "
+        "transformers would score another token than the last of a text",
+        hint=f'write "pad_token": "{NEW_PADDING}" in tokenizer_config.json and set model.resize_vocabulary: true',
+    )

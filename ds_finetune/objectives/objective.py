@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-Unit = Literal["supervised_tokens", "chosen_tokens", "pairs", "examples", "documents"]
+Unit = Literal["supervised_tokens", "chosen_tokens", "pairs", "examples", "documents", "tokens"]
 """What a term is a mean over. `chosen_tokens` are the supervised tokens of the chosen answers of pairs. `documents` are
-those with at least one token of text, supervised or not; each side of a pair is one.
+those with at least one token of text, supervised or not; each side of a pair is one. `tokens` are those of all texts,
+supervised or not, without padding.
 """
 
 

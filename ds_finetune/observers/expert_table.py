@@ -6,7 +6,7 @@ number, and are appended whole. What a killed run left of a record is no record,
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
@@ -153,14 +153,3 @@ class ExpertTableWriter:
         step, choices = of_step
         entropy, counts = choices.entropy.numpy(), choices.counts.numpy()
         self._table.append(step, choices.num_tokens, entropy=entropy, counts=counts)
-
-
-def read_expert_table(path: Path) -> tuple[Sequence[int], NDArray[Any]]:
-    """Numbers of the layers, and the records of a table, with the fields of `TableLayout.record`.
-
-    The table may be one that a run is writing.
-    """
-    with path.open("rb") as file:
-        header = json.loads(file.readline())
-        kind = np.dtype([(name, base, tuple(shape)) for name, base, shape in header["record"]])
-        return header["layers"], np.fromfile(file, kind)

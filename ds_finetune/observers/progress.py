@@ -1,6 +1,7 @@
 """The progress line of training: one line that stays in place on a terminal, a line every so many steps elsewhere."""
 
 import sys
+from collections.abc import Callable
 from typing import TextIO
 
 from ds_finetune.observers.record import StepRecord
@@ -9,10 +10,18 @@ from ds_finetune.phase_line import CLEAR_LINE, time_text, write_now
 
 
 class ProgressLine:
-    """Writes a line every `every` steps to `out`; on a terminal the line stays in place."""
+    """Writes a line every `every` steps to `out` and `log`; on a terminal the line stays in place."""
 
-    def __init__(self, *, steps: int, every: int, left: TimeLeft, out: TextIO | None = None) -> None:
-        self._steps, self._every, self._left = steps, every, left
+    def __init__(
+        self,
+        *,
+        steps: int,
+        every: int,
+        left: TimeLeft,
+        out: TextIO | None = None,
+        log: Callable[[str], None] | None = None,
+    ) -> None:
+        self._steps, self._every, self._left, self._log = steps, every, left, log
         self._out = out or sys.stdout
         self._live = self._out.isatty()
 
@@ -20,9 +29,12 @@ class ProgressLine:
         """Write the line when it is due, and always for a notice, an evaluation or the end of the run."""
         self._left.count_step(record.values["perf/step_seconds"])
         must_print = record.slow or record.notice or record.stop or record.is_last or "eval/loss" in record.values
-        if not must_print and record.step % self._every and not self._live:
+        is_due = must_print or record.step % self._every == 0
+        if not is_due and not self._live:
             return record
         line = self._line(record)
+        if is_due and self._log is not None:
+            self._log(line)
         write_now(self._out, CLEAR_LINE + line + ("\n" if must_print else "") if self._live else line + "\n")
         return record
 

@@ -13,7 +13,8 @@ class StepRecord:
     ends here.
 
     `position` is the position in this rank's data after the step; `slow` names a straggler. `router_choices`
-    are the loads of experts, where there are any.
+    are the loads of experts, where there are any. `rank_seconds` are the step times of all ranks without collectives,
+    where they were gathered.
     """
 
     step: int
@@ -25,6 +26,7 @@ class StepRecord:
     position: tuple[int, ...] = ()
     slow: str = ""
     router_choices: RouterChoices | None = None
+    rank_seconds: tuple[float, ...] = ()
 
     def with_values(self, values: Mapping[str, float]) -> Self:
         """The same record with more values."""

@@ -43,14 +43,37 @@ class MetricsFile:
         self._file.close()
 
 
+class RankTimesFile:
+    """`ranks.jsonl`: the step time of each rank without collectives, at the steps at which stragglers are looked for.
+
+    A line is `{"step": 10, "seconds": [0.41, 0.43]}`, by rank.
+    """
+
+    def __init__(self, path: Path, say: Say) -> None:
+        self._file = path.open("ab", buffering=0)
+        self._lines = Outage(str(path), partial(append_whole, self._file), say)
+
+    def after_step(self, record: StepRecord) -> StepRecord:
+        """Write the times, where the step has them."""
+        if record.rank_seconds:
+            seconds = [float(f"{each:.4g}") for each in record.rank_seconds]
+            self._lines.put((json.dumps({"step": record.step, "seconds": seconds}) + "\n").encode())
+        return record
+
+    def close(self) -> None:
+        """Write queued lines and close the file."""
+        self._lines.close()
+        self._file.close()
+
+
 def line_of(record: StepRecord) -> str:
     """The line of a record."""
     finite = {name: value if math.isfinite(value) else None for name, value in record.values.items()}
     non_finite = (
         {"non_finite": [name for name, value in finite.items() if value is None]} if None in finite.values() else {}
     )
-    notice = {"notice": record.notice} if record.notice else {}
-    return json.dumps({"step": record.step, **finite, **non_finite, **notice}) + "\n"
+    texts = {name: text for name, text in (("notice", record.notice), ("slow", record.slow)) if text}
+    return json.dumps({"step": record.step, **finite, **non_finite, **texts}) + "\n"
 
 
 def check_trackers(names: Sequence[str]) -> None:

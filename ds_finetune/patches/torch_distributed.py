@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from ds_finetune.patches.foreign import Foreign, replaced
 
 _TIMEOUT = Foreign("torch", "distributed/distributed_c10d.py:836")
 _COLLECTIVES = Foreign("torch", "distributed/distributed_c10d.py")
+_GROUP = Foreign("torch", "_C/_distributed_c10d.pyi:381-640")
 
 Wrap = Callable[[str, Callable[..., Any]], Callable[..., Any]]
 
@@ -42,4 +44,21 @@ def wrapped_collectives(names: Sequence[str], wrap: Wrap) -> Iterator[None]:
         for name, function in functions.items():
             stack.enter_context(replaced(dist, name, wrap(name, function)))
         stack.enter_context(replaced(dist.Work, "wait", wrap("wait", wait)))
+        yield
+
+
+@contextmanager
+def wrapped_group_calls(names: Sequence[str], wrap: Wrap) -> Iterator[None]:
+    """While this is open, `wrap(name, function)` replaces those methods `names` that process groups have, and
+    `Work.wait`.
+
+    Every function of torch.distributed ends in one of these methods, whoever has kept a reference to it, and they get
+    the tensors, which `wrapped_collectives` does not always see: `isend` and `irecv`, and collectives of objects.
+    """
+    group, work = dist.ProcessGroup, dist.Work
+    _GROUP.attribute(group, "allreduce")
+    with ExitStack() as stack:
+        for name in filter(partial(hasattr, group), names):
+            stack.enter_context(replaced(group, name, wrap(name, getattr(group, name))))
+        stack.enter_context(replaced(work, "wait", wrap("wait", _GROUP.attribute(work, "wait"))))
         yield

@@ -39,7 +39,7 @@ class Shape:
     router: int
     norms: int
     indexer: int
-    """Of DeepSeek sparse attention: parameters that training does not compute with."""
+    """Of DeepSeek sparse attention: parameters of indexers, which are not counted as active ones."""
     attention_width: int
     """Sum over heads of (query/key width + value width): multiply-adds in one layer for one attended position."""
     attended_limits: tuple[int | None, ...] = ()

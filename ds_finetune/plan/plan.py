@@ -12,10 +12,12 @@ from ds_finetune.plan.combinations import check_layout, check_lora
 from ds_finetune.plan.deepspeed_choice import check_accelerate_agrees, choose_deepspeed
 from ds_finetune.plan.deepspeed_config import HAS_TORCH_ADAM, MOMENTS, TORCH_ADAM, finish, read_choices, stage_of
 from ds_finetune.plan.distillation import check_distillation
+from ds_finetune.plan.indexer import check_indexer
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.mtp import check_mtp
 from ds_finetune.plan.objectives import CROSS_ENTROPY, UNITS, check_objective, loss_text, objective_lines
 from ds_finetune.plan.options import Situation, apply_rules, offload_device
+from ds_finetune.plan.run_length import check_profiled_ranks
 from ds_finetune.plan.timeouts import check_watchdog_before_torch_timeout, collective_seconds
 from ds_finetune.world import AccelerateChoices, World
 
@@ -174,12 +176,24 @@ def _check_grad_accum_dtype(tree: dict[str, Any], stage: int, precision: str) ->
         )
 
 
+def _check_combinations(
+    mesh: Mesh, config: RunConfig, *, stage: int, offloads: Sequence[str], tree: dict[str, Any]
+) -> None:
+    """ConfigError for parts of a run file that are not tested together."""
+    check_layout(mesh, config, stage=stage, offloads=offloads, tree=tree)
+    check_lora(mesh, config, stage=stage, offloads=offloads, tree=tree)
+    check_distillation(config, mesh)
+    check_mtp(mesh, config, stage=stage, offloads=offloads)
+    check_indexer(mesh, config, stage=stage, offloads=offloads)
+
+
 def make_plan(config: RunConfig, *, world: World, device: str, accelerate: AccelerateChoices | None = None) -> Plan:
     """Decide the layout of `config` on `world` with accelerator `device` (`cpu` or `cuda`); ConfigError where values
     contradict.
     """
     check_watchdog_before_torch_timeout(config.watchdog)
     check_objective(config)
+    check_profiled_ranks(config, world_size=world.world_size)
     mesh = Mesh.of(config.parallel, world_size=world.world_size, rank=world.rank)
     accumulation = accumulation_steps(
         global_batch_size=config.train.global_batch_size, micro_batch_size=config.train.micro_batch_size, dp=mesh.dp
@@ -199,10 +213,7 @@ def make_plan(config: RunConfig, *, world: World, device: str, accelerate: Accel
         finished["gradient_clipping"] = 0.0
     zero = finished["zero_optimization"]
     offloads = offload_device(zero, "offload_optimizer"), offload_device(zero, "offload_param")
-    check_layout(mesh, config, stage=stage, offloads=offloads, tree=finished)
-    check_lora(mesh, config, stage=stage, offloads=offloads, tree=finished)
-    check_distillation(config, mesh)
-    check_mtp(mesh, config, stage=stage, offloads=offloads)
+    _check_combinations(mesh, config, stage=stage, offloads=offloads, tree=finished)
     train, optim = config.train, config.optim
     notes = apply_rules(zero, Situation(device, stage, train.precision, optim.name, train.max_grad_norm))
     plan = Plan(

@@ -18,6 +18,7 @@ def check_run_length(config: RunConfig, *, steps: int, warmup: int, rows: int | 
             hint=f"shorten optim.warmup to at most {steps} steps, or give a share such as `3%`",
         )
     _check_patience(config, steps)
+    _check_profile(config, steps)
     return _batch_notes(config, rows) if rows is not None else []
 
 
@@ -31,6 +32,28 @@ def _check_patience(config: RunConfig, steps: int) -> None:
             f"eval.patience {patience} cannot end a run of {steps} steps early: with eval.every `{every}` it has "
             f"{evaluations} evaluations, the first of which is the best so far",
             hint="lower eval.patience or eval.every, or leave eval.patience out",
+        )
+
+
+def check_profiled_ranks(config: RunConfig, *, world_size: int) -> None:
+    """ConfigError where `profile.ranks` names a rank that the run does not have."""
+    ranks = config.profile.ranks if config.profile else "all"
+    unknown = [str(rank) for rank in ranks if rank >= world_size] if ranks != "all" else []
+    if unknown:
+        raise ConfigError(
+            f"profile.ranks names {', '.join(unknown)}, and the run has {world_size} ranks, from 0 to {world_size - 1}",
+            hint="name ranks of the run, or `all`",
+        )
+
+
+def _check_profile(config: RunConfig, steps: int) -> None:
+    if config.profile is None:
+        return
+    last = config.profile.first_and_last[1]
+    if last > steps:
+        raise ConfigError(
+            f"profile.steps `{config.profile.steps}` ends at step {last}, and the run has {steps} steps",
+            hint=f"profile steps up to {steps}",
         )
 
 

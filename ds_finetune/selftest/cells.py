@@ -6,6 +6,7 @@ A cell names a model family, ZeRO stage, precision, parallel sizes and so on. Al
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,7 @@ def enlarged_config(config: PretrainedConfig, parallel: ParallelConfig) -> Pretr
     return AutoConfig.for_model(**tree)
 
 
+@cache
 def samples() -> list[tuple[np.ndarray, np.ndarray]]:
     """64 documents of 3 to 30 tokens as (ids, shifted labels); about a third of the tokens is not supervised."""
     rng = np.random.default_rng(7)
@@ -125,10 +127,16 @@ def targets() -> np.ndarray:
     return (np.arange(SAMPLES) % 2).astype(np.float64)
 
 
+@cache
 def reference_log_probs() -> np.ndarray:
     """A log-probability of each sample under an imagined reference model, fp64; near that of random weights."""
     noise = np.random.default_rng(13).normal(size=SAMPLES)
-    return np.array([-math.log(VOCAB) * int((labels != IGNORE_INDEX).sum()) for _, labels in samples()]) + noise
+    return np.array([log_prob_of_random_weights(labels) for _, labels in samples()]) + noise
+
+
+def log_prob_of_random_weights(labels: np.ndarray) -> float:
+    """About the log-probability that small random weights give to a sample with these labels."""
+    return -math.log(VOCAB) * int((labels != IGNORE_INDEX).sum())
 
 
 def rows(packing: bool, documents_per_unit: int = 0) -> list[Row]:
@@ -136,13 +144,18 @@ def rows(packing: bool, documents_per_unit: int = 0) -> list[Row]:
 
     With `documents_per_unit`, rows know their documents.
     """
-    documents = samples()
+    bins = row_numbers(packing, documents_per_unit)
+    return [_row(numbers, samples(), has_documents=documents_per_unit > 0) for numbers in bins]
+
+
+def row_numbers(packing: bool, documents_per_unit: int = 0) -> list[list[int]]:
+    """Numbers of the samples of each row."""
     bins: list[list[int]] = []
     for unit in units(documents_per_unit):
-        if not packing or not bins or sum(len(documents[n][0]) for n in [*bins[-1], *unit]) > ROW_LEN:
+        if not packing or not bins or sum(len(samples()[n][0]) for n in [*bins[-1], *unit]) > ROW_LEN:
             bins.append([])
         bins[-1] += unit
-    return [_row(numbers, documents, has_documents=documents_per_unit > 0) for numbers in bins]
+    return bins
 
 
 def _row(numbers: list[int], documents: list[tuple[np.ndarray, np.ndarray]], *, has_documents: bool) -> Row:

@@ -13,6 +13,7 @@ from torch.nn import functional
 from ds_finetune.auto_models import AutoModelForCausalLM, AutoModelForSequenceClassification
 from ds_finetune.engine.generation import GenerationLimits
 from ds_finetune.labels import IGNORE_INDEX
+from ds_finetune.objectives.distill import Distillation
 from ds_finetune.objectives.objective import (
     DocumentLogProbs,
     DocumentObjective,
@@ -21,8 +22,10 @@ from ds_finetune.objectives.objective import (
     TokenObjective,
 )
 from ds_finetune.plan.routers import RouterPlan
-from ds_finetune.selftest.cells import reference_log_probs, samples, targets, units
+from ds_finetune.selftest.cells import SAMPLES, reference_log_probs, samples, targets, units
+from ds_finetune.selftest.mismatched import all_reference_log_probs, mismatched_samples
 from ds_finetune.selftest.plain_routers import PlainRouters
+from ds_finetune.selftest.plain_teacher import soft_targets
 
 SFT = TokenObjective("sft")
 LR, BETAS, EPS = 1e-3, (0.9, 0.95), 1e-8
@@ -87,8 +90,9 @@ def reference_steps(  # noqa: PLR0913
     counts, results = _counts(objective), Steps()
     for _ in range(steps):
         loss = balance = 0.0
+        baseline = _baseline(model, objective)
         for unit in units(objective.documents_per_unit):
-            out = _unit_loss(model, unit, objective, counts)
+            out = _unit_loss(model, unit, objective, counts, baseline=baseline)
             loss += out.item()
             if router is not None and routers is not None:
                 of_documents = routers.take_loss() / counts["documents"]
@@ -126,13 +130,28 @@ def _counts(objective: Objective) -> dict[str, int]:
     }
 
 
-def _unit_loss(model: nn.Module, unit: Sequence[int], objective: Objective, counts: Mapping[str, int]) -> torch.Tensor:
+@torch.no_grad()
+def _baseline(model: nn.Module, objective: Objective) -> float:
+    """z0 of KTO over all samples, else 0."""
+    if not objective.needs_baseline:
+        return 0.0
+    logps = [_log_probs(model, *sample).double().sum().item() for sample in mismatched_samples()]
+    return objective.baseline(sum(logps) - float(all_reference_log_probs()[SAMPLES:].sum()), SAMPLES)
+
+
+def _unit_loss(
+    model: nn.Module, unit: Sequence[int], objective: Objective, counts: Mapping[str, int], *, baseline: float
+) -> torch.Tensor:
     """The contribution of the samples of a unit to the mean loss over all samples (scalar)."""
     weights = torch.tensor([term.weight / counts[term.unit] for term in objective.terms], dtype=torch.float64)
     if isinstance(objective, ScoreObjective):
         rows = [torch.from_numpy(samples()[number][0]).long()[None] for number in unit]
         scores = torch.cat([model(input_ids=row, use_cache=False).logits.float() for row in rows])
         return objective.loss(scores, torch.from_numpy(targets()[[*unit]]), weights).loss
+    if isinstance(objective, Distillation):
+        return (
+            torch.stack([_divergence(model, number, objective) for number in unit]).sum() / counts["supervised_tokens"]
+        )
     logps = [_log_probs(model, *samples()[number]) for number in unit]
     if not isinstance(objective, DocumentObjective):
         return -torch.cat(logps).sum() / counts["supervised_tokens"]
@@ -142,15 +161,28 @@ def _unit_loss(model: nn.Module, unit: Sequence[int], objective: Objective, coun
         target=torch.from_numpy(targets()[[*unit]]),
         reference=torch.from_numpy(reference_log_probs()[[*unit]]),
     )
-    return objective.loss(documents, weights, weights.new_zeros(())).loss
+    return objective.loss(documents, weights, weights.new_tensor(baseline)).loss
 
 
 def _log_probs(model: nn.Module, ids: np.ndarray, labels: np.ndarray) -> torch.Tensor:
     """Log-probabilities of the supervised tokens of a sample in nats, fp32 [tokens]."""
+    logits, wanted = _supervised_logits(model, ids, labels)
+    return -functional.cross_entropy(logits, wanted, reduction="none")
+
+
+def _divergence(model: nn.Module, number: int, objective: Distillation) -> torch.Tensor:
+    """The loss of distillation, summed over the supervised tokens of a sample (scalar)."""
+    return objective.whole_loss(
+        *_supervised_logits(model, *samples()[number]), *soft_targets(objective.section)[number]
+    )
+
+
+def _supervised_logits(model: nn.Module, ids: np.ndarray, labels: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits, fp32 [tokens, vocabulary], and labels, int64 [tokens], of the supervised tokens of a sample."""
     logits = model(input_ids=torch.from_numpy(ids).long()[None], use_cache=False).logits[0].float()
-    targets = torch.from_numpy(labels).long()
-    logp = -functional.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="none")
-    return logp[targets != IGNORE_INDEX]
+    wanted = torch.from_numpy(labels).long()
+    is_supervised = wanted != IGNORE_INDEX
+    return logits[is_supervised], wanted[is_supervised]
 
 
 def _answer(model: Any, prompt: list[int]) -> list[int]:  # noqa: ANN401 - a causal LM
@@ -168,4 +200,8 @@ def mean_loss(folder: Path, dtype: torch.dtype, objective: Objective = SFT) -> f
     model = auto_class(objective).from_pretrained(folder, dtype=dtype, trust_remote_code=False).eval()
     counts = _counts(objective)
     with torch.no_grad():
-        return sum(_unit_loss(model, unit, objective, counts).item() for unit in units(objective.documents_per_unit))
+        baseline = _baseline(model, objective)
+        return sum(
+            _unit_loss(model, unit, objective, counts, baseline=baseline).item()
+            for unit in units(objective.documents_per_unit)
+        )

@@ -41,6 +41,7 @@ from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.quiet import quiet_packages, show_loading_as_phase
 from ds_finetune.selftest.cells import TINY_MODELS, Cell, enlarged_config, hf_config, objective_of, run_tree
 from ds_finetune.selftest.compare import compare_layout, write_model
+from ds_finetune.selftest.plain_teacher import with_teacher, write_teacher
 from ds_finetune.world import World, accelerate_choices
 
 Say = Callable[[str], None]
@@ -195,8 +196,11 @@ def _is_equal(case: LayoutCase, world: World, device: str, folder: Path, steps: 
     where = folder.parent / f"model-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     if world.rank == 0 and not where.exists():
         write_model(model, where, objective=objective)
+    config = _run_file(case, where, folder)
+    if world.rank == 0 and isinstance(config.objective, DistillObjective):
+        write_teacher(model, config.objective)
     all_gather_object(None)
-    comparison = compare_layout(_run_file(case, where, folder), world, device, folder, steps=steps)
+    comparison = compare_layout(config, world, device, folder, steps=steps)
     if comparison is not None:
         say(f"{'equal' if comparison.is_equal else 'WRONG'}  {case.name:44} {comparison.text()}")
     return all_gather_object(comparison)[0].is_equal  # type: ignore[union-attr]
@@ -204,7 +208,10 @@ def _is_equal(case: LayoutCase, world: World, device: str, folder: Path, steps: 
 
 def _run_file(case: LayoutCase, model_folder: Path, folder: Path) -> RunConfig:
     model = case.tree["model"] | {"path": str(model_folder)}
-    return RunConfig.model_validate(case.tree | {"model": model, "output_dir": str(folder)})
+    config = RunConfig.model_validate(case.tree | {"model": model, "output_dir": str(folder)})
+    if not isinstance(config.objective, DistillObjective):
+        return config
+    return config.model_copy(update={"objective": with_teacher(config.objective, model_folder)})
 
 
 def _standard_cases(world_size: int, families: Sequence[str], device: str) -> list[LayoutCase]:
@@ -232,7 +239,7 @@ def _standard_cases(world_size: int, families: Sequence[str], device: str) -> li
         cells += [Cell(families[0], stage, _ACCUMULATION, packing=True, precision=precision) for stage in (1, 3)]
     cells += [
         Cell(families[0], stage, _ACCUMULATION, packing=True, objective=name)
-        for stage, name in ((1, "dpo"), (3, "orpo"), (2, "kto"), (1, "reward"), (3, "classification"))
+        for stage, name in ((1, "dpo"), (3, "orpo"), (2, "kto"), (1, "reward"), (3, "classification"), (2, "distill"))
         if has_class(hf_config(families[0]), task_of(objective_of(name)))
     ]
     if FAMILIES[hf_config(families[0]).model_type].router is not None:
@@ -259,11 +266,6 @@ def _cases_of_run(config: RunConfig, world: World) -> list[LayoutCase]:
         raise ConfigError(
             f"selftest trains every weight, and lora.rank is {config.lora.rank}",
             hint="leave `lora` out to check the layout",
-        )
-    if isinstance(config.objective, DistillObjective):
-        raise ConfigError(
-            f"selftest has no plain loop for objective {config.objective.name}, which computes with a teacher",
-            hint="leave `objective` out to check the layout",
         )
     hub = read_hf_config(config.model.path, files=("*.json",))
     if hub.model_type not in TINY_MODELS:

@@ -2,16 +2,21 @@
 
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch import nn
 
-from ds_finetune.data.batches import Batch, BatchPlan, eval_batches, training_batches
+from ds_finetune.data.batches import Batch, BatchPlan, eval_baseline, eval_batches, training_batches
+from ds_finetune.data.mismatched import MismatchedAnswers
+from ds_finetune.data.scores import StoredScores, with_scores
 from ds_finetune.engine.collectives import all_gather_object
 from ds_finetune.engine.engine import Engine
+from ds_finetune.objectives.distill import Distillation
 from ds_finetune.objectives.objective import Objective, ScoreObjective
 from ds_finetune.plan.plan import Plan
-from ds_finetune.selftest.cells import reference_log_probs, rows
+from ds_finetune.selftest.cells import rows
+from ds_finetune.selftest.mismatched import all_reference_log_probs, mismatched_answers
 from ds_finetune.selftest.reference_loop import BETAS, LIMITS, LR, PROMPTS, Steps
 
 
@@ -29,7 +34,7 @@ def batch_plan(plan: Plan, objective: Objective | None = None) -> BatchPlan:
         row_len=plan.batch.max_seq_len if plan.batch.is_packed else None,
         multiple=plan.mesh.sp,
         documents_per_unit=objective.documents_per_unit if objective is not None else 0,
-        reference=reference_log_probs() if is_compared else None,
+        reference=all_reference_log_probs() if is_compared else None,
     )
 
 
@@ -57,7 +62,9 @@ def take_steps(engine: Engine, steps: int) -> Iterator[Steps]:
 def eval_loss(engine: Engine) -> float:
     """Mean loss over the samples."""
     every = rows(engine.plan.batch.is_packed, engine.objective.documents_per_unit)
-    evaluation = engine.evaluate(eval_batches(every, batch_plan(engine.plan, engine.objective)))
+    plan, mismatched = batch_plan(engine.plan, engine.objective), _mismatched(engine)
+    baseline = () if mismatched is None else eval_baseline(mismatched, plan)
+    evaluation = engine.evaluate(_with_scores(engine, eval_batches(every, plan)), baseline=baseline)
     assert evaluation is not None
     return evaluation.loss
 
@@ -65,7 +72,22 @@ def eval_loss(engine: Engine) -> float:
 def _whole_batch(engine: Engine) -> Batch:
     every = rows(engine.plan.batch.is_packed, engine.objective.documents_per_unit)
     plan = batch_plan(engine.plan, engine.objective)
-    return next(iter(training_batches(every, plan, start_step=0, total_rows=len(every))))
+    batches = training_batches(every, plan, start_step=0, total_rows=len(every), mismatched=_mismatched(engine))
+    return next(_with_scores(engine, batches))
+
+
+def _mismatched(engine: Engine) -> MismatchedAnswers | None:
+    """What KTO's z0 is computed from; None for other objectives."""
+    is_packed = engine.plan.batch.is_packed
+    return mismatched_answers(packing=is_packed) if engine.objective.needs_baseline else None
+
+
+def _with_scores(engine: Engine, batches: Iterator[Batch]) -> Iterator[Batch]:
+    """The batches with a teacher's stored distributions, where the objective reads such."""
+    objective = engine.objective
+    if not isinstance(objective, Distillation) or objective.section.scores is None:
+        return batches
+    return with_scores(batches, StoredScores.open(Path(objective.section.scores)))
 
 
 def first_moments(engine: Engine) -> dict[str, torch.Tensor]:

@@ -31,9 +31,13 @@ def length_notes(config: RunConfig, model: ModelPlan) -> tuple[str, ...]:
     tokens = longest_document(model.hf_config)
     if tokens is None:
         return ()
+    if model.indexer is not None and model.indexer.is_alone:
+        return (f"documents are attended to whole, also those longer than index_topk {tokens}: indexers alone train",)
     if config.train.max_seq_len > tokens and next(_limits(config, model), None) is None:
-        return (f"in documents longer than index_topk {tokens} the indexer chooses tokens; it is not trained",)
-    return (f"documents have at most index_topk {tokens} tokens and are attended to whole: the indexer is not run",)
+        trained = "not trained" if model.indexer is None else "trained"
+        return (f"in documents longer than index_topk {tokens} the indexer chooses tokens; it is {trained}",)
+    run = "not run" if model.indexer is None else "trained"
+    return (f"documents have at most index_topk {tokens} tokens and are attended to whole: the indexer is {run}",)
 
 
 def check_lengths(
@@ -57,8 +61,6 @@ def _limits(config: RunConfig, model: ModelPlan) -> Iterator[DocumentLimit]:
         if config.model.attention != "sdpa":
             given = f"with model.attention {config.model.attention}"
             yield DocumentLimit(tokens, given, "model.attention: sdpa", holds_for_answers=True)
-        if config.parallel.sp > 1:
-            yield DocumentLimit(tokens, f"with parallel.sp {config.parallel.sp}", "parallel.sp: 1")
         for layer in _first_layers_without_choice(model):
             given = f"where a stage of parallel.pp {config.parallel.pp} begins with layer {layer}, without an indexer"
             yield DocumentLimit(tokens, given, "parallel.pp: 1, or other parallel.pp_layers", holds_for_answers=True)

@@ -1,7 +1,7 @@
 """Evaluates held-out rows: their loss, and greedy answers to their prompts."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,24 +11,32 @@ from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.generation import GenerationLimits
 from ds_finetune.engine.results import HeldOutScores
 from ds_finetune.observers.evaluation import matches
+from ds_finetune.observers.samples import MOST_SAMPLES
 from ds_finetune.observers.stop_signals import StopSignals
 from ds_finetune.phase_line import PhaseLine
+from ds_finetune.runs.samples import Sample
 from ds_finetune.trainer.batches import batch_plan, eval_plan
 from ds_finetune.trainer.prepare import PreparedRun, mismatched_answers
 
 Scored = Callable[[], Mapping[str, HeldOutScores] | None]
 Answered = Callable[[], Mapping[str, float] | None]
+Collect = Callable[[Sequence[Sample]], None]
+"""Takes the first answers of an evaluation."""
 _ALL = "eval"
 """First part of the names of metrics over all held-out sets together."""
 
 
-def evaluation_functions(run: PreparedRun, engine: Engine, signals: StopSignals) -> tuple[Scored, Answered | None]:
+def evaluation_functions(
+    run: PreparedRun, engine: Engine, signals: StopSignals, *, collect: Collect | None = None
+) -> tuple[Scored, Answered | None]:
     """A function that evaluates the loss, and one that scores answers by exact match, or None without `eval.generate`.
+
+    The latter passes the first answers of each set to `collect`.
 
     Their results are by the first part of metric names: `eval` for all rows together, and `eval/NAME` for each set that
     has a name. Each function returns None where a signal ended it.
     """
-    evaluation = _HeldOutEvaluation(run, engine, signals)
+    evaluation = _HeldOutEvaluation(run, engine, signals, collect)
     return evaluation.scores, evaluation.exact_match if run.config.eval.generate.prompts else None
 
 
@@ -37,6 +45,7 @@ class _HeldOutEvaluation:
     run: PreparedRun
     engine: Engine
     signals: StopSignals
+    collect: Collect | None = None
 
     def scores(self) -> Mapping[str, HeldOutScores] | None:
         """Scores of each set, and of the rows of all sets together: each unit counts the same whatever its set."""
@@ -68,6 +77,8 @@ class _HeldOutEvaluation:
                 if ids is None:
                     return None
                 answers[name] = (self._texts(ids), self._texts([answer for _, answer in of_set]))
+        if self.collect is not None:
+            self.collect([sample for name in pairs for sample in self._samples(name, pairs[name], *answers[name])])
         shares = {name: matches(*of_set) for name, of_set in answers.items()}
         given, expected = ([text for of_set in answers.values() for text in of_set[side]] for side in (0, 1))
         return {_ALL: matches(given, expected), **shares}
@@ -80,6 +91,14 @@ class _HeldOutEvaluation:
     def _limits(self) -> GenerationLimits:
         inputs, generate = self.run.inputs, self.run.config.eval.generate
         return GenerationLimits(generate.max_new_tokens, inputs.stop_ids, inputs.pad_token_id)
+
+    def _samples(
+        self, name: str, pairs: Sequence[tuple[list[int], list[int]]], given: list[str], expected: list[str]
+    ) -> Iterator[Sample]:
+        """The first answers of a held-out set, with their prompts as the model sees them; a step is set later."""
+        rows = list(zip(pairs, given, expected, strict=True))[:MOST_SAMPLES]
+        for (prompt, _), answer, of_data in rows:
+            yield Sample(0, name, self.run.inputs.tokenizer.decode(prompt), answer, of_data)
 
     def _texts(self, answers: list[list[int]]) -> list[str]:
         return [self.run.inputs.tokenizer.decode(ids, skip_special_tokens=True) for ids in answers]

@@ -295,7 +295,8 @@ def model_lines(model: ModelPlan, plan: Plan) -> list[tuple[str, str]]:
     stages, teacher = plan.stage_lines(model.stages), teacher_lines(model, plan)
     routers = model.router.lines() if model.router is not None else []
     mtp = model.mtp.lines(model.hf_config) if model.mtp is not None else []
-    return [*_vocabulary_lines(model), *_score_lines(model), *stages, *routers, *lora, *mtp, *teacher]
+    indexers = model.indexer.lines() if model.indexer is not None else []
+    return [*_vocabulary_lines(model), *_score_lines(model), *stages, *routers, *indexers, *lora, *mtp, *teacher]
 
 
 def _score_lines(model: ModelPlan) -> list[tuple[str, str]]:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import ParamSpec, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from ds_finetune.checkpoint.saver import Saver
 from ds_finetune.config.schema import RunConfig
@@ -20,11 +21,12 @@ from ds_finetune.observers.load_watch import LoadWatch, load_advice
 from ds_finetune.observers.progress import ProgressLine
 from ds_finetune.observers.record import Observer, Resumable
 from ds_finetune.observers.router_metrics import RouterMetrics
+from ds_finetune.observers.samples import SampleFile
 from ds_finetune.observers.skipped import SkippedSteps
 from ds_finetune.observers.stop_signals import StopSignals
 from ds_finetune.observers.time_left import ANSWERS, EVALUATION, EXPORT, SAVE, TimeLeft
 from ds_finetune.observers.utilisation import Utilisation, peak_flops
-from ds_finetune.observers.writers import MetricsFile, Trackers
+from ds_finetune.observers.writers import MetricsFile, RankTimesFile, Trackers
 from ds_finetune.schedule import Duration
 from ds_finetune.trainer.evaluation import evaluation_functions
 from ds_finetune.trainer.exports import Exports, Say
@@ -49,7 +51,11 @@ class StartedRun:
     saver: Saver | None
     exports: Exports
     rank_progress: RankProgress
+    store: dist.Store
+    """Where the ranks met."""
     say: Say
+    log: Say
+    """Adds a line to the run's log without printing it."""
 
 
 def make_observers(started: StartedRun, signals: StopSignals) -> list[Observer]:
@@ -64,12 +70,13 @@ def make_observers(started: StartedRun, signals: StopSignals) -> list[Observer]:
     routers = _router_observers(started)
     observers += routers.values()
     resumable |= routers
+    samples = _sample_file(started)
     if started.run.inputs.held_out:
-        evaluation, best = _evaluation(started, left, signals)
+        evaluation, best = _evaluation(started, left, signals, samples)
         observers += [evaluation, best]
         resumable |= {"evaluation": evaluation, "best": best}
     restore_observers(resumable, started.resume_point)
-    observers += _expert_table(started)
+    observers += [*([] if samples is None else [samples]), *_expert_table(started)]
     if started.saver is not None:
         observers.append(_checkpointing(started, started.saver, left, signals, resumable))
     return [*observers, *(_writers(started, left) if started.engine.is_rank_zero else [])]
@@ -117,9 +124,20 @@ def _say_nothing(_: str) -> None:
     """Ranks other than zero print no lines."""
 
 
-def _evaluation(started: StartedRun, left: TimeLeft, signals: StopSignals) -> tuple[Evaluation, BestAndPatience]:
+def _sample_file(started: StartedRun) -> SampleFile | None:
+    """What keeps generated answers on rank zero; None where evaluations generate none."""
+    run = started.run
+    if not (run.inputs.held_out and run.config.eval.generate.prompts and started.engine.is_rank_zero):
+        return None
+    return SampleFile(run.output_dir / "samples.jsonl", started.say)
+
+
+def _evaluation(
+    started: StartedRun, left: TimeLeft, signals: StopSignals, samples: SampleFile | None
+) -> tuple[Evaluation, BestAndPatience]:
     config, progress = started.run.config, started.rank_progress
-    evaluate, exact_match = evaluation_functions(started.run, started.engine, signals)
+    collect = None if samples is None else samples.collect
+    evaluate, exact_match = evaluation_functions(started.run, started.engine, signals, collect=collect)
     evaluation = Evaluation(
         _evaluates_every(config),
         left.measure(EVALUATION, _in_phase(progress, "evaluation", evaluate)),
@@ -144,8 +162,9 @@ def _writers(started: StartedRun, left: TimeLeft) -> list[Observer]:
     settings = {"model": run.config.model.path, "lr": run.config.optim.lr}
     return [
         MetricsFile(run.output_dir / "metrics.jsonl", say),
+        *([RankTimesFile(run.output_dir / "ranks.jsonl", say)] if run.plan.world.world_size > 1 else []),
         Trackers.open(run.config.log.trackers, run.output_dir, settings, say),
-        ProgressLine(steps=run.schedule.steps, every=run.config.log.every, left=left),
+        ProgressLine(steps=run.schedule.steps, every=run.config.log.every, left=left, log=started.log),
     ]
 
 

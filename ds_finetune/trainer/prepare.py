@@ -65,7 +65,7 @@ def prepare_run(config: RunConfig, world: World) -> PreparedRun:
     plan = replace(plan, notes=(*plan.notes, *try_generic_type(config, model), *length_notes(config, model)))
     plan = freeze_parameters(plan, model)
     inputs = read_inputs(config, model)
-    _check_baseline(plan, inputs)
+    check_baseline(plan, inputs)
     estimate = estimate_model(config, plan, model)
     check_run_folder(config)
     check_run_disk(Path(config.output_dir), _disk_need(estimate, world))
@@ -83,7 +83,8 @@ def mismatched_answers(plan: Plan, objective: Objective, rows: PreparedRows) -> 
     return MismatchedAnswers(rows, seed=plan.seed, max_seq_len=batch.max_seq_len, is_packed=batch.is_packed)
 
 
-def _check_baseline(plan: Plan, inputs: RunInputs) -> None:
+def check_baseline(plan: Plan, inputs: RunInputs) -> None:
+    """DataError where the objective needs a baseline, and the rows have nothing to compute it from."""
     named = {"data.train": inputs.train, **{f"data.{name}": rows for name, rows in inputs.held_out.items()}}
     for name, rows in named.items():
         mismatched = None
@@ -101,7 +102,7 @@ def freeze_parameters(plan: Plan, model: ModelPlan) -> Plan:
 def freeze_unreached(plan: Plan, model: ModelPlan) -> Plan:
     """Freeze parameters that get no gradient from the loss, since weight decay would shrink them; a note names them.
 
-    In the model types of the family table these are indexers.
+    In the model types of the family table these are indexers, or all others where indexers are trained alone.
     """
     hf_config = model.hf_config
     family = family_of(hf_config.model_type)
@@ -109,7 +110,7 @@ def freeze_unreached(plan: Plan, model: ModelPlan) -> Plan:
         return plan
     if family.indexer is not None:
         every = build_meta_model(hf_config, model.task).named_parameters()
-        return _with_frozen(plan, tuple(name for name, _ in every if family.is_untrained(name)))
+        return _with_frozen(plan, tuple(name for name, _ in every if model.is_untrained(name)))
     if not family.is_generic:
         return plan
     decay = plan.optimizer.weight_decay
@@ -143,6 +144,11 @@ def freeze_routers(plan: Plan, model: ModelPlan) -> Plan:
 def estimate_model(config: RunConfig, plan: Plan, model: ModelPlan) -> RunEstimate:
     """What the run needs, from the shapes of the tensors that its ranks hold."""
     return estimate_run(config, plan, sizes_of(rank_tensors(plan, model), model.lora, model.teacher))
+
+
+def drawn_line(run: PreparedRun, drawn: tuple[str, ...]) -> str:
+    """What is printed where the parameters `drawn` were not loaded."""
+    return f"drawn from train.seed, since {run.inputs.model.path} lacks them: {patterns_of(drawn)}"
 
 
 def _disk_need(estimate: RunEstimate, world: World) -> DiskNeed:

@@ -50,13 +50,13 @@ def _shown_unit(rows: PreparedRows, number: int, tokenizer: PreTrainedTokenizerB
     """A document with its label, or both sides of a pair."""
     size = max(rows.kind.documents_per_unit, 1)
     for document in range(number * size, (number + 1) * size):
-        title = _title(rows, document)
+        title = document_title(rows, document)
         if title:
             yield Text(title, style="bold")
         yield mark_supervised(*rows.document(document), tokenizer)
 
 
-def _title(rows: PreparedRows, document: int) -> str:
+def document_title(rows: PreparedRows, document: int) -> str:
     """The line above a document; empty where there is nothing to say about it."""
     kind, target = rows.kind, float(rows.documents.targets[document])
     if kind.name == "pairs":
@@ -73,25 +73,37 @@ def _title(rows: PreparedRows, document: int) -> str:
 def mark_supervised(ids: list[int], mask: list[bool], tokenizer: PreTrainedTokenizerBase) -> Text:
     """A document as text, supervised text between OPEN and CLOSE and in colour."""
     text = Text()
+    for piece, is_supervised in marked_spans(ids, mask, tokenizer):
+        text.append(f"{OPEN}{piece}{CLOSE}" if is_supervised else piece, style="green" if is_supervised else "dim")
+    return text.append("\n")
+
+
+def marked_spans(ids: list[int], mask: list[bool], tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, bool]]:
+    """The texts of a document's spans, with whether their tokens are supervised."""
     start = 0
     for end in range(1, len(ids) + 1):
         if end < len(ids) and mask[end] == mask[start]:
             continue
-        piece = tokenizer.decode(ids[start:end])
-        text.append(f"{OPEN}{piece}{CLOSE}" if mask[start] else piece, style="green" if mask[start] else "dim")
+        yield tokenizer.decode(ids[start:end]), mask[start]
         start = end
-    return text.append("\n")
 
 
 def counts_table(rows: PreparedRows, config: RunConfig) -> Table:
     """A table of how many rows were read, dropped, truncated and split, and of documents, labels and tokens."""
     table = Table(title="counts", title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    for name, text in count_lines(rows, config):
+        table.add_row(name, text)
+    return table
+
+
+def count_lines(rows: PreparedRows, config: RunConfig) -> list[tuple[str, str]]:
+    """Names and texts of the counts of rows, documents, labels and tokens."""
     counts = rows.counts
     has_answers = rows.kind.name != "labelled"
     supervised = f", {counts.supervised / max(counts.tokens, 1):.1%} supervised" if has_answers else ""
     filled = f", {rows.fill_ratio(config.train.max_seq_len):.2%} filled" if config.data.packing else ", padded"
     cut = f"{counts.truncated:,} truncated, {counts.too_long_dropped:,} dropped, {counts.split:,} split"
-    lines = [
+    return [
         ("rows read", f"{counts.read:,}"),
         *([("dropped, no supervised tokens", f"{counts.nothing_supervised:,}")] if has_answers else []),
         (f"longer than {config.train.max_seq_len}", cut),
@@ -102,6 +114,3 @@ def counts_table(rows: PreparedRows, config: RunConfig) -> Table:
         ("tokens", f"{counts.tokens:,}{supervised}"),
         ("training rows", f"{len(rows):,}{filled}"),
     ]
-    for name, text in lines:
-        table.add_row(name, text)
-    return table

@@ -142,9 +142,9 @@ def prepare_run_folder(config: RunConfig, plan: Plan, *, after_step: int = 0, la
     """Return the run folder, which rank zero creates with `config.yaml` (alone enough to run again), `plan.json` and
     `deepspeed.json`.
 
-    Records of steps after `after_step` are removed from `metrics.jsonl`, because these steps are done again. `last`
-    is the record of step `after_step`. It is added where it is absent: the run was killed after that step's checkpoint
-    was saved and before its line was written.
+    Records of steps after `after_step` are removed from `metrics.jsonl`, `ranks.jsonl` and `samples.jsonl`, because
+    these steps are done again. `last` is the record of step `after_step`. It is added where it is absent: the run was
+    killed after that step's checkpoint was saved and before its line was written.
     """
     folder = Path(config.output_dir)
     if plan.world.rank:
@@ -152,6 +152,8 @@ def prepare_run_folder(config: RunConfig, plan: Plan, *, after_step: int = 0, la
     try:
         _write_settings(config, plan, folder)
         _remove_records(folder / "metrics.jsonl", after_step, last)
+        for name in ("ranks.jsonl", "samples.jsonl"):
+            _remove_records(folder / name, after_step, None)
     except OSError as full:
         reason = full.strerror or full
         raise OutputError(
@@ -169,15 +171,15 @@ def _write_settings(config: RunConfig, plan: Plan, folder: Path) -> None:
     (folder / "deepspeed.json").write_text(json.dumps(plan.deepspeed, indent=2) + "\n", encoding="utf-8")
 
 
-def _remove_records(metrics: Path, after_step: int, last: StepRecord | None) -> None:
-    if not metrics.exists():
+def _remove_records(file: Path, after_step: int, last: StepRecord | None) -> None:
+    if not file.exists():
         return
-    kept = [line for line in metrics.read_text(encoding="utf-8").splitlines() if _is_kept(line, after_step)]
+    kept = [line for line in file.read_text(encoding="utf-8").splitlines() if _is_kept(line, after_step)]
     if last is not None and all(json.loads(line)["step"] != last.step for line in kept):
         kept.append(line_of(last).rstrip("\n"))
-    rewritten = metrics.with_name("metrics.jsonl.aside")
+    rewritten = file.with_name(f"{file.name}.aside")
     rewritten.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-    rewritten.rename(metrics)
+    rewritten.rename(file)
 
 
 def _is_kept(line: str, after_step: int) -> bool:

@@ -8,19 +8,21 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
+import torch.distributed as dist
+
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.errors import RunError
 from ds_finetune.export.interruption import SignalInterruption
 from ds_finetune.export.verify.verify import VerificationResult
-from ds_finetune.model.unused_parameters import patterns_of
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.observers.stop_signals import StopSignals
 from ds_finetune.trainer.batches import run_batches
 from ds_finetune.trainer.exports import Exports, Say, verify_run_exports
 from ds_finetune.trainer.loop import run_steps, training_steps
 from ds_finetune.trainer.observers import StartedRun, make_observers
-from ds_finetune.trainer.prepare import PreparedRun, prepare_run
+from ds_finetune.trainer.prepare import PreparedRun, drawn_line, prepare_run
+from ds_finetune.trainer.profiling import profiled
 from ds_finetune.trainer.reference import complete_reference, find_reference
 from ds_finetune.trainer.resume import (
     check_not_past_end,
@@ -31,7 +33,8 @@ from ds_finetune.trainer.resume import (
     saved_record,
     start_saver,
 )
-from ds_finetune.trainer.run_dir import prepare_run_folder
+from ds_finetune.trainer.run_records import begin_run_folder, record_exports
+from ds_finetune.trainer.run_status import RunLog, StatusKeeper, keep_status
 from ds_finetune.trainer.startup import compile_operators, open_process_group, start_watchdog
 from ds_finetune.watchdog.monitor import Monitor
 from ds_finetune.world import World, check_deepspeed_hostfile
@@ -59,25 +62,30 @@ def train(config: RunConfig, *, announce: Announce, say: Say) -> Report:
 
     Rank zero calls `announce` once the run is prepared, before the model is built.
     """
-    began = time.monotonic()
+    began, log = time.monotonic(), RunLog(say)
     world = World.from_environment(os.environ)
     world.set_environment(os.environ)
     check_deepspeed_hostfile()
-    with SignalInterruption(signal.SIGINT) as interruption:
+    with SignalInterruption(signal.SIGINT) as interruption, keep_status(Path(config.output_dir), log) as status:
         with start_watchdog(config.watchdog, world, Path(config.output_dir)) as (monitor, store):
             run = prepare_run(config, world)
-            run = compile_operators(run, store, monitor, say)
+            run = compile_operators(run, store, monitor, log.say)
             if world.rank == 0:
                 announce(run)
             with open_process_group(run, store, monitor):
-                report = _train_and_export(run, monitor, say)
+                report = _train_and_export(run, store, monitor, log, status)
         verdicts: tuple[VerificationResult, ...] = ()
         if world.rank == 0 and not report.interrupted:
             verdicts = verify_run_exports(config, report.exports, interruption)
+            record_exports(report.output_dir, verdicts)
+        status.end_without_error(report.interrupted, "" if report.last is None else report.last.stop, verdicts)
     return replace(report, seconds=time.monotonic() - began, verdicts=verdicts)
 
 
-def _train_and_export(run: PreparedRun, monitor: Monitor, say: Say) -> Report:
+def _train_and_export(
+    run: PreparedRun, store: dist.Store, monitor: Monitor, log: RunLog, status: StatusKeeper
+) -> Report:
+    say = log.say
     resume_point = find_resume_point(run, say if run.plan.world.rank == 0 else _print_nothing)
     check_not_past_end(resume_point, steps=run.schedule.steps, duration=run.config.train.duration)
     reference = find_reference(run)
@@ -86,12 +94,12 @@ def _train_and_export(run: PreparedRun, monitor: Monitor, say: Say) -> Report:
     # Errors are reported first, by the innermost context: closing the others may wait for ranks that are gone.
     with engine_context as engine, start_saver(run, engine, resume_point) as saver, monitor.report_errors():
         if engine.drawn and engine.is_rank_zero:
-            say(f"drawn from train.seed, since {run.inputs.model.path} lacks them: {patterns_of(engine.drawn)}")
+            say(drawn_line(run, engine.drawn))
         with monitor.progress.during("reference"):
             run = complete_reference(run, engine, reference)
         exports = Exports(run, engine, say)
-        started = StartedRun(run, engine, resume_point, saver, exports, monitor.progress, say)
-        last, interrupted = train_steps(started)
+        started = StartedRun(run, engine, resume_point, saver, exports, monitor.progress, store, say, log.add)
+        last, interrupted = train_steps(started, status)
         written: tuple[Path, ...] = ()
         if run.config.export.at_end and not interrupted:
             with monitor.progress.during("export"):
@@ -104,7 +112,7 @@ def _train_and_export(run: PreparedRun, monitor: Monitor, say: Say) -> Report:
     return Report(last, run.output_dir, written, interrupted=interrupted)
 
 
-def train_steps(started: StartedRun) -> tuple[StepRecord | None, str]:
+def train_steps(started: StartedRun, status: StatusKeeper) -> tuple[StepRecord | None, str]:
     """Do the steps that are left; returns the last record, and the signal that ended the run, if one did.
 
     A signal to stop is obeyed after the step that is under way. Outside the steps there is nothing to save, so it ends
@@ -113,9 +121,10 @@ def train_steps(started: StartedRun) -> tuple[StepRecord | None, str]:
     run, engine, resume_point = started.run, started.engine, started.resume_point
     stream_position = resume_engine(run, engine, resume_point)
     due = interrupted_evaluation(resume_point, stream_position, steps=run.schedule.steps)
-    prepare_run_folder(
-        run.config,
-        run.plan,
+    begin_run_folder(
+        run,
+        started.rank_progress,
+        status,
         after_step=resume_point.progress.step - len(due),
         last=None if due else saved_record(resume_point),
     )
@@ -127,7 +136,8 @@ def train_steps(started: StartedRun) -> tuple[StepRecord | None, str]:
         observers = make_observers(started, signals)
         batches = run_batches(run, after=resume_point.progress, stream_position=stream_position)
         records = training_steps(engine, batches, run.schedule, after=resume_point.progress)
-        last = run_steps(chain(due, started.rank_progress.count_steps(records)), observers)
+        with profiled(records, started) as records:
+            last = run_steps(chain(due, started.rank_progress.count_steps(records)), observers)
         started.rank_progress.finish_steps()
         for observer in observers:
             observer.close()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ds_finetune.errors import RUN_ERROR_EXIT_CODE, USER_ERROR_EXIT_CODE
 from ds_finetune.process_messages import ProcessMessage
+from ds_finetune.runs.status import mark_ended
 from ds_finetune.watchdog.connection import CLOSED, UNREACHABLE, Connection, wait_readable
 from ds_finetune.watchdog.death_cause import (
     FOLDER,
@@ -306,6 +307,9 @@ class Coordinator(threading.Thread):
         )
         # Rank zero is told last, because this thread ends with its process.
         for rank in sorted(self._connections, reverse=True):
+            if rank == 0:
+                is_hang = ending.is_hang and (self._status_round is None or self._status_round.failure is None)
+                mark_ended(self._folder.parent, "hung" if is_hang else "failed", line)
             if rank == 0 and code != USER_ERROR_EXIT_CODE:
                 self._write_report(ending.report)
             self._connections[rank].send(ending)

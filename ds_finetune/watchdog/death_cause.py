@@ -13,14 +13,6 @@ FOLDER = "watchdog"
 _OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 
-def began_at(pid: int) -> str:
-    """Start time of a process in the kernel's ticks; empty where no process has that id, or there is no /proc."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return ""
-
-
 def record_kill(folder: Path, pid: int, began: str, why: str) -> None:
     """Record that this program is about to kill a process; `folder` is FOLDER in the run directory."""
     with suppress(OSError):

@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 from ds_finetune.errors import RUN_ERROR_EXIT_CODE, USER_ERROR_EXIT_CODE, RunError
 from ds_finetune.process_messages import ProcessMessage, decode, encode
+from ds_finetune.runs.processes import began_at, own_pid_namespace
+from ds_finetune.runs.status import mark_ended
 from ds_finetune.watchdog.connection import CLOSED, UNREACHABLE, Connection, listen, wait_readable
 from ds_finetune.watchdog.coordinator import (
     LOSSY_SECONDS,
@@ -25,7 +27,7 @@ from ds_finetune.watchdog.coordinator import (
     Coordinator,
 )
 from ds_finetune.watchdog.coordinator_address import coordinator_address
-from ds_finetune.watchdog.death_cause import FOLDER, began_at, why_killed
+from ds_finetune.watchdog.death_cause import FOLDER, why_killed
 from ds_finetune.watchdog.diagnosis import SILENT
 from ds_finetune.watchdog.messages import (
     CoordinatorLocation,
@@ -40,7 +42,7 @@ from ds_finetune.watchdog.messages import (
 from ds_finetune.watchdog.progress import RankProgress
 from ds_finetune.watchdog.report import FailureReport, RankProcess, RunEnding
 from ds_finetune.watchdog.run_secret import VARIABLE, agree_on_secret
-from ds_finetune.watchdog.stacks import StackFile, kill_process, own_pid_namespace
+from ds_finetune.watchdog.stacks import StackFile, kill_process
 from ds_finetune.world import World
 
 _COORDINATOR_KEY, _PREPARED_KEY = "watchdog/coordinator", "watchdog/prepared"
@@ -258,6 +260,7 @@ class Monitor(threading.Thread):
         line = f"{self._zero} {why}"
         with suppress(OSError), (self._folder / REPORT).open("x", encoding="utf-8") as report:
             report.write(f"{line}\n")
+        mark_ended(self._output_dir, "hung" if why == SILENT else "failed", line)
         # Each rank that sees rank zero's process kills it, because the ranks cannot agree on one of them.
         is_beside = self._zero.pid_namespace == self._pid_namespace and why != UNREACHABLE
         killers = {str(self._world.rank): [(self._zero.pid, self._zero.began)]} if is_beside else {}

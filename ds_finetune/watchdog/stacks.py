@@ -11,7 +11,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TextIO
 
-from ds_finetune.watchdog.death_cause import FOLDER, began_at, record_kill, stacks_path
+from ds_finetune.runs.processes import began_at
+from ds_finetune.watchdog.death_cause import FOLDER, record_kill, stacks_path
 from ds_finetune.watchdog.progress import RankStatus
 
 _CALLS = 10
@@ -75,15 +76,6 @@ class StackFile:
                 self.path.unlink()
             # This fails, and is ignored, while files of other ranks are in the folder.
             self.path.parent.rmdir()
-
-
-def own_pid_namespace() -> str:
-    """Identifies the PID namespace in which this process's id is valid: the machine's boot id and the namespace.
-
-    Two ranks with the same text can signal each other. Empty where there is no /proc.
-    """
-    boot_id, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
-    return f"{boot_id.read_text().strip()} {namespace.readlink()}" if boot_id.exists() and namespace.exists() else ""
 
 
 def kill_process(pid: int, began: str, *, folder: Path, why: str) -> None:

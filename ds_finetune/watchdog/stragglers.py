@@ -37,7 +37,7 @@ class Stragglers:
         self.hosts = self.hosts or all_gather_object(socket.gethostname())
         seconds = all_gather_scalar(statistics.median(list(self.progress.own_seconds)[-window:]))
         slowest, ratio = straggler(seconds)
-        record = record.with_values({"perf/straggler_ratio": ratio})
+        record = replace(record.with_values({"perf/straggler_ratio": ratio}), rank_seconds=tuple(seconds))
         if ratio < self.ratio or seconds[slowest] - statistics.median_low(seconds) < _NOTICEABLE_SECONDS:
             return record
         return replace(record, slow=f"rank {slowest} (host {self.hosts[slowest]}) {ratio:.1f}x the median")

@@ -2,9 +2,11 @@
 
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -35,10 +37,12 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, PreT
     return folder, models
 
 
-def answers(model: PreTrainedModel, folder: Path) -> list[tuple[float, int]]:
-    """Log-probability and number of tokens of every answer, the chosen one of each pair first."""
+def answers(model: PreTrainedModel, folder: Path, rows: Iterable[tuple[str, ...]] = PAIRS) -> list[tuple[float, int]]:
+    """Log-probability and number of tokens of every answer, the chosen one of each pair first; `rows` are a prompt and
+    its answers.
+    """
     tokenizer, found = AutoTokenizer.from_pretrained(folder / "model"), []
-    for prompt, *sides in PAIRS:
+    for prompt, *sides in rows:
         before = tokenizer.apply_chat_template(
             [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
         )
@@ -103,12 +107,52 @@ def test_simpo_compares_two_models(
         assert metrics["logp_chosen"][name] == pytest.approx(sum(logp for logp, _ in sides[::2]) / 4, rel=1e-4)
 
 
+@pytest.mark.parametrize("names", [("tuned", "base"), ("base", "tuned")])
+def test_kto_is_scored_with_z0_of_all_rows(
+    task: tuple[Path, dict[str, PreTrainedModel]], names: tuple[str, str]
+) -> None:
+    """One of the two directions has a z0 above 0."""
+    folder, models = task
+    rows = [(prompt, chosen if number % 3 else rejected) for number, (prompt, chosen, rejected) in enumerate(PAIRS)]
+    marks = [number % 3 > 0 for number in range(len(rows))]
+    marked = [
+        {"prompt": prompt, "completion": answer, "label": mark}
+        for (prompt, answer), mark in zip(rows, marks, strict=True)
+    ]
+    (folder / "marked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in marked))
+    # Each prompt with the answer of the next one in this order.
+    order = np.random.default_rng([0, 0, 1]).permutation(len(rows)).tolist()
+    mismatched = [(rows[one][0], rows[other][1]) for one, other in zip(order, [*order[1:], order[0]], strict=True)]
+    ratios, others = (
+        [mine[0] - base[0] for mine, base in zip(*(answers(models[name], folder, some) for name in names), strict=True)]
+        for some in (rows, mismatched)
+    )
+    z0 = max(0.0, sum(others) / len(others))
+    losses = [
+        1 - 1 / (1 + math.exp(-BETA * (ratio - z0) * (1 if mark else -1)))
+        for ratio, mark in zip(ratios, marks, strict=True)
+    ]
+    report = api.evaluate(
+        folder / names[0],
+        folder / "marked.jsonl",
+        baseline=folder / names[1],
+        objective={"name": "kto", "beta": BETA},
+    )
+    found = {name: metric.value for name, metric in report.metrics.items()}
+    assert found["kl"] == pytest.approx(z0, rel=1e-4, abs=1e-6)
+    assert found["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-4)
+    good = [BETA * ratio for ratio, mark in zip(ratios, marks, strict=True) if mark]
+    assert found["reward_good"] == pytest.approx(sum(good) / len(good), rel=1e-4)
+    assert report.counted.endswith(f"of {len(rows)} answers")
+    assert all(math.isfinite(number) for metric in report.metrics.values() for number in metric.interval)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"objective": "dpo"}, "objective dpo compares with a reference model, and there is no baseline"),
         ({"objective": "simpo", "extract": "text"}, "--extract text with objective simpo"),
-        ({"objective": "kto"}, "objective kto has neither a mean loss of tokens nor pairs"),
+        ({"objective": "kto"}, "objective kto compares with a reference model, and there is no baseline"),
         ({"objective": "reward"}, "objective reward has neither"),
     ],
 )

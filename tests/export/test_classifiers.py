@@ -34,6 +34,7 @@ from ds_finetune.families.table import family_of
 from ds_finetune.model.build import whole
 from ds_finetune.model.lora import factors_of, install_lora, is_adapter
 from ds_finetune.model.lora_plan import plan_lora
+from ds_finetune.model.score_config import set_padding_token
 from ds_finetune.trainer.run_dir import read_json
 from tests.export.classifiers import BOS, CLASSES, EOS, PAD, TEXTS, classifier, write_tokenizer
 from tests.export.test_folder import specs_of, tensors_of
@@ -281,10 +282,18 @@ REAL = (
     "models/stories260K",
 )
 
+PADDINGS = {
+    "tokenizers/deepseek-llm": "<|pad|>, a new token (100015), since the tokenizer's own",
+    "tokenizers/deepseek-r1-distill-qwen": "<|vision_pad|> (151654), since the tokenizer's own",
+    "models/stories260K": "<unk> (0), since",
+}
+
 
 @pytest.mark.parametrize("name", REAL)
 def test_a_pipeline_makes_the_tokens_of_training(name: str, shared_data: Path, tmp_path: Path) -> None:
-    """The tokens of training are those of the tokenizer and EOS, which none of these adds by itself."""
+    """The tokens of training are those of the tokenizer and EOS, which none of these adds by itself; the first has no
+    token to spare for padding.
+    """
     tokenizer = load_tokenizer(str(shared_data / name))
     eos = tokenizer.eos_token_id
 
@@ -292,10 +301,10 @@ def test_a_pipeline_makes_the_tokens_of_training(name: str, shared_data: Path, t
         return [*tokenizer(text if pair is None else f"{text}\n{pair}")["input_ids"], eos]
 
     files = {file.name: file for file in (shared_data / name).iterdir() if file.name in TOKENIZER_FILES}
-    unused = encode("x", None)[0]
     # Beside a qwen2 config transformers would take another tokenizer class for the sentencepiece model.
     family = "llama" if "stories" in name else "qwen2"
-    model = classifier(family, vocab_size=len(tokenizer), pad_token_id=unused, eos_token_id=eos)
+    model = classifier(family, vocab_size=len(tokenizer) + 5, pad_token_id=None, eos_token_id=eos)
+    assert set_padding_token(model.config, tokenizer).startswith(PADDINGS[name])
     config = model.config.to_dict()
     fitted = fit_tokenizer(tokenizer, files, encode, config=config)
     assert len(fitted.texts) == 8

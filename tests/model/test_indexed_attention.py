@@ -64,7 +64,7 @@ def test_queries_are_scored_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = _models("deepseek_v32_sparse", longest=48)
     positions = torch.arange(48)[None].expand(2, -1)
     whole = model.hidden(_ids(), positions, None)
-    monkeypatch.setattr(indexed_attention, "_SCORES", 48 * 16 * 7)
+    monkeypatch.setattr(indexed_attention, "SCORES_AT_ONCE", 48 * 16 * 7)
     assert torch.allclose(model.hidden(_ids(), positions, None), whole, atol=1e-5)
 
 

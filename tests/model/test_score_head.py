@@ -187,6 +187,9 @@ class Tokenizer:
     def get_added_vocab(self) -> dict[str, int]:
         return self._added
 
+    def get_vocab(self) -> dict[str, int]:
+        return {"<s>": 1, "</s>": 2, **self._added}
+
     def convert_ids_to_tokens(self, number: int) -> str:
         return f"<{number}>"
 
@@ -198,6 +201,8 @@ class Tokenizer:
         (Tokenizer(2, {"<|fim_pad|>": 9, "<|image|>": 7}), 9),
         (Tokenizer(None, {"<|reserved_1|>": 90, "<|reserved_0|>": 80}), 80),
         (Tokenizer(2, {"<|pad|>": 400}, unknown=3), 3),
+        (Tokenizer(2, {"<s>": 1, "<|User|>": 60}), 61),
+        (Tokenizer(None, {}), 3),
     ],
 )
 def test_padding_is_no_token_that_ends_documents(tokenizer: Any, wanted: int) -> None:
@@ -210,5 +215,9 @@ def test_padding_is_no_token_that_ends_documents(tokenizer: Any, wanted: int) ->
 def test_a_tokenizer_whose_only_padding_ends_documents_is_refused() -> None:
     config = config_of("llama")
     config.pad_token_id, config.eos_token_id = 4, [2, 4]
-    with pytest.raises(ModelError, match="no padding token but '<2>'"):
-        set_padding_token(config, Tokenizer(2, {"<s>": 1}))  # type: ignore[arg-type]
+    last = config.vocab_size - 1
+    with pytest.raises(ModelError, match=f"no padding token but '<2>'.*{last + 1} ids take all {last + 1}") as refused:
+        set_padding_token(config, Tokenizer(2, {"<|User|>": last}))  # type: ignore[arg-type]
+    assert refused.value.hint == (
+        'write "pad_token": "<|pad|>" in tokenizer_config.json and set model.resize_vocabulary: true'
+    )

@@ -9,7 +9,8 @@ import pytest
 
 from ds_finetune.errors import OutputError
 from ds_finetune.observers.expert_loads import busiest_rank_ratio, effective_experts, max_violations, num_dead_experts
-from ds_finetune.observers.expert_table import MOST_BYTES, ExpertTable, TableLayout, read_expert_table
+from ds_finetune.observers.expert_table import MOST_BYTES, ExpertTable, TableLayout
+from ds_finetune.runs.experts import read_expert_table
 from tests.running import files_of_at_most
 
 EVEN, SKEWED, ONE = [5, 5, 5, 5], [8, 4, 4, 0], [0, 16, 0, 0]

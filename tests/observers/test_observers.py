@@ -21,10 +21,12 @@ from ds_finetune.objectives.objective import TokenObjective
 from ds_finetune.observers.evaluation import BestAndPatience, Evaluation, matches
 from ds_finetune.observers.progress import ProgressLine
 from ds_finetune.observers.record import StepRecord
+from ds_finetune.observers.samples import SampleFile
 from ds_finetune.observers.time_left import EVALUATION, EXPORT, SAVE, TimeLeft
 from ds_finetune.observers.utilisation import Utilisation, peak_flops
 from ds_finetune.observers.writers import MetricsFile, Trackers, check_trackers
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.runs.samples import Sample
 from ds_finetune.trainer.evaluation import evaluation_functions
 from ds_finetune.trainer.loop import run_steps, step_values
 from ds_finetune.world import World
@@ -157,8 +159,9 @@ def test_metrics_file_is_json_also_for_nan(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "metrics.jsonl", pytest.fail)
     file.after_step(record(1))
     file.after_step(StepRecord(2, values(**{"train/grad_norm": math.inf}), notice="w on rank 0"))
+    file.after_step(StepRecord(3, values(), slow="rank 1 2.0x the median"))
     file.close()
-    first, second = (
+    first, second, third = (
         json.loads(line, parse_constant=lambda name: pytest.fail(name))
         for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
     )
@@ -168,6 +171,7 @@ def test_metrics_file_is_json_also_for_nan(tmp_path: Path) -> None:
         ["train/grad_norm"],
         "w on rank 0",
     )
+    assert third["slow"] == "rank 1 2.0x the median"
 
 
 def test_progress_lines_elsewhere_than_on_a_terminal() -> None:
@@ -250,6 +254,20 @@ def test_a_runs_evaluation_takes_the_limit() -> None:
     assert evaluate() == {"eval": [(0, 1), (2,)]}
     assert asked == [True, True], "each batch asks whether the run is to end"
     assert exact_match is None
+
+
+def test_answers_are_written_with_the_step_of_their_evaluation(tmp_path: Path) -> None:
+    file = SampleFile(tmp_path / "samples.jsonl", pytest.fail)
+    file.after_step(record(1))
+    file.collect([Sample(0, "eval", "1 + 1 =", "3", "2"), Sample(0, "eval/new", "a", "b", "b")])
+    file.after_step(record(2))
+    file.after_step(record(3))
+    file.close()
+    lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert lines == [
+        {"step": 2, "name": "eval", "prompt": "1 + 1 =", "answer": "3", "expected": "2"},
+        {"step": 2, "name": "eval/new", "prompt": "a", "answer": "b", "expected": "b"},
+    ]
 
 
 def test_progress_stays_in_place_on_a_terminal() -> None:

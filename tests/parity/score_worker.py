@@ -34,7 +34,7 @@ def main() -> None:
     world, device = World.from_environment(os.environ), choose_device()
     with process_group(world, device):
         for number, cell in enumerate(ScoreCell(**tree) for tree in cells):
-            config = RunConfig.model_validate(cell.tree(models / cell.family, out, ranks=world.world_size))
+            config = RunConfig.model_validate(cell.tree(models / cell.folder, out, ranks=world.world_size))
             plan = make_plan(config, world=world, device=device)
             with start_engine(plan, model_of(config)) as engine:
                 found = _run(engine, cell)

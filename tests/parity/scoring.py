@@ -19,6 +19,7 @@ from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.selftest.cells import Cell, run_tree
 from ds_finetune.selftest.reference_loop import adamw
 from tests.lora_twin import adapted, lora_tree
+from tests.parity.four_bit import TWIN, WIDE
 
 STEPS = 2
 NUMBER = 7
@@ -43,12 +44,24 @@ class ScoreCell:
     packing: bool
     axis: str = ""
     has_lora: bool = False
+    quantize: str = ""
+    """How the weights under the adapters are held: `nf4`, or as they are."""
+
+    @property
+    def folder(self) -> str:
+        """The folder of the base model."""
+        return WIDE if self.quantize else self.family
+
+    @property
+    def twin(self) -> str:
+        """The folder of a base model with the same weights that plain transformers can train adapters on."""
+        return TWIN if self.quantize else self.family
 
     @property
     def name(self) -> str:
         """A name for files and test ids."""
         parts = [self.objective, self.family, f"zero{self.stage}", f"acc{self.accumulation}", self.axis]
-        return "-".join([*parts, "packed" * self.packing, "lora" * self.has_lora])
+        return "-".join([*parts, "packed" * self.packing, "lora" * self.has_lora, self.quantize])
 
     @property
     def sharing(self) -> int:
@@ -70,7 +83,8 @@ class ScoreCell:
             "global_batch_size": GLOBAL_BATCH,
             "micro_batch_size": GLOBAL_BATCH // (dp * self.accumulation),
         }
-        lora = {"lora": lora_tree(self.family)} if self.has_lora else {}
+        quantize = {"quantize": self.quantize} if self.quantize else {}
+        lora = {"lora": lora_tree(self.family) | quantize} if self.has_lora else {}
         return tree | {"objective": OBJECTIVES[self.objective]} | lora
 
 
@@ -107,13 +121,15 @@ def _row(documents: list[np.ndarray], targets: list[float], *, first: int) -> Ro
 
 
 @cache
-def plain_steps(folder: Path, objective: str, has_lora: bool, score: tuple[tuple[float, ...], ...]) -> dict[str, Any]:
+def plain_steps(
+    folder: Path, objective: str, has_lora: bool, score: tuple[tuple[float, ...], ...], *, family: str
+) -> dict[str, Any]:
     """Losses, scores, and the gradients of the first step, of a plain loop that begins with the head `score`."""
     model = AutoModelForSequenceClassification.from_pretrained(
         folder, dtype=torch.float32, num_labels=OUTPUTS[objective]
     )
     if has_lora:
-        adapted(model, LoraConfig.model_validate(lora_tree(folder.name)), trained=False)
+        adapted(model, LoraConfig.model_validate(lora_tree(family)), trained=False)
         model.score.requires_grad_(True)
     model.score.weight.data.copy_(torch.tensor(score))
     optimizer = adamw(model)

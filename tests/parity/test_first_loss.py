@@ -3,28 +3,23 @@
 import json
 import math
 from dataclasses import asdict, replace
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_finetune.plan.combinations import STAGE_WITH_PARTITIONED_WEIGHTS
-from ds_finetune.selftest.cells import TINY_MODELS
 from tests.pairwise import each_value
+from tests.parity.four_bit import HAS_FOUR_BIT, WIDE, write_wide
 from tests.parity.objective_cells import Layout, layouts
 from tests.running import start, torchrun
 
 WORKER = Path(__file__).with_name("first_loss_worker.py")
-WIDE = "llama_wide"
-"""A model whose rows are whole blocks of weights in four bits."""
 ALL = [
     replace(layout, cell=replace(layout.cell, precision="bf16"))
     for layout in layouts(worlds=(2,))
     if layout.cell.stage or layout.cell.sharing * layout.cell.ep == 1
 ]
-if find_spec("bitsandbytes"):
+if HAS_FOUR_BIT:
     ALL += [
         replace(layout, cell=replace(layout.cell, family=WIDE), quantize="nf4")
         for layout in ALL
@@ -46,9 +41,7 @@ CHOSEN = each_value(
 @pytest.fixture(scope="module")
 def with_wide(models: Path) -> Path:
     """The tiny models, and the wide one among them."""
-    tree = TINY_MODELS["llama"] | {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
-    torch.manual_seed(11)
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(**tree)).float().save_pretrained(models / WIDE)
+    write_wide(models)
     return models
 
 

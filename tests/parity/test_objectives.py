@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,9 @@ from transformers import AutoModelForCausalLM
 
 from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.model.lora import weight_of
+from ds_finetune.selftest.cells import Cell
 from tests.pairwise import pairwise
+from tests.parity.four_bit import HAS_FOUR_BIT, TWIN, WIDE, write_wide
 from tests.parity.objective_cells import OBJECTIVES, Document, Layout, documents, layouts, mismatched_documents
 from tests.parity.reference import GRADIENT_TOLERANCE, relative
 from tests.running import start, torchrun
@@ -159,7 +162,7 @@ def _with_adapters(folder: Path, adapters: Mapping[str, torch.Tensor]) -> list[P
 
 def _assert_equals_plain_loop(layout: Layout, folder: Path, models: Path) -> None:
     result = torch.load(folder / f"{layout.name}.pt", weights_only=True)
-    model = models / layout.cell.family
+    model = models / (TWIN if layout.quantize else layout.cell.family)
     wanted = _with_adapters(model, result["adapters"]) if layout.has_lora else _full(model)
     for number, found in zip(layout.objectives, result["objectives"], strict=True):
         tree, plain = OBJECTIVES[number], wanted[number]
@@ -189,8 +192,19 @@ PAIRS = pairwise([layout for layout in ALL if layout.world < 4], _axes)
 """Every pair of values of two axes; the full product is behind the marker."""
 CHOSEN = [replace(layout, objectives=(0, 1 + number % 4, 5)) for number, layout in enumerate(PAIRS)]
 """DPO and KTO, which have sums of their own, and the other losses of pairs by turns."""
+FOUR_BIT = [
+    Layout(Cell(WIDE, stage, accumulation, packing), world, has_lora=True, quantize="nf4")
+    for stage, accumulation, packing, world in product((0, 1, 2), (1, 2), (True, False), (1, 2, 3))
+    if HAS_FOUR_BIT
+]
+CHOSEN += [
+    replace(layout, objectives=(0, 5))
+    for layout in FOUR_BIT
+    if (layout.cell.stage, layout.cell.accumulation, layout.cell.packing, layout.world) == (2, 2, True, 2)
+]
 REST = [layout for layout in ALL if layout not in PAIRS]
 REST += [replace(layout, objectives=tuple({*range(6)} - {*layout.objectives})) for layout in CHOSEN]
+REST += pairwise([layout for layout in FOUR_BIT if layout.name not in {one.name for one in CHOSEN}], _axes)
 
 
 def _ids(chosen: Sequence[Layout]) -> list[str]:
@@ -207,21 +221,28 @@ def _run(chosen: Sequence[Layout], models: Path, out: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def results(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _run(CHOSEN, models, tmp_path_factory.mktemp("objectives"))
+def with_wide(models: Path) -> Path:
+    """The tiny models, and one for weights in four bits among them."""
+    write_wide(models)
+    return models
 
 
 @pytest.fixture(scope="session")
-def rest(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _run(REST, models, tmp_path_factory.mktemp("objectives-rest"))
+def results(with_wide: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _run(CHOSEN, with_wide, tmp_path_factory.mktemp("objectives"))
+
+
+@pytest.fixture(scope="session")
+def rest(with_wide: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _run(REST, with_wide, tmp_path_factory.mktemp("objectives-rest"))
 
 
 @pytest.mark.parametrize("layout", CHOSEN, ids=_ids(CHOSEN))
-def test_objectives_equal_plain_loop(layout: Layout, results: Path, models: Path) -> None:
-    _assert_equals_plain_loop(layout, results, models)
+def test_objectives_equal_plain_loop(layout: Layout, results: Path, with_wide: Path) -> None:
+    _assert_equals_plain_loop(layout, results, with_wide)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", REST, ids=_ids(REST))
-def test_objectives_equal_plain_loop_in_other_layouts(layout: Layout, rest: Path, models: Path) -> None:
-    _assert_equals_plain_loop(layout, rest, models)
+def test_objectives_equal_plain_loop_in_other_layouts(layout: Layout, rest: Path, with_wide: Path) -> None:
+    _assert_equals_plain_loop(layout, rest, with_wide)

@@ -128,7 +128,6 @@ SPARSE = [
     )
     for family in INDEXED
     for row in (PLAIN, *TESTED_LAYOUTS)
-    if "sp" not in row.axes
     for stage, (packing, accumulation) in itertools.product(row.stages, ((True, 4), (False, 1)))
 ]
 """Most documents are longer than `index_topk`."""

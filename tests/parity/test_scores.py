@@ -16,6 +16,7 @@ from ds_finetune.objectives.classification import Regression
 from ds_finetune.plan.combinations import TESTED_LAYOUTS
 from ds_finetune.selftest.cells import hf_config
 from tests.pairwise import each_value, pairwise
+from tests.parity.four_bit import HAS_FOUR_BIT, write_wide
 from tests.parity.reference import GRADIENT_TOLERANCE, LOSS_TOLERANCE, relative
 from tests.parity.scoring import OBJECTIVES, ScoreCell, examples, plain_steps, save_base
 from tests.running import start, torchrun
@@ -42,6 +43,12 @@ ALL: list[Run] = [
     for cell in [ScoreCell(*values)]
     for world in (1, 2, 3, 4)
     if _is_run(cell, world)
+] + [
+    (ScoreCell(objective, "llama", stage, accumulation, packing, has_lora=True, quantize="nf4"), world)
+    for objective, stage, accumulation, packing, world in itertools.product(
+        OBJECTIVES, (0, 1, 2), (1, 2), (False, True), (1, 2, 3)
+    )
+    if HAS_FOUR_BIT
 ]
 
 
@@ -63,6 +70,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bases")
     for family in FAMILIES:
         save_base(hf_config(family), folder / family)
+    write_wide(folder)
     return folder
 
 
@@ -88,7 +96,8 @@ def _check(run: Run, results: Path, bases: Path) -> None:
     cell, world = run
     result = torch.load(results / f"{cell.name}-world={world}.pt", weights_only=True)
     head = result["head"]["score.weight"]
-    wanted = plain_steps(bases / cell.family, cell.objective, cell.has_lora, tuple(map(tuple, head.tolist())))
+    rows = tuple(map(tuple, head.tolist()))
+    wanted = plain_steps(bases / cell.twin, cell.objective, cell.has_lora, rows, family=cell.family)
     losses = [step["metrics"]["loss"] for step in result["steps"]]
     assert losses[0] == pytest.approx(wanted["losses"][0], abs=LOSS_TOLERANCE)
     assert losses == pytest.approx(wanted["losses"], rel=GRADIENT_TOLERANCE)
@@ -137,6 +146,6 @@ def test_the_head_is_the_same_in_every_layout(results: Path, bases: Path) -> Non
     heads: dict[tuple[Any, ...], list[torch.Tensor]] = {}
     for cell, world in CHOSEN:
         found: dict[str, Any] = torch.load(results / f"{cell.name}-world={world}.pt", weights_only=True)
-        heads.setdefault((cell.objective, cell.family), []).append(found["head"]["score.weight"])
+        heads.setdefault((cell.objective, cell.folder), []).append(found["head"]["score.weight"])
     assert any(len(same) > 1 for same in heads.values())
     assert all(torch.equal(head, same[0]) for same in heads.values() for head in same)

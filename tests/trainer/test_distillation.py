@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.same_run import changes_since_checkpoint
@@ -27,6 +26,7 @@ from ds_finetune.trainer.resume import inputs_of
 from ds_finetune.trainer.teach import teach
 from ds_finetune.world import World
 from tests.running import start, tiny_task, torchrun
+from tests.teachers import write_teacher
 
 ALONE = World(0, 1, 0, 1, "a test")
 TOP_K = 7
@@ -37,19 +37,9 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the tiny task, a teacher of another family for it, and the teacher's scores."""
     folder = tmp_path_factory.mktemp("task")
     run_file = tiny_task(folder, eval={"every": "2 steps"}, export={"at_end": False})
-    _write_teacher(folder / "teacher", folder / "model")
+    write_teacher(folder / "teacher", folder / "model")
     teach(read_config(run_file), str(folder / "teacher"), folder / "scores", top_k=TOP_K, say=print)
     return folder
-
-
-def _write_teacher(folder: Path, model: Path, **changes: Any) -> None:
-    vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
-    sizes = {"vocab_size": vocabulary, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 1}
-    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "initializer_range": 0.3} | changes
-    torch.manual_seed(3)
-    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes)).save_pretrained(folder)
-    for file in model.glob("tokenizer*"):
-        shutil.copy(file, folder)
 
 
 def _run_file(task: Path, name: str, objective: dict[str, Any] | None, **changes: Any) -> Path:
@@ -148,10 +138,10 @@ def test_other_rows_and_vocabularies_are_refused_with_both_values(task: Path, tm
     longer = _run_file(task, "longer", scores, data={"train": str(task / "eval.jsonl")})
     with pytest.raises(FinetuneError, match=r"are of another training rows: \w{16} there, \w{16} in this run"):
         _prepared(longer)
-    _write_teacher(tmp_path / "large", task / "model", vocab_size=4000)
+    write_teacher(tmp_path / "large", task / "model", vocab_size=4000)
     with pytest.raises(FinetuneError, match="has a vocabulary of 4000 tokens, and the model one of"):
         _prepared(_run_file(task, "large", {"teacher": str(tmp_path / "large")}))
-    _write_teacher(tmp_path / "renamed", task / "model")
+    write_teacher(tmp_path / "renamed", task / "model")
     file = tmp_path / "renamed" / "tokenizer.json"
     tree = json.loads(file.read_text())
     tokens = tree["model"]["vocab"]

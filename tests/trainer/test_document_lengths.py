@@ -41,11 +41,11 @@ def _read(config: RunConfig, mesh: Mesh = ONE_RANK) -> tuple[str, ...]:
     [
         (
             "deepseek_v32",
-            Mesh(0, 1, sp=2),
-            {"parallel": {"sp": 2}},
+            ONE_RANK,
+            EAGER,
             "data.train: 31 of 32 documents are longer than index_topk 24, the longest has 31 tokens, and sparse "
-            "attention with parallel.sp 2 is not tested",
-            "set parallel.sp: 1; or train.max_seq_len: 24, and longer documents are cut, split or dropped",
+            "attention with model.attention eager is not tested",
+            "set model.attention: sdpa; or train.max_seq_len: 24, and longer documents are cut, split or dropped",
         ),
         (
             "glm_moe_dsa",
@@ -74,7 +74,7 @@ def _read(config: RunConfig, mesh: Mesh = ONE_RANK) -> tuple[str, ...]:
             "set model.attention: sdpa, or fewer max_new_tokens",
         ),
     ],
-    ids=["sp", "pp", "streamed", "generated"],
+    ids=["eager", "pp", "streamed", "generated"],
 )
 def test_longer_documents_are_refused_where_the_indexer_is_not_run(
     family: str, mesh: Mesh, sections: dict[str, Any], words: str, hint: str, tmp_path: Path
@@ -93,6 +93,17 @@ def test_the_plan_says_whether_the_indexer_is_run(tmp_path: Path) -> None:
     (note,) = _read(read_config(_run_file(tmp_path / "short", **EAGER | short)))
     assert note == "documents have at most index_topk 24 tokens and are attended to whole: the indexer is not run"
     assert _read(read_config(tiny_task(tmp_path / "v3"))) == ()
+
+
+def test_the_plan_says_how_indexers_are_trained(tmp_path: Path) -> None:
+    (note,) = _read(read_config(_run_file(tmp_path / "sparse", indexer={"train": True})))
+    assert note == "in documents longer than index_topk 24 the indexer chooses tokens; it is trained"
+    dense = {"indexer": {"train": True, "stage": "dense_warmup"}}
+    (note,) = _read(read_config(_run_file(tmp_path / "dense", **dense)))
+    assert note == "documents are attended to whole, also those longer than index_topk 24: indexers alone train"
+    short = {"data": {"packing": True} | CUT, "train": {"max_seq_len": LIMIT}}
+    (note,) = _read(read_config(_run_file(tmp_path / "short", indexer={"train": True}, **short)))
+    assert note == "documents have at most index_topk 24 tokens and are attended to whole: the indexer is trained"
 
 
 def test_rows_may_be_longer_than_documents(tmp_path: Path) -> None:

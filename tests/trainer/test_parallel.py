@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ds_finetune.observers.expert_table import read_expert_table
+from ds_finetune.runs.experts import read_expert_table
 from ds_finetune.trainer.run_dir import read_json
 from tests.running import metrics, start, tiny_task, torchrun
 

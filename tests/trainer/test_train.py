@@ -21,7 +21,9 @@ from ds_finetune.console import show_plan
 from ds_finetune.demo import write_demo
 from ds_finetune.export.folder import has_same_weights
 from ds_finetune.export.verify.record import ExportRecord
+from ds_finetune.runs.folder import RunFolder
 from ds_finetune.trainer.prepare import prepare_run
+from ds_finetune.trainer.run_dir import read_json
 from ds_finetune.world import World
 from tests.running import metrics, start, tiny_task, torchrun
 
@@ -72,6 +74,13 @@ def test_the_run_folder_holds_what_it_should(finished: Path) -> None:
         "deepspeed.json",
         "metrics.jsonl",
         "experts.bin",
+        "samples.jsonl",
+        "starts.jsonl",
+        "status.json",
+        "log.txt",
+        "ranks.jsonl",
+        "data.json",
+        "exports.json",
         "tensorboard",
         "base",
         "checkpoints",
@@ -85,6 +94,32 @@ def test_the_run_folder_holds_what_it_should(finished: Path) -> None:
     assert {"eval/perplexity", "eval/accuracy", "eval/exact_match"} <= records[-1].keys()
     assert list((run / "tensorboard").rglob("events*"))
     assert read_config(run / "config.yaml").train.duration == "2 epochs"
+
+
+def test_a_run_records_its_start_its_data_its_answers_and_its_verified_exports(finished: Path) -> None:
+    run = finished / "run"
+    (start,) = map(json.loads, (run / "starts.jsonl").read_text().splitlines())
+    assert (start["after_step"], start["steps"], start["ranks"]) == (0, 8, 2)
+    assert start["versions"]["torch"] == torch.__version__
+    data = json.loads((run / "data.json").read_text())
+    spans = data["samples"][0]["spans"]
+    assert {is_supervised for _, is_supervised in spans} == {True, False}
+    assert "<|assistant|>" in spans[0][0]
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert {sample["step"] for sample in samples} == {4, 8}
+    assert [export["folder"] for export in read_json(run / "exports.json")["exports"]] == ["export", "export-best"]
+
+
+def test_a_run_records_its_end_its_log_and_the_step_times_of_its_ranks(finished: Path) -> None:
+    run = RunFolder(finished / "run")
+    status = run.status
+    assert (status.state, status.step, status.steps, status.ranks) == ("finished", 8, 8, 2)
+    lines = [line[21:] for line in run.log_tail().splitlines()]
+    assert lines[-1] == "finished"
+    assert sum(line.startswith("step ") for line in lines) == 8
+    times = [json.loads(line) for line in (run.path / "ranks.jsonl").read_text().splitlines()]
+    assert [time["step"] for time in times] == [6, 7, 8], "the first step counts in none, and a median needs five"
+    assert all(len(time["seconds"]) == 2 and min(time["seconds"]) > 0 for time in times)
 
 
 def test_weights_of_the_last_and_best_step_are_written_once_and_verified_twice(finished: Path) -> None:

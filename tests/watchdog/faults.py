@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ds_finetune.runs.status import RunStatus, seen_status
 from tests.conftest import ROOT
 from tests.forks import Forked, Forkserver
 from tests.running import tiny_task
@@ -32,6 +33,11 @@ class Faulty:
     def report(self) -> str:
         """The report of the watchdog."""
         return (self.folder / "run" / "watchdog" / "report.txt").read_text()
+
+    @property
+    def status(self) -> RunStatus:
+        """The state of the run as an observer sees it, and why."""
+        return seen_status(self.folder / "run")
 
     def stacks(self, rank: int) -> str:
         """StackFile of a rank."""

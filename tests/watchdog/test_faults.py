@@ -24,6 +24,7 @@ def test_a_rank_that_is_killed(tmp_path: Path) -> None:
     assert done.seconds[0] < GIVEN_SECONDS
     assert "rank 1 (host" in done.report
     assert "ended without a message: its process was killed by a signal" in done.report
+    assert (done.status.state, done.status.reason) == ("failed", done.report.splitlines()[0])
     assert "error: rank 1 (host" in done.printed[0]
     assert "Traceback" not in done.printed[0]
 
@@ -34,6 +35,7 @@ def test_a_rank_that_sleeps_before_a_collective(tmp_path: Path) -> None:
     assert all(LIMIT_SECONDS < each < LIMIT_SECONDS + GIVEN_SECONDS for each in done.seconds)
     assert done.report.startswith("rank 1 (host")
     assert "rank 0 (host" in done.report
+    assert (done.status.state, done.status.reason) == ("hung", done.report.splitlines()[0])
     assert re.search(r"waits in all_reduce of \d+ elements", done.report)
     assert "faulty.py" in done.stacks(1)
     assert " in sleep" in done.stacks(1)

@@ -25,6 +25,23 @@ class _AllToAll(torch.autograd.Function):
         return ctx.sp_group.all_to_all(grad), None
 
 
+class _GatherTokens(torch.autograd.Function):
+    """`SequenceParallelGroup.gather_tokens`; in backward each rank gets the sum of all ranks' gradients of its
+    tokens.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, shard: torch.Tensor, sp_group: "SequenceParallelGroup") -> torch.Tensor:  # noqa: ANN401
+        ctx.sp_group = sp_group
+        shards = [torch.empty_like(shard, memory_format=torch.contiguous_format) for _ in range(sp_group.size)]
+        dist.all_gather(shards, shard.contiguous(), group=sp_group.group)
+        return torch.cat(shards, dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ANN401
+        return ctx.sp_group.shard(ctx.sp_group.all_reduce(grad)), None
+
+
 class SequenceParallelGroup(RankGroup):
     """Ranks that share rows; rank i holds the i-th of equal shards of each row's tokens."""
 
@@ -42,8 +59,12 @@ class SequenceParallelGroup(RankGroup):
         return total
 
     def shard(self, rows: torch.Tensor) -> torch.Tensor:
-        """This rank's tokens of `rows` [batch, tokens]."""
+        """This rank's tokens of `rows` [batch, tokens, ...]."""
         return rows.chunk(self.size, dim=1)[self.group_rank]
+
+    def gather_tokens(self, shard: torch.Tensor) -> torch.Tensor:
+        """From this rank's tokens [batch, tokens / ranks, ...] to all tokens [batch, tokens, ...]."""
+        return _GatherTokens.apply(shard, self)  # type: ignore[no-any-return]
 
     def gather_tokens_scatter_heads(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """From this rank's tokens of all heads [batch, heads, tokens, width] to all tokens of this rank's heads, in one

@@ -1,0 +1,57 @@
+"""Names the phases of a step while it is profiled, by wrapping methods of one engine; outside nothing is wrapped."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from ds_finetune.engine.engine import Engine
+from ds_finetune.engine.whole_tensors import named_parameters
+from ds_finetune.patches.foreign import replaced
+
+STEP, FORWARD, BACKWARD, OPTIMIZER, EVALUATION, OFFLOAD = (
+    "step",
+    "forward",
+    "backward",
+    "optimizer",
+    "evaluation",
+    "offload",
+)
+Wrap = Callable[[str, Callable[..., Any]], Callable[..., Any]]
+"""From a phase and a function to the same function, whose calls are recorded as that phase."""
+_OWN = {
+    "step": STEP,
+    "_forward": FORWARD,
+    "_log_probs": FORWARD,
+    "_step_optimizer": OPTIMIZER,
+    "evaluate": EVALUATION,
+    "generate": EVALUATION,
+}
+_DEEPSPEED = {"backward": BACKWARD, "step": OPTIMIZER}
+_OPTIMIZER_SWAPS = ("swap_in_optimizer_state", "swap_out_optimizer_state", "swap_out_gradients")
+_PARAMETER_SWAPS = ("swap_in", "synchronize_reads", "swap_out_and_release", "swap_out_partitioned_params")
+"""Methods of DeepSpeed's swappers to NVMe (0.19.8, runtime/swap_tensor/)."""
+
+
+@contextmanager
+def wrapped_phases(engine: Engine, wrap: Wrap) -> Iterator[None]:
+    """While open, `wrap(phase, function)` replaces the methods of `engine` in which a step's phases take place."""
+    places = [
+        *((engine, name, phase) for name, phase in _OWN.items()),
+        *((engine._ds, name, phase) for name, phase in _DEEPSPEED.items()),
+        *((swapper, name, OFFLOAD) for swapper, names in _swappers(engine) for name in names if hasattr(swapper, name)),
+    ]
+    with ExitStack() as stack:
+        for owner, name, phase in places:
+            stack.enter_context(replaced(owner, name, wrap(phase, getattr(owner, name))))
+        yield
+
+
+def _swappers(engine: Engine) -> Iterator[tuple[object, tuple[str, ...]]]:
+    """DeepSpeed's swappers to NVMe, with the methods that move data; none without offload to NVMe."""
+    optimizer = getattr(engine._ds.optimizer, "optimizer_swapper", None)
+    if optimizer is not None:
+        yield optimizer, _OPTIMIZER_SWAPS
+    params = (param for _, param in named_parameters(engine._ds.module))
+    swapper = next((found for param in params if (found := getattr(param, "nvme_swapper", None))), None)
+    if swapper is not None:
+        yield swapper, _PARAMETER_SWAPS

@@ -1,0 +1,1 @@
+"""Several runs of one run file: sweeps, tests of learning rates, and comparisons of ranks and layouts."""

@@ -1,0 +1,114 @@
+"""Runs several jobs at once, one on each place, until none is left, or a signal or a failure ends them."""
+
+import signal
+import time
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ds_finetune.errors import INTERRUPTED_EXIT_CODE
+from ds_finetune.experiments.child_run import ChildRun
+from ds_finetune.experiments.places import Place
+
+_POLL_SECONDS = 0.2
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class ExperimentJob:
+    """One run of an experiment: what is started, and what follows from its metrics and its end."""
+
+    @property
+    @abstractmethod
+    def folder(self) -> Path:
+        """Folder of the job."""
+
+    @abstractmethod
+    def run_file(self) -> str:
+        """Text of the run file."""
+
+    def started(self, child: ChildRun) -> None:
+        """Called once the run was started."""
+
+    def progressed(self, child: ChildRun) -> None:
+        """Called now and then while it runs."""
+
+    @abstractmethod
+    def ended(self, child: ChildRun, code: int) -> None:
+        """Called when it has ended."""
+
+
+_Running = dict[int, tuple[ExperimentJob, ChildRun]]
+"""Jobs and their runs by process id."""
+
+
+class JobsInterruptedError(Exception):
+    """A signal came; all runs have saved and ended."""
+
+
+def run_jobs(jobs: Iterator[ExperimentJob], places: list[Place]) -> None:
+    """Run all jobs; the iterator is asked for the next one when a place is free.
+
+    On SIGINT, SIGTERM or SIGHUP the runs save and end, no job is told of its end, and JobsInterruptedError is raised.
+    Where the iterator or a job raises an error, the runs save and end as well.
+    """
+    free, running = list(places), _Running()
+    with _signals() as received:
+        try:
+            while _start_jobs(jobs, free, running) or running:
+                free += _look_at(running, received)
+        finally:
+            _stop_all([child for _, child in running.values()])
+
+
+def _start_jobs(jobs: Iterator[ExperimentJob], free: list[Place], running: _Running) -> bool:
+    """Start a job on each free place, which leaves `free`; returns whether the iterator had one for each."""
+    while free:
+        job = next(jobs, None)
+        if job is None:
+            return False
+        child = ChildRun(job.folder, job.run_file(), free.pop())
+        running[child.process.pid] = job, child
+        job.started(child)
+    return True
+
+
+def _look_at(running: _Running, received: list[int]) -> list[Place]:
+    """Wait a moment; places of the runs that have ended, which leave `running`. JobsInterruptedError after a signal."""
+    time.sleep(_POLL_SECONDS)
+    if received:
+        raise JobsInterruptedError
+    left = []
+    for pid, (job, child) in list(running.items()):
+        code = child.exit_code()
+        job.progressed(child)
+        if code is not None:
+            del running[pid]
+            left.append(child.place)
+            job.ended(child, code)
+    return left
+
+
+def _stop_all(children: list[ChildRun]) -> None:
+    for child in children:
+        child.stop()
+    for child in children:
+        child.process.wait()
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """A list to which signals are appended when they arrive."""
+    received: list[int] = []
+    handled = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda got, _: received.append(got)) for number in handled}
+    try:
+        yield received
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+def is_interrupted(code: int) -> bool:
+    """Whether a run that exited with `code` has saved after a signal."""
+    return code == INTERRUPTED_EXIT_CODE

@@ -1,0 +1,226 @@
+"""One run folder, as a reader finds it: written by another process, by another version, half removed, or no run at all.
+
+Nothing here raises for what is in the folder; what cannot be read is absent, and `RunFolder.problems` names it.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from numpy.typing import NDArray
+
+from ds_finetune.checkpoint.files import MANIFEST, STATE, complete_steps, step_name
+from ds_finetune.runs.experts import read_expert_table
+from ds_finetune.runs.metrics import METRICS
+from ds_finetune.runs.samples import SAMPLES, Sample, read_samples
+from ds_finetune.runs.status import STATUS, RunStatus, read_object, seen_status
+
+CONFIG, PLAN, EXPERTS, LOG, RANK_TIMES = "config.yaml", "plan.json", "experts.bin", "log.txt", "ranks.jsonl"
+STARTS = "starts.jsonl"
+REPORT = "watchdog/report.txt"
+_MOST_CONFIG_BYTES = 2**20
+_MOST_DEPTH, _MOST_RUNS = 4, 1_000
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A complete checkpoint of a run: its step, bytes and `eval/loss`, where that was known."""
+
+    step: int
+    num_bytes: int
+    eval_loss: float | None
+
+
+class RunFolder:
+    """The run in `path`; files that lie outside `within` are not read, also where a symbolic link leads there."""
+
+    def __init__(self, path: Path, *, within: Path | None = None) -> None:
+        self.path = path
+        self.within = (path if within is None else within).resolve()
+        self.problems: list[str] = []
+
+    @property
+    def name(self) -> str:
+        """The path of the run below `within`, or its own name."""
+        relative = os.path.relpath(self.path.absolute(), self.within)
+        return self.path.resolve().name if relative == "." else relative
+
+    def file(self, name: str) -> Path | None:
+        """A regular file of the run that may be read; None where there is none."""
+        path = self.path / name
+        with suppress(OSError, RuntimeError):
+            if not path.is_file():
+                return None
+            if path.resolve().is_relative_to(self.within):
+                return path
+            self._note(f"{name} is a link to a file outside of {self.within}, and not read")
+        return None
+
+    @property
+    def status(self) -> RunStatus:
+        """What the run is doing, or how it ended."""
+        if os.path.lexists(self.path / STATUS) and self.file(STATUS) is None:
+            return RunStatus("unknown", f"{STATUS} is no file of this folder")
+        return seen_status(self.path)
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The resolved run file as it is written, perhaps of another version; empty where it cannot be read."""
+        text = self._text(CONFIG, _MOST_CONFIG_BYTES)
+        if text is None:
+            return {}
+        try:
+            tree = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        except (yaml.YAMLError, RecursionError, ValueError) as error:
+            self._note(f"{CONFIG} is no YAML: {str(error).splitlines()[0]}")
+            return {}
+        return tree if isinstance(tree, dict) else {}
+
+    @property
+    def plan(self) -> Mapping[str, Any]:
+        """Names and texts of `plan.json`."""
+        return {} if (path := self.file(PLAN)) is None else read_object(path)
+
+    @property
+    def starts(self) -> list[Mapping[str, Any]]:
+        """What each start of the run has recorded (trainer/run_records.py), the first one first."""
+        found = []
+        for line in (self._text(STARTS, _MOST_CONFIG_BYTES) or "").splitlines():
+            with suppress(ValueError, RecursionError):
+                found.append(json.loads(line))
+        return [start for start in found if isinstance(start, dict)]
+
+    @property
+    def versions(self) -> Mapping[str, str]:
+        """Versions of the packages of the run: of its last start, or else of its last checkpoint."""
+        if self.starts and isinstance(versions := self.starts[-1].get("versions"), dict):
+            return {str(name): str(text) for name, text in versions.items()}
+        for checkpoint in reversed(self.checkpoints):
+            if (state := self.file(f"checkpoints/{step_name(checkpoint.step)}/{STATE}")) is not None:
+                found = read_object(state).get("versions")
+                return {str(name): str(text) for name, text in found.items()} if isinstance(found, dict) else {}
+        return {}
+
+    @property
+    def checkpoints(self) -> list[SavedCheckpoint]:
+        """Complete checkpoints, oldest first."""
+        folder = self.path / "checkpoints"
+        if not folder.resolve().is_relative_to(self.within):
+            self._note(f"checkpoints is a link to a folder outside of {self.within}, and not read")
+            return []
+        try:
+            return [self._checkpoint(folder / step_name(step), step) for step in complete_steps(folder)]
+        except OSError:
+            return []
+
+    def _checkpoint(self, folder: Path, step: int) -> SavedCheckpoint:
+        manifest = self.file(os.path.relpath(folder / MANIFEST, self.path))
+        loss = read_object(manifest).get("eval_loss") if manifest is not None else None
+        return SavedCheckpoint(step, bytes_below(folder), loss if isinstance(loss, int | float) else None)
+
+    @property
+    def exports(self) -> Mapping[str, str]:
+        """Exported folders of the run by name: `verified`, or why not."""
+        found = {}
+        for name in ("export", "export-best", "adapter", "adapter-best"):
+            if not (self.path / name).is_dir():
+                continue
+            unverified = self._text(f"{name}/UNVERIFIED", _MOST_CONFIG_BYTES)
+            has_record = self.file(f"{name}/verification.json") is not None
+            found[name] = unverified.strip() if unverified else "verified" if has_record else "not verified"
+        return found
+
+    @property
+    def samples(self) -> list[Sample]:
+        """Generated samples, oldest first."""
+        return [] if (path := self.file(SAMPLES)) is None else read_samples(path)
+
+    @property
+    def experts(self) -> tuple[list[int], NDArray[Any]] | None:
+        """Numbers of the layers with routed experts, and the records of their loads (`runs/experts.py`)."""
+        if (path := self.file(EXPERTS)) is None:
+            return None
+        try:
+            return read_expert_table(path)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            self._note(f"{EXPERTS} cannot be read: {error}")
+            return None
+
+    def log_tail(self, most_bytes: int = 16_384) -> str:
+        """The last whole lines of `log.txt`; what is no UTF-8 is replaced."""
+        if (path := self.file(LOG)) is None:
+            return ""
+        with suppress(OSError), path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            tail = os.pread(file.fileno(), most_bytes, max(size - most_bytes, 0))
+            whole = tail if size <= most_bytes else tail[tail.find(b"\n") + 1 :]
+            return whole.decode("utf-8", errors="replace")
+        return ""
+
+    def watchdog_report(self) -> str:
+        """The watchdog's report of the last failure; empty where there is none."""
+        return self._text(REPORT, _MOST_CONFIG_BYTES) or ""
+
+    def _text(self, name: str, most_bytes: int) -> str | None:
+        if (path := self.file(name)) is None:
+            return None
+        try:
+            with path.open("rb") as file:
+                return file.read(most_bytes).decode("utf-8", errors="replace")
+        except OSError as error:
+            self._note(f"{name} cannot be read: {error.strerror}")
+            return None
+
+    def _note(self, problem: str) -> None:
+        if problem not in self.problems:
+            self.problems.append(problem)
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder looks like that of a run: it has metrics, or a resolved configuration with its plan."""
+    try:
+        return (folder / METRICS).is_file() or ((folder / CONFIG).is_file() and (folder / PLAN).is_file())
+    except OSError:
+        return False
+
+
+def find_runs(root: Path) -> Iterator[RunFolder]:
+    """The runs in `root` and up to four folders below it, in the order of their paths, at most 1,000.
+
+    Symbolic links are not followed, and what is inside of a run is not searched.
+    """
+    root = root.resolve()
+    found = 0
+    for parent, names, _ in os.walk(root):
+        folder = Path(parent)
+        depth = len(folder.relative_to(root).parts)
+        if is_run(folder):
+            yield RunFolder(folder, within=root)
+            found += 1
+            names.clear()
+        if depth >= _MOST_DEPTH or found >= _MOST_RUNS:
+            names.clear()
+        names[:] = sorted(name for name in names if not name.startswith("."))
+
+
+def bytes_below(folder: Path) -> int:
+    """Bytes of the files in a folder and below it; files that vanish meanwhile do not count."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                total += Path(parent, name).lstat().st_size
+    return total
+
+
+def recorded_loads(records: NDArray[Any]) -> NDArray[np.float64]:
+    """Share of each expert [records, layers, experts] of the tokens of its layer; zeros where a layer had none."""
+    counts = records["counts"].astype(np.float64)
+    totals = counts.sum(axis=-1, keepdims=True)
+    return np.divide(counts, totals, out=np.zeros_like(counts), where=totals > 0)

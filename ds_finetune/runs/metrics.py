@@ -1,0 +1,196 @@
+"""Reads `metrics.jsonl` while it is written: each call of `update` reads the lines that were added."""
+
+import json
+import math
+import os
+from array import array
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ds_finetune.units import MIB
+
+METRICS = "metrics.jsonl"
+CHUNK_BYTES = 4 * MIB
+_TAIL_BYTES, _LINE_BYTES = 64 * 1024, 8 * 1024
+_STEP = "step"
+_MOST_INTEGER = 2**53
+_WORDS = ("non_finite", "notice", "slow")
+
+
+class Curve:
+    """Values of one metric with their steps, in the order of the file; NaN where the run has written null."""
+
+    def __init__(self) -> None:
+        self._steps, self._values = array("q"), array("d")
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @property
+    def steps(self) -> NDArray[np.int64]:
+        """Steps [n]."""
+        return np.array(self._steps, dtype=np.int64)
+
+    @property
+    def values(self) -> NDArray[np.float64]:
+        """Values [n]."""
+        return np.array(self._values, dtype=np.float64)
+
+    @property
+    def last(self) -> float:
+        """The last value."""
+        return float(self._values[-1])
+
+    def extend(self, steps: Sequence[int], values: Sequence[float]) -> None:
+        """Add points."""
+        self._steps.extend(steps)
+        self._values.extend(values)
+
+    def since(self, number: int) -> tuple[list[int], list[float]]:
+        """Steps and values after the first `number` of them."""
+        return self._steps[number:].tolist(), self._values[number:].tolist()
+
+
+class MetricsReader:
+    """The metrics of a run by name, its notices by step, and by step which rank was slow.
+
+    A last line without its end is left for the next update. Where the file was replaced, as a resumed run does, or
+    became shorter, it is read again from the beginning and `generation` grows. `problem` tells of lines that are no
+    record of a step, which are passed over, or of a file that cannot be read; it is empty where all is well.
+    """
+
+    def __init__(self, path: Path, *, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self.path = path
+        self.generation = 0
+        self._chunk_bytes = chunk_bytes
+        self._reset()
+
+    def _reset(self) -> None:
+        self.curves: dict[str, Curve] = {}
+        self.notices: list[tuple[int, str]] = []
+        self.slow: list[tuple[int, str]] = []
+        self.problem = ""
+        self.last_step = self.num_records = 0
+        self._inode = self._offset = self._num_lines = self._num_invalid = 0
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Changes whenever something was read."""
+        return self.generation, self._num_lines
+
+    def update(self) -> bool:
+        """Read what was added, at most a few MiB; returns whether there may be more to read at once."""
+        try:
+            with self.path.open("rb") as file:
+                return self._read(file.fileno())
+        except FileNotFoundError:
+            if self._inode:
+                self._begin_again(0)
+        except OSError as error:
+            self.problem = f"{self.path.name} cannot be read: {error.strerror}"
+        return False
+
+    def update_all(self) -> None:
+        """Read all that was added."""
+        while self.update():
+            pass
+
+    def _read(self, file: int) -> bool:
+        status = os.fstat(file)
+        if status.st_ino != self._inode or status.st_size < self._offset:
+            self._begin_again(status.st_ino)
+        piece = os.pread(file, self._chunk_bytes, self._offset)
+        end = piece.rfind(b"\n") + 1
+        if not end and len(piece) == self._chunk_bytes:
+            self.problem = f"line {self._num_lines + 1} of {self.path.name} has more than {self._chunk_bytes:,} bytes"
+            return False
+        self._offset += end
+        self._add(piece[:end].splitlines())
+        return len(piece) == self._chunk_bytes
+
+    def _begin_again(self, inode: int) -> None:
+        self.generation += bool(self._inode)
+        self._reset()
+        self._inode = inode
+
+    def _add(self, lines: list[bytes]) -> None:
+        records = []
+        for line in lines:
+            self._num_lines += 1
+            record = _record_of(line)
+            if record is None:
+                self._num_invalid += 1
+                self.problem = (
+                    f"{self._num_invalid:,} of {self._num_lines:,} lines of {self.path.name} are no records of a step "
+                    f"(the last is line {self._num_lines:,}): the file is damaged, or of another program or version"
+                )
+            else:
+                records.append(record)
+        if records:
+            self._add_records(records)
+
+    def _add_records(self, records: list[dict[str, Any]]) -> None:
+        self.num_records += len(records)
+        self.last_step = records[-1][_STEP]
+        names = dict.fromkeys(name for record in records for name in record)
+        for name in names:
+            if name == _STEP or name in _WORDS:
+                continue
+            found = [(record[_STEP], _number(record[name])) for record in records if name in record]
+            points = [(step, value) for step, value in found if value is not None]
+            if points:
+                self.curves.setdefault(name, Curve()).extend(*zip(*points, strict=True))
+        self.notices += [(record[_STEP], str(record["notice"])) for record in records if "notice" in record]
+        self.slow += [(record[_STEP], str(record["slow"])) for record in records if "slow" in record]
+
+
+def last_record(path: Path) -> Mapping[str, Any]:
+    """The last complete record of a metrics file, read from its end; empty where there is none.
+
+    Reads at most 64 KiB, however long the file is.
+    """
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            tail = os.pread(file.fileno(), _TAIL_BYTES, max(size - _TAIL_BYTES, 0))
+    except OSError:
+        return {}
+    lines = tail[: tail.rfind(b"\n") + 1].splitlines()
+    return next((record for line in reversed(lines) if (record := _record_of(line)) is not None), {})
+
+
+def sampled_values(path: Path, name: str, most: int) -> list[float]:
+    """About `most` values of a metric at even distances through the file, in order, without reading all of it."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            places = [size * place // most for place in range(most)]
+            pieces = [os.pread(file.fileno(), _LINE_BYTES, place) for place in dict.fromkeys(places)]
+    except OSError:
+        return []
+    lines = dict.fromkeys(line for piece in pieces for line in piece.split(b"\n", 2)[1:2])
+    values = [_number(record[name]) for line in lines if (record := _record_of(line)) is not None and name in record]
+    return [value for value in values if value is not None]
+
+
+def _record_of(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    is_record = isinstance(record, dict) and type(record.get(_STEP)) is int and 0 <= record[_STEP] < _MOST_INTEGER
+    return record if is_record else None
+
+
+def _number(value: object) -> float | None:
+    """The value as a float: NaN for null, None for what is no number, such as a text of a later version."""
+    kind = type(value)
+    if kind is float:
+        return value  # type: ignore[return-value]
+    if value is None:
+        return math.nan
+    return float(value) if kind is int and abs(value) < _MOST_INTEGER else None  # type: ignore[call-overload,arg-type]

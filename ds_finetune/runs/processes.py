@@ -1,0 +1,31 @@
+"""Which process an id belongs to: its start time, and the namespace in which the id is valid."""
+
+from pathlib import Path
+
+
+def began_at(pid: int) -> str:
+    """Start time of a process in the kernel's ticks; empty where no process has that id, or there is no /proc."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
+
+
+def has_ended(pid: int, began: str) -> bool:
+    """Whether the process that began then has ended, or is a zombie; the id must be of the own namespace."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    except OSError:
+        return False
+    return stat[19] != began or stat[0] in "ZX"
+
+
+def own_pid_namespace() -> str:
+    """Identifies the PID namespace in which this process's id is valid: the machine's boot id and the namespace.
+
+    Two processes with the same text can signal each other. Empty where there is no /proc.
+    """
+    boot_id, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    return f"{boot_id.read_text().strip()} {namespace.readlink()}" if boot_id.exists() and namespace.exists() else ""

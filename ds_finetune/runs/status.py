@@ -1,0 +1,176 @@
+"""`status.json`: whether a run is running, and why it ended.
+
+Rank zero writes it, and the watchdog where it ends a run. The file is replaced as a whole, so a reader never sees a
+part of it. While a run is running, it is written every few seconds: one that is no longer written has lost its writer.
+"""
+
+import json
+import math
+import os
+import socket
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal, Self, get_args
+
+from ds_finetune.runs.processes import has_ended, own_pid_namespace
+
+STATUS = "status.json"
+FORMAT = 1
+ALIVE_SECONDS = 5.0
+"""How often a running run writes its status."""
+SILENT_SECONDS = 60.0
+"""A running run whose status is older than this gives no sign of life."""
+
+_WRITING = threading.Lock()
+"""Held by a thread that reads the status to write it again: a run's end must not be replaced by a sign of life."""
+State = Literal["running", "hung", "finished", "stopped", "failed", "unknown"]
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """What a run is doing, or how it ended.
+
+    `state` is `stopped` where a signal ended the run after it had saved; the same command resumes it. It is `unknown`
+    only for folders without this file. Times are seconds since 1970. Process `pid` of rank zero is valid in
+    `pid_namespace` of `host`, and `began` is the kernel's start time of it. `idle_seconds` had passed since its last
+    progress, of which the watchdog allows `limit_seconds` (None: any number).
+    """
+
+    state: State
+    reason: str = ""
+    phase: str = ""
+    step: int = 0
+    steps: int = 0
+    """Steps of the whole run; 0 where they are not known."""
+    ranks: int = 1
+    host: str = ""
+    pid: int = 0
+    pid_namespace: str = ""
+    began: str = ""
+    started_at: float = 0.0
+    updated_at: float = 0.0
+    idle_seconds: float = 0.0
+    limit_seconds: float | None = None
+
+    def write(self, folder: Path) -> None:
+        """Write it to the run folder; OSError where that is not possible."""
+        partial = folder / f".{STATUS}.{os.getpid()}"
+        partial.write_text(json.dumps({"format": FORMAT, **asdict(self)}) + "\n", encoding="utf-8")
+        partial.replace(folder / STATUS)
+
+    @classmethod
+    def read(cls, folder: Path) -> Self | None:
+        """The status in a run folder; None where there is none that can be read. Unknown keys are passed over."""
+        try:
+            tree = json.loads((folder / STATUS).read_text(encoding="utf-8"))
+            known = {name: tree[name] for name in (each.name for each in fields(cls)) if name in tree}
+            status = cls(**known)
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+        return status if status._is_valid() else None
+
+    def _is_valid(self) -> bool:
+        numbers = (self.step, self.steps, self.ranks, self.pid, self.started_at, self.updated_at, self.idle_seconds)
+        texts = (self.reason, self.phase, self.host, self.pid_namespace, self.began)
+        return (
+            self.state in get_args(State)
+            and all(isinstance(number, int | float) and math.isfinite(number) for number in numbers)
+            and all(isinstance(text, str) for text in texts)
+            and isinstance(self.limit_seconds, int | float | None)
+        )
+
+
+def mark_ended(folder: Path, state: State, reason: str, *, step: int | None = None) -> None:
+    """Change the status of a run that is running to `state`; one that has ended keeps its first reason.
+
+    Nothing happens where the run has not written its status yet, or the file cannot be written.
+    """
+    with _WRITING:
+        status = RunStatus.read(folder)
+        if status is None or status.state != "running":
+            return
+        ended = replace(status, state=state, reason=reason, updated_at=time.time())
+        with suppress(OSError):
+            replace(ended, step=status.step if step is None else step).write(folder)
+
+
+def write_running(folder: Path, status: RunStatus) -> bool:
+    """Write the status of a run that is running, unless its end is written already; returns whether it still runs."""
+    with _WRITING:
+        before = RunStatus.read(folder)
+        if before is not None and before.started_at == status.started_at and before.state != "running":
+            return False
+        with suppress(OSError):
+            status.write(folder)
+        return True
+
+
+def seen_status(folder: Path, *, now: float | None = None) -> RunStatus:
+    """The status of a run as an observer sees it: a running run may hang, or its process may be gone.
+
+    A folder without the file, such as one of an earlier version, has the state `unknown`.
+    """
+    status = RunStatus.read(folder)
+    if status is None:
+        return _status_without_file(folder)
+    if status.state != "running":
+        return status
+    silent = (time.time() if now is None else now) - _changed_at(folder / STATUS)
+    state, why = _seen_from_outside(status, silent)
+    if state == "running":
+        return status
+    where = f"rank 0 on host {status.host}, process {status.pid}; {status.phase}, {status.step:,} steps done"
+    return replace(status, state=state, reason=f"{why} ({where})")
+
+
+def _seen_from_outside(status: RunStatus, silent: float) -> tuple[State, str]:
+    """The state of a run whose status says that it is running and was written `silent` seconds ago, and the reason."""
+    is_alive = _is_alive(status)
+    if is_alive is False:
+        return "failed", "its process has ended without a message"
+    if silent > SILENT_SECONDS:
+        if is_alive:
+            return "hung", f"no sign of life for {silent:,.0f} s: its process is stopped or does not react"
+        why = "its process was killed, or its host or the network is down"
+        return "failed", f"no sign of life for {silent:,.0f} s: {why}"
+    if status.limit_seconds is not None and status.idle_seconds > status.limit_seconds:
+        return "hung", f"no progress for {status.idle_seconds:,.0f} s, and the limit is {status.limit_seconds:,.0f} s"
+    return "running", ""
+
+
+def _changed_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _is_alive(status: RunStatus) -> bool | None:
+    """Whether rank zero's process lives; None where that cannot be seen from here: another host or container."""
+    is_here = status.host == socket.gethostname() and status.pid_namespace == own_pid_namespace()
+    if not is_here or not status.pid_namespace or not status.began:
+        return None
+    return not has_ended(status.pid, status.began)
+
+
+def _status_without_file(folder: Path) -> RunStatus:
+    """What an earlier version has left: the watchdog's report where it is newer than the metrics."""
+    report = folder / "watchdog" / "report.txt"
+    if report.is_file() and _changed_at(report) >= _changed_at(folder / "metrics.jsonl"):
+        with suppress(OSError, IndexError):
+            first = report.read_text(encoding="utf-8", errors="replace").splitlines()[0]
+            return RunStatus("failed", first, updated_at=_changed_at(report))
+    why = f"the folder has no {STATUS}: an earlier version has written it"
+    return RunStatus("unknown", why, updated_at=_changed_at(folder / "metrics.jsonl"))
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty where the file is missing, unreadable or something else."""
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return tree if isinstance(tree, dict) else {}

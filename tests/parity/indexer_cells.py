@@ -1,0 +1,175 @@
+"""The layouts in which trained indexers are compared with a plain loop, and that loop: transformers' model on one
+unpadded document at a time, and the loss of DeepSeek-V3.2's report written out.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+from transformers.models.deepseek_v32 import modeling_deepseek_v32 as deepseek
+from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as glm
+
+from ds_finetune.labels import IGNORE_INDEX
+from ds_finetune.selftest.cells import Cell, hf_config, run_tree, samples
+from ds_finetune.selftest.reference_loop import BETAS, EPS
+
+WEIGHT = 0.5
+LR = 1e-2
+STEPS = 2
+ROTATIONS = {
+    "deepseek_v32": deepseek.apply_rotary_pos_emb,
+    "glm_moe_dsa": glm.apply_rotary_pos_emb_interleave,
+}
+
+
+@dataclass(frozen=True)
+class IndexerLayout:
+    """A cell on a number of ranks, the stage of training, and whether a run with frozen indexers is compared."""
+
+    cell: Cell
+    world: int
+    stage: str = "sparse"
+    is_compared: bool = False
+
+    @property
+    def name(self) -> str:
+        """A name for files and test ids."""
+        cell = self.cell
+        rows = f"{'packed' if cell.packing else 'padded'}{'-recomputed' if cell.checkpointing else ''}"
+        kind = f"{cell.family}-{cell.precision}-{self.stage}"
+        return f"{cell.layout}-z{cell.stage}-{cell.offload}-{kind}-{rows}-acc{cell.accumulation}-{self.world}".replace(
+            " ", ""
+        )
+
+
+def indexer_tree(layout: IndexerLayout, model: Path, out: Path) -> dict[str, Any]:
+    """The run file of a layout."""
+    tree = run_tree(layout.cell, model, out, dp=layout.world // layout.cell.sharing)
+    return tree | {"indexer": {"train": True, "weight": WEIGHT, "stage": layout.stage}}
+
+
+def write_indexed_model(family: str, folder: Path) -> None:
+    """Write a tiny model of `family` whose norms are no ones."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(29)
+        model = AutoModelForCausalLM.from_config(hf_config(family)).float()
+        for name, param in model.named_parameters():
+            if "norm" in name:
+                nn.init.normal_(param, 0.0 if name.endswith("bias") else 1.0, 0.2)
+    model.save_pretrained(folder)
+
+
+class PlainIndexers:
+    """Hooks on the attention of a transformers model that give the loss of its indexers for one document."""
+
+    def __init__(self, model: Any, *, is_dense: bool) -> None:
+        self._config, self._is_dense = model.config, is_dense
+        self._inputs: dict[str, torch.Tensor] = {}
+        self.layers: list[list[torch.Tensor]] = []
+        """Divergences of the layers that share the choice of each indexer, fp32 [tokens]."""
+        for layer in model.model.layers:
+            attention = layer.self_attn
+            attention.q_a_layernorm.register_forward_hook(self._see_queries)
+            attention.register_forward_hook(self._see_attention, with_kwargs=True)
+
+    def take_loss(self) -> torch.Tensor:
+        """The sum over tokens and indexers since the last call."""
+        total = torch.stack([torch.stack(shared).mean(0).sum() for shared in self.layers]).sum()
+        self.layers.clear()
+        return total
+
+    def _see_queries(self, _: nn.Module, __: Any, low_rank: torch.Tensor) -> None:
+        self._inputs["low_rank"] = low_rank.detach()
+
+    def _see_attention(self, module: Any, args: Any, kwargs: Mapping[str, Any], output: tuple[Any, ...]) -> None:
+        if module.indexer is not None:
+            hidden = kwargs.get("hidden_states", args[0] if args else None).detach()
+            self._scores = self._score(module.indexer, hidden, kwargs["position_embeddings"])
+            self.layers.append([])
+        self.layers[-1].append(self._divergence(output[1][0].detach()))
+
+    def _score(self, indexer: Any, hidden: torch.Tensor, position_embeddings: Any) -> torch.Tensor:
+        """I_ts = sum over heads of w_tj ReLU(q_tj k_s), [tokens, tokens]."""
+        rope, heads, width = indexer.qk_rope_head_dim, indexer.n_heads, indexer.head_dim
+        query = indexer.wq_b(self._inputs["low_rank"]).view(1, -1, heads, width)
+        key = indexer.k_norm(indexer.wk(hidden)).view(1, -1, 1, width)
+        rotate = ROTATIONS[self._config.model_type]
+        query_turned, key_turned = rotate(query[..., :rope], key[..., :rope], *position_embeddings, unsqueeze_dim=2)
+        query = torch.cat([query_turned, query[..., rope:]], -1)[0]
+        key = torch.cat([key_turned, key[..., rope:]], -1)[0, :, 0]
+        weight = indexer.weights_proj(hidden)[0] / heads**0.5
+        return torch.einsum("tj,tjs->ts", weight, torch.relu(torch.einsum("tjd,sd->tjs", query, key) / width**0.5))
+
+    def _divergence(self, weights: torch.Tensor) -> torch.Tensor:
+        """Of each token, from attention's weights [heads, tokens, tokens]."""
+        tokens, limit = len(self._scores), self._config.index_topk
+        seen = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+        if not self._is_dense and tokens > limit:
+            best = self._scores.detach().masked_fill(~seen, -torch.inf).topk(limit).indices
+            seen &= torch.zeros_like(seen).scatter(1, best, value=True)
+        target = weights.sum(0) / weights.sum((0, 2))[:, None]
+        assert (target[~seen] == 0).all(), "attention is to other tokens"
+        logs = self._scores.masked_fill(~seen, -torch.inf).log_softmax(1).masked_fill(~seen, 0)
+        return functional.kl_div(logs, target, reduction="none").sum(1)
+
+
+@dataclass
+class PlainSteps:
+    """Numbers of each step, and the gradients of the first one by name."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    indexer_losses: list[float] = field(default_factory=list)
+    gradients: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+@cache
+def plain_steps(folder: Path, *, stage: str, max_grad_norm: float, weight_decay: float) -> PlainSteps:
+    """Steps on all samples, one unpadded sample at a time."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    is_dense = stage == "dense_warmup"
+    if is_dense:
+        for module in model.modules():
+            if hasattr(module, "index_topk"):
+                module.index_topk = 10**6
+        for name, param in model.named_parameters():
+            param.requires_grad_(".indexer." in name)
+    indexers, found = PlainIndexers(model, is_dense=is_dense), PlainSteps()
+    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    decayed = [param for param in trained.values() if param.dim() > 1]
+    others = [param for param in trained.values() if param.dim() <= 1]
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS)
+    counted = [param for name, param in trained.items() if is_dense or ".indexer." not in name]
+    for _ in range(STEPS):
+        _add_step(model, indexers, found)
+        norm = float(torch.nn.utils.get_total_norm([param.grad for param in counted]))
+        if max_grad_norm and norm > max_grad_norm:
+            for param in trained.values():
+                param.grad *= max_grad_norm / norm
+        found.norms.append(norm)
+        found.gradients = found.gradients or {name: param.grad.clone() for name, param in trained.items()}
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def _add_step(model: Any, indexers: PlainIndexers, found: PlainSteps) -> None:
+    supervised = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in samples())
+    tokens, loss, indexer_loss, number = sum(len(ids) for ids, _ in samples()), 0.0, 0.0, 1
+    for ids, labels in samples():
+        logits = model(input_ids=torch.from_numpy(ids).long()[None], use_cache=False).logits[0]
+        targets = torch.from_numpy(labels).long()
+        own = functional.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
+        number = len(indexers.layers)
+        divergence = indexers.take_loss()
+        (own / supervised + WEIGHT * divergence / tokens).backward()
+        loss, indexer_loss = loss + own.item(), indexer_loss + divergence.item()
+    found.losses.append(loss / supervised)
+    found.indexer_losses.append(indexer_loss / tokens / number)

@@ -1,0 +1,143 @@
+"""Indexers are trained as in a plain loop over unpadded documents, in every layout, and all other weights as without
+their loss.
+"""
+
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_finetune.plan.combinations import TESTED_LAYOUTS
+from ds_finetune.selftest.cells import Cell
+from tests.parity.indexer_cells import IndexerLayout, plain_steps, write_indexed_model
+from tests.parity.reference import GRADIENT_TOLERANCE, LOSS_TOLERANCE, is_for, relative
+from tests.running import start, torchrun
+
+WORKER = Path(__file__).with_name("indexer_worker.py")
+SPARSE = ("deepseek_v32_sparse", "glm_moe_dsa_sparse")
+MODELS = (*SPARSE, "deepseek_v32", "glm_moe_dsa")
+"""In the last two no document is longer than `index_topk`."""
+ROUNDED_TOLERANCE = 2e-2
+"""Of losses in bf16."""
+
+
+def _cell(stage: int, accumulation: int, *, packing: bool, family: str = SPARSE[0], **others: Any) -> Cell:
+    """Packed with activation checkpointing, padded without; both with clipping and weight decay."""
+    if "pp" in others:
+        others["pp_layers"] = "2 2"
+    clipped = {"max_grad_norm": 0.5, "checkpointing": packing, "weight_decay": 0.1}
+    return Cell(family, stage, accumulation, packing=packing, **clipped, **others)
+
+
+def _layouts() -> list[IndexerLayout]:
+    plain = [
+        (_cell(stage, accumulation, packing=packing, family=family, offload=offload), how)
+        for stage, accumulation, packing, family in itertools.product(range(4), (1, 2), (True, False), MODELS)
+        for offload in ("none", "optimizer")
+        for how in ("sparse", "dense_warmup")
+        if stage or offload == "none"
+    ]
+    shared = [
+        (_cell(stage, 2, packing=packing, family=family, **dict.fromkeys(row.axes, 2)), how)
+        for row, family in itertools.product(TESTED_LAYOUTS, SPARSE)
+        for stage, packing in itertools.product(row.stages, (True, False))
+        for how in ("sparse", "dense_warmup")
+        if how == "sparse" or not row.axes & {"pp", "ep"}
+    ]
+    rounded = [(_cell(stage, 2, packing=True, precision="bf16"), "sparse") for stage in range(1, 4)]
+    return [
+        IndexerLayout(cell, world, how, how == "sparse" and cell.family in MODELS[2:] and world <= 2)
+        for cell, how in [*plain, *shared, *rounded]
+        for world in (1, 2, 4)
+        if is_for(cell, world)
+    ]
+
+
+ALL = _layouts()
+CHOSEN = [
+    IndexerLayout(cell, 2, how, cell.family in MODELS[2:])
+    for cell, how in (
+        (_cell(0, 1, packing=True, family=MODELS[2]), "sparse"),
+        (_cell(3, 2, packing=True, family=SPARSE[1]), "sparse"),
+        (_cell(1, 2, packing=False, family=SPARSE[1], tp=2), "sparse"),
+        (_cell(2, 2, packing=True, family=SPARSE[1], sp=2), "sparse"),
+        (_cell(1, 2, packing=False), "dense_warmup"),
+    )
+]
+"""Each ZeRO stage and way to train, and the axes whose ranks share an indexer's loss; others are behind the marker."""
+REST = [layout for layout in ALL if layout not in CHOSEN]
+
+
+@pytest.fixture(scope="session")
+def indexed_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("indexed-models")
+    for family in MODELS:
+        write_indexed_model(family, folder / family)
+    return folder
+
+
+def _run(chosen: Sequence[IndexerLayout], models: Path, out: Path) -> Path:
+    for world in sorted({layout.world for layout in chosen}):
+        given = [asdict(layout) for layout in chosen if layout.world == world]
+        (out / "layouts.json").write_text(json.dumps(given))
+        done = start(torchrun(str(WORKER), str(models), str(out), str(out / "layouts.json"), ranks=world), timeout=3600)
+        assert done.returncode == 0, done.stderr[-9000:]
+    return out
+
+
+@pytest.fixture(scope="session")
+def results(indexed_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _run(CHOSEN, indexed_models, tmp_path_factory.mktemp("indexers"))
+
+
+@pytest.fixture(scope="session")
+def rest(indexed_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _run(REST, indexed_models, tmp_path_factory.mktemp("indexers-rest"))
+
+
+def _assert_equals_plain_loop(layout: IndexerLayout, folder: Path, models: Path) -> None:
+    found, cell = torch.load(folder / f"{layout.name}.pt", weights_only=True), layout.cell
+    wanted = plain_steps(
+        models / cell.family,
+        stage=layout.stage,
+        max_grad_norm=cell.max_grad_norm,
+        weight_decay=cell.weight_decay,
+    )
+    if layout.is_compared:
+        _assert_others_are_the_same(found["weights"], found["frozen"])
+    is_rounded = cell.precision != "fp32"
+    tolerance = ROUNDED_TOLERANCE if is_rounded else LOSS_TOLERANCE
+    for metrics in (found["metrics"][0], found["eval"]):
+        assert metrics["loss"] == pytest.approx(wanted.losses[0], abs=tolerance)
+        assert metrics["indexer_loss"] == pytest.approx(wanted.indexer_losses[0], abs=tolerance)
+    if is_rounded:
+        return
+    assert found["gradients"].keys() == wanted.gradients.keys()
+    errors = {name: relative(found["gradients"][name], grad) for name, grad in wanted.gradients.items()}
+    assert max(errors.values()) < GRADIENT_TOLERANCE, errors
+    assert found["norms"] == pytest.approx(wanted.norms, rel=GRADIENT_TOLERANCE)
+    for name, steps in (("loss", wanted.losses), ("indexer_loss", wanted.indexer_losses)):
+        assert [metrics[name] for metrics in found["metrics"]] == pytest.approx(steps, rel=1e-4), name
+
+
+def _assert_others_are_the_same(weights: dict[str, torch.Tensor], frozen: dict[str, torch.Tensor]) -> None:
+    """Bit for bit, because no document is long enough for a choice."""
+    assert weights.keys() == frozen.keys()
+    changed = {name for name in weights if not torch.equal(weights[name], frozen[name])}
+    assert changed == {name for name in weights if ".indexer." in name}
+
+
+@pytest.mark.parametrize("layout", CHOSEN, ids=[layout.name for layout in CHOSEN])
+def test_indexers_equal_plain_loop(layout: IndexerLayout, results: Path, indexed_models: Path) -> None:
+    _assert_equals_plain_loop(layout, results, indexed_models)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", REST, ids=[layout.name for layout in REST])
+def test_indexers_equal_plain_loop_in_other_layouts(layout: IndexerLayout, rest: Path, indexed_models: Path) -> None:
+    _assert_equals_plain_loop(layout, rest, indexed_models)

@@ -1,0 +1,217 @@
+"""A profiled run of two ranks: the trace, the summary, and the steps outside the range."""
+
+import gzip
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+from transformers import AutoConfig
+
+from ds_finetune.config.schema import read_config
+from ds_finetune.errors import ConfigError
+from ds_finetune.model.parallel.pipeline import build_meta_model
+from ds_finetune.plan.run_length import check_profiled_ranks, check_run_length
+from tests.running import metrics, start, tiny_task, torchrun
+
+SLOW_SECONDS, SHIFT_SECONDS = 0.3, 3.0
+WORKER = "tests/trainer/profile_worker.py"
+ROUNDING = 0.0015
+"""Microseconds: a slice's begin and length are rounded to a thousandth each."""
+Event = dict[str, Any]
+
+
+class ProfiledRun(NamedTuple):
+    folder: Path
+    printed: str
+    summary: dict[str, Any]
+    events: list[Event]
+
+    def slices(self, rank: int, track: str) -> list[Event]:
+        """Slices of a track of a rank, by time."""
+        named = [event for event in self.events if event["name"] == "thread_name" and event["args"]["name"] == track]
+        tids = [event["tid"] for event in named if event["pid"] == rank]
+        found = [e for e in self.events if e["ph"] == "X" and e["pid"] == rank and e["tid"] in tids]
+        return sorted(found, key=lambda event: (event["ts"], -event["dur"]))
+
+
+def _read(folder: Path, printed: str) -> ProfiledRun:
+    profile = folder / "run" / "profile"
+    with gzip.open(profile / "trace.json.gz") as file:
+        events = json.load(file)["traceEvents"]
+    return ProfiledRun(folder, printed, json.loads((profile / "summary.json").read_text()), events)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> ProfiledRun:
+    """Steps 2 and 3 of five under ZeRO-1, where rank 1 gets its data late and has a clock that is ahead."""
+    folder = tmp_path_factory.mktemp("profiled")
+    run_file = tiny_task(
+        folder,
+        train={"for": "5 steps"},
+        deepspeed={"zero_optimization": {"stage": 1}},
+        profile={"steps": "2-3"},
+        checkpoint={"every": "3 steps"},
+        eval={"every": "3 steps"},
+        export={"at_end": False},
+    )
+    done = start(torchrun(WORKER, "1", str(SLOW_SECONDS), str(SHIFT_SECONDS), str(run_file)))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "USDT" not in done.stderr
+    return _read(folder, done.stdout)
+
+
+def test_slices_are_complete_and_nest(run: ProfiledRun) -> None:
+    tracks = defaultdict(list)
+    for event in run.events:
+        assert {"ph", "pid", "tid", "name"} <= event.keys()
+        if event["ph"] == "X":
+            assert event["dur"] >= 0, event
+            tracks[event["pid"], event["tid"]].append((event["ts"], -event["dur"]))
+    assert {pid for pid, _ in tracks} == {0, 1}
+    names = {event["pid"]: event["args"]["name"] for event in run.events if event["name"] == "process_name"}
+    assert [names[rank].split(" (")[0] for rank in (0, 1)] == ["rank 0", "rank 1"]
+    for track, slices in tracks.items():
+        ends: list[float] = []
+        for begin, negative in sorted(slices):
+            while ends and ends[-1] <= begin + ROUNDING:
+                ends.pop()
+            assert not ends or begin - negative <= ends[-1] + ROUNDING, track
+            ends.append(begin - negative)
+
+
+def test_each_profiled_step_has_its_phases(run: ProfiledRun) -> None:
+    for rank in (0, 1):
+        phases = run.slices(rank, "phases")
+        steps = [event for event in phases if event["name"].startswith("step ")]
+        assert [event["name"] for event in steps] == ["step 2", "step 3"]
+        for step, evaluates in zip(steps, (False, True), strict=True):
+            inside = [e["name"] for e in phases if step["ts"] <= e["ts"] < step["ts"] + step["dur"]]
+            assert [inside.count(name) for name in ("data", "forward", "backward", "step")] == [1, 2, 2, 1]
+            assert "optimizer" in inside
+            assert inside.count("evaluation") == evaluates
+            assert "checkpoint" in inside
+        operators = [event["name"] for event in run.slices(rank, "main thread")]
+        assert "aten::mm" in operators
+    assert run.summary["steps"] == [2, 3]
+
+
+def test_bytes_of_collectives_are_those_of_the_model(run: ProfiledRun) -> None:
+    # ZeRO-1 reduces all gradients once, in fp32; each rank updates its half of the weights and sends it to the other.
+    model = build_meta_model(AutoConfig.from_pretrained(run.folder / "model"))
+    num_bytes = 4 * sum(param.numel() for param in model.parameters())
+    rows = {(row["kind"], row["phase"]): row for row in run.summary["collectives"]}
+    reduced, gathered = rows["all_reduce", "backward"], rows["all_gather", "optimizer"]
+    assert reduced["ranks"] == gathered["ranks"] == [0, 1]
+    assert reduced["bytes"] == num_bytes
+    assert gathered["bytes"] == num_bytes / 2
+    calls = [event for event in run.slices(0, "communication") if event["name"] == "all_reduce"]
+    assert [e["args"]["bytes"] for e in calls if e["args"]["phase"] == "backward"] == [num_bytes] * 2
+
+
+def test_the_rank_that_is_not_slow_waits(run: ProfiledRun) -> None:
+    fast, slow = ([step["phases"] for step in rank["steps"]] for rank in run.summary["ranks"])
+    for waits, is_late in zip(fast, slow, strict=True):
+        assert waits["step"]["waiting"] > 0.7 * SLOW_SECONDS > 2 * is_late["step"]["waiting"]
+        assert is_late["data"]["data"] > 0.95 * SLOW_SECONDS > 2 * waits["data"]["data"]
+    names = [event["name"] for event in run.slices(0, "communication")]
+    assert "waiting for rank 1" in names
+
+
+def test_times_add_up_to_the_step(run: ProfiledRun) -> None:
+    recorded = {record["step"]: record["perf/step_seconds"] for record in metrics(run.folder)}
+    for rank in run.summary["ranks"]:
+        for step in rank["steps"]:
+            after = sum(
+                sum(step["phases"].get(name, {}).values()) for name in ("after the step", "evaluation", "checkpoint")
+            )
+            assert sum(step["categories"].values()) == pytest.approx(step["seconds"])
+            assert sum(sum(row.values()) for row in step["phases"].values()) == pytest.approx(step["seconds"])
+            assert step["communication"]["hidden_seconds"] <= step["communication"]["seconds"]
+            if rank["rank"] == 0:
+                assert step["seconds"] - after == pytest.approx(recorded[step["step"]], rel=0.02, abs=0.003)
+
+
+def test_clocks_are_aligned(run: ProfiledRun) -> None:
+    first, second = (rank["clock"] for rank in run.summary["ranks"])
+    assert first == {"offset_seconds": 0, "uncertainty_seconds": 0, "drift_seconds": 0}
+    assert second["offset_seconds"] == pytest.approx(-SHIFT_SECONDS, abs=second["uncertainty_seconds"] + 0.001)
+    calls = [
+        {(e["args"]["group"], e["args"]["number"]): e for e in run.slices(rank, "communication") if "args" in e}
+        for rank in (0, 1)
+    ]
+    assert calls[0].keys() == calls[1].keys()
+    for number, mine in calls[0].items():
+        other = calls[1][number]
+        assert mine["name"] == other["name"]
+        # No rank is done with an all-reduce or all-gather before the other has begun it.
+        assert mine["ts"] + mine["dur"] > other["ts"] - 1000
+        assert other["ts"] + other["dur"] > mine["ts"] - 1000
+
+
+def test_nothing_is_wrapped_outside_the_range(run: ProfiledRun) -> None:
+    for rank in (0, 1):
+        lines = map(json.loads, (run.folder / f"wrapped-{rank}.jsonl").read_text().splitlines())
+        wrapped = {line["step"]: line["wrapped"] for line in lines}
+        inside = ["step", "_forward", "evaluate", "backward", "allreduce", "profiler"]
+        assert wrapped == {1: [], 2: inside, 3: inside, 4: [], 5: []}
+    assert run.printed.count("profiled steps 2 to 3: open ") == 1
+
+
+@pytest.mark.slow
+def test_a_resumed_run_profiles_what_is_left(tmp_path: Path) -> None:
+    run_file = tiny_task(tmp_path, train={"for": "6 steps"}, checkpoint={"every": "2 steps"}, export={"at_end": False})
+
+    def train(*overrides: str, ranks: int = 1) -> str:
+        done = start(torchrun("ds_finetune/train.py", str(run_file), *overrides, ranks=ranks))
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    assert "profiled step 2: " in train("train.for=2 steps", "profile.steps=2")
+    assert "profiled steps 3 to 4: " in train("train.for=4 steps", "profile.steps=2-4", "profile.ranks=1", ranks=2)
+    partial = _read(tmp_path, "")
+    assert (partial.summary["profiled_ranks"], partial.summary["knows_waiting"]) == ([1], False)
+    assert {event["pid"] for event in partial.events} == {1}
+    assert partial.summary["mean"]["categories"]["waiting"] == 0
+    assert "profile.steps 1-4: not profiled again, since 4 steps are done" in train("profile.steps=1-4")
+    assert _read(tmp_path, "").summary == partial.summary
+
+
+@pytest.mark.parametrize(
+    ("profile", "text"),
+    [
+        ({"steps": "12-10"}, "ends at step 10 and begins at step 12; write `10-12`"),
+        ({"steps": "0-2"}, "begins at step 0, and steps count from 1"),
+        ({"steps": ""}, "is not a range of steps; write `10-12`"),
+        ({"steps": "all"}, "is not a range of steps"),
+        ({"steps": 2.5}, "it should be a range of steps"),
+        ({"steps": 2, "ranks": "first"}, "it should be `all`, a rank such as 0, or a list of ranks"),
+        ({"steps": 2, "ranks": -1}, "it should be `all`, a rank such as 0, or a list of ranks"),
+        ({"ranks": 0}, "`profile.steps` is missing"),
+    ],
+)
+def test_wrong_ranges_and_ranks_are_refused(tmp_path: Path, profile: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match="profile") as refused:
+        read_config(_run_file(tmp_path, profile))
+    assert text in str(refused.value)
+
+
+def test_ranges_beyond_the_run_and_unknown_ranks_are_refused(tmp_path: Path) -> None:
+    config = read_config(_run_file(tmp_path, {"steps": "10-12", "ranks": [0, 5]}))
+    assert config.profile is not None
+    assert config.profile.first_and_last == (10, 12)
+    with pytest.raises(ConfigError, match="`10-12` ends at step 12, and the run has 11 steps"):
+        check_run_length(config, steps=11, warmup=1, rows=None)
+    with pytest.raises(ConfigError, match=r"profile.ranks names 5, and the run has 2 ranks, from 0 to 1"):
+        check_profiled_ranks(config, world_size=2)
+    check_run_length(config, steps=12, warmup=1, rows=None)
+    check_profiled_ranks(config, world_size=6)
+
+
+def _run_file(folder: Path, profile: dict[str, Any]) -> Path:
+    tree = {"model": "m", "data": {"train": "t.jsonl"}, "output_dir": "o", "profile": profile}
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
