@@ -35,11 +35,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     )
 
 
-def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> list[pytest.Item] | None:
+def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: object) -> list[pytest.Item] | None:
     """Workers of the default suite make none of the thousands of slow tests that would be deselected."""
     is_default_suite = hasattr(collector.config, "workerinput") and collector.config.option.markexpr == "not slow"
-    is_slow = any(mark.name == "slow" for mark in getattr(obj, "pytestmark", ()))
-    return [] if is_default_suite and is_slow else None
+    if not is_default_suite or not name.startswith("test_"):
+        return None
+    return [] if any(mark.name == "slow" for mark in getattr(obj, "pytestmark", ())) else None
 
 
 def pytest_sessionstart() -> None:
