@@ -41,7 +41,29 @@ ENCODER, LENGTHS = "tests/model/test_encoder.py", "tests/data/test_batch_lengths
 INDEXER = "tests/model/test_indexed_attention.py"
 MTP, TRAINED_INDEXER = "tests/parity/test_mtp.py", "tests/parity/test_indexer.py"
 LOADS = "tests/observers/test_expert_loads.py tests/observers/test_routers.py"
+FP4, CONVERSIONS = "tests/export/test_fp4.py", "tests/export/test_from_checkpoint.py"
 MUTANTS = (
+    Mutant(
+        "scales of the first rows for all of an FP4 matrix",
+        "model/fp4.py",
+        "dequantise(blocks, self.scales.rows(first, last).view(torch.uint8))",
+        "dequantise(blocks, self.scales.rows(0, last - first).view(torch.uint8))",
+        FP4,
+    ),
+    Mutant(
+        "scale of a changed block rounded down to a power of two",
+        "model/fp8.py",
+        "exponent - (mantissa == _HALF).to(exponent.dtype)",
+        "exponent - 1",
+        CONVERSIONS,
+    ),
+    Mutant(
+        "router of an FP8 folder not listed",
+        "export/fp8_section.py",
+        "if tensor.key.endswith(_WEIGHT) and len(tensor.shape)",
+        "if not tensor.key.endswith('.gate.weight') and len(tensor.shape)",
+        CONVERSIONS,
+    ),
     Mutant(
         "tokens chosen over the whole row",
         "model/indexed_attention.py",

@@ -19,7 +19,7 @@ from ds_finetune.export.source import ModelSpec, SelectedTensors
 from ds_finetune.families.family import layer_of
 from ds_finetune.model.build import HUB_FILES, IGNORED_HUB_FILES
 from ds_finetune.model.hub_folder import HubFolder, has_weights
-from ds_finetune.model.quantisation import check_config_readable
+from ds_finetune.model.quantisation import check_config_readable, check_no_other_format
 
 _SHOWN = 3
 _MATRIX = 2
@@ -44,6 +44,7 @@ class BaseFolder:
         not read.
         """
         _check_format(folder / "config.json")
+        check_no_other_format(folder, ExportError)
         hub, published = HubFolder(folder), spec.published_shapes()
         extra = hub.left_over(
             published, model=spec.architecture, may_be=lambda key: key in spec.tied or spec.may_skip(key)

@@ -86,7 +86,7 @@ class Conversion:
         for piece in hub_pieces(name, shape, self.parts.family):
             if self.parts.in_fp8(piece.key, piece.shape):
                 yield HubTensor(piece.key, piece.shape, FP8)
-                yield HubTensor(piece.key + SCALE, scale_shape(piece.shape), torch.float32)
+                yield HubTensor(piece.key + SCALE, scale_shape(piece.shape), self.parts.scale_dtype(piece.key))
             else:
                 yield HubTensor(piece.key, piece.shape, self.dtype_of(name))
 
@@ -110,9 +110,14 @@ def convert_source(
     files. ExportError names a tensor that holds NaN or infinity, also where the cast makes one.
     """
     conversion = Conversion(source, parts, workers)
-    with folder_writer(conversion.tensors, out, parts, max_shard_bytes=max_shard_bytes) as writer:
-        conversion.copy_to(writer)
+    write_conversion(conversion, out, max_shard_bytes=max_shard_bytes)
     return conversion.blocks
+
+
+def write_conversion(conversion: Conversion, out: Path, *, max_shard_bytes: int) -> None:
+    """Write the tensors of `conversion` and its `parts` to `out`, which appears only when complete."""
+    with folder_writer(conversion.tensors, out, conversion.parts, max_shard_bytes=max_shard_bytes) as writer:
+        conversion.copy_to(writer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,19 +158,21 @@ class _Converter(threading.local):
     def _quantise(self, item: _WorkItem, values: torch.Tensor) -> None:
         """Write a row of blocks [rows, columns] and its scales; only some columns at a time are held in fp32."""
         row = item.start // item.columns
-        base = self._base_blocks(item.key, row, row + len(values))
+        base, parts = self._base_blocks(item.key, row, row + len(values)), self._conversion.parts
         quantised, scale = torch.empty(values.shape, dtype=FP8), torch.empty(scale_shape(values.shape)[1])
         kept = 0
         for first in range(0, item.columns, _COLUMNS):
             columns, blocks = slice(first, first + _COLUMNS), slice(first // BLOCK, (first + _COLUMNS) // BLOCK)
             part = values[:, columns].float()
             if base is None:
-                quantised[:, columns], scale[blocks] = quantise(part)
+                quantised[:, columns], scale[blocks] = quantise(part, scales_of_two=parts.has_scales_of_two)
             else:
-                quantised[:, columns], scale[blocks], same = quantise_like(part, base[0][:, columns], base[1][blocks])
+                quantised[:, columns], scale[blocks], same = quantise_like(
+                    part, base[0][:, columns], base[1][blocks], scales_of_two=parts.has_scales_of_two
+                )
                 kept += int(same.sum())
         self._writer.write(item.key, item.start, quantised.view(-1))
-        self._writer.write(item.key + SCALE, row // BLOCK * len(scale), scale)
+        self._writer.write(item.key + SCALE, row // BLOCK * len(scale), scale.to(parts.scale_dtype(item.key)))
         self._conversion.blocks.count(len(scale), kept)
 
     def _base_blocks(self, key: str, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor] | None:

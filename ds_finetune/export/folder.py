@@ -10,18 +10,20 @@ import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from ds_finetune.errors import ExportError
+from ds_finetune.export.fp8_section import SECTION, has_scales_of_two, section_for, section_of
 from ds_finetune.export.model_config import TOKENIZER_CONFIG, served_config, served_tokenizer
 from ds_finetune.export.shards import HubTensor, ShardWriter, as_output_errors, plan_shards, synchronise
 from ds_finetune.export.verify.record import ExportRecord, mark_unverified
 from ds_finetune.families.family import Family
 from ds_finetune.model.dtypes import dtype_name
-from ds_finetune.model.fp8 import QUANTIZATION_CONFIG, is_quantised
+from ds_finetune.model.fp8 import BYTE_SCALE, is_quantised
 from ds_finetune.model.hub_folder import HubFolder
 from ds_finetune.model.names import hub_pieces
 from ds_finetune.model.score_config import is_classifier
@@ -70,6 +72,26 @@ class FolderParts:
     """What the folder is verified against later; None writes no record."""
     texts: dict[str, str] = field(default_factory=dict)
     """Further files as text, by name, e.g. a chat template given in the run file."""
+
+    @cached_property
+    def base_section(self) -> Mapping[str, Any] | None:
+        """The `quantization_config` of the base; None where it is not in FP8.
+
+        The config.json beside a checkpoint has none, so that it is looked for in the base's folder.
+        """
+        given = self.config.get(SECTION)
+        return section_of(self.fp8_base.folder) if given is None and self.fp8_base is not None else given
+
+    @property
+    def has_scales_of_two(self) -> bool:
+        """Whether the scales of FP8 blocks are powers of two."""
+        return self.is_fp8 and has_scales_of_two(self.base_section)
+
+    def scale_dtype(self, key: str) -> torch.dtype:
+        """The dtype of the scales of an FP8 weight: fp32, or one byte of exponent where the base has it so."""
+        base = self.fp8_base
+        is_byte = base is not None and base.is_fp8(key) and base.scale_dtype(key) == BYTE_SCALE
+        return BYTE_SCALE if is_byte and self.has_scales_of_two else torch.float32
 
     def in_fp8(self, key: str, shape: tuple[int, ...]) -> bool:
         """Whether the tensor `key` is written in FP8 blocks: by the family's rule, else as in the base."""
@@ -162,7 +184,7 @@ def folder_writer(
                 copied.copy_to(writer)
             writer.finish()
         with as_output_errors(partial):
-            _write_config_and_files(partial, parts, [tensor.key for tensor in all_tensors])
+            _write_config_and_files(partial, parts, all_tensors)
             if parts.record is not None:
                 parts.record.with_digests(writer.digests()).write(partial)
                 mark_unverified(partial)
@@ -208,15 +230,15 @@ def has_same_weights(folder: Path, other: Path) -> bool:
     return all(file.samefile(others[name]) for name, file in mine.items())
 
 
-def _write_config_and_files(folder: Path, parts: FolderParts, keys: Collection[str]) -> None:
-    config = served_config(parts.config, parts.family, keys)
+def _write_config_and_files(folder: Path, parts: FolderParts, tensors: Collection[HubTensor]) -> None:
+    config = served_config(parts.config, parts.family, [tensor.key for tensor in tensors])
     if is_classifier({"architectures": [parts.architecture]}):
         config["architectures"] = [parts.architecture]
     config.setdefault("architectures", [parts.architecture])
     key = "dtype" if "dtype" in config and "torch_dtype" not in config else "torch_dtype"
     config[key] = dtype_name(parts.dtype)
     if parts.is_fp8:
-        config["quantization_config"] = dict(QUANTIZATION_CONFIG)
+        config[SECTION] = section_for(tensors, parts.base_section)
     (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     for file in parts.files:
         text = served_tokenizer(file) if file.name == TOKENIZER_CONFIG else None

@@ -13,9 +13,11 @@ import torch
 from ds_finetune.auto_configs import AutoConfig
 from ds_finetune.errors import ExportError, OutputError
 from ds_finetune.export.base_folder import BaseFolder
-from ds_finetune.export.convert import Conversion, convert_source, num_workers
+from ds_finetune.export.convert import Conversion, convert_source, num_workers, write_conversion
 from ds_finetune.export.folder import TOKENIZER_FILES, FolderParts
+from ds_finetune.export.fp8_section import writable_section
 from ds_finetune.export.model_config import config_changes
+from ds_finetune.export.published_copy import is_in_fp4, published_copy
 from ds_finetune.export.readers.sources import OpenedSource, open_source
 from ds_finetune.export.source import ModelSpec, fit_source, read_model_spec
 from ds_finetune.export.verify.record import ExportRecord, classifier_prompts, fixed_prompts
@@ -23,7 +25,6 @@ from ds_finetune.families.table import family_of
 from ds_finetune.model.dtypes import PRECISION_DTYPES, dtype_name
 from ds_finetune.model.folder_check import check_folder
 from ds_finetune.model.fp8 import FP8 as FP8_DTYPE
-from ds_finetune.model.fp8 import QUANTIZATION_CONFIG
 from ds_finetune.model.hub_folder import has_weights
 from ds_finetune.model.names import published_names
 from ds_finetune.model.score_config import is_classifier
@@ -69,6 +70,8 @@ def export_checkpoint(path: Path, out: Path, *, dtype: str, max_shard_bytes: int
     """
     began = time.monotonic()
     check_out_empty(out)
+    if is_in_fp4(path):
+        return _export_fp4(path, out, dtype=dtype, max_shard_bytes=max_shard_bytes, base=base)
     named = _base_folders(base)
     opened = open_source(path, base)
     folders = (*opened.folders, *named) if opened.is_model or opened.has_own_config else (*named, *opened.folders)
@@ -104,6 +107,20 @@ def export_checkpoint(path: Path, out: Path, *, dtype: str, max_shard_bytes: int
             "copied byte for byte"
         )
     return ExportResult(out, len(tensors), size, time.monotonic() - began, tuple(notes))
+
+
+def _export_fp4(path: Path, out: Path, *, dtype: str, max_shard_bytes: int, base: Path | None) -> ExportResult:
+    """Convert the published folder `path`, whose experts are in FP4."""
+    began = time.monotonic()
+    if dtype == FP8 or base is not None:
+        what = f"--dtype {FP8}" if dtype == FP8 else f"--base {base}"
+        raise ExportError(f"{path} has experts in fp4: {what} is not possible", hint="export with --dtype bf16 alone")
+    files = tuple(file for name in COPIED_FILES if (file := path / name).is_file())
+    copy = published_copy(path, dtype=PRECISION_DTYPES[dtype], files=files)
+    size = sum(tensor.num_bytes for tensor in copy.tensors)
+    check_free_space(out, size)
+    write_conversion(copy, out, max_shard_bytes=max_shard_bytes)
+    return ExportResult(out, len(copy.tensors), size, time.monotonic() - began)
 
 
 def _with_base(
@@ -180,12 +197,8 @@ def _first(folders: tuple[Path, ...], name: str) -> Path | None:
 def _parts(folders: tuple[Path, ...], spec: ModelSpec, opened: OpenedSource, dtype: str) -> FolderParts:
     file, copied = _config_file(folders), (_first(folders, name) for name in COPIED_FILES)
     config = json.loads(file.read_text(encoding="utf-8"))
-    if dtype == FP8 and config.get("quantization_config") not in (None, QUANTIZATION_CONFIG):
-        raise ExportError(
-            f"{file}: quantization_config {config['quantization_config']} differs from the "
-            f"only one that can be written, {dict(QUANTIZATION_CONFIG)}",
-            hint="export with --dtype bf16",
-        )
+    if dtype == FP8:
+        writable_section(config, file)
     plain = torch.bfloat16 if dtype == FP8 else PRECISION_DTYPES[dtype]
     return FolderParts(
         family=family_of(spec.model_type),

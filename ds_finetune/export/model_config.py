@@ -1,6 +1,7 @@
 """The configuration files of an exported folder: the base's keys, and further ones for vLLM and SGLang."""
 
 import json
+import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ def served_config(config: Mapping[str, Any], family: Family, keys: Collection[st
     `config` has the key.
     """
     served = dict(config)
-    served.pop("quantization_config", None)
+    for key in ("quantization_config", "expert_dtype"):
+        served.pop(key, None)
     served.pop(CODE, None)
     for key, value in family.export_config.items():
         served.setdefault(key, value)
@@ -92,9 +94,10 @@ def _config_with_code(file: Path) -> dict[str, Any]:
 
 
 def _prediction_layers(config: Mapping[str, Any], keys: Collection[str]) -> int:
-    """Number of layers beyond `num_hidden_layers` that the tensors `keys` belong to."""
+    """Number of layers that the tensors `keys` have beyond `num_hidden_layers`, or as `mtp.0` and so on (V4)."""
     layers = config.get("num_hidden_layers")
-    return 0 if layers is None else len({layer for layer in map(layer_of, keys) if layer >= layers})
+    apart = {number[0] for number in (re.match(r"mtp\.\d+\.", key) for key in keys) if number}
+    return 0 if layers is None else len({layer for layer in map(layer_of, keys) if layer >= layers} | apart)
 
 
 def _add_rope_schemas(config: dict[str, Any]) -> None:

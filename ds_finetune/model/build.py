@@ -23,7 +23,7 @@ from ds_finetune.model.attention import BY_DOCUMENT, FLASH
 from ds_finetune.model.folder_check import check_folder
 from ds_finetune.model.indexed_attention import install_indexed_attention
 from ds_finetune.model.mtp import build_mtp_layers
-from ds_finetune.model.quantisation import check_readable
+from ds_finetune.model.quantisation import check_no_other_format, check_readable
 from ds_finetune.patches.transformers_models import keep_in_fp32
 
 Task = Literal["causal_lm", "sequence_classification"]
@@ -143,6 +143,7 @@ def read_hf_config(path: str, *, files: Sequence[str] = HUB_FILES, task: Task = 
     if getattr(config, "quantization_config", None) is not None:
         check_readable(config.quantization_config, f"{folder}/config.json", ModelError)
         del config.quantization_config
+    check_no_other_format(folder, ModelError)
     return config
 
 

@@ -1,5 +1,5 @@
 """Reads the safetensors files of a model folder by tensor name: checks headers, reads a bounded piece of a tensor at a
-time, and dequantises FP8 and MXFP4.
+time, and dequantises FP8, MXFP4 and FP4.
 
 Files are read, not memory-mapped as by safetensors' own reader (0.6, `safe_open`): mapped pages count as memory of this
 process, and if another process shortened a mapped file, a signal would kill this one.
@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from ds_finetune.errors import ModelError
+from ds_finetune.model.fp4 import PACKED, Fp4Matrix, find_matrices
 from ds_finetune.model.fp8 import BLOCK, FP8, SCALE, SCALE_DTYPES, dequantise, scale_shape
 from ds_finetune.model.mxfp4 import BLOCKS, SCALES, Mxfp4Experts, find_experts
 from ds_finetune.model.names import differences
@@ -27,8 +28,8 @@ _COMPARED_NUMEL = 2**20
 
 
 class HubFolder:
-    """The tensors of a folder of published weights by name. `shapes` has weights in FP8 and MXFP4 as the model has
-    them, and does not contain their scales.
+    """The tensors of a folder of published weights by name. `shapes` has quantised weights as the model has them, and
+    does not contain their scales.
 
     `rename` gives the names that the model has for them. ModelError where the folder has no safetensors, a file is
     missing, incomplete or outside the folder, and where a quantised weight has no scale, or a scale has no weight.
@@ -37,16 +38,17 @@ class HubFolder:
     def __init__(self, folder: Path, *, rename: Callable[[str], str] | None = None) -> None:
         self.folder = folder
         self._scratch = Scratch()
-        stored = _read_tensors(folder)
+        stored = _with_usual_scales(_read_tensors(folder))
         self._stored = stored if rename is None else _renamed(stored, rename, folder)
         fp8 = [key for key, stored in self._stored.items() if stored.dtype == FP8]
         _check_scales(folder, self._stored, fp8)
         self._scaled = frozenset(fp8)
-        self._experts: Mapping[str, Mxfp4Experts] = find_experts(self._stored, folder)
-        parts = {key + SCALE for key in fp8} | {key + end for key in self._experts for end in (BLOCKS, SCALES)}
+        experts, matrices = find_experts(self._stored, folder), find_matrices(self._stored, folder)
+        parts = {key + SCALE for key in (*fp8, *matrices)} | {key + end for key in experts for end in (BLOCKS, SCALES)}
+        self._packed: Mapping[str, Mxfp4Experts | Fp4Matrix] = {**experts, **matrices}
         self.shapes: Mapping[str, Shape] = {
             **{key: stored.shape for key, stored in self._stored.items() if key not in parts},
-            **{key: experts.shape for key, experts in self._experts.items()},
+            **{key: tensor.shape for key, tensor in self._packed.items()},
         }
 
     @property
@@ -59,15 +61,19 @@ class HubFolder:
         return key in self._scaled
 
     def dtype(self, key: str) -> torch.dtype:
-        """Dtype of what is read: the stored one, or fp32 for FP8 and MXFP4."""
-        return torch.float32 if self.is_fp8(key) or key in self._experts else self._stored[key].dtype
+        """Dtype of what is read: the stored one, or fp32 for FP8, MXFP4 and FP4."""
+        return torch.float32 if self.is_quantised(key) else self._stored[key].dtype
+
+    def is_quantised(self, key: str) -> bool:
+        """Whether the tensor is stored in FP8, MXFP4 or FP4."""
+        return self.is_fp8(key) or key in self._packed
 
     def read(self, key: str, start: int, numel: int) -> torch.Tensor:
         """Elements `start` to `start + numel` of the row-major flattened tensor, 1-D, valid until the same thread's
         next read. For FP8 this reads whole rows, for MXFP4 whole experts.
         """
-        if key in self._experts:
-            return self._experts[key].read(start, numel)
+        if key in self._packed:
+            return self._packed[key].read(start, numel)
         if not self.is_fp8(key):
             return self._stored[key].read(start, numel, into=self._scratch)
         width = self._stored[key].shape[1]
@@ -79,8 +85,8 @@ class HubFolder:
 
         With `within`, consecutive ranges of the next dimensions, only these are dequantised and returned.
         """
-        if key in self._experts:
-            return self._experts[key].rows(first, last, within)
+        if key in self._packed:
+            return self._packed[key].rows(first, last, within)
         values = self._stored[key].rows(first, last, into=self._scratch)[(slice(None), *within)]
         if not self.is_fp8(key):
             return values
@@ -90,8 +96,8 @@ class HubFolder:
     def whole(self, key: str) -> torch.Tensor:
         """The whole tensor in new memory."""
         rows = self.shapes[key][0] if self.shapes[key] else 1
-        if key in self._experts:
-            return self._experts[key].rows(0, rows)
+        if key in self._packed:
+            return self._packed[key].rows(0, rows)
         stored = self._stored[key]
         values = stored.read(0, math.prod(stored.shape)).view(stored.shape)
         return dequantise(values, self.scales(key, 0, rows)) if self.is_fp8(key) else values
@@ -99,6 +105,10 @@ class HubFolder:
     def scales(self, key: str, first: int, last: int) -> torch.Tensor:
         """Scales of the blocks of rows `first` to `last` of an FP8 weight: fp32 [block rows, block columns]."""
         return self._stored[key + SCALE].rows(first // BLOCK, -(-last // BLOCK)).float()
+
+    def scale_dtype(self, key: str) -> torch.dtype:
+        """Dtype in which the scales of an FP8 weight are stored."""
+        return self._stored[key + SCALE].dtype
 
     def stored_rows(self, key: str, first: int, last: int) -> torch.Tensor:
         """Rows `first` to `last` of an FP8 weight, in FP8."""
@@ -121,7 +131,7 @@ class HubFolder:
 
     def check_dtypes(self, *, besides: Iterable[str] = ()) -> None:
         """ModelError where a tensor has a dtype that weights do not have; tensors in `besides` may have any."""
-        read = self.shapes.keys() - self._experts.keys() - set(besides)
+        read = self.shapes.keys() - self._packed.keys() - set(besides)
         others = [f"`{key}` is {self._stored[key].dtype}" for key in read if self._stored[key].dtype not in _WEIGHTS]
         if others:
             raise ModelError(
@@ -157,6 +167,12 @@ def _renamed(stored: Mapping[str, StoredTensor], rename: Callable[[str], str], f
             )
         tensors[name] = tensor
     return tensors
+
+
+def _with_usual_scales(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The tensors with `X.scale` of a quantised `X.weight`, as DeepSeek-V4 names it, by the name of V3."""
+    of_weights = {f"{key.removesuffix('.weight')}.scale": key for key, t in stored.items() if t.dtype in (FP8, PACKED)}
+    return {f"{of_weights[key]}{SCALE}" if key in of_weights else key: tensor for key, tensor in stored.items()}
 
 
 def _read_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -240,7 +256,8 @@ def _check_scales(folder: Path, stored: Mapping[str, StoredTensor], fp8: Iterabl
             f"{folder} holds {len(alone)} FP8 weights without `{SCALE}`: {', '.join(alone[:_SHOWN])}",
             hint="give a bf16 copy",
         )
-    lost = sorted(key for key in stored if key.endswith(SCALE) and key.removesuffix(SCALE) not in weights)
+    packed = {key for key, tensor in stored.items() if tensor.dtype == PACKED}
+    lost = sorted(key for key in stored if key.endswith(SCALE) and key.removesuffix(SCALE) not in weights | packed)
     if lost:
         raise ModelError(
             f"{folder} holds {len(lost)} scales without an FP8 weight: {', '.join(lost[:_SHOWN])}",

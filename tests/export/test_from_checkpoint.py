@@ -7,10 +7,13 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
+from transformers.integrations.finegrained_fp8 import Fp8Quantize
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from ds_finetune.cli.main import main
 from ds_finetune.config.schema import LoraConfig
@@ -151,6 +154,49 @@ def test_only_changed_blocks_are_quantised_again(base: Path, tmp_path: Path) -> 
     assert exported.notes[-1].startswith(f"{blocks - 1:,} of {blocks:,} FP8 blocks")
 
 
+@pytest.mark.parametrize("stored", [torch.float32, torch.float8_e8m0fnu], ids=["fp32", "byte"])
+def test_a_base_with_scales_that_are_powers_of_two(stored: torch.dtype, tmp_path: Path) -> None:
+    """As DeepSeek-V3.1: unchanged blocks come back, a changed one gets the power of two that transformers gives it."""
+    section = V3["quantization_config"] | {"scale_fmt": "ue8m0", "modules_to_not_convert": ["lm_head"]}
+    scales = {key: tensor for key, tensor in in_fp8(master()).items() if key.endswith("_scale_inv")}
+    powers = {key: torch.exp2(torch.ceil(torch.log2(tensor.double()))).to(stored) for key, tensor in scales.items()}
+    base = publish(tmp_path / "base", in_fp8(master()) | powers, config=V3 | {"quantization_config": section})
+    tuned = dequantised(read_all(base), torch.bfloat16)
+    tuned[CHANGED][2, 3] = 3.0
+    plain = {key: value for key, value in V3.items() if key != "quantization_config"}
+    publish(tmp_path / "tuned", tuned, config=plain)
+    export(tmp_path / "tuned", tmp_path / "out", "fp8", base)
+    found, wanted = read_all(tmp_path / "out"), read_all(base)
+    config = FineGrainedFP8Config(scale_fmt="ue8m0")
+    block = (slice(0, 128), slice(0, 128))
+    made = Fp8Quantize(SimpleNamespace(quantization_config=config)).convert({"a.weight": tuned[CHANGED][block]})
+    wanted[CHANGED].view(torch.uint8)[block] = made["a.weight"].view(torch.uint8)
+    wanted[CHANGED + "_scale_inv"].view(torch.uint8 if stored.itemsize == 1 else torch.int32)[0, 0] = (
+        made["a.weight_scale_inv"].to(stored).view(torch.uint8 if stored.itemsize == 1 else torch.int32)[0, 0]
+    )
+    assert_same(found, wanted)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"] == section
+    export(tmp_path / "out", tmp_path / "again", "bf16")
+    assert_same(read_all(tmp_path / "again"), dequantised(wanted, torch.bfloat16))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "deepseek_v3", "llama"])
+def test_modules_that_are_not_in_fp8_are_listed(family: str, tmp_path: Path) -> None:
+    """Servers build every other linear layer in FP8, the routers among them, and transformers as well."""
+    published(family, tmp_path / "base")
+    export(tmp_path / "base", tmp_path / "out", "fp8")
+    found = read_all(tmp_path / "out")
+    in_fp8 = {key.removesuffix(".weight") for key, tensor in found.items() if tensor.dtype == torch.float8_e4m3fn}
+    matrices = {key.removesuffix(".weight") for key, t in found.items() if key.endswith(".weight") and t.dim() == 2}
+    section = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    listed = section.pop("modules_to_not_convert")
+    assert section == V3["quantization_config"]
+    assert {name for name in matrices if should_convert_module(name, listed)} == in_fp8
+    routers = {key.removesuffix(".weight") for key in found if key.endswith("mlp.gate.weight")}
+    assert {"lm_head", *routers} <= set(listed)
+    assert bool(routers) == (family != "llama")
+
+
 def test_a_dense_model_in_fp8_is_what_plain_loops_make_and_transformers_reads(tmp_path: Path) -> None:
     published("qwen3", tmp_path / "base")
     export(tmp_path / "base", tmp_path / "out", "fp8")
@@ -225,7 +271,8 @@ def test_deepseek_in_fp8_is_read_by_plain_transformers(tmp_path: Path) -> None:
         "q_lora_rank": 128,
     }
     whole |= {"qk_rope_head_dim": 128, "qk_nope_head_dim": 32, "v_head_dim": 32}
-    export(publish(tmp_path / "base", master(**whole), config=V3 | whole), tmp_path / "out", "fp8")
+    tree = {key: value for key, value in (V3 | whole).items() if key != "quantization_config"}
+    export(publish(tmp_path / "base", master(**whole), config=tree), tmp_path / "out", "fp8")
     plain = dequantised(read_all(tmp_path / "out"), torch.bfloat16)
     publish(
         tmp_path / "plain",

@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ds_finetune.cli.main import main
+from ds_finetune.errors import ModelError
+from ds_finetune.model.build import read_hf_config
 from tests.model.fp8_folder import V3, dequantised, in_fp8, master, publish, read_all
 from tests.running import start
 
@@ -114,17 +116,18 @@ def _pack(folder: Path) -> None:
     save_file(keys, folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("place", ["source", "base"])
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("place", "changes", "said"),
     [
-        (_FP4, "experts in fp4, as DeepSeek-V4-Flash is published, are not read"),
-        (_INT4, "weights quantised by {'quant_method': 'compressed-tensors'"),
+        ("base", _FP4, "experts in fp4, as DeepSeek-V4-Flash is published, are converted and not read elsewhere"),
+        ("source", _FP4 | {"expert_dtype": "fp6"}, "experts in fp6 are not read"),
+        ("source", _INT4, "weights quantised by {'quant_method': 'compressed-tensors'"),
+        ("base", _INT4, "weights quantised by {'quant_method': 'compressed-tensors'"),
     ],
-    ids=["fp4", "int4"],
+    ids=["fp4 base", "fp6", "int4", "int4 base"],
 )
 def test_a_format_that_is_not_read_is_named(
-    changes: dict[str, object], said: str, place: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    place: str, changes: dict[str, object], said: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Before the tensors are looked at, whose dtypes and names say less."""
     packed = Path(shutil.copytree(model, tmp_path / "packed"))
@@ -133,6 +136,23 @@ def test_a_format_that_is_not_read_is_named(
     named = [str(packed)] if place == "source" else [str(model), "--base", str(packed)]
     assert main(["export", "--no-verify", named[0], str(tmp_path / "out"), *named[1:]]) == 2
     assert f"{packed}/config.json: {said}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["source", "base"])
+def test_a_format_that_only_the_model_optimizer_names(
+    place: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As NVIDIA publishes NVFP4: config.json says nothing of it."""
+    packed = Path(shutil.copytree(model, tmp_path / "packed"))
+    file = packed / "hf_quant_config.json"
+    file.write_text('{"quantization": {"quant_algo": "NVFP4", "group_size": 16}}')
+    named = [str(packed)] if place == "source" else [str(model), "--base", str(packed)]
+    assert main(["export", "--no-verify", named[0], str(tmp_path / "out"), *named[1:]]) == 2
+    assert f"{file}: weights in NVFP4 are not read" in capsys.readouterr().err
+    with pytest.raises(ModelError, match="weights in NVFP4 are not read"):
+        read_hf_config(str(packed))
+    file.write_text('{"quantization": {"quant_algo": null, "kv_cache_quant_algo": "FP8"}}')
+    read_hf_config(str(packed))
 
 
 @pytest.mark.parametrize(
@@ -187,9 +207,9 @@ def test_an_output_that_is_not_empty_and_an_unknown_dtype(
 
 
 def test_fp8_of_a_format_that_is_not_written(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _config(source, quantization_config=V3["quantization_config"] | {"scale_fmt": "ue8m0"})
+    _config(source, quantization_config=V3["quantization_config"] | {"activation_scheme": "static"})
     assert main(["export", "--no-verify", str(source), str(tmp_path / "out"), "--dtype", "fp8"]) == 2
-    assert "'scale_fmt': 'ue8m0'} differs from the only one that can be written" in capsys.readouterr().err
+    assert "differs from the only one that can be written" in capsys.readouterr().err
     assert main(["export", "--no-verify", str(source), str(tmp_path / "out"), "--dtype", "bf16"]) == 0
 
 

@@ -90,7 +90,7 @@ TABLE = np.array(
 def decoded(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Plain numpy: each number by table, times its block's scale, in fp32."""
     values = TABLE[weight.view(torch.uint8).numpy()]
-    spread = np.repeat(np.repeat(scale.numpy(), 128, axis=0), 128, axis=1)[: values.shape[0], : values.shape[1]]
+    spread = np.repeat(np.repeat(scale.float().numpy(), 128, axis=0), 128, axis=1)[: values.shape[0], : values.shape[1]]
     return torch.from_numpy(values * spread)
 
 

@@ -22,7 +22,7 @@ from ds_finetune.model.parallel.expert import build_local_experts
 from ds_finetune.model.parallel.sharding import ModelShard
 from ds_finetune.model.parallel.tensor import local_config
 from ds_finetune.model.weights import load_weights, weights_digest
-from tests.model.fp8_folder import publish, read_all
+from tests.model.fp8_folder import read_all
 from tests.model.mxfp4_folder import GPT_OSS, publish_gpt_oss, random_parts
 
 FAMILY = family_of("gpt_oss")
@@ -169,15 +169,3 @@ def test_what_does_not_belong_together_is_named(
     (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(ModelError, match=said):
         HubFolder(copy)
-
-
-def test_fp4_experts_of_deepseek_v4_are_refused_by_name(tmp_path: Path) -> None:
-    given = {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}
-    publish(
-        tmp_path / "v4",
-        {"a": torch.ones(1)},
-        config={"model_type": "deepseek_v4", "expert_dtype": "fp4", "quantization_config": given},
-    )
-    with pytest.raises(ModelError, match="experts in fp4, as DeepSeek-V4-Flash is published, are not read") as caught:
-        read_hf_config(str(tmp_path / "v4"))
-    assert "a copy in bf16" in caught.value.hint

@@ -27,7 +27,7 @@ from ds_finetune.model.dtypes import PRECISION_DTYPES
 from ds_finetune.model.folder_check import check_folder
 from ds_finetune.model.hub_folder import HubFolder, has_weights
 from ds_finetune.model.lora import Factors, is_adapter, weight_of
-from ds_finetune.model.quantisation import check_config_readable
+from ds_finetune.model.quantisation import check_config_readable, check_no_other_format
 from ds_finetune.model.weights import weights_digest
 
 
@@ -129,6 +129,7 @@ def open_model(path: Path, _: Path | None) -> OpenedSource:
             f"{path}/config.json is not that of a model: {broken!r}", hint="take the config.json published with it"
         ) from broken
     check_config_readable(config, f"{path}/config.json", ExportError)
+    check_no_other_format(path, ExportError)
     hub = HubFolder(path)
     return OpenedSource(HubSource(hub, family_of(model_type)), (path,), hub=hub)
 

@@ -164,7 +164,7 @@ def _dequantise(values: torch.Tensor, scale: torch.Tensor, generator: torch.Gene
             .masked_fill_(plain == 0, _SMALLEST_STEP)
         )
         plain += step * (torch.rand(plain.shape, generator=generator) - 0.5)
-    spread = scale.repeat_interleave(_BLOCK, 0).repeat_interleave(_BLOCK, 1)[: plain.shape[0], : plain.shape[1]]
+    spread = scale.float().repeat_interleave(_BLOCK, 0).repeat_interleave(_BLOCK, 1)[: plain.shape[0], : plain.shape[1]]
     return (plain * spread).to(torch.bfloat16)
 
 
