@@ -79,10 +79,10 @@ def _search_section(tree: Mapping[str, Any], ranked: Sequence[Mapping[str, Any]]
 def _parallel(tree: Mapping[str, Any], ranked: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     axes = []
     for key, space in tree["space"].items():
-        choices = tuple(json.dumps(choice) for choice in space.get("choices") or ())
+        choices = tuple(_text(choice) for choice in space.get("choices") or ())
         axes.append(CoordinateAxis(key, is_log=bool(space.get("log")), choices=choices))
     rows = [
-        [json.dumps(trial["values"][axis.name]) if axis.choices else float(trial["values"][axis.name]) for axis in axes]
+        [_text(trial["values"][axis.name]) if axis.choices else float(trial["values"][axis.name]) for axis in axes]
         + [trial["value"]]
         for trial in ranked
     ]
@@ -133,10 +133,14 @@ def write_range_page(folder: Path, run: str, found: LrRange) -> Path:
         XyLine("train/loss", found.rates, found.losses, role="faint"),
         XyLine("smoothed", found.rates, found.smoothed),
     ]
-    marks = [(found.steepest, "steepest fall"), (found.lowest, "least loss")]
+    ends = (min(found.losses), max(found.losses))
+    lines += [
+        XyLine("steepest fall", (found.steepest, found.steepest), ends, role="dashed", colour=2),
+        XyLine("least loss", (found.lowest, found.lowest), ends, role="dashed", colour=4),
+    ]
     chart = Chart(
         "Loss over the learning rate",
-        xy_option(lines, x_name="learning rate", is_log=True, marks=marks),
+        xy_option(lines, x_name="learning rate", is_log=True),
         f"steepest fall at {found.steepest:.2e}, least loss at {found.lowest:.2e}",
         is_wide=True,
         height=380,
@@ -179,7 +183,13 @@ def _speed_charts(rows: Sequence[Measurement]) -> list[Chart]:
     if len(ranks) < 2:
         return []
     ideal = XyLine("ideal", ranks, [number / rows[0].variant.ranks for number in ranks], role="dashed", colour=7)
-    return [Chart("Speed-up", xy_option([*lines, ideal], x_name="ranks"), f"up to {max(r.speedup for r in rows):.2f}")]
+    return [
+        Chart(
+            "Speed-up",
+            xy_option([*lines, ideal], x_name="ranks", is_whole=True),
+            f"up to {max(r.speedup for r in rows):.2f}",
+        )
+    ]
 
 
 def _loss_chart(rows: Sequence[Measurement]) -> Chart:

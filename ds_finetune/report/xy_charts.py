@@ -24,19 +24,8 @@ class XyLine:
     colour: int = 0
 
 
-def xy_option(
-    lines: Sequence[XyLine], *, x_name: str, is_log: bool = False, marks: Sequence[tuple[float, str]] = ()
-) -> dict[str, Any]:
-    """Lines over a number with a name, on a logarithmic axis where `is_log`; marks are vertical lines with a word."""
-    series = [_series(line) for line in lines]
-    if marks:
-        series[0]["markLine"] = {
-            "silent": True,
-            "symbol": "none",
-            "lineStyle": {"type": "dashed", "width": 1},
-            "label": {"show": True, "formatter": "{b}", "position": "insideEndTop", "fontSize": 10},
-            "data": [{"xAxis": x, "name": word} for x, word in marks],
-        }
+def xy_option(lines: Sequence[XyLine], *, x_name: str, is_log: bool = False, is_whole: bool = False) -> dict[str, Any]:
+    """Lines over a number with a name, on a logarithmic axis where `is_log`, labelled by whole numbers if `is_whole`."""
     return {
         "animation": False,
         "grid": {"left": 8, "right": 24, "top": 34, "bottom": 26, "containLabel": True},
@@ -49,11 +38,12 @@ def xy_option(
             "nameGap": 24,
             "min": min(min(line.x) for line in lines),
             "max": max(max(line.x) for line in lines),
+            "minInterval": 1 if is_whole else 0,
             "splitLine": {"show": False},
             "axisLabel": {"hideOverlap": True},
         },
         "yAxis": {"type": "value", "scale": True, "splitNumber": 4, "axisLabel": {"hideOverlap": True}},
-        "series": series,
+        "series": [_series(line) for line in lines],
     }
 
 
