@@ -25,7 +25,7 @@ class XyLine:
 
 
 def xy_option(lines: Sequence[XyLine], *, x_name: str, is_log: bool = False, is_whole: bool = False) -> dict[str, Any]:
-    """Lines over a number with a name, on a logarithmic axis where `is_log`, labelled by whole numbers if `is_whole`."""
+    """Lines over a number with a name, on a logarithmic axis if `is_log`, labelled by whole numbers if `is_whole`."""
     return {
         "animation": False,
         "grid": {"left": 8, "right": 24, "top": 34, "bottom": 26, "containLabel": True},
