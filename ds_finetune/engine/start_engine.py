@@ -68,7 +68,7 @@ from ds_finetune.objectives.extra import Extra
 from ds_finetune.objectives.indexing import Indexing
 from ds_finetune.objectives.multi_token import MultiTokenPrediction
 from ds_finetune.objectives.objective import ScoreObjective
-from ds_finetune.patches.deepspeed_engine import leave_out_of_norm, undo_constructor_step
+from ds_finetune.patches.deepspeed_engine import count_whole_experts_once, leave_out_of_norm, undo_constructor_step
 from ds_finetune.patches.deepspeed_init import zero_init
 from ds_finetune.patches.torch_nn import linears_without_memory
 from ds_finetune.plan.plan import Plan
@@ -108,8 +108,7 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
             mpu=groups.mpu,
         )
         _add_extra_losses(trained, model, groups, torch.device(wrapped.device))
-        if plan.zero_stage == 0 and plan.precision != "fp32":
-            undo_constructor_step(optimizer)
+        _correct_optimizer(optimizer, plan, groups)
         engine = Engine(wrapped, plan, groups, model.objective)
         if plan.zero_stage and any(map(is_apart, lm.parameters())):
             leave_out_of_norm(optimizer, is_apart, has_bad_gradient=lambda: engine.has_bad_gradient)
@@ -121,6 +120,14 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
             yield engine
         finally:
             wrapped.destroy()
+
+
+def _correct_optimizer(optimizer: object, plan: Plan, groups: Groups) -> None:
+    """Undo what DeepSpeed's wrapper of the optimizer does wrong at this stage."""
+    if plan.zero_stage == 0 and plan.precision != "fp32":
+        undo_constructor_step(optimizer)
+    if plan.zero_stage == 3 and groups.tensor is not None and groups.experts is not None:
+        count_whole_experts_once(optimizer)
 
 
 def _build(

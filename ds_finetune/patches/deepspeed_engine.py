@@ -14,6 +14,7 @@ _COALESCE = Foreign("deepspeed", "runtime/engine.py:3239-3300")
 _CONSTRUCTOR_STEP = Foreign("deepspeed", "runtime/fp16/unfused_optimizer.py:425, fused_optimizer.py:130")
 _NORM = Foreign("deepspeed", "runtime/zero/stage_1_and_2.py:2943-2960")
 _NORM_GROUPS = Foreign("deepspeed", "runtime/zero/stage3.py:2573-2584")
+_EXPERT_NORM = Foreign("deepspeed", "runtime/zero/stage3.py:694-718, 1978, 2452")
 _INVALID_NORM = -1.0
 """How DeepSpeed marks the norm of a group that is not finite (0.19.8, runtime/utils.py:891)."""
 _LINKED_STATES = Foreign("deepspeed", "runtime/zero/stage_1_and_2.py:744, 852-857")
@@ -113,6 +114,21 @@ def leave_out_of_norm(
         return [*found, _INVALID_NORM] if is_partitioned else torch.full_like(found, float("inf"))
 
     setattr(optimizer, norms, counted)
+
+
+def count_whole_experts_once(optimizer: Any) -> None:  # noqa: ANN401 - DeepSpeed's optimizer of stage 3
+    """Let the norm of a gradient treat experts like all other parameters: those that tensor parallel ranks hold whole
+    count on the first rank alone.
+
+    DeepSpeed counts every parameter of experts on each of these ranks. That holds where expert parallel groups span
+    them; here a group has the ranks of one shard.
+    """
+    _EXPERT_NORM.attribute(optimizer, "_grad_norm_counts_every_rank")
+    norm = _EXPERT_NORM.attribute(type(optimizer), "complete_grad_norm_calculation_for_cpu_offload")
+    _EXPERT_NORM.source(
+        norm, "if counts_every_rank or is_model_parallel_parameter(p) or (self.model_parallel_rank == 0):"
+    )
+    optimizer._grad_norm_counts_every_rank = lambda *_: False
 
 
 def link_optimizer_states(optimizer: Any) -> None:  # noqa: ANN401 - DeepSpeed's optimizer of stages 1 and 2
