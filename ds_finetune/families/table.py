@@ -60,7 +60,6 @@ _DEEPSEEK_V3 = Family(
         {
             "deepseek_v3_deep": {**GROUPED_ROUTING, "num_hidden_layers": 4},
             "deepseek_v3_biases": {**GROUPED_ROUTING, "attention_bias": True},
-            "moonlight": {**ONE_GROUP, "q_lora_rank": None},
         },
         in_standard_selftest=True,
     ),
