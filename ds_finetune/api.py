@@ -89,6 +89,7 @@ def export(  # noqa: PLR0913 - each is an option of the command
     if not with_cache:
         raise ConfigError(f"--no-cache is not valid with --format {format}", hint="it is an option of --format onnx")
     from ds_finetune.export.from_checkpoint import EXPORT_DTYPES, export_checkpoint
+    from ds_finetune.report.model_card import write_card_of_source
 
     if dtype is not None and dtype not in EXPORT_DTYPES:
         raise ConfigError(f"dtype is `{dtype}`", hint=f"name one of {', '.join(EXPORT_DTYPES)}")
@@ -96,6 +97,7 @@ def export(  # noqa: PLR0913 - each is an option of the command
     exported = export_checkpoint(
         Path(source), Path(out), dtype=dtype or "bf16", max_shard_bytes=max_shard_bytes, base=trained
     )
+    write_card_of_source(Path(source), exported.folder)
     for line in exported.lines():
         show_line(line)
     return replace(exported, verdict=verify_folder(exported.folder, trained)) if verify else exported

@@ -90,6 +90,7 @@ def show_report(report: "Report") -> None:
         rows += [("stopped", report.last.stop)] if report.last.stop and not report.interrupted else []
     rows += [("interrupted", report.interrupted)] if report.interrupted else []
     rows += [("run", str(report.output_dir)), *(("export", str(path)) for path in report.exports)]
+    rows += [("report", str(report.page))] if report.page else []
     OUT.print(pairs("interrupted" if report.interrupted else "done", rows))
 
 

@@ -4,6 +4,7 @@ import json
 import random
 from collections.abc import Iterator
 from datetime import date, timedelta
+from itertools import islice
 from pathlib import Path
 
 from ds_finetune.errors import OutputError
@@ -78,11 +79,11 @@ def questions(seed: int = 0) -> Iterator[tuple[str, str]]:
         yield day.isoformat(), f"{day.day} {day:%B} {day.year}"
 
 
-def write_demo(folder: Path, *, ranks: int = 2) -> Path:
+def write_demo(folder: Path, *, ranks: int = 2, days: int = DAYS) -> Path:
     """Write `model/` (config and tokenizer, no weights), `train.jsonl`, `eval.jsonl` and `run.yaml`; returns the run
     file.
 
-    A step has 8 rows, or the next multiple of `ranks`.
+    A step has 8 rows, or the next multiple of `ranks`. Of `days` rows, 200 are held out.
     """
     model = folder / "model"
     try:
@@ -91,7 +92,7 @@ def write_demo(folder: Path, *, ranks: int = 2) -> Path:
         raise OutputError(f"`{folder}` cannot be written: {refused.strerror}", hint="name another folder") from None
     (model / "config.json").write_text(json.dumps(MODEL, indent=2) + "\n", encoding="utf-8")
     _write_tokenizer(model)
-    rows = [{"prompt": question, "completion": answer} for question, answer in questions()]
+    rows = [{"prompt": question, "completion": answer} for question, answer in islice(questions(), days)]
     _write_lines(folder / "eval.jsonl", rows[:HELD_OUT])
     _write_lines(folder / "train.jsonl", rows[HELD_OUT:])
     run_file = folder / "run.yaml"

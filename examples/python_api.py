@@ -1,4 +1,4 @@
-"""The demo task from Python: plan, train, export a checkpoint, evaluate. About half a minute on a CPU: `python
+"""The demo task from Python: plan, train, export a checkpoint, evaluate. About twenty seconds on a CPU: `python
 examples/python_api.py FOLDER`.
 """
 
@@ -11,7 +11,7 @@ from ds_finetune.demo import write_demo
 
 def main(folder: Path) -> None:
     """Write the task to `folder`, and everything that comes of it."""
-    run_file = write_demo(folder, ranks=1)
+    run_file = write_demo(folder, ranks=1, days=2_000)
     overrides = [
         "train.for=10 steps",
         "train.max_seq_len=128",

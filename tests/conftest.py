@@ -1,5 +1,6 @@
-"""Fixtures of more than one test file."""
+"""Fixtures of more than one test file, the order of the files, and what a test process does not do twice."""
 
+import gc
 import signal
 import sys
 from collections.abc import Iterator
@@ -32,6 +33,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(
         key=lambda item: next((place for place, name in enumerate(_LONG) if item.nodeid.startswith(name)), len(_LONG))
     )
+
+
+def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: object) -> list[pytest.Item] | None:
+    """Workers of the default suite make none of the thousands of slow tests that would be deselected."""
+    is_default_suite = hasattr(collector.config, "workerinput") and collector.config.option.markexpr == "not slow"
+    if not is_default_suite or not name.startswith("test_"):
+        return None
+    return [] if any(mark.name == "slow" for mark in getattr(obj, "pytestmark", ())) else None
+
+
+def pytest_sessionstart() -> None:
+    """Nothing that collection makes is garbage."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """DeepSpeed collects garbage at each start and end of an engine, a second each time among everything imported and
+    collected; frozen objects are left out.
+    """
+    gc.enable()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, get_args
 
 import numpy as np
@@ -20,7 +21,7 @@ from ds_finetune.engine.collectives import all_gather_object
 from ds_finetune.engine.document_scores import NO_SCORES, DocumentScores, gather_scores, scores_of
 from ds_finetune.engine.finite_gradients import FiniteProbe
 from ds_finetune.engine.generation import GenerationLimits, answer_prompt, prompts_of_rank
-from ds_finetune.engine.gradient_norm import global_gradient_norm
+from ds_finetune.engine.gradient_norm import clip_gradients
 from ds_finetune.engine.loss_normalisation import detached_sums, scale_for_deepspeed, term_weights
 from ds_finetune.engine.pipeline_schedule import StageForward, run_1f1b
 from ds_finetune.engine.process_groups import Groups
@@ -61,6 +62,8 @@ class Engine:
     """Names of this rank's parameters that were drawn because the model's folder does not have them."""
     has_bad_gradient = False
     """Whether a gradient of the latest step was not finite on any rank."""
+    own_norms: Mapping[str, float] = MappingProxyType({})
+    """Norms of the latest gradients of the parameters that an auxiliary loss trains alone, by the name of the loss."""
 
     def __init__(self, wrapped: Any, plan: Plan, groups: Groups, objective: Objective) -> None:  # noqa: ANN401 - a DeepSpeedEngine
         self.plan = plan
@@ -110,8 +113,9 @@ class Engine:
         choices = None
         if self._routers is not None:
             choices = finish_step(self._routers, self.plan.mesh, num_tokens=int(tokens), is_skipped=skipped)
+        own = {f"{loss}_grad_norm": math.inf if skipped else norm for loss, norm in self.own_norms.items()}
         return StepResult(
-            metrics=self._total_loss.metrics(self._total_loss.named(totals), counts),
+            metrics={**self._total_loss.metrics(self._total_loss.named(totals), counts), **own},
             grad_norm=grad_norm,
             num_tokens=int(tokens),
             num_supervised_tokens=int(counts["supervised_tokens"]),
@@ -294,14 +298,14 @@ class Engine:
 
         with gradients_reduced_at_end(self._ds, zero_stage=self.plan.zero_stage):
             run_1f1b(stage, batch.micro, forward, lambda scalar: self._ds.backward(scalar, scale_wrt_gas=False))
-            if self._is_tied:
+            if self._trains_both_ends:
                 stage.all_reduce_embedding_grad(self._ds.module.lm.get_input_embeddings().weight.grad)
         return sums
 
     def _share_embedding(self) -> None:
-        """Give the last stage the first one's embedding, where multi-token prediction needs it."""
+        """Give the last stage the first one's embedding, where multi-token prediction only reads it."""
         stage, module = self._stage, self._ds.module
-        if stage is not None and mtp_layers(module.config) and (stage.is_first or stage.is_last):
+        if stage is not None and stage.is_end and mtp_layers(module.config) and not self._trains_both_ends:
             stage.broadcast_embedding(module.lm.get_input_embeddings().weight)
 
     def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
@@ -348,16 +352,14 @@ class Engine:
         """
         if self.plan.is_engine_clipping:
             params = [param for param in self._ds.module.parameters() if param.grad is not None]
-            norm = global_gradient_norm(params, self._groups, self._device)
-            is_skipped = self.has_bad_gradient or not math.isfinite(norm)
+            limit = self.plan.optimizer.max_grad_norm
+            norm, *own = clip_gradients(params, limit, self._groups, losses=self.own_norms, device=self._device)
+            self.own_norms = dict(zip(self.own_norms, own, strict=True))
+            is_skipped = self.has_bad_gradient or not all(map(math.isfinite, (norm, *own)))
             if is_skipped:
                 # DeepSpeed 0.19.8 applies NaN at stage 0 in fp32; parameters without a gradient are left alone by
                 # torch's optimizers.
                 self._ds.zero_grad()
-            elif self.plan.optimizer.max_grad_norm:
-                torch.nn.utils.clip_grads_with_norm_(
-                    params, self.plan.optimizer.max_grad_norm, torch.tensor(norm, device=self._device)
-                )
             self._ds.step()
             return norm, is_skipped
         skipped_before = self._ds.skipped_steps
@@ -372,10 +374,11 @@ class Engine:
         return float("nan") if norm is None else float(norm), skipped
 
     @property
-    def _is_tied(self) -> bool:
-        """Whether this stage holds an embedding whose weight is the head's as well."""
-        stage = self._stage
-        return stage is not None and (stage.is_first or stage.is_last) and has_tied_head(self._ds.module.lm)
+    def _trains_both_ends(self) -> bool:
+        """Whether this stage and another one have the embedding's weight and each get a part of its gradient."""
+        module = self._ds.module
+        trains_copy = has_tied_head(module.lm) or any(each.trains_embedding for each in module.extras)
+        return self._stage is not None and self._stage.is_end and trains_copy
 
     def _culprit(self) -> str:
         """The parameter with the first non-finite gradient, and its rank; collective."""

@@ -1,15 +1,32 @@
-"""The norm of the whole gradient where the engine clips itself (ZeRO 0 in fp32)."""
+"""The norm of the whole gradient, and clipping, where the engine clips itself (ZeRO 0 in fp32)."""
 
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ds_finetune.engine.parameter_tags import is_apart, is_expert
+from ds_finetune.engine.parameter_tags import is_expert, loss_of
 from ds_finetune.engine.pipeline_schedule import is_copy
 from ds_finetune.engine.process_groups import Groups
+
+
+def clip_gradients(
+    params: Sequence[nn.Parameter], max_norm: float, groups: Groups, *, losses: Iterable[str], device: torch.device
+) -> list[float]:
+    """Scale the gradients of `params` down to a norm of at most `max_norm`, 0 for any, and return their norm before;
+    then those of the parameters that only one of `losses` trains, which are scaled by themselves. Collective.
+
+    Where a norm is not finite nothing is scaled.
+    """
+    parts = [[param for param in params if loss_of(param) == loss] for loss in (None, *losses)]
+    norms = [global_gradient_norm(part, groups, device) for part in parts]
+    if max_norm and all(map(math.isfinite, norms)):
+        for part, norm in zip(parts, norms, strict=True):
+            torch.nn.utils.clip_grads_with_norm_(part, max_norm, torch.tensor(norm, device=device))
+    return norms
 
 
 def global_gradient_norm(params: Sequence[nn.Parameter], groups: Groups, device: torch.device) -> float:
@@ -17,7 +34,7 @@ def global_gradient_norm(params: Sequence[nn.Parameter], groups: Groups, device:
     Collective.
 
     Each element counts once: tensor parallel shards are summed over their group, experts over theirs, everything
-    over the pipeline's stages. Parameters that are apart do not count.
+    over the pipeline's stages.
     """
     square = torch.zeros((), device=device)
     for has_shards, has_experts in itertools.product((False, True), repeat=2):
@@ -26,7 +43,6 @@ def global_gradient_norm(params: Sequence[nn.Parameter], groups: Groups, device:
             for param in params
             if param.grad is not None
             and not is_copy(param)
-            and not is_apart(param)
             and (_is_shard(param), is_expert(param)) == (has_shards, has_experts)
         ]
         part = torch.nn.utils.get_total_norm(grads).to(device) ** 2

@@ -36,16 +36,16 @@ def is_expert(param: torch.Tensor) -> bool:
     return getattr(param, "ds_zero_placement_family", "") == "autoep_expert"
 
 
-def tag_apart(param: nn.Parameter) -> None:
-    """Mark a parameter that gets its gradient from a loss of its own, and is left out of the norm by which all are
-    clipped.
+def tag_apart(param: nn.Parameter, loss: str) -> None:
+    """Mark a parameter that gets its gradient from the auxiliary loss of this name alone. Such parameters are clipped
+    by the norm of the gradient of this loss, and left out of that of the others.
     """
-    param.ds_finetune_apart = True  # type: ignore[attr-defined]
+    param.ds_finetune_apart = loss  # type: ignore[attr-defined]
 
 
-def is_apart(param: torch.Tensor) -> bool:
-    """Whether `tag_apart` marked it."""
-    return getattr(param, "ds_finetune_apart", False)
+def loss_of(param: torch.Tensor) -> str | None:
+    """The name that `tag_apart` gave it; None for others."""
+    return getattr(param, "ds_finetune_apart", None)
 
 
 def experts_marker(parts: int) -> nn.Module:
@@ -67,16 +67,17 @@ def experts_marker(parts: int) -> nn.Module:
 
 def parameter_groups(model: nn.Module, plan: Plan, groups: Groups) -> list[dict[str, Any]]:
     """Optimizer groups: matrices with weight decay, norms and biases without, each for experts and for the rest; and
-    the same of parameters that are apart, so that the flat partitions of all others are what they are without them.
+    then those of parameters that are apart, so that the flat partitions of all others are what they are without them.
 
     The biases of experts are one tensor [experts, outputs]. The optimizer's other settings come from the DeepSpeed
     section.
     """
     trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    losses = sorted({loss for loss in map(loss_of, trained.values()) if loss is not None})
     made = [
         group
-        for parted in (False, True)
-        for group in _groups_of({name: p for name, p in trained.items() if is_apart(p) == parted}, plan)
+        for loss in (None, *losses)
+        for group in _groups_of({name: p for name, p in trained.items() if loss_of(p) == loss}, plan)
     ]
     if groups.experts is not None and plan.zero_stage < _STAGE_OF_PARTITIONED_PARAMETERS:
         for group in made:

@@ -16,9 +16,9 @@ from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.nvme import check_buffers, check_nvme
 from ds_finetune.engine.parameter_tags import (
     experts_marker,
-    is_apart,
     is_expert,
     local_shape,
+    loss_of,
     parameter_groups,
     tag_apart,
     tag_expert,
@@ -68,7 +68,8 @@ from ds_finetune.objectives.extra import Extra
 from ds_finetune.objectives.indexing import Indexing
 from ds_finetune.objectives.multi_token import MultiTokenPrediction
 from ds_finetune.objectives.objective import ScoreObjective
-from ds_finetune.patches.deepspeed_engine import count_whole_experts_once, leave_out_of_norm, undo_constructor_step
+from ds_finetune.patches.deepspeed_clipping import OwnClipping
+from ds_finetune.patches.deepspeed_engine import count_whole_experts_once, undo_constructor_step
 from ds_finetune.patches.deepspeed_init import zero_init
 from ds_finetune.patches.torch_nn import linears_without_memory
 from ds_finetune.plan.plan import Plan
@@ -110,8 +111,7 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
         _add_extra_losses(trained, model, groups, torch.device(wrapped.device))
         _correct_optimizer(optimizer, plan, groups)
         engine = Engine(wrapped, plan, groups, model.objective)
-        if plan.zero_stage and any(map(is_apart, lm.parameters())):
-            leave_out_of_norm(optimizer, is_apart, has_bad_gradient=lambda: engine.has_bad_gradient)
+        _clip_apart(engine, optimizer, model, groups)
         engine.drawn = drawn
         # Dropout draws from torch's own generator: other numbers on ranks with other rows, the same on ranks that share
         # them. A resumed run restores its state.
@@ -128,6 +128,20 @@ def _correct_optimizer(optimizer: object, plan: Plan, groups: Groups) -> None:
         undo_constructor_step(optimizer)
     if plan.zero_stage == 3 and groups.tensor is not None and groups.experts is not None:
         count_whole_experts_once(optimizer)
+
+
+def _clip_apart(engine: Engine, optimizer: Any, model: ModelPlan, groups: Groups) -> None:  # noqa: ANN401 - DeepSpeed's
+    """Clip parameters that an auxiliary loss trains alone by a norm of their own; at stage 0 the engine does so."""
+    engine.own_norms = dict.fromkeys(model.apart_losses, 0.0)
+    if engine.plan.zero_stage and engine.own_norms:
+        OwnClipping(
+            optimizer,
+            loss_of,
+            losses=model.apart_losses,
+            shards=groups.tensor.group if groups.tensor is not None else None,
+            has_bad_gradient=lambda: engine.has_bad_gradient,
+            report=partial(setattr, engine, "own_norms"),
+        )
 
 
 def _build(
@@ -159,11 +173,12 @@ def _mark_parameters(lm: PreTrainedModel, plan: Plan, model: ModelPlan, groups: 
     for name, param in lm.named_parameters():
         if name in plan.frozen or model.is_untrained(name):
             param.requires_grad_(False)
-        if model.is_apart(name):
-            tag_apart(param)
+        loss = model.loss_apart(name)
+        if loss is not None:
+            tag_apart(param, loss)
     if groups.stage is not None and has_embedding_copy(lm, groups.stage):
         mark_copy(lm.get_input_embeddings().weight)
-        if not has_tied_head(lm):
+        if not has_tied_head(lm) and (model.mtp is None or model.mtp.detach):
             lm.get_input_embeddings().weight.requires_grad_(False)
 
 

@@ -16,7 +16,7 @@ from ds_finetune.families.family import Family
 from ds_finetune.families.table import family_of
 from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.model.hub_folder import HubFolder
-from ds_finetune.model.mtp import PREDICTION_LAYERS, add_mtp_modules, more_layers, mtp_layer_inputs
+from ds_finetune.model.mtp import PREDICTION_LAYERS, add_mtp_modules, more_layers, mtp_layer_inputs, run_mtp_layer
 from ds_finetune.model.names import hub_pieces
 
 
@@ -40,15 +40,8 @@ class Drafter:
         joined = mtp_layer_inputs(self._layer, embedded, hidden[:, :-1])
         positions = torch.arange(joined.shape[1], device=joined.device)[None]
         # Padding is behind a document, where causal attention does not see it.
-        states = self._layer(
-            joined,
-            position_embeddings=self._model.base_model.rotary_emb(joined, positions),
-            attention_mask=None,
-            position_ids=positions,
-            past_key_values=None,
-            use_cache=False,
-        )
-        logits = functional.linear(self._layer.shared_head.norm(states), self._head)
+        states = run_mtp_layer(self._model, self._layer, joined, positions)
+        logits = functional.linear(states, self._head)
         return np.array([_row_sums(*row) for row in zip(logits, labels[:, 1:], chosen[:, 1:], strict=True)])
 
 

@@ -16,14 +16,14 @@ from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.row_kind import DIALOGUE, RowKind
 from ds_finetune.data.row_report import row_notes
 from ds_finetune.evaluation.classifier_scores import LabelledDocument, kind_of, labelled_documents
-from ds_finetune.evaluation.marked_scores import MarkedAnswer, marked_answers
+from ds_finetune.evaluation.marked_scores import MarkedDocument, marked_answers
 from ds_finetune.evaluation.model_scores import Document
 from ds_finetune.evaluation.preference_scores import sides_of
 from ds_finetune.model.encoder import max_positions
 from ds_finetune.objectives.kto import KahnemanTversky
 from ds_finetune.objectives.pairs import PairObjective
 
-AnyDocument = TypeVar("AnyDocument", Document, LabelledDocument, MarkedAnswer)
+AnyDocument = TypeVar("AnyDocument", Document, LabelledDocument, MarkedDocument)
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def read_sides(
 
 def read_marked(
     request: EvalRequest, folder: Path, tokenizer: PreTrainedTokenizerBase
-) -> tuple[list[MarkedAnswer], list[str]]:
+) -> tuple[list[MarkedDocument], list[str]]:
     """The marked answers of one held-out set, and lines that report on the rows."""
     with _rows_of(request, folder, tokenizer) as (rows, length):
         answers, counts = marked_answers(rows, request.limit, max_seq_len=length), rows.counts

@@ -19,7 +19,7 @@ Numbers = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class MarkedAnswer:
+class MarkedDocument:
     """An answer, its prompt with another one's answer, from which z0 is computed, and 1 for good or 0 for bad."""
 
     document: Document
@@ -36,7 +36,7 @@ class MarkedScores:
 
     @classmethod
     def of(
-        cls, objective: KahnemanTversky, sets: Sequence[Sequence[MarkedAnswer]], scores: Scores, reference: Scores
+        cls, objective: KahnemanTversky, sets: Sequence[Sequence[MarkedDocument]], scores: Scores, reference: Scores
     ) -> Self:
         """From the scores, by the model and by its reference, of all answers of all sets and then of all mismatched
         ones. Each set has a z0 of its own.
@@ -76,12 +76,12 @@ class MarkedScores:
         return {name: np.array([each.get(name, np.nan) for each in found]) for name in every}
 
 
-def marked_answers(rows: PreparedRows, limit: int | None, *, max_seq_len: int) -> list[MarkedAnswer]:
+def marked_answers(rows: PreparedRows, limit: int | None, *, max_seq_len: int) -> list[MarkedDocument]:
     """The first `limit` answers; DataError where all have one prompt."""
     mismatched = MismatchedAnswers(rows, seed=0, max_seq_len=max_seq_len, is_packed=False)
     mismatched.check("the held-out rows")
     return [
-        MarkedAnswer(
+        MarkedDocument(
             Document(*rows.document(number), [], []),
             _document(*mismatched.document(number)),
             float(rows.documents.targets[number]),

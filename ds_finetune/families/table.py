@@ -125,7 +125,6 @@ _ROWS = (
     replace(
         _DEEPSEEK_V3,
         model_type="deepseek_v32",
-        has_mtp=False,
         parameters=ParameterRules(indexed_latent_attention, sparse_by_type_or_after_first),
         # DeepSeek-V3.2-Exp, inference/model.py:441-444: weights_proj is not quantised.
         fp8_linear=(
@@ -146,7 +145,6 @@ _ROWS = (
     replace(
         _DEEPSEEK_V3,
         model_type="glm_moe_dsa",
-        has_mtp=False,
         parameters=ParameterRules(indexed_latent_attention, sparse_by_type_or_after_first),
         fp8_linear=None,
         indexer=Indexer(rotates_pairs=True, is_shared=True),

@@ -12,10 +12,13 @@ from ds_finetune.objectives.objective import LossAndSums, StepNumbers
 
 
 class ExtraLoss(ABC):
-    """Computes an `Extra` with the layers that this rank holds."""
+    """Computes an `Extra` with the layers that this rank holds.
 
-    def __init__(self, extra: Extra) -> None:
-        self.extra = extra
+    `trains_embedding` says whether its gradient reaches the embedding, of which the last pipeline stage has a copy.
+    """
+
+    def __init__(self, extra: Extra, *, trains_embedding: bool = False) -> None:
+        self.extra, self.trains_embedding = extra, trains_embedding
 
     def listen(self) -> AbstractContextManager[None]:
         """What is open during the forward of the layers whose part of the loss is asked for afterwards."""

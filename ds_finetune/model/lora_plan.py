@@ -25,6 +25,7 @@ _KINDS = (
     ("shared experts", re.compile(r"\.mlp\.shared_experts\.\w+_proj$"), ("weight",)),
     (ROUTED, re.compile(r"\.mlp\.experts$"), ("gate_up_proj", "down_proj")),
     (ROUTER, re.compile(r"\.mlp\.gate$"), ("weight",)),
+    ("multi-token prediction", re.compile(r"\.eh_proj$"), ("weight",)),
 )
 """Kinds of modules that can be adapted, by name, and their weights. Embeddings, norms and the head cannot."""
 _ALIGNED = 8

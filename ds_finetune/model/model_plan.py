@@ -10,7 +10,7 @@ from ds_finetune.model.build import Task, check_sinks, read_hf_config
 from ds_finetune.model.encoder import check_encoder
 from ds_finetune.model.lora_plan import LoraPlan, plan_lora
 from ds_finetune.model.mtp import is_mtp_tensor
-from ds_finetune.model.mtp_plan import MtpPlan, plan_mtp
+from ds_finetune.model.mtp_plan import MtpPlan, check_adapted, plan_mtp
 from ds_finetune.model.parallel.pipeline import layers_of_stages
 from ds_finetune.model.teacher_plan import TeacherPlan, plan_teacher
 from ds_finetune.objectives.balance import Balance
@@ -65,12 +65,19 @@ class ModelPlan:
             return is_of_indexer
         return self.indexer.is_alone and not is_of_indexer
 
-    def is_apart(self, name: str) -> bool:
-        """Whether the parameter `name` is trained by a loss of its own beside the others."""
+    def loss_apart(self, name: str) -> str | None:
+        """Name of the auxiliary loss that alone trains the parameter `name`; None for others."""
         if self.mtp is not None and self.mtp.detach and is_mtp_tensor(name, self.hf_config):
-            return True
+            return self.mtp.extra.name
         is_of_indexer = family_of(self.hf_config.model_type).is_of_indexer(name)
-        return self.indexer is not None and not self.indexer.is_alone and is_of_indexer
+        is_apart = self.indexer is not None and not self.indexer.is_alone and is_of_indexer
+        return Indexing.name if is_apart else None
+
+    @property
+    def apart_losses(self) -> tuple[str, ...]:
+        """Names of the auxiliary losses that train parameters of their own."""
+        prediction = (self.mtp.extra.name,) if self.mtp is not None and self.mtp.detach else ()
+        return (*prediction, *((Indexing.name,) if self.indexer is not None and not self.indexer.is_alone else ()))
 
     @property
     def head_outputs(self) -> int:
@@ -103,6 +110,9 @@ def plan_model(hf_config: PretrainedConfig, config: RunConfig) -> ModelPlan:
         check_sinks(built, model.attention)
     published = read_hf_config(model.path, files=("*.json",), task=task) if resized else hf_config
     prediction = plan_mtp(hf_config, model, config.mtp)
+    lora = plan_lora(hf_config, config.lora, task) if config.lora is not None else None
+    if prediction is not None and lora is not None:
+        check_adapted(hf_config, lora)
     stages = tuple(layers_of_stages(hf_config, config.parallel, task))
     if indexer is not None:
         check_stages_begin_with_indexers(indexer, stages)
@@ -114,7 +124,7 @@ def plan_model(hf_config: PretrainedConfig, config: RunConfig) -> ModelPlan:
         resizes_vocabulary=resized,
         published_vocab_size=int(published.vocab_size),
         stages=stages,
-        lora=plan_lora(hf_config, config.lora, task) if config.lora is not None else None,
+        lora=lora,
         objective=runtime,
         extras=(*_balance(router), *_indexing(indexer), *((prediction.extra,) if prediction is not None else ())),
         mtp=prediction,

@@ -6,21 +6,25 @@ published names, and parallel modules, ZeRO and checkpoints treat it like the ot
 reach it (transformers 5.23 runs `layers[: config.num_hidden_layers]`, deepseek_v3/modeling_deepseek_v3.py:621).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.masking_utils import create_causal_mask
 
 from ds_finetune.families.family import layer_of
+from ds_finetune.families.table import family_of
 from ds_finetune.patches.transformers_models import replaced_layers
 
 _BUILT = "ds_finetune_mtp_layers"
 """Attribute of a configuration from which a model with such layers is built; never written to a config.json."""
-_PER_LAYER = ("layer_types", "mlp_layer_types")
-"""Lists of a configuration with an entry for each layer."""
+_PER_LAYER: Mapping[str, str | None] = {"layer_types": None, "mlp_layer_types": None, "indexer_types": "full"}
+"""Lists of a configuration with an entry for each layer, and the entry of a prediction layer; None for that of the last
+layer. It has an indexer of its own in published checkpoints, whatever the last layer has.
+"""
 PREDICTION_LAYERS = "num_nextn_predict_layers"
 """Key of the number of multi-token prediction layers after the last layer (DeepSeek-V3's config.json)."""
 
@@ -60,12 +64,14 @@ def published_copies(hf_config: PretrainedConfig) -> dict[str, str]:
 
 @contextmanager
 def more_layers(hf_config: PretrainedConfig, number: int) -> Iterator[None]:
-    """While this is open, `hf_config` is that of a model with so many more layers, which are like its last one."""
+    """While this is open, `hf_config` is that of a model with so many more layers, which are like its last one but have
+    indexers of their own.
+    """
     changed: dict[str, Any] = {"num_hidden_layers": hf_config.num_hidden_layers}
     changed |= {key: kinds for key in _PER_LAYER if (kinds := getattr(hf_config, key, None))}
     hf_config.num_hidden_layers += number
     for key in changed.keys() - {"num_hidden_layers"}:
-        setattr(hf_config, key, [*changed[key], *[changed[key][-1]] * number])
+        setattr(hf_config, key, [*changed[key], *[_PER_LAYER[key] or changed[key][-1]] * number])
     try:
         yield
     finally:
@@ -110,3 +116,36 @@ def mtp_layer_inputs(layer: Any, embedded: torch.Tensor, hidden: torch.Tensor) -
     """
     joined: torch.Tensor = layer.eh_proj(torch.cat([layer.enorm(embedded), layer.hnorm(hidden)], dim=-1))
     return joined
+
+
+def run_mtp_layer(
+    lm: PreTrainedModel,
+    layer: Any,  # noqa: ANN401 - a decoder layer of any family
+    joined: torch.Tensor,
+    position_ids: torch.Tensor,
+    **arguments: Any,  # noqa: ANN401 - what attention takes
+) -> torch.Tensor:
+    """States [rows, tokens, width] of such a layer of `lm` before its head, from its input; it is run as the model runs
+    its own layers.
+    """
+    mask = create_causal_mask(
+        config=lm.config,
+        inputs_embeds=joined,
+        attention_mask=None,
+        past_key_values=None,
+        position_ids=position_ids,
+        # transformers' indexer reads the mask (deepseek_v32/modeling_deepseek_v32.py:729).
+        allow_is_causal_skip=family_of(lm.config.model_type).indexer is None,
+    )
+    states = layer(
+        joined,
+        position_embeddings=lm.base_model.rotary_emb(joined, position_ids),
+        attention_mask=mask,
+        position_ids=position_ids,
+        past_key_values=None,
+        use_cache=False,
+        **arguments,
+    )
+    # Layers that hand chosen tokens on return them too.
+    normed: torch.Tensor = layer.shared_head.norm(states[0] if isinstance(states, tuple) else states)
+    return normed

@@ -6,14 +6,13 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.masking_utils import create_causal_mask
 
 from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.model.attention import Documents
 from ds_finetune.model.build import head_of
 from ds_finetune.model.extra_loss import ExtraLoss
 from ds_finetune.model.forward_rows import ForwardRows
-from ds_finetune.model.mtp import mtp_layer_inputs, mtp_layers
+from ds_finetune.model.mtp import mtp_layer_inputs, mtp_layers, run_mtp_layer
 from ds_finetune.model.parallel.pipeline import MissingLayer, ReceiveHiddenStates
 from ds_finetune.objectives.multi_token import MultiTokenPrediction
 from ds_finetune.objectives.objective import LossAndSums
@@ -28,7 +27,7 @@ class MtpLoss(ExtraLoss):
     def __init__(
         self, extra: MultiTokenPrediction, lm: PreTrainedModel, arguments: DocumentArguments, *, detach: bool
     ) -> None:
-        super().__init__(extra)
+        super().__init__(extra, trains_embedding=not detach)
         self._lm, self._arguments, self._detach = lm, arguments, detach
 
     def loss(self, rows: ForwardRows, hidden: torch.Tensor, weights: torch.Tensor) -> LossAndSums | None:
@@ -42,7 +41,8 @@ class MtpLoss(ExtraLoss):
         with torch.no_grad() if self._detach else nullcontext():
             embedded = self._embed(rows.next_ids)
         joined = mtp_layer_inputs(layer, embedded, hidden.detach() if self._detach else hidden)
-        states = layer.shared_head.norm(self._run(layer, joined, rows))
+        arguments = self._arguments(rows.documents, joined.device)
+        states = run_mtp_layer(self._lm, layer, joined, rows.position_ids, **arguments)
         out: LossAndSums = head_of(self._lm)(states, rows.next_labels, is_trained=not self._detach)
         number_of = (rows.next_labels != IGNORE_INDEX).sum(dtype=torch.float64)[None]
         return LossAndSums(out.loss * weights[0].to(out.loss.dtype), torch.cat([out.sums, number_of]))
@@ -53,23 +53,3 @@ class MtpLoss(ExtraLoss):
             return embedding.embed(input_ids)
         embedded: torch.Tensor = embedding(input_ids)
         return embedded
-
-    def _run(self, layer: Any, joined: torch.Tensor, rows: ForwardRows) -> torch.Tensor:  # noqa: ANN401 - a decoder layer
-        """The decoder layer on its input, as the model runs its own layers."""
-        mask = create_causal_mask(
-            config=self._lm.config,
-            inputs_embeds=joined,
-            attention_mask=None,
-            past_key_values=None,
-            position_ids=rows.position_ids,
-        )
-        states: torch.Tensor = layer(
-            joined,
-            position_embeddings=self._lm.base_model.rotary_emb(joined, rows.position_ids),
-            attention_mask=mask,
-            position_ids=rows.position_ids,
-            past_key_values=None,
-            use_cache=False,
-            **self._arguments(rows.documents, joined.device),
-        )
-        return states

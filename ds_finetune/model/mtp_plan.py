@@ -8,11 +8,12 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from ds_finetune.config.schema import ModelConfig, MtpConfig
-from ds_finetune.errors import ModelError
+from ds_finetune.errors import ConfigError, ModelError
 from ds_finetune.families.table import FAMILIES, family_of
 from ds_finetune.model.build import TOKENIZER_PATTERNS, resolve_folder
 from ds_finetune.model.hub_folder import INDEX, HubFolder, has_weights
-from ds_finetune.model.mtp import PREDICTION_LAYERS, set_mtp_layers
+from ds_finetune.model.lora_plan import LoraPlan
+from ds_finetune.model.mtp import PREDICTION_LAYERS, is_mtp_tensor, mtp_layers, set_mtp_layers
 from ds_finetune.objectives.multi_token import MultiTokenPrediction
 
 
@@ -31,7 +32,7 @@ class MtpPlan:
 
     def lines(self, hf_config: PretrainedConfig) -> list[tuple[str, str]]:
         """Name and text of the decision, for people."""
-        trained = "it alone" if self.detach else "all weights"
+        trained = "it alone" if self.detach else "all that is trained"
         layer = f"layer {hf_config.num_hidden_layers} is trained with weight {self.weight:g}"
         return [("mtp", f"{layer}; its loss trains {trained}")]
 
@@ -52,6 +53,18 @@ def plan_mtp(hf_config: PretrainedConfig, model: ModelConfig, section: MtpConfig
         _check_tensors(folder, hf_config.num_hidden_layers)
     set_mtp_layers(hf_config, 1)
     return MtpPlan(section.weight, section.detach)
+
+
+def check_adapted(hf_config: PretrainedConfig, lora: LoraPlan) -> None:
+    """ConfigError where no adapter is in the layer, of which nothing would be trained."""
+    if any(is_mtp_tensor(target.name, hf_config) for target in lora.targets):
+        return
+    (number,) = mtp_layers(hf_config)
+    raise ConfigError(
+        f"mtp.train true with lora.target_modules {list(lora.section.target_modules or ())}, which name no module of "
+        f"the layer, model.layers.{number}",
+        hint="name modules of it too, such as eh_proj, or leave mtp out",
+    )
 
 
 def _check_config(tree: dict[str, Any], hf_config: PretrainedConfig, label: str) -> None:

@@ -1,10 +1,8 @@
 """DeepSpeed's engine and optimizers: when gradients are reduced, and the state that a constructor leaves."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-
-import torch
 
 from ds_finetune.patches.foreign import Foreign, replaced
 
@@ -12,11 +10,7 @@ _BOUNDARY = Foreign("deepspeed", "runtime/engine.py:3467-3493")
 _ALLREDUCE = Foreign("deepspeed", "runtime/engine.py:548, 3163")
 _COALESCE = Foreign("deepspeed", "runtime/engine.py:3239-3300")
 _CONSTRUCTOR_STEP = Foreign("deepspeed", "runtime/fp16/unfused_optimizer.py:425, fused_optimizer.py:130")
-_NORM = Foreign("deepspeed", "runtime/zero/stage_1_and_2.py:2943-2960")
-_NORM_GROUPS = Foreign("deepspeed", "runtime/zero/stage3.py:2573-2584")
 _EXPERT_NORM = Foreign("deepspeed", "runtime/zero/stage3.py:694-718, 1978, 2452")
-_INVALID_NORM = -1.0
-"""How DeepSpeed marks the norm of a group that is not finite (0.19.8, runtime/utils.py:891)."""
 _LINKED_STATES = Foreign("deepspeed", "runtime/zero/stage_1_and_2.py:744, 852-857")
 
 
@@ -80,40 +74,6 @@ def undo_constructor_step(optimizer: Any) -> None:  # noqa: ANN401 - one of Deep
     for group in inner.param_groups:
         if "step" in group:
             group["step"] = 0
-
-
-def leave_out_of_norm(
-    optimizer: Any,  # noqa: ANN401 - DeepSpeed's ZeRO optimizer
-    is_left_out: Callable[[Any], bool],
-    *,
-    has_bad_gradient: Callable[[], bool],
-) -> None:
-    """Let the norm by which gradients are clipped have no part of the parameter groups whose first parameter is left
-    out, which come last; they are clipped by the same factor as the others.
-
-    Nothing is reduced for these groups, so that pipeline stages may have different numbers of them. The norm is invalid
-    where `has_bad_gradient` is true, which must be so on every rank or on none: by an invalid norm alone DeepSpeed
-    skips a step in fp32 (zero/stage_1_and_2.py:3042) and at stage 3 (zero/stage3.py:2888).
-    """
-    is_partitioned = hasattr(optimizer, "_get_norm_groups")
-    place, norms, name = (
-        (_NORM_GROUPS, "_get_norm_groups", "fp16_groups")
-        if is_partitioned
-        else (_NORM, "scaled_global_norm", "bit16_groups")
-    )
-    original, groups = place.attribute(optimizer, norms), place.attribute(optimizer, name)
-    place.source(type(optimizer), f"for i, group in enumerate(self.{name}):")
-    number = next((number for number, group in enumerate(groups) if is_left_out(group[0])), len(groups))
-    assert all(is_left_out(group[0]) for group in groups[number:]), "a group that counts follows one that does not"
-
-    def counted(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        with replaced(optimizer, name, groups[:number]):
-            found = original(*args, **kwargs)
-        if not has_bad_gradient():
-            return found
-        return [*found, _INVALID_NORM] if is_partitioned else torch.full_like(found, float("inf"))
-
-    setattr(optimizer, norms, counted)
 
 
 def count_whole_experts_once(optimizer: Any) -> None:  # noqa: ANN401 - DeepSpeed's optimizer of stage 3

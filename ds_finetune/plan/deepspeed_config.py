@@ -41,12 +41,13 @@ def read_choices(given: str | Mapping[str, Any] | None) -> tuple[Tree, str]:
 
     ConfigError for keys that DeepSpeed does not know, or that belong elsewhere.
     """
-    tree, source = _given_choices(given)
+    tree, source = given_choices(given)
     check_keys(tree, source)
     return tree, source
 
 
-def _given_choices(given: str | Mapping[str, Any] | None) -> tuple[Tree, str]:
+def given_choices(given: str | Mapping[str, Any] | None) -> tuple[Tree, str]:
+    """The choices that `deepspeed` of a run file makes, and where they are from; ConfigError for an unreadable file."""
     if given is None:
         return copy.deepcopy(DEFAULT_CHOICES), "the default (ZeRO-2)"
     if not isinstance(given, str):

@@ -80,6 +80,9 @@ class Shape:
 
     @classmethod
     def _count(cls, config: ModelConfig, family: Family, rules: ParameterRules, mtp_layers: int) -> Self:
+        # A prediction layer has an indexer of its own, whatever other layers have.
+        alone = {**config, "num_hidden_layers": 1, "indexer_types": ["full"]}
+        indexer = rules.attention(config).indexer + mtp_layers * rules.attention(alone).indexer
         config = _with_layers(config, mtp_layers)
         layers, hidden = config["num_hidden_layers"], config["hidden_size"]
         attention = rules.attention(config)
@@ -98,7 +101,7 @@ class Shape:
             norms=layers * (2 * hidden + attention.norms) + hidden + mtp_layers * 3 * hidden,
             mtp_layers=mtp_layers,
             mtp_projection=mtp_layers * 2 * hidden * hidden,
-            indexer=attention.indexer,
+            indexer=indexer,
             attention_width=attention.width,
             attended_limits=_attended_limits(config),
             **_mlps(config, sum(rules.is_sparse(config, layer) for layer in range(layers)), family, rules),

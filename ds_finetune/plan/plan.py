@@ -183,7 +183,7 @@ def _check_combinations(
     check_layout(mesh, config, stage=stage, offloads=offloads, tree=tree)
     check_lora(mesh, config, stage=stage, offloads=offloads, tree=tree)
     check_distillation(config, mesh)
-    check_mtp(mesh, config, stage=stage, offloads=offloads)
+    check_mtp(config, stage=stage, offloads=offloads)
     check_indexer(mesh, config, stage=stage, offloads=offloads)
 
 

@@ -15,7 +15,8 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from ds_finetune.checkpoint.files import MANIFEST, STATE, complete_steps, step_name
+from ds_finetune.checkpoint.files import MANIFEST, STATE, Manifest, complete_steps, step_name
+from ds_finetune.errors import CheckpointError
 from ds_finetune.runs.experts import read_expert_table
 from ds_finetune.runs.metrics import METRICS
 from ds_finetune.runs.samples import SAMPLES, Sample, read_samples
@@ -120,9 +121,11 @@ class RunFolder:
             return []
 
     def _checkpoint(self, folder: Path, step: int) -> SavedCheckpoint:
-        manifest = self.file(os.path.relpath(folder / MANIFEST, self.path))
-        loss = read_object(manifest).get("eval_loss") if manifest is not None else None
-        return SavedCheckpoint(step, bytes_below(folder), loss if isinstance(loss, int | float) else None)
+        loss = None
+        if self.file(os.path.relpath(folder / MANIFEST, self.path)) is not None:
+            with suppress(CheckpointError, TypeError):
+                loss = Manifest.read(folder).eval_loss
+        return SavedCheckpoint(step, bytes_below(folder), loss)
 
     @property
     def exports(self) -> Mapping[str, str]:

@@ -1,10 +1,12 @@
 """What torch.profiler saw of this rank: slices for the trace, and the kernels and copies of its GPU."""
 
+import gc
 import json
 import tempfile
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,8 +69,21 @@ def read_profile(profiler: profile, shift_ns: int) -> DeviceTrace:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        tree = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-    return read_trace(tree, shift_ns)
+        text = path.read_text(encoding="utf-8", errors="replace")
+    with collection_paused():
+        return read_trace(json.loads(text), shift_ns)
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """Pause Python's garbage collection, which visits all objects again and again while many are made."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def read_trace(tree: Mapping[str, Any], shift_ns: int = 0) -> DeviceTrace:

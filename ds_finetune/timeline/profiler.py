@@ -69,9 +69,7 @@ class StepProfiler:
             return
         os.environ.setdefault("KINETO_LOG_LEVEL", _QUIET_LOG_LEVEL)
         gpu = [ProfilerActivity.CUDA] if self.run.device == "cuda" else []
-        self._profile = self._stack.enter_context(
-            profile(activities=[ProfilerActivity.CPU, *gpu], record_shapes=True, acc_events=True)
-        )
+        self._profile = self._stack.enter_context(profile(activities=[ProfilerActivity.CPU, *gpu], record_shapes=True))
         self._stack.enter_context(self._wrap_phases(self.recorder))
         self._stack.enter_context(self.recorder.recording_collectives())
 

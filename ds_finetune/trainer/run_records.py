@@ -1,4 +1,4 @@
-"""What a run records for its report: each start, its training data, the results of verifying its exports."""
+"""What a run records for its report, and the report at its end: each start, the training data, verified exports."""
 
 import json
 import os
@@ -7,7 +7,8 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from ds_finetune.checkpoint.run_state import versions
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.export.verify.verify import VerificationResult
 from ds_finetune.observers.record import StepRecord
+from ds_finetune.report.write import try_run_report
 from ds_finetune.trainer.batches import mixture_lines
+from ds_finetune.trainer.exports import Say
 from ds_finetune.trainer.prepare import PreparedRun
 from ds_finetune.trainer.preview import count_lines, document_title, marked_spans
 from ds_finetune.trainer.run_dir import prepare_run_folder
@@ -58,8 +61,30 @@ def _record_start(run: PreparedRun, *, after_step: int) -> None:
     _write_json(run.output_dir / "data.json", _data_summary(run))
 
 
-def record_exports(run_folder: Path, results: Iterable[VerificationResult]) -> None:
-    """Write the results of verifying exported folders to `exports.json`."""
+@contextmanager
+def report_failure(run_folder: Path, say: Say) -> Iterator[None]:
+    """Write the report of a run that this process has started where it fails; the error goes on."""
+    try:
+        yield
+    except Exception:
+        if _has_started(run_folder):
+            try_run_report(run_folder, say, state="failed")
+        raise
+
+
+def record_end(
+    run_folder: Path, results: Sequence[VerificationResult], say: Say, *, is_interrupted: bool
+) -> Path | None:
+    """Write the results of verifying exports to `exports.json` where there are any, and the report of the run.
+
+    Returns the page; None where it could not be written, which `say` tells.
+    """
+    if results:
+        _record_exports(run_folder, results)
+    return try_run_report(run_folder, say, state="stopped" if is_interrupted else "finished")
+
+
+def _record_exports(run_folder: Path, results: Iterable[VerificationResult]) -> None:
     found = [
         {
             "folder": result.folder.name,
@@ -71,6 +96,15 @@ def record_exports(run_folder: Path, results: Iterable[VerificationResult]) -> N
         for result in results
     ]
     _write_json(run_folder / "exports.json", {"exports": found})
+
+
+def _has_started(run_folder: Path) -> bool:
+    """Whether the last start in the folder is that of this process: another run's report must stay as it is."""
+    try:
+        start = json.loads((run_folder / "starts.jsonl").read_text(encoding="utf-8").splitlines()[-1])
+    except (OSError, ValueError, IndexError):
+        return False
+    return (start.get("host"), start.get("pid")) == (socket.gethostname(), os.getpid())
 
 
 def _start(run: PreparedRun, after_step: int) -> dict[str, Any]:

@@ -79,7 +79,7 @@ class StatusKeeper:
         self._folder, self._log = folder, log
         self._started_at = time.time()
         self._closed = threading.Event()
-        self._has_begun = False
+        self._progress: RankProgress | None = None
 
     def begin(self, progress: RankProgress, *, steps: int, ranks: int) -> None:
         """Write the status of a run that has its folder, now and from now on; `steps` are those of the whole run."""
@@ -95,15 +95,15 @@ class StatusKeeper:
             started_at=self._started_at,
         )
         write_running(self._folder, _now(first, progress))
-        self._has_begun = True
+        self._progress = progress
         threading.Thread(target=self._keep, args=(first, progress), name="run-status", daemon=True).start()
 
     def end(self, state: State, reason: str = "") -> None:
         """Write how the run ended, unless the watchdog has; nothing where it has not begun or has ended."""
-        if not self._has_begun or self._closed.is_set():
+        if self._progress is None or self._closed.is_set():
             return
         self._closed.set()
-        mark_ended(self._folder, state, reason)
+        mark_ended(self._folder, state, reason, step=self._progress.step)
         self._log.add(f"{state}: {reason}" if reason else state)
         self._log.close()
 

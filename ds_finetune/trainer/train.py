@@ -33,7 +33,7 @@ from ds_finetune.trainer.resume import (
     saved_record,
     start_saver,
 )
-from ds_finetune.trainer.run_records import begin_run_folder, record_exports
+from ds_finetune.trainer.run_records import begin_run_folder, record_end, report_failure
 from ds_finetune.trainer.run_status import RunLog, StatusKeeper, keep_status
 from ds_finetune.trainer.startup import compile_operators, open_process_group, start_watchdog
 from ds_finetune.watchdog.monitor import Monitor
@@ -55,6 +55,8 @@ class Report:
     """The signal that ended the run, and where it resumes; empty where none did."""
     verdicts: tuple[VerificationResult, ...] = ()
     """Results of comparing the exports with the run; known to rank zero."""
+    page: Path | None = None
+    """The report of the run as a page of HTML; None on other ranks than zero, and where it could not be written."""
 
 
 def train(config: RunConfig, *, announce: Announce, say: Say) -> Report:
@@ -66,8 +68,13 @@ def train(config: RunConfig, *, announce: Announce, say: Say) -> Report:
     world = World.from_environment(os.environ)
     world.set_environment(os.environ)
     check_deepspeed_hostfile()
-    with SignalInterruption(signal.SIGINT) as interruption, keep_status(Path(config.output_dir), log) as status:
-        with start_watchdog(config.watchdog, world, Path(config.output_dir)) as (monitor, store):
+    folder = Path(config.output_dir)
+    with (
+        report_failure(folder, say),
+        SignalInterruption(signal.SIGINT) as interruption,
+        keep_status(folder, log) as status,
+    ):
+        with start_watchdog(config.watchdog, world, folder) as (monitor, store):
             run = prepare_run(config, world)
             run = compile_operators(run, store, monitor, log.say)
             if world.rank == 0:
@@ -77,9 +84,11 @@ def train(config: RunConfig, *, announce: Announce, say: Say) -> Report:
         verdicts: tuple[VerificationResult, ...] = ()
         if world.rank == 0 and not report.interrupted:
             verdicts = verify_run_exports(config, report.exports, interruption)
-            record_exports(report.output_dir, verdicts)
         status.end_without_error(report.interrupted, "" if report.last is None else report.last.stop, verdicts)
-    return replace(report, seconds=time.monotonic() - began, verdicts=verdicts)
+    page = None
+    if world.rank == 0:
+        page = record_end(report.output_dir, verdicts, say, is_interrupted=bool(report.interrupted))
+    return replace(report, seconds=time.monotonic() - began, verdicts=verdicts, page=page)
 
 
 def _train_and_export(

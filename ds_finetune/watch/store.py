@@ -115,6 +115,7 @@ class _RunRow:
         self._seen: object = ()
         self._metrics: Tree = {}
         self._model = ""
+        self._start: Tree = {}
         self._preview: list[float] = []
         self._previewed: object = ()
         self._preview_at = -math.inf
@@ -128,6 +129,7 @@ class _RunRow:
             self._seen = seen
             self._metrics = {} if path is None else dict(last_record(path))
             self._model = _model_of(self._run.config)
+            self._start = _start(next(reversed(self._run.starts), {}))
         if seen != self._previewed and time.monotonic() > self._preview_at + _PREVIEW_SECONDS:
             self._preview_at, self._previewed = time.monotonic(), seen
             self._preview = [] if path is None else sampled_values(path, LOSS, _PREVIEW_POINTS)
@@ -139,9 +141,9 @@ class _RunRow:
             "reason": status.reason,
             "phase": status.phase,
             "step": step,
-            "steps": status.steps,
-            "ranks": status.ranks,
-            "started_at": status.started_at,
+            "steps": status.steps or _whole(self._start.get("steps")),
+            "ranks": max(status.ranks, _whole(self._start.get("ranks"))),
+            "started_at": status.started_at or _finite(self._start.get("time")) or 0.0,
             "updated_at": max(status.updated_at, seen[1] / 1e9 if seen else 0.0),
             "seconds_left": _seconds_left(status.state, step, status.steps, last),
             "loss": _finite(last.get(LOSS)),
@@ -234,7 +236,7 @@ def flat_settings(tree: object, path: str = "") -> dict[str, str]:
 
 
 def _start(start: Any) -> Tree:  # noqa: ANN401 - a mapping from a file
-    known = ("time", "after_step", "command", "ranks", "host", "device")
+    known = ("time", "after_step", "steps", "command", "ranks", "host", "device")
     return {name: start[name] for name in known if isinstance(start.get(name), str | int | float)}
 
 
@@ -254,6 +256,10 @@ def _model_of(config: Any) -> str:  # noqa: ANN401 - a mapping from a file
 def _seconds_left(state: str, step: int, steps: int, last: Tree) -> float | None:
     seconds = _finite(last.get("perf/step_seconds"))
     return (steps - step) * seconds if state == "running" and steps and seconds is not None else None
+
+
+def _whole(value: object) -> int:
+    return value if type(value) is int else 0
 
 
 def _finite(value: object) -> float | None:

@@ -83,6 +83,7 @@ def test_gsm8k_fills_its_rows(shared_data: Path, tmp_path: Path) -> None:
             "train": str(shared_data / "gsm8k" / "train.jsonl"),
             "columns": {"prompt": "question", "completion": "answer"},
             "cache_dir": str(tmp_path),
+            "workers": 1,
         }
     )
     rows = prepare_rows(config, "train", tokenizer=tokenizer, limits=TokenLimits(2048, 102_400, 4096))

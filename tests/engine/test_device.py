@@ -121,8 +121,18 @@ def engine_on_device(
         yield engine, calls
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("layout", LAYOUTS)
+EVEN = [(layout, place % 2) for place, layout in enumerate(LAYOUTS)]
+"""Each layout on one of two ranks."""
+ODD = [(layout, 1 - rank) for layout, rank in EVEN]
+
+
+def _by_default(chosen: list[tuple[str, int]], others: list[tuple[str, int]]) -> pytest.MarkDecorator:
+    """Of kinds of steps and ranks, a pair each of every layout; the other ranks are behind the marker."""
+    more = [pytest.param(*pair, marks=pytest.mark.slow) for pair in others]
+    return pytest.mark.parametrize(("layout", "rank"), [*chosen, *more])
+
+
+@_by_default(EVEN, ODD)
 def test_a_step_and_an_evaluation(layout: str, rank: int) -> None:
     every = rows(packing=True)
     with engine_on_device(layout, rank) as (engine, calls):
@@ -136,8 +146,7 @@ def test_a_step_and_an_evaluation(layout: str, rank: int) -> None:
     assert calls.count("all_reduce") > 3
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@_by_default(ODD, EVEN)
 def test_a_step_on_pairs_and_their_log_probabilities(layout: str, rank: int) -> None:
     every = objective_cells.rows(2, packing=True)
     with engine_on_device(layout, rank, objective="dpo") as (engine, _):

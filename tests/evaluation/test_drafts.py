@@ -16,8 +16,8 @@ from tests.parity.mtp_cells import PlainMtp, write_mtp_model
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    write_mtp_model("deepseek_v3", tmp_path / "model")
+def folder(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    write_mtp_model(getattr(request, "param", "deepseek_v3"), tmp_path / "model")
     return tmp_path / "model"
 
 
@@ -46,6 +46,7 @@ def _plain(folder: Path, head: torch.Tensor | None = None) -> np.ndarray:
     return np.array(rows)
 
 
+@pytest.mark.parametrize("folder", ["deepseek_v3", "deepseek_v32_sparse", "glm_moe_dsa_sparse"], indirect=True)
 def test_predictions_are_those_of_transformers(folder: Path) -> None:
     found = _score(folder)
     wanted = _plain(folder)

@@ -18,6 +18,7 @@ from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as glm
 from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.selftest.cells import Cell, hf_config, run_tree, samples
 from ds_finetune.selftest.reference_loop import BETAS, EPS
+from tests.parity.mtp_cells import clip
 
 WEIGHT = 0.5
 LR = 1e-2
@@ -125,6 +126,8 @@ class PlainSteps:
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
+    indexer_norms: list[float] = field(default_factory=list)
+    """Norms of the gradient of indexers where they are trained beside the other weights, and clipped by themselves."""
     indexer_losses: list[float] = field(default_factory=list)
     gradients: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
@@ -146,14 +149,12 @@ def plain_steps(folder: Path, *, stage: str, max_grad_norm: float, weight_decay:
     others = [param for param in trained.values() if param.dim() <= 1]
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS)
-    counted = [param for name, param in trained.items() if is_dense or ".indexer." not in name]
+    own = [param for name, param in trained.items() if ".indexer." in name and not is_dense]
+    rest = [param for name, param in trained.items() if is_dense or ".indexer." not in name]
     for _ in range(STEPS):
         _add_step(model, indexers, found)
-        norm = float(torch.nn.utils.get_total_norm([param.grad for param in counted]))
-        if max_grad_norm and norm > max_grad_norm:
-            for param in trained.values():
-                param.grad *= max_grad_norm / norm
-        found.norms.append(norm)
+        found.norms.append(clip(rest, max_grad_norm))
+        found.indexer_norms.append(clip(own, max_grad_norm))
         found.gradients = found.gradients or {name: param.grad.clone() for name, param in trained.items()}
         optimizer.step()
         optimizer.zero_grad()

@@ -1,6 +1,7 @@
 """Tiny models with a multi-token prediction layer, and a plain loop that trains one."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -8,15 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
+from torch.nn.utils.parametrize import register_parametrization
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
+from ds_finetune.config.schema import TrainConfig
 from ds_finetune.families.table import family_of
 from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.model.build import build_skeleton
+from ds_finetune.model.lora import _initial_factors
 from ds_finetune.model.mtp import set_mtp_layers
 from ds_finetune.model.names import hub_pieces
 from ds_finetune.selftest.cells import Cell, hf_config, run_tree, samples
@@ -26,18 +31,21 @@ WEIGHT = 0.3
 LR = 1e-2
 """So large that the second step shows whether the layer reads the embedding as it is by then."""
 STEPS = 2
+RANK, ALPHA = 8, 32
+"""Of adapters, in all modules that have them by default."""
 
 
 @dataclass(frozen=True)
 class MtpLayout:
-    """A cell on a number of ranks, whether the layer's loss trains it alone, and whether a run without the layer is
-    compared.
+    """A cell on a number of ranks, whether the layer's loss trains it alone, whether a run without the layer is
+    compared, and how adapters are trained: not at all, as `lora`, or as `nf4` over weights in four bits.
     """
 
     cell: Cell
     world: int
     detach: bool = True
     is_compared: bool = True
+    adapters: str = ""
 
     @property
     def name(self) -> str:
@@ -46,24 +54,26 @@ class MtpLayout:
         rows, how = "packed" if cell.packing else "padded", "alone" if self.detach else "all"
         kind = f"{cell.family}-{cell.precision}{'-balanced' if cell.balances else ''}"
         return (
-            f"{cell.layout}-z{cell.stage}-{cell.offload}-{kind}-{rows}-acc{cell.accumulation}-{how}-{self.world}"
+            f"{cell.layout}-z{cell.stage}-{cell.offload}-{kind}-{rows}-acc{cell.accumulation}-{how}-{self.world}{'-' * bool(self.adapters)}{self.adapters}"
         ).replace(" ", "")
 
 
 def mtp_tree(layout: MtpLayout, model: Path, out: Path) -> dict[str, Any]:
     """The run file of a layout."""
     tree = run_tree(layout.cell, model, out, dp=layout.world // layout.cell.sharing)
-    return tree | {"mtp": {"train": True, "weight": WEIGHT, "detach": layout.detach}}
+    quantised = {"quantize": "nf4"} if layout.adapters == "nf4" else {}
+    lora = {"lora": {"rank": RANK, "alpha": ALPHA} | quantised} if layout.adapters else {}
+    return tree | lora | {"mtp": {"train": True, "weight": WEIGHT, "detach": layout.detach}}
 
 
-def write_mtp_model(family: str, folder: Path, *, layers: int | None = None, copies: bool = True) -> None:
+def write_mtp_model(family: str, folder: Path, *, sizes: Mapping[str, int] | None = None, copies: bool = True) -> None:
     """Write a tiny model of `family` with a multi-token prediction layer as it would be published.
 
-    With `layers` it has this number of layers besides. `copies` are those of embedding and head in the layer.
+    `sizes` are keys of its configuration that differ. `copies` are those of embedding and head in the layer.
     """
     config = hf_config(family)
-    if layers is not None:
-        config.num_hidden_layers = layers
+    for key, size in (sizes or {}).items():
+        setattr(config, key, size)
     tree = config.to_dict() | {"architectures": ["DeepseekV3ForCausalLM"], "num_nextn_predict_layers": 1}
     set_mtp_layers(config, 1)
     with torch.random.fork_rng(devices=[]):
@@ -84,19 +94,45 @@ def write_mtp_model(family: str, folder: Path, *, layers: int | None = None, cop
     (folder / "config.json").write_text(json.dumps(tree))
 
 
-class PlainMtp(torch.nn.Module):
-    """transformers' model and transformers' multi-token prediction module with the weights of a folder."""
+def _rounded(weight: torch.Tensor) -> torch.Tensor:
+    """What blocks in NF4 hold of a weight; rows that blocks would cross stay as they are."""
+    if weight.shape[1] % 64:
+        return weight
+    four_bit = pytest.importorskip("bitsandbytes").functional
+    return four_bit.dequantize_4bit(*four_bit.quantize_4bit(weight, compress_statistics=True, quant_type="nf4"))
 
-    def __init__(self, folder: Path) -> None:
+
+class _LowRank(torch.nn.Module):
+    """A weight W [..., out, in] becomes W + alpha / rank x B A."""
+
+    def __init__(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        super().__init__()
+        self.a, self.b = torch.nn.Parameter(a), torch.nn.Parameter(b)
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        """The sum."""
+        return weight + ALPHA / RANK * (self.b @ self.a)
+
+
+class PlainMtp(torch.nn.Module):
+    """transformers' model and transformers' multi-token prediction module with the weights of a folder, which are
+    trained themselves or by adapters.
+    """
+
+    def __init__(self, folder: Path, *, adapters: str = "") -> None:
         super().__init__()
         self.main = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.number = self.main.config.num_hidden_layers
         # transformers 5.23 has these keys for some model types alone.
         self.main.config.num_mtp_layers = 1
-        if getattr(self.main.config, "mlp_layer_types", None):
-            self.main.config.mtp_mlp_layer_types = self.main.config.mlp_layer_types[-1:]
+        for key in ("layer_types", "mlp_layer_types"):
+            if getattr(self.main.config, key, None):
+                setattr(self.main.config, f"mtp_{key}", getattr(self.main.config, key)[-1:])
+        # It reads the kinds of indexers of the first layer, which has one.
         self.mtp = MtpModel(self.main, 1)
         self.layer = self.mtp.layers[0]
+        # It passes on what the layers of glm_moe_dsa return, chosen tokens too.
+        self.layer.mtp_block.register_forward_hook(lambda _, __, out: out[0] if isinstance(out, tuple) else out)
         stored = load_file(folder / "model.safetensors")
         with torch.no_grad():
             for name, param in [*self.layer.named_parameters(), *self.layer.named_buffers()]:
@@ -104,6 +140,32 @@ class PlainMtp(torch.nn.Module):
                 shape = tuple(param.shape)
                 for piece in hub_pieces(published, shape, family_of(self.main.config.model_type)):
                     param[piece.index] = stored[piece.key]
+        self._adapters: dict[str, torch.nn.Parameter] = {}
+        if adapters:
+            self._adapt(in_four_bits=adapters == "nf4")
+
+    def _adapt(self, *, in_four_bits: bool) -> None:
+        """Freeze all weights and add adapters to matrices but embedding, head, routers and indexers, in place. In four
+        bits those of attention and MLPs are rounded first, as bitsandbytes does.
+        """
+        names = {param: name for name, param in self.trained().items()}
+        self.requires_grad_(False)
+        for module in list(self.modules()):
+            for leaf, param in list(module.named_parameters(recurse=False)):
+                name = names.get(param, "")
+                if (
+                    param.dim() < 2
+                    or not name
+                    or name.endswith((".gate.weight", "embed_tokens.weight", "lm_head.weight"))
+                ):
+                    continue
+                if in_four_bits and re.search(r"\.(self_attn|mlp)\.(shared_experts\.)?\w+\.weight$", name):
+                    param.data = _rounded(param.data)
+                first = _initial_factors(name, tuple(param.shape), RANK, TrainConfig().seed)
+                low_rank = _LowRank(first["A"], first["B"])
+                register_parametrization(module, leaf, low_rank)
+                prefix = name.removesuffix("weight") if leaf == "weight" else f"{name}_"
+                self._adapters |= {f"{prefix}lora_A": low_rank.a, f"{prefix}lora_B": low_rank.b}
 
     def published(self, name: str) -> str:
         """The published name of a parameter of the layer."""
@@ -111,10 +173,15 @@ class PlainMtp(torch.nn.Module):
         return f"model.layers.{self.number}.{own}"
 
     def trained(self) -> dict[str, torch.nn.Parameter]:
-        """All parameters by their names in the program's model."""
-        return dict(self.main.named_parameters()) | {
+        """What is trained by its name in the program's model: the adapters, or all parameters but those of indexers,
+        which no loss reaches.
+        """
+        if self._adapters:
+            return self._adapters
+        every = dict(self.main.named_parameters()) | {
             self.published(name): param for name, param in self.layer.named_parameters()
         }
+        return {name: param for name, param in every.items() if ".indexer." not in name}
 
     def logits(self, ids: torch.Tensor, *, detach: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits of the next token [tokens, vocabulary] and of the one after it [tokens - 1, vocabulary] of one
@@ -134,11 +201,13 @@ class PlainMtp(torch.nn.Module):
         if detach:
             embedded, states = embedded.detach(), states.detach()
         positions = torch.arange(len(ids) - 1)[None]
+        # An indexer reads the mask.
+        mask = torch.ones(len(ids) - 1, len(ids) - 1, dtype=torch.bool).tril()[None, None]
         out = self.layer(
             inputs_embeds=embedded,
             previous_hidden_state=states,
             position_embeddings=self.main.model.rotary_emb(embedded, positions),
-            attention_mask=None,
+            attention_mask=mask,
             position_ids=positions,
             past_key_values=None,
         )
@@ -151,15 +220,23 @@ class PlainSteps:
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
+    mtp_norms: list[float] = field(default_factory=list)
+    """Norms of the gradient of the layer where its loss trains it alone, which is then clipped by them."""
     mtp_losses: list[float] = field(default_factory=list)
     mtp_accuracies: list[float] = field(default_factory=list)
     gradients: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
+def plain_steps(layout: MtpLayout, models: Path) -> PlainSteps:
+    """Steps on all samples, one unpadded sample at a time, for the settings of a layout that change them."""
+    cell = layout.cell
+    settings = (layout.detach, cell.max_grad_norm, cell.weight_decay, layout.adapters)
+    return _plain_steps(models / cell.family, *settings)
+
+
 @cache
-def plain_steps(folder: Path, *, detach: bool, max_grad_norm: float, weight_decay: float) -> PlainSteps:
-    """Steps on all samples, one unpadded sample at a time."""
-    model, found = PlainMtp(folder), PlainSteps()
+def _plain_steps(folder: Path, detach: bool, max_grad_norm: float, weight_decay: float, adapters: str) -> PlainSteps:
+    model, found = PlainMtp(folder, adapters=adapters), PlainSteps()
     trained = model.trained()
     matrices = [param for param in trained.values() if param.dim() > 1]
     vectors = [param for param in trained.values() if param.dim() <= 1]
@@ -172,16 +249,24 @@ def plain_steps(folder: Path, *, detach: bool, max_grad_norm: float, weight_deca
     layer = f"model.layers.{model.number}."
     for _ in range(STEPS):
         found = _add_step(model, found, detach=detach)
-        counted = [p for name, p in trained.items() if not (detach and name.startswith(layer))]
-        norm = float(torch.nn.utils.get_total_norm([param.grad for param in counted if param.grad is not None]))
-        if max_grad_norm and norm > max_grad_norm:
-            for param in trained.values():
-                param.grad *= max_grad_norm / norm
-        found.norms.append(norm)
+        is_apart = [detach and name.startswith(layer) for name in trained]
+        for norms, own in ((found.norms, False), (found.mtp_norms, True)):
+            part = [param for param, apart in zip(trained.values(), is_apart, strict=True) if apart == own]
+            norms.append(clip(part, max_grad_norm))
         found.gradients = found.gradients or {name: param.grad.clone() for name, param in trained.items()}
         optimizer.step()
         optimizer.zero_grad()
     return found
+
+
+def clip(params: list[torch.nn.Parameter], max_norm: float) -> float:
+    """The norm of the gradients, which are scaled down where it is larger than `max_norm`."""
+    norm = float(torch.nn.utils.get_total_norm([param.grad for param in params if param.grad is not None]))
+    if max_norm and norm > max_norm:
+        for param in params:
+            assert param.grad is not None
+            param.grad *= max_norm / norm
+    return norm
 
 
 def _add_step(model: PlainMtp, found: PlainSteps, *, detach: bool) -> PlainSteps:

@@ -4,6 +4,7 @@ Started by the tests as `torchrun --nproc-per-node N mtp_worker.py MODELS_DIR OU
 """
 
 import gc
+import itertools
 import json
 import os
 import sys
@@ -69,7 +70,8 @@ def _run(tree: dict[str, Any], world: World, device: str) -> dict[str, Any]:
 
 
 def _weights(engine: Engine) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in engine.tensors() if tensor is not None}
+    every = itertools.chain(engine.tensors(), engine.adapters())
+    return {name: tensor.clone() for name, tensor in every if tensor is not None}
 
 
 if __name__ == "__main__":

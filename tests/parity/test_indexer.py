@@ -121,6 +121,9 @@ def _assert_equals_plain_loop(layout: IndexerLayout, folder: Path, models: Path)
     errors = {name: relative(found["gradients"][name], grad) for name, grad in wanted.gradients.items()}
     assert max(errors.values()) < GRADIENT_TOLERANCE, errors
     assert found["norms"] == pytest.approx(wanted.norms, rel=GRADIENT_TOLERANCE)
+    if layout.stage == "sparse":
+        own = [metrics["indexer_grad_norm"] for metrics in found["metrics"]]
+        assert own == pytest.approx(wanted.indexer_norms, rel=GRADIENT_TOLERANCE)
     for name, steps in (("loss", wanted.losses), ("indexer_loss", wanted.indexer_losses)):
         assert [metrics[name] for metrics in found["metrics"]] == pytest.approx(steps, rel=1e-4), name
 

@@ -5,7 +5,7 @@ The loop uses the modules of transformers' `MtpModel`; the layer is given the we
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,16 +15,21 @@ import torch
 
 from ds_finetune.plan.combinations import TESTED_LAYOUTS
 from ds_finetune.selftest.cells import Cell
+from tests.pairwise import pairwise
 from tests.parity.mtp_cells import MtpLayout, PlainSteps, plain_steps, write_mtp_model
 from tests.parity.reference import GRADIENT_TOLERANCE, LOSS_TOLERANCE, is_for, relative
 from tests.running import start, torchrun
 
 WORKER = Path(__file__).with_name("mtp_worker.py")
 FAMILY = "deepseek_v3"
-MODELS = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "kimi_k2")
+MODELS = ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2")
+WIDE, WIDE_SIZES = "deepseek_v3_wide", {"hidden_size": 64, "q_lora_rank": 64, "intermediate_size": 64}
+"""A model of which most rows are whole blocks of four-bit numbers."""
+SPARSE = ("deepseek_v32_sparse", "glm_moe_dsa_sparse")
+"""Models in which most documents are longer than what an indexer chooses."""
 ROUNDED_TOLERANCE = 1e-2
 """Of losses in bf16."""
-VARIANTS = (*MODELS, *(f"{family}_deep" for family in MODELS), "glm4_moe_lite_types")
+VARIANTS = (*MODELS, *(f"{family}_deep" for family in MODELS), "glm4_moe_lite_types", *SPARSE)
 
 
 def _cell(stage: int, accumulation: int, *, packing: bool, family: str = FAMILY, **axes: Any) -> Cell:
@@ -32,8 +37,8 @@ def _cell(stage: int, accumulation: int, *, packing: bool, family: str = FAMILY,
     family = f"{family}_deep" if {"pp", "ep"} <= axes.keys() else family
     if "pp" in axes:
         # Balanced stages are others with the layer, and a norm is then added up in another order.
-        axes["pp_layers"] = "2 2" if family.endswith("_deep") else "1 1"
-    clipped = {"max_grad_norm": 0.5 if packing else 0.0, "checkpointing": packing, "weight_decay": 0.1}
+        axes["pp_layers"] = "2 2" if family.endswith(("_deep", "_sparse")) else "1 1"
+    clipped = {"max_grad_norm": 0.05 if packing else 0.0, "checkpointing": packing, "weight_decay": 0.1}
     return Cell(family, stage, accumulation, packing=packing, **clipped, **axes)
 
 
@@ -50,38 +55,68 @@ def _cells() -> list[Cell]:
         if family in row.families
         for stage, packing in itertools.product(row.stages, (True, False))
     ]
+    sparse = [
+        _cell(stage, 2, packing=packing, family=family, **dict.fromkeys(axes, 2))
+        for axes, stages in (((), range(4)), (("tp",), range(4)), (("ep",), range(4)), (("pp",), (0, 1)))
+        for stage, family, packing in itertools.product(stages, SPARSE, (True, False))
+    ]
     others = [
         _cell(2, 2, packing=False, family="glm4_moe_lite_types"),
         *(_cell(stage, 2, packing=True, precision="bf16") for stage in range(1, 4)),
         *(_cell(stage, 2, packing=True, balances=True) for stage in range(4)),
     ]
-    return [*plain, *others, *shared]
+    return [*plain, *others, *sparse, *shared]
 
 
 ALL = [
     MtpLayout(cell, world, detach)
     for cell, world, detach in itertools.product(_cells(), (1, 2, 4), (True, False))
-    if is_for(cell, world) and (detach or cell.pp == 1)
+    if is_for(cell, world)
+]
+ALL += [
+    MtpLayout(_cell(stage, 2, packing=packing, family=family), world, detach, adapters="lora")
+    for stage, packing, family, world, detach in itertools.product(
+        range(4), (True, False), (*MODELS, *SPARSE), (1, 2), (True, False)
+    )
+]
+ALL += [
+    MtpLayout(_cell(stage, 2, packing=packing, family=WIDE), world, detach, adapters="nf4")
+    for stage, packing, world, detach in itertools.product(range(3), (True, False), (1, 2), (True, False))
 ]
 
 
 CHOSEN = [
-    MtpLayout(cell, world, detach, is_compared)
-    for cell, world, detach, is_compared in (
+    MtpLayout(cell, world, *others)
+    for cell, world, *others in (
         (_cell(0, 1, packing=True), 1, True, True),
         (_cell(1, 2, packing=False, offload="optimizer"), 2, False, False),
         (_cell(1, 2, packing=False, precision="bf16"), 2, True, True),
         (_cell(3, 2, packing=True, precision="bf16", offload="optimizer"), 1, True, True),
         (_cell(2, 2, packing=True, sp=2), 2, True, True),
+        (_cell(1, 2, packing=True, family="deepseek_v32_sparse", tp=2), 2, True, False),
+        (_cell(3, 2, packing=False, family="glm_moe_dsa_sparse"), 2, False, False),
         (_cell(1, 2, packing=False, family="glm4_moe_lite", tp=2), 2, True, False),
         (_cell(3, 2, packing=True, ep=2), 2, True, False),
         (_cell(0, 2, packing=False, family="glm4_moe", sp=2, ep=2), 2, False, False),
         (_cell(1, 2, packing=True, pp=2), 2, True, False),
+        (_cell(1, 2, packing=False, pp=2), 2, False, False),
         (_cell(1, 2, packing=True, pp=2, balances=True), 2, True, True),
+        (_cell(3, 2, packing=True), 2, True, True, "lora"),
+        (_cell(2, 2, packing=False, family=WIDE), 1, True, False, "nf4"),
     )
 ]
-"""Each axis, ZeRO stage and way to train; all others are behind the marker."""
-REST = [layout for layout in ALL if layout not in CHOSEN]
+"""Each axis, ZeRO stage and way to train; others are behind the marker."""
+
+
+def _axes(layout: MtpLayout) -> tuple[Hashable, ...]:
+    cell = layout.cell
+    sizes = (cell.layout, cell.stage, cell.offload, cell.precision, cell.accumulation, layout.world)
+    return (*sizes, cell.family, cell.packing, cell.balances, layout.detach, layout.adapters)
+
+
+PAIRS = [layout for layout in pairwise(ALL, _axes) if layout not in CHOSEN]
+"""Every two values of two axes that occur together."""
+REST = [layout for layout in ALL if layout.cell.family == FAMILY and layout not in (*CHOSEN, *PAIRS)]
 
 
 @pytest.fixture(scope="session")
@@ -89,6 +124,7 @@ def mtp_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mtp-models")
     for family in VARIANTS:
         write_mtp_model(family, folder / family)
+    write_mtp_model(FAMILY, folder / WIDE, sizes=WIDE_SIZES)
     return folder
 
 
@@ -107,15 +143,16 @@ def results(mtp_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def rest(mtp_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _run(REST, mtp_models, tmp_path_factory.mktemp("mtp-rest"))
+def rest(mtp_models: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """Those that were chosen by `-k` or by name, so that the matrix can be run in parts."""
+    asked = {item.name for item in request.session.items}
+    chosen = [layout for layout in (*PAIRS, *REST) if any(name.endswith(f"[{layout.name}]") for name in asked)]
+    return _run(chosen, mtp_models, tmp_path_factory.mktemp("mtp-rest"))
 
 
 def _assert_equals_plain_loop(layout: MtpLayout, folder: Path, models: Path) -> None:
     found, cell = torch.load(folder / f"{layout.name}.pt", weights_only=True), layout.cell
-    wanted = plain_steps(
-        models / cell.family, detach=layout.detach, max_grad_norm=cell.max_grad_norm, weight_decay=cell.weight_decay
-    )
+    wanted = plain_steps(layout, models)
     is_rounded = cell.precision != "fp32"
     for metrics in (found["metrics"][0], found["eval"]):
         tolerance = ROUNDED_TOLERANCE if is_rounded else LOSS_TOLERANCE
@@ -133,6 +170,9 @@ def _assert_equals_plain_loop(layout: MtpLayout, folder: Path, models: Path) -> 
 
 def _assert_same_steps(found: dict[str, Any], wanted: PlainSteps) -> None:
     assert found["norms"] == pytest.approx(wanted.norms, rel=GRADIENT_TOLERANCE)
+    if wanted.mtp_norms[0]:
+        own = [metrics["mtp_grad_norm"] for metrics in found["metrics"]]
+        assert own == pytest.approx(wanted.mtp_norms, rel=GRADIENT_TOLERANCE)
     assert found["gradients"].keys() == wanted.gradients.keys()
     errors = {name: relative(found["gradients"][name], grad) for name, grad in wanted.gradients.items()}
     assert max(errors.values()) < GRADIENT_TOLERANCE, errors
@@ -143,6 +183,12 @@ def _assert_same_steps(found: dict[str, Any], wanted: PlainSteps) -> None:
 @pytest.mark.parametrize("layout", CHOSEN, ids=[layout.name for layout in CHOSEN])
 def test_layer_equals_plain_loop(layout: MtpLayout, results: Path, mtp_models: Path) -> None:
     _assert_equals_plain_loop(layout, results, mtp_models)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", PAIRS, ids=[layout.name for layout in PAIRS])
+def test_layer_equals_plain_loop_in_pairs_of_settings(layout: MtpLayout, rest: Path, mtp_models: Path) -> None:
+    _assert_equals_plain_loop(layout, rest, mtp_models)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ds_finetune.checkpoint.files import Manifest
 from ds_finetune.runs.folder import RunFolder, find_runs
 from ds_finetune.runs.processes import began_at, own_pid_namespace
 from ds_finetune.runs.samples import Sample
@@ -55,7 +56,7 @@ def test_what_a_run_leaves_is_read(tmp_path: Path) -> None:
     assert (run.config, run.plan["layout"]) == ({"optim": {"lr": 0.001}}, "dp 1")
     checkpoint = run.path / "checkpoints" / "step-000002"
     checkpoint.mkdir(parents=True)
-    (checkpoint / "manifest.json").write_text('{"eval_loss": 1.5}')
+    (checkpoint / "manifest.json").write_text(Manifest(2, 1, (0,), "host", "token", 1.5, {}).text())
     (checkpoint / "state.json").write_text('{"versions": {"torch": "2"}}')
     (run.path / "checkpoints" / "step-000003.partial-1").mkdir()
     assert [(found.step, found.eval_loss) for found in run.checkpoints] == [(2, 1.5)]

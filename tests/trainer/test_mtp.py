@@ -120,7 +120,7 @@ def _tree(tmp_path: Path, **sections: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ({"lora": {}}, "mtp.train true with lora is not tested"),
+        ({"indexer": {"train": True}}, "mtp.train true with indexer.train true is not tested"),
         ({"objective": "dpo"}, "mtp.train true with objective dpo is not tested"),
         ({"optim": {"name": "Muon"}}, "mtp.train true with optim.name Muon is not tested"),
         ({"train": {"precision": "fp16"}}, "mtp.train true with train.precision fp16 is not tested"),
@@ -152,6 +152,35 @@ def test_a_frozen_router_is_frozen_in_the_layer_too(tmp_path: Path) -> None:
     plan = make_plan(config, world=World(0, 1, 0, 1, "a test"), device="cpu")
     gates = [f"model.layers.{layer}.mlp.gate.weight" for layer in (1, 2)]
     assert list(freeze_routers(plan, model_of(config)).frozen) == gates
+
+
+def test_adapters_elsewhere_alone_are_refused(tmp_path: Path) -> None:
+    write_mtp_model("deepseek_v3", tmp_path / "m")
+    sections = {"model": str(tmp_path / "m"), "lora": {"target_modules": [r".*layers\.[01]\..*o_proj"]}}
+    with pytest.raises(ConfigError, match=r"which name no module of the layer, model\.layers\.2") as refused:
+        model_of(RunConfig.model_validate(_tree(tmp_path, **sections)))
+    assert refused.value.hint
+
+
+def test_adapters_of_the_layer_are_merged(tmp_path: Path) -> None:
+    """At the end of a run and later, from its checkpoint and from its adapter folder."""
+    run_file = _run_file(tmp_path, lora={"rank": 8}, model={"weights": "load"}, train={"for": "2 steps"}, eval={})
+    base, run = tmp_path / "model", tmp_path / "run"
+    write_mtp_model("deepseek_v3", tmp_path / "drawn", sizes={"vocab_size": 128})
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(tmp_path / "drawn" / name, base / name)
+    train(read_config(run_file))
+    before, after = load_file(base / "model.safetensors"), load_file(run / "export" / "model.safetensors")
+    assert before.keys() == after.keys()
+    changed = {name.removeprefix(LAYER) for name in before if not torch.equal(before[name], after[name])}
+    assert {"eh_proj.weight", "self_attn.o_proj.weight", "mlp.experts.0.down_proj.weight"} <= changed
+    assert not {"enorm.weight", "shared_head.norm.weight", "mlp.gate.weight"} & changed
+    for number, source in enumerate((run, run / "adapter")):
+        out = tmp_path / f"out-{number}"
+        assert main(["export", str(source), str(out), "--base", str(base), "--no-verify", "--dtype", "fp32"]) == 0
+        later = load_file(out / "model.safetensors")
+        assert later.keys() == after.keys()
+        assert all(torch.equal(later[name], tensor) for name, tensor in after.items())
 
 
 def _refusal(folder: Path) -> ModelError:

@@ -81,6 +81,8 @@ def test_the_run_folder_holds_what_it_should(finished: Path) -> None:
         "ranks.jsonl",
         "data.json",
         "exports.json",
+        "report.html",
+        "loss.png",
         "tensorboard",
         "base",
         "checkpoints",
@@ -105,6 +107,7 @@ def test_a_run_records_its_start_its_data_its_answers_and_its_verified_exports(f
     spans = data["samples"][0]["spans"]
     assert {is_supervised for _, is_supervised in spans} == {True, False}
     assert "<|assistant|>" in spans[0][0]
+    assert "<h2" in (run / "report.html").read_text()
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     assert {sample["step"] for sample in samples} == {4, 8}
     assert [export["folder"] for export in read_json(run / "exports.json")["exports"]] == ["export", "export-best"]

@@ -174,7 +174,7 @@ def test_the_page_works_by_keyboard(page: Page) -> None:
     assert page.text("#compare") == "Compare 2"
     page.press("c")
     page.wait_for(lambda: page.texts(".rest td") == ["optim.lr", "0.001", "0.002"])
-    assert page.texts(".legend a") == ["a", "b"]
+    assert page.texts(".head td a") == ["a", "b"]
     page.press(Keys.ESCAPE)
     page.wait_for(lambda: page.text("#compare") == "Compare 2")
     page.run("document.querySelector('.runs .name a').focus()")

@@ -55,6 +55,11 @@ class PipelineGroup(RankGroup):
         """Whether this stage has the head."""
         return self.group_rank == self.size - 1
 
+    @property
+    def is_end(self) -> bool:
+        """Whether this is the first or the last stage."""
+        return self.is_first or self.is_last
+
     def send(self, tensor: torch.Tensor, *, to: int) -> None:
         """Send to stage `to`, which receives it."""
         dist.send(tensor.detach().contiguous(), group=self.group, group_dst=to)

@@ -29,12 +29,18 @@ function points(steps, values) {
   return steps.map((step, place) => [step, values[place]]);
 }
 
+// Whether single points are shown: evaluations are few and far between, and a line needs two points.
+function isSparse(steps) {
+  const span = steps.length > 2 ? (steps.at(-1) - steps[0]) / (steps.length - 1) : Infinity;
+  return steps.length < 60 && span > 1.5;
+}
+
 function seriesOf(line, weight) {
   const shade = colour(line.place);
-  const sparse = line.steps.length < 60 && !line.dense;
+  const sparse = isSparse(line.steps);
   const base = {
     type: "line", name: line.name, symbol: "circle", symbolSize: sparse ? 5 : 3, showSymbol: sparse,
-    color: shade, connectNulls: false, emphasis: { disabled: true }, sampling: undefined,
+    color: shade, connectNulls: false, emphasis: { disabled: true },
   };
   const drawn = smoothed(line.values, weight);
   const main = {

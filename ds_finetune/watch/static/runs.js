@@ -20,7 +20,6 @@ export class RunView {
   }
 
   build() {
-    const single = this.names.length === 1;
     this.head = element("div", { class: "head" });
     this.grid = element("div", { class: "grid" });
     this.rest = element("div", { class: "rest" });
@@ -38,15 +37,7 @@ export class RunView {
       element("label", { class: "field" }, this.log, "Log scale"),
       element("label", { class: "field" }, this.all, "All metrics"));
     this.place.replaceChildren(bar, this.problem, this.head,
-      element("section", { "aria-label": "Curves" }, single ? null : this.legend(), this.grid), this.rest);
-  }
-
-  legend() {
-    return element("ul", { class: "legend" }, this.names.map((name, place) => {
-      const mark = element("span", { class: "mark" });
-      mark.style.backgroundColor = colour(place);
-      return element("li", {}, mark, element("a", { href: addressOf([name]) }, name));
-    }));
+      element("section", { "aria-label": "Curves" }, this.grid), this.rest);
   }
 
   set(change) {
@@ -161,8 +152,8 @@ export class RunView {
   drawRankTimes() {
     const times = this.names.length === 1 ? this.details.get(this.names[0])?.rank_times : null;
     if (!times?.steps) return;
-    const chart = this.charts.get("rank times") ?? this.addChart("rank times", "Seconds of a step per rank, without waiting");
-    const lines = Object.entries(times.lines).map(([name, values], place) => ({ name, place, values, steps: times.steps, dense: true }));
+    const chart = this.charts.get("rank times") ?? this.addChart("rank times", "Step seconds per rank");
+    const lines = Object.entries(times.lines).map(([name, values], place) => ({ name, place, values, steps: times.steps }));
     chart.draw(lines, { smoothing: 0, log: false });
     const slowest = times.last.indexOf(Math.max(...times.last));
     chart.caption.textContent = `slowest: rank ${slowest}, ${number(times.last[slowest], 3)} s`;

@@ -1,0 +1,108 @@
+"""A run as a report reads it: the run folder with its metrics, and what the trainer recorded for reports."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ds_finetune.errors import OutputError
+from ds_finetune.runs.curves import drawn_points
+from ds_finetune.runs.folder import RunFolder, is_run
+from ds_finetune.runs.metrics import Curve, MetricsReader
+from ds_finetune.runs.status import read_object
+
+_MOST_POINTS = 1200
+"""Points of a drawn curve at most."""
+_MOST_BYTES = 4 * 2**20
+"""Bytes of a list of starts that are read at most."""
+
+
+@dataclass(frozen=True)
+class ReportedRun:
+    """A run folder and its metrics, all read."""
+
+    folder: RunFolder
+    metrics: MetricsReader
+    starts: list[Mapping[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, path: Path) -> "ReportedRun":
+        """Read a run, which may be one that another process is writing; OutputError where `path` is no run folder."""
+        if not is_run(path):
+            raise OutputError(
+                f"`{path}` holds no run: neither metrics.jsonl nor config.yaml with plan.json",
+                hint="name the output_dir of a run",
+            )
+        folder = RunFolder(path.absolute())
+        reader = MetricsReader(path / "metrics.jsonl")
+        reader.update_all()
+        return cls(folder, reader, _read_starts(folder))
+
+    @property
+    def name(self) -> str:
+        """The name of the run's folder."""
+        return self.folder.path.name
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        """The resolved run file."""
+        return self.folder.config
+
+    @property
+    def curves(self) -> Mapping[str, Curve]:
+        """Metrics by name."""
+        return self.metrics.curves
+
+    @cached_property
+    def data(self) -> Mapping[str, Any]:
+        """The summary of the training data; empty for a run of an earlier version."""
+        return self.recorded("data.json")
+
+    @cached_property
+    def exports(self) -> list[Mapping[str, Any]]:
+        """The results of verifying exports."""
+        found = self.recorded("exports.json").get("exports", [])
+        return [result for result in found if isinstance(result, dict) and "folder" in result]
+
+    @property
+    def versions(self) -> Mapping[str, str]:
+        """Versions of the packages of the last start."""
+        recorded = self.starts[-1].get("versions") if self.starts else None
+        return recorded if isinstance(recorded, dict) else self.folder.versions
+
+    def drawn(self, name: str) -> tuple[Any, Any]:
+        """Steps and values [n] of a metric, thinned without losing a spike."""
+        curve = self.curves[name]
+        steps, values = curve.steps, curve.values
+        kept = drawn_points(values, _MOST_POINTS)
+        return steps[kept], values[kept]
+
+    def last(self, name: str) -> float | None:
+        """The last value of a metric; None where there is none."""
+        curve = self.curves.get(name)
+        return curve.last if curve is not None and len(curve) else None
+
+    def recorded(self, name: str) -> dict[str, Any]:
+        """The JSON object in a file of the run; empty where there is none that can be read."""
+        path = self.folder.file(name)
+        return {} if path is None else read_object(path)
+
+
+def _read_starts(folder: RunFolder) -> list[Mapping[str, Any]]:
+    path = folder.file("starts.jsonl")
+    if path is None:
+        return []
+    with path.open("rb") as file:
+        lines = file.read(_MOST_BYTES).splitlines()
+    return [start for line in lines if (start := _object_of(line))]
+
+
+def _object_of(line: bytes) -> dict[str, Any]:
+    """The JSON object of a line; empty where it is none, as the end of a file that is being written."""
+    try:
+        tree = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return tree if isinstance(tree, dict) else {}
