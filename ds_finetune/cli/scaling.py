@@ -47,6 +47,7 @@ def _words(text: str) -> tuple[str, ...]:
 
 def _scaling(arguments: Arguments) -> None:
     from ds_finetune.experiments.jobs import JobsInterruptedError
+    from ds_finetune.experiments.pages import write_scaling_page
     from ds_finetune.experiments.scaling import COLUMNS, ScalingRequest, compare_scaling, table_row
 
     request = ScalingRequest(
@@ -66,3 +67,4 @@ def _scaling(arguments: Arguments) -> None:
     for row in measured:
         table.add_row(*table_row(row))
     OUT.print(table)
+    show_line(f"report: {write_scaling_page(request.folder, arguments.run, measured)}")

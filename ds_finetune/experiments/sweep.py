@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ds_finetune.checkpoint.locking import lock_folder
 from ds_finetune.config.run_file import read_yaml
@@ -16,6 +16,7 @@ from ds_finetune.config.schema import validate_tree
 from ds_finetune.errors import ConfigError, RunError
 from ds_finetune.experiments.child_run import RUN, ChildRun, wait_for
 from ds_finetune.experiments.jobs import ExperimentJob, is_interrupted, run_jobs
+from ds_finetune.experiments.pages import REPORT, write_sweep_page
 from ds_finetune.experiments.places import places
 from ds_finetune.experiments.study import check_choices, distributions, make_sampler, open_study, run_file_values
 from ds_finetune.experiments.sweep_file import SweepConfig, best_tree, trial_tree, yaml_text
@@ -62,7 +63,7 @@ class SweepResult:
         values = [each.value for each in self.repeats if each.value is not None]
         if len(values) > 1:
             rows.append(("mean, spread", f"{statistics.mean(values):.6g}, {max(values) - min(values):.2g}"))
-        return [*rows, ("run file", str(self.folder / BEST))]
+        return [*rows, ("run file", str(self.folder / BEST)), ("report", str(self.folder / REPORT))]
 
 
 def run_sweep(sweep: SweepConfig, say: Say) -> SweepResult:
@@ -86,7 +87,7 @@ def run_sweep(sweep: SweepConfig, say: Say) -> SweepResult:
         (folder / BEST).write_text(yaml_text(best_tree(sweep, best.values, folder / "best")), encoding="utf-8")
         repeats = _Repeats(sweep, study, best, say)
         run_jobs(repeats.jobs(), places_of_trials)
-        write_result(sweep, study)
+        write_sweep_page(folder, write_result(sweep, study))
     return SweepResult(best.number, best.value, best.values, repeats.done, folder)
 
 
@@ -331,8 +332,8 @@ def remove_unless_resumable(run: Path) -> None:
         shutil.rmtree(run)
 
 
-def write_result(sweep: SweepConfig, study: "Study") -> None:
-    """Write `sweep.json`: all trials, the best one, importances of keys, and the repeated trainings."""
+def write_result(sweep: SweepConfig, study: "Study") -> dict[str, Any]:
+    """Write `sweep.json`: all trials, the best one, importances of keys, and the repeated trainings. Returns it."""
     from optuna.trial import TrialState
 
     trials = study.get_trials(deepcopy=False)
@@ -352,6 +353,7 @@ def write_result(sweep: SweepConfig, study: "Study") -> None:
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
     partial.replace(path)
+    return tree
 
 
 def importances(study: "Study") -> dict[str, float]:

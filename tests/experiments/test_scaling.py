@@ -9,6 +9,7 @@ import yaml
 
 from ds_finetune.errors import ConfigError, OutputError, RunError
 from ds_finetune.experiments import places
+from ds_finetune.experiments.pages import write_scaling_page
 from ds_finetune.experiments.scaling import Measurement, ScalingRequest, compare_scaling
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_scaling.py")))
@@ -58,6 +59,10 @@ def test_speed_efficiency_shares_memory_and_losses(tmp_path: Path) -> None:
     assert run["train"] == {"global_batch_size": 12, "micro_batch_size": 2, "for": "8 steps"}
     assert run["profile"] == {"steps": "7-8"}
     assert "eval" not in run
+    page = write_scaling_page(tmp_path / "out", "run.yaml", rows).read_text()
+    assert "<td" in page
+    assert page.count('class="plot"') == 2
+    assert "3 ranks" in page
     written = json.loads((tmp_path / "out" / "scaling.json").read_text())
     assert [row["variant"] for row in written["rows"]] == [{"ranks": n, "layout": ""} for n in (1, 2, 3)]
 

@@ -84,6 +84,11 @@ def test_the_best_run_file_is_written_and_trained_with_seeds(tmp_path: Path) -> 
     trial = yaml.safe_load((tmp_path / "out" / "trials" / "0000" / "run.yaml").read_text())
     assert trial["export"] == {"at_end": False}
     assert "export" not in best
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert page.count('class="plot"') == 2
+    assert "trial 0, seed 1" not in page or result.best_number == 0
+    assert f"trial {result.best_number}, seed 2" in page
+    assert "Its seeds differ by 2" in page
 
 
 def test_the_median_pruner_ends_bad_trials_and_their_checkpoints(
