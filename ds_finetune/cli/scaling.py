@@ -47,6 +47,7 @@ def _words(text: str) -> tuple[str, ...]:
 
 def _scaling(arguments: Arguments) -> None:
     from ds_finetune.experiments.jobs import JobsInterruptedError
+    from ds_finetune.experiments.pages import write_scaling_page
     from ds_finetune.experiments.scaling import COLUMNS, ScalingRequest, compare_scaling, table_row
 
     request = ScalingRequest(
@@ -59,10 +60,13 @@ def _scaling(arguments: Arguments) -> None:
         folder=Path(arguments.out),
     )
     try:
-        measured = compare_scaling(request, show_line)
+        compared = compare_scaling(request, show_line)
     except JobsInterruptedError:
         raise SystemExit(INTERRUPTED_EXIT_CODE) from None
     table = Table(*COLUMNS, box=None, padding=(0, 2, 0, 0))
-    for row in measured:
+    for row in compared.rows:
         table.add_row(*table_row(row))
     OUT.print(table)
+    for name, reason in compared.failed:
+        show_line(f"FAILED: {name}: {reason}")
+    show_line(f"report: {write_scaling_page(request.folder, arguments.run, compared)}")

@@ -37,6 +37,7 @@ def _sweep(arguments: Arguments) -> None:
 def _lr_range(arguments: Arguments) -> None:
     from ds_finetune.experiments.jobs import JobsInterruptedError
     from ds_finetune.experiments.lr_range import RangeRequest, run_range_test
+    from ds_finetune.experiments.pages import write_range_page
 
     request = RangeRequest(
         run_file=Path(arguments.run),
@@ -51,4 +52,5 @@ def _lr_range(arguments: Arguments) -> None:
         found = run_range_test(request, show_line)
     except JobsInterruptedError:
         raise SystemExit(INTERRUPTED_EXIT_CODE) from None
-    OUT.print(pairs("learning rates", found.lines()))
+    page = write_range_page(request.folder, arguments.run, found)
+    OUT.print(pairs("learning rates", [*found.lines(), ("report", str(page))]))

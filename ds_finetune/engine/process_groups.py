@@ -147,11 +147,8 @@ def _register_with_deepspeed(groups: Groups, made: _GroupMaker) -> None:
     if groups.experts is None:
         return
     mesh = made.mesh
-    # DeepSpeed uses it only to sum norms, for which tensor parallel ranks hold parts of experts as well
-    # (zero/stage3.py:1995).
-    parts = groups.experts.group if mesh.tp == 1 else made.own(mesh.expert_part_lines())
     register_expert_groups(
         groups.expert_name,
-        parts=(parts, mesh.expert_part_lines()),
+        parts=(groups.experts.group, mesh.expert_lines()),
         same_part=(groups.same_experts, mesh.same_expert_lines()),
     )

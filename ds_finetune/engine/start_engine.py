@@ -69,7 +69,7 @@ from ds_finetune.objectives.indexing import Indexing
 from ds_finetune.objectives.multi_token import MultiTokenPrediction
 from ds_finetune.objectives.objective import ScoreObjective
 from ds_finetune.patches.deepspeed_clipping import OwnClipping
-from ds_finetune.patches.deepspeed_engine import undo_constructor_step
+from ds_finetune.patches.deepspeed_engine import count_whole_experts_once, undo_constructor_step
 from ds_finetune.patches.deepspeed_init import zero_init
 from ds_finetune.patches.torch_nn import linears_without_memory
 from ds_finetune.plan.plan import Plan
@@ -109,8 +109,7 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
             mpu=groups.mpu,
         )
         _add_extra_losses(trained, model, groups, torch.device(wrapped.device))
-        if plan.zero_stage == 0 and plan.precision != "fp32":
-            undo_constructor_step(optimizer)
+        _correct_optimizer(optimizer, plan, groups)
         engine = Engine(wrapped, plan, groups, model.objective)
         _clip_apart(engine, optimizer, model, groups)
         engine.drawn = drawn
@@ -121,6 +120,14 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
             yield engine
         finally:
             wrapped.destroy()
+
+
+def _correct_optimizer(optimizer: object, plan: Plan, groups: Groups) -> None:
+    """Undo what DeepSpeed's wrapper of the optimizer does wrong at this stage."""
+    if plan.zero_stage == 0 and plan.precision != "fp32":
+        undo_constructor_step(optimizer)
+    if plan.zero_stage == 3 and groups.tensor is not None and groups.experts is not None:
+        count_whole_experts_once(optimizer)
 
 
 def _clip_apart(engine: Engine, optimizer: Any, model: ModelPlan, groups: Groups) -> None:  # noqa: ANN401 - DeepSpeed's

@@ -18,7 +18,7 @@ from ds_finetune.config.run_file import apply_override, read_yaml
 from ds_finetune.config.schema import validate_tree
 from ds_finetune.errors import ConfigError, OutputError, RunError
 from ds_finetune.experiments.child_run import RUN, ChildRun
-from ds_finetune.experiments.jobs import ExperimentJob, is_interrupted, run_jobs
+from ds_finetune.experiments.jobs import ExperimentJob, run_jobs
 from ds_finetune.experiments.places import places
 from ds_finetune.experiments.sweep_file import yaml_text
 
@@ -83,7 +83,7 @@ def run_range_test(request: RangeRequest, say: Say) -> LrRange:
     job = _RangeJob(request, yaml_text(tree))
     run_jobs(iter([job]), [place])
     assert job.child is not None
-    found = _evaluate(job.child, is_diverged=job.is_diverged)
+    found = evaluate(*_read(job.child), is_diverged=job.is_diverged)
     text = json.dumps({"format": 1, "run": str(request.run_file), **asdict(found)}, indent=1)
     (request.folder / RESULT).write_text(f"{text}\n", encoding="utf-8")
     shutil.rmtree(request.folder / RUN / "base", ignore_errors=True)
@@ -151,7 +151,7 @@ class _RangeJob(ExperimentJob):
     def ended(self, child: ChildRun, code: int) -> None:
         """RunError where the run has failed."""
         self.child = child
-        if code and not (self.is_diverged and (is_interrupted(code) or code < 0)):
+        if code and not self.is_diverged:
             raise RunError(f"the run failed: {child.why_failed(code)}", hint=f"see {self.folder / 'output.log'}")
 
 
@@ -164,21 +164,28 @@ def smooth(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.array(smoothed)
 
 
-def _evaluate(child: ChildRun, *, is_diverged: bool) -> LrRange:
+def _read(child: ChildRun) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Learning rates and losses [n] of the steps with a finite loss."""
     loss, rate = child.metrics.curves["train/loss"], child.metrics.curves["optim/lr"]
     is_number = np.isfinite(loss.values)
     losses, rates = loss.values[is_number], rate.values[: len(loss)][is_number]
     if len(losses) < _LEAST_STEPS:
         raise RunError(f"only {len(losses)} steps had a finite loss", hint="lower --high, or raise --steps")
+    return rates, losses
+
+
+def evaluate(rates: NDArray[np.float64], losses: NDArray[np.float64], *, is_diverged: bool) -> LrRange:
+    """What stands out of losses [n] over rising rates [n]."""
     smoothed = smooth(losses)
     slopes = np.gradient(smoothed, np.log(rates))
     lowest = int(np.argmin(smoothed))
+    # Slopes of the first steps are those between averages of few steps; beyond the least loss, of one that has grown.
+    first = min(_LEAST_STEPS, lowest)
     return LrRange(
         rates=tuple(rates.tolist()),
         losses=tuple(losses.tolist()),
         smoothed=tuple(smoothed.tolist()),
-        # Beyond the least loss a fall is that of a loss which has grown.
-        steepest=float(rates[int(np.argmin(slopes[: lowest + 1]))]),
+        steepest=float(rates[first + int(np.argmin(slopes[first : lowest + 1]))]),
         lowest=float(rates[lowest]),
         diverged=float(rates[-1]) if is_diverged else None,
     )

@@ -128,8 +128,6 @@ class Family:
     """Queries are normalised over the columns of all heads together, and so are keys."""
     parallel_axes: frozenset[str] = frozenset()
     """Sizes of `parallel` in the run file that are tested with it: tp, sp, pp, ep."""
-    refused_layouts: tuple[frozenset[str], ...] = ()
-    """Combinations of these axes that are refused."""
     experts_class: str | None = None
     """Class of its routed experts in transformers; expert parallelism needs it."""
     router: RouterKind | None = None

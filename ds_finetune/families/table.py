@@ -238,9 +238,6 @@ _ROWS = (
         fp8_linear=None,
         has_sinks=True,
         parallel_axes=_ALL_AXES,
-        # ZeRO-3 of DeepSpeed 0.19.8 counts parameters of experts that tensor parallel ranks hold whole once for each of
-        # them in the norm, here the biases of outputs (zero/stage3.py:705). Those of pp have not been compared.
-        refused_layouts=tuple(map(frozenset, (("tp", "ep"), ("pp", "tp"), ("pp", "sp"), ("pp", "ep")))),
         experts_class="GptOssExperts",
         router=RouterKind("softmax", module="mlp.router", parameters=("weight", "bias")),
         tiny_models=TinyModels(GPT_OSS, {"gpt_oss_deep": {**GPT_OSS, "num_hidden_layers": 4}}),

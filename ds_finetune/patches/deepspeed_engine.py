@@ -10,6 +10,7 @@ _BOUNDARY = Foreign("deepspeed", "runtime/engine.py:3467-3493")
 _ALLREDUCE = Foreign("deepspeed", "runtime/engine.py:548, 3163")
 _COALESCE = Foreign("deepspeed", "runtime/engine.py:3239-3300")
 _CONSTRUCTOR_STEP = Foreign("deepspeed", "runtime/fp16/unfused_optimizer.py:425, fused_optimizer.py:130")
+_EXPERT_NORM = Foreign("deepspeed", "runtime/zero/stage3.py:694-718, 1978, 2452")
 _LINKED_STATES = Foreign("deepspeed", "runtime/zero/stage_1_and_2.py:744, 852-857")
 
 
@@ -73,6 +74,21 @@ def undo_constructor_step(optimizer: Any) -> None:  # noqa: ANN401 - one of Deep
     for group in inner.param_groups:
         if "step" in group:
             group["step"] = 0
+
+
+def count_whole_experts_once(optimizer: Any) -> None:  # noqa: ANN401 - DeepSpeed's optimizer of stage 3
+    """Let the norm of a gradient treat experts like all other parameters: those that tensor parallel ranks hold whole
+    count on the first rank alone.
+
+    DeepSpeed counts every parameter of experts on each of these ranks. That holds where expert parallel groups span
+    them; here a group has the ranks of one shard.
+    """
+    _EXPERT_NORM.attribute(optimizer, "_grad_norm_counts_every_rank")
+    norm = _EXPERT_NORM.attribute(type(optimizer), "complete_grad_norm_calculation_for_cpu_offload")
+    _EXPERT_NORM.source(
+        norm, "if counts_every_rank or is_model_parallel_parameter(p) or (self.model_parallel_rank == 0):"
+    )
+    optimizer._grad_norm_counts_every_rank = lambda *_: False
 
 
 def link_optimizer_states(optimizer: Any) -> None:  # noqa: ANN401 - DeepSpeed's optimizer of stages 1 and 2

@@ -36,11 +36,7 @@ class ParallelLayout:
     @property
     def families(self) -> tuple[str, ...]:
         """Model types it is tested with: those with all of its axes in the table of families."""
-        return tuple(
-            name
-            for name, family in FAMILIES.items()
-            if self.axes <= family.parallel_axes and self.axes not in family.refused_layouts
-        )
+        return tuple(name for name, family in FAMILIES.items() if self.axes <= family.parallel_axes)
 
 
 TESTED_LAYOUTS = (

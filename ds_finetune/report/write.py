@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ds_finetune.errors import OutputError
+from ds_finetune.report.blocks import Page
 from ds_finetune.report.model_card import write_model_cards
 from ds_finetune.report.page import overlay_page, render_page, run_page
 from ds_finetune.report.run import ReportedRun
@@ -32,7 +33,7 @@ def write_run_report(run_folder: Path, *, state: State | None = None) -> Path:
     _check_replaceable(path)
     # Cards first: they are what a failure of the others must not leave out.
     write_model_cards(run)
-    _write_page(render_page(run_page(run, state=state)), path)
+    _write_html(render_page(run_page(run, state=state)), path)
     write_loss_plot(run, run_folder / PICTURE)
     return path
 
@@ -46,8 +47,19 @@ def write_report(run_folders: Sequence[Path], out: Path) -> Path:
     runs = [ReportedRun.read(folder) for folder in run_folders]
     _check_replaceable(out)
     page = run_page(runs[0]) if len(runs) == 1 else overlay_page(runs)
-    _write_page(render_page(page), out)
+    _write_html(render_page(page), out)
     return out
+
+
+def write_page(page: Page, path: Path) -> Path:
+    """Write a page of any content, such as that of an experiment; returns `path`.
+
+    Raises:
+        OutputError: `path` is a file that no report is in, or it cannot be written.
+    """
+    _check_replaceable(path)
+    _write_html(render_page(page), path)
+    return path
 
 
 def try_run_report(run_folder: Path, say: Callable[[str], None], *, state: State) -> Path | None:
@@ -72,7 +84,7 @@ def _check_replaceable(path: Path) -> None:
         raise OutputError(f"`{path}` exists and is not a report", hint="name another file, or move that one away")
 
 
-def _write_page(html: str, path: Path) -> None:
+def _write_html(html: str, path: Path) -> None:
     """Write the page beside its place and rename it, so that a reader never sees a part of it."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -80,6 +80,7 @@ class StatusKeeper:
         self._started_at = time.time()
         self._closed = threading.Event()
         self._progress: RankProgress | None = None
+        self._thread: threading.Thread | None = None
 
     def begin(self, progress: RankProgress, *, steps: int, ranks: int) -> None:
         """Write the status of a run that has its folder, now and from now on; `steps` are those of the whole run."""
@@ -96,16 +97,20 @@ class StatusKeeper:
         )
         write_running(self._folder, _now(first, progress))
         self._progress = progress
-        threading.Thread(target=self._keep, args=(first, progress), name="run-status", daemon=True).start()
+        self._thread = threading.Thread(target=self._keep, args=(first, progress), name="run-status", daemon=True)
+        self._thread.start()
 
     def end(self, state: State, reason: str = "") -> None:
-        """Write how the run ended, unless the watchdog has; nothing where it has not begun or has ended."""
-        if self._progress is None or self._closed.is_set():
+        """Write how the run ended, unless the watchdog has, and end the thread, if the file system lets it; nothing
+        where the run has not begun or has ended.
+        """
+        if self._progress is None or self._thread is None or self._closed.is_set():
             return
         self._closed.set()
         mark_ended(self._folder, state, reason, step=self._progress.step)
         self._log.add(f"{state}: {reason}" if reason else state)
         self._log.close()
+        self._thread.join(ALIVE_SECONDS)
 
     def end_without_error(self, interrupted: str, stop: str, verdicts: Iterable[VerificationResult]) -> None:
         """Write the end of a run that has met no error: the signal that ended it, why it ended early, and the results

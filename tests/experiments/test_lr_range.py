@@ -10,7 +10,8 @@ import yaml
 
 from ds_finetune.errors import ConfigError, OutputError, RunError
 from ds_finetune.experiments import places
-from ds_finetune.experiments.lr_range import LrRange, RangeRequest, run_range_test, smooth
+from ds_finetune.experiments.lr_range import LrRange, RangeRequest, evaluate, run_range_test, smooth
+from ds_finetune.experiments.pages import write_range_page
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_range.py")))
 
@@ -55,6 +56,19 @@ def test_the_steepest_and_the_lowest_rate_are_found_and_a_growing_loss_ends_it(t
     assert "eval" not in run["data"]
     written = json.loads((tmp_path / "out" / "lr_range.json").read_text())
     assert written["losses"] == list(found.losses)
+    page = write_range_page(tmp_path / "out", "run.yaml", found).read_text()
+    assert f"{found.steepest:.2e}" in page
+    assert page.count('class="plot"') == 1
+
+
+def test_noise_of_the_first_steps_is_no_fall() -> None:
+    rates = np.geomspace(1e-6, 1.0, 60)
+    losses = np.full(60, 5.0)
+    losses[0] = 6.0
+    losses[30:40] = np.linspace(5.0, 3.0, 10)
+    losses[40:] = 3.0
+    found = evaluate(rates, losses, is_diverged=False)
+    assert rates[30] <= found.steepest <= rates[45]
 
 
 def test_smoothing_has_no_weight_of_a_beginning_at_zero() -> None:

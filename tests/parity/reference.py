@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import pytest
 import torch
@@ -52,6 +52,23 @@ def is_for(cell: Cell, world: int) -> bool:
         and world // (cell.tp * cell.pp) % cell.ep == 0
         and (world > cell.sharing or cell.start == 0)
     )
+
+
+class Named(Protocol):
+    """A layout whose name is the id of its test."""
+
+    @property
+    def name(self) -> str:
+        """A name for files and test ids."""
+
+
+Layout = TypeVar("Layout", bound=Named)
+
+
+def asked_for(request: pytest.FixtureRequest, layouts: Sequence[Layout]) -> list[Layout]:
+    """Those whose tests this session runs, so that `-k` runs a part of a matrix."""
+    names = [item.name for item in request.session.items]
+    return [layout for layout in layouts if any(name.endswith(f"[{layout.name}]") for name in names)]
 
 
 def result_of(cell: Cell, world: int, out: Path) -> dict[str, Any]:

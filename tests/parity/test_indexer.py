@@ -15,7 +15,7 @@ import torch
 from ds_finetune.plan.combinations import TESTED_LAYOUTS
 from ds_finetune.selftest.cells import Cell
 from tests.parity.indexer_cells import IndexerLayout, plain_steps, write_indexed_model
-from tests.parity.reference import GRADIENT_TOLERANCE, LOSS_TOLERANCE, is_for, relative
+from tests.parity.reference import GRADIENT_TOLERANCE, LOSS_TOLERANCE, asked_for, is_for, relative
 from tests.running import start, torchrun
 
 WORKER = Path(__file__).with_name("indexer_worker.py")
@@ -91,13 +91,13 @@ def _run(chosen: Sequence[IndexerLayout], models: Path, out: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def results(indexed_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _run(CHOSEN, indexed_models, tmp_path_factory.mktemp("indexers"))
+def results(indexed_models: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    return _run(asked_for(request, CHOSEN), indexed_models, tmp_path_factory.mktemp("indexers"))
 
 
 @pytest.fixture(scope="session")
-def rest(indexed_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _run(REST, indexed_models, tmp_path_factory.mktemp("indexers-rest"))
+def rest(indexed_models: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    return _run(asked_for(request, REST), indexed_models, tmp_path_factory.mktemp("indexers-rest"))
 
 
 def _assert_equals_plain_loop(layout: IndexerLayout, folder: Path, models: Path) -> None:

@@ -17,7 +17,7 @@ from ds_finetune.plan.combinations import TESTED_LAYOUTS
 from ds_finetune.selftest.cells import Cell
 from tests.pairwise import pairwise
 from tests.parity.mtp_cells import MtpLayout, PlainSteps, plain_steps, write_mtp_model
-from tests.parity.reference import GRADIENT_TOLERANCE, LOSS_TOLERANCE, is_for, relative
+from tests.parity.reference import GRADIENT_TOLERANCE, LOSS_TOLERANCE, asked_for, is_for, relative
 from tests.running import start, torchrun
 
 WORKER = Path(__file__).with_name("mtp_worker.py")
@@ -57,8 +57,8 @@ def _cells() -> list[Cell]:
     ]
     sparse = [
         _cell(stage, 2, packing=packing, family=family, **dict.fromkeys(axes, 2))
-        for axes, stages in (((), range(4)), (("tp",), range(4)), (("ep",), range(4)), (("pp",), (0, 1)))
-        for stage, family, packing in itertools.product(stages, SPARSE, (True, False))
+        for axes in ((), ("tp",), ("ep",), ("sp",), ("pp",))
+        for stage, family, packing in itertools.product((0, 1) if axes == ("pp",) else range(4), SPARSE, (True, False))
     ]
     others = [
         _cell(2, 2, packing=False, family="glm4_moe_lite_types"),
@@ -94,7 +94,7 @@ CHOSEN = [
         (_cell(3, 2, packing=True, precision="bf16", offload="optimizer"), 1, True, True),
         (_cell(2, 2, packing=True, sp=2), 2, True, True),
         (_cell(1, 2, packing=True, family="deepseek_v32_sparse", tp=2), 2, True, False),
-        (_cell(3, 2, packing=False, family="glm_moe_dsa_sparse"), 2, False, False),
+        (_cell(3, 2, packing=False, family="glm_moe_dsa_sparse", sp=2), 2, False, False),
         (_cell(1, 2, packing=False, family="glm4_moe_lite", tp=2), 2, True, False),
         (_cell(3, 2, packing=True, ep=2), 2, True, False),
         (_cell(0, 2, packing=False, family="glm4_moe", sp=2, ep=2), 2, False, False),
@@ -138,16 +138,13 @@ def _run(chosen: Sequence[MtpLayout], models: Path, out: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def results(mtp_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _run(CHOSEN, mtp_models, tmp_path_factory.mktemp("mtp"))
+def results(mtp_models: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    return _run(asked_for(request, CHOSEN), mtp_models, tmp_path_factory.mktemp("mtp"))
 
 
 @pytest.fixture(scope="session")
 def rest(mtp_models: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """Those that were chosen by `-k` or by name, so that the matrix can be run in parts."""
-    asked = {item.name for item in request.session.items}
-    chosen = [layout for layout in (*PAIRS, *REST) if any(name.endswith(f"[{layout.name}]") for name in asked)]
-    return _run(chosen, mtp_models, tmp_path_factory.mktemp("mtp-rest"))
+    return _run(asked_for(request, (*PAIRS, *REST)), mtp_models, tmp_path_factory.mktemp("mtp-rest"))
 
 
 def _assert_equals_plain_loop(layout: MtpLayout, folder: Path, models: Path) -> None:

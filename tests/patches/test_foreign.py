@@ -194,6 +194,7 @@ GUARDS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], Any]]
         lambda patch: missing(patch, Optimizer, "_lazy_init_hp_params_optimizer_state"),
         lambda: deepspeed_engine.link_optimizer_states(Optimizer()),
     ),
+    "norm of experts": (lambda _: None, lambda: deepspeed_engine.count_whole_experts_once(Optimizer())),
     "expert groups": (
         lambda patch: missing(patch, groups, "_EXPERT_DATA_PARALLEL_GROUP_RANKS"),
         lambda: deepspeed_groups.register_expert_groups("a", parts=(None, []), same_part=(None, [])),

@@ -52,6 +52,7 @@
       },
       visualMap: { textStyle: { color: muted, fontSize: 11 } },
       markLine: { lineStyle: { color: muted }, label: { color: muted } },
+      parallelAxis: axis,
       valueAxis: axis,
       logAxis: axis,
       categoryAxis: axis,
@@ -66,7 +67,18 @@
         `layer ${option.yAxis.data[value[1]]}, ${word} ${option.xAxis.data[value[0]]}: <b>${text(value[3], number, 3)}</b>`;
       return { ...option, tooltip: { ...option.tooltip, formatter: lines } };
     }
+    if (option.parallelAxis) return option;
     const axisText = (value) => text(value, number, 4);
+    if (option.xAxis.name !== "step") {
+      const named = { axisLabel: { ...option.xAxis.axisLabel, formatter: (value) => text(value, "number", 3) } };
+      const pointer = { axisPointer: { label: { formatter: ({ value }) => `${option.xAxis.name} ${text(value, "number", 3)}` } } };
+      return {
+        ...option,
+        tooltip: { ...option.tooltip, valueFormatter: (value) => text(value, number, 5) },
+        xAxis: { ...option.xAxis, ...named, ...pointer },
+        yAxis: { ...option.yAxis, axisLabel: { ...option.yAxis.axisLabel, formatter: axisText } },
+      };
+    }
     return {
       ...option,
       tooltip: { ...option.tooltip, valueFormatter: (value) => text(value, number, 5) },
