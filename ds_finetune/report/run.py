@@ -109,11 +109,15 @@ def _read_starts(folder: RunFolder) -> list[Mapping[str, Any]]:
         return []
     with path.open("rb") as file:
         lines = file.read(_MOST_BYTES).splitlines()
-    starts = [start for line in lines if (start := _object_of(line))]
-    for start in starts:
-        for key in [key for key in _WHOLE_NUMBERS if key in start and type(start[key]) is not int]:
-            folder.problems.append(f"starts.jsonl: {key} is {start.pop(key)!r:.40}, which is no whole number")
-    return starts
+    return [_known_fields(start, folder) for line in lines if (start := _object_of(line))]
+
+
+def _known_fields(start: Mapping[str, Any], folder: RunFolder) -> Mapping[str, Any]:
+    """The start without fields of another form; `RunFolder.problems` names them."""
+    unknown = {key: start[key] for key in _WHOLE_NUMBERS if key in start and type(start[key]) is not int}
+    for key, value in unknown.items():
+        folder.problems.append(f"starts.jsonl: {key} is {value!r:.40}, which is no whole number")
+    return {key: value for key, value in start.items() if key not in unknown}
 
 
 def _object_of(line: bytes) -> dict[str, Any]:
