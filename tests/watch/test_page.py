@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -141,6 +142,15 @@ def test_a_new_step_appears_in_the_curve(page: Page, runs: Path) -> None:
 
 
 @pytest.mark.slow
+def test_runs_that_are_compared_are_asked_for_once_or_twice(page: Page) -> None:
+    counted = "return performance.getEntriesByType('resource').filter(e => e.name.includes(arguments[0])).length"
+    page.open(f"#run=a&run=b&run={quote(ODD)}")
+    page.wait_for(lambda: page.run(counted, "/api/run?") >= 6)
+    time.sleep(0.5)
+    assert page.run(counted, "/api/run?") == 6
+    assert page.run(counted, "/api/curves") <= 3
+
+
 def test_a_failure_and_its_reason_are_shown_at_once(page: Page, runs: Path) -> None:
     make_run(runs / "c")
     own_status().write(runs / "c")
