@@ -60,11 +60,13 @@ def _scaling(arguments: Arguments) -> None:
         folder=Path(arguments.out),
     )
     try:
-        measured = compare_scaling(request, show_line)
+        compared = compare_scaling(request, show_line)
     except JobsInterruptedError:
         raise SystemExit(INTERRUPTED_EXIT_CODE) from None
     table = Table(*COLUMNS, box=None, padding=(0, 2, 0, 0))
-    for row in measured:
+    for row in compared.rows:
         table.add_row(*table_row(row))
     OUT.print(table)
-    show_line(f"report: {write_scaling_page(request.folder, arguments.run, measured)}")
+    for name, reason in compared.failed:
+        show_line(f"FAILED: {name}: {reason}")
+    show_line(f"report: {write_scaling_page(request.folder, arguments.run, compared)}")

@@ -1,28 +1,28 @@
 """A run of the ordinary command in a process of its own, whose metrics are read while it is running."""
 
 import ctypes
+import json
+import os
 import signal
 import subprocess
 import time
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
-
 from ds_finetune.errors import INTERRUPTED_EXIT_CODE
 from ds_finetune.experiments.places import Place
 from ds_finetune.runs.metrics import MetricsReader
+from ds_finetune.runs.processes import began_at, has_ended, own_pid_namespace
+from ds_finetune.runs.status import read_object
 
-LOG = "output.log"
-RUN_FILE = "run.yaml"
-RUN = "run"
+LOG, RUN_FILE, PROCESS, RUN = "output.log", "run.yaml", "process.json", "run"
 _SET_PARENT_DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of prctl(2)."""
 _LAST_LINES = 3
 
 
 class ChildRun:
-    """A run that was started in `folder`, which gets `run.yaml`, `output.log` and the run folder `run`.
+    """A run that was started in `folder`, which gets `run.yaml`, `output.log`, `process.json` and the run folder `run`.
 
     Where this process ends for any reason, also by kill -9, the kernel sends the run SIGTERM, so that it saves and
     ends. A run in the same folder is resumed where it has checkpoints, and starts anew where it has none.
@@ -33,7 +33,7 @@ class ChildRun:
         self.metrics = MetricsReader(folder / RUN / "metrics.jsonl")
         self.is_stopped = False
         folder.mkdir(parents=True, exist_ok=True)
-        _write_run_file(folder / RUN_FILE, run_file)
+        _replace_file(folder / RUN_FILE, run_file)
         self._began = time.monotonic()
         with (folder / LOG).open("ab") as log:
             self.process = subprocess.Popen(
@@ -45,15 +45,14 @@ class ChildRun:
                 start_new_session=True,
                 preexec_fn=_end_with_parent,
             )
+        pid = self.process.pid
+        tree = {"namespace": own_pid_namespace(), "pid": pid, "began": began_at(pid)}
+        _replace_file(folder / PROCESS, json.dumps(tree) + "\n")
 
     @property
     def seconds(self) -> float:
         """Seconds since the start."""
         return time.monotonic() - self._began
-
-    def identity(self) -> list[float]:
-        """Process id and start time, by which `wait_for` finds the process again."""
-        return [self.process.pid, psutil.Process(self.process.pid).create_time()]
 
     def exit_code(self) -> int | None:
         """The exit code, negative for a signal; None while it is running. Reads what was added to the metrics."""
@@ -67,6 +66,11 @@ class ChildRun:
             self.process.send_signal(signal.SIGTERM)
         self.is_stopped = True
 
+    def kill(self) -> None:
+        """End the run and its processes at once; `launch` ends the ranks that it started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
     def why_failed(self, code: int) -> str:
         """The exit code in words, with the last lines of the output."""
         if code == INTERRUPTED_EXIT_CODE:
@@ -77,16 +81,26 @@ class ChildRun:
         return f"{how}: {text}"
 
 
-def wait_for(identity: list[float]) -> None:
-    """Wait until the process of an earlier `identity` has ended, for a run that still saves."""
-    pid, created = identity
-    with suppress(psutil.NoSuchProcess):
-        process = psutil.Process(int(pid))
-        if process.create_time() == created:
-            process.wait()
+def is_still_running(folder: Path) -> bool:
+    """Whether the run that an earlier experiment started in `folder` still runs, for example because it saves.
+
+    Known for processes of this host and container alone; elsewhere the lock of the checkpoint folder keeps runs apart.
+    """
+    earlier = read_object(folder / PROCESS)
+    if earlier.get("namespace") != own_pid_namespace() or not isinstance(earlier.get("pid"), int):
+        return False
+    return not has_ended(earlier["pid"], str(earlier.get("began", "")))
 
 
-def _write_run_file(path: Path, text: str) -> None:
+def is_stopped_code(code: int) -> bool:
+    """Whether a run that was told to end has ended with `code`: after it had saved, or by the signal itself.
+
+    A run that saves nothing, or has trained its last step, does not handle the signal; `launch` adds 128.
+    """
+    return code in (INTERRUPTED_EXIT_CODE, -signal.SIGTERM, 128 + signal.SIGTERM)
+
+
+def _replace_file(path: Path, text: str) -> None:
     partial = path.with_suffix(".partial")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ds_finetune.errors import INTERRUPTED_EXIT_CODE
-from ds_finetune.experiments.child_run import ChildRun
+from ds_finetune.experiments.child_run import ChildRun, is_still_running
 from ds_finetune.experiments.places import Place
 
 _POLL_SECONDS = 0.2
@@ -27,8 +26,8 @@ class ExperimentJob:
     def run_file(self) -> str:
         """Text of the run file."""
 
-    def started(self, child: ChildRun) -> None:
-        """Called once the run was started."""
+    def prepare(self) -> None:
+        """Called before the start, when no earlier run of this job is left."""
 
     def progressed(self, child: ChildRun) -> None:
         """Called now and then while it runs."""
@@ -49,35 +48,43 @@ class JobsInterruptedError(Exception):
 def run_jobs(jobs: Iterator[ExperimentJob], places: list[Place]) -> None:
     """Run all jobs; the iterator is asked for the next one when a place is free.
 
-    On SIGINT, SIGTERM or SIGHUP the runs save and end, no job is told of its end, and JobsInterruptedError is raised.
+    On SIGINT, SIGTERM or SIGHUP the runs save and end, no job is told of its end, and JobsInterruptedError is raised; a
+    second signal kills them.
     Where the iterator or a job raises an error, the runs save and end as well.
     """
     free, running = list(places), _Running()
     with _signals() as received:
         try:
-            while _start_jobs(jobs, free, running) or running:
+            while _start_jobs(jobs, free, running, received) or running:
                 free += _look_at(running, received)
         finally:
-            _stop_all([child for _, child in running.values()])
+            _stop_all([child for _, child in running.values()], received)
 
 
-def _start_jobs(jobs: Iterator[ExperimentJob], free: list[Place], running: _Running) -> bool:
+def _start_jobs(jobs: Iterator[ExperimentJob], free: list[Place], running: _Running, received: list[int]) -> bool:
     """Start a job on each free place, which leaves `free`; returns whether the iterator had one for each."""
     while free:
         job = next(jobs, None)
         if job is None:
             return False
+        while is_still_running(job.folder):
+            _pause(received)
+        job.prepare()
         child = ChildRun(job.folder, job.run_file(), free.pop())
         running[child.process.pid] = job, child
-        job.started(child)
     return True
 
 
-def _look_at(running: _Running, received: list[int]) -> list[Place]:
-    """Wait a moment; places of the runs that have ended, which leave `running`. JobsInterruptedError after a signal."""
+def _pause(received: list[int]) -> None:
+    """Wait a moment; JobsInterruptedError after a signal."""
     time.sleep(_POLL_SECONDS)
     if received:
         raise JobsInterruptedError
+
+
+def _look_at(running: _Running, received: list[int]) -> list[Place]:
+    """Wait a moment; places of the runs that have ended, which leave `running`."""
+    _pause(received)
     left = []
     for pid, (job, child) in list(running.items()):
         code = child.exit_code()
@@ -89,11 +96,16 @@ def _look_at(running: _Running, received: list[int]) -> list[Place]:
     return left
 
 
-def _stop_all(children: list[ChildRun]) -> None:
+def _stop_all(children: list[ChildRun], received: list[int]) -> None:
+    """Let runs save and end; a further signal kills them."""
+    known = len(received)
     for child in children:
         child.stop()
-    for child in children:
-        child.process.wait()
+    while any(child.process.poll() is None for child in children):
+        time.sleep(_POLL_SECONDS)
+        if len(received) > known:
+            for child in children:
+                child.kill()
 
 
 @contextmanager
@@ -107,8 +119,3 @@ def _signals() -> Iterator[list[int]]:
     finally:
         for number, earlier in before.items():
             signal.signal(number, earlier)
-
-
-def is_interrupted(code: int) -> bool:
-    """Whether a run that exited with `code` has saved after a signal."""
-    return code == INTERRUPTED_EXIT_CODE

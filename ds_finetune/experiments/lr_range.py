@@ -18,7 +18,7 @@ from ds_finetune.config.run_file import apply_override, read_yaml
 from ds_finetune.config.schema import validate_tree
 from ds_finetune.errors import ConfigError, OutputError, RunError
 from ds_finetune.experiments.child_run import RUN, ChildRun
-from ds_finetune.experiments.jobs import ExperimentJob, is_interrupted, run_jobs
+from ds_finetune.experiments.jobs import ExperimentJob, run_jobs
 from ds_finetune.experiments.places import places
 from ds_finetune.experiments.sweep_file import yaml_text
 
@@ -151,7 +151,7 @@ class _RangeJob(ExperimentJob):
     def ended(self, child: ChildRun, code: int) -> None:
         """RunError where the run has failed."""
         self.child = child
-        if code and not (self.is_diverged and (is_interrupted(code) or code < 0)):
+        if code and not self.is_diverged:
             raise RunError(f"the run failed: {child.why_failed(code)}", hint=f"see {self.folder / 'output.log'}")
 
 

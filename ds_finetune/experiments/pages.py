@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ds_finetune.experiments.lr_range import LrRange
-from ds_finetune.experiments.scaling import COLUMNS, Measurement, table_row
+from ds_finetune.experiments.scaling import COLUMNS, Comparison, Measurement, table_row
 from ds_finetune.report.blocks import Chart, Charts, DataTable, Facts, Page, Remark, ReportSection, Tile
 from ds_finetune.report.charts import Line, line_option
 from ds_finetune.report.number_texts import duration_text, number_text
@@ -154,8 +154,9 @@ def write_range_page(folder: Path, run: str, found: LrRange) -> Path:
     return write_page(Page(f"Learning rates of {run}", "train/loss", "", tiles, sections), folder / REPORT)
 
 
-def write_scaling_page(folder: Path, run: str, rows: Sequence[Measurement]) -> Path:
+def write_scaling_page(folder: Path, run: str, compared: Comparison) -> Path:
     """Write the report of a comparison of ranks and layouts; returns the file."""
+    rows = compared.rows
     fastest = max(rows, key=lambda row: row.speedup)
     largest = max(row.loss_difference for row in rows)
     sections = [
@@ -168,7 +169,9 @@ def write_scaling_page(folder: Path, run: str, rows: Sequence[Measurement]) -> P
         Tile("fastest", fastest.variant.name, f"{fastest.speedup:.2f} times {rows[0].variant.name}"),
         Tile("losses differ by", f"{largest:.1e}", "at most, relative"),
     ]
-    return write_page(Page(f"Scaling of {run}", "the same global batches", "", tiles, sections), folder / REPORT)
+    warnings = [f"{name} failed: {reason}" for name, reason in compared.failed]
+    page = Page(f"Scaling of {run}", "the same global batches", "", tiles, sections, warnings)
+    return write_page(page, folder / REPORT)
 
 
 def _speed_charts(rows: Sequence[Measurement]) -> list[Chart]:

@@ -19,8 +19,8 @@ class Place:
     """What one run has for itself: so many ranks, on devices of this machine or of hosts."""
 
     ranks: int
-    devices: tuple[int, ...] = ()
-    """GPUs of this machine; empty on CPUs and with a hostfile."""
+    devices: tuple[str, ...] = ()
+    """GPUs of this machine as CUDA_VISIBLE_DEVICES names them; empty on CPUs and with a hostfile."""
     hostfile: str = ""
     include: str = ""
     """The slots of `hostfile`, as `ds-finetune launch --include` takes them."""
@@ -37,7 +37,7 @@ class Place:
         """The environment of that command."""
         if not self.devices:
             return dict(os.environ)
-        return {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, self.devices))}
+        return {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(self.devices)}
 
 
 def places(*, ranks: int, parallel: int, hostfile: str | None, folder: Path) -> list[Place]:
@@ -48,20 +48,44 @@ def places(*, ranks: int, parallel: int, hostfile: str | None, folder: Path) -> 
     """
     if hostfile is not None:
         return _on_hosts(hostfile, read_hostfile(hostfile), ranks)
-    gpus = 0 if os.environ.get("DS_ACCELERATOR") == "cpu" else len(query_gpus())
+    gpus = visible_gpus()
     if not gpus:
         return [Place(ranks)] * parallel
-    if parallel * ranks > gpus:
+    if parallel * ranks > len(gpus):
         raise LaunchError(
-            f"{parallel} runs at once of {ranks} ranks each need {parallel * ranks} GPUs, and this machine has {gpus}",
-            hint="lower `parallel` or `ranks`, or give a hostfile",
+            f"{parallel} runs at once of {ranks} ranks each need {parallel * ranks} GPUs, and {len(gpus)} are visible",
+            hint="lower `parallel` or `ranks`, set CUDA_VISIBLE_DEVICES to more GPUs, or give a hostfile",
         )
+    groups = [gpus[first : first + ranks] for first in range(0, parallel * ranks, ranks)]
     if ranks == 1:
-        return [Place(1, devices=(number,)) for number in range(parallel)]
+        return [Place(1, devices=group) for group in groups]
+    return _on_this_machine(groups, ranks, folder)
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """GPUs of this machine that CUDA_VISIBLE_DEVICES leaves, as it names them; none where runs use the CPU."""
+    if os.environ.get("DS_ACCELERATOR") == "cpu":
+        return ()
+    present = tuple(str(number) for number in range(len(query_gpus())))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or not present:
+        return present
+    named = tuple(word.strip() for word in visible.split(","))
+    return () if named in (("",), ("-1",), ("NoDevFiles",)) else named
+
+
+def _on_this_machine(groups: Sequence[tuple[str, ...]], ranks: int, folder: Path) -> list[Place]:
+    """Places of several GPUs each; LaunchError where they are not named by numbers, as `launch` needs them."""
+    named = [name for group in groups for name in group]
+    if not all(name.isdecimal() for name in named):
+        raise LaunchError(
+            f"CUDA_VISIBLE_DEVICES is `{os.environ['CUDA_VISIBLE_DEVICES']}`, and runs of {ranks} ranks need numbers",
+            hint="name the GPUs by their numbers",
+        )
     folder.mkdir(parents=True, exist_ok=True)
     own = folder / "hosts"
-    own.write_text(f"{_HERE} slots={gpus}\n", encoding="utf-8")
-    return _on_hosts(str(own), (Host(_HERE, gpus, 1),), ranks)[:parallel]
+    own.write_text(f"{_HERE} slots={max(map(int, named)) + 1}\n", encoding="utf-8")
+    return [Place(ranks, hostfile=str(own), include=f"{_HERE}:{','.join(group)}") for group in groups]
 
 
 def _on_hosts(hostfile: str, hosts: Sequence[Host], ranks: int) -> list[Place]:

@@ -1,9 +1,10 @@
 """`ds-finetune scaling`: the same global batches on several numbers of ranks and in several layouts."""
 
 import json
+import math
 import re
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ LEAST_STEPS = 6
 COLUMNS = ("ranks", "s/step", "tokens/s", "speed-up", "efficiency", "comm.", "waits", "GiB", "loss off by")
 """Head of the table."""
 _WARMUP_STEPS, _PROFILED_STEPS = 2, 2
+_LEAST_LOSS = 1e-12
 _AXIS = re.compile(r"(zero|tp|pp|sp|ep)(\d+)")
 
 
@@ -89,11 +91,20 @@ class Measurement:
     """Largest difference from the first variant's loss of the same step, relative."""
 
 
-def compare_scaling(request: ScalingRequest, say: Say) -> list[Measurement]:
+@dataclass(frozen=True)
+class Comparison:
+    """The variants that ran, and why others failed, by name."""
+
+    rows: tuple[Measurement, ...]
+    failed: tuple[tuple[str, str], ...]
+
+
+def compare_scaling(request: ScalingRequest, say: Say) -> Comparison:
     """Run each variant for some steps, one after another, and compare speed, communication, memory and losses.
 
-    The first steps warm up, and the last ones are profiled; neither are timed. Writes `scaling.json`. ConfigError
-    and OutputError before anything is started, for each variant that is not legal; RunError where a run fails.
+    The first steps warm up, and the last ones are profiled; neither are timed. `scaling.json` is written after each
+    variant; one that fails leaves a reason. ConfigError and OutputError before anything is started, for each variant
+    that is not legal; RunError where all fail.
     """
     variants = [Variant(ranks, layout) for layout in request.layouts or ("",) for ranks in request.ranks]
     trees = [_tree(request, variant) for variant in variants]
@@ -101,16 +112,28 @@ def compare_scaling(request: ScalingRequest, say: Say) -> list[Measurement]:
         raise OutputError(f"`{request.folder}` exists already", hint="name another folder")
     for variant, tree in zip(variants, trees, strict=True):
         _check(request, variant, tree)
-    readers = []
+    jobs: list[_VariantJob] = []
     for variant, tree in zip(variants, trees, strict=True):
         job = _VariantJob(request, variant, yaml_text(tree))
         run_jobs(iter([job]), [_place(request, variant.ranks)])
-        readers.append(job.metrics)
-        say(f"{variant.name}: {_median_seconds(job.metrics, request.steps):.3f} s a step")
-    measured = list(_compare(request, variants, readers))
-    tree = {"format": 1, "run": str(request.run_file), "steps": request.steps, "rows": [asdict(m) for m in measured]}
+        jobs.append(job)
+        say(f"{variant.name}: {job.reason or f'{_median_seconds(job.metrics, request.steps):.3f} s a step'}")
+        compared = _compare(request, jobs)
+        _write(request, compared)
+    if not compared.rows:
+        raise RunError(f"all runs failed; {': '.join(compared.failed[-1])}", hint=f"see {request.folder}")
+    return compared
+
+
+def _write(request: ScalingRequest, compared: Comparison) -> None:
+    tree = {
+        "format": 1,
+        "run": str(request.run_file),
+        "steps": request.steps,
+        "rows": [asdict(row) for row in compared.rows],
+        "failed": dict(compared.failed),
+    }
     (request.folder / RESULT).write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
-    return measured
 
 
 def _place(request: ScalingRequest, ranks: int) -> Place:
@@ -137,6 +160,7 @@ def _tree(request: ScalingRequest, variant: Variant) -> dict[str, Any]:
         "profile": {"steps": f"{request.steps - _PROFILED_STEPS + 1}-{request.steps}"},
         "output_dir": str(request.folder / variant.folder / RUN),
     }
+    tree["train"] = {key: value for key, value in tree.get("train", {}).items() if key != "duration"}
     set_key(tree, {}, "train.for", f"{request.steps} steps", source="--steps")
     for part in filter(None, variant.layout.split("+")):
         _apply_layout(tree, part)
@@ -175,6 +199,7 @@ class _VariantJob(ExperimentJob):
     def __init__(self, request: ScalingRequest, variant: Variant, run_file: str) -> None:
         self._request, self._variant, self._run_file = request, variant, run_file
         self.metrics: MetricsReader
+        self.reason = ""
 
     @property
     def folder(self) -> Path:
@@ -186,13 +211,14 @@ class _VariantJob(ExperimentJob):
         return self._run_file
 
     def ended(self, child: ChildRun, code: int) -> None:
-        """RunError where the run has failed."""
-        if code:
-            raise RunError(
-                f"{self._variant.name}: the run failed: {child.why_failed(code)}",
-                hint=f"see {self.folder / 'output.log'}",
-            )
+        """Keep the metrics, or why the run has failed."""
         self.metrics = child.metrics
+        self.reason = child.why_failed(code) if code else ""
+
+    @property
+    def variant(self) -> Variant:
+        """The variant."""
+        return self._variant
 
 
 def _timed(values: Sequence[float], steps: int) -> Sequence[float]:
@@ -203,30 +229,40 @@ def _median_seconds(metrics: MetricsReader, steps: int) -> float:
     return statistics.median(_timed(metrics.curves["perf/step_seconds"].values.tolist(), steps))
 
 
-def _compare(
-    request: ScalingRequest, variants: Sequence[Variant], readers: Sequence[MetricsReader]
-) -> Iterator[Measurement]:
-    steps = request.steps
-    first_seconds = sum(_timed(readers[0].curves["perf/step_seconds"].values.tolist(), steps))
-    first_losses = readers[0].curves["train/loss"].values.tolist()
-    for variant, metrics in zip(variants, readers, strict=True):
-        seconds = _timed(metrics.curves["perf/step_seconds"].values.tolist(), steps)
-        rates = _timed(metrics.curves["perf/tokens_per_second"].values.tolist(), steps)
-        losses = metrics.curves["train/loss"].values.tolist()
-        speedup = first_seconds / sum(seconds)
-        communication, waiting = _profiled_shares(request.folder / variant.folder / RUN)
-        yield Measurement(
-            variant=variant,
-            seconds=statistics.median(seconds),
-            tokens_per_second=sum(s * r for s, r in zip(seconds, rates, strict=True)) / sum(seconds),
-            speedup=speedup,
-            efficiency=speedup / (variant.ranks / variants[0].ranks),
-            communication=communication,
-            waiting=waiting,
-            memory_gib=float(metrics.curves["memory/peak_gib"].values.max()),
-            losses=tuple(losses),
-            loss_difference=max(abs(a - b) / abs(b) for a, b in zip(losses, first_losses, strict=True)),
-        )
+def _compare(request: ScalingRequest, jobs: Sequence[_VariantJob]) -> Comparison:
+    """Rows of the jobs that ran, relative to the first of them."""
+    done = [job for job in jobs if not job.reason]
+    rows = tuple(_measure(request, job, done[0]) for job in done)
+    return Comparison(rows, tuple((job.variant.name, job.reason) for job in jobs if job.reason))
+
+
+def _measure(request: ScalingRequest, job: _VariantJob, first: _VariantJob) -> Measurement:
+    steps, metrics = request.steps, job.metrics
+    seconds, first_seconds = (
+        _timed(each.metrics.curves["perf/step_seconds"].values.tolist(), steps) for each in (job, first)
+    )
+    rates = _timed(metrics.curves["perf/tokens_per_second"].values.tolist(), steps)
+    losses = metrics.curves["train/loss"].values.tolist()
+    speedup = sum(first_seconds) / sum(seconds)
+    communication, waiting = _profiled_shares(request.folder / job.variant.folder / RUN)
+    return Measurement(
+        variant=job.variant,
+        seconds=statistics.median(seconds),
+        tokens_per_second=sum(s * r for s, r in zip(seconds, rates, strict=True)) / sum(seconds),
+        speedup=speedup,
+        efficiency=speedup / (job.variant.ranks / first.variant.ranks),
+        communication=communication,
+        waiting=waiting,
+        memory_gib=float(metrics.curves["memory/peak_gib"].values.max()),
+        losses=tuple(losses),
+        loss_difference=largest_difference(losses, first.metrics.curves["train/loss"].values.tolist()),
+    )
+
+
+def largest_difference(losses: Sequence[float], expected: Sequence[float]) -> float:
+    """The largest relative difference of a step's loss; infinite where one of the two is no number."""
+    differences = [abs(a - b) / max(abs(b), _LEAST_LOSS) for a, b in zip(losses, expected, strict=True)]
+    return max((each if math.isfinite(each) else math.inf for each in differences), default=0.0)
 
 
 def _profiled_shares(run: Path) -> tuple[float | None, float | None]:

@@ -7,7 +7,7 @@ processes create the study).
 import inspect
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ _CONSTANT_SEED = ("BruteForceSampler", "GridSampler", "QMCSampler")
 """Samplers that walk through one sequence, which their seed sets."""
 
 
-def open_study(sweep: SweepConfig) -> "Study":
+def open_study(sweep: SweepConfig, say: Callable[[str], None]) -> "Study":
     """The study of the sweep's folder, made where there is none; ConfigError where it is that of another sweep.
 
     The folder is there, and the caller has locked it.
@@ -38,6 +38,7 @@ def open_study(sweep: SweepConfig) -> "Study":
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     _remove_stale_lock(Path(sweep.output_dir))
+    _cut_torn_line(Path(sweep.output_dir) / JOURNAL, say)
     storage = JournalStorage(JournalFileBackend(str(Path(sweep.output_dir) / JOURNAL)))
     sampler, pruner = make_sampler(sweep, 0), make_pruner(sweep)
     try:
@@ -58,6 +59,21 @@ def _remove_stale_lock(folder: Path) -> None:
     """
     for lock in folder.glob(f"{JOURNAL}.lock*"):
         lock.unlink(missing_ok=True)
+
+
+def _cut_torn_line(journal: Path, say: Callable[[str], None]) -> None:
+    """Remove a last line without its end, which a full disk or a power failure leaves.
+
+    optuna 5.0.0 would append to it, and could not read the file again.
+    """
+    if not journal.exists():
+        return
+    text = journal.read_bytes()
+    end = text.rfind(b"\n") + 1
+    if end < len(text):
+        say(f"{journal}: the last line is incomplete; {len(text) - end} bytes are removed")
+        with journal.open("r+b") as file:
+            file.truncate(end)
 
 
 def check_choices(sweep: SweepConfig) -> None:

@@ -10,12 +10,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ds_finetune.checkpoint.locking import lock_folder
 from ds_finetune.config.run_file import read_yaml
 from ds_finetune.config.schema import validate_tree
 from ds_finetune.errors import ConfigError, RunError
-from ds_finetune.experiments.child_run import RUN, ChildRun, wait_for
-from ds_finetune.experiments.jobs import ExperimentJob, is_interrupted, run_jobs
+from ds_finetune.experiments.child_run import RUN, ChildRun, is_stopped_code
+from ds_finetune.experiments.jobs import ExperimentJob, run_jobs
 from ds_finetune.experiments.pages import REPORT, write_sweep_page
 from ds_finetune.experiments.places import places
 from ds_finetune.experiments.study import check_choices, distributions, make_sampler, open_study, run_file_values
@@ -29,7 +31,7 @@ Say = Callable[[str], None]
 RESULT, BEST = "sweep.json", "best.yaml"
 _FORMAT = 1
 _TRIALS, _CHECKPOINTS = "trials", "checkpoints"
-_PROCESS, _REASON, _SECONDS, _REPEATS, _EXHAUSTED = "process", "reason", "seconds", "repeats", "exhausted"
+_REASON, _SECONDS, _REPEATS, _EXHAUSTED = "reason", "seconds", "repeats", "exhausted"
 """Attributes of trials and of the study."""
 _LOCK_SECONDS = 0.0
 
@@ -79,7 +81,7 @@ def run_sweep(sweep: SweepConfig, say: Say) -> SweepResult:
     check_choices(sweep)
     folder.mkdir(parents=True, exist_ok=True)
     with lock_folder(folder, seconds=_LOCK_SECONDS, say=say):
-        study = open_study(sweep)
+        study = open_study(sweep, say)
         say(f"{len(study.trials)} of {sweep.trials} trials begun, {len(places_of_trials)} at once")
         trials = _Trials(sweep, study, say)
         run_jobs(trials.jobs(), places_of_trials)
@@ -127,9 +129,6 @@ class _Trials:
         from optuna.trial import Trial, TrialState
 
         for frozen in self.study.get_trials(states=(TrialState.RUNNING,)):
-            process = frozen.user_attrs.get(_PROCESS)
-            if process:
-                wait_for(process)
             yield _TrialJob(self, Trial(self.study, frozen._trial_id), frozen)
         while not self._is_done():
             self._check_failures()
@@ -202,7 +201,6 @@ class _TrialJob(ExperimentJob):
         self._values = run_file_values(trials.sweep, frozen.params)
         self._reported = max(frozen.intermediate_values, default=-1)
         self._is_pruned = False
-        remove_unless_resumable(self.folder / RUN)
 
     @property
     def folder(self) -> Path:
@@ -213,9 +211,9 @@ class _TrialJob(ExperimentJob):
         """The sweep's run file with the values of this trial."""
         return yaml_text(trial_tree(self._trials.sweep, self._values, self.folder / RUN))
 
-    def started(self, child: ChildRun) -> None:
-        """Record the process, for a sweep that is resumed while it still saves."""
-        self._trial.set_user_attr(_PROCESS, child.identity())
+    def prepare(self) -> None:
+        """Remove what an earlier start has left without a checkpoint."""
+        remove_unless_resumable(self.folder / RUN)
 
     def progressed(self, child: ChildRun) -> None:
         """Report new values, and end the run where the pruner says so."""
@@ -240,12 +238,14 @@ class _TrialJob(ExperimentJob):
         value = value_of(sweep, child)
         trial.set_user_attr(_SECONDS, trial.user_attrs.get(_SECONDS, 0.0) + child.seconds)
         state, text = TrialState.COMPLETE, f"{sweep.metric} {value}"
-        if self._is_pruned and is_interrupted(code):
+        if self._is_pruned and is_stopped_code(code):
             state, text = TrialState.PRUNED, f"pruned after step {self._reported}, {sweep.metric} {value}"
-        elif code:
-            state, text = TrialState.FAIL, f"failed: {child.why_failed(code)}"
-        elif value is None or not math.isfinite(value):
-            state, text = TrialState.FAIL, f"failed: {sweep.metric} is {'missing' if value is None else value}"
+        elif has_diverged(child, value):
+            # Not a failure: a sampler learns from a pruned trial that these values are bad.
+            state, text = TrialState.PRUNED, f"diverged, {sweep.metric} {value}"
+        elif code or value is None:
+            reason = child.why_failed(code) if code else f"{sweep.metric} is missing"
+            state, text = TrialState.FAIL, f"failed: {reason}"
         if state == TrialState.FAIL:
             trial.set_user_attr(_REASON, text.removeprefix("failed: "))
         self._trials.tell(trial, value if state == TrialState.COMPLETE else None, state)
@@ -294,6 +294,9 @@ class _RepeatJob(ExperimentJob):
 
     def __init__(self, repeats: _Repeats, seed: int) -> None:
         self._repeats, self._seed = repeats, seed
+
+    def prepare(self) -> None:
+        """Remove what an earlier start has left without a checkpoint."""
         remove_unless_resumable(self.folder / RUN)
 
     @property
@@ -310,20 +313,30 @@ class _RepeatJob(ExperimentJob):
         """Keep the value."""
         sweep = self._repeats.sweep
         value = None if code else value_of(sweep, child)
-        reason = "" if value is not None else child.why_failed(code)
+        reason = "" if value is not None else child.why_failed(code) if code else f"{sweep.metric} is missing"
+        if value is not None and not math.isfinite(value):
+            value, reason = None, f"diverged, {sweep.metric} {value}"
         self._repeats.add(Repeat(self._repeats.best.number, self._seed, value, reason))
         self._repeats.say(f"best run file, seed {self._seed}: {reason or f'{sweep.metric} {value:.6g}'}")
 
 
 def value_of(sweep: SweepConfig, child: ChildRun) -> float | None:
-    """The value of a run: the last or the best record of the metric; None where no record has it."""
+    """The value of a run: the last record of the metric, or the best finite one; None where no record has it."""
     curve = child.metrics.curves.get(sweep.metric)
     if curve is None or not len(curve):
         return None
     values = curve.values
-    if sweep.value == "last":
+    finite = values[np.isfinite(values)]
+    if sweep.value == "last" or not len(finite):
         return float(values[-1])
-    return float(values.max() if sweep.direction == "maximize" else values.min())
+    return float(finite.max() if sweep.direction == "maximize" else finite.min())
+
+
+def has_diverged(child: ChildRun, value: float | None) -> bool:
+    """Whether a run has a value that is no number, or ended while it skipped steps for gradients that are none."""
+    skipped = child.metrics.curves.get("train/skipped")
+    is_skipping = skipped is not None and bool(len(skipped)) and skipped.last > 0
+    return (value is not None and not math.isfinite(value)) or is_skipping
 
 
 def remove_unless_resumable(run: Path) -> None:

@@ -1,6 +1,7 @@
 """The comparison of ranks and layouts: what is run, what is computed from it, and what is refused."""
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import yaml
 from ds_finetune.errors import ConfigError, OutputError, RunError
 from ds_finetune.experiments import places
 from ds_finetune.experiments.pages import write_scaling_page
-from ds_finetune.experiments.scaling import Measurement, ScalingRequest, compare_scaling
+from ds_finetune.experiments.scaling import Comparison, ScalingRequest, compare_scaling, largest_difference
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_scaling.py")))
 
@@ -22,7 +23,7 @@ def fake_program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
 
 
-def compare(folder: Path, **keys: object) -> list[Measurement]:
+def compare(folder: Path, **keys: object) -> Comparison:
     """A comparison of a run file that evaluates and saves."""
     tree = {
         "model": "m",
@@ -45,7 +46,8 @@ def compare(folder: Path, **keys: object) -> list[Measurement]:
 
 
 def test_speed_efficiency_shares_memory_and_losses(tmp_path: Path) -> None:
-    rows = compare(tmp_path)
+    compared = compare(tmp_path)
+    rows = compared.rows
     assert [row.variant.ranks for row in rows] == [1, 2, 3]
     assert [row.seconds for row in rows] == pytest.approx([1, 2**-0.5, 3**-0.5])
     assert [row.tokens_per_second for row in rows] == pytest.approx([1000, 1000 * 2**0.5, 1000 * 3**0.5])
@@ -59,7 +61,7 @@ def test_speed_efficiency_shares_memory_and_losses(tmp_path: Path) -> None:
     assert run["train"] == {"global_batch_size": 12, "micro_batch_size": 2, "for": "8 steps"}
     assert run["profile"] == {"steps": "7-8"}
     assert "eval" not in run
-    page = write_scaling_page(tmp_path / "out", "run.yaml", rows).read_text()
+    page = write_scaling_page(tmp_path / "out", "run.yaml", compared).read_text()
     assert "<td" in page
     assert page.count('class="plot"') == 2
     assert "3 ranks" in page
@@ -97,8 +99,20 @@ def test_what_cannot_be_compared_is_refused_before_anything_starts(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_failed_run_ends_it_and_a_folder_is_not_overwritten(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"2 ranks, tp2\+zero2: the run failed: exit code 1: it fails"):
-        compare(tmp_path, ranks=(2,), layouts=("tp2+zero2",))
+def test_a_failed_run_is_a_reason_and_a_folder_is_not_overwritten(tmp_path: Path) -> None:
+    compared = compare(tmp_path, ranks=(2,), layouts=("tp2+zero2", "zero1"))
+    assert [row.variant.name for row in compared.rows] == ["2 ranks, zero1"]
+    assert compared.failed == (("2 ranks, tp2+zero2", "exit code 1: it fails"),)
+    assert "it fails" in write_scaling_page(tmp_path / "out", "run.yaml", compared).read_text()
     with pytest.raises(OutputError, match="exists already"):
         compare(tmp_path)
+    other = tmp_path / "other"
+    other.mkdir()
+    with pytest.raises(RunError, match=r"all runs failed; 2 ranks, tp2\+zero2: exit code 1: it fails"):
+        compare(other, ranks=(2,), layouts=("tp2+zero2",))
+
+
+def test_a_loss_that_is_no_number_differs_without_bounds() -> None:
+    assert largest_difference([1.0, 1.1], [1.0, 1.0]) == pytest.approx(0.1)
+    assert largest_difference([1.0, math.nan], [1.0, 1.0]) == math.inf
+    assert largest_difference([0.0], [0.0]) == 0

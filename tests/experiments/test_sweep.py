@@ -14,8 +14,9 @@ import pytest
 import yaml
 
 from ds_finetune.demo import write_demo
-from ds_finetune.errors import ConfigError, OutputError, RunError
+from ds_finetune.errors import ConfigError, LaunchError, OutputError, RunError
 from ds_finetune.experiments import places
+from ds_finetune.experiments.child_run import is_stopped_code
 from ds_finetune.experiments.jobs import JobsInterruptedError
 from ds_finetune.experiments.sweep import SweepResult, run_sweep
 from ds_finetune.experiments.sweep_file import SweepConfig, read_sweep
@@ -154,6 +155,7 @@ _KILLED = """
 import sys
 from pathlib import Path
 from ds_finetune.experiments import places
+from ds_finetune.experiments.child_run import is_stopped_code
 from ds_finetune.experiments.sweep import run_sweep
 from ds_finetune.experiments.sweep_file import read_sweep
 places._PROGRAM = tuple(sys.argv[2:])
@@ -179,6 +181,48 @@ def test_a_killed_sweep_leaves_no_run_and_resumes_its_trial(tmp_path: Path) -> N
     assert steps == list(range(1, 151))
     assert len(result_of(tmp_path)["trials"]) == 2
     assert result.best_number in (0, 1)
+
+
+def test_diverged_trials_do_not_end_a_sweep(tmp_path: Path) -> None:
+    choices = {"optim.lr": {"choices": [0.6, 0.7, 0.8, 1e-3]}}
+    result, _ = run(
+        sweep_of(tmp_path, space=choices, sampler={"name": "GridSampler", "seed": 3}, trials=4, max_failed=2)
+    )
+    assert result.best_values == {"optim.lr": 1e-3}
+    assert [each["state"] for each in result_of(tmp_path)["trials"]].count("pruned") == 3
+
+
+@pytest.mark.parametrize("code", [0, 3, -signal.SIGTERM, 128 + signal.SIGTERM])
+def test_a_pruned_trial_may_end_in_several_ways(code: int) -> None:
+    assert is_stopped_code(code) == (code != 0)
+
+
+def test_half_a_line_of_the_journal_is_removed(tmp_path: Path) -> None:
+    sweep = sweep_of(tmp_path)
+    run(sweep)
+    before = result_of(tmp_path)
+    with (tmp_path / "out" / "study.journal").open("a") as journal:
+        journal.write('{"op_code": 4, "wor')
+    _, said = run(sweep)
+    assert any("the last line is incomplete; 19 bytes are removed" in line for line in said)
+    assert result_of(tmp_path) == before
+
+
+def test_only_visible_gpus_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DS_ACCELERATOR")
+    monkeypatch.setattr(places, "query_gpus", lambda: [None] * 4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+
+    def here(ranks: int, parallel: int) -> list[places.Place]:
+        return places.places(ranks=ranks, parallel=parallel, hostfile=None, folder=tmp_path)
+
+    assert [place.environment()["CUDA_VISIBLE_DEVICES"] for place in here(1, 2)] == ["2", "3"]
+    assert [place.include for place in here(2, 1)] == ["localhost:2,3"]
+    assert (tmp_path / "hosts").read_text() == "localhost slots=4\n"
+    with pytest.raises(LaunchError, match="need 3 GPUs, and 2 are visible"):
+        here(3, 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert here(1, 1)[0].devices == ()
 
 
 def test_two_sweeps_do_not_share_a_folder(tmp_path: Path) -> None:

@@ -44,14 +44,6 @@ def test_lora() -> None:
         plan_model(CONFIG, _run(lora={"rank": 2}))
 
 
-@pytest.mark.parametrize("axes", [("tp", "ep"), ("pp", "tp"), ("pp", "sp"), ("pp", "ep")], ids=" x ".join)
-def test_combinations_of_axes(axes: tuple[str, str]) -> None:
-    """With tp x ep the norm at ZeRO-3 would count the biases of outputs twice."""
-    sizes: Any = dict.fromkeys(axes, 2)
-    with pytest.raises(FinetuneError, match="of model_type gpt_oss is not tested"):
-        check_divides(Mesh(0, 4, **sizes), CONFIG.to_dict())
-
-
 def test_muon() -> None:
     with pytest.raises(FinetuneError, match=r"optim\.name Muon of model_type gpt_oss would orthogonalise the biases"):
         check_optimizer("Muon", CONFIG.to_dict())

@@ -17,16 +17,12 @@ from urllib.parse import quote
 
 import pytest
 
+from tests.browser import NEEDS_BROWSER, open_browser
 from tests.conftest import ROOT
 from tests.runs.test_folder import make_run, own_status
 from tests.watch.test_app import ODD
 
-BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-selenium = pytest.importorskip("selenium", reason="pip install selenium")
-pytestmark = [
-    pytest.mark.skipif(BROWSER is None, reason="no chromium: apt install chromium"),
-    pytest.mark.skipif(DRIVER is None, reason="no chromedriver: apt install chromium-driver"),
-]
+pytestmark = NEEDS_BROWSER
 PATIENCE_SECONDS = 20.0
 PHONE = 390
 
@@ -59,15 +55,7 @@ def address(runs: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = BROWSER
-    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    with webdriver.Chrome(options=options, service=Service(DRIVER)) as driver:
+    with open_browser() as driver:
         yield driver
 
 
