@@ -28,6 +28,8 @@ _WARNINGS: tuple[tuple[type[Warning], str], ...] = (
 _RECORDS = {
     # The launcher's fallback to this machine's GPUs (launcher/runner.py:214).
     "DeepSpeed": re.compile(r"Unable to find hostfile, will proceed with training"),
+    # At the first use of a store of SQLite (mlflow 3.17, store/db/utils.py).
+    "mlflow.store.db.utils": re.compile(r"(Creating initial MLflow|Updating) database tables"),
 }
 """Dropped log messages up to level WARNING, by the name of the logger."""
 _LOADING_BAR = "Loading weights"

@@ -42,7 +42,7 @@ class Outage(Generic[T]):
             self._try()
         if self._waiting:
             self._lost += len(self._waiting)
-            self._say(f"{self._name} LACKS {self._lost} RECORDS, for which there was no room")
+            self._say(f"{self._name} LACKS {self._lost} RECORDS, which could not be written")
 
     def _try(self) -> None:
         waited = len(self._waiting) - 1
@@ -53,8 +53,7 @@ class Outage(Generic[T]):
         except OSError as full:
             if not self._pause:
                 self._say(
-                    f"{self._name} CANNOT BE WRITTEN: {full.strerror or full};"
-                    " training continues, and its records wait for room"
+                    f"{self._name} CANNOT BE WRITTEN: {full.strerror or full}; training continues, and its records wait"
                 )
             self._pause = min(max(2 * self._pause, 1), _LONGEST_PAUSE)
             self._until_next = self._pause

@@ -25,8 +25,9 @@ from ds_finetune.observers.samples import SampleFile
 from ds_finetune.observers.skipped import SkippedSteps
 from ds_finetune.observers.stop_signals import StopSignals
 from ds_finetune.observers.time_left import ANSWERS, EVALUATION, EXPORT, SAVE, TimeLeft
+from ds_finetune.observers.trackers import Trackers
 from ds_finetune.observers.utilisation import Utilisation, peak_flops
-from ds_finetune.observers.writers import MetricsFile, RankTimesFile, Trackers
+from ds_finetune.observers.writers import MetricsFile, RankTimesFile
 from ds_finetune.schedule import Duration
 from ds_finetune.trainer.evaluation import evaluation_functions
 from ds_finetune.trainer.exports import Exports, Say
@@ -159,11 +160,12 @@ def _checkpointing(
 def _writers(started: StartedRun, left: TimeLeft) -> list[Observer]:
     """The observers of rank zero, which writes files and prints."""
     run, say = started.run, started.say
-    settings = {"model": run.config.model.path, "lr": run.config.optim.lr}
+    tree = run.config.model_dump(mode="json", by_alias=True)
+    is_resumed = started.resume_point.progress.step > 0
     return [
         MetricsFile(run.output_dir / "metrics.jsonl", say),
         *([RankTimesFile(run.output_dir / "ranks.jsonl", say)] if run.plan.world.world_size > 1 else []),
-        Trackers.open(run.config.log.trackers, run.output_dir, settings, say),
+        Trackers.open(run.config.log.trackers, run.output_dir, tree, say, is_resumed=is_resumed),
         ProgressLine(steps=run.schedule.steps, every=run.config.log.every, left=left, log=started.log),
     ]
 

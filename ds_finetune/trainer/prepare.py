@@ -19,7 +19,7 @@ from ds_finetune.model.mtp import mtp_layers
 from ds_finetune.model.parallel.pipeline import build_meta_model
 from ds_finetune.model.unused_parameters import patterns_of, unused_parameters
 from ds_finetune.objectives.objective import Objective
-from ds_finetune.observers.writers import check_trackers
+from ds_finetune.observers.trackers import check_trackers
 from ds_finetune.plan.estimate import DiskNeed, RunEstimate, estimate_run
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.run_length import check_run_length

@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 
 from ds_finetune.console import OUT, show_line
-from ds_finetune.observers import outage, writers
+from ds_finetune.observers import outage, trackers
 from ds_finetune.observers.outage import Outage
 from ds_finetune.observers.progress import ProgressLine
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.observers.time_left import TimeLeft
-from ds_finetune.observers.writers import MetricsFile, Trackers
+from ds_finetune.observers.trackers import Trackers
+from ds_finetune.observers.writers import MetricsFile
 from tests.running import files_of_at_most
 
 VALUES = dict.fromkeys(
@@ -42,7 +43,7 @@ def test_metrics_wait_for_room_and_lines_stay_whole(tmp_path: Path) -> None:
         for step in range(2, 30):
             assert file.after_step(record(step)).step == step
             assert path.stat().st_size == full
-    assert said == [f"{path} CANNOT BE WRITTEN: File too large; training continues, and its records wait for room"]
+    assert said == [f"{path} CANNOT BE WRITTEN: File too large; training continues, and its records wait"]
     for step in range(30, 60):
         file.after_step(record(step))
     file.close()
@@ -66,7 +67,7 @@ def test_records_that_are_lost_are_counted(monkeypatch: pytest.MonkeyPatch) -> N
     for number in range(8):
         log.put(number)
     log.close()
-    assert said[1:] == ["log LACKS 8 RECORDS, for which there was no room"]
+    assert said[1:] == ["log LACKS 8 RECORDS, which could not be written"]
     log = Outage("log", write, said.append)
     for number in range(8):
         log.put(number)
@@ -89,7 +90,7 @@ def test_metrics_that_never_find_room_are_counted_at_the_end(tmp_path: Path) -> 
         for step in range(1, 4):
             file.after_step(record(step))
         file.close()
-    assert said[1:] == [f"{path} LACKS 3 RECORDS, for which there was no room"]
+    assert said[1:] == [f"{path} LACKS 3 RECORDS, which could not be written"]
     assert path.read_bytes() == b""
 
 
@@ -101,17 +102,17 @@ def test_tensorboard_has_every_step_after_a_full_disk(
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     said: list[str] = []
-    trackers = Trackers.open(["tensorboard"], tmp_path, {"lr": 1e-3}, said.append)
-    trackers.after_step(record(1))
-    largest = max(path.stat().st_size for path in tmp_path.rglob("events*"))
-    with files_of_at_most(largest + 30) if how == "limit" else monkeypatch.context() as patch:
+    opened = Trackers.open(["tensorboard"], tmp_path, {"lr": 1e-3}, said.append)
+    opened.after_step(record(1))
+    # A new file's first bytes fit, and no record does.
+    with files_of_at_most(100) if how == "limit" else monkeypatch.context() as patch:
         if patch is not None:
-            patch.setattr(writers, "_ROOM_BYTES", 2**80)
+            patch.setattr(trackers, "_ROOM_BYTES", 2**80)
         for step in range(2, 6):
-            trackers.after_step(record(step))
+            opened.after_step(record(step))
     for step in range(6, 12):
-        trackers.after_step(record(step))
-    trackers.close()
+        opened.after_step(record(step))
+    opened.close()
     assert ["CANNOT BE WRITTEN" in line for line in said] == [True, False]
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()

@@ -1,5 +1,6 @@
 """What happens on steps: evaluation, best weights, patience, lines, files, utilisation."""
 
+import importlib
 import io
 import json
 import math
@@ -23,8 +24,9 @@ from ds_finetune.observers.progress import ProgressLine
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.observers.samples import SampleFile
 from ds_finetune.observers.time_left import EVALUATION, EXPORT, SAVE, TimeLeft
+from ds_finetune.observers.trackers import PACKAGES, Trackers, check_trackers
 from ds_finetune.observers.utilisation import Utilisation, peak_flops
-from ds_finetune.observers.writers import MetricsFile, Trackers, check_trackers
+from ds_finetune.observers.writers import MetricsFile
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.runs.samples import Sample
 from ds_finetune.trainer.evaluation import evaluation_functions
@@ -336,5 +338,17 @@ def test_trackers_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"log\.trackers names `tensorbord`") as caught:
         check_trackers(["tensorbord"])
     assert "tensorboard" in caught.value.hint
-    with pytest.raises(ConfigError, match="whose package is not installed"):
-        check_trackers(["comet_ml"])
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_each_tracker_is_taken_by_name_where_its_package_is_installed(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracking = importlib.import_module("accelerate.tracking")
+    assert set(PACKAGES) == set(tracking.LOGGER_TYPE_TO_CLASS)
+    monkeypatch.setattr(tracking, "_available_trackers", [])
+    with pytest.raises(ConfigError, match=f"log.trackers names `{name}`, whose package is not installed") as caught:
+        check_trackers([name])
+    assert f"pip install {PACKAGES[name]}" in caught.value.hint
+    monkeypatch.setattr(tracking, "_available_trackers", [name])
+    check_trackers([name])

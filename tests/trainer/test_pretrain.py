@@ -107,7 +107,7 @@ def test_the_export_is_scored_as_the_run_was(finished: Path) -> None:
     assert scored.sets["new"]["loss"].value == pytest.approx(last["eval/new/loss"], abs=2e-3)
     assert scored.tokens == sum(record["data/supervised_tokens"] for record in metrics(finished))
     for objective, text in (
-        ("kto", "has neither a mean loss of tokens nor"),
+        ("reward", "has neither a mean loss of tokens nor"),
         ({"name": "pretrain", "x": 1}, "is not valid: x: "),
     ):
         with pytest.raises(ConfigError, match=text):

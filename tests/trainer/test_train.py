@@ -21,10 +21,12 @@ from ds_finetune.console import show_plan
 from ds_finetune.demo import write_demo
 from ds_finetune.export.folder import has_same_weights
 from ds_finetune.export.verify.record import ExportRecord
+from ds_finetune.observers.trackers import flatten
 from ds_finetune.runs.folder import RunFolder
 from ds_finetune.trainer.prepare import prepare_run
 from ds_finetune.trainer.run_dir import read_json
 from ds_finetune.world import World
+from tests.observers.test_trackers import HAS_MLFLOW, in_mlflow, in_tensorboard, recorded, status_in_mlflow
 from tests.running import metrics, start, tiny_task, torchrun
 
 KEYS = {
@@ -45,9 +47,9 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         train={"for": "2 epochs", "precision": "bf16"},
         eval={"every": "4 steps", "keep_best": True, "generate": {"prompts": 3, "max_new_tokens": 4}},
         export={"max_shard_size": "20KB", "verify": True},
-        log={"trackers": ["tensorboard"]},
+        log={"trackers": ["tensorboard", *(["mlflow"] if request.param == 2 and HAS_MLFLOW else [])]},
     )
-    done = start(torchrun("ds_finetune/train.py", str(run_file)))
+    done = start(torchrun("ds_finetune/train.py", str(run_file)), {"MLFLOW_DISABLE_TELEMETRY": "true"})
     assert done.returncode == 0, done.stdout + done.stderr
     (folder / "printed.txt").write_text(done.stdout + done.stderr)
     return folder
@@ -88,7 +90,7 @@ def test_the_run_folder_holds_what_it_should(finished: Path) -> None:
         "checkpoints",
         "export",
         "export-best",
-    } == {p.name for p in run.iterdir()}
+    } == {p.name for p in run.iterdir() if not p.name.startswith("mlflow.")}
     records = metrics(finished)
     assert [record["step"] for record in records] == list(range(1, 9))
     assert all(record.keys() >= KEYS for record in records)
@@ -96,6 +98,26 @@ def test_the_run_folder_holds_what_it_should(finished: Path) -> None:
     assert {"eval/perplexity", "eval/accuracy", "eval/exact_match"} <= records[-1].keys()
     assert list((run / "tensorboard").rglob("events*"))
     assert read_config(run / "config.yaml").train.duration == "2 epochs"
+
+
+def test_trackers_received_the_metrics_and_the_configuration(finished: Path) -> None:
+    """In TensorBoard numbers of fp32, in MLflow all digits."""
+    run = finished / "run"
+    expected = recorded(run)
+    scalars, hparams = in_tensorboard(run)
+    assert {name: [step for step, _ in points] for name, points in scalars.items()} == {
+        name: [step for step, _ in points] for name, points in expected.items()
+    }
+    assert {name: [value for _, value in points] for name, points in scalars.items()} == {
+        name: pytest.approx([value for _, value in points], rel=1e-6) for name, points in expected.items()
+    }
+    parameters = flatten(yaml.safe_load((run / "config.yaml").read_text()))
+    assert hparams == parameters
+    assert parameters["train.for"] == "2 epochs"
+    if (run / "mlflow.db").exists():
+        assert in_mlflow(run) == (expected, {name: str(value) for name, value in parameters.items()})
+        assert status_in_mlflow(run) == "FINISHED"
+    assert (run / "mlflow.db").exists() == ("mlflow" in parameters["log.trackers"])
 
 
 def test_a_run_records_its_start_its_data_its_answers_and_its_verified_exports(finished: Path) -> None:

@@ -1,0 +1,258 @@
+"""Send the metrics of a run to TensorBoard, MLflow, and other trackers of accelerate."""
+
+import errno
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Self
+
+from ds_finetune.errors import ConfigError
+from ds_finetune.observers.mlflow_run import MlflowRun, MlflowSender, Record, one_line
+from ds_finetune.observers.outage import Outage
+from ds_finetune.observers.record import StepRecord
+from ds_finetune.units import MIB
+
+Say = Callable[[str], None]
+PACKAGES = {
+    "aim": "aim",
+    "clearml": "clearml",
+    "comet_ml": "comet-ml",
+    "dvclive": "dvclive",
+    "mlflow": "mlflow",
+    "swanlab": "swanlab",
+    "tensorboard": "tensorboard",
+    "trackio": "trackio",
+    "wandb": "wandb",
+}
+"""The package that pip installs for each tracker of accelerate 1.15 (tracking.py)."""
+_ROOM_BYTES = MIB
+"""Minimum number of free bytes on a disk for TensorBoard's records to be written."""
+_PROJECT = "ds_finetune"
+"""Project of runs in wandb where WANDB_PROJECT is not set."""
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """ConfigError for a tracker accelerate does not know (naming the known ones), or whose package is missing."""
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+
+    available = {str(name) for name in get_available_trackers()}
+    known = sorted(str(name) for name in LOGGER_TYPE_TO_CLASS)
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"log.trackers names `{name}`", hint=f"accelerate knows {', '.join(known)}")
+        if name not in available:
+            raise ConfigError(
+                f"log.trackers names `{name}`, whose package is not installed",
+                hint=f"pip install {PACKAGES.get(name, name)}, or leave it out",
+            )
+
+
+class Trackers:
+    """Trackers that accelerate knows, by name. One that fails does not end the run."""
+
+    def __init__(self, trackers: "Sequence[_Direct | MlflowSender]") -> None:
+        self._trackers = trackers
+
+    @classmethod
+    def open(
+        cls, names: Sequence[str], folder: Path, config: Mapping[str, Any], say: Say, *, is_resumed: bool = False
+    ) -> Self:
+        """Start each tracker of `names`, which `check_trackers` has passed, with the configuration as parameters.
+
+        A resumed run sends TensorBoard and MLflow the records of `metrics.jsonl` that they lack. ConfigError where a
+        tracker cannot be opened; in a resumed run it is a line instead, and opening is tried again.
+        """
+        parameters = flatten(config)
+        earlier = read_records(folder / "metrics.jsonl") if is_resumed else []
+        trackers: list[_Direct | MlflowSender] = []
+        for name in names:
+            kind = MlflowRun if name == "mlflow" else _Tracker
+            tracker = kind(name, folder, parameters, earlier)
+            with _opening(name, say, is_resumed=is_resumed):
+                tracker.start()
+            trackers.append(MlflowSender(tracker, say) if isinstance(tracker, MlflowRun) else _Direct(tracker, say))
+        return cls(trackers)
+
+    def after_step(self, record: StepRecord) -> StepRecord:
+        """Send the finite values."""
+        values = {name: value for name, value in record.values.items() if math.isfinite(value)}
+        for tracker in self._trackers:
+            tracker.put((record.step, values))
+        return record
+
+    def close(self) -> None:
+        """Finish each tracker."""
+        for tracker in self._trackers:
+            tracker.close()
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str | float]:
+    """The values of a configuration by their keys joined by dots; lists and null as JSON."""
+    flat: dict[str, str | float] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value if isinstance(value, str | int | float) else json.dumps(value)
+    return flat
+
+
+def read_records(path: Path) -> list[Record]:
+    """The finite values of each step of a `metrics.jsonl` whose lines are whole; none where there is no such file."""
+    if not path.exists():
+        return []
+    lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return [
+        (
+            line["step"],
+            {name: value for name, value in line.items() if name != "step" and isinstance(value, int | float)},
+        )
+        for line in lines
+    ]
+
+
+@contextmanager
+def _opening(name: str, say: Say, *, is_resumed: bool) -> Iterator[None]:
+    try:
+        yield
+    except Exception as failed:
+        if not is_resumed:
+            raise ConfigError(
+                f"log.trackers names `{name}`, which cannot be opened: {one_line(failed)}",
+                hint="set the variables of its package, or leave it out",
+            ) from failed
+        say(f"{name} CANNOT BE OPENED: {one_line(failed)}; training continues, and its records wait")
+
+
+class _Direct:
+    """Sends each record at once; one that fails waits (`Outage`)."""
+
+    def __init__(self, tracker: "_Tracker", say: Say) -> None:
+        self._tracker = tracker
+        self._outage = Outage(tracker.name, self._log, say)
+        self.put = self._outage.put
+
+    def _log(self, record: Record) -> None:
+        try:
+            self._tracker.log(record)
+        except OSError:
+            raise
+        except Exception as failed:
+            raise OSError(one_line(failed)) from failed
+
+    def close(self) -> None:
+        """Try a last time to send what waits, and end."""
+        self._outage.close()
+        self._tracker.finish()
+
+
+class _Tracker:
+    """A tracker of accelerate. TensorBoard's is reopened after a failed write of its event file."""
+
+    def __init__(
+        self, name: str, folder: Path, parameters: Mapping[str, str | float], earlier: Sequence[Record]
+    ) -> None:
+        self.name, self._folder, self._parameters, self._earlier = name, folder, parameters, earlier
+        self._open: Any = None
+        self._is_reopened = False
+
+    def start(self) -> None:
+        """Open it and store the settings of the run."""
+        if self.name == "tensorboard":
+            self._start_tensorboard()
+        else:
+            self._start_other()
+
+    def _start_tensorboard(self) -> None:
+        """Write to a new file, which replaces earlier files' records from its first step on.
+
+        On resume that is the last step before it, whose record may be missing; and every step where there is no file.
+        """
+        has_files = any((self._folder / "tensorboard").glob("events.*"))
+        earlier = self._earlier[-1:] if has_files else self._earlier
+        # Records of a run that ended before its first checkpoint are replaced too.
+        replaced = {"purge_step": earlier[0][0] if earlier else 0} if has_files and not self._is_reopened else {}
+        self._open = _start(self.name, "tensorboard", logging_dir=str(self._folder), **replaced)
+        if self._is_reopened:
+            return
+        self._is_reopened = True
+        # accelerate's own way makes a run of TensorBoard for the parameters alone (tracking.py:230).
+        for summary in _hparams(self._parameters):
+            self._open.tracker.file_writer.add_summary(summary)
+        for step, values in earlier:
+            self._write(step, values)
+
+    def _start_other(self) -> None:
+        arguments: dict[str, str] = {}
+        if self.name == "wandb":
+            arguments = _wandb_names(self._folder)
+        elif self.name == "aim":
+            arguments = {"logging_dir": str(self._folder)}
+        project = os.environ.get("WANDB_PROJECT", _PROJECT) if self.name == "wandb" else self._folder.name
+        opened = _start(self.name, project, **arguments)
+        opened.store_init_configuration(dict(self._parameters))
+        self._open = opened
+
+    def log(self, record: Record) -> None:
+        """Send the values of a step; an error where they were not written."""
+        step, values = record
+        if self.name == "tensorboard":
+            self._check_room()
+        if self._open is None:
+            self.start()
+        try:
+            self._write(step, values)
+        except OSError:
+            # tensorboard 2.21: the writer's thread ends with its first error and leaves a torn record
+            # (summary/writer/event_file_writer.py:246). Readers end the file there, so what follows needs another file.
+            self._open = None if self.name == "tensorboard" else self._open
+            raise
+
+    def _write(self, step: int, values: Mapping[str, float]) -> None:
+        if self.name != "tensorboard":
+            self._open.log(dict(values), step=step)
+            return
+        # One event for all values; accelerate writes one for each.
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
+        writer = self._open.tracker
+        writer.file_writer.add_summary(summary, step)
+        writer.flush()
+
+    def finish(self) -> None:
+        """End it where it is open; what fails then is not worth the run."""
+        if self._open is not None:
+            with suppress(Exception):
+                self._open.finish()
+
+    def _check_room(self) -> None:
+        """OSError where the disk is nearly full, before a record is torn."""
+        disk = os.statvfs(self._folder)
+        if disk.f_blocks and disk.f_bavail * disk.f_frsize < _ROOM_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _start(name: str, *arguments: str, **kwargs: Any) -> Any:  # noqa: ANN401 - accelerate's tracker classes
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    opened = LOGGER_TYPE_TO_CLASS[name](*arguments, **kwargs)
+    # accelerate 1.10 has no `start`, and opens in the constructor.
+    if hasattr(opened, "start"):
+        opened.start()
+    return opened
+
+
+def _hparams(parameters: Mapping[str, str | float]) -> Any:  # noqa: ANN401 - messages of TensorBoard
+    from torch.utils.tensorboard.summary import hparams
+
+    return hparams(dict(parameters), {})
+
+
+def _wandb_names(folder: Path) -> dict[str, str]:
+    """Name and folder of a run in wandb where its variables do not say otherwise."""
+    names = {"name": ("WANDB_NAME", folder.absolute().name), "dir": ("WANDB_DIR", str(folder))}
+    return {name: value for name, (variable, value) in names.items() if variable not in os.environ}
