@@ -245,3 +245,8 @@ def test_the_readmes_memory_is_the_planners(
         sizes = re.findall(r"(?:weights|gradients|optimizer)\s+([\d.,]+)\s+GiB", printed)
         assert len(sizes) == 3, printed
         assert float(cell) == pytest.approx(sum(float(size.replace(",", "")) for size in sizes), abs=0.07)
+
+
+def test_the_site_lists_every_page() -> None:
+    listed = set(re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))
+    assert listed == {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}

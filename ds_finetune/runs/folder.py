@@ -20,12 +20,12 @@ from ds_finetune.errors import CheckpointError
 from ds_finetune.runs.experts import read_expert_table
 from ds_finetune.runs.metrics import METRICS
 from ds_finetune.runs.samples import SAMPLES, Sample, read_samples
-from ds_finetune.runs.status import STATUS, RunStatus, read_object, seen_status
+from ds_finetune.runs.status import STATUS, LastChange, RunStatus, changed_at, read_object, seen_status
 
 CONFIG, PLAN, EXPERTS, LOG, RANK_TIMES = "config.yaml", "plan.json", "experts.bin", "log.txt", "ranks.jsonl"
 STARTS = "starts.jsonl"
 REPORT = "watchdog/report.txt"
-_MOST_CONFIG_BYTES = 2**20
+_MOST_CONFIG_BYTES, _MOST_LINE_BYTES = 2**20, 2**12
 _MOST_DEPTH, _MOST_RUNS = 4, 1_000
 
 
@@ -45,6 +45,7 @@ class RunFolder:
         self.path = path
         self.within = (path if within is None else within).resolve()
         self.problems: list[str] = []
+        self._status_change = LastChange()
 
     @property
     def name(self) -> str:
@@ -68,7 +69,16 @@ class RunFolder:
         """What the run is doing, or how it ended."""
         if os.path.lexists(self.path / STATUS) and self.file(STATUS) is None:
             return RunStatus("unknown", f"{STATUS} is no file of this folder")
-        return seen_status(self.path)
+        status = seen_status(self.path, change=self._status_change)
+        return self._status_of_earlier_version(status) if status.state == "unknown" else status
+
+    def _status_of_earlier_version(self, unknown: RunStatus) -> RunStatus:
+        """What a version without status.json has left: the watchdog's report where it is newer than the metrics."""
+        path = self.file(REPORT)
+        if path is None or changed_at(path) < changed_at(self.path / METRICS):
+            return unknown
+        lines = (self._text(REPORT, _MOST_LINE_BYTES) or "").splitlines()
+        return RunStatus("failed", lines[0], updated_at=changed_at(path)) if lines else unknown
 
     @property
     def config(self) -> Mapping[str, Any]:

@@ -16,6 +16,7 @@ from ds_finetune.units import MIB
 METRICS = "metrics.jsonl"
 CHUNK_BYTES = 4 * MIB
 _TAIL_BYTES, _LINE_BYTES = 64 * 1024, 8 * 1024
+_KEPT_BYTES = 256
 _STEP = "step"
 _MOST_INTEGER = 2**53
 _WORDS = ("non_finite", "notice", "slow")
@@ -59,7 +60,8 @@ class MetricsReader:
     """The metrics of a run by name, its notices by step, and by step which rank was slow.
 
     A last line without its end is left for the next update. Where the file was replaced, as a resumed run does, or
-    became shorter, it is read again from the beginning and `generation` grows. `problem` tells of lines that are no
+    became shorter, it is read again from the beginning and `generation` grows. A file that was replaced twice may have
+    its first inode again, so the last bytes that were read are compared too. `problem` tells of lines that are no
     record of a step, which are passed over, or of a file that cannot be read; it is empty where all is well.
     """
 
@@ -76,6 +78,7 @@ class MetricsReader:
         self.problem = ""
         self.last_step = self.num_records = 0
         self._inode = self._offset = self._num_lines = self._num_invalid = 0
+        self._kept = b""
 
     @property
     def position(self) -> tuple[int, int]:
@@ -101,7 +104,8 @@ class MetricsReader:
 
     def _read(self, file: int) -> bool:
         status = os.fstat(file)
-        if status.st_ino != self._inode or status.st_size < self._offset:
+        kept = os.pread(file, len(self._kept), self._offset - len(self._kept))
+        if status.st_ino != self._inode or kept != self._kept:
             self._begin_again(status.st_ino)
         piece = os.pread(file, self._chunk_bytes, self._offset)
         end = piece.rfind(b"\n") + 1
@@ -109,6 +113,7 @@ class MetricsReader:
             self.problem = f"line {self._num_lines + 1} of {self.path.name} has more than {self._chunk_bytes:,} bytes"
             return False
         self._offset += end
+        self._kept = (self._kept + piece[:end])[-_KEPT_BYTES:]
         self._add(piece[:end].splitlines())
         return len(piece) == self._chunk_bytes
 

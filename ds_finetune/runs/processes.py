@@ -1,12 +1,15 @@
 """Which process an id belongs to: its start time, and the namespace in which the id is valid."""
 
+import os
 from pathlib import Path
+
+_PROC = Path("/proc")
 
 
 def began_at(pid: int) -> str:
     """Start time of a process in the kernel's ticks; empty where no process has that id, or there is no /proc."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
         return ""
 
@@ -14,12 +17,23 @@ def began_at(pid: int) -> str:
 def has_ended(pid: int, began: str) -> bool:
     """Whether the process that began then has ended, or is a zombie; the id must be of the own namespace."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        stat = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
-        return True
+        return not _exists(pid)
     except OSError:
         return False
     return stat[19] != began or stat[0] in "ZX"
+
+
+def _exists(pid: int) -> bool:
+    """Whether a process has that id, also where /proc hides those of other users (mounted with hidepid=2)."""
+    try:
+        os.kill(max(pid, 1), 0)
+    except PermissionError:
+        return pid > 0
+    except (OSError, OverflowError):
+        return False
+    return pid > 0
 
 
 def own_pid_namespace() -> str:

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from ds_finetune.units import MIB
 
 _MOST_BYTES = 8 * MIB
+_MOST_INTEGER = 2**53
 
 
 def read_rank_times(path: Path) -> tuple[NDArray[np.int64], NDArray[np.float64]] | None:
@@ -34,6 +35,6 @@ def _times_of(line: bytes) -> tuple[int, list[float]] | None:
     try:
         record = json.loads(line)
         step, seconds = record["step"], [float(each) for each in record["seconds"]]
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
         return None
-    return (step, seconds) if isinstance(step, int) and seconds else None
+    return (step, seconds) if isinstance(step, int) and 0 <= step < _MOST_INTEGER and seconds else None

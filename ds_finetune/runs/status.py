@@ -15,7 +15,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
-from ds_finetune.runs.processes import has_ended, own_pid_namespace
+from ds_finetune.runs.bounded import try_to_finish
+from ds_finetune.runs.processes import began_at, has_ended, own_pid_namespace
 
 STATUS = "status.json"
 FORMAT = 1
@@ -23,6 +24,9 @@ ALIVE_SECONDS = 5.0
 """How often a running run writes its status."""
 SILENT_SECONDS = 60.0
 """A running run whose status is older than this gives no sign of life."""
+_MOST_BYTES = 2**16
+_MOST_CLOCK_ERROR = 3600.0
+"""Clocks of two hosts differ by fewer seconds than this."""
 
 _WRITING = threading.Lock()
 """Held by a thread that reads the status to write it again: a run's end must not be replaced by a sign of life."""
@@ -65,29 +69,35 @@ class RunStatus:
     def read(cls, folder: Path) -> Self | None:
         """The status in a run folder; None where there is none that can be read. Unknown keys are passed over."""
         try:
-            tree = json.loads((folder / STATUS).read_text(encoding="utf-8"))
+            with (folder / STATUS).open("rb") as file:
+                tree = json.loads(file.read(_MOST_BYTES))
             known = {name: tree[name] for name in (each.name for each in fields(cls)) if name in tree}
             status = cls(**known)
-        except (OSError, ValueError, TypeError, KeyError):
+            return status if status._is_valid() else None
+        except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
             return None
-        return status if status._is_valid() else None
 
     def _is_valid(self) -> bool:
-        numbers = (self.step, self.steps, self.ranks, self.pid, self.started_at, self.updated_at, self.idle_seconds)
+        numbers = [self.step, self.steps, self.ranks, self.pid, self.started_at, self.updated_at, self.idle_seconds]
+        numbers += [] if self.limit_seconds is None else [self.limit_seconds]
         texts = (self.reason, self.phase, self.host, self.pid_namespace, self.began)
         return (
             self.state in get_args(State)
             and all(isinstance(number, int | float) and math.isfinite(number) for number in numbers)
             and all(isinstance(text, str) for text in texts)
-            and isinstance(self.limit_seconds, int | float | None)
         )
 
 
 def mark_ended(folder: Path, state: State, reason: str, *, step: int | None = None) -> None:
     """Change the status of a run that is running to `state`; one that has ended keeps its first reason.
 
-    Nothing happens where the run has not written its status yet, or the file cannot be written.
+    Nothing happens where the run has not written its status yet, or the file cannot be written. A file system that
+    does not answer holds up the caller for some seconds at most (bounded.py); the status is written once it answers.
     """
+    try_to_finish(lambda: _mark_ended(folder, state, reason, step=step))
+
+
+def _mark_ended(folder: Path, state: State, reason: str, *, step: int | None) -> None:
     with _WRITING:
         status = RunStatus.read(folder)
         if status is None or status.state != "running":
@@ -108,27 +118,46 @@ def write_running(folder: Path, status: RunStatus) -> bool:
         return True
 
 
-def seen_status(folder: Path, *, now: float | None = None) -> RunStatus:
+class LastChange:
+    """When an observer saw a file change last, by its own clock."""
+
+    def __init__(self) -> None:
+        self._changed_at: float | None = None
+        self._seen_at = 0.0
+
+    def seconds_since(self, changed_at: float, *, now: float) -> float:
+        """Seconds since the first look that has found this time of change."""
+        if changed_at != self._changed_at:
+            self._changed_at, self._seen_at = changed_at, now
+        return now - self._seen_at
+
+
+def seen_status(folder: Path, *, now: float | None = None, change: LastChange | None = None) -> RunStatus:
     """The status of a run as an observer sees it: a running run may hang, or its process may be gone.
 
-    A folder without the file, such as one of an earlier version, has the state `unknown`.
+    A folder without the file, such as one of an earlier version, has the state `unknown`. An observer that looks again
+    and again gives its `change`: for runs on other hosts, whose clocks may differ, the time between its own looks
+    counts then, and not the age of the file, unless that is more than an hour.
     """
     status = RunStatus.read(folder)
     if status is None:
-        return _status_without_file(folder)
+        why = f"the folder has no {STATUS}: an earlier version has written it"
+        return RunStatus("unknown", why, updated_at=changed_at(folder / "metrics.jsonl"))
     if status.state != "running":
         return status
-    silent = (time.time() if now is None else now) - _changed_at(folder / STATUS)
-    state, why = _seen_from_outside(status, silent)
+    now, written_at = time.time() if now is None else now, changed_at(folder / STATUS)
+    is_alive, silent = _is_alive(status), now - written_at
+    if change is not None and is_alive is None and silent < _MOST_CLOCK_ERROR:
+        silent = change.seconds_since(written_at, now=now)
+    state, why = _seen_from_outside(status, silent, is_alive=is_alive)
     if state == "running":
         return status
     where = f"rank 0 on host {status.host}, process {status.pid}; {status.phase}, {status.step:,} steps done"
     return replace(status, state=state, reason=f"{why} ({where})")
 
 
-def _seen_from_outside(status: RunStatus, silent: float) -> tuple[State, str]:
+def _seen_from_outside(status: RunStatus, silent: float, *, is_alive: bool | None) -> tuple[State, str]:
     """The state of a run whose status says that it is running and was written `silent` seconds ago, and the reason."""
-    is_alive = _is_alive(status)
     if is_alive is False:
         return "failed", "its process has ended without a message"
     if silent > SILENT_SECONDS:
@@ -141,7 +170,8 @@ def _seen_from_outside(status: RunStatus, silent: float) -> tuple[State, str]:
     return "running", ""
 
 
-def _changed_at(path: Path) -> float:
+def changed_at(path: Path) -> float:
+    """When a file was changed last, in seconds since 1970; 0 where there is none."""
     try:
         return path.stat().st_mtime
     except OSError:
@@ -149,22 +179,15 @@ def _changed_at(path: Path) -> float:
 
 
 def _is_alive(status: RunStatus) -> bool | None:
-    """Whether rank zero's process lives; None where that cannot be seen from here: another host or container."""
+    """Whether rank zero's process lives; None where that cannot be seen from here: on another host, in another
+    container, or where /proc hides the processes of other users.
+    """
     is_here = status.host == socket.gethostname() and status.pid_namespace == own_pid_namespace()
     if not is_here or not status.pid_namespace or not status.began:
         return None
-    return not has_ended(status.pid, status.began)
-
-
-def _status_without_file(folder: Path) -> RunStatus:
-    """What an earlier version has left: the watchdog's report where it is newer than the metrics."""
-    report = folder / "watchdog" / "report.txt"
-    if report.is_file() and _changed_at(report) >= _changed_at(folder / "metrics.jsonl"):
-        with suppress(OSError, IndexError):
-            first = report.read_text(encoding="utf-8", errors="replace").splitlines()[0]
-            return RunStatus("failed", first, updated_at=_changed_at(report))
-    why = f"the folder has no {STATUS}: an earlier version has written it"
-    return RunStatus("unknown", why, updated_at=_changed_at(folder / "metrics.jsonl"))
+    if has_ended(status.pid, status.began):
+        return False
+    return True if began_at(status.pid) else None
 
 
 def read_object(path: Path) -> dict[str, Any]:

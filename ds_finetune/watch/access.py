@@ -3,7 +3,7 @@
 import hmac
 import ipaddress
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qs
 
@@ -41,6 +41,14 @@ class AccessRules:
 
     host: str
     token: str = ""
+    own_names: frozenset[str] = field(init=False)
+    """Names that lead to this server, looked up once: where a name server does not answer, that takes seconds."""
+
+    def __post_init__(self) -> None:
+        names = {*_OWN_NAMES, self.host.lower()}
+        if not is_loopback(self.host):
+            names |= {socket.gethostname().lower(), socket.getfqdn().lower()}
+        object.__setattr__(self, "own_names", frozenset(names - {""}))
 
     def is_own_host(self, header: str) -> bool:
         """Whether a Host header names this server.
@@ -49,11 +57,7 @@ class AccessRules:
         Addresses in numbers are no names, so they are allowed where the page listens for other machines.
         """
         name = _name_of(header)
-        if name in (*_OWN_NAMES, self.host.lower()):
-            return bool(name)
-        if is_loopback(self.host):
-            return False
-        return _is_address(name) or name in (socket.gethostname().lower(), socket.getfqdn().lower())
+        return name in self.own_names or (_is_address(name) and not is_loopback(self.host))
 
     def has_token(self, given: str) -> bool:
         """Whether a text is the token."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from ds_finetune.runs.folder import RunFolder
@@ -127,8 +128,24 @@ def _points(request: Request) -> int:
 
 
 def _json(tree: Tree) -> Response:
-    return JSONResponse(tree, headers={"Cache-Control": "no-store"})
+    return Response(_text(tree), media_type="application/json", headers={"Cache-Control": "no-store"})
 
 
 def _event(name: str, tree: Any) -> str:  # noqa: ANN401 - any JSON value
-    return f"event: {name}\ndata: {json.dumps(tree, allow_nan=False)}\n\n"
+    return f"event: {name}\ndata: {_text(tree)}\n\n"
+
+
+def _text(tree: Any) -> str:  # noqa: ANN401 - any JSON value
+    """JSON in ASCII, as names of folders need not be UTF-8; null for numbers that are not finite."""
+    try:
+        return json.dumps(tree, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(tree), allow_nan=False)
+
+
+def _finite(tree: Any) -> Any:  # noqa: ANN401 - any JSON value
+    if isinstance(tree, dict):
+        return {name: _finite(value) for name, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [_finite(value) for value in tree]
+    return None if isinstance(tree, float) and not math.isfinite(tree) else tree

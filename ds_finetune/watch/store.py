@@ -13,7 +13,7 @@ import yaml
 from numpy.typing import NDArray
 
 from ds_finetune.runs.curves import drawn_points
-from ds_finetune.runs.folder import RANK_TIMES, RunFolder, find_runs
+from ds_finetune.runs.folder import CONFIG, RANK_TIMES, RunFolder, find_runs
 from ds_finetune.runs.metrics import METRICS, MetricsReader, last_record, sampled_values
 from ds_finetune.runs.rank_times import read_rank_times
 
@@ -23,6 +23,7 @@ _SEARCH_SECONDS = 2.0
 _PREVIEW_POINTS, _PREVIEW_SECONDS = 48, 5.0
 _SHOWN_SAMPLES, _SHOWN_NOTICES = 24, 50
 _DIGITS = 6
+_MOST_NODES, _MOST_DEPTH = 20_000, 32
 LOSS, EVAL_LOSS = "train/loss", "eval/loss"
 Tree = dict[str, Any]
 
@@ -42,7 +43,7 @@ class RunStore:
         """What the list of runs shows of each run, in the order of their names."""
         with self._lock:
             self._search()
-            return [self._rows[name].read() for name in self._runs]
+            return [_row_of(name, row) for name, row in self._rows.items()]
 
     def find(self, name: str) -> RunFolder | None:
         """The run of that name, if there is one below the folder."""
@@ -54,14 +55,17 @@ class RunStore:
     def details(self, run: RunFolder) -> Tree:
         """Everything of a run but its curves."""
         run.problems.clear()
-        row = _RunRow(run).read()
+        row = _row_of(run.name, _RunRow(run))
+        config = run.config
+        problems = [] if _is_small(config) else [f"{CONFIG} has too many values or levels, and is not shown"]
+        config = {} if problems else config
         metrics = self.reader(run)
         metrics.update()
         return {
             **row,
             "path": str(run.path),
-            "config": yaml.safe_dump(dict(run.config), sort_keys=False, allow_unicode=True) if run.config else "",
-            "settings": flat_settings(run.config),
+            "config": yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True) if config else "",
+            "settings": flat_settings(config),
             "plan": {name: str(text) for name, text in run.plan.items() if isinstance(text, str)},
             "versions": dict(run.versions),
             "starts": [_start(start) for start in run.starts],
@@ -71,7 +75,7 @@ class RunStore:
             "log": run.log_tail(),
             "watchdog": run.watchdog_report() if row["state"] in ("hung", "failed") else "",
             "notices": metrics.notices(),
-            "problems": [*run.problems, *([metrics.problem] if metrics.problem else [])],
+            "problems": [*run.problems, *problems, *([metrics.problem] if metrics.problem else [])],
         }
 
     def reader(self, run: RunFolder) -> "_SharedReader":
@@ -151,6 +155,18 @@ class _RunRow:
             "model": self._model,
             "preview": [value for value in rounded(self._preview) if value is not None],
         }
+
+
+def _row_of(name: str, row: _RunRow) -> Tree:
+    """The row of a run; one that cannot be read must not take the others off the list."""
+    try:
+        return row.read()
+    except Exception as error:  # noqa: BLE001 - whatever a folder holds
+        why = f"the folder cannot be read: {type(error).__name__}"
+        zeros = dict.fromkeys(("step", "steps", "ranks", "started_at", "updated_at"), 0)
+        nothing = dict.fromkeys(("seconds_left", "loss", "tokens_per_second"))
+        texts = {"name": name, "state": "unknown", "reason": why, "phase": "", "model": ""}
+        return {**texts, **zeros, **nothing, "preview": []}
 
 
 class _SharedReader:
@@ -235,6 +251,19 @@ def flat_settings(tree: object, path: str = "") -> dict[str, str]:
     return {path: str(tree)}
 
 
+def _is_small(tree: object) -> bool:
+    """Whether a YAML tree can be written out: aliases may make a short file endless, or as deep as one likes."""
+    waiting, num_nodes = [(tree, 0)], 0
+    while waiting:
+        node, depth = waiting.pop()
+        children = [*node, *node.values()] if isinstance(node, dict) else node if isinstance(node, list | tuple) else []
+        num_nodes += 1 + len(children)
+        if num_nodes > _MOST_NODES or depth > _MOST_DEPTH:
+            return False
+        waiting += [(child, depth + 1) for child in children]
+    return True
+
+
 def _start(start: Any) -> Tree:  # noqa: ANN401 - a mapping from a file
     known = ("time", "after_step", "steps", "command", "ranks", "host", "device")
     return {name: start[name] for name in known if isinstance(start.get(name), str | int | float)}
@@ -250,7 +279,8 @@ def _identity(path: Path | None) -> tuple[int, int, int] | None:
 
 def _model_of(config: Any) -> str:  # noqa: ANN401 - a mapping from a file
     model = config.get("model") if hasattr(config, "get") else None
-    return str(model.get("path", "") if isinstance(model, dict) else model or "")
+    path = model.get("path") if isinstance(model, dict) else model
+    return path if isinstance(path, str) else ""
 
 
 def _seconds_left(state: str, step: int, steps: int, last: Tree) -> float | None:
@@ -263,4 +293,7 @@ def _whole(value: object) -> int:
 
 
 def _finite(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+    try:
+        return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+    except OverflowError:
+        return None

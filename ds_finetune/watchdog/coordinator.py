@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ds_finetune.errors import RUN_ERROR_EXIT_CODE, USER_ERROR_EXIT_CODE
 from ds_finetune.process_messages import ProcessMessage
+from ds_finetune.runs.bounded import try_to_finish
 from ds_finetune.runs.status import mark_ended
 from ds_finetune.watchdog.connection import CLOSED, UNREACHABLE, Connection, wait_readable
 from ds_finetune.watchdog.death_cause import (
@@ -311,7 +312,7 @@ class Coordinator(threading.Thread):
                 is_hang = ending.is_hang and (self._status_round is None or self._status_round.failure is None)
                 mark_ended(self._folder.parent, "hung" if is_hang else "failed", line)
             if rank == 0 and code != USER_ERROR_EXIT_CODE:
-                self._write_report(ending.report)
+                try_to_finish(lambda: self._write_report(ending.report))
             self._connections[rank].send(ending)
 
     def _killers(self, silent: list[int], answering: list[int]) -> dict[str, list[tuple[int, str]]]:

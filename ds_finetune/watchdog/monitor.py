@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ds_finetune.errors import RUN_ERROR_EXIT_CODE, USER_ERROR_EXIT_CODE, RunError
 from ds_finetune.process_messages import ProcessMessage, decode, encode
+from ds_finetune.runs.bounded import try_to_finish
 from ds_finetune.runs.processes import began_at, own_pid_namespace
 from ds_finetune.runs.status import mark_ended
 from ds_finetune.watchdog.connection import CLOSED, UNREACHABLE, Connection, listen, wait_readable
@@ -258,13 +259,16 @@ class Monitor(threading.Thread):
     def _ending_without_coordinator(self, why: str) -> RunEnding:
         """The ending for a dead or hung coordinator, made by each rank itself; the first to do so writes the report."""
         line = f"{self._zero} {why}"
-        with suppress(OSError), (self._folder / REPORT).open("x", encoding="utf-8") as report:
-            report.write(f"{line}\n")
+        try_to_finish(lambda: self._write_first_report(line))
         mark_ended(self._output_dir, "hung" if why == SILENT else "failed", line)
         # Each rank that sees rank zero's process kills it, because the ranks cannot agree on one of them.
         is_beside = self._zero.pid_namespace == self._pid_namespace and why != UNREACHABLE
         killers = {str(self._world.rank): [(self._zero.pid, self._zero.began)]} if is_beside else {}
         return RunEnding((0,), line, line, RUN_ERROR_EXIT_CODE, reporter=-1, is_hang=False, killers=killers)
+
+    def _write_first_report(self, line: str) -> None:
+        with suppress(OSError), (self._folder / REPORT).open("x", encoding="utf-8") as report:
+            report.write(f"{line}\n")
 
     def _leave(self, ending: RunEnding) -> NoReturn:
         """End the process from this thread: the other threads may wait in a collective forever."""
@@ -284,9 +288,9 @@ class Monitor(threading.Thread):
         os._exit(ending.code or RUN_ERROR_EXIT_CODE)
 
     def _write_stacks(self) -> None:
-        if self._stacks is not None and not self._has_written:
+        if (stacks := self._stacks) is not None and not self._has_written:
             self._has_written = True
-            self._stacks.write(self.progress.status())
+            try_to_finish(lambda: stacks.write(self.progress.status()))
 
 
 @contextmanager

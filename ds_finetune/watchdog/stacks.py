@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TextIO
 
+from ds_finetune.runs.bounded import try_to_finish
 from ds_finetune.runs.processes import began_at
 from ds_finetune.watchdog.death_cause import FOLDER, record_kill, stacks_path
 from ds_finetune.watchdog.progress import RankStatus
@@ -52,9 +53,12 @@ class StackFile:
         """Set a timer that writes the stacks and ends this process BACKSTOP_SECONDS after `until` (monotonic).
 
         A later call replaces the timer. It is a thread in C (Python 3.11, Modules/faulthandler.c), so it works even
-        while native code holds Python's lock.
+        while native code holds Python's lock. While the stacks are being written, the timer stays as it is: the file
+        system may not answer.
         """
-        with self._lock:
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
             if until == self._armed_until or self._is_closed:
                 return
             self._armed_until = until
@@ -63,6 +67,8 @@ class StackFile:
                 return
             seconds = max(until - time.monotonic(), 0) + BACKSTOP_SECONDS
             faulthandler.dump_traceback_later(seconds, file=self._file, exit=True)
+        finally:
+            self._lock.release()
 
     def close(self) -> None:
         """Stop writing, and remove the file where it is empty."""
@@ -85,7 +91,7 @@ def kill_process(pid: int, began: str, *, folder: Path, why: str) -> None:
     to a process with another start time than `began`.
     """
     if began and began_at(pid) == began:
-        record_kill(folder, pid, began, why)
+        try_to_finish(lambda: record_kill(folder, pid, began, why))
     for number, seconds in ((signal.SIGCONT, 0.0), (signal.SIGQUIT, 1.0), (signal.SIGKILL, 0.0)):
         if not began or began_at(pid) != began:
             return

@@ -196,6 +196,24 @@ def test_damaged_lines_and_another_version_are_told(tmp_path: Path) -> None:
     assert "written by ds_finetune 9.9" in top
 
 
+def test_files_of_another_form_are_told_and_the_rest_is_shown(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run-\udcff")
+    start = json.loads((run / "starts.jsonl").read_text().splitlines()[0])
+    start |= {"ranks": None, "after_step": None, "steps": "1 epoch", "time": 1e30}
+    (run / "starts.jsonl").write_text(json.dumps(start) + "\n")
+    (run / "data.json").write_text(json.dumps({"samples": [{"source": "a"}], "counts": {"rows": 1}}))
+    sample = {"step": 10, "name": "eval", "prompt": "half a pair: \ud800", "answer": "a", "expected": "b"}
+    (run / "samples.jsonl").write_text(json.dumps(sample) + "\n")
+    page = PageParser(write_run_report(run).read_text())
+    assert list(page.sections) == ["top", "curves", "plan", "experts", "answers", "export", "repeat"]
+    for text in ("ranks is None", "steps is '1 epoch'", "the data section is left out", "the event section is left"):
+        assert text in page.sections["top"], text
+    assert "half a pair: \\ud800" in page.sections["answers"]
+    assert (run / "loss.png").exists()
+    assert not list(run.glob(".report*"))
+    assert write_report([run, run], tmp_path / "both.html").exists()
+
+
 def test_what_is_no_run_is_refused_and_other_files_stay(
     tmp_path: Path, run: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from ds_finetune.checkpoint.files import Manifest
+from ds_finetune.runs import processes
 from ds_finetune.runs.folder import RunFolder, find_runs
 from ds_finetune.runs.processes import began_at, own_pid_namespace
 from ds_finetune.runs.samples import Sample
-from ds_finetune.runs.status import SILENT_SECONDS, RunStatus, mark_ended, seen_status
+from ds_finetune.runs.status import SILENT_SECONDS, LastChange, RunStatus, mark_ended, seen_status
 
 
 def make_run(folder: Path, *, steps: int = 3) -> Path:
@@ -139,7 +140,18 @@ def test_the_first_end_of_a_run_remains(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"state": "dancing"}', '{"state": "running", "step": "x"}', "{"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        '{"state": "dancing"}',
+        '{"state": "running", "step": "x"}',
+        "{",
+        '{"state": "running", "step": 1' + "0" * 400 + "}",
+        '{"state": ' + "[" * 30_000,
+    ],
+)
 def test_a_status_of_another_program_is_unknown(tmp_path: Path, text: str) -> None:
     (tmp_path / "status.json").write_text(text)
     assert seen_status(tmp_path).state == "unknown"
@@ -154,5 +166,40 @@ def test_the_watchdogs_report_tells_the_end_of_an_earlier_versions_run(tmp_path:
     make_run(tmp_path / "run")
     (tmp_path / "run" / "watchdog").mkdir()
     (tmp_path / "run" / "watchdog" / "report.txt").write_text("rank 1 does not answer\nmore\n")
-    seen = seen_status(tmp_path / "run")
+    seen = RunFolder(tmp_path / "run").status
     assert (seen.state, seen.reason) == ("failed", "rank 1 does not answer")
+
+
+def test_a_report_outside_the_folder_is_not_read_and_a_long_line_is_cut(tmp_path: Path) -> None:
+    run, outside = make_run(tmp_path / "runs" / "run"), tmp_path / "secret"
+    outside.write_text("secret\n")
+    (run / "watchdog").mkdir()
+    report = run / "watchdog" / "report.txt"
+    report.symlink_to(outside)
+    seen = RunFolder(run, within=tmp_path / "runs").status
+    assert (seen.state, "secret" in seen.reason) == ("unknown", False)
+    report.unlink()
+    report.write_text("x" * 100_000)
+    assert len(RunFolder(run).status.reason) < 5_000
+
+
+def test_a_process_that_proc_hides_has_not_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own_status().write(tmp_path)
+    monkeypatch.setattr(processes, "_PROC", tmp_path)
+    assert not processes.has_ended(os.getpid(), "1")
+    assert not processes.has_ended(1, "1")
+    assert all(processes.has_ended(pid, "1") for pid in (0, -1, 2**22 + 1, 2**70))
+    assert seen_status(tmp_path).state == "running"
+    seen = seen_status(tmp_path, now=time.time() + SILENT_SECONDS + 5)
+    assert (seen.state, "no sign of life" in seen.reason) == ("failed", True)
+
+
+def test_the_clock_of_another_host_may_be_wrong(tmp_path: Path) -> None:
+    replace(own_status(), host="elsewhere").write(tmp_path)
+    change, now = LastChange(), time.time() + 600
+    assert seen_status(tmp_path, now=now, change=change).state == "running"
+    assert seen_status(tmp_path, now=now + SILENT_SECONDS - 1, change=change).state == "running"
+    assert seen_status(tmp_path, now=now + SILENT_SECONDS + 1, change=change).state == "failed"
+    os.utime(tmp_path / "status.json", (now, now))
+    assert seen_status(tmp_path, now=now + SILENT_SECONDS + 2, change=change).state == "running"
+    assert seen_status(tmp_path, now=now + 4000, change=LastChange()).state == "failed"

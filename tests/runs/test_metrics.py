@@ -70,6 +70,18 @@ def test_a_replaced_or_shortened_file_is_read_again(tmp_path: Path) -> None:
     assert reader.curves == {}
 
 
+def test_a_file_that_was_replaced_and_has_its_inode_again_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(_line(1, loss=1.0) + _line(2, loss=2.0))
+    reader = MetricsReader(path)
+    reader.update_all()
+    inode = path.stat().st_ino
+    path.write_text(_line(1, loss=7.0) + _line(2, loss=7.5) + _line(3, loss=8.0))
+    assert path.stat().st_ino == inode
+    reader.update_all()
+    assert (reader.curves["loss"].values.tolist(), reader.generation) == ([7.0, 7.5, 8.0], 1)
+
+
 def test_what_is_no_record_is_told_and_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('[1]\n{"loss": 1}\n\xff\n' + _line(1, loss=1.0, later={"a": 1}) + '{"step": "x"}\n')

@@ -1,5 +1,7 @@
 """Who may read the page: foreign Host headers and missing tokens are refused, and the page is confined."""
 
+import socket
+
 import pytest
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
@@ -48,6 +50,16 @@ def test_the_token_is_taken_once_and_kept_in_a_cookie() -> None:
     assert client.get("/").text == "runs"
     client.cookies.set("ds_finetune_watch", "other")
     assert _client(AccessRules("0.0.0.0", "secret")).get("/", cookies={"ds_finetune_watch": "x"}).status_code == 401
+
+
+def test_names_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(socket, "getfqdn", lambda: asked.append("") or "Node1.example")
+    client = _client(AccessRules("0.0.0.0", "secret"))
+    for _ in range(3):
+        assert client.get("/", headers={"Host": "other.example"}).status_code == 421
+        assert client.get("/", headers={"Host": "node1.example:7117"}).status_code == 401
+    assert len(asked) == 1
 
 
 def test_what_only_this_machine_reaches() -> None:

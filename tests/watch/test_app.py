@@ -3,6 +3,8 @@
 import asyncio
 import hashlib
 import json
+import math
+import os
 import shutil
 import subprocess
 import sys
@@ -12,7 +14,9 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from ds_finetune.checkpoint.files import Manifest
 from ds_finetune.cli.main import main
+from ds_finetune.runs.folder import RunFolder
 from ds_finetune.watch.access import AccessRules
 from ds_finetune.watch.app import ECHARTS, STATIC, _Watcher, make_app
 from ds_finetune.watch.store import MOST_COMPARED, RunStore
@@ -123,6 +127,46 @@ def test_the_page_only_reads(runs: Path, method: str) -> None:
     assert {client.request(method, path).status_code for path in ("/", "/api/runs", "/api/run?run=a")} == {405}
     assert client.get("/api/run?run=a").status_code == 200
     assert sorted((path, path.stat().st_mtime_ns) for path in runs.rglob("*")) == before
+
+
+def test_a_damaged_folder_leaves_the_others_in_the_list(runs: Path) -> None:
+    odd = runs / os.fsdecode(b"l\xe4uft")
+    odd.mkdir()
+    digits = "1" + "0" * 400
+    (odd / "metrics.jsonl").write_text(f'{{"step": 1, "train/loss": {digits}}}\n')
+    (odd / "status.json").write_text(f'{{"state": "running", "limit_seconds": {digits}}}')
+    make_run(runs / "nested")
+    (runs / "nested" / "status.json").write_text('{"state": ' + "[" * 30_000)
+    rows = _get(runs, "/api/runs")["runs"]
+    assert [row["name"] for row in rows] == ["a", f"deep/{ODD}", odd.name, "nested"]
+    assert [row["state"] for row in rows] == ["unknown"] * 4
+
+
+def test_a_row_that_cannot_be_read_has_all_fields(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, _ = _get(runs, "/api/runs")["runs"]
+    monkeypatch.setattr(RunFolder, "status", property(lambda run: 1 // (run.name != "a")))
+    row = RunStore(runs).rows()[0]
+    assert (row.keys(), row["state"], "ZeroDivisionError" in row["reason"]) == (whole.keys(), "unknown", True)
+
+
+def test_a_run_with_odd_values_is_shown(runs: Path) -> None:
+    checkpoint = runs / "a" / "checkpoints" / "step-000002"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text(Manifest(2, 1, (0,), "host", "token", math.nan, {}).text())
+    (runs / "a" / "config.yaml").write_text("a: &x {b: *x}\n")
+    (runs / "a" / "samples.jsonl").write_text(
+        '{"step": 1, "name": "eval", "prompt": "\\ud800", "answer": "", "expected": ""}\n'
+    )
+    (runs / "a" / "ranks.jsonl").write_text('{"step": 99999999999999999999, "seconds": [0.1]}\n')
+    (runs / "a" / "starts.jsonl").write_text('{"time": NaN, "steps": 9}\n')
+    shown = _get(runs, "/api/run", run="a")
+    assert (shown["checkpoints"][0]["eval_loss"], shown["samples"][0]["prompt"]) == (None, "\ud800")
+    assert (shown["settings"], shown["rank_times"], shown["starts"]) == ({}, {}, [{"time": None, "steps": 9}])
+    assert "config.yaml has too many values or levels" in shown["problems"][0]
+    (runs / "a" / "config.yaml").write_text(
+        "a0: &a0 [1]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 30))
+    )
+    assert _get(runs, "/api/run", run="a")["settings"] == {}
 
 
 async def _next(events: Any) -> dict[str, Any]:

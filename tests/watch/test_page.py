@@ -13,19 +13,16 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
+from tests.browser import NEEDS_BROWSER, open_browser
 from tests.conftest import ROOT
 from tests.runs.test_folder import make_run, own_status
 from tests.watch.test_app import ODD
 
-BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-selenium = pytest.importorskip("selenium", reason="pip install selenium")
-pytestmark = [
-    pytest.mark.skipif(BROWSER is None, reason="no chromium: apt install chromium"),
-    pytest.mark.skipif(DRIVER is None, reason="no chromedriver: apt install chromium-driver"),
-]
+pytestmark = NEEDS_BROWSER
 PATIENCE_SECONDS = 20.0
 PHONE = 390
 
@@ -58,15 +55,7 @@ def address(runs: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = BROWSER
-    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    with webdriver.Chrome(options=options, service=Service(DRIVER)) as driver:
+    with open_browser() as driver:
         yield driver
 
 
@@ -141,6 +130,15 @@ def test_a_new_step_appears_in_the_curve(page: Page, runs: Path) -> None:
 
 
 @pytest.mark.slow
+def test_runs_that_are_compared_are_asked_for_once_or_twice(page: Page) -> None:
+    counted = "return performance.getEntriesByType('resource').filter(e => e.name.includes(arguments[0])).length"
+    page.open(f"#run=a&run=b&run={quote(ODD)}")
+    page.wait_for(lambda: page.run(counted, "/api/run?") >= 6)
+    time.sleep(0.5)
+    assert page.run(counted, "/api/run?") == 6
+    assert page.run(counted, "/api/curves") <= 3
+
+
 def test_a_failure_and_its_reason_are_shown_at_once(page: Page, runs: Path) -> None:
     make_run(runs / "c")
     own_status().write(runs / "c")

@@ -38,18 +38,12 @@ function listen(names) {
     link("lost", isOver ? "not connected" : "connection lost, trying again");
     if (isOver) setTimeout(() => stream && listen(shownRuns()), 3000);
   };
-  let isFirst = true;
   stream.addEventListener("points", (event) => {
     const { run, curves } = JSON.parse(event.data);
-    // The first event of a run only tells where the stream begins: the curves were asked for.
-    if (!(view instanceof RunView)) return;
-    if (curves === null && isFirst) return view.load();
-    view.add(run, curves);
+    // The first event of a run has no curves: steps may have been added since they were asked for.
+    if (view instanceof RunView) view.add(run, curves);
   });
-  stream.addEventListener("runs", (event) => {
-    isFirst = false;
-    take(JSON.parse(event.data), names);
-  });
+  stream.addEventListener("runs", (event) => take(JSON.parse(event.data), names));
 }
 
 function take({ changed, names: all }, names) {

@@ -15,7 +15,7 @@ export class RunView {
     this.details = new Map();
     this.charts = new Map();
     this.settings = stored();
-    this.isClosed = false;
+    this.isClosed = this.isLoading = this.isAsked = false;
     this.build();
   }
 
@@ -47,13 +47,26 @@ export class RunView {
   }
 
   async load() {
+    await Promise.all([this.loadCurves(), this.refresh()]);
+  }
+
+  // One request for the curves of all runs; calls while it is under way lead to one more.
+  async loadCurves() {
+    this.isAsked = true;
+    if (this.isLoading) return;
+    this.isLoading = true;
     try {
-      const [found] = await Promise.all([request("/api/curves", this.names, { points: POINTS }), this.loadDetails()]);
-      if (this.isClosed) return null;
-      for (const name of this.names) this.curves.set(name, found[name].curves);
-      this.draw();
+      while (this.isAsked && !this.isClosed) {
+        this.isAsked = false;
+        const found = await request("/api/curves", this.names, { points: POINTS });
+        if (this.isClosed) return;
+        for (const name of this.names) this.curves.set(name, found[name].curves);
+        this.draw();
+      }
     } catch (error) {
       this.fail(error);
+    } finally {
+      this.isLoading = false;
     }
   }
 
@@ -81,7 +94,7 @@ export class RunView {
 
   // New points of a run from the stream. A curve that has grown long is asked for again, with fewer points.
   add(name, curves) {
-    if (curves === null) return this.load();
+    if (curves === null) return this.loadCurves();
     const known = this.curves.get(name);
     let isLong = false;
     for (const [metric, added] of Object.entries(curves)) {
@@ -94,7 +107,7 @@ export class RunView {
       });
       isLong ||= curve.steps.length > MORE * POINTS;
     }
-    if (isLong) return this.load();
+    if (isLong) return this.loadCurves();
     this.draw();
   }
 

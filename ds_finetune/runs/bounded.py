@@ -1,0 +1,18 @@
+"""Work on files that may never end: a file system that does not answer must not hold up the caller."""
+
+import threading
+from collections.abc import Callable
+
+WRITE_SECONDS = 3.0
+"""How long the end of a run waits for its files."""
+
+
+def try_to_finish(work: Callable[[], object], *, seconds: float | None = None) -> bool:
+    """Do `work` in a thread of its own and wait for it, `WRITE_SECONDS` long unless given; returns whether it ended.
+
+    Work that has not ended goes on as long as the process lives.
+    """
+    thread = threading.Thread(target=work, name="bounded-work", daemon=True)
+    thread.start()
+    thread.join(WRITE_SECONDS if seconds is None else seconds)
+    return not thread.is_alive()

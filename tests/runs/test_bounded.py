@@ -1,0 +1,68 @@
+"""A file system that does not answer holds up neither the end of a run nor the watchdog's message to rank zero.
+
+A pipe without a reader stands for the file system: to open it for writing blocks.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from ds_finetune.runs import bounded
+from ds_finetune.runs.status import STATUS, RunStatus, mark_ended
+from ds_finetune.watchdog.coordinator import REPORT
+from ds_finetune.watchdog.death_cause import FOLDER
+from tests.runs.test_folder import own_status
+from tests.watchdog.test_coordinator import Ranks
+
+
+@pytest.fixture
+def hung(monkeypatch: pytest.MonkeyPatch) -> Iterator[ExitStack]:
+    """Callbacks that free the hung writers after the test, which is given one tenth of a second for each file."""
+    monkeypatch.setattr(bounded, "WRITE_SECONDS", 0.1)
+    with ExitStack() as frees:
+        yield frees
+    for thread in threading.enumerate():
+        if thread.name == "bounded-work":
+            thread.join(10)
+            assert not thread.is_alive()
+
+
+def _hang(path: Path, frees: ExitStack) -> None:
+    os.mkfifo(path)
+    frees.callback(lambda: os.close(_opened(path)))
+
+
+def _opened(path: Path) -> int:
+    """The pipe, opened for reading until the writer has taken it away."""
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    limit = time.monotonic() + 10
+    while path.exists() and time.monotonic() < limit:
+        time.sleep(0.01)
+    return reader
+
+
+def test_the_end_of_a_run_does_not_wait_for_its_file(tmp_path: Path, hung: ExitStack) -> None:
+    own_status().write(tmp_path)
+    _hang(tmp_path / f".{STATUS}.{os.getpid()}", hung)
+    caller = threading.Thread(target=mark_ended, args=(tmp_path, "hung", "rank 1 does not answer"), daemon=True)
+    caller.start()
+    caller.join(2)
+    assert not caller.is_alive()
+    status = RunStatus.read(tmp_path)
+    assert (status.state if status else "") == "running"
+
+
+def test_rank_zero_is_told_although_the_report_cannot_be_written(tmp_path: Path, hung: ExitStack) -> None:
+    ranks = Ranks(tmp_path)
+    (tmp_path / FOLDER).mkdir()
+    _hang(tmp_path / FOLDER / f".{REPORT}.partial", hung)
+    ranks.connections[1].close()
+    told = threading.Thread(target=ranks.end_of, args=(0,), daemon=True)
+    told.start()
+    told.join(3)
+    assert not told.is_alive()
