@@ -15,7 +15,7 @@ from ds_finetune.runs.folder import RunFolder, is_run
 from ds_finetune.runs.metrics import Curve, MetricsReader
 from ds_finetune.runs.status import read_object
 
-_MOST_POINTS = 1200
+MOST_POINTS = 1200
 """Points of a drawn curve at most."""
 _MOST_BYTES = 4 * 2**20
 """Bytes of a list of starts that are read at most."""
@@ -76,11 +76,11 @@ class ReportedRun:
         recorded = self.starts[-1].get("versions") if self.starts else None
         return recorded if isinstance(recorded, dict) else self.folder.versions
 
-    def drawn(self, name: str) -> tuple[Any, Any]:
-        """Steps and values [n] of a metric, thinned without losing a spike."""
+    def drawn(self, name: str, most: int = MOST_POINTS) -> tuple[Any, Any]:
+        """Steps and values [at most `most`] of a metric, thinned without losing a spike."""
         curve = self.curves[name]
         steps, values = curve.steps, curve.values
-        kept = drawn_points(values, _MOST_POINTS)
+        kept = drawn_points(values, most)
         return steps[kept], values[kept]
 
     def last(self, name: str) -> float | None:
