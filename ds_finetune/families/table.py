@@ -60,6 +60,8 @@ _DEEPSEEK_V3 = Family(
         {
             "deepseek_v3_deep": {**GROUPED_ROUTING, "num_hidden_layers": 4},
             "deepseek_v3_biases": {**GROUPED_ROUTING, "attention_bias": True},
+            "deepseek_v3_moonlight": {**ONE_GROUP, "q_lora_rank": None},
+            "deepseek_v3_moonlight_deep": {**ONE_GROUP, "q_lora_rank": None, "num_hidden_layers": 4},
         },
         in_standard_selftest=True,
     ),

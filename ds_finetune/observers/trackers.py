@@ -236,7 +236,7 @@ class _Tracker:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def _start(name: str, *arguments: str, **kwargs: Any) -> Any:  # noqa: ANN401 - accelerate's tracker classes
+def _start(name: str, /, *arguments: str, **kwargs: Any) -> Any:  # noqa: ANN401 - accelerate's tracker classes
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     opened = LOGGER_TYPE_TO_CLASS[name](*arguments, **kwargs)

@@ -8,7 +8,7 @@ import numpy as np
 from ds_finetune.report.blocks import Chart
 from ds_finetune.report.charts import Line, line_option
 from ds_finetune.report.number_texts import number_text
-from ds_finetune.report.run import ReportedRun
+from ds_finetune.report.run import MOST_POINTS, ReportedRun
 from ds_finetune.runs.curves import drawn_points, smooth
 
 _SMOOTHED_STEPS = 20
@@ -16,7 +16,8 @@ _SMOOTHED_STEPS = 20
 _MOST_SMOOTHING = 0.99
 LEAST_SMOOTHED = 30
 """Shorter curves are not smoothed."""
-_MOST_POINTS = 1200
+_PAGE_POINTS, _LEAST_POINTS = 60_000, 16
+"""Points of all lines of a page, and of a line however many there are; a smoothed line adds half as many."""
 _MOST_OTHERS = 24
 
 
@@ -78,12 +79,20 @@ _WITHOUT_CHART = ("skipped", "skipped_steps", "tokens_seen", "perplexity")
 
 def run_charts(run: ReportedRun, markers: Sequence[tuple[int, str]]) -> list[Chart]:
     """The charts of a run; `markers` are steps with a word, such as restarts."""
-    return [_run_chart(run, group, markers) for group in _groups_of([run])]
+    most = _points_of_a_line([run])
+    return [_run_chart(run, group, markers, most=most) for group in _groups_of([run])]
 
 
 def overlay_charts(runs: Sequence[ReportedRun]) -> list[Chart]:
     """A chart for each metric of two or more runs, with a line for each of them."""
-    return [_overlay_chart(runs, group, name) for group in _groups_of(runs) for name in group.labels]
+    most = _points_of_a_line(runs)
+    return [_overlay_chart(runs, group, name, most=most) for group in _groups_of(runs) for name in group.labels]
+
+
+def _points_of_a_line(runs: Sequence[ReportedRun]) -> int:
+    """The points that each line may have, so that the page stays small."""
+    lines = sum(len(run.curves) for run in runs)
+    return max(_LEAST_POINTS, min(MOST_POINTS, _PAGE_POINTS // max(lines, 1)))
 
 
 def _groups_of(runs: Sequence[ReportedRun]) -> list[CurveGroup]:
@@ -107,21 +116,22 @@ def _label_in(group: CurveGroup, name: str) -> str:
     return f"{label} {'/'.join(of_set)}" if of_set and label else label
 
 
-def _run_chart(run: ReportedRun, group: CurveGroup, markers: Sequence[tuple[int, str]]) -> Chart:
+def _run_chart(run: ReportedRun, group: CurveGroup, markers: Sequence[tuple[int, str]], *, most: int) -> Chart:
     lines: list[Line] = []
     for colour, (name, label) in enumerate(group.labels.items()):
         smoothed = "smoothed" if group.is_smoothed else ""
-        lines += _lines_of(run, name, Line(label, *run.drawn(name), colour=colour), smoothed)
+        lines += _lines_of(run, name, Line(label, *run.drawn(name, most), colour=colour), smoothed=smoothed, most=most)
     texts = [f"{label}: {_course(run, name, group.number)}" for name, label in group.labels.items()]
     return _chart(group.title, group, lines, summary="; ".join(texts), markers=markers)
 
 
-def _overlay_chart(runs: Sequence[ReportedRun], group: CurveGroup, name: str) -> Chart:
+def _overlay_chart(runs: Sequence[ReportedRun], group: CurveGroup, name: str, *, most: int) -> Chart:
     lines: list[Line] = []
     texts = []
     for colour, (label, run) in enumerate(zip(run_labels(runs), runs, strict=True)):
         if name in run.curves:
-            lines += _lines_of(run, name, Line(label, *run.drawn(name), colour=colour), label * group.is_smoothed)
+            line = Line(label, *run.drawn(name, most), colour=colour)
+            lines += _lines_of(run, name, line, smoothed=label * group.is_smoothed, most=most)
             texts.append(f"{label}: {_course(run, name, group.number)}")
     label = group.labels[name]
     title = group.title if len(group.labels) == 1 else f"{group.title}: {label}"
@@ -146,7 +156,7 @@ def run_labels(runs: Sequence[ReportedRun]) -> list[str]:
         depth += 1
 
 
-def _lines_of(run: ReportedRun, name: str, line: Line, smoothed: str) -> list[Line]:
+def _lines_of(run: ReportedRun, name: str, line: Line, *, smoothed: str, most: int) -> list[Line]:
     """What is drawn of a metric: points of an evaluation or save, else a line, faint behind one named `smoothed`."""
     if name.startswith(("eval/", "checkpoint/")):
         return [replace(line, role="points")]
@@ -154,7 +164,7 @@ def _lines_of(run: ReportedRun, name: str, line: Line, smoothed: str) -> list[Li
     if not smoothed or len(curve) < LEAST_SMOOTHED:
         return [line]
     values = smooth(curve.values, smoothing_weight(len(curve)))
-    kept = drawn_points(values, _MOST_POINTS // 2)
+    kept = drawn_points(values, most // 2)
     return [replace(line, role="faint"), Line(smoothed, curve.steps[kept], values[kept], "line", line.colour)]
 
 

@@ -21,7 +21,8 @@ def expert_section(run: ReportedRun) -> ReportSection | None:
     found = run.folder.experts
     if found is None or not len(found[1]):
         return None
-    layers, records = found
+    # Their numbers are put into the tooltips as HTML, and a table of another origin may have texts here.
+    layers, records = [int(layer) for layer in found[0]], found[1]
     counts, steps = records["counts"].astype(np.float64), records["step"]
     tenth = max(len(counts) // 10, 1)
     row = _ROW_PIXELS if len(layers) <= _MANY_ROWS else _ROW_PIXELS_OF_MANY

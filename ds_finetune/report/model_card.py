@@ -66,7 +66,7 @@ def write_model_card(run: ReportedRun, folder: Path) -> Path | None:
     if card.exists() and MARK not in card.read_text(encoding="utf-8", errors="replace"):
         return None
     partial = folder / f".{CARD}.{os.getpid()}"
-    partial.write_text(model_card(run, folder), encoding="utf-8")
+    partial.write_text(model_card(run, folder), encoding="utf-8", errors="backslashreplace")
     partial.replace(card)
     return card
 
@@ -132,9 +132,9 @@ def _step_of(run: ReportedRun, folder: Path) -> int:
     step = read_object(folder / "verification.json").get("step")
     if isinstance(step, int):
         return step
-    best = run.curves.get("eval/loss")
+    best = run.best("eval/loss")
     if folder.name.endswith("-best") and best is not None:
-        return int(best.steps[best.values.argmin()])
+        return best[0]
     return run.metrics.last_step
 
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ds_finetune import __version__
@@ -21,6 +20,8 @@ from ds_finetune.report.sections import SECTIONS, repeat_command, run_seconds, s
 from ds_finetune.runs.status import State
 
 TEMPLATES = Path(__file__).parent / "templates"
+_UNKNOWN_FORM = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, OSError)
+"""What files that another version wrote, or that cannot be read, raise in the functions of `SECTIONS`."""
 
 
 def run_page(run: ReportedRun, *, state: State | None = None) -> Page:
@@ -28,7 +29,7 @@ def run_page(run: ReportedRun, *, state: State | None = None) -> Page:
     status = run.folder.status
     if state is not None and status.state in ("running", "unknown"):
         status = replace(status, state=state, reason="" if status.state == "unknown" else status.reason)
-    sections = [section for make in SECTIONS if (section := make(run)) is not None]
+    sections, unknown = _sections(run)
     reason = f": {status.reason}" if status.reason else ""
     subtitle = str(run.folder.plan.get("model", run.folder.path))
     return Page(
@@ -37,8 +38,26 @@ def run_page(run: ReportedRun, *, state: State | None = None) -> Page:
         status.state if status.state != "unknown" else "",
         _tiles(run),
         sections,
-        _warnings(run, status.state),
+        [*_warnings(run, status.state), *unknown],
     )
+
+
+def _sections(run: ReportedRun) -> tuple[list[ReportSection], list[str]]:
+    """The sections of a run, and warnings of those whose files have a form that this version does not know."""
+    sections, unknown = [], []
+    for make in SECTIONS:
+        try:
+            section = make(run)
+        except _UNKNOWN_FORM as error:
+            part = make.__name__.removesuffix("_section")
+            reason = " ".join(str(error).split())
+            unknown.append(
+                f"the {part} section is left out: its files have another form than this version knows "
+                f"({type(error).__name__}: {reason})"
+            )
+        else:
+            sections += [] if section is None else [section]
+    return sections, unknown
 
 
 def overlay_page(runs: Sequence[ReportedRun]) -> Page:
@@ -107,7 +126,7 @@ def _tiles(run: ReportedRun) -> list[Tile]:
     steps = run.metrics.last_step
     planned = run.starts[-1].get("steps", 0) if run.starts else run.folder.status.steps
     tiles = [Tile("steps", f"{steps:,}", f"of {planned:,}" if planned and planned != steps else "")]
-    best = _best(run, "eval/loss")
+    best = run.best("eval/loss")
     loss = run.last("train/loss")
     if loss is not None:
         tiles.append(Tile("train loss", number_text(loss), "at the last step"))
@@ -135,16 +154,6 @@ def _short(number: float) -> str:
     return f"{number:.0f}"
 
 
-def _best(run: ReportedRun, name: str) -> tuple[int, float] | None:
-    """Step and value of the lowest value of a metric."""
-    curve = run.curves.get(name)
-    if curve is None:
-        return None
-    values = np.where(np.isfinite(curve.values), curve.values, np.inf)
-    at = int(values.argmin())
-    return (int(curve.steps[at]), float(values[at])) if np.isfinite(values[at]) else None
-
-
 def _warnings(run: ReportedRun, state: str) -> list[str]:
     """What the reader must know about the folder: problems of its files, another version, a run that is not done."""
     warnings = [text for text in (run.metrics.problem, *run.folder.problems) if text]
@@ -167,7 +176,7 @@ def _named(runs: Sequence[ReportedRun]) -> list[tuple[str, ReportedRun]]:
 
 def _result_rows(runs: Sequence[ReportedRun]) -> list[tuple[str, ...]]:
     """Results of the runs side by side; rows that no run has are left out."""
-    best = [_best(run, "eval/loss") for run in runs]
+    best = [run.best("eval/loss") for run in runs]
     rows: list[tuple[str, ...]] = [
         ("steps", *(f"{run.metrics.last_step:,}" for run in runs)),
         *(

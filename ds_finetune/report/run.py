@@ -7,16 +7,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ds_finetune.errors import OutputError
 from ds_finetune.runs.curves import drawn_points
 from ds_finetune.runs.folder import RunFolder, is_run
 from ds_finetune.runs.metrics import Curve, MetricsReader
 from ds_finetune.runs.status import read_object
 
-_MOST_POINTS = 1200
+MOST_POINTS = 1200
 """Points of a drawn curve at most."""
 _MOST_BYTES = 4 * 2**20
 """Bytes of a list of starts that are read at most."""
+_WHOLE_NUMBERS = ("after_step", "steps", "ranks", "ranks_per_host", "pid")
+"""What a start records as whole numbers; another version may have another form of it."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +46,8 @@ class ReportedRun:
 
     @property
     def name(self) -> str:
-        """The name of the run's folder."""
-        return self.folder.path.name
+        """The name of the run's folder, with escapes for bytes that are no UTF-8."""
+        return self.folder.path.name.encode("utf-8", errors="backslashreplace").decode()
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
@@ -72,17 +76,26 @@ class ReportedRun:
         recorded = self.starts[-1].get("versions") if self.starts else None
         return recorded if isinstance(recorded, dict) else self.folder.versions
 
-    def drawn(self, name: str) -> tuple[Any, Any]:
-        """Steps and values [n] of a metric, thinned without losing a spike."""
+    def drawn(self, name: str, most: int = MOST_POINTS) -> tuple[Any, Any]:
+        """Steps and values [at most `most`] of a metric, thinned without losing a spike."""
         curve = self.curves[name]
         steps, values = curve.steps, curve.values
-        kept = drawn_points(values, _MOST_POINTS)
+        kept = drawn_points(values, most)
         return steps[kept], values[kept]
 
     def last(self, name: str) -> float | None:
         """The last value of a metric; None where there is none."""
         curve = self.curves.get(name)
         return curve.last if curve is not None and len(curve) else None
+
+    def best(self, name: str) -> tuple[int, float] | None:
+        """Step and value of the lowest finite value of a metric; None where there is none."""
+        curve = self.curves.get(name)
+        if curve is None:
+            return None
+        values = np.where(np.isfinite(curve.values), curve.values, np.inf)
+        at = int(values.argmin())
+        return (int(curve.steps[at]), float(values[at])) if np.isfinite(values[at]) else None
 
     def recorded(self, name: str) -> dict[str, Any]:
         """The JSON object in a file of the run; empty where there is none that can be read."""
@@ -96,7 +109,15 @@ def _read_starts(folder: RunFolder) -> list[Mapping[str, Any]]:
         return []
     with path.open("rb") as file:
         lines = file.read(_MOST_BYTES).splitlines()
-    return [start for line in lines if (start := _object_of(line))]
+    return [_known_fields(start, folder) for line in lines if (start := _object_of(line))]
+
+
+def _known_fields(start: Mapping[str, Any], folder: RunFolder) -> Mapping[str, Any]:
+    """The start without fields of another form; `RunFolder.problems` names them."""
+    unknown = {key: start[key] for key in _WHOLE_NUMBERS if key in start and type(start[key]) is not int}
+    for key, value in unknown.items():
+        folder.problems.append(f"starts.jsonl: {key} is {value!r:.40}, which is no whole number")
+    return {key: value for key, value in start.items() if key not in unknown}
 
 
 def _object_of(line: bytes) -> dict[str, Any]:

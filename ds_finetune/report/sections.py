@@ -2,6 +2,7 @@
 be empty.
 """
 
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -30,7 +31,10 @@ _MOST_EVENTS = 100
 _MOST_EVALUATIONS = 200
 _MOST_SAMPLES = 16
 _MOST_ANSWERS = 12
-_LONGEST_ANSWER = 1500
+_LONGEST_TEXT = 1500
+"""Characters of a prompt or an answer at most."""
+_LONGEST_FILE = 100_000
+"""Characters of a file at most."""
 
 
 def plan_section(run: ReportedRun) -> ReportSection | None:
@@ -109,7 +113,7 @@ def event_section(run: ReportedRun) -> ReportSection | None:
         text = ", ".join(quiet)
         blocks.append(Remark(f"{text[0].upper()}{text[1:]}.", "good"))
     report = run.folder.watchdog_report()
-    blocks += [Code("Report of the watchdog", report)] if report else []
+    blocks += [Code("Report of the watchdog", _shortened(report, _LONGEST_FILE))] if report else []
     return ReportSection("events", "Starts, skipped steps and stragglers", blocks) if blocks else None
 
 
@@ -159,8 +163,8 @@ def answer_section(run: ReportedRun) -> ReportSection | None:
     blocks = [
         PromptAnswers(
             f"Prompt {number}" + ("" if name == "eval" else f" of {name.removeprefix('eval/')}"),
-            prompt,
-            group[-1].expected,
+            _shortened(prompt),
+            _shortened(group[-1].expected),
             [(f"step {sample.step:,}", _shortened(sample.answer)) for sample in _spread(group)],
         )
         for number, ((name, prompt), group) in enumerate(list(by_prompt.items())[:_MOST_SAMPLES], start=1)
@@ -206,7 +210,8 @@ def repeat_section(run: ReportedRun) -> ReportSection:
     blocks.append(Code("Command that repeats the run", repeat_command(run)))
     config = run.folder.file("config.yaml")
     if config is not None:
-        text = config.read_text(encoding="utf-8", errors="replace")
+        with config.open(encoding="utf-8", errors="replace") as file:
+            text = _shortened(file.read(_LONGEST_FILE + 1), _LONGEST_FILE)
         blocks.append(Code("Run file with all defaults (config.yaml)", text, is_folded=True))
     return ReportSection("repeat", "Versions and how to repeat the run", blocks)
 
@@ -216,7 +221,7 @@ def repeat_command(run: ReportedRun) -> str:
     folder = run.folder.path
     ranks = int(run.starts[-1].get("ranks", 1)) if run.starts else run.folder.status.ranks
     per_host = int(run.starts[-1].get("ranks_per_host", ranks)) if run.starts else ranks
-    words = f"{folder}/config.yaml output_dir={folder}-again"
+    words = shlex.join([f"{folder}/config.yaml", f"output_dir={folder}-again"])
     if ranks == 1:
         return f"ds-finetune train {words}"
     if ranks == per_host:
@@ -264,8 +269,8 @@ def _spread(group: Sequence[Any]) -> Iterable[Any]:
     return [latest[index] for index in kept.tolist()]
 
 
-def _shortened(text: str) -> str:
-    return text if len(text) <= _LONGEST_ANSWER else f"{text[:_LONGEST_ANSWER]} …"
+def _shortened(text: str, most: int = _LONGEST_TEXT) -> str:
+    return text if len(text) <= most else f"{text[:most]} …"
 
 
 def _texts_by_name(tree: object) -> list[tuple[str, str]]:

@@ -88,7 +88,8 @@ def _write_html(html: str, path: Path) -> None:
     """Write the page beside its place and rename it, so that a reader never sees a part of it."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        partial.write_text(html, encoding="utf-8")
+        # A text of the run may hold half of a surrogate pair, which JSON can write and UTF-8 cannot.
+        partial.write_text(html, encoding="utf-8", errors="backslashreplace")
         partial.replace(path)
     except OSError as refused:
         partial.unlink(missing_ok=True)

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +23,8 @@ from ds_finetune.timeline.trace_file import RankSlices, compress, events_of, wri
 
 TRACE, SUMMARY = "trace.json.gz", "summary.json"
 _PIECE_BYTES = 2**20
+_PATIENCE = timedelta(hours=12)
+"""How long a rank waits for the parts of others; one that is lost is the watchdog's to find."""
 _QUIET_LOG_LEVEL = "6"
 """Above every level of Kineto's log (torch 2.13), which prints a line to standard error whenever a profile ends."""
 WrapPhases = Callable[[Recorder], AbstractContextManager[None]]
@@ -46,7 +49,9 @@ class StepProfiler:
         self.rank = dist.get_rank()
         self.recorder = Recorder(clock)
         # A connection of its own: one that waits would keep torch's own threads from asking.
-        self._store = dist.PrefixStore("timeline", store.clone())  # type: ignore[attr-defined] # missing in torch's stubs
+        own = store.clone()  # type: ignore[attr-defined] # missing in torch's stubs
+        own.set_timeout(_PATIENCE)
+        self._store = dist.PrefixStore("timeline", own)
         self._clock = clock
         self._wrap_phases = wrap_phases
         self._stack = ExitStack()
@@ -105,8 +110,11 @@ class StepProfiler:
         if not self._steps:
             return False
         alignment = self._align()
-        trace = DeviceTrace() if self._profile is None else read_profile(self._profile, self._clock.shift_ns)
-        self._profile = None
+        trace, problem = self._read()
+        problems = [f"rank {rank}: {each}" for rank, each in enumerate(all_gather_object(problem)) if each]
+        if problems:
+            say(f"the profile of {self._steps_text()} was not written: its trace cannot be read on {problems[0]}")
+            return True
         if self.is_profiled and self.run.device == "cuda" and not trace.kernels:
             say("profile: torch.profiler saw no kernel of the GPU, so nothing counts as compute; is CUPTI installed?")
         communications = self._communications(trace)
@@ -123,6 +131,15 @@ class StepProfiler:
         else:
             say(f"profiled {self._steps_text()}: open {folder / TRACE} in https://ui.perfetto.dev; {folder / SUMMARY}")
         return True
+
+    def _read(self) -> tuple[DeviceTrace, str]:
+        """What torch.profiler saw, by way of a temporary file, and why that cannot be read; empty where it can."""
+        profiler, self._profile = self._profile, None
+        try:
+            return (DeviceTrace() if profiler is None else read_profile(profiler, self._clock.shift_ns)), ""
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError) as failed:
+            # A full disk: Kineto writes a part of its file, or none, and raises nothing.
+            return DeviceTrace(), f"{type(failed).__name__}: {' '.join(str(failed).split())}"
 
     def _align(self) -> ClockAlignment:
         assert self._first is not None, "`start` comes first"

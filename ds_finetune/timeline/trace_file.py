@@ -111,13 +111,21 @@ def compress(events: Iterable[Event]) -> bytes:
 def write_trace(path: Path, parts: Iterable[Iterable[bytes]]) -> None:
     """Write the trace to which each rank contributes pieces of what `compress` returned; OSError as files."""
     partial = path.with_name(path.name + ".partial")
-    with gzip.open(partial, "wb", compresslevel=6) as file:
-        file.write(b'{"displayTimeUnit": "ms", "traceEvents": [\n')
-        for number, pieces in enumerate(parts):
-            file.write(b",\n" if number else b"")
-            decompressor = zlib.decompressobj()
-            for piece in pieces:
-                file.write(decompressor.decompress(piece))
-            file.write(decompressor.flush())
-        file.write(b"\n]}\n")
-    partial.rename(path)
+    try:
+        with gzip.open(partial, "wb", compresslevel=6) as file:
+            file.write(b'{"displayTimeUnit": "ms", "traceEvents": [\n')
+            for number, pieces in enumerate(parts):
+                file.write(b",\n" if number else b"")
+                _decompress(pieces, file)
+            file.write(b"\n]}\n")
+        partial.rename(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _decompress(pieces: Iterable[bytes], file: gzip.GzipFile) -> None:
+    decompressor = zlib.decompressobj()
+    for piece in pieces:
+        file.write(decompressor.decompress(piece))
+    file.write(decompressor.flush())

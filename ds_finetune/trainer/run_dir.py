@@ -172,22 +172,26 @@ def _write_settings(config: RunConfig, plan: Plan, folder: Path) -> None:
 
 
 def _remove_records(file: Path, after_step: int, last: StepRecord | None) -> None:
+    """Lines end at the byte of a newline alone: texts of a model may hold U+2028, at which str.splitlines cuts."""
     if not file.exists():
         return
-    kept = [line for line in file.read_text(encoding="utf-8").splitlines() if _is_kept(line, after_step)]
-    if last is not None and all(json.loads(line)["step"] != last.step for line in kept):
-        kept.append(line_of(last).rstrip("\n"))
+    steps = [(line, step) for line in file.read_bytes().split(b"\n") if (step := _step_of(line)) is not None]
+    kept = [line + b"\n" for line, step in steps if step <= after_step]
+    if last is not None and all(step != last.step for _, step in steps):
+        kept.append(line_of(last).encode())
     rewritten = file.with_name(f"{file.name}.aside")
-    rewritten.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    rewritten.write_bytes(b"".join(kept))
     rewritten.rename(file)
 
 
-def _is_kept(line: str, after_step: int) -> bool:
-    """Whether the line is valid JSON and its step is not done again; a killed run may leave a partial last line."""
+def _step_of(line: bytes) -> int | None:
+    """The step of a record; None where the line is none, as the partial last line that a killed run may leave."""
     try:
-        return int(json.loads(line)["step"]) <= after_step
-    except json.JSONDecodeError:
-        return False
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    step = record.get("step") if isinstance(record, dict) else None
+    return step if isinstance(step, int) else None
 
 
 def nearest_existing(folder: Path) -> Path:

@@ -201,3 +201,19 @@ def test_another_tracker_that_fails_is_one_warning(tmp_path: Path, monkeypatch: 
 def test_parameters_are_the_keys_of_the_run_file() -> None:
     tree = {"a": {"b": 1, "c": {"d": "x", "e": {}}}, "f": None, "g": [1, 2], "h": True}
     assert flatten(tree) == {"a.b": 1, "a.c.d": "x", "a.c.e": "{}", "f": "null", "g": "[1, 2]", "h": True}
+
+
+class _Wandb(_Broken):
+    given: Mapping[str, str]
+
+    def __init__(self, project: str, **names: str) -> None:
+        _Wandb.given = {"project": project, **names}
+
+
+def test_a_run_in_wandb_has_the_name_of_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(importlib.import_module("accelerate.tracking").LOGGER_TYPE_TO_CLASS, "wandb", _Wandb)
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    for name in ("WANDB_NAME", "WANDB_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    Trackers.open(["wandb"], tmp_path, {"a": 1}, pytest.fail)
+    assert _Wandb.given == {"project": "mine", "name": tmp_path.name, "dir": str(tmp_path)}

@@ -104,9 +104,9 @@ def _offloaded() -> list[Cell]:
     ]
 
 
-def _rounded() -> list[Cell]:
+def _rounded(family: str = "deepseek_v3") -> list[Cell]:
     return [
-        Cell(_deep_enough("deepseek_v3", row), stage, 2, packing=True, precision="bf16", **dict.fromkeys(row.axes, 2))
+        Cell(_deep_enough(family, row), stage, 2, packing=True, precision="bf16", **dict.fromkeys(row.axes, 2))
         for row in TESTED_LAYOUTS
         for stage in row.stages
         if stage or row.axes == {"sp"}
@@ -138,14 +138,15 @@ _SPARSE_CELLS = (
 )
 SPARSE_CHOSEN = [cell for cell in SPARSE if (cell.family, cell.layout, cell.stage, cell.packing) in _SPARSE_CELLS]
 DEFAULT = _cells(FIRST) + _offloaded() + TIED
-VARIANTS = ("deepseek_v2_lite", "glm4_moe_lite_types", "glm4_moe_air")
-"""Without latent queries; with experts in the first and third of three layers; without norms of queries and keys."""
+VARIANTS = ("deepseek_v2_lite", "deepseek_v3_moonlight", "glm4_moe_lite_types", "glm4_moe_air")
+"""Two without latent queries; with experts in the first and third of three layers; without norms of queries and keys."""
 BIASES = [_cell(family, TENSOR, 1, packing=True) for family in ("llama_biases", "glm4_moe")]
 """Shards of the biases of queries, keys and values; llama's attention also has a bias that every rank holds."""
 MORE_BIASES = [cell for cell in _cells(("llama_biases", "deepseek_v3_biases")) if cell.tp > 1]
 REST = _cells((*OTHERS, *VARIANTS)) + MORE_BIASES + FOUR_STAGES + SPARSE
 ALL = runs_of(DEFAULT) + runs_of(REST) + runs_of(DEFAULT + REST, worlds=(4,))
-ALL_ROUNDED = runs_of(_rounded()) + runs_of(_rounded(), worlds=(4,))
+_ROUNDED = _rounded() + _rounded("gpt_oss")
+ALL_ROUNDED = runs_of(_ROUNDED) + runs_of(_ROUNDED, worlds=(4,))
 
 
 def _axes(run: Run) -> tuple[Hashable, ...]:

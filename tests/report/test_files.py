@@ -1,6 +1,7 @@
 """Files beside the page: the picture of the loss, model cards, and the plot library."""
 
 import hashlib
+import json
 import math
 from pathlib import Path
 
@@ -49,6 +50,16 @@ def test_model_cards_are_those_of_the_hub(run: Path) -> None:
     best = ModelCard.load(run / "export-best" / "README.md")
     losses = [result.metric_value for result in best.data.eval_results if result.metric_type == "loss"]
     assert losses == [pytest.approx(2 + 4 / 50 + 0.25)], "of the step of its weights"
+
+
+def test_the_best_step_is_that_of_a_finite_loss(run: Path) -> None:
+    lines = [{"step": 10, "eval/loss": 0.5}, {"step": 20, "eval/loss": 0.4}]
+    lines += [{"step": 30, "eval/loss": None, "non_finite": ["eval/loss"]}]  # type: ignore[dict-item]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run / "export-best" / "verification.json").unlink()
+    write_model_cards(ReportedRun.read(run))
+    data = ModelCard.load(run / "export-best" / "README.md").data
+    assert [result.metric_value for result in data.eval_results] == [0.4]
 
 
 def test_an_adapter_has_the_card_of_peft_and_an_edited_card_stays(run: Path) -> None:

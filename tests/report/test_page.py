@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import socket
 from html.parser import HTMLParser
 from pathlib import Path
@@ -15,8 +16,9 @@ import pytest
 from ds_finetune.cli.main import main
 from ds_finetune.errors import OutputError
 from ds_finetune.report.experts import expert_section
-from ds_finetune.report.page import render_page, run_page
+from ds_finetune.report.page import overlay_page, render_page, run_page
 from ds_finetune.report.run import ReportedRun
+from ds_finetune.report.sections import repeat_command
 from ds_finetune.report.write import try_run_report, write_report, write_run_report
 from ds_finetune.trainer.run_records import report_failure
 from tests.report.made_runs import CONFIG, HOSTILE, make_run, metric_lines
@@ -109,7 +111,7 @@ def test_the_page_fetches_nothing_and_runs_its_own_scripts_alone(run: Path, page
     hashes = re.findall(r"'sha256-([^']+)'", policy[1])
     own = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in page.scripts[1:]]
     assert own == hashes
-    assert "default-src 'none'" in policy[1]
+    assert "default-src 'none'; base-uri 'none'; form-action 'none';" in policy[1]
     style = html[html.index("<style>") : html.index("</style>")]
     assert not re.search(r"url\(|@import|@font-face", style)
 
@@ -145,6 +147,35 @@ def test_a_long_run_stays_small_and_keeps_its_spike(tmp_path: Path, steps: int) 
     html = render_page(run_page(ReportedRun.read(run)))
     assert len(html.encode()) < MOST_BYTES
     assert "[4322,99.5]" in html
+
+
+def test_long_texts_and_many_curves_are_shortened(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    sample = {"step": 10, "name": "eval", "answer": "a", "expected": "e" * 100_000}
+    samples = [sample | {"prompt": f"{number} " + "p" * 100_000} for number in range(12)]
+    (run / "samples.jsonl").write_text("".join(json.dumps(each) + "\n" for each in samples))
+    (run / "config.yaml").write_text((run / "config.yaml").read_text() + "# " + "c" * 2_000_000)
+    records = [{"step": step} | {f"train/m{n}": step / 7 + n for n in range(20)} for step in range(1, 601)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert len(render_page(run_page(ReportedRun.read(run))).encode()) < MOST_BYTES
+    runs = [ReportedRun.read(run)] * 12
+    assert len(render_page(overlay_page(runs)).encode()) < MOST_BYTES
+
+
+def test_the_command_that_repeats_a_run_is_quoted(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "my run; touch pwned")
+    words = shlex.split(repeat_command(ReportedRun.read(run)))
+    assert words[-2:] == [f"{run}/config.yaml", f"output_dir={run}-again"]
+
+
+def test_layers_of_a_table_of_experts_are_numbers(tmp_path: Path) -> None:
+    """They become HTML in a tooltip."""
+    run = make_run(tmp_path / "run")
+    table = (run / "experts.bin").read_bytes()
+    (run / "experts.bin").write_bytes(table.replace(b"[1, 2, 3]", b'[1,2,"b"]'))
+    page = PageParser(render_page(run_page(ReportedRun.read(run))))
+    assert "experts" not in page.sections
+    assert "the expert section is left out" in page.sections["top"]
 
 
 def test_profiled_steps_are_tabulated_and_an_unknown_form_is_told(tmp_path: Path) -> None:
@@ -194,6 +225,24 @@ def test_damaged_lines_and_another_version_are_told(tmp_path: Path) -> None:
     top = PageParser(render_page(run_page(ReportedRun.read(run)))).sections["top"]
     assert "lines of metrics.jsonl are no records of a step" in top
     assert "written by ds_finetune 9.9" in top
+
+
+def test_files_of_another_form_are_told_and_the_rest_is_shown(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run-\udcff")
+    start = json.loads((run / "starts.jsonl").read_text().splitlines()[0])
+    start |= {"ranks": None, "after_step": None, "steps": "1 epoch", "time": 1e30}
+    (run / "starts.jsonl").write_text(json.dumps(start) + "\n")
+    (run / "data.json").write_text(json.dumps({"samples": [{"source": "a"}], "counts": {"rows": 1}}))
+    sample = {"step": 10, "name": "eval", "prompt": "half a pair: \ud800", "answer": "a", "expected": "b"}
+    (run / "samples.jsonl").write_text(json.dumps(sample) + "\n")
+    page = PageParser(write_run_report(run).read_text())
+    assert list(page.sections) == ["top", "curves", "plan", "experts", "answers", "export", "repeat"]
+    for text in ("ranks is None", "steps is '1 epoch'", "the data section is left out", "the event section is left"):
+        assert text in page.sections["top"], text
+    assert "half a pair: \\ud800" in page.sections["answers"]
+    assert (run / "loss.png").exists()
+    assert not list(run.glob(".report*"))
+    assert write_report([run, run], tmp_path / "both.html").exists()
 
 
 def test_what_is_no_run_is_refused_and_other_files_stay(

@@ -2,11 +2,16 @@
 
 import gzip
 import json
+import tempfile
 from collections import defaultdict
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
+import torch.distributed as dist
 import yaml
 from transformers import AutoConfig
 
@@ -14,6 +19,9 @@ from ds_finetune.config.schema import read_config
 from ds_finetune.errors import ConfigError
 from ds_finetune.model.parallel.pipeline import build_meta_model
 from ds_finetune.plan.run_length import check_profiled_ranks, check_run_length
+from ds_finetune.timeline.clock import HostClock
+from ds_finetune.timeline.profiler import StepProfiler
+from ds_finetune.timeline.summary import ProfiledRun as RunFacts
 from tests.running import metrics, start, tiny_task, torchrun
 
 SLOW_SECONDS, SHIFT_SECONDS = 0.3, 3.0
@@ -158,6 +166,36 @@ def test_nothing_is_wrapped_outside_the_range(run: ProfiledRun) -> None:
         inside = ["step", "_forward", "evaluate", "backward", "allreduce", "profiler"]
         assert wrapped == {1: [], 2: inside, 3: inside, 4: [], 5: []}
     assert run.printed.count("profiled steps 2 to 3: open ") == 1
+
+
+def _lose_folder(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    patch.setattr(tempfile, "tempdir", str(folder / "gone"))
+
+
+def _cut_trace(patch: pytest.MonkeyPatch, _: Path) -> None:
+    """As Kineto leaves its file on a disk that is full."""
+    patch.setattr(torch.profiler.profile, "export_chrome_trace", lambda _, path: Path(path).write_text('{"traceEv'))
+
+
+@pytest.mark.parametrize(("damage", "error"), [(_lose_folder, "FileNotFoundError"), (_cut_trace, "JSONDecodeError")])
+def test_a_trace_that_cannot_be_read_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[pytest.MonkeyPatch, Path], None], error: str
+) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    said: list[str] = []
+    try:
+        about = RunFacts("cpu", "dp 1", 1, (0,))
+        profiler = StepProfiler(about, dist.HashStore(), clock=HostClock(), wrap_phases=lambda _: nullcontext())
+        profiler.start()
+        profiler.begin_step()
+        profiler.number_step(7)
+        damage(monkeypatch, tmp_path)
+        assert profiler.finish(tmp_path / "profile", said.append)
+    finally:
+        dist.destroy_process_group()
+    (line,) = said
+    assert line.startswith(f"the profile of step 7 was not written: its trace cannot be read on rank 0: {error}: ")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from ds_finetune.errors import OutputError
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.plan.estimate import DiskNeed, ModelSizes, estimate_run
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.runs.samples import Sample, read_samples
 from ds_finetune.trainer.run_dir import check_run_disk, check_run_folder, prepare_run_folder
 from ds_finetune.world import World
 
@@ -105,3 +106,18 @@ def test_records_of_steps_that_are_done_again_go(tmp_path: Path) -> None:
         "the record of a step that was saved, and not written before the kill"
     )
     assert read_config(tmp_path / "config.yaml") == config
+
+
+def test_a_resume_keeps_samples_with_any_character(tmp_path: Path) -> None:
+    """JSON leaves U+2028, U+2029 and U+0085 as they are, and a kill may cut a line within a character."""
+    answers = ["1\u20282\u20283", "4\u20295", "6\u00857", "8"]
+    samples = [Sample(step, "eval", "prompt", answer, "") for step, answer in enumerate(answers, start=1)]
+    written = [sample.line().encode() for sample in samples]
+    damaged = [b'[{"step": 1}]\n', b'{"step": null}\n', b'{"step": 1, "answer": "\xe2\x80\n', b"[" * 100_000 + b"\n"]
+    (tmp_path / "samples.jsonl").write_bytes(b"".join([*damaged, *written])[:-3] + b"\xc3")
+    config = config_of(tmp_path)
+    prepare_run_folder(
+        config, make_plan(config, world=World(0, 1, 0, 1, "python"), device="cpu"), after_step=3, last=None
+    )
+    assert (tmp_path / "samples.jsonl").read_bytes() == b"".join(written[:3])
+    assert read_samples(tmp_path / "samples.jsonl") == samples[:3]
