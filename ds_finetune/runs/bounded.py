@@ -2,9 +2,11 @@
 
 import threading
 from collections.abc import Callable
+from typing import TypeVar
 
+T = TypeVar("T")
 WRITE_SECONDS = 3.0
-"""How long the end of a run waits for its files."""
+"""How long the end of a run waits for each of its files."""
 
 
 def try_to_finish(work: Callable[[], object], *, seconds: float | None = None) -> bool:
@@ -16,3 +18,10 @@ def try_to_finish(work: Callable[[], object], *, seconds: float | None = None) -
     thread.start()
     thread.join(WRITE_SECONDS if seconds is None else seconds)
     return not thread.is_alive()
+
+
+def try_to_read(read: Callable[[], T], default: T) -> T:
+    """What `read` returns, or `default` where it takes longer than `WRITE_SECONDS`."""
+    found: list[T] = []
+    try_to_finish(lambda: found.append(read()))
+    return found[0] if found else default

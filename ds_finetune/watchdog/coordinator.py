@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ds_finetune.errors import RUN_ERROR_EXIT_CODE, USER_ERROR_EXIT_CODE
 from ds_finetune.process_messages import ProcessMessage
-from ds_finetune.runs.bounded import try_to_finish
+from ds_finetune.runs.bounded import try_to_finish, try_to_read
 from ds_finetune.runs.status import mark_ended
 from ds_finetune.watchdog.connection import CLOSED, UNREACHABLE, Connection, wait_readable
 from ds_finetune.watchdog.death_cause import (
@@ -184,6 +184,8 @@ class Coordinator(threading.Thread):
         """End the run because a rank's connection is lost; wait for more losses where the network may be at fault."""
         why = self._connections[rank].why_lost
         self._remove(rank)
+        if self._ending is not None:
+            return
         if rank in self._secondary_failures:
             # It has reported an error that may only be a consequence of another rank's exit.
             return
@@ -195,9 +197,10 @@ class Coordinator(threading.Thread):
     def _why_dead(self, rank: int, why: str) -> str:
         """The cause of death of a rank that reported none; lack of memory only where the kernel has counted a kill."""
         process = self._processes[rank]
-        if killed := why_killed(self._folder, process.pid, process.began):
+        if killed := try_to_read(lambda: why_killed(self._folder, process.pid, process.began), ""):
             return f"was ended by the watchdog: {killed}"
-        if was_ended_by_timer(stacks_path(self._folder, rank), self._stacks_bytes[rank]):
+        stacks, after = stacks_path(self._folder, rank), self._stacks_bytes[rank]
+        if try_to_read(lambda: was_ended_by_timer(stacks, after), False):
             return "was ended by its own watchdog, because native code held Python's lock beyond the limit"
         count = oom_kills() - self._oom_kills
         is_beside = 0 in self._processes and process.pid_namespace == self._processes[0].pid_namespace

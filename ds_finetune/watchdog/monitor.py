@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ds_finetune.errors import RUN_ERROR_EXIT_CODE, USER_ERROR_EXIT_CODE, RunError
 from ds_finetune.process_messages import ProcessMessage, decode, encode
-from ds_finetune.runs.bounded import try_to_finish
+from ds_finetune.runs.bounded import try_to_finish, try_to_read
 from ds_finetune.runs.processes import began_at, own_pid_namespace
 from ds_finetune.runs.status import mark_ended
 from ds_finetune.watchdog.connection import CLOSED, UNREACHABLE, Connection, listen, wait_readable
@@ -213,7 +213,9 @@ class Monitor(threading.Thread):
 
     def _why_coordinator_lost(self) -> str:
         why = self._connection.why_lost
-        killed = why_killed(self._folder, self._zero.pid, self._zero.began) if why == CLOSED else ""
+        if why != CLOSED:
+            return why
+        killed = try_to_read(lambda: why_killed(self._folder, self._zero.pid, self._zero.began), "")
         return f"was ended by the watchdog: {killed}" if killed else why
 
     def _is_lossy(self) -> bool:

@@ -66,3 +66,16 @@ def test_rank_zero_is_told_although_the_report_cannot_be_written(tmp_path: Path,
     told.start()
     told.join(3)
     assert not told.is_alive()
+
+
+def test_rank_zero_is_told_although_the_cause_of_a_death_cannot_be_read(tmp_path: Path, hung: ExitStack) -> None:
+    ranks = Ranks(tmp_path)
+    (tmp_path / FOLDER).mkdir()
+    record = tmp_path / FOLDER / "killed-4001.json"
+    os.mkfifo(record)
+    hung.callback(lambda: os.close(os.open(record, os.O_RDWR | os.O_NONBLOCK)))
+    ranks.connections[1].close()
+    told = threading.Thread(target=ranks.end_of, args=(0,), daemon=True)
+    told.start()
+    told.join(3)
+    assert not told.is_alive()

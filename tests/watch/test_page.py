@@ -129,7 +129,6 @@ def test_a_new_step_appears_in_the_curve(page: Page, runs: Path) -> None:
     page.wait_for(lambda: "31 of 9 steps" in page.text(".facts"))
 
 
-@pytest.mark.slow
 def test_runs_that_are_compared_are_asked_for_once_or_twice(page: Page) -> None:
     counted = "return performance.getEntriesByType('resource').filter(e => e.name.includes(arguments[0])).length"
     page.open(f"#run=a&run=b&run={quote(ODD)}")
@@ -139,6 +138,7 @@ def test_runs_that_are_compared_are_asked_for_once_or_twice(page: Page) -> None:
     assert page.run(counted, "/api/curves") <= 3
 
 
+@pytest.mark.slow
 def test_a_failure_and_its_reason_are_shown_at_once(page: Page, runs: Path) -> None:
     make_run(runs / "c")
     own_status().write(runs / "c")
