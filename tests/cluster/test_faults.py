@@ -4,6 +4,7 @@ scripts/faults.sh.
 
 import re
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from tests.cluster.faults import (
     pull_cable,
     repair,
 )
+from tests.running import metrics, start
 
 AGAIN = "launch.restarts=2"
 TOLERANCE = 2e-5
@@ -51,10 +53,14 @@ def _losses(run: Launched) -> list[float]:
     return [record["train/loss"] for record in records]
 
 
-def test_a_killed_rank_is_named_and_the_run_goes_on_until_ctrl_c_saves(bed: Bed, task: Path) -> None:
-    """Steps between the last checkpoint and the fault are done twice, with the same losses. Its end is behind the
-    marker: test_a_lost_host_is_done_without_until_it_is_back.
+def test_a_killed_rank_is_named_and_the_run_goes_on_until_ctrl_c_saves(bed: Bed, task: Path, tmp_path: Path) -> None:
+    """Steps between the last checkpoint and the fault are done twice, with the same losses, which are those of one
+    process. Its end is behind the marker: test_a_lost_host_is_done_without_until_it_is_back.
     """
+    alone = fault_task(tmp_path, checkpoint={"every": f"{STEPS} steps"}, export={"at_end": False})
+    done = start([sys.executable, "ds_finetune/train.py", str(alone)])
+    assert done.returncode == 0, done.stderr
+    wanted = [record["train/loss"] for record in metrics(tmp_path)]
     with launched(bed, task, AGAIN) as run:
         run.wait_for_step(36)
         kill_rank(run)
@@ -77,8 +83,9 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_until_ctrl_c_saves(bed: Bed,
         assert 10 <= int(resumed[1]) <= 36
         records = run.records()
         assert [record["step"] for record in records] == list(range(1, len(records) + 1))
-        again = [record["train/loss"] for record in records[: len(before)]]
-        assert again == pytest.approx(list(before.values()), abs=1e-6)
+        losses = [record["train/loss"] for record in records]
+        assert losses[: len(before)] == pytest.approx(list(before.values()), abs=1e-6)
+        assert losses == pytest.approx(wanted[: len(losses)], abs=TOLERANCE)
         assert not run.left()
 
 

@@ -22,10 +22,10 @@ def task(bed: Bed) -> Path:
     return tiny_task(bed.shared / "task", train={"global_batch_size": 12})
 
 
-@pytest.mark.parametrize(("launcher", "slots"), [("torchrun", (1, 1)), ("deepspeed", (1, 1))])
-def test_the_losses_are_those_of_one_process(
-    bed: Bed, task: Path, tmp_path: Path, launcher: str, slots: tuple[int, ...]
-) -> None:
+@pytest.mark.parametrize("launcher", [pytest.param("torchrun", marks=pytest.mark.slow), "deepspeed"])
+def test_the_losses_are_those_of_one_process(bed: Bed, task: Path, tmp_path: Path, launcher: str) -> None:
+    """Of torchrun behind the marker: tests/cluster/test_faults.py compares a run of it, too."""
+    slots = (1, 1)
     alone = start([sys.executable, "ds_finetune/train.py", str(tiny_task(tmp_path, train={"global_batch_size": 12}))])
     assert alone.returncode == 0, alone.stderr
     wanted = [record["train/loss"] for record in metrics(tmp_path)]

@@ -1,6 +1,7 @@
 """Packing, the cache and the order of rows."""
 
 import itertools
+import json
 import os
 import signal
 import subprocess
@@ -158,10 +159,18 @@ if __name__ == "__main__":
 """
 
 
+READ = 14_000
+"""Rows of seven parts."""
+
+
 def test_a_killed_preparation_goes_on(demo: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    """With enough in other columns to be worth a worker process."""
     (tmp_path / "killed.py").write_text(KILLED)
-    cache = tmp_path / "cache"
-    command = [sys.executable, str(tmp_path / "killed.py"), str(demo / "train.jsonl"), str(cache), str(demo / "model")]
+    cache, train = tmp_path / "cache", tmp_path / "train.jsonl"
+    rows_of_demo = [json.loads(line) for line in (demo / "train.jsonl").read_text().splitlines()[:READ]]
+    train.write_text("".join(json.dumps(row | {"note": "x" * 150}) + "\n" for row in rows_of_demo))
+    assert train.stat().st_size > 2_000_000
+    command = [sys.executable, str(tmp_path / "killed.py"), str(train), str(cache), str(demo / "model")]
     process = subprocess.Popen(command, start_new_session=True)
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and len(list(cache.glob("*/part-*[0-9]"))) < 3:
@@ -175,10 +184,10 @@ def test_a_killed_preparation_goes_on(demo: Path, tokenizer: PreTrainedTokenizer
     (kept / "kept").write_text("untouched")
     linked = tmp_path / "kept"
     os.link(kept / "counts.json", linked)
-    config = DataConfig.model_validate({"train": str(demo / "train.jsonl"), "cache_dir": str(cache), "workers": 1})
+    config = DataConfig.model_validate({"train": str(train), "cache_dir": str(cache), "workers": 1})
     rows = prepare_rows(config, "train", tokenizer=tokenizer, limits=LIMITS)
-    assert rows.counts.read == 36_300
-    assert rows.counts.documents == 36_300
+    assert rows.counts.read == READ
+    assert rows.counts.documents == READ
     assert linked.stat().st_nlink == 1
 
 

@@ -12,6 +12,7 @@ from tests.report.made_runs import make_run
 
 pytestmark = NEEDS_BROWSER
 PHONE, WIDE = 390, 1200
+PATIENCE_SECONDS = 20.0
 DRAWN = """
 const colours = canvas => {
   const bytes = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
@@ -31,6 +32,8 @@ def browser() -> Iterator[Any]:
 
 
 def test_charts_are_drawn_in_both_themes_and_nothing_is_wider_than_a_phone(browser: Any, tmp_path: Path) -> None:
+    from selenium.webdriver.support.ui import WebDriverWait
+
     page = write_run_report(make_run(tmp_path / "run"))
     use_dark_theme(browser, is_dark=False)
     resize(browser, WIDE)
@@ -41,11 +44,13 @@ def test_charts_are_drawn_in_both_themes_and_nothing_is_wider_than_a_phone(brows
     light = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
     use_dark_theme(browser, is_dark=True)
     assert browser.execute_script("return getComputedStyle(document.body).backgroundColor") != light
-    assert browser.execute_script("return document.getElementById('theme').textContent") == "Light"
+    # The browser tells the page of its theme and size a moment later.
+    wait = WebDriverWait(browser, PATIENCE_SECONDS)
+    wait.until(lambda shown: shown.execute_script("return document.getElementById('theme').textContent") == "Light")
     browser.execute_script("document.getElementById('theme').click()")
     assert browser.execute_script("return getComputedStyle(document.body).backgroundColor") == light
     logarithmic = "const each = document.querySelector('.logarithmic'); each.click(); return each.ariaPressed"
     assert browser.execute_script(logarithmic) == "true"
     resize(browser, PHONE)
-    assert browser.execute_script("return document.documentElement.scrollWidth") <= PHONE
+    wait.until(lambda shown: shown.execute_script("return document.documentElement.scrollWidth") <= PHONE)
     assert browser.get_log("browser") == [], "errors in the console"
