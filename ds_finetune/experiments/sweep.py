@@ -22,6 +22,7 @@ from ds_finetune.experiments.pages import REPORT, write_sweep_page
 from ds_finetune.experiments.places import places
 from ds_finetune.experiments.study import check_choices, distributions, make_sampler, open_study, run_file_values
 from ds_finetune.experiments.sweep_file import SweepConfig, best_tree, trial_tree, yaml_text
+from ds_finetune.runs.metrics import MetricsReader
 
 if TYPE_CHECKING:
     from optuna import Study, Trial
@@ -240,7 +241,7 @@ class _TrialJob(ExperimentJob):
         state, text = TrialState.COMPLETE, f"{sweep.metric} {value}"
         if self._is_pruned and is_stopped_code(code):
             state, text = TrialState.PRUNED, f"pruned after step {self._reported}, {sweep.metric} {value}"
-        elif has_diverged(child, value):
+        elif has_diverged(child.metrics, code, value):
             # Not a failure: a sampler learns from a pruned trial that these values are bad.
             state, text = TrialState.PRUNED, f"diverged, {sweep.metric} {value}"
         elif code or value is None:
@@ -332,11 +333,14 @@ def value_of(sweep: SweepConfig, child: ChildRun) -> float | None:
     return float(finite.max() if sweep.direction == "maximize" else finite.min())
 
 
-def has_diverged(child: ChildRun, value: float | None) -> bool:
-    """Whether a run has a value that is no number, or ended while it skipped steps for gradients that are none."""
-    skipped = child.metrics.curves.get("train/skipped")
+def has_diverged(metrics: MetricsReader, code: int, value: float | None) -> bool:
+    """Whether a run has a value that is no number, or failed while it skipped steps for gradients that are none.
+
+    A run that skipped its last step and ended well, as fp16 may, has not diverged.
+    """
+    skipped = metrics.curves.get("train/skipped")
     is_skipping = skipped is not None and bool(len(skipped)) and skipped.last > 0
-    return (value is not None and not math.isfinite(value)) or is_skipping
+    return (value is not None and not math.isfinite(value)) or (code != 0 and is_skipping)
 
 
 def remove_unless_resumable(run: Path) -> None:

@@ -18,8 +18,9 @@ from ds_finetune.errors import ConfigError, LaunchError, OutputError, RunError
 from ds_finetune.experiments import places
 from ds_finetune.experiments.child_run import is_stopped_code
 from ds_finetune.experiments.jobs import JobsInterruptedError
-from ds_finetune.experiments.sweep import SweepResult, run_sweep
+from ds_finetune.experiments.sweep import SweepResult, has_diverged, run_sweep
 from ds_finetune.experiments.sweep_file import SweepConfig, read_sweep
+from ds_finetune.runs.metrics import MetricsReader
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_program.py")))
 LR = {"low": 1e-5, "high": 0.1, "log": True}
@@ -190,6 +191,15 @@ def test_diverged_trials_do_not_end_a_sweep(tmp_path: Path) -> None:
     )
     assert result.best_values == {"optim.lr": 1e-3}
     assert [each["state"] for each in result_of(tmp_path)["trials"]].count("pruned") == 3
+
+
+def test_a_run_diverged_only_where_it_failed_or_has_no_number(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/skipped": 0.0}\n{"step": 2, "train/skipped": 1.0}\n')
+    metrics = MetricsReader(tmp_path / "metrics.jsonl")
+    metrics.update_all()
+    assert has_diverged(metrics, 1, 2.5)
+    assert not has_diverged(metrics, 0, 2.5)
+    assert has_diverged(metrics, 0, float("nan"))
 
 
 @pytest.mark.parametrize("code", [0, 3, -signal.SIGTERM, 128 + signal.SIGTERM])
