@@ -117,7 +117,8 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
         # them. A resumed run restores its state.
         torch.manual_seed(seed_of(plan.seed, f"dropout.{plan.mesh.place('dp')}"))
         try:
-            yield engine
+            with engine.meter.counting():
+                yield engine
         finally:
             wrapped.destroy()
 
