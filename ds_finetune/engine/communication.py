@@ -3,7 +3,7 @@
 import functools
 import time
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ class CommunicationMeter:
     def __init__(self, *, is_blocking: bool) -> None:
         self._is_blocking = is_blocking
         self._bytes: Counter[str] = Counter()
-        self._seconds: Counter[str] = Counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
         self._kind_of_work: weakref.WeakKeyDictionary[dist.Work, str] = weakref.WeakKeyDictionary()
 
     @contextmanager
