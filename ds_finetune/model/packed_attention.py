@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -15,7 +16,7 @@ Documents = tuple[int, ...]
 _COLUMNS = 8
 """Columns of a head are a multiple of this in the kernel (torch 2.13, flash_attn/flash_api.cpp, mha_varlen_fwd)."""
 # torch 2.11 takes fewer heads of keys without being told, and 2.13 refuses them (nn/attention/varlen.py:419).
-_GROUPS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+_GROUPS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ def attend_packed(
         window_size=(reach, 0 if is_causal else reach),
         **_GROUPS,
     )
+    assert isinstance(out, torch.Tensor)
     return out[:, :, : value.shape[3]].unflatten(0, (query.shape[0], query.shape[2]))
 
 
