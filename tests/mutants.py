@@ -525,7 +525,7 @@ MUTANTS = (
     Mutant(
         "values of packed documents not cut again",
         "model/packed_attention.py",
-        "out[:, :, : value.shape[3]]",
+        "out[:, :, :value_width]",
         "out",
         "tests/model/test_packed_attention.py",
     ),

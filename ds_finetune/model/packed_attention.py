@@ -51,12 +51,14 @@ def attend_packed(
     A query attends to tokens that are fewer than `window` positions away, to earlier ones alone where attention is
     causal. Columns of zeros make heads as wide as the kernel wants them, which changes neither products nor sums.
     """
-    query, _, value = parts
+    rows, _, tokens, value_width = parts[2].shape
     widest = max(part.shape[3] for part in parts)
-    flat = [_flatten(part, width=-(-widest // _COLUMNS) * _COLUMNS) for part in parts]
+    query, key, value = (_flatten(part, width=-(-widest // _COLUMNS) * _COLUMNS) for part in parts)
     reach = -1 if window is None or window >= packed.longest else window - 1
     out = varlen_attn(
-        *flat,
+        query,
+        key,
+        value,
         packed.bounds,
         packed.bounds,
         packed.longest,
@@ -66,7 +68,7 @@ def attend_packed(
         **_GROUPS,
     )
     assert isinstance(out, torch.Tensor)
-    return out[:, :, : value.shape[3]].unflatten(0, (query.shape[0], query.shape[2]))
+    return out[:, :, :value_width].unflatten(0, (rows, tokens))
 
 
 def _flatten(part: torch.Tensor, *, width: int) -> torch.Tensor:
