@@ -1,0 +1,86 @@
+"""Rows divided over ranks by their cost."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from ds_finetune.data.balance import Division, divide_rows
+from ds_finetune.families.tiny import VOCAB
+from ds_finetune.plan.model_shape import Shape
+from ds_finetune.plan.row_cost import RowCost
+from ds_finetune.selftest.cells import TINY_MODELS
+
+LONG_TAIL = np.random.default_rng(3).lognormal(0.0, 1.0, size=256)
+
+
+def waiting(costs: np.ndarray, shares: list[list[int]], division: Division) -> float:
+    """How much longer than the mean rank a step takes."""
+    sums = np.array([costs[share].reshape(division.forwards, -1).sum(1) for share in shares])
+    slowest = sums.max(0).sum() if division.meets_each_forward else sums.sum(1).max()
+    return float(slowest / sums.sum(1).mean()) - 1
+
+
+@pytest.mark.parametrize("meets", [False, True])
+@pytest.mark.parametrize(("dp", "micro"), [(1, 4), (2, 1), (2, 4), (8, 1), (8, 2)])
+def test_every_row_is_in_one_place(dp: int, micro: int, meets: bool) -> None:
+    division = Division(dp, micro, len(LONG_TAIL) // dp // micro, meets)
+    shares = divide_rows(LONG_TAIL, division)
+    assert [len(share) for share in shares] == [division.share] * dp
+    assert sorted(itertools.chain(*shares)) == list(range(len(LONG_TAIL)))
+    assert divide_rows(LONG_TAIL, division) == shares
+
+
+@pytest.mark.parametrize("meets", [False, True])
+@pytest.mark.parametrize(("dp", "micro"), [(2, 1), (2, 4), (8, 1), (8, 4)])
+def test_ranks_wait_less_than_in_the_order_of_rows(dp: int, micro: int, meets: bool) -> None:
+    division = Division(dp, micro, len(LONG_TAIL) // dp // micro, meets)
+    in_order = np.arange(len(LONG_TAIL)).reshape(dp, -1).tolist()
+    found = waiting(LONG_TAIL, divide_rows(LONG_TAIL, division), division)
+    assert found < 0.2 * waiting(LONG_TAIL, in_order, division)
+    if not meets:
+        assert found < 1e-3
+
+
+def test_rows_of_similar_cost_share_a_forward() -> None:
+    costs = np.array([1.0, 9.0, 2.0, 8.0, 1.0, 9.0, 2.0, 8.0])
+    for meets in (False, True):
+        for share in divide_rows(costs, Division(2, 2, 2, meets)):
+            assert costs[share].tolist() == [9, 8, 2, 1]
+
+
+def test_equal_rows_stay_in_order() -> None:
+    assert divide_rows(np.ones(4), Division(1, 2, 2, False)) == [[0, 1, 2, 3]]
+
+
+def test_cost_of_a_row_is_that_of_its_documents() -> None:
+    shape = Shape.of(TINY_MODELS["llama"])
+    cost = RowCost.of(shape, recomputes=False)
+    lengths = np.array([20, 30])
+    # The same multiply-adds as those from which the utilisation is computed.
+    flops = shape.flops_per_token(0, mean_attended=float((lengths**2 / 2).sum() / 50)) * 50
+    assert 2 * cost.of_row(lengths, 50, row_len=None) == pytest.approx(flops)
+    # Positions without a label skip the head, of VOCAB x hidden weights.
+    skipped = cost.of_row(lengths, 50, row_len=None) - cost.of_row(lengths, 10, row_len=None)
+    assert skipped == 3 * 40 * VOCAB * shape.hidden
+    # Padding is a document of its own.
+    padded = cost.of_row(lengths, 50, row_len=64)
+    assert padded == cost.of_row(np.array([20, 30, 14]), 50, row_len=None)
+
+
+def test_layers_run_twice_where_they_are_recomputed() -> None:
+    shape = Shape.of(TINY_MODELS["deepseek_v3"])
+    once, twice = (RowCost.of(shape, recomputes=value) for value in (False, True))
+    lengths = np.array([48])
+    assert twice.of_row(lengths, 0, row_len=None) == pytest.approx(once.of_row(lengths, 0, row_len=None) * 4 / 3)
+    assert twice.per_supervised_token == once.per_supervised_token
+
+
+def test_a_window_limits_what_a_token_attends_to() -> None:
+    cost = RowCost(per_token=0, per_supervised_token=0, per_pair=1, limits=(None, 4, 4))
+    # Ten tokens: 50 pairs in the first layer; 8 + 6 x 4 in the others.
+    assert cost.of_row(np.array([10]), 0, row_len=None) == 50 + 2 * 32
+
+
+def test_a_model_of_unknown_shape_costs_its_tokens() -> None:
+    assert RowCost.of(None, recomputes=True).of_row(np.array([3, 4]), 7, row_len=None) == 7
