@@ -212,9 +212,7 @@ class _Operators(TorchDispatchMode):
 
     def _count(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         name, waits = func.overloadpacket.__name__, self._waits
-        if name in _WAITING:
-            waits.count(name)
-        elif func == _ATEN.repeat_interleave.Tensor and kwargs.get("output_size") is None:
+        if name in _WAITING or (func == _ATEN.repeat_interleave.Tensor and kwargs.get("output_size") is None):
             waits.count(name)
         elif name in ("masked_fill", "masked_fill_") and isinstance(args[2], torch.Tensor):
             # CUDA's kernel reads the value (aten/src/ATen/native/cuda/Indexing.cu).
