@@ -117,6 +117,7 @@ class _Calls(TorchFunctionMode):
         super().__init__()
         self._waits = waits
         self._special: dict[Any, Callable[..., Any]] = {
+            torch.Tensor.backward: self._backward,
             torch.Tensor.to: self._to,
             torch.Tensor.cpu: self._cpu,
             torch.Tensor.pin_memory: self._pin,
@@ -142,7 +143,15 @@ class _Calls(TorchFunctionMode):
                 self._waits.count("tensor made on the device")
         return out
 
+    def _backward(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        # This mode is off while it handles a call, and would be so in all of backward.
+        with self:
+            torch.autograd.backward(tensor, *args, **kwargs)
+
     def _device(self, tensor: torch.Tensor, *_: Any) -> torch.device:
+        with torch._C.DisableTorchFunction():
+            if tensor.device.type != "cpu":
+                return tensor.device
         return torch.device("cpu") if self._waits.is_on_host(tensor) else DEVICE
 
     def _read(self, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -159,6 +168,7 @@ class _Calls(TorchFunctionMode):
 
     def _to(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """`Tensor.to`, as a copy where it is one on a machine with a GPU, and without a device else."""
+        given = dict(kwargs)
         kept, device = [], kwargs.pop("device", None)
         for value in args:
             if isinstance(value, torch.Tensor):
@@ -168,6 +178,8 @@ class _Calls(TorchFunctionMode):
                 device = value
             else:
                 kept.append(value)
+        if "meta" in (self._device(tensor).type, torch.device(device or "cpu").type):
+            return tensor.to(*args, **given)
         # `to(device, dtype, non_blocking)` and `to(dtype, non_blocking)`
         dtypes = [value for value in kept if isinstance(value, torch.dtype)]
         flags = [value for value in kept if isinstance(value, bool)]

@@ -70,6 +70,7 @@ def eval_loss(engine: Engine) -> float:
 
 
 def whole_batch(engine: Engine) -> Batch:
+    """This rank's share of a batch of all samples."""
     every = rows(engine.plan.batch.is_packed, engine.objective.documents_per_unit)
     plan = batch_plan(engine.plan, engine.objective)
     batches = training_batches(every, plan, start_step=0, total_rows=len(every), mismatched=_mismatched(engine))
