@@ -26,6 +26,7 @@ ON_RESUME: Mapping[str, OnResume] = {
     "model.path": PRINTED,
     "model.tokenizer": ROWS,
     "model.resize_vocabulary": PRINTED,
+    "model.context": PRINTED,
     "model.weights": PRINTED,
     "model.attention": PRINTED,
     "model.loss": PRINTED,

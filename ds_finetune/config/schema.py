@@ -47,6 +47,10 @@ class ModelConfig(Section):
     """Folder or hub id of the tokenizer; the model's own when left out."""
     resize_vocabulary: bool = False
     """Add rows to embedding and head for a tokenizer with more ids than the model; false refuses such a tokenizer."""
+    context: int | None = Field(default=None, ge=1)
+    """Tokens of a document that the model must have positions for. More than its config.json has extend it by YaRN:
+    positions and rotary scaling change together, also in exports, and a line says what that does to short texts.
+    """
     weights: Literal["load", "random"] = "load"
     """`random` builds the model from `config.json` alone, with fresh weights; the plan says so."""
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"

@@ -18,6 +18,7 @@ from ds_finetune.objectives.extra import Extra
 from ds_finetune.objectives.indexing import Indexing
 from ds_finetune.objectives.objective import Objective, ScoreObjective
 from ds_finetune.objectives.table import make_objective
+from ds_finetune.plan.context import ContextPlan
 from ds_finetune.plan.indexer import IndexerPlan, check_stages_begin_with_indexers, plan_indexer
 from ds_finetune.plan.routers import RouterPlan, plan_routers
 
@@ -48,6 +49,8 @@ class ModelPlan:
     indexer: IndexerPlan | None = None
     """The indexers that are trained; None where none is."""
     teacher: TeacherPlan | None = None
+    context: ContextPlan | None = None
+    """How many tokens the run file wants positions for; None where it does not say."""
     padding: str = ""
     """A text on the padding token of a classifier, for people."""
 
