@@ -75,6 +75,7 @@ ON_RESUME: Mapping[str, OnResume] = {
     "train.seed": REFUSED,
     "train.max_grad_norm": PRINTED,
     "train.activation_checkpointing": PRINTED,
+    "train.activation_offload": FREE,
     "train.max_skipped_steps": PRINTED,
     "optim.name": REFUSED,
     "optim.lr": PRINTED,

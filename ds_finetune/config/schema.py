@@ -146,6 +146,8 @@ class TrainConfig(Section):
     """Global norm the gradient is clipped to; 0 does not clip."""
     activation_checkpointing: bool = True
     """Recompute each decoder layer in backward instead of keeping its activations."""
+    activation_offload: bool = False
+    """Keep the inputs of recomputed layers in pinned host memory instead of on the GPU."""
     max_skipped_steps: int = Field(default=5, ge=1)
     """Steps skipped in a row for a non-finite gradient after which the run ends."""
 

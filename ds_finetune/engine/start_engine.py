@@ -28,6 +28,7 @@ from ds_finetune.engine.process_groups import Groups, open_groups
 from ds_finetune.engine.teacher import start_teacher
 from ds_finetune.engine.zero3_partition import partition
 from ds_finetune.families.table import family_of
+from ds_finetune.model.activation_offload import CudaTransfer, PlainTransfer, offload_layer_inputs
 from ds_finetune.model.balance_loss import BalanceLoss
 from ds_finetune.model.build import Where, build_skeleton, model_class, resolve_folder
 from ds_finetune.model.cross_entropy import KERNELS, Kernel, chunked_cross_entropy
@@ -165,6 +166,8 @@ def _build(
         _install_head(lm, model, groups, kernel)
     if plan.activation_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
+    if plan.activation_offload:
+        offload_layer_inputs(lm, PlainTransfer() if plan.device == "cpu" else CudaTransfer(torch.device(_device(plan))))
     return lm, drawn
 
 
@@ -228,7 +231,7 @@ def _install_head(lm: PreTrainedModel, model: ModelPlan, groups: Groups, kernel:
 def _build_modules(plan: Plan, model: ModelPlan, groups: Groups) -> PreTrainedModel:
     """The modules of this rank's layers and experts, without weights, partitioned already under ZeRO-3."""
     hf_config, kind = model.hf_config, model_class(model.hf_config, model.task)
-    device = "cpu" if plan.device == "cpu" else f"cuda:{visible_device(plan.world.local_rank)}"
+    device = _device(plan)
     local_experts = build_local_experts(
         kind, family_of(hf_config.model_type), ep_size=plan.mesh.ep, mark=partial(tag_expert, groups=groups)
     )
@@ -247,6 +250,10 @@ def _build_modules(plan: Plan, model: ModelPlan, groups: Groups) -> PreTrainedMo
     if model.quantised:
         install_four_bit(lm, model.quantised, device=device)
     return lm
+
+
+def _device(plan: Plan) -> str:
+    return "cpu" if plan.device == "cpu" else f"cuda:{visible_device(plan.world.local_rank)}"
 
 
 def _install_groups(lm: PreTrainedModel, plan: Plan, model: ModelPlan, groups: Groups) -> Kernel:

@@ -18,6 +18,7 @@ from ds_finetune.objectives.extra import Extra
 from ds_finetune.objectives.indexing import Indexing
 from ds_finetune.objectives.objective import Objective, ScoreObjective
 from ds_finetune.objectives.table import make_objective
+from ds_finetune.plan.activations import check_offloaded_type
 from ds_finetune.plan.context import ContextPlan
 from ds_finetune.plan.indexer import IndexerPlan, check_stages_begin_with_indexers, plan_indexer
 from ds_finetune.plan.routers import RouterPlan, plan_routers
@@ -103,6 +104,7 @@ def task_of(objective: Objective) -> Task:
 def plan_model(hf_config: PretrainedConfig, config: RunConfig) -> ModelPlan:
     """The model of `hf_config` as the run file says; ConfigError or ModelError where it does not fit the model."""
     model, objective = config.model, config.objective
+    check_offloaded_type(config, hf_config.to_dict())
     check_encoder(hf_config, attention=model.attention, objective=objective.name)
     router, indexer = plan_routers(config, hf_config.to_dict()), plan_indexer(config, hf_config.to_dict())
     resized = model.resize_vocabulary
