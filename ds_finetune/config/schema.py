@@ -32,6 +32,8 @@ from ds_finetune.config.value_types import (
 from ds_finetune.schedule import Duration
 
 Precision = Literal["bf16", "fp16", "fp32"]
+OWN_ATTENTIONS = ("sdpa", "by_document", "varlen")
+"""Values of `model.attention` that are this package's own in families of the table; the others are transformers'."""
 
 
 def _as_model(value: object) -> object:
@@ -53,8 +55,11 @@ class ModelConfig(Section):
     """
     weights: Literal["load", "random"] = "load"
     """`random` builds the model from `config.json` alone, with fresh weights; the plan says so."""
-    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
-    """Attention kernel; with `packing` each keeps the documents of a row apart, `sdpa` by a call for each document."""
+    attention: Literal["sdpa", "by_document", "varlen", "eager", "flash_attention_2"] = "sdpa"
+    """Attention kernel; with `packing` each keeps the documents of a row apart. `by_document` makes a call for each
+    document, `varlen` one for all documents of a forward, on GPUs in bf16 and fp16. `sdpa` is `varlen` where its kernel
+    takes the model, and `by_document` elsewhere.
+    """
     loss: Literal["auto", "chunked", "liger"] = "auto"
     """Loss kernel; `auto` is Liger's fused one on GPUs where liger-kernel is installed, the chunked one elsewhere."""
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ds_finetune.engine.attention_kernel import packs_documents
 from ds_finetune.engine.devices import visible_device
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.nvme import check_buffers, check_nvme
@@ -98,6 +99,9 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
         lm, drawn = _build(plan, model, groups, loads_weights=loads_weights)
         plan = replace(plan, frozen=_saved_frozen(lm, model))
         trained = TrainedModel(lm, groups.sequence, groups.stage)
+        trained.packs_documents = packs_documents(
+            model.attention, model.hf_config, device=plan.device, precision=plan.precision
+        )
         if isinstance(model.objective, Distillation):
             trained = DistilledModel(trained, model.objective, teacher)
         if groups.experts is not None and plan.zero_stage < 3 and any(map(is_expert, trained.parameters())):
@@ -118,7 +122,8 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
         # them. A resumed run restores its state.
         torch.manual_seed(seed_of(plan.seed, f"dropout.{plan.mesh.place('dp')}"))
         try:
-            yield engine
+            with engine.meter.counting():
+                yield engine
         finally:
             wrapped.destroy()
 

@@ -21,6 +21,7 @@ from ds_finetune.objectives.table import make_objective
 from ds_finetune.plan.activations import check_offloaded_type
 from ds_finetune.plan.context import ContextPlan
 from ds_finetune.plan.indexer import IndexerPlan, check_stages_begin_with_indexers, plan_indexer
+from ds_finetune.plan.packed_attention import check_varlen
 from ds_finetune.plan.routers import RouterPlan, plan_routers
 
 
@@ -113,6 +114,9 @@ def plan_model(hf_config: PretrainedConfig, config: RunConfig) -> ModelPlan:
     teacher = plan_teacher(objective, hf_config)
     for built in (hf_config, *([teacher.hf_config] if teacher else [])):
         check_sinks(built, model.attention)
+        check_varlen(
+            model.attention, built.to_dict(), precision=config.train.precision, longest=config.train.max_seq_len
+        )
     published = read_hf_config(model.path, files=("*.json",), task=task) if resized else hf_config
     prediction = plan_mtp(hf_config, model, config.mtp)
     lora = plan_lora(hf_config, config.lora, task) if config.lora is not None else None

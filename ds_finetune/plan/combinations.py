@@ -10,7 +10,7 @@ from itertools import chain
 from textwrap import wrap
 from typing import Any
 
-from ds_finetune.config.schema import RunConfig
+from ds_finetune.config.schema import OWN_ATTENTIONS, RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.table import FAMILIES, family_of
 from ds_finetune.plan.mesh import Mesh
@@ -158,7 +158,7 @@ def _check_quantized(kind: str, *, stage: int, offloads: Sequence[str]) -> None:
 
 
 def _untested(mesh: Mesh, config: RunConfig, offloads: Sequence[str]) -> Iterator[tuple[str, str]]:
-    if config.model.attention != "sdpa":
+    if config.model.attention not in OWN_ATTENTIONS:
         yield f"model.attention {config.model.attention}", "set model.attention to sdpa"
     if config.train.precision == "fp16":
         yield "train.precision fp16", "set train.precision to bf16"

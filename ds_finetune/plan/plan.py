@@ -18,6 +18,7 @@ from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.mtp import check_mtp
 from ds_finetune.plan.objectives import CROSS_ENTROPY, UNITS, check_objective, loss_text, objective_lines
 from ds_finetune.plan.options import Situation, apply_rules, offload_device
+from ds_finetune.plan.packed_attention import check_device
 from ds_finetune.plan.run_length import check_profiled_ranks
 from ds_finetune.plan.timeouts import check_watchdog_before_torch_timeout, collective_seconds
 from ds_finetune.world import AccelerateChoices, World
@@ -197,6 +198,7 @@ def make_plan(config: RunConfig, *, world: World, device: str, accelerate: Accel
     check_watchdog_before_torch_timeout(config.watchdog)
     check_objective(config)
     check_activation_offload(config, device=device)
+    check_device(config.model, device=device)
     check_profiled_ranks(config, world_size=world.world_size)
     mesh = Mesh.of(config.parallel, world_size=world.world_size, rank=world.rank)
     accumulation = accumulation_steps(

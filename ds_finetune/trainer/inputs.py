@@ -38,6 +38,7 @@ from ds_finetune.plan.context import EXTENSIBLE, ContextPlan, extend_tree, plan_
 from ds_finetune.plan.distillation import check_teacher
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.model_shape import Shape
+from ds_finetune.plan.packed_attention import attention_lines
 from ds_finetune.plan.plan import Plan
 from ds_finetune.schedule import Duration
 from ds_finetune.trainer.distillation import check_teacher_tokens, open_scores, teacher_digest, teacher_lines
@@ -320,11 +321,13 @@ def model_lines(model: ModelPlan, plan: Plan) -> list[tuple[str, str]]:
     routers = model.router.lines() if model.router is not None else []
     mtp = model.mtp.lines(model.hf_config) if model.mtp is not None else []
     indexers = model.indexer.lines() if model.indexer is not None else []
+    kernel = attention_lines(model.attention, model.hf_config.to_dict(), device=plan.device, precision=plan.precision)
     context = model.context.lines() if model.context is not None else []
     return [
         *context,
         *_vocabulary_lines(model),
         *_score_lines(model),
+        *kernel,
         *stages,
         *routers,
         *indexers,
