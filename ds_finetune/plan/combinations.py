@@ -125,6 +125,12 @@ def check_lora(mesh: Mesh, config: RunConfig, *, stage: int, offloads: Sequence[
             config.model.resize_vocabulary,
             "train all weights, or use a tokenizer that fits the model",
         ),
+        # An adapter folder names its base model, whose config.json has other positions and rotary scaling.
+        (
+            f"model.context {config.model.context}",
+            config.model.context is not None,
+            "write the extension into the config.json of a copy of the model's folder",
+        ),
         *(
             (f"{name} true", bool((tree.get("zero_optimization") or {}).get(name)), "leave it out")
             for name in _QUANTIZED
