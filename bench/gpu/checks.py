@@ -29,7 +29,7 @@ def gpu_tests(recorder: Recorder, folder: Path, *, is_tiny: bool) -> None:
     """The tests of kernels that are skipped without a GPU, and those beside them."""
     with recorder.record("tests of kernels") as values:
         report = folder / "tests.txt"
-        command = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider"]
+        command = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider", "-W", "ignore"]
         command += _TESTS[:1] if is_tiny else _TESTS
         command += ["-k", "shapes_by"] if is_tiny else []
         with report.open("w") as out:

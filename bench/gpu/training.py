@@ -100,6 +100,7 @@ class TrainingRun:
             **_deepspeed(stage=1, has_torch_adam=True),
             "optim": {"lr": 1e-5},
             "eval": {"keep_best": False},
+            "checkpoint": {"every": "never"},
             "export": {"at_end": False},
             "log": {"trackers": []},
             "output_dir": str(folder / "run"),
@@ -118,8 +119,8 @@ class TrainingRun:
         return [json.loads(line) for line in lines]
 
 
-def measure(recorder: Recorder, name: str, run: TrainingRun, folder: Path) -> bool:
-    """Record speed and memory of a run; whether it has succeeded."""
+def measure(recorder: Recorder, name: str, run: TrainingRun, folder: Path) -> None:
+    """Record speed and memory of a run."""
     with recorder.record(name) as values:
         began = time.perf_counter()
         records = run.train(folder)
@@ -131,8 +132,6 @@ def measure(recorder: Recorder, name: str, run: TrainingRun, folder: Path) -> bo
         losses = [record["train/loss"] for record in records]
         assert all(loss is not None for loss in losses), losses
         values |= {"first loss": losses[0], "last loss": losses[-1]}
-        return True
-    return False
 
 
 def speeds(run: TrainingRun, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -258,24 +257,26 @@ def longest(recorder: Recorder, folder: Path, tokens: int, *, is_tiny: bool) -> 
     """One document of `tokens` tokens a step, full fine-tune of 1.5 B, with activations on the host and tiles."""
     is_gpu = device().type == "cuda"
     sections: Sections = {"train": {"tiled_mlp": True, **({"activation_offload": True} if is_gpu else {})}}
-    run = TrainingRun(QWEN2_1B, tokens, rows=1, steps=2, is_one_document=True, sections=sections)
+    # A step of more takes minutes.
+    steps = 2 if tokens <= 131_072 else 1
+    run = TrainingRun(QWEN2_1B, tokens, rows=1, steps=steps, is_one_document=True, sections=sections)
     measure(recorder, f"{tokens:,} tokens", run.tiny() if is_tiny else run, folder)
 
 
-def offload(recorder: Recorder, folder: Path, *, is_tiny: bool) -> None:
-    """Full fine-tune with the optimizer on the host of as many layers of the 7B shape as memory has room for; fewer
-    where that fails.
+def offload(recorder: Recorder, folder: Path, share: float, *, is_tiny: bool) -> None:
+    """Full fine-tune with the optimizer on the host of `share` of the layers of the 7B shape that memory has room for;
+    of less than all where the run of more has failed.
     """
-    layers = 1 if is_tiny else layers_that_fit(folder)
-    for number in dict.fromkeys((layers, layers * 3 // 4)):
-        model = {**QWEN2_7B, "num_hidden_layers": max(number, 1)}
-        # A CPU has no memory to offload to.
-        sections = _OPTIMIZER_ON_HOST if device().type == "cuda" else _deepspeed(stage=2, has_torch_adam=True)
-        run = TrainingRun(model, 4096, rows=4, micro_rows=2, steps=3, sections=sections)
-        billions = Shape.of(model).total_params / 1e9
-        name = f"full {billions:.1f}B: {number} layers of the 7B shape"
-        if measure(recorder, name, run.tiny() if is_tiny else run, folder / str(number)):
-            return
+    has_succeeded = any(record["result"] == "ok" for record in recorder.file.read()["records"])
+    if share < 1 and has_succeeded and not is_tiny:
+        return
+    layers = 1 if is_tiny else max(1, round(layers_that_fit(folder) * share))
+    model = {**QWEN2_7B, "num_hidden_layers": layers}
+    # A CPU has no memory to offload to.
+    sections = _OPTIMIZER_ON_HOST if device().type == "cuda" else _deepspeed(stage=2, has_torch_adam=True)
+    run = TrainingRun(model, 4096, rows=4, micro_rows=2, steps=3, sections=sections)
+    name = f"full {Shape.of(model).total_params / 1e9:.1f}B: {layers} layers of the 7B shape"
+    measure(recorder, name, run.tiny() if is_tiny else run, folder)
 
 
 _HOST_SHARE, _GPU_SHARE = 0.85, 0.8
@@ -284,17 +285,23 @@ _HOST_SHARE, _GPU_SHARE = 0.85, 0.8
 
 def layers_that_fit(folder: Path) -> int:
     """Layers of the 7B shape whose planned state fits into the host's and the GPU's memory."""
+    rooms = {
+        "cpu": psutil.virtual_memory().total * _HOST_SHARE,
+        "cuda": torch.cuda.get_device_properties(0).total_memory * _GPU_SHARE,
+    }
+    few, more = (planned_bytes(layers, folder) for layers in (4, 8))
+    growth = {place: (more[place] - few[place]) / 4 for place in rooms}
+    return int(min(4 + (room - few[place]) / growth[place] for place, room in rooms.items()))
+
+
+def planned_bytes(layers: int, folder: Path) -> dict[str, float]:
+    """Bytes of the state of that many layers of the 7B shape with the optimizer on the host, by place: cpu and cuda."""
     from ds_finetune.trainer.dry_run import plan_run
 
-    gpu_bytes = torch.cuda.get_device_properties(0).total_memory
-    host_bytes = psutil.virtual_memory().total
-    for layers in range(64, 1, -2):
-        model = {**QWEN2_7B, "num_hidden_layers": layers}
-        run = TrainingRun(model, 4096, rows=1, steps=1, sections=_OPTIMIZER_ON_HOST)
-        estimate = plan_run(run.config(folder / "fit"), gpus=1).estimate
-        needed = {"cpu": 0, "cuda": 0}
-        for name, size in estimate.state_bytes.items():
-            needed[estimate.places[name]] += size
-        if needed["cpu"] <= host_bytes * _HOST_SHARE and needed["cuda"] <= gpu_bytes * _GPU_SHARE:
-            return layers
-    return 1
+    model = {**QWEN2_7B, "num_hidden_layers": layers}
+    run = TrainingRun(model, 4096, rows=1, steps=1, sections=_OPTIMIZER_ON_HOST)
+    estimate = plan_run(run.config(folder / "fit"), gpus=1).estimate
+    found = {"cpu": 0.0, "cuda": 0.0}
+    for name, size in estimate.state_bytes.items():
+        found[estimate.places[name]] += size
+    return found
