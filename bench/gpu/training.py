@@ -63,7 +63,8 @@ class TrainingRun:
 
     def tiny(self) -> "TrainingRun":
         """The same on a tiny model, for rehearsals."""
-        return replace(self, model=tiny(self.model), tokens=_TINY_TOKENS, rows=2, steps=min(self.steps, 3))
+        sizes = {"tokens": _TINY_TOKENS, "rows": 2, "micro_rows": 1, "steps": min(self.steps, 3)}
+        return replace(self, model=tiny(self.model), **sizes)  # type: ignore[arg-type]
 
     @property
     def lengths(self) -> list[int]:
