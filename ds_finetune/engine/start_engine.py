@@ -100,11 +100,11 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
         lm, drawn = _build(plan, model, groups, loads_weights=loads_weights)
         plan = replace(plan, frozen=_saved_frozen(lm, model))
         trained = TrainedModel(lm, groups.sequence, groups.stage)
+        if isinstance(model.objective, Distillation):
+            trained = DistilledModel(trained, model.objective, teacher)
         trained.packs_documents = packs_documents(
             model.attention, model.hf_config, device=plan.device, precision=plan.precision
         )
-        if isinstance(model.objective, Distillation):
-            trained = DistilledModel(trained, model.objective, teacher)
         if groups.experts is not None and plan.zero_stage < 3 and any(map(is_expert, trained.parameters())):
             trained.has_experts = experts_marker(groups.experts.size)
         wrapped, optimizer, _, _ = deepspeed.initialize(
