@@ -45,6 +45,7 @@ ON_RESUME: Mapping[str, OnResume] = {
     "data.max_truncated_ratio": PRINTED,
     "data.streaming": REFUSED,
     "data.shuffle": REFUSED,
+    "data.balance": FREE,
     "data.workers": FREE,
     "data.cache_dir": FREE,
     "deepspeed": PRINTED,

@@ -106,6 +106,10 @@ class DataConfig(Section):
     """Read and tokenise while training, for data too large to prepare; `train.for` is then in steps."""
     shuffle: bool = True
     """Draw rows in an order given by (seed, epoch); false keeps the order of the files."""
+    balance: bool = True
+    """Divide the rows of a step over ranks and forwards by their cost, so that ranks wait little for each other; false
+    keeps their order. The step's rows are the same.
+    """
     workers: int = Field(default=0, ge=0)
     """Processes that tokenise; 0 takes every core of the machine."""
     cache_dir: str = ".cache/ds_finetune"

@@ -5,7 +5,7 @@ before it.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ds_finetune.data.balance import Division, divide_rows
 from ds_finetune.data.mismatched import MismatchedAnswers
 from ds_finetune.data.mixture import Mixture
 from ds_finetune.data.rows import Ints, Row, Rows, empty_row
@@ -113,6 +114,10 @@ class BatchPlan:
     """Whether forwards have what a multi-token prediction layer needs."""
     separates_padding: bool = False
     """Whether padding behind a single document is a document of its own, as attention in both directions needs it."""
+    row_cost: Callable[[int], float] | None = None
+    """Cost of a training row by its number, by which ranks get equal shares; None leaves the rows in order."""
+    meets_each_forward: bool = False
+    """Whether ranks wait for each other in every forward or backward, and not only at the end of a step."""
 
 
 def training_batches(
@@ -122,14 +127,16 @@ def training_batches(
 
     Step s has the rows [s x global_batch_size, (s + 1) x global_batch_size) of the sequence of epochs, each of which is
     a permutation of all rows, or of those that a mixture draws. The last batch is filled with empty rows, so that every
-    row is used equally often and all ranks run the same number of forwards. With `mismatched`, batches have a baseline.
+    row is used equally often and all ranks run the same number of forwards. Which of these rows a rank has, and in
+    which forward, follows from their costs where the plan has them. With `mismatched`, batches have a baseline.
     """
     steps, per_epoch = -(-total_rows // plan.global_batch_size), rows_per_epoch(rows, plan)
     for step in range(start_step, steps):
         first = step * plan.global_batch_size
         after = min(first + plan.global_batch_size, total_rows)
         every = [_row_id(number, per_epoch, plan) for number in range(first, after)]
-        ids = [every[index] if index < len(every) else None for index in _rank_indices(plan)]
+        indices = _rank_indices(plan) if plan.row_cost is None else _balanced_indices(every, plan, plan.row_cost)
+        ids = [every[index] if index < len(every) else None for index in indices]
         batch = _batch(rows, ids, plan, Position(*divmod(after, per_epoch)))
         yield batch if mismatched is None else replace(batch, baseline=_baseline(mismatched, every, plan))
 
@@ -178,6 +185,15 @@ def _rank_indices(plan: BatchPlan) -> range:
     """Indices of this rank's rows in the global batch: a contiguous range, so that the batch does not depend on dp."""
     share = plan.global_batch_size // plan.dp
     return range(plan.rank * share, (plan.rank + 1) * share)
+
+
+def _balanced_indices(every: Sequence[int], plan: BatchPlan, row_cost: Callable[[int], float]) -> list[int]:
+    """Indices of this rank's rows in the global batch, by their costs; empty rows that fill the batch cost nothing."""
+    costs = np.zeros(plan.global_batch_size)
+    costs[: len(every)] = [row_cost(number) for number in every]
+    size = plan.micro_batch_size
+    forwards = plan.global_batch_size // plan.dp // size
+    return divide_rows(costs, Division(plan.dp, size, forwards, plan.meets_each_forward))[plan.rank]
 
 
 def _row_id(number: int, num_rows: int, plan: BatchPlan) -> int:

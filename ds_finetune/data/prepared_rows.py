@@ -51,6 +51,15 @@ class PreparedRows:
         supervised = int((labels != IGNORE_INDEX).sum())
         return Row(ids, positions, labels, supervised=supervised, documents=self._row_documents(numbers))
 
+    def sizes(self, index: int) -> tuple[NDArray[np.int64], int]:
+        """Lengths of the documents of row `index`, and its number of supervised tokens; reads no token."""
+        numbers = self._documents_of(self.order[self.offsets[index] : self.offsets[index + 1]])
+        starts, ends = self.documents.offsets[numbers], self.documents.offsets[numbers + 1]
+        mask = self.documents.mask
+        # The first token of a document is never predicted.
+        supervised = sum(int(np.count_nonzero(mask[start + 1 : end])) for start, end in zip(starts, ends, strict=True))
+        return np.asarray(ends - starts, dtype=np.int64), supervised
+
     @property
     def class_names(self) -> tuple[str, ...]:
         """Names of the classes in the order of their numbers; empty where rows have numbers alone, or no classes."""

@@ -94,6 +94,13 @@ class Plan:
         return self.mesh.dp * self.mesh.sp
 
     @property
+    def meets_each_forward(self) -> bool:
+        """Whether data parallel ranks wait for each other in each forward or backward: ZeRO-2 and 3 reduce gradients
+        there, ZeRO-3 gathers weights, and experts of other ranks get tokens.
+        """
+        return self.zero_stage >= 2 or self.mesh.ep > 1
+
+    @property
     def is_engine_clipping(self) -> bool:
         """Whether the engine clips the gradient and skips bad steps: DeepSpeed does not without ZeRO in fp32."""
         return self.zero_stage == 0 and self.precision == "fp32"

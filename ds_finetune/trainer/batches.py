@@ -1,6 +1,6 @@
 """This rank's batches of a run: from prepared rows or from a stream, from the beginning or from where it resumes."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from ds_finetune.data.batches import Batch, BatchPlan, Position, training_batches
@@ -8,6 +8,7 @@ from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.scores import NumberedRows, with_scores
 from ds_finetune.data.stream import START, StreamedRows, streaming_batches
 from ds_finetune.model.encoder import encoder_of
+from ds_finetune.plan.row_cost import RowCost
 from ds_finetune.schedule import Duration
 from ds_finetune.trainer.loop import BEGINNING, Progress
 from ds_finetune.trainer.prepare import PreparedRun, mismatched_answers
@@ -75,4 +76,19 @@ def batch_plan(run: PreparedRun) -> BatchPlan:
         mixture=rows.mixture if isinstance(rows, PreparedRows) else None,
         looks_ahead=run.inputs.model.mtp is not None,
         separates_padding=encoder_of(run.inputs.hf_config) is not None,
+        row_cost=_row_cost(run),
+        meets_each_forward=plan.meets_each_forward,
     )
+
+
+def _row_cost(run: PreparedRun) -> Callable[[int], float] | None:
+    """What a training row costs, by its number; None where rows stay in order.
+
+    On one rank only padding can be saved, by rows of similar length in a forward, and packed rows have the same length.
+    """
+    rows, batch = run.inputs.train, run.plan.batch
+    if isinstance(rows, StreamedRows) or not run.config.data.balance or (run.plan.dp == 1 and batch.is_packed):
+        return None
+    cost = RowCost.of(run.inputs.shape, recomputes=run.plan.activation_checkpointing)
+    row_len = batch.max_seq_len if batch.is_packed else None
+    return lambda number: cost.of_row(*rows.sizes(number), row_len=row_len)

@@ -1,17 +1,49 @@
 """Rows divided over ranks by their cost."""
 
 import itertools
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 
 from ds_finetune.data.balance import Division, divide_rows
+from ds_finetune.data.batches import Batch, BatchPlan, training_batches
+from ds_finetune.data.documents import Documents, KeptDocument
+from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.families.tiny import VOCAB
 from ds_finetune.plan.model_shape import Shape
 from ds_finetune.plan.row_cost import RowCost
 from ds_finetune.selftest.cells import TINY_MODELS
 
 LONG_TAIL = np.random.default_rng(3).lognormal(0.0, 1.0, size=256)
+
+
+ROW_LEN, BATCH, TOTAL = 64, 8, 30
+"""30 rows: the last of four batches has two empty rows."""
+
+
+def prepared() -> PreparedRows:
+    """30 packed rows of one to three documents."""
+    rng = np.random.default_rng(5)
+    per_row = rng.integers(1, 4, size=TOTAL)
+    documents = []
+    for length in rng.integers(2, 21, size=per_row.sum()).tolist():
+        documents.append(KeptDocument(list(range(1, length + 1)), (rng.random(length) < 0.5).tolist()))
+    kept = Documents.of(documents)
+    return PreparedRows(kept, np.arange(per_row.sum()), np.concatenate([[0], np.cumsum(per_row)]), kept.counts)
+
+
+def batches(
+    rows: PreparedRows, *, dp: int, micro: int, meets: bool, start: int = 0, is_balanced: bool = True
+) -> list[list[Batch]]:
+    """The batches of every rank from step `start` on."""
+    cost = RowCost.of(Shape.of(TINY_MODELS["llama"]), recomputes=False)
+    plan = BatchPlan(BATCH, micro, 0, dp, 1, shuffle=True, pad_token_id=0, row_len=ROW_LEN, meets_each_forward=meets)
+    if is_balanced:
+        plan = replace(plan, row_cost=lambda number: cost.of_row(*rows.sizes(number), row_len=ROW_LEN))
+    make = partial(training_batches, rows, start_step=start, total_rows=TOTAL)
+    return [list(make(replace(plan, rank=rank))) for rank in range(dp)]
 
 
 def waiting(costs: np.ndarray, shares: list[list[int]], division: Division) -> float:
@@ -84,3 +116,48 @@ def test_a_window_limits_what_a_token_attends_to() -> None:
 
 def test_a_model_of_unknown_shape_costs_its_tokens() -> None:
     assert RowCost.of(None, recomputes=True).of_row(np.array([3, 4]), 7, row_len=None) == 7
+
+
+def test_sizes_are_those_of_the_row() -> None:
+    rows = prepared()
+    for number in range(len(rows)):
+        row = rows[number]
+        lengths, supervised = rows.sizes(number)
+        assert supervised == row.supervised
+        assert lengths.tolist() == np.diff([*np.flatnonzero(row.position_ids == 0), len(row.input_ids)]).tolist()
+
+
+@pytest.mark.parametrize("meets", [False, True])
+@pytest.mark.parametrize(("dp", "micro"), [(1, 2), (2, 2), (4, 1), (4, 2)])
+def test_a_step_has_the_same_rows_however_they_are_divided(dp: int, micro: int, meets: bool) -> None:
+    rows = prepared()
+    (in_order,) = batches(rows, dp=1, micro=micro, meets=meets, is_balanced=False)
+    balanced = batches(rows, dp=dp, micro=micro, meets=meets)
+    for step, whole in enumerate(in_order):
+        parts = [rank[step] for rank in balanced]
+        assert sorted(itertools.chain(*(part.row_ids for part in parts))) == sorted(whole.row_ids)
+        assert sum(part.num_supervised_tokens for part in parts) == whole.num_supervised_tokens
+        assert {len(part.micro) for part in parts} == {BATCH // dp // micro}
+        assert {part.position for part in parts} == {whole.position}
+
+
+def test_a_resumed_run_divides_rows_as_before() -> None:
+    rows = prepared()
+    every = batches(rows, dp=2, micro=2, meets=False)
+    later = batches(rows, dp=2, micro=2, meets=False, start=2)
+    assert [[batch.row_ids for batch in rank] for rank in later] == [[b.row_ids for b in rank[2:]] for rank in every]
+
+
+def test_ranks_of_packed_rows_cost_nearly_the_same() -> None:
+    rows = prepared()
+    cost = RowCost.of(Shape.of(TINY_MODELS["llama"]), recomputes=False)
+
+    def spread(is_balanced: bool) -> float:
+        ranks = batches(rows, dp=2, micro=1, meets=False, is_balanced=is_balanced)
+        costs = [
+            [sum(cost.of_row(*rows.sizes(number), row_len=ROW_LEN) for number in batch.row_ids) for batch in rank[:3]]
+            for rank in ranks
+        ]
+        return float(np.mean(np.max(costs, axis=0) / np.mean(costs, axis=0))) - 1
+
+    assert spread(True) < 0.1 * spread(False)
