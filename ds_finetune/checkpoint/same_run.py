@@ -79,6 +79,8 @@ ON_RESUME: Mapping[str, OnResume] = {
     "train.activation_offload": FREE,
     "train.tiled_mlp": PRINTED,
     "train.max_skipped_steps": PRINTED,
+    "train.reduction_dtype": PRINTED,
+    "train.reduction_every": PRINTED,
     "optim.name": REFUSED,
     "optim.lr": PRINTED,
     "optim.weight_decay": PRINTED,

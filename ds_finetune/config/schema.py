@@ -163,6 +163,14 @@ class TrainConfig(Section):
     """
     max_skipped_steps: int = Field(default=5, ge=1)
     """Steps skipped in a row for a non-finite gradient after which the run ends."""
+    reduction_dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """Dtype in which gradients are summed over ranks and forwards; `auto` is that of `precision`, `fp32` in bf16 needs
+    ZeRO-2 or 3. `bf16` in fp32 rounds what is sent, and the sum over forwards stays fp32.
+    """
+    reduction_every: Literal["auto", "step"] = "auto"
+    """How often gradients are summed over ranks: `auto` leaves it to the ZeRO stage, 2 and 3 in every forward; `step`
+    sums once, and each rank keeps gradients of all its weights until then.
+    """
 
 
 class GenerateConfig(Section):

@@ -6,6 +6,7 @@ It knows the terms, sums and metrics of an objective, and nothing else about it.
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, get_args
@@ -281,14 +282,15 @@ class Engine:
 
     def _run_micro_batches(self, batch: Batch, numbers: StepNumbers) -> torch.Tensor:
         """Forward and backward of every micro-batch; returns this rank's sums of the objective, fp64."""
-        sums = self._no_sums()
-        for index, micro in enumerate(batch.micro, start=1):
-            out = self._forward(micro, numbers)
-            assert isinstance(out, LossAndSums)
-            self._ds.backward(self._scaled(out.loss), scale_wrt_gas=False)
-            sums += out.sums
-            if index < len(batch.micro):
-                self._ds.step()
+        sums, once = self._no_sums(), self.plan.reduces_once
+        with gradients_reduced_at_end(self._ds, zero_stage=self.plan.zero_stage) if once else nullcontext():
+            for index, micro in enumerate(batch.micro, start=1):
+                out = self._forward(micro, numbers)
+                assert isinstance(out, LossAndSums)
+                self._ds.backward(self._scaled(out.loss), scale_wrt_gas=False)
+                sums += out.sums
+                if index < len(batch.micro) and not once:
+                    self._ds.step()
         return sums
 
     def _run_pipeline(self, batch: Batch, numbers: StepNumbers, stage: PipelineGroup) -> torch.Tensor:

@@ -19,13 +19,14 @@ def gradients_reduced_at_end(engine: Any, *, zero_stage: int) -> Iterator[None]:
     """While this is open, gradients stay on this rank. They are reduced when it closes, and the next `step` is the
     optimizer's.
 
-    DeepSpeed would reduce in every backward, but pipeline stages run different backwards at a time. After an error
+    DeepSpeed would reduce in every backward, which costs more, and pipeline stages run different backwards at a time.
+    Gradients are accumulated in the dtype of the weights meanwhile. After an error
     nothing is reduced, because the other ranks may never answer, and the engine's flags are what they were.
     """
     boundary = _BOUNDARY.attribute(engine, "_is_gradient_accumulation_boundary")
     engine.set_gradient_accumulation_boundary(False)
     try:
-        with _coalesced(engine) if zero_stage else _without_allreduce(engine):
+        with _coalesced(engine, zero_stage) if zero_stage else _without_allreduce(engine):
             yield
     except BaseException:
         engine.set_gradient_accumulation_boundary(boundary)
@@ -43,17 +44,18 @@ def _without_allreduce(engine: Any) -> Iterator[None]:  # noqa: ANN401
 
 
 @contextmanager
-def _coalesced(engine: Any) -> Iterator[None]:  # noqa: ANN401
-    """DeepSpeed's own context for ZeRO 1 and 2, whose exit reduces after an error as well."""
-    flush = _COALESCE.attribute(engine, "_flush_coalesced_reduction_zero12")
-    _COALESCE.source(type(engine).coalesce_grad_reduction, "self._flush_coalesced_reduction_zero12(optimizer)")
+def _coalesced(engine: Any, zero_stage: int) -> Iterator[None]:  # noqa: ANN401
+    """DeepSpeed's own context for ZeRO 1 to 3, whose exit reduces after an error as well."""
+    name = "_flush_coalesced_reduction_zero3" if zero_stage == 3 else "_flush_coalesced_reduction_zero12"
+    flush = _COALESCE.attribute(engine, name)
+    _COALESCE.source(type(engine).coalesce_grad_reduction, f"self.{name}(optimizer)")
     has_failed = False
 
     def flush_unless_failed(optimizer: object) -> None:
         if not has_failed:
             flush(optimizer)
 
-    with replaced(engine, "_flush_coalesced_reduction_zero12", flush_unless_failed), engine.coalesce_grad_reduction():
+    with replaced(engine, name, flush_unless_failed), engine.coalesce_grad_reduction():
         try:
             yield
         except BaseException:

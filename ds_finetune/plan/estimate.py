@@ -85,8 +85,8 @@ class RunEstimate:
 
     sizes: ModelSizes
     state_bytes: Mapping[str, int]
-    """Bytes of `weights`, `gradients` and `optimizer` (fp32 weights and moments) on the rank that holds most, and of
-    the weights of a `teacher` where there is one.
+    """Bytes of `weights`, `gradients` and `optimizer` (fp32 weights and moments) on the rank that holds most, of the
+    weights of a `teacher` where there is one, and of `unreduced gradients` where they are summed once a step.
     """
     places: Mapping[str, str]
     """Where a rank keeps each of them: `cuda`, `cpu` or `nvme`."""
@@ -125,6 +125,7 @@ def estimate_run(config: RunConfig, plan: Plan, sizes: ModelSizes) -> RunEstimat
     home = "cpu" if plan.device == "cpu" else "cuda"
     devices = {"weights": plan.offload_param, "gradients": plan.offload_optimizer, "optimizer": plan.offload_optimizer}
     devices |= {"teacher": sizes.teacher_offload} if sizes.teacher else {}
+    devices |= {"unreduced gradients": "none"} if plan.reduces_once else {}
     files = _files(config, plan, sizes)
     return RunEstimate(
         sizes=sizes,
@@ -171,10 +172,17 @@ def _state_bytes(plan: Plan, sizes: ModelSizes) -> dict[str, int]:
     teacher_parts = plan.world.world_size if is_teacher_partitioned(stage, sizes.teacher_offload) else 1
     return {
         "weights": width * (weights - sizes.quantised) + sizes.quantised_bytes,
-        "gradients": width * (trained_share if stage >= 2 else trained),
+        "gradients": _gradient_width(plan) * (trained_share if stage >= 2 else trained),
+        **({"unreduced gradients": width * trained} if plan.reduces_once else {}),
         "optimizer": master * (trained_share if stage else trained),
         **({"teacher": width * -(-sizes.teacher // teacher_parts)} if sizes.teacher else {}),
     }
+
+
+def _gradient_width(plan: Plan) -> int:
+    """Bytes of an element of the gradients that a rank accumulates."""
+    accumulated = (plan.deepspeed.get("data_types") or {}).get("grad_accum_dtype")
+    return WEIGHT_BYTES.get(accumulated, WEIGHT_BYTES[plan.precision])
 
 
 def _files(config: RunConfig, plan: Plan, sizes: ModelSizes) -> DiskNeed:

@@ -19,6 +19,7 @@ from ds_finetune.plan.mtp import check_mtp
 from ds_finetune.plan.objectives import CROSS_ENTROPY, UNITS, check_objective, loss_text, objective_lines
 from ds_finetune.plan.options import Situation, apply_rules, offload_device
 from ds_finetune.plan.packed_attention import check_device
+from ds_finetune.plan.reduction import check_reduction, reduces_once, with_reduction_dtype
 from ds_finetune.plan.run_length import check_profiled_ranks
 from ds_finetune.plan.timeouts import check_watchdog_before_torch_timeout, collective_seconds
 from ds_finetune.world import AccelerateChoices, World
@@ -64,6 +65,8 @@ class Plan:
     zero_stage: int
     offload_optimizer: str
     offload_param: str
+    reduces_once: bool = False
+    """Whether gradients are summed over ranks once a step, where the ZeRO stage would do it in each forward."""
     loss_kernel: str
     activation_checkpointing: bool
     activation_offload: bool
@@ -98,7 +101,8 @@ class Plan:
         """Whether data parallel ranks wait for each other in each forward or backward: ZeRO-2 and 3 reduce gradients
         there, ZeRO-3 gathers weights, and experts of other ranks get tokens.
         """
-        return self.zero_stage >= 2 or self.mesh.ep > 1
+        reduces = self.zero_stage >= 2 and not self.reduces_once
+        return reduces or self.zero_stage == 3 or self.mesh.ep > 1
 
     @property
     def is_engine_clipping(self) -> bool:
@@ -214,6 +218,7 @@ def make_plan(config: RunConfig, *, world: World, device: str, accelerate: Accel
     tree, source = read_choices(choose_deepspeed(config, accelerate))
     stage = stage_of(tree, source)
     _check_grad_accum_dtype(tree, stage, config.train.precision)
+    tree = with_reduction_dtype(tree, config, stage=stage, source=source)
     finished = finish(tree, config, accumulation=accumulation, source=source, on_cpu=device == "cpu")
     if accelerate:
         check_accelerate_agrees(accelerate, config, finished)
@@ -227,6 +232,7 @@ def make_plan(config: RunConfig, *, world: World, device: str, accelerate: Accel
     zero = finished["zero_optimization"]
     offloads = offload_device(zero, "offload_optimizer"), offload_device(zero, "offload_param")
     _check_combinations(mesh, config, stage=stage, offloads=offloads, tree=finished)
+    check_reduction(config, finished, stage=stage, offloads=offloads)
     train, optim = config.train, config.optim
     notes = apply_rules(zero, Situation(device, stage, train.precision, optim.name, train.max_grad_norm))
     plan = Plan(
@@ -242,6 +248,7 @@ def make_plan(config: RunConfig, *, world: World, device: str, accelerate: Accel
         zero_stage=stage,
         offload_optimizer=offloads[0],
         offload_param=offloads[1],
+        reduces_once=reduces_once(config, stage=stage, accumulation=accumulation),
         loss_kernel=loss_kernel(
             config.model.loss,
             device=device,

@@ -57,6 +57,8 @@ class Cell:
     objective: str = "sft"
     balances: bool = False
     """Whether routers are trained with all policies that those of the family can have."""
+    reduces_once: bool = False
+    """Whether gradients are summed over ranks once a step at every ZeRO stage."""
 
     @property
     def layout(self) -> str:
@@ -219,6 +221,7 @@ def run_tree(cell: Cell, model: Path, out: Path, *, dp: int) -> dict[str, Any]:
             "precision": cell.precision,
             "max_grad_norm": cell.max_grad_norm,
             "activation_checkpointing": cell.checkpointing,
+            "reduction_every": "step" if cell.reduces_once else "auto",
         },
         "optim": {"name": cell.optimizer, "lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": cell.weight_decay},
         "output_dir": str(out),

@@ -122,6 +122,19 @@ TIED = [
     for stage, offload in ((0, "none"), (1, "none"), (1, "optimizer"))
 ]
 """The embedding is on the first stage, the head that shares its weight on the last."""
+ONCE = [
+    replace(cell, accumulation=4, reduces_once=True)
+    for cell in _cells(("deepseek_v3",))
+    + _offloaded()
+    + [_cell("llama", PLAIN, stage, packing=False) for stage in (2, 3)]
+    if cell.stage >= 2
+]
+"""Each rank keeps the gradients of four forwards, and they are reduced together."""
+_ONCE_CELLS = (("deepseek_v3", "ep 2", 3, "none"), ("deepseek_v3", "sp 2", 3, "optimizer"), ("llama", "dp", 2, "none"))
+ONCE_CHOSEN = [
+    next(cell for cell in ONCE if (cell.family, cell.layout, cell.stage, cell.offload) == wanted)
+    for wanted in _ONCE_CELLS
+]
 SPARSE = [
     replace(
         _cell(f"{family}_sparse", row, stage, packing=packing), family=f"{family}_sparse", accumulation=accumulation
@@ -143,7 +156,7 @@ VARIANTS = ("deepseek_v2_lite", "deepseek_v3_moonlight", "glm4_moe_lite_types", 
 BIASES = [_cell(family, TENSOR, 1, packing=True) for family in ("llama_biases", "glm4_moe")]
 """Shards of the biases of queries, keys and values; llama's attention also has a bias that every rank holds."""
 MORE_BIASES = [cell for cell in _cells(("llama_biases", "deepseek_v3_biases")) if cell.tp > 1]
-REST = _cells((*OTHERS, *VARIANTS)) + MORE_BIASES + FOUR_STAGES + SPARSE
+REST = _cells((*OTHERS, *VARIANTS)) + MORE_BIASES + FOUR_STAGES + SPARSE + ONCE
 ALL = runs_of(DEFAULT) + runs_of(REST) + runs_of(DEFAULT + REST, worlds=(4,))
 _ROUNDED = _rounded() + _rounded("gpt_oss")
 ALL_ROUNDED = runs_of(_ROUNDED) + runs_of(_ROUNDED, worlds=(4,))
@@ -165,7 +178,9 @@ _NORMS_OVER_HEADS = [cell for cell in _cells(("olmoe",)) if cell.layout == "tp 2
 """The norms of queries and keys need the heads of all ranks."""
 # Its second stage begins with a layer that would take the choice of the layer before.
 _OF_EACH.append(Cell("glm_moe_dsa", 1, 2, packing=True, checkpointing=True, pp=2))
-CHOSEN += _without(runs_of(BIASES + SPARSE_CHOSEN + _OF_EACH + _NORMS_OVER_HEADS, worlds=WORLDS[-1:]), CHOSEN)
+CHOSEN += _without(
+    runs_of(BIASES + SPARSE_CHOSEN + ONCE_CHOSEN + _OF_EACH + _NORMS_OVER_HEADS, worlds=WORLDS[-1:]), CHOSEN
+)
 ROUNDED = each_value(runs_of(_rounded()), _axes)
 """bf16 with every layout and with every stage; layouts are paired with stages in fp32."""
 

@@ -76,13 +76,16 @@ class Engine(DeepSpeedEngine):
     def _flush_coalesced_reduction_zero12(self, optimizer: object) -> None:
         self.reduced.append("coalesced")
 
+    def _flush_coalesced_reduction_zero3(self, optimizer: object) -> None:
+        self.reduced.append("coalesced at stage 3")
+
     def allreduce_gradients(self) -> None:
         self.reduced.append("all")
 
     def flags(self) -> dict[str, Any]:
         plain = (bool, int, type(None))
         found = {name: value for name, value in vars(self).items() if isinstance(value, plain)}
-        flush = vars(self).get("_flush_coalesced_reduction_zero12")
+        flush = [name for name in vars(self) if name.startswith("_flush_coalesced_reduction")]
         return found | {"coalesces": self.optimizer._coalesce_grad_reduction, "flush": flush}
 
 
@@ -91,7 +94,9 @@ def within(context: AbstractContextManager[Any]) -> None:
         pass
 
 
-@pytest.mark.parametrize(("stage", "how"), [(0, "all"), (1, "coalesced"), (2, "coalesced")])
+@pytest.mark.parametrize(
+    ("stage", "how"), [(0, "all"), (1, "coalesced"), (2, "coalesced"), (3, "coalesced at stage 3")]
+)
 def test_gradients_are_reduced_once_at_the_end_and_the_next_step_is_the_optimizers(stage: int, how: str) -> None:
     engine = Engine(stage)
     with deepspeed_engine.gradients_reduced_at_end(engine, zero_stage=stage):
@@ -101,7 +106,7 @@ def test_gradients_are_reduced_once_at_the_end_and_the_next_step_is_the_optimize
     assert engine.flags() == Engine(stage).flags() | {"_is_gradient_accumulation_boundary": True}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_an_error_in_a_backward_reduces_nothing_and_restores_every_flag(stage: int) -> None:
     engine = Engine(stage)
     with (
