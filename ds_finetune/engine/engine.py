@@ -362,7 +362,7 @@ class Engine:
                 self._ds.zero_grad()
             self._ds.step()
             return norm, is_skipped
-        skipped_before = self._ds.skipped_steps
+        skipped_before, steps_before = self._ds.skipped_steps, self._ds.global_steps
         self._ds.step()
         skipped = self._ds.skipped_steps > skipped_before
         if self.has_bad_gradient and not skipped:
@@ -370,7 +370,7 @@ class Engine:
                 f"a non-finite gradient was applied at ZeRO stage {self.plan.zero_stage}: {self._culprit()}",
                 hint="please report this",
             )
-        norm = self._ds.get_global_grad_norm()
+        norm = None if self._ds.global_steps == steps_before else self._ds.get_global_grad_norm()
         return float("nan") if norm is None else float(norm), skipped
 
     @property

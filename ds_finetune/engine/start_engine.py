@@ -70,8 +70,10 @@ from ds_finetune.objectives.multi_token import MultiTokenPrediction
 from ds_finetune.objectives.objective import ScoreObjective
 from ds_finetune.patches.deepspeed_clipping import OwnClipping
 from ds_finetune.patches.deepspeed_engine import count_whole_experts_once, undo_constructor_step
+from ds_finetune.patches.deepspeed_inexact import forget_second_copies, zenflow_keeps_matrices
 from ds_finetune.patches.deepspeed_init import zero_init
 from ds_finetune.patches.torch_nn import linears_without_memory
+from ds_finetune.plan.combinations import STAGE_WITH_PARTITIONED_WEIGHTS
 from ds_finetune.plan.plan import Plan
 from ds_finetune.quiet import deepspeed_level
 
@@ -93,6 +95,7 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
     with (
         open_groups(plan.mesh, timeout=timedelta(seconds=plan.collective_seconds)) as groups,
         start_teacher(plan, model, groups) as teacher,
+        zenflow_keeps_matrices() if plan.has_zenflow else nullcontext(),
     ):
         lm, drawn = _build(plan, model, groups, loads_weights=loads_weights)
         plan = replace(plan, frozen=_saved_frozen(lm, model))
@@ -108,6 +111,8 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
             dist_init_required=False,
             mpu=groups.mpu,
         )
+        if plan.zero_stage == STAGE_WITH_PARTITIONED_WEIGHTS:
+            forget_second_copies(trained)
         _add_extra_losses(trained, model, groups, torch.device(wrapped.device))
         _correct_optimizer(optimizer, plan, groups)
         engine = Engine(wrapped, plan, groups, model.objective)
