@@ -153,6 +153,7 @@ _IMPORTED += (
     "ds_finetune.bench.step_speed",
     "ds_finetune.cli.main",
     "ds_finetune.console",
+    "ds_finetune.report.loss_plot",
     "ds_finetune.trainer.train",
     "ds_finetune.selftest.run",
 )

@@ -516,6 +516,27 @@ MUTANTS = (
         "tests/model/test_attention.py",
     ),
     Mutant(
+        "window of packed documents one too wide",
+        "model/packed_attention.py",
+        "else window - 1",
+        "else window",
+        "tests/model/test_packed_attention.py",
+    ),
+    Mutant(
+        "values of packed documents not cut again",
+        "model/packed_attention.py",
+        "out[:, :, :value_width]",
+        "out",
+        "tests/model/test_packed_attention.py",
+    ),
+    Mutant(
+        "sinks dropped by the kernel of packed documents",
+        "model/attention.py",
+        "packed is not None and s_aux is None and",
+        "packed is not None and",
+        "tests/model/test_packed_attention.py",
+    ),
+    Mutant(
         "causal attention of encoders",
         "model/attention.py",
         'getattr(module, "is_causal", True)',

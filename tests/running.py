@@ -107,9 +107,9 @@ def as_fork(command: Sequence[str]) -> tuple[list[str], int]:
     return (words[1:] if is_python else []), 0
 
 
-def build_ops(*builders: str) -> None:
-    """Compile DeepSpeed's ops by builder name, which takes minutes the first time, outside the time limit of a run."""
-    command = [sys.executable, str(ROOT / "tests" / "build_worker.py"), *builders]
+def build_ops(*names: str) -> None:
+    """Compile DeepSpeed's operators, which takes minutes the first time, outside the time limit of a run."""
+    command = [sys.executable, str(ROOT / "tests" / "build_worker.py"), *names]
     done = start(command, {"DS_ACCELERATOR": "cpu"}, timeout=BUILD_SECONDS)
     assert done.returncode == 0, done.stderr
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ds_finetune.engine.attention_kernel import packs_documents
 from ds_finetune.engine.devices import visible_device
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.nvme import check_buffers, check_nvme
@@ -28,6 +29,7 @@ from ds_finetune.engine.process_groups import Groups, open_groups
 from ds_finetune.engine.teacher import start_teacher
 from ds_finetune.engine.zero3_partition import partition
 from ds_finetune.families.table import family_of
+from ds_finetune.model.activation_offload import CudaTransfer, PlainTransfer, offload_layer_inputs
 from ds_finetune.model.balance_loss import BalanceLoss
 from ds_finetune.model.build import Where, build_skeleton, model_class, resolve_folder
 from ds_finetune.model.cross_entropy import KERNELS, Kernel, chunked_cross_entropy
@@ -60,6 +62,7 @@ from ds_finetune.model.score_head import (
     install_encoder_head,
     install_score_head,
 )
+from ds_finetune.model.tiled_mlp import install_tiled_mlps
 from ds_finetune.model.vocabulary import Growth
 from ds_finetune.model.weights import clear_weights, initialise_weights, load_weights, seed_of
 from ds_finetune.objectives.balance import Balance
@@ -100,6 +103,9 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
         lm, drawn = _build(plan, model, groups, loads_weights=loads_weights)
         plan = replace(plan, frozen=_saved_frozen(lm, model))
         trained = TrainedModel(lm, groups.sequence, groups.stage)
+        trained.packs_documents = packs_documents(
+            model.attention, model.hf_config, device=plan.device, precision=plan.precision
+        )
         if isinstance(model.objective, Distillation):
             trained = DistilledModel(trained, model.objective, teacher)
         if groups.experts is not None and plan.zero_stage < 3 and any(map(is_expert, trained.parameters())):
@@ -122,7 +128,8 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
         # them. A resumed run restores its state.
         torch.manual_seed(seed_of(plan.seed, f"dropout.{plan.mesh.place('dp')}"))
         try:
-            yield engine
+            with engine.meter.counting():
+                yield engine
         finally:
             wrapped.destroy()
 
@@ -168,9 +175,21 @@ def _build(
     _mark_parameters(lm, plan, model, groups)
     if groups.stage is None or groups.stage.is_last:
         _install_head(lm, model, groups, kernel)
+    _keep_fewer_activations(lm, plan, model)
+    return lm, drawn
+
+
+def _keep_fewer_activations(lm: PreTrainedModel, plan: Plan, model: ModelPlan) -> None:
+    """Recompute layers, with their inputs on the host, and compute MLPs in tiles, as the run file says."""
+    from deepspeed.utils import set_z3_leaf_module
+
     if plan.activation_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
-    return lm, drawn
+    if plan.activation_offload:
+        offload_layer_inputs(lm, PlainTransfer() if plan.device == "cpu" else CudaTransfer(torch.device(_device(plan))))
+    for module in install_tiled_mlps(lm, tiles=model.mlp_tiles) if model.mlp_tiles > 1 else ():
+        # ZeRO-3 gathers all matrices of an MLP before its first tile, and releases them after its last.
+        set_z3_leaf_module(module, True)
 
 
 def _mark_parameters(lm: PreTrainedModel, plan: Plan, model: ModelPlan, groups: Groups) -> None:
@@ -233,7 +252,7 @@ def _install_head(lm: PreTrainedModel, model: ModelPlan, groups: Groups, kernel:
 def _build_modules(plan: Plan, model: ModelPlan, groups: Groups) -> PreTrainedModel:
     """The modules of this rank's layers and experts, without weights, partitioned already under ZeRO-3."""
     hf_config, kind = model.hf_config, model_class(model.hf_config, model.task)
-    device = "cpu" if plan.device == "cpu" else f"cuda:{visible_device(plan.world.local_rank)}"
+    device = _device(plan)
     local_experts = build_local_experts(
         kind, family_of(hf_config.model_type), ep_size=plan.mesh.ep, mark=partial(tag_expert, groups=groups)
     )
@@ -252,6 +271,10 @@ def _build_modules(plan: Plan, model: ModelPlan, groups: Groups) -> PreTrainedMo
     if model.quantised:
         install_four_bit(lm, model.quantised, device=device)
     return lm
+
+
+def _device(plan: Plan) -> str:
+    return "cpu" if plan.device == "cpu" else f"cuda:{visible_device(plan.world.local_rank)}"
 
 
 def _install_groups(lm: PreTrainedModel, plan: Plan, model: ModelPlan, groups: Groups) -> Kernel:

@@ -21,6 +21,7 @@ from ds_finetune.config.schema import LoraConfig
 from ds_finetune.model.build import Where
 from ds_finetune.model.four_bit import dtype_of, is_four_bit, shape_of
 from ds_finetune.model.lora_plan import ROUTED, ROUTER, LoraTarget, Shape
+from ds_finetune.model.parallel.expert import rows_up_to
 from ds_finetune.model.weights import seed_of
 
 _ADAPTER = re.compile(r"^(?P<module>.+)\.((?P<leaf>\w+)_)?lora_(?P<side>[AB])$")
@@ -71,7 +72,7 @@ class _AdaptedExperts(_Adapted):
         """
         tokens, k = top_k_index.shape
         experts, order = top_k_index.reshape(-1).sort(stable=True)
-        ends = torch.bincount(experts, minlength=self.num_experts).cumsum(0, dtype=torch.int32)
+        ends = rows_up_to(experts, self.num_experts).int()
         inner = self._apply_gate(self._project(hidden[order // k], ends, "gate_up_proj"))
         out = self._project(inner, ends, "down_proj") * top_k_weights.reshape(-1)[order, None]
         inverse = torch.empty_like(order)
