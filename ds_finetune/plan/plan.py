@@ -227,8 +227,9 @@ def make_plan(config: RunConfig, *, world: World, device: str, accelerate: Accel
     offloads = offload_device(zero, "offload_optimizer"), offload_device(zero, "offload_param")
     _check_combinations(mesh, config, stage=stage, offloads=offloads, tree=finished)
     train, optim = config.train, config.optim
-    inexact = check_inexact(InexactRun(config, finished, mesh, device, accumulation))
-    notes = inexact + apply_rules(zero, Situation(device, stage, train.precision, optim.name, train.max_grad_norm))
+    notes = check_inexact(InexactRun(config, finished, mesh, device, accumulation)) + apply_rules(
+        zero, Situation(device, stage, train.precision, optim.name, train.max_grad_norm)
+    )
     plan = Plan(
         world=world,
         mesh=mesh,
