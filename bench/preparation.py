@@ -57,10 +57,17 @@ def compare(asked: argparse.Namespace) -> None:
     for kind in ("cpu_seconds", "seconds"):
         rates = {name: [megabytes / each[kind] for each in rounds] for name, rounds in found.items()}
         for name, values in rates.items():
-            print(f"{name}, MB per {kind[:-1]}: {'  '.join(f'{value:.3f}' for value in values)}")
+            say(f"{name}, MB per {kind[:-1]}: {'  '.join(f'{value:.3f}' for value in values)}")
         ours, peer = (statistics.median(values) for values in rates.values())
-        print(f"ratio of medians by {kind}: {ours / peer:.2f}")
-    print({name: {key: rounds[0][key] for key in ("rows", "tokens", "supervised")} for name, rounds in found.items()})
+        say(f"ratio of medians by {kind}: {ours / peer:.2f}")
+    say(
+        str({name: {key: rounds[0][key] for key in ("rows", "tokens", "supervised")} for name, rounds in found.items()})
+    )
+
+
+def say(text: str) -> None:
+    """Print a line."""
+    sys.stdout.write(text + "\n")
 
 
 def _run(python: str, worker: str, asked: argparse.Namespace) -> Measured:

@@ -76,7 +76,6 @@ from ds_finetune.patches.deepspeed_engine import count_whole_experts_once, undo_
 from ds_finetune.patches.deepspeed_inexact import forget_second_copies, zenflow_keeps_matrices
 from ds_finetune.patches.deepspeed_init import zero_init
 from ds_finetune.patches.torch_nn import linears_without_memory
-from ds_finetune.plan.combinations import STAGE_WITH_PARTITIONED_WEIGHTS
 from ds_finetune.plan.plan import Plan
 from ds_finetune.quiet import deepspeed_level
 
@@ -103,11 +102,11 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
         lm, drawn = _build(plan, model, groups, loads_weights=loads_weights)
         plan = replace(plan, frozen=_saved_frozen(lm, model))
         trained = TrainedModel(lm, groups.sequence, groups.stage)
+        if isinstance(model.objective, Distillation):
+            trained = DistilledModel(trained, model.objective, teacher)
         trained.packs_documents = packs_documents(
             model.attention, model.hf_config, device=plan.device, precision=plan.precision
         )
-        if isinstance(model.objective, Distillation):
-            trained = DistilledModel(trained, model.objective, teacher)
         if groups.experts is not None and plan.zero_stage < 3 and any(map(is_expert, trained.parameters())):
             trained.has_experts = experts_marker(groups.experts.size)
         wrapped, optimizer, _, _ = deepspeed.initialize(
@@ -117,10 +116,8 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
             dist_init_required=False,
             mpu=groups.mpu,
         )
-        if plan.zero_stage == STAGE_WITH_PARTITIONED_WEIGHTS:
-            forget_second_copies(trained)
         _add_extra_losses(trained, model, groups, torch.device(wrapped.device))
-        _correct_optimizer(optimizer, plan, groups)
+        _correct_start(trained, optimizer, plan, groups)
         engine = Engine(wrapped, plan, groups, model.objective)
         _clip_apart(engine, optimizer, model, groups)
         engine.drawn = drawn
@@ -134,10 +131,12 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
             wrapped.destroy()
 
 
-def _correct_optimizer(optimizer: object, plan: Plan, groups: Groups) -> None:
-    """Undo what DeepSpeed's wrapper of the optimizer does wrong at this stage."""
+def _correct_start(trained: TrainedModel, optimizer: object, plan: Plan, groups: Groups) -> None:
+    """Undo what DeepSpeed did wrong at this stage when it took over the model and wrapped the optimizer."""
     if plan.zero_stage == 0 and plan.precision != "fp32":
         undo_constructor_step(optimizer)
+    if plan.zero_stage == 3:
+        forget_second_copies(trained)
     if plan.zero_stage == 3 and groups.tensor is not None and groups.experts is not None:
         count_whole_experts_once(optimizer)
 

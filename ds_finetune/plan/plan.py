@@ -223,13 +223,11 @@ def make_plan(config: RunConfig, *, world: World, device: str, accelerate: Accel
         # The engine clips the gradient itself: DeepSpeed 0.19.8 counts tied weights twice in the norm
         # (runtime/utils.py:393), and takes the norm of each rank's experts separately.
         finished["gradient_clipping"] = 0.0
-    zero = finished["zero_optimization"]
+    zero, train, optim = finished["zero_optimization"], config.train, config.optim
     offloads = offload_device(zero, "offload_optimizer"), offload_device(zero, "offload_param")
     _check_combinations(mesh, config, stage=stage, offloads=offloads, tree=finished)
-    train, optim = config.train, config.optim
-    notes = check_inexact(InexactRun(config, finished, mesh, device, accumulation)) + apply_rules(
-        zero, Situation(device, stage, train.precision, optim.name, train.max_grad_norm)
-    )
+    situation = Situation(device, stage, train.precision, optim.name, train.max_grad_norm)
+    notes = check_inexact(InexactRun(config, finished, mesh, device, accumulation)) + apply_rules(zero, situation)
     plan = Plan(
         world=world,
         mesh=mesh,

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +30,7 @@ from ds_finetune.patches import (
     datasets_offline,
     deepspeed_engine,
     deepspeed_groups,
+    deepspeed_import,
     deepspeed_inexact,
     deepspeed_init,
     torch_distributed,
@@ -334,6 +337,17 @@ def test_files_of_other_operators_are_not_joined(tmp_path: Path, monkeypatch: py
     unchanged = ("", ["a/b/x.cpp", "a/b/y.cpp"], ["-g", "-O3"])
     assert given == [unchanged, unchanged, ("/cpu_adam/joined", [str(joined)], ["-O3"]), unchanged]
     assert joined.read_text() == '#include "a/b/x.cpp"\n#include "a/b/y.cpp"\n'
+
+
+def test_mlflow_is_kept_from_deepspeeds_tuner_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuner = ModuleSpec("deepspeed.autotuning.autotuner", None)
+    monkeypatch.setitem(sys.modules, tuner.name, SimpleNamespace(__spec__=tuner))
+    monkeypatch.delitem(sys.modules, "mlflow", raising=False)
+    deepspeed_import.import_without_mlflow()
+    find_spec("mlflow")
+    tuner._initializing = True  # type: ignore[attr-defined]
+    with pytest.raises(ModuleNotFoundError, match="does without mlflow"):
+        find_spec("mlflow")
 
 
 def test_attention_is_registered_with_its_mask() -> None:
