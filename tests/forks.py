@@ -142,6 +142,7 @@ class Forkserver:
 
 
 _IMPORTED = (
+    "ds_finetune.engine",
     "deepspeed",
     "torch",
     "datasets",

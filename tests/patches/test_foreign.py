@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +30,8 @@ from ds_finetune.patches import (
     datasets_offline,
     deepspeed_engine,
     deepspeed_groups,
+    deepspeed_import,
+    deepspeed_inexact,
     deepspeed_init,
     torch_distributed,
     torch_extensions,
@@ -168,6 +172,13 @@ def no_parameters() -> None:
     """A function of another version."""
 
 
+def partitioned_by_another_version() -> nn.Module:
+    """A module whose parameter is partitioned and has no second copy."""
+    module = nn.Linear(1, 1)
+    module.weight.ds_id = 0  # type: ignore[assignment]
+    return module
+
+
 GUARDS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], Any]]] = {
     "accumulation boundary": (
         lambda _: None,
@@ -212,6 +223,14 @@ GUARDS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], Any]]
     "shared-memory op": (
         lambda patch: patch.setattr(sys.modules["deepspeed.comm.torch"], "build_shm_op", no_parameters),
         lambda: within(deepspeed_init.without_shared_memory_op()),
+    ),
+    "second copies": (lambda _: None, lambda: deepspeed_inexact.forget_second_copies(partitioned_by_another_version())),
+    "ZenFlow's matrices": (
+        lambda patch: patch.setattr(
+            "deepspeed.runtime.zenflow.zenflow_stage_1_and_2.ZenFlowZeroOptimizer._update_model_bit16_weights",
+            no_parameters,
+        ),
+        lambda: within(deepspeed_inexact.zenflow_keeps_matrices()),
     ),
     "zero.Init": (
         lambda patch: patch.setattr(deepspeed.zero.Init, "__init__", no_parameters),
@@ -318,6 +337,17 @@ def test_files_of_other_operators_are_not_joined(tmp_path: Path, monkeypatch: py
     unchanged = ("", ["a/b/x.cpp", "a/b/y.cpp"], ["-g", "-O3"])
     assert given == [unchanged, unchanged, ("/cpu_adam/joined", [str(joined)], ["-O3"]), unchanged]
     assert joined.read_text() == '#include "a/b/x.cpp"\n#include "a/b/y.cpp"\n'
+
+
+def test_mlflow_is_kept_from_deepspeeds_tuner_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuner = ModuleSpec("deepspeed.autotuning.autotuner", None)
+    monkeypatch.setitem(sys.modules, tuner.name, SimpleNamespace(__spec__=tuner))
+    monkeypatch.delitem(sys.modules, "mlflow", raising=False)
+    deepspeed_import.import_without_mlflow()
+    find_spec("mlflow")
+    tuner._initializing = True  # type: ignore[attr-defined]
+    with pytest.raises(ModuleNotFoundError, match="does without mlflow"):
+        find_spec("mlflow")
 
 
 def test_attention_is_registered_with_its_mask() -> None:
