@@ -36,6 +36,7 @@ from ds_finetune.objectives.table import make_objective
 from ds_finetune.plan.combinations import check_divides, check_expert_widths, check_optimizer
 from ds_finetune.plan.context import EXTENSIBLE, ContextPlan, extend_tree, plan_context
 from ds_finetune.plan.distillation import check_teacher
+from ds_finetune.plan.inexact import check_inexact_model
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.model_shape import Shape
 from ds_finetune.plan.packed_attention import attention_lines
@@ -186,6 +187,7 @@ def make_model_plan(config: RunConfig, mesh: Mesh, *, is_config_alone: bool = Fa
     check_divides(mesh, tree, pp_layers=config.parallel.pp_layers)
     check_expert_widths(mesh, tree, precision=config.train.precision)
     check_optimizer(config.optim.name, tree)
+    check_inexact_model(config.inexact, tree)
     planned = plan_model(hf_config, config)
     if planned.teacher is not None:
         teacher = planned.teacher.hf_config.to_dict()
