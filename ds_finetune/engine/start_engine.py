@@ -44,7 +44,11 @@ from ds_finetune.model.lora import install_lora
 from ds_finetune.model.loss import HeadGroups, TrainedModel, install_loss_head
 from ds_finetune.model.model_plan import ModelPlan
 from ds_finetune.model.mtp_loss import MtpLoss
-from ds_finetune.model.parallel.expert import build_local_experts, install_expert_parallel
+from ds_finetune.model.parallel.expert import (
+    build_local_experts,
+    install_expert_parallel,
+    install_overlapped_exchange,
+)
 from ds_finetune.model.parallel.pipeline import (
     build_meta_model,
     build_only_layers,
@@ -174,12 +178,14 @@ def _build(
     _mark_parameters(lm, plan, model, groups)
     if groups.stage is None or groups.stage.is_last:
         _install_head(lm, model, groups, kernel)
-    _keep_fewer_activations(lm, plan, model)
+    _arrange_forward(lm, plan, model)
     return lm, drawn
 
 
-def _keep_fewer_activations(lm: PreTrainedModel, plan: Plan, model: ModelPlan) -> None:
-    """Recompute layers, with their inputs on the host, and compute MLPs in tiles, as the run file says."""
+def _arrange_forward(lm: PreTrainedModel, plan: Plan, model: ModelPlan) -> None:
+    """Recompute layers, with their inputs on the host, and compute MLPs in tiles, as the run file says; else shared
+    experts beside the exchange of rows.
+    """
     from deepspeed.utils import set_z3_leaf_module
 
     if plan.activation_checkpointing:
@@ -189,6 +195,9 @@ def _keep_fewer_activations(lm: PreTrainedModel, plan: Plan, model: ModelPlan) -
     for module in install_tiled_mlps(lm, tiles=model.mlp_tiles) if model.mlp_tiles > 1 else ():
         # ZeRO-3 gathers all matrices of an MLP before its first tile, and releases them after its last.
         set_z3_leaf_module(module, True)
+    if plan.mesh.ep > 1 and model.mlp_tiles == 1:
+        # Tiles of routed experts run without shared ones, and again in backward.
+        install_overlapped_exchange(lm)
 
 
 def _mark_parameters(lm: PreTrainedModel, plan: Plan, model: ModelPlan, groups: Groups) -> None:

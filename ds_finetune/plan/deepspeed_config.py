@@ -169,10 +169,16 @@ def finish(tree: Tree, config: RunConfig, *, accumulation: int, source: str, on_
     for key in ("bf16", "fp16"):
         given = {k: v for k, v in (finished.get(key) or {}).items() if v != "auto"}
         derived[key] = given | derived[key] if derived[key]["enabled"] else derived[key]
-    finished |= derived | {"zero_optimization": _without_auto(zero)}
+    finished |= derived | {"zero_optimization": _with_overlap(_without_auto(zero))}
     if config.optim.name.lower() in _UNTESTED:
         finished["zero_allow_untested_optimizer"] = True
     return finished
+
+
+def _with_overlap(zero: Tree) -> Tree:
+    """The ZeRO section with DeepSpeed's default of `overlap_comm` written out (0.19.8, zero/config.py): at stage 3."""
+    stage = zero.get("stage", 0)
+    return zero if "overlap_comm" in zero or not stage else zero | {"overlap_comm": stage == 3}
 
 
 def _without_auto(tree: Mapping[str, Any]) -> Tree:

@@ -181,7 +181,7 @@ def _state_bytes(plan: Plan, sizes: ModelSizes) -> dict[str, int]:
 
 def _gradient_width(plan: Plan) -> int:
     """Bytes of an element of the gradients that a rank accumulates."""
-    accumulated = (plan.deepspeed.get("data_types") or {}).get("grad_accum_dtype")
+    accumulated = str((plan.deepspeed.get("data_types") or {}).get("grad_accum_dtype"))
     return WEIGHT_BYTES.get(accumulated, WEIGHT_BYTES[plan.precision])
 
 

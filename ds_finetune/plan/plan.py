@@ -286,6 +286,7 @@ def _decisions(plan: Plan, config: RunConfig) -> tuple[tuple[str, str], ...]:
         ("ranks", f"{plan.world.world_size} on {plan.device}, started by {plan.world.launcher}"),
         ("layout", f"{plan.mesh}, ZeRO-{plan.zero_stage}, {offloads}"),
         ("batch", f"{rows}, {tokens}"),
+        *_communication(plan, config),
         *((("inexact", ", ".join(config.inexact)),) if config.inexact else ()),
         *([("activations", "inputs of recomputed layers in host memory")] if plan.activation_offload else []),
         *objective_lines(config),
@@ -293,6 +294,19 @@ def _decisions(plan: Plan, config: RunConfig) -> tuple[tuple[str, str], ...]:
         ("length", config.train.duration),
         ("checkpoints", _checkpoints(config.checkpoint, is_asynchronous=plan.saves_asynchronously)),
     )
+
+
+def _communication(plan: Plan, config: RunConfig) -> tuple[tuple[str, str], ...]:
+    """How gradients are summed over ranks; nothing for one rank."""
+    if plan.world.world_size == 1:
+        return ()
+    each = plan.zero_stage >= 2 and not plan.reduces_once and plan.batch.gradient_accumulation_steps > 1
+    dtype = plan.precision if config.train.reduction_dtype == "auto" else config.train.reduction_dtype
+    given = plan.deepspeed.get("communication_data_type")
+    text = f"gradients summed in {given or dtype} {'in each forward' if each else 'once a step'}"
+    overlaps = plan.deepspeed["zero_optimization"].get("overlap_comm", False)
+    text += ", beside the backward pass" if overlaps else ""
+    return (("communication", text),)
 
 
 def _checkpoints(checkpoint: CheckpointConfig, *, is_asynchronous: bool) -> str:

@@ -3,6 +3,7 @@ collectives of a step are in each layout.
 """
 
 import gc
+import itertools
 import json
 import os
 import sys
@@ -43,6 +44,12 @@ def main() -> None:
                     _send_all_away(engine, world.rank)
                 found[f"{cell.layout}, ZeRO-{cell.stage}"] = all_gather_object(_second_step(engine))
             gc.freeze()
+        for checkpointing, overlaps in itertools.product((False, True), (True, False)):
+            cell = Cell("deepseek_v3", 1, 2, packing=True, ep=2, checkpointing=checkpointing)
+            config = RunConfig.model_validate(run_tree(cell, folder / cell.family, folder, dp=world.world_size))
+            with start_engine(make_plan(config, world=world, device=device), model_of(config)) as engine:
+                name = "checkpointed" if checkpointing else "whole"
+                found[f"{name}, {'overlapped' if overlaps else 'apart'}"] = _overlapped(engine, overlaps=overlaps)
     if world.rank == 0:
         Path(sys.argv[2]).write_text(json.dumps(found))
 
@@ -66,6 +73,18 @@ def _second_step(engine: Engine) -> dict[str, Any]:
         "metrics": made.metrics(step_seconds=1.0),
         "supervised": results[-1].num_supervised_tokens,
     }
+
+
+def _overlapped(engine: Engine, *, overlaps: bool) -> dict[str, Any]:
+    """Losses and norms of three steps, and in which order the modules of the last layer were called at last."""
+    calls: list[str] = []
+    mlp = engine.lm.get_submodule("model.layers.1.mlp")
+    if not overlaps:
+        mlp.experts.compute_meanwhile = None
+    for name in ("experts", "shared_experts.down_proj"):
+        mlp.get_submodule(name).register_forward_hook(lambda *_, name=name: calls.append(name))
+    *_, steps = take_steps(engine, 3)
+    return {"losses": steps.losses, "norms": steps.norms, "calls": calls[-2:]}
 
 
 def _send_all_away(engine: Engine, rank: int) -> None:

@@ -97,9 +97,17 @@ def test_expert_parallel_ranks_exchange_chosen_rows(found: dict[str, Any]) -> No
         assert sent["all_reduce"] == pytest.approx(shared, abs=COUNTS)
 
 
+@pytest.mark.parametrize("layers", ["whole", "checkpointed"])
+def test_shared_experts_beside_the_exchange_change_no_bit(found: dict[str, Any], layers: str) -> None:
+    overlapped, apart = (dict(found[f"{layers}, {how}"]) for how in ("overlapped", "apart"))
+    assert overlapped.pop("calls") == ["shared_experts.down_proj", "experts"]
+    assert apart.pop("calls") == ["experts", "shared_experts.down_proj"]
+    assert overlapped == apart
+
+
 def test_collectives_have_a_time_on_cpus(found: dict[str, Any]) -> None:
-    for layout, ranks in found.items():
-        for rank in ranks:
+    for layout in (*BY_HAND, "tp 2, ZeRO-1", "ep 2, ZeRO-1"):
+        for rank in found[layout]:
             assert rank["seconds"].keys() >= rank["bytes"].keys(), layout
             assert min(rank["seconds"].values()) > 0, layout
 

@@ -7,7 +7,8 @@ token is dropped, and none is padded. Every rank has the whole router, which is 
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -26,9 +27,86 @@ class ExpertParallelGroup(RankGroup):
         """Send the first `send_counts[0]` rows to rank 0, the next to rank 1, and so on; receive `receive_counts[i]`
         rows from rank i. No gradient.
         """
-        out = rows.new_empty(sum(receive_counts), *rows.shape[1:])
-        dist.all_to_all_single(out, rows.contiguous(), receive_counts, send_counts, group=self.group)
-        return out
+        pending = PendingRows.start(self, rows, send_counts, receive_counts)
+        return pending.wait()
+
+
+@dataclass
+class PendingRows:
+    """Rows that are under way; what is computed until `wait` is hidden behind the exchange."""
+
+    out: torch.Tensor
+    given: torch.Tensor
+    """Kept until all of it is sent."""
+    work: dist.Work | None
+
+    @classmethod
+    def start(
+        cls, ep_group: ExpertParallelGroup, rows: torch.Tensor, send_counts: list[int], receive_counts: list[int]
+    ) -> Self:
+        """Begin an `ExpertParallelGroup.all_to_all`."""
+        out, given = rows.new_empty(sum(receive_counts), *rows.shape[1:]), rows.contiguous()
+        work = dist.all_to_all_single(out, given, receive_counts, send_counts, group=ep_group.group, async_op=True)
+        return cls(out, given, work)
+
+    def wait(self) -> torch.Tensor:
+        """The rows that have arrived."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+        return self.out
+
+
+class _Exchange:
+    """An exchange of rows in forward, and that of their gradients in backward; each is begun and awaited apart."""
+
+    def __init__(self, ep_group: ExpertParallelGroup, send_counts: list[int], receive_counts: list[int]) -> None:
+        self._group, self._send, self._receive = ep_group, send_counts, receive_counts
+        self._pending: PendingRows | None = None
+
+    def start(self, rows: torch.Tensor, *, is_backward: bool = False) -> torch.Tensor:
+        """Begin to send `rows`; returns the tensor that is being filled."""
+        counts = (self._receive, self._send) if is_backward else (self._send, self._receive)
+        self._pending = PendingRows.start(self._group, rows, *counts)
+        return self._pending.out
+
+    def wait(self) -> None:
+        """Wait until the tensor is filled."""
+        assert self._pending is not None
+        self._pending.wait()
+        self._pending = None
+
+
+class _StartExchange(torch.autograd.Function):
+    """Begins an exchange; backward awaits that of the gradients.
+
+    Autograd runs nodes in the reverse order of their forwards. What was computed between this and `_AwaitExchange` has
+    its backward between the two as well, where gradients are under way.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, exchange: _Exchange) -> torch.Tensor:  # noqa: ANN401
+        ctx.exchange = exchange
+        return exchange.start(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ANN401
+        ctx.exchange.wait()
+        return grad, None
+
+
+class _AwaitExchange(torch.autograd.Function):
+    """Awaits an exchange; backward begins that of the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, arriving: torch.Tensor, exchange: _Exchange) -> torch.Tensor:  # noqa: ANN401
+        ctx.exchange = exchange
+        exchange.wait()
+        return arriving.view_as(arriving)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ANN401
+        return ctx.exchange.start(grad, is_backward=True), None
 
 
 class _AllToAllRows(torch.autograd.Function):
@@ -64,6 +142,8 @@ class ExpertParallelExperts(nn.Module):
 
     ep_group: ExpertParallelGroup
     num_experts: int
+    compute_meanwhile: Callable[[], None] | None = None
+    """Called while rows are on their way to their experts."""
 
     def forward(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """[tokens, width], chosen experts of the whole layer [tokens, k] and their weights -> [tokens, width]."""
@@ -75,7 +155,11 @@ class ExpertParallelExperts(nn.Module):
         both = torch.stack([per_expert, arriving]).view(2, self.ep_group.size, -1)
         # The only wait of the host in a layer: NCCL needs the numbers of rows.
         send_counts, receive_counts = both.sum(2).tolist()
-        rows = _AllToAllRows.apply(hidden[order // k], self.ep_group, send_counts, receive_counts)
+        exchange = _Exchange(self.ep_group, send_counts, receive_counts)
+        arriving_rows = _StartExchange.apply(hidden[order // k], exchange)
+        if self.compute_meanwhile is not None:
+            self.compute_meanwhile()
+        rows = _AwaitExchange.apply(arriving_rows, exchange)
         out = _AllToAllRows.apply(self._run_local_experts(rows, arriving), self.ep_group, receive_counts, send_counts)
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(len(order), device=order.device)
@@ -128,3 +212,58 @@ def install_expert_parallel(lm: PreTrainedModel, ep_group: ExpertParallelGroup) 
         if name.endswith(".mlp.experts"):
             module.__class__ = type(f"ExpertParallel{type(module).__name__}", (ExpertParallelExperts, type(module)), {})
             module.ep_group = ep_group  # type: ignore[assignment]
+
+
+class SharedExpertsAhead(nn.Module):
+    """Mixed into the shared experts of a layer: their output may be computed before it is asked for."""
+
+    _ahead: torch.Tensor | None = None
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The output that was computed ahead, once; else that of `hidden`, like any module."""
+        ready, self._ahead = self._ahead, None
+        return super().__call__(hidden) if ready is None else ready  # type: ignore[no-any-return]
+
+    def compute_ahead(self, hidden: torch.Tensor) -> None:
+        """Compute the output of `hidden`, with all hooks of the module."""
+        self._ahead = super().__call__(hidden)
+
+    def forget(self) -> None:
+        """Drop an output that nobody has asked for."""
+        self._ahead = None
+
+
+def install_overlapped_exchange(lm: PreTrainedModel) -> None:
+    """Compute shared experts while rows are on their way to routed ones, in place; the numbers stay the same.
+
+    Only in families whose layers compute `shared_experts(x)` after `experts(x, ...)`. Others compute theirs first.
+    """
+    for name, module in list(lm.named_modules()):
+        shared = getattr(module, "shared_experts", None)
+        if name.endswith(".mlp") and shared is not None and isinstance(module.experts, ExpertParallelExperts):
+            shared.__class__ = type(f"Ahead{type(shared).__name__}", (SharedExpertsAhead, type(shared)), {})
+            _Overlap(module, shared, module.experts)
+
+
+class _Overlap:
+    """Gives the input of a layer's MLP to its shared experts as soon as rows are on their way."""
+
+    def __init__(self, mlp: nn.Module, shared: SharedExpertsAhead, experts: ExpertParallelExperts) -> None:
+        self._shared = shared
+        self._hidden: torch.Tensor | None = None
+        self._has_grad = False
+        mlp.register_forward_pre_hook(self._begin)
+        # Also after an error: torch ends the recomputation of a layer by one, as soon as it has what backward needs.
+        mlp.register_forward_hook(self._end, always_call=True)
+        experts.compute_meanwhile = self._compute
+
+    def _begin(self, _: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        self._hidden, self._has_grad = args[0], torch.is_grad_enabled()
+
+    def _compute(self) -> None:
+        if self._hidden is not None and self._has_grad == torch.is_grad_enabled():
+            self._shared.compute_ahead(self._hidden)
+
+    def _end(self, *_: object) -> None:
+        self._hidden = None
+        self._shared.forget()
