@@ -291,6 +291,7 @@ def _cases_of_run(config: RunConfig, world: World) -> list[LayoutCase]:
             max_grad_norm=0.5,
             sp=config.parallel.sp,
             objective=config.objective.name,
+            reduces_once=config.train.reduction_every == "step",
         )
         tree = run_tree(replace(cell, checkpointing=config.train.activation_checkpointing), Path(), Path(), dp=mesh.dp)
         tree["parallel"] = config.parallel.model_copy(update={"pp_layers": ()}).model_dump()
