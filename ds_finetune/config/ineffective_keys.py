@@ -84,13 +84,6 @@ _RULES = (
         "set data.streaming to false",
     ),
     _KeyRule(
-        ("data.balance",),
-        lambda run: run["data.streaming"],
-        "each rank streams rows of its own",
-        "set data.streaming to false",
-        harmless=(False,),
-    ),
-    _KeyRule(
         ("data.train_on", "data.reasoning", "data.template"),
         lambda run: run["data.layout"] == "text",
         "data.layout is text: every token is supervised, and no template is used",

@@ -21,7 +21,7 @@ _WITHOUT_NAME = {
     ),
 }
 """Switches that are inexact and that no name allows, with what they change."""
-_COMMUNICATION = ("communication_data_type", "seq_parallel_communication_data_type")
+_COMMUNICATION = "communication_data_type"
 _LAYOUT_AXES = ("tp", "pp", "sp", "ep")
 
 
@@ -175,10 +175,8 @@ def _superoffload(run: InexactRun) -> Iterator[Unmet]:
 
 def _low_reduction(run: InexactRun) -> str:
     """The key that lowers the dtype of a gradient's reduction below that of the gradient."""
-    if run.mesh.sp > 1 and run.tree.get(_COMMUNICATION[1]) == "bf16":
-        return f"{_COMMUNICATION[1]} bf16"
-    is_lower = run.mesh.sp == 1 and run.config.train.precision == "fp32" and run.tree.get(_COMMUNICATION[0]) == "bf16"
-    return f"{_COMMUNICATION[0]} bf16" if is_lower else ""
+    is_lower = run.config.train.precision == "fp32" and run.tree.get(_COMMUNICATION) == "bf16"
+    return f"{_COMMUNICATION} bf16" if is_lower else ""
 
 
 def _reduction(run: InexactRun) -> Iterator[Unmet]:
@@ -301,13 +299,13 @@ def without_inexact(tree: Tree) -> Tree:
         zero["offload_optimizer"] = {
             key: value for key, value in offload.items() if key not in ("super_offload", "cpuadam_cores_perc")
         }
-    kept = {key: value for key, value in tree.items() if key not in _COMMUNICATION}
+    kept = {key: value for key, value in tree.items() if key != _COMMUNICATION}
     return kept | ({"zero_optimization": zero} if zero else {})
 
 
 def _why_unasked(option: InexactOption, run: InexactRun) -> str:
     precision = run.config.train.precision
-    if option.name == "bf16_reduction" and run.mesh.sp == 1 and precision != "fp32":
+    if option.name == "bf16_reduction" and precision != "fp32":
         return f"gradients of a run with train.precision {precision} have 16 bits and are reduced so without it"
     return f"the DeepSpeed configuration does not have {option.key}"
 
@@ -337,6 +335,5 @@ def _check_without_name(run: InexactRun) -> None:
 
 def _dtypes(run: InexactRun) -> Iterator[tuple[str, object]]:
     """The dtypes in which gradients are reduced and accumulated, by their keys, where they are given."""
-    for key in _COMMUNICATION:
-        yield key, run.tree.get(key)
+    yield _COMMUNICATION, run.tree.get(_COMMUNICATION)
     yield "data_types.grad_accum_dtype", (run.tree.get("data_types") or {}).get("grad_accum_dtype")

@@ -32,7 +32,6 @@ KNOWN_KEYS = frozenset(
         "dump_state",
         "log_level",
         "steps_per_print",
-        "seq_parallel_communication_data_type",
         "disable_allgather",
         "timers",
     ]
@@ -46,6 +45,7 @@ OWNED_ELSEWHERE = {
     "tensor_parallel": "sizes belong to parallel.tp",
     "expert_parallel": "sizes belong to parallel.ep",
     "sequence_parallel_size": "sizes belong to parallel.sp",
+    "seq_parallel_communication_data_type": "it belongs to train.reduction_dtype, with sequence parallelism too",
     "pipeline": "sizes belong to parallel.pp",
     "tensorboard": "trackers belong to log.trackers",
     "wandb": "trackers belong to log.trackers",

@@ -41,7 +41,6 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
     ({"optim": {"name": "SGD", "betas": [0.9, 0.9]}}, "optim.betas", "the optimizer of optim.name has none"),
     ({"optim": {"name": "Lion", "eps": 1e-6}}, "optim.eps", "the optimizer of optim.name has none"),
     ({"data": {"train": "a", "streaming": True, "cache_dir": "c"}}, "data.cache_dir", "prepares and caches nothing"),
-    ({"data": {"train": "a", "streaming": True, "balance": True}}, "data.balance", "streams rows of its own"),
     ({"data": {"train": "a", "layout": "text", "reasoning": "strip"}}, "data.reasoning", "data.layout is text"),
     (
         {"data": {"train": "a", "long_rows": "drop", "max_truncated_ratio": 0.2}},

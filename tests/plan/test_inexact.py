@@ -1,5 +1,6 @@
 """Inexact options of DeepSpeed: allowed by name alone, with one error for each that cannot work in a run."""
 
+import itertools
 from typing import Any, get_args
 
 import pytest
@@ -127,8 +128,20 @@ def test_gradients_of_bf16_are_reduced_in_bf16_without_a_name() -> None:
     assert plan_of(zero(2) | {"communication_data_type": "bf16"}).notes == ()
     error = refused(zero(2) | {"communication_data_type": "bf16"}, inexact="bf16_reduction")
     assert "gradients of a run with train.precision bf16 have 16 bits" in error.message
-    sequence = zero(2) | {"seq_parallel_communication_data_type": "bf16"}
-    assert "seq_parallel_communication_data_type bf16" in refused(sequence, parallel={"sp": 2}).message
+
+
+def test_gradients_of_fp32_need_the_name_with_every_layout_and_by_every_key() -> None:
+    fp32 = {"global_batch_size": 8, "precision": "fp32"}
+    by_key = {"deepspeed": zero(2) | {"communication_data_type": "bf16"}, "train": fp32}
+    by_dtype = {"deepspeed": zero(2), "train": fp32 | {"reduction_dtype": "bf16"}}
+    for given, axis in itertools.product((by_key, by_dtype), ("sp", "tp", "ep")):
+        error = refused(**given, parallel={axis: 2})
+        assert "communication_data_type bf16 cannot equal a plain loop" in error.message
+        assert plan_of(**given, parallel={axis: 2}, inexact="bf16_reduction").notes[0].startswith("inexact: ")
+    # DeepSpeed reads this key with its own sequence parallelism alone.
+    error = refused(zero(2) | {"seq_parallel_communication_data_type": "bf16"}, parallel={"sp": 2})
+    assert "seq_parallel_communication_data_type" in error.message
+    assert "train.reduction_dtype" in error.message + error.hint
 
 
 def test_zenflow_is_refused_for_experts() -> None:

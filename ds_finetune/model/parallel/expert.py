@@ -70,11 +70,11 @@ class _Exchange:
         self._pending = PendingRows.start(self._group, rows, *counts)
         return self._pending.out
 
-    def wait(self) -> None:
-        """Wait until the tensor is filled."""
+    def wait(self) -> torch.Tensor:
+        """The tensor, once it is filled."""
         assert self._pending is not None
-        self._pending.wait()
-        self._pending = None
+        pending, self._pending = self._pending, None
+        return pending.wait()
 
 
 class _StartExchange(torch.autograd.Function):
@@ -90,9 +90,8 @@ class _StartExchange(torch.autograd.Function):
         return exchange.start(rows)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ANN401
-        ctx.exchange.wait()
-        return grad, None
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ANN401
+        return ctx.exchange.wait(), None
 
 
 class _AwaitExchange(torch.autograd.Function):
@@ -106,7 +105,9 @@ class _AwaitExchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ANN401
-        return ctx.exchange.start(grad, is_backward=True), None
+        ctx.exchange.start(grad, is_backward=True)
+        # A gradient of the right shape; `_StartExchange` takes that which arrives.
+        return grad, None
 
 
 class _AllToAllRows(torch.autograd.Function):
