@@ -53,7 +53,9 @@ from ds_finetune.world import World
 
 Lengths = list[tuple[int, int]]
 """Tokens of each document, and the supervised ones at its end."""
-ROUNDS, STEPS, MEASURED_LEN = 3, 4, 2048
+ROUNDS, STEPS, MEASURED_LEN = 3, 2, 2048
+LEAST_STEPS = 3
+"""An epoch of fewer steps says little about a step."""
 SMALL = {
     "hidden_size": 256,
     "intermediate_size": 768,
@@ -81,7 +83,7 @@ def main() -> None:
     """Print the tables on rank zero."""
     given = _arguments()
     world = World.from_environment(os.environ)
-    kinds = {"file": _file_lengths(given.rows, given.tokenizer), "long tail": _long_tail()}
+    kinds = {"long tail": _long_tail(), "file": _file_lengths(given.rows, given.tokenizer)}
     if world.rank == 0:
         _print_arithmetic(kinds, Shape.of(given.model))
     with process_group(world, choose_device()):
@@ -134,7 +136,7 @@ def _print_arithmetic(kinds: dict[str, Lengths], shape: Shape) -> None:
         costs = costs[np.random.default_rng(1).permutation(len(costs))]
         for dp, forwards, meets in itertools.product((2, 8, 32), (4,), (False, True)):
             division = Division(dp, 1, forwards, meets)
-            if len(costs) >= dp * forwards:
+            if len(costs) >= LEAST_STEPS * dp * forwards:
                 before, after = (_waiting(costs, division, divide) for divide in (_in_order, divide_rows))
                 when = "forward" if meets else "step"
                 _say(f"| {name} | {row_len} | {dp} | {forwards} | {when} | {before:.2%} | {after:.2%} |")
