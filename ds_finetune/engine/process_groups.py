@@ -83,38 +83,54 @@ class Groups:
 
 
 class _GroupMaker:
-    """Makes the process groups of a mesh and destroys them; each group has threads of its own."""
+    """Makes the process groups of a mesh and destroys them; each group has threads or a communicator of its own."""
 
     def __init__(self, mesh: Mesh, timeout: timedelta) -> None:
         self.mesh = mesh
         self._timeout = timeout
         self._groups: list[dist.ProcessGroup] = []
+        self._by_ranks: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
 
     def line(self, *axes: Axis) -> dist.ProcessGroup:
-        """The group of this rank along `axes`."""
-        return self.own(self.mesh.lines(*axes))
+        """The group of this rank along `axes`; axes with the same ranks have one group."""
+        return self.shared(self.mesh.lines(*axes))
+
+    def shared(self, lines: list[list[int]]) -> dist.ProcessGroup:
+        """The group of this rank among `lines`, one for all who ask for these lines."""
+        ranks = tuple(map(tuple, lines))
+        if ranks not in self._by_ranks:
+            self._by_ranks[ranks] = self.own(lines)
+        return self._by_ranks[ranks]
 
     def own(self, lines: list[list[int]]) -> dist.ProcessGroup:
-        """Make one group for each list of ranks, as every rank must, and return the one of this rank."""
+        """Make one group for each list of ranks, as every rank must, and return the one of this rank.
+
+        For collectives that run beside those of another group of the same ranks.
+        """
         made = [(ranks, dist.new_group(ranks, timeout=self._timeout)) for ranks in lines]
         self._groups += [group for ranks, group in made if self.mesh.rank in ranks]
         return self._groups[-1]
 
     def destroy(self) -> None:
         """Destroy the groups of this rank."""
+        self._by_ranks.clear()
         while self._groups:
             dist.destroy_process_group(self._groups.pop())
 
 
 @contextmanager
-def open_groups(mesh: Mesh, *, timeout: timedelta = COLLECTIVE_TIMEOUT) -> Iterator[Groups]:
+def open_groups(
+    mesh: Mesh, *, shares_embedding: bool = False, timeout: timedelta = COLLECTIVE_TIMEOUT
+) -> Iterator[Groups]:
     """Make the groups of `mesh`, collectively, and destroy them at the end.
+
+    With `shares_embedding` the first and the last pipeline stage have a group, because both hold the embedding.
 
     They are destroyed here because DeepSpeed 0.19.8 keeps a ZeRO-3 model, and with it the groups, past `destroy`.
     """
     made = _GroupMaker(mesh, timeout)
     groups = Groups(
-        stage=_stage(made) if mesh.pp > 1 else None,
+        stage=_stage(made, shares_embedding=shares_embedding) if mesh.pp > 1 else None,
         sequence=SequenceParallelGroup(made.line("sp"), mesh.sp, mesh.place("sp")) if mesh.sp > 1 else None,
         tensor=TensorParallelGroup(made.line("tp"), mesh.tp, mesh.place("tp")) if mesh.tp > 1 else None,
         experts=ExpertParallelGroup(made.own(mesh.expert_lines()), mesh.ep, mesh.expert_place) if mesh.ep > 1 else None,
@@ -132,13 +148,16 @@ def open_groups(mesh: Mesh, *, timeout: timedelta = COLLECTIVE_TIMEOUT) -> Itera
     made.destroy()
 
 
-def _stage(made: _GroupMaker) -> PipelineGroup:
+def _stage(made: _GroupMaker, *, shares_embedding: bool) -> PipelineGroup:
     mesh = made.mesh
     stage = PipelineGroup(made.line("pp"), mesh.pp, mesh.place("pp"))
-    ends = made.own(
-        [[rank for rank in line if mesh.place("pp", rank) in (0, mesh.pp - 1)] for line in mesh.lines("pp", "dp", "sp")]
-    )
-    stage.embedding_group = ends if stage.is_first or stage.is_last else None
+    if shares_embedding:
+        ends = [
+            [rank for rank in line if mesh.place("pp", rank) in (0, mesh.pp - 1)]
+            for line in mesh.lines("pp", "dp", "sp")
+        ]
+        group = made.shared(ends)
+        stage.embedding_group = group if stage.is_end else None
     return stage
 
 

@@ -43,6 +43,7 @@ from ds_finetune.model.indexer_loss import IndexerLoss
 from ds_finetune.model.lora import install_lora
 from ds_finetune.model.loss import HeadGroups, TrainedModel, install_loss_head
 from ds_finetune.model.model_plan import ModelPlan
+from ds_finetune.model.mtp import mtp_layers
 from ds_finetune.model.mtp_loss import MtpLoss
 from ds_finetune.model.parallel.expert import (
     build_local_experts,
@@ -99,7 +100,11 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
     check_nvme(plan)
     check_buffers(plan, model)
     with (
-        open_groups(plan.mesh, timeout=timedelta(seconds=plan.collective_seconds)) as groups,
+        open_groups(
+            plan.mesh,
+            shares_embedding=bool(model.hf_config.tie_word_embeddings or mtp_layers(model.hf_config)),
+            timeout=timedelta(seconds=plan.collective_seconds),
+        ) as groups,
         start_teacher(plan, model, groups) as teacher,
         zenflow_keeps_matrices() if plan.has_zenflow else nullcontext(),
     ):

@@ -38,7 +38,7 @@ class PipelineGroup(RankGroup):
 
     embedding_group: dist.ProcessGroup | None = None
     """Ranks of the first and of the last stage that hold the same tensor parallel shard, with all their data and
-    sequence parallel copies; None on other stages.
+    sequence parallel copies; None on other stages, and where only one end has the embedding.
     """
     input_hidden_states: torch.Tensor | None = None
     """Hidden states that the previous stage sent for the latest forward; a leaf that requires a gradient where
@@ -88,11 +88,13 @@ class PipelineGroup(RankGroup):
         The result is the same on all of them bit by bit, so that a later reduction is too, in whatever order it adds.
         Otherwise the two copies would drift apart, as the position of an element in a bucket decides the order.
         """
+        assert self.embedding_group is not None, "only ends of a pipeline that share the embedding"
         dist.all_reduce(grad, group=self.embedding_group)
         grad /= dist.get_world_size(self.embedding_group) // 2
 
     def broadcast_embedding(self, weight: torch.Tensor) -> None:
         """Overwrite the last stage's copy of the embedding's `weight` with the first stage's."""
+        assert self.embedding_group is not None, "only ends of a pipeline that share the embedding"
         dist.broadcast(weight.detach(), group=self.embedding_group, group_src=0)
 
     def close(self) -> None:
