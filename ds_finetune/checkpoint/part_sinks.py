@@ -17,6 +17,7 @@ import torch
 import ds_finetune
 from ds_finetune.checkpoint.files import ChecksummedFile, mark_part_written
 from ds_finetune.checkpoint.messages import JobDone, RemoveJob, StopWaiting
+from ds_finetune.checkpoint.pinned_memory import PinnedMap
 from ds_finetune.process_messages import MessageReader, ProcessMessage, send
 from ds_finetune.units import MIB
 
@@ -27,8 +28,9 @@ _CLOSE_SECONDS = 5.0
 class WriterProcess:
     """Starts the process of `part_writer_process.py` and shares memory with it; it answers jobs in order."""
 
-    def __init__(self, inherited: Sequence[int] = ()) -> None:
+    def __init__(self, inherited: Sequence[int] = (), pinned: PinnedMap | None = None) -> None:
         self._inherited = tuple(inherited)
+        self._pinned = pinned or PinnedMap.of_device()
         # Not a file in /dev/shm, which is small in containers. Only the size of memory limits a memfd.
         self._memory = os.memfd_create("checkpoint")
         self._map: mmap.mmap | None = None
@@ -91,8 +93,10 @@ class WriterProcess:
     def begin(self, num_bytes: int) -> None:
         """PartSink: prepare shared memory for a part."""
         if self._map is None or len(self._map) < num_bytes:
+            self._pinned.release()
             os.ftruncate(self._memory, num_bytes)
             self._map = mmap.mmap(self._memory, num_bytes)
+            self._pinned.register(self._map)
         self._filled = 0
 
     def write(self, values: torch.Tensor) -> None:
@@ -114,6 +118,7 @@ class WriterProcess:
             self._process.stdin.close()
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(_CLOSE_SECONDS)
+        self._pinned.release()
         os.close(self._memory)
 
 

@@ -1,0 +1,51 @@
+"""Memory that a GPU copies checkpoints into is locked once for each map, and unlocked before the map goes."""
+
+import mmap
+
+import pytest
+import torch
+
+from ds_finetune.checkpoint.part_sinks import WriterProcess
+from ds_finetune.checkpoint.pinned_memory import PinnedMap
+
+
+class Runtime:
+    """Answers like CUDA's runtime, and keeps what it was asked for."""
+
+    def __init__(self, error: int = 0) -> None:
+        self.error = error
+        self.sizes: dict[int, int] = {}
+        self.calls: list[str] = []
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        assert flags == 0
+        self.calls.append(f"lock {size}")
+        self.sizes[address] = size
+        return self.error
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.calls.append(f"unlock {self.sizes.pop(address)}")
+        return 0
+
+
+def test_a_larger_part_gets_a_new_map() -> None:
+    runtime = Runtime()
+    process = WriterProcess(pinned=PinnedMap(runtime))
+    for size in (4096, 1024, 8192):
+        process.begin(size)
+        process.write(torch.ones(size // 4))
+    process.close()
+    assert runtime.calls == ["lock 4096", "unlock 4096", "lock 8192", "unlock 8192"]
+
+
+def test_memory_that_cannot_be_locked_is_used_all_the_same() -> None:
+    pinned = PinnedMap(Runtime(error=2))
+    with pytest.warns(UserWarning, match="4,096 bytes for checkpoints cannot be locked in memory \\(CUDA error 2\\)"):
+        pinned.register(mmap.mmap(-1, 4096))
+    pinned.release()
+
+
+def test_nothing_is_locked_without_a_gpu() -> None:
+    pinned = PinnedMap()
+    pinned.register(mmap.mmap(-1, 4096))
+    pinned.release()
