@@ -82,7 +82,10 @@ def compare(
     values |= {"s/step": found[-1]["perf/step_seconds"], "without": wanted[-1]["perf/step_seconds"]}
     values |= {"GiB": found[-1]["memory/peak_gib"], "GiB without": wanted[-1]["memory/peak_gib"]}
     pairs = list(zip(found, wanted, strict=True))
-    values["norm off by"] = max(abs(one["train/grad_norm"] / other["train/grad_norm"] - 1) for one, other in pairs)
+    # A step that fp16 skips has no norm.
+    norms = [(one["train/grad_norm"], other["train/grad_norm"]) for one, other in pairs]
+    values["norm off by"] = max((abs(one / other - 1) for one, other in norms if one and other), default=None)
+    values["skipped steps"] = sum(int(one["train/skipped"]) for one in found)
     losses = [abs(one["train/loss"] / other["train/loss"] - 1) for one, other in pairs]
     check_limit(values, "loss off by", max(losses), limit=limit)
 

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from bench.gpu.models import (
     write_texts,
     write_weights,
 )
-from bench.gpu.results import Recorder
+from bench.gpu.results import Recorder, SkippedError
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.observers.utilisation import peak_flops
 from ds_finetune.plan.model_shape import Shape
@@ -56,6 +57,8 @@ class TrainingRun:
     """Further sections of the run file."""
     model_section: Sections | None = None
     """Further keys of its section `model`."""
+    needs: str = ""
+    """A module without which it is skipped."""
 
     def tiny(self) -> "TrainingRun":
         """The same on a tiny model, for rehearsals."""
@@ -119,6 +122,8 @@ class TrainingRun:
 def measure(recorder: Recorder, name: str, run: TrainingRun, folder: Path) -> None:
     """Record speed and memory of a run."""
     with recorder.record(name) as values:
+        if run.needs and find_spec(run.needs) is None:
+            raise SkippedError(f"{run.needs} is not installed")
         began = time.perf_counter()
         records = run.train(folder)
         timed = records[_WARM_STEPS:] or records[-1:]
