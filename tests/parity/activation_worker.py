@@ -15,6 +15,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ds_finetune.cli.main import exit_process
 from ds_finetune.config.schema import RunConfig
@@ -73,12 +74,11 @@ def _run(plan: Plan, model: ModelPlan) -> dict[str, Any]:
 
 def _check_offload(lm: torch.nn.Module) -> None:
     """Every input that left, but those of forwards without a backward, came back."""
-    functions = [getattr(module, "_gradient_checkpointing_func", None) for module in lm.modules()]
-    offloads = {id(each): each for each in (getattr(getattr(f, "func", None), "__self__", None) for f in functions)}
-    (offload,) = [each for each in offloads.values() if isinstance(each, LayerInputOffload)]
+    layers: list[Any] = [module for module in lm.modules() if isinstance(module, GradientCheckpointingLayer)]
+    (offload,) = {layer._gradient_checkpointing_func.func.__self__ for layer in layers}
+    assert isinstance(offload, LayerInputOffload)
     assert offload.num_stored == offload.num_fetched, (offload.num_stored, offload.num_fetched)
-    layers = sum(f is not None for f in functions)
-    assert offload.num_stored or layers == 1
+    assert offload.num_stored or len(layers) == 1
 
 
 if __name__ == "__main__":
