@@ -44,7 +44,44 @@ LOADS = "tests/observers/test_expert_loads.py tests/observers/test_routers.py"
 FP4, CONVERSIONS = "tests/export/test_fp4.py", "tests/export/test_from_checkpoint.py"
 CONTEXT, OFFLOAD = "tests/model/test_context.py", "tests/model/test_activation_offload.py"
 TILES, ACTIVATIONS = "tests/model/test_tiled_mlp.py", "tests/plan/test_activation_memory.py"
+COMMUNICATION, BALANCE = "tests/engine/test_communication.py", "tests/data/test_balance.py"
+REDUCTION = "tests/parity/test_reduction.py"
 MUTANTS = (
+    Mutant(
+        "an all-reduce counted as one pass over the ring",
+        "engine/collective_calls.py",
+        'times = 2 if kind == "all_reduce" else 1',
+        "times = 1",
+        COMMUNICATION,
+    ),
+    Mutant(
+        "gradients of exchanged rows that are not sent back",
+        "model/parallel/expert.py",
+        "return ctx.exchange.wait(), None",
+        "return ctx.exchange.wait() * 0, None",
+        COMMUNICATION + " " + PARALLEL,
+    ),
+    Mutant(
+        "shared experts without a gradient of their input",
+        "model/parallel/expert.py",
+        "self._hidden, self._has_grad = args[0], torch.is_grad_enabled()",
+        "self._hidden, self._has_grad = args[0].detach(), torch.is_grad_enabled()",
+        COMMUNICATION,
+    ),
+    Mutant(
+        "a row on two ranks",
+        "data/balance.py",
+        "parts[most][given], parts[least][taken] = parts[least][taken], parts[most][given]",
+        "parts[most][given] = parts[least][taken]",
+        BALANCE,
+    ),
+    Mutant(
+        "gradients reduced in fp32 and accumulated in bf16",
+        "plan/reduction.py",
+        'return {_COMMUNICATION: "fp32", _ACCUMULATION: "fp32"}',
+        'return {_COMMUNICATION: "fp32"}',
+        REDUCTION,
+    ),
     Mutant(
         "positions of a longer context without the factor",
         "plan/context.py",
