@@ -135,11 +135,15 @@ def test_a_program_that_does_not_start_is_told_from_a_silent_host(tmp_path: Path
         check = attempt.greetings()[HERE]
         assert isinstance(check, Check)
         assert (check.name, check.host, check.found) == ("python", "localhost", "exit code 7: no such thing")
-    with Attempt([HERE], _remote(tmp_path, "exec cat > /dev/null"), HostTimeouts(greeting=0.5, silent=60)) as attempt:
+    with Attempt([HERE], _remote(tmp_path, "cat > /dev/null"), HostTimeouts(greeting=0.5, silent=60)) as attempt:
         check = attempt.greetings()[HERE]
         assert isinstance(check, Check)
         assert check.found.startswith("no answer in time")
         assert "launch.greeting_seconds" in check.hint
+    with Attempt([HERE], _remote(tmp_path, "exec cat > /dev/null"), TIMEOUTS) as attempt:
+        check = attempt.greetings()[HERE]
+        assert isinstance(check, Check), "its output is closed, and it goes on"
+        assert check.found.startswith("no answer in time")
 
 
 def test_every_process_with_a_tag_has_ended_when_that_is_reported() -> None:
