@@ -69,6 +69,7 @@ from ds_finetune.objectives.indexing import Indexing
 from ds_finetune.objectives.multi_token import MultiTokenPrediction
 from ds_finetune.objectives.objective import ScoreObjective
 from ds_finetune.patches.deepspeed_clipping import OwnClipping
+from ds_finetune.patches.deepspeed_waits import ZeroNorms
 from ds_finetune.patches.deepspeed_engine import count_whole_experts_once, undo_constructor_step
 from ds_finetune.patches.deepspeed_init import zero_init
 from ds_finetune.patches.torch_nn import linears_without_memory
@@ -111,6 +112,8 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
         _add_extra_losses(trained, model, groups, torch.device(wrapped.device))
         _correct_optimizer(optimizer, plan, groups)
         engine = Engine(wrapped, plan, groups, model.objective)
+        if plan.zero_stage:
+            engine.zero_norms = ZeroNorms(optimizer, lambda: engine.has_bad_gradient)
         _clip_apart(engine, optimizer, model, groups)
         engine.drawn = drawn
         # Dropout draws from torch's own generator: other numbers on ranks with other rows, the same on ranks that share
@@ -133,12 +136,13 @@ def _correct_optimizer(optimizer: object, plan: Plan, groups: Groups) -> None:
 def _clip_apart(engine: Engine, optimizer: Any, model: ModelPlan, groups: Groups) -> None:  # noqa: ANN401 - DeepSpeed's
     """Clip parameters that an auxiliary loss trains alone by a norm of their own; at stage 0 the engine does so."""
     engine.own_norms = dict.fromkeys(model.apart_losses, 0.0)
-    if engine.plan.zero_stage and engine.own_norms:
+    if engine.zero_norms is not None and engine.own_norms:
         OwnClipping(
             optimizer,
             loss_of,
             losses=model.apart_losses,
             shards=groups.tensor.group if groups.tensor is not None else None,
+            norms=engine.zero_norms,
             has_bad_gradient=lambda: engine.has_bad_gradient,
             report=partial(setattr, engine, "own_norms"),
         )
@@ -197,7 +201,7 @@ def _add_extra_losses(trained: TrainedModel, model: ModelPlan, groups: Groups, d
     After `deepspeed.initialize`, whose hooks must run before those of the collector.
     """
     if model.router is not None:
-        trained.routers = RouterCollector(trained.lm, model.router, sp_group=groups.sequence, device=device)
+        trained.routers = RouterCollector(trained.lm, model.router, device=device)
     trained.extras = tuple(_extra_loss(extra, trained, model, groups) for extra in model.extras)
 
 
@@ -209,7 +213,7 @@ def _extra_loss(extra: Extra, trained: TrainedModel, model: ModelPlan, groups: G
         assert model.indexer is not None
         ranks = tuple(group for group in (groups.tensor, groups.sequence) if group is not None)
         collector = DivergenceCollector(ranks, attends_to_all=model.indexer.is_alone)
-        return IndexerLoss(extra, trained.lm, collector, groups.sequence)
+        return IndexerLoss(extra, trained.lm, collector)
     assert isinstance(extra, Balance), type(extra)
     assert trained.routers is not None
     return BalanceLoss(extra, trained.routers, groups.sequence)
