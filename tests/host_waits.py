@@ -143,10 +143,10 @@ class _Calls(TorchFunctionMode):
                 self._waits.count("tensor made on the device")
         return out
 
-    def _backward(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    def _backward(self, tensor: torch.Tensor, gradient: torch.Tensor | None = None, **kwargs: Any) -> None:
         # This mode is off while it handles a call, and would be so in all of backward.
         with self:
-            torch.autograd.backward(tensor, *args, **kwargs)
+            torch.autograd.backward(tensor, gradient, **kwargs)
 
     def _device(self, tensor: torch.Tensor, *_: Any) -> torch.device:
         with torch._C.DisableTorchFunction():

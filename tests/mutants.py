@@ -335,15 +335,16 @@ MUTANTS = (
     Mutant(
         "local count of tokens",
         "engine/engine.py",
-        "        counts = self._global_counts(batch.counts)",
-        "        counts = dict(batch.counts)",
+        "counts = global_counts(batch, mesh, self._device)",
+        "counts = unit_counts(batch.counts)",
         PARITY,
     ),
     Mutant(
         "local count of pairs",
         "engine/engine.py",
-        "        counts = self._global_counts(batch.counts)",
-        '        counts = self._global_counts(batch.counts) | {"pairs": batch.counts["pairs"]}',
+        "counts = global_counts(batch, mesh, self._device)",
+        "counts = global_counts(batch, mesh, self._device)\n"
+        '        counts[UNITS.index("pairs")] = batch.counts["pairs"]',
         OBJECTIVES,
     ),
     Mutant(
@@ -516,6 +517,27 @@ MUTANTS = (
         "tests/model/test_attention.py",
     ),
     Mutant(
+        "window of packed documents one too wide",
+        "model/packed_attention.py",
+        "else window - 1",
+        "else window",
+        "tests/model/test_packed_attention.py",
+    ),
+    Mutant(
+        "values of packed documents not cut again",
+        "model/packed_attention.py",
+        "out[:, :, :value_width]",
+        "out",
+        "tests/model/test_packed_attention.py",
+    ),
+    Mutant(
+        "sinks dropped by the kernel of packed documents",
+        "model/attention.py",
+        "packed is not None and s_aux is None and",
+        "packed is not None and",
+        "tests/model/test_packed_attention.py",
+    ),
+    Mutant(
         "causal attention of encoders",
         "model/attention.py",
         'getattr(module, "is_causal", True)',
@@ -629,7 +651,7 @@ MUTANTS = (
     ),
     Mutant(
         "padding chosen by routers",
-        "model/routers.py",
+        "model/real_tokens.py",
         "inside = min(part, end - start)",
         "inside = part",
         ROUTERS,
@@ -650,9 +672,9 @@ MUTANTS = (
     ),
     Mutant(
         "biases by the choices of one rank",
-        "engine/router_balance.py",
-        "    dist.all_reduce(table)\n",
-        "",
+        "engine/engine.py",
+        "finish_step(self._routers, reading.choices, reading.table,",
+        "finish_step(self._routers, reading.choices, table_of_choices(self._routers, mesh),",
         ROUTERS,
     ),
     Mutant(

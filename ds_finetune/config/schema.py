@@ -32,6 +32,8 @@ from ds_finetune.config.value_types import (
 from ds_finetune.schedule import Duration
 
 Precision = Literal["bf16", "fp16", "fp32"]
+OWN_ATTENTIONS = ("sdpa", "by_document", "varlen")
+"""Values of `model.attention` that are this package's own in families of the table; the others are transformers'."""
 
 
 def _as_model(value: object) -> object:
@@ -47,10 +49,17 @@ class ModelConfig(Section):
     """Folder or hub id of the tokenizer; the model's own when left out."""
     resize_vocabulary: bool = False
     """Add rows to embedding and head for a tokenizer with more ids than the model; false refuses such a tokenizer."""
+    context: int | None = Field(default=None, ge=1)
+    """Tokens of a document that the model must have positions for. More than its config.json has extend it by YaRN:
+    positions and rotary scaling change together, also in exports, and a line says what that does to short texts.
+    """
     weights: Literal["load", "random"] = "load"
     """`random` builds the model from `config.json` alone, with fresh weights; the plan says so."""
-    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
-    """Attention kernel; with `packing` each keeps the documents of a row apart, `sdpa` by a call for each document."""
+    attention: Literal["sdpa", "by_document", "varlen", "eager", "flash_attention_2"] = "sdpa"
+    """Attention kernel; with `packing` each keeps the documents of a row apart. `by_document` makes a call for each
+    document, `varlen` one for all documents of a forward, on GPUs in bf16 and fp16. `sdpa` is `varlen` where its kernel
+    takes the model, and `by_document` elsewhere.
+    """
     loss: Literal["auto", "chunked", "liger"] = "auto"
     """Loss kernel; `auto` is Liger's fused one on GPUs where liger-kernel is installed, the chunked one elsewhere."""
 
@@ -142,6 +151,8 @@ class TrainConfig(Section):
     """Global norm the gradient is clipped to; 0 does not clip."""
     activation_checkpointing: bool = True
     """Recompute each decoder layer in backward instead of keeping its activations."""
+    activation_offload: bool = False
+    """Keep the inputs of recomputed layers in pinned host memory instead of on the GPU."""
     max_skipped_steps: int = Field(default=5, ge=1)
     """Steps skipped in a row for a non-finite gradient after which the run ends."""
 

@@ -19,6 +19,7 @@ from torch import nn
 
 from ds_finetune.data.batches import Batch, MicroBatch
 from ds_finetune.engine.collectives import all_gather_object
+from ds_finetune.engine.communication import CommunicationMeter
 from ds_finetune.engine.document_scores import NO_SCORES, DocumentScores, gather_scores, scores_of
 from ds_finetune.engine.finite_gradients import FiniteProbe
 from ds_finetune.engine.generation import GenerationLimits, answer_prompt, prompts_of_rank
@@ -83,6 +84,7 @@ class Engine:
         self._stage = groups.stage
         self._ds = wrapped
         self._device = torch.device(wrapped.device)
+        self.meter = CommunicationMeter(is_blocking=self._device.type == "cpu")
         self._probe = FiniteProbe(named_parameters(wrapped.module))
         self._whole = WholeTensors(wrapped.module, plan, groups, self._device)
 
@@ -103,6 +105,7 @@ class Engine:
 
     def step(self, batch: Batch, *, lr: float) -> StepResult:
         """Do one optimizer step with learning rate `lr` on the global batch of which `batch` is this rank's share."""
+        self.meter.restart()
         prepared, mesh = self.prepare(batch), self.plan.mesh
         rows = tuple(map(self._with_reference, prepared.rows))
         counts = global_counts(batch, mesh, self._device)
@@ -127,7 +130,11 @@ class Engine:
             tokens = int(reading.counts["tokens"])
             finish_step(self._routers, reading.choices, reading.table, num_tokens=tokens, is_skipped=is_skipped)
         result = step_result(reading, self._total_loss, norm, own_norms=self.own_norms, is_skipped=is_skipped)
-        return replace(result, culprit=self._culprit()) if is_skipped else result
+        return replace(
+            result,
+            culprit=self._probe.culprit(mesh) if is_skipped else "",
+            communication=self.meter.counted() if mesh.world_size > 1 else None,
+        )
 
     def prepare(self, batch: Batch) -> RankBatch:
         """What `step` does first with a batch: it needs the host alone, and may be done while the device computes."""
@@ -368,8 +375,9 @@ class Engine:
             self._ds.step()
         skipped = self._ds.skipped_steps > skipped_before
         if self.has_bad_gradient and not skipped:
+            culprit = self._probe.culprit(self.plan.mesh)
             raise RunError(
-                f"a non-finite gradient was applied at ZeRO stage {self.plan.zero_stage}: {self._culprit()}",
+                f"a non-finite gradient was applied at ZeRO stage {self.plan.zero_stage}: {culprit}",
                 hint="please report this",
             )
         norm = self._ds.get_global_grad_norm()
@@ -383,14 +391,6 @@ class Engine:
         module = self._ds.module
         trains_copy = has_tied_head(module.lm) or any(each.trains_embedding for each in module.extras)
         return self._stage is not None and self._stage.is_end and trains_copy
-
-    def _culprit(self) -> str:
-        """The parameter with the first non-finite gradient, and its rank; collective."""
-        names = all_gather_object(self._probe.first_bad())
-        # The last stage of a pipeline sends a non-finite gradient on to the stages before it.
-        ranks = sorted(range(len(names)), key=lambda rank: -self.plan.mesh.place("pp", rank))
-        culprits = [f"{names[rank]} on rank {rank}" for rank in ranks if names[rank]]
-        return culprits[0] if culprits else "no single gradient; the reduction overflowed"
 
     def _sum_over_ranks(self, values: torch.Tensor, *, copies: int) -> list[float]:
         """Sums of `values` fp64 over all ranks, where each value is held by `copies` ranks and counts once."""

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ds_finetune.engine.attention_kernel import packs_documents
 from ds_finetune.engine.devices import visible_device
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.nvme import check_buffers, check_nvme
@@ -28,6 +29,7 @@ from ds_finetune.engine.process_groups import Groups, open_groups
 from ds_finetune.engine.teacher import start_teacher
 from ds_finetune.engine.zero3_partition import partition
 from ds_finetune.families.table import family_of
+from ds_finetune.model.activation_offload import CudaTransfer, PlainTransfer, offload_layer_inputs
 from ds_finetune.model.balance_loss import BalanceLoss
 from ds_finetune.model.build import Where, build_skeleton, model_class, resolve_folder
 from ds_finetune.model.cross_entropy import KERNELS, Kernel, chunked_cross_entropy
@@ -69,9 +71,9 @@ from ds_finetune.objectives.indexing import Indexing
 from ds_finetune.objectives.multi_token import MultiTokenPrediction
 from ds_finetune.objectives.objective import ScoreObjective
 from ds_finetune.patches.deepspeed_clipping import OwnClipping
-from ds_finetune.patches.deepspeed_waits import ZeroNorms
 from ds_finetune.patches.deepspeed_engine import count_whole_experts_once, undo_constructor_step
 from ds_finetune.patches.deepspeed_init import zero_init
+from ds_finetune.patches.deepspeed_waits import ZeroNorms
 from ds_finetune.patches.torch_nn import linears_without_memory
 from ds_finetune.plan.plan import Plan
 from ds_finetune.quiet import deepspeed_level
@@ -98,6 +100,9 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
         lm, drawn = _build(plan, model, groups, loads_weights=loads_weights)
         plan = replace(plan, frozen=_saved_frozen(lm, model))
         trained = TrainedModel(lm, groups.sequence, groups.stage)
+        trained.packs_documents = packs_documents(
+            model.attention, model.hf_config, device=plan.device, precision=plan.precision
+        )
         if isinstance(model.objective, Distillation):
             trained = DistilledModel(trained, model.objective, teacher)
         if groups.experts is not None and plan.zero_stage < 3 and any(map(is_expert, trained.parameters())):
@@ -112,15 +117,14 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
         _add_extra_losses(trained, model, groups, torch.device(wrapped.device))
         _correct_optimizer(optimizer, plan, groups)
         engine = Engine(wrapped, plan, groups, model.objective)
-        if plan.zero_stage:
-            engine.zero_norms = ZeroNorms(optimizer, lambda: engine.has_bad_gradient)
-        _clip_apart(engine, optimizer, model, groups)
+        _set_norms(engine, optimizer, model, groups)
         engine.drawn = drawn
         # Dropout draws from torch's own generator: other numbers on ranks with other rows, the same on ranks that share
         # them. A resumed run restores its state.
         torch.manual_seed(seed_of(plan.seed, f"dropout.{plan.mesh.place('dp')}"))
         try:
-            yield engine
+            with engine.meter.counting():
+                yield engine
         finally:
             wrapped.destroy()
 
@@ -133,10 +137,15 @@ def _correct_optimizer(optimizer: object, plan: Plan, groups: Groups) -> None:
         count_whole_experts_once(optimizer)
 
 
-def _clip_apart(engine: Engine, optimizer: Any, model: ModelPlan, groups: Groups) -> None:  # noqa: ANN401 - DeepSpeed's
-    """Clip parameters that an auxiliary loss trains alone by a norm of their own; at stage 0 the engine does so."""
+def _set_norms(engine: Engine, optimizer: Any, model: ModelPlan, groups: Groups) -> None:  # noqa: ANN401 - DeepSpeed's
+    """Let norms of the gradient be read once, and clip parameters that an auxiliary loss trains alone by a norm of
+    their own; at stage 0 the engine does so.
+    """
     engine.own_norms = dict.fromkeys(model.apart_losses, 0.0)
-    if engine.zero_norms is not None and engine.own_norms:
+    if not engine.plan.zero_stage:
+        return
+    engine.zero_norms = ZeroNorms(optimizer, lambda: engine.has_bad_gradient)
+    if engine.own_norms:
         OwnClipping(
             optimizer,
             loss_of,
@@ -169,6 +178,8 @@ def _build(
         _install_head(lm, model, groups, kernel)
     if plan.activation_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
+    if plan.activation_offload:
+        offload_layer_inputs(lm, PlainTransfer() if plan.device == "cpu" else CudaTransfer(torch.device(_device(plan))))
     return lm, drawn
 
 
@@ -232,7 +243,7 @@ def _install_head(lm: PreTrainedModel, model: ModelPlan, groups: Groups, kernel:
 def _build_modules(plan: Plan, model: ModelPlan, groups: Groups) -> PreTrainedModel:
     """The modules of this rank's layers and experts, without weights, partitioned already under ZeRO-3."""
     hf_config, kind = model.hf_config, model_class(model.hf_config, model.task)
-    device = "cpu" if plan.device == "cpu" else f"cuda:{visible_device(plan.world.local_rank)}"
+    device = _device(plan)
     local_experts = build_local_experts(
         kind, family_of(hf_config.model_type), ep_size=plan.mesh.ep, mark=partial(tag_expert, groups=groups)
     )
@@ -251,6 +262,10 @@ def _build_modules(plan: Plan, model: ModelPlan, groups: Groups) -> PreTrainedMo
     if model.quantised:
         install_four_bit(lm, model.quantised, device=device)
     return lm
+
+
+def _device(plan: Plan) -> str:
+    return "cpu" if plan.device == "cpu" else f"cuda:{visible_device(plan.world.local_rank)}"
 
 
 def _install_groups(lm: PreTrainedModel, plan: Plan, model: ModelPlan, groups: Groups) -> Kernel:

@@ -5,6 +5,7 @@ from collections.abc import Collection
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
+from ds_finetune.config.schema import OWN_ATTENTIONS
 from ds_finetune.errors import ModelError
 from ds_finetune.families.family import Encoder
 from ds_finetune.families.table import family_of
@@ -28,7 +29,7 @@ def check_encoder(hf_config: PretrainedConfig, *, attention: str, objective: str
     kind = hf_config.model_type
     for what, is_set, hint in (
         (f"objective {objective}", objective != "classification", "set objective: classification"),
-        (f"model.attention {attention}", attention != "sdpa", "set model.attention: sdpa"),
+        (f"model.attention {attention}", attention not in OWN_ATTENTIONS, "set model.attention: sdpa"),
         (
             "is_decoder true in config.json",
             getattr(hf_config, "is_decoder", False),

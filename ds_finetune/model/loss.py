@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ds_finetune.errors import ModelError
-from ds_finetune.model.attention import BY_DOCUMENT, BY_LENGTHS, FLASH, Documents, flash_arguments
+from ds_finetune.model.attention import BY_DOCUMENT, BY_LENGTHS, FLASH, Documents, flash_arguments, mask_context
 from ds_finetune.model.build import head_of
 from ds_finetune.model.cross_entropy import Kernel, chunked_cross_entropy
 from ds_finetune.model.encoder import encoder_inputs, encoder_of
@@ -23,6 +23,7 @@ from ds_finetune.model.log_probs import (
     document_log_probs,
     document_loss,
 )
+from ds_finetune.model.packed_attention import PackedDocuments, pack_documents
 from ds_finetune.model.parallel.pipeline import PipelineGroup
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
 from ds_finetune.model.parallel.tensor import TensorParallelGroup, copy_to_tensor_parallel_region
@@ -178,6 +179,9 @@ class TrainedModel(nn.Module):
 
     extras: tuple[ExtraLoss, ...] = ()
     """Auxiliary losses beside that of the head."""
+    packs_documents = False
+    """Whether attention takes all documents of a forward in one call."""
+    _packed: tuple[tuple[Documents, ...], PackedDocuments] | None = None
     routers: RouterCollector | None = None
     """What the routers of this rank's layers give; None where there is none."""
 
@@ -256,13 +260,21 @@ class TrainedModel(nn.Module):
         inputs = {"position_ids": position_ids}
         if encoder_of(self.lm.config) is not None:
             inputs = encoder_inputs(self.lm.config, position_ids, token_types)
-        return self.lm.base_model(input_ids=input_ids, use_cache=False, **inputs, **lengths).last_hidden_state
+        with mask_context(self.lm):
+            return self.lm.base_model(input_ids=input_ids, use_cache=False, **inputs, **lengths).last_hidden_state
 
     def document_arguments(self, documents: tuple[Documents, ...] | None, device: torch.device) -> dict[str, Any]:
         """What tells attention where the documents of each row begin."""
         attention = self.lm.config._attn_implementation
         if attention == BY_DOCUMENT:
-            return {"documents": documents, "sp_group": self.sp_group}
+            packed = self._pack(documents, device) if self.packs_documents and documents is not None else None
+            return {"documents": documents, "sp_group": self.sp_group, "packed": packed}
         if attention in (FLASH, BY_LENGTHS) and documents is not None:
             return flash_arguments(documents, device)
         return {}
+
+    def _pack(self, documents: tuple[Documents, ...], device: torch.device) -> PackedDocuments:
+        """The documents on `device`; copied once for all layers, stages of a loss and extra losses of a forward."""
+        if self._packed is None or self._packed[0] is not documents:
+            self._packed = documents, pack_documents(documents, device)
+        return self._packed[1]

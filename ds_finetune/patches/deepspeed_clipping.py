@@ -27,8 +27,8 @@ class OwnClipping:
     ranks know the same `losses`; pipeline stages may have different groups of each. `shards` are the tensor parallel
     ranks of a stage, None for one rank. All norms are invalid where one is not finite, or `has_bad_gradient` is true,
     which must be so on every rank or on none: by an invalid norm alone DeepSpeed skips a step in fp32
-    (zero/stage_1_and_2.py:3042) and at stage 3 (zero/stage3.py:2888). `norms` are those of the optimizer. `report` is called with the norms of each step
-    by loss, the same on every rank.
+    (zero/stage_1_and_2.py:3042) and at stage 3 (zero/stage3.py:2888). `norms` are those of the optimizer. `report` is
+    called with the norms of each step by loss, the same on every rank.
     """
 
     def __init__(  # noqa: PLR0913
@@ -45,7 +45,7 @@ class OwnClipping:
         self._optimizer, self._names, self._shards = optimizer, tuple(losses), shards
         self._norms, self._has_bad_gradient, self._report = norms, has_bad_gradient, report
         self._is_partitioned = hasattr(optimizer, "_get_norm_groups")
-        place, norms, self._groups = (
+        place, name, self._groups = (
             (_NORM_GROUPS, "_get_norm_groups", "fp16_groups")
             if self._is_partitioned
             else (_NORM, "scaled_global_norm", "bit16_groups")
@@ -54,10 +54,10 @@ class OwnClipping:
         self._losses = [loss_of(group[0]) for group in place.attribute(optimizer, self._groups)]
         self._first = sum(loss is None for loss in self._losses)
         assert None not in self._losses[self._first :], "a group that counts follows one that does not"
-        self._others_norm = place.attribute(optimizer, norms)
+        self._others_norm = place.attribute(optimizer, name)
         self._clip_group = _CLIP.attribute(optimizer, "unscale_and_clip_grads")
         self._own: dict[str, torch.Tensor] = {}
-        setattr(optimizer, norms, self._norm)
+        setattr(optimizer, name, self._norm)
         optimizer.unscale_and_clip_grads = self._clip
 
     def _norm(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - a norm, or a list of those of groups

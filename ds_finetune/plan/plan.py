@@ -7,6 +7,7 @@ from typing import Any
 
 from ds_finetune.config.schema import CheckpointConfig, RunConfig
 from ds_finetune.errors import ConfigError
+from ds_finetune.plan.activations import check_activation_offload
 from ds_finetune.plan.batch import accumulation_steps
 from ds_finetune.plan.combinations import check_layout, check_lora
 from ds_finetune.plan.deepspeed_choice import check_accelerate_agrees, choose_deepspeed
@@ -17,6 +18,7 @@ from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.mtp import check_mtp
 from ds_finetune.plan.objectives import CROSS_ENTROPY, UNITS, check_objective, loss_text, objective_lines
 from ds_finetune.plan.options import Situation, apply_rules, offload_device
+from ds_finetune.plan.packed_attention import check_device
 from ds_finetune.plan.run_length import check_profiled_ranks
 from ds_finetune.plan.timeouts import check_watchdog_before_torch_timeout, collective_seconds
 from ds_finetune.world import AccelerateChoices, World
@@ -64,6 +66,8 @@ class Plan:
     offload_param: str
     loss_kernel: str
     activation_checkpointing: bool
+    activation_offload: bool
+    """Whether the inputs of recomputed layers are in host memory."""
     collective_seconds: float
     """How long torch lets a rank wait in a collective."""
     saves_asynchronously: bool
@@ -193,6 +197,8 @@ def make_plan(config: RunConfig, *, world: World, device: str, accelerate: Accel
     """
     check_watchdog_before_torch_timeout(config.watchdog)
     check_objective(config)
+    check_activation_offload(config, device=device)
+    check_device(config.model, device=device)
     check_profiled_ranks(config, world_size=world.world_size)
     mesh = Mesh.of(config.parallel, world_size=world.world_size, rank=world.rank)
     accumulation = accumulation_steps(
@@ -236,6 +242,7 @@ def make_plan(config: RunConfig, *, world: World, device: str, accelerate: Accel
             is_cross_entropy=config.objective.name in CROSS_ENTROPY,
         ),
         activation_checkpointing=train.activation_checkpointing,
+        activation_offload=train.activation_offload,
         collective_seconds=collective_seconds(config.watchdog),
         # A state on NVMe may be larger than the host's memory.
         saves_asynchronously=config.checkpoint.asynchronous and offloads[0] != "nvme",
@@ -259,6 +266,7 @@ def _decisions(plan: Plan, config: RunConfig) -> tuple[tuple[str, str], ...]:
         ("ranks", f"{plan.world.world_size} on {plan.device}, started by {plan.world.launcher}"),
         ("layout", f"{plan.mesh}, ZeRO-{plan.zero_stage}, {offloads}"),
         ("batch", f"{rows}, {tokens}"),
+        *([("activations", "inputs of recomputed layers in host memory")] if plan.activation_offload else []),
         *objective_lines(config),
         ("loss", loss_text(config, kernel=plan.loss_kernel)),
         ("length", config.train.duration),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ds_finetune.config.schema import RunConfig
+from ds_finetune.config.schema import OWN_ATTENTIONS, RunConfig
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.stream import StreamedRows
 from ds_finetune.errors import ConfigError, DataError
@@ -58,7 +58,7 @@ def _limits(config: RunConfig, model: ModelPlan) -> Iterator[DocumentLimit]:
     """Limits of a run: where no test compares sparse attention with transformers' own."""
     tokens = longest_document(model.hf_config)
     if tokens is not None:
-        if config.model.attention != "sdpa":
+        if config.model.attention not in OWN_ATTENTIONS:
             given = f"with model.attention {config.model.attention}"
             yield DocumentLimit(tokens, given, "model.attention: sdpa", holds_for_answers=True)
         for layer in _first_layers_without_choice(model):

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ds_finetune.config.schema import RunConfig
+from ds_finetune.data.prefetch import prefetched
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.errors import RunError
 from ds_finetune.export.interruption import SignalInterruption
@@ -144,8 +145,10 @@ def train_steps(started: StartedRun, status: StatusKeeper) -> tuple[StepRecord |
     with StopSignals(can_save=started.saver is not None) as signals:
         observers = make_observers(started, signals)
         batches = run_batches(run, after=resume_point.progress, stream_position=stream_position)
-        records = training_steps(engine, batches, run.schedule, after=resume_point.progress)
-        with profiled(records, started) as records:
+        with (
+            prefetched(batches, engine.prepare) as ready,
+            profiled(training_steps(engine, ready, run.schedule, after=resume_point.progress), started) as records,
+        ):
             last = run_steps(chain(due, started.rank_progress.count_steps(records)), observers)
         started.rank_progress.finish_steps()
         for observer in observers:

@@ -9,9 +9,11 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from ds_finetune.cli.main import exit_process
 from ds_finetune.config.schema import RunConfig
+from ds_finetune.engine import rank_rows
 from ds_finetune.engine.collectives import all_gather_object
 from ds_finetune.engine.default_group import process_group
 from ds_finetune.engine.devices import choose_device
@@ -38,12 +40,17 @@ def main() -> None:
 
 def _waits_of_a_step(config: RunConfig, world: World, device: str) -> dict[str, int]:
     plan, model = make_plan(config, world=world, device=device), model_of(config)
-    with imagined_accelerator() as waits, start_engine(plan, model) as engine:
+    with (
+        imagined_accelerator() as waits,
+        patch.object(rank_rows, "pins_memory", lambda _: True),
+        start_engine(plan, model) as engine,
+    ):
         for _ in range(2):
             batch: Any = whole_batch(engine)
             waits.put_on_host(batch)
+            prepared = engine.prepare(batch)
             waits.reset()
-            engine.step(batch, lr=1e-3)
+            engine.step(prepared, lr=1e-3)
         return dict(waits.found)
 
 
