@@ -19,6 +19,12 @@ _INVALID = Foreign("deepspeed", "runtime/utils.py:231, zero/stage_1_and_2.py:304
 _OVERFLOW = Foreign("deepspeed", "runtime/zero/stage_1_and_2.py:3029-3044, 3234, stage3.py:2811-2820, 2881-2889")
 _NORM_1_2 = Foreign("deepspeed", "runtime/zero/stage_1_and_2.py:2648-2702")
 _NORM_3 = Foreign("deepspeed", "runtime/zero/stage3.py:2419-2486")
+_METHODS_OF_STAGE_3 = (
+    "_assert_same_partition_group",
+    "_get_param_partition_group",
+    "_grad_norm_counts_every_rank",
+    "_autoep_expert_parallel_group",
+)
 
 
 class ZeroNorms:
@@ -36,9 +42,10 @@ class ZeroNorms:
         kind = type(optimizer)
         self._module = sys.modules[kind.__module__]
         _INVALID.attribute(self._module, "is_invalid_grad_norm")
-        _INVALID.source(kind.step, "is_invalid_grad_norm(scaled_global_grad_norm)")
         if hasattr(optimizer, "_get_norm_groups"):
-            _NORM_3.source(kind.get_grad_norm_direct, "torch.where(inf_or_nan, err, total_norm)")
+            # Its methods are wrapped, and have no source.
+            for name in ("get_grad_norm_direct", *_METHODS_OF_STAGE_3):
+                _NORM_3.attribute(optimizer, name)
             norm: Callable[[Any, Any, Any], torch.Tensor] = _norm_at_stage_3
         else:
             _NORM_1_2.source(kind.get_grad_norm_direct, "mask_nan_or_inf_with_val_inplace(total_norm")
