@@ -22,6 +22,7 @@ from ds_finetune.config.value_types import (
     DurationText,
     EveryText,
     HeldOutPaths,
+    InexactNames,
     Layout,
     StepsText,
     TimeText,
@@ -153,6 +154,10 @@ class TrainConfig(Section):
     """Recompute each decoder layer in backward instead of keeping its activations."""
     activation_offload: bool = False
     """Keep the inputs of recomputed layers in pinned host memory instead of on the GPU."""
+    tiled_mlp: bool = False
+    """Compute MLPs and routed experts for parts of the tokens by turns, so that what is within them is never held for
+    all tokens; each is computed once more in backward.
+    """
     max_skipped_steps: int = Field(default=5, ge=1)
     """Steps skipped in a row for a non-finite gradient after which the run ends."""
 
@@ -305,6 +310,8 @@ class RunConfig(Section):
     """The data."""
     deepspeed: str | dict[str, Any] | None = None
     """DeepSpeed choices such as the ZeRO stage: a JSON file, a name of ds_configs/ such as `zero3`, or a section."""
+    inexact: InexactNames = ()
+    """DeepSpeed options that may be used although they cannot equal a plain loop; docs/how-to/inexact-options.md."""
     objective: ObjectiveField = SftObjective()
     """What is trained: a name such as `dpo`, or a section `{name: dpo, beta: 0.1}`."""
     train: TrainConfig = TrainConfig()

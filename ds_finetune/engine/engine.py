@@ -370,7 +370,7 @@ class Engine:
                 self._ds.zero_grad()
             self._ds.step()
             return norm, is_skipped
-        skipped_before = self._ds.skipped_steps
+        skipped_before, steps_before = self._ds.skipped_steps, self._ds.global_steps
         with nullcontext() if self.zero_norms is None else self.zero_norms.reading():
             self._ds.step()
         skipped = self._ds.skipped_steps > skipped_before
@@ -380,10 +380,11 @@ class Engine:
                 f"a non-finite gradient was applied at ZeRO stage {self.plan.zero_stage}: {culprit}",
                 hint="please report this",
             )
-        norm = self._ds.get_global_grad_norm()
-        if norm is None:
+        # ZenFlow computes a norm only in steps that update all weights.
+        found = self._ds.get_global_grad_norm() if self._ds.global_steps > steps_before else None
+        if found is None:
             return math.nan, skipped
-        return float(norm) if self.zero_norms is None else self.zero_norms.global_norm(norm), skipped
+        return float(found) if self.zero_norms is None else self.zero_norms.global_norm(found), skipped
 
     @property
     def _trains_both_ends(self) -> bool:

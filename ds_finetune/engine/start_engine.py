@@ -62,6 +62,7 @@ from ds_finetune.model.score_head import (
     install_encoder_head,
     install_score_head,
 )
+from ds_finetune.model.tiled_mlp import install_tiled_mlps
 from ds_finetune.model.vocabulary import Growth
 from ds_finetune.model.weights import clear_weights, initialise_weights, load_weights, seed_of
 from ds_finetune.objectives.balance import Balance
@@ -72,8 +73,9 @@ from ds_finetune.objectives.multi_token import MultiTokenPrediction
 from ds_finetune.objectives.objective import ScoreObjective
 from ds_finetune.patches.deepspeed_clipping import OwnClipping
 from ds_finetune.patches.deepspeed_engine import count_whole_experts_once, undo_constructor_step
+from ds_finetune.patches.deepspeed_inexact import forget_second_copies, zenflow_keeps_matrices
 from ds_finetune.patches.deepspeed_init import zero_init
-from ds_finetune.patches.deepspeed_waits import ZeroNorms
+from ds_finetune.patches.deepspeed_waits import ZeroNorms, has_zero_norms
 from ds_finetune.patches.torch_nn import linears_without_memory
 from ds_finetune.plan.plan import Plan
 from ds_finetune.quiet import deepspeed_level
@@ -96,15 +98,16 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
     with (
         open_groups(plan.mesh, timeout=timedelta(seconds=plan.collective_seconds)) as groups,
         start_teacher(plan, model, groups) as teacher,
+        zenflow_keeps_matrices() if plan.has_zenflow else nullcontext(),
     ):
         lm, drawn = _build(plan, model, groups, loads_weights=loads_weights)
         plan = replace(plan, frozen=_saved_frozen(lm, model))
         trained = TrainedModel(lm, groups.sequence, groups.stage)
+        if isinstance(model.objective, Distillation):
+            trained = DistilledModel(trained, model.objective, teacher)
         trained.packs_documents = packs_documents(
             model.attention, model.hf_config, device=plan.device, precision=plan.precision
         )
-        if isinstance(model.objective, Distillation):
-            trained = DistilledModel(trained, model.objective, teacher)
         if groups.experts is not None and plan.zero_stage < 3 and any(map(is_expert, trained.parameters())):
             trained.has_experts = experts_marker(groups.experts.size)
         wrapped, optimizer, _, _ = deepspeed.initialize(
@@ -115,7 +118,7 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
             mpu=groups.mpu,
         )
         _add_extra_losses(trained, model, groups, torch.device(wrapped.device))
-        _correct_optimizer(optimizer, plan, groups)
+        _correct_start(trained, optimizer, plan, groups)
         engine = Engine(wrapped, plan, groups, model.objective)
         _set_norms(engine, optimizer, model, groups)
         engine.drawn = drawn
@@ -129,10 +132,12 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
             wrapped.destroy()
 
 
-def _correct_optimizer(optimizer: object, plan: Plan, groups: Groups) -> None:
-    """Undo what DeepSpeed's wrapper of the optimizer does wrong at this stage."""
+def _correct_start(trained: TrainedModel, optimizer: object, plan: Plan, groups: Groups) -> None:
+    """Undo what DeepSpeed did wrong at this stage when it took over the model and wrapped the optimizer."""
     if plan.zero_stage == 0 and plan.precision != "fp32":
         undo_constructor_step(optimizer)
+    if plan.zero_stage == 3:
+        forget_second_copies(trained)
     if plan.zero_stage == 3 and groups.tensor is not None and groups.experts is not None:
         count_whole_experts_once(optimizer)
 
@@ -144,7 +149,8 @@ def _set_norms(engine: Engine, optimizer: Any, model: ModelPlan, groups: Groups)
     engine.own_norms = dict.fromkeys(model.apart_losses, 0.0)
     if not engine.plan.zero_stage:
         return
-    engine.zero_norms = ZeroNorms(optimizer, lambda: engine.has_bad_gradient)
+    if has_zero_norms(optimizer):
+        engine.zero_norms = ZeroNorms(optimizer, lambda: engine.has_bad_gradient)
     if engine.own_norms:
         OwnClipping(
             optimizer,
@@ -176,11 +182,21 @@ def _build(
     _mark_parameters(lm, plan, model, groups)
     if groups.stage is None or groups.stage.is_last:
         _install_head(lm, model, groups, kernel)
+    _keep_fewer_activations(lm, plan, model)
+    return lm, drawn
+
+
+def _keep_fewer_activations(lm: PreTrainedModel, plan: Plan, model: ModelPlan) -> None:
+    """Recompute layers, with their inputs on the host, and compute MLPs in tiles, as the run file says."""
+    from deepspeed.utils import set_z3_leaf_module
+
     if plan.activation_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     if plan.activation_offload:
         offload_layer_inputs(lm, PlainTransfer() if plan.device == "cpu" else CudaTransfer(torch.device(_device(plan))))
-    return lm, drawn
+    for module in install_tiled_mlps(lm, tiles=model.mlp_tiles) if model.mlp_tiles > 1 else ():
+        # ZeRO-3 gathers all matrices of an MLP before its first tile, and releases them after its last.
+        set_z3_leaf_module(module, True)
 
 
 def _mark_parameters(lm: PreTrainedModel, plan: Plan, model: ModelPlan, groups: Groups) -> None:

@@ -27,8 +27,8 @@ class OwnClipping:
     ranks know the same `losses`; pipeline stages may have different groups of each. `shards` are the tensor parallel
     ranks of a stage, None for one rank. All norms are invalid where one is not finite, or `has_bad_gradient` is true,
     which must be so on every rank or on none: by an invalid norm alone DeepSpeed skips a step in fp32
-    (zero/stage_1_and_2.py:3042) and at stage 3 (zero/stage3.py:2888). `norms` are those of the optimizer. `report` is
-    called with the norms of each step by loss, the same on every rank.
+    (zero/stage_1_and_2.py:3042) and at stage 3 (zero/stage3.py:2888). `norms` are those of the optimizer, where they are
+    read once. `report` is called with the norms of each step by loss, the same on every rank.
     """
 
     def __init__(  # noqa: PLR0913
@@ -38,7 +38,7 @@ class OwnClipping:
         *,
         losses: Sequence[str],
         shards: dist.ProcessGroup | None,
-        norms: ZeroNorms,
+        norms: ZeroNorms | None,
         has_bad_gradient: Callable[[], bool],
         report: Callable[[Mapping[str, float]], None],
     ) -> None:
@@ -76,7 +76,8 @@ class OwnClipping:
         own = (squares / (1 if self._shards is None else dist.get_world_size(self._shards))).sqrt()
         self._own, values = dict(zip(self._names, own.unbind(), strict=True)), own.tolist()
         for norm, value in zip(self._own.values(), values, strict=True):
-            self._norms.remember(norm, value)
+            if self._norms is not None:
+                self._norms.remember(norm, value)
         self._report(dict(zip(self._names, values, strict=True)))
         if not self._has_bad_gradient() and all(map(math.isfinite, values)):
             return found

@@ -27,6 +27,11 @@ _METHODS_OF_STAGE_3 = (
 )
 
 
+def has_zero_norms(optimizer: object) -> bool:
+    """Whether this is DeepSpeed's plain optimizer of a ZeRO stage; ZenFlow and SuperOffload have steps of their own."""
+    return type(optimizer).__name__ in ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3")
+
+
 class ZeroNorms:
     """The norms of the gradient in the steps of a ZeRO optimizer, each of which the host reads once.
 

@@ -9,8 +9,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
-from ds_finetune.model.activation_offload import Arrival, CudaTransfer, PlainTransfer, offload_layer_inputs
-from ds_finetune.plan.activations import check_offloaded_type
+from ds_finetune.model.activation_offload import (
+    Arrival,
+    CudaTransfer,
+    LayerInputOffload,
+    PlainTransfer,
+    offload_layer_inputs,
+)
+from ds_finetune.plan.activations import check_model_type
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.world import World
 from tests.model.tiny import CONFIGS
@@ -86,6 +92,16 @@ def test_the_next_input_is_on_its_way_while_a_layer_is_computed() -> None:
     assert transfer.most_on_the_way == 1
 
 
+def test_other_arguments_of_a_layer_stay_where_they_are() -> None:
+    transfer = SlowTransfer()
+    offload = LayerInputOffload(transfer, layers=2)
+    hidden, weight = torch.randn(3, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    out = offload.checkpoint(0, lambda given, other: (given @ other).square(), hidden, weight)
+    out.sum().backward()
+    assert transfer.sent == [(3, 4)]
+    assert torch.allclose(weight.grad, 2 * hidden.T @ (hidden @ weight))
+
+
 def test_nothing_is_kept_of_a_forward_without_a_backward() -> None:
     model, transfer = lm("llama"), SlowTransfer()
     offload = offload_layer_inputs(model, transfer)
@@ -131,8 +147,8 @@ def test_a_cpu_has_nothing_to_offload() -> None:
 
 def test_types_without_a_comparison_are_refused() -> None:
     with pytest.raises(ConfigError, match="activation_offload true of model_type gemma3_text is not tested"):
-        check_offloaded_type(_run(activation_offload=True), {"model_type": "gemma3_text"})
-    check_offloaded_type(_run(), {"model_type": "gemma3_text"})
+        check_model_type(_run(activation_offload=True), {"model_type": "gemma3_text"})
+    check_model_type(_run(), {"model_type": "gemma3_text"})
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: copies on a stream of their own")
