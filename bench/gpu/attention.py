@@ -163,7 +163,7 @@ def speed(recorder: Recorder, *, is_tiny: bool) -> None:
 def latent(recorder: Recorder, *, is_tiny: bool) -> None:
     """The kernels for values narrower than keys (192 and 128 columns) in one document: time and difference from fp32.
 
-    `chosen` is what the package takes.
+    The package takes `padded` on GPUs (model/narrow_values.py).
     """
     heads = Heads(2, 2, 24, 16) if is_tiny else HEADS["latent 16B"]
     for tokens in (16,) if is_tiny else (512, 4096, 16384):

@@ -26,7 +26,13 @@ THROUGHPUT = {
     ),
     "LoRA 7B": TrainingRun(QWEN2_7B, 4096, rows=8, micro_rows=2, steps=7, sections=_LORA),
     "LoRA 7B in four bits": TrainingRun(
-        QWEN2_7B, 4096, rows=8, micro_rows=2, steps=5, sections={"lora": {"rank": 16, "quantize": "nf4"}}
+        QWEN2_7B,
+        4096,
+        rows=8,
+        micro_rows=2,
+        steps=5,
+        sections={"lora": {"rank": 16, "quantize": "nf4"}},
+        needs="bitsandbytes",
     ),
     "LoRA 16B of experts": TrainingRun(DEEPSEEK_V2_LITE, 4096, rows=8, micro_rows=2, steps=6, sections=_LORA),
 }

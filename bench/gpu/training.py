@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from bench.gpu.models import (
     write_texts,
     write_weights,
 )
-from bench.gpu.results import Recorder
+from bench.gpu.results import Recorder, SkippedError
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.observers.utilisation import peak_flops
+from ds_finetune.plan.activation_memory import activation_bytes
 from ds_finetune.plan.model_shape import Shape
 from ds_finetune.units import GIB
 
@@ -56,6 +58,8 @@ class TrainingRun:
     """Further sections of the run file."""
     model_section: Sections | None = None
     """Further keys of its section `model`."""
+    needs: str = ""
+    """A module without which it is skipped."""
 
     def tiny(self) -> "TrainingRun":
         """The same on a tiny model, for rehearsals."""
@@ -109,26 +113,47 @@ class TrainingRun:
 
     def train(self, folder: Path) -> list[dict[str, Any]]:
         """Train; the records of metrics.jsonl, by step."""
-        from ds_finetune.api import train
+        return _train(self.config(folder))
 
-        train(self.config(folder))
-        lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
+
+def _train(config: RunConfig) -> list[dict[str, Any]]:
+    from ds_finetune.api import train
+
+    train(config)
+    lines = (Path(config.output_dir) / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
 
 
 def measure(recorder: Recorder, name: str, run: TrainingRun, folder: Path) -> None:
     """Record speed and memory of a run."""
     with recorder.record(name) as values:
+        if run.needs and find_spec(run.needs) is None:
+            raise SkippedError(f"{run.needs} is not installed")
         began = time.perf_counter()
-        records = run.train(folder)
+        config = run.config(folder)
+        records = _train(config)
         timed = records[_WARM_STEPS:] or records[-1:]
         seconds = time.perf_counter() - began
         values |= speeds(run, timed)
+        values["planned GiB"] = planned_bytes(run, config) / GIB
         values["host GiB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
         values["start s"] = seconds - sum(record["perf/step_seconds"] for record in timed)
         losses = [record["train/loss"] for record in records]
         assert all(loss is not None for loss in losses), losses
         values |= {"first loss": losses[0], "last loss": losses[-1]}
+
+
+def planned_bytes(run: TrainingRun, config: RunConfig) -> int:
+    """Bytes on the GPU by arithmetic: the state, and the activations of a micro-batch. Logits of a chunk, the head's
+    gradient in fp32 and buffers of DeepSpeed come on top.
+    """
+    from ds_finetune.trainer.dry_run import plan_run
+
+    train = config.train
+    each = activation_bytes(run.model, precision=run.precision).peak(
+        recomputes=train.activation_checkpointing, is_offloaded=train.activation_offload, is_tiled=train.tiled_mlp
+    )
+    return plan_run(config, gpus=1).estimate.gpu_bytes + each * run.tokens * run.micro_rows
 
 
 def speeds(run: TrainingRun, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
