@@ -16,6 +16,8 @@ from ds_finetune.data.batches import Batch
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.results import StepResult
 from ds_finetune.patches.foreign import replaced
+from ds_finetune.plan.model_shape import Shape
+from ds_finetune.units import GIB
 
 _MOST_WAITS = 3
 """Operations of a step that may wait for the GPU."""
@@ -88,6 +90,17 @@ def compare(
     values["skipped steps"] = sum(int(one["train/skipped"]) for one in found)
     losses = [abs(one["train/loss"] / other["train/loss"] - 1) for one, other in pairs]
     check_limit(values, "loss off by", max(losses), limit=limit)
+
+
+def checkpoint(recorder: Recorder, folder: Path, *, is_tiny: bool) -> None:
+    """How long a step is blocked by a save that is written while training continues."""
+    model = {**QWEN2_1B, "num_hidden_layers": 8}
+    run = TrainingRun(model, 512, rows=2, steps=3, sections={"checkpoint": {"every": "2 steps", "keep": 1}})
+    run = run.tiny() if is_tiny else run
+    with recorder.record("a save after the second step") as values:
+        records = run.train(folder)
+        values["blocked s"] = float(records[1]["checkpoint/blocked_seconds"])
+        values["state GiB"] = 12 * Shape.of(dict(run.model)).total_params / GIB
 
 
 def waits(recorder: Recorder, folder: Path, *, is_tiny: bool) -> None:

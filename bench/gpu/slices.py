@@ -74,6 +74,7 @@ _PARTS: dict[str, tuple[Part, ...]] = {
         _check("tests", "checks", "gpu_tests", 120),
         _check("variants", "comparisons", "variants", 300),
         _check("waits", "comparisons", "waits", 120),
+        _check("checkpoint", "comparisons", "checkpoint", 120),
         _check("selftest", "checks", "run_selftest", 300),
     ),
     "throughput": (
