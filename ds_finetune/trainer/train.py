@@ -11,14 +11,13 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.data.prefetch import prefetched
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.errors import RunError
 from ds_finetune.export.interruption import SignalInterruption
 from ds_finetune.export.verify.verify import VerificationResult
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.observers.stop_signals import StopSignals
-from ds_finetune.trainer.batches import run_batches
+from ds_finetune.trainer.batches import batches_ahead
 from ds_finetune.trainer.exports import Exports, Say, verify_run_exports
 from ds_finetune.trainer.loop import run_steps, training_steps
 from ds_finetune.trainer.observers import StartedRun, make_observers
@@ -144,10 +143,9 @@ def train_steps(started: StartedRun, status: StatusKeeper) -> tuple[StepRecord |
         return None, ""
     with StopSignals(can_save=started.saver is not None) as signals:
         observers = make_observers(started, signals)
-        batches = run_batches(run, after=resume_point.progress, stream_position=stream_position)
         with (
-            prefetched(batches, engine.prepare) as ready,
-            profiled(training_steps(engine, ready, run.schedule, after=resume_point.progress), started) as records,
+            batches_ahead(run, engine, after=resume_point.progress, stream_position=stream_position) as batches,
+            profiled(training_steps(engine, batches, run.schedule, after=resume_point.progress), started) as records,
         ):
             last = run_steps(chain(due, started.rank_progress.count_steps(records)), observers)
         started.rank_progress.finish_steps()
