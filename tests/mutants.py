@@ -139,7 +139,7 @@ MUTANTS = (
     Mutant(
         "divergence of padding counted",
         "model/indexer_loss.py",
-        "each.masked_fill(~is_real, 0.0).sum()",
+        "each.masked_fill(~rows.real.is_real, 0.0).sum()",
         "each.sum()",
         f"{TRAINED_INDEXER} -k padded",
     ),
@@ -272,7 +272,7 @@ MUTANTS = (
     Mutant(
         "a bad gradient of the layer of multi-token prediction applied",
         "patches/deepspeed_clipping.py",
-        "if not self._has_bad_gradient() and bool(own.isfinite().all()):",
+        "if not self._has_bad_gradient() and all(map(math.isfinite, values)):",
         "if True:",
         "tests/engine/test_steps.py",
     ),
@@ -389,6 +389,13 @@ MUTANTS = (
         "counts = global_counts(batch, mesh, self._device)",
         "counts = unit_counts(batch.counts)",
         PARITY,
+    ),
+    Mutant(
+        "first token of a document counted as a label",
+        "data/prepared_rows.py",
+        "np.count_nonzero(mask[start + 1 : end])",
+        "np.count_nonzero(mask[start:end])",
+        "tests/data/test_preferences.py",
     ),
     Mutant(
         "local count of pairs",
@@ -723,9 +730,9 @@ MUTANTS = (
     ),
     Mutant(
         "biases by the choices of one rank",
-        "engine/engine.py",
-        "finish_step(self._routers, reading.choices, reading.table,",
-        "finish_step(self._routers, reading.choices, table_of_choices(self._routers, mesh),",
+        "engine/step_reading.py",
+        "table=numbers.split(sizes)[-1].view_as(table),",
+        "table=table,",
         ROUTERS,
     ),
     Mutant(
