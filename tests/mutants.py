@@ -42,7 +42,58 @@ INDEXER = "tests/model/test_indexed_attention.py"
 MTP, TRAINED_INDEXER = "tests/parity/test_mtp.py", "tests/parity/test_indexer.py"
 LOADS = "tests/observers/test_expert_loads.py tests/observers/test_routers.py"
 FP4, CONVERSIONS = "tests/export/test_fp4.py", "tests/export/test_from_checkpoint.py"
+CONTEXT, OFFLOAD = "tests/model/test_context.py", "tests/model/test_activation_offload.py"
+TILES, ACTIVATIONS = "tests/model/test_tiled_mlp.py", "tests/plan/test_activation_memory.py"
 MUTANTS = (
+    Mutant(
+        "positions of a longer context without the factor",
+        "plan/context.py",
+        'extended = {**rope, "rope_type": "yarn", "factor": _new_factor(rope, original, context)',
+        'extended = {**rope, "rope_type": "yarn", "factor": _factor(rope)',
+        CONTEXT,
+    ),
+    Mutant(
+        "latent attention without the scales of DeepSeek-V3",
+        "plan/context.py",
+        'added = _LATENT_SCALES if is_latent and _rope_type(rope) == "default" else {}',
+        "added = {}",
+        CONTEXT,
+    ),
+    Mutant(
+        "an input of a layer that is used before it has arrived",
+        "model/activation_offload.py",
+        "        arrival.wait()\n",
+        "",
+        OFFLOAD,
+    ),
+    Mutant(
+        "weights that stay on the device sent to the host too",
+        "model/activation_offload.py",
+        "if saved.data_ptr() != hidden.data_ptr() or saved.shape != hidden.shape:",
+        "if saved.dim() == 0:",
+        OFFLOAD,
+    ),
+    Mutant(
+        "gradients of the last tile alone",
+        "model/tiled_mlp.py",
+        "                total += grad\n",
+        "                total.copy_(grad)\n",
+        TILES,
+    ),
+    Mutant(
+        "gradients of tiles summed in the precision of the weights",
+        "model/tiled_mlp.py",
+        "torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)",
+        "torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)",
+        TILES,
+    ),
+    Mutant(
+        "activations of experts counted for one expert",
+        "plan/activation_memory.py",
+        "routed = chosen * (width",
+        "routed = 1 * (width",
+        ACTIVATIONS,
+    ),
     Mutant(
         "scales of the first rows for all of an FP4 matrix",
         "model/fp4.py",
@@ -88,7 +139,7 @@ MUTANTS = (
     Mutant(
         "divergence of padding counted",
         "model/indexer_loss.py",
-        "each.masked_fill(~is_real, 0.0).sum()",
+        "each.masked_fill(~rows.real.is_real, 0.0).sum()",
         "each.sum()",
         f"{TRAINED_INDEXER} -k padded",
     ),
@@ -221,7 +272,7 @@ MUTANTS = (
     Mutant(
         "a bad gradient of the layer of multi-token prediction applied",
         "patches/deepspeed_clipping.py",
-        "if not self._has_bad_gradient() and bool(own.isfinite().all()):",
+        "if not self._has_bad_gradient() and all(map(math.isfinite, values)):",
         "if True:",
         "tests/engine/test_steps.py",
     ),
@@ -335,15 +386,23 @@ MUTANTS = (
     Mutant(
         "local count of tokens",
         "engine/engine.py",
-        "        counts = self._global_counts(batch.counts)",
-        "        counts = dict(batch.counts)",
+        "counts = global_counts(batch, mesh, self._device)",
+        "counts = unit_counts(batch.counts)",
         PARITY,
+    ),
+    Mutant(
+        "first token of a document counted as a label",
+        "data/prepared_rows.py",
+        "np.count_nonzero(mask[start + 1 : end])",
+        "np.count_nonzero(mask[start:end])",
+        "tests/data/test_preferences.py",
     ),
     Mutant(
         "local count of pairs",
         "engine/engine.py",
-        "        counts = self._global_counts(batch.counts)",
-        '        counts = self._global_counts(batch.counts) | {"pairs": batch.counts["pairs"]}',
+        "counts = global_counts(batch, mesh, self._device)",
+        "counts = global_counts(batch, mesh, self._device)\n"
+        '        counts[UNITS.index("pairs")] = batch.counts["pairs"]',
         OBJECTIVES,
     ),
     Mutant(
@@ -650,7 +709,7 @@ MUTANTS = (
     ),
     Mutant(
         "padding chosen by routers",
-        "model/routers.py",
+        "model/real_tokens.py",
         "inside = min(part, end - start)",
         "inside = part",
         ROUTERS,
@@ -671,9 +730,9 @@ MUTANTS = (
     ),
     Mutant(
         "biases by the choices of one rank",
-        "engine/router_balance.py",
-        "    dist.all_reduce(table)\n",
-        "",
+        "engine/step_reading.py",
+        "table=numbers.split(sizes)[-1].view_as(table),",
+        "table=table,",
         ROUTERS,
     ),
     Mutant(

@@ -103,7 +103,9 @@ def as_fork(command: Sequence[str]) -> tuple[list[str], int]:
         return words[len(_TORCHRUN) + 1 :], int(words[len(_TORCHRUN)].removeprefix("--nproc-per-node="))
     if words[0] == "ds-finetune":
         return ["-m", "ds_finetune", *words[1:]], 0
-    is_python = words[0] == sys.executable and (words[1].endswith(".py") or words[1:3] == ["-m", "ds_finetune"])
+    is_python = words[0] == sys.executable and (
+        words[1].endswith(".py") or words[1:3] in (["-m", "ds_finetune"], ["-m", "bench.gpu"])
+    )
     return (words[1:] if is_python else []), 0
 
 

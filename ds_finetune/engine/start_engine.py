@@ -73,7 +73,9 @@ from ds_finetune.objectives.multi_token import MultiTokenPrediction
 from ds_finetune.objectives.objective import ScoreObjective
 from ds_finetune.patches.deepspeed_clipping import OwnClipping
 from ds_finetune.patches.deepspeed_engine import count_whole_experts_once, undo_constructor_step
+from ds_finetune.patches.deepspeed_inexact import forget_second_copies, zenflow_keeps_matrices
 from ds_finetune.patches.deepspeed_init import zero_init
+from ds_finetune.patches.deepspeed_waits import ZeroNorms, has_zero_norms
 from ds_finetune.patches.torch_nn import linears_without_memory
 from ds_finetune.plan.plan import Plan
 from ds_finetune.quiet import deepspeed_level
@@ -96,15 +98,16 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
     with (
         open_groups(plan.mesh, timeout=timedelta(seconds=plan.collective_seconds)) as groups,
         start_teacher(plan, model, groups) as teacher,
+        zenflow_keeps_matrices() if plan.has_zenflow else nullcontext(),
     ):
         lm, drawn = _build(plan, model, groups, loads_weights=loads_weights)
         plan = replace(plan, frozen=_saved_frozen(lm, model))
         trained = TrainedModel(lm, groups.sequence, groups.stage)
+        if isinstance(model.objective, Distillation):
+            trained = DistilledModel(trained, model.objective, teacher)
         trained.packs_documents = packs_documents(
             model.attention, model.hf_config, device=plan.device, precision=plan.precision
         )
-        if isinstance(model.objective, Distillation):
-            trained = DistilledModel(trained, model.objective, teacher)
         if groups.experts is not None and plan.zero_stage < 3 and any(map(is_expert, trained.parameters())):
             trained.has_experts = experts_marker(groups.experts.size)
         wrapped, optimizer, _, _ = deepspeed.initialize(
@@ -115,9 +118,9 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
             mpu=groups.mpu,
         )
         _add_extra_losses(trained, model, groups, torch.device(wrapped.device))
-        _correct_optimizer(optimizer, plan, groups)
+        _correct_start(trained, optimizer, plan, groups)
         engine = Engine(wrapped, plan, groups, model.objective)
-        _clip_apart(engine, optimizer, model, groups)
+        _set_norms(engine, optimizer, model, groups)
         engine.drawn = drawn
         # Dropout draws from torch's own generator: other numbers on ranks with other rows, the same on ranks that share
         # them. A resumed run restores its state.
@@ -129,23 +132,32 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
             wrapped.destroy()
 
 
-def _correct_optimizer(optimizer: object, plan: Plan, groups: Groups) -> None:
-    """Undo what DeepSpeed's wrapper of the optimizer does wrong at this stage."""
+def _correct_start(trained: TrainedModel, optimizer: object, plan: Plan, groups: Groups) -> None:
+    """Undo what DeepSpeed did wrong at this stage when it took over the model and wrapped the optimizer."""
     if plan.zero_stage == 0 and plan.precision != "fp32":
         undo_constructor_step(optimizer)
+    if plan.zero_stage == 3:
+        forget_second_copies(trained)
     if plan.zero_stage == 3 and groups.tensor is not None and groups.experts is not None:
         count_whole_experts_once(optimizer)
 
 
-def _clip_apart(engine: Engine, optimizer: Any, model: ModelPlan, groups: Groups) -> None:  # noqa: ANN401 - DeepSpeed's
-    """Clip parameters that an auxiliary loss trains alone by a norm of their own; at stage 0 the engine does so."""
+def _set_norms(engine: Engine, optimizer: Any, model: ModelPlan, groups: Groups) -> None:  # noqa: ANN401 - DeepSpeed's
+    """Let norms of the gradient be read once, and clip parameters that an auxiliary loss trains alone by a norm of
+    their own; at stage 0 the engine does so.
+    """
     engine.own_norms = dict.fromkeys(model.apart_losses, 0.0)
-    if engine.plan.zero_stage and engine.own_norms:
+    if not engine.plan.zero_stage:
+        return
+    if has_zero_norms(optimizer):
+        engine.zero_norms = ZeroNorms(optimizer, lambda: engine.has_bad_gradient)
+    if engine.own_norms:
         OwnClipping(
             optimizer,
             loss_of,
             losses=model.apart_losses,
             shards=groups.tensor.group if groups.tensor is not None else None,
+            norms=engine.zero_norms,
             has_bad_gradient=lambda: engine.has_bad_gradient,
             report=partial(setattr, engine, "own_norms"),
         )
@@ -216,7 +228,7 @@ def _add_extra_losses(trained: TrainedModel, model: ModelPlan, groups: Groups, d
     After `deepspeed.initialize`, whose hooks must run before those of the collector.
     """
     if model.router is not None:
-        trained.routers = RouterCollector(trained.lm, model.router, sp_group=groups.sequence, device=device)
+        trained.routers = RouterCollector(trained.lm, model.router, device=device)
     trained.extras = tuple(_extra_loss(extra, trained, model, groups) for extra in model.extras)
 
 
@@ -228,7 +240,7 @@ def _extra_loss(extra: Extra, trained: TrainedModel, model: ModelPlan, groups: G
         assert model.indexer is not None
         ranks = tuple(group for group in (groups.tensor, groups.sequence) if group is not None)
         collector = DivergenceCollector(ranks, attends_to_all=model.indexer.is_alone)
-        return IndexerLoss(extra, trained.lm, collector, groups.sequence)
+        return IndexerLoss(extra, trained.lm, collector)
     assert isinstance(extra, Balance), type(extra)
     assert trained.routers is not None
     return BalanceLoss(extra, trained.routers, groups.sequence)

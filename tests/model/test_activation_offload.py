@@ -9,7 +9,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
-from ds_finetune.model.activation_offload import Arrival, CudaTransfer, PlainTransfer, offload_layer_inputs
+from ds_finetune.model.activation_offload import (
+    Arrival,
+    CudaTransfer,
+    LayerInputOffload,
+    PlainTransfer,
+    offload_layer_inputs,
+)
 from ds_finetune.plan.activations import check_model_type
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.world import World
@@ -86,6 +92,16 @@ def test_the_next_input_is_on_its_way_while_a_layer_is_computed() -> None:
     assert transfer.most_on_the_way == 1
 
 
+def test_other_arguments_of_a_layer_stay_where_they_are() -> None:
+    transfer = SlowTransfer()
+    offload = LayerInputOffload(transfer, layers=2)
+    hidden, weight = torch.randn(3, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    out = offload.checkpoint(0, lambda given, other: (given @ other).square(), hidden, weight)
+    out.sum().backward()
+    assert transfer.sent == [(3, 4)]
+    assert torch.allclose(weight.grad, 2 * hidden.T @ (hidden @ weight))
+
+
 def test_nothing_is_kept_of_a_forward_without_a_backward() -> None:
     model, transfer = lm("llama"), SlowTransfer()
     offload = offload_layer_inputs(model, transfer)
@@ -127,6 +143,21 @@ def test_a_cpu_has_nothing_to_offload() -> None:
         make_plan(_run(activation_offload=True), world=World(0, 1, 0, 1, "a test"), device="cpu")
     plan = make_plan(_run(activation_offload=True), world=World(0, 1, 0, 1, "a test"), device="cuda")
     assert ("activations", "inputs of recomputed layers in host memory") in plan.decisions
+
+
+@pytest.mark.parametrize("key", ["activation_offload", "tiled_mlp"])
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({"mtp": {"train": True}}, r"mtp\.train true"),
+        ({"indexer": {"train": True}}, r"indexer\.train true"),
+        ({"lora": {"quantize": "nf4"}}, r"lora\.quantize nf4"),
+    ],
+)
+def test_what_no_test_covers_is_refused(key: str, section: dict[str, Any], said: str) -> None:
+    tree = _run(**{key: True}).model_dump(by_alias=True) | section
+    with pytest.raises(ConfigError, match=rf"train\.{key} true with {said} is not tested"):
+        make_plan(RunConfig.model_validate(tree), world=World(0, 1, 0, 1, "a test"), device="cuda")
 
 
 def test_types_without_a_comparison_are_refused() -> None:

@@ -21,7 +21,7 @@ from deepspeed.utils import groups
 from torch import nn
 from torch.utils import cpp_extension
 from torch.utils.file_baton import FileBaton
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
 
 from ds_finetune.errors import DependencyError
@@ -31,7 +31,9 @@ from ds_finetune.patches import (
     deepspeed_engine,
     deepspeed_groups,
     deepspeed_import,
+    deepspeed_inexact,
     deepspeed_init,
+    deepspeed_waits,
     torch_distributed,
     torch_extensions,
     torch_nn,
@@ -171,6 +173,13 @@ def no_parameters() -> None:
     """A function of another version."""
 
 
+def partitioned_by_another_version() -> nn.Module:
+    """A module whose parameter is partitioned and has no second copy."""
+    module = nn.Linear(1, 1)
+    module.weight.ds_id = 0  # type: ignore[assignment]
+    return module
+
+
 GUARDS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], Any]]] = {
     "accumulation boundary": (
         lambda _: None,
@@ -216,6 +225,14 @@ GUARDS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], Any]]
         lambda patch: patch.setattr(sys.modules["deepspeed.comm.torch"], "build_shm_op", no_parameters),
         lambda: within(deepspeed_init.without_shared_memory_op()),
     ),
+    "second copies": (lambda _: None, lambda: deepspeed_inexact.forget_second_copies(partitioned_by_another_version())),
+    "ZenFlow's matrices": (
+        lambda patch: patch.setattr(
+            "deepspeed.runtime.zenflow.zenflow_stage_1_and_2.ZenFlowZeroOptimizer._update_model_bit16_weights",
+            no_parameters,
+        ),
+        lambda: within(deepspeed_inexact.zenflow_keeps_matrices()),
+    ),
     "zero.Init": (
         lambda patch: patch.setattr(deepspeed.zero.Init, "__init__", no_parameters),
         lambda: within(deepspeed_init.zero_init({})),
@@ -258,6 +275,14 @@ GUARDS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], Any]]
     "attention": (
         lambda patch: patch.setattr(transformers_attention, "flash_attention_mask", no_parameters),
         lambda: transformers_attention.register_attention("a", no_parameters),
+    ),
+    "search for documents": (
+        lambda patch: missing(patch, masking_utils, "find_packed_sequence_indices"),
+        lambda: within(transformers_attention.without_search_for_documents()),
+    ),
+    "norms of gradients": (
+        lambda _: None,
+        lambda: deepspeed_waits.ZeroNorms(Optimizer(), lambda: False),
     ),
     "4-bit linear modules": (lambda _: None, lambda: bitsandbytes_linear.without_cpu_packing(nn.Module())),
     "datasets offline": (
