@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ds_finetune.data.balance import Division, divide_rows
 from ds_finetune.data.mismatched import MismatchedAnswers
 from ds_finetune.data.mixture import Mixture
-from ds_finetune.data.rows import Ints, Row, Rows, empty_row
+from ds_finetune.data.rows import CountedRows, Ints, Row, Rows, empty_row
 from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.objectives.examples import Examples
 
@@ -77,6 +77,8 @@ class Batch:
     num_tokens: int
     counts: Mapping[str, int]
     """Number of each unit of `objectives.objective.Unit`."""
+    global_counts: Mapping[str, int] | None = None
+    """The same of the rows of all ranks; None where this rank does not know them."""
     baseline: tuple[MicroBatch, ...] = ()
     """This rank's share of the documents from which the objective's number of the global batch is computed first."""
 
@@ -138,6 +140,7 @@ def training_batches(
         indices = _rank_indices(plan) if plan.row_cost is None else _balanced_indices(every, plan, plan.row_cost)
         ids = [every[index] if index < len(every) else None for index in indices]
         batch = _batch(rows, ids, plan, Position(*divmod(after, per_epoch)))
+        batch = replace(batch, global_counts=batch.counts if plan.dp == 1 else _count_units(rows, every, plan))
         yield batch if mismatched is None else replace(batch, baseline=_baseline(mismatched, every, plan))
 
 
@@ -243,6 +246,13 @@ def _counts(rows: Sequence[Row], documents_per_unit: int) -> dict[str, int]:
         "documents": sum(row.num_documents for row in rows),
         "tokens": sum(row.num_tokens for row in rows),
     }
+
+
+def _count_units(rows: Rows, ids: Sequence[int], plan: BatchPlan) -> Mapping[str, int]:
+    """Number of each unit in the rows `ids`."""
+    if isinstance(rows, CountedRows):
+        return rows.count_units(ids, plan.documents_per_unit)
+    return _counts([rows[i] for i in ids], plan.documents_per_unit)
 
 
 def _chosen_tokens(row: Row) -> int:

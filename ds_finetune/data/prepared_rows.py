@@ -54,11 +54,8 @@ class PreparedRows:
     def sizes(self, index: int) -> tuple[NDArray[np.int64], int]:
         """Lengths of the documents of row `index`, and its number of supervised tokens; reads no token."""
         numbers = self._documents_of(self.order[self.offsets[index] : self.offsets[index + 1]])
-        starts, ends = self.documents.offsets[numbers], self.documents.offsets[numbers + 1]
-        mask = self.documents.mask
-        # The first token of a document is never predicted.
-        supervised = sum(int(np.count_nonzero(mask[start + 1 : end])) for start, end in zip(starts, ends, strict=True))
-        return np.asarray(ends - starts, dtype=np.int64), supervised
+        lengths, supervised = self._sizes_of(numbers)
+        return lengths, int(supervised.sum())
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -162,10 +159,33 @@ class PreparedRows:
         digests = np.asarray(self.documents.digests).reshape(-1, max(self.kind.documents_per_unit, 1))
         return digests[:, 0] if digests.shape[1] == 1 else digests[:, 0] * _ODD + digests[:, 1]
 
+    def count_units(self, ids: Sequence[int], documents_per_unit: int) -> dict[str, int]:
+        """Number of each unit in the rows `ids`, as `batches.make_batch` counts those of a rank."""
+        units = [self.order[self.offsets[i] : self.offsets[i + 1]] for i in ids]
+        numbers = self._documents_of(np.concatenate([np.zeros(0, dtype=np.int64), *units]))
+        lengths, supervised = self._sizes_of(numbers)
+        examples = len(numbers) // max(documents_per_unit, 1) if self.kind.documents_per_unit else 0
+        return {
+            "supervised_tokens": int(supervised.sum()),
+            "chosen_tokens": int(supervised[::2].sum()) if documents_per_unit == 2 else 0,
+            "pairs": examples if documents_per_unit == 2 else 0,
+            "examples": examples,
+            "documents": int((lengths > 0).sum()),
+            "tokens": int(lengths.sum()),
+        }
+
     def document(self, number: int) -> tuple[list[int], list[bool]]:
         """Ids of a document, and which of them are supervised."""
         span = slice(self.documents.offsets[number], self.documents.offsets[number + 1])
         return self.documents.ids[span].tolist(), self.documents.mask[span].tolist()
+
+    def _sizes_of(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Length and supervised tokens of each document; a document's first token is no label."""
+        starts, ends = self.documents.offsets[numbers], self.documents.offsets[numbers + 1]
+        mask = np.asarray(self.documents.mask)
+        spans = zip(starts.tolist(), ends.tolist(), strict=True)
+        supervised = [np.count_nonzero(mask[start + 1 : end]) for start, end in spans]
+        return np.asarray(ends - starts, dtype=np.int64), np.array(supervised, dtype=np.int64)
 
     def _documents_of(self, units: NDArray[np.int64]) -> NDArray[np.int64]:
         """Numbers of the documents of units, in order."""
