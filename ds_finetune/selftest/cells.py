@@ -5,7 +5,7 @@ A cell names a model family, ZeRO stage, precision, parallel sizes and so on. Al
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -75,8 +75,9 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """A name for files and test ids."""
-        return "-".join(f"{key}={value}" for key, value in asdict(self).items())
+        """A name for files and test ids: all settings that differ from their default."""
+        defaults = {each.name: each.default for each in fields(self)}
+        return "-".join(f"{key}={value}" for key, value in asdict(self).items() if value != defaults[key])
 
 
 def hf_config(family: str) -> PretrainedConfig:
