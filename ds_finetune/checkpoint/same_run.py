@@ -76,6 +76,7 @@ ON_RESUME: Mapping[str, OnResume] = {
     "train.max_grad_norm": PRINTED,
     "train.activation_checkpointing": PRINTED,
     "train.activation_offload": FREE,
+    "train.tiled_mlp": PRINTED,
     "train.max_skipped_steps": PRINTED,
     "optim.name": REFUSED,
     "optim.lr": PRINTED,

@@ -153,6 +153,10 @@ class TrainConfig(Section):
     """Recompute each decoder layer in backward instead of keeping its activations."""
     activation_offload: bool = False
     """Keep the inputs of recomputed layers in pinned host memory instead of on the GPU."""
+    tiled_mlp: bool = False
+    """Compute MLPs and routed experts for parts of the tokens by turns, so that what is within them is never held for
+    all tokens; each is computed once more in backward.
+    """
     max_skipped_steps: int = Field(default=5, ge=1)
     """Steps skipped in a row for a non-finite gradient after which the run ends."""
 

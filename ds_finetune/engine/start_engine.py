@@ -62,6 +62,7 @@ from ds_finetune.model.score_head import (
     install_encoder_head,
     install_score_head,
 )
+from ds_finetune.model.tiled_mlp import install_tiled_mlps
 from ds_finetune.model.vocabulary import Growth
 from ds_finetune.model.weights import clear_weights, initialise_weights, load_weights, seed_of
 from ds_finetune.objectives.balance import Balance
@@ -99,11 +100,11 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
         lm, drawn = _build(plan, model, groups, loads_weights=loads_weights)
         plan = replace(plan, frozen=_saved_frozen(lm, model))
         trained = TrainedModel(lm, groups.sequence, groups.stage)
+        if isinstance(model.objective, Distillation):
+            trained = DistilledModel(trained, model.objective, teacher)
         trained.packs_documents = packs_documents(
             model.attention, model.hf_config, device=plan.device, precision=plan.precision
         )
-        if isinstance(model.objective, Distillation):
-            trained = DistilledModel(trained, model.objective, teacher)
         if groups.experts is not None and plan.zero_stage < 3 and any(map(is_expert, trained.parameters())):
             trained.has_experts = experts_marker(groups.experts.size)
         wrapped, optimizer, _, _ = deepspeed.initialize(
@@ -169,11 +170,21 @@ def _build(
     _mark_parameters(lm, plan, model, groups)
     if groups.stage is None or groups.stage.is_last:
         _install_head(lm, model, groups, kernel)
+    _keep_fewer_activations(lm, plan, model)
+    return lm, drawn
+
+
+def _keep_fewer_activations(lm: PreTrainedModel, plan: Plan, model: ModelPlan) -> None:
+    """Recompute layers, with their inputs on the host, and compute MLPs in tiles, as the run file says."""
+    from deepspeed.utils import set_z3_leaf_module
+
     if plan.activation_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     if plan.activation_offload:
         offload_layer_inputs(lm, PlainTransfer() if plan.device == "cpu" else CudaTransfer(torch.device(_device(plan))))
-    return lm, drawn
+    for module in install_tiled_mlps(lm, tiles=model.mlp_tiles) if model.mlp_tiles > 1 else ():
+        # ZeRO-3 gathers all matrices of an MLP before its first tile, and releases them after its last.
+        set_z3_leaf_module(module, True)
 
 
 def _mark_parameters(lm: PreTrainedModel, plan: Plan, model: ModelPlan, groups: Groups) -> None:

@@ -1,14 +1,15 @@
-"""With which settings the inputs of recomputed layers are kept in host memory."""
+"""Where activations are kept and how much of them at once: which settings are tested, and the tiles of an MLP."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
-from ds_finetune.families.table import FAMILIES
+from ds_finetune.families.table import FAMILIES, family_of
 
-_OFFLOADED = tuple(name for name, family in FAMILIES.items() if family.tiny_models is not None)
-"""Model types with which tests compare it."""
+_TESTED = tuple(name for name, family in FAMILIES.items() if family.tiny_models is not None)
+"""Model types with which tests compare these settings."""
 
 
 def check_activation_offload(config: RunConfig, *, device: str) -> None:
@@ -20,11 +21,24 @@ def check_activation_offload(config: RunConfig, *, device: str) -> None:
         )
 
 
-def check_offloaded_type(config: RunConfig, model: Mapping[str, Any]) -> None:
-    """ConfigError where no test covers the offload with the type of the model, whose config.json is given."""
+def check_model_type(config: RunConfig, model: Mapping[str, Any]) -> None:
+    """ConfigError where no test covers a setting with the type of the model, whose config.json is given."""
     kind = str(model.get("model_type"))
-    if config.train.activation_offload and kind not in _OFFLOADED:
-        raise ConfigError(
-            f"train.activation_offload true of model_type {kind} is not tested",
-            hint=f"leave it out; tested: {', '.join(_OFFLOADED)}",
-        )
+    for key in ("activation_offload", "tiled_mlp"):
+        if getattr(config.train, key) and kind not in _TESTED:
+            raise ConfigError(
+                f"train.{key} true of model_type {kind} is not tested",
+                hint=f"leave it out; tested: {', '.join(_TESTED)}",
+            )
+
+
+def mlp_tiles(model: Mapping[str, Any]) -> int:
+    """Into how many tiles the tokens of a forward are divided, from the config.json of a model.
+
+    So many that what one tile keeps within its MLP is no more than one hidden state of every token. The number does not
+    depend on the tokens, so that all ranks have as many.
+    """
+    dense = 4 * model["intermediate_size"]
+    keys = family_of(str(model["model_type"])).expert_keys
+    experts = keys.per_token(model) * (2 * model["hidden_size"] + 4 * keys.width(model)) if keys else 0
+    return max(1, math.ceil(max(dense, experts) / model["hidden_size"]))

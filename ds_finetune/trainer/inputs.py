@@ -328,6 +328,7 @@ def model_lines(model: ModelPlan, plan: Plan) -> list[tuple[str, str]]:
         *_vocabulary_lines(model),
         *_score_lines(model),
         *kernel,
+        *([("MLPs", f"tokens in {model.mlp_tiles} tiles")] if model.mlp_tiles > 1 else []),
         *stages,
         *routers,
         *indexers,

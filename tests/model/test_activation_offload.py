@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.model.activation_offload import Arrival, CudaTransfer, PlainTransfer, offload_layer_inputs
-from ds_finetune.plan.activations import check_offloaded_type
+from ds_finetune.plan.activations import check_model_type
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.world import World
 from tests.model.tiny import CONFIGS
@@ -131,8 +131,8 @@ def test_a_cpu_has_nothing_to_offload() -> None:
 
 def test_types_without_a_comparison_are_refused() -> None:
     with pytest.raises(ConfigError, match="activation_offload true of model_type gemma3_text is not tested"):
-        check_offloaded_type(_run(activation_offload=True), {"model_type": "gemma3_text"})
-    check_offloaded_type(_run(), {"model_type": "gemma3_text"})
+        check_model_type(_run(activation_offload=True), {"model_type": "gemma3_text"})
+    check_model_type(_run(), {"model_type": "gemma3_text"})
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: copies on a stream of their own")

@@ -80,7 +80,7 @@ class ExpertParallelExperts(nn.Module):
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(len(order), device=order.device)
         weighted = out[inverse] * top_k_weights.reshape(-1, 1)
-        return weighted.view(tokens, k, -1).sum(1).to(hidden.dtype)
+        return weighted.view(tokens, k, hidden.shape[-1]).sum(1).to(hidden.dtype)
 
     def _run_local_experts(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
         """The outputs of this rank's experts for `rows`, sorted by source rank and expert; `arriving` counts them."""
