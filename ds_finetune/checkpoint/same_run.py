@@ -48,6 +48,7 @@ ON_RESUME: Mapping[str, OnResume] = {
     "data.workers": FREE,
     "data.cache_dir": FREE,
     "deepspeed": PRINTED,
+    "inexact": PRINTED,
     "objective.name": REFUSED,
     "objective.bos": ROWS,
     "objective.eos": ROWS,

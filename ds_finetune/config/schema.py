@@ -22,6 +22,7 @@ from ds_finetune.config.value_types import (
     DurationText,
     EveryText,
     HeldOutPaths,
+    InexactNames,
     Layout,
     StepsText,
     TimeText,
@@ -309,6 +310,8 @@ class RunConfig(Section):
     """The data."""
     deepspeed: str | dict[str, Any] | None = None
     """DeepSpeed choices such as the ZeRO stage: a JSON file, a name of ds_configs/ such as `zero3`, or a section."""
+    inexact: InexactNames = ()
+    """DeepSpeed options that may be used although they cannot equal a plain loop; docs/how-to/inexact-options.md."""
     objective: ObjectiveField = SftObjective()
     """What is trained: a name such as `dpo`, or a section `{name: dpo, beta: 0.1}`."""
     train: TrainConfig = TrainConfig()

@@ -367,7 +367,7 @@ class Engine:
                 self._ds.zero_grad()
             self._ds.step()
             return norm, is_skipped
-        skipped_before = self._ds.skipped_steps
+        skipped_before, steps_before = self._ds.skipped_steps, self._ds.global_steps
         self._ds.step()
         skipped = self._ds.skipped_steps > skipped_before
         if self.has_bad_gradient and not skipped:
@@ -376,8 +376,9 @@ class Engine:
                 f"a non-finite gradient was applied at ZeRO stage {self.plan.zero_stage}: {culprit}",
                 hint="please report this",
             )
-        norm = self._ds.get_global_grad_norm()
-        return float("nan") if norm is None else float(norm), skipped
+        # ZenFlow computes a norm only in steps that update all weights.
+        found = self._ds.get_global_grad_norm() if self._ds.global_steps > steps_before else None
+        return math.nan if found is None else float(found), skipped
 
     @property
     def _trains_both_ends(self) -> bool:

@@ -73,6 +73,7 @@ from ds_finetune.objectives.multi_token import MultiTokenPrediction
 from ds_finetune.objectives.objective import ScoreObjective
 from ds_finetune.patches.deepspeed_clipping import OwnClipping
 from ds_finetune.patches.deepspeed_engine import count_whole_experts_once, undo_constructor_step
+from ds_finetune.patches.deepspeed_inexact import forget_second_copies, zenflow_keeps_matrices
 from ds_finetune.patches.deepspeed_init import zero_init
 from ds_finetune.patches.torch_nn import linears_without_memory
 from ds_finetune.plan.plan import Plan
@@ -96,6 +97,7 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
     with (
         open_groups(plan.mesh, timeout=timedelta(seconds=plan.collective_seconds)) as groups,
         start_teacher(plan, model, groups) as teacher,
+        zenflow_keeps_matrices() if plan.has_zenflow else nullcontext(),
     ):
         lm, drawn = _build(plan, model, groups, loads_weights=loads_weights)
         plan = replace(plan, frozen=_saved_frozen(lm, model))
@@ -115,7 +117,7 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
             mpu=groups.mpu,
         )
         _add_extra_losses(trained, model, groups, torch.device(wrapped.device))
-        _correct_optimizer(optimizer, plan, groups)
+        _correct_start(trained, optimizer, plan, groups)
         engine = Engine(wrapped, plan, groups, model.objective)
         _clip_apart(engine, optimizer, model, groups)
         engine.drawn = drawn
@@ -129,10 +131,12 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
             wrapped.destroy()
 
 
-def _correct_optimizer(optimizer: object, plan: Plan, groups: Groups) -> None:
-    """Undo what DeepSpeed's wrapper of the optimizer does wrong at this stage."""
+def _correct_start(trained: TrainedModel, optimizer: object, plan: Plan, groups: Groups) -> None:
+    """Undo what DeepSpeed did wrong at this stage when it took over the model and wrapped the optimizer."""
     if plan.zero_stage == 0 and plan.precision != "fp32":
         undo_constructor_step(optimizer)
+    if plan.zero_stage == 3:
+        forget_second_copies(trained)
     if plan.zero_stage == 3 and groups.tensor is not None and groups.experts is not None:
         count_whole_experts_once(optimizer)
 

@@ -14,6 +14,7 @@ from ds_finetune.plan.deepspeed_choice import check_accelerate_agrees, choose_de
 from ds_finetune.plan.deepspeed_config import HAS_TORCH_ADAM, MOMENTS, TORCH_ADAM, finish, read_choices, stage_of
 from ds_finetune.plan.distillation import check_distillation
 from ds_finetune.plan.indexer import check_indexer
+from ds_finetune.plan.inexact import InexactRun, check_inexact
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.mtp import check_mtp
 from ds_finetune.plan.objectives import CROSS_ENTROPY, UNITS, check_objective, loss_text, objective_lines
@@ -92,6 +93,11 @@ class Plan:
     def zero_ranks(self) -> int:
         """Number of ranks with one part of the model, over which DeepSpeed averages gradients and shards states."""
         return self.mesh.dp * self.mesh.sp
+
+    @property
+    def has_zenflow(self) -> bool:
+        """Whether DeepSpeed's ZenFlow is the optimizer, which updates most weights every few steps."""
+        return self.deepspeed["zero_optimization"].get("zenflow") is not None
 
     @property
     def is_engine_clipping(self) -> bool:
@@ -217,11 +223,11 @@ def make_plan(config: RunConfig, *, world: World, device: str, accelerate: Accel
         # The engine clips the gradient itself: DeepSpeed 0.19.8 counts tied weights twice in the norm
         # (runtime/utils.py:393), and takes the norm of each rank's experts separately.
         finished["gradient_clipping"] = 0.0
-    zero = finished["zero_optimization"]
+    zero, train, optim = finished["zero_optimization"], config.train, config.optim
     offloads = offload_device(zero, "offload_optimizer"), offload_device(zero, "offload_param")
     _check_combinations(mesh, config, stage=stage, offloads=offloads, tree=finished)
-    train, optim = config.train, config.optim
-    notes = apply_rules(zero, Situation(device, stage, train.precision, optim.name, train.max_grad_norm))
+    situation = Situation(device, stage, train.precision, optim.name, train.max_grad_norm)
+    notes = check_inexact(InexactRun(config, finished, mesh, device, accumulation)) + apply_rules(zero, situation)
     plan = Plan(
         world=world,
         mesh=mesh,
@@ -266,6 +272,7 @@ def _decisions(plan: Plan, config: RunConfig) -> tuple[tuple[str, str], ...]:
         ("ranks", f"{plan.world.world_size} on {plan.device}, started by {plan.world.launcher}"),
         ("layout", f"{plan.mesh}, ZeRO-{plan.zero_stage}, {offloads}"),
         ("batch", f"{rows}, {tokens}"),
+        *((("inexact", ", ".join(config.inexact)),) if config.inexact else ()),
         *([("activations", "inputs of recomputed layers in host memory")] if plan.activation_offload else []),
         *objective_lines(config),
         ("loss", loss_text(config, kernel=plan.loss_kernel)),

@@ -36,13 +36,14 @@ from ds_finetune.objectives.table import make_objective
 from ds_finetune.plan.combinations import check_divides, check_expert_widths, check_optimizer
 from ds_finetune.plan.context import EXTENSIBLE, ContextPlan, extend_tree, plan_context
 from ds_finetune.plan.distillation import check_teacher
+from ds_finetune.plan.inexact import check_inexact_model
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.model_shape import Shape
 from ds_finetune.plan.packed_attention import attention_lines
 from ds_finetune.plan.plan import Plan
 from ds_finetune.schedule import Duration
 from ds_finetune.trainer.distillation import check_teacher_tokens, open_scores, teacher_digest, teacher_lines
-from ds_finetune.trainer.document_lengths import check_lengths
+from ds_finetune.trainer.document_lengths import check_answers_fit, check_lengths
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,7 @@ def read_inputs(config: RunConfig, model: ModelPlan) -> RunInputs:
         for name, paths in config.data.held_out_sets.items()
     }
     check_lengths(config, model, train, held_out)
+    check_answers_fit(config, model, held_out)
     for rows in (train, *held_out.values()):
         check_padding(rows, model, tokenizer)
     held_out_notes = [note for rows in held_out.values() for note in rows.notes]
@@ -186,6 +188,7 @@ def make_model_plan(config: RunConfig, mesh: Mesh, *, is_config_alone: bool = Fa
     check_divides(mesh, tree, pp_layers=config.parallel.pp_layers)
     check_expert_widths(mesh, tree, precision=config.train.precision)
     check_optimizer(config.optim.name, tree)
+    check_inexact_model(config.inexact, tree)
     planned = plan_model(hf_config, config)
     if planned.teacher is not None:
         teacher = planned.teacher.hf_config.to_dict()

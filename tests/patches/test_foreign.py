@@ -31,6 +31,7 @@ from ds_finetune.patches import (
     deepspeed_engine,
     deepspeed_groups,
     deepspeed_import,
+    deepspeed_inexact,
     deepspeed_init,
     torch_distributed,
     torch_extensions,
@@ -171,6 +172,13 @@ def no_parameters() -> None:
     """A function of another version."""
 
 
+def partitioned_by_another_version() -> nn.Module:
+    """A module whose parameter is partitioned and has no second copy."""
+    module = nn.Linear(1, 1)
+    module.weight.ds_id = 0  # type: ignore[assignment]
+    return module
+
+
 GUARDS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], Any]]] = {
     "accumulation boundary": (
         lambda _: None,
@@ -215,6 +223,14 @@ GUARDS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], Any]]
     "shared-memory op": (
         lambda patch: patch.setattr(sys.modules["deepspeed.comm.torch"], "build_shm_op", no_parameters),
         lambda: within(deepspeed_init.without_shared_memory_op()),
+    ),
+    "second copies": (lambda _: None, lambda: deepspeed_inexact.forget_second_copies(partitioned_by_another_version())),
+    "ZenFlow's matrices": (
+        lambda patch: patch.setattr(
+            "deepspeed.runtime.zenflow.zenflow_stage_1_and_2.ZenFlowZeroOptimizer._update_model_bit16_weights",
+            no_parameters,
+        ),
+        lambda: within(deepspeed_inexact.zenflow_keeps_matrices()),
     ),
     "zero.Init": (
         lambda patch: patch.setattr(deepspeed.zero.Init, "__init__", no_parameters),
