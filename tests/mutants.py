@@ -44,7 +44,22 @@ LOADS = "tests/observers/test_expert_loads.py tests/observers/test_routers.py"
 FP4, CONVERSIONS = "tests/export/test_fp4.py", "tests/export/test_from_checkpoint.py"
 CONTEXT, OFFLOAD = "tests/model/test_context.py", "tests/model/test_activation_offload.py"
 TILES, ACTIVATIONS = "tests/model/test_tiled_mlp.py", "tests/plan/test_activation_memory.py"
+EXPERTS, HEAD = "tests/model/test_experts.py", "tests/model/test_head_chunks.py"
 MUTANTS = (
+    Mutant(
+        "gradient of a choice's weight times that weight",
+        "model/experts.py",
+        "torch.linalg.vecdot(inner.to(dtype), d_inner.to(dtype))",
+        "torch.linalg.vecdot(inner.to(dtype) * weights, d_inner.to(dtype))",
+        EXPERTS,
+    ),
+    Mutant(
+        "gradients of logits of a block left in its scratch memory",
+        "model/head_chunks.py",
+        "products.copy_(d_logits)",
+        "products.copy_(products)",
+        HEAD,
+    ),
     Mutant(
         "positions of a longer context without the factor",
         "plan/context.py",

@@ -12,7 +12,7 @@ from ds_finetune.patches.transformers_experts import is_silu_gated, register_exp
 
 BY_EXPERT = "ds_finetune_by_expert"
 """Name of this implementation in a model's configuration."""
-_ROW_MULTIPLE = 32
+_ROW_MULTIPLE = 8
 """Rows of an expert in 16 bits are padded to a multiple of this number: oneDNN compiles its 16-bit products for each
 number of rows, which takes longer than a small product and would happen in every step. Products in fp32 are MKL's.
 """
