@@ -42,13 +42,15 @@ def nf4_bytes(shape: tuple[int, ...]) -> int:
 
 def install_four_bit(lm: PreTrainedModel, names: Iterable[str], *, device: str) -> None:
     """Replace the linear modules `names` of `lm` by modules that hold NF4 on `device` once their weights are written
-    through `four_bit_or_whole`.
+    through `four_bit_or_whole`; pipeline stages have those of their own layers.
 
     `lm` was built inside `linears_without_memory` (patches/torch_nn.py); its other linear modules get uninitialised
     memory here.
     """
+    here = dict(lm.named_modules())
     for name in names:
-        lm.set_submodule(name, _four_bit(lm.get_submodule(name), device))
+        if name in here:
+            lm.set_submodule(name, _four_bit(here[name], device))
     for module in lm.modules():
         for leaf, param in module.named_parameters(recurse=False):
             if param.is_meta and not is_four_bit(param):

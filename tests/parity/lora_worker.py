@@ -22,7 +22,7 @@ from ds_finetune.model.model_plan import ModelPlan
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.selftest.cells import Cell, run_tree
 from ds_finetune.selftest.reference_loop import BETAS
-from ds_finetune.selftest.steps import first_moments, take_steps
+from ds_finetune.selftest.steps import first_moments, of_all_stages, take_steps
 from ds_finetune.world import World
 from tests.lora_twin import four_bit_tensors, lora_tree
 from tests.planning import model_of
@@ -37,7 +37,7 @@ def main() -> None:
     world, device = World.from_environment(os.environ), choose_device()
     with process_group(world, device):
         for number, cell in enumerate(Cell(**tree) for tree in cells):
-            tree = run_tree(cell, models / cell.family, out, dp=world.world_size) | {
+            tree = run_tree(cell, models / cell.family, out, dp=world.world_size // cell.sharing) | {
                 "lora": lora_tree(cell.family) | quantised
             }
             config = RunConfig.model_validate(tree)
@@ -54,15 +54,16 @@ def _run(plan: Plan, model: ModelPlan) -> dict[str, Any]:
         moments: list[dict[str, torch.Tensor]] = []
         for found in take_steps(engine, STEPS):
             steps = found
-            moments.append(first_moments(engine) if plan.precision == "fp32" else {})
+            moments.append(of_all_stages(engine, first_moments(engine)) if plan.precision == "fp32" else {})
         return {
             "losses": steps.losses,
             "norms": steps.norms,
             "gradients": _gradients(moments),
             "frozen": _frozen(engine.tensors()),
-            "four_bit": {
-                name: four_bit_tensors(param) for name, param in engine.lm.named_parameters() if is_four_bit(param)
-            },
+            "four_bit": of_all_stages(
+                engine,
+                {name: four_bit_tensors(param) for name, param in engine.lm.named_parameters() if is_four_bit(param)},
+            ),
         }
 
 
