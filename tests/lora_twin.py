@@ -102,3 +102,13 @@ def by_our_names(
             )
         found[name] = value
     return found
+
+
+def has_rounding(name: str, first: Mapping[str, torch.Tensor]) -> bool:
+    """Whether the gradients of an adapter's parameter may differ after the first step, whose gradients are `first`.
+
+    Adam divides by |g| + 1e-8: where an element of B has a first gradient of a rounding's size, its first step is of
+    any size, and A's next gradient too.
+    """
+    b = first[f"{name[:-1]}B"].abs()
+    return bool(b[b > 0].min() <= 1e-7)

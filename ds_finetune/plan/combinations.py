@@ -50,6 +50,8 @@ TESTED_LAYOUTS = (
     ParallelLayout(frozenset({"pp", "tp"}), (0, 1)),
     ParallelLayout(frozenset({"pp", "sp"}), (0, 1)),
     ParallelLayout(frozenset({"pp", "ep"}), (0, 1)),
+    ParallelLayout(frozenset({"pp", "tp", "ep"}), (0, 1)),
+    ParallelLayout(frozenset({"pp", "sp", "ep"}), (0, 1)),
 )
 """tests/parity/test_parallel.py compares each row with a plain PyTorch loop."""
 _OPTIMIZERS = ("adam", "adamw")

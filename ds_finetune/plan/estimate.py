@@ -52,7 +52,7 @@ class ModelSizes:
     adapters: int | None = None
     """Parameters of LoRA adapters; None where every weight is trained."""
     quantised: int = 0
-    """Elements held in four bits."""
+    """Elements that the rank that holds most has in four bits."""
     quantised_bytes: int = 0
     teacher: int = 0
     """Parameters of a teacher that runs beside the model."""
