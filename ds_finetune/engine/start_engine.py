@@ -29,13 +29,13 @@ from ds_finetune.engine.teacher import start_teacher
 from ds_finetune.engine.zero3_partition import partition
 from ds_finetune.families.table import family_of
 from ds_finetune.model.balance_loss import BalanceLoss
-from ds_finetune.model.build import Where, build_skeleton, model_class, resolve_folder
+from ds_finetune.model.build import Where, build_skeleton, model_class, resolve_folder, whole
 from ds_finetune.model.cross_entropy import KERNELS, Kernel, chunked_cross_entropy
 from ds_finetune.model.distillation import DistilledModel
 from ds_finetune.model.dtypes import PRECISION_DTYPES
 from ds_finetune.model.encoder import encoder_of
 from ds_finetune.model.extra_loss import ExtraLoss
-from ds_finetune.model.four_bit import four_bit_or_whole, install_four_bit
+from ds_finetune.model.four_bit import four_bit_or, install_four_bit
 from ds_finetune.model.indexed_attention import DivergenceCollector, expect_documents
 from ds_finetune.model.indexer_loss import IndexerLoss
 from ds_finetune.model.lora import AdapterPlacement, install_lora
@@ -152,7 +152,8 @@ def _build(
     """
     lm = _build_modules(plan, model, groups)
     kernel = _install_groups(lm, plan, model, groups)
-    where, lora = partition if plan.zero_stage == 3 else four_bit_or_whole, model.lora
+    share = partial(_partition_like_model, lm) if plan.zero_stage == 3 else None
+    where, lora = four_bit_or(partition if share else whole, share), model.lora
     drawn = _fill_weights(lm, plan, model, where=where, loads_weights=loads_weights or lora is not None)
     if lora is not None:
         # After the weights, because loading checks every parameter against the files.
@@ -162,8 +163,8 @@ def _build(
             tp_group=groups.tensor,
             mark_expert=partial(tag_expert, groups=groups),
         )
-        if plan.zero_stage == 3:
-            placement = replace(placement, share=partial(_partition_like_model, lm))
+        if share is not None:
+            placement = replace(placement, share=share)
         install_lora(lm, lora.targets, lora.section, seed=plan.seed, placement=placement)
         for name in head_parameters(lm):
             lm.get_parameter(name).requires_grad_(True)
