@@ -589,8 +589,8 @@ MUTANTS = (
     Mutant(
         "bias of a row parallel layer added on every rank",
         "model/parallel/tensor.py",
-        "functional.linear(shard, self.weight), self.tp_group)",
-        "functional.linear(shard, self.weight, self.bias), self.tp_group)",
+        "return functional.linear(shard, self.weight)",
+        "return functional.linear(shard, self.weight, self.bias)",
         PARALLEL,
     ),
     Mutant(
