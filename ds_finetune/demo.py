@@ -91,7 +91,7 @@ def write_demo(folder: Path, *, ranks: int = 2, days: int = DAYS) -> Path:
     except OSError as refused:
         raise OutputError(f"`{folder}` cannot be written: {refused.strerror}", hint="name another folder") from None
     (model / "config.json").write_text(json.dumps(MODEL, indent=2) + "\n", encoding="utf-8")
-    _write_tokenizer(model)
+    write_tokenizer(model)
     rows = [{"prompt": question, "completion": answer} for question, answer in islice(questions(), days)]
     _write_lines(folder / "eval.jsonl", rows[:HELD_OUT])
     _write_lines(folder / "train.jsonl", rows[HELD_OUT:])
@@ -102,7 +102,7 @@ def write_demo(folder: Path, *, ranks: int = 2, days: int = DAYS) -> Path:
     return run_file
 
 
-def _write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path) -> None:
     """A tokenizer with a token per printable ASCII character, and the chat template of the example."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

@@ -1,8 +1,8 @@
-"""Compile DeepSpeed's ops. Started as `build_worker.py BUILDER...`, with names of builders."""
+"""Compile DeepSpeed's operators. Started as `build_worker.py NAME...`."""
 
 import sys
 
-import deepspeed.ops.op_builder as ops
+from ds_finetune.engine.deepspeed_ops import build_op
 
 for name in sys.argv[1:]:
-    getattr(ops, name)().load(verbose=False)
+    build_op(name)

@@ -142,6 +142,7 @@ class Forkserver:
 
 
 _IMPORTED = (
+    "ds_finetune.engine",
     "deepspeed",
     "torch",
     "datasets",
@@ -153,6 +154,7 @@ _IMPORTED += (
     "ds_finetune.bench.step_speed",
     "ds_finetune.cli.main",
     "ds_finetune.console",
+    "ds_finetune.report.loss_plot",
     "ds_finetune.trainer.train",
     "ds_finetune.selftest.run",
 )

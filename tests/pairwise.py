@@ -4,6 +4,7 @@ axes.
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import reduce
+from heapq import heapify, heapreplace
 from itertools import combinations
 from operator import or_
 from random import Random
@@ -38,10 +39,17 @@ def _choose(held: Sequence[int], rng: Random) -> list[int]:
     """Numbers of sets of bits that hold together every bit, each of them one that no other holds."""
     missing, chosen = reduce(or_, held, 0), list[int]()
     order = rng.sample(range(len(held)), len(held))
+    # What a set adds never grows: the first one whose number is still right adds the most.
+    heap = [(-held[number].bit_count(), place) for place, number in enumerate(order)]
+    heapify(heap)
     while missing:
-        best = max(order, key=lambda number: (held[number] & missing).bit_count())
-        chosen.append(best)
-        missing &= ~held[best]
+        least, place = heap[0]
+        bits = held[order[place]] & missing
+        if bits.bit_count() != -least:
+            heapreplace(heap, (-bits.bit_count(), place))
+            continue
+        chosen.append(order[place])
+        missing &= ~bits
     for number in tuple(chosen):
         others = reduce(or_, (held[other] for other in chosen if other != number), 0)
         if held[number] & ~others == 0:

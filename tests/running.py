@@ -103,13 +103,15 @@ def as_fork(command: Sequence[str]) -> tuple[list[str], int]:
         return words[len(_TORCHRUN) + 1 :], int(words[len(_TORCHRUN)].removeprefix("--nproc-per-node="))
     if words[0] == "ds-finetune":
         return ["-m", "ds_finetune", *words[1:]], 0
-    is_python = words[0] == sys.executable and (words[1].endswith(".py") or words[1:3] == ["-m", "ds_finetune"])
+    is_python = words[0] == sys.executable and (
+        words[1].endswith(".py") or words[1:3] in (["-m", "ds_finetune"], ["-m", "bench.gpu"])
+    )
     return (words[1:] if is_python else []), 0
 
 
-def build_ops(*builders: str) -> None:
-    """Compile DeepSpeed's ops by builder name, which takes minutes the first time, outside the time limit of a run."""
-    command = [sys.executable, str(ROOT / "tests" / "build_worker.py"), *builders]
+def build_ops(*names: str) -> None:
+    """Compile DeepSpeed's operators, which takes minutes the first time, outside the time limit of a run."""
+    command = [sys.executable, str(ROOT / "tests" / "build_worker.py"), *names]
     done = start(command, {"DS_ACCELERATOR": "cpu"}, timeout=BUILD_SECONDS)
     assert done.returncode == 0, done.stderr
 

@@ -146,6 +146,13 @@ _RULES = (
         "data.long_rows is drop: nothing is truncated",
         "set data.max_dropped_ratio",
     ),
+    _KeyRule(
+        ("train.activation_offload",),
+        lambda run: not run["train.activation_checkpointing"],
+        "train.activation_checkpointing is false: layers keep all of their activations",
+        "set train.activation_checkpointing to true",
+        harmless=(False,),
+    ),
     _KeyRule(("mtp.",), lambda run: not run["mtp.train"], "mtp.train is false", "set mtp.train", harmless=(False,)),
     _KeyRule(
         ("indexer.",),

@@ -22,6 +22,7 @@ from ds_finetune.config.value_types import (
     DurationText,
     EveryText,
     HeldOutPaths,
+    InexactNames,
     Layout,
     StepsText,
     TimeText,
@@ -32,6 +33,8 @@ from ds_finetune.config.value_types import (
 from ds_finetune.schedule import Duration
 
 Precision = Literal["bf16", "fp16", "fp32"]
+OWN_ATTENTIONS = ("sdpa", "by_document", "varlen")
+"""Values of `model.attention` that are this package's own in families of the table; the others are transformers'."""
 
 
 def _as_model(value: object) -> object:
@@ -47,10 +50,17 @@ class ModelConfig(Section):
     """Folder or hub id of the tokenizer; the model's own when left out."""
     resize_vocabulary: bool = False
     """Add rows to embedding and head for a tokenizer with more ids than the model; false refuses such a tokenizer."""
+    context: int | None = Field(default=None, ge=1)
+    """Tokens of a document that the model must have positions for. More than its config.json has extend it by YaRN:
+    positions and rotary scaling change together, also in exports, and a line says what that does to short texts.
+    """
     weights: Literal["load", "random"] = "load"
     """`random` builds the model from `config.json` alone, with fresh weights; the plan says so."""
-    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
-    """Attention kernel; with `packing` each keeps the documents of a row apart, `sdpa` by a call for each document."""
+    attention: Literal["sdpa", "by_document", "varlen", "eager", "flash_attention_2"] = "sdpa"
+    """Attention kernel; with `packing` each keeps the documents of a row apart. `by_document` makes a call for each
+    document, `varlen` one for all documents of a forward, on GPUs in bf16 and fp16. `sdpa` is `varlen` where its kernel
+    takes the model, and `by_document` elsewhere.
+    """
     loss: Literal["auto", "chunked", "liger"] = "auto"
     """Loss kernel; `auto` is Liger's fused one on GPUs where liger-kernel is installed, the chunked one elsewhere."""
 
@@ -142,6 +152,12 @@ class TrainConfig(Section):
     """Global norm the gradient is clipped to; 0 does not clip."""
     activation_checkpointing: bool = True
     """Recompute each decoder layer in backward instead of keeping its activations."""
+    activation_offload: bool = False
+    """Keep the inputs of recomputed layers in pinned host memory instead of on the GPU."""
+    tiled_mlp: bool = False
+    """Compute MLPs and routed experts for parts of the tokens by turns, so that what is within them is never held for
+    all tokens; each is computed once more in backward.
+    """
     max_skipped_steps: int = Field(default=5, ge=1)
     """Steps skipped in a row for a non-finite gradient after which the run ends."""
 
@@ -294,6 +310,8 @@ class RunConfig(Section):
     """The data."""
     deepspeed: str | dict[str, Any] | None = None
     """DeepSpeed choices such as the ZeRO stage: a JSON file, a name of ds_configs/ such as `zero3`, or a section."""
+    inexact: InexactNames = ()
+    """DeepSpeed options that may be used although they cannot equal a plain loop; docs/how-to/inexact-options.md."""
     objective: ObjectiveField = SftObjective()
     """What is trained: a name such as `dpo`, or a section `{name: dpo, beta: 0.1}`."""
     train: TrainConfig = TrainConfig()

@@ -92,6 +92,11 @@ def check_time(text: object) -> str:
     return str(text)
 
 
+InexactName = Literal[
+    "quantized_weights", "quantized_gradients", "hierarchical_partition", "bf16_reduction", "zenflow", "superoffload"
+]
+InexactNames = Annotated[tuple[InexactName, ...], BeforeValidator(as_list)]
+
 TimeText = Annotated[str, BeforeValidator(check_time)]
 StepsText = Annotated[str, BeforeValidator(_check_steps)]
 EveryText = Annotated[str, BeforeValidator(_check_every)]

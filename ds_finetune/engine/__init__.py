@@ -1,1 +1,5 @@
 """The engine, which drives DeepSpeed: start, step, evaluation, generation, and the state for checkpoints."""
+
+from ds_finetune.patches.deepspeed_import import import_without_mlflow
+
+import_without_mlflow()

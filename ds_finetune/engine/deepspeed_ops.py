@@ -15,6 +15,7 @@ import torch
 from ds_finetune.engine.build_lock import Say, reported_lock
 from ds_finetune.engine.nvme import check_folder, measure_folder
 from ds_finetune.errors import ConfigError
+from ds_finetune.patches.torch_extensions import joined_folder, joined_sources
 from ds_finetune.plan.plan import Plan
 from ds_finetune.units import GIB
 
@@ -96,14 +97,14 @@ def build_op(name: str, say: Say = _nothing) -> None:
     """Compile and load the operator, which takes minutes the first time; ConfigError gives the cause of a failure."""
     import deepspeed.ops.op_builder as builders
 
-    if not _library(name).exists():
+    if not any((folder / f"{name}.so").exists() for folder in (_folder(name), joined_folder(name))):
         _check_compiler(name)
         if name == "async_io":
             _check_libaio()
     # A build fails in the compiler, the linker, on a full disk, in CUDA, or in DeepSpeed's own checks.
     causes: tuple[type[Exception], ...] = (RuntimeError, OSError, ImportError, AssertionError)
     try:
-        with reported_lock(name, say):
+        with reported_lock(name, say), joined_sources():
             getattr(builders, _BUILDERS[name])().load(verbose=False)
     except (*causes, builders.builder.CUDAMismatchException, builders.builder.MissingCUDAException) as failed:
         text = "\n".join(filter(None, (str(failed), str(failed.__cause__ or ""))))
@@ -135,11 +136,11 @@ def _hint(text: str) -> str:
     return "correct what the compiler reports and try again; an incomplete build in TORCH_EXTENSIONS_DIR can be removed"
 
 
-def _library(name: str) -> Path:
+def _folder(name: str) -> Path:
     """Where torch 2.13 keeps the compiled operator (utils/cpp_extension.py, _get_build_directory)."""
     from torch.utils import cpp_extension
 
-    return Path(cpp_extension._get_build_directory(name, False)) / f"{name}.so"
+    return Path(cpp_extension._get_build_directory(name, False))
 
 
 def _compiler() -> str:

@@ -18,6 +18,7 @@ from torch import nn
 
 from ds_finetune.data.batches import Batch, MicroBatch
 from ds_finetune.engine.collectives import all_gather_object
+from ds_finetune.engine.communication import CommunicationMeter
 from ds_finetune.engine.document_scores import NO_SCORES, DocumentScores, gather_scores, scores_of
 from ds_finetune.engine.finite_gradients import FiniteProbe
 from ds_finetune.engine.generation import GenerationLimits, answer_prompt, prompts_of_rank
@@ -73,6 +74,7 @@ class Engine:
         self._stage = groups.stage
         self._ds = wrapped
         self._device = torch.device(wrapped.device)
+        self.meter = CommunicationMeter(is_blocking=self._device.type == "cpu")
         self._probe = FiniteProbe(named_parameters(wrapped.module))
         self._whole = WholeTensors(wrapped.module, plan, groups, self._device)
 
@@ -93,6 +95,8 @@ class Engine:
 
     def step(self, batch: Batch, *, lr: float) -> StepResult:
         """Do one optimizer step with learning rate `lr` on the global batch of which `batch` is this rank's share."""
+        self.meter.restart()
+        self.meter.restart()
         batch = replace(batch, micro=tuple(map(self._with_reference, batch.micro)))
         counts = self._global_counts(batch.counts)
         numbers = self._step_numbers(counts, batch.baseline)
@@ -122,8 +126,9 @@ class Engine:
             num_supervised_tokens=int(counts["supervised_tokens"]),
             num_examples=int(counts["examples"]),
             skipped=skipped,
-            culprit=self._culprit() if skipped else "",
+            culprit=self._probe.culprit(self.plan.mesh) if skipped else "",
             router_choices=choices,
+            communication=self.meter.counted() if self.plan.world.world_size > 1 else None,
         )
 
     def evaluate(
@@ -363,16 +368,18 @@ class Engine:
                 self._ds.zero_grad()
             self._ds.step()
             return norm, is_skipped
-        skipped_before = self._ds.skipped_steps
+        skipped_before, steps_before = self._ds.skipped_steps, self._ds.global_steps
         self._ds.step()
         skipped = self._ds.skipped_steps > skipped_before
         if self.has_bad_gradient and not skipped:
+            culprit = self._probe.culprit(self.plan.mesh)
             raise RunError(
-                f"a non-finite gradient was applied at ZeRO stage {self.plan.zero_stage}: {self._culprit()}",
+                f"a non-finite gradient was applied at ZeRO stage {self.plan.zero_stage}: {culprit}",
                 hint="please report this",
             )
-        norm = self._ds.get_global_grad_norm()
-        return float("nan") if norm is None else float(norm), skipped
+        # ZenFlow computes a norm only in steps that update all weights.
+        found = self._ds.get_global_grad_norm() if self._ds.global_steps > steps_before else None
+        return math.nan if found is None else float(found), skipped
 
     @property
     def _trains_both_ends(self) -> bool:
@@ -381,14 +388,6 @@ class Engine:
         trains_copy = has_tied_head(module.lm) or any(each.trains_embedding for each in module.extras)
         is_shared = self._stage is not None and self._stage.is_end and trains_copy
         return is_shared and module.lm.get_input_embeddings().weight.requires_grad
-
-    def _culprit(self) -> str:
-        """The parameter with the first non-finite gradient, and its rank; collective."""
-        names = all_gather_object(self._probe.first_bad())
-        # The last stage of a pipeline sends a non-finite gradient on to the stages before it.
-        ranks = sorted(range(len(names)), key=lambda rank: -self.plan.mesh.place("pp", rank))
-        culprits = [f"{names[rank]} on rank {rank}" for rank in ranks if names[rank]]
-        return culprits[0] if culprits else "no single gradient; the reduction overflowed"
 
     def _sum_over_ranks(self, *values: float, copies: int) -> list[float]:
         """Sums over all ranks, where each value is held by `copies` ranks and counts once."""

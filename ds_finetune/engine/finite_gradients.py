@@ -5,6 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from ds_finetune.engine.collectives import all_gather_object
+from ds_finetune.plan.mesh import Mesh
+
 
 class FiniteProbe:
     """Checks every gradient in a hook of autograd, before a reduction can spread a NaN to other ranks."""
@@ -26,7 +29,15 @@ class FiniteProbe:
             return False
         return not bool(torch.isfinite(torch.stack(list(self._seen.values())).sum()))
 
-    def first_bad(self) -> str | None:
+    def culprit(self, mesh: Mesh) -> str:
+        """The parameter with the first non-finite gradient, and its rank; collective."""
+        names = all_gather_object(self._first_bad())
+        # The last stage of a pipeline sends a non-finite gradient on to the stages before it.
+        ranks = sorted(range(len(names)), key=lambda rank: -mesh.place("pp", rank))
+        culprits = [f"{names[rank]} on rank {rank}" for rank in ranks if names[rank]]
+        return culprits[0] if culprits else "no single gradient; the reduction overflowed"
+
+    def _first_bad(self) -> str | None:
         """Name of the parameter with the first non-finite gradient on this rank, in the order of backward."""
         return next(
             (self._names[index] for index, value in self._seen.items() if not bool(torch.isfinite(value))), None

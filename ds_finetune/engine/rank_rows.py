@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from ds_finetune.data.batches import MicroBatch
-from ds_finetune.model.forward_rows import ForwardRows
+from ds_finetune.model.forward_rows import ForwardRows, find_supervised
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
 
 
@@ -14,6 +14,10 @@ def rank_rows(micro: MicroBatch, sequence: SequenceParallelGroup | None, device:
 
     def place(rows: torch.Tensor) -> torch.Tensor:
         return (rows if sequence is None else sequence.shard(rows)).to(device, non_blocking=True)
+
+    def place_supervised(labels: torch.Tensor) -> torch.Tensor:
+        mine = labels if sequence is None else sequence.shard(labels)
+        return find_supervised(mine).to(device, non_blocking=True)
 
     examples = micro.examples
     if examples is not None:
@@ -29,4 +33,6 @@ def rank_rows(micro: MicroBatch, sequence: SequenceParallelGroup | None, device:
         next_labels=None if micro.ahead is None else place(micro.ahead.labels),
         token_types=None if micro.token_types is None else micro.token_types.to(device),
         lengths=micro.lengths,
+        supervised=place_supervised(micro.labels),
+        next_supervised=None if micro.ahead is None else place_supervised(micro.ahead.labels),
     )

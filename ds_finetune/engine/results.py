@@ -1,15 +1,16 @@
-"""Results of an optimizer step and of an evaluation, the same on every rank."""
+"""Results of an optimizer step and of an evaluation."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ds_finetune.engine.communication import StepCommunication
 from ds_finetune.engine.document_scores import NO_SCORES, DocumentScores
 from ds_finetune.engine.router_balance import RouterChoices
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of one optimizer step, the same on every rank.
+    """Result of one optimizer step, the same on every rank but for `communication`.
 
     `metrics` are those of the objective, `loss` first; `culprit` names the parameter and the rank of a non-finite
     gradient.
@@ -25,6 +26,8 @@ class StepResult:
     """Pairs, marked answers or labelled texts; 0 where the loss is a sum over tokens."""
     router_choices: RouterChoices | None = None
     """What the routers chose; None where the model has none."""
+    communication: StepCommunication | None = None
+    """What this rank's collectives were, which other ranks' may differ from; None where there is one rank."""
 
     @property
     def loss(self) -> float:

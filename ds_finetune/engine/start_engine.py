@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ds_finetune.engine.attention_kernel import packs_documents
 from ds_finetune.engine.devices import visible_device
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.nvme import check_buffers, check_nvme
@@ -28,6 +29,7 @@ from ds_finetune.engine.process_groups import Groups, open_groups
 from ds_finetune.engine.teacher import start_teacher
 from ds_finetune.engine.zero3_partition import partition
 from ds_finetune.families.table import family_of
+from ds_finetune.model.activation_offload import CudaTransfer, PlainTransfer, offload_layer_inputs
 from ds_finetune.model.balance_loss import BalanceLoss
 from ds_finetune.model.build import Where, build_skeleton, model_class, resolve_folder, whole
 from ds_finetune.model.cross_entropy import KERNELS, Kernel, chunked_cross_entropy
@@ -60,6 +62,7 @@ from ds_finetune.model.score_head import (
     install_encoder_head,
     install_score_head,
 )
+from ds_finetune.model.tiled_mlp import install_tiled_mlps
 from ds_finetune.model.vocabulary import Growth
 from ds_finetune.model.weights import clear_weights, initialise_weights, load_weights, seed_of
 from ds_finetune.objectives.balance import Balance
@@ -70,6 +73,7 @@ from ds_finetune.objectives.multi_token import MultiTokenPrediction
 from ds_finetune.objectives.objective import ScoreObjective
 from ds_finetune.patches.deepspeed_clipping import OwnClipping
 from ds_finetune.patches.deepspeed_engine import count_whole_experts_once, undo_constructor_step
+from ds_finetune.patches.deepspeed_inexact import forget_second_copies, zenflow_keeps_matrices
 from ds_finetune.patches.deepspeed_init import zero_init
 from ds_finetune.patches.torch_nn import linears_without_memory
 from ds_finetune.plan.plan import Plan
@@ -93,12 +97,16 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
     with (
         open_groups(plan.mesh, timeout=timedelta(seconds=plan.collective_seconds)) as groups,
         start_teacher(plan, model, groups) as teacher,
+        zenflow_keeps_matrices() if plan.has_zenflow else nullcontext(),
     ):
         lm, drawn = _build(plan, model, groups, loads_weights=loads_weights)
         plan = replace(plan, frozen=_saved_frozen(lm, model))
         trained = TrainedModel(lm, groups.sequence, groups.stage)
         if isinstance(model.objective, Distillation):
             trained = DistilledModel(trained, model.objective, teacher)
+        trained.packs_documents = packs_documents(
+            model.attention, model.hf_config, device=plan.device, precision=plan.precision
+        )
         if groups.experts is not None and plan.zero_stage < 3 and any(map(is_trained_expert, trained.parameters())):
             trained.has_experts = experts_marker(groups.experts.size)
         wrapped, optimizer, _, _ = deepspeed.initialize(
@@ -109,7 +117,7 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
             mpu=groups.mpu,
         )
         _add_extra_losses(trained, model, groups, torch.device(wrapped.device))
-        _correct_optimizer(optimizer, plan, groups)
+        _correct_start(trained, optimizer, plan, groups)
         engine = Engine(wrapped, plan, groups, model.objective)
         _clip_apart(engine, optimizer, model, groups)
         engine.drawn = drawn
@@ -117,15 +125,18 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
         # them. A resumed run restores its state.
         torch.manual_seed(seed_of(plan.seed, f"dropout.{plan.mesh.place('dp')}"))
         try:
-            yield engine
+            with engine.meter.counting():
+                yield engine
         finally:
             wrapped.destroy()
 
 
-def _correct_optimizer(optimizer: object, plan: Plan, groups: Groups) -> None:
-    """Undo what DeepSpeed's wrapper of the optimizer does wrong at this stage."""
+def _correct_start(trained: TrainedModel, optimizer: object, plan: Plan, groups: Groups) -> None:
+    """Undo what DeepSpeed did wrong at this stage when it took over the model and wrapped the optimizer."""
     if plan.zero_stage == 0 and plan.precision != "fp32":
         undo_constructor_step(optimizer)
+    if plan.zero_stage == 3:
+        forget_second_copies(trained)
     if plan.zero_stage == 3 and groups.tensor is not None and groups.experts is not None:
         count_whole_experts_once(optimizer)
 
@@ -171,9 +182,21 @@ def _build(
     _mark_parameters(lm, plan, model, groups)
     if groups.stage is None or groups.stage.is_last:
         _install_head(lm, model, groups, kernel)
+    _keep_fewer_activations(lm, plan, model)
+    return lm, drawn
+
+
+def _keep_fewer_activations(lm: PreTrainedModel, plan: Plan, model: ModelPlan) -> None:
+    """Recompute layers, with their inputs on the host, and compute MLPs in tiles, as the run file says."""
+    from deepspeed.utils import set_z3_leaf_module
+
     if plan.activation_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
-    return lm, drawn
+    if plan.activation_offload:
+        offload_layer_inputs(lm, PlainTransfer() if plan.device == "cpu" else CudaTransfer(torch.device(_device(plan))))
+    for module in install_tiled_mlps(lm, tiles=model.mlp_tiles) if model.mlp_tiles > 1 else ():
+        # ZeRO-3 gathers all matrices of an MLP before its first tile, and releases them after its last.
+        set_z3_leaf_module(module, True)
 
 
 def _mark_parameters(lm: PreTrainedModel, plan: Plan, model: ModelPlan, groups: Groups) -> None:
@@ -236,7 +259,7 @@ def _install_head(lm: PreTrainedModel, model: ModelPlan, groups: Groups, kernel:
 def _build_modules(plan: Plan, model: ModelPlan, groups: Groups) -> PreTrainedModel:
     """The modules of this rank's layers and experts, without weights, partitioned already under ZeRO-3."""
     hf_config, kind = model.hf_config, model_class(model.hf_config, model.task)
-    device = "cpu" if plan.device == "cpu" else f"cuda:{visible_device(plan.world.local_rank)}"
+    device = _device(plan)
     local_experts = build_local_experts(
         kind, family_of(hf_config.model_type), ep_size=plan.mesh.ep, mark=partial(tag_expert, groups=groups)
     )
@@ -255,6 +278,10 @@ def _build_modules(plan: Plan, model: ModelPlan, groups: Groups) -> PreTrainedMo
     if model.quantised:
         install_four_bit(lm, model.quantised, device=device)
     return lm
+
+
+def _device(plan: Plan) -> str:
+    return "cpu" if plan.device == "cpu" else f"cuda:{visible_device(plan.world.local_rank)}"
 
 
 def _install_groups(lm: PreTrainedModel, plan: Plan, model: ModelPlan, groups: Groups) -> Kernel:

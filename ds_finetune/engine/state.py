@@ -17,6 +17,7 @@ from ds_finetune.families.table import family_of
 from ds_finetune.model.build import Fragment
 from ds_finetune.model.parallel.sharding import ModelShard, shape_in_model
 from ds_finetune.patches.deepspeed_engine import link_optimizer_states
+from ds_finetune.patches.deepspeed_inexact import forget_second_copies
 from ds_finetune.plan.plan import Plan
 
 WEIGHT, BUFFER = "weight", "buffer"
@@ -305,6 +306,7 @@ class EngineState:
     def _update_model_weights(self) -> None:
         optimizer, stage = self._ds.optimizer, self._plan.zero_stage
         if stage == 3:
+            forget_second_copies(self._ds.module)
             for master in self._masters:
                 if not master.is_swapped:
                     optimizer._reassign_or_swap_out_partitioned_parameters(master.number)

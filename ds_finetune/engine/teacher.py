@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from ds_finetune.engine.attention_kernel import packs_documents
 from ds_finetune.engine.devices import visible_device
 from ds_finetune.engine.process_groups import Groups
 from ds_finetune.engine.zero3_partition import partition
@@ -37,6 +38,9 @@ def start_teacher(plan: Plan, model: ModelPlan, groups: Groups) -> Iterator[Teac
         init_context=zero_init(tree) if is_partitioned else None,
     )
     states = HiddenStates(lm, groups.sequence)
+    states.packs_documents = packs_documents(
+        model.attention, model.teacher.hf_config, device=plan.device, precision=plan.precision
+    )
     head: Any = lm.get_output_embeddings()
     if not is_partitioned:
         yield Teacher(states, head, nullcontext)

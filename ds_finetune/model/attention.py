@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -11,6 +10,9 @@ from torch.nn import functional
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from ds_finetune.errors import ModelError
+from ds_finetune.model import narrow_values
+from ds_finetune.model.narrow_values import value_kernel
+from ds_finetune.model.packed_attention import Documents, PackedDocuments, attend_packed, pack_documents
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
 from ds_finetune.patches.transformers_attention import register_attention
 
@@ -22,16 +24,10 @@ FLASH = "flash_attention_2"
 BY_LENGTHS = "ds_finetune_by_lengths"
 """Name of a slow attention for trials on CPUs that takes the same arguments as FlashAttention."""
 
-Documents = tuple[int, ...]
-"""Lengths of the consecutive documents of a row, with padding as one of them; their sum is the row's length."""
 ChosenTokens = tuple[tuple[torch.Tensor | None, ...], ...]
 """The keys that each query of a document attends to, by row and document: bool [queries, keys], none of them later than
 the query; None for all earlier ones."""
 
-_PAD_FROM = 1024
-"""Tokens of a document from which values narrower than keys are padded on the CPU: torch 2.13's fused kernel needs
-equal widths there. Measured 0.26 to 0.5 of the unfused time from 1,024 tokens on, no gain at 512.
-"""
 _WINDOW_BLOCK = 512
 """Queries at a time, at least, where a document is longer than a model's window."""
 _SINK_COLUMNS = 8
@@ -63,8 +59,6 @@ class _DocumentAttention:
         queries, keys, width = query.shape[2], key.shape[2], value.shape[3]
         if self.window is not None and self.is_causal and queries > max(self.window, _WINDOW_BLOCK):
             return self._in_blocks(query, key, value, max(self.window, _WINDOW_BLOCK))
-        if query.device.type == "cpu" and keys >= _PAD_FROM and width < key.shape[3]:
-            value = functional.pad(value, (0, key.shape[3] - width))
         mask, is_whole = chosen, queries == keys
         assert is_whole or self.is_causal, (queries, keys)
         has_window = self.window is not None and keys > self.window
@@ -79,13 +73,14 @@ class _DocumentAttention:
             if mask is None and is_whole:
                 # A query of the sink's own, so that the causal mask is that of a whole document one token longer.
                 query = functional.pad(query, (0, 0, 1, 0))
-        out = functional.scaled_dot_product_attention(
+        out = narrow_values.attend(
             query,
             key,
             value,
-            attn_mask=mask,
-            dropout_p=self.dropout,
+            kernel=value_kernel(query, value, is_masked=mask is not None),
             scale=self.scaling,
+            mask=mask,
+            dropout=self.dropout,
             is_causal=self.is_causal and mask is None and is_whole,
         )
         return out[:, :, -queries:, :width]
@@ -132,6 +127,7 @@ def attend_by_document(  # noqa: PLR0913 - transformers' interface
     dropout: float = 0.0,
     s_aux: torch.Tensor | None = None,
     chosen: ChosenTokens | None = None,
+    packed: PackedDocuments | None = None,
     **others: Any,  # noqa: ANN401 - what other implementations take
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: query [rows, heads, tokens, width], key and value [rows, key heads, tokens,
@@ -142,8 +138,10 @@ def attend_by_document(  # noqa: PLR0913 - transformers' interface
     the tensors have this rank's tokens, and `documents` describes whole rows. Without `sliding_window` the module's
     own applies; in encoders it reaches as far in both directions. `s_aux` [heads] are attention sinks: a logit that
     each head's softmax has beside those of the tokens (gpt_oss/modeling_gpt_oss.py:244). With `chosen` queries attend
-    to these keys alone. A module whose `is_causal` is false attends in both directions, as in transformers 5.23
-    (integrations/sdpa_attention.py:143). ModelError where another argument would change the result.
+    to these keys alone. With `packed`, which describes the same documents, one call attends to all of them; a call for
+    each remains where the kernel lacks what is asked for: sinks, dropout, chosen keys. A module whose `is_causal` is
+    false attends in both directions, as in transformers 5.23 (integrations/sdpa_attention.py:143). ModelError where
+    another argument would change the result.
     """
     if unknown := _unknown(others):
         raise ModelError(
@@ -156,19 +154,31 @@ def attend_by_document(  # noqa: PLR0913 - transformers' interface
         query, key, value = sp_group.gather_tokens_scatter_heads(query, key, value)
         # Each rank has the gradient of its own heads' sinks; the sum over ranks is that of all.
         s_aux = None if s_aux is None else s_aux.chunk(sp_group.size)[sp_group.group_rank]
-    groups = query.shape[1] // key.shape[1]
-    parts = (query, repeat_kv(key, groups), repeat_kv(value, groups))
     # transformers 5.23, qwen2_moe/modeling_qwen2_moe.py:226,254: the model applies its window only in the mask.
-    window = sliding_window or getattr(module, "sliding_window", None)
-    attend = _DocumentAttention(scaling, window, dropout, getattr(module, "is_causal", True), s_aux)
-    if documents is None and chosen is None:
-        out = attend(*parts)
+    window, is_causal = sliding_window or getattr(module, "sliding_window", None), getattr(module, "is_causal", True)
+    if packed is not None and s_aux is None and chosen is None and not dropout:
+        out = attend_packed((query, key, value), packed, scaling=scaling, window=window, is_causal=is_causal)
     else:
-        of_rows = [None] * len(query) if documents is None else documents
-        rows = zip(*(tensor.split(1) for tensor in parts), of_rows, chosen or [None] * len(query), strict=True)
-        out = torch.cat([_row(attend, row, lengths, of_row) for *row, lengths, of_row in rows])
-    out = out.transpose(1, 2).contiguous()
+        attend = _DocumentAttention(scaling, window, dropout, is_causal, s_aux)
+        out = _attend_to_rows(attend, (query, key, value), documents, chosen).transpose(1, 2)
+    out = out.contiguous()
     return out if sp_group is None else sp_group.gather_heads_scatter_tokens(out), None
+
+
+def _attend_to_rows(
+    attend: _DocumentAttention,
+    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    documents: tuple[Documents, ...] | None,
+    chosen: ChosenTokens | None,
+) -> torch.Tensor:
+    """Attention of query, key and value [rows, heads, tokens, width], by document where rows have some."""
+    query, groups = parts[0], parts[0].shape[1] // parts[1].shape[1]
+    parts = (query, repeat_kv(parts[1], groups), repeat_kv(parts[2], groups))
+    if documents is None and chosen is None:
+        return attend(*parts)
+    of_rows = [None] * len(query) if documents is None else documents
+    rows = zip(*(tensor.split(1) for tensor in parts), of_rows, chosen or [None] * len(query), strict=True)
+    return torch.cat([_row(attend, row, lengths, of_row) for *row, lengths, of_row in rows])
 
 
 def _unknown(others: Mapping[str, Any]) -> list[str]:
@@ -184,9 +194,8 @@ def flash_arguments(documents: Sequence[Documents], device: torch.device) -> dic
     transformers 5.23 derives them only for batches of one row (modeling_flash_attention_utils.py:574). The bounds are
     int32, and the maximum lengths plain numbers, as torch's kernels need them.
     """
-    lengths = list(chain.from_iterable(documents))
-    bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-    longest = max(lengths)
+    packed = pack_documents(documents, device)
+    bounds, longest = packed.bounds, packed.longest
     return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
 
 

@@ -16,6 +16,7 @@ from transformers.initialization import no_init_weights
 
 from ds_finetune.auto_configs import AutoConfig
 from ds_finetune.auto_models import AutoModelForCausalLM, AutoModelForSequenceClassification
+from ds_finetune.config.schema import OWN_ATTENTIONS
 from ds_finetune.errors import ModelError
 from ds_finetune.families.table import family_of
 from ds_finetune.hub_access import hub_problem
@@ -226,7 +227,8 @@ def check_attention(hf_config: PretrainedConfig, attention: str, task: Task = "c
     family = family_of(hf_config.model_type)
     has_sdpa = kind._supports_sdpa or family.has_sinks
     legal = [*(["sdpa"] if has_sdpa else []), "eager", *([FLASH] if kind._supports_flash_attn else [])]
-    if attention in ("sdpa", "eager", FLASH) and attention not in legal:
+    wanted = "sdpa" if attention in OWN_ATTENTIONS and not family.is_generic else attention
+    if wanted in (*OWN_ATTENTIONS, "eager", FLASH) and wanted not in legal:
         raise ModelError(
             f"model.attention {attention} with model_type `{hf_config.model_type}`, "
             f"for which transformers has {' and '.join(legal)}",
@@ -245,7 +247,7 @@ def check_sinks(hf_config: PretrainedConfig, attention: str) -> None:
     """ModelError where a run would train a model with attention sinks by an attention that does not know them, or does
     not separate packed documents.
     """
-    if family_of(hf_config.model_type).has_sinks and attention != "sdpa":
+    if family_of(hf_config.model_type).has_sinks and attention not in OWN_ATTENTIONS:
         raise ModelError(
             f"model.attention {attention} with model_type `{hf_config.model_type}`, whose attention has sinks: "
             + ("its kernels have none" if attention == FLASH else "documents of a packed row would see each other"),
@@ -264,14 +266,14 @@ def build_skeleton(  # noqa: PLR0913
 ) -> PreTrainedModel:
     """The modules of a model with uninitialised parameters in `dtype` on `device`; buffers have their values.
 
-    The model is constructed inside `init_context`, e.g. one that partitions each parameter as it is made. With
-    `attention` "sdpa", the families of the table use attention by document. Experts use the grouped implementation. The
-    cache is off, since transformers separates packed documents only without it (transformers 5.23,
+    The model is constructed inside `init_context`, e.g. one that partitions each parameter as it is made. With an
+    `attention` of OWN_ATTENTIONS, the families of the table use attention by document. Experts use the grouped
+    implementation. The cache is off, since transformers separates packed documents only without it (transformers 5.23,
     masking_utils.py:873).
     """
     check_attention(hf_config, attention, task)
     hf_config.use_cache = False
-    is_by_document = attention == "sdpa" and not family_of(hf_config.model_type).is_generic
+    is_by_document = attention in OWN_ATTENTIONS and not family_of(hf_config.model_type).is_generic
     hf_config._attn_implementation = BY_DOCUMENT if is_by_document else attention
     hf_config.dtype = dtype
     # Imported before the context: DeepSpeed 0.19.8 drops decorators of classes that are defined inside zero.Init

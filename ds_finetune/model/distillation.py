@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from ds_finetune.labels import IGNORE_INDEX
-from ds_finetune.model.forward_rows import ForwardRows
+from ds_finetune.model.forward_rows import ForwardRows, find_supervised
 from ds_finetune.model.head_chunks import NeededGradients, needed_gradients
 from ds_finetune.model.loss import LossHead, TrainedModel
 from ds_finetune.model.parallel.tensor import copy_to_tensor_parallel_region
@@ -62,13 +61,15 @@ class DistillationHead(LossHead):
         labels: torch.Tensor | None = None,
         numbers: StepNumbers | None = None,
         open_targets: Callable[[], AbstractContextManager[SoftTargets | None]] | None = None,
+        *,
+        supervised: torch.Tensor | None = None,
     ) -> Any:  # noqa: ANN401 - logits or LossAndSums
         """`hidden` [..., width] -> logits [..., vocabulary], or with `labels` [...] (already shifted, int64) and their
-        targets -> LossAndSums.
+        targets -> LossAndSums. `supervised` as in `LossHead`.
         """
         if labels is None or open_targets is None:
             return super().forward(hidden)
-        supervised = find_supervised(labels)
+        supervised = find_supervised(labels) if supervised is None else supervised
         part = hidden.flatten(0, -2).index_select(0, supervised)
         part = part if self.groups.tp is None else copy_to_tensor_parallel_region(part, self.groups.tp)
         wanted = labels.flatten().index_select(0, supervised)
@@ -87,11 +88,6 @@ class DistillationHead(LossHead):
         return LossAndSums(loss_sum if numbers is None else loss_sum * numbers.weights[0].to(loss_sum.dtype), sums)
 
 
-def find_supervised(labels: torch.Tensor) -> torch.Tensor:
-    """Positions in the flattened rows of labels that count, int64 [supervised tokens]."""
-    return (labels.reshape(-1) != IGNORE_INDEX).nonzero().squeeze(1)
-
-
 class DistilledModel(TrainedModel):
     """A causal LM whose forward is the loss of distillation, from a live `teacher` or from stored log-probabilities."""
 
@@ -107,10 +103,11 @@ class DistilledModel(TrainedModel):
 
     def head_inputs(self, rows: ForwardRows) -> dict[str, Any]:
         """A function that opens the targets of the supervised tokens; the teacher runs before the model."""
-        return {"open_targets": self._targets(rows)} if self.has_head else {}
+        return {"open_targets": self._targets(rows), "supervised": rows.supervised} if self.has_head else {}
 
     def _targets(self, rows: ForwardRows) -> Callable[[], AbstractContextManager[SoftTargets | None]]:
-        supervised, teacher = find_supervised(rows.labels), self.teacher
+        supervised = find_supervised(rows.labels) if rows.supervised is None else rows.supervised
+        teacher = self.teacher
         if teacher is None:
             stored = None if rows.examples is None else self._stored(rows.examples, supervised)
             return partial(nullcontext, stored)

@@ -5,6 +5,7 @@ from collections.abc import Collection
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
+from ds_finetune.config.schema import OWN_ATTENTIONS
 from ds_finetune.errors import ModelError
 from ds_finetune.families.family import Encoder
 from ds_finetune.families.table import family_of
@@ -28,7 +29,7 @@ def check_encoder(hf_config: PretrainedConfig, *, attention: str, objective: str
     kind = hf_config.model_type
     for what, is_set, hint in (
         (f"objective {objective}", objective != "classification", "set objective: classification"),
-        (f"model.attention {attention}", attention != "sdpa", "set model.attention: sdpa"),
+        (f"model.attention {attention}", attention not in OWN_ATTENTIONS, "set model.attention: sdpa"),
         (
             "is_decoder true in config.json",
             getattr(hf_config, "is_decoder", False),
@@ -99,9 +100,9 @@ def _first_states(hidden: torch.Tensor, examples: Examples) -> torch.Tensor:
 def _mean_states(hidden: torch.Tensor, examples: Examples) -> torch.Tensor:
     """Mean hidden state of each document, [documents, width], summed in fp32."""
     index = examples.index.flatten()
-    tokens = (index >= 0).nonzero().squeeze(1)
-    documents = index.index_select(0, tokens)
-    zeros = hidden.new_zeros(len(examples.starts), hidden.shape[-1], dtype=torch.float32)
-    sums = zeros.index_add(0, documents, hidden.flatten(0, 1).index_select(0, tokens).float())
+    # Padding has a line of its own behind the documents, so that a GPU need not wait for the number of other tokens.
+    documents = index.where(index >= 0, len(examples.starts))
+    zeros = hidden.new_zeros(len(examples.starts) + 1, hidden.shape[-1], dtype=torch.float32)
+    sums = zeros.index_add(0, documents, hidden.flatten(0, 1).float())[:-1]
     lengths = examples.ends - examples.starts + 1
     return (sums / lengths[:, None]).to(hidden.dtype)

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 
+from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.model.attention import Documents
 from ds_finetune.objectives.examples import Examples
 
@@ -31,6 +32,17 @@ class ForwardRows:
     """The label after each of `labels` in its document, IGNORE_INDEX at its end."""
     lengths: torch.Tensor | None = None
     """Tokens of the text of each whole row, which padding follows, int64 [rows] on the CPU."""
+    supervised: torch.Tensor | None = None
+    """Positions in the flattened rows whose label counts, int64 [supervised tokens]; found in `labels` where None."""
+    next_supervised: torch.Tensor | None = None
+    """The same of `next_labels`."""
+
+
+def find_supervised(labels: torch.Tensor) -> torch.Tensor:
+    """Positions in the flattened rows of labels that count, int64 [supervised tokens]. A GPU waits for their number, so
+    they are found before labels are copied to it.
+    """
+    return (labels.reshape(-1) != IGNORE_INDEX).nonzero().squeeze(1)
 
 
 class StageOutput(NamedTuple):

@@ -226,13 +226,11 @@ def _compare(lm: PreTrainedModel, eager: PreTrainedModel, objective: Objective) 
     """
     first, second = _documents(lm)
     logits = eager(input_ids=first, position_ids=_positions(first), use_cache=False).logits[0].float()
+    scored = objective if isinstance(objective, ScoreObjective) else None
+    wanted = logits if scored else _plain_loss(logits, first)
     model = TrainedModel(lm)
     try:
-        if isinstance(objective, ScoreObjective):
-            found, wanted = _score(model, objective, first), logits
-        else:
-            wanted = functional.cross_entropy(logits[:-1], first[0, 1:], reduction="sum")
-            found = _token_loss(model, first)
+        found = _score(model, scored, first) if scored else _token_loss(model, first)
         alone = [model.hidden(ids, _positions(ids), None)[0] for ids in (first, second)]
     except _FAILURES as broken:
         raise ModelError(
@@ -247,6 +245,11 @@ def _compare(lm: PreTrainedModel, eager: PreTrainedModel, objective: Objective) 
         padded=max(_difference(row[: len(hidden)], hidden) for row, hidden in zip(padded, alone, strict=True)),
         loss=_difference(found, wanted),
     )
+
+
+def _plain_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """The sum over the tokens after the first, from logits [tokens, vocabulary]."""
+    return functional.cross_entropy(logits[:-1], ids[0, 1:], reduction="sum")
 
 
 def _token_loss(model: TrainedModel, ids: torch.Tensor) -> torch.Tensor:

@@ -97,12 +97,12 @@ def softmax_of_chunk(
     if tp_group is not None:
         first = tp_group.group_rank * logits.shape[1]
         top, most_likely = tp_group.all_reduce_argmax(top, most_likely + first)
-    rows, columns = _labels_of_shard(labels, logits.shape[1], tp_group)
-    sums = logits.new_zeros(2, len(labels))
-    sums[0, rows] = logits[rows, columns] - top[rows]
+    columns, is_here = _labels_of_shard(labels, logits.shape[1], tp_group)
+    below_top = logits.gather(1, columns)[:, 0] - top
     exps = logits.sub_(top[:, None]).exp_()
-    sums[1] = exps.sum(-1)
-    below_top, norm = sums if tp_group is None else tp_group.all_reduce(sums)
+    norm = exps.sum(-1)
+    if tp_group is not None:
+        below_top, norm = tp_group.all_reduce(torch.stack([below_top.where(is_here[:, 0], 0), norm]))
     log_norm = norm.log()
     return ChunkSoftmax(exps, norm, top + log_norm, below_top - log_norm, (most_likely == labels).sum())
 
@@ -111,20 +111,21 @@ def subtract_one_hot(
     probabilities: torch.Tensor, labels: torch.Tensor, tp_group: TensorParallelGroup | None = None
 ) -> torch.Tensor:
     """`probabilities` [tokens, vocabulary] minus 1 at each label, in place; with `tp_group` a shard of them."""
-    rows, columns = _labels_of_shard(labels, probabilities.shape[1], tp_group)
-    probabilities[rows, columns] -= 1
-    return probabilities
+    columns, is_here = _labels_of_shard(labels, probabilities.shape[1], tp_group)
+    return probabilities.scatter_(1, columns, probabilities.gather(1, columns) - is_here.to(probabilities.dtype))
 
 
 def _labels_of_shard(
     labels: torch.Tensor, size: int, tp_group: TensorParallelGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens whose label is in this rank's shard of `size` columns, and its column there."""
+    """The column of each label in this rank's shard of `size` columns, and whether it is there, [tokens, 1] each; 0 for
+    the label of another shard. A list of the labels here would make a GPU wait for its length.
+    """
     if tp_group is None:
-        return torch.arange(len(labels), device=labels.device), labels
-    local = labels - tp_group.group_rank * size
-    rows = ((local >= 0) & (local < size)).nonzero().squeeze(1)
-    return rows, local[rows]
+        return labels[:, None], torch.ones_like(labels[:, None], dtype=torch.bool)
+    local = labels[:, None] - tp_group.group_rank * size
+    is_here = (local >= 0) & (local < size)
+    return local.where(is_here, 0), is_here
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:

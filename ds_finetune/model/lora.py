@@ -21,7 +21,7 @@ from ds_finetune.model.adapter_names import weight_of
 from ds_finetune.model.build import Where
 from ds_finetune.model.four_bit import dtype_of, is_four_bit, shape_of
 from ds_finetune.model.lora_plan import ROUTED, ROUTER, LoraTarget, Shape
-from ds_finetune.model.parallel.expert import ExpertParallelExperts, MarkParameter
+from ds_finetune.model.parallel.expert import ExpertParallelExperts, MarkParameter, rows_up_to
 from ds_finetune.model.parallel.rank_group import RankGroup
 from ds_finetune.model.parallel.sharding import UNSHARDED, ModelShard, TensorShard
 from ds_finetune.model.parallel.tensor import ParallelLinear
@@ -86,7 +86,7 @@ class _LowRankExperts(_Adapted):
         """
         tokens, k = top_k_index.shape
         experts, order = top_k_index.reshape(-1).sort(stable=True)
-        ends = torch.bincount(experts, minlength=self.num_experts).cumsum(0, dtype=torch.int32)
+        ends = rows_up_to(experts, self.num_experts).int()
         inner = self._apply_gate(self._project(hidden[order // k], ends, "gate_up_proj"))
         out = self._project(inner, ends, "down_proj") * top_k_weights.reshape(-1)[order, None]
         inverse = torch.empty_like(order)

@@ -9,13 +9,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ds_finetune.errors import ModelError
-from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.model.attention import BY_DOCUMENT, BY_LENGTHS, FLASH, Documents, flash_arguments
 from ds_finetune.model.build import head_of
 from ds_finetune.model.cross_entropy import Kernel, chunked_cross_entropy
 from ds_finetune.model.encoder import encoder_inputs, encoder_of
 from ds_finetune.model.extra_loss import ExtraLoss, add_extra_losses, numbers_of_parts
-from ds_finetune.model.forward_rows import ForwardRows, StageOutput
+from ds_finetune.model.forward_rows import ForwardRows, StageOutput, find_supervised
 from ds_finetune.model.head_chunks import NeededGradients, needed_gradients
 from ds_finetune.model.log_probs import (
     DocumentTokens,
@@ -24,6 +23,7 @@ from ds_finetune.model.log_probs import (
     document_log_probs,
     document_loss,
 )
+from ds_finetune.model.packed_attention import PackedDocuments, pack_documents
 from ds_finetune.model.parallel.pipeline import PipelineGroup
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
 from ds_finetune.model.parallel.tensor import TensorParallelGroup, copy_to_tensor_parallel_region
@@ -102,6 +102,7 @@ class LossHead(nn.Linear):
         numbers: StepNumbers | None = None,
         examples: Examples | None = None,
         *,
+        supervised: torch.Tensor | None = None,
         wants_log_probs: bool = False,
         is_trained: bool = True,
     ) -> Any:  # noqa: ANN401 - logits, LossAndSums or log-probabilities
@@ -113,12 +114,13 @@ class LossHead(nn.Linear):
 
         Unless `is_trained` no gradient reaches the head's own weights from this call.
 
-        Positions whose label is IGNORE_INDEX are not computed. Without a supervised position the loss is 0 and its
-        gradients are zeros, so that every rank takes part in the reductions.
+        `supervised` are the positions whose label is not IGNORE_INDEX, int64 [supervised tokens]; others are not
+        computed. They are found in the labels where it is None, for which a GPU waits. Without a supervised position
+        the loss is 0 and its gradients are zeros, so that every rank takes part in the reductions.
         """
         if labels is None:
             return self._logits(hidden)
-        supervised = (labels.reshape(-1) != IGNORE_INDEX).nonzero().squeeze(1)
+        supervised = find_supervised(labels) if supervised is None else supervised
         part = hidden.reshape(-1, hidden.shape[-1]).index_select(0, supervised)
         part = part if self.groups.tp is None else copy_to_tensor_parallel_region(part, self.groups.tp)
         weight: torch.Tensor = self.weight
@@ -177,6 +179,9 @@ class TrainedModel(nn.Module):
 
     extras: tuple[ExtraLoss, ...] = ()
     """Auxiliary losses beside that of the head."""
+    packs_documents = False
+    """Whether attention takes all documents of a forward in one call."""
+    _packed: tuple[tuple[Documents, ...], PackedDocuments] | None = None
     routers: RouterCollector | None = None
     """What the routers of this rank's layers give; None where there is none."""
 
@@ -235,7 +240,7 @@ class TrainedModel(nn.Module):
         """What the head takes beside hidden states, labels and numbers; called while no activations are kept for
         backward.
         """
-        return {"examples": rows.examples}
+        return {"examples": rows.examples, "supervised": rows.supervised}
 
     def hidden(
         self,
@@ -261,7 +266,14 @@ class TrainedModel(nn.Module):
         """What tells attention where the documents of each row begin."""
         attention = self.lm.config._attn_implementation
         if attention == BY_DOCUMENT:
-            return {"documents": documents, "sp_group": self.sp_group}
+            packed = self._pack(documents, device) if self.packs_documents and documents is not None else None
+            return {"documents": documents, "sp_group": self.sp_group, "packed": packed}
         if attention in (FLASH, BY_LENGTHS) and documents is not None:
             return flash_arguments(documents, device)
         return {}
+
+    def _pack(self, documents: tuple[Documents, ...], device: torch.device) -> PackedDocuments:
+        """The documents on `device`; copied once for all layers, stages of a loss and extra losses of a forward."""
+        if self._packed is None or self._packed[0] is not documents:
+            self._packed = documents, pack_documents(documents, device)
+        return self._packed[1]

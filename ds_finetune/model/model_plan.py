@@ -18,7 +18,10 @@ from ds_finetune.objectives.extra import Extra
 from ds_finetune.objectives.indexing import Indexing
 from ds_finetune.objectives.objective import Objective, ScoreObjective
 from ds_finetune.objectives.table import make_objective
+from ds_finetune.plan.activations import check_model_type, mlp_tiles
+from ds_finetune.plan.context import ContextPlan
 from ds_finetune.plan.indexer import IndexerPlan, check_stages_begin_with_indexers, plan_indexer
+from ds_finetune.plan.packed_attention import check_varlen
 from ds_finetune.plan.routers import RouterPlan, plan_routers
 
 
@@ -48,6 +51,10 @@ class ModelPlan:
     indexer: IndexerPlan | None = None
     """The indexers that are trained; None where none is."""
     teacher: TeacherPlan | None = None
+    mlp_tiles: int = 1
+    """Parts of the tokens of a forward that MLPs compute by turns; 1 where they compute all at once."""
+    context: ContextPlan | None = None
+    """How many tokens the run file wants positions for; None where it does not say."""
     padding: str = ""
     """A text on the padding token of a classifier, for people."""
 
@@ -100,6 +107,7 @@ def task_of(objective: Objective) -> Task:
 def plan_model(hf_config: PretrainedConfig, config: RunConfig) -> ModelPlan:
     """The model of `hf_config` as the run file says; ConfigError or ModelError where it does not fit the model."""
     model, objective = config.model, config.objective
+    check_model_type(config, hf_config.to_dict())
     check_encoder(hf_config, attention=model.attention, objective=objective.name)
     router, indexer = plan_routers(config, hf_config.to_dict()), plan_indexer(config, hf_config.to_dict())
     resized = model.resize_vocabulary
@@ -108,6 +116,9 @@ def plan_model(hf_config: PretrainedConfig, config: RunConfig) -> ModelPlan:
     teacher = plan_teacher(objective, hf_config)
     for built in (hf_config, *([teacher.hf_config] if teacher else [])):
         check_sinks(built, model.attention)
+        check_varlen(
+            model.attention, built.to_dict(), precision=config.train.precision, longest=config.train.max_seq_len
+        )
     published = read_hf_config(model.path, files=("*.json",), task=task) if resized else hf_config
     prediction = plan_mtp(hf_config, model, config.mtp)
     lora = plan_lora(hf_config, config.lora, task) if config.lora is not None else None
@@ -133,6 +144,7 @@ def plan_model(hf_config: PretrainedConfig, config: RunConfig) -> ModelPlan:
         router=router,
         indexer=indexer,
         teacher=teacher,
+        mlp_tiles=mlp_tiles(hf_config.to_dict()) if config.train.tiled_mlp else 1,
     )
 
 

@@ -39,7 +39,8 @@ def mtp_layers(hf_config: PretrainedConfig) -> range:
 
     The `num_mtp_layers` of transformers' configurations is no guide: it is 1 where config.json says nothing.
     """
-    first = hf_config.num_hidden_layers
+    # Some types that have no such layers count their layers by another name (transformers 5.23, BltConfig).
+    first = getattr(hf_config, "num_hidden_layers", 0)
     return range(first, first + getattr(hf_config, _BUILT, 0))
 
 

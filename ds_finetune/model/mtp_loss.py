@@ -43,7 +43,8 @@ class MtpLoss(ExtraLoss):
         joined = mtp_layer_inputs(layer, embedded, hidden.detach() if self._detach else hidden)
         arguments = self._arguments(rows.documents, joined.device)
         states = run_mtp_layer(self._lm, layer, joined, rows.position_ids, **arguments)
-        out: LossAndSums = head_of(self._lm)(states, rows.next_labels, is_trained=not self._detach)
+        found = {"supervised": rows.next_supervised, "is_trained": not self._detach}
+        out: LossAndSums = head_of(self._lm)(states, rows.next_labels, **found)
         number_of = (rows.next_labels != IGNORE_INDEX).sum(dtype=torch.float64)[None]
         return LossAndSums(out.loss * weights[0].to(out.loss.dtype), torch.cat([out.sums, number_of]))
 

@@ -59,9 +59,11 @@ class ScoreHead(nn.Linear):
         labels: torch.Tensor | None = None,
         numbers: StepNumbers | None = None,
         examples: Examples | None = None,
+        *,
+        supervised: torch.Tensor | None = None,
     ) -> Any:  # noqa: ANN401 - logits or LossAndSums
         """`hidden` [rows, tokens, width] -> logits [rows, tokens, outputs]; with `examples` -> their LossAndSums, from
-        scores in fp32. `labels` are not used.
+        scores in fp32. `labels` and `supervised` are not used.
 
         Without a document the loss is 0 and its gradients are zeros, so that every rank takes part in the reductions.
         With sequence parallelism `hidden` has this rank's tokens of each row, and sums are zeros on all ranks but the
@@ -82,14 +84,12 @@ class ScoreHead(nn.Linear):
         ranks, rank = (1, 0) if sp_group is None else (sp_group.size, sp_group.group_rank)
         ends, tokens = ends.to(hidden.device), hidden.shape[1]
         row, place = ends // (tokens * ranks), ends % (tokens * ranks) - tokens * rank
-        own = ((place >= 0) & (place < tokens)).nonzero().squeeze(1)
-        pooled = hidden.reshape(-1, hidden.shape[-1]).index_select(0, (row * tokens + place)[own])
+        is_own = (place >= 0) & (place < tokens)
+        # A list of the documents that end here would make a GPU wait for its length.
+        pooled = hidden.reshape(-1, hidden.shape[-1]).index_select(0, (row * tokens + place).where(is_own, 0))
         bias = None if self.bias is None else self.bias.float()
         scores = functional.linear(pooled.float(), self.weight.float(), bias)
-        if sp_group is None:
-            return scores
-        partial = scores.new_zeros(len(ends), self.out_features).index_copy(0, own, scores)
-        return sum_over_ranks(partial, sp_group)
+        return scores if sp_group is None else sum_over_ranks(scores.where(is_own[:, None], 0), sp_group)
 
 
 def logits_of_prompt(lm: PreTrainedModel, input_ids: torch.Tensor) -> torch.Tensor:
@@ -144,8 +144,10 @@ class EncoderHead:
         labels: torch.Tensor | None,
         numbers: StepNumbers | None = None,
         examples: Examples | None = None,
+        *,
+        supervised: torch.Tensor | None = None,
     ) -> LossAndSums:
-        """The LossAndSums of `examples` from `hidden` [rows, tokens, width]; `labels` are not used.
+        """The LossAndSums of `examples` from `hidden` [rows, tokens, width]; `labels` and `supervised` are not used.
 
         Without a document the loss is 0 and its gradients are zeros, so that every rank takes part in the reductions.
         """

@@ -117,14 +117,13 @@ class TopTargets:
         wanted = torch.log_softmax(self.log_probs[tokens].float(), dim=-1)
         columns, is_here = shard.find(self.ids[tokens], log_probs.shape[1])
         top = shard.add_up(torch.where(is_here, log_probs.gather(1, columns), 0.0))
-        rows, places = is_here.nonzero(as_tuple=True)
-        cells = rows, columns[rows, places]
-        others = log_probs.clone()
-        others[cells] = float("-inf")
+        # A list of the ids here would make a GPU wait for its length. Ids of other shards share column 0 with one here.
+        infinity = torch.full_like(top, float("inf"))
+        others = log_probs.scatter_reduce(1, columns, torch.where(is_here, -infinity, infinity), "amin")
         bucket = shard.log_norm(others)
         divergence = (wanted.exp() * (wanted - torch.cat([top, bucket], dim=-1))).sum(-1).sum()
         gradient = log_probs.exp()
-        gradient[cells] -= wanted[rows, places].exp()
+        gradient.scatter_add_(1, columns, torch.where(is_here, -wanted[:, :-1].exp(), 0.0))
         return divergence, gradient.sub_(others.add_(wanted[:, -1:] - bucket).exp_())
 
 

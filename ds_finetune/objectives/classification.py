@@ -40,10 +40,11 @@ class Classification(ScoreObjective):
             scores.double(), classes, reduction="sum", label_smoothing=self.label_smoothing
         )
         found = scores.detach().argmax(dim=1)
-        counted = [
-            torch.bincount(some, minlength=self.num_outputs) for some in (found[found == classes], found, classes)
-        ]
-        sums = torch.cat([total.detach().view(1), *(count.double() for count in counted)])
+        # `torch.bincount` and lists of documents would make a GPU wait for their lengths.
+        every = torch.arange(self.num_outputs, device=scores.device)
+        is_found, is_true = found[:, None] == every, classes[:, None] == every
+        counted = [flags.sum(0).double() for flags in (is_found & is_true, is_found, is_true)]
+        sums = torch.cat([total.detach().view(1), *counted])
         return LossAndSums((total * weights[0]).to(scores.dtype), sums)
 
     def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:

@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from ds_finetune.engine.router_balance import RouterChoices
+if TYPE_CHECKING:
+    # The doctor's programs read run folders on every host, and importing torch and transformers takes seconds.
+    from ds_finetune.engine.router_balance import RouterChoices
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class StepRecord:
     best_step: int = 0
     position: tuple[int, ...] = ()
     slow: str = ""
-    router_choices: RouterChoices | None = None
+    router_choices: "RouterChoices | None" = None
     rank_seconds: tuple[float, ...] = ()
 
     def with_values(self, values: Mapping[str, float]) -> Self:

@@ -10,7 +10,7 @@ from itertools import chain
 from textwrap import wrap
 from typing import Any
 
-from ds_finetune.config.schema import RunConfig
+from ds_finetune.config.schema import OWN_ATTENTIONS, RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.table import FAMILIES, family_of
 from ds_finetune.plan.mesh import Mesh
@@ -126,6 +126,12 @@ def check_lora(mesh: Mesh, config: RunConfig, *, stage: int, offloads: Sequence[
             config.model.resize_vocabulary,
             "train all weights, or use a tokenizer that fits the model",
         ),
+        # An adapter folder names its base model, whose config.json has other positions and rotary scaling.
+        (
+            f"model.context {config.model.context}",
+            config.model.context is not None,
+            "write the extension into the config.json of a copy of the model's folder",
+        ),
         *(
             (f"{name} true", bool((tree.get("zero_optimization") or {}).get(name)), "leave it out")
             for name in _QUANTIZED
@@ -156,7 +162,7 @@ def _check_quantized(kind: str, mesh: Mesh, *, offloads: Sequence[str]) -> None:
 
 
 def _untested(mesh: Mesh, config: RunConfig, offloads: Sequence[str]) -> Iterator[tuple[str, str]]:
-    if config.model.attention != "sdpa":
+    if config.model.attention not in OWN_ATTENTIONS:
         yield f"model.attention {config.model.attention}", "set model.attention to sdpa"
     if config.train.precision == "fp16":
         yield "train.precision fp16", "set train.precision to bf16"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_finetune.config.indexer import IndexerConfig
-from ds_finetune.config.schema import RunConfig
+from ds_finetune.config.schema import OWN_ATTENTIONS, RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.parameters import indexed_layers
 from ds_finetune.families.table import FAMILIES, family_of
@@ -80,7 +80,7 @@ def _untested(mesh: Mesh, config: RunConfig, stage: int, offloads: Sequence[str]
         yield f"objective {config.objective.name}", f"set objective to {legal}, or leave indexer out"
     if config.optim.name.lower() not in _OPTIMIZERS:
         yield f"optim.name {config.optim.name}", "use AdamW"
-    if config.model.attention != "sdpa":
+    if config.model.attention not in OWN_ATTENTIONS:
         yield f"model.attention {config.model.attention}", "set model.attention to sdpa"
     if config.train.precision == "fp16":
         yield "train.precision fp16", "set train.precision to bf16"

@@ -133,6 +133,10 @@ KNOWN_IN_SECTIONS: Mapping[str, Collection[str]] = {
         *("device", "nvme_path", "buffer_count", "pin_memory", "pipeline_read", "pipeline_write", "fast_init", "ratio"),
         *("super_offload", "cpuadam_cores_perc"),
     ),
+    "zero_optimization.zenflow": (
+        *("topk_ratio", "select_strategy", "select_interval", "update_interval", "overlap_step", "offload"),
+        *("auto_ratio", "full_warm_up_rounds", "pt_reserved_cores_perc", "steps_per_epoch"),
+    ),
     "zero_optimization.leaf_module": ("classes", "names", "name_suffixes"),
     "bf16": (
         "enabled",
@@ -165,14 +169,15 @@ COUNTS = frozenset(
         *("module_granularity_threshold", "stage3_module_granularity_threshold"),
         *("buffer_count", "buffer_size", "max_in_cpu"),
         *("initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"),
+        *("select_interval", "update_interval", "full_warm_up_rounds", "steps_per_epoch"),
     ]
 )
 """Keys of `KNOWN_IN_SECTIONS` that DeepSpeed reads as whole numbers."""
-NUMBERS = frozenset(["loss_scale", "ratio", "cpuadam_cores_perc"])
+NUMBERS = frozenset(["loss_scale", "ratio", "cpuadam_cores_perc", "topk_ratio", "auto_ratio", "pt_reserved_cores_perc"])
 OTHER_TYPES = frozenset(
     [
         *("stage", "offload_param", "offload_optimizer", "zenflow", "leaf_module"),
-        *("device", "nvme_path", "classes", "names", "name_suffixes"),
+        *("device", "nvme_path", "classes", "names", "name_suffixes", "select_strategy"),
     ]
 )
 """Keys that are neither numbers nor true or false; all other keys are true or false."""

@@ -122,12 +122,6 @@ RULES = (
         hint="zero_optimization.stage 1, 2 or 3",
     ),
     OptionRule(
-        "quantized communication (ZeRO++) on the CPU accelerator",
-        lambda s, z: s.device == "cpu" and bool(z.get("zero_quantized_weights") or z.get("zero_quantized_gradients")),
-        "DeepSpeed 0.19.8: the op has not been implemented on the CPU backend",
-        hint="leave zero_quantized_weights and zero_quantized_gradients out",
-    ),
-    OptionRule(
         "Muon with reduce_scatter under ZeRO-3",
         lambda s, z: s.stage == 3 and s.optimizer.lower() == "muon" and z.get("reduce_scatter", True) is not False,
         "DeepSpeed 0.19.8 refuses the pair after loading (zero/stage3.py:361)",
@@ -170,20 +164,6 @@ RULES = (
         "its trust ratio is a ratio of whole parameters' norms; on a rank's flat partition it would be another "
         "number on each count of ranks",
         hint="zero_optimization.stage 0, or optim.name AdamW",
-    ),
-    OptionRule(
-        "hierarchical partitions (hpZ)",
-        lambda s, z: int(z.get("zero_hpz_partition_size") or 1) > 1,
-        "DeepSpeed 0.19.8 keeps a second copy of each partition, made before weights are loaded "
-        "(zero/partition_parameters.py:1900);"
-        " no parity test has compared it",
-        hint="no zero_hpz_partition_size",
-    ),
-    OptionRule(
-        "ZenFlow",
-        lambda s, z: bool(z.get("zenflow")),
-        "its bounded staleness is not the gradient of the step, so it cannot pass the parity tests",
-        hint="leave zenflow out",
     ),
 )
 """Options known to be wrong for an accelerator or stage; each is rewritten with one visible line, or refused."""

@@ -7,16 +7,19 @@ from typing import Any
 
 from ds_finetune.config.schema import CheckpointConfig, RunConfig
 from ds_finetune.errors import ConfigError
+from ds_finetune.plan.activations import check_activations
 from ds_finetune.plan.batch import accumulation_steps
 from ds_finetune.plan.combinations import check_layout, check_lora
 from ds_finetune.plan.deepspeed_choice import check_accelerate_agrees, choose_deepspeed
 from ds_finetune.plan.deepspeed_config import HAS_TORCH_ADAM, MOMENTS, TORCH_ADAM, finish, read_choices, stage_of
 from ds_finetune.plan.distillation import check_distillation
 from ds_finetune.plan.indexer import check_indexer
+from ds_finetune.plan.inexact import InexactRun, check_inexact
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.mtp import check_mtp
 from ds_finetune.plan.objectives import CROSS_ENTROPY, UNITS, check_objective, loss_text, objective_lines
 from ds_finetune.plan.options import Situation, apply_rules, offload_device
+from ds_finetune.plan.packed_attention import check_device
 from ds_finetune.plan.run_length import check_profiled_ranks
 from ds_finetune.plan.timeouts import check_watchdog_before_torch_timeout, collective_seconds
 from ds_finetune.world import AccelerateChoices, World
@@ -64,6 +67,8 @@ class Plan:
     offload_param: str
     loss_kernel: str
     activation_checkpointing: bool
+    activation_offload: bool
+    """Whether the inputs of recomputed layers are in host memory."""
     collective_seconds: float
     """How long torch lets a rank wait in a collective."""
     saves_asynchronously: bool
@@ -88,6 +93,11 @@ class Plan:
     def zero_ranks(self) -> int:
         """Number of ranks with one part of the model, over which DeepSpeed averages gradients and shards states."""
         return self.mesh.dp * self.mesh.sp
+
+    @property
+    def has_zenflow(self) -> bool:
+        """Whether DeepSpeed's ZenFlow is the optimizer, which updates most weights every few steps."""
+        return self.deepspeed["zero_optimization"].get("zenflow") is not None
 
     @property
     def is_engine_clipping(self) -> bool:
@@ -193,6 +203,8 @@ def make_plan(config: RunConfig, *, world: World, device: str, accelerate: Accel
     """
     check_watchdog_before_torch_timeout(config.watchdog)
     check_objective(config)
+    check_activations(config, device=device)
+    check_device(config.model, device=device)
     check_profiled_ranks(config, world_size=world.world_size)
     mesh = Mesh.of(config.parallel, world_size=world.world_size, rank=world.rank)
     accumulation = accumulation_steps(
@@ -211,11 +223,11 @@ def make_plan(config: RunConfig, *, world: World, device: str, accelerate: Accel
         # The engine clips the gradient itself: DeepSpeed 0.19.8 counts tied weights twice in the norm
         # (runtime/utils.py:393), and takes the norm of each rank's experts separately.
         finished["gradient_clipping"] = 0.0
-    zero = finished["zero_optimization"]
+    zero, train, optim = finished["zero_optimization"], config.train, config.optim
     offloads = offload_device(zero, "offload_optimizer"), offload_device(zero, "offload_param")
     _check_combinations(mesh, config, stage=stage, offloads=offloads, tree=finished)
-    train, optim = config.train, config.optim
-    notes = apply_rules(zero, Situation(device, stage, train.precision, optim.name, train.max_grad_norm))
+    situation = Situation(device, stage, train.precision, optim.name, train.max_grad_norm)
+    notes = check_inexact(InexactRun(config, finished, mesh, device, accumulation)) + apply_rules(zero, situation)
     plan = Plan(
         world=world,
         mesh=mesh,
@@ -236,6 +248,7 @@ def make_plan(config: RunConfig, *, world: World, device: str, accelerate: Accel
             is_cross_entropy=config.objective.name in CROSS_ENTROPY,
         ),
         activation_checkpointing=train.activation_checkpointing,
+        activation_offload=train.activation_offload,
         collective_seconds=collective_seconds(config.watchdog),
         # A state on NVMe may be larger than the host's memory.
         saves_asynchronously=config.checkpoint.asynchronous and offloads[0] != "nvme",
@@ -259,6 +272,8 @@ def _decisions(plan: Plan, config: RunConfig) -> tuple[tuple[str, str], ...]:
         ("ranks", f"{plan.world.world_size} on {plan.device}, started by {plan.world.launcher}"),
         ("layout", f"{plan.mesh}, ZeRO-{plan.zero_stage}, {offloads}"),
         ("batch", f"{rows}, {tokens}"),
+        *((("inexact", ", ".join(config.inexact)),) if config.inexact else ()),
+        *([("activations", "inputs of recomputed layers in host memory")] if plan.activation_offload else []),
         *objective_lines(config),
         ("loss", loss_text(config, kernel=plan.loss_kernel)),
         ("length", config.train.duration),

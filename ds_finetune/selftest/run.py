@@ -36,6 +36,7 @@ from ds_finetune.objectives.objective import ScoreObjective
 from ds_finetune.plan.combinations import TESTED_LAYOUTS
 from ds_finetune.plan.deepspeed_choice import choose_deepspeed
 from ds_finetune.plan.deepspeed_config import read_choices
+from ds_finetune.plan.inexact import without_inexact
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.quiet import quiet_packages, show_loading_as_phase
@@ -55,8 +56,8 @@ _DERIVED = (
     "fp16",
 )
 """Keys of a DeepSpeed configuration that are derived from the run file; the tiny run derives its own values."""
-_ROUNDING = ("communication_data_type", "data_types")
-"""Keys whose purpose is to change rounding; they are left out."""
+_ROUNDING = ("data_types",)
+"""Keys whose purpose is to change rounding; they are left out, as are the options that `inexact` allows."""
 _SMALL = {
     "stage3_param_persistence_threshold": 40,
     "reduce_bucket_size": 20_000,
@@ -275,7 +276,9 @@ def _cases_of_run(config: RunConfig, world: World) -> list[LayoutCase]:
         )
     mesh = Mesh.of(config.parallel, world_size=world.world_size, rank=world.rank)
     given, _ = read_choices(choose_deepspeed(config, accelerate_choices(os.environ)))
-    choices = _scale_choices({key: value for key, value in copy.deepcopy(given).items() if key not in _DERIVED})
+    choices = _scale_choices(
+        {key: value for key, value in without_inexact(copy.deepcopy(given)).items() if key not in _DERIVED}
+    )
     stage = choices["zero_optimization"].get("stage", 0)
     found = []
     for precision in dict.fromkeys(("fp32", config.train.precision)):

@@ -45,7 +45,7 @@ def take_steps(engine: Engine, steps: int) -> Iterator[Steps]:
     """
     plan, results = engine.plan, Steps()
     for step in range(steps):
-        result = engine.step(_whole_batch(engine), lr=LR)
+        result = engine.step(whole_batch(engine), lr=LR)
         results.losses.append(result.loss)
         results.norms.append(result.grad_norm)
         results.balances += [result.metrics["balance_loss"]] if "balance_loss" in result.metrics else []
@@ -69,7 +69,8 @@ def eval_loss(engine: Engine) -> float:
     return evaluation.loss
 
 
-def _whole_batch(engine: Engine) -> Batch:
+def whole_batch(engine: Engine) -> Batch:
+    """This rank's share of a batch of all samples."""
     every = rows(engine.plan.batch.is_packed, engine.objective.documents_per_unit)
     plan = batch_plan(engine.plan, engine.objective)
     batches = training_batches(every, plan, start_step=0, total_rows=len(every), mismatched=_mismatched(engine))

@@ -9,9 +9,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 
+from ds_finetune.engine.collective_calls import INPUT_AT, POINT_TO_POINT, bytes_of, input_of
 from ds_finetune.engine.phases import EVALUATION
 from ds_finetune.patches.torch_distributed import wrapped_group_calls
 from ds_finetune.timeline.clock import HostClock
@@ -20,35 +20,6 @@ from ds_finetune.timeline.spans import Span
 DATA, CHECKPOINT = "data", "checkpoint"
 _WHOLE_PHASES = (EVALUATION, CHECKPOINT)
 """Phases inside which no others are told apart: an evaluation has forwards of its own."""
-_INPUT_AT = {
-    "allreduce": ("all_reduce", 0),
-    "allreduce_coalesced": ("all_reduce", 0),
-    "reduce": ("reduce", 0),
-    "broadcast": ("broadcast", 0),
-    "allgather": ("all_gather", 1),
-    "_allgather_base": ("all_gather", 1),
-    "allgather_into_tensor_coalesced": ("all_gather", 1),
-    "all_gather_single": ("all_gather", 1),
-    "allgather_coalesced": ("all_gather", 1),
-    "all_gather_single_coalesced": ("all_gather", 1),
-    "reduce_scatter": ("reduce_scatter", 1),
-    "_reduce_scatter_base": ("reduce_scatter", 1),
-    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 1),
-    "reduce_scatter_single": ("reduce_scatter", 1),
-    "reduce_scatter_single_coalesced": ("reduce_scatter", 1),
-    "alltoall": ("all_to_all", 1),
-    "alltoall_base": ("all_to_all", 1),
-    "all_to_all_single": ("all_to_all", 1),
-    "gather": ("gather", 1),
-    "scatter": ("scatter", 1),
-    "barrier": ("barrier", 0),
-    "send": ("send", 0),
-    "recv": ("recv", 0),
-}
-"""Methods of a process group: the kind of collective, and which argument has this rank's input (received: the tensor
-that is filled). Those that only older or newer versions of torch call are here too.
-"""
-_POINT_TO_POINT = ("send", "recv")
 
 
 class Meeting(NamedTuple):
@@ -150,20 +121,19 @@ class Recorder:
     @contextmanager
     def recording_collectives(self) -> Iterator[None]:
         """While open, record every collective of this process's groups with its bytes, and the waits for them."""
-        with wrapped_group_calls(tuple(_INPUT_AT), self._wrap_call):
+        with wrapped_group_calls(tuple(INPUT_AT), self._wrap_call):
             yield
 
     def _wrap_call(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         return self._wrap_wait(function) if name == "wait" else self._wrap_collective(name, function)
 
     def _wrap_collective(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        kind, input_at = _INPUT_AT[name]
+        kind, _ = INPUT_AT[name]
 
         @functools.wraps(function)
         def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-            value = args[input_at] if len(args) > input_at and kind != "barrier" else None
             meeting = self._next_meeting(group, kind, args)
-            made = Communication(kind, meeting, bytes_of(value), self.clock.now())
+            made = Communication(kind, meeting, bytes_of(input_of(name, args)), self.clock.now())
             self.communications.append(made)
             try:
                 work = function(group, *args, **kwargs)
@@ -195,7 +165,7 @@ class Recorder:
             made.end = self.clock.now()
             return
         self._of_work[work] = made
-        if made.kind in _POINT_TO_POINT:
+        if made.kind in POINT_TO_POINT:
             return
 
         def note_end(_: object) -> None:
@@ -207,16 +177,9 @@ class Recorder:
 
     def _next_meeting(self, group: dist.ProcessGroup, kind: str, args: Sequence[Any]) -> Meeting:
         ranks = tuple(dist.get_process_group_ranks(group))
-        if kind in _POINT_TO_POINT:
+        if kind in POINT_TO_POINT:
             other, mine = ranks[args[1]], ranks[group.rank()]
             ranks = (mine, other) if kind == "send" else (other, mine)
         key = (group.group_name, ranks)
         self._counts[key] += 1
         return Meeting(*key, self._counts[key])
-
-
-def bytes_of(value: Any) -> int:  # noqa: ANN401 - a tensor, lists of tensors to any depth, or none
-    """Bytes of the elements of all tensors in it."""
-    if isinstance(value, torch.Tensor):
-        return value.numel() * value.element_size()
-    return sum(map(bytes_of, value)) if isinstance(value, list | tuple) else 0

@@ -71,7 +71,9 @@ def plan_run(config: RunConfig, *, gpus: int, gpus_per_node: int = 8) -> Planned
     stages = rank_tensors(plan, model)
     estimate = estimate_run(config, plan, sizes_of(stages, model.lora, model.teacher))
     lines = (*plan.decisions, *model_lines(model, plan), *_totals(stages, estimate))
-    return PlannedRun(plan, stages, estimate, lines, (*tried, *length_notes(config, model), *_assumed_classes(config)))
+    context = model.context.notes() if model.context is not None else ()
+    notes = (*context, *tried, *length_notes(config, model), *_assumed_classes(config))
+    return PlannedRun(plan, stages, estimate, lines, notes)
 
 
 def _assumed_classes(config: RunConfig) -> list[str]:

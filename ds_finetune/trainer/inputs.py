@@ -22,7 +22,7 @@ from ds_finetune.data.scores import StoredScores
 from ds_finetune.data.stream import StreamedRows, open_stream
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.errors import ConfigError, DataError
-from ds_finetune.model.build import TOKENIZER_PATTERNS, Task, model_class, read_hf_config, resolve_folder
+from ds_finetune.model.build import TOKENIZER_PATTERNS, model_class, read_hf_config, resolve_folder
 from ds_finetune.model.encoder import encoder_of, max_positions
 from ds_finetune.model.generic_check import check_generic_type
 from ds_finetune.model.model_plan import ModelPlan, plan_model, task_of
@@ -34,13 +34,16 @@ from ds_finetune.objectives.distill import Distillation
 from ds_finetune.objectives.objective import ScoreObjective, TokenObjective
 from ds_finetune.objectives.table import make_objective
 from ds_finetune.plan.combinations import check_divides, check_expert_widths, check_optimizer
+from ds_finetune.plan.context import EXTENSIBLE, ContextPlan, extend_tree, plan_context
 from ds_finetune.plan.distillation import check_teacher
+from ds_finetune.plan.inexact import check_inexact_model
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.model_shape import Shape
+from ds_finetune.plan.packed_attention import attention_lines
 from ds_finetune.plan.plan import Plan
 from ds_finetune.schedule import Duration
 from ds_finetune.trainer.distillation import check_teacher_tokens, open_scores, teacher_digest, teacher_lines
-from ds_finetune.trainer.document_lengths import check_lengths
+from ds_finetune.trainer.document_lengths import check_answers_fit, check_lengths
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ class RunInputs:
     @cached_property
     def config_tree(self) -> dict[str, Any]:
         """The model's config.json, for exports and checkpoints of this run."""
-        tree = config_tree(self.folder, self.hf_config, self.model.task)
+        tree = config_tree(self.folder, self.model)
         return tree if self.model.task == "causal_lm" else tree | score_settings(self.hf_config, self.model.objective)
 
     @property
@@ -128,6 +131,7 @@ def read_inputs(config: RunConfig, model: ModelPlan) -> RunInputs:
         for name, paths in config.data.held_out_sets.items()
     }
     check_lengths(config, model, train, held_out)
+    check_answers_fit(config, model, held_out)
     for rows in (train, *held_out.values()):
         check_padding(rows, model, tokenizer)
     held_out_notes = [note for rows in held_out.values() for note in rows.notes]
@@ -184,11 +188,12 @@ def make_model_plan(config: RunConfig, mesh: Mesh, *, is_config_alone: bool = Fa
     check_divides(mesh, tree, pp_layers=config.parallel.pp_layers)
     check_expert_widths(mesh, tree, precision=config.train.precision)
     check_optimizer(config.optim.name, tree)
+    check_inexact_model(config.inexact, tree)
     planned = plan_model(hf_config, config)
     if planned.teacher is not None:
         teacher = planned.teacher.hf_config.to_dict()
         check_teacher(mesh, planned.teacher.path, teacher, max_seq_len=config.train.max_seq_len)
-    return replace(planned, padding=padding)
+    return replace(planned, padding=padding, context=_context_plan(config, is_config_alone=is_config_alone))
 
 
 def _set_up_scores(config: RunConfig, hf_config: PretrainedConfig) -> str:
@@ -263,25 +268,48 @@ def token_limits(config: RunConfig, hf_config: PretrainedConfig) -> TokenLimits:
     """The numbers of the model that rows must respect; ConfigError where `max_seq_len` is more than the model
     allows.
     """
-    allowed = max_positions(hf_config)
+    allowed, context = max_positions(hf_config), config.model.context
+    if context is not None and config.train.max_seq_len > context:
+        raise ConfigError(
+            f"train.max_seq_len {config.train.max_seq_len} is more than model.context {context}",
+            hint=f"set train.max_seq_len to {context} or less, or a larger model.context",
+        )
     if allowed and config.train.max_seq_len > allowed:
+        extend = ", or extend the model by model.context" if hf_config.model_type in EXTENSIBLE else ""
         raise ConfigError(
             f"train.max_seq_len {config.train.max_seq_len} is more than the {allowed} positions of {config.model.path}",
-            hint=f"set train.max_seq_len to {allowed} or less",
+            hint=f"set train.max_seq_len to {allowed} or less{extend}",
         )
     return TokenLimits(max_seq_len=config.train.max_seq_len, vocab_size=hf_config.vocab_size, max_positions=allowed)
 
 
 def model_config(config: RunConfig, *, is_config_alone: bool = False) -> PretrainedConfig:
-    """The configuration of the model as it is trained, with the vocabulary that `model.resize_vocabulary` gives it.
+    """The configuration of the model as it is trained, with the vocabulary that `model.resize_vocabulary` gives it, and
+    the positions and rotary scaling of `model.context`.
 
     With `is_config_alone`, only configuration and tokenizer files of a model on the hub are downloaded.
     """
-    task = task_of(make_objective(config.objective))
-    hf_config = read_hf_config(config.model.path, **({"files": ("*.json",)} if is_config_alone else {}), task=task)
+    hf_config = _published_config(config, is_config_alone=is_config_alone)
+    context = _context_plan(config, is_config_alone=is_config_alone)
+    if context is not None and context.is_extended:
+        for key, value in {**context.settings(), "rope_parameters": dict(context.rope)}.items():
+            setattr(hf_config, key, value)
     if config.model.resize_vocabulary:
         grow_vocabulary(hf_config, max(_tokenizer_alone(config).get_vocab().values()) + 1)
     return hf_config
+
+
+def _published_config(config: RunConfig, *, is_config_alone: bool) -> PretrainedConfig:
+    task = task_of(make_objective(config.objective))
+    return read_hf_config(config.model.path, **({"files": ("*.json",)} if is_config_alone else {}), task=task)
+
+
+def _context_plan(config: RunConfig, *, is_config_alone: bool) -> ContextPlan | None:
+    """What `model.context` does to the published configuration; None where the run file does not have it."""
+    if config.model.context is None:
+        return None
+    published = _published_config(config, is_config_alone=is_config_alone)
+    return plan_context(published.to_dict(), config.model.context)
 
 
 def _tokenizer_alone(config: RunConfig) -> PreTrainedTokenizerBase:
@@ -296,7 +324,21 @@ def model_lines(model: ModelPlan, plan: Plan) -> list[tuple[str, str]]:
     routers = model.router.lines() if model.router is not None else []
     mtp = model.mtp.lines(model.hf_config) if model.mtp is not None else []
     indexers = model.indexer.lines() if model.indexer is not None else []
-    return [*_vocabulary_lines(model), *_score_lines(model), *stages, *routers, *indexers, *lora, *mtp, *teacher]
+    kernel = attention_lines(model.attention, model.hf_config.to_dict(), device=plan.device, precision=plan.precision)
+    context = model.context.lines() if model.context is not None else []
+    return [
+        *context,
+        *_vocabulary_lines(model),
+        *_score_lines(model),
+        *kernel,
+        *([("MLPs", f"tokens in {model.mlp_tiles} tiles")] if model.mlp_tiles > 1 else []),
+        *stages,
+        *routers,
+        *indexers,
+        *lora,
+        *mtp,
+        *teacher,
+    ]
 
 
 def _score_lines(model: ModelPlan) -> list[tuple[str, str]]:
@@ -316,13 +358,16 @@ def _vocabulary_lines(model: ModelPlan) -> list[tuple[str, str]]:
     return [("vocabulary", drawn if after > before else fits)]
 
 
-def config_tree(folder: Path, hf_config: PretrainedConfig, task: Task = "causal_lm") -> dict[str, Any]:
-    """config.json of the model folder as published, but for the vocabulary of `hf_config` where that is another, and
-    for classes, padding token and name of the class where the model is trained as a classifier.
+def config_tree(folder: Path, model: ModelPlan) -> dict[str, Any]:
+    """config.json of the model folder as published, but for vocabulary, positions and rotary scaling where the run
+    changes them, and for classes, padding token and name of the class where the model is trained as a classifier.
     """
     tree: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    hf_config, task = model.hf_config, model.task
     if hf_config.vocab_size != read_hf_config(str(folder), task=task).vocab_size:
         tree["vocab_size"] = int(hf_config.vocab_size)
+    if model.context is not None and model.context.is_extended:
+        tree = extend_tree(tree, model.context)
     if task == "sequence_classification":
         tree["architectures"] = [model_class(hf_config, task).__name__]
         tree |= {key: getattr(hf_config, key) for key in ("id2label", "label2id", "problem_type", "pad_token_id")}
@@ -332,7 +377,7 @@ def config_tree(folder: Path, hf_config: PretrainedConfig, task: Task = "causal_
 
 def _shape(folder: Path, model: ModelPlan) -> Shape | None:
     try:
-        tree = config_tree(folder, model.hf_config, model.task)
+        tree = config_tree(folder, model)
         shape = Shape.of(tree, mtp_layers=len(mtp_layers(model.hf_config)))
     except ConfigError:
         return None

@@ -78,6 +78,7 @@ def step_values(result: StepResult, *, seconds: float, waited: float) -> dict[st
     unit, number = (
         ("examples", result.num_examples) if is_labelled else ("supervised_tokens", result.num_supervised_tokens)
     )
+    communication = result.communication.metrics(step_seconds=seconds) if result.communication else {}
     return {
         **{f"train/{name}": value for name, value in result.metrics.items()},
         "train/grad_norm": result.grad_norm,
@@ -88,6 +89,7 @@ def step_values(result: StepResult, *, seconds: float, waited: float) -> dict[st
         "perf/step_seconds": seconds,
         "perf/data_wait_seconds": waited,
         "memory/peak_gib": peak_gib(),
+        **communication,
     }
 
 

@@ -142,6 +142,7 @@ def _fingerprint(run: PreparedRun, name: str, rows: PreparedRows) -> str:
         "objective": config.objective.name,
         "precision": plan.precision,
         "attention": [config.model.attention, plan.loss_kernel, plan.device],
+        **({"context": config.model.context} if config.model.context is not None else {}),
         "quantize": config.lora.quantize if config.lora is not None else None,
         "layout": sizes,
         "forward": [plan.batch.micro_batch_size, plan.batch.max_seq_len, order],

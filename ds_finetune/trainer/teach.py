@@ -24,6 +24,7 @@ from ds_finetune.data.scores import (
     write_manifest,
     write_shard,
 )
+from ds_finetune.engine.attention_kernel import packs_documents
 from ds_finetune.engine.devices import choose_device, visible_device
 from ds_finetune.errors import ConfigError
 from ds_finetune.labels import IGNORE_INDEX
@@ -143,8 +144,12 @@ def _write_shards(lesson: Lesson, model: ModelPlan, shards: Sequence[int], world
         dtype=PRECISION_DTYPES[lesson.config.train.precision],
         device=str(device),
     )
+    states = HiddenStates(lm)
+    states.packs_documents = packs_documents(
+        model.attention, model.teacher.hf_config, device=kind, precision=lesson.config.train.precision
+    )
     head: Any = lm.get_output_embeddings()
-    teacher = Teacher(HiddenStates(lm), head, nullcontext)
+    teacher = Teacher(states, head, nullcontext)
     documents = sum(len(lesson.documents_of(shard)) for shard in shards)
     with PhaseLine("scoring documents", documents, is_rank_zero=world.rank == 0) as line:
         for shard in shards:

@@ -73,7 +73,7 @@ def folder() -> Iterator[Path]:
 
     if not AsyncIOBuilder().is_compatible(verbose=False) or not Path("/dev/shm").is_dir():
         pytest.skip("async_io cannot be built here: libaio is missing (Debian: libaio-dev), or there is no /dev/shm")
-    build_ops("AsyncIOBuilder", "CPUAdamBuilder")
+    build_ops("async_io", "cpu_adam")
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
         for family in ("deepseek_v3", "qwen2", "wide", "gpt_oss"):
             torch.manual_seed(11)
@@ -220,7 +220,7 @@ def test_transposed_experts(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_compiled_optimizers_give_the_same_bits(folder: Path) -> None:
-    build_ops("CPULionBuilder", "CPUAdagradBuilder")
+    build_ops("cpu_lion", "cpu_adagrad")
     seen = run(2, COMPILED, [(name_of(layout, 2), layout) for layout in COMPILED], folder)
     for layout in COMPILED:
         name = name_of(layout, 2)

@@ -1,5 +1,5 @@
 """What an engine gives to collectives lies on its device: steps, evaluations and gathering in every layout, on a GPU
-and under NCCL that are imagined.
+and under NCCL that are imagined. Attention takes all documents of a forward at once, as it does on a GPU.
 """
 
 from collections.abc import Iterator
@@ -22,6 +22,7 @@ from ds_finetune.engine.collectives import all_gather_object, all_gather_scalar,
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.generation import GenerationLimits
 from ds_finetune.engine.process_groups import Groups
+from ds_finetune.model import packed_attention
 from ds_finetune.model.loss import TrainedModel
 from ds_finetune.model.model_plan import plan_model
 from ds_finetune.model.parallel.expert import ExpertParallelGroup
@@ -33,6 +34,7 @@ from ds_finetune.selftest.cells import Cell, enlarged_config, hf_config, rows, r
 from ds_finetune.selftest.steps import batch_plan
 from ds_finetune.world import World
 from tests.device_checks import DEVICE, CpuTensor, ImaginaryGroup, OnDevice, on_device
+from tests.model.plain_varlen import plain_varlen_attn
 from tests.parity import objective_cells
 
 LAYOUTS = {
@@ -100,7 +102,7 @@ def _groups(plan: Plan) -> Groups:
 def engine_on_device(
     layout: str, rank: int = 0, *, family: str = "deepseek_v3_deep", objective: str = "sft"
 ) -> Iterator[tuple[Engine, list[str]]]:
-    """The engine of a rank of a layout, as on a GPU, and the names of the collectives it has called."""
+    """The engine of a rank of a layout, as on a GPU, and the names of the collectives and attentions it has called."""
     world_size, sizes = LAYOUTS[layout]
     cell = Cell(family, 0, 2, packing=True, balances="deepseek_v3" in family, **sizes)
     tree = run_tree(cell, Path("model"), Path("out"), dp=world_size // cell.sharing)
@@ -113,6 +115,13 @@ def engine_on_device(
         model = plan_model(enlarged, config)
         lm, _ = start._build(plan, model, groups, loads_weights=True)
         trained = TrainedModel(lm, groups.sequence, groups.stage)
+        trained.packs_documents = True
+
+        def attend(*args: Any, **options: Any) -> torch.Tensor:
+            calls.append("varlen_attn")
+            return plain_varlen_attn(*args, **options)
+
+        checks.setattr(packed_attention, "varlen_attn", attend)
         start._add_extra_losses(trained, model, groups, DEVICE)
         engine = Engine(_Ranks(trained), plan, groups, model.objective)
         # Imagined ranks all have this rank's tokens and layers, whatever they share.
@@ -144,6 +153,7 @@ def test_a_step_and_an_evaluation(layout: str, rank: int) -> None:
     assert not result.skipped
     assert held_out is not None
     assert calls.count("all_reduce") > 3
+    assert calls.count("varlen_attn") > 3
 
 
 @_by_default(ODD, EVEN)

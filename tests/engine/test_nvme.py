@@ -26,7 +26,7 @@ def disk() -> Iterator[Path]:
         pytest.skip("async_io cannot be built here: libaio is missing (Debian: libaio-dev)")
     if not Path("/dev/shm").is_dir():
         pytest.skip("no /dev/shm on this machine")
-    build_ops("AsyncIOBuilder", "CPUAdamBuilder")
+    build_ops("async_io", "cpu_adam")
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         yield Path(folder)
 

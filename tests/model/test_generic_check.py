@@ -246,6 +246,13 @@ def test_a_run_that_would_leak_ends_before_its_first_step(tmp_path: Path) -> Non
     assert not (tmp_path / "run").exists()
 
 
+def test_a_type_that_counts_its_layers_by_another_name_is_built() -> None:
+    config = tiny_config(config_of("blt"), Size(heads=4, layers=1, row_tokens=2048))
+    assert not hasattr(config, "num_hidden_layers")
+    outline = build_skeleton(config, attention=attention_of(config), dtype=torch.float32, device="meta")
+    assert layer_kinds(outline)
+
+
 @pytest.mark.slow
 def test_the_table_in_the_docs() -> None:
     """Every causal model type of the installed transformers; the facts' list of types without a leak is among those

@@ -207,12 +207,12 @@ def test_the_plan_counts_the_new_rows(demo: Path) -> None:
     config = run_of(demo, model={"resize_vocabulary": True})
     hf_config = model_config(config, is_config_alone=True)
     assert hf_config.vocab_size == 101
-    tree = config_tree(demo / "model", hf_config)
+    plan = make_plan(config, world=World(0, 1, 0, 1, "a test"), device="cpu")
+    model = make_model_plan(config, plan.mesh, is_config_alone=True)
+    tree = config_tree(demo / "model", model)
     assert tree == json.loads((demo / "model" / "config.json").read_text()) | {"vocab_size": 101}
     added = Shape.of(tree).total_params - Shape.of(demo / "model").total_params
     assert added == 2 * 5 * CONFIGS["deepseek_v3"]["hidden_size"]
-    plan = make_plan(config, world=World(0, 1, 0, 1, "a test"), device="cpu")
-    model = make_model_plan(config, plan.mesh, is_config_alone=True)
     assert sizes_of(rank_tensors(plan, model), None).total == Shape.of(tree).total_params
     ((_, text),) = model_lines(model, plan)
     assert text.startswith("96 -> 101 tokens; 5 new rows")

@@ -1,9 +1,7 @@
-# ruff: noqa: E402 - collectives are wrapped before DeepSpeed, which keeps some of them, is imported
 """What a step costs at each layout: seconds, and bytes a rank sends. Started as `torchrun --nproc-per-node 2
 cost_worker.py OUT.json`.
 
-Bytes are those of the ring or pairwise algorithms: of an all-reduce 2 (n - 1) / n of the tensor, of gathers and
-scatters (n - 1) / n of the whole, of an all-to-all what is for other ranks.
+Bytes are those of the metrics `comm/...` (docs/reference/metrics.md).
 """
 
 import itertools
@@ -12,47 +10,13 @@ import os
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from transformers import AutoConfig
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-
-SENT: Counter[str] = Counter()
-
-
-def _counted(name: str, sent: Callable[[int, list[int], Any], float]) -> None:
-    plain = getattr(dist, name)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        given = [value for held in (*args, *kwargs.values()) for value in (held if isinstance(held, list) else [held])]
-        sizes = [value.numel() * value.element_size() for value in given if torch.is_tensor(value)]
-        SENT[name] += int(sent(dist.get_world_size(kwargs.get("group")), sizes, args))
-        return plain(*args, **kwargs)
-
-    setattr(dist, name, call)
-
-
-def _for_others(ranks: int, sizes: list[int], args: Any) -> float:
-    """Of an all-to-all (out, given[, rows taken, rows sent])."""
-    if len(args) <= 2:
-        return sizes[1] * (ranks - 1) / ranks
-    rows = args[3]
-    return sizes[1] * (sum(rows) - rows[dist.get_rank() % ranks]) / max(1, sum(rows))
-
-
-_counted("all_reduce", lambda n, sizes, _: 2 * sizes[0] * (n - 1) / n)
-_counted("reduce_scatter_tensor", lambda n, sizes, _: max(sizes) * (n - 1) / n)
-_counted("all_gather_into_tensor", lambda n, sizes, _: max(sizes) * (n - 1) / n)
-_counted("all_gather", lambda n, sizes, _: (sum(sizes) - sizes[-1]) * (n - 1) / n)
-_counted("all_to_all_single", _for_others)
-_counted("send", lambda n, sizes, _: sizes[0])
-
-from transformers import AutoConfig
 
 from ds_finetune.cli.main import exit_process
 from ds_finetune.config.schema import RunConfig
@@ -163,12 +127,11 @@ def _measured(
         shares = BatchPlan(rows, micro, plan.mesh.place("dp"), plan.dp, 0, False, 0, TOKENS)
         seconds = []
         for step, batch in enumerate(training_batches(_rows(), shares, start_step=0, total_rows=rows * (STEPS + 1))):
-            SENT.clear()
             began = time.perf_counter()
-            engine.step(batch, lr=1e-3)
+            made = engine.step(batch, lr=1e-3).communication
             seconds.append(time.perf_counter() - began)
             assert step <= STEPS
-        return {"seconds": sorted(seconds[1:])[STEPS // 2], "bytes": dict(SENT)}
+        return {"seconds": sorted(seconds[1:])[STEPS // 2], "bytes": dict(made.num_bytes) if made else {}}
 
 
 def _rows() -> list[Row]:

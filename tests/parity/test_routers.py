@@ -14,8 +14,8 @@ from transformers import AutoConfig
 from ds_finetune.plan.routers import RouterPlan, plan_routers
 from ds_finetune.selftest.cells import objective_of, samples
 from ds_finetune.selftest.reference_loop import Steps, reference_loop
-from tests.pairwise import each_value
-from tests.parity.reference import GRADIENT_TOLERANCE, relative
+from tests.pairwise import each_value, pairwise
+from tests.parity.reference import GRADIENT_TOLERANCE, asked_for, relative
 from tests.parity.router_cells import STEPS, RouterLayout, config_of, layouts, write_models
 from tests.running import start, torchrun
 
@@ -33,8 +33,10 @@ def _axes(layout: RouterLayout) -> tuple[Hashable, ...]:
 
 ALL = layouts(worlds=(1, 2, 4))
 CHOSEN = each_value([layout for layout in ALL if layout.world == 2], _axes)
-"""Every value of every axis on two ranks; the full product is behind the marker."""
-REST = [layout for layout in ALL if layout not in CHOSEN]
+"""Every value of every axis on two ranks; others are behind the marker."""
+PAIRS = pairwise([layout for layout in ALL if layout not in CHOSEN], lambda layout: (*_axes(layout), layout.world))
+"""Every two values of two axes that occur together."""
+REST = [layout for layout in ALL if layout not in CHOSEN and layout not in PAIRS]
 
 
 def _ids(chosen: Sequence[RouterLayout]) -> list[str]:
@@ -55,13 +57,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def results(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _run(CHOSEN, models, tmp_path_factory.mktemp("routers"))
+def results(models: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    return _run(asked_for(request, CHOSEN), models, tmp_path_factory.mktemp("routers"))
 
 
 @pytest.fixture(scope="session")
-def rest(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _run(REST, models, tmp_path_factory.mktemp("routers-rest"))
+def rest(models: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    return _run(asked_for(request, (*PAIRS, *REST)), models, tmp_path_factory.mktemp("routers-rest"))
 
 
 def _router(layout: RouterLayout, models: Path) -> RouterPlan:
@@ -119,6 +121,12 @@ def _assert_biases_moved(before: dict[str, Any], after: dict[str, Any], counts: 
 @pytest.mark.parametrize("layout", CHOSEN, ids=_ids(CHOSEN))
 def test_routers_equal_plain_loop(layout: RouterLayout, results: Path, models: Path) -> None:
     _assert_equals_plain_loop(layout, results, models)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", PAIRS, ids=_ids(PAIRS))
+def test_routers_equal_plain_loop_in_pairs_of_settings(layout: RouterLayout, rest: Path, models: Path) -> None:
+    _assert_equals_plain_loop(layout, rest, models)
 
 
 @pytest.mark.slow

@@ -1,10 +1,13 @@
 """Each patch refuses code without the feature that it changes, and restores what it changed."""
 
+import inspect
 import re
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +30,8 @@ from ds_finetune.patches import (
     datasets_offline,
     deepspeed_engine,
     deepspeed_groups,
+    deepspeed_import,
+    deepspeed_inexact,
     deepspeed_init,
     torch_distributed,
     torch_extensions,
@@ -167,6 +172,13 @@ def no_parameters() -> None:
     """A function of another version."""
 
 
+def partitioned_by_another_version() -> nn.Module:
+    """A module whose parameter is partitioned and has no second copy."""
+    module = nn.Linear(1, 1)
+    module.weight.ds_id = 0  # type: ignore[assignment]
+    return module
+
+
 GUARDS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], Any]]] = {
     "accumulation boundary": (
         lambda _: None,
@@ -212,6 +224,14 @@ GUARDS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], Any]]
         lambda patch: patch.setattr(sys.modules["deepspeed.comm.torch"], "build_shm_op", no_parameters),
         lambda: within(deepspeed_init.without_shared_memory_op()),
     ),
+    "second copies": (lambda _: None, lambda: deepspeed_inexact.forget_second_copies(partitioned_by_another_version())),
+    "ZenFlow's matrices": (
+        lambda patch: patch.setattr(
+            "deepspeed.runtime.zenflow.zenflow_stage_1_and_2.ZenFlowZeroOptimizer._update_model_bit16_weights",
+            no_parameters,
+        ),
+        lambda: within(deepspeed_inexact.zenflow_keeps_matrices()),
+    ),
     "zero.Init": (
         lambda patch: patch.setattr(deepspeed.zero.Init, "__init__", no_parameters),
         lambda: within(deepspeed_init.zero_init({})),
@@ -227,6 +247,10 @@ GUARDS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], Any]]
     "build lock": (
         lambda patch: missing(patch, FileBaton, "release"),
         lambda: within(torch_extensions.replaced_build_lock(FileBaton)),
+    ),
+    "source files": (
+        lambda patch: patch.setattr(cpp_extension, "load", no_parameters),
+        lambda: within(torch_extensions.joined_sources()),
     ),
     "linear modules": (
         lambda patch: patch.setattr(nn.Linear, "__init__", no_parameters),
@@ -291,6 +315,39 @@ def test_what_was_replaced_is_restored_as_it_was() -> None:
     with torch_extensions.replaced_build_lock(lambda path: FileBaton(path)):
         assert cpp_extension.FileBaton is not baton
     assert cpp_extension.FileBaton is baton
+
+
+def test_files_of_other_operators_are_not_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor those of any operator for CUDA, or of a DeepSpeed that is not the tested one."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    given: list[tuple[str, list[str], list[str]]] = []
+
+    def load(name: str, sources: list[str], extra_cflags: list[str], build_directory: str = "", **_: object) -> None:
+        given.append((build_directory.removeprefix(str(tmp_path)), sources, extra_cflags))
+
+    load.__signature__ = inspect.signature(cpp_extension.load)  # type: ignore[attr-defined]
+    monkeypatch.setattr(cpp_extension, "load", load)
+    with torch_extensions.joined_sources(), torch_extensions.joined_sources():
+        cpp_extension.load("cpu_lion", ["a/b/x.cpp", "a/b/y.cpp"], extra_cflags=["-g", "-O3"])
+        cpp_extension.load("cpu_adam", ["a/b/x.cpp", "a/b/y.cpp"], extra_cflags=["-g", "-O3"], with_cuda=True)
+        cpp_extension.load("cpu_adam", ["a/b/x.cpp", "a/b/y.cpp"], extra_cflags=["-g", "-O3"])
+        monkeypatch.setitem(TESTED, "deepspeed", "0.0")
+        cpp_extension.load("cpu_adam", ["a/b/x.cpp", "a/b/y.cpp"], extra_cflags=["-g", "-O3"])
+    joined = tmp_path / "cpu_adam" / "joined" / "joined.cpp"
+    unchanged = ("", ["a/b/x.cpp", "a/b/y.cpp"], ["-g", "-O3"])
+    assert given == [unchanged, unchanged, ("/cpu_adam/joined", [str(joined)], ["-O3"]), unchanged]
+    assert joined.read_text() == '#include "a/b/x.cpp"\n#include "a/b/y.cpp"\n'
+
+
+def test_mlflow_is_kept_from_deepspeeds_tuner_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuner = ModuleSpec("deepspeed.autotuning.autotuner", None)
+    monkeypatch.setitem(sys.modules, tuner.name, SimpleNamespace(__spec__=tuner))
+    monkeypatch.delitem(sys.modules, "mlflow", raising=False)
+    deepspeed_import.import_without_mlflow()
+    find_spec("mlflow")
+    tuner._initializing = True  # type: ignore[attr-defined]
+    with pytest.raises(ModuleNotFoundError, match="does without mlflow"):
+        find_spec("mlflow")
 
 
 def test_attention_is_registered_with_its_mask() -> None:

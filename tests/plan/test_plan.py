@@ -106,12 +106,6 @@ def test_the_batch_triple_is_derived_and_written() -> None:
             "stage 1, 2 or 3",
         ),
         (
-            zero(3, zero_hpz_partition_size=2),
-            {},
-            "hierarchical partitions (hpZ) is refused",
-            "no zero_hpz_partition_size",
-        ),
-        (
             zero(1) | {"data_types": {"grad_accum_dtype": "fp32"}},
             {},
             "grad_accum_dtype 'fp32' with zero stage 1 in bf16",
@@ -311,7 +305,7 @@ def test_the_known_keys_are_those_of_the_installed_deepspeed() -> None:
     fields = DeepSpeedZeroConfig.model_fields
     names = {*fields, *(field.alias for field in fields.values() if field.alias)}
     assert set(KNOWN_IN_SECTIONS["zero_optimization"]) == names - RENAMED.keys()
-    for section in ("offload_param", "offload_optimizer", "leaf_module"):
+    for section in ("offload_param", "offload_optimizer", "leaf_module", "zenflow"):
         kind = next(
             kind
             for kind in (fields[section].annotation, *get_args(fields[section].annotation))

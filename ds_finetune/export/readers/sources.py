@@ -86,7 +86,8 @@ def open_checkpoint(path: Path, base: Path | None) -> OpenedSource:
     sides = {weight_of(name): name for name in source.shapes if is_adapter(name)}
     if not sides:
         trained_from, why = _base_of_run(state)
-        is_own = bool(state.config["model"].get("resize_vocabulary")) or holds_classifier(folder / BASE)
+        changed = any(state.config["model"].get(key) for key in ("resize_vocabulary", "context"))
+        is_own = changed or holds_classifier(folder / BASE)
         record = _record_of_run(folder)
         return OpenedSource(
             source, (folder / BASE,), record=record, base=trained_from, why_no_base=why, has_own_config=is_own

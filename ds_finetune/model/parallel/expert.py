@@ -51,6 +51,14 @@ class _AllToAllRows(torch.autograd.Function):
         return ep_group.all_to_all(grad, send_counts, receive_counts), None, None, None
 
 
+def rows_up_to(experts: torch.Tensor, number: int) -> torch.Tensor:
+    """How many of the sorted `experts`, int64 [rows], are at most each of `number` experts, int64 [number].
+
+    Unlike `torch.bincount` it does not make a GPU wait for its largest number.
+    """
+    return torch.searchsorted(experts, torch.arange(number, device=experts.device), right=True)
+
+
 class ExpertParallelExperts(nn.Module):
     """Mixed into a family's experts module that holds `num_experts` of the layer's experts."""
 
@@ -60,23 +68,24 @@ class ExpertParallelExperts(nn.Module):
     def forward(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """[tokens, width], chosen experts of the whole layer [tokens, k] and their weights -> [tokens, width]."""
         tokens, k = top_k_index.shape
-        order = top_k_index.reshape(-1).argsort(stable=True)
-        per_expert = torch.bincount(top_k_index.reshape(-1), minlength=self.num_experts * self.ep_group.size)
+        experts, order = top_k_index.reshape(-1).sort(stable=True)
+        per_expert = rows_up_to(experts, self.num_experts * self.ep_group.size).diff(prepend=experts.new_zeros(1))
         arriving = torch.empty_like(per_expert)
         dist.all_to_all_single(arriving, per_expert, group=self.ep_group.group)
-        send_counts = per_expert.view(self.ep_group.size, -1).sum(1).tolist()
-        receive_counts = arriving.view(self.ep_group.size, -1).sum(1).tolist()
+        both = torch.stack([per_expert, arriving]).view(2, self.ep_group.size, -1)
+        # The only wait of the host in a layer: NCCL needs the numbers of rows.
+        send_counts, receive_counts = both.sum(2).tolist()
         rows = _AllToAllRows.apply(hidden[order // k], self.ep_group, send_counts, receive_counts)
         out = _AllToAllRows.apply(self._run_local_experts(rows, arriving), self.ep_group, receive_counts, send_counts)
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(len(order), device=order.device)
         weighted = out[inverse] * top_k_weights.reshape(-1, 1)
-        return weighted.view(tokens, k, -1).sum(1).to(hidden.dtype)
+        return weighted.view(tokens, k, hidden.shape[-1]).sum(1).to(hidden.dtype)
 
     def _run_local_experts(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
         """The outputs of this rank's experts for `rows`, sorted by source rank and expert; `arriving` counts them."""
         expert = torch.arange(self.num_experts, device=rows.device).repeat(self.ep_group.size)
-        expert = expert.repeat_interleave(arriving)
+        expert = expert.repeat_interleave(arriving, output_size=len(rows))
         if not len(rows):
             # Without a row the experts would have no gradient, for which other ranks wait.
             zero = self.run_experts(rows.new_zeros(1, rows.shape[1]), expert.new_zeros(1, 1), rows.new_zeros(1, 1))

@@ -1,0 +1,77 @@
+"""Attention within all documents of a forward in one call of FlashAttention's kernel for varying lengths."""
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.nn.attention.varlen import varlen_attn
+
+Documents = tuple[int, ...]
+"""Lengths of the consecutive documents of a row, with padding as one of them; their sum is the row's length."""
+
+_COLUMNS = 8
+"""Columns of a head are a multiple of this in the kernel (torch 2.13, flash_attn/flash_api.cpp, mha_varlen_fwd)."""
+# torch 2.11 takes fewer heads of keys without being told, and 2.13 refuses them (nn/attention/varlen.py:419).
+_GROUPS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+
+@dataclass(frozen=True)
+class PackedDocuments:
+    """Where the documents of a forward begin in its concatenated rows."""
+
+    bounds: torch.Tensor
+    """First tokens of all documents, and the number of all tokens: int32 [documents + 1] on the device."""
+    longest: int
+    """Tokens of the longest document."""
+
+
+def pack_documents(documents: Sequence[Documents], device: torch.device) -> PackedDocuments:
+    """The documents of all rows on `device`, copied there without waiting for it."""
+    lengths = list(chain.from_iterable(documents))
+    is_gpu = device.type == "cuda"
+    bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, pin_memory=is_gpu)
+    return PackedDocuments(bounds.to(device, non_blocking=True), max(lengths))
+
+
+def attend_packed(
+    parts: Sequence[torch.Tensor],
+    packed: PackedDocuments,
+    *,
+    scaling: float,
+    window: int | None = None,
+    is_causal: bool = True,
+) -> torch.Tensor:
+    """Attention of `parts`: query [rows, heads, tokens, width], key [rows, key heads, tokens, width] and value [rows,
+    key heads, tokens, value width], in fp16 or bf16 on a GPU. Returns [rows, tokens, heads, value width].
+
+    A query attends to tokens that are fewer than `window` positions away, to earlier ones alone where attention is
+    causal. Columns of zeros make heads as wide as the kernel wants them, which changes neither products nor sums.
+    """
+    rows, _, tokens, value_width = parts[2].shape
+    widest = max(part.shape[3] for part in parts)
+    query, key, value = (_flatten(part, width=-(-widest // _COLUMNS) * _COLUMNS) for part in parts)
+    reach = -1 if window is None or window >= packed.longest else window - 1
+    out = varlen_attn(
+        query,
+        key,
+        value,
+        packed.bounds,
+        packed.bounds,
+        packed.longest,
+        packed.longest,
+        scale=scaling,
+        window_size=(reach, 0 if is_causal else reach),
+        **_GROUPS,
+    )
+    assert isinstance(out, torch.Tensor)
+    return out[:, :, :value_width].unflatten(0, (rows, tokens))
+
+
+def _flatten(part: torch.Tensor, *, width: int) -> torch.Tensor:
+    """[rows, heads, tokens, columns] -> [rows * tokens, heads, width]."""
+    flat = part.transpose(1, 2).flatten(0, 1)
+    return functional.pad(flat, (0, width - flat.shape[2])) if flat.shape[2] < width else flat

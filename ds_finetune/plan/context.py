@@ -1,0 +1,192 @@
+"""Extends the context of a model by YaRN (arXiv 2309.00071): its positions and its rotary scaling, together."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ds_finetune.errors import ConfigError
+from ds_finetune.families.table import FAMILIES, family_of
+
+_POSITIONS, _ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
+_LATENT_SCALES = {"mscale": 1.0, "mscale_all_dim": 1.0}
+"""Keys that DeepSeek-V3 sets, so that YaRN scales the logits of all columns of queries and keys. Without them it scales
+cosines and sines, which latent attention applies to a few columns."""
+EXTENSIBLE = tuple(name for name, family in FAMILIES.items() if family.tiny_models is not None)
+"""Model types whose extension is compared with transformers (tests/model/test_context.py)."""
+
+
+@dataclass(frozen=True)
+class ContextPlan:
+    """The positions of a model and its rotary scaling, before and after `model.context`."""
+
+    context: int
+    """What the run file asks for, in tokens."""
+    published: int
+    """Positions in the published config.json."""
+    rope_before: Mapping[str, Any]
+    rope: Mapping[str, Any]
+    """Rotary settings of the model as it is trained, in the schema of transformers' `rope_parameters`."""
+    is_latent: bool
+    """Whether attention is DeepSeek's multi-head latent attention."""
+    head_dim: int | None = None
+    """Width of a head, where config.json leaves it to be divided out: transformers 5.23 computes YaRN from the key
+    (modeling_rope_utils.py:415), which is None in Mixtral."""
+
+    @property
+    def positions(self) -> int:
+        """Positions of the model as it is trained; more than `context` where the published ones are."""
+        return max(self.context, self.published)
+
+    @property
+    def is_extended(self) -> bool:
+        """Whether the configuration of the model changes."""
+        return self.context > self.published
+
+    def settings(self) -> dict[str, int]:
+        """Keys of the configuration that change beside the rotary ones."""
+        return {_POSITIONS: self.positions, **({"head_dim": self.head_dim} if self.head_dim is not None else {})}
+
+    def lines(self) -> list[tuple[str, str]]:
+        """Name and text for people."""
+        if not self.is_extended:
+            text = f"{self.context} tokens; the model has {self.published} positions, and nothing of it is changed"
+        else:
+            text = f"{self.published} -> {self.context} positions, {_kind(self.rope_before)} -> {_kind(self.rope)}"
+        return [("context", text)]
+
+    def notes(self) -> tuple[str, ...]:
+        """A warning where the extension changes what the model computes on any text, however short."""
+        before, after = (_Scale.of(rope, is_latent=self.is_latent) for rope in (self.rope_before, self.rope))
+        if not self.is_extended or self.rope == self.rope_before:
+            return ()
+        is_of_all = before.is_of_all and after.is_of_all
+        what = "attention logits are" if is_of_all else "the rotary part of attention logits is"
+        return (
+            f"model.context {self.context}: YaRN applies at every length, so short texts change too: {what} "
+            f"scaled by {after.logits:.3f} instead of {before.logits:.3f}, and low frequencies are divided "
+            f"by {_factor(self.rope):g} instead of {_factor(self.rope_before):g}. Train on texts of both lengths: "
+            "DeepSeek-V3's own extensions, to 32K and then to 128K, took 1,000 steps each",
+        )
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """What YaRN multiplies the logits of attention by."""
+
+    logits: float
+    is_of_all: bool
+    """Whether it multiplies all of a logit, not only what the rotated columns contribute."""
+
+    @classmethod
+    def of(cls, rope: Mapping[str, Any], *, is_latent: bool) -> "_Scale":
+        """As transformers 5.23 computes it (modeling_rope_utils.py:430-445, deepseek_v3/modeling_deepseek_v3.py:268).
+
+        It scales cosines and sines, so logits by the square, and with `mscale_all_dim` also the softmax of latent
+        attention.
+        """
+        if _rope_type(rope) != "yarn":
+            return cls(1.0, is_of_all=True)
+        of_all, given = rope.get("mscale_all_dim") or 0.0, rope.get("attention_factor")
+        rotary = _mscale(rope["factor"], 1.0)
+        if rope.get("mscale") and of_all:
+            rotary = _mscale(rope["factor"], rope["mscale"]) / _mscale(rope["factor"], of_all)
+        rotary = rotary if given is None else given
+        softmax = _mscale(rope["factor"], of_all) if is_latent and of_all else 1.0
+        is_of_all = rotary == 1.0 or (not is_latent and rope.get("partial_rotary_factor", 1.0) == 1.0)
+        return cls((rotary * softmax) ** 2, is_of_all)
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def plan_context(model: Mapping[str, Any], context: int) -> ContextPlan:
+    """The extension of a model to `context` tokens; ConfigError where its positions do not allow that.
+
+    `model` is the configuration as transformers reads it, with all rotary settings in `rope_parameters`. A model
+    without scaling gets YaRN with the factor context / positions. A model with YaRN keeps its other settings and gets
+    the factor context / `original_max_position_embeddings`. Where the context fits, nothing changes.
+    """
+    kind, published = str(model.get("model_type")), model.get(_POSITIONS)
+    if family_of(kind).is_generic or kind not in EXTENSIBLE or not published:
+        raise ConfigError(
+            f"model.context {context} of model_type {kind} is not tested",
+            hint=f"leave it out; tested: {', '.join(EXTENSIBLE)}",
+        )
+    rope, is_latent = dict(model.get("rope_parameters") or {}), model.get("kv_lora_rank") is not None
+    if rope and _rope_type(rope) == "yarn" and rope.get("factor") is None:
+        rope["factor"] = published / rope[_ORIGINAL]
+    if context <= published:
+        return ContextPlan(context, published, rope, rope, is_latent)
+    original = _original_positions(rope, published, context)
+    added = _LATENT_SCALES if is_latent and _rope_type(rope) == "default" else {}
+    extended = {**rope, "rope_type": "yarn", "factor": _new_factor(rope, original, context), _ORIGINAL: original}
+    extended |= {"type": "yarn"} if "type" in rope else {}
+    is_width_known = model.get("head_dim", 0) is not None
+    head_dim = None if is_width_known else model["hidden_size"] // model["num_attention_heads"]
+    return ContextPlan(context, published, rope, {**extended, **added}, is_latent, head_dim)
+
+
+def _original_positions(rope: Mapping[str, Any], published: int, context: int) -> int:
+    """Positions that the model was trained with before any scaling."""
+    more = f"model.context {context} is more than the {published} positions of the model"
+    is_by_layer = any(isinstance(value, Mapping) for value in rope.values())
+    if not rope or is_by_layer or _rope_type(rope) not in ("default", "yarn"):
+        scaling = "another by type of layer" if is_by_layer else _rope_type(rope) if rope else "none"
+        raise ConfigError(
+            f"{more}, and its rotary scaling ({scaling}) is not one that YaRN extends: `default` or `yarn`",
+            hint=f"set model.context to {published} or leave it out, or take another model",
+        )
+    if _rope_type(rope) == "default":
+        return published
+    # transformers 5.23 takes the positions where the key is absent (modeling_rope_utils.py:843).
+    return int(rope.get(_ORIGINAL) or published)
+
+
+def _new_factor(rope: Mapping[str, Any], original: int, context: int) -> float:
+    """`context / original`; ConfigError where it is less than the published one, or servers would read another."""
+    factor, scaled = context / original, round(original * _factor(rope))
+    if factor < _factor(rope):
+        raise ConfigError(
+            f"model.context {context} is less than the {scaled} positions of the model's YaRN: {original} x factor "
+            f"{_factor(rope):g}",
+            hint=f"set it to {scaled}",
+        )
+    if int(original * factor) != context:
+        # vLLM takes the whole part of the product as the number of positions.
+        below = context // original * original
+        legal = [size for size in (below, below + original) if size >= scaled]
+        raise ConfigError(
+            f"model.context {context} is not {original} positions x the factor {factor!r} in floating point",
+            hint=f"set it to {' or '.join(map(str, legal))}",
+        )
+    return factor
+
+
+def extend_tree(tree: Mapping[str, Any], plan: ContextPlan) -> dict[str, Any]:
+    """The published config.json `tree` with the positions and rotary settings of `plan`, in each schema that it uses.
+
+    Some readers of `rope_scaling` want the name of the kind as `type`, all others as `rope_type`.
+    """
+    extended, rope = {**tree, **plan.settings()}, plan.rope
+    if tree.get("rope_parameters"):
+        extended["rope_parameters"] = {**tree["rope_parameters"], **rope}
+    if "rope_scaling" in tree or not tree.get("rope_parameters"):
+        unscaled = ("rope_theta", "partial_rotary_factor")
+        scaling = {key: value for key, value in rope.items() if key not in (*unscaled, "type")}
+        extended["rope_scaling"] = {"type": rope["rope_type"], **scaling}
+        extended |= {key: rope[key] for key in unscaled if key not in tree and key in rope}
+    return extended
+
+
+def _rope_type(rope: Mapping[str, Any]) -> str:
+    return str(rope.get("rope_type", rope.get("type", "default")))
+
+
+def _factor(rope: Mapping[str, Any]) -> float:
+    return float(rope.get("factor") or 1.0) if _rope_type(rope) == "yarn" else 1.0
+
+
+def _kind(rope: Mapping[str, Any]) -> str:
+    return f"YaRN factor {_factor(rope):g}" if _rope_type(rope) == "yarn" else "no scaling"

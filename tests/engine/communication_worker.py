@@ -1,0 +1,81 @@
+"""Started by the tests as `torchrun --nproc-per-node 2 communication_worker.py MODELS_DIR OUT.json`: what the
+collectives of a step are in each layout.
+"""
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from ds_finetune.cli.main import exit_process
+from ds_finetune.config.schema import RunConfig
+from ds_finetune.engine.collectives import all_gather_object
+from ds_finetune.engine.default_group import process_group
+from ds_finetune.engine.devices import choose_device
+from ds_finetune.engine.engine import Engine
+from ds_finetune.engine.start_engine import start_engine
+from ds_finetune.plan.plan import make_plan
+from ds_finetune.selftest.cells import Cell, run_tree
+from ds_finetune.selftest.steps import take_steps
+from ds_finetune.world import World
+from tests.planning import model_of
+
+CELLS = [
+    *(Cell("llama", stage, 2, packing=True) for stage in (0, 1, 2, 3)),
+    *(Cell("llama", 1, 2, packing=True, **{axis: 2}) for axis in ("tp", "sp", "pp")),
+    Cell("deepseek_v3", 1, 2, packing=True, ep=2),
+]
+
+
+def main() -> None:
+    """Take two steps in each layout; rank zero writes what every rank's second step was."""
+    folder = Path(sys.argv[1])
+    world, device = World.from_environment(os.environ), choose_device()
+    found: dict[str, Any] = {}
+    with process_group(world, device):
+        for cell in CELLS:
+            tree = run_tree(cell, folder / cell.family, folder, dp=world.world_size // cell.sharing)
+            config = RunConfig.model_validate(tree)
+            with start_engine(make_plan(config, world=world, device=device), model_of(config)) as engine:
+                if cell.ep > 1:
+                    _send_all_away(engine, world.rank)
+                found[f"{cell.layout}, ZeRO-{cell.stage}"] = all_gather_object(_second_step(engine))
+            gc.freeze()
+    if world.rank == 0:
+        Path(sys.argv[2]).write_text(json.dumps(found))
+
+
+def _second_step(engine: Engine) -> dict[str, Any]:
+    """ZeRO-3 learns in the first step which parameters it gathers together."""
+    results = []
+    plain = engine.step
+
+    def keep(*args: Any, **kwargs: Any) -> Any:
+        results.append(plain(*args, **kwargs))
+        return results[-1]
+
+    engine.step = keep  # type: ignore[method-assign]
+    for _ in take_steps(engine, 2):
+        pass
+    made = results[-1].communication
+    return {
+        "bytes": made.num_bytes,
+        "seconds": made.seconds,
+        "metrics": made.metrics(step_seconds=1.0),
+        "supervised": results[-1].num_supervised_tokens,
+    }
+
+
+def _send_all_away(engine: Engine, rank: int) -> None:
+    """Each rank's router chooses experts of the other rank alone."""
+    for name, buffer in engine.lm.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            half = len(buffer) // 2
+            buffer[(1 - rank) * half : (2 - rank) * half] += 10.0
+
+
+if __name__ == "__main__":
+    main()
+    exit_process()

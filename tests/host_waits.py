@@ -1,0 +1,265 @@
+"""Counts how often a GPU would make the host wait, on a machine that has none.
+
+An imagined accelerator stands for the GPU: DeepSpeed and the engine are told that their device is `cpu:0`, and which
+tensors would be in its memory is followed from the calls that make and copy them. What waits on CUDA (torch 2.13) is
+counted: numbers that Python reads, results whose size depends on values, and copies that are not asynchronous from
+pinned memory.
+
+Not seen: what a kernel does on CUDA alone (fallbacks of grouped products without `torch._grouped_mm`, FusedAdam),
+DeepSpeed's streams and events (an accelerator of CPUs has none, so overlap and ZeRO-3's limit on gathers under way are
+no part of a count), allocations, and NCCL.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+DEVICE = torch.device("cpu", 0)
+"""The imagined accelerator; `cpu` without a number is the host."""
+_ATEN = torch.ops.aten
+_WAITING = {
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "bincount",
+    "_unique",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+    "equal",
+}
+"""Operators that wait whatever they are given."""
+_MAKERS = {
+    getattr(torch, name)
+    for name in ("arange", "as_tensor", "empty", "eye", "from_numpy", "full", "linspace", "ones", "rand", "randn")
+} | {getattr(torch, name) for name in ("randint", "randperm", "scalar_tensor", "tensor", "zeros")}
+"""Functions whose result is on the host unless a device is given."""
+_OWN = (str(Path(__file__)), f"{Path(torch.__file__).parent}/", "/contextlib.py")
+"""Files whose frames do not say who asked."""
+
+
+class HostWaits:
+    """What the host waited for since `reset`, and where each tensor is."""
+
+    def __init__(self) -> None:
+        self.found: Counter[str] = Counter()
+        self._host: dict[int, torch.UntypedStorage] = {}
+        self._pinned: set[int] = set()
+
+    def reset(self) -> None:
+        """Forget what was counted."""
+        self.found.clear()
+
+    def put_on_host(self, value: Any) -> None:
+        """Say that the tensors of a nested value were made on the host."""
+        if is_dataclass(value):
+            value = [getattr(value, each.name) for each in fields(value)]
+        if isinstance(value, torch.Tensor):
+            self.mark(value)
+        elif isinstance(value, (tuple, list)):
+            for each in value:
+                self.put_on_host(each)
+
+    def mark(self, tensor: torch.Tensor, *, is_pinned: bool = False) -> torch.Tensor:
+        """Say that a tensor is on the host."""
+        storage = tensor.untyped_storage()
+        # Kept, so that no other storage gets its address.
+        self._host[storage._cdata] = storage
+        if is_pinned:
+            self._pinned.add(storage._cdata)
+        return tensor
+
+    def is_on_host(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is in the memory of the host; others are on the accelerator."""
+        return tensor.untyped_storage()._cdata in self._host
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether it is in pinned memory, one piece of it."""
+        return tensor.untyped_storage()._cdata in self._pinned and tensor.is_contiguous()
+
+    def count(self, kind: str) -> None:
+        """Count a wait where the code that asked for it is."""
+        self.found[f"{kind} at {_place()}"] += 1
+
+    def count_copy(self, source: torch.Tensor, *, to_host: bool, non_blocking: bool) -> None:
+        """Count a copy between memories if the host waits for it."""
+        if self.is_on_host(source) == to_host:
+            return
+        if not non_blocking or not (to_host or self.is_pinned(source)):
+            self.count("copy to the host" if to_host else "copy to the device")
+
+
+def _place() -> str:
+    """File and line of the innermost frame that is neither torch's nor this file's."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and (
+        frame.f_code.co_filename.startswith(_OWN) or frame.f_code.co_filename.endswith(_OWN)
+    ):
+        frame = frame.f_back
+    path = Path(frame.f_code.co_filename)
+    return f"{'/'.join(path.parts[-3:])}:{frame.f_lineno}"
+
+
+class _Calls(TorchFunctionMode):
+    """Follows what Python asks of torch: devices, copies between them, and lists."""
+
+    def __init__(self, waits: HostWaits) -> None:
+        super().__init__()
+        self._waits = waits
+        self._special: dict[Any, Callable[..., Any]] = {
+            torch.Tensor.backward: self._backward,
+            torch.Tensor.to: self._to,
+            torch.Tensor.cpu: self._cpu,
+            torch.Tensor.pin_memory: self._pin,
+            torch.Tensor.is_pinned: lambda tensor, *_: waits.is_pinned(tensor),
+            torch.Tensor.tolist: self._read,
+            torch.Tensor.numpy: self._read,
+            torch.Tensor.device.__get__: self._device,  # type: ignore[attr-defined]
+        }
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        special = self._special.get(func)
+        if special is not None:
+            return special(*args, **kwargs) if special != self._read else special(func, *args, **kwargs)
+        out = func(*args, **kwargs)
+        if func in _MAKERS:
+            device = kwargs.get("device")
+            if device is None or torch.device(device) != DEVICE:
+                self._waits.mark(out)
+            elif func in (torch.tensor, torch.as_tensor):
+                self._waits.count("tensor made on the device")
+        return out
+
+    def _backward(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        # This mode is off while it handles a call, and would be so in all of backward.
+        with self:
+            torch.autograd.backward(tensor, *args, **kwargs)
+
+    def _device(self, tensor: torch.Tensor, *_: Any) -> torch.device:
+        with torch._C.DisableTorchFunction():
+            if tensor.device.type != "cpu":
+                return tensor.device
+        return torch.device("cpu") if self._waits.is_on_host(tensor) else DEVICE
+
+    def _read(self, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not self._waits.is_on_host(tensor):
+            self._waits.count("numbers read")
+        return func(tensor, *args, **kwargs)
+
+    def _pin(self, tensor: torch.Tensor, *_: Any) -> torch.Tensor:
+        assert self._waits.is_on_host(tensor)
+        return self._waits.mark(tensor.clone(memory_format=torch.contiguous_format), is_pinned=True)
+
+    def _cpu(self, tensor: torch.Tensor, *_: Any) -> torch.Tensor:
+        return self._to(tensor, torch.device("cpu"))
+
+    def _to(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """`Tensor.to`, as a copy where it is one on a machine with a GPU, and without a device else."""
+        given = dict(kwargs)
+        kept, device = [], kwargs.pop("device", None)
+        for value in args:
+            if isinstance(value, torch.Tensor):
+                device = self._device(value)
+                kept.append(value.dtype)
+            elif isinstance(value, (str, torch.device)):
+                device = value
+            else:
+                kept.append(value)
+        if "meta" in (self._device(tensor).type, torch.device(device or "cpu").type):
+            return tensor.to(*args, **given)
+        # `to(device, dtype, non_blocking)` and `to(dtype, non_blocking)`
+        dtypes = [value for value in kept if isinstance(value, torch.dtype)]
+        flags = [value for value in kept if isinstance(value, bool)]
+        non_blocking = bool(flags[0]) if flags else bool(kwargs.pop("non_blocking", False))
+        kwargs.pop("non_blocking", None)
+        if dtypes:
+            kwargs["dtype"] = dtypes[0]
+        to_host = self._waits.is_on_host(tensor) if device is None else torch.device(device) != DEVICE
+        if to_host == self._waits.is_on_host(tensor):
+            return tensor.to(**kwargs) if kwargs else tensor
+        self._waits.count_copy(tensor, to_host=to_host, non_blocking=non_blocking)
+        kwargs["copy"] = True
+        with torch._C.DisableTorchFunction():
+            out = tensor.to(tensor.dtype if "dtype" not in kwargs else kwargs.pop("dtype"), **kwargs)
+        if to_host:
+            return self._waits.mark(out)
+        self._waits._host.pop(out.untyped_storage()._cdata, None)
+        return out
+
+
+class _Operators(TorchDispatchMode):
+    """Follows what torch computes: where results are, and which operators wait."""
+
+    def __init__(self, waits: HostWaits) -> None:
+        super().__init__()
+        self._waits = waits
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        is_host = bool(given) and all(map(self._waits.is_on_host, given))
+        if not is_host and given:
+            self._count(func, args, kwargs)
+        out = func(*args, **kwargs)
+        if is_host:
+            for each in tree_leaves(out):
+                if isinstance(each, torch.Tensor):
+                    self._waits.mark(each)
+        return out
+
+    def _count(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        name, waits = func.overloadpacket.__name__, self._waits
+        if name in _WAITING or (func == _ATEN.repeat_interleave.Tensor and kwargs.get("output_size") is None):
+            waits.count(name)
+        elif name in ("masked_fill", "masked_fill_") and isinstance(args[2], torch.Tensor):
+            # CUDA's kernel reads the value (aten/src/ATen/native/cuda/Indexing.cu).
+            if not waits.is_on_host(args[2]):
+                waits.count(name)
+        elif name in ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"):
+            indices = [each for each in args[1] if isinstance(each, torch.Tensor)]
+            if any(each.dtype in (torch.bool, torch.uint8) for each in indices):
+                waits.count(f"{name} by a mask")
+            if any(waits.is_on_host(each) and each.ndim for each in indices):
+                waits.count(f"{name} by positions on the host")
+        elif name == "copy_":
+            non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+            waits.count_copy(args[1], to_host=waits.is_on_host(args[0]), non_blocking=bool(non_blocking))
+
+
+@contextmanager
+def imagined_accelerator() -> Iterator[HostWaits]:
+    """While this is open, an engine that is started and run computes on the imagined accelerator."""
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator, waits = get_accelerator(), HostWaits()
+    kind = type(accelerator)
+    # As CUDA's (DeepSpeed 0.19.8, accelerator/cuda_accelerator.py).
+    dtypes = {"ByteTensor": torch.uint8, "FloatTensor": torch.float, "IntTensor": torch.int, "LongTensor": torch.long}
+    members: dict[str, Any] = {
+        name: property(lambda _, dtype=dtype: partial(torch.tensor, dtype=dtype, device=DEVICE))
+        for name, dtype in dtypes.items()
+    }
+    members["device_name"] = lambda _, index=None: str(DEVICE)
+    members["current_device_name"] = lambda _: str(DEVICE)
+    members["synchronize"] = lambda _, index=None: waits.count("synchronize")
+    accelerator.__class__ = type("ImaginedAccelerator", (kind,), members)
+    try:
+        with _Calls(waits), _Operators(waits):
+            yield waits
+    finally:
+        accelerator.__class__ = kind

@@ -1,0 +1,141 @@
+"""Which kernel packed rows get, and what is refused where the run file names one."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_finetune.config.schema import ModelConfig
+from ds_finetune.errors import ConfigError, ModelError
+from ds_finetune.families.table import FAMILIES
+from ds_finetune.plan.packed_attention import (
+    HeadWidths,
+    attention_lines,
+    check_device,
+    check_varlen,
+    head_widths,
+    varlen_problem,
+)
+from tests.running import start, tiny_task
+
+V3 = {"model_type": "deepseek_v3", "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+LLAMA = {"model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32, "head_dim": None}
+INSTEAD = "set model.attention: sdpa, which attends document by document there"
+
+
+def test_widths_of_heads() -> None:
+    assert head_widths(V3) == HeadWidths(192, 128)
+    assert head_widths(LLAMA) == HeadWidths(128, 128)
+    assert head_widths(LLAMA | {"head_dim": 80}).widest == 80
+
+
+@pytest.mark.parametrize(
+    ("tree", "precision", "capability", "problem"),
+    [
+        (V3, "bf16", (9, 0), ""),
+        (V3, "fp16", (8, 0), ""),
+        (LLAMA | {"head_dim": 256}, "bf16", (8, 9), ""),
+        (LLAMA | {"head_dim": 257}, "bf16", (9, 0), "heads of 257 columns, and the kernel takes at most 256"),
+        (V3, "fp32", (9, 0), "train.precision fp32, and the kernel computes in bf16 and fp16"),
+        (V3, "fp16", (7, 5), "compute capability 7.5, and the kernel needs 8.0"),
+        (LLAMA | {"head_dim": 200}, "bf16", (9, 0), ""),
+        (
+            LLAMA | {"head_dim": 200},
+            "bf16",
+            (8, 6),
+            "heads of 200 columns, and the kernel has no backward pass for 193 to 224 on 8.6",
+        ),
+        (LLAMA | {"model_type": "gpt_oss"}, "bf16", (9, 0), "its attention has sinks, which the kernel does not know"),
+        (
+            {"model_type": "bloom"},
+            "bf16",
+            (9, 0),
+            "transformers' own attention is used for model types outside the table",
+        ),
+    ],
+)
+def test_where_the_kernel_fits(tree: dict[str, Any], precision: str, capability: tuple[int, int], problem: str) -> None:
+    assert varlen_problem(tree, precision=precision, capability=capability) == problem
+
+
+@pytest.mark.parametrize(
+    ("tree", "precision", "message"),
+    [
+        (LLAMA | {"head_dim": 320}, "bf16", "heads of 320 columns, and the kernel takes at most 256"),
+        (V3, "fp32", "train.precision fp32, and the kernel computes in bf16 and fp16"),
+        (V3 | {"attention_dropout": 0.1}, "bf16", "dropout 0.1 of its attention, which the kernel does not have"),
+        (
+            V3 | {"model_type": "deepseek_v32", "index_topk": 2048},
+            "bf16",
+            "documents of 4096 tokens, whose queries attend to the 2048 that an indexer chooses",
+        ),
+    ],
+)
+def test_a_kernel_by_name_that_does_not_fit_is_refused(tree: dict[str, Any], precision: str, message: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        check_varlen("varlen", tree, precision=precision, longest=4096)
+    assert caught.value.message == f"model.attention varlen with model_type `{tree['model_type']}`: {message}"
+    assert caught.value.hint == INSTEAD
+    check_varlen("sdpa", tree, precision=precision, longest=4096)
+
+
+def test_a_kernel_by_name_is_taken_where_it_fits() -> None:
+    check_varlen("varlen", V3, precision="bf16", longest=4096)
+    check_varlen("varlen", V3 | {"model_type": "deepseek_v32", "index_topk": 2048}, precision="bf16", longest=2048)
+    check_device(ModelConfig(path="m", attention="varlen"), device="cuda")
+
+
+def test_a_kernel_of_gpus_on_a_cpu() -> None:
+    with pytest.raises(
+        ConfigError, match=r"model\.attention varlen on device cpu: its kernel runs on GPUs alone"
+    ) as caught:
+        check_device(ModelConfig(path="m", attention="varlen"), device="cpu")
+    assert caught.value.hint == "set model.attention: sdpa, which attends document by document on CPUs"
+
+
+@pytest.mark.parametrize(
+    ("attention", "device", "precision", "text"),
+    [
+        ("sdpa", "cuda", "bf16", "one call for all documents"),
+        ("varlen", "cuda", "fp16", "one call for all documents"),
+        ("by_document", "cuda", "bf16", "a call for each document"),
+        (
+            "sdpa",
+            "cuda",
+            "fp32",
+            "a call for each document: train.precision fp32, and the kernel computes in bf16 and fp16",
+        ),
+    ],
+)
+def test_the_decision_is_printed(attention: str, device: str, precision: str, text: str) -> None:
+    assert attention_lines(attention, V3, device=device, precision=precision) == [("attention", text)]
+
+
+def test_nothing_is_decided_elsewhere() -> None:
+    assert attention_lines("sdpa", V3, device="cpu", precision="bf16") == []
+    assert attention_lines("eager", V3, device="cuda", precision="bf16") == []
+    assert attention_lines("sdpa", {"model_type": "bloom"}, device="cuda", precision="bf16") == []
+
+
+def test_every_family_tells_the_widths_of_its_heads() -> None:
+    from transformers import AutoConfig
+
+    for name, family in FAMILIES.items():
+        if family.tiny_models is not None:
+            tree = AutoConfig.for_model(family.built_as or name, **family.tiny_models.config).to_dict()
+            assert head_widths(tree).widest > 0, name
+
+
+def test_commands_refuse_before_they_start(tmp_path: Path) -> None:
+    run_file = str(tiny_task(tmp_path, model={"attention": "varlen"}))
+    planned = start(["ds-finetune", "plan", run_file, "--dry-run", "--gpus", "1"])
+    assert planned.returncode == 2
+    assert "train.precision fp32, and the kernel computes in bf16 and fp16" in planned.stderr
+    assert "set model.attention: sdpa" in planned.stderr
+    planned = start(["ds-finetune", "plan", run_file, "--dry-run", "--gpus", "1", "train.precision=bf16"])
+    assert planned.returncode == 0, planned.stderr
+    assert "one call for all documents" in planned.stdout
+    trained = start(["ds-finetune", "train", run_file, "train.precision=bf16"])
+    assert trained.returncode == 2
+    assert "model.attention varlen on device cpu: its kernel runs on GPUs alone" in trained.stderr
+    assert not (tmp_path / "run").exists()
