@@ -29,6 +29,8 @@ from typing import Any, ClassVar
 _ROOT = Path(__file__).resolve().parents[1]
 PATIENCE_SECONDS = 120
 """For the first fork, before which everything is imported."""
+PARENT = "{pid of the parent}"
+"""Stands for it among the words of a program."""
 GRACE_SECONDS = 30
 """Between SIGTERM and SIGKILL for the ranks that are left when one has failed, as torchrun does."""
 
@@ -77,30 +79,34 @@ class Forked:
 
 
 class Forkserver:
-    """The process that forks, and what it is asked to run; one for a test session."""
+    """The process that forks, and what it is asked to run; one for a test session, and one that has imported nothing of
+    the package, for what runs without it.
+    """
 
-    _only: ClassVar["Forkserver | None"] = None
+    _made: ClassVar[dict[bool, "Forkserver"]] = {}
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_plain: bool = False) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self.address = f"{self._folder.name}/socket"
+        """For `tests/launched.py`: where programs that a launcher has started ask for a fork."""
         environ = os.environ | {
             "DS_ACCELERATOR": "cpu",
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(_ROOT),
             "TOKENIZERS_PARALLELISM": "false",
         }
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.forks"], cwd=_ROOT, env=environ, stdin=subprocess.PIPE, text=True
-        )
-        self._folder = tempfile.TemporaryDirectory()
+        environ |= {"HF_HUB_OFFLINE": "1"} if is_plain else {}
+        command = [sys.executable, "-m", "tests.forks", self.address, *(["plain"] if is_plain else [])]
+        self._process = subprocess.Popen(command, cwd=_ROOT, env=environ, stdin=subprocess.PIPE, text=True)
         self._asked = 0
         atexit.register(self._process.kill)
 
     @classmethod
-    def get(cls) -> "Forkserver":
+    def get(cls, *, is_plain: bool = False) -> "Forkserver":
         """The one of this process, started at its first use."""
-        if cls._only is None or cls._only._process.poll() is not None:
-            cls._only = cls()
-        return cls._only
+        if is_plain not in cls._made or cls._made[is_plain]._process.poll() is not None:
+            cls._made[is_plain] = cls(is_plain=is_plain)
+        return cls._made[is_plain]
 
     def start(
         self, program: Sequence[str], environ: Mapping[str, str], *, ranks: int, out: Path, err: Path, cwd: Path = _ROOT
@@ -164,40 +170,68 @@ _IMPORTED += tuple(
 )
 
 
-def _preload() -> None:
+_IMPORTED_PLAIN = ("torch", "transformers.modeling_utils", "transformers.generation.utils")
+_IMPORTED_PLAIN += tuple(
+    f"transformers.models.{name}" for name in ("auto.modeling_auto", "deepseek_v3.modeling_deepseek_v3")
+)
+
+
+def _preload(names: Sequence[str]) -> None:
     faulthandler.enable()
-    for name in _IMPORTED:
+    for name in names:
         importlib.import_module(name)
     sys.modules["torch"].set_num_threads(1)
-    # DeepSpeed asks for the processor at every start of its Adam for the CPU, and each answer is a process of a second.
-    cpuinfo = importlib.import_module("cpuinfo")
-    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
-    cpuinfo.get_cpu_info()
+    if "deepspeed" in sys.modules:
+        _ask_for_the_processor_once()
+        importlib.import_module("tests.verifying").verify_in_forks()
     gc.collect()
     # Forks share these pages as long as nobody counts or moves what is on them.
     gc.freeze()
 
 
+def _ask_for_the_processor_once() -> None:
+    # DeepSpeed asks for the processor at every start of its Adam for the CPU, and each answer is a process of a second.
+    cpuinfo = importlib.import_module("cpuinfo")
+    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+    cpuinfo.get_cpu_info()
+
+
 def _serve() -> None:
-    """Fork what is asked for on standard input, and write down how it ended, until that closes."""
-    _preload()
+    """Fork what is asked for on standard input or at the socket, and write down how it ended, until the former closes."""
+    launched = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    launched.bind(sys.argv[1])
+    is_plain = sys.argv[2:] == ["plain"]
+    if is_plain:
+        # Not every session needs it.
+        select.select([0, launched], [], [])
+    _preload(_IMPORTED_PLAIN if is_plain else _IMPORTED)
     os.set_blocking(0, False)
     folders: dict[int, Path] = {}
     asked = b""
     while True:
-        if select.select([0], [], [], 0.01)[0]:
+        ready = select.select([0, launched], [], [], 0.01)[0]
+        if launched in ready:
+            sent, outputs, _, _ = socket.recv_fds(launched, 1 << 20, 2)
+            request = json.loads(sent)
+            _start(request | {"outputs": outputs}, folders)
+            for number in outputs:
+                os.close(number)
+        if 0 in ready:
             given = os.read(0, 1 << 20)
             if not given:
                 return
             *lines, asked = (asked + given).split(b"\n")
             for line in lines:
-                request = json.loads(line)
-                folder = Path(request["folder"])
-                pid = _fork(lambda request=request: _launch(request))
-                folders[pid] = folder
-                _write(folder / "pid", pid)
+                _start(json.loads(line), folders)
         while folders and (ended := os.waitpid(-1, os.WNOHANG))[0]:
             _write(folders.pop(ended[0]) / "code", os.waitstatus_to_exitcode(ended[1]))
+
+
+def _start(request: dict[str, Any], folders: dict[int, Path]) -> None:
+    folder = Path(request["folder"])
+    pid = _fork(lambda: _launch(request))
+    folders[pid] = folder
+    _write(folder / "pid", pid)
 
 
 def _write(path: Path, number: int) -> None:
@@ -209,8 +243,10 @@ def _write(path: Path, number: int) -> None:
 def _launch(request: dict[str, Any]) -> None:
     """Be the launcher: start the ranks, pass signals on to them, and end the others once one has failed."""
     os.setsid()
-    for number, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    outputs = request.get("outputs") or [os.open(request[name], flags) for name in ("out", "err")]
+    for number, output in enumerate(outputs, start=1):
+        os.dup2(output, number)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     if not request["ranks"]:
         _become(request, {})
@@ -292,13 +328,14 @@ def _become(request: dict[str, Any], given: Mapping[str, str], *, is_rank: bool 
         sys.modules["torch"].compiler.set_stance("force_eager")
     os.chdir(request["cwd"])
     tempfile.tempdir = None
-    program = request["program"]
+    program = [str(os.getppid()) if word == PARENT else word for word in request["program"]]
     if program[0] == "-m":
         sys.argv = program[1:]
         runpy.run_module(program[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = program
-        sys.path.insert(0, str(Path(program[0]).resolve().parent))
+        if "deepspeed" in sys.modules:
+            sys.path.insert(0, str(Path(program[0]).resolve().parent))
         runpy.run_path(program[0], run_name="__main__")
     atexit._run_exitfuncs()
 

@@ -168,7 +168,7 @@ MUTANTS = (
     Mutant(
         "divergence of padding counted",
         "model/indexer_loss.py",
-        "each.masked_fill(~is_real, 0.0).sum()",
+        "each.masked_fill(~rows.real.is_real, 0.0).sum()",
         "each.sum()",
         f"{TRAINED_INDEXER} -k padded",
     ),
@@ -301,7 +301,7 @@ MUTANTS = (
     Mutant(
         "a bad gradient of the layer of multi-token prediction applied",
         "patches/deepspeed_clipping.py",
-        "if not self._has_bad_gradient() and bool(own.isfinite().all()):",
+        "if not self._has_bad_gradient() and all(map(math.isfinite, values)):",
         "if True:",
         "tests/engine/test_steps.py",
     ),
@@ -415,15 +415,23 @@ MUTANTS = (
     Mutant(
         "local count of tokens",
         "engine/engine.py",
-        "        counts = self._global_counts(batch.counts)",
-        "        counts = dict(batch.counts)",
+        "counts = global_counts(batch, mesh, self._device)",
+        "counts = unit_counts(batch.counts)",
         PARITY,
+    ),
+    Mutant(
+        "first token of a document counted as a label",
+        "data/prepared_rows.py",
+        "np.count_nonzero(mask[start + 1 : end])",
+        "np.count_nonzero(mask[start:end])",
+        "tests/data/test_preferences.py",
     ),
     Mutant(
         "local count of pairs",
         "engine/engine.py",
-        "        counts = self._global_counts(batch.counts)",
-        '        counts = self._global_counts(batch.counts) | {"pairs": batch.counts["pairs"]}',
+        "counts = global_counts(batch, mesh, self._device)",
+        "counts = global_counts(batch, mesh, self._device)\n"
+        '        counts[UNITS.index("pairs")] = batch.counts["pairs"]',
         OBJECTIVES,
     ),
     Mutant(
@@ -730,7 +738,7 @@ MUTANTS = (
     ),
     Mutant(
         "padding chosen by routers",
-        "model/routers.py",
+        "model/real_tokens.py",
         "inside = min(part, end - start)",
         "inside = part",
         ROUTERS,
@@ -751,9 +759,9 @@ MUTANTS = (
     ),
     Mutant(
         "biases by the choices of one rank",
-        "engine/router_balance.py",
-        "    dist.all_reduce(table)\n",
-        "",
+        "engine/step_reading.py",
+        "table=numbers.split(sizes)[-1].view_as(table),",
+        "table=table,",
         ROUTERS,
     ),
     Mutant(

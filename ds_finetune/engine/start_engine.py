@@ -75,6 +75,7 @@ from ds_finetune.patches.deepspeed_clipping import OwnClipping
 from ds_finetune.patches.deepspeed_engine import count_whole_experts_once, undo_constructor_step
 from ds_finetune.patches.deepspeed_inexact import forget_second_copies, zenflow_keeps_matrices
 from ds_finetune.patches.deepspeed_init import zero_init
+from ds_finetune.patches.deepspeed_waits import ZeroNorms, has_zero_norms
 from ds_finetune.patches.torch_nn import linears_without_memory
 from ds_finetune.plan.plan import Plan
 from ds_finetune.quiet import deepspeed_level
@@ -119,7 +120,7 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
         _add_extra_losses(trained, model, groups, torch.device(wrapped.device))
         _correct_start(trained, optimizer, plan, groups)
         engine = Engine(wrapped, plan, groups, model.objective)
-        _clip_apart(engine, optimizer, model, groups)
+        _set_norms(engine, optimizer, model, groups)
         engine.drawn = drawn
         # Dropout draws from torch's own generator: other numbers on ranks with other rows, the same on ranks that share
         # them. A resumed run restores its state.
@@ -141,15 +142,22 @@ def _correct_start(trained: TrainedModel, optimizer: object, plan: Plan, groups:
         count_whole_experts_once(optimizer)
 
 
-def _clip_apart(engine: Engine, optimizer: Any, model: ModelPlan, groups: Groups) -> None:  # noqa: ANN401 - DeepSpeed's
-    """Clip parameters that an auxiliary loss trains alone by a norm of their own; at stage 0 the engine does so."""
+def _set_norms(engine: Engine, optimizer: Any, model: ModelPlan, groups: Groups) -> None:  # noqa: ANN401 - DeepSpeed's
+    """Let norms of the gradient be read once, and clip parameters that an auxiliary loss trains alone by a norm of
+    their own; at stage 0 the engine does so.
+    """
     engine.own_norms = dict.fromkeys(model.apart_losses, 0.0)
-    if engine.plan.zero_stage and engine.own_norms:
+    if not engine.plan.zero_stage:
+        return
+    if has_zero_norms(optimizer):
+        engine.zero_norms = ZeroNorms(optimizer, lambda: engine.has_bad_gradient)
+    if engine.own_norms:
         OwnClipping(
             optimizer,
             loss_of,
             losses=model.apart_losses,
             shards=groups.tensor.group if groups.tensor is not None else None,
+            norms=engine.zero_norms,
             has_bad_gradient=lambda: engine.has_bad_gradient,
             report=partial(setattr, engine, "own_norms"),
         )
@@ -228,7 +236,7 @@ def _add_extra_losses(trained: TrainedModel, model: ModelPlan, groups: Groups, d
     After `deepspeed.initialize`, whose hooks must run before those of the collector.
     """
     if model.router is not None:
-        trained.routers = RouterCollector(trained.lm, model.router, sp_group=groups.sequence, device=device)
+        trained.routers = RouterCollector(trained.lm, model.router, device=device)
     trained.extras = tuple(_extra_loss(extra, trained, model, groups) for extra in model.extras)
 
 
@@ -240,7 +248,7 @@ def _extra_loss(extra: Extra, trained: TrainedModel, model: ModelPlan, groups: G
         assert model.indexer is not None
         ranks = tuple(group for group in (groups.tensor, groups.sequence) if group is not None)
         collector = DivergenceCollector(ranks, attends_to_all=model.indexer.is_alone)
-        return IndexerLoss(extra, trained.lm, collector, groups.sequence)
+        return IndexerLoss(extra, trained.lm, collector)
     assert isinstance(extra, Balance), type(extra)
     assert trained.routers is not None
     return BalanceLoss(extra, trained.routers, groups.sequence)

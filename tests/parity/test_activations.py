@@ -37,12 +37,10 @@ def _balanced(row: ParallelLayout, stage: int) -> Case:
     return replace(_case("deepseek_v3", row, stage)[0], balances=True), False
 
 
-FIRST = [
-    _case("deepseek_v3", _row("sp", "ep"), 3),
-    _case("llama_deep", _row("pp"), 1),
-]
+FIRST = [_case("deepseek_v3", _row("sp", "ep"), 3)]
 """Compared by default."""
 MATRIX = [
+    _case("llama_deep", _row("pp"), 1),
     *(_case("deepseek_v3", PLAIN, stage, has_adapters=True) for stage in PLAIN.stages),
     *(_case("deepseek_v3", row, stage) for row in (PLAIN, *TESTED_LAYOUTS) for stage in row.stages),
     *(_case("llama", row, row.stages[-1]) for row in (PLAIN, *TESTED_LAYOUTS) if row.axes <= {"tp", "sp", "pp"}),
