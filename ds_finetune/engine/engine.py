@@ -390,10 +390,9 @@ class Engine:
     @property
     def _trains_both_ends(self) -> bool:
         """Whether this stage and another one have the embedding's weight and each get a part of its gradient."""
-        module = self._ds.module
+        module, is_end = self._ds.module, self._stage is not None and self._stage.is_end
         trains_copy = has_tied_head(module.lm) or any(each.trains_embedding for each in module.extras)
-        is_shared = self._stage is not None and self._stage.is_end and trains_copy
-        return is_shared and module.lm.get_input_embeddings().weight.requires_grad
+        return is_end and trains_copy and module.lm.get_input_embeddings().weight.requires_grad
 
     def _sum_over_ranks(self, values: torch.Tensor, *, copies: int) -> list[float]:
         """Sums of `values` fp64 over all ranks, where each value is held by `copies` ranks and counts once."""
