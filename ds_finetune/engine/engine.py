@@ -40,8 +40,9 @@ from ds_finetune.engine.state import EngineState
 from ds_finetune.engine.step_reading import check_counts, global_counts, read_step
 from ds_finetune.engine.whole_tensors import WholeTensors, named_parameters
 from ds_finetune.errors import RunError
+from ds_finetune.model.adapter_names import is_adapter
 from ds_finetune.model.forward_rows import ForwardRows, StageOutput
-from ds_finetune.model.lora import adapters_off, is_adapter
+from ds_finetune.model.lora import adapters_off
 from ds_finetune.model.mtp import mtp_layers
 from ds_finetune.model.parallel.pipeline import PipelineGroup, has_tied_head
 from ds_finetune.model.routers import RouterCollector
@@ -389,9 +390,9 @@ class Engine:
     @property
     def _trains_both_ends(self) -> bool:
         """Whether this stage and another one have the embedding's weight and each get a part of its gradient."""
-        module = self._ds.module
+        module, is_end = self._ds.module, self._stage is not None and self._stage.is_end
         trains_copy = has_tied_head(module.lm) or any(each.trains_embedding for each in module.extras)
-        return self._stage is not None and self._stage.is_end and trains_copy
+        return is_end and trains_copy and module.lm.get_input_embeddings().weight.requires_grad
 
     def _sum_over_ranks(self, values: torch.Tensor, *, copies: int) -> list[float]:
         """Sums of `values` fp64 over all ranks, where each value is held by `copies` ranks and counts once."""
