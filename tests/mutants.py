@@ -44,7 +44,36 @@ LOADS = "tests/observers/test_expert_loads.py tests/observers/test_routers.py"
 FP4, CONVERSIONS = "tests/export/test_fp4.py", "tests/export/test_from_checkpoint.py"
 CONTEXT, OFFLOAD = "tests/model/test_context.py", "tests/model/test_activation_offload.py"
 TILES, ACTIVATIONS = "tests/model/test_tiled_mlp.py", "tests/plan/test_activation_memory.py"
+LORA = "tests/parity/test_lora.py"
 MUTANTS = (
+    Mutant(
+        "gradient of an adapter's whole factor not summed over tensor parallel ranks",
+        "model/lora.py",
+        "if self.tp_group is not None and of.dim is not None and shard.dim is None:",
+        "if self.tp_group is not None and of.dim is not None and shard.dim is not None:",
+        LORA,
+    ),
+    Mutant(
+        "whole factor of an adapter counted on every tensor parallel rank",
+        "model/lora.py",
+        "param.model_parallel = shard.dim is not None",
+        "param.model_parallel = True",
+        LORA,
+    ),
+    Mutant(
+        "adapters of the first experts on every rank",
+        "model/lora.py",
+        "shard.slice(values).view(local)",
+        "values.flatten()[: shard.slice(values).numel()].view(local)",
+        LORA,
+    ),
+    Mutant(
+        "halves of gate and up not kept apart in a shard of B",
+        "model/parallel/sharding.py",
+        'has_halves = is_gate_up and side != "A"',
+        "has_halves = is_gate_up and not side",
+        LORA,
+    ),
     Mutant(
         "positions of a longer context without the factor",
         "plan/context.py",
@@ -640,8 +669,8 @@ MUTANTS = (
     Mutant(
         "bias of a row parallel layer added on every rank",
         "model/parallel/tensor.py",
-        "functional.linear(shard, self.weight), self.tp_group)",
-        "functional.linear(shard, self.weight, self.bias), self.tp_group)",
+        "return functional.linear(shard, self.weight)",
+        "return functional.linear(shard, self.weight, self.bias)",
         PARALLEL,
     ),
     Mutant(

@@ -280,6 +280,10 @@ GUARDS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], Any]]
         lambda patch: missing(patch, masking_utils, "find_packed_sequence_indices"),
         lambda: within(transformers_attention.without_search_for_documents()),
     ),
+    "norms in 16 bits": (
+        lambda _: None,
+        lambda: deepspeed_waits.HalfPrecisionNorms(Optimizer(), lambda: False),
+    ),
     "norms of gradients": (
         lambda _: None,
         lambda: deepspeed_waits.ZeroNorms(Optimizer(), lambda: False),
