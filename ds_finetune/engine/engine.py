@@ -21,7 +21,7 @@ from ds_finetune.engine.collectives import all_gather_object
 from ds_finetune.engine.communication import CommunicationMeter
 from ds_finetune.engine.document_scores import NO_SCORES, DocumentScores, gather_scores, scores_of
 from ds_finetune.engine.finite_gradients import FiniteProbe
-from ds_finetune.engine.generation import GenerationLimits, answer_prompt, prompts_of_rank
+from ds_finetune.engine.generation import GenerationLimits, answer_prompt, prompts_of_rank, weights_for_answers
 from ds_finetune.engine.gradient_norm import clip_gradients
 from ds_finetune.engine.loss_normalisation import detached_sums, scale_for_deepspeed, term_weights
 from ds_finetune.engine.pipeline_schedule import StageForward, run_1f1b
@@ -197,10 +197,11 @@ class Engine:
         """
         self._ds.eval()
         mine = {}
-        for number, prompt in prompts_of_rank(prompts, self.plan):
-            if is_over():
-                return None
-            mine[number] = answer_prompt(self.lm, prompt, limits, plan=self.plan, device=self._device)
+        with weights_for_answers(self._ds, self.plan) as is_collective:
+            for number, prompt in prompts_of_rank(prompts, self.plan):
+                if is_over():
+                    return None
+                mine[number] = answer_prompt(self.lm, prompt, limits, device=self._device, is_collective=is_collective)
         merged = {index: answer for part in all_gather_object(mine) for index, answer in part.items()}
         return [merged[index] for index in range(len(prompts))]
 

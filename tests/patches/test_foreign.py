@@ -29,6 +29,7 @@ from ds_finetune.patches import (
     bitsandbytes_linear,
     datasets_offline,
     deepspeed_engine,
+    deepspeed_gathering,
     deepspeed_groups,
     deepspeed_import,
     deepspeed_inexact,
@@ -224,6 +225,7 @@ GUARDS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], Any]]
         lambda patch: patch.setattr(sys.modules["deepspeed.comm.torch"], "build_shm_op", no_parameters),
         lambda: within(deepspeed_init.without_shared_memory_op()),
     ),
+    "whole weights": (lambda _: None, lambda: within(deepspeed_gathering.whole_weights(Optimizer(), nn.Module()))),
     "second copies": (lambda _: None, lambda: deepspeed_inexact.forget_second_copies(partitioned_by_another_version())),
     "ZenFlow's matrices": (
         lambda patch: patch.setattr(
