@@ -42,7 +42,58 @@ INDEXER = "tests/model/test_indexed_attention.py"
 MTP, TRAINED_INDEXER = "tests/parity/test_mtp.py", "tests/parity/test_indexer.py"
 LOADS = "tests/observers/test_expert_loads.py tests/observers/test_routers.py"
 FP4, CONVERSIONS = "tests/export/test_fp4.py", "tests/export/test_from_checkpoint.py"
+CONTEXT, OFFLOAD = "tests/model/test_context.py", "tests/model/test_activation_offload.py"
+TILES, ACTIVATIONS = "tests/model/test_tiled_mlp.py", "tests/plan/test_activation_memory.py"
 MUTANTS = (
+    Mutant(
+        "positions of a longer context without the factor",
+        "plan/context.py",
+        'extended = {**rope, "rope_type": "yarn", "factor": _new_factor(rope, original, context)',
+        'extended = {**rope, "rope_type": "yarn", "factor": _factor(rope)',
+        CONTEXT,
+    ),
+    Mutant(
+        "latent attention without the scales of DeepSeek-V3",
+        "plan/context.py",
+        'added = _LATENT_SCALES if is_latent and _rope_type(rope) == "default" else {}',
+        "added = {}",
+        CONTEXT,
+    ),
+    Mutant(
+        "an input of a layer that is used before it has arrived",
+        "model/activation_offload.py",
+        "        arrival.wait()\n",
+        "",
+        OFFLOAD,
+    ),
+    Mutant(
+        "weights that stay on the device sent to the host too",
+        "model/activation_offload.py",
+        "if saved.data_ptr() != hidden.data_ptr() or saved.shape != hidden.shape:",
+        "if saved.dim() == 0:",
+        OFFLOAD,
+    ),
+    Mutant(
+        "gradients of the last tile alone",
+        "model/tiled_mlp.py",
+        "                total += grad\n",
+        "                total.copy_(grad)\n",
+        TILES,
+    ),
+    Mutant(
+        "gradients of tiles summed in the precision of the weights",
+        "model/tiled_mlp.py",
+        "torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)",
+        "torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)",
+        TILES,
+    ),
+    Mutant(
+        "activations of experts counted for one expert",
+        "plan/activation_memory.py",
+        "routed = chosen * (width",
+        "routed = 1 * (width",
+        ACTIVATIONS,
+    ),
     Mutant(
         "scales of the first rows for all of an FP4 matrix",
         "model/fp4.py",

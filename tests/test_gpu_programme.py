@@ -138,7 +138,9 @@ def _assert_no_failure(records: list[dict[str, Any]]) -> None:
     assert [record for record in records if record["result"] == "failed"] == []
 
 
-@pytest.mark.parametrize(("name", "part"), [("kernels", "latent-attention"), ("experts", "lora-16b")])
+@pytest.mark.parametrize(
+    ("name", "part"), [("kernels", "latent-attention"), ("kernels", "head"), ("experts", "lora-16b")]
+)
 def test_parts_run_to_their_end(name: str, part: str, tmp_path: Path) -> None:
     records = _rehearse(name, part, tmp_path)
     _assert_no_failure(records)

@@ -10,8 +10,11 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.gpu.machine import device, median_seconds
+from bench.gpu.machine import count_kernels, device, median_seconds
+from bench.gpu.models import DEEPSEEK_V2_LITE, QWEN2_1B
 from bench.gpu.results import Recorder, SkippedError, check_limit
+from ds_finetune.auto_configs import AutoConfig
+from ds_finetune.engine.attention_kernel import packs_documents
 from ds_finetune.model import narrow_values
 from ds_finetune.model.attention import attend_by_document
 from ds_finetune.model.narrow_values import ValueKernel
@@ -106,6 +109,11 @@ def _largest_difference(found: Sequence[torch.Tensor], wanted: Sequence[torch.Te
 
 def parity(recorder: Recorder, *, is_tiny: bool) -> None:
     """One call for all documents, and a call for each, against a call for each in fp32."""
+    with recorder.record("the choice for bf16 models by their device") as values:
+        for config in (QWEN2_1B, DEEPSEEK_V2_LITE):
+            hf_config = AutoConfig.for_model(**config)
+            is_packed = packs_documents("sdpa", hf_config, device=device().type, precision="bf16")
+            values[str(config["model_type"])] = "varlen" if is_packed else "by document"
     lengths = _TINY_LENGTHS if is_tiny else _LENGTHS
     window = 4 if is_tiny else 128
     for name, heads in HEADS.items():
@@ -144,17 +152,18 @@ def speed(recorder: Recorder, *, is_tiny: bool) -> None:
                 for kind in (False, True):
                     if kind and device().type == "cpu":
                         raise SkippedError("the kernel for all documents runs on GPUs alone")
-                    seconds = median_seconds(partial(_run, inputs, is_packed=kind), repeats=10)
-                    values["varlen ms" if kind else "by document ms"] = seconds * 1e3
-                    values["varlen TFLOP/s" if kind else "by document TFLOP/s"] = (
-                        heads.operations * pairs / seconds / 1e12
-                    )
+                    name_of = "varlen" if kind else "by document"
+                    work = partial(_run, inputs, is_packed=kind)
+                    seconds = median_seconds(work, repeats=10)
+                    values[f"{name_of} ms"] = seconds * 1e3
+                    values[f"{name_of} TFLOP/s"] = heads.operations * pairs / seconds / 1e12
+                    values[f"{name_of} kernels"] = count_kernels(work)
 
 
 def latent(recorder: Recorder, *, is_tiny: bool) -> None:
     """The kernels for values narrower than keys (192 and 128 columns) in one document: time and difference from fp32.
 
-    `chosen` is what the package takes.
+    The package takes `padded` on GPUs (model/narrow_values.py).
     """
     heads = Heads(2, 2, 24, 16) if is_tiny else HEADS["latent 16B"]
     for tokens in (16,) if is_tiny else (512, 4096, 16384):

@@ -1,6 +1,5 @@
 """The head's loss, routed experts and four-bit weights on a GPU: whether their kernels agree, and their times."""
 
-import warnings
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bench.gpu.machine import device, median_seconds
+from bench.gpu.machine import count_waits, device, median_seconds
 from bench.gpu.models import DEEPSEEK_V2_LITE, tiny
 from bench.gpu.results import Recorder, SkippedError, check_limit
 from ds_finetune.auto_configs import AutoConfig
@@ -71,7 +70,9 @@ def experts(recorder: Recorder, *, is_tiny: bool) -> None:
             found = _forward_and_backward(layer, few)
             error = max(float((a.float() - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True))
             check_limit(values, "difference", error, limit=1e-4 if dtype == torch.float32 else 5e-2)
-            values["waits for the GPU"] = _count_waits(layer, given)
+            with count_waits() as waits:
+                _forward_and_backward(layer, given)
+            values["waits for the GPU"] = waits[0] if waits else None
             seconds = median_seconds(partial(_forward_and_backward, layer, given), repeats=5)
             active = config["num_experts_per_tok"] + config["n_shared_experts"]
             flops = 6 * 3 * config["hidden_size"] * config["moe_intermediate_size"] * active * tokens
@@ -105,20 +106,6 @@ def _forward_and_backward(layer: nn.Module, hidden: torch.Tensor) -> list[torch.
     out = layer(given)
     out = out[0] if isinstance(out, tuple) else out
     return [out.detach(), *torch.autograd.grad(out, [given, *trained], torch.ones_like(out))]
-
-
-def _count_waits(layer: nn.Module, hidden: torch.Tensor) -> int | None:
-    """Operations of forward and backward that wait for the GPU; None on a CPU."""
-    if device().type == "cpu":
-        return None
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            _forward_and_backward(layer, hidden)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    return sum("synchroniz" in str(warning.message) for warning in caught)
 
 
 def four_bit(recorder: Recorder, *, is_tiny: bool) -> None:

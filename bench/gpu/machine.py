@@ -4,7 +4,9 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -46,6 +48,35 @@ def _version(name: str) -> str:
         return version(name)
     except PackageNotFoundError:
         return "not installed"
+
+
+def count_kernels(work: Callable[[], object]) -> int | None:
+    """Kernels that `work` starts on the GPU; None on a CPU."""
+    if device().type == "cpu":
+        return None
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        work()
+        torch.cuda.synchronize()
+    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
+
+
+@contextmanager
+def count_waits() -> Iterator[list[int]]:
+    """While this is open, operations that wait for the GPU are counted; the number is appended at the end, but on a
+    CPU.
+    """
+    found: list[int] = []
+    if device().type == "cpu":
+        yield found
+        return
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield found
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    found.append(sum("synchroniz" in str(warning.message) for warning in caught))
 
 
 def median_seconds(work: Callable[[], object], *, repeats: int) -> float:

@@ -85,8 +85,8 @@ DEEPSEEK_V2_LITE: Config = {
 """DeepSeek-V2-Lite, without the extension of its positions: 15.7 B parameters, of which a token uses 2.7 B."""
 
 _TINY: Config = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
+    "hidden_size": 64,
+    "intermediate_size": 128,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,

@@ -29,17 +29,14 @@ def _kernels(module: str, function: str, recorder: Recorder, folder: Path, *, is
     getattr(import_module(f"bench.gpu.{module}"), function)(recorder, is_tiny=is_tiny)
 
 
-def _train(function: str, argument: object, recorder: Recorder, folder: Path, *, is_tiny: bool) -> None:
-    from bench.gpu import training
+def _files(  # noqa: PLR0913 - what it calls, and what it calls it with
+    module: str, function: str, argument: object, recorder: Recorder, folder: Path, *, is_tiny: bool
+) -> None:
+    """A function of this package that writes to a folder."""
+    from importlib import import_module
 
     given = () if argument is None else (argument,)
-    getattr(training, function)(recorder, folder, *given, is_tiny=is_tiny)
-
-
-def _checks(function: str, recorder: Recorder, folder: Path, *, is_tiny: bool) -> None:
-    from bench.gpu import checks
-
-    getattr(checks, function)(recorder, folder, is_tiny=is_tiny)
+    getattr(import_module(f"bench.gpu.{module}"), function)(recorder, folder, *given, is_tiny=is_tiny)
 
 
 def _kernel(name: str, module: str, function: str, seconds: int) -> Part:
@@ -47,7 +44,11 @@ def _kernel(name: str, module: str, function: str, seconds: int) -> Part:
 
 
 def _run(name: str, function: str, seconds: int, argument: object = None) -> Part:
-    return Part(name, partial(_train, function, argument), seconds)
+    return Part(name, partial(_files, "throughput", function, argument), seconds)
+
+
+def _check(name: str, module: str, function: str, seconds: int) -> Part:
+    return Part(name, partial(_files, module, function, None), seconds)
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,11 @@ _PARTS: dict[str, tuple[Part, ...]] = {
         _kernel("four-bit", "layers", "four_bit", 60),
     ),
     "correctness": (
-        Part("tests", partial(_checks, "gpu_tests"), 120),
-        _run("variants", "variants", 300),
-        Part("selftest", partial(_checks, "run_selftest"), 300),
+        _check("tests", "checks", "gpu_tests", 120),
+        _check("variants", "comparisons", "variants", 300),
+        _check("waits", "comparisons", "waits", 120),
+        _check("checkpoint", "comparisons", "checkpoint", 120),
+        _check("selftest", "checks", "run_selftest", 300),
     ),
     "throughput": (
         _run("full-1.5b", "throughput", 180, "full 1.5B"),

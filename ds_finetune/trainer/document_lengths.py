@@ -1,5 +1,5 @@
 """Refuses documents in which a model with an indexer (DeepSeek sparse attention) would attend to other tokens here than
-as it is published.
+as it is published, and answers that would go beyond a model's positions.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,6 +11,7 @@ from ds_finetune.config.schema import OWN_ATTENTIONS, RunConfig
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.stream import StreamedRows
 from ds_finetune.errors import ConfigError, DataError
+from ds_finetune.model.encoder import max_positions
 from ds_finetune.model.indexed_attention import longest_document
 from ds_finetune.model.model_plan import ModelPlan
 
@@ -104,13 +105,31 @@ def _check_documents(key: str, rows: PreparedRows, limit: DocumentLimit) -> None
         )
 
 
+def check_answers_fit(config: RunConfig, model: ModelPlan, held_out: Mapping[str, PreparedRows]) -> None:
+    """ConfigError where a held-out prompt with its answer may have more tokens than the model has positions."""
+    generate, allowed = config.eval.generate, max_positions(model.hf_config)
+    for name, rows in held_out.items():
+        longest = _longest_prompt(config, rows)
+        if allowed and longest and longest + generate.max_new_tokens > allowed:
+            raise ConfigError(
+                f"eval.generate: a prompt of {longest} tokens in {name} and max_new_tokens {generate.max_new_tokens} "
+                f"are more than the {allowed} positions of {config.model.path}",
+                hint=f"set eval.generate.max_new_tokens to {allowed - longest} or less"
+                if longest < allowed
+                else "leave eval.generate out",
+            )
+
+
+def _longest_prompt(config: RunConfig, rows: PreparedRows) -> int:
+    """Tokens of the longest prompt that is answered; 0 where none is."""
+    number = config.eval.generate.prompts
+    return max((len(prompt) for prompt, _ in rows.prompts_and_answers(number)), default=0) if number else 0
+
+
 def _check_prompts(config: RunConfig, name: str, rows: PreparedRows, limit: DocumentLimit) -> None:
     """ConfigError where a prompt with its answer may become too long."""
-    generate = config.eval.generate
-    if not generate.prompts:
-        return
-    longest = max((len(prompt) for prompt, _ in rows.prompts_and_answers(generate.prompts)), default=0)
-    if longest + generate.max_new_tokens > limit.tokens:
+    generate, longest = config.eval.generate, _longest_prompt(config, rows)
+    if longest and longest + generate.max_new_tokens > limit.tokens:
         raise ConfigError(
             f"eval.generate: a prompt of {longest} tokens in {name} and max_new_tokens {generate.max_new_tokens} are "
             f"more than index_topk {limit.tokens}, and sparse attention {limit.reason} is not tested",

@@ -43,7 +43,7 @@ from ds_finetune.plan.packed_attention import attention_lines
 from ds_finetune.plan.plan import Plan
 from ds_finetune.schedule import Duration
 from ds_finetune.trainer.distillation import check_teacher_tokens, open_scores, teacher_digest, teacher_lines
-from ds_finetune.trainer.document_lengths import check_lengths
+from ds_finetune.trainer.document_lengths import check_answers_fit, check_lengths
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,7 @@ def read_inputs(config: RunConfig, model: ModelPlan) -> RunInputs:
         for name, paths in config.data.held_out_sets.items()
     }
     check_lengths(config, model, train, held_out)
+    check_answers_fit(config, model, held_out)
     for rows in (train, *held_out.values()):
         check_padding(rows, model, tokenizer)
     held_out_notes = [note for rows in held_out.values() for note in rows.notes]

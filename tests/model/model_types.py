@@ -69,8 +69,8 @@ DeepSeek sparse attention (`deepseek_v32`, `glm_moe_dsa`) attends to all of a do
 (2,048 in the published models), and in longer ones to the tokens that an indexer chooses. The indexer is
 [trained](../how-to/sparse-attention.md) where the run file says so, and otherwise exported as it was; it is never
 adapted. With `train.max_seq_len` up to `index_topk` an indexer that is not trained is not run. Longer documents, but
-not rows, are refused before step 1 with another `model.attention` than `sdpa`, in teachers, and where a pipeline stage
-of GLM begins with a layer without an indexer. There is no ONNX graph. In bf16 runs the indexer's `weights_proj` is bf16
+not rows, are refused before step 1 with `model.attention: eager`, in teachers, and where a pipeline stage of GLM
+begins with a layer without an indexer. There is no ONNX graph. In bf16 runs the indexer's `weights_proj` is bf16
 as published, by a comment in DeepSeek's own code for V3.2; transformers 5.23 keeps it in fp32 for fp16 alone.
 
 Router biases (`e_score_correction_bias`, `expert_bias`) stay fp32 in every type. A balance loss that a config asks for

@@ -9,7 +9,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
-from ds_finetune.model.activation_offload import Arrival, CudaTransfer, PlainTransfer, offload_layer_inputs
+from ds_finetune.model.activation_offload import (
+    Arrival,
+    CudaTransfer,
+    LayerInputOffload,
+    PlainTransfer,
+    offload_layer_inputs,
+)
 from ds_finetune.plan.activations import check_model_type
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.world import World
@@ -84,6 +90,16 @@ def test_the_next_input_is_on_its_way_while_a_layer_is_computed() -> None:
     assert transfer.moves == ["begin", "wait", "begin", "wait", "begin", "wait"]
     assert transfer.on_the_way == 0
     assert transfer.most_on_the_way == 1
+
+
+def test_other_arguments_of_a_layer_stay_where_they_are() -> None:
+    transfer = SlowTransfer()
+    offload = LayerInputOffload(transfer, layers=2)
+    hidden, weight = torch.randn(3, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    out = offload.checkpoint(0, lambda given, other: (given @ other).square(), hidden, weight)
+    out.sum().backward()
+    assert transfer.sent == [(3, 4)]
+    assert torch.allclose(weight.grad, 2 * hidden.T @ (hidden @ weight))
 
 
 def test_nothing_is_kept_of_a_forward_without_a_backward() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ds_finetune.cli.main import exit_process
 from ds_finetune.config.schema import RunConfig
@@ -23,6 +24,7 @@ from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.model.activation_offload import LayerInputOffload
 from ds_finetune.model.model_plan import ModelPlan
+from ds_finetune.model.tiled_mlp import tiled_modules
 from ds_finetune.plan.activations import mlp_tiles
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.selftest.cells import Cell, run_tree
@@ -68,17 +70,28 @@ def _run(plan: Plan, model: ModelPlan) -> dict[str, Any]:
         weights |= {name: tensor.clone() for name, tensor in engine.adapters() if tensor is not None}
         if plan.activation_offload:
             _check_offload(engine.lm)
+        if model.mlp_tiles > 1 and plan.zero_stage == 3:
+            _check_one_gather(engine.lm)
         return asdict(steps) | {"weights": weights}
 
 
 def _check_offload(lm: torch.nn.Module) -> None:
     """Every input that left, but those of forwards without a backward, came back."""
-    functions = [getattr(module, "_gradient_checkpointing_func", None) for module in lm.modules()]
-    offloads = {id(each): each for each in (getattr(getattr(f, "func", None), "__self__", None) for f in functions)}
-    (offload,) = [each for each in offloads.values() if isinstance(each, LayerInputOffload)]
+    layers: list[Any] = [module for module in lm.modules() if isinstance(module, GradientCheckpointingLayer)]
+    (offload,) = {layer._gradient_checkpointing_func.func.__self__ for layer in layers}
+    assert isinstance(offload, LayerInputOffload)
     assert offload.num_stored == offload.num_fetched, (offload.num_stored, offload.num_fetched)
-    layers = sum(f is not None for f in functions)
-    assert offload.num_stored or layers == 1
+    assert offload.num_stored or len(layers) == 1
+
+
+def _check_one_gather(lm: torch.nn.Module) -> None:
+    """DeepSpeed gathers the weights of a tiled MLP with the module itself: those within it have no hooks of their own.
+
+    It numbers the modules that it hooks (DeepSpeed 0.19.8, zero/parameter_offload.py:345).
+    """
+    within = [module for mlp in tiled_modules(lm) for module in mlp.modules() if module is not mlp]
+    assert all(hasattr(mlp, "ds_id") for mlp in tiled_modules(lm))
+    assert not any(hasattr(module, "ds_id") for module in within)
 
 
 if __name__ == "__main__":

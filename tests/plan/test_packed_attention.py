@@ -1,5 +1,6 @@
 """Which kernel packed rows get, and what is refused where the run file names one."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from ds_finetune.plan.packed_attention import (
     head_widths,
     varlen_problem,
 )
+from tests.running import start, tiny_task
 
 V3 = {"model_type": "deepseek_v3", "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 LLAMA = {"model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32, "head_dim": None}
@@ -122,3 +124,18 @@ def test_every_family_tells_the_widths_of_its_heads() -> None:
         if family.tiny_models is not None:
             tree = AutoConfig.for_model(family.built_as or name, **family.tiny_models.config).to_dict()
             assert head_widths(tree).widest > 0, name
+
+
+def test_commands_refuse_before_they_start(tmp_path: Path) -> None:
+    run_file = str(tiny_task(tmp_path, model={"attention": "varlen"}))
+    planned = start(["ds-finetune", "plan", run_file, "--dry-run", "--gpus", "1"])
+    assert planned.returncode == 2
+    assert "train.precision fp32, and the kernel computes in bf16 and fp16" in planned.stderr
+    assert "set model.attention: sdpa" in planned.stderr
+    planned = start(["ds-finetune", "plan", run_file, "--dry-run", "--gpus", "1", "train.precision=bf16"])
+    assert planned.returncode == 0, planned.stderr
+    assert "one call for all documents" in planned.stdout
+    trained = start(["ds-finetune", "train", run_file, "train.precision=bf16"])
+    assert trained.returncode == 2
+    assert "model.attention varlen on device cpu: its kernel runs on GPUs alone" in trained.stderr
+    assert not (tmp_path / "run").exists()

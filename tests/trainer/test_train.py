@@ -322,6 +322,21 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"train": {"max_seq_len": 4096}},
         "train.max_seq_len 4096 is more than the 512 positions",
     ),
+    "answers too long for the model": (
+        None,
+        {"eval": {"generate": {"prompts": 2, "max_new_tokens": 512}}},
+        "and max_new_tokens 512 are more than the 512 positions",
+    ),
+    "context that the positions do not allow": (
+        lambda f: _change_model(f, rope_scaling={"rope_type": "linear", "factor": 2.0}),
+        {"model": {"context": 1024}},
+        "model.context 1024 is more than the 512 positions of the model, and its rotary scaling (linear)",
+    ),
+    "offload without a device": (
+        None,
+        {"train": {"activation_checkpointing": True, "activation_offload": True}},
+        "with device cpu",
+    ),
     "vocabulary": (
         lambda f: _change_model(f, vocab_size=50),
         {},

@@ -1,0 +1,99 @@
+"""How fast models of real shapes train on one GPU, how large they may be and how long their documents."""
+
+from pathlib import Path
+
+import psutil
+import torch
+
+from bench.gpu.machine import device
+from bench.gpu.models import (
+    DEEPSEEK_V2_LITE,
+    QWEN2_1B,
+    QWEN2_7B,
+)
+from bench.gpu.results import Recorder
+from bench.gpu.training import BY_DOCUMENT, OPTIMIZER_ON_HOST, Sections, TrainingRun, deepspeed, measure
+from ds_finetune.plan.model_shape import Shape
+
+_LORA: Sections = {"lora": {"rank": 16}}
+THROUGHPUT = {
+    "full 1.5B": TrainingRun(QWEN2_1B, 4096, rows=16, micro_rows=4, steps=7),
+    "full 1.5B, no recomputation": TrainingRun(
+        QWEN2_1B, 4096, rows=16, micro_rows=1, steps=7, sections={"train": {"activation_checkpointing": False}}
+    ),
+    "full 1.5B, attention by document": TrainingRun(
+        QWEN2_1B, 4096, rows=16, micro_rows=4, steps=5, model_section=BY_DOCUMENT
+    ),
+    "LoRA 7B": TrainingRun(QWEN2_7B, 4096, rows=8, micro_rows=2, steps=7, sections=_LORA),
+    "LoRA 7B in four bits": TrainingRun(
+        QWEN2_7B,
+        4096,
+        rows=8,
+        micro_rows=2,
+        steps=5,
+        sections={"lora": {"rank": 16, "quantize": "nf4"}},
+        needs="bitsandbytes",
+    ),
+    "LoRA 16B of experts": TrainingRun(DEEPSEEK_V2_LITE, 4096, rows=8, micro_rows=2, steps=6, sections=_LORA),
+}
+"""Runs of real shapes, by name."""
+
+
+def throughput(recorder: Recorder, folder: Path, name: str, *, is_tiny: bool) -> None:
+    """Tokens a second, memory and MFU of a run of THROUGHPUT."""
+    run = THROUGHPUT[name]
+    measure(recorder, name, run.tiny() if is_tiny else run, folder)
+
+
+def longest(recorder: Recorder, folder: Path, tokens: int, *, is_tiny: bool) -> None:
+    """One document of `tokens` tokens a step, full fine-tune of 1.5 B, with activations on the host and tiles."""
+    is_gpu = device().type == "cuda"
+    sections: Sections = {"train": {"tiled_mlp": True, **({"activation_offload": True} if is_gpu else {})}}
+    # A step of more takes minutes.
+    steps = 2 if tokens <= 131_072 else 1
+    run = TrainingRun(QWEN2_1B, tokens, rows=1, steps=steps, is_one_document=True, sections=sections)
+    measure(recorder, f"{tokens:,} tokens", run.tiny() if is_tiny else run, folder)
+
+
+def offload(recorder: Recorder, folder: Path, share: float, *, is_tiny: bool) -> None:
+    """Full fine-tune with the optimizer on the host of `share` of the layers of the 7B shape that memory has room for;
+    of less than all where the run of more has failed.
+    """
+    has_succeeded = any(record["result"] == "ok" for record in recorder.file.read()["records"])
+    if share < 1 and has_succeeded and not is_tiny:
+        return
+    layers = 1 if is_tiny else max(1, round(layers_that_fit(folder) * share))
+    model = {**QWEN2_7B, "num_hidden_layers": layers}
+    # A CPU has no memory to offload to.
+    sections = OPTIMIZER_ON_HOST if device().type == "cuda" else deepspeed(stage=2, has_torch_adam=True)
+    run = TrainingRun(model, 4096, rows=4, micro_rows=2, steps=3, sections=sections)
+    name = f"full {Shape.of(model).total_params / 1e9:.1f}B: {layers} layers of the 7B shape"
+    measure(recorder, name, run.tiny() if is_tiny else run, folder)
+
+
+_HOST_SHARE, _GPU_SHARE = 0.85, 0.8
+"""Shares of the memory that the planned state may take; buffers and activations take the rest."""
+
+
+def layers_that_fit(folder: Path) -> int:
+    """Layers of the 7B shape whose planned state fits into the host's and the GPU's memory."""
+    rooms = {
+        "cpu": psutil.virtual_memory().total * _HOST_SHARE,
+        "cuda": torch.cuda.get_device_properties(0).total_memory * _GPU_SHARE,
+    }
+    few, more = (planned_bytes(layers, folder) for layers in (4, 8))
+    growth = {place: (more[place] - few[place]) / 4 for place in rooms}
+    return int(min(4 + (room - few[place]) / growth[place] for place, room in rooms.items()))
+
+
+def planned_bytes(layers: int, folder: Path) -> dict[str, float]:
+    """Bytes of the state of that many layers of the 7B shape with the optimizer on the host, by place: cpu and cuda."""
+    from ds_finetune.trainer.dry_run import plan_run
+
+    model = {**QWEN2_7B, "num_hidden_layers": layers}
+    run = TrainingRun(model, 4096, rows=1, steps=1, sections=OPTIMIZER_ON_HOST)
+    estimate = plan_run(run.config(folder / "fit"), gpus=1).estimate
+    found = {"cpu": 0.0, "cuda": 0.0}
+    for name, size in estimate.state_bytes.items():
+        found[estimate.places[name]] += size
+    return found
