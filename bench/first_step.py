@@ -42,7 +42,7 @@ def main() -> None:
         found: dict[str, list[tuple[float, float]]] = {candidate: [] for candidate in commands}
         for turn in range(asked.rounds + 1):
             for candidate, (command, mark) in commands.items():
-                took = first_step(command, mark)
+                took = first_step([word.format(turn=turn) for word in command], mark)
                 found[candidate] += [took] if turn else []
     for index, what in enumerate(("seconds", "CPU seconds")):
         medians = [statistics.median(each[index] for each in rounds) for rounds in found.values()]
@@ -61,6 +61,7 @@ def prepare(asked: argparse.Namespace, folder: Path) -> dict[str, tuple[list[str
     run_file = folder / "run.yaml"
     run_file.write_text(json.dumps(tree | {"output_dir": str(folder / "run")}))
     ours = [sys.executable, str(ROOT / "ds_finetune" / "train.py"), str(run_file)]
+    ours.append(f"output_dir={folder}/run{{turn}}")
     peer = [sys.executable, str(PEER), str(asked.model), str(folder / "rows"), str(ROWS), str(folder / "peer")]
     subprocess.run([*peer, "--save", str(run_file)], check=True, cwd=ROOT, env=environ())
     return {"ds_finetune": (ours, "step 1/1"), "transformers' Trainer": (peer, "first step done")}

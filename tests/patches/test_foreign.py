@@ -352,6 +352,20 @@ def test_mlflow_is_kept_from_deepspeeds_tuner_alone(monkeypatch: pytest.MonkeyPa
         find_spec("mlflow")
 
 
+def test_muons_functions_are_compiled_when_they_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+    monkeypatch.setattr(torch, "compile", lambda function: given.append(function) or function)
+    call = deepspeed_import.compiled_at_first_call(without)
+    assert not given
+    engine = call(Engine(1), "reduced")
+    assert given == [without]
+    assert call(engine, "optimizer") is engine
+    assert given == [without]
+    deepspeed_import.import_without_compiler()
+    spec = find_spec("deepspeed.runtime.zero.muon.original_muon")
+    assert type(spec and spec.loader).__name__ == "_MuonLoader"
+
+
 def test_attention_is_registered_with_its_mask() -> None:
     transformers_attention.register_attention("of a test", no_parameters)
     assert AttentionInterface()["of a test"] is no_parameters
