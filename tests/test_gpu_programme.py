@@ -11,13 +11,17 @@ from typing import Any
 import pytest
 
 from bench.gpu.__main__ import main
+from bench.gpu.comparisons import VARIANTS
 from bench.gpu.models import DEEPSEEK_V2_LITE, QWEN2_1B, QWEN2_7B
 from bench.gpu.results import Recorder, ResultFile, SkippedError, check_limit
 from bench.gpu.slices import SLICES, Part, Slice
 from bench.gpu.supervise import note_end, run_part, run_slice
 from bench.gpu.table import tables
-from bench.gpu.training import TrainingRun, flops_per_token
+from bench.gpu.throughput import THROUGHPUT
+from bench.gpu.training import BY_DOCUMENT, TrainingRun, flops_per_token
 from ds_finetune.plan.model_shape import Shape
+from ds_finetune.trainer.dry_run import plan_run
+from ds_finetune.units import GIB
 from tests.conftest import ROOT
 from tests.running import start
 
@@ -42,6 +46,19 @@ def test_shapes_are_those_of_the_models_that_they_are_named_after() -> None:
     assert billions == {"1": pytest.approx(1.777, abs=1e-3), "7": pytest.approx(7.616, abs=1e-3)}
     experts = Shape.of(dict(DEEPSEEK_V2_LITE))
     assert experts.total_params / 1e9 == pytest.approx(15.706, abs=1e-3)
+
+
+def test_every_run_of_real_size_is_planned_for_a_gpu(tmp_path: Path) -> None:
+    """Those with adapters would write their base first; their rehearsal shows that they run."""
+    runs = {variant.name: variant.run for variant in VARIANTS} | THROUGHPUT
+    for number, (name, run) in enumerate(runs.items()):
+        if "lora" in (run.sections or {}):
+            continue
+        planned = plan_run(run.config(tmp_path / str(number)), gpus=1)
+        assert planned.estimate.gpu_bytes < 70 * GIB, name
+        assert dict(planned.lines)["attention"].startswith("a call for each") == (
+            run.precision == "fp32" or run.model_section == BY_DOCUMENT
+        ), name
 
 
 def test_adapters_need_four_flops_for_a_frozen_weight() -> None:

@@ -11,7 +11,7 @@ from bench.gpu.models import (
     QWEN2_1B,
 )
 from bench.gpu.results import Recorder, SkippedError, check_limit
-from bench.gpu.training import BY_DOCUMENT, OPTIMIZER_ON_HOST, Sections, TrainingRun, deepspeed
+from bench.gpu.training import BY_DOCUMENT, OPTIMIZER_ON_HOST, SUPEROFFLOAD, ZENFLOW, Sections, TrainingRun, deepspeed
 from ds_finetune.data.batches import Batch
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.results import StepResult
@@ -21,6 +21,8 @@ from ds_finetune.units import GIB
 
 _MOST_WAITS = 3
 """Operations of a step that may wait for the GPU."""
+_INEXACT = 2e-2
+"""Difference of a loss, relative, that options may have which cannot equal the plain loop."""
 _ALL_ON_HOST: Sections = {"deepspeed": "ds_configs/zero3_offload.json"}
 _MIDDLE = {**QWEN2_1B, "num_hidden_layers": 2, "vocab_size": 4096}
 _BASE = TrainingRun(_MIDDLE, 512, rows=4, micro_rows=2, steps=4)
@@ -38,7 +40,7 @@ class Variant:
     base: TrainingRun = _BASE
 
 
-_MOE = replace(_BASE, model={**DEEPSEEK_V2_LITE, "num_hidden_layers": 3, "vocab_size": 4096})
+_MOE = replace(_BASE, model={**DEEPSEEK_V2_LITE, "num_hidden_layers": 3, "n_routed_experts": 16, "vocab_size": 4096})
 VARIANTS = (
     Variant("attention by document", replace(_BASE, model_section=BY_DOCUMENT), needs_gpu=False),
     Variant("latent attention by document", replace(_MOE, model_section=BY_DOCUMENT), 5e-3, base=_MOE),
@@ -57,6 +59,8 @@ VARIANTS = (
     Variant("DeepSpeed's FusedAdam", replace(_BASE, sections=deepspeed(stage=1))),
     Variant("optimizer on the host", replace(_BASE, sections=OPTIMIZER_ON_HOST)),
     Variant("optimizer and weights on the host", replace(_BASE, sections=_ALL_ON_HOST)),
+    Variant("ZenFlow, inexact", replace(_BASE, micro_rows=4, sections=ZENFLOW), _INEXACT),
+    Variant("SuperOffload, inexact", replace(_BASE, sections=SUPEROFFLOAD), _INEXACT),
 )
 """Choices that change how a step is computed, and not what."""
 

@@ -85,7 +85,13 @@ _PARTS: dict[str, tuple[Part, ...]] = {
         _run("lora-7b-four-bit", "throughput", 180, "LoRA 7B in four bits"),
     ),
     "experts": (_run("lora-16b", "throughput", 240, "LoRA 16B of experts"),),
-    "offload": (_run("offload", "offload", 420, 1.0), _run("offload-less", "offload", 300, 0.75)),
+    "offload": (
+        _run("offload", "offload", 420, 1.0),
+        _run("offload-less", "offload", 300, 0.75),
+        _run("offload-1.5b", "throughput", 120, "full 1.5B, optimizer on the host"),
+        _run("superoffload-1.5b", "throughput", 120, "full 1.5B, SuperOffload, inexact"),
+        _run("zenflow-1.5b", "throughput", 120, "full 1.5B, ZenFlow, inexact"),
+    ),
     "longest": tuple(
         _run(f"tokens-{tokens}", "longest", 400, tokens) for tokens in (65_536, 131_072, 262_144, 524_288)
     ),

@@ -12,10 +12,26 @@ from bench.gpu.models import (
     QWEN2_7B,
 )
 from bench.gpu.results import Recorder
-from bench.gpu.training import BY_DOCUMENT, OPTIMIZER_ON_HOST, Sections, TrainingRun, deepspeed, measure
+from bench.gpu.training import (
+    BY_DOCUMENT,
+    OPTIMIZER_ON_HOST,
+    SUPEROFFLOAD,
+    ZENFLOW,
+    Sections,
+    TrainingRun,
+    deepspeed,
+    measure,
+)
 from ds_finetune.plan.model_shape import Shape
 
 _LORA: Sections = {"lora": {"rank": 16}}
+
+
+def _offloaded(sections: Sections) -> TrainingRun:
+    """One forward a step, as ZenFlow needs it."""
+    return TrainingRun(QWEN2_1B, 4096, rows=4, micro_rows=4, steps=7, sections=sections, needs_gpu=True)
+
+
 THROUGHPUT = {
     "full 1.5B": TrainingRun(QWEN2_1B, 4096, rows=16, micro_rows=4, steps=7),
     "full 1.5B, no recomputation": TrainingRun(
@@ -34,6 +50,9 @@ THROUGHPUT = {
         sections={"lora": {"rank": 16, "quantize": "nf4"}},
         needs="bitsandbytes",
     ),
+    "full 1.5B, optimizer on the host": _offloaded(OPTIMIZER_ON_HOST),
+    "full 1.5B, ZenFlow, inexact": _offloaded(ZENFLOW),
+    "full 1.5B, SuperOffload, inexact": _offloaded(SUPEROFFLOAD),
     "LoRA 16B of experts": TrainingRun(DEEPSEEK_V2_LITE, 4096, rows=8, micro_rows=2, steps=6, sections=_LORA),
 }
 """Runs of real shapes, by name."""

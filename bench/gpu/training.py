@@ -36,6 +36,24 @@ BY_DOCUMENT: Sections = {"attention": "by_document"}
 OPTIMIZER_ON_HOST: Sections = {"deepspeed": "ds_configs/zero2_offload.json"}
 
 
+_ON_HOST = {"device": "cpu", "pin_memory": True}
+ZENFLOW: Sections = {
+    "deepspeed": {
+        "zero_optimization": {
+            "stage": 2,
+            "offload_optimizer": _ON_HOST,
+            "zenflow": {"select_strategy": "step", "select_interval": 16, "update_interval": 4},
+        }
+    },
+    "inexact": ["zenflow"],
+}
+SUPEROFFLOAD: Sections = {
+    "deepspeed": {"zero_optimization": {"stage": 3, "offload_optimizer": {**_ON_HOST, "super_offload": True}}},
+    "inexact": ["superoffload"],
+}
+"""Both save no checkpoints (docs/how-to/inexact-options.md)."""
+
+
 def deepspeed(*, stage: int, has_torch_adam: bool = False) -> Sections:
     """The section `deepspeed`; torch's AdamW needs no compiler."""
     optimizer = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}} if has_torch_adam else {}
@@ -60,6 +78,7 @@ class TrainingRun:
     """Further keys of its section `model`."""
     needs: str = ""
     """A module without which it is skipped."""
+    needs_gpu: bool = False
 
     def tiny(self) -> "TrainingRun":
         """The same on a tiny model, for rehearsals."""
@@ -129,6 +148,8 @@ def measure(recorder: Recorder, name: str, run: TrainingRun, folder: Path) -> No
     with recorder.record(name) as values:
         if run.needs and find_spec(run.needs) is None:
             raise SkippedError(f"{run.needs} is not installed")
+        if run.needs_gpu and device().type == "cpu":
+            raise SkippedError("needs a GPU")
         began = time.perf_counter()
         config = run.config(folder)
         records = _train(config)

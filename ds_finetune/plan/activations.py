@@ -12,8 +12,18 @@ _TESTED = tuple(name for name, family in FAMILIES.items() if family.tiny_models 
 """Model types with which tests compare these settings."""
 
 
-def check_activation_offload(config: RunConfig, *, device: str) -> None:
-    """ConfigError where the inputs of layers are in host memory anyway."""
+def check_activations(config: RunConfig, *, device: str) -> None:
+    """ConfigError where the inputs of layers are in host memory anyway, or no test covers a setting with another."""
+    quantize = config.lora.quantize if config.lora is not None else None
+    others = (
+        ("mtp.train true", config.mtp.train),
+        ("indexer.train true", config.indexer.train),
+        (f"lora.quantize {quantize}", quantize is not None),
+    )
+    for key in ("activation_offload", "tiled_mlp"):
+        for other, is_set in others:
+            if is_set and getattr(config.train, key):
+                raise ConfigError(f"train.{key} true with {other} is not tested", hint=f"leave train.{key} out")
     if config.train.activation_offload and device == "cpu":
         raise ConfigError(
             f"train.activation_offload true with device {device}: activations are in host memory already",

@@ -7,7 +7,7 @@ from typing import Any
 
 from ds_finetune.config.schema import CheckpointConfig, RunConfig
 from ds_finetune.errors import ConfigError
-from ds_finetune.plan.activations import check_activation_offload
+from ds_finetune.plan.activations import check_activations
 from ds_finetune.plan.batch import accumulation_steps
 from ds_finetune.plan.combinations import check_layout, check_lora
 from ds_finetune.plan.deepspeed_choice import check_accelerate_agrees, choose_deepspeed
@@ -203,7 +203,7 @@ def make_plan(config: RunConfig, *, world: World, device: str, accelerate: Accel
     """
     check_watchdog_before_torch_timeout(config.watchdog)
     check_objective(config)
-    check_activation_offload(config, device=device)
+    check_activations(config, device=device)
     check_device(config.model, device=device)
     check_profiled_ranks(config, world_size=world.world_size)
     mesh = Mesh.of(config.parallel, world_size=world.world_size, rank=world.rank)

@@ -145,6 +145,21 @@ def test_a_cpu_has_nothing_to_offload() -> None:
     assert ("activations", "inputs of recomputed layers in host memory") in plan.decisions
 
 
+@pytest.mark.parametrize("key", ["activation_offload", "tiled_mlp"])
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({"mtp": {"train": True}}, r"mtp\.train true"),
+        ({"indexer": {"train": True}}, r"indexer\.train true"),
+        ({"lora": {"quantize": "nf4"}}, r"lora\.quantize nf4"),
+    ],
+)
+def test_what_no_test_covers_is_refused(key: str, section: dict[str, Any], said: str) -> None:
+    tree = _run(**{key: True}).model_dump(by_alias=True) | section
+    with pytest.raises(ConfigError, match=rf"train\.{key} true with {said} is not tested"):
+        make_plan(RunConfig.model_validate(tree), world=World(0, 1, 0, 1, "a test"), device="cuda")
+
+
 def test_types_without_a_comparison_are_refused() -> None:
     with pytest.raises(ConfigError, match="activation_offload true of model_type gemma3_text is not tested"):
         check_model_type(_run(activation_offload=True), {"model_type": "gemma3_text"})

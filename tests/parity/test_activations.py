@@ -1,7 +1,7 @@
 """Inputs of layers on the host change no bit, and tiled MLPs only the order of sums, in every layout."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +32,20 @@ def _row(*axes: str) -> ParallelLayout:
     return next(row for row in TESTED_LAYOUTS if row.axes == set(axes))
 
 
-FIRST = [
-    _case("deepseek_v3", _row("sp", "ep"), 3),
-    _case("llama_deep", _row("pp"), 1),
-]
+def _balanced(row: ParallelLayout, stage: int) -> Case:
+    """With the balance loss and the updates of biases, which read the routers beside the tiles."""
+    return replace(_case("deepseek_v3", row, stage)[0], balances=True), False
+
+
+FIRST = [_case("deepseek_v3", _row("sp", "ep"), 3)]
 """Compared by default."""
 MATRIX = [
+    _case("llama_deep", _row("pp"), 1),
     *(_case("deepseek_v3", PLAIN, stage, has_adapters=True) for stage in PLAIN.stages),
     *(_case("deepseek_v3", row, stage) for row in (PLAIN, *TESTED_LAYOUTS) for stage in row.stages),
     *(_case("llama", row, row.stages[-1]) for row in (PLAIN, *TESTED_LAYOUTS) if row.axes <= {"tp", "sp", "pp"}),
-    *(_case(family, PLAIN, 3) for family in FAMILY_NAMES),
+    *(_case(family, PLAIN, 3) for family in FAMILY_NAMES if family not in ("deepseek_v3", "llama")),
+    *(_balanced(_row(*axes), stage) for axes, stage in ((("ep",), 2), (("sp",), 3), (("pp",), 1))),
     *(_case("llama", PLAIN, stage, has_adapters=True) for stage in PLAIN.stages),
 ]
 

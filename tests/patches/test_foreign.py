@@ -21,7 +21,7 @@ from deepspeed.utils import groups
 from torch import nn
 from torch.utils import cpp_extension
 from torch.utils.file_baton import FileBaton
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
 
 from ds_finetune.errors import DependencyError
@@ -34,6 +34,7 @@ from ds_finetune.patches import (
     deepspeed_import,
     deepspeed_inexact,
     deepspeed_init,
+    deepspeed_waits,
     torch_distributed,
     torch_extensions,
     torch_nn,
@@ -276,6 +277,18 @@ GUARDS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], Any]]
     "attention": (
         lambda patch: patch.setattr(transformers_attention, "flash_attention_mask", no_parameters),
         lambda: transformers_attention.register_attention("a", no_parameters),
+    ),
+    "search for documents": (
+        lambda patch: missing(patch, masking_utils, "find_packed_sequence_indices"),
+        lambda: within(transformers_attention.without_search_for_documents()),
+    ),
+    "norms in 16 bits": (
+        lambda _: None,
+        lambda: deepspeed_waits.HalfPrecisionNorms(Optimizer(), lambda: False),
+    ),
+    "norms of gradients": (
+        lambda _: None,
+        lambda: deepspeed_waits.ZeroNorms(Optimizer(), lambda: False),
     ),
     "4-bit linear modules": (lambda _: None, lambda: bitsandbytes_linear.without_cpu_packing(nn.Module())),
     "datasets offline": (
