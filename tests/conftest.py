@@ -1,6 +1,7 @@
 """Fixtures of more than one test file, the order of the files, and what a test process does not do twice."""
 
 import gc
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from ds_finetune.patches.deepspeed_import import import_without_mlflow
+from tests.forks import ADDRESSES, Forkserver
+from tests.verifying import ADDRESS, verify_in_forks
 
 ROOT = Path(__file__).resolve().parents[1]
 # Started in the background of a script, this process ignores SIGINT, and so would every program that a test starts and
@@ -29,6 +32,14 @@ _LONG = (
     "tests/watchdog",
     "tests/export",
 )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Test processes share the servers that fork."""
+    if getattr(config.option, "numprocesses", None):
+        os.environ.update(
+            {ADDRESSES[is_plain]: Forkserver.get(is_plain=is_plain).address for is_plain in (False, True)}
+        )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -57,6 +68,13 @@ def pytest_collection_finish() -> None:
     """
     gc.enable()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def plain_forks() -> None:
+    """Runs of the tests have their exports verified by forks."""
+    os.environ[ADDRESS] = Forkserver.get(is_plain=True).address
+    verify_in_forks()
 
 
 @pytest.fixture(autouse=True)

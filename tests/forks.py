@@ -9,7 +9,6 @@ and of memory start real ones.
 import atexit
 import contextlib
 import faulthandler
-import functools
 import gc
 import importlib
 import json
@@ -26,9 +25,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from tests.launched import SOCKET, ask
+
 _ROOT = Path(__file__).resolve().parents[1]
-PATIENCE_SECONDS = 120
+PATIENCE_SECONDS = 400
 """For the first fork, before which everything is imported."""
+ADDRESSES = {False: SOCKET, True: "TESTS_PLAIN_FORK_SERVER"}
+"""In the environment: sockets of the fork servers that several test processes share, by whether it is the plain one."""
+PARENT = "{pid of the parent}"
+"""Stands for it among the words of a program."""
 GRACE_SECONDS = 30
 """Between SIGTERM and SIGKILL for the ranks that are left when one has failed, as torchrun does."""
 
@@ -77,36 +82,47 @@ class Forked:
 
 
 class Forkserver:
-    """The process that forks, and what it is asked to run; one for a test session."""
+    """The process that forks, and what it is asked to run; one for a test session, and one that has imported nothing of
+    the package, for what runs without it.
+    """
 
-    _only: ClassVar["Forkserver | None"] = None
+    _made: ClassVar[dict[bool, "Forkserver"]] = {}
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_plain: bool = False) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._asked = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        shared = os.environ.get(ADDRESSES[is_plain])
+        self.address = shared or f"{self._folder.name}/socket"
+        """Where a fork is asked for."""
+        if not shared:
+            self._process = self._started(is_plain=is_plain)
+            atexit.register(self._process.kill)
+
+    def _started(self, *, is_plain: bool) -> "subprocess.Popen[bytes]":
+        """The process, which ends once its standard input closes."""
         environ = os.environ | {
             "DS_ACCELERATOR": "cpu",
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(_ROOT),
             "TOKENIZERS_PARALLELISM": "false",
         }
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.forks"], cwd=_ROOT, env=environ, stdin=subprocess.PIPE, text=True
-        )
-        self._folder = tempfile.TemporaryDirectory()
-        self._asked = 0
-        atexit.register(self._process.kill)
+        environ |= {"HF_HUB_OFFLINE": "1"} if is_plain else {}
+        command = [sys.executable, "-m", "tests.forks", self.address, *(["plain"] if is_plain else [])]
+        return subprocess.Popen(command, cwd=_ROOT, env=environ, stdin=subprocess.PIPE)
 
     @classmethod
-    def get(cls) -> "Forkserver":
-        """The one of this process, started at its first use."""
-        if cls._only is None or cls._only._process.poll() is not None:
-            cls._only = cls()
-        return cls._only
+    def get(cls, *, is_plain: bool = False) -> "Forkserver":
+        """The one of this process, started at its first use, or the one whose address is in the environment."""
+        made = cls._made.get(is_plain)
+        if made is None or (made._process is not None and made._process.poll() is not None):
+            cls._made[is_plain] = cls(is_plain=is_plain)
+        return cls._made[is_plain]
 
     def start(
         self, program: Sequence[str], environ: Mapping[str, str], *, ranks: int, out: Path, err: Path, cwd: Path = _ROOT
     ) -> Forked:
         """Start `ranks` ranks of `program` (0: one process without a launcher's variables), which print to two files."""
-        assert self._process.stdin is not None
         self._asked += 1
         folder = Path(self._folder.name) / str(self._asked)
         folder.mkdir()
@@ -121,8 +137,7 @@ class Forkserver:
             "err": str(err),
         }
         request["cwd"] = str(cwd)
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
+        ask(self.address, request)
         return Forked(folder)
 
     def run(
@@ -164,40 +179,52 @@ _IMPORTED += tuple(
 )
 
 
-def _preload() -> None:
+_IMPORTED_PLAIN = ("torch", "transformers.modeling_utils", "transformers.generation.utils")
+_IMPORTED_PLAIN += tuple(
+    f"transformers.models.{name}" for name in ("auto.modeling_auto", "deepseek_v3.modeling_deepseek_v3")
+)
+
+
+def _preload(names: Sequence[str]) -> None:
     faulthandler.enable()
-    for name in _IMPORTED:
+    for name in names:
         importlib.import_module(name)
     sys.modules["torch"].set_num_threads(1)
-    # DeepSpeed asks for the processor at every start of its Adam for the CPU, and each answer is a process of a second.
-    cpuinfo = importlib.import_module("cpuinfo")
-    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
-    cpuinfo.get_cpu_info()
+    if "deepspeed" in sys.modules:
+        importlib.import_module("ds_finetune.patches.deepspeed_init").ask_for_processor_once()
+        sys.modules["cpuinfo"].get_cpu_info()
+        importlib.import_module("tests.verifying").verify_in_forks()
     gc.collect()
     # Forks share these pages as long as nobody counts or moves what is on them.
     gc.freeze()
 
 
 def _serve() -> None:
-    """Fork what is asked for on standard input, and write down how it ended, until that closes."""
-    _preload()
-    os.set_blocking(0, False)
+    """Fork what is asked for at the socket, and write down how it ended, until standard input closes."""
+    asked = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    asked.bind(sys.argv[1])
+    # Not every session needs forks.
+    select.select([0, asked], [], [])
+    _preload(_IMPORTED_PLAIN if sys.argv[2:] == ["plain"] else _IMPORTED)
     folders: dict[int, Path] = {}
-    asked = b""
     while True:
-        if select.select([0], [], [], 0.01)[0]:
-            given = os.read(0, 1 << 20)
-            if not given:
-                return
-            *lines, asked = (asked + given).split(b"\n")
-            for line in lines:
-                request = json.loads(line)
-                folder = Path(request["folder"])
-                pid = _fork(lambda request=request: _launch(request))
-                folders[pid] = folder
-                _write(folder / "pid", pid)
+        ready = select.select([0, asked], [], [], 0.01 if folders else None)[0]
+        if 0 in ready:
+            return
+        if asked in ready:
+            sent, outputs, _, _ = socket.recv_fds(asked, 1 << 20, 2)
+            _start(json.loads(sent) | {"outputs": outputs}, folders)
+            for number in outputs:
+                os.close(number)
         while folders and (ended := os.waitpid(-1, os.WNOHANG))[0]:
             _write(folders.pop(ended[0]) / "code", os.waitstatus_to_exitcode(ended[1]))
+
+
+def _start(request: dict[str, Any], folders: dict[int, Path]) -> None:
+    folder = Path(request["folder"])
+    pid = _fork(lambda: _launch(request))
+    folders[pid] = folder
+    _write(folder / "pid", pid)
 
 
 def _write(path: Path, number: int) -> None:
@@ -209,8 +236,10 @@ def _write(path: Path, number: int) -> None:
 def _launch(request: dict[str, Any]) -> None:
     """Be the launcher: start the ranks, pass signals on to them, and end the others once one has failed."""
     os.setsid()
-    for number, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    outputs = request.get("outputs") or [os.open(request[name], flags) for name in ("out", "err")]
+    for number, output in enumerate(outputs, start=1):
+        os.dup2(output, number)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     if not request["ranks"]:
         _become(request, {})
@@ -292,13 +321,14 @@ def _become(request: dict[str, Any], given: Mapping[str, str], *, is_rank: bool 
         sys.modules["torch"].compiler.set_stance("force_eager")
     os.chdir(request["cwd"])
     tempfile.tempdir = None
-    program = request["program"]
+    program = [str(os.getppid()) if word == PARENT else word for word in request["program"]]
     if program[0] == "-m":
         sys.argv = program[1:]
         runpy.run_module(program[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = program
-        sys.path.insert(0, str(Path(program[0]).resolve().parent))
+        if "deepspeed" in sys.modules:
+            sys.path.insert(0, str(Path(program[0]).resolve().parent))
         runpy.run_path(program[0], run_name="__main__")
     atexit._run_exitfuncs()
 

@@ -18,11 +18,14 @@ from dataclasses import fields, is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import _allowed_determinism_checks_to_fns
 
 DEVICE = torch.device("cpu", 0)
 """The imagined accelerator; `cpu` without a number is the host."""
@@ -77,6 +80,11 @@ class HostWaits:
         self._host[storage._cdata] = storage
         if is_pinned:
             self._pinned.add(storage._cdata)
+        return tensor
+
+    def move_to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Say that a tensor is on the accelerator."""
+        self._host.pop(tensor.untyped_storage()._cdata, None)
         return tensor
 
     def is_on_host(self, tensor: torch.Tensor) -> bool:
@@ -141,12 +149,23 @@ class _Calls(TorchFunctionMode):
                 self._waits.mark(out)
             elif func in (torch.tensor, torch.as_tensor):
                 self._waits.count("tensor made on the device")
+                self._waits.move_to_device(out)
         return out
 
-    def _backward(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        # This mode is off while it handles a call, and would be so in all of backward.
+    def _backward(self, tensor: torch.Tensor, gradient: torch.Tensor | None = None, **kwargs: Any) -> None:
+        assert gradient is None
+        assert not kwargs.get("create_graph")
+        # This mode is off while it handles a call, and would be so in all of `torch.autograd.backward`.
         with self:
-            torch.autograd.backward(tensor, *args, **kwargs)
+            _engine_run_backward(
+                (tensor,),
+                (torch.ones_like(tensor),),
+                bool(kwargs.get("retain_graph")),
+                False,
+                (),
+                allow_unreachable=True,
+                accumulate_grad=True,
+            )
 
     def _device(self, tensor: torch.Tensor, *_: Any) -> torch.device:
         with torch._C.DisableTorchFunction():
@@ -187,7 +206,9 @@ class _Calls(TorchFunctionMode):
         kwargs.pop("non_blocking", None)
         if dtypes:
             kwargs["dtype"] = dtypes[0]
-        to_host = self._waits.is_on_host(tensor) if device is None else torch.device(device) != DEVICE
+        # torch's clipping asks C++ for the device of gradients, which knows of none that is imagined.
+        is_own = sys._getframe(2).f_code.co_filename.endswith("torch/nn/utils/clip_grad.py")
+        to_host = self._waits.is_on_host(tensor) if device is None or is_own else torch.device(device) != DEVICE
         if to_host == self._waits.is_on_host(tensor):
             return tensor.to(**kwargs) if kwargs else tensor
         self._waits.count_copy(tensor, to_host=to_host, non_blocking=non_blocking)
@@ -196,8 +217,7 @@ class _Calls(TorchFunctionMode):
             out = tensor.to(tensor.dtype if "dtype" not in kwargs else kwargs.pop("dtype"), **kwargs)
         if to_host:
             return self._waits.mark(out)
-        self._waits._host.pop(out.untyped_storage()._cdata, None)
-        return out
+        return self._waits.move_to_device(out)
 
 
 class _Operators(TorchDispatchMode):
@@ -212,7 +232,8 @@ class _Operators(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-        is_host = bool(given) and all(map(self._waits.is_on_host, given))
+        # What numpy or Python gives comes by `lift_fresh`.
+        is_host = func == _ATEN.lift_fresh.default or (bool(given) and all(map(self._waits.is_on_host, given)))
         if not is_host and given:
             self._count(func, args, kwargs)
         out = func(*args, **kwargs)
@@ -259,7 +280,9 @@ def imagined_accelerator() -> Iterator[HostWaits]:
     members["synchronize"] = lambda _, index=None: waits.count("synchronize")
     accelerator.__class__ = type("ImaginedAccelerator", (kind,), members)
     try:
-        with _Calls(waits), _Operators(waits):
+        # Checkpointing compares the devices of tensors; some it sees while the mode handles a call, and is off.
+        without_devices = {"default": lambda tensor: (tensor.shape, tensor.dtype)}
+        with patch.dict(_allowed_determinism_checks_to_fns, without_devices), _Calls(waits), _Operators(waits):
             yield waits
     finally:
         accelerator.__class__ = kind

@@ -44,7 +44,36 @@ LOADS = "tests/observers/test_expert_loads.py tests/observers/test_routers.py"
 FP4, CONVERSIONS = "tests/export/test_fp4.py", "tests/export/test_from_checkpoint.py"
 CONTEXT, OFFLOAD = "tests/model/test_context.py", "tests/model/test_activation_offload.py"
 TILES, ACTIVATIONS = "tests/model/test_tiled_mlp.py", "tests/plan/test_activation_memory.py"
+LORA = "tests/parity/test_lora.py"
 MUTANTS = (
+    Mutant(
+        "gradient of an adapter's whole factor not summed over tensor parallel ranks",
+        "model/lora.py",
+        "if self.tp_group is not None and of.dim is not None and shard.dim is None:",
+        "if self.tp_group is not None and of.dim is not None and shard.dim is not None:",
+        LORA,
+    ),
+    Mutant(
+        "whole factor of an adapter counted on every tensor parallel rank",
+        "model/lora.py",
+        "param.model_parallel = shard.dim is not None",
+        "param.model_parallel = True",
+        LORA,
+    ),
+    Mutant(
+        "adapters of the first experts on every rank",
+        "model/lora.py",
+        "shard.slice(values).view(local)",
+        "values.flatten()[: shard.slice(values).numel()].view(local)",
+        LORA,
+    ),
+    Mutant(
+        "halves of gate and up not kept apart in a shard of B",
+        "model/parallel/sharding.py",
+        'has_halves = is_gate_up and side != "A"',
+        "has_halves = is_gate_up and not side",
+        LORA,
+    ),
     Mutant(
         "positions of a longer context without the factor",
         "plan/context.py",
@@ -139,7 +168,7 @@ MUTANTS = (
     Mutant(
         "divergence of padding counted",
         "model/indexer_loss.py",
-        "each.masked_fill(~is_real, 0.0).sum()",
+        "each.masked_fill(~rows.real.is_real, 0.0).sum()",
         "each.sum()",
         f"{TRAINED_INDEXER} -k padded",
     ),
@@ -272,7 +301,7 @@ MUTANTS = (
     Mutant(
         "a bad gradient of the layer of multi-token prediction applied",
         "patches/deepspeed_clipping.py",
-        "if not self._has_bad_gradient() and bool(own.isfinite().all()):",
+        "if not self._has_bad_gradient() and all(map(math.isfinite, values)):",
         "if True:",
         "tests/engine/test_steps.py",
     ),
@@ -386,15 +415,23 @@ MUTANTS = (
     Mutant(
         "local count of tokens",
         "engine/engine.py",
-        "        counts = self._global_counts(batch.counts)",
-        "        counts = dict(batch.counts)",
+        "counts = global_counts(batch, mesh, self._device)",
+        "counts = unit_counts(batch.counts)",
         PARITY,
+    ),
+    Mutant(
+        "first token of a document counted as a label",
+        "data/prepared_rows.py",
+        "np.count_nonzero(mask[start + 1 : end])",
+        "np.count_nonzero(mask[start:end])",
+        "tests/data/test_preferences.py",
     ),
     Mutant(
         "local count of pairs",
         "engine/engine.py",
-        "        counts = self._global_counts(batch.counts)",
-        '        counts = self._global_counts(batch.counts) | {"pairs": batch.counts["pairs"]}',
+        "counts = global_counts(batch, mesh, self._device)",
+        "counts = global_counts(batch, mesh, self._device)\n"
+        '        counts[UNITS.index("pairs")] = batch.counts["pairs"]',
         OBJECTIVES,
     ),
     Mutant(
@@ -632,8 +669,8 @@ MUTANTS = (
     Mutant(
         "bias of a row parallel layer added on every rank",
         "model/parallel/tensor.py",
-        "functional.linear(shard, self.weight), self.tp_group)",
-        "functional.linear(shard, self.weight, self.bias), self.tp_group)",
+        "return functional.linear(shard, self.weight)",
+        "return functional.linear(shard, self.weight, self.bias)",
         PARALLEL,
     ),
     Mutant(
@@ -701,7 +738,7 @@ MUTANTS = (
     ),
     Mutant(
         "padding chosen by routers",
-        "model/routers.py",
+        "model/real_tokens.py",
         "inside = min(part, end - start)",
         "inside = part",
         ROUTERS,
@@ -722,9 +759,9 @@ MUTANTS = (
     ),
     Mutant(
         "biases by the choices of one rank",
-        "engine/router_balance.py",
-        "    dist.all_reduce(table)\n",
-        "",
+        "engine/step_reading.py",
+        "table=numbers.split(sizes)[-1].view_as(table),",
+        "table=table,",
         ROUTERS,
     ),
     Mutant(

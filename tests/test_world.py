@@ -48,7 +48,7 @@ def test_two_plain_runs_on_one_machine_do_not_want_the_same_port() -> None:
     ]
     assert [run.stdout.readline() for run in runs if run.stdout] == ["open\n", "open\n"]
     for run in runs:
-        run.communicate("\n", timeout=60)
+        run.communicate("\n", timeout=300)
 
 
 def test_standard_variables() -> None:

@@ -14,7 +14,7 @@ from ds_finetune.auto_models import AutoModelForCausalLM, AutoModelForSequenceCl
 from ds_finetune.bench.plain_forwards import PlainForward
 from ds_finetune.data.batches import Batch
 from ds_finetune.engine.engine import Engine
-from ds_finetune.engine.loss_normalisation import term_weights
+from ds_finetune.engine.loss_normalisation import term_weights, unit_counts
 from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.model.build import resolve_folder
 from ds_finetune.model.dtypes import PRECISION_DTYPES
@@ -53,7 +53,7 @@ class PlainLoop:
 
     def step(self, batch: Batch) -> float:
         """One optimizer step; the loss is the mean over the units of the batch."""
-        total, weights = 0.0, term_weights(self._objective.terms, batch.counts).to(self._device)
+        total, weights = 0.0, term_weights(self._objective.terms, unit_counts(batch.counts)).to(self._device)
         baseline = torch.tensor(self._baseline(batch), dtype=torch.float64, device=self._device)
         for part in self._layout(batch):
             loss = self._loss(part, weights, baseline)

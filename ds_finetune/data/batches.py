@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ds_finetune.data.mismatched import MismatchedAnswers
 from ds_finetune.data.mixture import Mixture
-from ds_finetune.data.rows import Ints, Row, Rows, empty_row
+from ds_finetune.data.rows import CountedRows, Ints, Row, Rows, empty_row
 from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.objectives.examples import Examples
 
@@ -76,6 +76,8 @@ class Batch:
     num_tokens: int
     counts: Mapping[str, int]
     """Number of each unit of `objectives.objective.Unit`."""
+    global_counts: Mapping[str, int] | None = None
+    """The same of the rows of all ranks; None where this rank does not know them."""
     baseline: tuple[MicroBatch, ...] = ()
     """This rank's share of the documents from which the objective's number of the global batch is computed first."""
 
@@ -131,6 +133,7 @@ def training_batches(
         every = [_row_id(number, per_epoch, plan) for number in range(first, after)]
         ids = [every[index] if index < len(every) else None for index in _rank_indices(plan)]
         batch = _batch(rows, ids, plan, Position(*divmod(after, per_epoch)))
+        batch = replace(batch, global_counts=batch.counts if plan.dp == 1 else _count_units(rows, every, plan))
         yield batch if mismatched is None else replace(batch, baseline=_baseline(mismatched, every, plan))
 
 
@@ -227,6 +230,13 @@ def _counts(rows: Sequence[Row], documents_per_unit: int) -> dict[str, int]:
         "documents": sum(row.num_documents for row in rows),
         "tokens": sum(row.num_tokens for row in rows),
     }
+
+
+def _count_units(rows: Rows, ids: Sequence[int], plan: BatchPlan) -> Mapping[str, int]:
+    """Number of each unit in the rows `ids`."""
+    if isinstance(rows, CountedRows):
+        return rows.count_units(ids, plan.documents_per_unit)
+    return _counts([rows[i] for i in ids], plan.documents_per_unit)
 
 
 def _chosen_tokens(row: Row) -> int:

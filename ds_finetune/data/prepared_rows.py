@@ -153,6 +153,26 @@ class PreparedRows:
         digests = np.asarray(self.documents.digests).reshape(-1, max(self.kind.documents_per_unit, 1))
         return digests[:, 0] if digests.shape[1] == 1 else digests[:, 0] * _ODD + digests[:, 1]
 
+    def count_units(self, ids: Sequence[int], documents_per_unit: int) -> dict[str, int]:
+        """Number of each unit in the rows `ids`, as `batches.make_batch` counts those of a rank."""
+        units = [self.order[self.offsets[i] : self.offsets[i + 1]] for i in ids]
+        numbers = self._documents_of(np.concatenate([np.zeros(0, dtype=np.int64), *units]))
+        starts, ends = self.documents.offsets[numbers], self.documents.offsets[numbers + 1]
+        mask = np.asarray(self.documents.mask)
+        # A document's first token is no label.
+        supervised = np.array(
+            [np.count_nonzero(mask[start + 1 : end]) for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
+        )
+        examples = len(numbers) // max(documents_per_unit, 1) if self.kind.documents_per_unit else 0
+        return {
+            "supervised_tokens": int(supervised.sum()),
+            "chosen_tokens": int(supervised[::2].sum()) if documents_per_unit == 2 else 0,
+            "pairs": examples if documents_per_unit == 2 else 0,
+            "examples": examples,
+            "documents": int((ends > starts).sum()),
+            "tokens": int((ends - starts).sum()),
+        }
+
     def document(self, number: int) -> tuple[list[int], list[bool]]:
         """Ids of a document, and which of them are supervised."""
         span = slice(self.documents.offsets[number], self.documents.offsets[number + 1])

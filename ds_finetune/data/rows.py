@@ -1,7 +1,8 @@
 """A row of tokens, and the interface of a collection of rows."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,6 +64,15 @@ class Rows(Protocol):
 
     def __getitem__(self, index: int) -> Row:
         """Row `index`."""
+        ...
+
+
+@runtime_checkable
+class CountedRows(Rows, Protocol):
+    """Rows whose units are counted without reading them whole."""
+
+    def count_units(self, ids: Sequence[int], documents_per_unit: int) -> dict[str, int]:
+        """Number of each of `objectives.objective.Unit` in the rows `ids`; see `BatchPlan.documents_per_unit`."""
         ...
 
 

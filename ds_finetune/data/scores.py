@@ -195,6 +195,11 @@ class NumberedRows:
         documents = RowDocuments(lengths, numbers, targets=np.zeros(len(numbers)), second=lengths)
         return replace(rows[index], documents=documents)
 
+    def count_units(self, ids: Sequence[int], documents_per_unit: int) -> dict[str, int]:
+        """Number of each unit in the rows `ids`; see `BatchPlan.documents_per_unit`."""
+        units = sum(int(self.rows.offsets[i + 1] - self.rows.offsets[i]) for i in ids)
+        return self.rows.count_units(ids, documents_per_unit) | {"examples": units // max(documents_per_unit, 1)}
+
 
 def with_scores(batches: Iterator[Batch], scores: StoredScores) -> Iterator[Batch]:
     """The batches with the distributions of their supervised tokens in `MicroBatch.examples`."""

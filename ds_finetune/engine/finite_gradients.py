@@ -23,11 +23,11 @@ class FiniteProbe:
         """Forget earlier gradients; called at the start of an optimizer step."""
         self._seen.clear()
 
-    def is_bad(self) -> bool:
-        """Whether any gradient since `reset` held a NaN or an infinity on this rank."""
+    def is_bad(self) -> torch.Tensor:
+        """Whether any gradient since `reset` held a NaN or an infinity on this rank: a scalar on their device."""
         if not self._seen:
-            return False
-        return not bool(torch.isfinite(torch.stack(list(self._seen.values())).sum()))
+            return torch.zeros((), dtype=torch.bool)
+        return ~torch.isfinite(torch.stack(list(self._seen.values())).sum())
 
     def culprit(self, mesh: Mesh) -> str:
         """The parameter with the first non-finite gradient, and its rank; collective."""

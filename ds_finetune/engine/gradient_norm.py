@@ -22,16 +22,17 @@ def clip_gradients(
     Where a norm is not finite nothing is scaled.
     """
     parts = [[param for param in params if loss_of(param) == loss] for loss in (None, *losses)]
-    norms = [global_gradient_norm(part, groups, device) for part in parts]
-    if max_norm and all(map(math.isfinite, norms)):
-        for part, norm in zip(parts, norms, strict=True):
-            torch.nn.utils.clip_grads_with_norm_(part, max_norm, torch.tensor(norm, device=device))
-    return norms
+    norms = torch.stack([global_gradient_norm(part, groups, device) for part in parts])
+    found = norms.tolist()
+    if max_norm and all(map(math.isfinite, found)):
+        for part, norm in zip(parts, norms.unbind(), strict=True):
+            torch.nn.utils.clip_grads_with_norm_(part, max_norm, norm)
+    return found
 
 
-def global_gradient_norm(params: Sequence[nn.Parameter], groups: Groups, device: torch.device) -> float:
-    """Norm of the whole gradient, after its reduction over data parallel ranks; this rank holds a shard of it.
-    Collective.
+def global_gradient_norm(params: Sequence[nn.Parameter], groups: Groups, device: torch.device) -> torch.Tensor:
+    """Norm of the whole gradient, after its reduction over data parallel ranks, fp32 scalar on `device`; this rank
+    holds a shard of the gradient. Collective.
 
     Each element counts once: tensor parallel shards are summed over their group, experts over theirs, everything
     over the pipeline's stages.
@@ -45,12 +46,13 @@ def global_gradient_norm(params: Sequence[nn.Parameter], groups: Groups, device:
             and not is_copy(param)
             and (_is_shard(param), is_expert(param)) == (has_shards, has_experts)
         ]
-        part = torch.nn.utils.get_total_norm(grads).to(device) ** 2
+        # torch makes the norm of no gradients on the host.
+        part = torch.nn.utils.get_total_norm(grads).to(device) ** 2 if grads else torch.zeros((), device=device)
         for group, is_distributed in ((groups.tensor, has_shards), (groups.experts, has_experts), (groups.stage, True)):
             if group is not None and is_distributed:
                 dist.all_reduce(part, group=group.group)
         square += part
-    return float(square.sqrt())
+    return square.sqrt()
 
 
 def _is_shard(param: nn.Parameter) -> bool:

@@ -1,20 +1,30 @@
 """Normalises the loss: each of its terms is the mean over its units of the global batch, in every layout."""
 
 from collections.abc import Mapping, Sequence
+from typing import get_args
 
 import torch
 from torch.nn import functional
 
 from ds_finetune.model.forward_rows import StageOutput
-from ds_finetune.objectives.objective import LossAndSums, Term
+from ds_finetune.objectives.objective import LossAndSums, Term, Unit
+
+UNITS: tuple[str, ...] = get_args(Unit)
 
 
-def term_weights(terms: Sequence[Term], counts: Mapping[str, float]) -> torch.Tensor:
+def unit_counts(counts: Mapping[str, float]) -> torch.Tensor:
+    """Numbers of units by name as fp64 [units], in the order of `UNITS`, on the host; 0 where there is none."""
+    return torch.tensor([counts.get(unit, 0) for unit in UNITS], dtype=torch.float64)
+
+
+def term_weights(terms: Sequence[Term], counts: torch.Tensor) -> torch.Tensor:
     """What the sum of each term over the units of a micro-batch is multiplied by, fp64 [terms].
 
-    `counts` are the numbers of units of the global batch, so that the sum over all micro-batches is the mean.
+    `counts` fp64 [units] are the numbers of units of the global batch, so that the sum over all micro-batches is the
+    mean.
     """
-    return torch.tensor([term.weight / max(counts[term.unit], 1) for term in terms], dtype=torch.float64)
+    numbers = [counts[UNITS.index(term.unit)].clamp_min(1) for term in terms]
+    return torch.stack([number.new_full((), term.weight) / number for term, number in zip(terms, numbers, strict=True)])
 
 
 def scale_for_deepspeed(loss: torch.Tensor, *, zero_ranks: int) -> torch.Tensor:

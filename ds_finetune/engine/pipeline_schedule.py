@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ds_finetune.data.batches import MicroBatch
+from ds_finetune.model.forward_rows import ForwardRows
 from ds_finetune.model.parallel.pipeline import PipelineGroup
 
 
@@ -19,7 +19,7 @@ class StageForward(NamedTuple):
     """Hidden states [batch, tokens, width] for the next stage; None on the last stage."""
 
 
-Forward = Callable[[MicroBatch], StageForward]
+Forward = Callable[[ForwardRows], StageForward]
 Backward = Callable[[torch.Tensor], None]
 """From a scalar to gradients."""
 
@@ -38,7 +38,7 @@ class _WithGradient(torch.autograd.Function):
         return grad, None
 
 
-def run_1f1b(stage: PipelineGroup, micros: Sequence[MicroBatch], forward: Forward, backward: Backward) -> None:
+def run_1f1b(stage: PipelineGroup, every: Sequence[ForwardRows], forward: Forward, backward: Backward) -> None:
     """Forward and backward of every micro-batch, in the order of DeepSpeed's schedule (0.19.8, pipe/schedule.py:189).
 
     Neighbours send and receive in the same order, so a send may block until its receiver is ready. A stage holds the
@@ -46,8 +46,8 @@ def run_1f1b(stage: PipelineGroup, micros: Sequence[MicroBatch], forward: Forwar
     """
     from deepspeed.runtime.pipe import schedule
 
-    turns = schedule.TrainSchedule(len(micros), stage.size, stage.group_rank)
-    waiting = iter(micros)
+    turns = schedule.TrainSchedule(len(every), stage.size, stage.group_rank)
+    waiting = iter(every)
     arrived: dict[int, torch.Tensor | None] = {}
     done: dict[int, StageForward] = {}
     grads: dict[int, torch.Tensor] = {}

@@ -1,38 +1,78 @@
-"""A micro-batch as one rank computes with it: its tokens of the rows, on its device."""
+"""Batches as one rank computes with them: its tokens of the rows, ready to be copied to its device.
 
-from dataclasses import replace
+What needs the host is done here, before any copy: a GPU would make it wait for the numbers of tokens and documents.
+"""
+
+from dataclasses import dataclass, replace
 
 import torch
 
-from ds_finetune.data.batches import MicroBatch
-from ds_finetune.model.forward_rows import ForwardRows, find_supervised
+from ds_finetune.data.batches import Batch, MicroBatch
+from ds_finetune.model.forward_rows import ForwardRows, find_supervised, with_tensors
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
+from ds_finetune.model.real_tokens import RealTokens, find_real_tokens
+
+
+@dataclass(frozen=True)
+class RankBatch(Batch):
+    """A batch with the rows of each of its forwards."""
+
+    rows: tuple[ForwardRows, ...] = ()
+    """Those of `micro`."""
+    baseline_rows: tuple[ForwardRows, ...] = ()
+    """Those of `baseline`."""
+
+
+def rank_batch(batch: Batch, sequence: SequenceParallelGroup | None, device: torch.device) -> RankBatch:
+    """`batch` with its rows on the host, in pinned memory where `device` has another one."""
+
+    def ready(micro: MicroBatch) -> ForwardRows:
+        rows = host_rows(micro, sequence)
+        return with_tensors(rows, torch.Tensor.pin_memory) if pins_memory(device) else rows
+
+    return RankBatch(
+        **vars(batch), rows=tuple(map(ready, batch.micro)), baseline_rows=tuple(map(ready, batch.baseline))
+    )
+
+
+def pins_memory(device: torch.device) -> bool:
+    """Whether copies to `device` run beside the host where they are from pinned memory."""
+    return device.type == "cuda"
+
+
+def copy_to_device(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A small tensor of the host on `device`, without a wait."""
+    return (numbers.pin_memory() if pins_memory(device) else numbers).to(device, non_blocking=True)
 
 
 def rank_rows(micro: MicroBatch, sequence: SequenceParallelGroup | None, device: torch.device) -> ForwardRows:
     """The rows of a micro-batch on `device`; a rank of `sequence` gets its tokens of each row."""
+    return rows_on_device(host_rows(micro, sequence), device)
 
-    def place(rows: torch.Tensor) -> torch.Tensor:
-        return (rows if sequence is None else sequence.shard(rows)).to(device, non_blocking=True)
 
-    def place_supervised(labels: torch.Tensor) -> torch.Tensor:
-        mine = labels if sequence is None else sequence.shard(labels)
-        return find_supervised(mine).to(device, non_blocking=True)
+def rows_on_device(rows: ForwardRows, device: torch.device) -> ForwardRows:
+    """`rows` on `device`; copies from pinned memory do not wait."""
+    return with_tensors(rows, lambda tensor: tensor.to(device, non_blocking=True))
 
-    examples = micro.examples
-    if examples is not None:
-        index = examples.index if sequence is None else sequence.shard(examples.index)
-        examples = replace(examples, index=index).to(device)
+
+def host_rows(micro: MicroBatch, sequence: SequenceParallelGroup | None) -> ForwardRows:
+    """The rows of a micro-batch on the host; a rank of `sequence` gets its tokens of each row."""
+
+    def share(rows: torch.Tensor) -> torch.Tensor:
+        return rows if sequence is None else sequence.shard(rows).contiguous()
+
+    examples, ahead, labels = micro.examples, micro.ahead, share(micro.labels)
+    numbers, lengths = find_real_tokens(micro.lengths.tolist(), micro.documents, micro.input_ids.shape[1])
     return ForwardRows(
-        input_ids=place(micro.input_ids),
-        position_ids=place(micro.position_ids),
-        labels=place(micro.labels),
+        input_ids=share(micro.input_ids),
+        position_ids=share(micro.position_ids),
+        labels=labels,
         documents=micro.documents,
-        examples=examples,
-        next_ids=None if micro.ahead is None else place(micro.ahead.input_ids),
-        next_labels=None if micro.ahead is None else place(micro.ahead.labels),
-        token_types=None if micro.token_types is None else micro.token_types.to(device),
-        lengths=micro.lengths,
-        supervised=place_supervised(micro.labels),
-        next_supervised=None if micro.ahead is None else place_supervised(micro.ahead.labels),
+        examples=None if examples is None else replace(examples, index=share(examples.index)),
+        next_ids=None if ahead is None else share(ahead.input_ids),
+        next_labels=None if ahead is None else share(ahead.labels),
+        token_types=micro.token_types,
+        real=RealTokens(share(numbers).reshape(-1), lengths),
+        supervised=find_supervised(labels),
+        next_supervised=None if ahead is None else find_supervised(share(ahead.labels)),
     )

@@ -1,11 +1,14 @@
 """Results of an optimizer step and of an evaluation."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ds_finetune.engine.communication import StepCommunication
 from ds_finetune.engine.document_scores import NO_SCORES, DocumentScores
 from ds_finetune.engine.router_balance import RouterChoices
+from ds_finetune.engine.step_reading import StepReading
+from ds_finetune.objectives.extra import TotalLoss
 
 
 @dataclass(frozen=True)
@@ -52,3 +55,21 @@ class HeldOutScores:
     def loss(self) -> float:
         """The loss over all held-out rows."""
         return self.metrics["loss"]
+
+
+def step_result(
+    reading: StepReading, loss: TotalLoss, grad_norm: float, *, own_norms: Mapping[str, float], is_skipped: bool
+) -> StepResult:
+    """The result of a step from what was read before the optimizer's, which names no culprit yet."""
+    counts = reading.counts
+    own = {f"{name}_grad_norm": math.inf if is_skipped else norm for name, norm in own_norms.items()}
+    return StepResult(
+        metrics={**loss.metrics(loss.named(reading.sums), counts), **own},
+        grad_norm=grad_norm,
+        num_tokens=int(counts["tokens"]),
+        num_supervised_tokens=int(counts["supervised_tokens"]),
+        num_examples=int(counts["examples"]),
+        skipped=is_skipped,
+        culprit="",
+        router_choices=reading.choices,
+    )

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from ds_finetune.model.routers import RouterCollector
 from ds_finetune.plan.mesh import Mesh
@@ -26,18 +25,23 @@ class RouterChoices:
     num_tokens: int
 
 
-def sum_choices(routers: RouterCollector, mesh: Mesh) -> RouterChoices:
-    """The choices that the collectors of all ranks counted, in one reduction; collective."""
+def table_of_choices(routers: RouterCollector, mesh: Mesh) -> torch.Tensor:
+    """What this rank's routers counted, fp64 [layers of the model, experts + 2]: choices of experts, the sum of the
+    entropy, and tokens. The sum over all ranks has every choice once.
+    """
     plan = routers.plan
     # Counts are exact in fp64 up to 2**53.
     table = torch.zeros(len(plan.layers), plan.experts + 2, dtype=torch.float64, device=routers.counts.device)
-    if mesh.place("tp") == 0 and routers.layers:
+    if mesh.place("tp") == 0:
         # Tensor parallel ranks count the same tokens, pipeline stages other layers.
-        here = torch.tensor([plan.layers.index(layer) for layer in routers.layers], device=table.device)
-        tokens = routers.num_tokens.double().expand(len(here))
-        table[here] = torch.cat([routers.counts.double(), routers.entropy[:, None], tokens[:, None]], dim=1)
-    dist.all_reduce(table)
-    table = table.cpu()
+        for layer, counts, entropy in zip(routers.layers, routers.counts, routers.entropy, strict=True):
+            row = table[plan.layers.index(layer)]
+            row[:-2], row[-2], row[-1] = counts, entropy, routers.num_tokens
+    return table
+
+
+def choices_of(table: torch.Tensor, plan: RouterPlan) -> RouterChoices:
+    """The choices in such a table of all ranks, which is on the CPU."""
     counts, tokens = table[:, :-2].long(), table[:, -1].long()
     return RouterChoices(plan.layers, counts, table[:, -2] / tokens.clamp_min(1), int(tokens[0]))
 
@@ -52,26 +56,27 @@ def check_each_counted(choices: RouterChoices, plan: RouterPlan, *, num_tokens: 
     assert choices.num_tokens == num_tokens, (choices.num_tokens, num_tokens)
 
 
-def finish_step(routers: RouterCollector, mesh: Mesh, *, num_tokens: int, is_skipped: bool) -> RouterChoices:
-    """The choices of the step for the `num_tokens` tokens of the global batch; biases are updated by them unless it was
-    skipped. Collective.
+def finish_step(
+    routers: RouterCollector, choices: RouterChoices, table: torch.Tensor, *, num_tokens: int, is_skipped: bool
+) -> None:
+    """Check `choices` of the `num_tokens` tokens of the global batch; biases are updated by them unless the step was
+    skipped. `table` has the same numbers on the device.
     """
-    choices = sum_choices(routers, mesh)
     check_each_counted(choices, routers.plan, num_tokens=num_tokens)
     if routers.plan.section.bias_update and not is_skipped:
-        update_biases(routers, choices)
-    return choices
+        update_biases(routers, table)
 
 
 @torch.no_grad()
-def update_biases(routers: RouterCollector, choices: RouterChoices) -> None:
+def update_biases(routers: RouterCollector, table: torch.Tensor) -> None:
     """Lower the bias of each expert with more choices than the mean of its layer by `router.bias_update`, and raise
-    that of each expert with fewer (arXiv 2408.15664, algorithm 1); in fp32.
+    that of each expert with fewer (arXiv 2408.15664, algorithm 1); in fp32. `table` is that of all ranks, on the device
+    of the biases.
     """
     kind, rate = routers.plan.kind, routers.plan.section.bias_update
     assert kind.bias is not None
     for layer, module in routers.modules.items():
-        counts = choices.counts[choices.layers.index(layer)]
+        counts = table[routers.plan.layers.index(layer), :-2].long()
         # In integers, so that a load equal to the mean moves nothing.
         above = torch.sign(counts * len(counts) - counts.sum())
         bias = module.get_buffer(kind.bias)

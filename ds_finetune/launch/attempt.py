@@ -131,8 +131,13 @@ class _SupervisedHost:
         if self.is_over:
             # The last output may still arrive.
             self.error_reader.join(_LAST_ERRORS_SECONDS)
-        code = self.process.wait() if self.is_over else None
-        return unreachable_check(name, code, "\n".join(self.errors), python)
+        return unreachable_check(name, self._exit_code() if self.is_over else None, "\n".join(self.errors), python)
+
+    def _exit_code(self) -> int | None:
+        """None where the program has closed its output and does not end."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.process.wait(_LAST_ERRORS_SECONDS)
+        return None
 
     def _read_errors(self) -> None:
         assert self.process.stderr is not None

@@ -1,12 +1,14 @@
 """Attention over each document of a packed row, without a mask over the whole row: causal, or in both directions."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from ds_finetune.errors import ModelError
@@ -14,7 +16,7 @@ from ds_finetune.model import narrow_values
 from ds_finetune.model.narrow_values import value_kernel
 from ds_finetune.model.packed_attention import Documents, PackedDocuments, attend_packed, pack_documents
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
-from ds_finetune.patches.transformers_attention import register_attention
+from ds_finetune.patches.transformers_attention import register_attention, without_search_for_documents
 
 BY_DOCUMENT = "ds_finetune_by_document"
 """Name of this attention in a model's configuration."""
@@ -23,6 +25,9 @@ FLASH = "flash_attention_2"
 """transformers' name of FlashAttention."""
 BY_LENGTHS = "ds_finetune_by_lengths"
 """Name of a slow attention for trials on CPUs that takes the same arguments as FlashAttention."""
+
+KNOWS_DOCUMENTS = (BY_DOCUMENT, BY_LENGTHS, FLASH)
+"""Attention that is told where documents begin, so that nobody has to find them in positions."""
 
 ChosenTokens = tuple[tuple[torch.Tensor | None, ...], ...]
 """The keys that each query of a document attends to, by row and document: bool [queries, keys], none of them later than
@@ -186,6 +191,12 @@ def _unknown(others: Mapping[str, Any]) -> list[str]:
     tensors = {name for name, value in others.items() if isinstance(value, torch.Tensor)} - set(_WITHOUT_EFFECT)
     plain = {"softcap": (None,), "is_causal": (None, True)}
     return sorted(tensors) + [name for name, values in plain.items() if others.get(name) not in values]
+
+
+def mask_context(lm: PreTrainedModel) -> AbstractContextManager[None]:
+    """What is open while `lm` makes masks for rows without masked tokens."""
+    is_told = lm.config._attn_implementation in KNOWS_DOCUMENTS
+    return without_search_for_documents() if is_told else nullcontext()
 
 
 def flash_arguments(documents: Sequence[Documents], device: torch.device) -> dict[str, Any]:

@@ -1,13 +1,15 @@
 """What a forward of the model takes and gives."""
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
 
 import torch
 
 from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.model.attention import Documents
-from ds_finetune.objectives.examples import Examples
+from ds_finetune.model.real_tokens import RealTokens
+from ds_finetune.objectives.examples import Examples, TopLogProbs
 
 
 @dataclass(frozen=True)
@@ -30,12 +32,27 @@ class ForwardRows:
     """The id after each of `input_ids` in its document, for multi-token prediction; anything at a document's end."""
     next_labels: torch.Tensor | None = None
     """The label after each of `labels` in its document, IGNORE_INDEX at its end."""
-    lengths: torch.Tensor | None = None
-    """Tokens of the text of each whole row, which padding follows, int64 [rows] on the CPU."""
+    real: RealTokens | None = None
+    """The documents without padding; None where nothing asks for them."""
     supervised: torch.Tensor | None = None
     """Positions in the flattened rows whose label counts, int64 [supervised tokens]; found in `labels` where None."""
     next_supervised: torch.Tensor | None = None
     """The same of `next_labels`."""
+
+
+def with_tensors(rows: ForwardRows, change: Callable[[torch.Tensor], torch.Tensor]) -> ForwardRows:
+    """`rows` with `change` applied to each of their tensors."""
+
+    def changed(value: Any) -> Any:  # noqa: ANN401 - a field of the rows
+        if isinstance(value, torch.Tensor):
+            return change(value)
+        if isinstance(value, RealTokens):
+            return RealTokens(*map(change, value))
+        if isinstance(value, (ForwardRows, Examples, TopLogProbs)):
+            return replace(value, **{each.name: changed(getattr(value, each.name)) for each in fields(value)})
+        return value
+
+    return changed(rows)  # type: ignore[no-any-return]
 
 
 def find_supervised(labels: torch.Tensor) -> torch.Tensor:

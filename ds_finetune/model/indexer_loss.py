@@ -9,8 +9,6 @@ from transformers import PreTrainedModel
 from ds_finetune.model.extra_loss import ExtraLoss
 from ds_finetune.model.forward_rows import ForwardRows
 from ds_finetune.model.indexed_attention import DivergenceCollector, train_indexers
-from ds_finetune.model.parallel.sequence import SequenceParallelGroup
-from ds_finetune.model.routers import find_real_tokens
 from ds_finetune.objectives.indexing import Indexing
 from ds_finetune.objectives.objective import LossAndSums
 
@@ -18,15 +16,9 @@ from ds_finetune.objectives.objective import LossAndSums
 class IndexerLoss(ExtraLoss):
     """The loss of `objectives/indexing.py` for the layers of this rank."""
 
-    def __init__(
-        self,
-        extra: Indexing,
-        lm: PreTrainedModel,
-        collector: DivergenceCollector,
-        sp_group: SequenceParallelGroup | None,
-    ) -> None:
+    def __init__(self, extra: Indexing, lm: PreTrainedModel, collector: DivergenceCollector) -> None:
         super().__init__(extra)
-        self._collector, self._sp_group = collector, sp_group
+        self._collector = collector
         self._shares = _shares(train_indexers(lm, collector))
 
     @contextmanager
@@ -46,8 +38,8 @@ class IndexerLoss(ExtraLoss):
             return None
         assert found.keys() == self._shares.keys(), (found.keys(), self._shares.keys())
         each = torch.stack([found[layer].reshape(-1) * share for layer, share in self._shares.items()])
-        is_real = find_real_tokens(rows, self._sp_group).is_real
-        total = each.masked_fill(~is_real, 0.0).sum()
+        assert rows.real is not None, "the rows do not say where padding begins"
+        total = each.masked_fill(~rows.real.is_real, 0.0).sum()
         return LossAndSums(total * weights[0].to(total.dtype), total.detach().double()[None])
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ds_finetune.errors import ModelError
-from ds_finetune.model.attention import BY_DOCUMENT, BY_LENGTHS, FLASH, Documents, flash_arguments
+from ds_finetune.model.attention import BY_DOCUMENT, BY_LENGTHS, FLASH, Documents, flash_arguments, mask_context
 from ds_finetune.model.build import head_of
 from ds_finetune.model.cross_entropy import Kernel, chunked_cross_entropy
 from ds_finetune.model.encoder import encoder_inputs, encoder_of
@@ -260,7 +260,8 @@ class TrainedModel(nn.Module):
         inputs = {"position_ids": position_ids}
         if encoder_of(self.lm.config) is not None:
             inputs = encoder_inputs(self.lm.config, position_ids, token_types)
-        return self.lm.base_model(input_ids=input_ids, use_cache=False, **inputs, **lengths).last_hidden_state
+        with mask_context(self.lm):
+            return self.lm.base_model(input_ids=input_ids, use_cache=False, **inputs, **lengths).last_hidden_state
 
     def document_arguments(self, documents: tuple[Documents, ...] | None, device: torch.device) -> dict[str, Any]:
         """What tells attention where the documents of each row begin."""

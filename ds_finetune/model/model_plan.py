@@ -8,7 +8,7 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.families.table import family_of
 from ds_finetune.model.build import Task, check_sinks, read_hf_config
 from ds_finetune.model.encoder import check_encoder
-from ds_finetune.model.lora_plan import LoraPlan, plan_lora
+from ds_finetune.model.lora_plan import LoraPlan, check_stages, plan_lora
 from ds_finetune.model.mtp import is_mtp_tensor
 from ds_finetune.model.mtp_plan import MtpPlan, check_adapted, plan_mtp
 from ds_finetune.model.parallel.pipeline import layers_of_stages
@@ -125,6 +125,8 @@ def plan_model(hf_config: PretrainedConfig, config: RunConfig) -> ModelPlan:
     if prediction is not None and lora is not None:
         check_adapted(hf_config, lora)
     stages = tuple(layers_of_stages(hf_config, config.parallel, task))
+    if lora is not None:
+        check_stages(lora, stages, ep_size=config.parallel.ep)
     if indexer is not None:
         check_stages_begin_with_indexers(indexer, stages)
     return ModelPlan(

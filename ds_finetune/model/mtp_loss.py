@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ds_finetune.labels import IGNORE_INDEX
-from ds_finetune.model.attention import Documents
+from ds_finetune.model.attention import Documents, mask_context
 from ds_finetune.model.build import head_of
 from ds_finetune.model.extra_loss import ExtraLoss
 from ds_finetune.model.forward_rows import ForwardRows
@@ -42,7 +42,8 @@ class MtpLoss(ExtraLoss):
             embedded = self._embed(rows.next_ids)
         joined = mtp_layer_inputs(layer, embedded, hidden.detach() if self._detach else hidden)
         arguments = self._arguments(rows.documents, joined.device)
-        states = run_mtp_layer(self._lm, layer, joined, rows.position_ids, **arguments)
+        with mask_context(self._lm):
+            states = run_mtp_layer(self._lm, layer, joined, rows.position_ids, **arguments)
         found = {"supervised": rows.next_supervised, "is_trained": not self._detach}
         out: LossAndSums = head_of(self._lm)(states, rows.next_labels, **found)
         number_of = (rows.next_labels != IGNORE_INDEX).sum(dtype=torch.float64)[None]

@@ -9,24 +9,8 @@ from torch import nn
 
 from ds_finetune.model.forward_rows import ForwardRows
 from ds_finetune.model.parallel.pipeline import MissingLayer
-from ds_finetune.model.parallel.sequence import SequenceParallelGroup
+from ds_finetune.model.real_tokens import RealTokens
 from ds_finetune.plan.routers import RouterPlan
-
-
-class RealTokens(NamedTuple):
-    """The documents of a forward without padding; on a sequence parallel rank its tokens of them."""
-
-    document: torch.Tensor
-    """Number of the document of each token of the flattened rows, int64 [tokens]; padding has the number after the last
-    one.
-    """
-    lengths: torch.Tensor
-    """Tokens of each document, on all ranks together, int64 [documents]."""
-
-    @property
-    def is_real(self) -> torch.Tensor:
-        """Whether each token is no padding, [tokens]."""
-        return self.document < len(self.lengths)
 
 
 class RouterOutput(NamedTuple):
@@ -53,10 +37,8 @@ class RouterCollector:
     num_tokens: torch.Tensor
     """Number of these tokens, int64 scalar."""
 
-    def __init__(
-        self, lm: nn.Module, plan: RouterPlan, *, sp_group: SequenceParallelGroup | None, device: torch.device
-    ) -> None:
-        self.plan, self._sp_group, self._device = plan, sp_group, device
+    def __init__(self, lm: nn.Module, plan: RouterPlan, *, device: torch.device) -> None:
+        self.plan, self._device = plan, device
         self._outputs: dict[int, RouterOutput] = {}
         self._is_listening = self._is_counting = False
         self._tokens: RealTokens | None = None
@@ -97,7 +79,8 @@ class RouterCollector:
 
         Backward runs outside, so what activation checkpointing computes again is not collected.
         """
-        self._tokens = find_real_tokens(rows, self._sp_group)
+        assert rows.real is not None, "the rows do not say where padding begins"
+        self._tokens = rows.real
         if is_counting:
             self.num_tokens += self._tokens.is_real.sum()
         self._is_listening, self._is_counting = True, is_counting
@@ -138,26 +121,3 @@ def score_shares(logits: torch.Tensor, scores: str) -> torch.Tensor:
         return logits.float().softmax(dim=-1)
     sigmoids = logits.float().sigmoid()
     return sigmoids / sigmoids.sum(dim=-1, keepdim=True)
-
-
-def find_real_tokens(rows: ForwardRows, sp_group: SequenceParallelGroup | None) -> RealTokens:
-    """The documents of `rows`, whose real tokens are the first `rows.lengths` of each row."""
-    assert rows.lengths is not None, "the rows do not say where padding begins"
-    size = 1 if sp_group is None else sp_group.size
-    shape = (rows.input_ids.shape[0], rows.input_ids.shape[1] * size)
-    real = rows.lengths.tolist()
-    documents = rows.documents or tuple((shape[1],) for _ in real)
-    lengths, numbers = list[int](), torch.full(shape, -1, dtype=torch.int64)
-    for row, (parts, end) in enumerate(zip(documents, real, strict=True)):
-        start = 0
-        for part in parts:
-            inside = min(part, end - start)
-            if inside <= 0:
-                break
-            numbers[row, start : start + inside] = len(lengths)
-            lengths.append(inside)
-            start += part
-    numbers[numbers < 0] = len(lengths)
-    mine = numbers if sp_group is None else sp_group.shard(numbers)
-    device = rows.input_ids.device
-    return RealTokens(mine.reshape(-1).to(device), torch.tensor(lengths, dtype=torch.int64, device=device))

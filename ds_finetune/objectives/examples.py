@@ -1,6 +1,6 @@
 """The documents of one forward."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -39,9 +39,3 @@ class Examples:
     """Log-probability of each document under the reference model, fp64 [documents]; zeros where there is none."""
     top: TopLogProbs | None = None
     """Stored distributions of a teacher; None where there are none."""
-
-    def to(self, device: torch.device) -> "Examples":
-        """The same on `device`; copies from pinned memory do not wait."""
-        parts = {each.name: getattr(self, each.name) for each in fields(self)}
-        given = {name: part for name, part in parts.items() if part is not None}
-        return replace(self, **{name: part.to(device, non_blocking=True) for name, part in given.items()})

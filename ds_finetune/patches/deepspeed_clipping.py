@@ -1,5 +1,6 @@
 """Clipping in DeepSpeed's ZeRO optimizers: groups with a loss of their own are clipped by the norm of its gradient."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ds_finetune.patches.deepspeed_waits import ZeroNorms
 from ds_finetune.patches.foreign import Foreign, replaced
 
 _NORM = Foreign("deepspeed", "runtime/zero/stage_1_and_2.py:2943-2960")
@@ -25,8 +27,8 @@ class OwnClipping:
     ranks know the same `losses`; pipeline stages may have different groups of each. `shards` are the tensor parallel
     ranks of a stage, None for one rank. All norms are invalid where one is not finite, or `has_bad_gradient` is true,
     which must be so on every rank or on none: by an invalid norm alone DeepSpeed skips a step in fp32
-    (zero/stage_1_and_2.py:3042) and at stage 3 (zero/stage3.py:2888). `report` is called with the norms of each step
-    by loss, the same on every rank.
+    (zero/stage_1_and_2.py:3042) and at stage 3 (zero/stage3.py:2888). `norms` are those of the optimizer where each is
+    read once. `report` is called with the norms of each step by loss, the same on every rank.
     """
 
     def __init__(  # noqa: PLR0913
@@ -36,13 +38,14 @@ class OwnClipping:
         *,
         losses: Sequence[str],
         shards: dist.ProcessGroup | None,
+        norms: ZeroNorms | None,
         has_bad_gradient: Callable[[], bool],
         report: Callable[[Mapping[str, float]], None],
     ) -> None:
         self._optimizer, self._names, self._shards = optimizer, tuple(losses), shards
-        self._has_bad_gradient, self._report = has_bad_gradient, report
+        self._norms, self._has_bad_gradient, self._report = norms, has_bad_gradient, report
         self._is_partitioned = hasattr(optimizer, "_get_norm_groups")
-        place, norms, self._groups = (
+        place, name, self._groups = (
             (_NORM_GROUPS, "_get_norm_groups", "fp16_groups")
             if self._is_partitioned
             else (_NORM, "scaled_global_norm", "bit16_groups")
@@ -51,10 +54,10 @@ class OwnClipping:
         self._losses = [loss_of(group[0]) for group in place.attribute(optimizer, self._groups)]
         self._first = sum(loss is None for loss in self._losses)
         assert None not in self._losses[self._first :], "a group that counts follows one that does not"
-        self._others_norm = place.attribute(optimizer, norms)
+        self._others_norm = place.attribute(optimizer, name)
         self._clip_group = _CLIP.attribute(optimizer, "unscale_and_clip_grads")
         self._own: dict[str, torch.Tensor] = {}
-        setattr(optimizer, norms, self._norm)
+        setattr(optimizer, name, self._norm)
         optimizer.unscale_and_clip_grads = self._clip
 
     def _norm(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - a norm, or a list of those of groups
@@ -71,9 +74,12 @@ class OwnClipping:
         # The tensor parallel ranks of a stage have the same norms.
         _GROUP_NORM.attribute(self._optimizer, "_model_parallel_all_reduce")(tensor=squares, op=dist.ReduceOp.SUM)
         own = (squares / (1 if self._shards is None else dist.get_world_size(self._shards))).sqrt()
-        self._own = dict(zip(self._names, own, strict=True))
-        self._report({loss: norm.item() for loss, norm in self._own.items()})
-        if not self._has_bad_gradient() and bool(own.isfinite().all()):
+        self._own, values = dict(zip(self._names, own.unbind(), strict=True)), own.tolist()
+        for norm, value in zip(self._own.values(), values, strict=True):
+            if self._norms is not None:
+                self._norms.remember(norm, value)
+        self._report(dict(zip(self._names, values, strict=True)))
+        if not self._has_bad_gradient() and all(map(math.isfinite, values)):
             return found
         return [*found, _INVALID_NORM] if self._is_partitioned else torch.full_like(found, float("inf"))
 

@@ -1,18 +1,20 @@
 """transformers' attention: the registry of implementations, and the modules of latent attention."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.masking_utils import flash_attention_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
 
-from ds_finetune.patches.foreign import Foreign
+from ds_finetune.patches.foreign import Foreign, replaced
 
 _REGISTRY = Foreign("transformers", "modeling_utils.py (AttentionInterface), masking_utils.py")
 
+_MASKS = Foreign("transformers", "masking_utils.py:750-781, 876-881")
 _LATENT = Foreign("transformers", "models/deepseek_v3/modeling_deepseek_v3.py:280, 385")
 _INDEXED = Foreign("transformers", "models/deepseek_v32/modeling_deepseek_v32.py:315-480")
 _PROJECTIONS = ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")
@@ -27,6 +29,17 @@ def register_attention(name: str, attend: Callable[..., Any]) -> None:
     _REGISTRY.parameters(flash_attention_mask, "attention_mask")
     for registry, function in ((AttentionInterface, attend), (AttentionMaskInterface, flash_attention_mask)):
         _REGISTRY.attribute(registry, "register")(name, function)
+
+
+@contextmanager
+def without_search_for_documents() -> Iterator[None]:
+    """While this is open transformers does not search positions for packed documents when it makes masks, for whose
+    result the host would wait for the device; a row counts as one document. For attention that knows its documents.
+    """
+    _MASKS.attribute(masking_utils, "find_packed_sequence_indices")
+    _MASKS.source(masking_utils._preprocess_mask_arguments, "= find_packed_sequence_indices(position_ids)")
+    with replaced(masking_utils, "find_packed_sequence_indices", lambda _: None):
+        yield
 
 
 def attention_function(name: str) -> Callable[..., Any]:

@@ -1,16 +1,26 @@
 """This rank's batches of a run: from prepared rows or from a stream, from the beginning or from where it resumes."""
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from ds_finetune.data.batches import Batch, BatchPlan, Position, training_batches
+from ds_finetune.data.prefetch import prefetched
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.scores import NumberedRows, with_scores
 from ds_finetune.data.stream import START, StreamedRows, streaming_batches
+from ds_finetune.engine.engine import Engine
 from ds_finetune.model.encoder import encoder_of
 from ds_finetune.schedule import Duration
 from ds_finetune.trainer.loop import BEGINNING, Progress
 from ds_finetune.trainer.prepare import PreparedRun, mismatched_answers
+
+
+def batches_ahead(
+    run: PreparedRun, engine: Engine, *, after: Progress, stream_position: Position
+) -> AbstractContextManager[Iterator[Batch]]:
+    """The batches after the steps that are done, made ahead of them by a thread and prepared for `engine`."""
+    return prefetched(run_batches(run, after=after, stream_position=stream_position), engine.prepare)
 
 
 def run_batches(run: PreparedRun, *, after: Progress = BEGINNING, stream_position: Position = START) -> Iterator[Batch]:

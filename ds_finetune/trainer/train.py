@@ -17,7 +17,7 @@ from ds_finetune.export.interruption import SignalInterruption
 from ds_finetune.export.verify.verify import VerificationResult
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.observers.stop_signals import StopSignals
-from ds_finetune.trainer.batches import run_batches
+from ds_finetune.trainer.batches import batches_ahead
 from ds_finetune.trainer.exports import Exports, Say, verify_run_exports
 from ds_finetune.trainer.loop import run_steps, training_steps
 from ds_finetune.trainer.observers import StartedRun, make_observers
@@ -143,9 +143,10 @@ def train_steps(started: StartedRun, status: StatusKeeper) -> tuple[StepRecord |
         return None, ""
     with StopSignals(can_save=started.saver is not None) as signals:
         observers = make_observers(started, signals)
-        batches = run_batches(run, after=resume_point.progress, stream_position=stream_position)
-        records = training_steps(engine, batches, run.schedule, after=resume_point.progress)
-        with profiled(records, started) as records:
+        with (
+            batches_ahead(run, engine, after=resume_point.progress, stream_position=stream_position) as batches,
+            profiled(training_steps(engine, batches, run.schedule, after=resume_point.progress), started) as records,
+        ):
             last = run_steps(chain(due, started.rank_progress.count_steps(records)), observers)
         started.rank_progress.finish_steps()
         for observer in observers:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from ds_finetune.runs.experts import read_expert_table
 from tests.forks import Forkserver
 
-SECONDS = 120
+SECONDS = 400
 NUMBERS = (
     "train/loss",
     "train/grad_norm",

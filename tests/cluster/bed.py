@@ -16,7 +16,7 @@ from ds_finetune.hostfile import Host
 
 NETWORK = "10.77.0"
 INTERFACE = "e0"
-SECONDS = 20
+SECONDS = 120
 _TOOLS = ("ip", "ssh", "ssh-keygen", "nsenter", "unshare")
 _SSHD = "/usr/sbin/sshd"
 

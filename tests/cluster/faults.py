@@ -26,6 +26,8 @@ from tests.cluster.bed import Bed
 from tests.running import tiny_task
 
 STEPS, EVERY = 80, 10
+PATIENCE_SECONDS = 400.0
+"""For what a run does by itself; a loaded machine may take minutes for it."""
 LIMIT = 30.0
 """Seconds in which nothing may be left of a run after a fault."""
 VICTIM = 2
@@ -40,7 +42,7 @@ class Launched:
     process: "subprocess.Popen[str]"
     folder: Path
 
-    def wait_for_step(self, step: int, seconds: float = 120) -> None:
+    def wait_for_step(self, step: int, seconds: float = PATIENCE_SECONDS) -> None:
         """Until the metrics have this step."""
         until = time.monotonic() + seconds
         while self.step() < step:
@@ -48,7 +50,7 @@ class Launched:
             assert self.process.poll() is None, self.said()
             time.sleep(0.05)
 
-    def wait_for(self, text: str, seconds: float = 60) -> None:
+    def wait_for(self, text: str, seconds: float = PATIENCE_SECONDS) -> None:
         """Until this was printed."""
         until = time.monotonic() + seconds
         while text not in self.said():
@@ -310,7 +312,7 @@ def survive(bed: Bed, task: Path, fault: str, *, at_step: int, undisturbed: list
 def losses_undisturbed(bed: Bed, task: Path) -> list[float]:
     """Losses of the run on both hosts when nothing happens."""
     with launched(bed, task) as run:
-        assert run.process.wait(150) == 0, run.said()
+        assert run.process.wait(PATIENCE_SECONDS) == 0, run.said()
         return [record["train/loss"] for record in run.records()]
 
 

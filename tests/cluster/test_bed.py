@@ -9,7 +9,7 @@ from tests.cluster.bed import Bed
 
 def _ssh(bed: Bed, number: int, command: str) -> subprocess.CompletedProcess[str]:
     address = bed.hosts[number - 1].address
-    return bed.run(1, ["ssh", "-F", str(bed.ssh_config), "-o", "ConnectTimeout=3", address, command], timeout=20)
+    return bed.run(1, ["ssh", "-F", str(bed.ssh_config), "-o", "ConnectTimeout=3", address, command], timeout=120)
 
 
 def test_hosts_reach_each_other_and_have_their_own_folders(bed: Bed) -> None:
@@ -27,7 +27,7 @@ def test_a_cable_is_pulled_and_a_host_crashes_and_comes_back(bed: Bed) -> None:
     assert _ssh(bed, 2, "true").returncode == 0
     left = subprocess.Popen(bed.command(2, ["sleep", "100"]))
     bed.crash(2)
-    assert left.wait(10) == -9
+    assert left.wait(120) == -9
     assert _ssh(bed, 2, "true").returncode == 255
     bed.repair(2)
     assert _ssh(bed, 2, "true").returncode == 0
@@ -36,4 +36,4 @@ def test_a_cable_is_pulled_and_a_host_crashes_and_comes_back(bed: Bed) -> None:
 @pytest.mark.parametrize("number", [1, 2])
 def test_nothing_outside_is_reached(bed: Bed, number: int) -> None:
     """A namespace of its own has no way to the machine's other addresses."""
-    assert bed.run(number, ["ip", "route", "get", "192.0.2.1"], timeout=10).returncode != 0
+    assert bed.run(number, ["ip", "route", "get", "192.0.2.1"], timeout=120).returncode != 0

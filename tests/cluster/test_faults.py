@@ -15,6 +15,7 @@ from tests.cluster.bed import Bed
 from tests.cluster.faults import (
     FAULTS,
     LIMIT,
+    PATIENCE_SECONDS,
     STEPS,
     VICTIM,
     Launched,
@@ -42,7 +43,7 @@ def task(bed: Bed) -> Path:
 def undisturbed(bed: Bed, task: Path) -> Iterator[list[float]]:
     """Losses of the run when nothing happens."""
     with launched(bed, task) as run:
-        assert run.process.wait(150) == 0, run.said()
+        assert run.process.wait(PATIENCE_SECONDS) == 0, run.said()
         assert "attempt 1 done" in run.said()
         yield _losses(run)
 
@@ -68,7 +69,7 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_until_ctrl_c_saves(bed: Bed,
         run.wait_for("resuming from")
         run.wait_for_step(max(run.step(), max(before)) + 5)
         run.process.send_signal(signal.SIGINT)
-        assert run.process.wait(60) == INTERRUPTED_EXIT_CODE, run.said()
+        assert run.process.wait(PATIENCE_SECONDS) == INTERRUPTED_EXIT_CODE, run.said()
         said = run.said()
         assert "the same command resumes the run" in said
         assert run.step() % 10 or (run.folder / f"checkpoints/step-{run.step():06}").is_dir()
@@ -102,7 +103,7 @@ def test_a_lost_host_is_done_without_until_it_is_back(bed: Bed, task: Path, undi
         assert not run.processes(VICTIM, "ds_finetune.worker")
         repair(bed, "cable pulled")
         run.bed.run(1, ["kill", "-9", str(run.processes(1, "ds_finetune.worker")[-1])], timeout=10)
-        assert run.process.wait(120) == 0, run.said()
+        assert run.process.wait(PATIENCE_SECONDS) == 0, run.said()
         assert run.said().count(f"started on {bed.hosts[1].address}") == 2
         assert _losses(run) == pytest.approx(undisturbed, abs=TOLERANCE)
 
@@ -127,7 +128,7 @@ def test_another_run_on_the_same_hosts_is_left_alone(bed: Bed, task: Path) -> No
         kill_rank(run)
         assert run.process.wait(60) != 0
         assert not run.left()
-        assert beside.process.wait(120) == 0, beside.said()
+        assert beside.process.wait(PATIENCE_SECONDS) == 0, beside.said()
         _losses(beside)
 
 
@@ -135,7 +136,7 @@ def test_hosts_that_are_not_ready_start_nothing(bed: Bed, task: Path) -> None:
     bed.crash(VICTIM)
     try:
         with launched(bed, task, slots=(1, 1, 1), ssh_args="-o ConnectTimeout=5") as run:
-            assert run.process.wait(60) == USER_ERROR_EXIT_CODE
+            assert run.process.wait(PATIENCE_SECONDS) == USER_ERROR_EXIT_CODE
             assert "1 of 3 hosts are not ready, nothing was started" in run.said()
             assert re.search(r"10\.77\.0\.2 \(line 2\): it does not answer: .*(No route|timed out)", run.said()), (
                 run.said()

@@ -12,7 +12,7 @@ import pytest
 
 from ds_finetune.errors import USER_ERROR_EXIT_CODE
 from tests.cluster.bed import Bed
-from tests.cluster.faults import launched
+from tests.cluster.faults import PATIENCE_SECONDS, launched
 from tests.running import metrics, start, tiny_task
 
 
@@ -30,7 +30,7 @@ def test_the_losses_are_those_of_one_process(bed: Bed, task: Path, tmp_path: Pat
     assert alone.returncode == 0, alone.stderr
     wanted = [record["train/loss"] for record in metrics(tmp_path)]
     with launched(bed, task, slots=slots, launcher=launcher) as run:
-        assert run.process.wait(150) == 0, run.said()
+        assert run.process.wait(PATIENCE_SECONDS) == 0, run.said()
         assert [record["train/loss"] for record in run.records()] == pytest.approx(wanted, abs=1e-5)
         logs = {path.name for path in (run.folder / "logs" / run.run_id() / "attempt-1").glob("rank-*")}
         # A rank that prints nothing has no file.
@@ -39,8 +39,8 @@ def test_the_losses_are_those_of_one_process(bed: Bed, task: Path, tmp_path: Pat
 
 
 def test_a_mistake_that_ranks_find_is_exit_code_2(bed: Bed, task: Path) -> None:
-    with launched(bed, task, "data.train=nowhere.jsonl", "launch.restarts=3") as run:
-        assert run.process.wait(90) == USER_ERROR_EXIT_CODE, run.said()
+    with launched(bed, task, "data.train=nowhere.jsonl", "launch.restarts=3", slots=(1,)) as run:
+        assert run.process.wait(PATIENCE_SECONDS) == USER_ERROR_EXIT_CODE, run.said()
         assert "nowhere.jsonl" in run.said()
         assert "starting again" not in run.said()
 
@@ -50,7 +50,7 @@ def _launch(bed: Bed, task: Path, hosts: str, *options: str, ssh: str = "") -> s
     hostfile.write_text(hosts)
     argv = [sys.executable, "-m", "ds_finetune", "launch", str(task), "--hostfile", str(hostfile), *options]
     environ = {"DS_ACCELERATOR": "cpu", "DS_FINETUNE_SSH_ARGS": ssh or f"-F {bed.ssh_config}", "GLOO_SOCKET_IFNAME": ""}
-    return bed.run(1, argv, {name: value for name, value in environ.items() if value}, timeout=60)
+    return bed.run(1, argv, {name: value for name, value in environ.items() if value}, timeout=PATIENCE_SECONDS)
 
 
 def _no_torch(bed: Bed) -> str:
@@ -96,7 +96,7 @@ def test_a_host_with_another_torch_is_named(bed: Bed, task: Path) -> None:
     hostfile = bed.hostfile(1, 1, 1)
     argv = [sys.executable, "-m", "ds_finetune", "launch", str(task), "--hostfile", str(hostfile)]
     environ = {"DS_ACCELERATOR": "cpu", "DS_FINETUNE_SSH_ARGS": f"-F {bed.ssh_config}", "PYTHONPATH": _no_torch(bed)}
-    done = bed.run(1, argv, environ, timeout=60)
+    done = bed.run(1, argv, environ, timeout=PATIENCE_SECONDS)
     assert done.returncode == USER_ERROR_EXIT_CODE
     assert re.search(r"10\.77\.0\.2 \(line 2\): torch 9\.9 \(here 2\.", done.stderr), done.stderr
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ds_finetune.config.objectives import DpoObjective, KtoObjective, ObjectiveField, RewardObjective, SftObjective
 from ds_finetune.config.schema import DataConfig
-from ds_finetune.data.batches import BatchPlan
+from ds_finetune.data.batches import BatchPlan, Position, make_batch
 from ds_finetune.data.documents import Counts
 from ds_finetune.data.prepare import TokenLimits, prepare_rows
 from ds_finetune.data.prepared_rows import PreparedRows
@@ -286,6 +286,10 @@ def test_packing_keeps_the_sides_of_a_pair_together(tokenizer: PreTrainedTokeniz
     assert sorted(found) == list(range(400))
     assert rows.counts.tokens == sum(len(rows[number].input_ids) for number in range(len(rows)))
     assert rows.fill_ratio(128) > 0.9
+    every = [rows[number] for number in range(len(rows))]
+    position = Position(0, 0)
+    plan = BatchPlan(len(rows), len(rows), 0, 1, 0, shuffle=False, pad_token_id=0, row_len=128, documents_per_unit=2)
+    assert rows.count_units(range(len(rows)), 2) == make_batch(every, plan, position, ()).counts
 
 
 def test_no_token_is_lost_and_all_rows_are_counted(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:

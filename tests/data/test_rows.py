@@ -172,7 +172,7 @@ def test_a_killed_preparation_goes_on(demo: Path, tokenizer: PreTrainedTokenizer
     assert train.stat().st_size > 2_000_000
     command = [sys.executable, str(tmp_path / "killed.py"), str(train), str(cache), str(demo / "model")]
     process = subprocess.Popen(command, start_new_session=True)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 400
     while time.monotonic() < deadline and len(list(cache.glob("*/part-*[0-9]"))) < 3:
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGKILL)
@@ -214,6 +214,9 @@ def test_the_global_batch_is_the_same_for_any_split(
     split = [list(training_batches(rows, plan(rank, dp, micro), start_step=0, total_rows=40)) for rank in range(dp)]
     assert [tuple(i for part in parts for i in part.row_ids) for parts in zip(*split, strict=True)] == wanted
     assert {len(batch.micro) for part in split for batch in part} == {8 // dp // micro}
+    for parts in zip(*split, strict=True):
+        of_ranks = {unit: sum(part.counts[unit] for part in parts) for unit in parts[0].counts}
+        assert [part.global_counts for part in parts] == [of_ranks] * dp
 
 
 def test_each_epoch_has_every_row_once_in_another_order(
@@ -241,6 +244,7 @@ def test_the_last_batch_is_filled_with_empty_rows(
     assert [len(batch.row_ids) for batch in last] == [1, 0]
     assert [len(batch.micro) for batch in last] == [2, 2]
     assert last[1].num_supervised_tokens == 0
+    assert last[1].global_counts == last[0].counts
     assert all(bool((micro.labels == IGNORE_INDEX).all()) for micro in last[1].micro)
     evaluated = [i for rank in range(2) for batch in eval_batches(rows, plan(rank, 2, 3)) for i in batch.row_ids]
     assert sorted(evaluated) == list(range(200))

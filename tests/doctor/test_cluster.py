@@ -51,7 +51,7 @@ def test_an_interrupt_leaves_nothing() -> None:
     )
     assert started.stdout
     assert started.stdout.readline() == "asked\n"
-    until = time.monotonic() + 20
+    until = time.monotonic() + 120
     while len(_marked(mark)) < 3 and time.monotonic() < until:
         time.sleep(0.05)
     assert len(_marked(mark)) == 3
@@ -71,7 +71,7 @@ def test_a_host_that_cannot_be_asked_is_reported_once_and_asked_no_more() -> Non
         assert list(cluster.ask(requests, FreePortReply, seconds=30)) == ["127.0.0.1"]
         clock = cluster.clocks()["127.0.0.1"]
         assert [(check.host, check.state) for check in cluster.lost] == [("localhost", "fail")]
-    assert abs(clock.ahead) <= clock.round_trip < 5
+    assert abs(clock.ahead) <= clock.round_trip < 60
 
 
 def test_no_ssh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

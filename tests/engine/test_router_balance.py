@@ -1,16 +1,14 @@
 """Choices of experts are summed only where each router was seen to choose for every token once."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ds_finetune.config.routers import RouterConfig
-from ds_finetune.engine.router_balance import finish_step
+from ds_finetune.engine.router_balance import choices_of, finish_step, table_of_choices
 from ds_finetune.families.family import RouterKind
 from ds_finetune.model.forward_rows import ForwardRows
+from ds_finetune.model.real_tokens import RealTokens
 from ds_finetune.model.routers import RouterCollector
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.routers import RouterPlan
@@ -27,27 +25,22 @@ class Gate(nn.Module):
         return tokens, found.values, found.indices
 
 
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("calls", [(1, 1), (1, 0), (2, 1)])
 def test_every_router_has_to_count_every_token_once(calls: tuple[int, int]) -> None:
     layers = nn.ModuleList([nn.ModuleDict({"gate": Gate()}) for _ in PLAN.layers])
     lm = nn.ModuleDict({"model": nn.ModuleDict({"layers": layers})})
-    collector = RouterCollector(lm, PLAN, sp_group=None, device=torch.device("cpu"))
+    collector = RouterCollector(lm, PLAN, device=torch.device("cpu"))
     ids = torch.zeros(1, 6, dtype=torch.int64)
-    with collector.listen(ForwardRows(ids, ids, ids, lengths=torch.tensor([5])), is_counting=True):
+    real = RealTokens(torch.tensor([0, 0, 0, 0, 0, 1]), torch.tensor([5]))
+    with collector.listen(ForwardRows(ids, ids, ids, real=real), is_counting=True):
         for layer, times in zip(PLAN.layers, calls, strict=True):
             for _ in range(times):
                 collector.modules[layer](torch.randn(6, 4))
+    table = table_of_choices(collector, Mesh(0, 1))
+    choices = choices_of(table, PLAN)
     if calls != (1, 1):
         with pytest.raises(AssertionError, match=r"\{0: 10, 1: 10\}"):
-            finish_step(collector, Mesh(0, 1), num_tokens=5, is_skipped=False)
+            finish_step(collector, choices, table, num_tokens=5, is_skipped=False)
         return
-    choices = finish_step(collector, Mesh(0, 1), num_tokens=5, is_skipped=False)
+    finish_step(collector, choices, table, num_tokens=5, is_skipped=False)
     assert (choices.num_tokens, choices.counts.sum(dim=1).tolist()) == (5, [10, 10])

@@ -7,20 +7,27 @@ import gc
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from unittest.mock import patch
 
 from ds_finetune.cli.main import exit_process
 from ds_finetune.config.schema import RunConfig
+from ds_finetune.data.batches import Batch, training_batches
+from ds_finetune.engine import rank_rows
 from ds_finetune.engine.collectives import all_gather_object
 from ds_finetune.engine.default_group import process_group
 from ds_finetune.engine.devices import choose_device
+from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.plan.plan import make_plan
-from ds_finetune.selftest.steps import whole_batch
+from ds_finetune.selftest.cells import rows
+from ds_finetune.selftest.steps import batch_plan, whole_batch
 from ds_finetune.world import World
 from tests.host_waits import imagined_accelerator
 from tests.planning import model_of
+
+STEPS = 3
 
 
 def main() -> None:
@@ -38,13 +45,29 @@ def main() -> None:
 
 def _waits_of_a_step(config: RunConfig, world: World, device: str) -> dict[str, int]:
     plan, model = make_plan(config, world=world, device=device), model_of(config)
-    with imagined_accelerator() as waits, start_engine(plan, model) as engine:
-        for _ in range(2):
-            batch: Any = whole_batch(engine)
+    with (
+        imagined_accelerator() as waits,
+        patch.object(rank_rows, "pins_memory", lambda _: True),
+        start_engine(plan, model) as engine,
+    ):
+        # A model for a GPU is built there; this one was built on the host.
+        for tensor in (*engine.lm.parameters(), *engine.lm.buffers()):
+            waits.move_to_device(tensor)
+        # ZeRO-3 compares the order of modules over ranks in its first steps.
+        for _ in range(STEPS):
+            batch = _batch(engine, looks_ahead=config.mtp.train)
             waits.put_on_host(batch)
+            prepared = engine.prepare(batch)
             waits.reset()
-            engine.step(batch, lr=1e-3)
+            engine.step(prepared, lr=1e-3)
         return dict(waits.found)
+
+
+def _batch(engine: Engine, *, looks_ahead: bool) -> Batch:
+    if not looks_ahead:
+        return whole_batch(engine)
+    every, plan = rows(engine.plan.batch.is_packed), replace(batch_plan(engine.plan), looks_ahead=True)
+    return next(training_batches(every, plan, start_step=0, total_rows=len(every)))
 
 
 if __name__ == "__main__":

@@ -133,7 +133,7 @@ def _error_on_one_rank(engine: Engine, rank: int) -> bool:
         return False
     try:
         with gradients_reduced_at_end(engine._ds, zero_stage=1):
-            out = engine._forward(next(_batches(engine)).micro[0], None)
+            out = engine._forward(engine.prepare(next(_batches(engine))).rows[0], None)
             engine._ds.backward(out.loss, scale_wrt_gas=False)
             raise MemoryError  # noqa: TRY301
     except MemoryError:

@@ -20,13 +20,20 @@ from ds_finetune.trainer.exports import verify_run_exports
 from tests.conftest import ROOT
 from tests.export.test_verify import _exported
 from tests.running import start, tiny_task
+from tests.verifying import ADDRESS
 
-SECONDS = 60
+SECONDS = 300
 
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _exported("llama", tmp_path_factory.mktemp("interruption"))
+
+
+@pytest.fixture(autouse=True)
+def _no_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes are started as the package starts them."""
+    monkeypatch.delenv(ADDRESS)
 
 
 def _verifying(pid: int) -> list[int]:

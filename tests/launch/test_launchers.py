@@ -9,9 +9,12 @@ import pytest
 import yaml
 
 from tests.forks import Forkserver
+from tests.launched import SOCKET
 from tests.running import metrics, start, tiny_task, torchrun
 
 TRAIN = "ds_finetune/train.py"
+LAUNCHED = ("tests/launched.py", TRAIN)
+"""TRAIN as a fork with what the launcher gives it; `python` itself starts TRAIN."""
 ACCELERATE = {
     "compute_environment": "LOCAL_MACHINE",
     "distributed_type": "DEEPSPEED",
@@ -49,16 +52,22 @@ NO_SSH = ("--no_ssh", "--node_rank", "0", "--master_addr", "127.0.0.1", "--maste
 COMMANDS: dict[str, tuple[str, Callable[[str, Path], list[str]]]] = {
     "module": ("python", lambda run, _: [sys.executable, "-m", "ds_finetune", "train", run]),
     "console": ("python", lambda run, _: ["ds-finetune", "train", run]),
-    "torchrun": ("torchrun", lambda run, _: torchrun(TRAIN, run)),
-    "deepspeed": ("deepspeed", lambda run, _: ["deepspeed", "--num_gpus", "2", "--master_port", "29512", TRAIN, run]),
-    "hostfile": ("deepspeed", lambda run, folder: ["deepspeed", "--hostfile", _hostfile(folder), *NO_SSH, TRAIN, run]),
+    "torchrun": ("torchrun", lambda run, _: torchrun(*LAUNCHED, run)),
+    "deepspeed": (
+        "deepspeed",
+        lambda run, _: ["deepspeed", "--num_gpus", "2", "--master_port", "29512", *LAUNCHED, run],
+    ),
+    "hostfile": (
+        "deepspeed",
+        lambda run, folder: ["deepspeed", "--hostfile", _hostfile(folder), *NO_SSH, *LAUNCHED, run],
+    ),
     "mpirun": (
         "mpirun",
-        lambda run, _: ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable, TRAIN, run],
+        lambda run, _: ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable, *LAUNCHED, run],
     ),
     "accelerate": (
         "accelerate",
-        lambda run, folder: ["accelerate", "launch", "--config_file", _accelerate(folder), TRAIN, run],
+        lambda run, folder: ["accelerate", "launch", "--config_file", _accelerate(folder), *LAUNCHED, run],
     ),
 }
 
@@ -73,7 +82,7 @@ tests/cluster/test_launch.py has it start those of two.
 def test_launcher(name: str, wanted: list[float], tmp_path: Path) -> None:
     launcher, command = COMMANDS[name]
     run_file = tiny_task(tmp_path, deepspeed=None if name == "accelerate" else {"zero_optimization": {"stage": 2}})
-    done = start(command(str(run_file), tmp_path), fork=name == "module")
+    done = start(command(str(run_file), tmp_path), {SOCKET: Forkserver.get().address}, fork=name == "module")
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"started by {launcher}" in done.stdout
     assert ("1 on cpu" if launcher == "python" else "2 on cpu") in done.stdout
@@ -121,7 +130,8 @@ def test_accelerate_that_contradicts_the_run_file_is_refused(tmp_path: Path) -> 
         "main_process_port": 29514,
     }
     (tmp_path / "accelerate.yaml").write_text(yaml.safe_dump(tree))
-    done = start(["accelerate", "launch", "--config_file", str(tmp_path / "accelerate.yaml"), TRAIN, str(run_file)])
+    command = ["accelerate", "launch", "--config_file", str(tmp_path / "accelerate.yaml"), *LAUNCHED, str(run_file)]
+    done = start(command, {SOCKET: Forkserver.get().address})
     assert done.returncode != 0
     assert "accelerate's zero_stage 3 contradicts zero_optimization.stage 2" in done.stdout + done.stderr
     assert not (tmp_path / "run").exists()
@@ -129,7 +139,7 @@ def test_accelerate_that_contradicts_the_run_file_is_refused(tmp_path: Path) -> 
 
 def test_a_missing_hostfile_is_not_a_local_run(tmp_path: Path) -> None:
     run_file = tiny_task(tmp_path)
-    done = start(["deepspeed", "--hostfile", str(tmp_path / "none"), "--num_gpus", "2", TRAIN, str(run_file)])
+    done = start(["deepspeed", "--hostfile", str(tmp_path / "none"), "--num_gpus", "1", TRAIN, str(run_file)])
     assert done.returncode == 2, done.stdout + done.stderr
     assert "hostfile" in done.stderr
     assert not (tmp_path / "run").exists()

@@ -12,7 +12,7 @@ from tests.report.made_runs import make_run
 
 pytestmark = NEEDS_BROWSER
 PHONE, WIDE = 390, 1200
-PATIENCE_SECONDS = 20.0
+PATIENCE_SECONDS = 120.0
 DRAWN = """
 const colours = canvas => {
   const bytes = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;

@@ -28,7 +28,7 @@ def hung(monkeypatch: pytest.MonkeyPatch) -> Iterator[ExitStack]:
         yield frees
     for thread in threading.enumerate():
         if thread.name == "bounded-work":
-            thread.join(10)
+            thread.join(60)
             assert not thread.is_alive()
 
 
@@ -40,7 +40,7 @@ def _hang(path: Path, frees: ExitStack) -> None:
 def _opened(path: Path) -> int:
     """The pipe, opened for reading until the writer has taken it away."""
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    limit = time.monotonic() + 10
+    limit = time.monotonic() + 60
     while path.exists() and time.monotonic() < limit:
         time.sleep(0.01)
     return reader
@@ -51,7 +51,7 @@ def test_the_end_of_a_run_does_not_wait_for_its_file(tmp_path: Path, hung: ExitS
     _hang(tmp_path / f".{STATUS}.{os.getpid()}", hung)
     caller = threading.Thread(target=mark_ended, args=(tmp_path, "hung", "rank 1 does not answer"), daemon=True)
     caller.start()
-    caller.join(2)
+    caller.join(60)
     assert not caller.is_alive()
     status = RunStatus.read(tmp_path)
     assert (status.state if status else "") == "running"
@@ -64,7 +64,7 @@ def test_rank_zero_is_told_although_the_report_cannot_be_written(tmp_path: Path,
     ranks.connections[1].close()
     told = threading.Thread(target=ranks.end_of, args=(0,), daemon=True)
     told.start()
-    told.join(3)
+    told.join(60)
     assert not told.is_alive()
 
 
@@ -77,5 +77,5 @@ def test_rank_zero_is_told_although_the_cause_of_a_death_cannot_be_read(tmp_path
     ranks.connections[1].close()
     told = threading.Thread(target=ranks.end_of, args=(0,), daemon=True)
     told.start()
-    told.join(3)
+    told.join(60)
     assert not told.is_alive()

@@ -24,7 +24,7 @@ from ds_finetune.timeline.profiler import StepProfiler
 from ds_finetune.timeline.summary import ProfiledRun as RunFacts
 from tests.running import metrics, start, tiny_task, torchrun
 
-SLOW_SECONDS, SHIFT_SECONDS = 0.3, 3.0
+SLOW_SECONDS, SHIFT_SECONDS = 1.0, 3.0
 WORKER = "tests/trainer/profile_worker.py"
 ROUNDING = 0.0015
 """Microseconds: a slice's begin and length are rounded to a thousandth each."""
@@ -139,7 +139,7 @@ def test_times_add_up_to_the_step(run: ProfiledRun) -> None:
             assert sum(sum(row.values()) for row in step["phases"].values()) == pytest.approx(step["seconds"])
             assert step["communication"]["hidden_seconds"] <= step["communication"]["seconds"]
             if rank["rank"] == 0:
-                assert step["seconds"] - after == pytest.approx(recorded[step["step"]], rel=0.02, abs=0.003)
+                assert step["seconds"] - after == pytest.approx(recorded[step["step"]], rel=0.02, abs=0.05)
 
 
 def test_clocks_are_aligned(run: ProfiledRun) -> None:

@@ -23,7 +23,7 @@ from tests.runs.test_folder import make_run, own_status
 from tests.watch.test_app import ODD
 
 pytestmark = NEEDS_BROWSER
-PATIENCE_SECONDS = 20.0
+PATIENCE_SECONDS = 120.0
 PHONE = 390
 
 
@@ -50,7 +50,7 @@ def address(runs: Path) -> Iterator[str]:
         assert server.stdout.readline() == f"watching {runs}\n"
         yield server.stdout.readline().split()[1]
         server.send_signal(signal.SIGINT)
-        assert server.wait(10) == 0
+        assert server.wait(PATIENCE_SECONDS) == 0
 
 
 @pytest.fixture(scope="module")

