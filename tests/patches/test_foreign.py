@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import cpuinfo
 import deepspeed
 import pytest
 import torch
@@ -255,6 +256,10 @@ GUARDS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], Any]]
         lambda patch: patch.setattr(cpp_extension, "load", no_parameters),
         lambda: within(torch_extensions.joined_sources()),
     ),
+    "processor": (
+        lambda patch: missing(patch, cpuinfo, "get_cpu_info"),
+        deepspeed_init.ask_for_processor_once,
+    ),
     "linear modules": (
         lambda patch: patch.setattr(nn.Linear, "__init__", no_parameters),
         lambda: within(torch_nn.linears_without_memory()),
@@ -352,6 +357,20 @@ def test_files_of_other_operators_are_not_joined(tmp_path: Path, monkeypatch: py
     unchanged = ("", ["a/b/x.cpp", "a/b/y.cpp"], ["-g", "-O3"])
     assert given == [unchanged, unchanged, ("/cpu_adam/joined", [str(joined)], ["-O3"]), unchanged]
     assert joined.read_text() == '#include "a/b/x.cpp"\n#include "a/b/y.cpp"\n'
+
+
+def test_the_processor_is_asked_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def ask() -> dict[str, Any]:
+        asked.append({"arch": "X86_64"})
+        return asked[-1]
+
+    monkeypatch.setattr(cpuinfo, "get_cpu_info", ask)
+    for _ in range(2):
+        deepspeed_init.ask_for_processor_once()
+        assert [cpuinfo.get_cpu_info() for _ in range(2)] == asked * 2
+    assert len(asked) == 1
 
 
 def test_mlflow_is_kept_from_deepspeeds_tuner_alone(monkeypatch: pytest.MonkeyPatch) -> None:
