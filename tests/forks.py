@@ -9,7 +9,6 @@ and of memory start real ones.
 import atexit
 import contextlib
 import faulthandler
-import functools
 import gc
 import importlib
 import json
@@ -192,18 +191,12 @@ def _preload(names: Sequence[str]) -> None:
         importlib.import_module(name)
     sys.modules["torch"].set_num_threads(1)
     if "deepspeed" in sys.modules:
-        _ask_for_the_processor_once()
+        importlib.import_module("ds_finetune.patches.deepspeed_init").ask_for_processor_once()
+        sys.modules["cpuinfo"].get_cpu_info()
         importlib.import_module("tests.verifying").verify_in_forks()
     gc.collect()
     # Forks share these pages as long as nobody counts or moves what is on them.
     gc.freeze()
-
-
-def _ask_for_the_processor_once() -> None:
-    # DeepSpeed asks for the processor at every start of its Adam for the CPU, and each answer is a process of a second.
-    cpuinfo = importlib.import_module("cpuinfo")
-    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
-    cpuinfo.get_cpu_info()
 
 
 def _serve() -> None:
