@@ -22,7 +22,7 @@ from ds_finetune.engine.collectives import all_gather_object
 from ds_finetune.engine.communication import CommunicationMeter
 from ds_finetune.engine.document_scores import NO_SCORES, DocumentScores, gather_scores, scores_of
 from ds_finetune.engine.finite_gradients import FiniteProbe
-from ds_finetune.engine.generation import GenerationLimits, answer_prompt, prompts_of_rank
+from ds_finetune.engine.generation import GenerationLimits, answer_prompts
 from ds_finetune.engine.gradient_norm import clip_gradients
 from ds_finetune.engine.loss_normalisation import (
     UNITS,
@@ -210,11 +210,9 @@ class Engine:
         None.
         """
         self._ds.eval()
-        mine = {}
-        for number, prompt in prompts_of_rank(prompts, self.plan):
-            if is_over():
-                return None
-            mine[number] = answer_prompt(self.lm, prompt, limits, plan=self.plan, device=self._device)
+        mine = answer_prompts(self._ds, self.plan, prompts, limits, is_over=is_over)
+        if mine is None:
+            return None
         merged = {index: answer for part in all_gather_object(mine) for index, answer in part.items()}
         return [merged[index] for index in range(len(prompts))]
 
