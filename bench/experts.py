@@ -19,7 +19,7 @@ from ds_finetune.model.experts import BY_EXPERT
 
 EXPERTS, PER_TOKEN = 64, 6
 LOOP, GROUPED = "eager", "grouped_mm"
-"""transformers' third one, `batched_mm`, copies the weights of every choice and takes 30 times as long as `grouped_mm`."""
+"""Not run: `batched_mm`, which copies the weights of every choice and takes 30 times as long as `grouped_mm`."""
 
 
 def main() -> None:
