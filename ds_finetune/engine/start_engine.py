@@ -75,7 +75,7 @@ from ds_finetune.patches.deepspeed_clipping import OwnClipping
 from ds_finetune.patches.deepspeed_engine import count_whole_experts_once, undo_constructor_step
 from ds_finetune.patches.deepspeed_inexact import forget_second_copies, zenflow_keeps_matrices
 from ds_finetune.patches.deepspeed_init import zero_init
-from ds_finetune.patches.deepspeed_waits import ZeroNorms, has_zero_norms
+from ds_finetune.patches.deepspeed_waits import HalfPrecisionNorms, ZeroNorms, has_zero_norms
 from ds_finetune.patches.torch_nn import linears_without_memory
 from ds_finetune.plan.plan import Plan
 from ds_finetune.quiet import deepspeed_level
@@ -148,16 +148,19 @@ def _set_norms(engine: Engine, optimizer: Any, model: ModelPlan, groups: Groups)
     """
     engine.own_norms = dict.fromkeys(model.apart_losses, 0.0)
     if not engine.plan.zero_stage:
+        if engine.plan.precision != "fp32":
+            engine.norms = HalfPrecisionNorms(optimizer, lambda: engine.has_bad_gradient)
         return
+    norms = None
     if has_zero_norms(optimizer):
-        engine.zero_norms = ZeroNorms(optimizer, lambda: engine.has_bad_gradient)
+        engine.norms = norms = ZeroNorms(optimizer, lambda: engine.has_bad_gradient)
     if engine.own_norms:
         OwnClipping(
             optimizer,
             loss_of,
             losses=model.apart_losses,
             shards=groups.tensor.group if groups.tensor is not None else None,
-            norms=engine.zero_norms,
+            norms=norms,
             has_bad_gradient=lambda: engine.has_bad_gradient,
             report=partial(setattr, engine, "own_norms"),
         )
