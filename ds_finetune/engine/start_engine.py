@@ -301,7 +301,8 @@ def _install_groups(lm: PreTrainedModel, plan: Plan, model: ModelPlan, groups: G
     kernel, hf_config = KERNELS[plan.loss_kernel], model.hf_config
     if kernel is chunked_cross_entropy and model.task == "causal_lm":
         rows = hf_config.vocab_size // plan.mesh.tp
-        kernel = partial(kernel, chunk=head_chunk(rows, precision=plan.precision, device=plan.device))
+        chunk = head_chunk(rows, precision=plan.precision, device=plan.device)
+        kernel = partial(chunked_cross_entropy, chunk=chunk, tp_group=groups.tensor)
     if groups.stage is not None:
         install_pipeline_stage(lm, groups.stage, outputs=model.head_outputs)
     if groups.tensor is not None:
@@ -309,7 +310,6 @@ def _install_groups(lm: PreTrainedModel, plan: Plan, model: ModelPlan, groups: G
         # nn.Embedding counts a negative index from the end of the whole vocabulary.
         padding_idx = pad + hf_config.vocab_size if pad is not None and pad < 0 else pad
         install_tensor_parallel(lm, groups.tensor, padding_idx=padding_idx)
-        kernel = partial(kernel, tp_group=groups.tensor)
     if groups.experts is not None:
         install_expert_parallel(lm, groups.experts)
     return kernel

@@ -108,8 +108,8 @@ class _GatedExperts(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
-        hidden, choice_weights, gate_up, down, gated, *places = ctx.saved_tensors
-        routes, needs = _Routes(*places, ctx.sizes), ctx.needs_input_grad
+        hidden, choice_weights, gate_up, down, gated, token, row, padding = ctx.saved_tensors
+        routes, needs = _Routes(token, row, padding, ctx.sizes), ctx.needs_input_grad
         weights, d_rows = routes.spread(choice_weights), routes.gather(d_out)
         gate, up = gated.chunk(2, dim=1)
         active = functional.silu(gate)

@@ -28,5 +28,5 @@ def is_silu_gated(module: nn.Module) -> bool:
     if not hasattr(module, "_is_expert_parallel"):
         return False
     form = {name: _DECORATED.attribute(module, name) for name in _FORM}
-    has_plain_gate = type(module)._apply_gate is _DECORATED.attribute(moe, "_default_apply_gate")
+    has_plain_gate = getattr(type(module), "_apply_gate", None) is _DECORATED.attribute(moe, "_default_apply_gate")
     return form == _FORM and has_plain_gate and isinstance(getattr(module, "act_fn", None), _SILU)
