@@ -106,7 +106,7 @@ def export(  # noqa: PLR0913 - each is an option of the command
 def verify_folder(folder: Path, base: Path | None) -> "VerificationResult":
     """Verify an exported folder and print the result; VerificationError where it differs from its record."""
     from ds_finetune.export.verify.verify import verify_exports
-    from ds_finetune.trainer.run_dir import available_bytes
+    from ds_finetune.hosts.free_memory import available_bytes
 
     results = verify_exports([folder], base=base, available_bytes=available_bytes())
     show_verifications(results)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ds_finetune.patches.deepspeed_import import import_without_mlflow
-from tests.forks import Forkserver
+from tests.forks import ADDRESSES, Forkserver
 from tests.verifying import ADDRESS, verify_in_forks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,6 +32,14 @@ _LONG = (
     "tests/watchdog",
     "tests/export",
 )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Test processes share the servers that fork."""
+    if getattr(config.option, "numprocesses", None):
+        os.environ.update(
+            {ADDRESSES[is_plain]: Forkserver.get(is_plain=is_plain).address for is_plain in (False, True)}
+        )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,7 +9,6 @@ and of memory start real ones.
 import atexit
 import contextlib
 import faulthandler
-import functools
 import gc
 import importlib
 import json
@@ -26,9 +25,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from tests.launched import SOCKET, ask
+
 _ROOT = Path(__file__).resolve().parents[1]
-PATIENCE_SECONDS = 120
+PATIENCE_SECONDS = 400
 """For the first fork, before which everything is imported."""
+ADDRESSES = {False: SOCKET, True: "TESTS_PLAIN_FORK_SERVER"}
+"""In the environment: sockets of the fork servers that several test processes share, by whether it is the plain one."""
 PARENT = "{pid of the parent}"
 """Stands for it among the words of a program."""
 GRACE_SECONDS = 30
@@ -87,8 +90,17 @@ class Forkserver:
 
     def __init__(self, *, is_plain: bool = False) -> None:
         self._folder = tempfile.TemporaryDirectory()
-        self.address = f"{self._folder.name}/socket"
-        """For `tests/launched.py`: where programs that a launcher has started ask for a fork."""
+        self._asked = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        shared = os.environ.get(ADDRESSES[is_plain])
+        self.address = shared or f"{self._folder.name}/socket"
+        """Where a fork is asked for."""
+        if not shared:
+            self._process = self._started(is_plain=is_plain)
+            atexit.register(self._process.kill)
+
+    def _started(self, *, is_plain: bool) -> "subprocess.Popen[bytes]":
+        """The process, which ends once its standard input closes."""
         environ = os.environ | {
             "DS_ACCELERATOR": "cpu",
             "OMP_NUM_THREADS": "1",
@@ -97,14 +109,13 @@ class Forkserver:
         }
         environ |= {"HF_HUB_OFFLINE": "1"} if is_plain else {}
         command = [sys.executable, "-m", "tests.forks", self.address, *(["plain"] if is_plain else [])]
-        self._process = subprocess.Popen(command, cwd=_ROOT, env=environ, stdin=subprocess.PIPE, text=True)
-        self._asked = 0
-        atexit.register(self._process.kill)
+        return subprocess.Popen(command, cwd=_ROOT, env=environ, stdin=subprocess.PIPE)
 
     @classmethod
     def get(cls, *, is_plain: bool = False) -> "Forkserver":
-        """The one of this process, started at its first use."""
-        if is_plain not in cls._made or cls._made[is_plain]._process.poll() is not None:
+        """The one of this process, started at its first use, or the one whose address is in the environment."""
+        made = cls._made.get(is_plain)
+        if made is None or (made._process is not None and made._process.poll() is not None):
             cls._made[is_plain] = cls(is_plain=is_plain)
         return cls._made[is_plain]
 
@@ -112,7 +123,6 @@ class Forkserver:
         self, program: Sequence[str], environ: Mapping[str, str], *, ranks: int, out: Path, err: Path, cwd: Path = _ROOT
     ) -> Forked:
         """Start `ranks` ranks of `program` (0: one process without a launcher's variables), which print to two files."""
-        assert self._process.stdin is not None
         self._asked += 1
         folder = Path(self._folder.name) / str(self._asked)
         folder.mkdir()
@@ -127,8 +137,7 @@ class Forkserver:
             "err": str(err),
         }
         request["cwd"] = str(cwd)
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
+        ask(self.address, request)
         return Forked(folder)
 
     def run(
@@ -182,47 +191,31 @@ def _preload(names: Sequence[str]) -> None:
         importlib.import_module(name)
     sys.modules["torch"].set_num_threads(1)
     if "deepspeed" in sys.modules:
-        _ask_for_the_processor_once()
+        importlib.import_module("ds_finetune.patches.deepspeed_init").ask_for_processor_once()
+        sys.modules["cpuinfo"].get_cpu_info()
         importlib.import_module("tests.verifying").verify_in_forks()
     gc.collect()
     # Forks share these pages as long as nobody counts or moves what is on them.
     gc.freeze()
 
 
-def _ask_for_the_processor_once() -> None:
-    # DeepSpeed asks for the processor at every start of its Adam for the CPU, and each answer is a process of a second.
-    cpuinfo = importlib.import_module("cpuinfo")
-    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
-    cpuinfo.get_cpu_info()
-
-
 def _serve() -> None:
-    """Fork what is asked for on standard input or at the socket, and write down how it ended, until the former closes."""
-    launched = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    launched.bind(sys.argv[1])
-    is_plain = sys.argv[2:] == ["plain"]
-    if is_plain:
-        # Not every session needs it.
-        select.select([0, launched], [], [])
-    _preload(_IMPORTED_PLAIN if is_plain else _IMPORTED)
-    os.set_blocking(0, False)
+    """Fork what is asked for at the socket, and write down how it ended, until standard input closes."""
+    asked = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    asked.bind(sys.argv[1])
+    # Not every session needs forks.
+    select.select([0, asked], [], [])
+    _preload(_IMPORTED_PLAIN if sys.argv[2:] == ["plain"] else _IMPORTED)
     folders: dict[int, Path] = {}
-    asked = b""
     while True:
-        ready = select.select([0, launched], [], [], 0.01)[0]
-        if launched in ready:
-            sent, outputs, _, _ = socket.recv_fds(launched, 1 << 20, 2)
-            request = json.loads(sent)
-            _start(request | {"outputs": outputs}, folders)
+        ready = select.select([0, asked], [], [], 0.01 if folders else None)[0]
+        if 0 in ready:
+            return
+        if asked in ready:
+            sent, outputs, _, _ = socket.recv_fds(asked, 1 << 20, 2)
+            _start(json.loads(sent) | {"outputs": outputs}, folders)
             for number in outputs:
                 os.close(number)
-        if 0 in ready:
-            given = os.read(0, 1 << 20)
-            if not given:
-                return
-            *lines, asked = (asked + given).split(b"\n")
-            for line in lines:
-                _start(json.loads(line), folders)
         while folders and (ended := os.waitpid(-1, os.WNOHANG))[0]:
             _write(folders.pop(ended[0]) / "code", os.waitstatus_to_exitcode(ended[1]))
 

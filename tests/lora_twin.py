@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ds_finetune.config.schema import LoraConfig
 from ds_finetune.export.adapter import AdapterBase, write_adapter
 from ds_finetune.families.table import family_of
+from ds_finetune.model.adapter_names import is_adapter
 from ds_finetune.model.build import whole
-from ds_finetune.model.lora import factors_of, install_lora, is_adapter
+from ds_finetune.model.lora import AdapterPlacement, factors_of, install_lora
 from ds_finetune.model.lora_plan import plan_lora
 from ds_finetune.selftest.cells import hf_config
 
@@ -46,7 +47,7 @@ def base_model(family: str) -> PreTrainedModel:
 
 def adapted(model: PreTrainedModel, lora: LoraConfig, *, trained: bool = True) -> PreTrainedModel:
     """`model` with adapters; where `trained`, their B are not zero."""
-    install_lora(model, plan_lora(model.config, lora).targets, lora, seed=SEED, where=whole, share=lambda _: None)
+    install_lora(model, plan_lora(model.config, lora).targets, lora, seed=SEED, placement=AdapterPlacement(whole))
     if trained:
         generator = torch.Generator().manual_seed(5)
         for name, param in model.named_parameters():
@@ -101,3 +102,13 @@ def by_our_names(
             )
         found[name] = value
     return found
+
+
+def has_rounding(name: str, first: Mapping[str, torch.Tensor]) -> bool:
+    """Whether the gradients of an adapter's parameter may differ after the first step, whose gradients are `first`.
+
+    Adam divides by |g| + 1e-8: where an element of B has a first gradient of a rounding's size, its first step is of
+    any size, and A's next gradient too.
+    """
+    b = first[f"{name[:-1]}B"].abs()
+    return bool(b[b > 0].min() <= 1e-7)

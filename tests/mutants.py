@@ -46,6 +46,8 @@ CONTEXT, OFFLOAD = "tests/model/test_context.py", "tests/model/test_activation_o
 TILES, ACTIVATIONS = "tests/model/test_tiled_mlp.py", "tests/plan/test_activation_memory.py"
 COMMUNICATION, BALANCE = "tests/engine/test_communication.py", "tests/data/test_balance.py"
 REDUCTION = "tests/parity/test_reduction.py"
+INEXACT, LORA = "tests/parity/test_inexact.py", "tests/parity/test_lora.py"
+EXPERTS, HEAD = "tests/model/test_experts.py", "tests/model/test_head_chunks.py"
 MUTANTS = (
     Mutant(
         "an all-reduce counted as one pass over the ring",
@@ -81,6 +83,69 @@ MUTANTS = (
         'return {_COMMUNICATION: "fp32", _ACCUMULATION: "fp32"}',
         'return {_COMMUNICATION: "fp32"}',
         REDUCTION,
+    ),
+    Mutant(
+        "gradient of a choice's weight times that weight",
+        "model/experts.py",
+        "torch.linalg.vecdot(inner.to(dtype), d_inner.to(dtype))",
+        "torch.linalg.vecdot(inner.to(dtype) * weights, d_inner.to(dtype))",
+        EXPERTS,
+    ),
+    Mutant(
+        "gradients of logits of a block left in its scratch memory",
+        "model/head_chunks.py",
+        "products.copy_(d_logits)",
+        "products.copy_(products)",
+        HEAD,
+    ),
+    Mutant(
+        "second copies of weights from before they were loaded",
+        "engine/start_engine.py",
+        "        forget_second_copies(trained)\n",
+        "        pass\n",
+        INEXACT,
+    ),
+    Mutant(
+        "matrices that ZenFlow scrambles at its start",
+        "patches/deepspeed_inexact.py",
+        "                param.data = param.data.view(columns, rows).t()\n",
+        "                pass\n",
+        INEXACT,
+    ),
+    Mutant(
+        "weights for answers that are whole on one rank alone",
+        "patches/deepspeed_gathering.py",
+        "enabled=bool(partitioned)",
+        "enabled=False",
+        INEXACT,
+    ),
+    Mutant(
+        "gradient of an adapter's whole factor not summed over tensor parallel ranks",
+        "model/lora.py",
+        "if self.tp_group is not None and of.dim is not None and shard.dim is None:",
+        "if self.tp_group is not None and of.dim is not None and shard.dim is not None:",
+        LORA,
+    ),
+    Mutant(
+        "whole factor of an adapter counted on every tensor parallel rank",
+        "model/lora.py",
+        "param.model_parallel = shard.dim is not None",
+        "param.model_parallel = True",
+        LORA,
+    ),
+    Mutant(
+        "adapters of the first experts on every rank",
+        "model/lora.py",
+        "shard.slice(values).view(local)",
+        "values.flatten()[: shard.slice(values).numel()].view(local)",
+        LORA,
+    ),
+    Mutant(
+        "halves of gate and up not kept apart in a shard of B",
+        "model/parallel/sharding.py",
+        'has_halves = is_gate_up and side != "A"',
+        "has_halves = is_gate_up and not side",
+        LORA,
     ),
     Mutant(
         "positions of a longer context without the factor",
@@ -677,8 +742,8 @@ MUTANTS = (
     Mutant(
         "bias of a row parallel layer added on every rank",
         "model/parallel/tensor.py",
-        "functional.linear(shard, self.weight), self.tp_group)",
-        "functional.linear(shard, self.weight, self.bias), self.tp_group)",
+        "return functional.linear(shard, self.weight)",
+        "return functional.linear(shard, self.weight, self.bias)",
         PARALLEL,
     ),
     Mutant(

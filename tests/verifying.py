@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.forks import PARENT
+from tests.forks import ADDRESSES, PARENT
 from tests.launched import SOCKET
 
-ADDRESS = "TESTS_PLAIN_FORK_SERVER"
-"""In the environment: the socket of the fork server. Without it processes are started as the package starts them."""
+ADDRESS = ADDRESSES[True]
+"""In the environment. Without it processes are started as the package starts them."""
 _LAUNCHED = str(Path(__file__).with_name("launched.py"))
 _start = subprocess.Popen.__init__
 

@@ -5,7 +5,8 @@ writes real control tokens: `protect` puts such texts in brackets, and `ids` tok
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 
 from transformers import PreTrainedTokenizerBase
 
@@ -70,12 +71,24 @@ class ControlTokens:
         pieces = [re.split(f"{_OPEN}(.*?){_CLOSE}", text) if _OPEN in text else [text] for text in texts]
         # A template may cut a text between the two brackets of a token.
         plain = [strip_brackets(piece) for parts in pieces for piece in parts[::2]]
-        # Without `verbose=False` transformers warns of texts longer than the model's rows, which are cut later.
-        encoded = iter(self._tokenizer(plain, add_special_tokens=False, verbose=False)["input_ids"] if plain else [])
-        return [
-            [i for number, part in enumerate(parts) for i in (self._text_ids(part) if number % 2 else next(encoded))]
-            for parts in pieces
-        ]
+        encoded = self._encode(dict.fromkeys(plain))
+        found, at = [], 0
+        for parts in pieces:
+            pure = [encoded[text] for text in plain[at : at + len(parts[::2])]]
+            at += len(pure)
+            marked = [self._text_ids(part) for part in parts[1::2]]
+            found.append(pure[0] if not marked else _interleaved(pure, marked))
+        return found
+
+    def _encode(self, texts: Iterable[str]) -> dict[str, list[int]]:
+        """Token ids of different texts."""
+        distinct = list(texts)
+        core = self._tokenizer.backend_tokenizer
+        # As transformers 5.23 does before each call of its own, which computes offsets and masks as well.
+        core.no_truncation()
+        core.no_padding()
+        encodings = core.encode_batch_fast(distinct, add_special_tokens=False)
+        return {text: encoding.ids for text, encoding in zip(distinct, encodings, strict=True)}
 
     def _add_brackets(self, text: str, role: str) -> str:
         return self._patterns[role].sub(f"{_OPEN}\\g<0>{_CLOSE}", text)
@@ -94,6 +107,12 @@ class ControlTokens:
                 )
             self._as_text[token] = ids
         return self._as_text[token]
+
+
+def _interleaved(pure: Sequence[list[int]], marked: Sequence[list[int]]) -> list[int]:
+    """The ids of texts, each followed by those of the control token after it."""
+    parts = [*chain.from_iterable(zip(pure, marked, strict=False)), pure[-1]]
+    return [*chain.from_iterable(parts)]
 
 
 def strip_brackets(text: str) -> str:

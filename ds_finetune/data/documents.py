@@ -176,17 +176,22 @@ def make_documents(tokens: Sequence[Tokens], rules: Sequence[str], *, max_seq_le
     `rules` has the action on each sample if it is longer: `truncate`, `drop` or `split`.
     """
     kept: list[KeptDocument] = []
-    counts = Counts(read=len(tokens), server_prompt_differs=sum(t.server_prompt_differs for t in tokens))
+    changes, without_supervised = list[Counts](), 0
     for document, rule in zip(tokens, rules, strict=True):
         if document.dropped:
             continue
         pieces, change = _fit(document, rule, max_seq_len)
         kept_pieces = [KeptDocument(ids, mask) for ids, mask in pieces if any(mask[1:])]
-        change += Counts(nothing_supervised=len(pieces) - len(kept_pieces))
+        without_supervised += len(pieces) - len(kept_pieces)
         kept += kept_pieces
-        counts += change
+        changes += [change] if change is not None else []
     documents = Documents.of(kept)
-    return documents, counts + documents.counts
+    counts = Counts(
+        read=len(tokens),
+        server_prompt_differs=sum(document.server_prompt_differs for document in tokens),
+        nothing_supervised=without_supervised,
+    )
+    return documents, sum(changes, counts) + documents.counts
 
 
 def _digests(ids: NDArray[np.int32], offsets: NDArray[np.int64]) -> NDArray[np.uint64]:
@@ -195,10 +200,11 @@ def _digests(ids: NDArray[np.int32], offsets: NDArray[np.int64]) -> NDArray[np.u
     return np.array(digests, dtype=np.uint64)
 
 
-def _fit(document: Tokens, rule: str, size: int) -> tuple[list[tuple[list[int], list[bool]]], Counts]:
+def _fit(document: Tokens, rule: str, size: int) -> tuple[list[tuple[list[int], list[bool]]], Counts | None]:
+    """The pieces of a document, and how many were changed; None where it fits as it is."""
     ids, mask = document.ids, document.mask
     if len(ids) <= size:
-        return [(ids, mask)], Counts()
+        return [(ids, mask)], None
     if rule == "drop":
         return [], Counts(too_long_dropped=1)
     if rule == "truncate":

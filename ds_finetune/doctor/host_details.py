@@ -8,8 +8,9 @@ import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ds_finetune.hosts.free_memory import available_bytes
 from ds_finetune.hosts.info import Gpu, HostInfo, gather_host_info, query_gpus
-from ds_finetune.trainer.run_dir import available_bytes, bytes_of, nearest_existing
+from ds_finetune.trainer.run_dir import bytes_of, nearest_existing
 
 _DIGITS = 10
 

@@ -1,5 +1,6 @@
 """The engine, which drives DeepSpeed: start, step, evaluation, generation, and the state for checkpoints."""
 
-from ds_finetune.patches.deepspeed_import import import_without_mlflow
+from ds_finetune.patches.deepspeed_import import import_without_compiler, import_without_mlflow
 
 import_without_mlflow()
+import_without_compiler()

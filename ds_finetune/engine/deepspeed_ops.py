@@ -15,6 +15,7 @@ import torch
 from ds_finetune.engine.build_lock import Say, reported_lock
 from ds_finetune.engine.nvme import check_folder, measure_folder
 from ds_finetune.errors import ConfigError
+from ds_finetune.patches.deepspeed_init import ask_for_processor_once
 from ds_finetune.patches.torch_extensions import joined_folder, joined_sources
 from ds_finetune.plan.plan import Plan
 from ds_finetune.units import GIB
@@ -101,6 +102,7 @@ def build_op(name: str, say: Say = _nothing) -> None:
         _check_compiler(name)
         if name == "async_io":
             _check_libaio()
+    ask_for_processor_once()
     # A build fails in the compiler, the linker, on a full disk, in CUDA, or in DeepSpeed's own checks.
     causes: tuple[type[Exception], ...] = (RuntimeError, OSError, ImportError, AssertionError)
     try:

@@ -22,7 +22,7 @@ from ds_finetune.engine.collectives import all_gather_object
 from ds_finetune.engine.communication import CommunicationMeter
 from ds_finetune.engine.document_scores import NO_SCORES, DocumentScores, gather_scores, scores_of
 from ds_finetune.engine.finite_gradients import FiniteProbe
-from ds_finetune.engine.generation import GenerationLimits, answer_prompt, prompts_of_rank
+from ds_finetune.engine.generation import GenerationLimits, answer_prompts
 from ds_finetune.engine.gradient_norm import clip_gradients
 from ds_finetune.engine.loss_normalisation import (
     UNITS,
@@ -40,8 +40,9 @@ from ds_finetune.engine.state import EngineState
 from ds_finetune.engine.step_reading import check_counts, global_counts, read_step
 from ds_finetune.engine.whole_tensors import WholeTensors, named_parameters
 from ds_finetune.errors import RunError
+from ds_finetune.model.adapter_names import is_adapter
 from ds_finetune.model.forward_rows import ForwardRows, StageOutput
-from ds_finetune.model.lora import adapters_off, is_adapter
+from ds_finetune.model.lora import adapters_off
 from ds_finetune.model.mtp import mtp_layers
 from ds_finetune.model.parallel.pipeline import PipelineGroup, has_tied_head
 from ds_finetune.model.routers import RouterCollector
@@ -50,7 +51,7 @@ from ds_finetune.objectives.examples import Examples
 from ds_finetune.objectives.extra import TotalLoss
 from ds_finetune.objectives.objective import LossAndSums, Objective, ScoreObjective, StepNumbers
 from ds_finetune.patches.deepspeed_engine import gradients_reduced_at_end
-from ds_finetune.patches.deepspeed_waits import ZeroNorms
+from ds_finetune.patches.deepspeed_waits import HalfPrecisionNorms, ZeroNorms
 from ds_finetune.plan.plan import Plan
 
 
@@ -72,8 +73,8 @@ class Engine:
     """Names of this rank's parameters that were drawn because the model's folder does not have them."""
     has_bad_gradient = False
     """Whether a gradient of the latest step was not finite on any rank."""
-    zero_norms: ZeroNorms | None = None
-    """Norms of gradients at ZeRO stages 1 to 3."""
+    norms: ZeroNorms | HalfPrecisionNorms | None = None
+    """Norms of gradients that DeepSpeed computes, each read once; None where they are read as DeepSpeed does."""
     own_norms: Mapping[str, float] = MappingProxyType({})
     """Norms of the latest gradients of the parameters that an auxiliary loss trains alone, by the name of the loss."""
 
@@ -209,11 +210,9 @@ class Engine:
         None.
         """
         self._ds.eval()
-        mine = {}
-        for number, prompt in prompts_of_rank(prompts, self.plan):
-            if is_over():
-                return None
-            mine[number] = answer_prompt(self.lm, prompt, limits, plan=self.plan, device=self._device)
+        mine = answer_prompts(self._ds, self.plan, prompts, limits, is_over=is_over)
+        if mine is None:
+            return None
         merged = {index: answer for part in all_gather_object(mine) for index, answer in part.items()}
         return [merged[index] for index in range(len(prompts))]
 
@@ -372,7 +371,7 @@ class Engine:
             self._ds.step()
             return norm, is_skipped
         skipped_before, steps_before = self._ds.skipped_steps, self._ds.global_steps
-        with nullcontext() if self.zero_norms is None else self.zero_norms.reading():
+        with nullcontext() if self.norms is None else self.norms.reading():
             self._ds.step()
         skipped = self._ds.skipped_steps > skipped_before
         if self.has_bad_gradient and not skipped:
@@ -385,14 +384,14 @@ class Engine:
         found = self._ds.get_global_grad_norm() if self._ds.global_steps > steps_before else None
         if found is None:
             return math.nan, skipped
-        return float(found) if self.zero_norms is None else self.zero_norms.global_norm(found), skipped
+        return float(found) if self.norms is None else self.norms.global_norm(found), skipped
 
     @property
     def _trains_both_ends(self) -> bool:
         """Whether this stage and another one have the embedding's weight and each get a part of its gradient."""
-        module = self._ds.module
+        module, is_end = self._ds.module, self._stage is not None and self._stage.is_end
         trains_copy = has_tied_head(module.lm) or any(each.trains_embedding for each in module.extras)
-        return self._stage is not None and self._stage.is_end and trains_copy
+        return is_end and trains_copy and module.lm.get_input_embeddings().weight.requires_grad
 
     def _sum_over_ranks(self, values: torch.Tensor, *, copies: int) -> list[float]:
         """Sums of `values` fp64 over all ranks, where each value is held by `copies` ranks and counts once."""

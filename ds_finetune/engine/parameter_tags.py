@@ -36,6 +36,11 @@ def is_expert(param: torch.Tensor) -> bool:
     return getattr(param, "ds_zero_placement_family", "") == "autoep_expert"
 
 
+def is_trained_expert(param: torch.Tensor) -> bool:
+    """Whether it is one that is trained; of adapters in a mixture of experts none may be."""
+    return is_expert(param) and param.requires_grad
+
+
 def tag_apart(param: nn.Parameter, loss: str) -> None:
     """Mark a parameter that gets its gradient from the auxiliary loss of this name alone. Such parameters are clipped
     by the norm of the gradient of this loss, and left out of that of the others.

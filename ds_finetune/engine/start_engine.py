@@ -17,7 +17,7 @@ from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.nvme import check_buffers, check_nvme
 from ds_finetune.engine.parameter_tags import (
     experts_marker,
-    is_expert,
+    is_trained_expert,
     local_shape,
     loss_of,
     parameter_groups,
@@ -31,16 +31,16 @@ from ds_finetune.engine.zero3_partition import partition
 from ds_finetune.families.table import family_of
 from ds_finetune.model.activation_offload import CudaTransfer, PlainTransfer, offload_layer_inputs
 from ds_finetune.model.balance_loss import BalanceLoss
-from ds_finetune.model.build import Where, build_skeleton, model_class, resolve_folder
+from ds_finetune.model.build import Where, build_skeleton, model_class, resolve_folder, whole
 from ds_finetune.model.cross_entropy import KERNELS, Kernel, chunked_cross_entropy
 from ds_finetune.model.distillation import DistilledModel
 from ds_finetune.model.dtypes import PRECISION_DTYPES
 from ds_finetune.model.encoder import encoder_of
 from ds_finetune.model.extra_loss import ExtraLoss
-from ds_finetune.model.four_bit import four_bit_or_whole, install_four_bit
+from ds_finetune.model.four_bit import four_bit_or, install_four_bit
 from ds_finetune.model.indexed_attention import DivergenceCollector, expect_documents
 from ds_finetune.model.indexer_loss import IndexerLoss
-from ds_finetune.model.lora import install_lora
+from ds_finetune.model.lora import AdapterPlacement, install_lora
 from ds_finetune.model.loss import HeadGroups, TrainedModel, install_loss_head
 from ds_finetune.model.model_plan import ModelPlan
 from ds_finetune.model.mtp import mtp_layers
@@ -80,8 +80,9 @@ from ds_finetune.patches.deepspeed_clipping import OwnClipping
 from ds_finetune.patches.deepspeed_engine import count_whole_experts_once, undo_constructor_step
 from ds_finetune.patches.deepspeed_inexact import forget_second_copies, zenflow_keeps_matrices
 from ds_finetune.patches.deepspeed_init import zero_init
-from ds_finetune.patches.deepspeed_waits import ZeroNorms, has_zero_norms
+from ds_finetune.patches.deepspeed_waits import HalfPrecisionNorms, ZeroNorms, has_zero_norms
 from ds_finetune.patches.torch_nn import linears_without_memory
+from ds_finetune.plan.head_chunk import head_chunk
 from ds_finetune.plan.plan import Plan
 from ds_finetune.quiet import deepspeed_level
 
@@ -117,7 +118,7 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
         trained.packs_documents = packs_documents(
             model.attention, model.hf_config, device=plan.device, precision=plan.precision
         )
-        if groups.experts is not None and plan.zero_stage < 3 and any(map(is_expert, trained.parameters())):
+        if groups.experts is not None and plan.zero_stage < 3 and any(map(is_trained_expert, trained.parameters())):
             trained.has_experts = experts_marker(groups.experts.size)
         wrapped, optimizer, _, _ = deepspeed.initialize(
             model=trained,
@@ -157,16 +158,19 @@ def _set_norms(engine: Engine, optimizer: Any, model: ModelPlan, groups: Groups)
     """
     engine.own_norms = dict.fromkeys(model.apart_losses, 0.0)
     if not engine.plan.zero_stage:
+        if engine.plan.precision != "fp32":
+            engine.norms = HalfPrecisionNorms(optimizer, lambda: engine.has_bad_gradient)
         return
+    norms = None
     if has_zero_norms(optimizer):
-        engine.zero_norms = ZeroNorms(optimizer, lambda: engine.has_bad_gradient)
+        engine.norms = norms = ZeroNorms(optimizer, lambda: engine.has_bad_gradient)
     if engine.own_norms:
         OwnClipping(
             optimizer,
             loss_of,
             losses=model.apart_losses,
             shards=groups.tensor.group if groups.tensor is not None else None,
-            norms=engine.zero_norms,
+            norms=norms,
             has_bad_gradient=lambda: engine.has_bad_gradient,
             report=partial(setattr, engine, "own_norms"),
         )
@@ -180,12 +184,20 @@ def _build(
     """
     lm = _build_modules(plan, model, groups)
     kernel = _install_groups(lm, plan, model, groups)
-    where, lora = partition if plan.zero_stage == 3 else four_bit_or_whole, model.lora
+    share = partial(_partition_like_model, lm) if plan.zero_stage == 3 else None
+    where, lora = four_bit_or(partition if share else whole, share), model.lora
     drawn = _fill_weights(lm, plan, model, where=where, loads_weights=loads_weights or lora is not None)
     if lora is not None:
         # After the weights, because loading checks every parameter against the files.
-        share = partial(_partition_like_model, lm) if plan.zero_stage == 3 else _leave_whole
-        install_lora(lm, lora.targets, lora.section, seed=plan.seed, where=where, share=share)
+        placement = AdapterPlacement(
+            where,
+            ModelShard.of(plan.mesh, family_of(lm.config.model_type)),
+            tp_group=groups.tensor,
+            mark_expert=partial(tag_expert, groups=groups),
+        )
+        if share is not None:
+            placement = replace(placement, share=share)
+        install_lora(lm, lora.targets, lora.section, seed=plan.seed, placement=placement)
         for name in head_parameters(lm):
             lm.get_parameter(name).requires_grad_(True)
     _mark_parameters(lm, plan, model, groups)
@@ -301,6 +313,10 @@ def _device(plan: Plan) -> str:
 def _install_groups(lm: PreTrainedModel, plan: Plan, model: ModelPlan, groups: Groups) -> Kernel:
     """Make `lm` communicate in its stage, tensor and expert parallel groups; returns the loss kernel that fits."""
     kernel, hf_config = KERNELS[plan.loss_kernel], model.hf_config
+    if kernel is chunked_cross_entropy and model.task == "causal_lm":
+        rows = hf_config.vocab_size // plan.mesh.tp
+        chunk = head_chunk(rows, precision=plan.precision, device=plan.device)
+        kernel = partial(chunked_cross_entropy, chunk=chunk, tp_group=groups.tensor)
     if groups.stage is not None:
         install_pipeline_stage(lm, groups.stage, outputs=model.head_outputs)
     if groups.tensor is not None:
@@ -308,7 +324,6 @@ def _install_groups(lm: PreTrainedModel, plan: Plan, model: ModelPlan, groups: G
         # nn.Embedding counts a negative index from the end of the whole vocabulary.
         padding_idx = pad + hf_config.vocab_size if pad is not None and pad < 0 else pad
         install_tensor_parallel(lm, groups.tensor, padding_idx=padding_idx)
-        kernel = partial(chunked_cross_entropy, tp_group=groups.tensor)
     if groups.experts is not None:
         install_expert_parallel(lm, groups.experts)
     return kernel
@@ -361,7 +376,3 @@ def _partition_like_model(lm: PreTrainedModel, params: list[nn.Parameter]) -> No
     """
     partitioned: Any = next(param for param in lm.parameters() if hasattr(param, "ds_tensor"))
     partitioned.convert_to_zero_parameters(param_list=params)
-
-
-def _leave_whole(_: list[nn.Parameter]) -> None:
-    """Below stage 3 every rank has adapters whole."""

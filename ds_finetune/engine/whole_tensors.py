@@ -49,7 +49,7 @@ class WholeTensors:
             tensors = here if stage == self._plan.mesh.place("pp") else {}
             for name, spec in ((name, spec) for name, spec in specs.items() if is_wanted(name)):
                 dist.barrier()
-                with _gather_zero3(tensors.get(name)):
+                with gather_zero3(tensors.get(name)):
                     whole = self.gather_shards(name, dequantised(tensors[name])) if name in tensors else None
                     yield name, self._send_to_rank_zero(whole, spec, stage)
 
@@ -101,7 +101,7 @@ def named_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name.removeprefix("lm."), param) for name, param in module.named_parameters()]
 
 
-def _gather_zero3(param: torch.Tensor | None) -> Any:  # noqa: ANN401 - a context manager of DeepSpeed
+def gather_zero3(param: torch.Tensor | None) -> Any:  # noqa: ANN401 - a context manager of DeepSpeed
     """Context in which a ZeRO-3 parameter is whole on every rank."""
     if not hasattr(param, "ds_id"):
         return nullcontext()

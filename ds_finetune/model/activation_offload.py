@@ -69,7 +69,7 @@ class PlainTransfer:
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy."""
-        return tensor.detach().clone()
+        return tensor.clone()
 
     def to_device(self, host: torch.Tensor) -> Arrival:
         """A copy."""
@@ -106,8 +106,8 @@ class LayerInputOffload:
         """What autograd keeps in place of `saved`, a tensor argument of the layer; `hidden` is the layer's input."""
         if saved.data_ptr() != hidden.data_ptr() or saved.shape != hidden.shape:
             return saved
-        is_on_host = layer != self._last
-        kept = self._transfer.to_host(saved) if is_on_host else saved.detach()
+        is_on_host, given = layer != self._last, saved.detach()
+        kept = self._transfer.to_host(given) if is_on_host else given
         stored = _StoredInput(kept, self._latest if layer else None, is_on_host=is_on_host)
         self._latest = weakref.ref(stored)
         self.num_stored += is_on_host

@@ -3,10 +3,11 @@ bitsandbytes 0.50.
 
 The format is NF4 with a scale for each block of 64 numbers. The scales of 256 blocks are quantised to eight bits with
 a common scale (double quantisation, the default of `Linear4bit`). A weight is quantised on its final device as soon as
-its last number has been read.
+its last number has been read. At ZeRO-3 every rank quantises the whole weight and keeps its part of the packed numbers;
+the scales are on all ranks.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from math import prod
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ds_finetune.model.build import Fragment, whole
+from ds_finetune.model.build import Fragment, Where
 from ds_finetune.patches.bitsandbytes_linear import without_cpu_packing
 
 _BLOCK, _NESTED = 64, 256
@@ -42,35 +43,70 @@ def nf4_bytes(shape: tuple[int, ...]) -> int:
 
 def install_four_bit(lm: PreTrainedModel, names: Iterable[str], *, device: str) -> None:
     """Replace the linear modules `names` of `lm` by modules that hold NF4 on `device` once their weights are written
-    through `four_bit_or_whole`.
+    through `four_bit_or`; pipeline stages have those of their own layers.
 
-    `lm` was built inside `linears_without_memory` (patches/torch_nn.py); its other linear modules get uninitialised
-    memory here.
+    `lm` was built inside `linears_without_memory` (patches/torch_nn.py), and its other linear modules get uninitialised
+    memory here; or ZeRO-3 partitioned its parameters as they were made.
     """
+    here = dict(lm.named_modules())
     for name in names:
-        lm.set_submodule(name, _four_bit(lm.get_submodule(name), device))
+        if name in here:
+            lm.set_submodule(name, _four_bit(here[name], device))
     for module in lm.modules():
         for leaf, param in module.named_parameters(recurse=False):
             if param.is_meta and not is_four_bit(param):
                 setattr(module, leaf, nn.Parameter(torch.empty_like(param, device=device)))
 
 
-def _four_bit(linear: nn.Module, device: str) -> nn.Module:
+def _four_bit(linear: Any, device: str) -> nn.Module:  # noqa: ANN401 - a linear module
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     assert type(linear) is nn.Linear, type(linear)
-    dtype = linear.weight.dtype
-    made = Linear4bit(
-        linear.in_features, linear.out_features, bias=False, compute_dtype=dtype, quant_type="nf4", device="meta"
-    )
-    made.weight = Params4bit(
-        torch.empty_like(linear.weight, device="meta"), requires_grad=False, quant_type="nf4", module=made
-    )
+    dtype, width, out = linear.weight.dtype, linear.in_features, linear.out_features
+    # ZeRO-3 holds the weight in parts.
+    is_partitioned = hasattr(linear.weight, "ds_tensor")
+    made = Linear4bit(width, out, bias=False, compute_dtype=dtype, quant_type="nf4", device="meta")
+    if is_partitioned:
+        made.__class__ = type("PartitionedLinear4bit", (_RegatheredLinear, Linear4bit), {})
+    empty = torch.empty(out, width, dtype=dtype, device="meta")
+    made.weight = Params4bit(empty, requires_grad=False, quant_type="nf4", module=made)
     made.weight.meant_for = torch.device(device)
     if linear.bias is not None:
-        made.bias = nn.Parameter(torch.empty_like(linear.bias, device=device))
+        made.bias = linear.bias if is_partitioned else nn.Parameter(torch.empty_like(linear.bias, device=device))
     without_cpu_packing(made)
     return made
+
+
+class _RegatheredProduct(torch.autograd.Function):
+    """`matmul_4bit`, which in backward reads the weight again from its parameter.
+
+    That of bitsandbytes keeps the gathered weight from forward to backward (0.50.2, autograd/_functions.py:321, 358),
+    so ZeRO-3 could not release it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: Any) -> torch.Tensor:  # noqa: ANN401
+        from bitsandbytes import matmul_4bit
+
+        ctx.weight = weight
+        product: torch.Tensor = matmul_4bit(hidden, weight.data, quant_state=weight.quant_state)
+        return product
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ANN401
+        return grad @ dequantised(ctx.weight).to(grad.dtype), None
+
+
+class _RegatheredLinear(nn.Module):
+    """Mixed into a `Linear4bit` whose weight ZeRO-3 gathers for each forward and backward."""
+
+    weight: Any
+    bias: torch.Tensor | None
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[..., in] -> [..., out], in the dtype of `hidden`, which is that of the module's computation."""
+        product: torch.Tensor = _RegatheredProduct.apply(hidden, self.weight)
+        return product if self.bias is None else product + self.bias
 
 
 def is_four_bit(param: torch.Tensor) -> bool:
@@ -78,18 +114,28 @@ def is_four_bit(param: torch.Tensor) -> bool:
     return hasattr(param, "quant_state")
 
 
-def four_bit_or_whole(tensor: torch.Tensor) -> Fragment:
-    """The fragment of a tensor that this rank holds entirely; one in four bits is quantised when the fragment is
-    closed.
+Share = Callable[[list[nn.Parameter]], None]
+"""Partitions parameters that are whole."""
+
+
+def four_bit_or(other: Where, share: Share | None = None) -> Where:
+    """A function that gives the fragment of a tensor that this rank holds.
+
+    Of a tensor that is to be in four bits it is the whole, which is quantised when the fragment is closed, and then
+    given to `share`; of others it is that of `other`.
     """
-    if not is_four_bit(tensor):
-        return whole(tensor)
-    shape = shape_of(tensor)
-    return Fragment(0, prod(shape), shape, partial(_quantise_when_closed, tensor))
+
+    def where(tensor: torch.Tensor) -> Fragment:
+        if not is_four_bit(tensor):
+            return other(tensor)
+        shape = shape_of(tensor)
+        return Fragment(0, prod(shape), shape, partial(_quantise_when_closed, tensor, share))
+
+    return where
 
 
 @contextmanager
-def _quantise_when_closed(param: Any) -> Iterator[torch.Tensor]:  # noqa: ANN401 - bitsandbytes' Params4bit
+def _quantise_when_closed(param: Any, share: Share | None) -> Iterator[torch.Tensor]:  # noqa: ANN401 - bitsandbytes' Params4bit
     assert param.quant_state is None, "a weight is quantised once"
     from bitsandbytes.nn import Params4bit
 
@@ -98,6 +144,8 @@ def _quantise_when_closed(param: Any) -> Iterator[torch.Tensor]:  # noqa: ANN401
     module = param.module
     module.weight = Params4bit(values, requires_grad=False, quant_type="nf4", module=module).to(param.meant_for)
     module.weight.model_parallel = False
+    if share is not None:
+        share([module.weight])
 
 
 def shape_of(param: Any) -> tuple[int, ...]:  # noqa: ANN401 - bitsandbytes' Params4bit, or any tensor

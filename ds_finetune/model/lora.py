@@ -5,7 +5,6 @@ out, in] have an A and a B per expert. W is frozen. All results equal those of p
 writes adapters in peft's format.
 """
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,13 +17,16 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import _grouped_linear
 
 from ds_finetune.config.schema import LoraConfig
+from ds_finetune.model.adapter_names import weight_of
 from ds_finetune.model.build import Where
 from ds_finetune.model.four_bit import dtype_of, is_four_bit, shape_of
 from ds_finetune.model.lora_plan import ROUTED, ROUTER, LoraTarget, Shape
-from ds_finetune.model.parallel.expert import rows_up_to
+from ds_finetune.model.parallel.expert import ExpertParallelExperts, MarkParameter, rows_up_to
+from ds_finetune.model.parallel.rank_group import RankGroup
+from ds_finetune.model.parallel.sharding import UNSHARDED, ModelShard, TensorShard
+from ds_finetune.model.parallel.tensor import ParallelLinear
 from ds_finetune.model.weights import seed_of
 
-_ADAPTER = re.compile(r"^(?P<module>.+)\.((?P<leaf>\w+)_)?lora_(?P<side>[AB])$")
 _CHUNK_NUMEL = 2**20
 
 
@@ -34,14 +36,26 @@ class _Adapted(nn.Module):
     lora_scale: float
 
 
-class _AdaptedLinear(_Adapted):
+class _LowRankLinear(_Adapted):
     lora_A: torch.Tensor  # noqa: N815 - peft's name
     lora_B: torch.Tensor  # noqa: N815
 
+    def _low_rank(self, hidden: torch.Tensor) -> torch.Tensor:
+        return functional.linear(functional.linear(hidden, self.lora_A), self.lora_B) * self.lora_scale
+
+
+class _AdaptedLinear(_LowRankLinear):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out]."""
-        low = functional.linear(functional.linear(hidden, self.lora_A), self.lora_B)
-        return super().forward(hidden) + low * self.lora_scale  # type: ignore[no-any-return]
+        return super().forward(hidden) + self._low_rank(hidden)  # type: ignore[no-any-return]
+
+
+class _AdaptedParallelLinear(_LowRankLinear):
+    """Of a `ParallelLinear`: its communication goes around weight and adapter together."""
+
+    def multiply(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What this rank computes of the product, without communication."""
+        return super().multiply(hidden) + self._low_rank(hidden)  # type: ignore[misc,no-any-return]
 
 
 class _AdaptedRouter(_Adapted):
@@ -60,11 +74,11 @@ class _AdaptedRouter(_Adapted):
             del self.__dict__["weight"]
 
 
-class _AdaptedExperts(_Adapted):
+class _LowRankExperts(_Adapted):
     num_experts: int
     _apply_gate: Callable[[torch.Tensor], torch.Tensor]
 
-    def forward(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+    def _run(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """[tokens, width], chosen experts [tokens, k] and their weights -> [tokens, width].
 
         The computation is that of transformers 5.23 (integrations/moe.py, grouped_mm_experts_forward). peft instead
@@ -88,43 +102,107 @@ class _AdaptedExperts(_Adapted):
         return _grouped_linear(rows, getattr(self, leaf), ends) + low * self.lora_scale  # type: ignore[no-any-return]
 
 
-_CLASSES: Mapping[str, type[_Adapted]] = {ROUTED: _AdaptedExperts, ROUTER: _AdaptedRouter}
+class _AdaptedExperts(_LowRankExperts):
+    def forward(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        """[tokens, width], chosen experts [tokens, k] and their weights -> [tokens, width]."""
+        return self._run(hidden, top_k_index, top_k_weights)
 
 
-def install_lora(  # noqa: PLR0913
-    lm: PreTrainedModel,
-    targets: Sequence[LoraTarget],
+class _AdaptedLocalExperts(_LowRankExperts):
+    """Of `ExpertParallelExperts`, which sends tokens to their experts' ranks and back."""
+
+    def run_experts(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        """The experts that this rank holds, without communication."""
+        return self._run(hidden, top_k_index, top_k_weights)
+
+
+def _adapted_class(module: nn.Module, kind: str) -> type[_Adapted]:
+    if kind == ROUTER:
+        return _AdaptedRouter
+    if kind == ROUTED:
+        return _AdaptedLocalExperts if isinstance(module, ExpertParallelExperts) else _AdaptedExperts
+    return _AdaptedParallelLinear if isinstance(module, ParallelLinear) else _AdaptedLinear
+
+
+def _leave_whole(_: list[nn.Parameter]) -> None:
+    """Below stage 3 every rank has adapters whole."""
+
+
+@dataclass(frozen=True)
+class AdapterPlacement:
+    """Where the adapters of a model lie: which part of them this rank holds, and how it is partitioned."""
+
+    where: Where
+    model_shard: ModelShard = UNSHARDED
+    tp_group: RankGroup | None = None
+    """Tensor parallel ranks; None for one."""
+    mark_expert: MarkParameter | None = None
+    """Called with each parameter of experts that only some ranks hold."""
+    share: Callable[[list[nn.Parameter]], None] = _leave_whole
+    """Called with the new parameters of one module at a time, to partition them."""
+
+    def prepare(self, param: nn.Parameter, shard: TensorShard, *, of: TensorShard) -> None:
+        """Mark a parameter of an adapter for the reduction and the norm of its gradient: it is `shard`, and its weight
+        is the shard `of`.
+        """
+        # DeepSpeed 0.19.8 counts other parameters once in norms (runtime/utils.py:134).
+        param.model_parallel = shard.dim is not None  # type: ignore[attr-defined]
+        if shard.is_expert_parallel and self.mark_expert is not None:
+            self.mark_expert(param)
+        if self.tp_group is not None and of.dim is not None and shard.dim is None:
+            # Each rank computes the gradient of the whole side from its shard of the other one.
+            param.register_hook(self.tp_group.all_reduce)
+
+
+def install_lora(
+    lm: PreTrainedModel, targets: Sequence[LoraTarget], lora: LoraConfig, *, seed: int, placement: AdapterPlacement
+) -> None:
+    """Freeze `lm` and add adapters to each of `targets` that it has, in the dtype of its weight: A is random, B is
+    zero. Pipeline stages have the targets of their own layers.
+
+    A is uniform within 1 / sqrt(in), which is kaiming_uniform with a = sqrt(5) (peft 0.21, tuners/lora/layer.py,
+    reset_lora_parameters), with a seed from `seed` and its name.
+    """
+    lm.requires_grad_(False)
+    here = dict(lm.named_modules())
+    for target in targets:
+        if target.name in here:
+            _adapt(here[target.name], target, lora, seed=seed, placement=placement)
+
+
+def _adapt(
+    module: Any,  # noqa: ANN401 - a module that can be adapted
+    target: LoraTarget,
     lora: LoraConfig,
     *,
     seed: int,
-    where: Where,
-    share: Callable[[list[nn.Parameter]], None],
+    placement: AdapterPlacement,
 ) -> None:
-    """Freeze `lm` and add adapters to each of `targets` in the dtype of its weight: A is random, B is zero.
+    kind = type(module)
+    module.__class__ = type(f"Adapted{kind.__name__}", (_adapted_class(module, target.kind), kind), {})
+    module.lora_scale = lora.alpha / lora.rank
+    made = []
+    for leaf, shape in target.shapes.items():
+        weight = module._parameters[leaf]
+        held = shape_of(weight) if is_four_bit(weight) else placement.where(weight).shape
+        of = placement.model_shard.tensor_shard(f"{target.name}.{leaf}", held)
+        assert of.whole_shape == shape, (target.name, leaf, of.whole_shape, shape)
+        for side, values in _initial_factors(f"{target.name}.{leaf}", shape, lora.rank, seed).items():
+            own = f"{'' if leaf == 'weight' else leaf + '_'}lora_{side}"
+            name = f"{target.name}.{own}"
+            local = _local_shape(side, held, lora.rank)
+            shard = placement.model_shard.tensor_shard(name, local)
+            param = nn.Parameter(shard.slice(values).view(local).to(weight.device, dtype_of(weight)))
+            placement.prepare(param, shard, of=of)
+            module.register_parameter(own, param)
+            made.append(param)
+    placement.share(made)
 
-    A is uniform within 1 / sqrt(in), which is kaiming_uniform with a = sqrt(5) (peft 0.21, tuners/lora/layer.py,
-    reset_lora_parameters), with a seed from `seed` and its name. `share` is called with the new parameters of one
-    module at a time, to partition them.
-    """
-    lm.requires_grad_(False)
-    for target in targets:
-        module: Any = lm.get_submodule(target.name)
-        module.__class__ = type(
-            f"Adapted{type(module).__name__}", (_CLASSES.get(target.kind, _AdaptedLinear), type(module)), {}
-        )
-        module.lora_scale = lora.alpha / lora.rank
-        made = []
-        for leaf, shape in target.shapes.items():
-            weight = module._parameters[leaf]
-            here = shape_of(weight) if is_four_bit(weight) else where(weight).shape
-            assert here == shape, (target.name, leaf, here, shape)
-            for side, values in _initial_factors(f"{target.name}.{leaf}", shape, lora.rank, seed).items():
-                param = nn.Parameter(values.to(weight.device, dtype_of(weight)))
-                # DeepSpeed 0.19.8 counts other parameters once in norms (runtime/utils.py:134).
-                param.model_parallel = False  # type: ignore[attr-defined]
-                module.register_parameter(f"{'' if leaf == 'weight' else leaf + '_'}lora_{side}", param)
-                made.append(param)
-        share(made)
+
+def _local_shape(side: str, held: Shape, rank: int) -> Shape:
+    """Shape of this rank's A or B for a weight of which it holds `held` [..., out, in]."""
+    *experts, out, width = held
+    return (*experts, rank, width) if side == "A" else (*experts, out, rank)
 
 
 def _initial_factors(name: str, shape: Shape, rank: int, seed: int) -> dict[str, torch.Tensor]:
@@ -154,18 +232,6 @@ def adapters_off(lm: nn.Module) -> Iterator[None]:
     finally:
         for module, scale in zip(adapted, scales, strict=True):
             module.lora_scale = scale
-
-
-def is_adapter(name: str) -> bool:
-    """Whether a parameter of the model is part of an adapter."""
-    return _ADAPTER.match(name) is not None
-
-
-def weight_of(name: str) -> tuple[str, str]:
-    """The weight that an adapter's parameter `name` adapts, and the parameter's side, `A` or `B`."""
-    match = _ADAPTER.match(name)
-    assert match, name
-    return f"{match['module']}.{match['leaf'] or 'weight'}", match["side"]
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,8 @@ _KINDS = (
 _ALIGNED = 8
 """Grouped products of experts need rows of a multiple of 16 bytes (torch 2.13, native/GroupedMMUtils.h)."""
 
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+
 Shape = tuple[int, ...]
 
 
@@ -139,6 +141,33 @@ def plan_lora(hf_config: PretrainedConfig, lora: LoraConfig, task: Task = "causa
         model_params=lm.num_parameters(),
         head_params=sum(param.numel() for param in head_of(lm).parameters()) if has_score_head(lm) else 0,
     )
+
+
+def check_stages(lora: LoraPlan, stages: Sequence[range | None], *, ep_size: int) -> None:
+    """ConfigError where a pipeline stage has no adapters, or none of a kind that others have: of experts that `ep_size`
+    ranks divide, or of the rest.
+
+    DeepSpeed 0.19.8 needs a parameter on every rank, and adds up norms over stages group by group
+    (zero/stage_1_and_2.py:2951).
+    """
+    parts = {True: "routed experts", False: "other modules" if ep_size > 1 else "modules"}
+    kinds = [{target.kind == ROUTED and ep_size > 1 for target in _targets_of(lora, layers)} for layers in stages]
+    if lora.head_params:
+        kinds[-1].add(False)
+    for number, (layers, found) in enumerate(zip(stages, kinds, strict=True)):
+        missing = sorted(set.union(*kinds) - found)
+        if missing and layers is not None:
+            raise ConfigError(
+                f"lora.target_modules {list(lora.section.target_modules or ())} adapts no {parts[missing[0]]} of stage "
+                f"{number} of parallel.pp {len(stages)}, layers {layers[0]} to {layers[-1]}",
+                hint=f"name {parts[missing[0]]} of every stage, or set parallel.pp to 1",
+            )
+
+
+def _targets_of(lora: LoraPlan, layers: range | None) -> list[LoraTarget]:
+    """The targets in these layers; all for None."""
+    numbers = [(_LAYER.search(target.name), target) for target in lora.targets]
+    return [target for number, target in numbers if layers is None or (number and int(number[1]) in layers)]
 
 
 def _adapted_targets(every: Sequence[LoraTarget], lora: LoraConfig) -> tuple[LoraTarget, ...]:

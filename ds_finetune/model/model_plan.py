@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 from transformers import PretrainedConfig
 
 from ds_finetune.config.schema import RunConfig
+from ds_finetune.errors import ConfigError
 from ds_finetune.families.table import family_of
 from ds_finetune.model.build import Task, check_sinks, read_hf_config
 from ds_finetune.model.encoder import check_encoder
-from ds_finetune.model.lora_plan import LoraPlan, plan_lora
+from ds_finetune.model.lora_plan import LoraPlan, check_stages, plan_lora
 from ds_finetune.model.mtp import is_mtp_tensor
 from ds_finetune.model.mtp_plan import MtpPlan, check_adapted, plan_mtp
 from ds_finetune.model.parallel.pipeline import layers_of_stages
@@ -125,6 +126,10 @@ def plan_model(hf_config: PretrainedConfig, config: RunConfig) -> ModelPlan:
     if prediction is not None and lora is not None:
         check_adapted(hf_config, lora)
     stages = tuple(layers_of_stages(hf_config, config.parallel, task))
+    if lora is not None:
+        check_stages(lora, stages, ep_size=config.parallel.ep)
+    elif prediction is not None or (hf_config.tie_word_embeddings and task == "causal_lm"):
+        _check_folder_of_ends(config)
     if indexer is not None:
         check_stages_begin_with_indexers(indexer, stages)
     return ModelPlan(
@@ -144,6 +149,18 @@ def plan_model(hf_config: PretrainedConfig, config: RunConfig) -> ModelPlan:
         teacher=teacher,
         mlp_tiles=mlp_tiles(hf_config.to_dict()) if config.train.tiled_mlp else 1,
     )
+
+
+def _check_folder_of_ends(config: RunConfig) -> None:
+    """ConfigError where the last stage of a pipeline holds the embedding too, and would look for its state in a folder
+    that only the ranks of the first stage may see.
+    """
+    if config.parallel.pp > 1 and config.checkpoint.node_local:
+        raise ConfigError(
+            f"checkpoint.node_local true with parallel.pp {config.parallel.pp} of a model whose first and last stage "
+            "both hold the embedding is not tested",
+            hint="save to a folder that all hosts share",
+        )
 
 
 def _balance(router: RouterPlan | None) -> tuple[Extra, ...]:

@@ -1,7 +1,9 @@
-"""DeepSpeed's start: an operator that it would compile, and a torch function that it would replace."""
+"""DeepSpeed's start: an operator that it would compile, what it asks thrice, and a torch function that it replaces."""
 
+import importlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from ds_finetune.patches.foreign import Foreign
 
 _SHARED_MEMORY = Foreign("deepspeed", "comm/torch.py:47-50, ops/__init__.py")
 _ZERO_INIT = Foreign("deepspeed", "runtime/zero/partition_parameters.py:664, 409")
+_PROCESSOR = Foreign("deepspeed", "ops/op_builder/builder.py:427-440, 483, ops/adam/cpu_adam.py:75")
 _SHARED_MEMORY_OP = "deepspeed_shm_comm"
 
 
@@ -33,6 +36,18 @@ def without_shared_memory_op() -> Iterator[None]:
             del ops[_SHARED_MEMORY_OP]
         else:
             ops[_SHARED_MEMORY_OP] = before
+
+
+def ask_for_processor_once() -> None:
+    """From now on DeepSpeed learns of the processor once in this process.
+
+    It asks py-cpuinfo three times for an optimizer on the CPU, and each answer takes a process of more than a second.
+    """
+    # Imported here: the import itself starts processes.
+    cpuinfo: Any = importlib.import_module("cpuinfo")
+    ask = _PROCESSOR.attribute(cpuinfo, "get_cpu_info")
+    if not hasattr(ask, "cache_info"):
+        cpuinfo.get_cpu_info = cache(ask)
 
 
 @contextmanager

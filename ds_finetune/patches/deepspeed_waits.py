@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO optimizers: in a step the host waits for the device once, to read the norm of the gradient.
+"""DeepSpeed's optimizers: in a step the host waits for the device once, to read the norm of the gradient.
 
 DeepSpeed 0.19.8 waits for flags of overflow, for constants that it copies to the device for each parameter group, and
 for the same norm once more for each group that is clipped.
@@ -17,6 +17,7 @@ from ds_finetune.patches.foreign import Foreign, replaced
 
 _INVALID = Foreign("deepspeed", "runtime/utils.py:231, zero/stage_1_and_2.py:3043, 3203, stage3.py:2888")
 _OVERFLOW = Foreign("deepspeed", "runtime/zero/stage_1_and_2.py:3029-3044, 3234, stage3.py:2811-2820, 2881-2889")
+_HALF = Foreign("deepspeed", "runtime/fp16/unfused_optimizer.py:197-226, fused_optimizer.py:270-330, utils.py:440, 540")
 _NORM_1_2 = Foreign("deepspeed", "runtime/zero/stage_1_and_2.py:2648-2702")
 _NORM_3 = Foreign("deepspeed", "runtime/zero/stage3.py:2419-2486")
 _METHODS_OF_STAGE_3 = (
@@ -91,6 +92,77 @@ class ZeroNorms:
         self._norm = norm.item()
         self.remember(norm, self._norm)
         return self._norm
+
+
+class HalfPrecisionNorms:
+    """The same for the optimizers of stage 0 in 16 bits, which wait for the flag of each parameter and three times for
+    the norm of each group; here once for each norm. With FusedAdam there is one norm.
+    """
+
+    def __init__(self, optimizer: Any, has_bad_gradient: Callable[[], bool]) -> None:  # noqa: ANN401 - DeepSpeed's
+        checker = _HALF.attribute(optimizer, "overflow_checker")
+        for name in ("has_overflow", "check"):
+            _HALF.attribute(checker, name)
+            setattr(checker, name, lambda *_, **__: has_bad_gradient())
+        self._module = sys.modules[type(optimizer).__module__]
+        _HALF.parameters(_HALF.attribute(self._module, "get_weight_norm"), "parameters", "norm_type", "mpu")
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Open during a step of the optimizer."""
+        with replaced(self._module, "get_weight_norm", _norm_of_tensors):
+            if not hasattr(self._module, "get_flattened_grad_norm"):
+                yield
+                return
+            with replaced(self._module, "get_flattened_grad_norm", _norm_of_flat_gradients):
+                yield
+
+    def global_norm(self, norm: torch.Tensor | float) -> float:
+        """`_global_grad_norm` of the latest step."""
+        return float(norm)
+
+
+def _norm_of_tensors(parameters: Any, norm_type: float = 2, mpu: Any = None) -> float:  # noqa: ANN401
+    """The norm of tensors over the ranks of the model, -1 where it is not finite."""
+    from deepspeed.runtime.utils import bwc_tensor_model_parallel_rank, is_model_parallel_parameter
+
+    assert norm_type == 2, norm_type
+    is_first = bwc_tensor_model_parallel_rank(mpu=mpu) == 0
+    counted = [
+        tensor
+        for tensor in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)
+        if not getattr(tensor, "ds_pipe_replicated", False) and (is_first or is_model_parallel_parameter(tensor))
+    ]
+    return _read_norm(counted, mpu)
+
+
+def _norm_of_flat_gradients(
+    parameters: Any,  # noqa: ANN401
+    norm_type: float = 2,
+    mpu: Any = None,  # noqa: ANN401
+    grad_norm_mask: Sequence[torch.Tensor] | None = None,
+) -> float:
+    """The norm of the gradients of flat groups; `grad_norm_mask` has the ranges [number, 2] of each that do not
+    count.
+    """
+    assert norm_type == 2, norm_type
+    gradients = []
+    for index, param in enumerate(each for each in parameters if each.grad is not None):
+        gradient, ranges = param.grad.detach(), None if grad_norm_mask is None else grad_norm_mask[index]
+        if ranges is not None and len(ranges):
+            changes = torch.zeros(len(gradient) + 1, dtype=torch.int32, device=gradient.device)
+            for column, change in ((0, 1), (1, -1)):
+                changes.index_add_(0, ranges[:, column], changes.new_full((len(ranges),), change))
+            gradient = gradient.masked_fill(changes.cumsum(0)[:-1] > 0, 0.0)
+        gradients.append(gradient)
+    return _read_norm(gradients, mpu)
+
+
+def _read_norm(tensors: Sequence[torch.Tensor], mpu: Any) -> float:  # noqa: ANN401
+    total = _sum_of_squares(tensors).float()
+    if mpu is not None:
+        dist.all_reduce(total, group=mpu.get_model_parallel_group())
+    return float(_checked(total.pow(0.5)))
 
 
 def _norm_at_stages_1_and_2(optimizer: Any, gradients: Sequence[Any], params: Sequence[Any]) -> torch.Tensor:  # noqa: ANN401

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -37,9 +38,15 @@ def without_search_for_documents() -> Iterator[None]:
     result the host would wait for the device; a row counts as one document. For attention that knows its documents.
     """
     _MASKS.attribute(masking_utils, "find_packed_sequence_indices")
-    _MASKS.source(masking_utils._preprocess_mask_arguments, "= find_packed_sequence_indices(position_ids)")
+    _check_masks()
     with replaced(masking_utils, "find_packed_sequence_indices", lambda _: None):
         yield
+
+
+@cache
+def _check_masks() -> None:
+    """Once, because reading source takes milliseconds and masks are made in every forward."""
+    _MASKS.source(masking_utils._preprocess_mask_arguments, "= find_packed_sequence_indices(position_ids)")
 
 
 def attention_function(name: str) -> Callable[..., Any]:

@@ -50,6 +50,8 @@ TESTED_LAYOUTS = (
     ParallelLayout(frozenset({"pp", "tp"}), (0, 1)),
     ParallelLayout(frozenset({"pp", "sp"}), (0, 1)),
     ParallelLayout(frozenset({"pp", "ep"}), (0, 1)),
+    ParallelLayout(frozenset({"pp", "tp", "ep"}), (0, 1)),
+    ParallelLayout(frozenset({"pp", "sp", "ep"}), (0, 1)),
 )
 """tests/parity/test_parallel.py compares each row with a plain PyTorch loop."""
 _OPTIMIZERS = ("adam", "adamw")
@@ -110,7 +112,6 @@ def check_lora(mesh: Mesh, config: RunConfig, *, stage: int, offloads: Sequence[
     if config.lora is None:
         return
     for what, is_set, hint in (
-        (f"parallel {mesh}", bool(_axes(mesh)), "set tp, pp, sp and ep to 1"),
         ("offload to nvme", "nvme" in offloads, "offload to cpu"),
         ("train.precision fp16", config.train.precision == "fp16", "set train.precision to bf16"),
         (f"optim.name {config.optim.name}", config.optim.name.lower() not in _OPTIMIZERS, "use AdamW"),
@@ -139,17 +140,20 @@ def check_lora(mesh: Mesh, config: RunConfig, *, stage: int, offloads: Sequence[
         if is_set:
             raise ConfigError(f"lora with {what} is not tested", hint=hint)
     if config.lora.quantize is not None:
-        _check_quantized(config.lora.quantize, stage=stage, offloads=offloads)
+        _check_quantized(config.lora.quantize, mesh, offloads=offloads)
 
 
-def _check_quantized(kind: str, *, stage: int, offloads: Sequence[str]) -> None:
-    offload_devices = [device for device in offloads if device != "none"]
-    if stage == STAGE_WITH_PARTITIONED_WEIGHTS or offload_devices:
-        what = f"offload to {offload_devices[0]}" if offload_devices else f"zero stage {stage}"
-        # ZeRO-3 partitions parameters, and the scales of four-bit blocks are not parameters.
+def _check_quantized(kind: str, mesh: Mesh, *, offloads: Sequence[str]) -> None:
+    if mesh.tp > 1:
+        # The scales of 256 blocks have a common scale, and those of all blocks of a weight a common mean: of a shard
+        # they are others.
         raise ConfigError(
-            f"lora.quantize {kind} with {what} is not tested", hint="use zero stage 0, 1 or 2 without offload"
+            f"lora.quantize {kind} with parallel {mesh} would round other numbers than without parallel.tp",
+            hint="set parallel.tp to 1; pp, sp and ep may be larger",
         )
+    devices = [device for device in offloads if device != "none"]
+    if devices:
+        raise ConfigError(f"lora.quantize {kind} with offload to {devices[0]} is not tested", hint="leave offload out")
     if find_spec("bitsandbytes") is None:
         raise ConfigError(
             f"lora.quantize {kind} needs bitsandbytes, which is not installed",
@@ -166,8 +170,6 @@ def _untested(mesh: Mesh, config: RunConfig, offloads: Sequence[str]) -> Iterato
         yield "offload to nvme", "offload to cpu"
     if config.optim.name.lower() not in _OPTIMIZERS:
         yield f"optim.name {config.optim.name}", "use AdamW"
-    if mesh.pp * mesh.tp * mesh.ep > 1 and config.checkpoint.node_local:
-        yield "checkpoint.node_local", "save to a folder that all hosts share"
 
 
 def _untested_options(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

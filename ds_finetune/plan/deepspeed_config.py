@@ -170,7 +170,7 @@ def finish(tree: Tree, config: RunConfig, *, accumulation: int, source: str, on_
         given = {k: v for k, v in (finished.get(key) or {}).items() if v != "auto"}
         derived[key] = given | derived[key] if derived[key]["enabled"] else derived[key]
     finished |= derived | {"zero_optimization": _with_overlap(_without_auto(zero))}
-    # DeepSpeed 0.19.8 waits for the device twice in every forward to print a speed (utils/timer.py:238, 256).
+    # DeepSpeed 0.19.8 waits for the device twice for every micro-batch to print a speed (utils/timer.py:238, 256).
     finished.setdefault("timers", {"throughput": {"enabled": False}})
     if config.optim.name.lower() in _UNTESTED:
         finished["zero_allow_untested_optimizer"] = True

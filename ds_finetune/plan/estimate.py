@@ -52,7 +52,7 @@ class ModelSizes:
     adapters: int | None = None
     """Parameters of LoRA adapters; None where every weight is trained."""
     quantised: int = 0
-    """Elements held in four bits."""
+    """Elements that the rank that holds most has in four bits."""
     quantised_bytes: int = 0
     teacher: int = 0
     """Parameters of a teacher that runs beside the model."""
@@ -169,9 +169,13 @@ def _state_bytes(plan: Plan, sizes: ModelSizes) -> dict[str, int]:
     # DeepSpeed 0.19.8 keeps a second fp32 copy of fp32 weights under ZeRO (zero/stage_1_and_2.py:560).
     copies = 1 if stage or width < _MASTER_BYTES else 0
     master = _MASTER_BYTES * (MOMENTS[plan.optimizer.name] + copies)
+    # The packed numbers of weights in four bits are partitioned, their scales are not.
+    parts = plan.zero_ranks if partitions_weights else 1
+    packed = sizes.quantised // 2
+    quantised_bytes = sizes.quantised_bytes - packed + -(-packed // parts)
     teacher_parts = plan.world.world_size if is_teacher_partitioned(stage, sizes.teacher_offload) else 1
     return {
-        "weights": width * (weights - sizes.quantised) + sizes.quantised_bytes,
+        "weights": width * (weights - sizes.quantised // parts) + quantised_bytes,
         "gradients": _gradient_width(plan) * (trained_share if stage >= 2 else trained),
         **({"unreduced gradients": width * trained} if plan.reduces_once else {}),
         "optimizer": master * (trained_share if stage else trained),

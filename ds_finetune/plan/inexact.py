@@ -270,7 +270,7 @@ def check_inexact(run: InexactRun) -> list[str]:
         if asked:
             for what, hint in option.unmet(run):
                 raise ConfigError(f"{asked} cannot work with {what}", hint=hint)
-            lines.append(f"inexact: {asked}: {option.changes}. It saves {option.saves}; measured in {PAGE}")
+            lines.append(f"inexact: {asked}: {option.changes}. It saves {option.saves}; see {PAGE}")
     return lines
 
 

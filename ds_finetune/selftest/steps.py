@@ -109,13 +109,17 @@ def _gradients(engine: Engine) -> dict[str, torch.Tensor]:
 
     After one step, a first moment is (1 - beta1) times the gradient.
     """
-    gradients = {name: moment / (1 - BETAS[0]) for name, moment in first_moments(engine).items()}
+    return of_all_stages(engine, {name: moment / (1 - BETAS[0]) for name, moment in first_moments(engine).items()})
+
+
+def of_all_stages(engine: Engine, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors, by parameter name, of the first ranks of all pipeline stages; collective with several."""
     mesh = engine.plan.mesh
     if mesh.pp == 1:
-        return gradients
-    stages = all_gather_object(gradients if mesh.rank == mesh.leader else {})
+        return tensors
+    stages = all_gather_object(tensors if mesh.rank == mesh.leader else {})
     for earlier, later in itertools.combinations(stages, 2):
         assert all(torch.equal(earlier[name], later[name]) for name in earlier.keys() & later.keys()), (
             "tied weights have two gradients"
         )
-    return {name: grad for stage in stages for name, grad in stage.items()}
+    return {name: tensor for stage in stages for name, tensor in stage.items()}

@@ -26,6 +26,7 @@ from ds_finetune.export.source import read_model_spec
 from ds_finetune.export.verify.record import RECORD, UNVERIFIED, ExportRecord, fixed_prompts, sampled_logits
 from ds_finetune.export.verify.verify import VerificationResult, mark_folder, verify_exports
 from ds_finetune.families.table import family_of
+from ds_finetune.hosts.free_memory import available_bytes
 from ds_finetune.model.dtypes import PRECISION_DTYPES, dtype_name
 from ds_finetune.model.hub_folder import has_weights
 from ds_finetune.model.lora import Factors, factors_of, merge_adapters
@@ -33,7 +34,6 @@ from ds_finetune.model.names import published_names
 from ds_finetune.trainer.classifier_export import adapt_tokenizer, record_scores
 from ds_finetune.trainer.inputs import RunInputs
 from ds_finetune.trainer.prepare import PreparedRun
-from ds_finetune.trainer.run_dir import available_bytes
 from ds_finetune.units import parse_bytes
 
 Say = Callable[[str], None]

@@ -1,6 +1,5 @@
 """The tensors that a rank of each pipeline stage holds, built on torch's meta device without memory."""
 
-import math
 import re
 from collections import Counter
 from dataclasses import replace
@@ -17,7 +16,7 @@ from ds_finetune.model.parallel.pipeline import PipelineGroup, build_only_layers
 from ds_finetune.model.parallel.sharding import ModelShard
 from ds_finetune.model.parallel.tensor import local_config
 from ds_finetune.model.teacher_plan import TeacherPlan
-from ds_finetune.plan.estimate import ModelSizes, TensorKind, model_sizes
+from ds_finetune.plan.estimate import ModelSizes, TensorKind, fullest_stage, model_sizes
 from ds_finetune.plan.plan import Plan
 
 Stages = tuple[tuple[TensorKind, ...], ...]
@@ -31,15 +30,23 @@ def rank_tensors(plan: Plan, model: ModelPlan) -> Stages:
 
 
 def sizes_of(stages: Stages, lora: LoraPlan | None, teacher: TeacherPlan | None = None) -> ModelSizes:
-    """The parameters of a model whose tensors are given, with its adapters and its teacher."""
+    """The parameters of a model whose tensors are given, with its adapters and its teacher.
+
+    Adapters are counted whole; a pipeline or tensor parallel rank holds a part of them.
+    """
     sizes = model_sizes(stages)
     if teacher is not None:
         sizes = replace(sizes, teacher=teacher.count_params(), teacher_offload=teacher.offload)
     if lora is None:
         return sizes
-    shapes = lora.quantised_shapes
-    quantised, num_bytes = sum(map(math.prod, shapes)), sum(map(nf4_bytes, shapes))
-    return replace(sizes, adapters=lora.num_params, quantised=quantised, quantised_bytes=num_bytes)
+    names = {_LAYER.sub("N", f"{target.name}.weight") for target in lora.quantised}
+    kinds = [kind for kind in fullest_stage(stages) if kind.name in names]
+    return replace(
+        sizes,
+        adapters=lora.num_params,
+        quantised=sum(kind.numel for kind in kinds),
+        quantised_bytes=sum(kind.count * nf4_bytes(kind.local) for kind in kinds),
+    )
 
 
 def _stage_tensors(plan: Plan, model: ModelPlan, stage: int) -> list[TensorKind]:

@@ -5,6 +5,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, astuple, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -33,6 +34,7 @@ from ds_finetune.data.stream import START, StreamedRows
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.state import Slice, StateGroup
 from ds_finetune.errors import CheckpointError, FinetuneError, OutputError
+from ds_finetune.hosts.free_memory import available_bytes
 from ds_finetune.observers.checkpointing import RunText
 from ds_finetune.observers.record import Resumable, StepRecord
 from ds_finetune.plan.plan import Plan
@@ -40,7 +42,6 @@ from ds_finetune.trainer.classifier_export import adapt_tokenizer
 from ds_finetune.trainer.exports import Say, files_beside
 from ds_finetune.trainer.loop import BEGINNING, Progress
 from ds_finetune.trainer.prepare import PreparedRun
-from ds_finetune.trainer.run_dir import available_bytes
 from ds_finetune.units import GIB
 
 CONFIG = "config.json"
@@ -227,8 +228,9 @@ def start_saver(run: PreparedRun, engine: Engine, point: ResumePoint) -> Iterato
         _write_base(base, sources, texts)
     beside = {f"{BASE}/{name}": base / name for name in (*sources, *texts)}
     locks = [point.lock] if point.lock else []
-    saver = Saver(engine.state.groups, checkpoints, run.plan.saves_asynchronously, beside, locks)
-    num_bytes = num_weights(engine.state.groups(), share=checkpoints.share) * run.plan.checkpoint_bytes_per_parameter
+    groups = partial(engine.state.groups, home=checkpoints.ranks)
+    saver = Saver(groups, checkpoints, run.plan.saves_asynchronously, beside, locks)
+    num_bytes = num_weights(groups(), share=checkpoints.share) * run.plan.checkpoint_bytes_per_parameter
     raise_on_every_rank(_memory_error(num_bytes, run.plan))
     saver.start(num_bytes)
     try:

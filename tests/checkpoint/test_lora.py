@@ -1,4 +1,4 @@
-"""A checkpoint of adapters holds them alone, and goes on at any ZeRO stage."""
+"""A checkpoint of adapters holds them alone, and goes on at any ZeRO stage and in any layout."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.same_run import RunIdentity, changes_since_checkpoint
 from ds_finetune.config.schema import LoraConfig, RunConfig
 from ds_finetune.errors import CheckpointError
-from ds_finetune.model.lora import is_adapter
+from ds_finetune.model.adapter_names import is_adapter
 from ds_finetune.model.lora_plan import plan_lora
 from ds_finetune.selftest.cells import hf_config
 from tests.checkpoint.layouts import Layout
@@ -22,6 +22,9 @@ from tests.checkpoint.test_layouts import assert_goes_on, name_of, run
 
 RANK = 8
 STAGES = [Layout(stage, lora=RANK) for stage in range(4)]
+TENSOR = Layout(1, lora=RANK, tp=2)
+SHARDED = [TENSOR, *(Layout(3, lora=RANK, **{axis: 2}) for axis in ("tp", "sp", "ep")), Layout(0, lora=RANK, pp=2)]
+"""Layouts of two ranks that hold parts of adapters, or tokens of the same rows."""
 ALL = [
     *STAGES,
     Layout(2, "cpu", lora=RANK),
@@ -41,8 +44,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_adapters_are_saved_alone_and_go_on_at_another_stage(folder: Path) -> None:
     zero0, zero2, zero3 = STAGES[0], STAGES[2], STAGES[3]
-    pairs = [(zero3, zero3), (zero0, zero3), (zero3, zero2)]
-    found = run(2, [zero0, zero3], [(name_of(source, 2), layout) for source, layout in pairs], folder)
+    pairs = [(zero3, zero3), (zero0, zero3), (TENSOR, zero2)]
+    found = run(2, [zero0, zero3, TENSOR], [(name_of(source, 2), layout) for source, layout in pairs], folder)
     for source, layout in pairs:
         key = f"{name_of(source, 2)} -> {name_of(layout, 2)}"
         assert_goes_on(found[key], found[f"saved {name_of(source, 2)}"], key)
@@ -86,4 +89,13 @@ def test_every_stage_from_every_other(folder: Path, world: int) -> None:
     pairs = [(name_of(source, ranks), layout) for ranks in (1, 2) for source in precise for layout in precise]
     pairs += [(name_of(ALL[-1], world), ALL[-1])]
     for key, value in run(world, [], pairs, folder).items():
+        assert_goes_on(value, saved[f"saved {key.split(' -> ')[0]}"], key)
+
+
+@pytest.mark.slow
+def test_every_layout_from_every_other(folder: Path) -> None:
+    layouts = [*SHARDED, STAGES[2]]
+    saved = run(2, layouts, [], folder)
+    pairs = [(name_of(source, 2), layout) for source in layouts for layout in layouts]
+    for key, value in run(2, [], pairs, folder).items():
         assert_goes_on(value, saved[f"saved {key.split(' -> ')[0]}"], key)

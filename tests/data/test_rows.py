@@ -172,7 +172,7 @@ def test_a_killed_preparation_goes_on(demo: Path, tokenizer: PreTrainedTokenizer
     assert train.stat().st_size > 2_000_000
     command = [sys.executable, str(tmp_path / "killed.py"), str(train), str(cache), str(demo / "model")]
     process = subprocess.Popen(command, start_new_session=True)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 400
     while time.monotonic() < deadline and len(list(cache.glob("*/part-*[0-9]"))) < 3:
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGKILL)

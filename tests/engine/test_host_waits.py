@@ -81,8 +81,7 @@ def _matrix() -> list[Layout]:
                 found += _depths(Cell(family, stage, accumulation, packing=False))
             found += _depths(_CLIPPED(family, stage, 4), 2)
             found += _depths(Cell(family, stage, 4, packing=True, objective="dpo"))
-            if stage:
-                found += _depths(_CLIPPED(family, stage, 4, precision="bf16"))
+            found += _depths(_CLIPPED(family, stage, 4, precision="bf16"))
             for axis in ("tp", "sp", *(["ep"] if family == "deepseek_v3" else [])):
                 found += _depths(_CLIPPED(family, stage, 4, **{axis: 2}), 2)
         for stage in (0, 1):

@@ -31,8 +31,9 @@ from ds_finetune.export.verify.record import Digest, ExportRecord, classifier_pr
 from ds_finetune.export.verify.tensors import digest_of, read_tensor_table
 from ds_finetune.export.verify.verify import VerificationResult, verify_exports
 from ds_finetune.families.table import family_of
+from ds_finetune.model.adapter_names import is_adapter
 from ds_finetune.model.build import whole
-from ds_finetune.model.lora import factors_of, install_lora, is_adapter
+from ds_finetune.model.lora import AdapterPlacement, factors_of, install_lora
 from ds_finetune.model.lora_plan import plan_lora
 from ds_finetune.model.score_config import set_padding_token
 from ds_finetune.trainer.run_dir import read_json
@@ -172,7 +173,7 @@ def test_a_folder_that_classifies_otherwise_is_found(
 
 
 def _adapted(model: PreTrainedModel, lora: LoraConfig) -> PreTrainedModel:
-    install_lora(model, plan_lora(model.config, lora).targets, lora, seed=0, where=whole, share=lambda _: None)
+    install_lora(model, plan_lora(model.config, lora).targets, lora, seed=0, placement=AdapterPlacement(whole))
     generator = torch.Generator().manual_seed(5)
     for name, param in model.named_parameters():
         if is_adapter(name) and name.endswith("lora_B"):

@@ -14,8 +14,9 @@ from ds_finetune.config.schema import LoraConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.table import FAMILIES as TABLE
 from ds_finetune.families.tiny import VOCAB
+from ds_finetune.model.adapter_names import is_adapter
 from ds_finetune.model.build import build_skeleton
-from ds_finetune.model.lora import Factors, factors_of, is_adapter, merge_adapters
+from ds_finetune.model.lora import Factors, factors_of, merge_adapters
 from ds_finetune.model.lora_plan import plan_lora
 from ds_finetune.selftest.cells import hf_config
 from tests.lora_twin import adapted, base_model, by_our_names, in_peft, named_in, write_adapter_of

@@ -37,6 +37,14 @@ def _balanced(row: ParallelLayout, stage: int) -> Case:
     return replace(_case("deepseek_v3", row, stage)[0], balances=True), False
 
 
+PAIRS = (("dpo", ("sp",), 2), ("orpo", ("pp",), 1), ("dpo", ("ep",), 3))
+
+
+def _with_objective(name: str, row: ParallelLayout, stage: int) -> Case:
+    """On pairs of answers, whose losses visit the head twice, after forwards without gradients."""
+    return replace(_case("deepseek_v3", row, stage)[0], objective=name), False
+
+
 FIRST = [_case("deepseek_v3", _row("sp", "ep"), 3)]
 """Compared by default."""
 MATRIX = [
@@ -45,6 +53,7 @@ MATRIX = [
     *(_case("deepseek_v3", row, stage) for row in (PLAIN, *TESTED_LAYOUTS) for stage in row.stages),
     *(_case("llama", row, row.stages[-1]) for row in (PLAIN, *TESTED_LAYOUTS) if row.axes <= {"tp", "sp", "pp"}),
     *(_case(family, PLAIN, 3) for family in FAMILY_NAMES if family not in ("deepseek_v3", "llama")),
+    *(_with_objective(name, _row(*axes), stage) for name, axes, stage in PAIRS),
     *(_balanced(_row(*axes), stage) for axes, stage in ((("ep",), 2), (("sp",), 3), (("pp",), 1))),
     *(_case("llama", PLAIN, stage, has_adapters=True) for stage in PLAIN.stages),
 ]

@@ -81,7 +81,7 @@ ALL += [
 ]
 ALL += [
     MtpLayout(_cell(stage, 2, packing=packing, family=WIDE), world, detach, adapters="nf4")
-    for stage, packing, world, detach in itertools.product(range(3), (True, False), (1, 2), (True, False))
+    for stage, packing, world, detach in itertools.product(range(4), (True, False), (1, 2), (True, False))
 ]
 
 

@@ -19,7 +19,7 @@ from torch.nn.functional import logsigmoid, sigmoid
 from transformers import AutoModelForCausalLM
 
 from ds_finetune.labels import IGNORE_INDEX
-from ds_finetune.model.lora import weight_of
+from ds_finetune.model.adapter_names import weight_of
 from ds_finetune.selftest.cells import Cell
 from tests.pairwise import pairwise
 from tests.parity.four_bit import HAS_FOUR_BIT, TWIN, WIDE, write_wide
@@ -194,7 +194,7 @@ CHOSEN = [replace(layout, objectives=(0, 1 + number % 4, 5)) for number, layout 
 """DPO and KTO, which have sums of their own, and the other losses of pairs by turns."""
 FOUR_BIT = [
     Layout(Cell(WIDE, stage, accumulation, packing), world, has_lora=True, quantize="nf4")
-    for stage, accumulation, packing, world in product((0, 1, 2), (1, 2), (True, False), (1, 2, 3))
+    for stage, accumulation, packing, world in product(range(4), (1, 2), (True, False), (1, 2, 3))
     if HAS_FOUR_BIT
 ]
 CHOSEN += [

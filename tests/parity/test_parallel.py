@@ -156,10 +156,17 @@ VARIANTS = ("deepseek_v2_lite", "deepseek_v3_moonlight", "glm4_moe_lite_types", 
 BIASES = [_cell(family, TENSOR, 1, packing=True) for family in ("llama_biases", "glm4_moe")]
 """Shards of the biases of queries, keys and values; llama's attention also has a bias that every rank holds."""
 MORE_BIASES = [cell for cell in _cells(("llama_biases", "deepseek_v3_biases")) if cell.tp > 1]
+LARGEST = [
+    cell
+    for cell in _cells(("deepseek_v3", "qwen3_moe", "gpt_oss"))
+    if {"pp", "ep"} < {axis for axis in ("pp", "sp", "tp", "ep") if getattr(cell, axis) > 1}
+]
+"""Layouts of three axes, which are compared on eight ranks too."""
 REST = _cells((*OTHERS, *VARIANTS)) + MORE_BIASES + FOUR_STAGES + SPARSE + ONCE
 ALL = runs_of(DEFAULT) + runs_of(REST) + runs_of(DEFAULT + REST, worlds=(4,))
 _ROUNDED = _rounded() + _rounded("gpt_oss")
 ALL_ROUNDED = runs_of(_ROUNDED) + runs_of(_ROUNDED, worlds=(4,))
+ON_EIGHT = runs_of(LARGEST, worlds=(8,))
 
 
 def _axes(run: Run) -> tuple[Hashable, ...]:
@@ -233,3 +240,14 @@ def test_other_layout_in_bf16_follows_fp32(cell: Cell, world: int, rest: Path, m
 @pytest.mark.parametrize(("cell", "world"), OTHER, ids=_ids(OTHER))
 def test_other_layout_equals_plain_loop(cell: Cell, world: int, rest: Path, models: Path) -> None:
     assert_equals_plain_loop(cell, result_of(cell, world, rest), models)
+
+
+@pytest.fixture(scope="session")
+def on_eight(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_cells(ON_EIGHT, models, tmp_path_factory.mktemp("parallel-eight"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("cell", "world"), ON_EIGHT, ids=_ids(ON_EIGHT))
+def test_layout_of_three_axes_equals_plain_loop(cell: Cell, world: int, on_eight: Path, models: Path) -> None:
+    assert_equals_plain_loop(cell, result_of(cell, world, on_eight), models)

@@ -46,7 +46,7 @@ ALL: list[Run] = [
 ] + [
     (ScoreCell(objective, "llama", stage, accumulation, packing, has_lora=True, quantize="nf4"), world)
     for objective, stage, accumulation, packing, world in itertools.product(
-        OBJECTIVES, (0, 1, 2), (1, 2), (False, True), (1, 2, 3)
+        OBJECTIVES, range(4), (1, 2), (False, True), (1, 2, 3)
     )
     if HAS_FOUR_BIT
 ]

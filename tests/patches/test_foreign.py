@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import cpuinfo
 import deepspeed
 import pytest
 import torch
@@ -29,6 +30,7 @@ from ds_finetune.patches import (
     bitsandbytes_linear,
     datasets_offline,
     deepspeed_engine,
+    deepspeed_gathering,
     deepspeed_groups,
     deepspeed_import,
     deepspeed_inexact,
@@ -230,6 +232,7 @@ GUARDS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], Any]]
         lambda patch: patch.setattr(sys.modules["deepspeed.comm.torch"], "build_shm_op", no_parameters),
         lambda: within(deepspeed_init.without_shared_memory_op()),
     ),
+    "whole weights": (lambda _: None, lambda: within(deepspeed_gathering.whole_weights(Optimizer(), nn.Module()))),
     "second copies": (lambda _: None, lambda: deepspeed_inexact.forget_second_copies(partitioned_by_another_version())),
     "ZenFlow's matrices": (
         lambda patch: patch.setattr(
@@ -258,6 +261,10 @@ GUARDS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], Any]]
         lambda patch: patch.setattr(cpp_extension, "load", no_parameters),
         lambda: within(torch_extensions.joined_sources()),
     ),
+    "processor": (
+        lambda patch: missing(patch, cpuinfo, "get_cpu_info"),
+        deepspeed_init.ask_for_processor_once,
+    ),
     "linear modules": (
         lambda patch: patch.setattr(nn.Linear, "__init__", no_parameters),
         lambda: within(torch_nn.linears_without_memory()),
@@ -284,6 +291,10 @@ GUARDS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], Any]]
     "search for documents": (
         lambda patch: missing(patch, masking_utils, "find_packed_sequence_indices"),
         lambda: within(transformers_attention.without_search_for_documents()),
+    ),
+    "norms in 16 bits": (
+        lambda _: None,
+        lambda: deepspeed_waits.HalfPrecisionNorms(Optimizer(), lambda: False),
     ),
     "norms of gradients": (
         lambda _: None,
@@ -353,6 +364,20 @@ def test_files_of_other_operators_are_not_joined(tmp_path: Path, monkeypatch: py
     assert joined.read_text() == '#include "a/b/x.cpp"\n#include "a/b/y.cpp"\n'
 
 
+def test_the_processor_is_asked_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def ask() -> dict[str, Any]:
+        asked.append({"arch": "X86_64"})
+        return asked[-1]
+
+    monkeypatch.setattr(cpuinfo, "get_cpu_info", ask)
+    for _ in range(2):
+        deepspeed_init.ask_for_processor_once()
+        assert [cpuinfo.get_cpu_info() for _ in range(2)] == asked * 2
+    assert len(asked) == 1
+
+
 def test_mlflow_is_kept_from_deepspeeds_tuner_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     tuner = ModuleSpec("deepspeed.autotuning.autotuner", None)
     monkeypatch.setitem(sys.modules, tuner.name, SimpleNamespace(__spec__=tuner))
@@ -362,6 +387,20 @@ def test_mlflow_is_kept_from_deepspeeds_tuner_alone(monkeypatch: pytest.MonkeyPa
     tuner._initializing = True  # type: ignore[attr-defined]
     with pytest.raises(ModuleNotFoundError, match="does without mlflow"):
         find_spec("mlflow")
+
+
+def test_muons_functions_are_compiled_when_they_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+    monkeypatch.setattr(torch, "compile", lambda function: given.append(function) or function)
+    call = deepspeed_import.compiled_at_first_call(without)
+    assert not given
+    engine = call(Engine(1), "reduced")
+    assert given == [without]
+    assert call(engine, "optimizer") is engine
+    assert given == [without]
+    deepspeed_import.import_without_compiler()
+    spec = find_spec("deepspeed.runtime.zero.muon.original_muon")
+    assert type(spec and spec.loader).__name__ == "_MuonLoader"
 
 
 def test_attention_is_registered_with_its_mask() -> None:

@@ -11,7 +11,7 @@ from ds_finetune.config.schema import ParallelConfig, RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.table import FAMILIES
 from ds_finetune.families.tiny import DENSE
-from ds_finetune.plan.combinations import TESTED_LAYOUTS, check_divides, check_expert_widths, check_layout
+from ds_finetune.plan.combinations import TESTED_LAYOUTS, check_divides, check_expert_widths, check_layout, check_lora
 from ds_finetune.plan.mesh import Mesh
 
 
@@ -126,10 +126,19 @@ def test_choices_of_deepspeed_that_nothing_compares_are_refused(zero: dict[str, 
         check_layout(Mesh(0, 2, ep=2), _config(), stage=2, tree={"zero_optimization": {"stage": 2} | zero})
 
 
-def test_fp16_and_node_local_checkpoints_are_refused() -> None:
-    for sections in ({"train": {"for": "1 steps", "precision": "fp16"}}, {"checkpoint": {"node_local": True}}):
-        with pytest.raises(ConfigError, match="is not tested"):
-            check_layout(Mesh(0, 1, tp=2), _config(**sections), stage=2)
+def test_four_bits_of_shards_are_refused() -> None:
+    config = _config(lora={"quantize": "nf4"})
+    with pytest.raises(ConfigError) as caught:
+        check_lora(Mesh(0, 1, tp=2), config, stage=1, offloads=[], tree={})
+    assert caught.value.message == (
+        "lora.quantize nf4 with parallel dp 1 x tp 2 would round other numbers than without parallel.tp"
+    )
+    assert caught.value.hint == "set parallel.tp to 1; pp, sp and ep may be larger"
+
+
+def test_fp16_is_refused() -> None:
+    with pytest.raises(ConfigError, match="is not tested"):
+        check_layout(Mesh(0, 1, tp=2), _config(train={"for": "1 steps", "precision": "fp16"}), stage=2)
 
 
 def test_ranks_of_experts() -> None:

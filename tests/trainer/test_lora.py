@@ -130,6 +130,33 @@ def test_a_run_goes_on_at_another_stage_and_number_of_ranks_but_not_with_other_a
     assert [record["step"] for record in metrics(folder)] == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["tp", "sp", "ep", "pp"])
+def test_a_run_of_ranks_with_parts_of_the_model_exports_the_same_and_resumes(axis: str, tmp_path: Path) -> None:
+    """Two runs of the same rows: ranks with parts of the model, and one rank that resumes in the middle of it."""
+    run_file = task(tmp_path, parallel={axis: 2}, deepspeed={"zero_optimization": {"stage": 1}}, optim={"lr": 0.02})
+    done = start(torchrun("ds_finetune/train.py", str(run_file)))
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = tmp_path / "run"
+    merged = load_file(run / "export" / "model.safetensors")
+    base = _plain(tmp_path / "model")
+    before = _logits(base)
+    together = _logits(in_peft(base, run / "adapter").eval())
+    assert (together - before).abs().max() > 1e-2, "the adapter does nothing"
+    assert torch.allclose(_logits(_plain(run / "export")), together, atol=1e-5, rtol=0)
+    assert main(["export", str(run), str(tmp_path / "out"), "--dtype", "fp32"]) == 0
+    later = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.allclose(later[key], tensor, atol=1e-6, rtol=0) for key, tensor in merged.items())
+    losses = [record["train/loss"] for record in metrics(tmp_path)]
+    alone = task(tmp_path / "alone", deepspeed={"zero_optimization": {"stage": 2}}, optim={"lr": 0.02})
+    done = start([sys.executable, "ds_finetune/train.py", str(alone)])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert losses == pytest.approx([record["train/loss"] for record in metrics(tmp_path / "alone")], abs=1e-5)
+    went_on = start(_alone(tmp_path, f"parallel.{axis}=1", "train.for=4 steps"))
+    assert went_on.returncode == 0, went_on.stdout + went_on.stderr
+    assert [record["step"] for record in metrics(tmp_path)] == [1, 2, 3, 4]
+
+
 def test_what_is_not_proven_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -113,7 +113,6 @@ def test_what_is_not_proven_is_refused(
         monkeypatch.delenv(name, raising=False)
     run_file = str(_task(tmp_path))
     for override, said in (
-        ("deepspeed.zero_optimization.stage=3", "lora.quantize nf4 with zero stage 3 is not tested"),
         (
             "deepspeed.zero_optimization.offload_optimizer={device: cpu}",
             "lora.quantize nf4 with offload to cpu is not tested",

@@ -173,9 +173,13 @@ class ExpertParallelExperts(nn.Module):
         expert = expert.repeat_interleave(arriving, output_size=len(rows))
         if not len(rows):
             # Without a row the experts would have no gradient, for which other ranks wait.
-            zero = super().forward(rows.new_zeros(1, rows.shape[1]), expert.new_zeros(1, 1), rows.new_zeros(1, 1))
+            zero = self.run_experts(rows.new_zeros(1, rows.shape[1]), expert.new_zeros(1, 1), rows.new_zeros(1, 1))
             return rows + zero.sum() * 0
-        return super().forward(rows, expert[:, None], rows.new_ones(len(rows), 1))  # type: ignore[no-any-return]
+        return self.run_experts(rows, expert[:, None], rows.new_ones(len(rows), 1))
+
+    def run_experts(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        """The family's own forward of the experts that this rank holds, without communication."""
+        return super().forward(hidden, top_k_index, top_k_weights)  # type: ignore[no-any-return]
 
 
 MarkParameter = Callable[[nn.Parameter], None]

@@ -9,6 +9,7 @@ from typing import Self
 import torch
 
 from ds_finetune.families.family import Family
+from ds_finetune.model.adapter_names import is_adapter, weight_of
 from ds_finetune.plan.mesh import Mesh
 
 Ints = tuple[int, ...]
@@ -49,11 +50,20 @@ class ModelShard:
         return cls(mesh.tp, mesh.place("tp"), mesh.ep, mesh.expert_place, family.transposed_experts)
 
     def tensor_shard(self, name: str, local_shape: Ints) -> "TensorShard":
-        """The shard that this rank holds of the tensor `name`, whose shape is `local_shape` on this rank."""
-        fused = _FUSED_EXPERTS.search(name)
+        """The shard that this rank holds of the tensor `name`, whose shape is `local_shape` on this rank.
+
+        Of an adapter it is the shard that fits that of its weight: with a weight [out, in] that is sharded along `out`,
+        B [out, rank] is sharded and A [rank, in] is whole; along `in` it is the other way round.
+        """
+        weight, side = weight_of(name) if is_adapter(name) else (name, "")
+        fused = _FUSED_EXPERTS.search(weight)
         is_gate_up = fused is not None and fused["part"] == "gate_up_proj" and not self.has_transposed_experts
-        box = (local_shape[0], 2, local_shape[1] // 2, local_shape[2]) if is_gate_up else local_shape
-        dim = _INNER_DIM[self.has_transposed_experts].get(fused["part"]) if fused else _shard_dim(name)
+        has_halves = is_gate_up and side != "A"
+        box = (local_shape[0], 2, local_shape[1] // 2, local_shape[2]) if has_halves else local_shape
+        dim = _INNER_DIM[self.has_transposed_experts].get(fused["part"]) if fused else _shard_dim(weight)
+        if side and dim is not None:
+            is_input = dim == len(local_shape) - 1 and not is_gate_up
+            dim = dim if is_input == (side == "A") else None
         counts, offsets = [1] * len(box), [0] * len(box)
         if fused:
             counts[0], offsets[0] = self.ep_size, self.ep_rank * box[0]

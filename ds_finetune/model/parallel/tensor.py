@@ -71,25 +71,39 @@ def reduce_from_tensor_parallel_region(partial: torch.Tensor, tp_group: TensorPa
     return sum_over_ranks(partial, tp_group)
 
 
-class RowParallelLinear(nn.Linear):
-    """A linear layer sharded along its input. Every rank has the whole bias, which is added after the reduction."""
+class ParallelLinear(nn.Linear):
+    """A linear layer that holds a shard of its weight. Its `forward` is `multiply` and what ranks send each other."""
 
     tp_group: TensorParallelGroup
+
+    def multiply(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What this rank computes of the product, without communication."""
+        raise NotImplementedError
+
+
+class RowParallelLinear(ParallelLinear):
+    """A linear layer sharded along its input. Every rank has the whole bias, which is added after the reduction."""
 
     def forward(self, shard: torch.Tensor) -> torch.Tensor:
         """This rank's [..., input / ranks] -> [..., output], the same on every rank."""
-        out = reduce_from_tensor_parallel_region(functional.linear(shard, self.weight), self.tp_group)
+        out = reduce_from_tensor_parallel_region(self.multiply(shard), self.tp_group)
         return out if self.bias is None else out + self.bias
 
+    def multiply(self, shard: torch.Tensor) -> torch.Tensor:
+        """This rank's [..., input / ranks] -> its summand of the output, without the bias."""
+        return functional.linear(shard, self.weight)
 
-class ColumnParallelLinear(nn.Linear):
+
+class ColumnParallelLinear(ParallelLinear):
     """A linear layer sharded along its output; its input is the same on every rank."""
-
-    tp_group: TensorParallelGroup
 
     def forward(self, replicated: torch.Tensor) -> torch.Tensor:
         """[..., input] -> this rank's [..., output / ranks]."""
-        return super().forward(copy_to_tensor_parallel_region(replicated, self.tp_group))
+        return self.multiply(copy_to_tensor_parallel_region(replicated, self.tp_group))
+
+    def multiply(self, copied: torch.Tensor) -> torch.Tensor:
+        """The same, with an input whose gradient is summed over ranks already."""
+        return nn.Linear.forward(self, copied)
 
 
 class BiasedExperts(nn.Module):

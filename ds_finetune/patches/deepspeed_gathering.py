@@ -1,0 +1,46 @@
+"""DeepSpeed's ZeRO-3: forwards that gather nothing while all weights are whole."""
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import nn
+
+from ds_finetune.patches.foreign import Foreign, replaced
+
+_HOOKS = Foreign("deepspeed", "runtime/zero/parameter_offload.py:181-182, 362-525")
+
+
+@contextmanager
+def whole_weights(optimizer: Any, lm: nn.Module) -> Iterator[None]:  # noqa: ANN401 - DeepSpeed's of stage 3
+    """While this is open, each rank has the weights of `lm` whole, and forwards without gradients run as without ZeRO.
+
+    Collective at both ends. DeepSpeed's hooks would partition a parameter after each module that uses it, and a forward
+    in another order than that of training would make it record its order anew.
+    """
+    import deepspeed
+    from deepspeed.runtime.zero import parameter_offload
+
+    offload = _HOOKS.attribute(optimizer, "parameter_offload")
+    handles = [*_HOOKS.attribute(offload, "forward_hooks"), *_HOOKS.attribute(offload, "backward_hooks")]
+    status = _HOOKS.attribute(parameter_offload, "ZeroParamStatus").NOT_AVAILABLE
+    # Small parameters stay whole once they are gathered; partitioning them here would be one gather more in training.
+    partitioned = [param for param in lm.parameters() if getattr(param, "ds_status", None) is status]
+    with (
+        deepspeed.zero.GatheredParameters(partitioned, enabled=bool(partitioned)),
+        _without_hooks(lm, {handle.id for handle in handles}),
+    ):
+        yield
+
+
+@contextmanager
+def _without_hooks(lm: nn.Module, numbers: Collection[int]) -> Iterator[None]:
+    """While this is open, the modules of `lm` do not have the hooks of these numbers; their order stays."""
+    with ExitStack() as stack:
+        for module in lm.modules():
+            for name in ("_forward_pre_hooks", "_forward_hooks"):
+                hooks = getattr(module, name)
+                kept = OrderedDict((number, hook) for number, hook in hooks.items() if number not in numbers)
+                stack.enter_context(replaced(module, name, kept))
+        yield
