@@ -96,7 +96,7 @@ Further rules, each with its own error message:
 - With `tp`, `pp` or `ep` above 1, ZeRO stage 0 needs `train.precision: fp32`.
 - With any size above 1: `optim.name` AdamW or Adam, `model.attention` neither `eager` nor `flash_attention_2`, no fp16,
   no NVMe offload.
-- With `tp`, `pp` or `ep` above 1: `checkpoint.node_local` stays false.
+- With `pp` and a tied head or `mtp.train`: `checkpoint.node_local` stays false.
 - `tp` divides attention heads, key and value heads, the widths of MLP and experts, and the vocabulary; `sp` divides the
   attention heads of a tensor parallel rank; `ep` divides the routed experts; `pp` is at most the number of layers.
 - LoRA: every row, for the model types of [LoRA](../how-to/lora.md#limits); `lora.quantize` needs `tp` 1.

@@ -101,9 +101,12 @@ class PartStorageReader(StorageReader):
             for key in part.extra["replicated"]:
                 nodes[key] = min(nodes.get(key, part.node), part.node)
         self.held: dict[str, list[tuple[PartFile, StoredChunk]]] = {}
+        seen: set[tuple[str, Chunk]] = set()
         for part in self.parts:
             for item in part.stored:
-                if nodes.get(item.key, part.node) == part.node:
+                # Nodes without a shared folder may each have a chunk that ranks of several nodes hold.
+                if nodes.get(item.key, part.node) == part.node and (item.key, item.chunk) not in seen:
+                    seen.add((item.key, item.chunk))
                     self.held.setdefault(item.key, []).append((part, item))
         every = [pair for held in self.held.values() for pair in held if pair[1].chunk.numel]
         self._metadata = _metadata(item for held in self.held.values() for _, item in held)

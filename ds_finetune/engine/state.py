@@ -18,6 +18,7 @@ from ds_finetune.model.build import Fragment
 from ds_finetune.model.parallel.sharding import ModelShard, shape_in_model
 from ds_finetune.patches.deepspeed_engine import link_optimizer_states
 from ds_finetune.patches.deepspeed_inexact import forget_second_copies
+from ds_finetune.plan.mesh import Axis
 from ds_finetune.plan.plan import Plan
 
 WEIGHT, BUFFER = "weight", "buffer"
@@ -74,11 +75,13 @@ class EngineState:
         base = wrapped.optimizer if self._is_plain else wrapped.optimizer.optimizer
         self._optimizers = [base, *([backup] if backup is not None else [])]
 
-    def groups(self, *, restoring: bool = False) -> list[StateGroup]:
+    def groups(self, *, restoring: bool = False, home: Sequence[int] = ()) -> list[StateGroup]:
         """Every slice of this rank, weights before moments; each sub-group on NVMe is a separate group.
 
-        To save, each element belongs to exactly one rank; with `restoring` the slices are all that this rank needs.
+        To save, each element belongs to exactly one of the ranks `home` that share a folder, all for none; with
+        `restoring` the slices are all that this rank needs.
         """
+        self._home = frozenset(home or range(self._plan.mesh.world_size))
         if self._plan.device == "cuda":
             torch.cuda.synchronize()
         swapped = [[master] for master in self._masters if master.is_swapped]
@@ -213,22 +216,28 @@ class EngineState:
         """Whether this rank saves elements that other ranks hold too: whole tensors under tensor parallelism, sharded
         ones at stage 0.
         """
-        mesh = self._plan.mesh
+        name = part.key.partition("/")[2]
         if part.is_replicated:
             return True
-        if part.key.partition("/")[2] in self._copies:
+        if name in self._copies:
             return False
-        shard = self._model_shard.tensor_shard(
-            part.key.partition("/")[2], shape_in_model(part.local_shape or part.shape)
-        )
-        if mesh.place("tp") and shard.dim is None:
-            return False
-        holder = mesh.place("dp") * mesh.sp + mesh.place("sp")
-        return self._plan.zero_stage > 0 or holder < (mesh.ep if shard.is_expert_parallel else 1)
+        shard = self._model_shard.tensor_shard(name, shape_in_model(part.local_shape or part.shape))
+        of_shards: tuple[Axis, ...] = ("tp",) if shard.dim is None else ()
+        of_rows: tuple[Axis, ...] = ("dp", "sp") if self._plan.zero_stage == 0 else ()
+        return self._is_first_here(*of_shards, *of_rows, same_experts=shard.is_expert_parallel)
+
+    def _is_first_here(self, *axes: Axis, same_experts: bool = False) -> bool:
+        """Whether no rank before this one, of those that share its folder, holds the same elements: ranks that differ
+        along `axes` alone, and have the same experts where these are held.
+        """
+        mesh = self._plan.mesh
+        line = next(line for line in mesh.lines(*axes) if mesh.rank in line)
+        holders = [rank for rank in line if not same_experts or mesh.expert_place_of(rank) == mesh.expert_place]
+        return min(self._home.intersection(holders)) == mesh.rank
 
     def _buffers(self, restoring: bool) -> StateGroup:
         mesh, found = self._plan.mesh, dict(persistent_buffers(self._ds.module))
-        is_saved = restoring or mesh.pp == 1 or mesh.rank == mesh.leader
+        is_saved = restoring or mesh.pp == 1 or self._is_first_here("dp", "sp", "tp")
         slices = [
             Slice(f"{BUFFER}/{name}", tuple(buffer.shape), 0, buffer.numel(), buffer.dtype, is_replicated=mesh.pp == 1)
             for name, buffer in (found if is_saved else {}).items()
@@ -242,7 +251,8 @@ class EngineState:
         mesh, stage = self._plan.mesh, self._plan.zero_stage
         is_replicated = stage < 3 and mesh.pp == 1
         # Below stage 3 all ranks of a pipeline stage hold the same elements, at stage 3 tensor parallel ranks do.
-        is_saved = restoring or is_replicated or (mesh.place("tp") == 0 if stage == 3 else mesh.rank == mesh.leader)
+        of_rows: tuple[Axis, ...] = () if stage == 3 else ("dp", "sp")
+        is_saved = restoring or is_replicated or self._is_first_here(*of_rows, "tp")
         params = [(name, param) for name, param in self._ds.module.lm.named_parameters() if name in self._plan.frozen]
         for name, param in params if is_saved else ():
             fragment = partition(param)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from transformers import PretrainedConfig
 
 from ds_finetune.config.schema import RunConfig
+from ds_finetune.errors import ConfigError
 from ds_finetune.families.table import family_of
 from ds_finetune.model.build import Task, check_sinks, read_hf_config
 from ds_finetune.model.encoder import check_encoder
@@ -127,6 +128,8 @@ def plan_model(hf_config: PretrainedConfig, config: RunConfig) -> ModelPlan:
     stages = tuple(layers_of_stages(hf_config, config.parallel, task))
     if lora is not None:
         check_stages(lora, stages, ep_size=config.parallel.ep)
+    elif prediction is not None or (hf_config.tie_word_embeddings and task == "causal_lm"):
+        _check_folder_of_ends(config)
     if indexer is not None:
         check_stages_begin_with_indexers(indexer, stages)
     return ModelPlan(
@@ -146,6 +149,18 @@ def plan_model(hf_config: PretrainedConfig, config: RunConfig) -> ModelPlan:
         teacher=teacher,
         mlp_tiles=mlp_tiles(hf_config.to_dict()) if config.train.tiled_mlp else 1,
     )
+
+
+def _check_folder_of_ends(config: RunConfig) -> None:
+    """ConfigError where the last stage of a pipeline holds the embedding too, and would look for its state in a folder
+    that only the ranks of the first stage may see.
+    """
+    if config.parallel.pp > 1 and config.checkpoint.node_local:
+        raise ConfigError(
+            f"checkpoint.node_local true with parallel.pp {config.parallel.pp} of a model whose first and last stage "
+            "both hold the embedding is not tested",
+            hint="save to a folder that all hosts share",
+        )
 
 
 def _balance(router: RouterPlan | None) -> tuple[Extra, ...]:

@@ -170,8 +170,6 @@ def _untested(mesh: Mesh, config: RunConfig, offloads: Sequence[str]) -> Iterato
         yield "offload to nvme", "offload to cpu"
     if config.optim.name.lower() not in _OPTIMIZERS:
         yield f"optim.name {config.optim.name}", "use AdamW"
-    if mesh.pp * mesh.tp * mesh.ep > 1 and config.checkpoint.node_local:
-        yield "checkpoint.node_local", "save to a folder that all hosts share"
 
 
 def _untested_options(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -56,7 +56,11 @@ class Mesh:
     @property
     def expert_place(self) -> int:
         """Index of this rank in its expert parallel group, and so of the experts that it holds."""
-        return (self.place("dp") * self.sp + self.place("sp")) % self.ep
+        return self.expert_place_of(self.rank)
+
+    def expert_place_of(self, rank: int) -> int:
+        """The same of any rank."""
+        return (self.place("dp", rank) * self.sp + self.place("sp", rank)) % self.ep
 
     def expert_lines(self) -> list[list[int]]:
         """The expert parallel groups: the ranks of each divide the experts; every rank is in one."""

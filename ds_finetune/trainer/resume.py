@@ -5,6 +5,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, astuple, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -227,8 +228,9 @@ def start_saver(run: PreparedRun, engine: Engine, point: ResumePoint) -> Iterato
         _write_base(base, sources, texts)
     beside = {f"{BASE}/{name}": base / name for name in (*sources, *texts)}
     locks = [point.lock] if point.lock else []
-    saver = Saver(engine.state.groups, checkpoints, run.plan.saves_asynchronously, beside, locks)
-    num_bytes = num_weights(engine.state.groups(), share=checkpoints.share) * run.plan.checkpoint_bytes_per_parameter
+    groups = partial(engine.state.groups, home=checkpoints.ranks)
+    saver = Saver(groups, checkpoints, run.plan.saves_asynchronously, beside, locks)
+    num_bytes = num_weights(groups(), share=checkpoints.share) * run.plan.checkpoint_bytes_per_parameter
     raise_on_every_rank(_memory_error(num_bytes, run.plan))
     saver.start(num_bytes)
     try:

@@ -4,6 +4,7 @@ import os
 import shutil
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,8 @@ from tests.running import start, tiny_task
 TRAIN = {"for": "6 steps", "global_batch_size": 4, "micro_batch_size": 1, "max_seq_len": 64, "precision": "fp32"}
 
 
-def launch(run_file: Path, homes: tuple[Path, Path], *overrides: str) -> tuple[int, str]:
-    """One rank in each of two folders, as two nodes would start it; returns the worst exit code and what both printed."""
+def launch(run_file: Path, homes: Sequence[Path], *overrides: str) -> tuple[int, str]:
+    """One rank in each folder, as so many nodes would start it; returns the worst exit code and what both printed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -35,7 +36,7 @@ def launch(run_file: Path, homes: tuple[Path, Path], *overrides: str) -> tuple[i
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    environ |= {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    environ |= {"WORLD_SIZE": str(len(homes)), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     nodes, logs = [], [home.with_suffix(".log") for home in homes]
     for number, (home, log) in enumerate(zip(homes, logs, strict=True)):
         home.mkdir(exist_ok=True)
@@ -130,3 +131,31 @@ def test_each_node_keeps_its_part(run_file: Path, tmp_path: Path) -> None:
     )
     assert one.returncode == 2
     assert "lacks part-00001-of-00002.safetensors" in one.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("axis", "stage"), [("pp", 0), ("pp", 1), ("tp", 0), ("tp", 2), ("ep", 0), ("ep", 3)])
+def test_each_node_keeps_what_its_ranks_hold_of_a_model_in_parts(
+    run_file: Path, tmp_path: Path, axis: str, stage: int
+) -> None:
+    """Four nodes of one rank each: two parts of the model, which two nodes each hold."""
+    homes = [tmp_path / name for name in "abcd"]
+    given = [f"parallel.{axis}=2", f"deepspeed.zero_optimization.stage={stage}", "checkpoint.node_local=true"]
+    code, text = launch(run_file, homes, *given)
+    assert code == 0, text[-4000:]
+    whole = numbers(homes[0] / "run")
+    places = [home / "run" / "checkpoints" for home in homes]
+    for place in places:
+        shutil.rmtree(place / step_name(6))
+    again, text = launch(run_file, homes, *given)
+    assert again == 0, text[-4000:]
+    assert "step 5 of" in text
+    assert numbers(homes[0] / "run") == whole
+    command = [sys.executable, "-m", "ds_finetune"]
+    parts = [str(place / step_name(5)) for place in places]
+    gathered = start([*command, "checkpoint", "gather", str(tmp_path / "whole"), *parts])
+    assert gathered.returncode == 0, gathered.stderr
+    resumed = [f"checkpoint.resume={tmp_path / 'whole'}", f"output_dir={tmp_path / 'e'}"]
+    alone = start([*command, "train", str(run_file), *resumed])
+    assert alone.returncode == 0, alone.stderr[-3000:]
+    assert numbers(tmp_path / "e")[0]["train/loss"] == pytest.approx(whole[5]["train/loss"], abs=1e-6)
