@@ -202,6 +202,7 @@ def _check_combinations(
 ) -> None:
     """ConfigError for parts of a run file that are not tested together."""
     check_layout(mesh, config, stage=stage, offloads=offloads, tree=tree)
+    check_reduction(config, tree, stage=stage, offloads=offloads)
     check_lora(mesh, config, stage=stage, offloads=offloads, tree=tree)
     check_distillation(config, mesh)
     check_mtp(config, stage=stage, offloads=offloads)
@@ -238,7 +239,6 @@ def make_plan(config: RunConfig, *, world: World, device: str, accelerate: Accel
     zero, train, optim = finished["zero_optimization"], config.train, config.optim
     offloads = offload_device(zero, "offload_optimizer"), offload_device(zero, "offload_param")
     _check_combinations(mesh, config, stage=stage, offloads=offloads, tree=finished)
-    check_reduction(config, finished, stage=stage, offloads=offloads)
     situation = Situation(device, stage, train.precision, optim.name, train.max_grad_norm)
     notes = check_inexact(InexactRun(config, finished, mesh, device, accumulation)) + apply_rules(zero, situation)
     plan = Plan(

@@ -1,6 +1,6 @@
 """How gradients are summed over ranks: in which dtype, and how often in a step."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ds_finetune.config.schema import RunConfig
@@ -61,7 +61,7 @@ def _keys(config: RunConfig, stage: int) -> dict[str, str]:
     return {_COMMUNICATION: "fp32", _ACCUMULATION: "fp32"}
 
 
-def check_reduction(config: RunConfig, tree: Mapping[str, Any], *, stage: int, offloads: tuple[str, str]) -> None:
+def check_reduction(config: RunConfig, tree: Mapping[str, Any], *, stage: int, offloads: Sequence[str]) -> None:
     """ConfigError for parts of a run that are not tested with `train.reduction_every: step`, or lose by it."""
     if config.train.reduction_every != "step":
         return
@@ -70,7 +70,7 @@ def check_reduction(config: RunConfig, tree: Mapping[str, Any], *, stage: int, o
 
 
 def _conflicts(
-    config: RunConfig, tree: Mapping[str, Any], stage: int, offloads: tuple[str, str]
+    config: RunConfig, tree: Mapping[str, Any], stage: int, offloads: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
     accumulated = (tree.get("data_types") or {}).get(_ACCUMULATION)
     if stage >= _FIRST_STAGE and accumulated == "fp32" and config.train.precision != "fp32":
