@@ -209,6 +209,14 @@ def _check_combinations(
     check_indexer(mesh, config, stage=stage, offloads=offloads)
 
 
+def _deepspeed_choices(config: RunConfig, accelerate: AccelerateChoices | None) -> tuple[dict[str, Any], str, int]:
+    """The DeepSpeed choices of a run with its reduction of gradients, their source, and the ZeRO stage."""
+    tree, source = read_choices(choose_deepspeed(config, accelerate))
+    stage = stage_of(tree, source)
+    _check_grad_accum_dtype(tree, stage, config.train.precision)
+    return with_reduction_dtype(tree, config, stage=stage, source=source), source, stage
+
+
 def make_plan(config: RunConfig, *, world: World, device: str, accelerate: AccelerateChoices | None = None) -> Plan:
     """Decide the layout of `config` on `world` with accelerator `device` (`cpu` or `cuda`); ConfigError where values
     contradict.
@@ -222,10 +230,7 @@ def make_plan(config: RunConfig, *, world: World, device: str, accelerate: Accel
     accumulation = accumulation_steps(
         global_batch_size=config.train.global_batch_size, micro_batch_size=config.train.micro_batch_size, dp=mesh.dp
     )
-    tree, source = read_choices(choose_deepspeed(config, accelerate))
-    stage = stage_of(tree, source)
-    _check_grad_accum_dtype(tree, stage, config.train.precision)
-    tree = with_reduction_dtype(tree, config, stage=stage, source=source)
+    tree, source, stage = _deepspeed_choices(config, accelerate)
     finished = finish(tree, config, accumulation=accumulation, source=source, on_cpu=device == "cpu")
     if accelerate:
         check_accelerate_agrees(accelerate, config, finished)
