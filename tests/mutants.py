@@ -45,7 +45,22 @@ FP4, CONVERSIONS = "tests/export/test_fp4.py", "tests/export/test_from_checkpoin
 CONTEXT, OFFLOAD = "tests/model/test_context.py", "tests/model/test_activation_offload.py"
 TILES, ACTIVATIONS = "tests/model/test_tiled_mlp.py", "tests/plan/test_activation_memory.py"
 INEXACT, LORA = "tests/parity/test_inexact.py", "tests/parity/test_lora.py"
+EXPERTS, HEAD = "tests/model/test_experts.py", "tests/model/test_head_chunks.py"
 MUTANTS = (
+    Mutant(
+        "gradient of a choice's weight times that weight",
+        "model/experts.py",
+        "torch.linalg.vecdot(inner.to(dtype), d_inner.to(dtype))",
+        "torch.linalg.vecdot(inner.to(dtype) * weights, d_inner.to(dtype))",
+        EXPERTS,
+    ),
+    Mutant(
+        "gradients of logits of a block left in its scratch memory",
+        "model/head_chunks.py",
+        "products.copy_(d_logits)",
+        "products.copy_(products)",
+        HEAD,
+    ),
     Mutant(
         "second copies of weights from before they were loaded",
         "engine/start_engine.py",

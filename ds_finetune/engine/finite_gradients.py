@@ -44,6 +44,8 @@ class FiniteProbe:
         )
 
     def _check(self, index: int, grad: torch.Tensor) -> None:
-        # x * 0 is 0 for finite x and NaN otherwise; fp32, since a sum of fp16 values may overflow by itself.
-        zero_or_nan = grad.detach().sum(dtype=torch.float32) * 0
+        # x * 0 is 0 for finite x and NaN otherwise; fp32, since a sum of fp16 values may overflow by itself. That of
+        # bf16 is fp32 inside, and on a CPU another dtype would cost a copy.
+        wide = torch.float32 if grad.dtype == torch.float16 else None
+        zero_or_nan = (grad.detach().sum(dtype=wide) * 0).float()
         self._seen[index] = self._seen[index] + zero_or_nan if index in self._seen else zero_or_nan

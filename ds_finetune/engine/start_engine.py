@@ -77,6 +77,7 @@ from ds_finetune.patches.deepspeed_inexact import forget_second_copies, zenflow_
 from ds_finetune.patches.deepspeed_init import zero_init
 from ds_finetune.patches.deepspeed_waits import HalfPrecisionNorms, ZeroNorms, has_zero_norms
 from ds_finetune.patches.torch_nn import linears_without_memory
+from ds_finetune.plan.head_chunk import head_chunk
 from ds_finetune.plan.plan import Plan
 from ds_finetune.quiet import deepspeed_level
 
@@ -298,6 +299,10 @@ def _device(plan: Plan) -> str:
 def _install_groups(lm: PreTrainedModel, plan: Plan, model: ModelPlan, groups: Groups) -> Kernel:
     """Make `lm` communicate in its stage, tensor and expert parallel groups; returns the loss kernel that fits."""
     kernel, hf_config = KERNELS[plan.loss_kernel], model.hf_config
+    if kernel is chunked_cross_entropy and model.task == "causal_lm":
+        rows = hf_config.vocab_size // plan.mesh.tp
+        chunk = head_chunk(rows, precision=plan.precision, device=plan.device)
+        kernel = partial(chunked_cross_entropy, chunk=chunk, tp_group=groups.tensor)
     if groups.stage is not None:
         install_pipeline_stage(lm, groups.stage, outputs=model.head_outputs)
     if groups.tensor is not None:
@@ -305,7 +310,6 @@ def _install_groups(lm: PreTrainedModel, plan: Plan, model: ModelPlan, groups: G
         # nn.Embedding counts a negative index from the end of the whole vocabulary.
         padding_idx = pad + hf_config.vocab_size if pad is not None and pad < 0 else pad
         install_tensor_parallel(lm, groups.tensor, padding_idx=padding_idx)
-        kernel = partial(chunked_cross_entropy, tp_group=groups.tensor)
     if groups.experts is not None:
         install_expert_parallel(lm, groups.experts)
     return kernel

@@ -21,6 +21,7 @@ from ds_finetune.errors import ModelError
 from ds_finetune.families.table import family_of
 from ds_finetune.hub_access import hub_problem
 from ds_finetune.model.attention import BY_DOCUMENT, FLASH
+from ds_finetune.model.experts import install_experts
 from ds_finetune.model.folder_check import check_folder
 from ds_finetune.model.indexed_attention import install_indexed_attention
 from ds_finetune.model.mtp import build_mtp_layers
@@ -297,6 +298,8 @@ def build_skeleton(  # noqa: PLR0913
     family = family_of(hf_config.model_type)
     if family.fused_experts or family.transposed_experts:
         assert model.config._experts_implementation == "grouped_mm", model.config._experts_implementation
+    if device == "cpu":
+        install_experts(model)
     _keep_buffers(model, device)
     install_indexed_attention(model)
     return model.train()

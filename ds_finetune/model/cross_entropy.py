@@ -9,9 +9,9 @@ import torch
 
 from ds_finetune.model.head_chunks import (
     CHUNK_TOKENS,
+    ChunkBlocks,
     HeadGradients,
     NeededGradients,
-    logits_of_chunk,
     softmax_of_chunk,
     subtract_one_hot,
 )
@@ -58,14 +58,21 @@ def chunked_cross_entropy(  # noqa: PLR0913 - a Kernel, its chunk and its group 
     # One buffer for the logits of every chunk: fresh pages cost a third of the product on a CPU (torch 2.13, [1024,
     # 102400] fp32).
     buffer = hidden.new_empty(min(chunk, len(hidden)), weight.shape[0])
+    blocks, logp = ChunkBlocks(buffer, bias, tp_group), loss_sum.new_empty(len(buffer))
     for start in range(0, len(hidden), chunk):
         part, labels = hidden[start : start + chunk], targets[start : start + chunk]
-        softmax = softmax_of_chunk(logits_of_chunk(part, weight, bias, buffer[: len(part)]), labels, tp_group)
-        loss_sum.sub_(softmax.logp.sum())
-        num_correct.add_(softmax.num_correct)
+        products = torch.mm(part, weight.T, out=buffer[: len(part)])
+        for rows, logits in blocks.split(products):
+            softmax = softmax_of_chunk(logits, labels[rows], tp_group)
+            logp[rows] = softmax.logp
+            num_correct.add_(softmax.num_correct)
+            if any(needed):
+                d_logits = subtract_one_hot(softmax.exps.div_(softmax.norm[:, None]), labels[rows], tp_group)
+                gradients.add_bias(d_logits)
+                blocks.keep(d_logits, products[rows])
+        loss_sum.sub_(logp[: len(part)].sum())
         if any(needed):
-            d_logits = subtract_one_hot(softmax.exps.div_(softmax.norm[:, None]), labels, tp_group)
-            gradients.add_chunk(d_logits, part, weight, start)
+            gradients.add_products(products, part, weight, start)
     return LossAndGradients(loss_sum, num_correct, *gradients)
 
 

@@ -2,14 +2,21 @@
 all tokens. The vocabulary may be sharded over tensor parallel ranks.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple, Self
 
 import torch
 
 from ds_finetune.model.parallel.tensor import TensorParallelGroup
+from ds_finetune.plan.head_chunk import CPU_TOKENS
 
-CHUNK_TOKENS = 1024
-"""Supervised positions whose logits exist at a time."""
+CHUNK_TOKENS = CPU_TOKENS
+"""Supervised positions whose logits exist at a time, where the plan says nothing else."""
+_BLOCK_NUMBERS = 2**19
+"""Logits for each thread that a CPU turns into fp32 at a time where products are 16 bits, 2 MiB: they stay in its
+caches. Loss and gradients of 2,600 tokens, width 256 and vocabulary 102,400 take 1.8 s in place of 2.5 (bf16, torch
+2.13, one core with AVX512-BF16); between 2**17 and 2**22 times differ by 6%.
+"""
 
 
 class NeededGradients(NamedTuple):
@@ -49,9 +56,16 @@ class HeadGradients(NamedTuple):
 
     def add_chunk(self, d_logits: torch.Tensor, part: torch.Tensor, weight: torch.Tensor, start: int) -> None:
         """Add what follows from `d_logits` fp32 of the chunk `part` of `hidden`, whose tokens begin at `start`."""
+        self.add_bias(d_logits)
+        self.add_products(d_logits.to(part.dtype), part, weight, start)
+
+    def add_bias(self, d_logits: torch.Tensor) -> None:
+        """Add the gradient of the bias from `d_logits` fp32 of some tokens."""
         if self.d_bias is not None:
             self.d_bias.add_(d_logits.sum(0))
-        d_logits = d_logits.to(part.dtype)
+
+    def add_products(self, d_logits: torch.Tensor, part: torch.Tensor, weight: torch.Tensor, start: int) -> None:
+        """The same as `add_chunk` from `d_logits` in the dtype of `hidden`, without the bias."""
         if self.d_hidden is not None:
             torch.mm(d_logits, weight, out=self.d_hidden[start : start + len(part)])
         if self.d_weight is not None:
@@ -83,6 +97,38 @@ def logits_of_chunk(
     torch.mm(part, weight.T, out=buffer)
     logits = buffer.float()
     return logits if bias is None else logits.add_(bias)
+
+
+class ChunkBlocks:
+    """The logits of a chunk in fp32, some rows at a time: on CPUs as many as stay in the caches, else all of them.
+
+    Rows are independent, so the numbers are those of the whole chunk. Products in fp32 are their own logits. With a
+    tensor parallel group all rows are one block, as each block would cost reductions over ranks.
+    """
+
+    def __init__(self, buffer: torch.Tensor, bias: torch.Tensor | None, tp_group: TensorParallelGroup | None) -> None:
+        self._bias, self._rows, self._scratch = bias, max(1, len(buffer)), None
+        if buffer.dtype != torch.float32:
+            if buffer.device.type == "cpu" and tp_group is None:
+                self._rows = max(1, torch.get_num_threads() * _BLOCK_NUMBERS // buffer.shape[1])
+            rows = min(self._rows, len(buffer))
+            self._scratch = buffer.new_empty(rows, buffer.shape[1], dtype=torch.float32)
+
+    def split(self, products: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Rows, and their logits fp32 [rows, vocabulary] from `products` [tokens, vocabulary] = `hidden @ weight.T`: in
+        their memory where they are fp32, else in memory that the next block overwrites.
+        """
+        for start in range(0, len(products), self._rows):
+            rows = slice(start, min(start + self._rows, len(products)))
+            logits = products[rows]
+            if self._scratch is not None:
+                logits = self._scratch[: len(logits)].copy_(logits)
+            yield rows, logits if self._bias is None else logits.add_(self._bias)
+
+    def keep(self, d_logits: torch.Tensor, products: torch.Tensor) -> None:
+        """Write the gradients of a block's logits to its rows of `products`, unless they are there."""
+        if self._scratch is not None:
+            products.copy_(d_logits)
 
 
 def softmax_of_chunk(
@@ -132,5 +178,9 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
     """Add `left @ right` to the fp32 `total`."""
     if left.dtype == total.dtype:
         torch.addmm(total, left, right, out=total)
+    elif total.device.type == "cuda":
+        # Products of 16-bit numbers are added in fp32: no product is rounded and written before it is added.
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
+        # torch 2.13 has products of 16-bit numbers in fp32 on GPUs alone.
         total += left @ right

@@ -36,9 +36,11 @@ from ds_finetune.objectives.table import make_objective
 from ds_finetune.plan.combinations import check_divides, check_expert_widths, check_optimizer
 from ds_finetune.plan.context import EXTENSIBLE, ContextPlan, extend_tree, plan_context
 from ds_finetune.plan.distillation import check_teacher
+from ds_finetune.plan.head_chunk import head_line
 from ds_finetune.plan.inexact import check_inexact_model
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.model_shape import Shape
+from ds_finetune.plan.objectives import CROSS_ENTROPY
 from ds_finetune.plan.packed_attention import attention_lines
 from ds_finetune.plan.plan import Plan
 from ds_finetune.schedule import Duration
@@ -331,6 +333,7 @@ def model_lines(model: ModelPlan, plan: Plan) -> list[tuple[str, str]]:
         *_vocabulary_lines(model),
         *_score_lines(model),
         *kernel,
+        *_head_lines(model, plan),
         *([("MLPs", f"tokens in {model.mlp_tiles} tiles")] if model.mlp_tiles > 1 else []),
         *stages,
         *routers,
@@ -347,6 +350,14 @@ def _score_lines(model: ModelPlan) -> list[tuple[str, str]]:
     names = model.hf_config.id2label.values()
     text = f"{len(names)}: {', '.join(names)}" if model.objective.name == "classification" else "1, the reward"
     return [("scores", text), *([("padding token", model.padding)] if model.padding else [])]
+
+
+def _head_lines(model: ModelPlan, plan: Plan) -> list[tuple[str, str]]:
+    """The logits that exist at a time on a GPU, where the head of a language model has this program's kernel."""
+    if plan.device == "cpu" or plan.loss_kernel != "chunked" or model.objective.name not in CROSS_ENTROPY:
+        return []
+    rows = int(model.hf_config.vocab_size) // plan.mesh.tp
+    return [head_line(rows, precision=plan.precision, device=plan.device)]
 
 
 def _vocabulary_lines(model: ModelPlan) -> list[tuple[str, str]]:

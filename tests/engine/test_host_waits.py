@@ -58,12 +58,15 @@ _MTP = {"mtp": {"train": True, "weight": 0.3, "detach": False}}
 _INDEXER = {"indexer": {"train": True, "weight": 0.1, "stage": "sparse"}}
 _LORA = {"lora": lora_tree("deepseek_v3")}
 CHOSEN = [
-    Layout(_CLIPPED("deepseek_v3", 2, 4, balances=True), layers=4),
+    Layout(_CLIPPED("deepseek_v3", 2, 2, balances=True), layers=4),
+    Layout(Cell("llama", 0, 2, packing=True, max_grad_norm=0.5, objective="dpo"), layers=2),
+    Layout(_CLIPPED("deepseek_v3", 3, 1, ep=2), 2, layers=2),
+]
+FURTHER = [
     Layout(Cell("deepseek_v3", 3, 1, packing=False), layers=2, sections=_LORA, label="lora"),
     Layout(Cell("llama", 0, 4, packing=True, max_grad_norm=0.5), layers=2),
     Layout(Cell("llama", 1, 4, packing=True, objective="dpo"), layers=2),
     Layout(_CLIPPED("deepseek_v3", 1, 4, tp=2), 2, layers=4),
-    Layout(_CLIPPED("deepseek_v3", 1, 4, ep=2), 2, layers=4),
 ]
 
 
@@ -96,7 +99,7 @@ def _matrix() -> list[Layout]:
     return found
 
 
-OTHERS = [layout for layout in _matrix() if layout not in CHOSEN]
+OTHERS = [*FURTHER, *(layout for layout in _matrix() if layout not in (*CHOSEN, *FURTHER))]
 
 
 def _write_model(layout: Layout, out: Path) -> Path:
