@@ -3,7 +3,7 @@ the run file of a layout.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -184,6 +184,7 @@ def layouts(worlds: Sequence[int]) -> list[Layout]:
         for stage, accumulation, packing in product(row.stages, (1, 2), (True, False))
         for world in worlds
     ]
+    shared += [replace(layout, has_lora=True) for layout in shared if layout.cell.family == "llama"]
     return [*plain, *(layout for layout in shared if _runs(layout.cell, layout.world))]
 
 

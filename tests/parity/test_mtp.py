@@ -80,6 +80,12 @@ ALL += [
     )
 ]
 ALL += [
+    MtpLayout(_cell(stage, 2, packing=True, **{axis: 2}), 2, detach, adapters="lora")
+    for (stage, axis), detach in itertools.product(
+        ((0, "tp"), (1, "tp"), (3, "tp"), (0, "pp"), (1, "pp"), (2, "sp"), (1, "ep"), (3, "ep")), (True, False)
+    )
+]
+ALL += [
     MtpLayout(_cell(stage, 2, packing=packing, family=WIDE), world, detach, adapters="nf4")
     for stage, packing, world, detach in itertools.product(range(4), (True, False), (1, 2), (True, False))
 ]

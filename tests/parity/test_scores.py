@@ -34,7 +34,7 @@ def _is_run(cell: ScoreCell, world: int) -> bool:
         return world < 4
     is_tested = any(row.axes == set(cell.axes) and cell.stage in row.stages for row in TESTED_LAYOUTS)
     has_experts = cell.family.startswith("deepseek")
-    return is_tested and not cell.has_lora and world == 2 ** len(cell.axes) and (has_experts or "ep" not in cell.axes)
+    return is_tested and world == 2 ** len(cell.axes) and (has_experts or "ep" not in cell.axes)
 
 
 ALL: list[Run] = [
