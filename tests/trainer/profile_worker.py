@@ -18,7 +18,7 @@ from ds_finetune.data.batches import Batch
 from ds_finetune.engine.engine import Engine
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.timeline.clock import HostClock
-from ds_finetune.trainer import profiling, train
+from ds_finetune.trainer import batches, profiling, train
 from ds_finetune.trainer.observers import StartedRun
 from ds_finetune.trainer.prepare import PreparedRun
 
@@ -45,7 +45,7 @@ class Watch:
 def main() -> None:
     slow_rank, seconds, shift = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
     rank = int(os.environ.get("RANK", "0"))
-    run_batches, make_observers = train.run_batches, train.make_observers
+    run_batches, make_observers = batches.run_batches, train.make_observers
 
     def slow_batches(run: PreparedRun, **where: object) -> Iterator[Batch]:
         for batch in run_batches(run, **where):  # type: ignore[arg-type]
@@ -58,7 +58,7 @@ def main() -> None:
 
     train.make_observers = watched  # type: ignore[assignment]
     if rank == slow_rank:
-        train.run_batches = slow_batches  # type: ignore[assignment]
+        batches.run_batches = slow_batches  # type: ignore[assignment]
         profiling.HostClock = partial(HostClock, "another host", int(shift * 1e9))  # type: ignore[assignment,misc]
     run_and_exit(["train", *sys.argv[4:]])
 

@@ -123,7 +123,7 @@ def test_the_rank_that_is_not_slow_waits(run: ProfiledRun) -> None:
     fast, slow = ([step["phases"] for step in rank["steps"]] for rank in run.summary["ranks"])
     for waits, is_late in zip(fast, slow, strict=True):
         assert waits["step"]["waiting"] > 0.7 * SLOW_SECONDS > 2 * is_late["step"]["waiting"]
-        assert is_late["data"]["data"] > 0.95 * SLOW_SECONDS > 2 * waits["data"]["data"]
+        assert is_late["data"]["data"] > 0.5 * SLOW_SECONDS > 2 * waits["data"]["data"]
     names = [event["name"] for event in run.slices(0, "communication")]
     assert "waiting for rank 1" in names
 
