@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from ds_finetune.data.batches import Batch
 from ds_finetune.engine.engine import Engine
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.timeline.clock import HostClock
-from ds_finetune.trainer import batches, profiling, train
+from ds_finetune.trainer import profiling, train
 from ds_finetune.trainer.observers import StartedRun
 from ds_finetune.trainer.prepare import PreparedRun
 
@@ -45,12 +46,13 @@ class Watch:
 def main() -> None:
     slow_rank, seconds, shift = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
     rank = int(os.environ.get("RANK", "0"))
-    run_batches, make_observers = batches.run_batches, train.make_observers
+    batches_ahead, make_observers = train.batches_ahead, train.make_observers
 
-    def slow_batches(run: PreparedRun, **where: object) -> Iterator[Batch]:
-        for batch in run_batches(run, **where):  # type: ignore[arg-type]
-            time.sleep(seconds)
-            yield batch
+    @contextmanager
+    def late_batches(run: PreparedRun, engine: Engine, **where: object) -> Iterator[Iterator[Batch]]:
+        """They arrive late however far ahead they are made."""
+        with batches_ahead(run, engine, **where) as batches:  # type: ignore[arg-type]
+            yield (_late(batch, seconds) for batch in batches)
 
     def watched(started: StartedRun, signals: object) -> list[object]:
         watch = Watch(started.engine, started.run.output_dir.parent / f"wrapped-{rank}.jsonl")
@@ -58,9 +60,14 @@ def main() -> None:
 
     train.make_observers = watched  # type: ignore[assignment]
     if rank == slow_rank:
-        batches.run_batches = slow_batches  # type: ignore[assignment]
+        train.batches_ahead = late_batches  # type: ignore[assignment]
         profiling.HostClock = partial(HostClock, "another host", int(shift * 1e9))  # type: ignore[assignment,misc]
     run_and_exit(["train", *sys.argv[4:]])
+
+
+def _late(batch: Batch, seconds: float) -> Batch:
+    time.sleep(seconds)
+    return batch
 
 
 if __name__ == "__main__":
