@@ -114,6 +114,13 @@ class ImaginaryGroup:
     place: int = 0
 
 
+class _Done:
+    """What a collective returns that is not waited for."""
+
+    def wait(self) -> None:
+        pass
+
+
 class _Collectives:
     """What torch.distributed does among such ranks, and how often which function was called."""
 
@@ -146,16 +153,19 @@ class _Collectives:
         taken: list[int] | None = None,
         sent: list[int] | None = None,
         group: Any = None,
-    ) -> None:
+        *,
+        async_op: bool = False,
+    ) -> "_Done | None":
         """Of equal parts; of others the numbers do not matter, since ranks that hold other experts cannot have what
         this one has.
         """
         ranks = self._ranks(group)
         if taken is None or sent is None:
             out.copy_(torch.cat([given.chunk(ranks.size)[ranks.place]] * ranks.size))
-            return
-        assert (sum(taken), sum(sent)) == (len(out), len(given)), (taken, sent)
-        out.zero_()
+        else:
+            assert (sum(taken), sum(sent)) == (len(out), len(given)), (taken, sent)
+            out.zero_()
+        return _Done() if async_op else None
 
     def broadcast(self, tensor: torch.Tensor, group: Any = None, group_src: int = 0) -> None:
         pass

@@ -21,7 +21,7 @@ from ds_finetune.errors import ModelError
 from ds_finetune.families.table import family_of
 from ds_finetune.hub_access import hub_problem
 from ds_finetune.model.attention import BY_DOCUMENT, FLASH
-from ds_finetune.model.experts import install_experts
+from ds_finetune.model.experts import BY_EXPERT, install_experts
 from ds_finetune.model.folder_check import check_folder
 from ds_finetune.model.indexed_attention import install_indexed_attention
 from ds_finetune.model.mtp import build_mtp_layers
@@ -269,8 +269,8 @@ def build_skeleton(  # noqa: PLR0913
 
     The model is constructed inside `init_context`, e.g. one that partitions each parameter as it is made. With an
     `attention` of OWN_ATTENTIONS, the families of the table use attention by document. Experts use the grouped
-    implementation. The cache is off, since transformers separates packed documents only without it (transformers 5.23,
-    masking_utils.py:873).
+    implementation, on CPUs that of model/experts.py. The cache is off, since transformers separates packed documents
+    only without it (transformers 5.23, masking_utils.py:873).
     """
     check_attention(hf_config, attention, task)
     hf_config.use_cache = False
@@ -297,7 +297,9 @@ def build_skeleton(  # noqa: PLR0913
     model.tie_weights()
     family = family_of(hf_config.model_type)
     if family.fused_experts or family.transposed_experts:
-        assert model.config._experts_implementation == "grouped_mm", model.config._experts_implementation
+        # A configuration with which a model on the CPU was built before keeps the implementation of CPUs.
+        legal = ("grouped_mm",) if device not in ("cpu", "meta") else ("grouped_mm", BY_EXPERT)
+        assert model.config._experts_implementation in legal, model.config._experts_implementation
     if device == "cpu":
         install_experts(model)
     _keep_buffers(model, device)

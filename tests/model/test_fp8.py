@@ -160,6 +160,8 @@ def test_what_is_loaded_equals_plain_transformers(published: Path, reference: to
     assert model.state_dict().keys() == wanted.keys()
     assert model.get_buffer("model.layers.1.mlp.gate.e_score_correction_bias").dtype == torch.float32
     assert report.skipped == tuple(sorted(key for key in master() if key.startswith(f"model.layers.{MTP}.")))
+    # Experts of CPUs round in other places.
+    model.set_experts_implementation("grouped_mm")
     ids = torch.arange(3, 20)[None]
     assert torch.equal(model.eval()(ids).logits, reference(ids).logits)
 

@@ -223,7 +223,7 @@ def test_a_runs_evaluation_takes_the_limit() -> None:
     config = RunConfig.model_validate(
         {
             "model": "m",
-            "data": {"train": "a", "eval": "b", "packing": False},
+            "data": {"train": "a", "eval": "b", "packing": False, "balance": False},
             "eval": {"limit": 3},
             "output_dir": "o",
             "train": {"micro_batch_size": 2},

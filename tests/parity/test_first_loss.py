@@ -23,7 +23,7 @@ if HAS_FOUR_BIT:
     ALL += [
         replace(layout, cell=replace(layout.cell, family=WIDE), quantize="nf4")
         for layout in ALL
-        if layout.has_lora and layout.cell.stage < STAGE_WITH_PARTITIONED_WEIGHTS
+        if layout.has_lora and layout.cell.stage < STAGE_WITH_PARTITIONED_WEIGHTS and layout.cell.tp == 1
     ]
 CHOSEN = each_value(
     ALL,
