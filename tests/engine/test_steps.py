@@ -75,7 +75,10 @@ def test_an_error_on_one_rank_waits_for_no_other(found: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_bf16_follows_fp32_at_every_stage(found: dict[str, Any], stage: int) -> None:
-    """Stage 0 did not, until the zero-gradient step of DeepSpeed's constructor was undone (engine/start_engine.py)."""
+    """Stage 0 did not, until the zero-gradient step of DeepSpeed's constructor was undone (engine/start_engine.py).
+
+    Stages 2 and 3 round gradients elsewhere than stage 1: 0.001 to 0.0043 apart, by the implementation of the experts.
+    """
     assert found[f"plain-{stage}-bf16"] == pytest.approx(found["plain-0-fp32"], abs=1.5e-2)
     assert found[f"plain-{stage}-bf16"] == pytest.approx(found["plain-1-bf16"], abs=6e-3)
     assert found[f"plain-{stage}-fp32"] == pytest.approx(found["plain-0-fp32"], abs=1e-5)
