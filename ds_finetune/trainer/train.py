@@ -3,7 +3,8 @@
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -21,6 +22,8 @@ from ds_finetune.trainer.batches import batches_ahead
 from ds_finetune.trainer.exports import Exports, Say, verify_run_exports
 from ds_finetune.trainer.loop import run_steps, training_steps
 from ds_finetune.trainer.observers import StartedRun, make_observers
+from ds_finetune.trainer.memory_report import explain_out_of_memory
+from ds_finetune.trainer.micro_batch import decide_micro_batch
 from ds_finetune.trainer.prepare import PreparedRun, drawn_line, prepare_run
 from ds_finetune.trainer.profiling import profiled
 from ds_finetune.trainer.reference import complete_reference, find_reference
@@ -75,11 +78,11 @@ def train(config: RunConfig, *, announce: Announce, say: Say) -> Report:
         keep_status(folder, log) as status,
     ):
         with start_watchdog(config.watchdog, world, folder) as (monitor, store):
-            run = prepare_run(config, world)
+            run = decide_micro_batch(prepare_run(config, world), store, monitor, log.say)
             run = compile_operators(run, store, monitor, log.say)
             if world.rank == 0:
                 announce(run)
-            with open_process_group(run, store, monitor):
+            with open_process_group(run, store, monitor), explain_out_of_memory(run):
                 report = _train_and_export(run, store, monitor, log, status)
         verdicts: tuple[VerificationResult, ...] = ()
         if world.rank == 0 and not report.interrupted:
@@ -101,7 +104,7 @@ def _train_and_export(
     loads_weights = resume_point.found is None or not reference.is_complete
     engine_context = start_engine(run.plan, run.inputs.model, loads_weights=loads_weights)
     # Errors are reported first, by the innermost context: closing the others may wait for ranks that are gone.
-    with engine_context as engine, start_saver(run, engine, resume_point) as saver, monitor.report_errors():
+    with engine_context as engine, start_saver(run, engine, resume_point) as saver, _report_errors(run, monitor):
         if engine.drawn and engine.is_rank_zero:
             say(drawn_line(run, engine.drawn))
         with monitor.progress.during("reference"):
@@ -119,6 +122,13 @@ def _train_and_export(
                 hint="make room; the same command resumes from the checkpoint before",
             )
     return Report(last, run.output_dir, written, interrupted=interrupted)
+
+
+@contextmanager
+def _report_errors(run: PreparedRun, monitor: Monitor) -> Iterator[None]:
+    """Report an error inside to the other ranks; one that memory ran out is explained first."""
+    with monitor.report_errors(), explain_out_of_memory(run):
+        yield
 
 
 def train_steps(started: StartedRun, status: StatusKeeper) -> tuple[StepRecord | None, str]:
