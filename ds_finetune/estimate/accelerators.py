@@ -320,14 +320,15 @@ def with_measured_links(machine: Machine, file: Path) -> Machine:
     """The machine with the rate that `ds-finetune doctor --json` measured, whose output is in `file`.
 
     The bus bandwidth of its all-reduce over all ranks is that of the slowest link: between nodes where it measured
-    several hosts, else within one; the model's share of a link's rate is not taken off it again. ConfigError where the file has none.
+    several hosts, else within one. It is a rate that collectives reach, so no further share is taken off it.
+    ConfigError where the file has none.
     """
     try:
         checks = json.loads(file.read_text(encoding="utf-8"))
         found = _measured_all_reduce(checks)
-    except (OSError, ValueError, TypeError, KeyError) as wrong:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as wrong:
         raise ConfigError(
-            f"`{file}` is not the output of `ds-finetune doctor --json`: {wrong}",
+            f"`{file}` is not the output of `ds-finetune doctor --json`: {type(wrong).__name__}: {wrong}",
             hint="write it with `ds-finetune doctor RUN.yaml --json > FILE`",
         ) from None
     if found is None:
@@ -335,14 +336,21 @@ def with_measured_links(machine: Machine, file: Path) -> Machine:
             f"`{file}` has no measured all-reduce among its {len(checks)} checks",
             hint="run `ds-finetune doctor RUN.yaml --json` on two or more GPUs, until no check of the network fails",
         )
-    rate, ranks, hosts = found["bytes_per_second"], int(found["ranks"]), int(found["hosts"])
-    # All ranks of a node share what it sends, and a ring over all ranks passes it through one node's cards.
+    rate, ranks, hosts = found
     share = rate / machine.efficiency.link
+    # All ranks of a node share what it sends, and a ring over all ranks passes it through one node's cards.
     links = {"inter_node_bytes_per_s": share * hosts / ranks} if hosts > 1 else {"intra_node_bytes_per_s": share}
-    where = f"between {hosts} hosts" if hosts > 1 else "within the host"
-    note = f"The links {where} are those that doctor measured: {rate / GB:.3g} GB/s bus bandwidth over {ranks} ranks."
+    where = f"between {hosts:.0f} hosts" if hosts > 1 else "within the host"
+    note = (
+        f"The links {where} are those that doctor measured: {rate / GB:.3g} GB/s bus bandwidth over {ranks:.0f} ranks."
+    )
     return replace(machine, accelerator=replace(machine.accelerator, **links), notes=(*machine.notes, note))
 
 
-def _measured_all_reduce(checks: Iterable[Mapping[str, Any]]) -> Mapping[str, float] | None:
-    return next((check["values"] for check in checks if check["name"] == "all-reduce" and check.get("values")), None)
+def _measured_all_reduce(checks: Iterable[Mapping[str, Any]]) -> tuple[float, float, float] | None:
+    """Bytes a second, ranks and hosts."""
+    for check in checks:
+        values = check.get("values")
+        if check["name"] == "all-reduce" and values:
+            return float(values["bytes_per_second"]), float(values["ranks"]), float(values["hosts"])
+    return None
