@@ -338,13 +338,13 @@ def with_measured_links(machine: Machine, file: Path) -> Machine:
         )
     rate, ranks, hosts = found
     share = rate / machine.efficiency.link
-    # All ranks of a node share what it sends, and a ring over all ranks passes it through one node's cards.
-    links = {"inter_node_bytes_per_s": share * hosts / ranks} if hosts > 1 else {"intra_node_bytes_per_s": share}
-    where = f"between {hosts:.0f} hosts" if hosts > 1 else "within the host"
-    note = (
-        f"The links {where} are those that doctor measured: {rate / GB:.3g} GB/s bus bandwidth over {ranks:.0f} ranks."
-    )
-    return replace(machine, accelerator=replace(machine.accelerator, **links), notes=(*machine.notes, note))
+    if hosts > 1:
+        # All ranks of a node share what it sends, and a ring over all ranks passes it through one node's cards.
+        row, where = replace(machine.accelerator, inter_node_bytes_per_s=share * hosts / ranks), "between hosts"
+    else:
+        row, where = replace(machine.accelerator, intra_node_bytes_per_s=share), "within a host"
+    note = f"The links {where} are those that doctor measured: {rate / GB:.3g} GB/s bus bandwidth, {ranks:.0f} ranks."
+    return replace(machine, accelerator=row, notes=(*machine.notes, note))
 
 
 def _measured_all_reduce(checks: Iterable[Mapping[str, Any]]) -> tuple[float, float, float] | None:
