@@ -37,12 +37,12 @@ def read_device_memory(world: World, device: str) -> DeviceMemory | None:
     """
     if device == "cuda":
         index = visible_device(world.local_rank)
-        free, total = torch.cuda.mem_get_info(index)
-        return DeviceMemory(torch.cuda.get_device_name(index), total, free)
-    free, total = available_bytes(), total_bytes()
-    if free is None or total is None:
+        of_gpu, size = torch.cuda.mem_get_info(index)
+        return DeviceMemory(torch.cuda.get_device_name(index), size, of_gpu)
+    left, total = available_bytes(), total_bytes()
+    if left is None or total is None:
         return None
-    share = free // world.local_world_size
+    share = left // world.local_world_size
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit != resource.RLIM_INFINITY:
         share = min(share, max(0, limit - _status_bytes("VmSize")))

@@ -27,9 +27,7 @@ def legal_micro_batches(*, global_batch_size: int, dp: int) -> tuple[int, ...]:
     return tuple(size for size in range(1, rows + 1) if rows % size == 0) if not rest else ()
 
 
-def check_auto(
-    config: RunConfig, tree: Mapping[str, Any], source: str, accelerate: AccelerateChoices | None
-) -> None:
+def check_auto(config: RunConfig, tree: Mapping[str, Any], source: str, accelerate: AccelerateChoices | None) -> None:
     """ConfigError where `train.micro_batch_size: auto` meets a size or an accumulation that somebody has chosen."""
     if config.train.micro_batch_size != AUTO:
         return

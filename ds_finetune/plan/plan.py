@@ -255,9 +255,7 @@ def make_plan(config: RunConfig, *, world: World, device: str, accelerate: Accel
         device=device,
         precision=train.precision,
         seed=train.seed,
-        batch=BatchSizes(
-            train.global_batch_size, rows, accumulation, train.max_seq_len, config.data.packing
-        ),
+        batch=BatchSizes(train.global_batch_size, rows, accumulation, train.max_seq_len, config.data.packing),
         optimizer=OptimizerNumbers(optim.name.lower(), optim.weight_decay, optim.betas, train.max_grad_norm),
         zero_stage=stage,
         offload_optimizer=offloads[0],

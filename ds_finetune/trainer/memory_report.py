@@ -61,7 +61,9 @@ def _out_of_memory(run: PreparedRun, error: Exception, device: DeviceMemory | No
     message = f"rank {run.plan.world.rank} ran out of memory: {first}"
     estimate = estimate_of(run)
     if estimate is None or device is None:
-        unknown = "what is free here" if device is None else f"the memory of model_type {run.inputs.hf_config.model_type}"
+        unknown = (
+            "what is free here" if device is None else f"the memory of model_type {run.inputs.hf_config.model_type}"
+        )
         return OutOfMemoryError(
             f"{message}; {unknown} is not known",
             hint="lower train.micro_batch_size, or take a higher zero_optimization.stage or more ranks",

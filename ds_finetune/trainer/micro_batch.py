@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -40,7 +40,7 @@ from ds_finetune.world import accelerate_choices
 _FOLDER = "micro-batch"
 """Below `data.cache_dir`."""
 _TIMEOUT = timedelta(minutes=30)
-_WITHOUT_EFFECT = {
+_WITHOUT_EFFECT: Mapping[str, Collection[str]] = {
     "model": {"path", "tokenizer"},
     "train": {"for", "seed", "micro_batch_size", "max_skipped_steps", "max_grad_norm"},
     "objective": (),
@@ -195,7 +195,7 @@ def _key(situation: _Situation) -> dict[str, Any]:
     }
 
 
-def _without(section: object, keys: Sequence[str] | set[str]) -> object:
+def _without(section: object, keys: Collection[str]) -> object:
     if not isinstance(section, Mapping):
         return section
     return {name: value for name, value in section.items() if name not in keys}
@@ -207,11 +207,11 @@ def _row_lengths(run: PreparedRun) -> str:
     if isinstance(rows, StreamedRows):
         return rows.fingerprint()
     longest = longest_rows(rows, batch.global_batch_size // run.plan.dp)
-    return xxhash.xxh3_64_hexdigest(json.dumps([[int(rows.sizes(int(row))[0].sum())] for row in longest]))
+    return xxhash.xxh3_64_hexdigest(json.dumps([int(rows.sizes(int(row))[0].sum()) for row in longest]).encode())
 
 
 def _place(run: PreparedRun, key: Mapping[str, Any]) -> Path:
-    digest = xxhash.xxh3_128_hexdigest(json.dumps(key, sort_keys=True, default=str))
+    digest = xxhash.xxh3_128_hexdigest(json.dumps(key, sort_keys=True, default=str).encode())
     return Path(run.config.data.cache_dir, _FOLDER, f"{digest}.json")
 
 

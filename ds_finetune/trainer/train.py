@@ -21,9 +21,9 @@ from ds_finetune.observers.stop_signals import StopSignals
 from ds_finetune.trainer.batches import batches_ahead
 from ds_finetune.trainer.exports import Exports, Say, verify_run_exports
 from ds_finetune.trainer.loop import run_steps, training_steps
-from ds_finetune.trainer.observers import StartedRun, make_observers
 from ds_finetune.trainer.memory_report import explain_out_of_memory
 from ds_finetune.trainer.micro_batch import decide_micro_batch
+from ds_finetune.trainer.observers import StartedRun, make_observers
 from ds_finetune.trainer.prepare import PreparedRun, drawn_line, prepare_run
 from ds_finetune.trainer.profiling import profiled
 from ds_finetune.trainer.reference import complete_reference, find_reference

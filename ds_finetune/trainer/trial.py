@@ -22,7 +22,7 @@ import ds_finetune
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.devices import exchange
 from ds_finetune.process_messages import MessageReader, decode, encode
-from ds_finetune.trainer.trial_messages import TrialEnd, TrialRequest
+from ds_finetune.trainer.trial_messages import DONE, ENDED, FAILED, OUT_OF_MEMORY, TrialEnd, TrialRequest
 from ds_finetune.world import World
 
 _POLL_SECONDS = 0.1
@@ -62,13 +62,13 @@ def judge(ends: Sequence[TrialEnd]) -> Trial:
     Memory that ran out on one rank explains what other ranks report; else the first error that is no consequence does.
     """
     peak, seconds = max(end.peak_bytes for end in ends), max(end.step_seconds for end in ends)
-    if all(end.outcome == "done" for end in ends):
+    if all(end.outcome == DONE for end in ends):
         return Trial(True, peak, seconds)
-    order = {"out_of_memory": 0, "failed": 1, "ended": 2, "done": 3}
+    order = {OUT_OF_MEMORY: 0, FAILED: 1, ENDED: 2, DONE: 3}
     ranks = sorted(range(len(ends)), key=lambda rank: (order[ends[rank].outcome], ends[rank].is_secondary, rank))
     first = ends[ranks[0]]
     return Trial(
-        False, peak, seconds, f"rank {ranks[0]}: {first.error}", is_out_of_memory=first.outcome == "out_of_memory"
+        False, peak, seconds, f"rank {ranks[0]}: {first.error}", is_out_of_memory=first.outcome == OUT_OF_MEMORY
     )
 
 
@@ -91,9 +91,9 @@ def _wait_for_end(process: "_TrialProcess", store: dist.Store, topic: str) -> Tr
         if not failed_at and store.check([key]):
             failed_at = time.monotonic()
         if failed_at and time.monotonic() - failed_at > _GRACE_SECONDS:
-            return TrialEnd("ended", error="ended, because the trial of another rank had failed")
+            return TrialEnd(ENDED, error="ended, because the trial of another rank had failed")
         time.sleep(_POLL_SECONDS)
-    if end.outcome != "done":
+    if end.outcome != DONE:
         store.set(key, "")
     return end
 
@@ -146,9 +146,9 @@ class _TrialProcess:
 
     def _end_without_message(self, code: int) -> TrialEnd:
         if code == -signal.SIGKILL:
-            return TrialEnd("out_of_memory", error="killed by SIGKILL, as the kernel does where the host has no memory")
+            return TrialEnd(OUT_OF_MEMORY, error="killed by SIGKILL, as the kernel does where the host has no memory")
         lines = self._errors.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-_SHOWN_LINES:]
-        return TrialEnd("failed", error="\n".join([f"exit code {code}", *lines]))
+        return TrialEnd(FAILED, error="\n".join([f"exit code {code}", *lines]))
 
 
 def _environment(world: World) -> dict[str, str]:

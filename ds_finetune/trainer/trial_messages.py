@@ -1,12 +1,12 @@
 """Messages between a rank and the process in which it tries a micro-batch."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from ds_finetune.process_messages import ProcessMessage
 from ds_finetune.world import World
 
-Outcome = Literal["done", "out_of_memory", "failed", "ended"]
+DONE, OUT_OF_MEMORY, FAILED, ENDED = "done", "out_of_memory", "failed", "ended"
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,10 @@ class TrialRequest(ProcessMessage, kind="trial"):
 
 @dataclass(frozen=True)
 class TrialEnd(ProcessMessage, kind="trial_end"):
-    """How a rank's trial ended: the steps were done, memory ran out, it failed for another reason, or it was ended
-    because another rank's had failed.
-    """
+    """How a rank's trial ended."""
 
-    outcome: Outcome
+    outcome: str
+    """DONE; OUT_OF_MEMORY; FAILED for another reason; or ENDED, because the trial of another rank had failed."""
     peak_bytes: int = 0
     """The most that the rank took of its device; see `PeakMemory.num_bytes`."""
     step_seconds: float = 0.0

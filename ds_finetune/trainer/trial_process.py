@@ -33,7 +33,7 @@ from ds_finetune.errors import FinetuneError
 from ds_finetune.process_messages import decode, send
 from ds_finetune.quiet import quiet_packages
 from ds_finetune.trainer.prepare import prepare_run
-from ds_finetune.trainer.trial_messages import TrialEnd, TrialRequest
+from ds_finetune.trainer.trial_messages import DONE, FAILED, OUT_OF_MEMORY, TrialEnd, TrialRequest
 from ds_finetune.trainer.trial_rows import trial_batches
 from ds_finetune.watchdog.report import is_secondary
 from ds_finetune.world import World
@@ -48,12 +48,12 @@ def run_trial(request: TrialRequest) -> TrialEnd:
     try:
         return _train(RunConfig.model_validate(request.config), request.world)
     except FinetuneError as error:
-        return TrialEnd("failed", error=str(error), is_secondary=is_secondary(error))
+        return TrialEnd(FAILED, error=str(error), is_secondary=is_secondary(error))
     except Exception as error:  # noqa: BLE001 - the end of the process, which its parent reports
         if is_out_of_memory(error):
-            return TrialEnd("out_of_memory", error=str(error))
+            return TrialEnd(OUT_OF_MEMORY, error=str(error))
         text = "".join(traceback.format_exception(error)[-3:])
-        return TrialEnd("failed", error=text, is_secondary=is_secondary(error))
+        return TrialEnd(FAILED, error=text, is_secondary=is_secondary(error))
 
 
 def _train(config: RunConfig, world: World) -> TrialEnd:
@@ -70,7 +70,7 @@ def _train(config: RunConfig, world: World) -> TrialEnd:
                 began = time.monotonic()
                 engine.step(batch, lr=0.0)
                 seconds = time.monotonic() - began
-        return TrialEnd("done", peak_bytes=peak.num_bytes(), step_seconds=seconds)
+        return TrialEnd(DONE, peak_bytes=peak.num_bytes(), step_seconds=seconds)
 
 
 def _say_nothing(_: str) -> None:
