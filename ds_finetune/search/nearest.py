@@ -64,7 +64,7 @@ def _changes(config: RunConfig, plan: Plan, model: ModelConfig, budget: int) -> 
             planned = make_plan(changed, world=plan.world, device=plan.device)
             yield _Change(text, changed, planned, estimate_memory(changed, planned, model).device_bytes)
         except FinetuneError:
-            # The combination is refused, so it is no way out.
+            # The combination is refused, so it would not help.
             continue
 
 
