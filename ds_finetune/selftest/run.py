@@ -285,7 +285,7 @@ def _cases_of_run(config: RunConfig, world: World) -> list[LayoutCase]:
         cell = Cell(
             hub.model_type,
             stage,
-            _ACCUMULATION,
+            config.parallel.pp if config.parallel.vpp > 1 else _ACCUMULATION,
             config.data.packing,
             precision=precision,
             max_grad_norm=0.5,

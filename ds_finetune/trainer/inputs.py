@@ -187,7 +187,7 @@ def make_model_plan(config: RunConfig, mesh: Mesh, *, is_config_alone: bool = Fa
     hf_config = model_config(config, is_config_alone=is_config_alone)
     padding = _set_up_scores(config, hf_config)
     tree = hf_config.to_dict()
-    check_divides(mesh, tree, pp_layers=config.parallel.pp_layers)
+    check_divides(mesh, tree, pp_layers=config.parallel.pp_layers, vpp=config.parallel.vpp)
     check_expert_widths(mesh, tree, precision=config.train.precision)
     check_optimizer(config.optim.name, tree)
     check_inexact_model(config.inexact, tree)
