@@ -20,10 +20,10 @@ from ds_finetune.engine.pipeline_schedule import (
 )
 from ds_finetune.model.forward_rows import ForwardRows
 from ds_finetune.model.parallel.pipeline import Link, PipelineGroup
-from ds_finetune.plan.pipeline import Turn, interleaved_turns
+from ds_finetune.plan.pipeline import PipelineTurn, interleaved_turns
 
 
-class _Message(NamedTuple):
+class _TensorMessage(NamedTuple):
     """A tensor on its way, which must stay in memory until then."""
 
     tensor: torch.Tensor
@@ -73,10 +73,10 @@ class _InterleavedStep:
         self._stage, self._every = stage, every
         self._arrived: dict[tuple[int, int], torch.Tensor | None] = {}
         self._done: dict[tuple[int, int], StageForward] = {}
-        self._sent: dict[tuple[int, int], _Message] = {}
-        self._sent_grads: deque[_Message] = deque()
+        self._sent: dict[tuple[int, int], _TensorMessage] = {}
+        self._sent_grads: deque[_TensorMessage] = deque()
 
-    def receive(self, turn: Turn) -> _Message | None:
+    def receive(self, turn: PipelineTurn) -> _TensorMessage | None:
         """Ask for what a turn needs from another rank; None where it needs nothing."""
         stage = self._stage
         is_edge = self._is_first_of_model(turn) if turn.is_forward else self._is_last_of_model(turn)
@@ -85,9 +85,9 @@ class _InterleavedStep:
         into = stage.empty_hidden(self._every[turn.micro].input_ids)
         source = stage.previous_rank if turn.is_forward else stage.next_rank
         group = stage.links[self._link(turn.is_forward, after=not turn.is_forward)]
-        return _Message(into, dist.irecv(into, group=group, group_src=source))
+        return _TensorMessage(into, dist.irecv(into, group=group, group_src=source))
 
-    def run_forward(self, turn: Turn, arrived: torch.Tensor | None, forward: Forward) -> None:
+    def run_forward(self, turn: PipelineTurn, arrived: torch.Tensor | None, forward: Forward) -> None:
         """Run a chunk from the hidden states that arrived, and send its own on."""
         key, stage = (turn.chunk, turn.micro), self._stage
         stage.running_chunk = turn.chunk
@@ -96,7 +96,7 @@ class _InterleavedStep:
         if not self._is_last_of_model(turn):
             self._sent[key] = self._send(hidden_of(self._done[key]).detach(), is_forward=True)
 
-    def run_backward(self, turn: Turn, arrived: torch.Tensor | None, backward: Backward) -> None:
+    def run_backward(self, turn: PipelineTurn, arrived: torch.Tensor | None, backward: Backward) -> None:
         """Compute the gradients of a chunk from that of its hidden states, and send that of its input back."""
         key = turn.chunk, turn.micro
         if arrived is not None:
@@ -117,18 +117,18 @@ class _InterleavedStep:
         while self._sent_grads:
             self._sent_grads.popleft().wait()
 
-    def _send(self, tensor: torch.Tensor, *, is_forward: bool) -> _Message:
+    def _send(self, tensor: torch.Tensor, *, is_forward: bool) -> _TensorMessage:
         stage, tensor = self._stage, tensor.contiguous()
         to = stage.next_rank if is_forward else stage.previous_rank
         group = stage.links[self._link(is_forward, after=is_forward)]
-        return _Message(tensor, dist.isend(tensor, group=group, group_dst=to))
+        return _TensorMessage(tensor, dist.isend(tensor, group=group, group_dst=to))
 
     def _link(self, is_forward: bool, *, after: bool) -> Link:
         """The link to the rank `after` this one, or to the one before it."""
         return Link(is_forward, self._stage.is_last if after else self._stage.is_first)
 
-    def _is_first_of_model(self, turn: Turn) -> bool:
+    def _is_first_of_model(self, turn: PipelineTurn) -> bool:
         return self._stage.is_first and turn.chunk == 0
 
-    def _is_last_of_model(self, turn: Turn) -> bool:
+    def _is_last_of_model(self, turn: PipelineTurn) -> bool:
         return self._stage.is_last and turn.chunk == self._stage.num_chunks - 1

@@ -6,7 +6,8 @@ from functools import cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from ds_finetune.config.schema import ParallelConfig, RunConfig
+from ds_finetune.config.parallel import ParallelConfig
+from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.mesh import Mesh
 
@@ -33,7 +34,7 @@ class StageLayers:
         return " and ".join(f"{chunk[0]} to {chunk[-1]}" for chunk in self.chunks)
 
 
-class Turn(NamedTuple):
+class PipelineTurn(NamedTuple):
     """A forward or a backward of one of a rank's chunks over one micro-batch; both are numbered from 0."""
 
     is_forward: bool
@@ -146,7 +147,7 @@ def idle_share(*, pp: int, vpp: int, micro_batches: int) -> float:
     return (pp - 1) / (vpp * micro_batches + pp - 1)
 
 
-def interleaved_turns(*, pp: int, vpp: int, micro_batches: int, rank: int) -> list[Turn]:
+def interleaved_turns(*, pp: int, vpp: int, micro_batches: int, rank: int) -> list[PipelineTurn]:
     """What pipeline rank `rank` computes in a step, in order: interleaved 1F1B (arXiv 2104.04473, section 2.2).
 
     Micro-batches, a multiple of `pp`, come in groups of `pp`: all of a group go through a chunk before the rank's next
@@ -154,8 +155,8 @@ def interleaved_turns(*, pp: int, vpp: int, micro_batches: int, rank: int) -> li
     """
     assert micro_batches % pp == 0, (micro_batches, pp)
     places = [divmod(number, pp * vpp) for number in range(micro_batches * vpp)]
-    forwards = [Turn(True, within // pp, group * pp + within % pp) for group, within in places]
-    backwards = [Turn(False, vpp - 1 - turn.chunk, turn.micro) for turn in forwards]
+    forwards = [PipelineTurn(True, within // pp, group * pp + within % pp) for group, within in places]
+    backwards = [PipelineTurn(False, vpp - 1 - turn.chunk, turn.micro) for turn in forwards]
     first = num_first_forwards(pp=pp, vpp=vpp, micro_batches=micro_batches, rank=rank)
     steady = [turn for pair in zip(forwards[first:], backwards, strict=False) for turn in pair]
     return [*forwards[:first], *steady, *backwards[len(forwards) - first :]]

@@ -23,7 +23,8 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from ds_finetune.config.objectives import DistillObjective
-from ds_finetune.config.schema import ParallelConfig, RunConfig
+from ds_finetune.config.parallel import ParallelConfig
+from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.collectives import all_gather_object
 from ds_finetune.engine.default_group import process_group
 from ds_finetune.engine.devices import choose_device

@@ -44,7 +44,10 @@ class Layout:
         """A name for folders and test ids."""
         how = "packed" if self.packing else "padded"
         sizes = f"pp{self.pp}-sp{self.sp}-tp{self.tp}-ep{self.ep}"
-        return f"z{self.stage}-{self.optimizer}-{self.param}-{self.precision}-{how}-{self.name}-{self.family}-{sizes}{f'-lora{self.lora}' if self.lora else ''}{f'-vpp{self.vpp}' if self.vpp > 1 else ''}"
+        sizes += f"-vpp{self.vpp}" if self.vpp > 1 else ""
+        sizes += f"-lora{self.lora}" if self.lora else ""
+        where = f"{self.optimizer}-{self.param}"
+        return f"z{self.stage}-{where}-{self.precision}-{how}-{self.name}-{self.family}-{sizes}"
 
     @property
     def uses_nvme(self) -> bool:

@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 
-from ds_finetune.config.schema import ParallelConfig, RunConfig
+from ds_finetune.config.parallel import ParallelConfig
+from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.tiny import DENSE
 from ds_finetune.plan.combinations import check_divides
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.pipeline import (
+    PipelineTurn,
     StageLayers,
-    Turn,
     balance_layers,
     idle_share,
     interleaved_turns,
@@ -55,7 +56,7 @@ def test_ranks_hold_every_second_chunk() -> None:
     assert [str(part) for part in layers_of_ranks([1] * 8, given)] == ["0 to 2 and 5 to 6", "3 to 4 and 7 to 7"]
 
 
-def _source(turn: Turn, rank: int, *, pp: int, vpp: int) -> tuple[int, Turn] | None:
+def _source(turn: PipelineTurn, rank: int, *, pp: int, vpp: int) -> tuple[int, PipelineTurn] | None:
     """The rank and the turn that give what a turn needs; None at the ends of the model."""
     if turn.is_forward:
         before = turn.chunk * pp + rank - 1
@@ -64,10 +65,10 @@ def _source(turn: Turn, rank: int, *, pp: int, vpp: int) -> tuple[int, Turn] | N
     return None if after == pp * vpp else (after % pp, turn._replace(chunk=after // pp))
 
 
-def _ends(pp: int, vpp: int, micro_batches: int) -> list[dict[Turn, int]]:
+def _ends(pp: int, vpp: int, micro_batches: int) -> list[dict[PipelineTurn, int]]:
     """When each turn of each rank ends, where messages take no time and a rank only waits for what it receives."""
     turns = [interleaved_turns(pp=pp, vpp=vpp, micro_batches=micro_batches, rank=rank) for rank in range(pp)]
-    ends: list[dict[Turn, int]] = [{} for _ in range(pp)]
+    ends: list[dict[PipelineTurn, int]] = [{} for _ in range(pp)]
     while any(len(ends[rank]) < len(turns[rank]) for rank in range(pp)):
         done = 0
         for rank, mine in enumerate(turns):

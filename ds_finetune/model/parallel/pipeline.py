@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from ds_finetune.config.schema import ParallelConfig
+from ds_finetune.config.parallel import ParallelConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.table import family_of
 from ds_finetune.model.build import Task, build_skeleton, has_score_head, head_of

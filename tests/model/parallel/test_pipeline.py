@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import DynamicCache
 
-from ds_finetune.config.schema import ParallelConfig
+from ds_finetune.config.parallel import ParallelConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.model.build import build_skeleton, model_class
 from ds_finetune.model.mtp import set_mtp_layers
