@@ -43,7 +43,7 @@ MTP, TRAINED_INDEXER = "tests/parity/test_mtp.py", "tests/parity/test_indexer.py
 LOADS = "tests/observers/test_expert_loads.py tests/observers/test_routers.py"
 FP4, CONVERSIONS = "tests/export/test_fp4.py", "tests/export/test_from_checkpoint.py"
 CONTEXT, OFFLOAD = "tests/model/test_context.py", "tests/model/test_activation_offload.py"
-TILES, ACTIVATIONS = "tests/model/test_tiled_mlp.py", "tests/plan/test_activation_memory.py"
+TILES, ACTIVATIONS = "tests/model/test_tiled_mlp.py", "tests/estimate/test_activation_memory.py"
 COMMUNICATION, BALANCE = "tests/engine/test_communication.py", "tests/data/test_balance.py"
 REDUCTION = "tests/parity/test_reduction.py"
 INEXACT, LORA = "tests/parity/test_inexact.py", "tests/parity/test_lora.py"
@@ -198,7 +198,7 @@ MUTANTS = (
     ),
     Mutant(
         "activations of experts counted for one expert",
-        "plan/activation_memory.py",
+        "estimate/activation_memory.py",
         "routed = chosen * (width",
         "routed = 1 * (width",
         ACTIVATIONS,

@@ -7,11 +7,8 @@ states are sent.
 """
 
 import copy
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
-from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -21,16 +18,15 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from ds_finetune.config.schema import ParallelConfig
-from ds_finetune.errors import ConfigError
 from ds_finetune.families.table import family_of
+from ds_finetune.families.tensors import model_tensors
 from ds_finetune.model.build import Task, build_skeleton, has_score_head, head_of
 from ds_finetune.model.mtp import mtp_layers
 from ds_finetune.model.parallel.rank_group import RankGroup
 from ds_finetune.patches.transformers_models import replaced_layers
+from ds_finetune.plan.layer_stages import stages_of
 
 T = TypeVar("T")
-_EXPERTS = re.compile(r"mlp\.experts\.")
-"""Routed experts, by their names within a layer."""
 
 
 class PipelineGroup(RankGroup):
@@ -176,30 +172,6 @@ class ReceiveLogits(nn.Linear):
         return self.pp_group.broadcast_from_last(hidden.new_empty(*hidden.shape[:-1], self.outputs))
 
 
-def balance_layers(weights: Sequence[int], stages: int) -> list[range]:
-    """Consecutive layers for each of `stages`, at least one each, so that the largest sum of `weights` of a stage is
-    minimal.
-    """
-    sums = [0]
-    for weight in weights:
-        sums.append(sums[-1] + weight)
-
-    @cache
-    def best(end: int, parts: int) -> tuple[int, int, tuple[int, ...]]:
-        """Largest sum, sum of squares and ends of the best split of the first `end` layers into `parts`."""
-        if parts == 1:
-            return sums[end], sums[end] ** 2, (end,)
-        candidates = []
-        for begin in range(parts - 1, end):
-            largest, squares, ends = best(begin, parts - 1)
-            last = sums[end] - sums[begin]
-            candidates.append((max(largest, last), squares + last**2, (*ends, end)))
-        return min(candidates)
-
-    ends = (0, *best(len(weights), stages)[2])
-    return [range(first, last) for first, last in pairwise(ends)]
-
-
 def build_meta_model(hf_config: PretrainedConfig, task: Task = "causal_lm") -> PreTrainedModel:
     """The whole model on the meta device, without memory for its tensors."""
     config = copy.deepcopy(hf_config)
@@ -209,48 +181,12 @@ def build_meta_model(hf_config: PretrainedConfig, task: Task = "causal_lm") -> P
 def layers_of_stages(
     hf_config: PretrainedConfig, parallel: ParallelConfig, task: Task = "causal_lm"
 ) -> list[range | None]:
-    """Layers of each pipeline stage: those of `pp_layers`, or balanced by parameters; [None] without pipeline
-    parallelism.
-
-    ConfigError where a stage has no routed experts under expert parallelism: DeepSpeed 0.19.8 adds up norms over stages
-    for each group of parameters (zero/stage_1_and_2.py:2951), and all stages must have the same number of groups.
-    """
+    """`stages_of` a model that is built from `hf_config`; [None] without pipeline parallelism."""
     if parallel.pp == 1:
         return [None]
-    lm = build_meta_model(hf_config, task)
-    if parallel.pp_layers:
-        stages = [range(first, last) for first, last in pairwise(accumulate(parallel.pp_layers, initial=0))]
-    else:
-        stages = balance_layers(_layer_parameters(lm, parallel.ep), parallel.pp)
-    stages[-1] = range(stages[-1].start, mtp_layers(hf_config).stop)
-    have_experts = {
-        number
-        for number, layer in enumerate(lm.base_model.layers)
-        if any(_EXPERTS.match(name) for name, _ in layer.named_parameters())
-    }
-    for stage, layers in enumerate(stages):
-        if parallel.ep > 1 and not have_experts & set(layers):
-            raise ConfigError(
-                f"parallel.ep {parallel.ep}: stage {stage} of parallel.pp {parallel.pp}, layers {layers[0]} to "
-                f"{layers[-1]}, has no routed experts",
-                hint=f"layers {min(have_experts)} to {max(have_experts)} have them; set parallel.pp_layers, or a "
-                "smaller parallel.pp",
-            )
-    return [*stages]
-
-
-def _layer_parameters(lm: PreTrainedModel, ep_size: int) -> list[int]:
-    """Parameters that a rank has of each layer; the embedding counts with the first layer, norm and head with the last.
-    A tied head counts on both ends, and so does the embedding with multi-token prediction, whose layer counts with the
-    last one.
-    """
-    beyond = mtp_layers(lm.config)
-    counts = [_numel(layer, ep_size) for layer in lm.base_model.layers]
-    counts, others = counts[: beyond.start], counts[beyond.start :]
-    counts[0] += _numel(lm.get_input_embeddings())
-    counts[-1] += sum(others) + (_numel(lm.get_input_embeddings()) if beyond else 0)
-    counts[-1] += _numel(lm.base_model.norm) + _numel(head_of(lm))
-    return counts
+    scores = int(hf_config.num_labels) if task == "sequence_classification" else 0
+    tensors = model_tensors(hf_config.to_dict(), mtp_layers=len(mtp_layers(hf_config)), scores=scores)
+    return [*stages_of(tensors, parallel)]
 
 
 @contextmanager
@@ -300,7 +236,3 @@ def has_embedding_copy(lm: PreTrainedModel, pp_group: PipelineGroup) -> bool:
     prediction.
     """
     return pp_group.is_last and lm.get_input_embeddings().weight is not None
-
-
-def _numel(module: nn.Module, ep_size: int = 1) -> int:
-    return sum(param.numel() // (ep_size if _EXPERTS.match(name) else 1) for name, param in module.named_parameters())

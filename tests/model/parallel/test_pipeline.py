@@ -15,13 +15,13 @@ from ds_finetune.model.mtp import set_mtp_layers
 from ds_finetune.model.parallel.pipeline import (
     MissingLayer,
     PipelineGroup,
-    balance_layers,
     build_meta_model,
     build_only_layers,
     has_embedding_copy,
     install_pipeline_stage,
     layers_of_stages,
 )
+from ds_finetune.plan.layer_stages import balance_layers
 from ds_finetune.selftest.cells import hf_config
 
 
@@ -30,7 +30,7 @@ def test_the_largest_stage_is_as_small_as_can_be() -> None:
     for _ in range(40):
         weights = [rng.randint(1, 30) for _ in range(rng.randint(3, 9))]
         stages = rng.randint(1, len(weights))
-        found = balance_layers(weights, stages)
+        found = balance_layers(tuple(weights), stages)
         assert [layer for stage in found for layer in stage] == list(range(len(weights)))
         assert all(len(stage) for stage in found)
         cuts = ((0, *inner, len(weights)) for inner in itertools.combinations(range(1, len(weights)), stages - 1))
