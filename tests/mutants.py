@@ -381,8 +381,8 @@ MUTANTS = (
     Mutant(
         "a bad gradient of the layer of multi-token prediction applied",
         "patches/deepspeed_clipping.py",
-        "if not self._has_bad_gradient() and all(map(math.isfinite, values)):",
-        "if True:",
+        "if self._has_bad_gradient() or not all(map(math.isfinite, (value, *values))):",
+        "if False:",
         "tests/engine/test_steps.py",
     ),
     Mutant(
