@@ -15,7 +15,7 @@ from ds_finetune.families.table import FAMILIES, family_of
 from ds_finetune.model.build import Task, has_score_head, head_of
 from ds_finetune.model.four_bit import fits_four_bit, nf4_bytes
 from ds_finetune.model.parallel.pipeline import build_meta_model
-from ds_finetune.plan.pipeline import StageLayers
+from ds_finetune.plan.layer_stages import StageLayers
 
 ROUTED, ROUTER = "routed experts", "router"
 _FOUR_BIT = ("attention", "dense MLP", "shared experts")

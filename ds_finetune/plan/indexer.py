@@ -9,9 +9,9 @@ from ds_finetune.config.schema import OWN_ATTENTIONS, RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.parameters import indexed_layers
 from ds_finetune.families.table import FAMILIES, family_of
+from ds_finetune.plan.layer_stages import StageLayers
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.objectives import CROSS_ENTROPY
-from ds_finetune.plan.pipeline import StageLayers
 
 _OPTIMIZERS = ("adam", "adamw")
 

@@ -1,37 +1,14 @@
-"""Pipelines: which layers each rank holds, in which order it computes them, and how long it waits."""
+"""Pipelines: in which order ranks compute micro-batches, how long they wait, and settings that do not go together."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache
-from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from ds_finetune.config.parallel import ParallelConfig
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.mesh import Mesh
 
 _OBJECTIVES = ("pretrain", "sft")
 """Objectives that are tested with several chunks a rank."""
-
-
-@dataclass(frozen=True)
-class StageLayers:
-    """The layers that a pipeline rank holds: consecutive ones for each of its model chunks, in the model's order."""
-
-    chunks: tuple[range, ...]
-
-    def __contains__(self, layer: object) -> bool:
-        """Whether the rank holds the layer with this number."""
-        return any(layer in chunk for chunk in self.chunks)
-
-    def __iter__(self) -> Iterator[int]:
-        """The numbers of the layers, ascending."""
-        return (layer for chunk in self.chunks for layer in chunk)
-
-    def __str__(self) -> str:
-        """As `0 to 3`, or `0 to 1 and 4 to 5` for two chunks."""
-        return " and ".join(f"{chunk[0]} to {chunk[-1]}" for chunk in self.chunks)
 
 
 class PipelineTurn(NamedTuple):
@@ -101,47 +78,6 @@ def _untested(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "train.tiled_mlp true", hint
 
 
-def layers_of_ranks(
-    weights: Sequence[int], parallel: ParallelConfig, *, beyond: int = 0
-) -> tuple[StageLayers | None, ...]:
-    """The layers of each pipeline rank: those of `pp_layers`, or balanced by the `weights` of the layers, e.g. their
-    parameters; (None,) without pipeline parallelism.
-
-    The model is cut into pp x vpp chunks of consecutive layers, and rank r holds the chunks r, r + pp, r + 2 pp and so
-    on (Narayanan et al., arXiv 2104.04473, section 2.2). The last chunk also has the layers `beyond` those that have a
-    weight, which predict further tokens.
-    """
-    if parallel.pp == 1:
-        return (None,)
-    if parallel.pp_layers:
-        chunks = [range(first, last) for first, last in pairwise(accumulate(parallel.pp_layers, initial=0))]
-    else:
-        chunks = balance_layers(weights, parallel.pp * parallel.vpp)
-    chunks[-1] = range(chunks[-1].start, len(weights) + beyond)
-    return tuple(StageLayers(tuple(chunks[rank :: parallel.pp])) for rank in range(parallel.pp))
-
-
-def balance_layers(weights: Sequence[int], parts: int) -> list[range]:
-    """Consecutive layers for each of `parts`, at least one each, so that the largest sum of `weights` of a part is
-    minimal.
-    """
-    sums = [0, *accumulate(weights)]
-
-    @cache
-    def best(end: int, parts: int) -> tuple[int, int, tuple[int, ...]]:
-        """Largest sum, sum of squares and ends of the best split of the first `end` layers into `parts`."""
-        if parts == 1:
-            return sums[end], sums[end] ** 2, (end,)
-        candidates = []
-        for begin in range(parts - 1, end):
-            largest, squares, ends = best(begin, parts - 1)
-            last = sums[end] - sums[begin]
-            candidates.append((max(largest, last), squares + last**2, (*ends, end)))
-        return min(candidates)
-
-    return [range(first, last) for first, last in pairwise((0, *best(len(weights), parts)[2]))]
-
-
 def idle_share(*, pp: int, vpp: int, micro_batches: int) -> float:
     """The share of a step that a rank waits, if all chunks take the same time (arXiv 2104.04473, section 2.2)."""
     return (pp - 1) / (vpp * micro_batches + pp - 1)
@@ -163,8 +99,13 @@ def interleaved_turns(*, pp: int, vpp: int, micro_batches: int, rank: int) -> li
 
 
 def num_first_forwards(*, pp: int, vpp: int, micro_batches: int, rank: int) -> int:
-    """Forwards of pipeline rank `rank` before its first backward but one.
-
-    A rank holds the activations of one chunk more than these, if it has a further forward.
-    """
+    """Forwards of chunks on pipeline rank `rank` before forwards and backwards take turns."""
+    if vpp == 1:
+        return min(micro_batches, pp - rank - 1)
     return min(micro_batches * vpp, 2 * (pp - rank - 1) + (vpp - 1) * pp)
+
+
+def num_held_forwards(*, pp: int, vpp: int, micro_batches: int, rank: int) -> int:
+    """The largest number of forwards of chunks whose activations pipeline rank `rank` holds at one time."""
+    first = num_first_forwards(pp=pp, vpp=vpp, micro_batches=micro_batches, rank=rank)
+    return min(first + 1, micro_batches * vpp)

@@ -15,12 +15,13 @@ from ds_finetune.plan.deepspeed_config import HAS_TORCH_ADAM, MOMENTS, TORCH_ADA
 from ds_finetune.plan.distillation import check_distillation
 from ds_finetune.plan.indexer import check_indexer
 from ds_finetune.plan.inexact import InexactRun, check_inexact
+from ds_finetune.plan.layer_stages import StageLayers
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.mtp import check_mtp
 from ds_finetune.plan.objectives import CROSS_ENTROPY, UNITS, check_objective, loss_text, objective_lines
 from ds_finetune.plan.options import Situation, apply_rules, offload_device
 from ds_finetune.plan.packed_attention import check_device
-from ds_finetune.plan.pipeline import StageLayers, check_interleaving, idle_share
+from ds_finetune.plan.pipeline import check_interleaving, idle_share
 from ds_finetune.plan.reduction import check_reduction, reduces_once, with_reduction_dtype
 from ds_finetune.plan.run_length import check_profiled_ranks
 from ds_finetune.plan.timeouts import check_watchdog_before_torch_timeout, collective_seconds

@@ -8,8 +8,8 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.tiny import SHARED_INDEX
 from ds_finetune.plan.indexer import check_indexer, check_stages_begin_with_indexers, plan_indexer
+from ds_finetune.plan.layer_stages import StageLayers
 from ds_finetune.plan.mesh import Mesh
-from ds_finetune.plan.pipeline import StageLayers
 
 V32 = {"model_type": "deepseek_v32", "num_hidden_layers": 3}
 GLM = {"model_type": "glm_moe_dsa", **SHARED_INDEX, "num_hidden_layers": 4}

@@ -1,59 +1,29 @@
 """Which layers pipeline ranks hold, the order of their turns, and settings that are refused."""
 
 import itertools
-import random
 from typing import Any
 
 import pytest
 
-from ds_finetune.config.parallel import ParallelConfig
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
+from ds_finetune.families.tensors import model_tensors
 from ds_finetune.families.tiny import DENSE
 from ds_finetune.plan.combinations import check_divides
+from ds_finetune.plan.layer_stages import stages_of
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.pipeline import (
     PipelineTurn,
-    StageLayers,
-    balance_layers,
     idle_share,
     interleaved_turns,
-    layers_of_ranks,
-    num_first_forwards,
+    num_held_forwards,
 )
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.world import World
 
 SIZES = [(pp, vpp, times * pp) for pp in (2, 3, 4, 8) for vpp in (1, 2, 3) for times in (1, 2, 3)]
 FORWARD_TIME, BACKWARD_TIME = 1, 2
-
-
-def test_the_largest_part_is_as_small_as_can_be() -> None:
-    rng = random.Random(3)
-    for _ in range(40):
-        weights = [rng.randint(1, 30) for _ in range(rng.randint(3, 9))]
-        parts = rng.randint(1, len(weights))
-        found = balance_layers(weights, parts)
-        assert [layer for part in found for layer in part] == list(range(len(weights)))
-        assert all(len(part) for part in found)
-        cuts = ((0, *inner, len(weights)) for inner in itertools.combinations(range(1, len(weights)), parts - 1))
-        best = min(max(sum(weights[first:last]) for first, last in itertools.pairwise(cut)) for cut in cuts)
-        assert max(sum(weights[layer] for layer in part) for part in found) == best
-
-
-def test_ranks_hold_every_second_chunk() -> None:
-    assert layers_of_ranks([1] * 8, ParallelConfig()) == (None,)
-    assert layers_of_ranks([1] * 8, ParallelConfig(pp=2)) == (
-        StageLayers((range(4),)),
-        StageLayers((range(4, 8),)),
-    )
-    first, last = layers_of_ranks([1] * 8, ParallelConfig(pp=2, vpp=2), beyond=1)
-    assert first == StageLayers((range(2), range(4, 6)))
-    assert last == StageLayers((range(2, 4), range(6, 9)))
-    assert last is not None
-    assert (str(last), list(last), 5 in last, 8 in last) == ("2 to 3 and 6 to 8", [2, 3, 6, 7, 8], False, True)
-    given = ParallelConfig(pp=2, vpp=2, pp_layers=(3, 2, 2, 1))
-    assert [str(part) for part in layers_of_ranks([1] * 8, given)] == ["0 to 2 and 5 to 6", "3 to 4 and 7 to 7"]
+EIGHT_LAYERS = model_tensors({"model_type": "llama", **DENSE, "num_hidden_layers": 8})
 
 
 def _source(turn: PipelineTurn, rank: int, *, pp: int, vpp: int) -> tuple[int, PipelineTurn] | None:
@@ -110,11 +80,11 @@ def test_messages_of_a_link_are_received_in_the_order_in_which_they_are_sent(
 
 
 @pytest.mark.parametrize(("pp", "vpp", "micro_batches"), SIZES)
-def test_a_rank_holds_one_forward_more_than_its_first_ones(pp: int, vpp: int, micro_batches: int) -> None:
+def test_a_rank_holds_as_many_forwards_as_the_plan_says(pp: int, vpp: int, micro_batches: int) -> None:
     for rank in range(pp):
         sizes = {"pp": pp, "vpp": vpp, "micro_batches": micro_batches, "rank": rank}
         held = itertools.accumulate(1 if turn.is_forward else -1 for turn in interleaved_turns(**sizes))
-        assert max(held) == min(num_first_forwards(**sizes) + 1, vpp * micro_batches)
+        assert max(held) == num_held_forwards(**sizes)
 
 
 @pytest.mark.parametrize(
@@ -195,5 +165,5 @@ def test_settings_that_do_not_go_with_several_chunks_are_refused(
 def test_the_plan_says_how_long_ranks_wait(parallel: dict[str, int], line: str) -> None:
     config = _config(parallel=parallel)
     plan = make_plan(config, world=World(0, 2, 0, 2, "torchrun"), device="cpu")
-    assert plan.stage_lines(layers_of_ranks([1] * 8, config.parallel)) == [("stages", line)]
+    assert plan.stage_lines(stages_of(EIGHT_LAYERS, config.parallel)) == [("stages", line)]
     assert plan.stage_lines((None,)) == []

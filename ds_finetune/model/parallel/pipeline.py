@@ -7,7 +7,6 @@ states are sent.
 """
 
 import copy
-import re
 from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -20,17 +19,15 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from ds_finetune.config.parallel import ParallelConfig
-from ds_finetune.errors import ConfigError
 from ds_finetune.families.table import family_of
+from ds_finetune.families.tensors import model_tensors
 from ds_finetune.model.build import Task, build_skeleton, has_score_head, head_of
 from ds_finetune.model.mtp import mtp_layers
 from ds_finetune.model.parallel.rank_group import RankGroup
 from ds_finetune.patches.transformers_models import replaced_layers
-from ds_finetune.plan.pipeline import StageLayers, layers_of_ranks
+from ds_finetune.plan.layer_stages import StageLayers, stages_of
 
 T = TypeVar("T")
-_EXPERTS = re.compile(r"mlp\.experts\.")
-"""Routed experts, by their names within a layer."""
 
 
 class Link(NamedTuple):
@@ -223,45 +220,12 @@ def build_meta_model(hf_config: PretrainedConfig, task: Task = "causal_lm") -> P
 def layers_of_stages(
     hf_config: PretrainedConfig, parallel: ParallelConfig, task: Task = "causal_lm"
 ) -> tuple[StageLayers | None, ...]:
-    """Layers of each pipeline rank, balanced by parameters unless `pp_layers` says them; (None,) without pipeline
-    parallelism.
-
-    ConfigError where a rank has no routed experts under expert parallelism: DeepSpeed 0.19.8 adds up norms over stages
-    for each group of parameters (zero/stage_1_and_2.py:2951), and all stages must have the same number of groups.
-    """
+    """`stages_of` a model that is built from `hf_config`; (None,) without pipeline parallelism."""
     if parallel.pp == 1:
         return (None,)
-    lm = build_meta_model(hf_config, task)
-    stages = layers_of_ranks(_layer_parameters(lm, parallel.ep), parallel, beyond=len(mtp_layers(hf_config)))
-    have_experts = {
-        number
-        for number, layer in enumerate(lm.base_model.layers)
-        if any(_EXPERTS.match(name) for name, _ in layer.named_parameters())
-    }
-    for stage, layers in enumerate(stages):
-        assert layers is not None
-        if parallel.ep > 1 and not have_experts & set(layers):
-            raise ConfigError(
-                f"parallel.ep {parallel.ep}: stage {stage} of parallel.pp {parallel.pp}, layers {layers}, has no "
-                "routed experts",
-                hint=f"layers {min(have_experts)} to {max(have_experts)} have them; set parallel.pp_layers, or a "
-                "smaller parallel.pp",
-            )
-    return stages
-
-
-def _layer_parameters(lm: PreTrainedModel, ep_size: int) -> list[int]:
-    """Parameters that a rank has of each layer; the embedding counts with the first layer, norm and head with the last.
-    A tied head counts on both ends, and so does the embedding with multi-token prediction, whose layer counts with the
-    last one.
-    """
-    beyond = mtp_layers(lm.config)
-    counts = [_numel(layer, ep_size) for layer in lm.base_model.layers]
-    counts, others = counts[: beyond.start], counts[beyond.start :]
-    counts[0] += _numel(lm.get_input_embeddings())
-    counts[-1] += sum(others) + (_numel(lm.get_input_embeddings()) if beyond else 0)
-    counts[-1] += _numel(lm.base_model.norm) + _numel(head_of(lm))
-    return counts
+    scores = int(hf_config.num_labels) if task == "sequence_classification" else 0
+    tensors = model_tensors(hf_config.to_dict(), mtp_layers=len(mtp_layers(hf_config)), scores=scores)
+    return stages_of(tensors, parallel)
 
 
 def missing_layer(config: PretrainedConfig, layer: int) -> MissingLayer:
@@ -314,7 +278,3 @@ def has_embedding_copy(lm: PreTrainedModel, pp_group: PipelineGroup) -> bool:
     prediction.
     """
     return pp_group.is_last and lm.get_input_embeddings().weight is not None
-
-
-def _numel(module: nn.Module, ep_size: int = 1) -> int:
-    return sum(param.numel() // (ep_size if _EXPERTS.match(name) else 1) for name, param in module.named_parameters())

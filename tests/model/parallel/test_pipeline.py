@@ -18,7 +18,7 @@ from ds_finetune.model.parallel.pipeline import (
     install_pipeline_stage,
     layers_of_stages,
 )
-from ds_finetune.plan.pipeline import StageLayers
+from ds_finetune.plan.layer_stages import StageLayers
 from ds_finetune.selftest.cells import hf_config
 
 

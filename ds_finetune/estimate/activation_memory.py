@@ -1,6 +1,6 @@
 """Bytes of activations for each token, from the config.json of a model: what autograd keeps of its layers, and where.
 
-Counted is what transformers 5.23's modules and this program's attention keep; tests/plan/test_activation_memory.py
+Counted is what transformers 5.23's modules and this program's attention keep; tests/estimate/test_activation_memory.py
 holds every family against the tensors that autograd saves. Kernels of GPUs may keep less, and so do experts on CPUs
 (model/experts.py).
 """
