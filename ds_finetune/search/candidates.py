@@ -90,9 +90,10 @@ class Candidates:
         heads, layers = (int(self.model.get(key) or 1) for key in ("num_attention_heads", "num_hidden_layers"))
         experts = divisors(keys.number(self.model) if keys is not None else 1)
         for tp in divisors(heads, most=min(ranks, self.ranks.per_node)):
-            whole = [sp for sp in divisors(heads // tp) if ranks % (tp * sp) == 0]
-            for sp, pp in ((sp, pp) for sp in whole for pp in divisors(ranks // (tp * sp), most=layers)):
-                yield from (Sizes(tp, pp, sp, ep) for ep in experts if ranks // (tp * pp) % ep == 0)
+            for sp in (sp for sp in divisors(heads // tp) if ranks % (tp * sp) == 0):
+                stages = divisors(ranks // (tp * sp), most=layers)
+                found = (Sizes(tp, pp, sp, ep) for pp in stages for ep in experts)
+                yield from (sizes for sizes in found if ranks // (tp * sizes.pp) % sizes.ep == 0)
 
     def refusal(self, sizes: Sizes) -> ConfigError | ModelError | None:
         """Why `train` would refuse these sizes, whatever the ZeRO stage; None where it would not."""
