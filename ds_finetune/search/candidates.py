@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 from ds_finetune.config.objectives import DistillObjective
@@ -108,10 +109,9 @@ class Candidates:
 
     def zero_stages(self, sizes: Sizes) -> Iterator[tuple[int, Offload]]:
         """ZeRO stages and offloads that are legal with these sizes."""
-        for stage in STAGES:
-            for offload in OFFLOADS:
-                if self.find(Layout(sizes, stage, offload, 1, self.activations[0])) is not None:
-                    yield stage, offload
+        for stage, offload in product(STAGES, OFFLOADS):
+            if self.find(Layout(sizes, stage, offload, 1, self.activations[0])) is not None:
+                yield stage, offload
 
     def micro_batch_sizes(self, sizes: Sizes) -> tuple[int, ...]:
         """Rows of a forward that divide the rows of a data parallel rank, ascending."""
@@ -134,12 +134,9 @@ class Candidates:
     def all_layouts(self) -> Iterator[Candidate]:
         """Every legal layout; many, so this is for few ranks."""
         for sizes in self.sizes():
-            for stage, offload in self.zero_stages(sizes):
-                for micro_batch_size in self.micro_batch_sizes(sizes):
-                    for activations in self.activations:
-                        found = self.find(Layout(sizes, stage, offload, micro_batch_size, activations))
-                        if found is not None:
-                            yield found
+            beside = product(self.zero_stages(sizes), self.micro_batch_sizes(sizes), self.activations)
+            layouts = (Layout(sizes, *stage, rows, activations) for stage, rows, activations in beside)
+            yield from (found for layout in layouts if (found := self.find(layout)) is not None)
 
     def find(self, layout: Layout) -> Candidate | None:
         """The layout with its plan; None where `make_plan` refuses it."""
