@@ -42,6 +42,7 @@ passed for each that is kept.
 """
 _PASSES_OVER_LOGITS = 4
 """The logits of a supervised token are written, read for the largest, turned into gradients, and read."""
+_NEVER_ADAPTED = ("indexer", "multi-token prediction", "embedding", "head", "norms")
 _CPU_PADDED_FROM = 1024
 """Tokens of a document from which CPUs pad values to the width of keys (model/narrow_values.py)."""
 
@@ -145,7 +146,7 @@ def _products(work: Work, weights: RankWeights, *, is_last: bool) -> Iterator[Op
         is_grouped = part == "routed experts"
         rows = work.num_tokens * (work.experts_per_token if is_grouped else 1)
         numel = kind.numel / kind.local[0] if is_grouped else kind.numel
-        adapted = _adapter_columns(work.config.lora, kind)
+        adapted = adapter_elements(work.config.lora, kind, of_all_experts=False)
         passes = _passes(work, kind)
         unit: Unit = "grouped" if is_grouped else "matmul"
         columns = sum(kind.local[-2:]) * kind.count
@@ -243,9 +244,9 @@ def _memory(work: Work, weights: RankWeights) -> Iterator[Operation]:
     yield Operation("activations", "memory", 0, forwards * kept)
 
 
-def _adapter_columns(lora: LoraConfig | None, kind: TensorKind) -> float:
-    """Elements of the adapter of a tensor that a row is multiplied with; 0 where it has none."""
-    if lora is None or _part(kind.name) in ("indexer", "multi-token prediction"):
+def adapter_elements(lora: LoraConfig | None, kind: TensorKind, *, of_all_experts: bool = True) -> float:
+    """Elements of the adapters of tensors; of one expert's, with which a row is multiplied, or of all experts'."""
+    if lora is None or len(kind.local) == 1 or _part(kind.name) in _NEVER_ADAPTED:
         return 0
     module = kind.name.removesuffix(".weight")
     name = "experts" if ".mlp.experts." in module else module.rpartition(".")[2]
@@ -253,7 +254,8 @@ def _adapter_columns(lora: LoraConfig | None, kind: TensorKind) -> float:
         is_adapted = _part(kind.name) != "router"
     else:
         is_adapted = any(name == target or re.fullmatch(target, module) for target in lora.target_modules)
-    return lora.rank * sum(kind.local[-2:]) * kind.count if is_adapted else 0
+    experts = kind.local[0] if of_all_experts and len(kind.local) > 2 else 1
+    return lora.rank * sum(kind.local[-2:]) * kind.count * experts if is_adapted else 0
 
 
 def _is_quantised(lora: LoraConfig | None, part: str) -> bool:
