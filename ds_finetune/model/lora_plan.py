@@ -11,10 +11,10 @@ from transformers import PretrainedConfig
 
 from ds_finetune.config.schema import LoraConfig
 from ds_finetune.errors import ConfigError
-from ds_finetune.families.table import FAMILIES, family_of
 from ds_finetune.model.build import Task, has_score_head, head_of
 from ds_finetune.model.four_bit import fits_four_bit, nf4_bytes
 from ds_finetune.model.parallel.pipeline import build_meta_model
+from ds_finetune.plan.model_checks import check_lora_type
 
 ROUTED, ROUTER = "routed experts", "router"
 _FOUR_BIT = ("attention", "dense MLP", "shared experts")
@@ -128,9 +128,7 @@ def plan_lora(hf_config: PretrainedConfig, lora: LoraConfig, task: Task = "causa
     ConfigError where the model type is not tested with LoRA, a pattern names no module (with the legal names), experts
     are given a rank that grouped products cannot take, or no weight fits four bits.
     """
-    if not family_of(hf_config.model_type).has_lora:
-        tested = ", ".join(name for name, family in FAMILIES.items() if family.has_lora)
-        raise ConfigError(f"lora of model_type {hf_config.model_type} is not tested", hint=f"tested: {tested}")
+    check_lora_type(hf_config.model_type)
     lm = build_meta_model(hf_config, task)
     every = tuple(adaptable_modules(lm))
     return LoraPlan(

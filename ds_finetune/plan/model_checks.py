@@ -6,7 +6,7 @@ from typing import Any
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.parameters import indexed_layers
-from ds_finetune.families.table import family_of
+from ds_finetune.families.table import FAMILIES, family_of
 from ds_finetune.plan.activations import check_model_type
 from ds_finetune.plan.combinations import check_divides, check_expert_widths, check_optimizer
 from ds_finetune.plan.context import EXTENSIBLE
@@ -30,7 +30,16 @@ def check_model(config: RunConfig, mesh: Mesh, model: Mapping[str, Any]) -> None
 def check_settings(config: RunConfig, model: Mapping[str, Any]) -> None:
     """ConfigError or ModelError where settings of the run that do not depend on its ranks do not fit the model."""
     check_model_type(config, model)
+    if config.lora is not None:
+        check_lora_type(str(model.get("model_type")))
     check_varlen(config.model.attention, model, precision=config.train.precision, longest=config.train.max_seq_len)
+
+
+def check_lora_type(model_type: str) -> None:
+    """ConfigError where LoRA is not tested with a model type."""
+    if not family_of(model_type).has_lora:
+        tested = ", ".join(name for name, family in FAMILIES.items() if family.has_lora)
+        raise ConfigError(f"lora of model_type {model_type} is not tested", hint=f"tested: {tested}")
 
 
 def check_model_stages(config: RunConfig, model: Mapping[str, Any], stages: Sequence[range | None]) -> None:
