@@ -14,6 +14,7 @@ from ds_finetune.config.launch import LaunchConfig
 from ds_finetune.config.mtp import MtpConfig
 from ds_finetune.config.objectives import ObjectiveField, SftObjective
 from ds_finetune.config.optim import OptimConfig
+from ds_finetune.config.parallel import ParallelConfig
 from ds_finetune.config.profiling import ProfileConfig
 from ds_finetune.config.routers import RouterConfig
 from ds_finetune.config.run_file import Lines, apply_override, read_yaml
@@ -233,23 +234,6 @@ class CheckpointConfig(Section):
     def every_steps(self) -> int:
         """Steps between checkpoints; 0 where nothing is saved."""
         return 0 if self.every == "never" else int(Duration.parse(self.every).value)
-
-
-class ParallelConfig(Section):
-    """Degrees of tensor, pipeline, expert and sequence parallelism; data parallelism takes the remaining ranks."""
-
-    tp: int = Field(default=1, ge=1)
-    """Tensor parallel size: ranks that hold parts of every layer, cut by heads, inner width and vocabulary."""
-    pp: int = Field(default=1, ge=1)
-    """Pipeline parallel size: stages of consecutive layers, balanced by parameters."""
-    pp_layers: tuple[int, ...] = ()
-    """Layers of each stage, where they are not to be balanced by parameters, e.g. after measuring: [12, 16]."""
-    ep: int = Field(default=1, ge=1)
-    """Expert parallel size: data (and sequence) parallel ranks that divide the routed experts among them."""
-    sp: int = Field(default=1, ge=1)
-    """Sequence parallel size: ranks that share the tokens of each row; attention is over whole rows, a part of the
-    heads on each.
-    """
 
 
 class LoraConfig(Section):

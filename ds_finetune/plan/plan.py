@@ -15,11 +15,13 @@ from ds_finetune.plan.deepspeed_config import HAS_TORCH_ADAM, MOMENTS, TORCH_ADA
 from ds_finetune.plan.distillation import check_distillation
 from ds_finetune.plan.indexer import check_indexer
 from ds_finetune.plan.inexact import InexactRun, check_inexact
+from ds_finetune.plan.layer_stages import StageLayers
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.mtp import check_mtp
 from ds_finetune.plan.objectives import CROSS_ENTROPY, UNITS, check_objective, loss_text, objective_lines
 from ds_finetune.plan.options import Situation, apply_rules, offload_device
 from ds_finetune.plan.packed_attention import check_device
+from ds_finetune.plan.pipeline import check_interleaving, idle_share
 from ds_finetune.plan.reduction import check_reduction, reduces_once, with_reduction_dtype
 from ds_finetune.plan.run_length import check_profiled_ranks
 from ds_finetune.plan.timeouts import check_watchdog_before_torch_timeout, collective_seconds
@@ -140,11 +142,16 @@ class Plan:
         note = f"rewritten: torch's fused AdamW takes the place of DeepSpeed's FusedAdam, with the same numbers. {why}"
         return replace(self, deepspeed=deepspeed, notes=(*self.notes, note))
 
-    def stage_lines(self, stages: Sequence[range | None]) -> list[tuple[str, str]]:
-        """Layers of each pipeline stage, and the idle share of a step if all stages take the same time."""
-        layers = [f"{part[0]}-{part[-1]}" for part in stages if part is not None]
-        idle = (self.mesh.pp - 1) / (self.batch.gradient_accumulation_steps + self.mesh.pp - 1)
-        return [("stages", f"layers {', '.join(layers)}; each waits {idle:.0%} of a step")] if layers else []
+    def stage_lines(self, stages: Sequence[StageLayers | None]) -> list[tuple[str, str]]:
+        """Layers of each pipeline rank, and the share of a step that it waits if all chunks take the same time."""
+        held = [part for part in stages if part is not None]
+        if not held:
+            return []
+        pp, vpp, accumulation = len(held), len(held[0].chunks), self.batch.gradient_accumulation_steps
+        layers = ", ".join(str(part).replace(" to ", "-") for part in held)
+        forwards = f"{vpp} x {accumulation}" if vpp > 1 else f"{accumulation}"
+        idle = f"{idle_share(pp=pp, vpp=vpp, micro_batches=accumulation):.0%} of a step"
+        return [("stages", f"layers {layers}; each waits {idle} = ({pp} - 1) / ({forwards} + {pp} - 1)")]
 
 
 def loss_kernel(name: str, *, device: str, tp: int = 1, is_cross_entropy: bool = True) -> str:
@@ -204,6 +211,7 @@ def _check_combinations(
     check_layout(mesh, config, stage=stage, offloads=offloads, tree=tree)
     check_reduction(config, tree, stage=stage, offloads=offloads)
     check_lora(mesh, config, stage=stage, offloads=offloads, tree=tree)
+    check_interleaving(mesh, config, accumulation=tree["gradient_accumulation_steps"])
     check_distillation(config, mesh)
     check_mtp(config, stage=stage, offloads=offloads)
     check_indexer(mesh, config, stage=stage, offloads=offloads)
