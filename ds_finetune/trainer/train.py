@@ -3,8 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -21,8 +20,6 @@ from ds_finetune.observers.stop_signals import StopSignals
 from ds_finetune.trainer.batches import batches_ahead
 from ds_finetune.trainer.exports import Exports, Say, verify_run_exports
 from ds_finetune.trainer.loop import run_steps, training_steps
-from ds_finetune.trainer.memory_report import explain_out_of_memory
-from ds_finetune.trainer.micro_batch import decide_micro_batch
 from ds_finetune.trainer.observers import StartedRun, make_observers
 from ds_finetune.trainer.prepare import PreparedRun, drawn_line, prepare_run
 from ds_finetune.trainer.profiling import profiled
@@ -38,7 +35,7 @@ from ds_finetune.trainer.resume import (
 )
 from ds_finetune.trainer.run_records import begin_run_folder, record_end, report_failure
 from ds_finetune.trainer.run_status import RunLog, StatusKeeper, keep_status
-from ds_finetune.trainer.startup import compile_operators, open_process_group, start_watchdog
+from ds_finetune.trainer.startup import finish_plan, open_process_group, report_errors, start_watchdog
 from ds_finetune.watchdog.monitor import Monitor
 from ds_finetune.world import World, check_deepspeed_hostfile
 
@@ -78,11 +75,10 @@ def train(config: RunConfig, *, announce: Announce, say: Say) -> Report:
         keep_status(folder, log) as status,
     ):
         with start_watchdog(config.watchdog, world, folder) as (monitor, store):
-            run = decide_micro_batch(prepare_run(config, world), store, monitor, log.say)
-            run = compile_operators(run, store, monitor, log.say)
+            run = finish_plan(prepare_run(config, world), store, monitor, log.say)
             if world.rank == 0:
                 announce(run)
-            with open_process_group(run, store, monitor), explain_out_of_memory(run):
+            with open_process_group(run, store, monitor):
                 report = _train_and_export(run, store, monitor, log, status)
         verdicts: tuple[VerificationResult, ...] = ()
         if world.rank == 0 and not report.interrupted:
@@ -104,7 +100,7 @@ def _train_and_export(
     loads_weights = resume_point.found is None or not reference.is_complete
     engine_context = start_engine(run.plan, run.inputs.model, loads_weights=loads_weights)
     # Errors are reported first, by the innermost context: closing the others may wait for ranks that are gone.
-    with engine_context as engine, start_saver(run, engine, resume_point) as saver, _report_errors(run, monitor):
+    with engine_context as engine, start_saver(run, engine, resume_point) as saver, report_errors(run, monitor):
         if engine.drawn and engine.is_rank_zero:
             say(drawn_line(run, engine.drawn))
         with monitor.progress.during("reference"):
@@ -122,13 +118,6 @@ def _train_and_export(
                 hint="make room; the same command resumes from the checkpoint before",
             )
     return Report(last, run.output_dir, written, interrupted=interrupted)
-
-
-@contextmanager
-def _report_errors(run: PreparedRun, monitor: Monitor) -> Iterator[None]:
-    """Report an error inside to the other ranks; one that memory ran out is explained first."""
-    with monitor.report_errors(), explain_out_of_memory(run):
-        yield
 
 
 def train_steps(started: StartedRun, status: StatusKeeper) -> tuple[StepRecord | None, str]:
