@@ -9,6 +9,7 @@ from ds_finetune.estimate.activation_memory import ActivationBytes, activation_b
 from ds_finetune.estimate.rank_weights import RankWeights
 from ds_finetune.estimate.rows import MemoryRow, Place
 from ds_finetune.families.parameters import ModelConfig
+from ds_finetune.plan.pipeline import num_held_forwards
 from ds_finetune.plan.plan import Plan
 
 _MICRO_BATCH = "train.micro_batch_size"
@@ -21,17 +22,19 @@ def activation_rows(
     home: Place = "host" if plan.device == "cpu" else "gpu"
     batch = plan.batch
     tokens = batch.micro_batch_size * -(-batch.max_seq_len // plan.mesh.sp)
-    flying = min(len(stages) - number, batch.gradient_accumulation_steps)
+    vpp, accumulation = config.parallel.vpp, batch.gradient_accumulation_steps
+    forwards = num_held_forwards(pp=len(stages), vpp=vpp, micro_batches=accumulation, rank=number)
     each = _activations(json.dumps(model, sort_keys=True, default=str), plan.precision, plan.mesh.tp)
     layers = [each.layers[layer] for layer in stages[number].layers if layer < len(each.layers)]
-    inputs = each.layer_input * len(layers) * tokens * flying
+    # A forward of the schedule runs one of the rank's chunks.
+    inputs = each.layer_input * len(layers) * tokens * forwards // vpp
     if plan.activation_checkpointing:
         yield MemoryRow("inputs of recomputed layers", home, inputs, _MICRO_BATCH)
         own = ActivationBytes(each.layer_input, tuple(layers), each.tiles, each.head)
         working = own.working_set(is_tiled=config.train.tiled_mlp) * tokens
         yield MemoryRow("a recomputed layer", home, working, "train.tiled_mlp", "layers")
     else:
-        kept = inputs + sum(layer.kept for layer in layers) * tokens * flying
+        kept = inputs + sum(layer.kept for layer in layers) * tokens * forwards // vpp
         yield MemoryRow("activations of layers", home, kept, "train.activation_checkpointing")
         gradients = max(layer.mlp_gradients for layer in layers) * tokens
         yield MemoryRow("gradients of activations", home, gradients, _MICRO_BATCH, "layers")

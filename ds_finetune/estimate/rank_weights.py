@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from ds_finetune.config.objectives import ClassificationObjective, RewardObjective
-from ds_finetune.config.schema import ParallelConfig, RunConfig
+from ds_finetune.config.parallel import ParallelConfig
+from ds_finetune.config.schema import RunConfig
 from ds_finetune.estimate.states import TensorKind
 from ds_finetune.families.parameters import ModelConfig
 from ds_finetune.families.table import family_of
