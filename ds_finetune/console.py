@@ -36,7 +36,6 @@ def show_plan(run: "PreparedRun") -> None:
     """Print the plan and the training data of a run; rank 0 calls this before anything is loaded."""
     from ds_finetune.data.row_report import server_prompt_line
     from ds_finetune.trainer.batches import mixture_lines
-    from ds_finetune.trainer.forecast import forecast_lines
     from ds_finetune.trainer.inputs import model_lines
 
     inputs, rows = run.inputs, list(run.plan.decisions)
@@ -46,7 +45,6 @@ def show_plan(run: "PreparedRun") -> None:
             ("parameters", f"{shape.total_params / 1e6:,.3f} M, {shape.active_params / 1e6:,.3f} M active per token")
         )
     rows += model_lines(inputs.model, run.plan)
-    rows += forecast_lines(run)
     rows.append(("data", inputs.train.summary()))
     rows += [("data.train", line) for line in mixture_lines(run)]
     limit = run.config.eval.limit

@@ -25,7 +25,6 @@ from tests.forks import Forkserver
 from tests.launched import SOCKET
 from tests.running import metrics, start, tiny_task, torchrun
 
-
 _NO_FILES = {"checkpoint": {"every": "never"}, "export": {"at_end": False}}
 
 
