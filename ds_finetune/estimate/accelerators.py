@@ -93,7 +93,7 @@ class Machine:
         return self.accelerator.inter_node_bytes_per_s
 
 
-_A100 = "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf"
+_A100 = "https://www.nvidia.com/en-us/data-center/a100/"
 _H100 = "https://resources.nvidia.com/en-us-hopper-architecture/nvidia-h100-datasheet"
 _DGX_A100 = "200 Gb/s for each GPU, as in a DGX A100"
 _DGX_H100 = "400 Gb/s for each GPU, as in a DGX H100"
