@@ -6,6 +6,7 @@ from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.engine.collectives import all_reduce_max
 from ds_finetune.errors import FinetuneError
 from ds_finetune.estimate.accelerators import Machine, accelerator_of_device, machine_of
+from ds_finetune.estimate.cpu_machine import CpuRates, cpu_machine, rates_file
 from ds_finetune.estimate.memory import MemoryEstimate
 from ds_finetune.estimate.row_shape import RowShape
 from ds_finetune.estimate.step_time import TimeEstimate, estimate_time
@@ -39,7 +40,7 @@ def forecast_check(run: PreparedRun, *, say: Say, log: Say) -> ForecastCheck:
 
 
 def time_of(run: PreparedRun) -> TimeEstimate | None:
-    """The time of a step on the GPUs of this machine; None on others, and for models whose arithmetic is not known."""
+    """The time of a step on this machine; None where its rates or the model's arithmetic are not known."""
     try:
         machine, rows = _machine(run), row_shape(run)
         if machine is None or rows is None:
@@ -64,11 +65,16 @@ def row_shape(run: PreparedRun) -> RowShape | None:
 
 
 def _machine(run: PreparedRun) -> Machine | None:
-    if run.plan.device != "cuda":
+    """This machine: GPUs of the table, or CPU ranks of one host whose rates were measured before."""
+    world = run.plan.world
+    if run.plan.device == "cuda":
+        row = accelerator_of_device(torch.cuda.get_device_name())
+        return machine_of(row, gpus_per_node=world.local_world_size)
+    ranks = world.world_size
+    rates = CpuRates.read(rates_file(ranks, precision=run.plan.precision, threads=torch.get_num_threads()))
+    if rates is None or run.memory is None or ranks > world.local_world_size:
         return None
-    return machine_of(
-        accelerator_of_device(torch.cuda.get_device_name()), gpus_per_node=run.plan.world.local_world_size
-    )
+    return cpu_machine(rates, ranks=ranks, memory_bytes=ranks * run.memory.total_bytes)
 
 
 def _memory_text(run: PreparedRun, memory: MemoryEstimate) -> str:
