@@ -17,6 +17,7 @@ from ds_finetune.estimate.operations import Operation, Work, adapter_elements, o
 from ds_finetune.estimate.rank_weights import RankWeights, weights_of_run
 from ds_finetune.estimate.row_shape import RowShape
 from ds_finetune.estimate.state_rows import is_trained
+from ds_finetune.estimate.teacher_time import teacher_config, teacher_flops
 from ds_finetune.estimate.time_assumptions import assumptions
 from ds_finetune.estimate.traffic import Group, Transfer, traffic
 from ds_finetune.families.parameters import ModelConfig
@@ -152,6 +153,10 @@ def _slowest_stage(work: Work, machine: Machine, stages: tuple[RankWeights, ...]
 def _stage_seconds(work: Work, machine: Machine, weights: RankWeights, stage: int) -> _StageSeconds:
     times = work.plan.batch.gradient_accumulation_steps
     computed = _compute_seconds(work, machine, weights, is_last=stage == work.plan.mesh.pp - 1)
+    teacher = teacher_config(work) if stage == work.plan.mesh.pp - 1 else None
+    if teacher is not None:
+        reached = machine.efficiency.matmul * _peak(machine, work.plan.precision)
+        computed["teacher"] = teacher_flops(work, teacher) / reached
     parts = {name: times * seconds for name, seconds in computed.items()}
     sent = traffic(work, weights, stage=stage)
     budget = 0.0 if machine.blocks_host else machine.efficiency.hidden * sum(parts.values())

@@ -1,6 +1,8 @@
 """The roofline of a step: parts by hand, and what must grow or shrink with what."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -154,6 +156,22 @@ def test_experts_of_other_ranks_cost_exchanges() -> None:
     assert found.parts["rows over ep"] > 0
     assert found.parts["routed experts"] > found.parts["shared experts"] > 0
     assert any("divided evenly over routed experts" in text for text in found.assumptions)
+
+
+def test_references_and_teachers_add_a_forward(tmp_path: Path) -> None:
+    plain, again = (
+        estimate(lora={"rank": 8}, objective={"name": "dpo", "reference": reference})
+        for reference in ("cache", "adapters_off")
+    )
+    assert again.parts["dense MLPs"] == pytest.approx(plain.parts["dense MLPs"] * 3 / 2)
+    (tmp_path / "config.json").write_text(json.dumps(DENSE))
+    taught = estimate(objective={"name": "distill", "teacher": str(tmp_path)})
+    # Forward and backward are three times a forward, and attention's backward is more than two of its forwards.
+    model = taught.seconds - taught.parts["teacher"]
+    products = sum(taught.parts[name] for name in ("dense MLPs", "attention projections", "head and loss"))
+    assert products / 3 < taught.parts["teacher"] < model / 3
+    absent = estimate(objective={"name": "distill", "teacher": "elsewhere"})
+    assert any("elsewhere is no folder" in text for text in absent.assumptions)
 
 
 @pytest.mark.parametrize(("duration", "steps"), [("30 steps", 30), ("1000000 tokens", 4), ("2 epochs", None)])
