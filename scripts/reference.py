@@ -101,8 +101,7 @@ Further rules, each with its own error message:
 - `tp` divides attention heads, key and value heads, the widths of MLP and experts, and the vocabulary; `sp` divides the
   attention heads of a tensor parallel rank; `ep` divides the routed experts; `pp` is at most the number of layers.
 - `vpp` chunks on each pipeline rank: every row with `pp`; `pp` x `vpp` is at most the number of layers, and `pp`
-  divides the forwards of a step. Full training with objective `sft` or `pretrain`, without `mtp.train`, `router`,
-  `indexer.train`, `train.activation_offload` and `train.tiled_mlp`.
+  divides the forwards of a step. Not with `indexer.train`.
 - LoRA: every row, for the model types of [LoRA](../how-to/lora.md#limits); `lora.quantize` needs `tp` 1.
 - With `data.packing`, `sp` divides `train.max_seq_len`.
 

@@ -852,6 +852,27 @@ MUTANTS = (
         "tests/engine/test_steps.py",
     ),
     Mutant(
+        "backwards of chunks in the order of their forwards",
+        "plan/pipeline.py",
+        "PipelineTurn(False, vpp - 1 - turn.chunk, turn.micro)",
+        "PipelineTurn(False, turn.chunk, turn.micro)",
+        "tests/plan/test_pipeline.py",
+    ),
+    Mutant(
+        "the last norm after every chunk of the last rank",
+        "model/parallel/interleaving.py",
+        "            self._norms[:-1] = [nn.Identity() for _ in chunks[1:]]\n",
+        "            pass\n",
+        PARALLEL,
+    ),
+    Mutant(
+        "tokens counted again for every chunk",
+        "model/routers.py",
+        "if is_counting and counts_tokens:",
+        "if is_counting:",
+        PARALLEL,
+    ),
+    Mutant(
         "balance of the last stage alone",
         "engine/pipeline_schedule.py",
         "return sent_back if done.loss is None else sent_back + done.loss",

@@ -93,7 +93,8 @@ def _measure(rank: int, ranks: int, precision: str, folder: Path) -> CpuRates:
     rows, few = torch.randn(_ROWS, _COLUMNS, dtype=dtype), torch.randn(_EXPERT_ROWS, _COLUMNS, dtype=dtype)
     query, key, value = torch.randn(3, 1, _HEADS, _TOKENS, _WIDTH, dtype=dtype).unbind()
     query.requires_grad_()
-    source, small = torch.zeros(_COPIED // 4), torch.zeros(8, requires_grad=True)
+    source, copied = torch.zeros(2, _COPIED // 4).unbind()
+    small = torch.zeros(8, requires_grad=True)
 
     def attend() -> None:
         torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True).sum().backward()
@@ -110,8 +111,8 @@ def _measure(rank: int, ranks: int, precision: str, folder: Path) -> CpuRates:
         grouped=2 * _EXPERT_ROWS * _COLUMNS * _ROWS / _seconds(lambda: torch.mm(few, weight)),
         # Half of the pairs, of two products forward and five backward.
         attention=7 * _HEADS * _TOKENS**2 * _WIDTH / _seconds(attend),
-        # The result is new memory, as that of operators is.
-        memory=2 * _COPIED / _seconds(lambda: source + 1.0),
+        memory=2 * _COPIED / _seconds(lambda: copied.copy_(source)),
+        new_memory=2 * _COPIED / _seconds(lambda: source + 1.0),
         # A forward is one kernel, and a backward counts as two.
         kernel_seconds=_seconds(run_small) / 60,
         link=_SENT * 2 * (ranks - 1) / ranks / _repeat(lambda: dist.all_reduce(sent)) if ranks > 1 else _NO_LINK,

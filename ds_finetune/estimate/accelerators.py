@@ -54,6 +54,8 @@ class Efficiency:
     """Of the peak, by attention over documents, forward and backward together."""
     memory: float = 0.85
     """Of the memory's bandwidth: 3.0 of 3.35 TB/s were measured on an H100 by copies; other kernels reach less."""
+    new_memory: float = 1.0
+    """Of that, by operators whose results are new memory: all of it where an allocator keeps memory, as on GPUs."""
     link: float = 0.75
     """Of a link's rate, by collectives of many megabytes."""
     host_link: float = 0.80

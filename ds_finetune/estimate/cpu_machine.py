@@ -22,7 +22,9 @@ class CpuRates:
     attention: float
     """Causal attention of 512 tokens, forward and backward."""
     memory: float
-    """Bytes read and written by an operator whose result is new memory, beyond the caches."""
+    """Bytes read and written by copies beyond the caches."""
+    new_memory: float
+    """The same of an operator whose result is new memory."""
     kernel_seconds: float
     """Of an operator on a few numbers, with its share of autograd."""
     link: float
@@ -74,6 +76,7 @@ def cpu_machine(rates: CpuRates, *, ranks: int, memory_bytes: int) -> Machine:
         grouped=rates.grouped / rates.matmul,
         attention=rates.attention / rates.matmul,
         memory=1.0,
+        new_memory=rates.new_memory / rates.memory,
         link=1.0,
         host_link=1.0,
         hidden=0.0,
