@@ -3,8 +3,8 @@
 Timed is the CPU time of one thread for the experts module of a DeepSeek-V3 with the proportions of DeepSeek-V2-Lite
 (hidden 16 / 11 of the experts' width) and all its gradients. Each round draws other tokens and other choices, as in
 training, and runs every implementation on them by turns; the first round is not timed. The medians' ratios say how
-many times as fast `ds_finetune` is. Printed beside them is the time of the products alone, as many rows for each expert,
-written to memory that exists: no implementation with these products can be faster.
+many times as fast `ds_finetune` is. Printed beside them is the time of the products alone, with equally many rows for each
+expert and written to memory that exists: no implementation with these products can be faster.
 """
 
 import argparse
@@ -95,16 +95,17 @@ def time_products(module: DeepseekV3Experts, rows: int, *, rounds: int) -> float
     gate_up, down = module.gate_up_proj.detach(), module.down_proj.detach()
     columns, width = gate_up.shape[1:]
     hidden, gated, inner = (gate_up.new_ones(rows, size) for size in (width, columns, columns // 2))
+    out, gated_out, inner_out = map(torch.empty_like, (hidden, gated, inner))
     d_gate_up, d_down = torch.empty_like(gate_up), torch.empty_like(down)
     multiply, least = multiplication(hidden), float("inf")
     for _ in range(rounds + 1):
         began = time.process_time()
         for expert in range(EXPERTS):
-            multiply(hidden, gate_up[expert].T, out=gated)
-            multiply(inner, down[expert].T, out=hidden)
-            multiply(hidden, down[expert], out=inner)
+            multiply(hidden, gate_up[expert].T, out=gated_out)
+            multiply(inner, down[expert].T, out=out)
+            multiply(hidden, down[expert], out=inner_out)
             multiply(hidden.T, inner, out=d_down[expert])
-            multiply(gated, gate_up[expert], out=hidden)
+            multiply(gated, gate_up[expert], out=out)
             multiply(gated.T, hidden, out=d_gate_up[expert])
         least = min(least, time.process_time() - began)
     return least
