@@ -91,7 +91,7 @@ def time_by_turns(
 
 
 def time_products(module: DeepseekV3Experts, rows: int, *, rounds: int) -> float:
-    """CPU seconds of the six products of every expert with `rows` rows, forward and backward; the least of `rounds`."""
+    """CPU seconds of the six products of every expert on `rows` rows, forward and backward; least of `rounds`."""
     gate_up, down = module.gate_up_proj.detach(), module.down_proj.detach()
     columns, width = gate_up.shape[1:]
     hidden, gated, inner = (gate_up.new_ones(rows, size) for size in (width, columns, columns // 2))
