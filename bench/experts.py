@@ -3,8 +3,8 @@
 Timed is the CPU time of one thread for the experts module of a DeepSeek-V3 with the proportions of DeepSeek-V2-Lite
 (hidden 16 / 11 of the experts' width) and all its gradients. Each round draws other tokens and other choices, as in
 training, and runs every implementation on them by turns; the first round is not timed. The medians' ratios say how
-many times as fast `ds_finetune` is. Printed beside them is the time of the products alone, with equally many rows for each
-expert and written to memory that exists: no implementation with these products can be faster.
+many times as fast `ds_finetune` is. Printed beside them is the time of the products alone, with equally
+many rows for each expert and written to memory that exists: none with these products can be faster.
 """
 
 import argparse

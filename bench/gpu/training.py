@@ -23,8 +23,8 @@ from bench.gpu.models import (
 )
 from bench.gpu.results import Recorder, SkippedError
 from ds_finetune.config.schema import RunConfig
+from ds_finetune.estimate.activation_memory import activation_bytes
 from ds_finetune.observers.utilisation import peak_flops
-from ds_finetune.plan.activation_memory import activation_bytes
 from ds_finetune.plan.model_shape import Shape
 from ds_finetune.units import GIB
 

@@ -39,7 +39,8 @@ def network_checks(hosts: Sequence[str], replies: Sequence[ChildReply]) -> list[
     first = results[0]
     size = f"{first.num_bytes / MIB:,.3g} MiB over {len(hosts)} ranks"
     for name, rate in (("all-reduce", first.all_reduce), ("all-gather", first.all_gather)):
-        checks.append(Check(name, "", "ok", f"{_speed(rate)} bus bandwidth, {size}"))
+        values = {"bytes_per_second": rate, "ranks": len(hosts), "hosts": len(set(hosts))}
+        checks.append(Check(name, "", "ok", f"{_speed(rate)} bus bandwidth, {size}", values=values))
     return checks
 
 

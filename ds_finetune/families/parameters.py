@@ -1,10 +1,11 @@
-"""How many parameters the layers of a model family have, computed from its config.json as transformers 5.23 builds
-them.
+"""The parameters of a model family's attention, and which of its layers have experts, from its config.json as
+transformers 5.23 builds them.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any, Literal
 
 from ds_finetune.families.experts import QWEN_EXPERTS
 
@@ -12,41 +13,76 @@ ModelConfig = Mapping[str, Any]
 """The contents of a config.json."""
 
 
-class AttentionCounts(NamedTuple):
-    """Numbers of one layer's attention."""
+Shape = tuple[int, ...]
+Tensors = Mapping[str, Shape]
+"""Shapes of parameters by their names within a module; a matrix is [outputs, inputs]."""
 
-    weights: int
-    """Parameters of its projections, biases included."""
-    norms: int
-    """Parameters of the norms inside it, and its sinks."""
+
+@dataclass(frozen=True)
+class AttentionTensors:
+    """One layer's attention."""
+
+    projections: Tensors
+    """Its projections, biases included."""
+    inner_norms: Tensors
+    """The norms inside it, and its sinks."""
     width: int
     """Sum over heads of (query/key width + value width): multiply-adds for one attended position."""
-    indexer: int = 0
-    """Parameters of the indexers of all layers."""
+    indexer: Tensors = field(default_factory=dict)
+    """Its indexer, which not every layer has."""
+
+    @property
+    def weights(self) -> int:
+        """Parameters of its projections."""
+        return numel(self.projections)
+
+    @property
+    def norms(self) -> int:
+        """Parameters of the norms inside it, and its sinks."""
+        return numel(self.inner_norms)
 
 
-def latent_attention(c: ModelConfig) -> AttentionCounts:
+def numel(tensors: Tensors) -> int:
+    """Elements of all these tensors."""
+    return sum(map(prod, tensors.values()))
+
+
+def latent_attention(c: ModelConfig) -> AttentionTensors:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434)."""
     hidden, heads = c["hidden_size"], c["num_attention_heads"]
     query_key, value = c["qk_nope_head_dim"] + c["qk_rope_head_dim"], c["v_head_dim"]
     q_rank, kv_rank = c.get("q_lora_rank"), c["kv_lora_rank"]
-    query = hidden * q_rank + q_rank * heads * query_key if q_rank else hidden * heads * query_key
-    key_value = hidden * (kv_rank + c["qk_rope_head_dim"]) + kv_rank * heads * (c["qk_nope_head_dim"] + value)
-    bias = ((q_rank or 0) + kv_rank + c["qk_rope_head_dim"] + hidden) if c.get("attention_bias") else 0
-    return AttentionCounts(
-        weights=query + key_value + heads * value * hidden + bias,
-        norms=(q_rank or 0) + kv_rank,
+    latent, key_value = kv_rank + c["qk_rope_head_dim"], heads * (c["qk_nope_head_dim"] + value)
+    biased = bool(c.get("attention_bias"))
+    if q_rank:
+        query = {**_linear("q_a_proj", q_rank, hidden, biased=biased), **_linear("q_b_proj", heads * query_key, q_rank)}
+    else:
+        query = _linear("q_proj", heads * query_key, hidden)
+    return AttentionTensors(
+        projections={
+            **query,
+            **_linear("kv_a_proj_with_mqa", latent, hidden, biased=biased),
+            **_linear("kv_b_proj", key_value, kv_rank),
+            **_linear("o_proj", hidden, heads * value, biased=biased),
+        },
+        inner_norms={**({"q_a_layernorm.weight": (q_rank,)} if q_rank else {}), "kv_a_layernorm.weight": (kv_rank,)},
         width=heads * (query_key + value),
     )
 
 
-def indexed_latent_attention(c: ModelConfig) -> AttentionCounts:
+def indexed_latent_attention(c: ModelConfig) -> AttentionTensors:
     """Multi-head latent attention with an indexer in each layer, or in those that `indexer_types` calls `full`
     (transformers 5.23, deepseek_v32/modeling_deepseek_v32.py:154-158).
     """
     heads, width = c["index_n_heads"], c["index_head_dim"]
-    one = c["q_lora_rank"] * heads * width + c["hidden_size"] * (width + heads) + 2 * width
-    return latent_attention(c)._replace(indexer=one * len(indexed_layers(c)))
+    indexer = {
+        **_linear("indexer.wq_b", heads * width, c["q_lora_rank"]),
+        **_linear("indexer.wk", width, c["hidden_size"]),
+        "indexer.k_norm.weight": (width,),
+        "indexer.k_norm.bias": (width,),
+        **_linear("indexer.weights_proj", heads, c["hidden_size"]),
+    }
+    return replace(latent_attention(c), indexer=indexer)
 
 
 def indexed_layers(c: ModelConfig) -> tuple[int, ...]:
@@ -58,40 +94,49 @@ def indexed_layers(c: ModelConfig) -> tuple[int, ...]:
     return tuple(layer for layer in range(c["num_hidden_layers"]) if max(layer - offset + 1, 0) % every == 0)
 
 
+def _linear(name: str, outputs: int, inputs: int, *, biased: bool = False) -> dict[str, Shape]:
+    bias = {f"{name}.bias": (outputs,)} if biased else {}
+    return {f"{name}.weight": (outputs, inputs), **bias}
+
+
 def grouped_query_attention(
     *,
     qkv_bias: bool = False,
     reads_bias: bool = True,
     output_bias: bool = True,
     norms: Literal["none", "of heads", "over heads"] = "none",
-) -> Callable[[ModelConfig], AttentionCounts]:
+) -> Callable[[ModelConfig], AttentionTensors]:
     """Grouped-query attention. With `qkv_bias` its three input projections always have biases. `attention_bias` of the
     config gives biases to all four projections, without `output_bias` to the first three, without `reads_bias` to none.
     Queries and keys are normalised not at all, each head by itself with one weight for all, or all heads together.
     """
 
-    def count(c: ModelConfig) -> AttentionCounts:
+    def tensors(c: ModelConfig) -> AttentionTensors:
         hidden, heads = c["hidden_size"], c["num_attention_heads"]
         width = c.get("head_dim") or hidden // heads
-        query, key_value = heads * width, 2 * (c.get("num_key_value_heads") or heads) * width
-        is_biased = qkv_bias or (reads_bias and c.get("attention_bias", False))
-        bias = query + key_value + (hidden if output_bias and not qkv_bias else 0) if is_biased else 0
-        return AttentionCounts(
-            weights=hidden * (query + key_value) + query * hidden + bias,
-            norms={"none": 0, "of heads": 2 * width, "over heads": query + key_value // 2}[norms],
+        query, key = heads * width, (c.get("num_key_value_heads") or heads) * width
+        biased = qkv_bias or (reads_bias and bool(c.get("attention_bias", False)))
+        normed = {"none": (), "of heads": (width, width), "over heads": (query, key)}[norms]
+        return AttentionTensors(
+            projections={
+                **_linear("q_proj", query, hidden, biased=biased),
+                **_linear("k_proj", key, hidden, biased=biased),
+                **_linear("v_proj", key, hidden, biased=biased),
+                **_linear("o_proj", hidden, query, biased=biased and output_bias and not qkv_bias),
+            },
+            inner_norms={f"{name}.weight": (size,) for name, size in zip(("q_norm", "k_norm"), normed, strict=False)},
             width=2 * heads * width,
         )
 
-    return count
+    return tensors
 
 
-def attention_with_sinks(c: ModelConfig) -> AttentionCounts:
+def attention_with_sinks(c: ModelConfig) -> AttentionTensors:
     """Grouped-query attention with a sink for each head (gpt_oss)."""
-    counts = grouped_query_attention()(c)
-    return counts._replace(norms=int(c["num_attention_heads"]))
+    return replace(grouped_query_attention()(c), inner_norms={"sinks": (int(c["num_attention_heads"]),)})
 
 
-def glm_attention(c: ModelConfig) -> AttentionCounts:
+def glm_attention(c: ModelConfig) -> AttentionTensors:
     """GLM-4.5's grouped-query attention: its output has no bias, and `use_qk_norm` gives norms to queries and keys
     (transformers 5.23, glm4_moe/modeling_glm4_moe.py).
     """
@@ -145,7 +190,7 @@ def sparse_by_step(c: ModelConfig, layer: int) -> bool:
 class ParameterRules:
     """How the parameters of a family are counted."""
 
-    attention: Callable[[ModelConfig], AttentionCounts]
+    attention: Callable[[ModelConfig], AttentionTensors]
     is_sparse: Callable[[ModelConfig, int], bool] = never_sparse
     """Whether layer number i has routed experts instead of a dense MLP."""
     mlp_bias: bool = False

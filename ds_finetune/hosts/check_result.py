@@ -1,6 +1,7 @@
 """The result of one check of one host."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ds_finetune.hostfile import Host
@@ -17,6 +18,8 @@ class Check:
     state: State
     found: str
     hint: str = ""
+    values: Mapping[str, float] = field(default_factory=dict, compare=False)
+    """Measured numbers for programs, with their units in their names."""
 
 
 def label(host: Host) -> str:

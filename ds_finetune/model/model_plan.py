@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from transformers import PretrainedConfig
 
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.errors import ConfigError
 from ds_finetune.families.table import family_of
 from ds_finetune.model.build import Task, check_sinks, read_hf_config
 from ds_finetune.model.encoder import check_encoder
@@ -19,9 +18,11 @@ from ds_finetune.objectives.extra import Extra
 from ds_finetune.objectives.indexing import Indexing
 from ds_finetune.objectives.objective import Objective, ScoreObjective
 from ds_finetune.objectives.table import make_objective
-from ds_finetune.plan.activations import check_model_type, mlp_tiles
+from ds_finetune.plan.activations import mlp_tiles
 from ds_finetune.plan.context import ContextPlan
-from ds_finetune.plan.indexer import IndexerPlan, check_stages_begin_with_indexers, plan_indexer
+from ds_finetune.plan.indexer import IndexerPlan, plan_indexer
+from ds_finetune.plan.layer_stages import StageLayers
+from ds_finetune.plan.model_checks import check_model_stages, check_settings
 from ds_finetune.plan.packed_attention import check_varlen
 from ds_finetune.plan.routers import RouterPlan, plan_routers
 
@@ -39,8 +40,8 @@ class ModelPlan:
     resizes_vocabulary: bool
     published_vocab_size: int
     """Tokens of the vocabulary in the published config.json; fewer than are trained where rows are added."""
-    stages: tuple[range | None, ...]
-    """Layers of each pipeline stage; one None where a rank holds all."""
+    stages: tuple[StageLayers | None, ...]
+    """Layers of each pipeline rank; one None where a rank holds all."""
     lora: LoraPlan | None
     objective: Objective
     extras: tuple[Extra, ...] = ()
@@ -108,30 +109,28 @@ def task_of(objective: Objective) -> Task:
 def plan_model(hf_config: PretrainedConfig, config: RunConfig) -> ModelPlan:
     """The model of `hf_config` as the run file says; ConfigError or ModelError where it does not fit the model."""
     model, objective = config.model, config.objective
-    check_model_type(config, hf_config.to_dict())
+    tree = hf_config.to_dict()
+    check_settings(config, tree)
     check_encoder(hf_config, attention=model.attention, objective=objective.name)
-    router, indexer = plan_routers(config, hf_config.to_dict()), plan_indexer(config, hf_config.to_dict())
+    router, indexer = plan_routers(config, tree), plan_indexer(config, tree)
     resized = model.resize_vocabulary
     runtime = make_objective(objective)
     task = task_of(runtime)
     teacher = plan_teacher(objective, hf_config)
-    for built in (hf_config, *([teacher.hf_config] if teacher else [])):
-        check_sinks(built, model.attention)
-        check_varlen(
-            model.attention, built.to_dict(), precision=config.train.precision, longest=config.train.max_seq_len
-        )
+    check_sinks(hf_config, model.attention)
+    if teacher is not None:
+        check_sinks(teacher.hf_config, model.attention)
+        longest, theirs = config.train.max_seq_len, teacher.hf_config.to_dict()
+        check_varlen(model.attention, theirs, precision=config.train.precision, longest=longest)
     published = read_hf_config(model.path, files=("*.json",), task=task) if resized else hf_config
     prediction = plan_mtp(hf_config, model, config.mtp)
     lora = plan_lora(hf_config, config.lora, task) if config.lora is not None else None
     if prediction is not None and lora is not None:
         check_adapted(hf_config, lora)
-    stages = tuple(layers_of_stages(hf_config, config.parallel, task))
+    stages = layers_of_stages(hf_config, config.parallel, task)
     if lora is not None:
         check_stages(lora, stages, ep_size=config.parallel.ep)
-    elif prediction is not None or (hf_config.tie_word_embeddings and task == "causal_lm"):
-        _check_folder_of_ends(config)
-    if indexer is not None:
-        check_stages_begin_with_indexers(indexer, stages)
+    check_model_stages(config, tree, stages)
     return ModelPlan(
         path=model.path,
         hf_config=hf_config,
@@ -149,18 +148,6 @@ def plan_model(hf_config: PretrainedConfig, config: RunConfig) -> ModelPlan:
         teacher=teacher,
         mlp_tiles=mlp_tiles(hf_config.to_dict()) if config.train.tiled_mlp else 1,
     )
-
-
-def _check_folder_of_ends(config: RunConfig) -> None:
-    """ConfigError where the last stage of a pipeline holds the embedding too, and would look for its state in a folder
-    that only the ranks of the first stage may see.
-    """
-    if config.parallel.pp > 1 and config.checkpoint.node_local:
-        raise ConfigError(
-            f"checkpoint.node_local true with parallel.pp {config.parallel.pp} of a model whose first and last stage "
-            "both hold the embedding is not tested",
-            hint="save to a folder that all hosts share",
-        )
 
 
 def _balance(router: RouterPlan | None) -> tuple[Extra, ...]:

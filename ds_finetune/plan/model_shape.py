@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.family import Family
-from ds_finetune.families.parameters import ModelConfig, ParameterRules
+from ds_finetune.families.parameters import ModelConfig, ParameterRules, indexed_layers, numel
 from ds_finetune.families.table import FAMILIES, family_of
 
 _FORWARD_AND_BACKWARD = 3
@@ -81,8 +81,8 @@ class Shape:
     @classmethod
     def _count(cls, config: ModelConfig, family: Family, rules: ParameterRules, mtp_layers: int) -> Self:
         # A prediction layer has an indexer of its own, whatever other layers have.
-        alone = {**config, "num_hidden_layers": 1, "indexer_types": ["full"]}
-        indexer = rules.attention(config).indexer + mtp_layers * rules.attention(alone).indexer
+        one_indexer = numel(rules.attention(config).indexer)
+        indexer = (len(indexed_layers(config)) + mtp_layers) * one_indexer
         config = _with_layers(config, mtp_layers)
         layers, hidden = config["num_hidden_layers"], config["hidden_size"]
         attention = rules.attention(config)

@@ -13,7 +13,7 @@ from rich.text import Text
 from ds_finetune.config.objectives import ClassificationObjective
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
-from ds_finetune.plan.estimate import RunEstimate, TensorKind, estimate_run, fullest_stage
+from ds_finetune.estimate.states import RunEstimate, TensorKind, estimate_run, fullest_stage
 from ds_finetune.plan.mesh import AXES, Mesh
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.trainer.document_lengths import length_notes

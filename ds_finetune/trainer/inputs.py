@@ -33,11 +33,10 @@ from ds_finetune.model.weights import weights_digest
 from ds_finetune.objectives.distill import Distillation
 from ds_finetune.objectives.objective import ScoreObjective, TokenObjective
 from ds_finetune.objectives.table import make_objective
-from ds_finetune.plan.combinations import check_divides, check_expert_widths, check_optimizer
-from ds_finetune.plan.context import EXTENSIBLE, ContextPlan, extend_tree, plan_context
+from ds_finetune.plan.context import ContextPlan, extend_tree, plan_context
 from ds_finetune.plan.distillation import check_teacher
-from ds_finetune.plan.inexact import check_inexact_model
 from ds_finetune.plan.mesh import Mesh
+from ds_finetune.plan.model_checks import check_model, check_positions
 from ds_finetune.plan.model_shape import Shape
 from ds_finetune.schedule import Duration
 from ds_finetune.trainer.distillation import check_teacher_tokens, open_scores, teacher_digest
@@ -182,11 +181,7 @@ def make_model_plan(config: RunConfig, mesh: Mesh, *, is_config_alone: bool = Fa
     """
     hf_config = model_config(config, is_config_alone=is_config_alone)
     padding = _set_up_scores(config, hf_config)
-    tree = hf_config.to_dict()
-    check_divides(mesh, tree, pp_layers=config.parallel.pp_layers)
-    check_expert_widths(mesh, tree, precision=config.train.precision)
-    check_optimizer(config.optim.name, tree)
-    check_inexact_model(config.inexact, tree)
+    check_model(config, mesh, hf_config.to_dict())
     planned = plan_model(hf_config, config)
     if planned.teacher is not None:
         teacher = planned.teacher.hf_config.to_dict()
@@ -266,18 +261,8 @@ def token_limits(config: RunConfig, hf_config: PretrainedConfig) -> TokenLimits:
     """The numbers of the model that rows must respect; ConfigError where `max_seq_len` is more than the model
     allows.
     """
-    allowed, context = max_positions(hf_config), config.model.context
-    if context is not None and config.train.max_seq_len > context:
-        raise ConfigError(
-            f"train.max_seq_len {config.train.max_seq_len} is more than model.context {context}",
-            hint=f"set train.max_seq_len to {context} or less, or a larger model.context",
-        )
-    if allowed and config.train.max_seq_len > allowed:
-        extend = ", or extend the model by model.context" if hf_config.model_type in EXTENSIBLE else ""
-        raise ConfigError(
-            f"train.max_seq_len {config.train.max_seq_len} is more than the {allowed} positions of {config.model.path}",
-            hint=f"set train.max_seq_len to {allowed} or less{extend}",
-        )
+    allowed = max_positions(hf_config)
+    check_positions(config, hf_config.model_type, allowed)
     return TokenLimits(max_seq_len=config.train.max_seq_len, vocab_size=hf_config.vocab_size, max_positions=allowed)
 
 

@@ -13,9 +13,9 @@ from typing import Any
 from ds_finetune.checkpoint.locking import remove_own_lock
 from ds_finetune.config.schema import RunConfig, dump_config
 from ds_finetune.errors import OutputError
+from ds_finetune.estimate.states import DiskNeed
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.observers.writers import line_of
-from ds_finetune.plan.estimate import DiskNeed
 from ds_finetune.plan.plan import Plan
 from ds_finetune.units import GIB
 

@@ -6,8 +6,8 @@ import pytest
 
 from ds_finetune.config.schema import RunConfig, read_config
 from ds_finetune.errors import OutputError
+from ds_finetune.estimate.states import DiskNeed, ModelSizes, estimate_run
 from ds_finetune.observers.record import StepRecord
-from ds_finetune.plan.estimate import DiskNeed, ModelSizes, estimate_run
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.runs.samples import Sample, read_samples
 from ds_finetune.trainer.run_dir import check_run_disk, check_run_folder, prepare_run_folder

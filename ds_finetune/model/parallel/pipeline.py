@@ -7,12 +7,10 @@ states are sent.
 """
 
 import copy
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
-from itertools import accumulate, pairwise
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,29 +18,48 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from ds_finetune.config.schema import ParallelConfig
-from ds_finetune.errors import ConfigError
+from ds_finetune.config.parallel import ParallelConfig
 from ds_finetune.families.table import family_of
+from ds_finetune.families.tensors import model_tensors
 from ds_finetune.model.build import Task, build_skeleton, has_score_head, head_of
 from ds_finetune.model.mtp import mtp_layers
 from ds_finetune.model.parallel.rank_group import RankGroup
 from ds_finetune.patches.transformers_models import replaced_layers
+from ds_finetune.plan.layer_stages import StageLayers, stages_of
 
 T = TypeVar("T")
-_EXPERTS = re.compile(r"mlp\.experts\.")
-"""Routed experts, by their names within a layer."""
+
+
+class Link(NamedTuple):
+    """One way between neighbours of a pipeline, on which messages arrive in the order in which they are sent.
+
+    Each has a process group of its own: NCCL ignores tags, and two ranks that each send before they receive would wait
+    for each other within one group.
+    """
+
+    is_forward: bool
+    """Whether it carries hidden states; otherwise their gradients."""
+    wraps: bool
+    """Whether it joins the last rank and the first one."""
 
 
 class PipelineGroup(RankGroup):
-    """Ranks that hold a model's layers, in order; rank i is stage i."""
+    """Ranks that hold a model's layers, in order; rank i is stage i, with one or several chunks of layers."""
 
+    num_chunks: int = 1
+    running_chunk: int | None = None
+    """The chunk that a forward runs; None where it runs all of this rank, and sends hidden states itself."""
+    no_hidden_states: torch.Tensor
+    """Hidden states [0, width] in the dtype and on the device of the model's."""
+    links: Mapping[Link, dist.ProcessGroup] = MappingProxyType({})
+    """The group of each way to the neighbours; empty with one chunk a rank."""
     embedding_group: dist.ProcessGroup | None = None
     """Ranks of the first and of the last stage that hold the same tensor parallel shard, with all their data and
     sequence parallel copies; None on other stages, and where only one end has the embedding.
     """
     input_hidden_states: torch.Tensor | None = None
     """Hidden states that the previous stage sent for the latest forward; a leaf that requires a gradient where
-    gradients are enabled.
+    gradients are enabled. With several chunks a rank those for the running one, None for the first of the model.
     """
 
     @property
@@ -59,6 +76,25 @@ class PipelineGroup(RankGroup):
     def is_end(self) -> bool:
         """Whether this is the first or the last stage."""
         return self.is_first or self.is_last
+
+    @property
+    def runs_head(self) -> bool:
+        """Whether a forward ends with the head on this rank."""
+        return self.is_last and self.running_chunk in (None, self.num_chunks - 1)
+
+    @property
+    def next_rank(self) -> int:
+        """The rank after this one; after the last one comes the first."""
+        return (self.group_rank + 1) % self.size
+
+    @property
+    def previous_rank(self) -> int:
+        """The rank before this one; before the first one comes the last."""
+        return (self.group_rank - 1) % self.size
+
+    def empty_hidden(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Room for the hidden states [rows, tokens, width] of these tokens."""
+        return self.no_hidden_states.new_empty(*input_ids.shape, self.no_hidden_states.shape[-1])
 
     def send(self, tensor: torch.Tensor, *, to: int) -> None:
         """Send to stage `to`, which receives it."""
@@ -101,6 +137,7 @@ class PipelineGroup(RankGroup):
         """Drop the references to the process groups."""
         super().close()
         self.embedding_group = None
+        self.links = {}
 
 
 class MissingLayer(nn.Module):
@@ -132,12 +169,10 @@ class ReceiveHiddenStates(nn.Embedding):
     """
 
     pp_group: PipelineGroup
-    dtype: torch.dtype
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """[batch, tokens] -> [batch, tokens, width]."""
-        buffer = torch.empty(*input_ids.shape, self.embedding_dim, dtype=self.dtype, device=input_ids.device)
-        hidden = self.pp_group.receive(buffer, source=self.pp_group.group_rank - 1)
+        hidden = self.pp_group.receive(self.pp_group.empty_hidden(input_ids), source=self.pp_group.group_rank - 1)
         self.pp_group.input_hidden_states = hidden.requires_grad_(torch.is_grad_enabled())
         return self.pp_group.input_hidden_states
 
@@ -176,30 +211,6 @@ class ReceiveLogits(nn.Linear):
         return self.pp_group.broadcast_from_last(hidden.new_empty(*hidden.shape[:-1], self.outputs))
 
 
-def balance_layers(weights: Sequence[int], stages: int) -> list[range]:
-    """Consecutive layers for each of `stages`, at least one each, so that the largest sum of `weights` of a stage is
-    minimal.
-    """
-    sums = [0]
-    for weight in weights:
-        sums.append(sums[-1] + weight)
-
-    @cache
-    def best(end: int, parts: int) -> tuple[int, int, tuple[int, ...]]:
-        """Largest sum, sum of squares and ends of the best split of the first `end` layers into `parts`."""
-        if parts == 1:
-            return sums[end], sums[end] ** 2, (end,)
-        candidates = []
-        for begin in range(parts - 1, end):
-            largest, squares, ends = best(begin, parts - 1)
-            last = sums[end] - sums[begin]
-            candidates.append((max(largest, last), squares + last**2, (*ends, end)))
-        return min(candidates)
-
-    ends = (0, *best(len(weights), stages)[2])
-    return [range(first, last) for first, last in pairwise(ends)]
-
-
 def build_meta_model(hf_config: PretrainedConfig, task: Task = "causal_lm") -> PreTrainedModel:
     """The whole model on the meta device, without memory for its tensors."""
     config = copy.deepcopy(hf_config)
@@ -208,63 +219,30 @@ def build_meta_model(hf_config: PretrainedConfig, task: Task = "causal_lm") -> P
 
 def layers_of_stages(
     hf_config: PretrainedConfig, parallel: ParallelConfig, task: Task = "causal_lm"
-) -> list[range | None]:
-    """Layers of each pipeline stage: those of `pp_layers`, or balanced by parameters; [None] without pipeline
-    parallelism.
-
-    ConfigError where a stage has no routed experts under expert parallelism: DeepSpeed 0.19.8 adds up norms over stages
-    for each group of parameters (zero/stage_1_and_2.py:2951), and all stages must have the same number of groups.
-    """
+) -> tuple[StageLayers | None, ...]:
+    """`stages_of` a model that is built from `hf_config`; (None,) without pipeline parallelism."""
     if parallel.pp == 1:
-        return [None]
-    lm = build_meta_model(hf_config, task)
-    if parallel.pp_layers:
-        stages = [range(first, last) for first, last in pairwise(accumulate(parallel.pp_layers, initial=0))]
-    else:
-        stages = balance_layers(_layer_parameters(lm, parallel.ep), parallel.pp)
-    stages[-1] = range(stages[-1].start, mtp_layers(hf_config).stop)
-    have_experts = {
-        number
-        for number, layer in enumerate(lm.base_model.layers)
-        if any(_EXPERTS.match(name) for name, _ in layer.named_parameters())
-    }
-    for stage, layers in enumerate(stages):
-        if parallel.ep > 1 and not have_experts & set(layers):
-            raise ConfigError(
-                f"parallel.ep {parallel.ep}: stage {stage} of parallel.pp {parallel.pp}, layers {layers[0]} to "
-                f"{layers[-1]}, has no routed experts",
-                hint=f"layers {min(have_experts)} to {max(have_experts)} have them; set parallel.pp_layers, or a "
-                "smaller parallel.pp",
-            )
-    return [*stages]
+        return (None,)
+    scores = int(hf_config.num_labels) if task == "sequence_classification" else 0
+    tensors = model_tensors(hf_config.to_dict(), mtp_layers=len(mtp_layers(hf_config)), scores=scores)
+    return stages_of(tensors, parallel)
 
 
-def _layer_parameters(lm: PreTrainedModel, ep_size: int) -> list[int]:
-    """Parameters that a rank has of each layer; the embedding counts with the first layer, norm and head with the last.
-    A tied head counts on both ends, and so does the embedding with multi-token prediction, whose layer counts with the
-    last one.
-    """
-    beyond = mtp_layers(lm.config)
-    counts = [_numel(layer, ep_size) for layer in lm.base_model.layers]
-    counts, others = counts[: beyond.start], counts[beyond.start :]
-    counts[0] += _numel(lm.get_input_embeddings())
-    counts[-1] += sum(others) + (_numel(lm.get_input_embeddings()) if beyond else 0)
-    counts[-1] += _numel(lm.base_model.norm) + _numel(head_of(lm))
-    return counts
+def missing_layer(config: PretrainedConfig, layer: int) -> MissingLayer:
+    """What replaces layer number `layer` of a model with this configuration."""
+    indexer = family_of(config.model_type).indexer
+    return MissingLayer(layer, has_choice=indexer is not None and indexer.is_shared)
 
 
 @contextmanager
-def build_only_layers(model_class: type[PreTrainedModel], layers: range | None) -> Iterator[None]:
+def build_only_layers(model_class: type[PreTrainedModel], layers: Container[int] | None) -> Iterator[None]:
     """A model built inside has a `MissingLayer` for each layer outside `layers`; None builds all."""
     if layers is None:
         yield
         return
 
     def make(layer_class: type[nn.Module], config: PretrainedConfig, layer_idx: int) -> nn.Module:
-        if layer_idx in layers:
-            return layer_class(config, layer_idx)
-        indexer = family_of(config.model_type).indexer
-        return MissingLayer(layer_idx, has_choice=indexer is not None and indexer.is_shared)
+        return layer_class(config, layer_idx) if layer_idx in layers else missing_layer(config, layer_idx)
 
     with replaced_layers(model_class, make):
         yield
@@ -277,10 +255,10 @@ def install_pipeline_stage(lm: PreTrainedModel, pp_group: PipelineGroup, *, outp
     """
     embedding, head = lm.get_input_embeddings(), head_of(lm)
     is_tied = head.weight is embedding.weight
+    pp_group.no_hidden_states = embedding.weight.new_empty(0, embedding.embedding_dim)
     if not pp_group.is_first:
-        dtype = embedding.weight.dtype
         embedding.__class__ = ReceiveHiddenStates
-        embedding.pp_group, embedding.dtype = pp_group, dtype
+        embedding.pp_group = pp_group
         if not (pp_group.is_last and (is_tied or mtp_layers(lm.config))):
             embedding.weight = None
     if not pp_group.is_last:
@@ -300,7 +278,3 @@ def has_embedding_copy(lm: PreTrainedModel, pp_group: PipelineGroup) -> bool:
     prediction.
     """
     return pp_group.is_last and lm.get_input_embeddings().weight is not None
-
-
-def _numel(module: nn.Module, ep_size: int = 1) -> int:
-    return sum(param.numel() // (ep_size if _EXPERTS.match(name) else 1) for name, param in module.named_parameters())

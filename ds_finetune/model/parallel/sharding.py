@@ -2,7 +2,6 @@
 and gradients alike.
 """
 
-import re
 from dataclasses import dataclass
 from typing import Self
 
@@ -11,25 +10,9 @@ import torch
 from ds_finetune.families.family import Family
 from ds_finetune.model.adapter_names import is_adapter, weight_of
 from ds_finetune.plan.mesh import Mesh
+from ds_finetune.plan.tensor_cuts import box_dim, fused_experts_part
 
 Ints = tuple[int, ...]
-
-_COLUMN_PARALLEL = re.compile(
-    r"(^|\.)(q_proj|k_proj|v_proj|q_b_proj|kv_b_proj|gate_proj|up_proj|embed_tokens|lm_head)\.(weight|bias)$"
-    r"|\.self_attn\.sinks$"
-)
-"""Sharded along the output (heads, inner width, vocabulary): dim 0."""
-_ROW_PARALLEL = re.compile(r"(^|\.)(o_proj|down_proj)\.weight$")
-"""Sharded along the input: dim 1. Every rank has the whole bias, which is added once, after the sum over ranks."""
-_FUSED_EXPERTS = re.compile(r"\.mlp\.experts\.(?P<part>(gate_up_proj|down_proj)(_bias)?)$")
-"""Fused experts, sharded along each expert's inner width."""
-_INNER_DIM: dict[bool, dict[str, int | None]] = {
-    False: {"gate_up_proj": 2, "down_proj": 2},
-    True: {"gate_up_proj": 2, "gate_up_proj_bias": 1, "down_proj": 1, "down_proj_bias": None},
-}
-"""Dimension of the inner width in the box of a tensor of experts, by whether they are transposed: then columns of gate
-and up take turns, and equal shards have both of each. The bias of the outputs has no inner width.
-"""
 
 
 @dataclass(frozen=True)
@@ -56,11 +39,11 @@ class ModelShard:
         B [out, rank] is sharded and A [rank, in] is whole; along `in` it is the other way round.
         """
         weight, side = weight_of(name) if is_adapter(name) else (name, "")
-        fused = _FUSED_EXPERTS.search(weight)
-        is_gate_up = fused is not None and fused["part"] == "gate_up_proj" and not self.has_transposed_experts
+        fused = fused_experts_part(weight)
+        is_gate_up = fused == "gate_up_proj" and not self.has_transposed_experts
         has_halves = is_gate_up and side != "A"
         box = (local_shape[0], 2, local_shape[1] // 2, local_shape[2]) if has_halves else local_shape
-        dim = _INNER_DIM[self.has_transposed_experts].get(fused["part"]) if fused else _shard_dim(weight)
+        dim = box_dim(weight, has_transposed_experts=self.has_transposed_experts)
         if side and dim is not None:
             is_input = dim == len(local_shape) - 1 and not is_gate_up
             dim = dim if is_input == (side == "A") else None
@@ -119,12 +102,3 @@ def shape_in_model(shape: Ints) -> Ints:
     """The shape that a tensor has in the model, from a `global_shape` or `local_shape` of its shard."""
     experts_gate_inner_hidden = 4
     return (shape[0], shape[1] * shape[2], shape[3]) if len(shape) == experts_gate_inner_hidden else shape
-
-
-def _shard_dim(name: str) -> int | None:
-    """Dimension along which tensor parallelism shards a matrix or vector, by its name in the model; None where every
-    rank holds it whole.
-    """
-    if _COLUMN_PARALLEL.search(name):
-        return 0
-    return 1 if _ROW_PARALLEL.search(name) else None

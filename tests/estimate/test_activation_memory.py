@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from ds_finetune.estimate.activation_memory import activation_bytes
 from ds_finetune.families.published import PUBLISHED
 from ds_finetune.families.table import FAMILIES
 from ds_finetune.model import build
 from ds_finetune.model.build import build_skeleton
 from ds_finetune.model.loss import TrainedModel
 from ds_finetune.model.tiled_mlp import install_tiled_mlps
-from ds_finetune.plan.activation_memory import activation_bytes
 from tests.model.tiny import CONFIGS
 
 TOKENS = 1024

@@ -10,8 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_finetune.config.schema import read_config
 from ds_finetune.doctor.need import need_of
+from ds_finetune.estimate.states import DiskNeed, ModelSizes, RunEstimate
 from ds_finetune.hostfile import Host
-from ds_finetune.plan.estimate import DiskNeed, ModelSizes, RunEstimate
 from ds_finetune.plan.model_shape import Shape
 from ds_finetune.trainer.dry_run import plan_run
 from ds_finetune.trainer.prepare import prepare_run

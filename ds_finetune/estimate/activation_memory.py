@@ -1,6 +1,6 @@
 """Bytes of activations for each token, from the config.json of a model: what autograd keeps of its layers, and where.
 
-Counted is what transformers 5.23's modules and this program's attention keep; tests/plan/test_activation_memory.py
+Counted is what transformers 5.23's modules and this program's attention keep; tests/estimate/test_activation_memory.py
 holds every family against the tensors that autograd saves. Kernels of GPUs may keep less, and so do experts on CPUs
 (model/experts.py).
 """
@@ -15,7 +15,7 @@ from ds_finetune.plan.activations import mlp_tiles
 _WIDE = 4
 """Bytes of a number in fp32, in which norms and routers compute at any precision."""
 _INDEX = 8
-_SINK_COLUMNS = 8
+SINK_COLUMNS = 8
 """Columns that queries and keys get for attention sinks (model/attention.py)."""
 
 
@@ -142,7 +142,7 @@ def _grouped_attention(model: Mapping[str, Any], width: int, tp: int) -> tuple[i
     key_heads = (model.get("num_key_value_heads") or model["num_attention_heads"]) // tp
     kept = width * heads * head_dim
     if family.has_sinks:
-        kept += 4 * width * heads * (head_dim + _SINK_COLUMNS)
+        kept += 4 * width * heads * (head_dim + SINK_COLUMNS)
     else:
         kept += 4 * width * heads * head_dim
     assert family.parameters is not None

@@ -1,0 +1,107 @@
+"""Which layers each pipeline stage holds, from the config.json of a model."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from math import prod
+
+from ds_finetune.config.parallel import ParallelConfig
+from ds_finetune.errors import ConfigError
+from ds_finetune.families.tensors import EMBEDDING, FINAL_NORM, HEAD, SCORE_HEAD, ModelTensors
+from ds_finetune.plan.tensor_cuts import fused_experts_part
+
+
+@dataclass(frozen=True)
+class StageLayers:
+    """The layers that a pipeline rank holds: consecutive ones for each of its model chunks, in the model's order."""
+
+    chunks: tuple[range, ...]
+
+    def __contains__(self, layer: object) -> bool:
+        """Whether the rank holds the layer with this number."""
+        return any(layer in chunk for chunk in self.chunks)
+
+    def __iter__(self) -> Iterator[int]:
+        """The numbers of the layers, ascending."""
+        return (layer for chunk in self.chunks for layer in chunk)
+
+    def __str__(self) -> str:
+        """As `0 to 3`, or `0 to 1 and 4 to 5` for two chunks."""
+        return " and ".join(f"{chunk[0]} to {chunk[-1]}" for chunk in self.chunks)
+
+
+def stages_of(tensors: ModelTensors, parallel: ParallelConfig) -> tuple[StageLayers | None, ...]:
+    """Layers of each pipeline rank: those of `pp_layers`, or balanced by parameters; one None without pipeline
+    parallelism. Multi-token prediction layers are in the last chunk.
+
+    The model is cut into pp x vpp chunks of consecutive layers, and rank r holds the chunks r, r + pp, r + 2 pp and so
+    on (Narayanan et al., arXiv 2104.04473, section 2.2).
+
+    ConfigError where a stage has no routed experts under expert parallelism: DeepSpeed 0.19.8 adds up norms over stages
+    for each group of parameters (zero/stage_1_and_2.py:2951), and all stages must have the same number of groups.
+    """
+    if parallel.pp == 1:
+        return (None,)
+    if parallel.pp_layers:
+        chunks = [range(first, last) for first, last in pairwise(accumulate(parallel.pp_layers, initial=0))]
+    else:
+        chunks = [*balance_layers(tuple(_layer_parameters(tensors, parallel.ep)), parallel.pp * parallel.vpp)]
+    chunks[-1] = range(chunks[-1].start, len(tensors.layers))
+    stages = tuple(StageLayers(tuple(chunks[rank :: parallel.pp])) for rank in range(parallel.pp))
+    have_experts = {number for number, kind in enumerate(tensors.layers) if kind.is_sparse}
+    for stage, layers in enumerate(stages):
+        if parallel.ep > 1 and not have_experts & set(layers):
+            raise ConfigError(
+                f"parallel.ep {parallel.ep}: stage {stage} of parallel.pp {parallel.pp}, layers {layers}, has no "
+                "routed experts",
+                hint=f"layers {min(have_experts)} to {max(have_experts)} have them; set parallel.pp_layers, or a "
+                "smaller parallel.pp",
+            )
+    return stages
+
+
+@lru_cache(maxsize=256)
+def balance_layers(weights: tuple[int, ...], stages: int) -> tuple[range, ...]:
+    """Consecutive layers for each of `stages`, at least one each, so that the largest sum of `weights` of a stage is
+    minimal, and among these splits the sum of squares.
+    """
+    sums = [0, *accumulate(weights)]
+    # By the number of parts: largest sum, sum of squares and ends of the best split of the first `end` layers.
+    best: dict[int, tuple[int, int, tuple[int, ...]]] = {
+        end: (sums[end], sums[end] ** 2, (end,)) for end in range(1, len(sums))
+    }
+    for parts in range(2, stages + 1):
+        best = {end: _best_split(best, sums, parts=parts, end=end) for end in range(parts, len(sums))}
+    ends = (0, *best[len(weights)][2])
+    return tuple(range(first, last) for first, last in pairwise(ends))
+
+
+def _best_split(
+    best: dict[int, tuple[int, int, tuple[int, ...]]], sums: Sequence[int], *, parts: int, end: int
+) -> tuple[int, int, tuple[int, ...]]:
+    candidates = []
+    for begin in range(end - 1, parts - 2, -1):
+        last = sums[end] - sums[begin]
+        largest, squares, ends = best[begin]
+        candidates.append((max(largest, last), squares + last**2, (*ends, end)))
+    return min(candidates)
+
+
+def _layer_parameters(tensors: ModelTensors, ep_size: int) -> list[int]:
+    """Parameters that a rank has of each layer; the embedding counts with the first layer, norm and head with the last.
+    A tied head counts on both ends, and so does the embedding with multi-token prediction, whose layer counts with the
+    last one.
+    """
+    of_kind = {
+        kind: sum(prod(shape) // (ep_size if fused_experts_part(f".{name}") else 1) for name, shape in found.items())
+        for kind, found in tensors.of_kind.items()
+    }
+    counts = [of_kind[kind] for kind in tensors.layers if not kind.is_prediction]
+    predictions = [of_kind[kind] for kind in tensors.layers if kind.is_prediction]
+    embedding = prod(tensors.ends[EMBEDDING])
+    head = tensors.ends.get(HEAD) or tensors.ends.get(SCORE_HEAD)
+    counts[0] += embedding
+    counts[-1] += sum(predictions) + (embedding if predictions else 0)
+    counts[-1] += prod(tensors.ends[FINAL_NORM]) + (prod(head) if head else embedding)
+    return counts

@@ -1,0 +1,34 @@
+"""The memory of a rank by arithmetic."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ds_finetune.config.schema import RunConfig
+from ds_finetune.estimate.memory import estimate_memory
+from ds_finetune.plan.plan import make_plan
+from ds_finetune.world import World
+
+
+def published(shared_data: Path, name: str) -> dict[str, object]:
+    tree: dict[str, object] = json.loads((shared_data / "configs" / name / "config.json").read_text())
+    return tree
+
+
+def test_states_of_deepseek_v3_over_512_ranks(shared_data: Path) -> None:
+    tree = {"model": "m", "data": {"train": "t.jsonl"}, "output_dir": "o", "parallel": {"ep": 32}}
+    tree |= {"deepspeed": {"zero_optimization": {"stage": 3}}, "train": {"global_batch_size": 512}}
+    config = RunConfig.model_validate(tree)
+    plan = make_plan(config, world=World(0, 512, 0, 8, "a test"), device="cuda")
+    estimate = estimate_memory(config, plan, published(shared_data, "deepseek-ai--DeepSeek-V3"))
+    sizes = {row.name: row.num_bytes for row in estimate.rows}
+    assert sizes["fp32 weights"] == pytest.approx(4 * 671_026_404_352 / 512, rel=1e-3)
+    assert sizes["moments"] == 2 * sizes["fp32 weights"]
+
+
+def test_no_torch_is_imported() -> None:
+    code = "import sys, ds_finetune.estimate.memory; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
