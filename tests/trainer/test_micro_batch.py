@@ -121,9 +121,9 @@ def _kill_first_trial(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_no_memory_on_several_ranks_is_one_error(tmp_path: Path) -> None:
-    run_file = _wide_task(tmp_path, micro_batch_size=4)
+    run_file = _wide_task(tmp_path, ranks=2)
     worker = str(Path(__file__).with_name("limited_worker.py"))
-    done = start(torchrun(worker, "500", str(run_file)))
+    done = start(torchrun(worker, "900", str(run_file)))
     assert done.returncode != 0
     assert "Traceback" not in done.stderr
     assert len(re.findall(r"^error: ", done.stderr, re.MULTILINE)) == 1
@@ -185,7 +185,7 @@ def test_a_micro_batch_is_a_number_or_auto(size: str, tmp_path: Path) -> None:
 
 def test_no_memory_in_a_step_is_explained(tmp_path: Path) -> None:
     """A real limit of the address space, of which a step with all activations kept needs more than there is."""
-    run_file = _wide_task(tmp_path, micro_batch_size=8)
+    run_file = _wide_task(tmp_path, ranks=1)
     worker = str(Path(__file__).with_name("limited_worker.py"))
     done = start([sys.executable, worker, "900", str(run_file)])
     assert done.returncode == 1, done.stdout + done.stderr
@@ -200,11 +200,11 @@ def test_no_memory_in_a_step_is_explained(tmp_path: Path) -> None:
     assert "train.activation_checkpointing true (" in errors
 
 
-def _wide_task(folder: Path, *, micro_batch_size: int) -> Path:
+def _wide_task(folder: Path, *, ranks: int) -> Path:
     """Rows of 512 tokens in a model of six layers, all of whose activations are kept."""
     run_file = tiny_task(
         folder,
-        train={"micro_batch_size": micro_batch_size, "max_seq_len": 512},
+        train={"micro_batch_size": 8, "global_batch_size": 8 * ranks, "max_seq_len": 512},
         data={"packing": True, "eval": []},
         deepspeed={"zero_optimization": {"stage": 0}},
     )
