@@ -54,7 +54,7 @@ class Ranks:
     @cached_property
     def world(self) -> World:
         """The world of rank 0."""
-        return World(0, self.number, 0, min(self.number, self.per_node), "a plan")
+        return World(0, self.number, 0, min(self.number, self.per_node), "a dry run")
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Candidates:
                 hint="set a multiple",
             )
         config = self.config.model_copy(update={"parallel": sizes.section(self.config.parallel)})
-        return _refusal(self._check_sizes, config)
+        return _refusal(self._check_search, config)
 
     def zero_stages(self, sizes: Sizes) -> Iterator[tuple[int, Offload]]:
         """ZeRO stages and offloads that are legal with these sizes."""
@@ -146,24 +146,29 @@ class Candidates:
         except ConfigError:
             return None
 
-    def _check_sizes(self, config: RunConfig) -> None:
-        """ConfigError or ModelError where the model cannot be divided as the section `parallel` says."""
+    def check(self, config: RunConfig) -> tuple[range | None, ...]:
+        """Layers of each pipeline stage of a run of these ranks; ConfigError or ModelError where its model cannot be
+        divided as the section `parallel` says.
+        """
         mesh = Mesh.of(config.parallel, world_size=self.ranks.number, rank=0)
         check_model(config, mesh, self.model)
         if self._teacher is not None:
             path, tree = self._teacher
             check_teacher(mesh, path, tree, max_seq_len=config.train.max_seq_len)
-        if mesh.pp == 1:
-            return
-        if config.lora is not None and config.lora.target_modules is not None:
+        stages = stages_of(self._tensors, config.parallel) if mesh.pp > 1 else (None,)
+        check_model_stages(config, self.model, stages)
+        return stages
+
+    def _check_search(self, config: RunConfig) -> None:
+        """The same, and ConfigError where the data or the built model decides whether a layout is legal."""
+        stages = self.check(config)
+        check_unknown_lengths(config, self.model, stages)
+        if len(stages) > 1 and config.lora is not None and config.lora.target_modules is not None:
             raise ConfigError(
-                f"lora.target_modules {list(config.lora.target_modules)} with parallel.pp {mesh.pp}: which stages have "
-                "adapters is known once the model is built",
+                f"lora.target_modules {list(config.lora.target_modules)} with parallel.pp {len(stages)}: which stages "
+                "have adapters is known once the model is built",
                 hint="set parallel.pp in the run file, and leave --search out",
             )
-        stages = stages_of(self._tensors, config.parallel)
-        check_model_stages(config, self.model, stages)
-        check_unknown_lengths(config, self.model, stages)
 
     @cached_property
     def _tensors(self) -> ModelTensors:
@@ -191,7 +196,7 @@ def divisors(number: int, *, most: int | None = None) -> list[int]:
     return [n for n in range(1, min(number, most or number) + 1) if number % n == 0]
 
 
-def _refusal(check: Callable[[RunConfig], None], config: RunConfig) -> ConfigError | ModelError | None:
+def _refusal(check: Callable[[RunConfig], object], config: RunConfig) -> ConfigError | ModelError | None:
     try:
         check(config)
     except (ConfigError, ModelError) as refused:
