@@ -77,6 +77,8 @@ class Machine:
     efficiency: Efficiency = field(default_factory=Efficiency)
     blocks_host: bool = False
     """Whether collectives block the ranks, so that none runs beside computation, as on CPUs."""
+    calls_each_document: bool = False
+    """Whether attention is called for each document, as on CPUs; on GPUs one call attends within all of a forward."""
     notes: tuple[str, ...] = ()
     """Where rates were measured rather than taken from the table, as sentences."""
 

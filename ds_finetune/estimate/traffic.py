@@ -151,9 +151,16 @@ def _gathers(work: Work, group: Group, kinds: list[TensorKind], trained: list[Te
     # The distance between both uses of a weight is twice the weights of all later layers.
     again = max(0.0, gathered - near / 2)
     times = plan.batch.gradient_accumulation_steps
-    num_bytes = times * _times("all_gather", group, work.width * (gathered + again))
-    messages = times * sum(kind.count for kind in kinds if kind not in kept) * (1 + again / max(gathered, 1))
-    yield Transfer("gathered weights", "all_gather", group, num_bytes, messages, True, True)
+    tensors = sum(kind.count for kind in kinds if kind not in kept)
+    # With hpZ (ZeRO++, arXiv 2306.10209) backward gathers from a second copy, which nearby ranks hold together.
+    nearby = group._replace(size=min(group.size, zero.get("zero_hpz_partition_size", 1)))
+    for name, source, numel in (
+        ("gathered weights", group, gathered),
+        ("weights gathered again", nearby if nearby.size > 1 else group, again),
+    ):
+        num_bytes = times * _times("all_gather", source, work.width * numel)
+        messages = times * tensors * numel / max(gathered, 1)
+        yield Transfer(name, "all_gather", source, num_bytes, messages, True, True)
     updated = _times("all_gather", group, work.width * sum(kind.numel for kind in kept if kind in trained))
     yield Transfer("updated weights", "all_gather", group, updated, 1, False)
 
