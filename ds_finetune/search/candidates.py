@@ -16,7 +16,7 @@ from ds_finetune.plan.activations import check_activations, check_model_type
 from ds_finetune.plan.combinations import TESTED_LAYOUTS
 from ds_finetune.plan.config_json import read_config_json
 from ds_finetune.plan.distillation import check_teacher
-from ds_finetune.plan.layer_stages import stages_of
+from ds_finetune.plan.layer_stages import StageLayers, stages_of
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.model_checks import (
     check_model,
@@ -146,7 +146,7 @@ class Candidates:
         except ConfigError:
             return None
 
-    def check(self, config: RunConfig) -> tuple[range | None, ...]:
+    def check(self, config: RunConfig) -> tuple[StageLayers | None, ...]:
         """Layers of each pipeline stage of a run of these ranks; ConfigError or ModelError where its model cannot be
         divided as the section `parallel` says.
         """

@@ -13,6 +13,7 @@ from ds_finetune.plan.activations import mlp_tiles
 from ds_finetune.plan.config_json import read_config_json
 from ds_finetune.plan.head_chunk import head_line
 from ds_finetune.plan.indexer import plan_indexer
+from ds_finetune.plan.layer_stages import StageLayers
 from ds_finetune.plan.model_shape import Shape
 from ds_finetune.plan.objectives import CROSS_ENTROPY
 from ds_finetune.plan.packed_attention import attention_lines
@@ -30,7 +31,7 @@ class Forecast:
     model: Mapping[str, Any]
     """Its config.json."""
     plan: Plan
-    stages: tuple[range | None, ...]
+    stages: tuple[StageLayers | None, ...]
     """Layers of each pipeline stage."""
     memory: MemoryEstimate
     target: Target
