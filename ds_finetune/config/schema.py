@@ -25,6 +25,7 @@ from ds_finetune.config.value_types import (
     HeldOutPaths,
     InexactNames,
     Layout,
+    MicroBatchSize,
     StepsText,
     TimeText,
     WeightedPaths,
@@ -145,8 +146,8 @@ class TrainConfig(Section):
     """Length of the run: `N steps`, `N epochs` or `N tokens`."""
     global_batch_size: int = Field(default=32, ge=1)
     """Rows of one optimizer step over all ranks (packed rows when packing)."""
-    micro_batch_size: int = Field(default=1, ge=1)
-    """Rows of one forward on one rank; accumulation is derived."""
+    micro_batch_size: MicroBatchSize = 1
+    """Rows of one forward on one rank; accumulation is derived. `auto` takes the most that fit into memory."""
     max_seq_len: int = Field(default=2048, ge=2)
     """Tokens of a row at most; a row has both sides of a pair of answers."""
     precision: Precision = "bf16"

@@ -8,7 +8,7 @@ from typing import Any
 from ds_finetune.config.schema import CheckpointConfig, RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.activations import check_activations
-from ds_finetune.plan.batch import accumulation_steps
+from ds_finetune.plan.batch import AUTO, accumulation_steps, check_auto, rows_of_forward
 from ds_finetune.plan.combinations import check_layout, check_lora
 from ds_finetune.plan.deepspeed_choice import check_accelerate_agrees, choose_deepspeed
 from ds_finetune.plan.deepspeed_config import HAS_TORCH_ADAM, MOMENTS, TORCH_ADAM, finish, read_choices, stage_of
@@ -220,6 +220,7 @@ def _check_combinations(
 def _deepspeed_choices(config: RunConfig, accelerate: AccelerateChoices | None) -> tuple[dict[str, Any], str, int]:
     """The DeepSpeed choices of a run with its reduction of gradients, their source, and the ZeRO stage."""
     tree, source = read_choices(choose_deepspeed(config, accelerate))
+    check_auto(config, tree, source, accelerate)
     stage = stage_of(tree, source)
     _check_grad_accum_dtype(tree, stage, config.train.precision)
     return with_reduction_dtype(tree, config, stage=stage, source=source), source, stage
@@ -228,15 +229,17 @@ def _deepspeed_choices(config: RunConfig, accelerate: AccelerateChoices | None) 
 def make_plan(config: RunConfig, *, world: World, device: str, accelerate: AccelerateChoices | None = None) -> Plan:
     """Decide the layout of `config` on `world` with accelerator `device` (`cpu` or `cuda`); ConfigError where values
     contradict.
+
+    Where `train.micro_batch_size: auto` is undecided, the plan has the smallest micro-batch, of one row.
     """
     check_watchdog_before_torch_timeout(config.watchdog)
     check_objective(config)
     check_activations(config, device=device)
     check_device(config.model, device=device)
     check_profiled_ranks(config, world_size=world.world_size)
-    mesh = Mesh.of(config.parallel, world_size=world.world_size, rank=world.rank)
+    mesh, rows = Mesh.of(config.parallel, world_size=world.world_size, rank=world.rank), rows_of_forward(config.train)
     accumulation = accumulation_steps(
-        global_batch_size=config.train.global_batch_size, micro_batch_size=config.train.micro_batch_size, dp=mesh.dp
+        global_batch_size=config.train.global_batch_size, micro_batch_size=rows, dp=mesh.dp
     )
     tree, source, stage = _deepspeed_choices(config, accelerate)
     finished = finish(tree, config, accumulation=accumulation, source=source, on_cpu=device == "cpu")
@@ -244,7 +247,7 @@ def make_plan(config: RunConfig, *, world: World, device: str, accelerate: Accel
         check_accelerate_agrees(accelerate, config, finished)
     # DeepSpeed counts sequence parallel ranks as data parallel (runtime/config.py, _batch_assertion), so its global
     # batch is larger by that factor.
-    finished["train_batch_size"] = config.train.micro_batch_size * accumulation * mesh.dp * mesh.sp
+    finished["train_batch_size"] = rows * accumulation * mesh.dp * mesh.sp
     if stage == 0 and config.train.precision == "fp32":
         # The engine clips the gradient itself: DeepSpeed 0.19.8 counts tied weights twice in the norm
         # (runtime/utils.py:393), and takes the norm of each rank's experts separately.
@@ -260,9 +263,7 @@ def make_plan(config: RunConfig, *, world: World, device: str, accelerate: Accel
         device=device,
         precision=train.precision,
         seed=train.seed,
-        batch=BatchSizes(
-            train.global_batch_size, train.micro_batch_size, accumulation, train.max_seq_len, config.data.packing
-        ),
+        batch=BatchSizes(train.global_batch_size, rows, accumulation, train.max_seq_len, config.data.packing),
         optimizer=OptimizerNumbers(optim.name.lower(), optim.weight_decay, optim.betas, train.max_grad_norm),
         zero_stage=stage,
         offload_optimizer=offloads[0],
@@ -290,8 +291,12 @@ def _decisions(plan: Plan, config: RunConfig) -> tuple[tuple[str, str], ...]:
     """Name and text of each decision, as printed before anything is loaded."""
     model, batch = config.model, plan.batch
     offloads = f"offload optimizer {plan.offload_optimizer}, param {plan.offload_param}"
-    rows = f"{batch.global_batch_size} rows = micro {batch.micro_batch_size} x accumulation "
-    rows += f"{batch.gradient_accumulation_steps} x dp {plan.dp}"
+    rows = f"{batch.global_batch_size} rows = "
+    rows += (
+        f"micro x accumulation x dp {plan.dp}, micro as large as fits (auto)"
+        if config.train.micro_batch_size == AUTO
+        else f"micro {batch.micro_batch_size} x accumulation {batch.gradient_accumulation_steps} x dp {plan.dp}"
+    )
     tokens = f"{batch.max_seq_len} tokens a row at most{', packed' if batch.is_packed else ''}"
     tokens += ", for both sides of a pair together" if UNITS[config.objective.name] == "pairs" else ""
     return (

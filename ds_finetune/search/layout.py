@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ds_finetune.config.schema import ParallelConfig, RunConfig
+from ds_finetune.plan.batch import rows_of_forward
 from ds_finetune.plan.combinations import AXES
 from ds_finetune.plan.deepspeed_config import given_choices
 
@@ -94,7 +95,7 @@ def layout_of(config: RunConfig) -> Layout:
     offload: Offload = "all" if devices[0] != "none" else "optimizer" if devices[1] != "none" else "none"
     activations = Activations(train.activation_checkpointing, train.tiled_mlp, train.activation_offload)
     sizes = Sizes(parallel.tp, parallel.pp, parallel.sp, parallel.ep)
-    return Layout(sizes, int(zero.get("stage", 0)), offload, train.micro_batch_size, activations)
+    return Layout(sizes, int(zero.get("stage", 0)), offload, rows_of_forward(train), activations)
 
 
 def deepspeed_choices(config: RunConfig, zero_stage: int, offload: Offload) -> dict[str, Any]:
