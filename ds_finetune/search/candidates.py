@@ -15,6 +15,7 @@ from ds_finetune.families.tensors import ModelTensors, model_tensors
 from ds_finetune.plan.activations import check_activations, check_model_type
 from ds_finetune.plan.combinations import TESTED_LAYOUTS
 from ds_finetune.plan.config_json import read_config_json
+from ds_finetune.plan.deepspeed_config import given_choices
 from ds_finetune.plan.distillation import check_teacher
 from ds_finetune.plan.layer_stages import StageLayers, stages_of
 from ds_finetune.plan.mesh import Mesh
@@ -27,7 +28,7 @@ from ds_finetune.plan.model_checks import (
     max_positions,
 )
 from ds_finetune.plan.plan import Plan, make_plan
-from ds_finetune.search.layout import OFFLOADS, Activations, Layout, Offload, Sizes
+from ds_finetune.search.layout import OFFLOADS, Activations, Layout, Offload, Sizes, decided
 from ds_finetune.world import World
 
 STAGES = (0, 1, 2, 3)
@@ -140,7 +141,7 @@ class Candidates:
 
     def find(self, layout: Layout) -> Candidate | None:
         """The layout with its plan; None where `make_plan` refuses it."""
-        config = layout.apply(self.config)
+        config = layout.apply(self._decided)
         try:
             return Candidate(layout, config, make_plan(config, world=self.ranks.world, device=self.ranks.device))
         except ConfigError:
@@ -169,6 +170,11 @@ class Candidates:
                 "have adapters is known once the model is built",
                 hint="set parallel.pp in the run file, and leave --search out",
             )
+
+    @cached_property
+    def _decided(self) -> RunConfig:
+        """The run with its DeepSpeed choices as a section, so that no file is read for each layout."""
+        return self.config.model_copy(update={"deepspeed": decided(given_choices(self.config.deepspeed)[0])})
 
     @cached_property
     def _tensors(self) -> ModelTensors:
