@@ -22,6 +22,8 @@ def _run(folder: Path, *, ranks: int, **sections: Any) -> Path:
     run_file = tiny_task(folder, **every, **sections)
     done = start(torchrun("ds_finetune/train.py", str(run_file), ranks=ranks))
     assert done.returncode == 0, done.stdout + done.stderr
+    is_partitioned = ranks > 1 and sections["deepspeed"]["zero_optimization"]["stage"] == 3
+    assert done.stderr.count("answers under ZeRO-3: by whole weights, gathered once") == is_partitioned
     return folder
 
 
