@@ -1,6 +1,7 @@
 """`ds-finetune plan`: what a run decides and needs on given machines, which need not be here."""
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ds_finetune.cli.arguments import Arguments, Commands, add_run_command, positive, read_run
@@ -28,6 +29,12 @@ def add_commands(commands: Commands) -> None:
     shapes.add_argument("--gpus-per-node", type=positive, help="number of GPUs of a node (default: as is usual)")
     plan.add_argument("--host-memory", metavar="SIZE", help="memory of a node, e.g. 2000GB")
     plan.add_argument(
+        "--search",
+        action="store_true",
+        help="list the fastest layouts that fit, and why others lose or do not fit",
+    )
+    plan.add_argument("--write", metavar="FILE", help="with --search: write the run file with the best layout")
+    plan.add_argument(
         "--tensors",
         action="store_true",
         help="build the model without memory, which takes seconds, and show ranks, tensors and the DeepSpeed JSON",
@@ -44,16 +51,46 @@ def _plan(arguments: Arguments) -> None:
     request = Request(arguments.gpu, arguments.gpus, arguments.nodes, arguments.gpus_per_node, host)
     target = target_of(request)
     check_machine(target, config.train.precision)
-    if arguments.tensors:
-        _show_tensors(config, target, is_json=arguments.json)
+    _check_options(arguments)
+    if arguments.search:
+        _search(arguments, config, target)
+    elif arguments.tensors:
+        _show_tensors(config, target)
     else:
         _show_forecast(config, target, is_json=arguments.json)
 
 
-def _show_tensors(config: "RunConfig", target: "Target", *, is_json: bool) -> None:
-    if is_json or target.ranks.device == "cpu":
-        other = "--json" if is_json else "--gpu cpu"
-        raise ConfigError(f"--tensors with {other} is not possible", hint=f"leave {other} out")
+def _check_options(arguments: Arguments) -> None:
+    """ConfigError for options that are not valid together."""
+    given = [f"--{name}" for name in ("search", "tensors") if getattr(arguments, name)]
+    given += ["--gpu cpu"] if arguments.tensors and arguments.gpu == "cpu" else []
+    given += ["--json"] if arguments.tensors and arguments.json else []
+    if len(given) > 1:
+        raise ConfigError(f"{' with '.join(given)} is not possible", hint=f"leave {given[-1]} out")
+    if arguments.write and not arguments.search:
+        raise ConfigError(f"--write {arguments.write} needs --search", hint="add --search, or leave --write out")
+
+
+def _search(arguments: Arguments, config: "RunConfig", target: "Target") -> None:
+    from ds_finetune.cli.search_table import search_tables
+    from ds_finetune.search.run_file import write_run_file
+    from ds_finetune.search.search_run import result_tree, run_file_text, search_layouts
+
+    result = search_layouts(config, target)
+    if arguments.write:
+        text = run_file_text(Path(arguments.run), config, result, target, overrides=arguments.overrides)
+        write_run_file(Path(arguments.write), text)
+    if arguments.json:
+        OUT.print_json(json.dumps(result_tree(result, target)))
+        return
+    OUT.print(search_tables(result))
+    for note in (*target.notes, *result.proposals[0].time.assumptions):
+        OUT.print(note, markup=False)
+    if arguments.write:
+        OUT.print(f"written: {arguments.write}", markup=False)
+
+
+def _show_tensors(config: "RunConfig", target: "Target") -> None:
     from ds_finetune.trainer.dry_run import plan_run
 
     OUT.print(plan_run(config, gpus=target.ranks.number, gpus_per_node=target.ranks.per_node))

@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 
 from ds_finetune.estimate.memory import MemoryEstimate
+from ds_finetune.search.micro_batch import SPARE
 from ds_finetune.units import GIB
 
-SPARE = 0.07
-"""Share of the memory that a choice leaves free."""
 HOST_SHARE = 3
 """Times the memory of its accelerators that a node is assumed to have, as a DGX H100 has: 2 TB for 8 x 80 GB."""
 
@@ -37,12 +36,12 @@ class Budget:
 
     def problem(self, memory: MemoryEstimate) -> str:
         """What does not fit, with both values; empty where all does."""
-        device, host = self.of(self.device_bytes), self.of(self.host_bytes)
-        if memory.device_bytes > device:
-            return f"needs {_gib(memory.device_bytes)} of {_gib(device)} on its device"
-        if memory.host_bytes > host:
-            return f"needs {_gib(memory.host_bytes)} of {_gib(host)} in its share of the host's memory"
-        return ""
+        places = (
+            (memory.device_bytes, self.of(self.device_bytes), "on its device"),
+            (memory.host_bytes, self.of(self.host_bytes), "in its share of the host's memory"),
+        )
+        texts = [f"{_gib(need)} of {_gib(most)} {where}" for need, most, where in places if need > most]
+        return f"needs {' and '.join(texts)}" if texts else ""
 
     def text(self, memory: MemoryEstimate) -> str:
         """How much of its memory a run takes that fits."""

@@ -15,7 +15,7 @@ from ds_finetune.estimate.memory import MemoryEstimate, estimate_memory
 from ds_finetune.estimate.step_time import RowShape, TimeEstimate, estimate_time
 from ds_finetune.search.budget import Budget
 from ds_finetune.search.candidates import Candidate, Candidates
-from ds_finetune.search.layout import Activations, Layout, Offload, Sizes
+from ds_finetune.search.layout import OFFLOADS, Activations, Layout, Offload, Sizes
 
 LISTED = 5
 """Layouts that are listed, and at most as many that would be faster and do not fit."""
@@ -63,7 +63,7 @@ class SearchResult:
 
 
 @dataclass(frozen=True, order=True)
-class _Group:
+class _LayoutGroup:
     """Layouts that differ in micro-batch and activations alone."""
 
     bound: float
@@ -111,7 +111,18 @@ class Search:
             misfits.sort(key=lambda misfit: self.budget.excess(misfit.memory))
         return SearchResult(tuple(found), tuple(misfits[:listed]), self.budget, number)
 
-    def _groups(self) -> Iterator[_Group]:
+    def has_fitting(self) -> bool:
+        """Whether any layout fits."""
+        groups = [
+            _LayoutGroup(0.0, True, sizes, stage, offload)
+            for sizes in self.candidates.sizes()
+            for stage, offload in self.candidates.zero_stages(sizes)
+        ]
+        # What needs least comes first.
+        groups.sort(key=lambda group: (group.zero_stage, OFFLOADS.index(group.offload)), reverse=True)
+        return any(not self.budget.excess(self._smallest_of(group).memory) for group in groups)
+
+    def _groups(self) -> Iterator[_LayoutGroup]:
         """Every combination of parallel sizes, ZeRO stage and offload that is legal, with a bound of its time.
 
         Offload takes time, so the bound of a ZeRO stage without it holds for all offloads too.
@@ -119,18 +130,18 @@ class Search:
         for sizes in self.candidates.sizes():
             bounds: dict[int, float] = {}
             for stage, offload in self.candidates.zero_stages(sizes):
-                group = _Group(bounds.get(stage, 0.0), stage in bounds, sizes, stage, offload)
+                group = _LayoutGroup(bounds.get(stage, 0.0), stage in bounds, sizes, stage, offload)
                 group = group if group.is_shared else self._bounded(group)
                 bounds[stage] = group.bound
                 yield group
 
-    def _bounded(self, group: _Group) -> _Group:
+    def _bounded(self, group: _LayoutGroup) -> _LayoutGroup:
         """The group with the time of its fastest layout, whatever memory that takes."""
         every = self.candidates.micro_batch_sizes(group.sizes)
         times = self._times(group, every, self.candidates.activations[0])
         return replace(group, is_shared=False, bound=min((time.seconds for _, time in times), default=0.0))
 
-    def _best_of(self, group: _Group) -> Proposal | Misfit:
+    def _best_of(self, group: _LayoutGroup) -> Proposal | Misfit:
         """The fastest layout of a group that fits; its smallest one where none does."""
         smallest = self._smallest_of(group)
         if self.budget.excess(smallest.memory):
@@ -146,14 +157,14 @@ class Search:
                 break
         return min(found, key=_seconds)
 
-    def _smallest_of(self, group: _Group) -> Misfit:
+    def _smallest_of(self, group: _LayoutGroup) -> Misfit:
         """The layout of a group that needs least."""
         every = [self.candidates.find(group.layout(1, activations)) for activations in self.candidates.activations]
         misfits = [Misfit(each, self._memory(each), group.bound) for each in every if each is not None]
         return min(misfits, key=lambda misfit: self.budget.excess(misfit.memory))
 
     def _times(
-        self, group: _Group, sizes: Sequence[int], activations: Activations
+        self, group: _LayoutGroup, sizes: Sequence[int], activations: Activations
     ) -> Iterator[tuple[Candidate, TimeEstimate]]:
         """Micro-batches of a group with the times of their steps: the largest of `sizes`, and in a pipeline, where more
         of them leave less of a step idle, all others.
