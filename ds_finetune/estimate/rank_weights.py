@@ -35,7 +35,7 @@ _PARTS = (
 )
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=4096)
 def part_of(name: str) -> str:
     """The part of a model that a tensor belongs to, by its full name: attention, dense MLP, routed experts, ..."""
     return next(part for part, pattern in _PARTS if pattern.search(name))

@@ -251,7 +251,8 @@ def _pipeline(work: Work, weights: RankWeights, stage: int) -> Iterator[Transfer
     if mesh.pp == 1:
         return
     groups, times = Groups.of(mesh), work.plan.batch.gradient_accumulation_steps
-    neighbours = 2 - (stage == 0) - (stage == mesh.pp - 1)
+    # Every chunk of a rank but the model's first and last one has two neighbours.
+    neighbours = 2 * work.config.parallel.vpp - (stage == 0) - (stage == mesh.pp - 1)
     num_bytes = neighbours * times * work.num_tokens * work.model["hidden_size"] * work.width
     yield Transfer("hidden states over pp", "send_recv", groups.stages, num_bytes, neighbours * times, True)
     shared = [kind for kind in weights.kinds if kind.name == EMBEDDING]

@@ -41,9 +41,9 @@ class Sizes:
         return frozenset(axis for axis in AXES if getattr(self, axis) > 1)
 
     def section(self, given: ParallelConfig) -> ParallelConfig:
-        """The section `parallel` of the run file, with its layers of stages where their number stays."""
-        layers = given.pp_layers if given.pp_layers and given.pp == self.pp else ()
-        return ParallelConfig(tp=self.tp, pp=self.pp, sp=self.sp, ep=self.ep, pp_layers=layers)
+        """The section `parallel` of the run file, with its chunks of stages where the number of stages stays."""
+        layers, vpp = (given.pp_layers, given.vpp) if given.pp == self.pp else ((), 1)
+        return ParallelConfig(tp=self.tp, pp=self.pp, sp=self.sp, ep=self.ep, pp_layers=layers, vpp=vpp)
 
 
 @dataclass(frozen=True, order=True)
