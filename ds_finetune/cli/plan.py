@@ -45,10 +45,12 @@ def add_commands(commands: Commands) -> None:
 
 def _plan(arguments: Arguments) -> None:
     config = read_run(arguments)
+    from ds_finetune.hosts.info import gpu_models
     from ds_finetune.search.machines import Request, check_machine, target_of
 
     host = parse_bytes(arguments.host_memory, name="--host-memory") if arguments.host_memory else None
-    request = Request(arguments.gpu, arguments.gpus, arguments.nodes, arguments.gpus_per_node, host)
+    here = tuple(gpu_models()) if arguments.gpu is None else ()
+    request = Request(arguments.gpu, arguments.gpus, arguments.nodes, arguments.gpus_per_node, host, here)
     target = target_of(request)
     check_machine(target, config.train.precision)
     _check_options(arguments)

@@ -7,7 +7,6 @@ import psutil
 from ds_finetune.errors import ConfigError
 from ds_finetune.estimate.accelerators import Machine, accelerator, accelerator_of_device, check_precision, machine_of
 from ds_finetune.hosts.free_memory import available_bytes
-from ds_finetune.hosts.info import gpu_models
 from ds_finetune.search.budget import HOST_SHARE, Budget
 from ds_finetune.search.candidates import Ranks
 from ds_finetune.units import GIB
@@ -28,6 +27,8 @@ class Request:
     gpus_per_node: int | None = None
     host_bytes: int | None = None
     """Memory of a node."""
+    models: tuple[str, ...] = ()
+    """Models of the GPUs of this machine, by their drivers' names; asked for where `gpu` is None."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def target_of(request: Request) -> Target:
     """The machines that a request names; ConfigError where its numbers contradict, or the accelerator is unknown."""
     if request.gpu == CPU:
         return _cpu_ranks(request)
-    models = gpu_models() if request.gpu is None else []
+    models = request.models if request.gpu is None else ()
     if request.gpu is None and not models:
         return _unknown_gpus(request) if request.gpus is not None else _cpu_ranks(request)
     row = accelerator(request.gpu) if request.gpu is not None else accelerator_of_device(models[0])
