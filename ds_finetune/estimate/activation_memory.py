@@ -1,11 +1,11 @@
 """Bytes of activations for each token, from the config.json of a model: what autograd keeps of its layers, and where.
 
-Counted is what transformers 5.23's modules and this program's attention keep; tests/estimate/test_activation_memory.py
-holds every family against the tensors that autograd saves. Kernels of GPUs may keep less, and so do experts on CPUs
-(model/experts.py).
+Counted is what transformers 5.23's modules and this program's attention hold; tests/estimate/test_activation_memory.py
+holds every family against the tensors that autograd saves, tests/estimate/test_tracked.py against torch's memory
+tracker. Experts on CPUs keep less (model/experts.py).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -55,8 +55,7 @@ class LayerBytes:
         return self.attention + self.router + self.mlp
 
     def most(self, tokens: int = 1, *, is_tiled: bool = False) -> int:
-        """Bytes that backward holds at most beside the layer's input, of which one token's are without what is fixed.
-        """
+        """Bytes that backward holds at most beside the input; of one token without what is fixed."""
         moments = self.tiled if is_tiled else self.moments
         return max(held.by_token if tokens == 1 else held.of(tokens) for held in moments)
 

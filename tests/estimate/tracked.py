@@ -10,8 +10,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch.autograd.graph import register_multi_grad_hook
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed._tools import mod_tracker
 from torch.distributed._tools.mem_tracker import MemTracker
 
@@ -95,7 +95,7 @@ def track(
         return Tracked(states, head, _total(tracker))
 
 
-def _hook_where_it_can(tensors: Sequence[torch.Tensor], *others: Any, **named: Any) -> Any:  # noqa: ANN401
+def _hook_where_it_can(tensors: Sequence[torch.Tensor], *others: Any, **named: Any) -> Any:
     """torch's hook, by which the tracker names modules; it refuses what runs without gradients, as tiles do."""
     try:
         return register_multi_grad_hook(tensors, *others, **named)
