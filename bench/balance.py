@@ -1,13 +1,16 @@
 """How much ranks wait for the one with the costliest rows: in the order of rows, and divided by cost.
 
-    torchrun --nproc-per-node 2 bench/balance.py --rows gsm8k/train.jsonl --tokenizer TOKENIZER --model MODEL
+    torchrun --nproc-per-node 2 bench/balance.py --model MODEL --rows gsm8k/train.jsonl --tokenizer TOKENIZER
 
 Two kinds of documents: the rows of a file (`question` and `answer`, of which the answer is supervised), and a long tail
-(log-normal lengths of median 400 tokens and sigma 1.2, half of each document supervised). Both are packed.
+(log-normal lengths of median 400 tokens and sigma 1.2, half of each document supervised). Both are packed. Without
+`--rows` there is the long tail alone.
 
 The first table is arithmetic: FLOPs of each rank's rows over the steps of an epoch, of a model with the config.json of
 MODEL, as the mean over steps of (slowest rank / mean rank) - 1. `step` counts ranks that meet at the end of a step
-(ZeRO-0 and 1), `forward` such that meet in each forward (ZeRO-2 and 3, experts of other ranks).
+(ZeRO-0 and 1), `forward` such that meet in each forward (ZeRO-2 and 3, experts of other ranks). The last column is what
+no division of whole rows can go below: with equally many rows on each rank, one has the costliest row beside the
+cheapest ones, and the n-th forward of all ranks takes as long as the costliest row in it.
 
 The second is measured on two ranks: the CPU seconds of each rank's thread in the steps of a small DeepSeek-V3, with the
 same rows in order and divided, by turns. Waiting in a collective takes no CPU time.
@@ -33,6 +36,7 @@ from transformers import AutoConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from bench.small_v3 import SMALL_V3
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.balance import Division, divide_rows
 from ds_finetune.data.batches import Batch, BatchPlan, training_batches
@@ -56,34 +60,15 @@ Lengths = list[tuple[int, int]]
 ROUNDS, STEPS, MEASURED_LEN = 3, 2, 2048
 LEAST_STEPS = 3
 """An epoch of fewer steps says little about a step."""
-SMALL = {
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "moe_intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "first_k_dense_replace": 1,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "q_lora_rank": 96,
-    "kv_lora_rank": 64,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 32,
-    "n_routed_experts": 16,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 4,
-    "n_group": 4,
-    "topk_group": 2,
-    "vocab_size": 8192,
-}
-"""A DeepSeek-V3 of 10.5 M parameters."""
 
 
 def main() -> None:
     """Print the tables on rank zero."""
     given = _arguments()
     world = World.from_environment(os.environ)
-    kinds = {"long tail": _long_tail(), "file": _file_lengths(given.rows, given.tokenizer)}
+    kinds = {"long tail": _long_tail()}
+    if given.rows is not None:
+        kinds["file"] = _file_lengths(given.rows, given.tokenizer)
     if world.rank == 0:
         _print_arithmetic(kinds, Shape.of(given.model))
     with process_group(world, choose_device()):
@@ -93,8 +78,8 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=Path, required=True, help="JSON lines with `question` and `answer`")
-    parser.add_argument("--tokenizer", type=Path, required=True, help="folder with tokenizer.json")
+    parser.add_argument("--rows", type=Path, help="JSON lines with `question` and `answer`")
+    parser.add_argument("--tokenizer", type=Path, help="folder with tokenizer.json")
     parser.add_argument("--model", type=Path, required=True, help="folder with the config.json of the arithmetic")
     return parser.parse_args()
 
@@ -108,7 +93,7 @@ def _file_lengths(file: Path, tokenizer: Path) -> Lengths:
     return [(question + answer, answer) for question, answer in zip(questions, answers, strict=True)]
 
 
-def _long_tail(number: int = 8000) -> Lengths:
+def _long_tail(number: int = 16000) -> Lengths:
     lengths = np.random.default_rng(0).lognormal(np.log(400), 1.2, size=number).astype(int).clip(8, 32768)
     return [(length, length // 2) for length in lengths.tolist()]
 
@@ -127,19 +112,19 @@ def _rows(documents: Lengths, row_len: int) -> PreparedRows:
 
 
 def _print_arithmetic(kinds: dict[str, Lengths], shape: Shape) -> None:
-    _say("| documents | tokens of a row | ranks | rows of a rank | meet each | in order | divided |")
-    _say("| --- | --- | --- | --- | --- | --- | --- |")
+    _say("| documents | tokens of a row | ranks | rows of a rank | meet each | in order | divided | least |")
+    _say("| --- | --- | --- | --- | --- | --- | --- | --- |")
     cost = RowCost.of(shape, recomputes=True)
     for (name, documents), row_len in itertools.product(kinds.items(), (2048, 8192, 32768)):
         rows = _rows(documents, row_len)
         costs = np.array([cost.of_row(*rows.sizes(number), row_len=row_len) for number in range(len(rows))])
         costs = costs[np.random.default_rng(1).permutation(len(costs))]
-        for dp, forwards, meets in itertools.product((2, 8, 32), (4,), (False, True)):
+        for dp, forwards, meets in itertools.product((2, 8, 32), (4, 8), (False, True)):
             division = Division(dp, 1, forwards, meets)
             if len(costs) >= LEAST_STEPS * dp * forwards:
                 before, after = (_waiting(costs, division, divide) for divide in (_in_order, divide_rows))
-                when = "forward" if meets else "step"
-                _say(f"| {name} | {row_len} | {dp} | {forwards} | {when} | {before:.2%} | {after:.2%} |")
+                when, least = "forward" if meets else "step", _least_waiting(costs, division)
+                _say(f"| {name} | {row_len} | {dp} | {forwards} | {when} | {before:.2%} | {after:.2%} | {least:.2%} |")
 
 
 def _say(line: str) -> None:
@@ -154,19 +139,37 @@ def _in_order(costs: NDArray[np.float64], division: Division) -> list[list[int]]
 def _waiting(
     costs: NDArray[np.float64], division: Division, divide: Callable[[NDArray[np.float64], Division], list[list[int]]]
 ) -> float:
-    size, found = division.dp * division.share, []
-    for first in range(0, len(costs) - size + 1, size):
-        of_step = costs[first : first + size]
+    found = []
+    for of_step in _steps(costs, division):
         sums = np.array([of_step[share] for share in divide(of_step, division)])
         slowest = sums.max(0).sum() if division.meets_each_forward else sums.sum(1).max()
         found.append(slowest / sums.sum(1).mean() - 1)
     return statistics.fmean(found)
 
 
+def _least_waiting(costs: NDArray[np.float64], division: Division) -> float:
+    """A lower bound of the waiting with a row in each forward."""
+    found = []
+    for of_step in _steps(costs, division):
+        descending = np.sort(of_step)[::-1]
+        slowest = (
+            descending[:: division.dp].sum()
+            if division.meets_each_forward
+            else descending[0] + descending[len(descending) - division.forwards + 1 :].sum()
+        )
+        found.append(max(slowest / (of_step.sum() / division.dp) - 1, 0.0))
+    return statistics.fmean(found)
+
+
+def _steps(costs: NDArray[np.float64], division: Division) -> list[NDArray[np.float64]]:
+    size = division.dp * division.share
+    return [costs[first : first + size] for first in range(0, len(costs) - size + 1, size)]
+
+
 def _measure(name: str, documents: Lengths, world: World) -> None:
     rows = _rows(documents, MEASURED_LEN)
     with tempfile.TemporaryDirectory() as folder:
-        AutoConfig.for_model("deepseek_v3", **SMALL).save_pretrained(folder)
+        AutoConfig.for_model("deepseek_v3", **SMALL_V3).save_pretrained(folder)
         config = _config(folder)
         plan = make_plan(config, world=world, device=choose_device())
         cost = RowCost.of(Shape.of(folder), recomputes=False)

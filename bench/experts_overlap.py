@@ -25,6 +25,7 @@ from transformers import AutoConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from bench.small_v3 import SMALL_V3
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.batches import Batch, BatchPlan, training_batches
 from ds_finetune.data.rows import Row
@@ -39,26 +40,7 @@ from ds_finetune.plan.plan import make_plan
 from ds_finetune.world import World
 
 ROUNDS, ROWS, TOKENS = 4, 4, 512
-MODEL = {
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "moe_intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "first_k_dense_replace": 1,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "q_lora_rank": 96,
-    "kv_lora_rank": 64,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 32,
-    "n_routed_experts": 16,
-    "n_shared_experts": 4,
-    "num_experts_per_tok": 4,
-    "n_group": 4,
-    "topk_group": 2,
-    "vocab_size": 8192,
-}
+MODEL = SMALL_V3 | {"n_shared_experts": 4}
 
 
 def main() -> None:

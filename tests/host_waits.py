@@ -5,9 +5,10 @@ tensors would be in its memory is followed from the calls that make and copy the
 counted: numbers that Python reads, results whose size depends on values, and copies that are not asynchronous from
 pinned memory.
 
+DeepSpeed's streams and events are imagined too: each wait of the host for one of them counts.
+
 Not seen: what a kernel does on CUDA alone (fallbacks of grouped products without `torch._grouped_mm`, FusedAdam),
-DeepSpeed's streams and events (an accelerator of CPUs has none, so overlap and ZeRO-3's limit on gathers under way are
-no part of a count), allocations, and NCCL.
+ZeRO-3's limits on gathers and reductions under way, allocations, and NCCL.
 """
 
 import sys
@@ -99,11 +100,13 @@ class HostWaits:
         """Count a wait where the code that asked for it is."""
         self.found[f"{kind} at {_place()}"] += 1
 
-    def count_copy(self, source: torch.Tensor, *, to_host: bool, non_blocking: bool) -> None:
-        """Count a copy between memories if the host waits for it."""
+    def count_copy(self, source: torch.Tensor, *, to_host: bool, non_blocking: bool, is_pinned: bool = True) -> None:
+        """Count a copy between memories if the host waits for it; `is_pinned` is whether one to the host goes to pinned
+        memory, as torch's own copies without a destination do.
+        """
         if self.is_on_host(source) == to_host:
             return
-        if not non_blocking or not (to_host or self.is_pinned(source)):
+        if not non_blocking or not (is_pinned if to_host else self.is_pinned(source)):
             self.count("copy to the host" if to_host else "copy to the device")
 
 
@@ -259,7 +262,40 @@ class _Operators(TorchDispatchMode):
                 waits.count(f"{name} by positions on the host")
         elif name == "copy_":
             non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
-            waits.count_copy(args[1], to_host=waits.is_on_host(args[0]), non_blocking=bool(non_blocking))
+            waits.count_copy(
+                args[1],
+                to_host=waits.is_on_host(args[0]),
+                non_blocking=bool(non_blocking),
+                is_pinned=waits.is_pinned(args[0]),
+            )
+
+
+class _Stream:
+    """A stream of the imagined accelerator; all of them are one."""
+
+    def __init__(self, waits: HostWaits) -> None:
+        self._waits = waits
+
+    def synchronize(self) -> None:
+        """Let the host wait for everything before."""
+        self._waits.count("stream synchronized")
+
+    def wait_event(self, event: "_Event") -> None:
+        """Let later work of the stream wait for an event; the host goes on."""
+
+    def wait_stream(self, stream: "_Stream") -> None:
+        """Let later work of the stream wait for another one; the host goes on."""
+
+
+class _Event(_Stream):
+    """A moment of a stream."""
+
+    def record(self, stream: _Stream | None = None) -> None:
+        """Take the present moment of a stream."""
+
+    def query(self) -> bool:
+        """Whether the moment has passed."""
+        return True
 
 
 @contextmanager
@@ -278,11 +314,24 @@ def imagined_accelerator() -> Iterator[HostWaits]:
     members["device_name"] = lambda _, index=None: str(DEVICE)
     members["current_device_name"] = lambda _: str(DEVICE)
     members["synchronize"] = lambda _, index=None: waits.count("synchronize")
+    members["on_accelerator"] = lambda _, tensor: not waits.is_on_host(tensor)
+    members["pin_memory"] = lambda _, tensor, make_copy=True, match_shape=True: tensor.pin_memory()
+    stream = _Stream(waits)
+    members |= {"Event": property(lambda _: partial(_Event, waits)), "Stream": property(lambda _: lambda: stream)}
+    members |= dict.fromkeys(("current_stream", "default_stream"), lambda _, index=None: stream)
+    members |= dict.fromkeys(("is_synchronized_device", "resolves_data_dependency"), lambda _: False)
+    members |= dict.fromkeys(("use_host_timers", "handles_memory_backpressure"), lambda _: True)
     accelerator.__class__ = type("ImaginedAccelerator", (kind,), members)
     try:
         # Checkpointing compares the devices of tensors; some it sees while the mode handles a call, and is off.
         without_devices = {"default": lambda tensor: (tensor.shape, tensor.dtype)}
-        with patch.dict(_allowed_determinism_checks_to_fns, without_devices), _Calls(waits), _Operators(waits):
+        with (
+            patch.dict(_allowed_determinism_checks_to_fns, without_devices),
+            # It takes torch's streams alone.
+            patch.object(torch.Tensor, "record_stream", lambda *_: None),
+            _Calls(waits),
+            _Operators(waits),
+        ):
             yield waits
     finally:
         accelerator.__class__ = kind

@@ -169,6 +169,13 @@ MUTANTS = (
         OFFLOAD,
     ),
     Mutant(
+        "a norm of offloaded gradients without the last parameter's",
+        "patches/deepspeed_offload.py",
+        "for part, param in found if part is not None]",
+        "for part, param in found[:-1] if part is not None]",
+        "tests/parity/test_parity.py",
+    ),
+    Mutant(
         "weights that stay on the device sent to the host too",
         "model/activation_offload.py",
         "if saved.data_ptr() != hidden.data_ptr() or saved.shape != hidden.shape:",
@@ -374,8 +381,8 @@ MUTANTS = (
     Mutant(
         "a bad gradient of the layer of multi-token prediction applied",
         "patches/deepspeed_clipping.py",
-        "if not self._has_bad_gradient() and all(map(math.isfinite, values)):",
-        "if True:",
+        "if self._has_bad_gradient() or not all(map(math.isfinite, (value, *values))):",
+        "if False:",
         "tests/engine/test_steps.py",
     ),
     Mutant(
@@ -843,6 +850,27 @@ MUTANTS = (
         "if routers.plan.section.bias_update and not is_skipped:",
         "if routers.plan.section.bias_update:",
         "tests/engine/test_steps.py",
+    ),
+    Mutant(
+        "backwards of chunks in the order of their forwards",
+        "plan/pipeline.py",
+        "PipelineTurn(False, vpp - 1 - turn.chunk, turn.micro)",
+        "PipelineTurn(False, turn.chunk, turn.micro)",
+        "tests/plan/test_pipeline.py",
+    ),
+    Mutant(
+        "the last norm after every chunk of the last rank",
+        "model/parallel/interleaving.py",
+        "            self._norms[:-1] = [nn.Identity() for _ in chunks[1:]]\n",
+        "            pass\n",
+        PARALLEL,
+    ),
+    Mutant(
+        "tokens counted again for every chunk",
+        "model/routers.py",
+        "if is_counting and counts_tokens:",
+        "if is_counting:",
+        PARALLEL,
     ),
     Mutant(
         "balance of the last stage alone",

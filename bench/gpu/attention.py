@@ -1,9 +1,10 @@
 """Attention on a GPU: whether its kernels agree, and how long they take."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -114,24 +115,26 @@ def parity(recorder: Recorder, *, is_tiny: bool) -> None:
             hf_config = AutoConfig.for_model(**config)
             is_packed = packs_documents("sdpa", hf_config, device=device().type, precision="bf16")
             values[str(config["model_type"])] = "varlen" if is_packed else "by document"
-    lengths = _TINY_LENGTHS if is_tiny else _LENGTHS
-    window = 4 if is_tiny else 128
-    for name, heads in HEADS.items():
-        for kind, options in (
-            ("causal", {}),
-            (f"window {window}", {"window": window}),
-            ("both directions", {"is_causal": False}),
-        ):
-            for dtype in (torch.bfloat16, torch.float16):
-                with recorder.record(f"{name}, {kind}, {str(dtype).removeprefix('torch.')}") as values:
-                    inputs = _draw(heads, lengths, dtype)
-                    wanted = _run(inputs.to(torch.float32), is_packed=False, **options)  # type: ignore[arg-type]
-                    found = _run(inputs, is_packed=False, **options)  # type: ignore[arg-type]
-                    check_limit(values, "by document", _largest_difference(found, wanted), limit=_HALF_LIMIT)
-                    if device().type == "cpu":
-                        raise SkippedError("the kernel for all documents runs on GPUs alone")
-                    found = _run(inputs, is_packed=True, **options)  # type: ignore[arg-type]
-                    check_limit(values, "varlen", _largest_difference(found, wanted), limit=_HALF_LIMIT)
+    lengths, window = (_TINY_LENGTHS, 4) if is_tiny else (_LENGTHS, 128)
+    kinds: dict[str, dict[str, Any]] = {
+        "causal": {},
+        f"window {window}": {"window": window},
+        "both directions": {"is_causal": False},
+    }
+    for name, kind, dtype in itertools.product(HEADS, kinds, (torch.bfloat16, torch.float16)):
+        with recorder.record(f"{name}, {kind}, {str(dtype).removeprefix('torch.')}") as values:
+            inputs = _draw(HEADS[name], lengths, dtype)
+            wanted = _run(inputs.to(torch.float32), is_packed=False, **kinds[kind])
+            found = _run(inputs, is_packed=False, **kinds[kind])
+            check_limit(values, "by document", _largest_difference(found, wanted), limit=_HALF_LIMIT)
+            _check_for_gpu()
+            found = _run(inputs, is_packed=True, **kinds[kind])
+            check_limit(values, "varlen", _largest_difference(found, wanted), limit=_HALF_LIMIT)
+
+
+def _check_for_gpu() -> None:
+    if device().type == "cpu":
+        raise SkippedError("the kernel for all documents runs on GPUs alone")
 
 
 def speed(recorder: Recorder, *, is_tiny: bool) -> None:
@@ -143,21 +146,23 @@ def speed(recorder: Recorder, *, is_tiny: bool) -> None:
     }
     tiny = {name: tuple(row[:2] for row in documents) for name, documents in list(shapes.items())[:1]}
     tiny = {name: tuple(tuple(length // 100 for length in row) for row in rows) for name, rows in tiny.items()}
-    for name in ("llama 8B", "qwen 1.5B", "latent 16B"):
-        heads = HEADS[name]
-        for shape, documents in (tiny if is_tiny else shapes).items():
-            pairs = sum(length * length / 2 for row in documents for length in row)
-            with recorder.record(f"{name}, {shape}") as values:
-                inputs = _draw(heads, documents, torch.bfloat16)
-                for kind in (False, True):
-                    if kind and device().type == "cpu":
-                        raise SkippedError("the kernel for all documents runs on GPUs alone")
-                    name_of = "varlen" if kind else "by document"
-                    work = partial(_run, inputs, is_packed=kind)
-                    seconds = median_seconds(work, repeats=10)
-                    values[f"{name_of} ms"] = seconds * 1e3
-                    values[f"{name_of} TFLOP/s"] = heads.operations * pairs / seconds / 1e12
-                    values[f"{name_of} kernels"] = count_kernels(work)
+    chosen = tiny if is_tiny else shapes
+    for name, shape in itertools.product(("llama 8B", "qwen 1.5B", "latent 16B"), chosen):
+        with recorder.record(f"{name}, {shape}") as values:
+            inputs = _draw(HEADS[name], chosen[shape], torch.bfloat16)
+            _time(values, "by document", inputs, HEADS[name])
+            _check_for_gpu()
+            _time(values, "varlen", inputs, HEADS[name])
+
+
+def _time(values: dict[str, Any], kind: str, inputs: _Inputs, heads: Heads) -> None:
+    """Add the time, speed and kernels of one layer to `values`."""
+    pairs = sum(length * length / 2 for row in inputs.documents for length in row)
+    work = partial(_run, inputs, is_packed=kind == "varlen")
+    seconds = median_seconds(work, repeats=10)
+    values[f"{kind} ms"] = seconds * 1e3
+    values[f"{kind} TFLOP/s"] = heads.operations * pairs / seconds / 1e12
+    values[f"{kind} kernels"] = count_kernels(work)
 
 
 def latent(recorder: Recorder, *, is_tiny: bool) -> None:
@@ -166,27 +171,39 @@ def latent(recorder: Recorder, *, is_tiny: bool) -> None:
     The package takes `padded` on GPUs (model/narrow_values.py).
     """
     heads = Heads(2, 2, 24, 16) if is_tiny else HEADS["latent 16B"]
+    kernels: tuple[tuple[ValueKernel, SDPBackend | None], ...] = (
+        (ValueKernel.PADDED, None),
+        (ValueKernel.PADDED, SDPBackend.FLASH_ATTENTION),
+        (ValueKernel.PADDED, SDPBackend.CUDNN_ATTENTION),
+        (ValueKernel.CUDNN, None),
+        (ValueKernel.MEMORY_EFFICIENT, None),
+        (ValueKernel.ANY, None),
+    )
     for tokens in (16,) if is_tiny else (512, 4096, 16384):
         inputs = _draw(heads, ((tokens,),), torch.bfloat16)
         wanted = _narrow(ValueKernel.ANY)(inputs.to(torch.float32)) if tokens <= 4096 else None
-        for kernel, backend in (
-            (ValueKernel.PADDED, None),
-            (ValueKernel.PADDED, SDPBackend.FLASH_ATTENTION),
-            (ValueKernel.PADDED, SDPBackend.CUDNN_ATTENTION),
-            (ValueKernel.CUDNN, None),
-            (ValueKernel.MEMORY_EFFICIENT, None),
-            (ValueKernel.ANY, None),
-        ):
+        for kernel, backend in kernels:
             name = f"{kernel.value}{f' by {backend.name.lower()}' if backend else ''}, {tokens:,} tokens"
             with recorder.record(name) as values:
-                if device().type == "cpu" and (backend or kernel in (ValueKernel.CUDNN, ValueKernel.MEMORY_EFFICIENT)):
-                    raise SkippedError("a kernel of GPUs")
+                _check_kernel(kernel, backend)
                 work = _narrow(kernel, backend)
-                if wanted is not None:
-                    check_limit(values, "difference", _largest_difference(work(inputs), wanted), limit=_HALF_LIMIT)
+                _check_difference(values, work(inputs), wanted)
                 seconds = median_seconds(partial(work, inputs), repeats=10)
                 values["ms"] = seconds * 1e3
                 values["TFLOP/s"] = heads.operations * tokens * tokens / 2 / seconds / 1e12
+
+
+def _check_kernel(kernel: ValueKernel, backend: SDPBackend | None) -> None:
+    if device().type == "cpu" and (backend or kernel in (ValueKernel.CUDNN, ValueKernel.MEMORY_EFFICIENT)):
+        raise SkippedError("a kernel of GPUs")
+
+
+def _check_difference(
+    values: dict[str, Any], found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor] | None
+) -> None:
+    """Nothing where the numbers in fp32 are not known."""
+    if wanted is not None:
+        check_limit(values, "difference", _largest_difference(found, wanted), limit=_HALF_LIMIT)
 
 
 def _narrow(kernel: ValueKernel, backend: SDPBackend | None = None) -> Callable[[_Inputs], tuple[torch.Tensor, ...]]:

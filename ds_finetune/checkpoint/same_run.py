@@ -106,6 +106,7 @@ ON_RESUME: Mapping[str, OnResume] = {
     "parallel.tp": PRINTED,
     "parallel.pp": PRINTED,
     "parallel.pp_layers": PRINTED,
+    "parallel.vpp": PRINTED,
     "parallel.ep": PRINTED,
     "parallel.sp": PRINTED,
     "lora.rank": REFUSED,

@@ -71,6 +71,7 @@ KEYS_OF_OTHER_PROGRAMS = {
     "lora": "adapter finetuning_type use_peft peft_config use_lora peft",
     "parallel.tp": "tensor_parallel_size tensor_model_parallel_size autotp_size tp_size",
     "parallel.pp": "pipeline_parallel_size pipeline_model_parallel_size pp_size",
+    "parallel.vpp": "virtual_pipeline_model_parallel_size num_virtual_stages_per_pipeline_rank vpp_size",
     "parallel.ep": "expert_parallel_size expert_model_parallel_size ep_size",
     "parallel.sp": "sequence_parallel_degree sequence_parallel_size context_parallel_size context_parallel sp_size cp",
     "objective": "stage rl rlhf_type task_type problem_type training_type",

@@ -11,7 +11,7 @@ from ds_finetune.shipped import shipped_file
 
 Lines = dict[tuple[str, ...], int]
 """Line of each key, by its path from the top."""
-_SHORT_FORMS = {"model": "path", "objective": "name"}
+SHORT_FORMS = {"model": "path", "objective": "name"}
 """Sections that may be written as the value of one of their keys."""
 
 
@@ -76,8 +76,8 @@ def set_key(tree: dict[str, Any], lines: Lines, name: str, value: object, *, sou
     branch = tree
     for depth, key in enumerate(keys[:-1]):
         section = branch.setdefault(key, {})
-        if isinstance(section, str) and depth == 0 and key in _SHORT_FORMS:
-            section = branch[key] = {_SHORT_FORMS[key]: section}
+        if isinstance(section, str) and depth == 0 and key in SHORT_FORMS:
+            section = branch[key] = {SHORT_FORMS[key]: section}
         if not isinstance(section, dict):
             raise ConfigError(
                 f"{source}: `{'.'.join(keys[: depth + 1])}` is `{section}`, not a section",

@@ -14,6 +14,7 @@ from ds_finetune.config.launch import LaunchConfig
 from ds_finetune.config.mtp import MtpConfig
 from ds_finetune.config.objectives import ObjectiveField, SftObjective
 from ds_finetune.config.optim import OptimConfig
+from ds_finetune.config.parallel import ParallelConfig
 from ds_finetune.config.profiling import ProfileConfig
 from ds_finetune.config.routers import RouterConfig
 from ds_finetune.config.run_file import Lines, apply_override, read_yaml
@@ -24,6 +25,7 @@ from ds_finetune.config.value_types import (
     HeldOutPaths,
     InexactNames,
     Layout,
+    MicroBatchSize,
     StepsText,
     TimeText,
     WeightedPaths,
@@ -144,8 +146,8 @@ class TrainConfig(Section):
     """Length of the run: `N steps`, `N epochs` or `N tokens`."""
     global_batch_size: int = Field(default=32, ge=1)
     """Rows of one optimizer step over all ranks (packed rows when packing)."""
-    micro_batch_size: int = Field(default=1, ge=1)
-    """Rows of one forward on one rank; accumulation is derived."""
+    micro_batch_size: MicroBatchSize = 1
+    """Rows of one forward on one rank; accumulation is derived. `auto` takes the most that fit into memory."""
     max_seq_len: int = Field(default=2048, ge=2)
     """Tokens of a row at most; a row has both sides of a pair of answers."""
     precision: Precision = "bf16"
@@ -233,23 +235,6 @@ class CheckpointConfig(Section):
     def every_steps(self) -> int:
         """Steps between checkpoints; 0 where nothing is saved."""
         return 0 if self.every == "never" else int(Duration.parse(self.every).value)
-
-
-class ParallelConfig(Section):
-    """Degrees of tensor, pipeline, expert and sequence parallelism; data parallelism takes the remaining ranks."""
-
-    tp: int = Field(default=1, ge=1)
-    """Tensor parallel size: ranks that hold parts of every layer, cut by heads, inner width and vocabulary."""
-    pp: int = Field(default=1, ge=1)
-    """Pipeline parallel size: stages of consecutive layers, balanced by parameters."""
-    pp_layers: tuple[int, ...] = ()
-    """Layers of each stage, where they are not to be balanced by parameters, e.g. after measuring: [12, 16]."""
-    ep: int = Field(default=1, ge=1)
-    """Expert parallel size: data (and sequence) parallel ranks that divide the routed experts among them."""
-    sp: int = Field(default=1, ge=1)
-    """Sequence parallel size: ranks that share the tokens of each row; attention is over whole rows, a part of the
-    heads on each.
-    """
 
 
 class LoraConfig(Section):

@@ -4,7 +4,7 @@ import math
 import re
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
 from ds_finetune.schedule import Duration, seconds_of, warmup_steps
 
@@ -71,6 +71,13 @@ def _check_warmup(text: object) -> object:
     return str(text)
 
 
+def _check_micro_batch(value: object) -> object:
+    if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise ValueError(f"it is {value!r}; write a whole number of at least 1, or `auto`")
+    return value
+
+
+MicroBatchSize = Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], BeforeValidator(_check_micro_batch)]
 WeightedPaths = Annotated[tuple[str, ...] | dict[str, float], BeforeValidator(_as_weighted)]
 HeldOutPaths = Annotated[tuple[str, ...] | dict[str, tuple[str, ...]], BeforeValidator(_as_sets)]
 DurationText = Annotated[str, BeforeValidator(_check_duration)]

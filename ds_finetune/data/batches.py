@@ -118,6 +118,8 @@ class BatchPlan:
     """Whether padding behind a single document is a document of its own, as attention in both directions needs it."""
     row_cost: Callable[[int], float] | None = None
     """Cost of a training row by its number, by which ranks get equal shares; None leaves the rows in order."""
+    streamed_row_cost: Callable[[Row], float] | None = None
+    """Cost of a streamed row, by which a rank's rows of a step are ordered; None leaves them in order."""
     meets_each_forward: bool = False
     """Whether ranks wait for each other in every forward or backward, and not only at the end of a step."""
 

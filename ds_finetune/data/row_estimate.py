@@ -4,9 +4,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from ds_finetune.data.files import FileFormat
 from ds_finetune.data.sources import Source
 from ds_finetune.units import MIB
@@ -25,6 +22,9 @@ def _estimate(source: Source) -> int:
     """Estimate from the lines in the first MiB of a file, or read the number in a Parquet file's footer."""
     path = Path(source.path)
     if source.format == "parquet":
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
         # A damaged file is reported when its rows are read.
         with suppress(OSError, pa.ArrowException):
             return int(pq.read_metadata(path).num_rows)

@@ -54,6 +54,12 @@ class Row:
         """Documents of its text; each begins at position 0."""
         return 0 if self.is_filler else int((self.position_ids == 0).sum())
 
+    @property
+    def document_lengths(self) -> NDArray[np.int64]:
+        """Tokens of each document of its text."""
+        starts = np.flatnonzero(self.position_ids == 0)
+        return np.diff(np.append(starts, len(self.position_ids)))[: self.num_documents]
+
 
 class Rows(Protocol):
     """Rows by index, in any order."""

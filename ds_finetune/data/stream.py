@@ -91,15 +91,19 @@ def streaming_batches(
     """Batches of the steps from `start_step` (0-based) to `steps`, exclusive.
 
     Rank r takes records r, r + dp, ... of each pass over the sources, and shuffles the rows of each chunk of
-    `RECORDS_AT_A_TIME` records by (seed, pass, chunk). Unlike batches of prepared rows, these depend on dp. `start` is
-    the position after the last batch before a resume; records before it are read again, but not tokenised.
+    `RECORDS_AT_A_TIME` records by (seed, pass, chunk). Unlike batches of prepared rows, these depend on dp. Where the
+    plan has costs of rows, those of a step are in descending order of it, so that the n-th forwards of all ranks take
+    nearly as long. `start` is the position after the last batch before a resume; records before it are read again, but
+    not tokenised.
     """
     mine = _my_rows(rows, plan, start)
     share = plan.global_batch_size // plan.dp
     for step in range(start_step, steps):
         taken = list(islice(mine, share))
-        numbers = tuple(range(step * share, (step + 1) * share))
-        yield make_batch([row for row, _ in taken], plan, taken[-1][1], numbers)
+        of_step, numbers = [row for row, _ in taken], tuple(range(step * share, (step + 1) * share))
+        if plan.streamed_row_cost is not None:
+            of_step.sort(key=plan.streamed_row_cost, reverse=True)
+        yield make_batch(of_step, plan, taken[-1][1], numbers)
 
 
 def _my_rows(rows: StreamedRows, plan: BatchPlan, start: Position) -> Iterator[tuple[Row, Position]]:

@@ -24,6 +24,7 @@ from ds_finetune.engine.document_scores import NO_SCORES, DocumentScores, gather
 from ds_finetune.engine.finite_gradients import FiniteProbe
 from ds_finetune.engine.generation import GenerationLimits, answer_prompts
 from ds_finetune.engine.gradient_norm import clip_gradients
+from ds_finetune.engine.interleaved_schedule import run_pipeline
 from ds_finetune.engine.loss_normalisation import (
     UNITS,
     detached_sums,
@@ -31,7 +32,7 @@ from ds_finetune.engine.loss_normalisation import (
     term_weights,
     unit_counts,
 )
-from ds_finetune.engine.pipeline_schedule import StageForward, run_1f1b
+from ds_finetune.engine.pipeline_schedule import StageForward
 from ds_finetune.engine.process_groups import Groups
 from ds_finetune.engine.rank_rows import RankBatch, copy_to_device, host_rows, rank_batch, rows_on_device
 from ds_finetune.engine.results import HeldOutScores, StepResult, step_result
@@ -312,7 +313,7 @@ class Engine:
             return StageForward(loss, out.hidden if isinstance(out, StageOutput) else None)
 
         with gradients_reduced_at_end(self._ds, zero_stage=self.plan.zero_stage):
-            run_1f1b(stage, every, forward, lambda scalar: self._ds.backward(scalar, scale_wrt_gas=False))
+            run_pipeline(stage, every, forward, lambda scalar: self._ds.backward(scalar, scale_wrt_gas=False))
             if self._trains_both_ends:
                 stage.all_reduce_embedding_grad(self._ds.module.lm.get_input_embeddings().weight.grad)
         return sums

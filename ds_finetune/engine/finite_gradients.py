@@ -1,5 +1,7 @@
 """Finds the first parameter with a non-finite gradient, for one reduction per gradient."""
 
+import math
+import re
 from collections.abc import Sequence
 
 import torch
@@ -7,6 +9,8 @@ from torch import nn
 
 from ds_finetune.engine.collectives import all_gather_object
 from ds_finetune.plan.mesh import Mesh
+
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 class FiniteProbe:
@@ -32,8 +36,10 @@ class FiniteProbe:
     def culprit(self, mesh: Mesh) -> str:
         """The parameter with the first non-finite gradient, and its rank; collective."""
         names = all_gather_object(self._first_bad())
-        # The last stage of a pipeline sends a non-finite gradient on to the stages before it.
-        ranks = sorted(range(len(names)), key=lambda rank: -mesh.place("pp", rank))
+        ranks = list(range(len(names)))
+        if mesh.pp > 1:
+            # Later layers of a pipeline send a non-finite gradient on to the ones before them.
+            ranks.sort(key=lambda rank: -_depth(names[rank] or "", is_last=mesh.place("pp", rank) == mesh.pp - 1))
         culprits = [f"{names[rank]} on rank {rank}" for rank in ranks if names[rank]]
         return culprits[0] if culprits else "no single gradient; the reduction overflowed"
 
@@ -49,3 +55,11 @@ class FiniteProbe:
         wide = torch.float32 if grad.dtype == torch.float16 else None
         zero_or_nan = (grad.detach().sum(dtype=wide) * 0).float()
         self._seen[index] = self._seen[index] + zero_or_nan if index in self._seen else zero_or_nan
+
+
+def _depth(name: str, *, is_last: bool) -> float:
+    """Where a parameter is in the order of forward: the number of its layer; norm and head, on the last rank, are after
+    all layers, and the embedding before them.
+    """
+    layer = _LAYER.search(name)
+    return int(layer[1]) if layer else math.inf if is_last else -1

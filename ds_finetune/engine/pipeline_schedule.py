@@ -58,12 +58,12 @@ def run_1f1b(stage: PipelineGroup, every: Sequence[ForwardRows], forward: Forwar
             done.update({slot: forward(next(waiting))}),
             arrived.update({slot: stage.input_hidden_states}),
         ),
-        schedule.SendActivation: lambda slot: stage.send(_hidden_of(done[slot]), to=stage.group_rank + 1),
+        schedule.SendActivation: lambda slot: stage.send(hidden_of(done[slot]), to=stage.group_rank + 1),
         schedule.RecvGrad: lambda slot: grads.update(
-            {slot: stage.receive(torch.empty_like(_hidden_of(done[slot])), source=stage.group_rank + 1)}
+            {slot: stage.receive(torch.empty_like(hidden_of(done[slot])), source=stage.group_rank + 1)}
         ),
-        schedule.BackwardPass: lambda slot: backward(_scalar(done.pop(slot), grads.pop(slot, None))),
-        schedule.SendGrad: lambda slot: stage.send(_grad_of(arrived.pop(slot)), to=stage.group_rank - 1),
+        schedule.BackwardPass: lambda slot: backward(scalar_of(done.pop(slot), grads.pop(slot, None))),
+        schedule.SendGrad: lambda slot: stage.send(grad_of(arrived.pop(slot)), to=stage.group_rank - 1),
     }
     for commands in turns.steps():
         for command in commands:
@@ -71,21 +71,23 @@ def run_1f1b(stage: PipelineGroup, every: Sequence[ForwardRows], forward: Forwar
                 actions[type(command)](command.buffer_id)
 
 
-def _hidden_of(done: StageForward) -> torch.Tensor:
+def hidden_of(done: StageForward) -> torch.Tensor:
+    """The hidden states for the next stage."""
     assert done.hidden is not None, "the last stage sends no hidden states"
     return done.hidden
 
 
-def _scalar(done: StageForward, grad: torch.Tensor | None) -> torch.Tensor:
+def scalar_of(done: StageForward, grad: torch.Tensor | None) -> torch.Tensor:
     """The scalar whose gradients are those of the stage: `grad` is that of its hidden states."""
     if grad is None:
         assert done.loss is not None, "the last stage has no loss"
         return done.loss
-    sent_back: torch.Tensor = _WithGradient.apply(_hidden_of(done), grad)
+    sent_back: torch.Tensor = _WithGradient.apply(hidden_of(done), grad)
     return sent_back if done.loss is None else sent_back + done.loss
 
 
-def _grad_of(tensor: torch.Tensor | None) -> torch.Tensor:
+def grad_of(tensor: torch.Tensor | None) -> torch.Tensor:
+    """The gradient of hidden states that arrived, after their backward."""
     assert tensor is not None
     assert tensor.grad is not None, "no gradient reached the hidden states from the stage before"
     return tensor.grad

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ds_finetune.engine.default_group import COLLECTIVE_TIMEOUT
 from ds_finetune.model.parallel.expert import ExpertParallelGroup
-from ds_finetune.model.parallel.pipeline import PipelineGroup
+from ds_finetune.model.parallel.pipeline import Link, PipelineGroup
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
 from ds_finetune.model.parallel.tensor import TensorParallelGroup
 from ds_finetune.patches.deepspeed_groups import (
@@ -120,17 +120,18 @@ class _GroupMaker:
 
 @contextmanager
 def open_groups(
-    mesh: Mesh, *, shares_embedding: bool = False, timeout: timedelta = COLLECTIVE_TIMEOUT
+    mesh: Mesh, *, shares_embedding: bool = False, vpp: int = 1, timeout: timedelta = COLLECTIVE_TIMEOUT
 ) -> Iterator[Groups]:
     """Make the groups of `mesh`, collectively, and destroy them at the end.
 
-    With `shares_embedding` the first and the last pipeline stage have a group, because both hold the embedding.
+    With `shares_embedding` the first and the last pipeline stage have a group, because both hold the embedding. With
+    `vpp` chunks a rank, more than one, pipelines have a group for each `Link`.
 
     They are destroyed here because DeepSpeed 0.19.8 keeps a ZeRO-3 model, and with it the groups, past `destroy`.
     """
     made = _GroupMaker(mesh, timeout)
     groups = Groups(
-        stage=_stage(made, shares_embedding=shares_embedding) if mesh.pp > 1 else None,
+        stage=_stage(made, shares_embedding=shares_embedding, vpp=vpp) if mesh.pp > 1 else None,
         sequence=SequenceParallelGroup(made.line("sp"), mesh.sp, mesh.place("sp")) if mesh.sp > 1 else None,
         tensor=TensorParallelGroup(made.line("tp"), mesh.tp, mesh.place("tp")) if mesh.tp > 1 else None,
         experts=ExpertParallelGroup(made.own(mesh.expert_lines()), mesh.ep, mesh.expert_place) if mesh.ep > 1 else None,
@@ -148,9 +149,13 @@ def open_groups(
     made.destroy()
 
 
-def _stage(made: _GroupMaker, *, shares_embedding: bool) -> PipelineGroup:
+def _stage(made: _GroupMaker, *, shares_embedding: bool, vpp: int) -> PipelineGroup:
     mesh = made.mesh
     stage = PipelineGroup(made.line("pp"), mesh.pp, mesh.place("pp"))
+    stage.num_chunks = vpp
+    if vpp > 1:
+        ways = (Link(is_forward, wraps) for is_forward in (True, False) for wraps in (True, False))
+        stage.links = {way: made.own(mesh.lines("pp")) for way in ways}
     if shares_embedding:
         ends = [
             [rank for rank in line if mesh.place("pp", rank) in (0, mesh.pp - 1)]

@@ -50,7 +50,9 @@ from ds_finetune.model.parallel.expert import (
     install_expert_parallel,
     install_overlapped_exchange,
 )
+from ds_finetune.model.parallel.interleaving import ModelChunks
 from ds_finetune.model.parallel.pipeline import (
+    PipelineGroup,
     build_meta_model,
     build_only_layers,
     has_embedding_copy,
@@ -105,6 +107,7 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
         open_groups(
             plan.mesh,
             shares_embedding=bool(model.hf_config.tie_word_embeddings or mtp_layers(model.hf_config)),
+            vpp=len(model.stages[0].chunks) if model.stages[0] is not None else 1,
             timeout=timedelta(seconds=plan.collective_seconds),
         ) as groups,
         start_teacher(plan, model, groups) as teacher,
@@ -115,6 +118,7 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
         trained = TrainedModel(lm, groups.sequence, groups.stage)
         if isinstance(model.objective, Distillation):
             trained = DistilledModel(trained, model.objective, teacher)
+        trained.chunks = _chunks(lm, model, groups.stage)
         trained.packs_documents = packs_documents(
             model.attention, model.hf_config, device=plan.device, precision=plan.precision
         )
@@ -140,6 +144,14 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
                 yield engine
         finally:
             wrapped.destroy()
+
+
+def _chunks(lm: PreTrainedModel, model: ModelPlan, stage: PipelineGroup | None) -> ModelChunks | None:
+    """The chunks of this rank; None where it has one."""
+    layers = model.stages[stage.group_rank] if stage is not None else None
+    if stage is None or layers is None or len(layers.chunks) == 1:
+        return None
+    return ModelChunks(lm, stage, layers.chunks)
 
 
 def _correct_start(trained: TrainedModel, optimizer: object, plan: Plan, groups: Groups) -> None:

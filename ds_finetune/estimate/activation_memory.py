@@ -16,7 +16,7 @@ from ds_finetune.plan.head_chunk import head_chunk, logits_bytes
 _WIDE = 4
 """Bytes of a number in fp32, in which norms and routers compute at any precision."""
 _INDEX = 8
-_SINK_COLUMNS = 8
+SINK_COLUMNS = 8
 """Columns that queries and keys get for attention sinks (model/attention.py)."""
 
 
@@ -240,7 +240,7 @@ def _grouped_attention(model: Mapping[str, Any], widths: _Widths) -> tuple[int, 
         # Queries, output, keys and values; the kernel itself gives each key to several heads.
         kept = width * head_dim * (2 * heads + 2 * key_heads)
     elif family.has_sinks:
-        kept = width * heads * (head_dim + 4 * (head_dim + _SINK_COLUMNS))
+        kept = width * heads * (head_dim + 4 * (head_dim + SINK_COLUMNS))
     else:
         kept = 5 * width * heads * head_dim
     assert family.parameters is not None

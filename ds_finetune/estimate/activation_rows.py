@@ -13,6 +13,7 @@ from ds_finetune.families.parameters import ModelConfig
 from ds_finetune.families.tensors import EMBEDDING
 from ds_finetune.plan.combinations import WEIGHT_BYTES
 from ds_finetune.plan.packed_attention import varlen_problem
+from ds_finetune.plan.pipeline import num_held_forwards
 from ds_finetune.plan.plan import Plan
 
 _MICRO_BATCH = "train.micro_batch_size"
@@ -32,9 +33,11 @@ def activation_rows(
     home: Place = "host" if plan.device == "cpu" else "gpu"
     own = stage_activations(config, plan, model, stages[number])
     tokens = tokens_of_rank(plan)
-    yield from _layer_rows(config, plan, own, tokens, flying=in_flight(plan, number))
-    if number > 0 or plan.mesh.pp > number + 1:
-        between = own.layer_input * tokens * (in_flight(plan, number) + 1)
+    flying = in_flight(config, plan, number)
+    yield from _layer_rows(config, plan, own, tokens, flying=flying)
+    if plan.mesh.pp > 1:
+        # What each held forward gave, and one gradient.
+        between = int(own.layer_input * tokens * (flying * config.parallel.vpp + 1))
         yield MemoryRow("hidden states between stages", home, between, _MICRO_BATCH, FORWARD)
     if number == plan.mesh.pp - 1:
         yield from _head_rows(config, own, tokens, home)
@@ -50,11 +53,12 @@ def tokens_of_rank(plan: Plan) -> int:
     return plan.batch.micro_batch_size * -(-plan.batch.max_seq_len // plan.mesh.sp)
 
 
-def in_flight(plan: Plan, stage: int) -> int:
-    """Micro-batches whose activations a pipeline stage holds at a time, in the order of one forward and one backward
-    by turns (PipeDream-Flush, arXiv 2006.09503).
+def in_flight(config: RunConfig, plan: Plan, stage: int) -> float:
+    """Micro-batches whose activations a pipeline rank holds at a time; with `parallel.vpp` forwards run a part of its
+    layers.
     """
-    return min(plan.mesh.pp - stage, plan.batch.gradient_accumulation_steps)
+    vpp, accumulation = config.parallel.vpp, plan.batch.gradient_accumulation_steps
+    return num_held_forwards(pp=plan.mesh.pp, vpp=vpp, micro_batches=accumulation, rank=stage) / vpp
 
 
 def stage_activations(config: RunConfig, plan: Plan, model: ModelConfig, weights: RankWeights) -> ActivationBytes:
@@ -72,19 +76,23 @@ def stage_activations(config: RunConfig, plan: Plan, model: ModelConfig, weights
 
 
 def _layer_rows(
-    config: RunConfig, plan: Plan, own: ActivationBytes, tokens: int, *, flying: int
+    config: RunConfig, plan: Plan, own: ActivationBytes, tokens: int, *, flying: float
 ) -> Iterator[MemoryRow]:
     home: Place = "host" if plan.device == "cpu" else "gpu"
     is_tiled = config.train.tiled_mlp
     if not plan.activation_checkpointing:
         kept = own.kept_by_layers(is_tiled=is_tiled) * tokens
         yield MemoryRow(
-            "activations of layers", home, kept * flying, "train.activation_checkpointing", ("head", "head backward")
+            "activations of layers",
+            home,
+            int(kept * flying),
+            "train.activation_checkpointing",
+            ("head", "head backward"),
         )
-        most = own.kept_at_most(tokens, is_tiled=is_tiled) + kept * (flying - 1)
+        most = own.kept_at_most(tokens, is_tiled=is_tiled) + int(kept * max(flying - 1, 0))
         yield MemoryRow("activations and their gradients", home, most, "train.activation_checkpointing", ("layers",))
         return
-    inputs = own.inputs() * tokens * flying
+    inputs = int(own.inputs() * tokens * flying)
     if plan.activation_offload:
         yield MemoryRow("inputs of recomputed layers, offloaded", "host", inputs, _MICRO_BATCH)
         inputs = min(_ON_THEIR_WAY, len(own.layers)) * own.layer_input * tokens

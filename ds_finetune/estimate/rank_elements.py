@@ -96,7 +96,7 @@ def _with_adapters(config: RunConfig, plan: Plan, model: ModelConfig, weights: R
 
 
 @dataclass(frozen=True)
-class _Adapters:
+class _AdapterElements:
     numel: int
     largest: int
     quantised: int
@@ -105,7 +105,7 @@ class _Adapters:
 
 
 @lru_cache(maxsize=1024)
-def _adapters(model: str, lora: str, sizes: tuple[int, int, int, int], layers: tuple[int, ...]) -> _Adapters:
+def _adapters(model: str, lora: str, sizes: tuple[int, int, int, int], layers: tuple[int, ...]) -> _AdapterElements:
     """The adapters and weights in four bits of these layers on a rank; `sizes` are tp, ep, prediction layers and
     scores.
     """
@@ -124,7 +124,7 @@ def _adapters(model: str, lora: str, sizes: tuple[int, int, int, int], layers: t
         for leaf, shape in target.shapes.items() if layer_of(f"{target.name}.") in layers else ():
             local = local_shape(f"{target.name}.{leaf}", shape, tp=tp, ep=ep, has_transposed_experts=is_transposed)
             found += [prod(local[:-2]) * section.rank * side for side in local[-2:]]
-    return _Adapters(
+    return _AdapterElements(
         numel=sum(found),
         largest=max(found, default=0),
         quantised=sum(map(prod, quantised)),

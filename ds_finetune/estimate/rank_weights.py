@@ -11,7 +11,8 @@ from functools import cached_property, lru_cache
 from math import prod
 
 from ds_finetune.config.objectives import ClassificationObjective, RewardObjective
-from ds_finetune.config.schema import ParallelConfig, RunConfig
+from ds_finetune.config.parallel import ParallelConfig
+from ds_finetune.config.schema import RunConfig
 from ds_finetune.estimate.states import TensorKind
 from ds_finetune.families.parameters import ModelConfig
 from ds_finetune.families.table import family_of
@@ -35,6 +36,7 @@ _PARTS = (
 )
 
 
+@lru_cache(maxsize=4096)
 def part_of(name: str) -> str:
     """The part of a model that a tensor belongs to, by its full name: attention, dense MLP, routed experts, ..."""
     return next(part for part, pattern in _PARTS if pattern.search(name))

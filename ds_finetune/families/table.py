@@ -166,7 +166,10 @@ _ROWS = (
         parallel_axes=_DENSE_AXES,
         has_lora=True,
         onnx=OnnxGraph("grouped_query"),
-        tiny_models=TinyModels({**DENSE, "tie_word_embeddings": True}),
+        tiny_models=TinyModels(
+            {**DENSE, "tie_word_embeddings": True},
+            {"qwen2_deep": {**DENSE, "tie_word_embeddings": True, "num_hidden_layers": 4}},
+        ),
     ),
     Family(
         "qwen3",
@@ -174,7 +177,9 @@ _ROWS = (
         parallel_axes=_DENSE_AXES,
         has_lora=True,
         onnx=OnnxGraph("grouped_query"),
-        tiny_models=TinyModels({**DENSE, "head_dim": 12}),
+        tiny_models=TinyModels(
+            {**DENSE, "head_dim": 12}, {"qwen3_deep": {**DENSE, "head_dim": 12, "num_hidden_layers": 4}}
+        ),
     ),
     Family("qwen2_moe", expert_keys=QWEN_EXPERTS, fused_experts=True, window_in_mask=True),
     Family(
@@ -201,7 +206,7 @@ _ROWS = (
         parallel_axes=_ALL_AXES,
         has_lora=True,
         onnx=OnnxGraph("grouped_query", router="softmax"),
-        tiny_models=TinyModels(MIXTRAL),
+        tiny_models=TinyModels(MIXTRAL, {"mixtral_deep": {**MIXTRAL, "num_hidden_layers": 4}}),
     ),
     Family(
         "olmoe",
@@ -215,7 +220,7 @@ _ROWS = (
         parallel_axes=_ALL_AXES,
         has_lora=True,
         onnx=OnnxGraph("grouped_query", router="softmax"),
-        tiny_models=TinyModels(OLMOE),
+        tiny_models=TinyModels(OLMOE, {"olmoe_deep": {**OLMOE, "num_hidden_layers": 4}}),
     ),
     Family(
         "llama",
@@ -227,6 +232,7 @@ _ROWS = (
             DENSE,
             {
                 "llama_deep": {**DENSE, "num_hidden_layers": 5},
+                "llama_deeper": {**DENSE, "num_hidden_layers": 8},
                 "llama_biases": {**DENSE, "attention_bias": True},
             },
             in_standard_selftest=True,

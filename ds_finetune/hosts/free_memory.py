@@ -1,4 +1,4 @@
-"""Memory that is still free for a process of this host."""
+"""Memory of this host for a process: what there is, and what is still free."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -9,17 +9,29 @@ def available_bytes() -> int | None:
     """Memory that is still free for this process: the host's, or its control group's where that is less; None except
     on Linux.
     """
+    host = _of_host("MemAvailable")
+    return None if host is None else min([host, *(limit - used for limit, used in _cgroups())])
+
+
+def total_bytes() -> int | None:
+    """Memory that this process could have at most: the host's, or its control group's where that is less; None except
+    on Linux.
+    """
+    host = _of_host("MemTotal")
+    return None if host is None else min([host, *(limit for limit, _ in _cgroups())])
+
+
+def _of_host(name: str) -> int | None:
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return None
-    host = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    return min([host, *_left_in_cgroups()])
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
-def _left_in_cgroups() -> Iterator[int]:
-    """Free bytes of memory below the limits of control groups (cgroup versions 2 and 1): of this process's own group
-    and of the container's root group.
+def _cgroups() -> Iterator[tuple[int, int]]:
+    """Limit and used bytes of control groups with a limit (cgroup versions 2 and 1): of this process's own group and
+    of the container's root group. Files that are only cached do not count as used.
     """
     own = [line.rpartition(":")[2].lstrip("/") for line in Path("/proc/self/cgroup").read_text().splitlines()]
     for root, limit_file, used_file in (
@@ -29,7 +41,7 @@ def _left_in_cgroups() -> Iterator[int]:
         for group in {Path(root), *(Path(root) / name for name in own)}:
             with suppress(OSError, ValueError):
                 limit, used = (int((group / name).read_text()) for name in (limit_file, used_file))
-                yield limit - used + _page_cache(group)
+                yield limit, used - _page_cache(group)
 
 
 def _page_cache(group: Path) -> int:

@@ -92,8 +92,7 @@ class DistilledModel(TrainedModel):
     """A causal LM whose forward is the loss of distillation, from a live `teacher` or from stored log-probabilities."""
 
     def __init__(self, trained: TrainedModel, objective: Distillation, teacher: Teacher | None) -> None:
-        super().__init__(trained.lm, trained.sp_group)
-        self.has_head = trained.has_head
+        super().__init__(trained.lm, trained.sp_group, trained.pp_group)
         self.teacher = teacher
         self.temperature = objective.section.temperature
         if self.has_head:

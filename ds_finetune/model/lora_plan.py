@@ -11,9 +11,9 @@ from transformers import PretrainedConfig
 
 from ds_finetune.config.schema import LoraConfig
 from ds_finetune.errors import ConfigError
-from ds_finetune.families.table import FAMILIES, family_of
 from ds_finetune.model.build import Task, has_score_head, head_of
 from ds_finetune.model.parallel.pipeline import build_meta_model
+from ds_finetune.plan.layer_stages import StageLayers
 from ds_finetune.plan.lora_targets import (
     FOUR_BIT,
     KINDS,
@@ -25,6 +25,7 @@ from ds_finetune.plan.lora_targets import (
     nf4_bytes,
     quantised_targets,
 )
+from ds_finetune.plan.model_checks import check_lora_type
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
@@ -108,9 +109,7 @@ def plan_lora(hf_config: PretrainedConfig, lora: LoraConfig, task: Task = "causa
     ConfigError where the model type is not tested with LoRA, a pattern names no module (with the legal names), experts
     are given a rank that grouped products cannot take, or no weight fits four bits.
     """
-    if not family_of(hf_config.model_type).has_lora:
-        tested = ", ".join(name for name, family in FAMILIES.items() if family.has_lora)
-        raise ConfigError(f"lora of model_type {hf_config.model_type} is not tested", hint=f"tested: {tested}")
+    check_lora_type(hf_config.model_type)
     lm = build_meta_model(hf_config, task)
     every = tuple(adaptable_modules(lm))
     return LoraPlan(
@@ -123,7 +122,7 @@ def plan_lora(hf_config: PretrainedConfig, lora: LoraConfig, task: Task = "causa
     )
 
 
-def check_stages(lora: LoraPlan, stages: Sequence[range | None], *, ep_size: int) -> None:
+def check_stages(lora: LoraPlan, stages: Sequence[StageLayers | None], *, ep_size: int) -> None:
     """ConfigError where a pipeline stage has no adapters, or none of a kind that others have: of experts that `ep_size`
     ranks divide, or of the rest.
 
@@ -139,12 +138,12 @@ def check_stages(lora: LoraPlan, stages: Sequence[range | None], *, ep_size: int
         if missing and layers is not None:
             raise ConfigError(
                 f"lora.target_modules {list(lora.section.target_modules or ())} adapts no {parts[missing[0]]} of stage "
-                f"{number} of parallel.pp {len(stages)}, layers {layers[0]} to {layers[-1]}",
+                f"{number} of parallel.pp {len(stages)}, layers {layers}",
                 hint=f"name {parts[missing[0]]} of every stage, or set parallel.pp to 1",
             )
 
 
-def _targets_of(lora: LoraPlan, layers: range | None) -> list[LoraTarget]:
+def _targets_of(lora: LoraPlan, layers: StageLayers | None) -> list[LoraTarget]:
     """The targets in these layers; all for None."""
     numbers = [(_LAYER.search(target.name), target) for target in lora.targets]
     return [target for number, target in numbers if layers is None or (number and int(number[1]) in layers)]

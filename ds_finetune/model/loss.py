@@ -1,6 +1,6 @@
 """The loss over supervised positions, chunk by chunk: the [tokens, vocabulary] logits are never built."""
 
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from ds_finetune.model.log_probs import (
     document_loss,
 )
 from ds_finetune.model.packed_attention import PackedDocuments, pack_documents
+from ds_finetune.model.parallel.interleaving import ModelChunks
 from ds_finetune.model.parallel.pipeline import PipelineGroup
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
 from ds_finetune.model.parallel.tensor import TensorParallelGroup, copy_to_tensor_parallel_region
@@ -184,6 +185,8 @@ class TrainedModel(nn.Module):
     _packed: tuple[tuple[Documents, ...], PackedDocuments] | None = None
     routers: RouterCollector | None = None
     """What the routers of this rank's layers give; None where there is none."""
+    chunks: ModelChunks | None = None
+    """The chunks of an interleaved pipeline rank; None where it has one."""
 
     def __init__(
         self, lm: PreTrainedModel, sp_group: SequenceParallelGroup | None = None, pp_group: PipelineGroup | None = None
@@ -191,7 +194,12 @@ class TrainedModel(nn.Module):
         super().__init__()
         self.lm = lm
         self.sp_group = sp_group
-        self.has_head = pp_group is None or pp_group.is_last
+        self.pp_group = pp_group
+
+    @property
+    def has_head(self) -> bool:
+        """Whether a forward ends with the head on this rank; elsewhere it ends with hidden states."""
+        return self.pp_group is None or self.pp_group.runs_head
 
     @property
     def config(self) -> Any:  # noqa: ANN401 - a PretrainedConfig
@@ -204,8 +212,21 @@ class TrainedModel(nn.Module):
         """The loss of `rows`: that of the objective, and with `numbers` the auxiliary losses.
 
         With `wants_log_probs` the result is that of the examples alone, fp64 [documents]. Pipeline stages before the
-        last return hidden states.
+        last return hidden states, and so do chunks before the last one of the model.
         """
+        with self._running_chunk():
+            return self._loss(rows, numbers, wants_log_probs=wants_log_probs)
+
+    def _running_chunk(self) -> AbstractContextManager[None]:
+        chunk = self.pp_group.running_chunk if self.pp_group is not None else None
+        if chunk is None:
+            return nullcontext()
+        assert self.chunks is not None
+        return self.chunks.only(chunk)
+
+    def _loss(
+        self, rows: ForwardRows, numbers: StepNumbers | None, *, wants_log_probs: bool
+    ) -> LossAndSums | StageOutput | torch.Tensor:
         inputs = self.head_inputs(rows)
         # Score heads have no log-probabilities.
         inputs |= {"wants_log_probs": True} if wants_log_probs else {}
@@ -233,7 +254,8 @@ class TrainedModel(nn.Module):
         for extra in extras:
             stack.enter_context(extra.listen())
         if self.routers is not None and (is_trained or extras):
-            stack.enter_context(self.routers.listen(rows, is_counting=is_trained))
+            is_first = self.pp_group is None or not self.pp_group.running_chunk
+            stack.enter_context(self.routers.listen(rows, is_counting=is_trained, counts_tokens=is_first))
         return stack
 
     def head_inputs(self, rows: ForwardRows) -> dict[str, Any]:
@@ -257,11 +279,17 @@ class TrainedModel(nn.Module):
         other.
         """
         lengths = self.document_arguments(documents, input_ids.device)
-        inputs = {"position_ids": position_ids}
+        inputs = {"position_ids": position_ids, **self._first_inputs(input_ids)}
         if encoder_of(self.lm.config) is not None:
-            inputs = encoder_inputs(self.lm.config, position_ids, token_types)
+            inputs = {"input_ids": input_ids, **encoder_inputs(self.lm.config, position_ids, token_types)}
         with mask_context(self.lm):
-            return self.lm.base_model(input_ids=input_ids, use_cache=False, **inputs, **lengths).last_hidden_state
+            return self.lm.base_model(use_cache=False, **inputs, **lengths).last_hidden_state
+
+    def _first_inputs(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What the layers begin with: tokens, or hidden states that the schedule received for the running chunk."""
+        if self.pp_group is None or self.pp_group.running_chunk is None or self.pp_group.input_hidden_states is None:
+            return {"input_ids": input_ids}
+        return {"inputs_embeds": self.pp_group.input_hidden_states}
 
     def document_arguments(self, documents: tuple[Documents, ...] | None, device: torch.device) -> dict[str, Any]:
         """What tells attention where the documents of each row begin."""

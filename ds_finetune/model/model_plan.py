@@ -21,6 +21,7 @@ from ds_finetune.objectives.table import make_objective
 from ds_finetune.plan.activations import mlp_tiles
 from ds_finetune.plan.context import ContextPlan
 from ds_finetune.plan.indexer import IndexerPlan, plan_indexer
+from ds_finetune.plan.layer_stages import StageLayers
 from ds_finetune.plan.model_checks import check_model_stages, check_settings
 from ds_finetune.plan.packed_attention import check_varlen
 from ds_finetune.plan.routers import RouterPlan, plan_routers
@@ -39,8 +40,8 @@ class ModelPlan:
     resizes_vocabulary: bool
     published_vocab_size: int
     """Tokens of the vocabulary in the published config.json; fewer than are trained where rows are added."""
-    stages: tuple[range | None, ...]
-    """Layers of each pipeline stage; one None where a rank holds all."""
+    stages: tuple[StageLayers | None, ...]
+    """Layers of each pipeline rank; one None where a rank holds all."""
     lora: LoraPlan | None
     objective: Objective
     extras: tuple[Extra, ...] = ()
@@ -126,7 +127,7 @@ def plan_model(hf_config: PretrainedConfig, config: RunConfig) -> ModelPlan:
     lora = plan_lora(hf_config, config.lora, task) if config.lora is not None else None
     if prediction is not None and lora is not None:
         check_adapted(hf_config, lora)
-    stages = tuple(layers_of_stages(hf_config, config.parallel, task))
+    stages = layers_of_stages(hf_config, config.parallel, task)
     if lora is not None:
         check_stages(lora, stages, ep_size=config.parallel.ep)
     check_model_stages(config, tree, stages)

@@ -3,20 +3,18 @@
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, chain
 from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.nn.attention.varlen import varlen_attn
 
 Documents = tuple[int, ...]
 """Lengths of the consecutive documents of a row, with padding as one of them; their sum is the row's length."""
 
 _COLUMNS = 8
 """Columns of a head are a multiple of this in the kernel (torch 2.13, flash_attn/flash_api.cpp, mha_varlen_fwd)."""
-# torch 2.11 takes fewer heads of keys without being told, and 2.13 refuses them (nn/attention/varlen.py:419).
-_GROUPS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 @dataclass(frozen=True)
@@ -35,6 +33,21 @@ def pack_documents(documents: Sequence[Documents], device: torch.device) -> Pack
     is_gpu = device.type == "cuda"
     bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, pin_memory=is_gpu)
     return PackedDocuments(bounds.to(device, non_blocking=True), max(lengths))
+
+
+def varlen_attn(*parts: Any, **options: Any) -> object:  # noqa: ANN401 - what torch's takes
+    """torch's kernel, imported at the first call: it registers operators, for which it imports torch's compiler."""
+    from torch.nn.attention import varlen
+
+    return varlen.varlen_attn(*parts, **options)
+
+
+@cache
+def _grouped_queries() -> dict[str, Any]:
+    """torch 2.11 takes fewer heads of keys without being told, and 2.13 refuses them (nn/attention/varlen.py:419)."""
+    from torch.nn.attention import varlen
+
+    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters else {}
 
 
 def attend_packed(
@@ -65,7 +78,7 @@ def attend_packed(
         packed.longest,
         scale=scaling,
         window_size=(reach, 0 if is_causal else reach),
-        **_GROUPS,
+        **_grouped_queries(),
     )
     assert isinstance(out, torch.Tensor)
     return out[:, :, :value_width].unflatten(0, (rows, tokens))

@@ -56,8 +56,8 @@ class RouterCollector:
 
     @property
     def outputs(self) -> tuple[RouterOutput, ...]:
-        """Outputs of this rank's routers in the latest forward, in the order of `layers`, until `release`."""
-        return tuple(self._outputs[layer] for layer in self.modules)
+        """Outputs of the routers that ran in the latest forward, in the order of `layers`, until `release`."""
+        return tuple(self._outputs[layer] for layer in self.modules if layer in self._outputs)
 
     @property
     def tokens(self) -> RealTokens:
@@ -73,15 +73,15 @@ class RouterCollector:
         self.num_tokens = torch.zeros((), dtype=torch.int64, device=self._device)
 
     @contextmanager
-    def listen(self, rows: ForwardRows, *, is_counting: bool) -> Iterator[None]:
+    def listen(self, rows: ForwardRows, *, is_counting: bool, counts_tokens: bool = True) -> Iterator[None]:
         """Collect the outputs of the forward of `rows` that runs inside; with `is_counting` add its choices to the
-        counts.
+        counts, and with `counts_tokens` too its tokens, which count once where several forwards run parts of a model.
 
         Backward runs outside, so what activation checkpointing computes again is not collected.
         """
         assert rows.real is not None, "the rows do not say where padding begins"
         self._tokens = rows.real
-        if is_counting:
+        if is_counting and counts_tokens:
             self.num_tokens += self._tokens.is_real.sum()
         self._is_listening, self._is_counting = True, is_counting
         try:

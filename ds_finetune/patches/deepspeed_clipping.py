@@ -1,6 +1,7 @@
 """Clipping in DeepSpeed's ZeRO optimizers: groups with a loss of their own are clipped by the norm of its gradient."""
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -15,8 +16,6 @@ _NORM = Foreign("deepspeed", "runtime/zero/stage_1_and_2.py:2943-2960")
 _NORM_GROUPS = Foreign("deepspeed", "runtime/zero/stage3.py:2573-2584")
 _CLIP = Foreign("deepspeed", "runtime/zero/stage_1_and_2.py:3193, stage3.py:2979")
 _GROUP_NORM = Foreign("deepspeed", "runtime/zero/stage_1_and_2.py:1914, 2648, stage3.py:1975, 2419")
-_INVALID_NORM = -1.0
-"""How DeepSpeed marks the norm of a group that is not finite (0.19.8, runtime/utils.py:891)."""
 
 
 class OwnClipping:
@@ -54,8 +53,10 @@ class OwnClipping:
         self._losses = [loss_of(group[0]) for group in place.attribute(optimizer, self._groups)]
         self._first = sum(loss is None for loss in self._losses)
         assert None not in self._losses[self._first :], "a group that counts follows one that does not"
-        self._others_norm = place.attribute(optimizer, name)
+        self._others_norm = place.attribute(optimizer, name) if norms is None else norms.unread_norm
+        self._combine = place.attribute(sys.modules[type(optimizer).__module__], "combine_grad_norm_groups")
         self._clip_group = _CLIP.attribute(optimizer, "unscale_and_clip_grads")
+        self._is_offloaded = optimizer.offload_optimizer if self._is_partitioned else optimizer.cpu_offload
         self._own: dict[str, torch.Tensor] = {}
         setattr(optimizer, name, self._norm)
         optimizer.unscale_and_clip_grads = self._clip
@@ -74,19 +75,28 @@ class OwnClipping:
         # The tensor parallel ranks of a stage have the same norms.
         _GROUP_NORM.attribute(self._optimizer, "_model_parallel_all_reduce")(tensor=squares, op=dist.ReduceOp.SUM)
         own = (squares / (1 if self._shards is None else dist.get_world_size(self._shards))).sqrt()
-        self._own, values = dict(zip(self._names, own.unbind(), strict=True)), own.tolist()
-        for norm, value in zip(self._own.values(), values, strict=True):
-            if self._norms is not None:
-                self._norms.remember(norm, value)
-        self._report(dict(zip(self._names, values, strict=True)))
-        if not self._has_bad_gradient() and all(map(math.isfinite, values)):
-            return found
-        return [*found, _INVALID_NORM] if self._is_partitioned else torch.full_like(found, float("inf"))
+        return self._read(self._combine(found) if self._is_partitioned else found, own)
+
+    def _read(self, norm: torch.Tensor, own: torch.Tensor) -> Any:  # noqa: ANN401 - a norm, or a list of one
+        """Read the norm of the others and those of each loss together; gives what DeepSpeed's step takes."""
+        norm = norm.to(own.device)
+        value, *values = torch.cat([norm[None], own.to(norm.dtype)]).tolist()
+        self._report({name: each / self._optimizer.loss_scale for name, each in zip(self._names, values, strict=True)})
+        if self._has_bad_gradient() or not all(map(math.isfinite, (value, *values))):
+            norm, value = torch.full_like(norm, math.inf), math.inf
+        if self._is_offloaded:
+            # Gradients are on the host, and multiplied there.
+            norm, own = (torch.tensor(number, dtype=norm.dtype) for number in (value, values))
+        self._own = dict(zip(self._names, own.unbind(), strict=True))
+        if self._norms is not None:
+            for each, number in ((norm, value), *zip(self._own.values(), values, strict=True)):
+                self._norms.remember(each, number)
+        return [norm] if self._is_partitioned else norm
 
     def _own_norms(self) -> list[torch.Tensor]:
         """The norm of each group of a loss of its own over the ranks of this stage, -1 where it is not finite."""
         optimizer, norms = self._optimizer, []
-        is_offloaded = optimizer.offload_optimizer if self._is_partitioned else optimizer.cpu_offload
+        is_offloaded = self._is_offloaded
         name = "complete_grad_norm_calculation_for_cpu_offload" if is_offloaded else "get_grad_norm_direct"
         norm_of = _GROUP_NORM.attribute(optimizer, name)
         # Stages 1 and 2 would add up pipeline stages group by group; stage 3 does not run with them.

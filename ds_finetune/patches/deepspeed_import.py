@@ -1,14 +1,16 @@
 """DeepSpeed's import: packages that it imports with it and that most runs do not use."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, wraps
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 from ds_finetune.patches.foreign import replaced
+from ds_finetune.patches.import_contexts import import_inside
 
 _TUNER = "deepspeed.autotuning.autotuner"
 """Imports mlflow at its start, where that is installed, and goes on without it where it is not (DeepSpeed 0.19.8,
@@ -40,31 +42,20 @@ def _is_being_imported(name: str) -> bool:
     return bool(getattr(spec, "_initializing", False))
 
 
-class _WithoutCompiler(MetaPathFinder):
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != _MUON:
-            return None
-        spec = PathFinder.find_spec(name, path, target)
-        if spec is not None and isinstance(spec.loader, SourceFileLoader):
-            spec.loader = _MuonLoader(spec.loader.name, spec.loader.path)
-        return spec
-
-
-class _MuonLoader(SourceFileLoader):
-    def exec_module(self, module: ModuleType) -> None:
-        import torch
-
-        with replaced(torch, "compile", compiled_at_first_call):
-            super().exec_module(module)
-
-
 def import_without_compiler() -> None:
     """From now on an import of DeepSpeed does not import torch's compiler, an eighth of the CPU time of a start.
 
     Muon's functions are compiled at their first call instead.
     """
-    if not any(isinstance(finder, _WithoutCompiler) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _WithoutCompiler())
+    import_inside(_MUON, _compiling_later)
+
+
+@contextmanager
+def _compiling_later() -> Iterator[None]:
+    import torch
+
+    with replaced(torch, "compile", compiled_at_first_call):
+        yield
 
 
 def compiled_at_first_call(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,34 +8,25 @@ from typing import Any
 
 import torch
 
-from ds_finetune.patches.foreign import Foreign
+from ds_finetune.patches.foreign import Foreign, replaced
 
-_SHARED_MEMORY = Foreign("deepspeed", "comm/torch.py:47-50, ops/__init__.py")
+_SHARED_MEMORY = Foreign("deepspeed", "comm/torch.py:47-53, 207")
 _ZERO_INIT = Foreign("deepspeed", "runtime/zero/partition_parameters.py:664, 409")
 _PROCESSOR = Foreign("deepspeed", "ops/op_builder/builder.py:427-440, 483, ops/adam/cpu_adam.py:75")
-_SHARED_MEMORY_OP = "deepspeed_shm_comm"
 
 
 @contextmanager
 def without_shared_memory_op() -> Iterator[None]:
     """While this is open `deepspeed.init_distributed` does not compile its shared-memory op.
 
-    That takes two minutes on a CPU, and only inference uses it.
+    That takes two minutes on a CPU, and only inference uses it. DeepSpeed would also compile a program for each of its
+    operators to learn which of them it can build.
     """
-    import deepspeed
-    from deepspeed.comm.torch import build_shm_op
-
-    ops = _SHARED_MEMORY.attribute(deepspeed.ops, "__compatible_ops__")
-    _SHARED_MEMORY.source(build_shm_op, "__compatible_ops__")
-    before = ops.get(_SHARED_MEMORY_OP)
-    ops[_SHARED_MEMORY_OP] = False
-    try:
+    # `from deepspeed.comm import torch` would give torch itself.
+    backend = importlib.import_module("deepspeed.comm.torch")
+    _SHARED_MEMORY.source(_SHARED_MEMORY.attribute(backend, "build_shm_op"), "return None")
+    with replaced(backend, "build_shm_op", lambda: None):
         yield
-    finally:
-        if before is None:
-            del ops[_SHARED_MEMORY_OP]
-        else:
-            ops[_SHARED_MEMORY_OP] = before
 
 
 def ask_for_processor_once() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ds_finetune.patches.deepspeed_offload import gather_offloads_without_waits
 from ds_finetune.patches.foreign import Foreign, replaced
 
 _INVALID = Foreign("deepspeed", "runtime/utils.py:231, zero/stage_1_and_2.py:3043, 3203, stage3.py:2888")
@@ -44,10 +45,12 @@ class ZeroNorms:
     def __init__(self, optimizer: Any, has_bad_gradient: Callable[[], bool]) -> None:  # noqa: ANN401 - DeepSpeed's
         self._optimizer = optimizer
         self._read: list[tuple[torch.Tensor, float]] = []
-        self._norm = math.nan
+        self._norm, self._scale = math.nan, 1.0
         kind = type(optimizer)
         self._module = sys.modules[kind.__module__]
-        _INVALID.attribute(self._module, "is_invalid_grad_norm")
+        for name in ("is_invalid_grad_norm", "combine_grad_norm_groups"):
+            _INVALID.attribute(self._module, name)
+        self._combine_groups = self._module.combine_grad_norm_groups  # type: ignore[attr-defined]
         if hasattr(optimizer, "_get_norm_groups"):
             # Its methods are wrapped, and have no source.
             for name in ("get_grad_norm_direct", *_METHODS_OF_STAGE_3):
@@ -58,15 +61,25 @@ class ZeroNorms:
             norm = _norm_at_stages_1_and_2
         optimizer.get_grad_norm_direct = lambda gradients, params: norm(optimizer, gradients, params)
         _OVERFLOW.attribute(optimizer, "has_overflow")
-        if "muon" not in type(optimizer.optimizer).__name__.lower():
+        needs_overflow = "muon" in type(optimizer.optimizer).__name__.lower()
+        if not needs_overflow:
             optimizer.has_overflow = lambda *_, **__: has_bad_gradient()
+        self.is_offloaded = gather_offloads_without_waits(optimizer, norm, needs_overflow=needs_overflow)
+        name = "_get_norm_groups" if hasattr(optimizer, "_get_norm_groups") else "scaled_global_norm"
+        self.unread_norm: Callable[..., Any] = _NORM_1_2.attribute(optimizer, name)
+        """The norm of all groups, or a list of those of each at stage 3, on the device."""
+        if self.is_offloaded:
+            setattr(optimizer, name, lambda *_, **__: _copied_to_host(self.unread_norm()))
 
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Open during a step of the optimizer."""
         self._read.clear()
         self._norm = math.nan
-        with replaced(self._module, "is_invalid_grad_norm", self.is_invalid):
+        with (
+            replaced(self._module, "is_invalid_grad_norm", self.is_invalid),
+            replaced(self._module, "combine_grad_norm_groups", self._combine),
+        ):
             yield
 
     def remember(self, norm: torch.Tensor, value: float) -> None:
@@ -82,16 +95,26 @@ class ZeroNorms:
         """`_global_grad_norm` of the latest step: the norm that was read, divided by the scale of the loss."""
         if not isinstance(norm, torch.Tensor):
             return float(norm)
-        has_scale = float(self._optimizer.loss_scale) != 1
-        return norm.item() if has_scale else self._norm
+        return self._norm / self._scale
 
     def _value(self, norm: torch.Tensor) -> float:
-        for known, value in self._read:
-            if known is norm:
-                return value
-        self._norm = norm.item()
-        self.remember(norm, self._norm)
-        return self._norm
+        found = self._known_value(norm)
+        if found is None:
+            found = norm.item()
+            self.remember(norm, found)
+        if math.isnan(self._norm):
+            # The first norm that DeepSpeed asks for is that of all groups. Afterwards the scale may change.
+            self._norm, self._scale = found, float(self._optimizer.loss_scale)
+        return found
+
+    def _known_value(self, norm: torch.Tensor) -> float | None:
+        return next((value for known, value in self._read if known is norm), None)
+
+    def _combine(self, norms: Sequence[torch.Tensor], norm_type: float = 2) -> torch.Tensor:
+        """In place of DeepSpeed's function: one norm that was read already is that of all groups."""
+        if len(norms) == 1 and self._known_value(norms[0]) is not None:
+            return norms[0]
+        return self._combine_groups(norms, norm_type)
 
 
 class HalfPrecisionNorms:
@@ -163,6 +186,11 @@ def _read_norm(tensors: Sequence[torch.Tensor], mpu: Any) -> float:  # noqa: ANN
     if mpu is not None:
         dist.all_reduce(total, group=mpu.get_model_parallel_group())
     return float(_checked(total.pow(0.5)))
+
+
+def _copied_to_host(norms: Any) -> Any:  # noqa: ANN401 - one norm, or those of groups
+    """Norms on the host, where offloaded gradients are, by one copy."""
+    return norms.cpu() if isinstance(norms, torch.Tensor) else list(torch.stack(norms).cpu().unbind())
 
 
 def _norm_at_stages_1_and_2(optimizer: Any, gradients: Sequence[Any], params: Sequence[Any]) -> torch.Tensor:  # noqa: ANN401

@@ -1,6 +1,50 @@
 """The batch triple: rows of a step = rows of a forward x accumulation x data-parallel ranks."""
 
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ds_finetune.config.schema import RunConfig, TrainConfig
 from ds_finetune.errors import ConfigError
+from ds_finetune.world import AccelerateChoices
+
+AUTO = "auto"
+
+
+def rows_of_forward(train: TrainConfig) -> int:
+    """Rows of a forward on a rank; 1, which is the least of all, where `train.micro_batch_size: auto` is undecided."""
+    size = train.micro_batch_size
+    return size if isinstance(size, int) else 1
+
+
+def with_micro_batch(config: RunConfig, rows: int) -> RunConfig:
+    """The run file with `rows` as its `train.micro_batch_size`."""
+    return config.model_copy(update={"train": config.train.model_copy(update={"micro_batch_size": rows})})
+
+
+def legal_micro_batches(*, global_batch_size: int, dp: int) -> tuple[int, ...]:
+    """The sizes of a micro-batch that make up the global batch on `dp` data parallel ranks, ascending."""
+    rows, rest = divmod(global_batch_size, dp)
+    return tuple(size for size in range(1, rows + 1) if rows % size == 0) if not rest else ()
+
+
+def check_auto(config: RunConfig, tree: Mapping[str, Any], source: str, accelerate: AccelerateChoices | None) -> None:
+    """ConfigError where `train.micro_batch_size: auto` meets a size or an accumulation that somebody has chosen."""
+    if config.train.micro_batch_size != AUTO:
+        return
+    for name, value in _chosen(tree, source, accelerate):
+        raise ConfigError(
+            f"{name} {value!r} contradicts train.micro_batch_size auto, which chooses both the rows of a forward and "
+            "how often they are accumulated",
+            hint='write "auto" for it or leave it out, or give train.micro_batch_size a number',
+        )
+
+
+def _chosen(tree: Mapping[str, Any], source: str, accelerate: AccelerateChoices | None) -> Iterator[tuple[str, object]]:
+    for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+        if tree.get(key) not in (None, AUTO):
+            yield f"{source}: {key}", tree[key]
+    if accelerate is not None and accelerate.gradient_accumulation_steps is not None:
+        yield "accelerate's gradient_accumulation_steps", accelerate.gradient_accumulation_steps
 
 
 def accumulation_steps(*, global_batch_size: int, micro_batch_size: int, dp: int) -> int:
@@ -28,6 +72,5 @@ def _worlds_hint(global_batch_size: int, micro_batch_size: int) -> str:
 def _divisors_hint(global_batch_size: int, dp: int) -> str:
     if global_batch_size % dp:
         return ""
-    rows = global_batch_size // dp
-    legal = [str(n) for n in range(1, rows + 1) if rows % n == 0]
-    return f"; or train.micro_batch_size {', '.join(legal[:8])}"
+    legal = map(str, legal_micro_batches(global_batch_size=global_batch_size, dp=dp)[:8])
+    return f"; or train.micro_batch_size {', '.join(legal)}"

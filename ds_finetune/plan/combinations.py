@@ -14,6 +14,7 @@ from ds_finetune.config.schema import OWN_ATTENTIONS, RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.table import FAMILIES, family_of
 from ds_finetune.plan.mesh import Mesh
+from ds_finetune.plan.pipeline import check_chunks
 
 AXES = ("pp", "sp", "tp", "ep")
 """Parallel axes besides data parallelism."""
@@ -215,7 +216,7 @@ def _nearest(axes: frozenset[str], stage: int) -> str:
     )
 
 
-def check_divides(mesh: Mesh, model: Mapping[str, Any], *, pp_layers: Sequence[int] = ()) -> None:
+def check_divides(mesh: Mesh, model: Mapping[str, Any], *, pp_layers: Sequence[int] = (), vpp: int = 1) -> None:
     """ConfigError where a parallel size does not divide the dimensions that it splits; the hint names sizes that do.
 
     `model` is the model's config.json.
@@ -231,7 +232,7 @@ def check_divides(mesh: Mesh, model: Mapping[str, Any], *, pp_layers: Sequence[i
     tested = next(row.families for row in TESTED_LAYOUTS if row.axes == axes)
     if kind not in tested:
         raise ConfigError(f"parallel {mesh} of model_type {kind} is not tested", hint=f"tested: {', '.join(tested)}")
-    _check_stages(mesh.pp, int(model["num_hidden_layers"]), pp_layers)
+    check_chunks(mesh.pp, vpp, layers=int(model["num_hidden_layers"]), given=pp_layers)
     scaling = model.get("rope_parameters") or model.get("rope_scaling") or {}
     if mesh.sp > 1 and scaling.get("rope_type", scaling.get("type")) == "longrope":
         # transformers 5.23 chooses its factors by the positions in a call (modeling_rope_utils.py:47), and a call
@@ -301,18 +302,6 @@ def wider(precision: str) -> str:
     """The hint for experts whose rows are not a multiple of 16 bytes."""
     other = "train a model of other widths"
     return other if precision == "fp32" else f"set train.precision to fp32, or {other}"
-
-
-def _check_stages(stages: int, layers: int, given: Sequence[int]) -> None:
-    if stages > layers:
-        raise ConfigError(
-            f"parallel.pp {stages} is more than the {layers} layers of the model", hint=f"set it to {layers} at most"
-        )
-    if given and (len(given) != stages or sum(given) != layers or min(given) < 1):
-        raise ConfigError(
-            f"parallel.pp_layers {list(given)} does not share out {layers} layers over {stages} stages",
-            hint=f"name {stages} numbers of at least 1 whose sum is {layers}, or leave it out",
-        )
 
 
 def _divided_dimensions(mesh: Mesh, model: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ds_finetune.config.schema import OptimConfig, RunConfig
 from ds_finetune.errors import ConfigError
+from ds_finetune.plan.batch import rows_of_forward
 from ds_finetune.plan.known_keys import check_keys
 from ds_finetune.plan.options import Tree, offload_device
 from ds_finetune.shipped import DS_CONFIGS, shipped_file, shipped_names
@@ -155,7 +156,7 @@ def finish(tree: Tree, config: RunConfig, *, accumulation: int, source: str, on_
     offloaded = offload_device(zero, "offload_optimizer") != "none"
     derived: Tree = {
         "train_batch_size": config.train.global_batch_size,
-        "train_micro_batch_size_per_gpu": config.train.micro_batch_size,
+        "train_micro_batch_size_per_gpu": rows_of_forward(config.train),
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": config.train.max_grad_norm,
         "bf16": {"enabled": config.train.precision == "bf16"},

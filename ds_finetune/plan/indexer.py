@@ -9,6 +9,7 @@ from ds_finetune.config.schema import OWN_ATTENTIONS, RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.parameters import indexed_layers
 from ds_finetune.families.table import FAMILIES, family_of
+from ds_finetune.plan.layer_stages import StageLayers
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.objectives import CROSS_ENTROPY
 
@@ -52,15 +53,17 @@ def plan_indexer(config: RunConfig, model: Mapping[str, Any]) -> IndexerPlan | N
     return IndexerPlan(indexed_layers(model), config.indexer)
 
 
-def check_stages_begin_with_indexers(plan: IndexerPlan, stages: Sequence[range | None]) -> None:
+def check_stages_begin_with_indexers(plan: IndexerPlan, stages: Sequence[StageLayers | None]) -> None:
     """ConfigError where a pipeline stage begins with a layer that attends to the tokens chosen in the layer before."""
     for number, layers in enumerate(stages):
-        if layers is not None and layers[0] not in plan.layers:
-            raise ConfigError(
-                f"indexer.train true with parallel.pp {len(stages)}: stage {number} begins with layer {layers[0]}, "
-                "which has no indexer",
-                hint=f"let stages begin with one of layers {', '.join(map(str, plan.layers))} by parallel.pp_layers",
-            )
+        for first in (chunk[0] for chunk in (layers.chunks if layers is not None else ())):
+            if first not in plan.layers:
+                legal = ", ".join(map(str, plan.layers))
+                raise ConfigError(
+                    f"indexer.train true with parallel.pp {len(stages)}: stage {number} begins with layer {first}, "
+                    "which has no indexer",
+                    hint=f"let stages begin with one of layers {legal} by parallel.pp_layers",
+                )
 
 
 def check_indexer(mesh: Mesh, config: RunConfig, *, stage: int, offloads: Sequence[str]) -> None:

@@ -8,6 +8,7 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.value_types import InexactName
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.table import family_of
+from ds_finetune.plan.batch import rows_of_forward
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.options import Tree, offload_device
 
@@ -159,7 +160,7 @@ def _zenflow(run: InexactRun) -> Iterator[Unmet]:
             "leave overlap_step out",
         )
     if run.accumulation != 1:
-        batch, micro, dp = run.config.train.global_batch_size, run.config.train.micro_batch_size, run.mesh.dp
+        batch, micro, dp = run.config.train.global_batch_size, rows_of_forward(run.config.train), run.mesh.dp
         yield (
             f"train.global_batch_size {batch} in {run.accumulation} forwards of train.micro_batch_size {micro}, "
             "because ZenFlow steps in each forward",

@@ -1,19 +1,42 @@
 """Which layers each pipeline stage holds, from the config.json of a model."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import prod
 
-from ds_finetune.config.schema import ParallelConfig
+from ds_finetune.config.parallel import ParallelConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.tensors import EMBEDDING, FINAL_NORM, HEAD, SCORE_HEAD, ModelTensors
 from ds_finetune.plan.tensor_cuts import fused_experts_part
 
 
-def stages_of(tensors: ModelTensors, parallel: ParallelConfig) -> tuple[range | None, ...]:
-    """Layers of each pipeline stage: those of `pp_layers`, or balanced by parameters; one None without pipeline
-    parallelism. Multi-token prediction layers are on the last one.
+@dataclass(frozen=True)
+class StageLayers:
+    """The layers that a pipeline rank holds: consecutive ones for each of its model chunks, in the model's order."""
+
+    chunks: tuple[range, ...]
+
+    def __contains__(self, layer: object) -> bool:
+        """Whether the rank holds the layer with this number."""
+        return any(layer in chunk for chunk in self.chunks)
+
+    def __iter__(self) -> Iterator[int]:
+        """The numbers of the layers, ascending."""
+        return (layer for chunk in self.chunks for layer in chunk)
+
+    def __str__(self) -> str:
+        """As `0 to 3`, or `0 to 1 and 4 to 5` for two chunks."""
+        return " and ".join(f"{chunk[0]} to {chunk[-1]}" for chunk in self.chunks)
+
+
+def stages_of(tensors: ModelTensors, parallel: ParallelConfig) -> tuple[StageLayers | None, ...]:
+    """Layers of each pipeline rank: those of `pp_layers`, or balanced by parameters; one None without pipeline
+    parallelism. Multi-token prediction layers are in the last chunk.
+
+    The model is cut into pp x vpp chunks of consecutive layers, and rank r holds the chunks r, r + pp, r + 2 pp and so
+    on (Narayanan et al., arXiv 2104.04473, section 2.2).
 
     ConfigError where a stage has no routed experts under expert parallelism: DeepSpeed 0.19.8 adds up norms over stages
     for each group of parameters (zero/stage_1_and_2.py:2951), and all stages must have the same number of groups.
@@ -21,20 +44,21 @@ def stages_of(tensors: ModelTensors, parallel: ParallelConfig) -> tuple[range | 
     if parallel.pp == 1:
         return (None,)
     if parallel.pp_layers:
-        stages = [range(first, last) for first, last in pairwise(accumulate(parallel.pp_layers, initial=0))]
+        chunks = [range(first, last) for first, last in pairwise(accumulate(parallel.pp_layers, initial=0))]
     else:
-        stages = list(balance_layers(tuple(_layer_parameters(tensors, parallel.ep)), parallel.pp))
-    stages[-1] = range(stages[-1].start, len(tensors.layers))
+        chunks = [*balance_layers(tuple(_layer_parameters(tensors, parallel.ep)), parallel.pp * parallel.vpp)]
+    chunks[-1] = range(chunks[-1].start, len(tensors.layers))
+    stages = tuple(StageLayers(tuple(chunks[rank :: parallel.pp])) for rank in range(parallel.pp))
     have_experts = {number for number, kind in enumerate(tensors.layers) if kind.is_sparse}
     for stage, layers in enumerate(stages):
         if parallel.ep > 1 and not have_experts & set(layers):
             raise ConfigError(
-                f"parallel.ep {parallel.ep}: stage {stage} of parallel.pp {parallel.pp}, layers {layers[0]} to "
-                f"{layers[-1]}, has no routed experts",
+                f"parallel.ep {parallel.ep}: stage {stage} of parallel.pp {parallel.pp}, layers {layers}, has no "
+                "routed experts",
                 hint=f"layers {min(have_experts)} to {max(have_experts)} have them; set parallel.pp_layers, or a "
                 "smaller parallel.pp",
             )
-    return tuple(stages)
+    return stages
 
 
 @lru_cache(maxsize=256)

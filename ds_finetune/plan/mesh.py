@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, Self, get_args
 
-from ds_finetune.config.schema import ParallelConfig
+from ds_finetune.config.parallel import ParallelConfig
 from ds_finetune.errors import ConfigError
 
 Axis = Literal["pp", "dp", "sp", "tp"]

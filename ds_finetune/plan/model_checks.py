@@ -6,12 +6,13 @@ from typing import Any
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.parameters import indexed_layers
-from ds_finetune.families.table import family_of
+from ds_finetune.families.table import FAMILIES, family_of
 from ds_finetune.plan.activations import check_model_type
 from ds_finetune.plan.combinations import check_divides, check_expert_widths, check_optimizer
 from ds_finetune.plan.context import EXTENSIBLE
 from ds_finetune.plan.indexer import check_stages_begin_with_indexers, plan_indexer
 from ds_finetune.plan.inexact import check_inexact_model
+from ds_finetune.plan.layer_stages import StageLayers
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.objectives import SCORES
 from ds_finetune.plan.packed_attention import check_varlen
@@ -21,7 +22,7 @@ def check_model(config: RunConfig, mesh: Mesh, model: Mapping[str, Any]) -> None
     """ConfigError where the sizes, the optimizer or the inexact options of a run do not fit the model with this
     config.json.
     """
-    check_divides(mesh, model, pp_layers=config.parallel.pp_layers)
+    check_divides(mesh, model, pp_layers=config.parallel.pp_layers, vpp=config.parallel.vpp)
     check_expert_widths(mesh, model, precision=config.train.precision)
     check_optimizer(config.optim.name, model)
     check_inexact_model(config.inexact, model)
@@ -30,10 +31,19 @@ def check_model(config: RunConfig, mesh: Mesh, model: Mapping[str, Any]) -> None
 def check_settings(config: RunConfig, model: Mapping[str, Any]) -> None:
     """ConfigError or ModelError where settings of the run that do not depend on its ranks do not fit the model."""
     check_model_type(config, model)
+    if config.lora is not None:
+        check_lora_type(str(model.get("model_type")))
     check_varlen(config.model.attention, model, precision=config.train.precision, longest=config.train.max_seq_len)
 
 
-def check_model_stages(config: RunConfig, model: Mapping[str, Any], stages: Sequence[range | None]) -> None:
+def check_lora_type(model_type: str) -> None:
+    """ConfigError where LoRA is not tested with a model type."""
+    if not family_of(model_type).has_lora:
+        tested = ", ".join(name for name, family in FAMILIES.items() if family.has_lora)
+        raise ConfigError(f"lora of model_type {model_type} is not tested", hint=f"tested: {tested}")
+
+
+def check_model_stages(config: RunConfig, model: Mapping[str, Any], stages: Sequence[StageLayers | None]) -> None:
     """ConfigError where the layers of pipeline stages do not fit what is trained of the model."""
     is_tied = bool(model.get("tie_word_embeddings")) and config.objective.name not in SCORES
     if config.lora is None and (config.mtp.train or is_tied):
@@ -43,7 +53,7 @@ def check_model_stages(config: RunConfig, model: Mapping[str, Any], stages: Sequ
         check_stages_begin_with_indexers(indexer, stages)
 
 
-def check_unknown_lengths(config: RunConfig, model: Mapping[str, Any], stages: Sequence[range | None]) -> None:
+def check_unknown_lengths(config: RunConfig, model: Mapping[str, Any], stages: Sequence[StageLayers | None]) -> None:
     """ConfigError where a stage would attend to tokens that the layer before it chooses, if a document is longer than
     `index_topk`. The documents are not known before the data is read; `train` looks at each.
     """
@@ -51,11 +61,11 @@ def check_unknown_lengths(config: RunConfig, model: Mapping[str, Any], stages: S
     if indexer is None or not indexer.is_shared or not chosen or config.train.max_seq_len <= chosen:
         return
     with_indexer = indexed_layers(model)
-    for layers in stages:
-        if layers is not None and layers[0] < model["num_hidden_layers"] and layers[0] not in with_indexer:
+    for first in (chunk[0] for layers in stages if layers is not None for chunk in layers.chunks):
+        if first < model["num_hidden_layers"] and first not in with_indexer:
             raise ConfigError(
                 f"train.max_seq_len {config.train.max_seq_len} is more than index_topk {chosen}, and a stage of "
-                f"parallel.pp {config.parallel.pp} begins with layer {layers[0]}, which has no indexer",
+                f"parallel.pp {config.parallel.pp} begins with layer {first}, which has no indexer",
                 hint=f"set train.max_seq_len: {chosen}, or parallel.pp: 1",
             )
 

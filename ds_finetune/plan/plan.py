@@ -8,18 +8,20 @@ from typing import Any
 from ds_finetune.config.schema import CheckpointConfig, RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.activations import check_activations
-from ds_finetune.plan.batch import accumulation_steps
+from ds_finetune.plan.batch import AUTO, accumulation_steps, check_auto, rows_of_forward
 from ds_finetune.plan.combinations import check_layout, check_lora
 from ds_finetune.plan.deepspeed_choice import check_accelerate_agrees, choose_deepspeed
 from ds_finetune.plan.deepspeed_config import HAS_TORCH_ADAM, MOMENTS, TORCH_ADAM, finish, read_choices, stage_of
 from ds_finetune.plan.distillation import check_distillation
 from ds_finetune.plan.indexer import check_indexer
 from ds_finetune.plan.inexact import InexactRun, check_inexact
+from ds_finetune.plan.layer_stages import StageLayers
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.mtp import check_mtp
 from ds_finetune.plan.objectives import CROSS_ENTROPY, UNITS, check_objective, loss_text, objective_lines
 from ds_finetune.plan.options import Situation, apply_rules, offload_device
 from ds_finetune.plan.packed_attention import check_device
+from ds_finetune.plan.pipeline import check_interleaving, idle_share
 from ds_finetune.plan.reduction import check_reduction, reduces_once, with_reduction_dtype
 from ds_finetune.plan.run_length import check_profiled_ranks
 from ds_finetune.plan.timeouts import check_watchdog_before_torch_timeout, collective_seconds
@@ -140,11 +142,16 @@ class Plan:
         note = f"rewritten: torch's fused AdamW takes the place of DeepSpeed's FusedAdam, with the same numbers. {why}"
         return replace(self, deepspeed=deepspeed, notes=(*self.notes, note))
 
-    def stage_lines(self, stages: Sequence[range | None]) -> list[tuple[str, str]]:
-        """Layers of each pipeline stage, and the idle share of a step if all stages take the same time."""
-        layers = [f"{part[0]}-{part[-1]}" for part in stages if part is not None]
-        idle = (self.mesh.pp - 1) / (self.batch.gradient_accumulation_steps + self.mesh.pp - 1)
-        return [("stages", f"layers {', '.join(layers)}; each waits {idle:.0%} of a step")] if layers else []
+    def stage_lines(self, stages: Sequence[StageLayers | None]) -> list[tuple[str, str]]:
+        """Layers of each pipeline rank, and the share of a step that it waits if all chunks take the same time."""
+        held = [part for part in stages if part is not None]
+        if not held:
+            return []
+        pp, vpp, accumulation = len(held), len(held[0].chunks), self.batch.gradient_accumulation_steps
+        layers = ", ".join(str(part).replace(" to ", "-") for part in held)
+        forwards = f"{vpp} x {accumulation}" if vpp > 1 else f"{accumulation}"
+        idle = f"{idle_share(pp=pp, vpp=vpp, micro_batches=accumulation):.0%} of a step"
+        return [("stages", f"layers {layers}; each waits {idle} = ({pp} - 1) / ({forwards} + {pp} - 1)")]
 
 
 def loss_kernel(name: str, *, device: str, tp: int = 1, is_cross_entropy: bool = True) -> str:
@@ -204,6 +211,7 @@ def _check_combinations(
     check_layout(mesh, config, stage=stage, offloads=offloads, tree=tree)
     check_reduction(config, tree, stage=stage, offloads=offloads)
     check_lora(mesh, config, stage=stage, offloads=offloads, tree=tree)
+    check_interleaving(mesh, config, accumulation=tree["gradient_accumulation_steps"])
     check_distillation(config, mesh)
     check_mtp(config, stage=stage, offloads=offloads)
     check_indexer(mesh, config, stage=stage, offloads=offloads)
@@ -212,6 +220,7 @@ def _check_combinations(
 def _deepspeed_choices(config: RunConfig, accelerate: AccelerateChoices | None) -> tuple[dict[str, Any], str, int]:
     """The DeepSpeed choices of a run with its reduction of gradients, their source, and the ZeRO stage."""
     tree, source = read_choices(choose_deepspeed(config, accelerate))
+    check_auto(config, tree, source, accelerate)
     stage = stage_of(tree, source)
     _check_grad_accum_dtype(tree, stage, config.train.precision)
     return with_reduction_dtype(tree, config, stage=stage, source=source), source, stage
@@ -220,15 +229,17 @@ def _deepspeed_choices(config: RunConfig, accelerate: AccelerateChoices | None) 
 def make_plan(config: RunConfig, *, world: World, device: str, accelerate: AccelerateChoices | None = None) -> Plan:
     """Decide the layout of `config` on `world` with accelerator `device` (`cpu` or `cuda`); ConfigError where values
     contradict.
+
+    Where `train.micro_batch_size: auto` is undecided, the plan has the smallest micro-batch, of one row.
     """
     check_watchdog_before_torch_timeout(config.watchdog)
     check_objective(config)
     check_activations(config, device=device)
     check_device(config.model, device=device)
     check_profiled_ranks(config, world_size=world.world_size)
-    mesh = Mesh.of(config.parallel, world_size=world.world_size, rank=world.rank)
+    mesh, rows = Mesh.of(config.parallel, world_size=world.world_size, rank=world.rank), rows_of_forward(config.train)
     accumulation = accumulation_steps(
-        global_batch_size=config.train.global_batch_size, micro_batch_size=config.train.micro_batch_size, dp=mesh.dp
+        global_batch_size=config.train.global_batch_size, micro_batch_size=rows, dp=mesh.dp
     )
     tree, source, stage = _deepspeed_choices(config, accelerate)
     finished = finish(tree, config, accumulation=accumulation, source=source, on_cpu=device == "cpu")
@@ -236,7 +247,7 @@ def make_plan(config: RunConfig, *, world: World, device: str, accelerate: Accel
         check_accelerate_agrees(accelerate, config, finished)
     # DeepSpeed counts sequence parallel ranks as data parallel (runtime/config.py, _batch_assertion), so its global
     # batch is larger by that factor.
-    finished["train_batch_size"] = config.train.micro_batch_size * accumulation * mesh.dp * mesh.sp
+    finished["train_batch_size"] = rows * accumulation * mesh.dp * mesh.sp
     if stage == 0 and config.train.precision == "fp32":
         # The engine clips the gradient itself: DeepSpeed 0.19.8 counts tied weights twice in the norm
         # (runtime/utils.py:393), and takes the norm of each rank's experts separately.
@@ -252,9 +263,7 @@ def make_plan(config: RunConfig, *, world: World, device: str, accelerate: Accel
         device=device,
         precision=train.precision,
         seed=train.seed,
-        batch=BatchSizes(
-            train.global_batch_size, train.micro_batch_size, accumulation, train.max_seq_len, config.data.packing
-        ),
+        batch=BatchSizes(train.global_batch_size, rows, accumulation, train.max_seq_len, config.data.packing),
         optimizer=OptimizerNumbers(optim.name.lower(), optim.weight_decay, optim.betas, train.max_grad_norm),
         zero_stage=stage,
         offload_optimizer=offloads[0],
@@ -282,8 +291,12 @@ def _decisions(plan: Plan, config: RunConfig) -> tuple[tuple[str, str], ...]:
     """Name and text of each decision, as printed before anything is loaded."""
     model, batch = config.model, plan.batch
     offloads = f"offload optimizer {plan.offload_optimizer}, param {plan.offload_param}"
-    rows = f"{batch.global_batch_size} rows = micro {batch.micro_batch_size} x accumulation "
-    rows += f"{batch.gradient_accumulation_steps} x dp {plan.dp}"
+    rows = f"{batch.global_batch_size} rows = "
+    rows += (
+        f"micro x accumulation x dp {plan.dp}, micro as large as fits (auto)"
+        if config.train.micro_batch_size == AUTO
+        else f"micro {batch.micro_batch_size} x accumulation {batch.gradient_accumulation_steps} x dp {plan.dp}"
+    )
     tokens = f"{batch.max_seq_len} tokens a row at most{', packed' if batch.is_packed else ''}"
     tokens += ", for both sides of a pair together" if UNITS[config.objective.name] == "pairs" else ""
     return (

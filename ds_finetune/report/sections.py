@@ -41,10 +41,23 @@ def plan_section(run: ReportedRun) -> ReportSection | None:
     """The plan and the layout of ranks."""
     plan = dict(run.folder.plan)
     notes = plan.pop("notes", [])
-    rows = [(name, str(text)) for name, text in plan.items()]
+    rows = [(name, str(text)) for name, text in plan.items()] + _forecast_rows(run)
     blocks: list[Block] = [Facts(rows)] if rows else []
     blocks += [Remark(str(note)) for note in notes] if isinstance(notes, list) else []
     return ReportSection("plan", "Plan and layout", blocks) if blocks else None
+
+
+def _forecast_rows(run: ReportedRun) -> list[tuple[str, str]]:
+    """What was predicted of memory and time beside what was measured, where a run went so far."""
+    rows = []
+    for title, predicted, measured, kind in (
+        ("memory of the fullest rank", "memory/predicted_gib", "memory/measured_gib", "gib"),
+        ("time of a step", "perf/predicted_step_seconds", "perf/step_seconds", "seconds"),
+    ):
+        expected, found = run.last(predicted), run.last(measured)
+        if expected is not None and found is not None:
+            rows.append((title, f"{number_text(expected, kind)} predicted, {number_text(found, kind)} measured"))
+    return rows
 
 
 def curve_section(run: ReportedRun) -> ReportSection | None:

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 
 from ds_finetune.auto_configs import AutoConfig
 from ds_finetune.config.objectives import ObjectiveField
-from ds_finetune.config.schema import ParallelConfig
+from ds_finetune.config.parallel import ParallelConfig
 from ds_finetune.data.rows import Row, RowDocuments
 from ds_finetune.families.table import FAMILIES
 from ds_finetune.families.tiny import VOCAB
@@ -54,6 +54,7 @@ class Cell:
     tp: int = 1
     ep: int = 1
     pp_layers: str = ""
+    vpp: int = 1
     objective: str = "sft"
     balances: bool = False
     """Whether routers are trained with all policies that those of the family can have."""
@@ -63,10 +64,8 @@ class Cell:
     @property
     def layout(self) -> str:
         """A text of the parallel sizes other than data parallelism, e.g. `pp 2 x tp 2`; `dp` for none."""
-        return (
-            " x ".join(f"{axis} {getattr(self, axis)}" for axis in ("pp", "sp", "tp", "ep") if getattr(self, axis) > 1)
-            or "dp"
-        )
+        sizes = {axis: getattr(self, axis) for axis in ("pp", "vpp", "sp", "tp", "ep")}
+        return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "dp"
 
     @property
     def sharing(self) -> int:
@@ -98,7 +97,7 @@ def enlarged_config(config: PretrainedConfig, parallel: ParallelConfig) -> Pretr
     if experts:
         tree[experts.number_key(tree)] = math.lcm(experts.number(tree), parallel.ep)
     if parallel.pp > 1:
-        tree["num_hidden_layers"] = 2 * parallel.pp
+        tree["num_hidden_layers"] = 2 * parallel.pp * parallel.vpp
     for derived in {"layer_types", "head_dim", "mlp_layer_types", "indexer_types"} - TINY_MODELS[
         tree["model_type"]
     ].keys():
@@ -210,6 +209,7 @@ def run_tree(cell: Cell, model: Path, out: Path, *, dp: int) -> dict[str, Any]:
         "parallel": {
             "pp": cell.pp,
             "pp_layers": [int(layers) for layers in cell.pp_layers.split()],
+            "vpp": cell.vpp,
             "sp": cell.sp,
             "tp": cell.tp,
             "ep": cell.ep,

@@ -95,7 +95,8 @@ def compare_layout(
     """
     plan = make_plan(config, world=world, device=device)
     hf_config = read_hf_config(config.model.path, task=task_of(make_objective(config.objective)))
-    check_divides(plan.mesh, hf_config.to_dict(), pp_layers=config.parallel.pp_layers)
+    sizes = config.parallel
+    check_divides(plan.mesh, hf_config.to_dict(), pp_layers=sizes.pp_layers, vpp=sizes.vpp)
     # Before any engine: the rotary frequencies of the first model that from_pretrained builds after DeepSpeed 0.19.8's
     # zero.Init are unset memory.
     is_leader = world.rank == 0

@@ -23,7 +23,8 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from ds_finetune.config.objectives import DistillObjective
-from ds_finetune.config.schema import ParallelConfig, RunConfig
+from ds_finetune.config.parallel import ParallelConfig
+from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.collectives import all_gather_object
 from ds_finetune.engine.default_group import process_group
 from ds_finetune.engine.devices import choose_device
@@ -285,7 +286,7 @@ def _cases_of_run(config: RunConfig, world: World) -> list[LayoutCase]:
         cell = Cell(
             hub.model_type,
             stage,
-            _ACCUMULATION,
+            config.parallel.pp if config.parallel.vpp > 1 else _ACCUMULATION,
             config.data.packing,
             precision=precision,
             max_grad_norm=0.5,

@@ -3,10 +3,15 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ds_finetune.data.batches import Batch, BatchPlan, Position, training_batches
 from ds_finetune.data.prefetch import prefetched
 from ds_finetune.data.prepared_rows import PreparedRows
+from ds_finetune.data.rows import Row
 from ds_finetune.data.scores import NumberedRows, with_scores
 from ds_finetune.data.stream import START, StreamedRows, streaming_batches
 from ds_finetune.engine.engine import Engine
@@ -87,18 +92,35 @@ def batch_plan(run: PreparedRun) -> BatchPlan:
         looks_ahead=run.inputs.model.mtp is not None,
         separates_padding=encoder_of(run.inputs.hf_config) is not None,
         row_cost=_row_cost(run),
+        streamed_row_cost=_streamed_row_cost(run),
         meets_each_forward=plan.meets_each_forward,
     )
 
 
 def _row_cost(run: PreparedRun) -> Callable[[int], float] | None:
-    """What a training row costs, by its number; None where rows stay in order.
+    """What a prepared row costs, by its number; None where rows stay in order.
 
     On one rank only padding can be saved, by rows of similar length in a forward, and packed rows have the same length.
     """
-    rows, batch = run.inputs.train, run.plan.batch
-    if isinstance(rows, StreamedRows) or not run.config.data.balance or (run.plan.dp == 1 and batch.is_packed):
+    rows, cost = run.inputs.train, _cost_of_sizes(run)
+    if isinstance(rows, StreamedRows) or cost is None:
+        return None
+    return lambda number: cost(*rows.sizes(number))
+
+
+def _streamed_row_cost(run: PreparedRun) -> Callable[[Row], float] | None:
+    """What a streamed row costs; None where the order of a rank's rows makes no difference, or has to stay."""
+    cost = _cost_of_sizes(run)
+    is_order_free = run.plan.batch.is_packed and not run.plan.meets_each_forward
+    if not isinstance(run.inputs.train, StreamedRows) or cost is None or is_order_free:
+        return None
+    return lambda row: cost(row.document_lengths, row.supervised)
+
+
+def _cost_of_sizes(run: PreparedRun) -> Callable[[NDArray[np.int64], int], float] | None:
+    """What a row costs by the lengths of its documents and its supervised tokens."""
+    batch = run.plan.batch
+    if not run.config.data.balance or (run.plan.dp == 1 and batch.is_packed):
         return None
     cost = RowCost.of(run.inputs.shape, recomputes=run.plan.activation_checkpointing)
-    row_len = batch.max_seq_len if batch.is_packed else None
-    return lambda number: cost.of_row(*rows.sizes(number), row_len=row_len)
+    return partial(cost.of_row, row_len=batch.max_seq_len if batch.is_packed else None)

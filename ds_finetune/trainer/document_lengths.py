@@ -72,11 +72,10 @@ def _limits(config: RunConfig, model: ModelPlan) -> Iterator[DocumentLimit]:
 
 
 def _first_layers_without_choice(model: ModelPlan) -> Iterator[int]:
-    """First layers of pipeline stages that would attend to the tokens chosen in the layer before."""
+    """First layers of pipeline chunks that would attend to the tokens chosen in the layer before."""
     types = getattr(model.hf_config, "indexer_types", None) or ()
-    for layers in model.stages:
-        if layers is not None and types and types[layers[0]] == "shared":
-            yield layers[0]
+    chunks = [chunk for layers in model.stages if layers is not None for chunk in layers.chunks]
+    yield from (chunk[0] for chunk in chunks if types and types[chunk[0]] == "shared")
 
 
 def _check_unknown_lengths(

@@ -12,6 +12,7 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.mismatched import MismatchedAnswers
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.stream import StreamedRows
+from ds_finetune.engine.device_memory import DeviceMemory, PeakMemory, read_device_memory
 from ds_finetune.engine.devices import choose_device
 from ds_finetune.estimate.states import DiskNeed, RunEstimate, estimate_run
 from ds_finetune.families.table import family_of
@@ -49,6 +50,10 @@ class PreparedRun:
     reference: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
     """Log-probabilities of the reference model, one for each document, by `train` and the names of held-out sets; empty
     where the objective has no cached reference."""
+    memory: DeviceMemory | None = None
+    """What this rank's device had free once the run was prepared; None where the system does not say."""
+    peak: PeakMemory | None = None
+    """The most that this rank has taken of its device since then."""
 
     @property
     def output_dir(self) -> Path:
@@ -62,9 +67,7 @@ def prepare_run(config: RunConfig, world: World) -> PreparedRun:
     check_trackers(config.log.trackers)
     config = with_classes(config)
     model = make_model_plan(config, plan.mesh)
-    context = model.context.notes() if model.context is not None else ()
-    plan = replace(plan, notes=(*plan.notes, *context, *try_generic_type(config, model), *length_notes(config, model)))
-    plan = freeze_parameters(plan, model)
+    plan = complete_plan(config, plan, model)
     inputs = read_inputs(config, model)
     check_baseline(plan, inputs)
     estimate = estimate_model(config, plan, model)
@@ -73,7 +76,15 @@ def prepare_run(config: RunConfig, world: World) -> PreparedRun:
     schedule = make_schedule(config, inputs)
     rows = None if isinstance(inputs.train, StreamedRows) else inputs.train.rows_per_epoch
     notes = check_run_length(config, steps=schedule.steps, warmup=schedule.warmup_steps, rows=rows)
-    return PreparedRun(config, plan, replace(inputs, notes=(*inputs.notes, *notes)), schedule, estimate)
+    inputs, memory = replace(inputs, notes=(*inputs.notes, *notes)), read_device_memory(world, plan.device)
+    return PreparedRun(config, plan, inputs, schedule, estimate, memory=memory, peak=PeakMemory(plan.device))
+
+
+def complete_plan(config: RunConfig, plan: Plan, model: ModelPlan) -> Plan:
+    """The plan with what follows from the model: notes, and parameters that are not trained."""
+    context = model.context.notes() if model.context is not None else ()
+    plan = replace(plan, notes=(*plan.notes, *context, *try_generic_type(config, model), *length_notes(config, model)))
+    return freeze_parameters(plan, model)
 
 
 def mismatched_answers(plan: Plan, objective: Objective, rows: PreparedRows) -> MismatchedAnswers | None:

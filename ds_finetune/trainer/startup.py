@@ -1,4 +1,4 @@
-"""Starts what the engine needs first: the watchdog, the operators that have to be compiled, and the process group."""
+"""Starts what the engine needs first: the watchdog, the micro-batch and operators that ranks try, the process group."""
 
 import os
 from collections.abc import Iterator
@@ -15,6 +15,9 @@ from ds_finetune.engine.devices import exchange
 from ds_finetune.engine.prepare_ops import build_ops, use_cores
 from ds_finetune.schedule import seconds_of
 from ds_finetune.trainer.exports import Say
+from ds_finetune.trainer.forecast import forecast_lines
+from ds_finetune.trainer.memory_report import explain_out_of_memory
+from ds_finetune.trainer.micro_batch import decide_micro_batch
 from ds_finetune.trainer.prepare import PreparedRun
 from ds_finetune.trainer.run_dir import remove_empty_on_failure
 from ds_finetune.watchdog.collectives import observe_collectives
@@ -31,6 +34,14 @@ def start_watchdog(watchdog: WatchdogConfig, world: World, output_dir: Path) -> 
     store = meet(world, timeout=timedelta(seconds=seconds_of(watchdog.meet)))
     with observe_collectives(progress), start_monitor(progress, world, store, output_dir) as monitor:
         yield monitor, store
+
+
+def finish_plan(run: PreparedRun, store: dist.Store, monitor: Monitor, say: Say) -> PreparedRun:
+    """Decide what all ranks have to try first: the micro-batch where it is `auto`, and the optimizer's operators. The
+    forecast of the run is added to its plan.
+    """
+    run = compile_operators(decide_micro_batch(run, store, monitor, say), store, monitor, say)
+    return replace(run, plan=replace(run.plan, decisions=(*run.plan.decisions, *forecast_lines(run))))
 
 
 def compile_operators(run: PreparedRun, store: dist.Store, monitor: Monitor, say: Say) -> PreparedRun:
@@ -53,5 +64,12 @@ def open_process_group(run: PreparedRun, store: dist.Store, monitor: Monitor) ->
     timeout = timedelta(seconds=run.plan.collective_seconds)
     group = process_group(run.plan.world, run.plan.device, store, timeout=timeout)
     monitor.progress.device = device_progress(run.plan.device)
-    with remove_empty_on_failure(run.output_dir), monitor.detect_hangs(store), group, monitor.report_errors():
+    with remove_empty_on_failure(run.output_dir), monitor.detect_hangs(store), group, report_errors(run, monitor):
+        yield
+
+
+@contextmanager
+def report_errors(run: PreparedRun, monitor: Monitor) -> Iterator[None]:
+    """Report an error inside to the other ranks; one that memory ran out is explained first."""
+    with monitor.report_errors(), explain_out_of_memory(run):
         yield

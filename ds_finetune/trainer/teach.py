@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from ds_finetune.config.objectives import DistillObjective
-from ds_finetune.config.schema import ParallelConfig, RunConfig
+from ds_finetune.config.parallel import ParallelConfig
+from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.rows import Row
 from ds_finetune.data.scores import (

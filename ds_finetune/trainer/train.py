@@ -35,7 +35,7 @@ from ds_finetune.trainer.resume import (
 )
 from ds_finetune.trainer.run_records import begin_run_folder, record_end, report_failure
 from ds_finetune.trainer.run_status import RunLog, StatusKeeper, keep_status
-from ds_finetune.trainer.startup import compile_operators, open_process_group, start_watchdog
+from ds_finetune.trainer.startup import finish_plan, open_process_group, report_errors, start_watchdog
 from ds_finetune.watchdog.monitor import Monitor
 from ds_finetune.world import World, check_deepspeed_hostfile
 
@@ -75,8 +75,7 @@ def train(config: RunConfig, *, announce: Announce, say: Say) -> Report:
         keep_status(folder, log) as status,
     ):
         with start_watchdog(config.watchdog, world, folder) as (monitor, store):
-            run = prepare_run(config, world)
-            run = compile_operators(run, store, monitor, log.say)
+            run = finish_plan(prepare_run(config, world), store, monitor, log.say)
             if world.rank == 0:
                 announce(run)
             with open_process_group(run, store, monitor):
@@ -101,7 +100,7 @@ def _train_and_export(
     loads_weights = resume_point.found is None or not reference.is_complete
     engine_context = start_engine(run.plan, run.inputs.model, loads_weights=loads_weights)
     # Errors are reported first, by the innermost context: closing the others may wait for ranks that are gone.
-    with engine_context as engine, start_saver(run, engine, resume_point) as saver, monitor.report_errors():
+    with engine_context as engine, start_saver(run, engine, resume_point) as saver, report_errors(run, monitor):
         if engine.drawn and engine.is_rank_zero:
             say(drawn_line(run, engine.drawn))
         with monitor.progress.during("reference"):

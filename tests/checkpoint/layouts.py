@@ -37,13 +37,17 @@ class Layout:
     tp: int = 1
     ep: int = 1
     lora: int = 0
+    vpp: int = 1
 
     @property
     def text(self) -> str:
         """A name for folders and test ids."""
         how = "packed" if self.packing else "padded"
         sizes = f"pp{self.pp}-sp{self.sp}-tp{self.tp}-ep{self.ep}"
-        return f"z{self.stage}-{self.optimizer}-{self.param}-{self.precision}-{how}-{self.name}-{self.family}-{sizes}{f'-lora{self.lora}' if self.lora else ''}"
+        sizes += f"-vpp{self.vpp}" if self.vpp > 1 else ""
+        sizes += f"-lora{self.lora}" if self.lora else ""
+        where = f"{self.optimizer}-{self.param}"
+        return f"z{self.stage}-{where}-{self.precision}-{how}-{self.name}-{self.family}-{sizes}"
 
     @property
     def uses_nvme(self) -> bool:
@@ -96,6 +100,7 @@ def config_of(layout: Layout, model: Path, out: Path, *, dp: int, disk: Path) ->
         optimizer=layout.name,
         max_grad_norm=norm,
         pp=layout.pp,
+        vpp=layout.vpp,
         sp=layout.sp,
         tp=layout.tp,
         ep=layout.ep,

@@ -1,6 +1,7 @@
 """Streaming: ranks see different rows, each pass has them all, and no rank runs out."""
 
 import json
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ds_finetune.config.schema import DataConfig
 from ds_finetune.data import stream as streaming
-from ds_finetune.data.batches import Batch, BatchPlan
+from ds_finetune.data.batches import Batch, BatchPlan, MicroBatch
 from ds_finetune.data.prepare import TokenLimits
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.demo import write_demo
@@ -111,6 +112,34 @@ def test_a_stream_goes_on_from_any_batch(
         rest = list(streaming.streaming_batches(rows, plan, steps=12, start_step=done, start=whole[done - 1].position))
         assert texts(rest, tokenizer) == texts(whole[done:], tokenizer)
         assert [batch.position for batch in rest] == [batch.position for batch in whole[done:]]
+
+
+def test_the_costliest_row_of_a_step_comes_first(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    """Steps keep their rows and positions, so a run resumes as without costs."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "q" * (i % 7), "completion": f"a{i}"}) + "\n" for i in range(40)))
+    rows = streaming.open_stream(
+        DataConfig.model_validate({"train": str(path), "packing": True}), "train", tokenizer=tokenizer, limits=LIMITS
+    )
+    plan = BatchPlan(8, 1, 1, 2, 0, shuffle=True, pad_token_id=2, row_len=24)
+    costed = replace(plan, streamed_row_cost=lambda row: float((row.document_lengths**2).sum()))
+    in_order, sorted_rows = (
+        list(streaming.streaming_batches(rows, each, steps=3, start_step=1)) for each in (plan, costed)
+    )
+    assert texts(in_order, tokenizer) != texts(sorted_rows, tokenizer)
+    for before, after in zip(in_order, sorted_rows, strict=True):
+        assert before.position == after.position
+        assert before.counts == after.counts
+        assert sorted(texts([before], tokenizer)) == sorted(texts([after], tokenizer))
+        costs = [sum(n**2 for n in _lengths(micro)) for micro in after.micro]
+        assert costs == sorted(costs, reverse=True)
+
+
+def _lengths(micro: MicroBatch) -> list[int]:
+    """Tokens of the documents of one row, without its padding."""
+    assert micro.documents is not None
+    (lengths,) = micro.documents
+    return list(lengths) if int(micro.lengths) == sum(lengths) else list(lengths[:-1])
 
 
 def test_the_fingerprint_of_a_stream_changes_with_its_rows(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:

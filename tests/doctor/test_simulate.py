@@ -7,7 +7,8 @@ import pytest
 from transformers import AutoConfig
 
 from ds_finetune.cli.main import main
-from ds_finetune.config.schema import ParallelConfig, read_config
+from ds_finetune.config.parallel import ParallelConfig
+from ds_finetune.config.schema import read_config
 from ds_finetune.doctor.simulate import group_checks, ranks_of, simulate
 from ds_finetune.hostfile import Host, read_hostfile
 from ds_finetune.plan.mesh import Mesh

@@ -28,6 +28,13 @@ CELLS = [
     *(Cell("llama", 1, 2, packing=True, **{axis: 2}) for axis in ("tp", "sp", "pp")),
     Cell("deepseek_v3", 1, 2, packing=True, ep=2),
 ]
+MORE = [
+    Cell("deepseek_v3", 1, 2, packing=True, checkpointing=True, tp=2),
+    Cell("deepseek_v3", 2, 2, packing=True, checkpointing=True, sp=2),
+    Cell("deepseek_v3", 2, 2, packing=True, checkpointing=True, ep=2, reduces_once=True),
+    Cell("llama", 3, 2, packing=True, precision="bf16", reduces_once=True),
+]
+"""Whose bytes are compared with arithmetic alone (ds_finetune/estimate/traffic.py)."""
 
 
 def main() -> None:
@@ -36,13 +43,14 @@ def main() -> None:
     world, device = World.from_environment(os.environ), choose_device()
     found: dict[str, Any] = {}
     with process_group(world, device):
-        for cell in CELLS:
+        for cell in (*CELLS, *MORE):
             tree = run_tree(cell, folder / cell.family, folder, dp=world.world_size // cell.sharing)
             config = RunConfig.model_validate(tree)
             with start_engine(make_plan(config, world=world, device=device), model_of(config)) as engine:
                 if cell.ep > 1:
                     _send_all_away(engine, world.rank)
-                found[f"{cell.layout}, ZeRO-{cell.stage}"] = all_gather_object(_second_step(engine))
+                name = cell.name if cell in MORE else f"{cell.layout}, ZeRO-{cell.stage}"
+                found[name] = all_gather_object(_second_step(engine))
             gc.freeze()
         for checkpointing, overlaps in itertools.product((False, True), (True, False)):
             cell = Cell("deepseek_v3", 1, 2, packing=True, ep=2, checkpointing=checkpointing)

@@ -1,6 +1,7 @@
 """Bytes that a rank sends in a step, counted by hand from the sizes of tiny models."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.collective_calls import sent_bytes
 from ds_finetune.engine.communication import StepCommunication
+from ds_finetune.estimate.operations import Work
+from ds_finetune.estimate.rank_weights import weights_of_run
+from ds_finetune.estimate.row_shape import RowShape
+from ds_finetune.estimate.traffic import traffic
 from ds_finetune.model.parallel.pipeline import build_meta_model
-from ds_finetune.selftest.cells import PACKED_ROWS, ROW_LEN, hf_config
+from ds_finetune.plan.plan import make_plan
+from ds_finetune.selftest.cells import PACKED_ROWS, ROW_LEN, TINY_MODELS, Cell, hf_config, run_tree
+from ds_finetune.world import World
+from tests.engine.communication_worker import CELLS, MORE
 from tests.running import start, torchrun
 
 TOKENS, HIDDEN, LAYERS, FP32, FORWARDS = PACKED_ROWS * ROW_LEN, 32, 2, 4, 2
@@ -103,6 +112,24 @@ def test_shared_experts_beside_the_exchange_change_no_bit(found: dict[str, Any],
     assert overlapped.pop("calls") == ["shared_experts.down_proj", "experts"]
     assert apart.pop("calls") == ["experts", "shared_experts.down_proj"]
     assert overlapped == apart
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("cell", [*CELLS, *MORE], ids=lambda cell: cell.name)
+def test_bytes_are_those_of_the_estimate(found: dict[str, Any], cell: Cell, rank: int) -> None:
+    measured = found[cell.name if cell in MORE else f"{cell.layout}, ZeRO-{cell.stage}"][rank]
+    config = RunConfig.model_validate(run_tree(cell, Path("m"), Path("o"), dp=2 // cell.sharing))
+    plan = make_plan(config, world=World(rank, 2, rank, 2, "a test"), device="cpu")
+    rows = RowShape(ROW_LEN, measured["supervised"] / PACKED_ROWS, (ROW_LEN,))
+    work = Work(config, plan, TINY_MODELS[cell.family], rows)
+    stage = plan.mesh.place("pp", rank)
+    sent: Counter[str] = Counter()
+    for transfer in traffic(work, weights_of_run(config, plan, work.model)[stage], stage=stage):
+        # The worker's routers choose experts of the other rank alone, where half of the rows is expected.
+        sent[transfer.kind] += transfer.num_bytes * (2 if transfer.name == "rows over ep" else 1)
+    assert sent.keys() <= measured["bytes"].keys() <= sent.keys() | {"all_reduce"}
+    for kind, num_bytes in measured["bytes"].items():
+        assert sent[kind] == pytest.approx(num_bytes, rel=0.01, abs=COUNTS)
 
 
 def test_collectives_have_a_time_on_cpus(found: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ds_finetune.config.schema import ParallelConfig
+from ds_finetune.config.parallel import ParallelConfig
 from ds_finetune.engine.process_groups import open_groups
 from ds_finetune.plan.mesh import Mesh
 
@@ -38,6 +38,8 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
         ({"pp": 4}, False, 2 + 4),
         ({"pp": 4}, True, 2 + 4 + 1),
         ({"pp": 8}, True, 1 + 8 + 1),
+        # Hidden states and gradients, between neighbours and around the end, for each pipeline.
+        ({"pp": 2, "vpp": 2}, False, 4 + 2 + 4 * 4),
         # Stages, shards, parts of a model, and copies of each part.
         ({"pp": 2, "tp": 2}, False, 4 + 4 + 2 + 4),
         # Experts exchange rows beside other collectives of the same ranks.
@@ -49,7 +51,7 @@ def test_groups_of_the_same_ranks_are_opened_once(
     opened: list[tuple[int, ...]], sizes: dict[str, int], shares_embedding: bool, number: int
 ) -> None:
     mesh = Mesh.of(ParallelConfig(**sizes), world_size=RANKS, rank=1)
-    with open_groups(mesh, shares_embedding=shares_embedding) as groups:
+    with open_groups(mesh, shares_embedding=shares_embedding, vpp=sizes.get("vpp", 1)) as groups:
         assert len(opened) == number
         if mesh.tp > 1 and mesh.pp == 1:
             assert groups.tensor is not None

@@ -21,7 +21,7 @@ from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.model import build
-from ds_finetune.plan.plan import make_plan
+from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.selftest.cells import rows
 from ds_finetune.selftest.steps import batch_plan, whole_batch
 from ds_finetune.world import World
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def _waits_of_a_step(config: RunConfig, world: World, device: str) -> dict[str, int]:
-    plan, model = make_plan(config, world=world, device=device), model_of(config)
+    plan, model = _with_pinned_memory(make_plan(config, world=world, device=device)), model_of(config)
     with (
         imagined_accelerator() as waits,
         patch.object(rank_rows, "pins_memory", lambda _: True),
@@ -64,6 +64,13 @@ def _waits_of_a_step(config: RunConfig, world: World, device: str) -> dict[str, 
             waits.reset()
             engine.step(prepared, lr=1e-3)
         return dict(waits.found)
+
+
+def _with_pinned_memory(plan: Plan) -> Plan:
+    """The plan as it is for a GPU: what is offloaded lies in pinned memory."""
+    zero = plan.deepspeed["zero_optimization"]
+    offloads = {key: section | {"pin_memory": True} for key, section in zero.items() if key.startswith("offload_")}
+    return replace(plan, deepspeed=plan.deepspeed | {"zero_optimization": zero | offloads})
 
 
 def _batch(engine: Engine, *, looks_ahead: bool) -> Batch:

@@ -80,6 +80,11 @@ def test_tensors_of_a_rank(name: str, parallel: dict[str, Any]) -> None:
     compare(MODELS[name], parallel)
 
 
+@pytest.mark.parametrize("name", ["deepseek_v3_deep", "qwen2_deep", "llama_deep"])
+def test_tensors_of_a_rank_with_several_chunks(name: str) -> None:
+    compare(TINY_MODELS[name], {"pp": 2, "vpp": 2})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
 @pytest.mark.parametrize("name", MODELS)

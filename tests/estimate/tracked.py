@@ -1,5 +1,5 @@
-"""Forward and backward of this program's own modules on fake tensors, whose memory torch's tracker counts: models of any
-size on a CPU, with the kernels of GPUs.
+"""Forward and backward of this program's own modules on fake tensors, whose memory torch's tracker counts: models of
+any size on a CPU, with the kernels of GPUs.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

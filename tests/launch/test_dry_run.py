@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from ds_finetune.config.schema import ParallelConfig
+from ds_finetune.config.parallel import ParallelConfig
 from ds_finetune.hostfile import Host, read_hostfile
 from ds_finetune.launch.dry_run import dry_run_lines, rank_map
 from ds_finetune.launch.schedulers import Job, mpirun_command

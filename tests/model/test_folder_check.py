@@ -13,8 +13,9 @@ import pytest
 from ds_finetune.cli.main import main
 from ds_finetune.errors import ModelError
 from ds_finetune.model.build import read_hf_config
-from ds_finetune.model.folder_check import MAX_LAYERS, check_folder
+from ds_finetune.model.folder_check import check_folder
 from ds_finetune.model.hub_folder import HubFolder
+from ds_finetune.plan.config_json import MAX_LAYERS
 from tests.model.fp8_folder import V3, in_fp8, master, publish
 
 SHARD = "model-00002-of-000003.safetensors"

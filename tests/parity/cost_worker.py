@@ -18,6 +18,7 @@ from transformers import AutoConfig
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from bench.small_v3 import SMALL_V3
 from ds_finetune.cli.main import exit_process
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.batches import BatchPlan, training_batches
@@ -29,30 +30,6 @@ from ds_finetune.plan.plan import make_plan
 from ds_finetune.world import World
 from tests.planning import model_of
 
-MODEL = {
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "moe_intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "first_k_dense_replace": 1,
-}
-MODEL |= {
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "q_lora_rank": 96,
-    "kv_lora_rank": 64,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 16,
-}
-MODEL |= {
-    "v_head_dim": 32,
-    "n_routed_experts": 16,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 4,
-    "n_group": 4,
-    "topk_group": 2,
-    "vocab_size": 8192,
-}
 EVEN = {
     "hidden_size": 256,
     "intermediate_size": 768,
@@ -81,7 +58,7 @@ def main() -> None:
     world, device = World.from_environment(os.environ), choose_device()
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name, process_group(world, device):
-        AutoConfig.for_model("deepseek_v3", **MODEL).save_pretrained(name)
+        AutoConfig.for_model("deepseek_v3", **SMALL_V3).save_pretrained(name)
         for stage, (layout, parallel) in itertools.product((1, 2, 3) if world.world_size > 1 else (), LAYOUTS.items()):
             if layout != "pp 2" or stage == 1:
                 found[f"{layout}, ZeRO-{stage}"] = _measured(name, stage, parallel, world, device)

@@ -113,9 +113,30 @@ def _rounded(family: str = "deepseek_v3") -> list[Cell]:
     ]
 
 
+def _interleaved(families: tuple[str, ...]) -> list[Cell]:
+    """Two chunks a rank, of models that have layers enough; padded with twice as many forwards."""
+    return [
+        replace(
+            _cell(family, row, stage, packing=packing),
+            family=f"{family}_deep",
+            vpp=2,
+            accumulation=2 if packing else 4,
+            offload=offload,
+        )
+        for row, family in itertools.product(TESTED_LAYOUTS, families)
+        if "pp" in row.axes and family in row.families and f"{family}_deep" in TINY_MODELS
+        for stage, offload, packing in (
+            *itertools.product(row.stages, ("none",), (True, False)),
+            *([(1, "optimizer", True)] if family in FIRST else []),
+        )
+    ]
+
+
 FOUR_STAGES = [
     Cell("llama_deep", 1, 4, packing=True, pp=4),
     Cell("llama_deep", 0, 1, packing=True, max_grad_norm=0.5, pp=4, pp_layers="2 1 1 1"),
+    Cell("llama_deeper", 1, 4, packing=True, pp=4, vpp=2, checkpointing=True),
+    Cell("llama_deeper", 0, 8, packing=False, pp=2, vpp=3, pp_layers="1 2 1 1 2 1"),
 ]
 TIED = [
     Cell("qwen2", stage, 2, packing=True, offload=offload, max_grad_norm=0.5, pp=2)
@@ -150,6 +171,7 @@ _SPARSE_CELLS = (
     ("glm_moe_dsa_sparse", "pp 2", 1, True),
 )
 SPARSE_CHOSEN = [cell for cell in SPARSE if (cell.family, cell.layout, cell.stage, cell.packing) in _SPARSE_CELLS]
+INTERLEAVED = _interleaved((*FIRST, "qwen2"))
 DEFAULT = _cells(FIRST) + _offloaded() + TIED
 VARIANTS = ("deepseek_v2_lite", "deepseek_v3_moonlight", "glm4_moe_lite_types", "glm4_moe_air")
 """Two without latent queries; with experts in the first and third of three layers; without norms of queries and keys."""
@@ -161,10 +183,13 @@ LARGEST = [
     for cell in _cells(("deepseek_v3", "qwen3_moe", "gpt_oss"))
     if {"pp", "ep"} < {axis for axis in ("pp", "sp", "tp", "ep") if getattr(cell, axis) > 1}
 ]
+LARGEST += [cell for cell in _interleaved(("deepseek_v3", "gpt_oss")) if cell.sharing > 2 and cell.ep > 1]
 """Layouts of three axes, which are compared on eight ranks too."""
 REST = _cells((*OTHERS, *VARIANTS)) + MORE_BIASES + FOUR_STAGES + SPARSE + ONCE
+REST += INTERLEAVED + _interleaved(tuple(name for name in OTHERS if name != "qwen2"))
 ALL = runs_of(DEFAULT) + runs_of(REST) + runs_of(DEFAULT + REST, worlds=(4,))
 _ROUNDED = _rounded() + _rounded("gpt_oss")
+_ROUNDED += [Cell("deepseek_v3_deep", 1, 2, packing=True, precision="bf16", pp=2, vpp=2)]
 ALL_ROUNDED = runs_of(_ROUNDED) + runs_of(_ROUNDED, worlds=(4,))
 ON_EIGHT = runs_of(LARGEST, worlds=(8,))
 
@@ -185,6 +210,7 @@ _NORMS_OVER_HEADS = [cell for cell in _cells(("olmoe",)) if cell.layout == "tp 2
 """The norms of queries and keys need the heads of all ranks."""
 # Its second stage begins with a layer that would take the choice of the layer before.
 _OF_EACH.append(Cell("glm_moe_dsa", 1, 2, packing=True, checkpointing=True, pp=2))
+CHOSEN += each_value(runs_of(INTERLEAVED, worlds=WORLDS[-1:]), _axes)
 CHOSEN += _without(
     runs_of(BIASES + SPARSE_CHOSEN + ONCE_CHOSEN + _OF_EACH + _NORMS_OVER_HEADS, worlds=WORLDS[-1:]), CHOSEN
 )

@@ -38,7 +38,10 @@ def _offloaded(*families: str) -> list[Cell]:
     ]
 
 
-CLIPPED = [Cell("deepseek_v3", stage, 4, True, max_grad_norm=0.5, checkpointing=True) for stage in (0, 1, 2, 3)]
+CLIPPED = [
+    Cell("deepseek_v3", stage, 4, True, max_grad_norm=0.5, checkpointing=True, offload=offload)
+    for stage, offload in [*((stage, "none") for stage in (0, 1, 2, 3)), *((stage, "optimizer") for stage in (1, 2, 3))]
+]
 ALL = runs_of(_plain() + _offloaded(*FAMILIES) + CLIPPED)
 
 

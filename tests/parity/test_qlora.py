@@ -66,6 +66,7 @@ MORE += [
     for stage in (row.stages if family == "deepseek_v3" else row.stages[-1:])
 ]
 """Every layout in which a rank holds whole matrices."""
+MORE += [Cell("deepseek_v3_deep", stage, 2, True, max_grad_norm=CLIP, pp=2, vpp=2) for stage in (0, 1)]
 ROUNDED = [
     Cell(family, stage, 2, True, precision="bf16", checkpointing=True)
     for family in ("deepseek_v3", "qwen2")

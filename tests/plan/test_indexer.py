@@ -8,6 +8,7 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.tiny import SHARED_INDEX
 from ds_finetune.plan.indexer import check_indexer, check_stages_begin_with_indexers, plan_indexer
+from ds_finetune.plan.layer_stages import StageLayers
 from ds_finetune.plan.mesh import Mesh
 
 V32 = {"model_type": "deepseek_v32", "num_hidden_layers": 3}
@@ -47,10 +48,10 @@ def test_a_model_without_indexers_is_refused() -> None:
 def test_a_stage_begins_with_an_indexer() -> None:
     plan = plan_indexer(_config(), GLM)
     assert plan is not None
-    check_stages_begin_with_indexers(plan, [range(2), range(2, 4)])
+    check_stages_begin_with_indexers(plan, [StageLayers((range(2),)), StageLayers((range(2, 4),))])
     check_stages_begin_with_indexers(plan, [None])
     with pytest.raises(ConfigError, match="stage 1 begins with layer 1, which has no indexer") as caught:
-        check_stages_begin_with_indexers(plan, [range(1), range(1, 4)])
+        check_stages_begin_with_indexers(plan, [StageLayers((range(1),)), StageLayers((range(1, 4),))])
     assert "one of layers 0, 2" in caught.value.hint
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_finetune.config.schema import ParallelConfig
+from ds_finetune.config.parallel import ParallelConfig
 from ds_finetune.families.table import FAMILIES
 from ds_finetune.model.build import build_skeleton
 from ds_finetune.plan.combinations import check_divides

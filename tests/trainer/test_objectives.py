@@ -25,7 +25,7 @@ from transformers import (
 from ds_finetune import api
 from ds_finetune.cli.main import main
 from ds_finetune.export.verify.record import UNVERIFIED, ExportRecord
-from tests.running import metrics, start, tiny_task
+from tests.running import metrics, start, tiny_task, torchrun
 
 CLASSES = ("billing", "bug", "praise")
 SCORED = ("classification", "reward")
@@ -67,10 +67,12 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def _trained(objective: str, folder: Path, *, has_adapters: bool) -> Run:
+def _trained(objective: str, folder: Path, *, has_adapters: bool, parallel: dict[str, int] | None = None) -> Run:
     run_file = tiny_task(
         folder,
         objective=objective,
+        parallel=parallel or {},
+        deepspeed={"zero_optimization": {"stage": 1 if parallel else 2}},
         export={"verify": True},
         checkpoint={"every": f"{HALF} steps"},
         optim={"lr": 1e-2},
@@ -84,6 +86,8 @@ def _trained(objective: str, folder: Path, *, has_adapters: bool) -> Run:
     _write(folder / "train.jsonl", rows_of(objective, 32, "t"))
     _write(folder / "eval.jsonl", rows_of(objective, 9, "e"))
     command = [sys.executable, "ds_finetune/train.py", str(run_file)]
+    if parallel:
+        command = torchrun(*command[1:], ranks=2)
     first = start([*command, f"train.for={HALF} steps", "export.at_end=false"])
     assert first.returncode == 0, first.stdout + first.stderr
     second = start([*command, f"train.for={STEPS} steps"])
@@ -120,6 +124,36 @@ def _plain(folder: Path, objective: str) -> PreTrainedModel:
 def _outputs(model: PreTrainedModel, prompt: tuple[int, ...]) -> torch.Tensor:
     with torch.no_grad():
         return model(torch.tensor([list(prompt)])).logits[0]  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """Runs of one rank with adapters."""
+    return {
+        name: _trained(name, tmp_path_factory.mktemp(f"{name}-alone"), has_adapters=True)
+        for name in ("dpo", "orpo", "kto")
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["tp", "pp", "sp", "ep"])
+@pytest.mark.parametrize("objective", ["dpo", "orpo", "kto"])
+def test_two_ranks_that_share_rows_or_weights_train_the_same_adapters(
+    objective: str, axis: str, alone: dict[str, Run], tmp_path: Path
+) -> None:
+    shared, wanted = _trained(objective, tmp_path, has_adapters=True, parallel={axis: 2}), alone[objective]
+    test_it_resumes_and_its_export_is_verified(shared)
+    for key in ("train/loss", "train/grad_norm", "eval/loss"):
+        found, known = ([each[key] for each in metrics(one.folder) if key in each] for one in (shared, wanted))
+        assert found == pytest.approx(known, rel=1e-4), key
+    ours, theirs = (_weights(one.exported) for one in (shared, wanted))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+def _weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: each for file in sorted(folder.glob("*.safetensors")) for name, each in load_file(file).items()}
 
 
 def test_it_resumes_and_its_export_is_verified(run: Run) -> None:

@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_finetune.config.schema import ParallelConfig, RunConfig, WatchdogConfig
+from ds_finetune.config.parallel import ParallelConfig
+from ds_finetune.config.schema import RunConfig, WatchdogConfig
 from ds_finetune.engine.process_groups import open_groups
 from ds_finetune.errors import ConfigError
 from ds_finetune.observers.record import StepRecord

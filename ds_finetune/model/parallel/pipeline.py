@@ -7,9 +7,10 @@ states are sent.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,28 +18,48 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from ds_finetune.config.schema import ParallelConfig
+from ds_finetune.config.parallel import ParallelConfig
 from ds_finetune.families.table import family_of
 from ds_finetune.families.tensors import model_tensors
 from ds_finetune.model.build import Task, build_skeleton, has_score_head, head_of
 from ds_finetune.model.mtp import mtp_layers
 from ds_finetune.model.parallel.rank_group import RankGroup
 from ds_finetune.patches.transformers_models import replaced_layers
-from ds_finetune.plan.layer_stages import stages_of
+from ds_finetune.plan.layer_stages import StageLayers, stages_of
 
 T = TypeVar("T")
 
 
-class PipelineGroup(RankGroup):
-    """Ranks that hold a model's layers, in order; rank i is stage i."""
+class Link(NamedTuple):
+    """One way between neighbours of a pipeline, on which messages arrive in the order in which they are sent.
 
+    Each has a process group of its own: NCCL ignores tags, and two ranks that each send before they receive would wait
+    for each other within one group.
+    """
+
+    is_forward: bool
+    """Whether it carries hidden states; otherwise their gradients."""
+    wraps: bool
+    """Whether it joins the last rank and the first one."""
+
+
+class PipelineGroup(RankGroup):
+    """Ranks that hold a model's layers, in order; rank i is stage i, with one or several chunks of layers."""
+
+    num_chunks: int = 1
+    running_chunk: int | None = None
+    """The chunk that a forward runs; None where it runs all of this rank, and sends hidden states itself."""
+    no_hidden_states: torch.Tensor
+    """Hidden states [0, width] in the dtype and on the device of the model's."""
+    links: Mapping[Link, dist.ProcessGroup] = MappingProxyType({})
+    """The group of each way to the neighbours; empty with one chunk a rank."""
     embedding_group: dist.ProcessGroup | None = None
     """Ranks of the first and of the last stage that hold the same tensor parallel shard, with all their data and
     sequence parallel copies; None on other stages, and where only one end has the embedding.
     """
     input_hidden_states: torch.Tensor | None = None
     """Hidden states that the previous stage sent for the latest forward; a leaf that requires a gradient where
-    gradients are enabled.
+    gradients are enabled. With several chunks a rank those for the running one, None for the first of the model.
     """
 
     @property
@@ -55,6 +76,25 @@ class PipelineGroup(RankGroup):
     def is_end(self) -> bool:
         """Whether this is the first or the last stage."""
         return self.is_first or self.is_last
+
+    @property
+    def runs_head(self) -> bool:
+        """Whether a forward ends with the head on this rank."""
+        return self.is_last and self.running_chunk in (None, self.num_chunks - 1)
+
+    @property
+    def next_rank(self) -> int:
+        """The rank after this one; after the last one comes the first."""
+        return (self.group_rank + 1) % self.size
+
+    @property
+    def previous_rank(self) -> int:
+        """The rank before this one; before the first one comes the last."""
+        return (self.group_rank - 1) % self.size
+
+    def empty_hidden(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Room for the hidden states [rows, tokens, width] of these tokens."""
+        return self.no_hidden_states.new_empty(*input_ids.shape, self.no_hidden_states.shape[-1])
 
     def send(self, tensor: torch.Tensor, *, to: int) -> None:
         """Send to stage `to`, which receives it."""
@@ -97,6 +137,7 @@ class PipelineGroup(RankGroup):
         """Drop the references to the process groups."""
         super().close()
         self.embedding_group = None
+        self.links = {}
 
 
 class MissingLayer(nn.Module):
@@ -128,12 +169,10 @@ class ReceiveHiddenStates(nn.Embedding):
     """
 
     pp_group: PipelineGroup
-    dtype: torch.dtype
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """[batch, tokens] -> [batch, tokens, width]."""
-        buffer = torch.empty(*input_ids.shape, self.embedding_dim, dtype=self.dtype, device=input_ids.device)
-        hidden = self.pp_group.receive(buffer, source=self.pp_group.group_rank - 1)
+        hidden = self.pp_group.receive(self.pp_group.empty_hidden(input_ids), source=self.pp_group.group_rank - 1)
         self.pp_group.input_hidden_states = hidden.requires_grad_(torch.is_grad_enabled())
         return self.pp_group.input_hidden_states
 
@@ -180,27 +219,30 @@ def build_meta_model(hf_config: PretrainedConfig, task: Task = "causal_lm") -> P
 
 def layers_of_stages(
     hf_config: PretrainedConfig, parallel: ParallelConfig, task: Task = "causal_lm"
-) -> list[range | None]:
-    """`stages_of` a model that is built from `hf_config`; [None] without pipeline parallelism."""
+) -> tuple[StageLayers | None, ...]:
+    """`stages_of` a model that is built from `hf_config`; (None,) without pipeline parallelism."""
     if parallel.pp == 1:
-        return [None]
+        return (None,)
     scores = int(hf_config.num_labels) if task == "sequence_classification" else 0
     tensors = model_tensors(hf_config.to_dict(), mtp_layers=len(mtp_layers(hf_config)), scores=scores)
-    return [*stages_of(tensors, parallel)]
+    return stages_of(tensors, parallel)
+
+
+def missing_layer(config: PretrainedConfig, layer: int) -> MissingLayer:
+    """What replaces layer number `layer` of a model with this configuration."""
+    indexer = family_of(config.model_type).indexer
+    return MissingLayer(layer, has_choice=indexer is not None and indexer.is_shared)
 
 
 @contextmanager
-def build_only_layers(model_class: type[PreTrainedModel], layers: range | None) -> Iterator[None]:
+def build_only_layers(model_class: type[PreTrainedModel], layers: Container[int] | None) -> Iterator[None]:
     """A model built inside has a `MissingLayer` for each layer outside `layers`; None builds all."""
     if layers is None:
         yield
         return
 
     def make(layer_class: type[nn.Module], config: PretrainedConfig, layer_idx: int) -> nn.Module:
-        if layer_idx in layers:
-            return layer_class(config, layer_idx)
-        indexer = family_of(config.model_type).indexer
-        return MissingLayer(layer_idx, has_choice=indexer is not None and indexer.is_shared)
+        return layer_class(config, layer_idx) if layer_idx in layers else missing_layer(config, layer_idx)
 
     with replaced_layers(model_class, make):
         yield
@@ -213,10 +255,10 @@ def install_pipeline_stage(lm: PreTrainedModel, pp_group: PipelineGroup, *, outp
     """
     embedding, head = lm.get_input_embeddings(), head_of(lm)
     is_tied = head.weight is embedding.weight
+    pp_group.no_hidden_states = embedding.weight.new_empty(0, embedding.embedding_dim)
     if not pp_group.is_first:
-        dtype = embedding.weight.dtype
         embedding.__class__ = ReceiveHiddenStates
-        embedding.pp_group, embedding.dtype = pp_group, dtype
+        embedding.pp_group = pp_group
         if not (pp_group.is_last and (is_tied or mtp_layers(lm.config))):
             embedding.weight = None
     if not pp_group.is_last:

@@ -1,0 +1,258 @@
+"""The time of an optimizer step by a roofline: computation, memory and messages of each layout on given machines.
+
+A class of operators takes the longer of its FLOPs over the FLOP/s that it reaches and its bytes over the memory's
+bandwidth. Added are messages that are not hidden, the pipeline's bubble, and the optimizer. `TimeEstimate.assumptions`
+says what is assumed; docs/explanation/time-model.md explains the whole.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from ds_finetune.config.schema import RunConfig
+from ds_finetune.estimate.accelerators import GB, Machine, check_precision
+from ds_finetune.estimate.operations import Operation, Work, adapter_elements, operations, shape_of
+from ds_finetune.estimate.rank_elements import is_trained
+from ds_finetune.estimate.rank_weights import RankWeights, weights_of_run
+from ds_finetune.estimate.row_shape import RowShape
+from ds_finetune.estimate.teacher_time import teacher_config, teacher_flops
+from ds_finetune.estimate.time_assumptions import assumptions
+from ds_finetune.estimate.traffic import Group, Transfer, traffic
+from ds_finetune.families.parameters import ModelConfig
+from ds_finetune.plan.deepspeed_config import MOMENTS
+from ds_finetune.plan.plan import Plan
+from ds_finetune.schedule import Duration
+
+_WIDE = 4
+_KERNELS = {False: 40, True: 70}
+"""Kernels of a layer's forward, without and with routed experts; a backward has twice as many. An assumption."""
+_BACKWARD_KERNELS = 2
+_GRADIENT_PASSES = 6
+"""A gradient of a micro-batch is copied to its bucket and back, and added: three reads and three writes."""
+_NVME_BYTES_PER_S = 5 * GB
+_SECONDS_PER_HOUR = 3600
+
+
+@dataclass(frozen=True)
+class TimeEstimate:
+    """How long an optimizer step takes, and the run where its number of steps is known without reading data."""
+
+    parts: Mapping[str, float]
+    """Seconds of a step by class of operators, kind of traffic, and so on; their sum is `seconds`."""
+    tokens_per_second: float
+    """Of all ranks, with padding."""
+    supervised_tokens_per_second: float
+    mfu: float
+    """As the metric `perf/mfu`: 6 FLOPs for each parameter and token, and causal attention, over the dense peak of the
+    run's precision; recomputation is not counted.
+    """
+    num_ranks: int
+    steps: int | None
+    """None where they depend on the number of rows."""
+    assumptions: tuple[str, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Of an optimizer step."""
+        return sum(self.parts.values())
+
+    @property
+    def hours(self) -> float | None:
+        """Of the run without evaluations and checkpoints."""
+        return None if self.steps is None else self.steps * self.seconds / _SECONDS_PER_HOUR
+
+    @property
+    def gpu_hours(self) -> float | None:
+        """Of all ranks together."""
+        return None if self.hours is None else self.hours * self.num_ranks
+
+    @property
+    def gpu_hours_per_billion_tokens(self) -> float:
+        """Of all ranks together, for a billion tokens with padding."""
+        return self.num_ranks * 1e9 / self.tokens_per_second / _SECONDS_PER_HOUR
+
+
+def estimate_time(
+    config: RunConfig, plan: Plan, model: ModelConfig, *, machine: Machine, rows: RowShape
+) -> TimeEstimate:
+    """The time of a step of `config` with the layout of `plan` on `machine`; `model` is the config.json of its model.
+
+    ConfigError where the machine has no products in the run's precision, or the model's arithmetic is not known.
+    """
+    check_precision(machine.accelerator, plan.precision)
+    work = Work(config, plan, model, rows)
+    parts = _slowest_stage(work, machine, weights_of_run(config, plan, model))
+    seconds, tokens = sum(parts.values()), plan.batch.global_batch_size * rows.num_tokens
+    per_second = tokens / seconds
+    flops = shape_of(work).flops_per_token(rows.num_tokens, mean_attended=rows.mean_attended)
+    ranks = plan.world.world_size
+    return TimeEstimate(
+        parts=parts,
+        tokens_per_second=per_second,
+        supervised_tokens_per_second=per_second * rows.num_supervised / rows.num_tokens,
+        mfu=per_second * flops / (ranks * _peak(machine, plan.precision)),
+        num_ranks=ranks,
+        steps=_steps(config, tokens),
+        assumptions=assumptions(work, machine),
+    )
+
+
+def group_rate(machine: Machine, group: Group, kind: str) -> float:
+    """Bytes a second that a rank sends to its group by a kind of collective.
+
+    Rings leave and enter a node once, through the network cards of all ranks of the group on it. In an exchange of all
+    with all, each rank has its own share of the cards.
+    """
+    local = group.on_node(machine.gpus_per_node)
+    share = machine.efficiency.link
+    inside, outside = share * machine.intra_node_bytes_per_s, share * machine.inter_node_bytes_per_s
+    if local == group.size:
+        return inside
+    if kind in ("all_to_all", "send_recv"):
+        away = (group.size - local) / (group.size - 1) if kind == "all_to_all" else 1.0
+        return min(outside / away, inside / (1 - away) if away < 1 else outside)
+    return min(inside, local * outside)
+
+
+class _StageSeconds(NamedTuple):
+    """Seconds of a step on a rank of one pipeline stage, by part."""
+
+    forwards: dict[str, float]
+    """Of all micro-batches."""
+    end: dict[str, float]
+    """Of what is done once after them."""
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return sum(self.forwards.values()) + sum(self.end.values())
+
+
+def _slowest_stage(work: Work, machine: Machine, stages: tuple[RankWeights, ...]) -> dict[str, float]:
+    """The parts of a step on the pipeline stage that takes longest. It waits while its first micro-batch is on the
+    stages before it, and the gradients of its last one on the same.
+    """
+    found: dict[object, _StageSeconds] = {}
+    order = []
+    for number, weights in enumerate(stages):
+        key = (frozenset(Counter(weights.layer_kinds).items()), number == 0, number == len(stages) - 1)
+        if key not in found:
+            found[key] = _stage_seconds(work, machine, weights, number)
+        order.append(found[key])
+    slowest = max(order, key=lambda stage: stage.total)
+    parts = slowest.forwards | slowest.end
+    if len(order) > 1:
+        every = sum(sum(stage.forwards.values()) for stage in order)
+        waits = every - sum(slowest.forwards.values())
+        parts["pipeline bubble"] = waits / work.plan.batch.gradient_accumulation_steps
+    return {name: seconds for name, seconds in parts.items() if seconds > 0}
+
+
+def _stage_seconds(work: Work, machine: Machine, weights: RankWeights, stage: int) -> _StageSeconds:
+    times = work.plan.batch.gradient_accumulation_steps
+    computed = _compute_seconds(work, machine, weights, is_last=stage == work.plan.mesh.pp - 1)
+    teacher = teacher_config(work) if stage == work.plan.mesh.pp - 1 else None
+    if teacher is not None:
+        reached = machine.efficiency.matmul * _peak(machine, work.plan.precision)
+        computed["teacher"] = teacher_flops(work, teacher) / reached
+    parts = {name: times * seconds for name, seconds in computed.items()}
+    sent = traffic(work, weights, stage=stage)
+    budget = 0.0 if machine.blocks_host else machine.efficiency.hidden * sum(parts.values())
+    parts |= _exposed(machine, [transfer for transfer in sent if transfer.is_each_forward], budget)
+    # Only the backward of the last micro-batch is still to come when its gradients are ready.
+    end = _exposed(machine, [transfer for transfer in sent if not transfer.is_each_forward], budget / times * 2 / 3)
+    return _StageSeconds(parts, end | _optimizer_seconds(work, machine, weights))
+
+
+def _exposed(machine: Machine, transfers: list[Transfer], budget: float) -> dict[str, float]:
+    """Seconds of transfers by name, less what is hidden in `budget` seconds of computation."""
+    found: dict[str, float] = {}
+    for transfer in transfers:
+        latency = machine.efficiency.message_seconds * max(1.0, math.log2(transfer.group.size))
+        seconds = transfer.num_bytes / group_rate(machine, transfer.group, transfer.kind)
+        seconds += transfer.num_messages * latency
+        if transfer.may_hide:
+            hidden = min(budget, machine.efficiency.hidden * seconds)
+            seconds, budget = seconds - hidden, budget - hidden
+        found[transfer.name] = found.get(transfer.name, 0.0) + seconds
+    return found
+
+
+def _compute_seconds(work: Work, machine: Machine, weights: RankWeights, *, is_last: bool) -> dict[str, float]:
+    """Seconds of a micro-batch by class of operators, with what recomputation adds apart."""
+    found = _roofline(work, machine, operations(work, weights, is_last=is_last))
+    if work.plan.activation_checkpointing:
+        once = replace(work, plan=replace(work.plan, activation_checkpointing=False))
+        needed = _roofline(work, machine, operations(once, weights, is_last=is_last))
+        found = {**needed, "recomputation": sum(found.values()) - sum(needed.values())}
+    passes = 1 + _BACKWARD_KERNELS + work.plan.activation_checkpointing + work.extra_forwards
+    kernels = passes * sum(_KERNELS[layer.is_sparse] for layer in weights.layer_kinds)
+    if machine.calls_each_document:
+        kernels += passes * len(weights.layers) * len(work.rows.documents) * work.num_rows
+    host = kernels * machine.efficiency.launch_seconds
+    found["kernel launches"] = host if machine.blocks_host else max(0.0, host - sum(found.values()))
+    return found
+
+
+def _roofline(work: Work, machine: Machine, found: tuple[Operation, ...]) -> dict[str, float]:
+    seconds: dict[str, float] = {}
+    for operation in found:
+        share = getattr(machine.efficiency, operation.unit)
+        busy = operation.flops / (share * _peak(machine, work.plan.precision)) if operation.unit != "memory" else 0.0
+        moved = operation.num_bytes / (machine.efficiency.memory * machine.accelerator.memory_bandwidth)
+        moved /= machine.efficiency.new_memory if operation.unit == "memory" else 1.0
+        seconds[operation.name] = seconds.get(operation.name, 0.0) + max(busy, moved)
+    return seconds
+
+
+def _peak(machine: Machine, precision: str) -> float:
+    return machine.accelerator.fp32_flops if precision == "fp32" else machine.accelerator.bf16_flops
+
+
+def _optimizer_seconds(work: Work, machine: Machine, weights: RankWeights) -> dict[str, float]:
+    """Accumulation of gradients, the optimizer's update where its states are, and what is copied from and to hosts."""
+    plan, times, lora = work.plan, work.plan.batch.gradient_accumulation_steps, work.config.lora
+    whole = updated = 0.0
+    for kind in weights.kinds:
+        numel = adapter_elements(lora, kind) if lora else kind.numel * is_trained(work.config, work.model, kind)
+        whole += numel
+        updated += numel / (kind.sharers if plan.zero_stage else 1)
+    device = machine.efficiency.memory * machine.accelerator.memory_bandwidth
+    # Gradient and its fp32 copy, fp32 weight and moments read and written, and the weight written.
+    each = 2 * work.width + 3 * _WIDE + 2 * _WIDE * (1 + MOMENTS[plan.optimizer.name])
+    home = device if plan.offload_optimizer == "none" else machine.host_bandwidth / machine.gpus_per_node
+    found = {
+        "gradients in memory": times * _GRADIENT_PASSES * work.width * whole / device,
+        "optimizer": each * updated / home,
+    }
+    copied = dict(_copied_bytes(work, weights, updated))
+    rate = machine.efficiency.host_link * machine.accelerator.pcie_bytes_per_s
+    found["copies from and to the host"] = sum(copied.values()) / rate
+    if "nvme" in (plan.offload_optimizer, plan.offload_param):
+        states = 2 * _WIDE * (1 + MOMENTS[plan.optimizer.name]) * updated
+        found["NVMe"] = states * machine.gpus_per_node / _NVME_BYTES_PER_S
+    return found
+
+
+def _copied_bytes(work: Work, weights: RankWeights, updated: float) -> Iterator[tuple[str, float]]:
+    """Bytes of a step between device and host."""
+    plan, times = work.plan, work.plan.batch.gradient_accumulation_steps
+    if plan.offload_optimizer != "none":
+        reductions = 1 if plan.zero_stage < 2 or plan.reduces_once else times
+        yield "gradients", reductions * work.width * updated
+        yield "updated weights", work.width * updated
+    if plan.offload_param != "none":
+        # In forward and again in backward.
+        yield "weights", 2 * times * work.width * sum(kind.sharded for kind in weights.kinds)
+    if plan.activation_offload:
+        hidden = work.model["hidden_size"]
+        yield "inputs of layers", 2 * times * work.width * hidden * work.num_tokens * len(weights.layers)
+
+
+def _steps(config: RunConfig, tokens: int) -> int | None:
+    length = Duration.parse(config.train.duration)
+    if length.unit == "epochs":
+        return None
+    return int(length.value) if length.unit == "steps" else math.ceil(length.value / tokens)

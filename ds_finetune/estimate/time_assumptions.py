@@ -1,0 +1,59 @@
+"""What the time of a step assumes, as sentences."""
+
+from collections.abc import Iterator
+
+from ds_finetune.estimate.accelerators import GB, Machine
+from ds_finetune.estimate.operations import Work
+from ds_finetune.estimate.teacher_time import teacher_config
+
+
+def assumptions(work: Work, machine: Machine) -> tuple[str, ...]:
+    """Sentences about rates, rows, experts, what is hidden, and what is left out."""
+    return (*_rates(machine), *machine.notes, *_work(work), *_left_out(work))
+
+
+def _rates(machine: Machine) -> Iterator[str]:
+    share, row = machine.efficiency, machine.accelerator
+    yield (
+        f"Products reach {share.matmul:.0%} of the peak of {row.name}, those of routed experts {share.grouped:.0%}, "
+        f"attention {share.attention:.0%}; other operators {share.memory:.0%} of the memory's bandwidth."
+    )
+    yield (
+        f"A rank sends {machine.intra_node_bytes_per_s / GB:,.3g} GB/s within a node of {machine.gpus_per_node} ranks "
+        f"and {machine.inter_node_bytes_per_s / GB:,.3g} GB/s between nodes ({row.network}); collectives reach "
+        f"{share.link:.0%} of it."
+    )
+    if machine.blocks_host:
+        yield "Collectives block the ranks, so that nothing is hidden behind computation."
+    else:
+        yield (
+            f"Traffic that DeepSpeed overlaps is hidden to {share.hidden:.0%}, in at most {share.hidden:.0%} of the "
+            "time of computation; that of tp, sp and pp never is."
+        )
+
+
+def _work(work: Work) -> Iterator[str]:
+    rows = work.rows
+    yield (
+        f"A row has {rows.num_tokens:,} tokens in {len(rows.documents)} document{'s' * (len(rows.documents) > 1)}, "
+        f"{rows.num_supervised / rows.num_tokens:.0%} of them supervised; all ranks have equal work."
+    )
+    if work.experts_per_token:
+        yield "Tokens are divided evenly over routed experts."
+    if work.config.lora is not None:
+        yield "The MFU counts 6 FLOPs for each parameter and token, though frozen weights need 4."
+
+
+def _left_out(work: Work) -> Iterator[str]:
+    teacher = getattr(work.config.objective, "teacher", None)
+    if teacher and teacher_config(work) is None:
+        yield f"The teacher's forward is not counted: {teacher} is no folder with a config.json here."
+    elif teacher:
+        yield "The traffic of a partitioned teacher's weights is not counted."
+    zero = work.plan.deepspeed["zero_optimization"]
+    for key in ("zero_quantized_weights", "zero_quantized_gradients"):
+        if zero.get(key):
+            yield f"The smaller messages of zero_optimization.{key} are not counted."
+    if work.plan.has_zenflow:
+        yield "ZenFlow's deferred updates are not counted."
+    yield "Evaluations, checkpoints, the first steps and waits for data are not counted."

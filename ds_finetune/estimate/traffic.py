@@ -1,0 +1,266 @@
+"""What a rank sends in an optimizer step, by arithmetic: bytes and messages of each collective of a layout.
+
+Bytes are counted as the metrics `comm/KIND_mib` count them (engine/collective_calls.py): those of rings and pairs.
+tests/estimate/test_traffic.py compares them with what a step sends in each layout. Some hundred bytes of a step are
+left out: counts, sums of losses and norms.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from ds_finetune.estimate.operations import Work, adapter_elements
+from ds_finetune.estimate.rank_elements import is_trained
+from ds_finetune.estimate.rank_weights import RankWeights, part_of
+from ds_finetune.estimate.states import TensorKind
+from ds_finetune.families.parameters import ModelConfig
+from ds_finetune.families.table import family_of
+from ds_finetune.families.tensors import EMBEDDING
+from ds_finetune.plan.combinations import WEIGHT_BYTES
+from ds_finetune.plan.mesh import Mesh
+
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]
+_WIDE, _INDEX = 4, 8
+_FIRST_PARTITIONED = 3
+_BUCKET = 500_000_000
+"""Elements of a bucket of gradients or weights, DeepSpeed 0.19.8's default."""
+_PERSISTENT = 100_000
+"""Elements below which ZeRO-3 keeps a parameter whole, DeepSpeed 0.19.8's default."""
+_REUSED = 1_000_000_000
+"""Elements that are used between two uses of a parameter, for which ZeRO-3 keeps it gathered; the default too."""
+
+
+class Group(NamedTuple):
+    """Ranks that differ in some axes alone: `size` ranks, `stride` apart."""
+
+    size: int
+    stride: int
+
+    def on_node(self, ranks_per_node: int) -> int:
+        """How many of its ranks are on the node of one of them."""
+        return max(1, min(self.size, ranks_per_node // self.stride))
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What a rank sends in a step by one kind of collective for one purpose."""
+
+    name: str
+    kind: Kind
+    group: Group
+    num_bytes: float
+    num_messages: float
+    is_each_forward: bool
+    """Whether it belongs to micro-batches; else it is done once at the end of a step."""
+    may_hide: bool = False
+    """Whether DeepSpeed lets it run beside computation."""
+
+
+class Groups(NamedTuple):
+    """The groups of a rank."""
+
+    zero: Group
+    """With one part of the model: gradients are averaged over it, and states sharded."""
+    same_experts: Group
+    experts: Group
+    tensor: Group
+    sequence: Group
+    stages: Group
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> "Groups":
+        """The groups of `mesh`, whose ranks are numbered along pp, dp, sp and tp, the last one fastest."""
+        ranks = mesh.dp * mesh.sp
+        return cls(
+            zero=Group(ranks, mesh.tp),
+            same_experts=Group(ranks // mesh.ep, mesh.tp * mesh.ep),
+            experts=Group(mesh.ep, mesh.tp),
+            tensor=Group(mesh.tp, 1),
+            sequence=Group(mesh.sp, mesh.tp),
+            stages=Group(mesh.pp, ranks * mesh.tp),
+        )
+
+
+def traffic(work: Work, weights: RankWeights, *, stage: int) -> tuple[Transfer, ...]:
+    """What a rank of a pipeline stage sends in a step; no transfers of nothing."""
+    parts = (_zero(work, weights), _tensor(work, weights, stage), _sequence(work, weights), _experts(work, weights))
+    found = (transfer for part in (*parts, _pipeline(work, weights, stage)) for transfer in part)
+    return tuple(transfer for transfer in found if transfer.num_bytes)
+
+
+def _times(kind: Kind, group: Group, whole: float) -> float:
+    """Bytes that a rank sends of a tensor of `whole` bytes."""
+    share = (group.size - 1) / group.size
+    return whole * share * (2 if kind == "all_reduce" else 1)
+
+
+def _zero(work: Work, weights: RankWeights) -> Iterator[Transfer]:
+    """Gradients and weights over the ranks that have the same part of the model."""
+    groups, lora = Groups.of(work.plan.mesh), work.config.lora
+    for group, has_experts in ((groups.zero, False), (groups.same_experts, True)):
+        kinds = [kind for kind in weights.kinds if _is_cut(work, kind) == has_experts]
+        trained = [kind for kind in kinds if lora is None and is_trained(work.config, work.model, kind)]
+        num_trained = sum(kind.numel for kind in trained) + (_adapters(work, kinds) if lora else 0)
+        yield from _reductions(work, group, num_trained)
+        if work.plan.zero_stage >= _FIRST_PARTITIONED:
+            yield from _gathers(work, group, kinds, [*trained])
+        elif work.plan.zero_stage:
+            updated = _times("all_gather", group, work.width * num_trained)
+            yield Transfer("updated weights", "all_gather", group, updated, math.ceil(num_trained / _BUCKET), False)
+
+
+def _is_cut(work: Work, kind: TensorKind) -> bool:
+    return work.plan.mesh.ep > 1 and part_of(kind.name) == "routed experts"
+
+
+def _adapters(work: Work, kinds: list[TensorKind]) -> float:
+    """Elements of the adapters of some tensors."""
+    return sum(adapter_elements(work.config.lora, kind) for kind in kinds)
+
+
+def _reductions(work: Work, group: Group, numel: float) -> Iterator[Transfer]:
+    """DeepSpeed 0.19.8 sums gradients by all-reduce below ZeRO-3, also where each rank keeps a shard of them."""
+    plan = work.plan
+    width = _reduced_width(work)
+    once = plan.zero_stage < 2 or plan.reduces_once or plan.mesh.pp > 1
+    times = 1 if once else plan.batch.gradient_accumulation_steps
+    kind: Kind = "reduce_scatter" if plan.zero_stage >= _FIRST_PARTITIONED else "all_reduce"
+    zero: dict[str, Any] = plan.deepspeed["zero_optimization"]
+    hides = bool(zero.get("overlap_comm", plan.zero_stage >= _FIRST_PARTITIONED))
+    messages = times * math.ceil(numel / zero.get("reduce_bucket_size", _BUCKET))
+    yield Transfer("gradients", kind, group, times * _times(kind, group, width * numel), messages, not once, hides)
+
+
+def _reduced_width(work: Work) -> int:
+    """Bytes of an element of gradients that are summed over ranks."""
+    given = work.plan.deepspeed.get("communication_data_type")
+    return WEIGHT_BYTES.get(str(given), work.width)
+
+
+def _gathers(work: Work, group: Group, kinds: list[TensorKind], trained: list[TensorKind]) -> Iterator[Transfer]:
+    """ZeRO-3 gathers weights in forward, and again in backward where too many others were used between.
+
+    Small ones stay whole, and are gathered once after the optimizer's step.
+    """
+    zero, plan = work.plan.deepspeed["zero_optimization"], work.plan
+    threshold = zero.get("stage3_param_persistence_threshold", _PERSISTENT)
+    kept = [kind for kind in kinds if math.prod(kind.local) < threshold]
+    gathered = sum(kind.numel for kind in kinds) - sum(kind.numel for kind in kept)
+    near = min(zero.get("stage3_max_reuse_distance", _REUSED), zero.get("stage3_max_live_parameters", _REUSED))
+    # The distance between both uses of a weight is twice the weights of all later layers.
+    again = max(0.0, gathered - near / 2)
+    times = plan.batch.gradient_accumulation_steps
+    tensors = sum(kind.count for kind in kinds if kind not in kept)
+    # With hpZ (ZeRO++, arXiv 2306.10209) backward gathers from a second copy, which nearby ranks hold together.
+    nearby = group._replace(size=min(group.size, zero.get("zero_hpz_partition_size", 1)))
+    for name, source, numel in (
+        ("gathered weights", group, gathered),
+        ("weights gathered again", nearby if nearby.size > 1 else group, again),
+    ):
+        num_bytes = times * _times("all_gather", source, work.width * numel)
+        messages = times * tensors * numel / max(gathered, 1)
+        yield Transfer(name, "all_gather", source, num_bytes, messages, True, True)
+    updated = _times("all_gather", group, work.width * sum(kind.numel for kind in kept if kind in trained))
+    yield Transfer("updated weights", "all_gather", group, updated, 1, False)
+
+
+def _tensor(work: Work, weights: RankWeights, stage: int) -> Iterator[Transfer]:
+    """Sums of activations and of their gradients over tensor parallel ranks."""
+    mesh, layers = work.plan.mesh, len(weights.layers)
+    if mesh.tp == 1:
+        return
+    group, times = Groups.of(mesh).tensor, work.plan.batch.gradient_accumulation_steps
+    hidden = work.model["hidden_size"]
+    # Recomputation of a layer ends before its last sum.
+    sums = (2 + work.plan.activation_checkpointing) * layers + (stage == 0)
+    columns = hidden * sums + _copied_columns(work, weights)
+    num_bytes = times * _times("all_reduce", group, work.width * columns * work.num_tokens)
+    yield Transfer("activations over tp", "all_reduce", group, num_bytes, times * (sums + 2 * layers), True)
+    if stage == mesh.pp - 1:
+        # The gradient of the head's input; maximum, sum and logit of each label, and which token is likeliest.
+        each = work.width * hidden + 3 * _WIDE + 2 * _INDEX
+        num_bytes = times * _times("all_reduce", group, each * work.num_supervised)
+        yield Transfer("head over tp", "all_reduce", group, num_bytes, 4 * times, True)
+
+
+def _copied_columns(work: Work, weights: RankWeights) -> float:
+    """Columns whose gradients are summed over tensor parallel ranks, over all layers of a stage."""
+    model, hidden = work.model, work.model["hidden_size"]
+    attention = hidden
+    if model.get("kv_lora_rank") is not None:
+        attention = (model.get("q_lora_rank") or hidden) + model["kv_lora_rank"] + model["qk_rope_head_dim"]
+    columns = 0.0
+    for layer in weights.layer_kinds:
+        columns += attention + hidden
+        if layer.is_sparse:
+            # The weights of chosen experts, and the input of shared experts.
+            columns += work.experts_per_token + (hidden if _has_shared_experts(weights) else 0)
+    return columns
+
+
+def _has_shared_experts(weights: RankWeights) -> bool:
+    return any(part_of(kind.name) == "shared experts" for kind in weights.kinds)
+
+
+def _sequence(work: Work, weights: RankWeights) -> Iterator[Transfer]:
+    """Queries, keys and values to the ranks of their heads, and outputs back."""
+    mesh = work.plan.mesh
+    if mesh.sp == 1:
+        return
+    group, times = Groups.of(mesh).sequence, work.plan.batch.gradient_accumulation_steps
+    passes = 2 + work.plan.activation_checkpointing
+    columns = _exchanged_columns(work.model, mesh) * len(weights.layers)
+    num_bytes = times * passes * _times("all_to_all", group, work.width * columns * work.num_tokens)
+    messages = times * passes * 2 * len(weights.layers)
+    yield Transfer("attention over sp", "all_to_all", group, num_bytes, messages, True)
+
+
+def _exchanged_columns(model: ModelConfig, mesh: Mesh) -> int:
+    """Columns of queries, keys, values and outputs of a layer; grouped keys are repeated until ranks divide them."""
+    heads = model["num_attention_heads"] // mesh.tp
+    if model.get("kv_lora_rank") is not None:
+        query_key, value = model["qk_nope_head_dim"] + model["qk_rope_head_dim"], model["v_head_dim"]
+        return int(heads * 2 * (query_key + value))
+    width = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
+    groups = (model.get("num_key_value_heads") or model["num_attention_heads"]) // mesh.tp
+    groups *= mesh.sp // math.gcd(groups, mesh.sp)
+    return int(2 * width * (heads + groups))
+
+
+def _experts(work: Work, weights: RankWeights) -> Iterator[Transfer]:
+    """Rows to the ranks of their experts and back, in both passes; tokens are divided evenly over experts."""
+    mesh, sparse = work.plan.mesh, sum(layer.is_sparse for layer in weights.layer_kinds)
+    if mesh.ep == 1 or not sparse:
+        return
+    group, times = Groups.of(mesh).experts, work.plan.batch.gradient_accumulation_steps
+    keys = family_of(str(work.model["model_type"])).expert_keys
+    assert keys is not None, work.model["model_type"]
+    forwards = 1 + work.plan.activation_checkpointing
+    rows = work.num_tokens * work.experts_per_token * work.model["hidden_size"] * work.width
+    whole = 2 * (forwards + 1) * rows + forwards * keys.number(work.model) * _INDEX
+    num_bytes = times * sparse * _times("all_to_all", group, whole)
+    messages = times * sparse * (3 * forwards + 2)
+    # Shared experts are computed while rows are on their way to routed ones.
+    yield Transfer("rows over ep", "all_to_all", group, num_bytes, messages, True, _has_shared_experts(weights))
+
+
+def _pipeline(work: Work, weights: RankWeights, stage: int) -> Iterator[Transfer]:
+    """Hidden states to the next stage and their gradients to the one before."""
+    mesh = work.plan.mesh
+    if mesh.pp == 1:
+        return
+    groups, times = Groups.of(mesh), work.plan.batch.gradient_accumulation_steps
+    # Every chunk of a rank but the model's first and last one has two neighbours.
+    neighbours = 2 * work.config.parallel.vpp - (stage == 0) - (stage == mesh.pp - 1)
+    num_bytes = neighbours * times * work.num_tokens * work.model["hidden_size"] * work.width
+    yield Transfer("hidden states over pp", "send_recv", groups.stages, num_bytes, neighbours * times, True)
+    shared = [kind for kind in weights.kinds if kind.name == EMBEDDING]
+    if stage in (0, mesh.pp - 1) and shared and _has_tied_ends(work) and work.config.lora is None:
+        ends = Group(2 * mesh.dp * mesh.sp, 1)
+        num_bytes = _times("all_reduce", ends, work.width * shared[0].numel)
+        yield Transfer("tied embedding over pp", "all_reduce", ends, num_bytes, 1, False)
+
+
+def _has_tied_ends(work: Work) -> bool:
+    return bool(work.model.get("tie_word_embeddings", False)) or work.config.mtp.train

@@ -1,0 +1,97 @@
+"""Reads the config.json of a model without building anything, for planning."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ds_finetune.errors import ModelError
+from ds_finetune.units import MIB
+
+MAX_LAYERS = 1000
+"""Maximum number of layers of a model: each is built as Python objects before its weights are read. The deepest
+published models have 126.
+"""
+MAX_CONFIG_BYTES = 16 * MIB
+"""Maximum size of a config.json; published ones have a few KiB."""
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers", "num_nextn_predict_layers")
+_NAME = "config.json"
+
+
+def read_config_json(path: str) -> dict[str, Any]:
+    """config.json of a model folder or hub id, of which nothing else is downloaded; ModelError where there is none, or
+    where it is none of a model.
+    """
+    file = _config_file(path)
+    check_layer_numbers(file)
+    try:
+        tree = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as broken:
+        raise ModelError(f"{file} cannot be read: {broken}", hint="correct it, or get the published one") from broken
+    if not isinstance(tree, dict) or not isinstance(tree.get("model_type"), str):
+        raise ModelError(f"{file} names no model_type", hint="take the config.json published with the model")
+    return tree
+
+
+def check_layer_numbers(file: Path) -> None:
+    """ModelError where a config.json is too large, or has numbers of layers that no model has."""
+    size = file.stat().st_size
+    if size > MAX_CONFIG_BYTES:
+        raise ModelError(
+            f"{file} has {size:,} bytes, more than {MAX_CONFIG_BYTES:,}",
+            hint="take the config.json published with the model",
+        )
+    try:
+        tree = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        # The next reader of the file reports the error with more context.
+        return
+    for key, value in _counts(tree):
+        least = 0 if key.endswith("num_nextn_predict_layers") else 1
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_LAYERS:
+            raise ModelError(
+                f"{file}: {key} is {value!r}, not a number from {least} to {MAX_LAYERS}",
+                hint="take the config.json published with the model",
+            )
+
+
+def _counts(tree: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - whatever a config.json holds
+    """Numbers of layers by key, also those of nested configurations such as `text_config`."""
+    for name, part in tree.items() if isinstance(tree, Mapping) else ():
+        if name in _LAYERS and part is not None:
+            yield name, part
+        elif isinstance(part, Mapping):
+            yield from ((f"{name}.{key}", value) for key, value in part.items() if key in _LAYERS and value is not None)
+
+
+def _config_file(path: str) -> Path:
+    folder = Path(path)
+    if folder.is_dir():
+        if (folder / _NAME).is_file():
+            return folder / _NAME
+        raise ModelError(
+            f"model folder `{folder}` has no config.json", hint="name the folder that holds the model's config.json"
+        )
+    if folder.exists() or path.startswith((".", "/", "~")) or path.count("/") != 1:
+        raise ModelError(
+            f"model `{path}` is not a folder", hint="name a folder that holds config.json, or a hub id such as org/name"
+        )
+    return _hub_file(path)
+
+
+def _hub_file(path: str) -> Path:
+    """config.json of a hub id, from the hub's cache where the hub cannot be used."""
+    from huggingface_hub import constants, hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    from ds_finetune.hub_access import hub_problem
+
+    problem = hub_problem()
+    try:
+        return Path(hf_hub_download(path, _NAME, local_files_only=bool(problem)))
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as missing:
+        where = f"in the hub's cache {constants.HF_HUB_CACHE}, and {problem}" if problem else f"on the hub: {missing}"
+        raise ModelError(
+            f"config.json of model `{path}` is neither in a folder of this name nor {where}",
+            hint="check the name, give a local folder with config.json, or start where the hub can be reached",
+        ) from missing

@@ -1,0 +1,199 @@
+"""Every layout of a run that the checks of `train` accept on a number of ranks."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+from ds_finetune.config.objectives import DistillObjective
+from ds_finetune.config.schema import RunConfig
+from ds_finetune.errors import ConfigError, ModelError
+from ds_finetune.estimate.rank_weights import num_scores
+from ds_finetune.families.table import family_of
+from ds_finetune.families.tensors import ModelTensors, model_tensors
+from ds_finetune.plan.activations import check_activations, check_model_type
+from ds_finetune.plan.combinations import TESTED_LAYOUTS
+from ds_finetune.plan.config_json import read_config_json
+from ds_finetune.plan.distillation import check_teacher
+from ds_finetune.plan.layer_stages import stages_of
+from ds_finetune.plan.mesh import Mesh
+from ds_finetune.plan.model_checks import (
+    check_model,
+    check_model_stages,
+    check_positions,
+    check_settings,
+    check_unknown_lengths,
+    max_positions,
+)
+from ds_finetune.plan.plan import Plan, make_plan
+from ds_finetune.search.layout import OFFLOADS, Activations, Layout, Offload, Sizes
+from ds_finetune.world import World
+
+STAGES = (0, 1, 2, 3)
+ACTIVATIONS = (
+    Activations(recomputes=False),
+    Activations(),
+    Activations(recomputes=False, is_tiled=True),
+    Activations(is_tiled=True),
+    Activations(is_offloaded=True),
+    Activations(is_tiled=True, is_offloaded=True),
+)
+"""The fastest first."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that layouts are searched for."""
+
+    number: int
+    per_node: int
+    device: str
+    """`cuda` or `cpu`."""
+
+    @cached_property
+    def world(self) -> World:
+        """The world of rank 0."""
+        return World(0, self.number, 0, min(self.number, self.per_node), "a plan")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout with the run file that has it and its plan, which the checks of `train` accept."""
+
+    layout: Layout
+    config: RunConfig
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The legal layouts of the run of `config`, whose model has the given config.json, on some ranks."""
+
+    config: RunConfig
+    model: Mapping[str, Any]
+    ranks: Ranks
+
+    def sizes(self) -> Iterator[Sizes]:
+        """Parallel sizes that a row of the tested layouts has and that divide ranks, batch and model. Tensor parallel
+        ranks are on one node, because they exchange activations several times in each layer.
+        """
+        axes = family_of(str(self.model.get("model_type"))).parallel_axes
+        no_axes: frozenset[str] = frozenset()
+        rows = {row.axes for row in TESTED_LAYOUTS if row.axes <= axes} | {no_axes}
+        for found in self._divided():
+            if found.axes in rows and self.refusal(found) is None:
+                yield found
+
+    def _divided(self) -> Iterator[Sizes]:
+        """Parallel sizes that divide the ranks, the heads and the experts, with no more stages than layers."""
+        keys, ranks = family_of(str(self.model.get("model_type"))).expert_keys, self.ranks.number
+        heads, layers = (int(self.model.get(key) or 1) for key in ("num_attention_heads", "num_hidden_layers"))
+        experts = divisors(keys.number(self.model) if keys is not None else 1)
+        for tp in divisors(heads, most=min(ranks, self.ranks.per_node)):
+            for sp in (sp for sp in divisors(heads // tp) if ranks % (tp * sp) == 0):
+                stages = divisors(ranks // (tp * sp), most=layers)
+                found = (Sizes(tp, pp, sp, ep) for pp in stages for ep in experts)
+                yield from (sizes for sizes in found if ranks // (tp * sizes.pp) % sizes.ep == 0)
+
+    def refusal(self, sizes: Sizes) -> ConfigError | ModelError | None:
+        """Why `train` would refuse these sizes, whatever the ZeRO stage; None where it would not."""
+        dp = self.ranks.number // (sizes.tp * sizes.pp * sizes.sp)
+        if self.config.train.global_batch_size % dp:
+            return ConfigError(
+                f"train.global_batch_size {self.config.train.global_batch_size} is not a multiple of dp {dp}",
+                hint="set a multiple",
+            )
+        config = self.config.model_copy(update={"parallel": sizes.section(self.config.parallel)})
+        return _refusal(self._check_sizes, config)
+
+    def zero_stages(self, sizes: Sizes) -> Iterator[tuple[int, Offload]]:
+        """ZeRO stages and offloads that are legal with these sizes."""
+        for stage, offload in product(STAGES, OFFLOADS):
+            if self.find(Layout(sizes, stage, offload, 1, self.activations[0])) is not None:
+                yield stage, offload
+
+    def micro_batch_sizes(self, sizes: Sizes) -> tuple[int, ...]:
+        """Rows of a forward that divide the rows of a data parallel rank, ascending."""
+        dp = self.ranks.number // (sizes.tp * sizes.pp * sizes.sp)
+        return tuple(divisors(self.config.train.global_batch_size // dp))
+
+    @cached_property
+    def activations(self) -> tuple[Activations, ...]:
+        """Legal ways to hold activations, the fastest first."""
+
+        def check(config: RunConfig) -> None:
+            check_activations(config, device=self.ranks.device)
+            check_model_type(config, self.model)
+
+        train = self.config.train
+        runs = {each: train.model_copy(update=each.keys()) for each in ACTIVATIONS}
+        configs = {each: self.config.model_copy(update={"train": section}) for each, section in runs.items()}
+        return tuple(each for each, config in configs.items() if _refusal(check, config) is None)
+
+    def all_layouts(self) -> Iterator[Candidate]:
+        """Every legal layout; many, so this is for few ranks."""
+        for sizes in self.sizes():
+            beside = product(self.zero_stages(sizes), self.micro_batch_sizes(sizes), self.activations)
+            layouts = (Layout(sizes, *stage, rows, activations) for stage, rows, activations in beside)
+            yield from (found for layout in layouts if (found := self.find(layout)) is not None)
+
+    def find(self, layout: Layout) -> Candidate | None:
+        """The layout with its plan; None where `make_plan` refuses it."""
+        config = layout.apply(self.config)
+        try:
+            return Candidate(layout, config, make_plan(config, world=self.ranks.world, device=self.ranks.device))
+        except ConfigError:
+            return None
+
+    def _check_sizes(self, config: RunConfig) -> None:
+        """ConfigError or ModelError where the model cannot be divided as the section `parallel` says."""
+        mesh = Mesh.of(config.parallel, world_size=self.ranks.number, rank=0)
+        check_model(config, mesh, self.model)
+        if self._teacher is not None:
+            path, tree = self._teacher
+            check_teacher(mesh, path, tree, max_seq_len=config.train.max_seq_len)
+        if mesh.pp == 1:
+            return
+        if config.lora is not None and config.lora.target_modules is not None:
+            raise ConfigError(
+                f"lora.target_modules {list(config.lora.target_modules)} with parallel.pp {mesh.pp}: which stages have "
+                "adapters is known once the model is built",
+                hint="set parallel.pp in the run file, and leave --search out",
+            )
+        stages = stages_of(self._tensors, config.parallel)
+        check_model_stages(config, self.model, stages)
+        check_unknown_lengths(config, self.model, stages)
+
+    @cached_property
+    def _tensors(self) -> ModelTensors:
+        mtp_layers = 1 if self.config.mtp.train else 0
+        return model_tensors(self.model, mtp_layers=mtp_layers, scores=num_scores(self.config))
+
+    @cached_property
+    def _teacher(self) -> tuple[str, Mapping[str, Any]] | None:
+        objective = self.config.objective
+        if not isinstance(objective, DistillObjective) or objective.teacher is None:
+            return None
+        return objective.teacher, read_config_json(objective.teacher)
+
+
+def check_run(config: RunConfig, model: Mapping[str, Any]) -> None:
+    """ConfigError or ModelError where `train` would refuse the run with any layout."""
+    check_settings(config, model)
+    # Where model.context is given, the model gets as many positions.
+    allowed = None if config.model.context is not None else max_positions(model)
+    check_positions(config, str(model.get("model_type")), allowed)
+
+
+def divisors(number: int, *, most: int | None = None) -> list[int]:
+    """The divisors of `number` up to `most`, ascending."""
+    return [n for n in range(1, min(number, most or number) + 1) if number % n == 0]
+
+
+def _refusal(check: Callable[[RunConfig], None], config: RunConfig) -> ConfigError | ModelError | None:
+    try:
+        check(config)
+    except (ConfigError, ModelError) as refused:
+        return refused
+    return None

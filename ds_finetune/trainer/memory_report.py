@@ -1,0 +1,78 @@
+"""Says what a run needs of a device's memory and what would fit, and turns an error that memory ran out into that."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ds_finetune.engine.device_memory import DeviceMemory, is_out_of_memory
+from ds_finetune.errors import FinetuneError, RunError
+from ds_finetune.estimate.memory import MemoryEstimate, estimate_memory
+from ds_finetune.search.nearest import first_texts, fitting_changes
+from ds_finetune.trainer.prepare import PreparedRun
+from ds_finetune.units import GIB
+
+_MOST_CHANGES = 5
+
+
+class OutOfMemoryError(RunError):
+    """A rank's device, or the host, had no memory left for a run that had started."""
+
+
+def memory_table(estimate: MemoryEstimate) -> list[str]:
+    """The rows of the device when most is held there, largest first, each with the option that lowers it."""
+    fullest = [row for row in estimate.rows if row.place == estimate.device and estimate.moment in row.when]
+    rows = sorted(fullest, key=lambda row: -row.num_bytes)
+    return [
+        f"  {row.num_bytes / GIB:10.3f} GiB  {row.name}{f' (lowered by {row.option})' if row.option else ''}"
+        for row in rows
+        if row.num_bytes
+    ]
+
+
+def estimate_of(run: PreparedRun) -> MemoryEstimate | None:
+    """The estimate of the run, or None where the arithmetic of its model is not known."""
+    try:
+        return estimate_memory(run.config, run.plan, run.inputs.config_tree)
+    except FinetuneError:
+        return None
+
+
+def what_fits(run: PreparedRun, *, budget: int) -> str:
+    """The nearest settings that fit into `budget` bytes, as a hint."""
+    changes = fitting_changes(run.config, run.plan, run.inputs.config_tree, budget=budget)
+    if not changes:
+        return "by the estimate no change of the run file fits: take more ranks, or devices with more memory"
+    return f"by the estimate these fit, each with its need: {first_texts(changes, _MOST_CHANGES)}"
+
+
+@contextmanager
+def explain_out_of_memory(run: PreparedRun) -> Iterator[None]:
+    """Replace an error inside, where it is that memory ran out, by an OutOfMemoryError with what the run needs of the
+    device, what the device has, and what would fit.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, FinetuneError) or not is_out_of_memory(error):
+            raise
+        raise _out_of_memory(run, error, run.memory) from error
+
+
+def _out_of_memory(run: PreparedRun, error: Exception, device: DeviceMemory | None) -> OutOfMemoryError:
+    first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    message = f"rank {run.plan.world.rank} ran out of memory: {first}"
+    estimate = estimate_of(run)
+    if estimate is None or device is None:
+        unknown = (
+            "what is free here" if device is None else f"the memory of model_type {run.inputs.hf_config.model_type}"
+        )
+        return OutOfMemoryError(
+            f"{message}; {unknown} is not known",
+            hint="lower train.micro_batch_size, or take a higher zero_optimization.stage or more ranks",
+        )
+    need = f"by the estimate a rank needs {estimate.device_bytes / GIB:.3f} GiB at most"
+    has = f"the {device.name} had {device.free_bytes / GIB:.3f} GiB free for it when the run was prepared"
+    text = "\n".join([message, f"{need}, and {has}:", *memory_table(estimate)])
+    hint = what_fits(run, budget=device.free_bytes)
+    if estimate.device_bytes < device.free_bytes:
+        hint = f"the estimate is less than what was free: look for other processes and limits; {hint}"
+    return OutOfMemoryError(text, hint=hint)

@@ -1,0 +1,163 @@
+"""`train.micro_batch_size: auto`: what is tried, on which all ranks agree, and what is remembered; and runs without
+memory.
+"""
+
+import json
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ds_finetune.config.schema import RunConfig, read_config
+from ds_finetune.data.documents import Documents, KeptDocument
+from ds_finetune.data.prepared_rows import PreparedRows
+from ds_finetune.errors import ConfigError
+from ds_finetune.observers.forecast import MEASURED_STEPS
+from ds_finetune.plan.plan import Plan, make_plan
+from ds_finetune.trainer.trial import judge
+from ds_finetune.trainer.trial_messages import DONE, ENDED, FAILED, OUT_OF_MEMORY, TrialEnd
+from ds_finetune.trainer.trial_rows import longest_rows, rows_again
+from ds_finetune.world import AccelerateChoices, World
+from tests.forks import Forkserver
+from tests.launched import SOCKET
+from tests.running import metrics, start, tiny_task, torchrun
+
+_NO_FILES = {"checkpoint": {"every": "never"}, "export": {"at_end": False}}
+
+
+def _losses(folder: Path) -> list[float]:
+    return [record["train/loss"] for record in metrics(folder)]
+
+
+def _plan_text(folder: Path) -> str:
+    text: str = json.loads((folder / "run" / "plan.json").read_text())["micro batch"]
+    return text
+
+
+def test_auto_trains_like_a_fixed_micro_batch(tmp_path: Path) -> None:
+    """Two ranks try four rows and agree; one rank with single rows has the same losses. What was predicted is compared
+    with what 20 steps measured.
+    """
+    steps = f"{MEASURED_STEPS} steps"
+    run_file = tiny_task(tmp_path, train={"micro_batch_size": "auto", "for": steps}, **_NO_FILES)
+    # The trials are forks too.
+    forked = {SOCKET: Forkserver.get().address}
+    done = start(torchrun("ds_finetune/train.py", str(run_file)), forked)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "trying train.micro_batch_size 4: " in done.stdout
+    assert _plan_text(tmp_path).startswith("4 (auto: tried on the longest rows, ")
+    assert re.search(r"memory of a rank +0\.00\d GiB at most of ", done.stdout)
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("after 20 steps: ")]
+    assert re.fullmatch(r".*memory of the fullest rank 0\.00\d GiB predicted, 0\.\d+ GiB measured \(-\d+%\)", line)
+    last = metrics(tmp_path)[MEASURED_STEPS - 1]
+    assert 0 < last["memory/predicted_gib"] < last["memory/measured_gib"] < last["memory/peak_gib"]
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "GiB  moments" in log
+    assert line in log
+    auto = _losses(tmp_path)
+    [remembered] = (tmp_path / "cache" / "micro-batch").glob("*.json")
+    assert json.loads(remembered.read_text())["choice"]["rows"] == 4
+    fixed = ["train.micro_batch_size=1", f"output_dir={tmp_path / 'fixed' / 'run'}"]
+    done = start(["ds-finetune", "train", str(run_file), *fixed])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(auto) == MEASURED_STEPS
+    assert auto == pytest.approx(_losses(tmp_path / "fixed"), rel=1e-6)
+
+
+@pytest.mark.slow
+def test_a_second_start_and_a_resume_try_nothing(tmp_path: Path) -> None:
+    """Another length, seed, learning rate and folder ask for no trial; another precision does, in real processes."""
+    run_file = tiny_task(tmp_path, train={"micro_batch_size": "auto"})
+    first = start(["ds-finetune", "train", str(run_file)], fork=False)
+    assert first.returncode == 0, first.stdout + first.stderr
+    changed = ["train.seed=7", "train.for=4 steps", "optim.lr=1e-4", f"output_dir={tmp_path / 'second' / 'run'}"]
+    for arguments, tries in (
+        (["train.for=5 steps"], False),
+        (changed, False),
+        ([*changed[:-1], f"output_dir={tmp_path / 'third' / 'run'}", "train.precision=bf16"], True),
+    ):
+        done = start(["ds-finetune", "train", str(run_file), *arguments])
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert ("trying" in done.stdout) == tries
+    assert _plan_text(tmp_path / "second").startswith("8 (auto: remembered from ")
+
+
+def test_the_longest_rows_are_tried() -> None:
+    lengths = enumerate([3, 9, 5, 9, 9])
+    documents = Documents.of([KeptDocument(range(length), [number != 1] * length) for number, length in lengths])
+    rows = PreparedRows(documents, np.array([4, 3, 2, 1, 0]), np.array([0, 1, 2, 3, 5]), documents.counts)
+    # The last row has two documents, of 9 and 3 tokens; rows of the same length stay in order.
+    assert longest_rows(rows, 3).tolist() == [3, 0, 1]
+    again = rows_again(rows, np.array([3, 1, 3]))
+    assert [again[number].num_tokens for number in range(len(again))] == [12, 9, 12]
+
+
+def test_the_trial_of_all_ranks() -> None:
+    done = TrialEnd(DONE, peak_bytes=10, step_seconds=2.0)
+    lost = TrialEnd(FAILED, error="Connection closed by peer", is_secondary=True)
+    assert judge([done, replace(done, peak_bytes=12)]).peak_bytes == 12
+    killed = judge([lost, TrialEnd(OUT_OF_MEMORY, error="killed"), TrialEnd(ENDED, error="ended")])
+    assert (killed.is_done, killed.is_out_of_memory, killed.error) == (False, True, "rank 1: killed")
+    wrong = judge([lost, TrialEnd(FAILED, error="a bug"), done])
+    assert (wrong.is_done, wrong.is_out_of_memory, wrong.error) == (False, False, "rank 1: a bug")
+
+
+def _plan(accelerate: AccelerateChoices | None = None, **deepspeed: object) -> Plan:
+    tree = {"model": "m", "data": {"train": "t"}, "output_dir": "o", "deepspeed": deepspeed}
+    train = {"micro_batch_size": "auto", "global_batch_size": 24}
+    config = RunConfig.model_validate(tree | {"train": train})
+    return make_plan(config, world=World(0, 2, 0, 2, "torchrun"), device="cpu", accelerate=accelerate)
+
+
+def test_a_plan_for_an_undecided_micro_batch_has_the_smallest() -> None:
+    plan = _plan(train_micro_batch_size_per_gpu="auto")
+    assert (plan.batch.micro_batch_size, plan.batch.gradient_accumulation_steps) == (1, 12)
+    assert dict(plan.decisions)["batch"].startswith("24 rows = micro x accumulation x dp 2, micro as large as fits")
+
+
+@pytest.mark.parametrize("key", ["train_micro_batch_size_per_gpu", "gradient_accumulation_steps"])
+def test_a_size_in_deepspeeds_file_contradicts_auto(key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{key} 12 contradicts train.micro_batch_size auto"):
+        _plan(**{key: 12})
+
+
+def test_accumulation_of_accelerate_contradicts_auto() -> None:
+    choices = AccelerateChoices(None, None, None, None, 12, None, None)
+    with pytest.raises(ConfigError, match=r"accelerate's gradient_accumulation_steps 12 contradicts .* auto"):
+        _plan(choices)
+
+
+@pytest.mark.parametrize("size", ["0", "-2", "1.5", "many", "true"])
+def test_a_micro_batch_is_a_number_or_auto(size: str, tmp_path: Path) -> None:
+    run_file = tmp_path / "run.yaml"
+    run_file.write_text(f"model: m\ndata: {{train: t}}\noutput_dir: o\ntrain: {{micro_batch_size: {size}}}\n")
+    with pytest.raises(ConfigError, match="a whole number of at least 1, or `auto`"):
+        read_config(run_file)
+
+
+def test_no_memory_in_a_step_is_explained(tmp_path: Path) -> None:
+    """A real limit of the address space, of which a step with all activations kept needs more than there is."""
+    run_file = tiny_task(
+        tmp_path,
+        train={"micro_batch_size": 8, "max_seq_len": 512},
+        data={"packing": True, "eval": []},
+        deepspeed={"zero_optimization": {"stage": 0}},
+    )
+    config = tmp_path / "model" / "config.json"
+    wide = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6}
+    config.write_text(json.dumps(json.loads(config.read_text()) | wide))
+    worker = str(Path(__file__).with_name("limited_worker.py"))
+    done = start([sys.executable, worker, "900", str(run_file)])
+    assert done.returncode == 1, done.stdout + done.stderr
+    errors = " ".join(done.stderr.split())
+    assert "error: rank 0 ran out of memory: " in errors
+    assert "Traceback" not in errors
+    found = re.search(r"by the estimate a rank needs (\d\.\d+) GiB at most, and the CPU had (\d\.\d+) GiB free", errors)
+    assert found is not None, errors
+    assert float(found[1]) > float(found[2])
+    assert re.search(r"\d\.\d{3} GiB activations of layers \(lowered by train.activation_checkpointing\)", errors)
+    assert re.search(r"hint: by the estimate these fit, each with its need: train.micro_batch_size [24] \(0", errors)
+    assert "train.activation_checkpointing true (" in errors
