@@ -3,19 +3,23 @@
 from rich.table import Table
 
 from ds_finetune.estimate.memory import MemoryEstimate
-from ds_finetune.estimate.rows import Moment
+from ds_finetune.estimate.rows import MOMENTS
 from ds_finetune.units import GIB
-
-_WHEN: dict[Moment, str] = {"always": "", "head": "during the loss", "layers": "during layers", "step": "in the step"}
 
 
 def memory_table(memory: MemoryEstimate) -> Table:
-    """What, where, how much, when it is held, and the option that lowers it; with the totals of each place."""
+    """What, where, how much, when it is held if not always, and the option that lowers it; and the most of each place."""
     table = Table(title="memory of a rank", title_justify="left", box=None, padding=(0, 2, 0, 0))
     for head in ("what", "where", "GiB", "held", "lowered by"):
         table.add_column(head, justify="right" if head == "GiB" else "left")
     for row in memory.rows:
-        table.add_row(row.name, row.place, f"{row.num_bytes / GIB:,.2f}", _WHEN[row.when], row.option)
+        table.add_row(
+            row.name,
+            row.place,
+            f"{row.num_bytes / GIB:,.2f}",
+            "" if row.when == MOMENTS else f"{', '.join(row.when)}",
+            row.option,
+        )
     totals = {memory.device: memory.device_bytes, "host": memory.host_bytes, "disk": memory.disk_bytes}
     for place, num_bytes in totals.items():
         if num_bytes:
