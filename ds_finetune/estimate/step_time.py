@@ -14,9 +14,9 @@ from typing import NamedTuple
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.estimate.accelerators import GB, Machine, check_precision
 from ds_finetune.estimate.operations import Operation, Work, adapter_elements, operations, shape_of
+from ds_finetune.estimate.rank_elements import is_trained
 from ds_finetune.estimate.rank_weights import RankWeights, weights_of_run
 from ds_finetune.estimate.row_shape import RowShape
-from ds_finetune.estimate.state_rows import is_trained
 from ds_finetune.estimate.teacher_time import teacher_config, teacher_flops
 from ds_finetune.estimate.time_assumptions import assumptions
 from ds_finetune.estimate.traffic import Group, Transfer, traffic

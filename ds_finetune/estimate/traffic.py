@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from ds_finetune.estimate.operations import Work, adapter_elements
+from ds_finetune.estimate.rank_elements import is_trained
 from ds_finetune.estimate.rank_weights import RankWeights, part_of
-from ds_finetune.estimate.state_rows import is_trained
 from ds_finetune.estimate.states import TensorKind
 from ds_finetune.families.parameters import ModelConfig
 from ds_finetune.families.table import family_of

@@ -18,8 +18,9 @@ class OutOfMemoryError(RunError):
 
 
 def memory_table(estimate: MemoryEstimate) -> list[str]:
-    """The rows of the device, largest first, each with the option that lowers it."""
-    rows = sorted((row for row in estimate.rows if row.place == estimate.device), key=lambda row: -row.num_bytes)
+    """The rows of the device when most is held there, largest first, each with the option that lowers it."""
+    fullest = [row for row in estimate.rows if row.place == estimate.device and estimate.moment in row.when]
+    rows = sorted(fullest, key=lambda row: -row.num_bytes)
     return [
         f"  {row.num_bytes / GIB:10.3f} GiB  {row.name}{f' (lowered by {row.option})' if row.option else ''}"
         for row in rows
