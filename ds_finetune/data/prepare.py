@@ -44,6 +44,7 @@ from ds_finetune.data.row_kind import DIALOGUE, KindName, RowKind
 from ds_finetune.data.sample_tokens import RULES_VERSION, SampleTokeniser, TemplateSettings, Tokens
 from ds_finetune.data.samples import check_layout_name, read_row
 from ds_finetune.data.sources import Record, Source, find_sources, read_records
+from ds_finetune.data.tokenizer_files import largest_id
 from ds_finetune.data.unit_packing import one_unit_a_row, pack_units
 from ds_finetune.data.units import Made, make_labelled_texts, make_marked_answers, make_pairs
 from ds_finetune.errors import ConfigError, DataError, RunError
@@ -236,7 +237,7 @@ def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, limits: TokenLimits, ki
             hint="encoders are trained with objective classification; for other models add eos_token to "
             "tokenizer_config.json",
         )
-    largest = max(tokenizer.get_vocab().values())
+    largest = largest_id(tokenizer)
     if largest >= limits.vocab_size:
         raise DataError(
             f"the tokenizer has ids up to {largest} and the model a vocabulary of {limits.vocab_size}",
