@@ -54,6 +54,8 @@ class Efficiency:
     """Of the peak, by attention over documents, forward and backward together."""
     memory: float = 0.85
     """Of the memory's bandwidth: 3.0 of 3.35 TB/s were measured on an H100 by copies; other kernels reach less."""
+    new_memory: float = 1.0
+    """Of that, by operators whose results are new memory: all of it where an allocator keeps memory, as on GPUs."""
     link: float = 0.75
     """Of a link's rate, by collectives of many megabytes."""
     host_link: float = 0.80
@@ -93,7 +95,7 @@ class Machine:
         return self.accelerator.inter_node_bytes_per_s
 
 
-_A100 = "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf"
+_A100 = "https://www.nvidia.com/en-us/data-center/a100/"
 _H100 = "https://resources.nvidia.com/en-us-hopper-architecture/nvidia-h100-datasheet"
 _DGX_A100 = "200 Gb/s for each GPU, as in a DGX A100"
 _DGX_H100 = "400 Gb/s for each GPU, as in a DGX H100"

@@ -14,9 +14,9 @@ from typing import Any, Literal, NamedTuple
 
 from ds_finetune.config.schema import LoraConfig, RunConfig
 from ds_finetune.estimate.activation_memory import SINK_COLUMNS, ActivationBytes, activation_bytes
+from ds_finetune.estimate.rank_elements import is_trained
 from ds_finetune.estimate.rank_weights import RankWeights, part_of
 from ds_finetune.estimate.row_shape import RowShape
-from ds_finetune.estimate.state_rows import is_trained
 from ds_finetune.estimate.states import TensorKind
 from ds_finetune.families.parameters import ModelConfig
 from ds_finetune.families.table import family_of
@@ -132,12 +132,12 @@ def is_head(kind: TensorKind, weights: RankWeights, *, is_last: bool) -> bool:
     """Whether a tensor is multiplied with hidden states to make logits or scores: a tied head is the embedding."""
     if kind.name == EMBEDDING:
         return is_last and not any(part_of(other.name) == "head" for other in weights.kinds)
-    return _part(kind.name) == "head"
+    return part_of(kind.name) == "head"
 
 
 def _products(work: Work, weights: RankWeights, *, is_last: bool) -> Iterator[Operation]:
     for kind in weights.kinds:
-        part = _part(kind.name)
+        part = part_of(kind.name)
         if is_head(kind, weights, is_last=is_last):
             yield from _head(work, kind)
             continue
@@ -162,7 +162,7 @@ def _products(work: Work, weights: RankWeights, *, is_last: bool) -> Iterator[Op
 
 def _passes(work: Work, kind: TensorKind) -> Passes:
     """Of a product in a layer: a frozen weight has no gradient, and an indexer that is not trained no backward."""
-    part = _part(kind.name)
+    part = part_of(kind.name)
     is_frozen = work.config.lora is not None or not is_trained(work.config, work.model, kind)
     forward = 1.0 + work.plan.activation_checkpointing + work.extra_forwards
     forward += work.config.train.tiled_mlp and part in ("dense MLP", "routed experts", "shared experts")
@@ -246,12 +246,12 @@ def _memory(work: Work, weights: RankWeights) -> Iterator[Operation]:
 
 def adapter_elements(lora: LoraConfig | None, kind: TensorKind, *, of_all_experts: bool = True) -> float:
     """Elements of the adapters of tensors; of one expert's, with which a row is multiplied, or of all experts'."""
-    if lora is None or len(kind.local) == 1 or _part(kind.name) in _NEVER_ADAPTED:
+    if lora is None or len(kind.local) == 1 or part_of(kind.name) in _NEVER_ADAPTED:
         return 0
     module = kind.name.removesuffix(".weight")
     name = "experts" if ".mlp.experts." in module else module.rpartition(".")[2]
     if lora.target_modules is None:
-        is_adapted = _part(kind.name) != "router"
+        is_adapted = part_of(kind.name) != "router"
     else:
         is_adapted = any(name == target or re.fullmatch(target, module) for target in lora.target_modules)
     experts = kind.local[0] if of_all_experts and len(kind.local) > 2 else 1
@@ -260,9 +260,6 @@ def adapter_elements(lora: LoraConfig | None, kind: TensorKind, *, of_all_expert
 
 def _is_quantised(lora: LoraConfig | None, part: str) -> bool:
     return lora is not None and lora.quantize is not None and part in ("attention", "dense MLP", "shared experts")
-
-
-_part = lru_cache(maxsize=4096)(part_of)
 
 
 def _text(model: ModelConfig) -> str:

@@ -9,13 +9,15 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.estimate.accelerators import GB, Machine, check_precision
 from ds_finetune.estimate.operations import Operation, Work, adapter_elements, operations, shape_of
+from ds_finetune.estimate.rank_elements import is_trained
 from ds_finetune.estimate.rank_weights import RankWeights, weights_of_run
 from ds_finetune.estimate.row_shape import RowShape
-from ds_finetune.estimate.state_rows import is_trained
+from ds_finetune.estimate.teacher_time import teacher_config, teacher_flops
 from ds_finetune.estimate.time_assumptions import assumptions
 from ds_finetune.estimate.traffic import Group, Transfer, traffic
 from ds_finetune.families.parameters import ModelConfig
@@ -114,33 +116,54 @@ def group_rate(machine: Machine, group: Group, kind: str) -> float:
     return min(inside, local * outside)
 
 
+class _StageSeconds(NamedTuple):
+    """Seconds of a step on a rank of one pipeline stage, by part."""
+
+    forwards: dict[str, float]
+    """Of all micro-batches."""
+    end: dict[str, float]
+    """Of what is done once after them."""
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return sum(self.forwards.values()) + sum(self.end.values())
+
+
 def _slowest_stage(work: Work, machine: Machine, stages: tuple[RankWeights, ...]) -> dict[str, float]:
-    """The parts of a step on the pipeline stage that takes longest, for which the others wait."""
-    found: dict[object, dict[str, float]] = {}
+    """The parts of a step on the pipeline stage that takes longest. It waits while its first micro-batch is on the
+    stages before it, and the gradients of its last one on the same.
+    """
+    found: dict[object, _StageSeconds] = {}
+    order = []
     for number, weights in enumerate(stages):
         key = (frozenset(Counter(weights.layer_kinds).items()), number == 0, number == len(stages) - 1)
         if key not in found:
-            found[key] = _stage_parts(work, machine, weights, number)
-    return max(found.values(), key=lambda parts: sum(parts.values()))
+            found[key] = _stage_seconds(work, machine, weights, number)
+        order.append(found[key])
+    slowest = max(order, key=lambda stage: stage.total)
+    parts = slowest.forwards | slowest.end
+    if len(order) > 1:
+        every = sum(sum(stage.forwards.values()) for stage in order)
+        waits = every - sum(slowest.forwards.values())
+        parts["pipeline bubble"] = waits / work.plan.batch.gradient_accumulation_steps
+    return {name: seconds for name, seconds in parts.items() if seconds > 0}
 
 
-def _stage_parts(work: Work, machine: Machine, weights: RankWeights, stage: int) -> dict[str, float]:
-    """Seconds of a step by part, were all stages like this one."""
-    times, pp = work.plan.batch.gradient_accumulation_steps, work.plan.mesh.pp
-    computed = _compute_seconds(work, machine, weights, is_last=stage == pp - 1)
+def _stage_seconds(work: Work, machine: Machine, weights: RankWeights, stage: int) -> _StageSeconds:
+    times = work.plan.batch.gradient_accumulation_steps
+    computed = _compute_seconds(work, machine, weights, is_last=stage == work.plan.mesh.pp - 1)
+    teacher = teacher_config(work) if stage == work.plan.mesh.pp - 1 else None
+    if teacher is not None:
+        reached = machine.efficiency.matmul * _peak(machine, work.plan.precision)
+        computed["teacher"] = teacher_flops(work, teacher) / reached
     parts = {name: times * seconds for name, seconds in computed.items()}
     sent = traffic(work, weights, stage=stage)
-    each_forward = [transfer for transfer in sent if transfer.is_each_forward]
     budget = 0.0 if machine.blocks_host else machine.efficiency.hidden * sum(parts.values())
-    messages = _exposed(machine, each_forward, budget)
-    parts |= messages
-    if pp > 1:
-        parts["pipeline bubble"] = (pp - 1) * sum(parts.values()) / times
-    at_end = [transfer for transfer in sent if not transfer.is_each_forward]
+    parts |= _exposed(machine, [transfer for transfer in sent if transfer.is_each_forward], budget)
     # Only the backward of the last micro-batch is still to come when its gradients are ready.
-    parts |= _exposed(machine, at_end, budget / times * 2 / 3)
-    parts |= _optimizer_seconds(work, machine, weights)
-    return {name: seconds for name, seconds in parts.items() if seconds > 0}
+    end = _exposed(machine, [transfer for transfer in sent if not transfer.is_each_forward], budget / times * 2 / 3)
+    return _StageSeconds(parts, end | _optimizer_seconds(work, machine, weights))
 
 
 def _exposed(machine: Machine, transfers: list[Transfer], budget: float) -> dict[str, float]:
@@ -179,6 +202,7 @@ def _roofline(work: Work, machine: Machine, found: tuple[Operation, ...]) -> dic
         share = getattr(machine.efficiency, operation.unit)
         busy = operation.flops / (share * _peak(machine, work.plan.precision)) if operation.unit != "memory" else 0.0
         moved = operation.num_bytes / (machine.efficiency.memory * machine.accelerator.memory_bandwidth)
+        moved /= machine.efficiency.new_memory if operation.unit == "memory" else 1.0
         seconds[operation.name] = seconds.get(operation.name, 0.0) + max(busy, moved)
     return seconds
 

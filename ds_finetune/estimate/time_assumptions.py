@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from ds_finetune.estimate.accelerators import GB, Machine
 from ds_finetune.estimate.operations import Work
+from ds_finetune.estimate.teacher_time import teacher_config
 
 
 def assumptions(work: Work, machine: Machine) -> tuple[str, ...]:
@@ -44,8 +45,11 @@ def _work(work: Work) -> Iterator[str]:
 
 
 def _left_out(work: Work) -> Iterator[str]:
-    if getattr(work.config.objective, "teacher", None):
-        yield "The teacher's forward is not counted."
+    teacher = getattr(work.config.objective, "teacher", None)
+    if teacher and teacher_config(work) is None:
+        yield f"The teacher's forward is not counted: {teacher} is no folder with a config.json here."
+    elif teacher:
+        yield "The traffic of a partitioned teacher's weights is not counted."
     zero = work.plan.deepspeed["zero_optimization"]
     for key in ("zero_quantized_weights", "zero_quantized_gradients"):
         if zero.get(key):

@@ -1,6 +1,8 @@
 """The roofline of a step: parts by hand, and what must grow or shrink with what."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,11 +97,25 @@ def test_recomputation_and_launches_are_parts() -> None:
 
 @pytest.mark.parametrize("pp", [2, 4])
 def test_the_bubble_is_that_of_1f1b(pp: int) -> None:
-    model = DENSE | {"tie_word_embeddings": False}
-    found = estimate(model, ranks=pp, parallel={"pp": pp}, train={"micro_batch_size": 4})
-    busy = {"gradients", "updated weights", "gradients in memory", "optimizer", "pipeline bubble"}
-    computed = sum(seconds for name, seconds in found.parts.items() if name not in busy)
-    assert found.parts["pipeline bubble"] == pytest.approx(computed * (pp - 1) / 16)
+    # Without supervised tokens all stages take as long, but for what stages in the middle send to both sides.
+    rows = RowShape.full(SEQ, supervised_share=0)
+    found = estimate(
+        ranks=pp, parallel={"pp": pp, "pp_layers": [8 // pp] * pp}, train={"micro_batch_size": 4}, rows=rows
+    )
+    others = {"gradients", "updated weights", "gradients in memory", "optimizer", "pipeline bubble"}
+    computed = sum(seconds for name, seconds in found.parts.items() if name not in others)
+    assert found.parts["pipeline bubble"] == pytest.approx(computed * (pp - 1) / 16, rel=0.03)
+
+
+def test_stages_wait_for_the_slowest_one() -> None:
+    equal, head = (
+        estimate(ranks=2, parallel={"pp": 2, "pp_layers": [4, 4]}, rows=RowShape.full(SEQ, supervised_share=share))
+        for share in (0, 1)
+    )
+    # The first stage is as fast as before; the last one, which has the head, takes longer in each micro-batch.
+    assert head.parts["pipeline bubble"] == pytest.approx(equal.parts["pipeline bubble"], rel=0.03)
+    longer = head.parts["head and loss"] - equal.parts["head and loss"]
+    assert head.seconds - equal.seconds == pytest.approx(longer, rel=0.03)
 
 
 def test_rings_share_the_cards_of_a_node() -> None:
@@ -140,6 +156,22 @@ def test_experts_of_other_ranks_cost_exchanges() -> None:
     assert found.parts["rows over ep"] > 0
     assert found.parts["routed experts"] > found.parts["shared experts"] > 0
     assert any("divided evenly over routed experts" in text for text in found.assumptions)
+
+
+def test_references_and_teachers_add_a_forward(tmp_path: Path) -> None:
+    plain, again = (
+        estimate(lora={"rank": 8}, objective={"name": "dpo", "reference": reference})
+        for reference in ("cache", "adapters_off")
+    )
+    assert again.parts["dense MLPs"] == pytest.approx(plain.parts["dense MLPs"] * 3 / 2)
+    (tmp_path / "config.json").write_text(json.dumps(DENSE))
+    taught = estimate(objective={"name": "distill", "teacher": str(tmp_path)})
+    # Forward and backward are three times a forward, and attention's backward is more than two of its forwards.
+    model = taught.seconds - taught.parts["teacher"]
+    products = sum(taught.parts[name] for name in ("dense MLPs", "attention projections", "head and loss"))
+    assert products / 3 < taught.parts["teacher"] < model / 3
+    absent = estimate(objective={"name": "distill", "teacher": "elsewhere"})
+    assert any("elsewhere is no folder" in text for text in absent.assumptions)
 
 
 @pytest.mark.parametrize(("duration", "steps"), [("30 steps", 30), ("1000000 tokens", 4), ("2 epochs", None)])

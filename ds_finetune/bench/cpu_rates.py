@@ -1,0 +1,150 @@
+"""Measures what CPU ranks of this machine reach: `python -m ds_finetune.bench.cpu_rates RANK RANKS PRECISION FOLDER`.
+
+A process for each rank, all at once, as ranks of a run are; about a second beside the import of torch. Products, causal
+attention, copies, small operators and collectives are timed, and the medians kept in the user's cache folder.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import psutil
+
+from ds_finetune.errors import RunError
+from ds_finetune.estimate.accelerators import Machine
+from ds_finetune.estimate.cpu_machine import CpuRates, cpu_machine, rates_file
+
+_SECONDS = 0.12
+"""Of a measurement."""
+_LIMIT_SECONDS = 120
+"""Of all of it; the machine may be busy."""
+_ROWS, _COLUMNS, _EXPERT_ROWS = 1024, 512, 128
+_HEADS, _TOKENS, _WIDTH = 8, 512, 64
+_COPIED, _SENT = 1 << 25, 1 << 22
+"""Bytes."""
+_NO_LINK = 1e12
+"""Bytes a second of a rank that has no other to send to."""
+
+
+def this_cpu_machine(ranks: int, *, precision: str, threads: int | None = None) -> Machine:
+    """This machine as `ranks` CPU ranks with `threads` each, an equal part of its cores by default; measured once and
+    then read from the user's cache folder. RunError where a rank of the measurement fails.
+    """
+    number = threads or max(1, (os.cpu_count() or 1) // ranks)
+    file = rates_file(ranks, precision=precision, threads=number)
+    rates = CpuRates.read(file)
+    if rates is None:
+        rates = measure_ranks(ranks, precision=precision, threads=number)
+        rates.write(file)
+    return cpu_machine(rates, ranks=ranks, memory_bytes=psutil.virtual_memory().total)
+
+
+def measure_ranks(ranks: int, *, precision: str, threads: int) -> CpuRates:
+    """The medians over `ranks` processes that measure at the same time."""
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    with tempfile.TemporaryDirectory() as folder:
+        started = [
+            subprocess.Popen(
+                [sys.executable, "-m", "ds_finetune.bench.cpu_rates", str(rank), str(ranks), precision, folder],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=environment,
+            )
+            for rank in range(ranks)
+        ]
+        try:
+            texts = [process.communicate(timeout=_LIMIT_SECONDS) for process in started]
+        finally:
+            for process in started:
+                process.kill()
+    for rank, process in enumerate(started):
+        if process.returncode:
+            raise RunError(
+                f"measuring rank {rank} of {ranks} CPU ranks ended with exit code {process.returncode}: "
+                f"{(texts[rank][1].splitlines() or ['no output'])[-1]}",
+                hint="name the machine that the run is planned for by --gpu",
+            )
+    found = [json.loads(out.splitlines()[-1]) for out, _ in texts]
+    return CpuRates(**{each.name: statistics.median(rank[each.name] for rank in found) for each in fields(CpuRates)})
+
+
+def main() -> None:
+    """Measure as one rank, and print the rates."""
+    rank, ranks, precision, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
+    sys.stdout.write(f"{json.dumps(asdict(_measure(rank, ranks, precision, folder)))}\n")
+
+
+def _measure(rank: int, ranks: int, precision: str, folder: Path) -> CpuRates:
+    import torch
+    import torch.distributed as dist
+
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    if ranks > 1:
+        dist.init_process_group("gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=ranks)
+    weight = torch.randn(_COLUMNS, _ROWS, dtype=dtype)
+    rows, few = torch.randn(_ROWS, _COLUMNS, dtype=dtype), torch.randn(_EXPERT_ROWS, _COLUMNS, dtype=dtype)
+    query, key, value = torch.randn(3, 1, _HEADS, _TOKENS, _WIDTH, dtype=dtype).unbind()
+    query.requires_grad_()
+    source, copied = torch.zeros(2, _COPIED // 4).unbind()
+    small = torch.zeros(8, requires_grad=True)
+
+    def attend() -> None:
+        torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True).sum().backward()
+
+    def run_small() -> None:
+        value = small
+        for _ in range(20):
+            value = value * 1.5
+        value.sum().backward()
+
+    sent, message = torch.zeros(_SENT // 4), torch.zeros(8)
+    rates = CpuRates(
+        matmul=2 * _ROWS * _COLUMNS * _ROWS / _seconds(lambda: torch.mm(rows, weight)),
+        grouped=2 * _EXPERT_ROWS * _COLUMNS * _ROWS / _seconds(lambda: torch.mm(few, weight)),
+        # Half of the pairs, of two products forward and five backward.
+        attention=7 * _HEADS * _TOKENS**2 * _WIDTH / _seconds(attend),
+        memory=2 * _COPIED / _seconds(lambda: copied.copy_(source)),
+        new_memory=2 * _COPIED / _seconds(lambda: source + 1.0),
+        # A forward is one kernel, and a backward counts as two.
+        kernel_seconds=_seconds(run_small) / 60,
+        link=_SENT * 2 * (ranks - 1) / ranks / _repeat(lambda: dist.all_reduce(sent)) if ranks > 1 else _NO_LINK,
+        message_seconds=_repeat(lambda: dist.all_reduce(message)) if ranks > 1 else 0.0,
+    )
+    if ranks > 1:
+        dist.destroy_process_group()
+    return rates
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    """Median seconds of some work, after a first time that is not counted."""
+    work()
+    found: list[float] = []
+    until = time.perf_counter() + _SECONDS
+    while len(found) < 3 or time.perf_counter() < until:
+        began = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - began)
+    return statistics.median(found)
+
+
+def _repeat(collective: Callable[[], object], times: int = 15) -> float:
+    """Median seconds of a collective, which all ranks call equally often."""
+    collective()
+    found = []
+    for _ in range(times):
+        began = time.perf_counter()
+        collective()
+        found.append(time.perf_counter() - began)
+    return statistics.median(found)
+
+
+if __name__ == "__main__":
+    main()

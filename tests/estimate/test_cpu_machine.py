@@ -1,0 +1,53 @@
+"""This machine's CPU ranks as a machine: rates that were measured once are read again."""
+
+from pathlib import Path
+
+import pytest
+
+from ds_finetune.bench.cpu_rates import this_cpu_machine
+from ds_finetune.errors import RunError
+from ds_finetune.estimate.cpu_machine import CpuRates, rates_file
+
+RATES = CpuRates(
+    matmul=8e10,
+    grouped=6e10,
+    attention=4e10,
+    memory=2e10,
+    new_memory=5e9,
+    kernel_seconds=2e-6,
+    link=1e9,
+    message_seconds=2e-4,
+)
+
+
+def test_kept_rates_are_those_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    file = rates_file(2, precision="fp32", threads=1)
+    assert file.is_relative_to(tmp_path)
+    assert file != rates_file(2, precision="bf16", threads=1)
+    RATES.write(file)
+    machine = this_cpu_machine(2, precision="fp32", threads=1)
+    assert machine.accelerator.fp32_flops == RATES.matmul
+    assert machine.accelerator.fp32_flops * machine.efficiency.attention == pytest.approx(RATES.attention)
+    assert machine.accelerator.memory_bandwidth * machine.efficiency.new_memory == pytest.approx(RATES.new_memory)
+    assert machine.intra_node_bytes_per_s * machine.efficiency.link == RATES.link
+    assert machine.gpus_per_node == 2
+    assert machine.blocks_host
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"matmul": 1, "other": 2}', "[]"])
+def test_a_file_of_another_version_is_not_read(tmp_path: Path, text: str) -> None:
+    (tmp_path / "rates.json").write_text(text)
+    assert CpuRates.read(tmp_path / "rates.json") is None
+    assert CpuRates.read(tmp_path / "none.json") is None
+
+
+@pytest.mark.slow
+def test_two_ranks_are_measured_and_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    machine = this_cpu_machine(2, precision="fp32", threads=1)
+    assert this_cpu_machine(2, precision="fp32", threads=1) == machine
+    assert 1e9 < machine.accelerator.fp32_flops < 1e13
+    assert 1e7 < machine.intra_node_bytes_per_s < 1e12
+    with pytest.raises(RunError, match="measuring rank 0 of 1 CPU ranks"):
+        this_cpu_machine(1, precision="fp8", threads=1)
