@@ -144,5 +144,7 @@ def _chosen(model: ModelConfig) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _activations(model: str, precision: str, tp: int, ep: int, *, is_packed: bool, device: str) -> ActivationBytes:
+def _activations(  # noqa: PLR0913 - those of activation_bytes
+    model: str, precision: str, tp: int, ep: int, *, is_packed: bool, device: str
+) -> ActivationBytes:
     return activation_bytes(json.loads(model), precision=precision, tp=tp, ep=ep, is_packed=is_packed, device=device)
