@@ -19,7 +19,7 @@ from ds_finetune.estimate.row_shape import RowShape
 from ds_finetune.estimate.state_rows import is_trained
 from ds_finetune.estimate.teacher_time import teacher_config, teacher_flops
 from ds_finetune.estimate.time_assumptions import assumptions
-from ds_finetune.estimate.traffic import Group, Transfer, traffic
+from ds_finetune.estimate.traffic import Group, GroupTraffic, traffic
 from ds_finetune.families.parameters import ModelConfig
 from ds_finetune.plan.deepspeed_config import MOMENTS
 from ds_finetune.plan.plan import Plan
@@ -166,7 +166,7 @@ def _stage_seconds(work: Work, machine: Machine, weights: RankWeights, stage: in
     return _StageSeconds(parts, end | _optimizer_seconds(work, machine, weights))
 
 
-def _exposed(machine: Machine, transfers: list[Transfer], budget: float) -> dict[str, float]:
+def _exposed(machine: Machine, transfers: list[GroupTraffic], budget: float) -> dict[str, float]:
     """Seconds of transfers by name, less what is hidden in `budget` seconds of computation."""
     found: dict[str, float] = {}
     for transfer in transfers:
