@@ -14,9 +14,9 @@ from typing import Any, Literal, NamedTuple
 
 from ds_finetune.config.schema import LoraConfig, RunConfig
 from ds_finetune.estimate.activation_memory import SINK_COLUMNS, ActivationBytes, activation_bytes
+from ds_finetune.estimate.rank_elements import is_trained
 from ds_finetune.estimate.rank_weights import RankWeights, part_of
 from ds_finetune.estimate.row_shape import RowShape
-from ds_finetune.estimate.state_rows import is_trained
 from ds_finetune.estimate.states import TensorKind
 from ds_finetune.families.parameters import ModelConfig
 from ds_finetune.families.table import family_of

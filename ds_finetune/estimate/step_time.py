@@ -14,9 +14,9 @@ from typing import NamedTuple
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.estimate.accelerators import GB, Machine, check_precision
 from ds_finetune.estimate.operations import Operation, Work, adapter_elements, operations, shape_of
+from ds_finetune.estimate.rank_elements import is_trained
 from ds_finetune.estimate.rank_weights import RankWeights, weights_of_run
 from ds_finetune.estimate.row_shape import RowShape
-from ds_finetune.estimate.state_rows import is_trained
 from ds_finetune.estimate.teacher_time import teacher_config, teacher_flops
 from ds_finetune.estimate.time_assumptions import assumptions
 from ds_finetune.estimate.traffic import Group, GroupTraffic, traffic
@@ -132,7 +132,8 @@ class _StageSeconds(NamedTuple):
 
 def _slowest_stage(work: Work, machine: Machine, stages: tuple[RankWeights, ...]) -> dict[str, float]:
     """The parts of a step on the pipeline stage that takes longest. It waits while its first micro-batch is on the
-    stages before it, and the gradients of its last one on the same.
+    stages before it, and the gradients of its last one on the same; with `parallel.vpp` while they are on one chunk of
+    each.
     """
     found: dict[object, _StageSeconds] = {}
     order = []
@@ -146,7 +147,8 @@ def _slowest_stage(work: Work, machine: Machine, stages: tuple[RankWeights, ...]
     if len(order) > 1:
         every = sum(sum(stage.forwards.values()) for stage in order)
         waits = every - sum(slowest.forwards.values())
-        parts["pipeline bubble"] = waits / work.plan.batch.gradient_accumulation_steps
+        chunks = work.config.parallel.vpp * work.plan.batch.gradient_accumulation_steps
+        parts["pipeline bubble"] = waits / chunks
     return {name: seconds for name, seconds in parts.items() if seconds > 0}
 
 

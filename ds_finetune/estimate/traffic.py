@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from ds_finetune.estimate.operations import Work, adapter_elements
+from ds_finetune.estimate.rank_elements import is_trained
 from ds_finetune.estimate.rank_weights import RankWeights, part_of
-from ds_finetune.estimate.state_rows import is_trained
 from ds_finetune.estimate.states import TensorKind
 from ds_finetune.families.parameters import ModelConfig
 from ds_finetune.families.table import family_of
@@ -251,7 +251,8 @@ def _pipeline(work: Work, weights: RankWeights, stage: int) -> Iterator[GroupTra
     if mesh.pp == 1:
         return
     groups, times = RankGroups.of(mesh), work.plan.batch.gradient_accumulation_steps
-    neighbours = 2 - (stage == 0) - (stage == mesh.pp - 1)
+    # Every chunk of a rank but the model's first and last one has two neighbours.
+    neighbours = 2 * work.config.parallel.vpp - (stage == 0) - (stage == mesh.pp - 1)
     num_bytes = neighbours * times * work.num_tokens * work.model["hidden_size"] * work.width
     yield GroupTraffic("hidden states over pp", "send_recv", groups.stages, num_bytes, neighbours * times, True)
     shared = [kind for kind in weights.kinds if kind.name == EMBEDDING]

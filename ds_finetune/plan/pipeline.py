@@ -7,9 +7,6 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.mesh import Mesh
 
-_OBJECTIVES = ("pretrain", "sft")
-"""Objectives that are tested with several chunks a rank."""
-
 
 class PipelineTurn(NamedTuple):
     """A forward or a backward of one of a rank's chunks over one micro-batch; both are numbered from 0."""
@@ -61,21 +58,8 @@ def check_interleaving(mesh: Mesh, config: RunConfig, *, accumulation: int) -> N
 
 
 def _untested(config: RunConfig) -> Iterator[tuple[str, str]]:
-    hint = "set parallel.vpp to 1"
     if config.indexer.train:
-        yield "indexer.train true", hint
-    if config.lora is not None:
-        yield "lora", hint
-    if config.mtp.train:
-        yield "mtp.train true", hint
-    if config.router is not None:
-        yield "`router`", hint
-    if config.objective.name not in _OBJECTIVES:
-        yield f"objective {config.objective.name}", hint
-    if config.train.activation_offload:
-        yield "train.activation_offload true", hint
-    if config.train.tiled_mlp:
-        yield "train.tiled_mlp true", hint
+        yield "indexer.train true", "set parallel.vpp to 1"
 
 
 def idle_share(*, pp: int, vpp: int, micro_batches: int) -> float:

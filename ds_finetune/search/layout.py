@@ -17,6 +17,12 @@ _OFFLOADED: Mapping[Offload, tuple[str, ...]] = {
     "optimizer": ("offload_optimizer",),
     "all": ("offload_optimizer", "offload_param"),
 }
+OFFLOAD_TEXTS: Mapping[Offload, str] = {
+    "none": "",
+    "optimizer": ", optimizer on the host",
+    "all": ", optimizer and weights on the host",
+}
+"""For people, behind the ZeRO stage."""
 _HOST_MEMORY = {"device": "cpu", "pin_memory": True}
 
 
@@ -35,9 +41,9 @@ class Sizes:
         return frozenset(axis for axis in AXES if getattr(self, axis) > 1)
 
     def section(self, given: ParallelConfig) -> ParallelConfig:
-        """The section `parallel` of the run file, with its layers of stages where their number stays."""
-        layers = given.pp_layers if given.pp_layers and given.pp == self.pp else ()
-        return ParallelConfig(tp=self.tp, pp=self.pp, sp=self.sp, ep=self.ep, pp_layers=layers)
+        """The section `parallel` of the run file, with its chunks of stages where the number of stages stays."""
+        layers, vpp = (given.pp_layers, given.vpp) if given.pp == self.pp else ((), 1)
+        return ParallelConfig(tp=self.tp, pp=self.pp, sp=self.sp, ep=self.ep, pp_layers=layers, vpp=vpp)
 
 
 @dataclass(frozen=True, order=True)

@@ -23,7 +23,8 @@ def layout_keys(layout: Layout, config: RunConfig, given: RunConfig) -> dict[str
     sizes = {axis: n for axis in ("tp", "pp", "sp", "ep") if (n := getattr(layout.sizes, axis)) > 1}
     if config.parallel != given.parallel:
         layers = {"pp_layers": list(config.parallel.pp_layers)} if config.parallel.pp_layers else {}
-        values["parallel"] = {**sizes, **layers}
+        chunks = {"vpp": config.parallel.vpp} if config.parallel.vpp > 1 else {}
+        values["parallel"] = {**sizes, **layers, **chunks}
     assert isinstance(config.deepspeed, dict), config.deepspeed
     if config.deepspeed != decided(given_choices(given.deepspeed)[0]):
         values["deepspeed"] = shipped_name(config.deepspeed) or config.deepspeed

@@ -22,10 +22,10 @@ DENSE = [Layout(2, family="qwen2"), Layout(3, family="qwen2"), Layout(1, family=
 """Tied weights, of which a pipeline has one on each end."""
 INTERLEAVED = [
     Layout(1, family="deepseek_v3_deep", pp=2, vpp=2),
-    Layout(3, family="deepseek_v3_deep"),
     Layout(0, family="deepseek_v3_deep", pp=2),
+    Layout(3, family="deepseek_v3_deep"),
 ]
-"""Two chunks of layers on each pipeline rank, to and from one chunk and none."""
+"""Two chunks of layers on each pipeline rank, to one chunk, to none and back."""
 OTHERS = [Layout(0, name="Muon"), Layout(1, name="Muon"), Layout(3, name="Muon"), Layout(2, "cpu", name="Muon")]
 OTHERS += [Layout(0, name="Adagrad"), Layout(0, name="SGD"), Layout(3, name="SGD")]
 """Saved and restored at the same layout, where the numbers must be the same bits."""
@@ -130,8 +130,10 @@ def _change_axes(change: Change) -> tuple[Hashable, ...]:
     return (source.stage, target.stage), (source_world, target_world), *moved
 
 
-SAME = each_value(_same(), _axes)
-CHANGES = each_value(_changes(), _change_axes)
+SAME = each_value([layout for layout in _same() if layout.vpp == 1], _axes)
+CHANGES = each_value(
+    [change for change in _changes() if change[0] != INTERLEAVED[1] or change[2].vpp > 1], _change_axes
+)
 """Every stage to every other, and every way of keeping state once; the others are behind the marker."""
 
 

@@ -188,5 +188,13 @@ def layouts(worlds: Sequence[int]) -> list[Layout]:
     return [*plain, *(layout for layout in shared if _runs(layout.cell, layout.world))]
 
 
+def interleaved_layouts() -> list[Layout]:
+    """Two chunks of layers on each of two pipeline ranks."""
+    return [
+        Layout(Cell("llama_deep", stage, accumulation, packing=packing, pp=2, vpp=2), 2, has_lora)
+        for stage, accumulation, packing, has_lora in product((0, 1), (2, 4), (True, False), (False, True))
+    ]
+
+
 def _runs(cell: Cell, world: int) -> bool:
     return world % cell.sharing == 0 and world // (cell.tp * cell.pp) % cell.ep == 0

@@ -1,7 +1,7 @@
 """The layouts in which policies of routers are compared with a plain loop, and the tiny models that they train."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -69,6 +69,15 @@ def layouts(worlds: Sequence[int]) -> list[RouterLayout]:
         for family in families
         if family in row.families
         for stage, accumulation, packing in product(row.stages, (1, 2), (True, False))
+        for world in worlds
+    ]
+    shared += [
+        RouterLayout(replace(_cell(family, row.axes, stage, accumulation, packing=packing), vpp=2), world)
+        for row in TESTED_LAYOUTS
+        if "pp" in row.axes
+        for family in families
+        if family in row.families and f"{family}_deep" in TINY_MODELS
+        for stage, accumulation, packing in product(row.stages, (2, 4), (True, False))
         for world in worlds
     ]
     others = [

@@ -46,6 +46,7 @@ class ScoreCell:
     has_lora: bool = False
     quantize: str = ""
     """How the weights under the adapters are held: `nf4`, or as they are."""
+    vpp: int = 1
 
     @property
     def folder(self) -> str:
@@ -61,6 +62,7 @@ class ScoreCell:
     def name(self) -> str:
         """A name for files and test ids."""
         parts = [self.objective, self.family, f"zero{self.stage}", f"acc{self.accumulation}", self.axis]
+        parts += [f"vpp{self.vpp}"] if self.vpp > 1 else []
         return "-".join([*parts, "packed" * self.packing, "lora" * self.has_lora, self.quantize])
 
     @property
@@ -76,7 +78,7 @@ class ScoreCell:
     def tree(self, folder: Path, out: Path, *, ranks: int) -> dict[str, Any]:
         """The run file on so many ranks."""
         dp = ranks // self.sharing
-        sizes = dict.fromkeys(self.axes, 2)
+        sizes = dict.fromkeys(self.axes, 2) | {"vpp": self.vpp}
         cell = Cell(self.family, self.stage, self.accumulation, self.packing, checkpointing=self.packing, **sizes)
         tree = run_tree(cell, folder, out, dp=dp)
         tree["train"] |= {

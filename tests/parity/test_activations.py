@@ -56,6 +56,10 @@ MATRIX = [
     *(_with_objective(name, _row(*axes), stage) for name, axes, stage in PAIRS),
     *(_balanced(_row(*axes), stage) for axes, stage in ((("ep",), 2), (("sp",), 3), (("pp",), 1))),
     *(_case("llama", PLAIN, stage, has_adapters=True) for stage in PLAIN.stages),
+    *(
+        (replace(_case(f"{family}_deep", _row("pp"), stage)[0], vpp=2), False)
+        for family, stage in (("deepseek_v3", 0), ("deepseek_v3", 1), ("llama", 1))
+    ),
 ]
 
 

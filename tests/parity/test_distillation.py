@@ -17,6 +17,7 @@ from tests.parity.reference import is_for, relative
 from tests.running import start, torchrun
 
 FAMILIES = ("qwen2", "deepseek_v3")
+DEEP = ("qwen2_deep",)
 WORKER = Path(__file__).with_name("distill_worker.py")
 Run = tuple[Distilled, int]
 
@@ -34,6 +35,11 @@ SHARED += [
     for source, temperature in (("live", 2.0), ("stored", 1.0))
 ]
 """Layers too."""
+INTERLEAVED: list[Run] = [
+    (Distilled(Cell("qwen2_deep", stage, accumulation, stage == 0, pp=2, vpp=2), source, temperature, 0.3), 2)
+    for stage, accumulation in ((0, 4), (1, 2))
+    for source, temperature in (("live", 2.0), ("stored", 1.0))
+]
 
 
 def _axes(run: Run) -> tuple[Hashable, ...]:
@@ -56,7 +62,7 @@ ADAPTED: list[Run] = [
     )
 ]
 CHOSEN = [*pairwise(ALL, _axes), *each_value(SHARED, _shared_axes), *ADAPTED[:2]]
-REST = [run for run in [*ALL, *SHARED, *ADAPTED] if run not in CHOSEN]
+REST = [run for run in [*ALL, *SHARED, *INTERLEAVED, *ADAPTED] if run not in CHOSEN]
 ROUNDED: list[Run] = [
     (Distilled(Cell("qwen2", stage, 2, True, precision="bf16", checkpointing=True), source, 2.0, 0.3), 2)
     for stage, source in ((1, "live"), (2, "offloaded"))
@@ -70,7 +76,7 @@ def _ids(runs: list[Run]) -> list[str]:
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("distillation")
-    write_models(made, FAMILIES)
+    write_models(made, (*FAMILIES, *DEEP))
     return made
 
 

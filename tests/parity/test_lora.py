@@ -67,6 +67,10 @@ LAYOUTS = [
     )
 ]
 """Of deepseek_v3 all cells, of every other family one of each layout."""
+LAYOUTS += [
+    Cell(f"{family}_deep", stage, 2, packing=stage == 1, max_grad_norm=CLIP, checkpointing=stage == 1, pp=2, vpp=2)
+    for family, stage in itertools.product(("deepseek_v3", "qwen3"), (0, 1))
+]
 DEFAULT_RUNS = [*runs_of(CELLS), *runs_of(SHARDED, worlds=WORLDS[-1:])]
 LARGEST = [cell for cell in LAYOUTS if cell.family == "deepseek_v3_deep" and cell.layout.count(" x ") > 1]
 MORE_RUNS = [

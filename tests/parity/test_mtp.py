@@ -38,6 +38,8 @@ def _cell(stage: int, accumulation: int, *, packing: bool, family: str = FAMILY,
     if "pp" in axes:
         # Balanced stages are others with the layer, and a norm is then added up in another order.
         axes["pp_layers"] = "2 2" if family.endswith(("_deep", "_sparse")) else "1 1"
+    if "vpp" in axes:
+        axes["pp_layers"] = "1 1 1 1"
     clipped = {"max_grad_norm": 0.05 if packing else 0.0, "checkpointing": packing, "weight_decay": 0.1}
     return Cell(family, stage, accumulation, packing=packing, **clipped, **axes)
 
@@ -65,7 +67,15 @@ def _cells() -> list[Cell]:
         *(_cell(stage, 2, packing=True, precision="bf16") for stage in range(1, 4)),
         *(_cell(stage, 2, packing=True, balances=True) for stage in range(4)),
     ]
-    return [*plain, *others, *sparse, *shared]
+    interleaved = [
+        _cell(stage, accumulation, packing=packing, family="deepseek_v3_deep", pp=2, vpp=2, balances=balances)
+        for stage, accumulation, packing, balances in (
+            (0, 2, False, False),
+            (1, 2, True, False),
+            (1, 4, False, True),
+        )
+    ]
+    return [*plain, *others, *sparse, *shared, *interleaved]
 
 
 ALL = [
@@ -122,7 +132,11 @@ def _axes(layout: MtpLayout) -> tuple[Hashable, ...]:
 
 PAIRS = [layout for layout in pairwise(ALL, _axes) if layout not in CHOSEN]
 """Every two values of two axes that occur together."""
-REST = [layout for layout in ALL if layout.cell.family == FAMILY and layout not in (*CHOSEN, *PAIRS)]
+REST = [
+    layout
+    for layout in ALL
+    if (layout.cell.family == FAMILY or layout.cell.vpp > 1) and layout not in (*CHOSEN, *PAIRS)
+]
 
 
 @pytest.fixture(scope="session")

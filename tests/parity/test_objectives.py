@@ -23,7 +23,15 @@ from ds_finetune.model.adapter_names import weight_of
 from ds_finetune.selftest.cells import Cell
 from tests.pairwise import pairwise
 from tests.parity.four_bit import HAS_FOUR_BIT, TWIN, WIDE, write_wide
-from tests.parity.objective_cells import OBJECTIVES, Document, Layout, documents, layouts, mismatched_documents
+from tests.parity.objective_cells import (
+    OBJECTIVES,
+    Document,
+    Layout,
+    documents,
+    interleaved_layouts,
+    layouts,
+    mismatched_documents,
+)
 from tests.parity.reference import GRADIENT_TOLERANCE, relative
 from tests.running import start, torchrun
 
@@ -202,7 +210,7 @@ CHOSEN += [
     for layout in FOUR_BIT
     if (layout.cell.stage, layout.cell.accumulation, layout.cell.packing, layout.world) == (2, 2, True, 2)
 ]
-REST = [layout for layout in ALL if layout not in PAIRS]
+REST = [layout for layout in [*ALL, *interleaved_layouts()] if layout not in PAIRS]
 REST += [replace(layout, objectives=tuple({*range(6)} - {*layout.objectives})) for layout in CHOSEN]
 REST += pairwise([layout for layout in FOUR_BIT if layout.name not in {one.name for one in CHOSEN}], _axes)
 

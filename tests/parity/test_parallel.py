@@ -210,7 +210,7 @@ _NORMS_OVER_HEADS = [cell for cell in _cells(("olmoe",)) if cell.layout == "tp 2
 """The norms of queries and keys need the heads of all ranks."""
 # Its second stage begins with a layer that would take the choice of the layer before.
 _OF_EACH.append(Cell("glm_moe_dsa", 1, 2, packing=True, checkpointing=True, pp=2))
-CHOSEN += pairwise(runs_of(INTERLEAVED, worlds=WORLDS[-1:]), _axes)
+CHOSEN += each_value(runs_of(INTERLEAVED, worlds=WORLDS[-1:]), _axes)
 CHOSEN += _without(
     runs_of(BIASES + SPARSE_CHOSEN + ONCE_CHOSEN + _OF_EACH + _NORMS_OVER_HEADS, worlds=WORLDS[-1:]), CHOSEN
 )

@@ -18,9 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, P
 
 from ds_finetune.config.schema import LoraConfig
 from ds_finetune.families.table import FAMILIES
-from ds_finetune.model.four_bit import nf4_bytes
 from ds_finetune.model.lora_plan import plan_lora
 from ds_finetune.plan.combinations import TESTED_LAYOUTS
+from ds_finetune.plan.lora_targets import nf4_bytes
 from ds_finetune.selftest.cells import TINY_MODELS, Cell
 from ds_finetune.selftest.reference_loop import adamw, reference_steps
 from tests.lora_twin import adapted, by_our_names, four_bit_tensors, has_rounding, in_peft, lora_tree, write_adapter_of
@@ -66,6 +66,7 @@ MORE += [
     for stage in (row.stages if family == "deepseek_v3" else row.stages[-1:])
 ]
 """Every layout in which a rank holds whole matrices."""
+MORE += [Cell("deepseek_v3_deep", stage, 2, True, max_grad_norm=CLIP, pp=2, vpp=2) for stage in (0, 1)]
 ROUNDED = [
     Cell(family, stage, 2, True, precision="bf16", checkpointing=True)
     for family in ("deepseek_v3", "qwen2")

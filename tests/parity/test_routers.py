@@ -32,7 +32,7 @@ def _axes(layout: RouterLayout) -> tuple[Hashable, ...]:
 
 
 ALL = layouts(worlds=(1, 2, 4))
-CHOSEN = each_value([layout for layout in ALL if layout.world == 2], _axes)
+CHOSEN = each_value([layout for layout in ALL if layout.world == 2 and layout.cell.vpp == 1], _axes)
 """Every value of every axis on two ranks; others are behind the marker."""
 PAIRS = pairwise([layout for layout in ALL if layout not in CHOSEN], lambda layout: (*_axes(layout), layout.world))
 """Every two values of two axes that occur together."""
@@ -112,7 +112,9 @@ def _assert_gradients(found: dict[str, torch.Tensor], plain: dict[str, torch.Ten
 
 
 def _assert_biases_moved(before: dict[str, Any], after: dict[str, Any], counts: torch.Tensor, rate: float) -> None:
-    for name, of_layer in zip(before, counts.double(), strict=True):
+    # Pipeline ranks with several chunks of layers give them in another order.
+    names = sorted(before, key=lambda name: int(name.split(".")[2]))
+    for name, of_layer in zip(names, counts.double(), strict=True):
         moved = before[name] - torch.tensor(rate) * torch.sign(of_layer - of_layer.mean()).float()
         assert torch.equal(after[name], moved), name
         assert not torch.equal(after[name], before[name]), name

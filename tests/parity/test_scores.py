@@ -50,13 +50,17 @@ ALL: list[Run] = [
     )
     if HAS_FOUR_BIT
 ]
+ALL += [
+    (ScoreCell(objective, "deepseek_v3_deep", stage, 2, packing, "pp", vpp=2), 2)
+    for objective, stage, packing in itertools.product(OBJECTIVES, (0, 1), (False, True))
+]
 
 
 def _axes(run: Run) -> tuple[Hashable, ...]:
     return (*asdict(run[0]).values(), run[1])
 
 
-CHOSEN = each_value([run for run in ALL if run[1] < 4], _axes)
+CHOSEN = each_value([run for run in ALL if run[1] < 4 and run[0].vpp == 1], _axes)
 """Every value of every axis on up to three ranks; every pair of values is behind the marker."""
 REST = [run for run in pairwise(ALL, _axes) if run not in CHOSEN]
 

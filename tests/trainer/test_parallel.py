@@ -17,9 +17,12 @@ ROUTER = {"balance": 0.01, "bias_update": 0.001}
 EVALUATION = {"every": "3 steps", "keep_best": True, "generate": {"prompts": 3, "max_new_tokens": 4}}
 
 
-def _run(folder: Path, *, ranks: int, **sections: Any) -> Path:
+def _run(folder: Path, *, ranks: int, layers: int = 2, **sections: Any) -> Path:
+    folder.mkdir(exist_ok=True)
     every = {"train": TRAIN, "eval": EVALUATION, "router": ROUTER, "checkpoint": {"every": "3 steps"}}
     run_file = tiny_task(folder, **every, **sections)
+    config = folder / "model" / "config.json"
+    config.write_text(json.dumps(read_json(config) | {"num_hidden_layers": layers}))
     done = start(torchrun("ds_finetune/train.py", str(run_file), ranks=ranks))
     assert done.returncode == 0, done.stdout + done.stderr
     is_partitioned = ranks > 1 and sections["deepspeed"]["zero_optimization"]["stage"] == 3
@@ -51,6 +54,21 @@ def test_a_run_of_shared_rows_is_the_run_of_one_rank(
     for name, tensor in reference.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-5)
     assert read_json(shared / "run" / "export" / "config.json") == read_json(alone / "run" / "export" / "config.json")
+
+
+@pytest.mark.slow
+def test_a_run_with_several_chunks_a_rank_is_the_run_of_one_rank(tmp_path: Path) -> None:
+    """Losses, evaluation, answers and the export are the same."""
+    alone = _run(tmp_path / "alone", ranks=1, layers=4, deepspeed={"zero_optimization": {"stage": 0}})
+    chunks = {"parallel": {"pp": 2, "vpp": 2}, "deepspeed": {"zero_optimization": {"stage": 1}}}
+    shared = _run(tmp_path / "shared", ranks=2, layers=4, **chunks)
+    ours, wanted = metrics(shared), metrics(alone)
+    for key in ("train/loss", "train/grad_norm", "eval/loss", "eval/accuracy", "eval/exact_match"):
+        assert [r[key] for r in ours if key in r] == pytest.approx([r[key] for r in wanted if key in r], rel=1e-4), key
+    found, reference = (load_file(folder / "run" / "export" / "model.safetensors") for folder in (shared, alone))
+    assert found.keys() == reference.keys()
+    for name, tensor in reference.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-5)
 
 
 def _check_same_loads(shared: Path, alone: Path, *, ep: int) -> None:
