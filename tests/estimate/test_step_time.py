@@ -100,7 +100,10 @@ def test_the_bubble_is_that_of_the_schedule(pp: int, vpp: int) -> None:
     # Without supervised tokens all stages take as long, but for what stages in the middle send to both sides.
     rows = RowShape.full(SEQ, supervised_share=0)
     found = estimate(
-        ranks=pp, parallel={"pp": pp, "vpp": vpp, "pp_layers": [8 // pp // vpp] * pp * vpp}, train={"micro_batch_size": 4}, rows=rows
+        ranks=pp,
+        parallel={"pp": pp, "vpp": vpp, "pp_layers": [8 // pp // vpp] * pp * vpp},
+        train={"micro_batch_size": 4},
+        rows=rows,
     )
     others = {"gradients", "updated weights", "gradients in memory", "optimizer", "pipeline bubble"}
     computed = sum(seconds for name, seconds in found.parts.items() if name not in others)
