@@ -51,7 +51,7 @@ def _plan(arguments: Arguments) -> None:
     host = parse_bytes(arguments.host_memory, name="--host-memory") if arguments.host_memory else None
     here = tuple(gpu_models()) if arguments.gpu is None else ()
     request = Request(arguments.gpu, arguments.gpus, arguments.nodes, arguments.gpus_per_node, host, here)
-    target = target_of(request)
+    target = target_of(request, precision=config.train.precision)
     check_machine(target, config.train.precision)
     _check_options(arguments)
     if arguments.search:
@@ -108,5 +108,7 @@ def _show_forecast(config: "RunConfig", target: "Target", *, is_json: bool) -> N
         return
     OUT.print(pairs("plan", forecast.lines()))
     OUT.print(memory_table(forecast.memory))
+    if forecast.time is not None:
+        OUT.print(pairs("time", forecast.time_lines()))
     for note in forecast.notes():
         OUT.print(note, markup=False)
