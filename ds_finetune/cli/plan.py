@@ -1,6 +1,7 @@
 """`ds-finetune plan`: what a run decides and needs on given machines, which need not be here."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,7 +52,7 @@ def _plan(arguments: Arguments) -> None:
     host = parse_bytes(arguments.host_memory, name="--host-memory") if arguments.host_memory else None
     here = tuple(gpu_models()) if arguments.gpu is None else ()
     request = Request(arguments.gpu, arguments.gpus, arguments.nodes, arguments.gpus_per_node, host, here)
-    target = target_of(request)
+    target = target_of(request, precision=config.train.precision)
     check_machine(target, config.train.precision)
     _check_options(arguments)
     if arguments.search:
@@ -78,6 +79,11 @@ def _search(arguments: Arguments, config: "RunConfig", target: "Target") -> None
     from ds_finetune.search.run_file import write_run_file
     from ds_finetune.search.search_run import result_tree, run_file_text, search_layouts
 
+    if target.ranks.device == "cpu" and target.machine is None:
+        from ds_finetune.bench.cpu_rates import this_cpu_machine
+
+        measured = this_cpu_machine(target.ranks.number, precision=config.train.precision)
+        target = replace(target, machine=measured)
     result = search_layouts(config, target)
     if arguments.write:
         text = run_file_text(Path(arguments.run), config, result, target, overrides=arguments.overrides)
@@ -108,5 +114,7 @@ def _show_forecast(config: "RunConfig", target: "Target", *, is_json: bool) -> N
         return
     OUT.print(pairs("plan", forecast.lines()))
     OUT.print(memory_table(forecast.memory))
+    if forecast.time is not None:
+        OUT.print(pairs("time", forecast.time_lines()))
     for note in forecast.notes():
         OUT.print(note, markup=False)

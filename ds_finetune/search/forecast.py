@@ -8,6 +8,8 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.estimate.memory import MemoryEstimate, estimate_memory
 from ds_finetune.estimate.rank_weights import num_scores
+from ds_finetune.estimate.row_shape import RowShape
+from ds_finetune.estimate.step_time import TimeEstimate, estimate_time
 from ds_finetune.families.table import family_of
 from ds_finetune.plan.activations import mlp_tiles
 from ds_finetune.plan.config_json import read_config_json
@@ -35,6 +37,8 @@ class Forecast:
     """Layers of each pipeline stage."""
     memory: MemoryEstimate
     target: Target
+    time: TimeEstimate | None = None
+    """Of a step; None where nothing is known of the accelerator."""
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Name and text of each decision, for people."""
@@ -59,7 +63,20 @@ class Forecast:
         """What a user might not expect."""
         resized = "rows that model.resize_vocabulary may add to embedding and head are not counted"
         found = (*self.plan.notes, *((resized,) if self.config.model.resize_vocabulary else ()))
-        return (*found, *self.fit())
+        assumed = (*self.target.notes, *self.time.assumptions) if self.time is not None else ()
+        return (*found, *self.fit(), *assumed)
+
+    def time_lines(self) -> Iterator[tuple[str, str]]:
+        """Name and text of the time of a step and its parts, the largest first; none where it is not known."""
+        time = self.time
+        if time is None:
+            return
+        rates = f"{time.tokens_per_second:,.0f} tokens/s, {time.gpu_hours_per_billion_tokens:,.0f} GPU-hours"
+        yield "a step", f"{time.seconds:.3g} s, {rates} for a billion tokens, MFU {time.mfu:.1%}"
+        if time.hours is not None:
+            yield "the run", f"{time.steps:,} steps, {time.hours:,.1f} hours, {time.gpu_hours:,.0f} GPU-hours"
+        for name, seconds in sorted(time.parts.items(), key=lambda part: -part[1]):
+            yield f"  {name}", f"{seconds:.3g} s"
 
     def fit(self) -> tuple[str, ...]:
         """Whether the run fits the machines, where their memory is known."""
@@ -79,9 +96,16 @@ class Forecast:
             "zero_stage": self.plan.zero_stage,
             "memory": memory_tree(memory),
             "fits": None if budget is None else not budget.excess(memory),
+            "time": None if self.time is None else time_tree(self.time),
             "deepspeed": self.plan.deepspeed,
             "notes": list(self.notes()),
         }
+
+
+def time_tree(time: TimeEstimate) -> dict[str, Any]:
+    """An estimate of time for programs."""
+    names = ("seconds", "tokens_per_second", "mfu", "steps", "hours", "gpu_hours", "gpu_hours_per_billion_tokens")
+    return {name: getattr(time, name) for name in names} | {"parts": dict(time.parts)}
 
 
 def memory_tree(memory: MemoryEstimate) -> dict[str, Any]:
@@ -122,4 +146,8 @@ def forecast_run(config: RunConfig, target: Target) -> Forecast:
     plan = make_plan(config, world=target.ranks.world, device=target.ranks.device)
     model = read_model(config)
     stages = Candidates(config, model, target.ranks).check(config)
-    return Forecast(config, model, plan, stages, estimate_memory(config, plan, model), target)
+    time = None
+    if target.machine is not None:
+        rows = RowShape.full(config.train.max_seq_len)
+        time = estimate_time(config, plan, model, machine=target.machine, rows=rows)
+    return Forecast(config, model, plan, stages, estimate_memory(config, plan, model), target, time)

@@ -1,11 +1,13 @@
 """The machines that a run is planned for: those that the command line names, or this one."""
 
+import os
 from dataclasses import dataclass
 
 import psutil
 
 from ds_finetune.errors import ConfigError
 from ds_finetune.estimate.accelerators import Machine, accelerator, accelerator_of_device, check_precision, machine_of
+from ds_finetune.estimate.cpu_machine import CpuRates, cpu_machine, rates_file
 from ds_finetune.hosts.free_memory import available_bytes
 from ds_finetune.search.budget import HOST_SHARE, Budget
 from ds_finetune.search.candidates import Ranks
@@ -42,13 +44,16 @@ class Target:
     """What is assumed of the machines."""
 
 
-def target_of(request: Request) -> Target:
-    """The machines that a request names; ConfigError where its numbers contradict, or the accelerator is unknown."""
+def target_of(request: Request, *, precision: str = "bf16") -> Target:
+    """The machines that a request names; ConfigError where its numbers contradict, or the accelerator is unknown.
+
+    CPU ranks have rates where they were measured in the `precision` of the run.
+    """
     if request.gpu == CPU:
-        return _cpu_ranks(request)
+        return _cpu_ranks(request, precision)
     models = request.models if request.gpu is None else ()
     if request.gpu is None and not models:
-        return _unknown_gpus(request) if request.gpus is not None else _cpu_ranks(request)
+        return _unknown_gpus(request) if request.gpus is not None else _cpu_ranks(request, precision)
     row = accelerator(request.gpu) if request.gpu is not None else accelerator_of_device(models[0])
     usual = len(models) or row.gpus_per_node
     ranks = _ranks(request, usual=usual, default=usual)
@@ -71,11 +76,15 @@ def _unknown_gpus(request: Request) -> Target:
     return Target(_ranks(request, usual=_GPUS_PER_NODE, default=_GPUS_PER_NODE))
 
 
-def _cpu_ranks(request: Request) -> Target:
+def _cpu_ranks(request: Request, precision: str) -> Target:
     """Ranks on the cores of this machine, which share its memory."""
     ranks = _ranks(request, usual=request.gpus or 1, default=1, device="cpu")
     host = request.host_bytes or available_bytes() or psutil.virtual_memory().total
-    return Target(ranks, None, Budget(host // ranks.per_node, host // ranks.per_node))
+    budget = Budget(host // ranks.number, host // ranks.number)
+    file = rates_file(ranks.number, precision=precision, threads=max(1, (os.cpu_count() or 1) // ranks.number))
+    rates = CpuRates.read(file)
+    machine = cpu_machine(rates, ranks=ranks.number, memory_bytes=host) if rates is not None else None
+    return Target(ranks, machine, budget)
 
 
 def _ranks(request: Request, *, usual: int, default: int, device: str = "cuda") -> Ranks:
