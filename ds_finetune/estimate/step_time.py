@@ -132,7 +132,7 @@ class _StageSeconds(NamedTuple):
 
 def _slowest_stage(work: Work, machine: Machine, stages: tuple[RankWeights, ...]) -> dict[str, float]:
     """The parts of a step on the pipeline stage that takes longest. It waits while its first micro-batch is on the
-    stages before it, and the gradients of its last one on the same.
+    stages before it, and the gradients of its last one on the same; with several chunks a rank, in one chunk of each.
     """
     found: dict[object, _StageSeconds] = {}
     order = []
@@ -146,7 +146,7 @@ def _slowest_stage(work: Work, machine: Machine, stages: tuple[RankWeights, ...]
     if len(order) > 1:
         every = sum(sum(stage.forwards.values()) for stage in order)
         waits = every - sum(slowest.forwards.values())
-        parts["pipeline bubble"] = waits / work.plan.batch.gradient_accumulation_steps
+        parts["pipeline bubble"] = waits / work.plan.batch.gradient_accumulation_steps / work.config.parallel.vpp
     return {name: seconds for name, seconds in parts.items() if seconds > 0}
 
 
