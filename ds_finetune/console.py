@@ -34,9 +34,11 @@ def pairs(title: str, rows: Iterable[tuple[str, str]]) -> Table:
 
 def show_plan(run: "PreparedRun") -> None:
     """Print the plan and the training data of a run; rank 0 calls this before anything is loaded."""
+    import torch
+
     from ds_finetune.data.row_report import server_prompt_line
     from ds_finetune.trainer.batches import mixture_lines
-    from ds_finetune.trainer.inputs import model_lines
+    from ds_finetune.trainer.model_lines import model_lines
 
     inputs, rows = run.inputs, list(run.plan.decisions)
     shape = inputs.shape
@@ -44,7 +46,8 @@ def show_plan(run: "PreparedRun") -> None:
         rows.append(
             ("parameters", f"{shape.total_params / 1e6:,.3f} M, {shape.active_params / 1e6:,.3f} M active per token")
         )
-    rows += model_lines(inputs.model, run.plan)
+    capability = torch.cuda.get_device_capability() if run.plan.device != "cpu" else None
+    rows += model_lines(inputs.model, run.plan, capability=capability)
     rows.append(("data", inputs.train.summary()))
     rows += [("data.train", line) for line in mixture_lines(run)]
     limit = run.config.eval.limit

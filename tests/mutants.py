@@ -48,6 +48,7 @@ COMMUNICATION, BALANCE = "tests/engine/test_communication.py", "tests/data/test_
 REDUCTION = "tests/parity/test_reduction.py"
 INEXACT, LORA = "tests/parity/test_inexact.py", "tests/parity/test_lora.py"
 EXPERTS, HEAD = "tests/model/test_experts.py", "tests/model/test_head_chunks.py"
+PRODUCTS = "tests/model/test_products.py"
 MUTANTS = (
     Mutant(
         "an all-reduce counted as one pass over the ring",
@@ -89,6 +90,20 @@ MUTANTS = (
         "model/experts.py",
         "torch.linalg.vecdot(inner.to(dtype), d_inner.to(dtype))",
         "torch.linalg.vecdot(inner.to(dtype) * weights, d_inner.to(dtype))",
+        EXPERTS,
+    ),
+    Mutant(
+        "gradients of a head's weight from the last chunk of tokens alone",
+        "model/products.py",
+        "total[start : start + width].add_(",
+        "total[start : start + width].copy_(",
+        PRODUCTS,
+    ),
+    Mutant(
+        "rows of a block of experts times weights of the first block",
+        "model/experts.py",
+        "inner = functional.silu(gate).mul_(up).mul_(weights[rows])",
+        "inner = functional.silu(gate).mul_(up).mul_(weights[: len(up)])",
         EXPERTS,
     ),
     Mutant(
@@ -199,8 +214,8 @@ MUTANTS = (
     Mutant(
         "activations of experts counted for one expert",
         "estimate/activation_memory.py",
-        "routed = chosen * (width",
-        "routed = 1 * (width",
+        "row, inner_row = chosen * width * hidden",
+        "row, inner_row = 1 * width * hidden",
         ACTIVATIONS,
     ),
     Mutant(

@@ -86,7 +86,8 @@ class RunEstimate:
     sizes: ModelSizes
     state_bytes: Mapping[str, int]
     """Bytes of `weights`, `gradients` and `optimizer` (fp32 weights and moments) on the rank that holds most, of the
-    weights of a `teacher` where there is one, and of `unreduced gradients` where they are summed once a step.
+    weights of a `teacher` where there is one, of `unreduced gradients` where they are summed once a step, and of the
+    `second weights` of hierarchical partitions.
     """
     places: Mapping[str, str]
     """Where a rank keeps each of them: `cuda`, `cpu` or `nvme`."""
@@ -126,6 +127,7 @@ def estimate_run(config: RunConfig, plan: Plan, sizes: ModelSizes) -> RunEstimat
     devices = {"weights": plan.offload_param, "gradients": plan.offload_optimizer, "optimizer": plan.offload_optimizer}
     devices |= {"teacher": sizes.teacher_offload} if sizes.teacher else {}
     devices |= {"unreduced gradients": "none"} if plan.reduces_once else {}
+    devices |= {"second weights": plan.offload_param} if _second_parts(plan) else {}
     files = _files(config, plan, sizes)
     return RunEstimate(
         sizes=sizes,
@@ -173,6 +175,7 @@ def _state_bytes(plan: Plan, sizes: ModelSizes) -> dict[str, int]:
     parts = plan.zero_ranks if partitions_weights else 1
     packed = sizes.quantised // 2
     quantised_bytes = sizes.quantised_bytes - packed + -(-packed // parts)
+    second_parts = _second_parts(plan)
     teacher_parts = plan.world.world_size if is_teacher_partitioned(stage, sizes.teacher_offload) else 1
     return {
         "weights": width * (weights - sizes.quantised // parts) + quantised_bytes,
@@ -180,7 +183,14 @@ def _state_bytes(plan: Plan, sizes: ModelSizes) -> dict[str, int]:
         **({"unreduced gradients": width * trained} if plan.reduces_once else {}),
         "optimizer": master * (trained_share if stage else trained),
         **({"teacher": width * -(-sizes.teacher // teacher_parts)} if sizes.teacher else {}),
+        **({"second weights": width * -(-(sizes.rank + adapters) // second_parts)} if second_parts else {}),
     }
+
+
+def _second_parts(plan: Plan) -> int:
+    """Ranks that hold a second copy of all weights together (hpZ of ZeRO++); 0 without one."""
+    ranks = int(plan.deepspeed["zero_optimization"].get("zero_hpz_partition_size", 1))
+    return ranks if ranks > 1 and plan.zero_stage >= STAGE_WITH_PARTITIONED_WEIGHTS else 0
 
 
 def _gradient_width(plan: Plan) -> int:

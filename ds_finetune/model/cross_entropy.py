@@ -16,6 +16,7 @@ from ds_finetune.model.head_chunks import (
     subtract_one_hot,
 )
 from ds_finetune.model.parallel.tensor import TensorParallelGroup
+from ds_finetune.model.products import multiplication
 
 
 class LossAndGradients(NamedTuple):
@@ -59,9 +60,11 @@ def chunked_cross_entropy(  # noqa: PLR0913 - a Kernel, its chunk and its group 
     # 102400] fp32).
     buffer = hidden.new_empty(min(chunk, len(hidden)), weight.shape[0])
     blocks, logp = ChunkBlocks(buffer, bias, tp_group), loss_sum.new_empty(len(buffer))
+    multiply = multiplication(hidden)
     for start in range(0, len(hidden), chunk):
         part, labels = hidden[start : start + chunk], targets[start : start + chunk]
-        products = torch.mm(part, weight.T, out=buffer[: len(part)])
+        products = buffer[: len(part)]
+        multiply(part, weight.T, out=products)
         for rows, logits in blocks.split(products):
             softmax = softmax_of_chunk(logits, labels[rows], tp_group)
             logp[rows] = softmax.logp

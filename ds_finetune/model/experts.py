@@ -1,6 +1,5 @@
 """Routed experts on CPUs: one product for each expert, and rows gathered and added up in one pass each."""
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -8,31 +7,24 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from ds_finetune.model.products import multiplication, row_multiple
 from ds_finetune.patches.transformers_experts import is_silu_gated, register_experts
 
 BY_EXPERT = "ds_finetune_by_expert"
 """Name of this implementation in a model's configuration."""
-_ROW_MULTIPLE = 8
-"""Rows of an expert in 16 bits are padded to a multiple of this number: oneDNN compiles its 16-bit products for each
-number of rows, which takes longer than a small product and would happen in every step. Products in fp32 are MKL's.
-"""
+_BLOCK_NUMBERS = 2**18
+"""Outputs of `gate_up` for each thread that are processed together."""
 
 
 class _Routes(NamedTuple):
     """Where the rows of each expert come from: a row is a token at one of the k experts that it chose, or padding."""
 
     token: torch.Tensor
-    """Token of each row, rows sorted by expert, int64 [rows]; 0 for padding."""
+    """Token of each row, rows sorted by expert, int64 [rows]; the number of tokens for padding."""
     row: torch.Tensor
     """Row of each token's choice, int64 [tokens, k]."""
-    padding: torch.Tensor
-    """Rows that are padding, int64."""
     sizes: list[int]
     """Rows of each expert, with padding."""
-
-    def gather(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The rows of `tokens` [tokens, columns]: [rows, columns], zeros for padding."""
-        return tokens.index_select(0, self.token).index_fill_(0, self.padding, 0)
 
     def add_up(self, rows: torch.Tensor) -> torch.Tensor:
         """The sum of the rows of each token, [tokens, columns]; sums of 16-bit rows are fp32 inside."""
@@ -53,32 +45,61 @@ def _sort_by_expert(chosen: torch.Tensor, num_experts: int, multiple: int) -> _R
     sizes = (counts + multiple - 1) // multiple * multiple
     padded_before = (sizes - counts).cumsum(0) - (sizes - counts)
     place = torch.arange(len(order)) + padded_before[experts]
-    token = order.new_full((int(sizes.sum()),), -1)
+    token = order.new_full((int(sizes.sum()),), len(chosen))
     token[place] = order // chosen.shape[1]
     row = torch.empty_like(order)
     row[order] = place
-    padding = (token < 0).nonzero().squeeze(1)
-    return _Routes(token.clamp_(min=0), row.view_as(chosen), padding, sizes.tolist())
+    return _Routes(token, row.view_as(chosen), sizes.tolist())
 
 
-def _multiply(rows: torch.Tensor, weights: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """The product of each expert's `rows` [rows, in] with its matrix of `weights` [experts, in, out]: [rows, out]."""
-    out = rows.new_empty(len(rows), weights.shape[2])
+def _append_zeros(tokens: torch.Tensor) -> torch.Tensor:
+    """`tokens` [tokens, columns] and a row of zeros, which padding is gathered from."""
+    return torch.cat([tokens, tokens.new_zeros(1, tokens.shape[1])])
+
+
+class _Block(NamedTuple):
+    """Experts whose rows are processed together."""
+
+    experts: slice
+    rows: slice
+    sizes: list[int]
+    """Rows of each of the experts, with padding."""
+
+
+def _split_experts(sizes: list[int], columns: int) -> list[_Block]:
+    """The experts with `sizes` rows of `columns` numbers in blocks that stay in the caches; one expert at least."""
+    most = max(1, torch.get_num_threads() * _BLOCK_NUMBERS // columns)
+    blocks: list[_Block] = []
+    first, start = 0, 0
+    while first < len(sizes):
+        last, end = first + 1, start + sizes[first]
+        while last < len(sizes) and end + sizes[last] - start <= most:
+            end += sizes[last]
+            last += 1
+        blocks.append(_Block(slice(first, last), slice(start, end), sizes[first:last]))
+        first, start = last, end
+    return blocks
+
+
+def _multiply(rows: torch.Tensor, weights: torch.Tensor, sizes: list[int], out: torch.Tensor) -> torch.Tensor:
+    """Write the product of each expert's `rows` [rows, in] with its matrix of `weights` [experts, in, out] to `out`
+    [rows, out], which is returned.
+    """
+    multiply = multiplication(rows)
     for part, weight, product in zip(rows.split(sizes), weights.unbind(), out.split(sizes), strict=True):
         if len(part):
-            torch.mm(part, weight, out=product)
+            multiply(part, weight, out=product)
     return out
 
 
-def _weight_gradients(left: torch.Tensor, right: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """`left.T @ right` over each expert's rows, [experts, columns of `left`, columns of `right`]."""
-    out = left.new_empty(len(sizes), left.shape[1], right.shape[1])
+def _weight_gradients(left: torch.Tensor, right: torch.Tensor, sizes: list[int], out: torch.Tensor) -> None:
+    """Write `left.T @ right` over each expert's rows to `out` [experts, columns of `left`, columns of `right`]."""
+    multiply = multiplication(left)
     for a, b, product in zip(left.split(sizes), right.split(sizes), out.unbind(), strict=True):
         if len(a):
-            torch.mm(a.T, b, out=product)
+            multiply(a.T, b, out=product)
         else:
             product.zero_()
-    return out
 
 
 class _GatedExperts(torch.autograd.Function):
@@ -86,6 +107,7 @@ class _GatedExperts(torch.autograd.Function):
 
     The weight of a choice is multiplied into what goes into `down`, the narrower side, so that the outputs of the
     experts are neither weighted nor kept for backward: its gradient is the product of that side with its own gradient.
+    Experts are processed in blocks, whose rows are gathered when their turn comes.
     """
 
     @staticmethod
@@ -97,32 +119,52 @@ class _GatedExperts(torch.autograd.Function):
         down: torch.Tensor,
         chosen: torch.Tensor,
     ) -> torch.Tensor:
-        routes = _sort_by_expert(chosen, len(gate_up), 1 if hidden.dtype.itemsize >= 4 else _ROW_MULTIPLE)
-        gated = _multiply(routes.gather(hidden), gate_up.transpose(1, 2), routes.sizes)
-        gate, up = gated.chunk(2, dim=1)
-        inner = functional.silu(gate).mul_(up).mul_(routes.spread(choice_weights))
-        ctx.save_for_backward(hidden, choice_weights, gate_up, down, gated, *routes[:3])
+        routes = _sort_by_expert(chosen, len(gate_up), row_multiple(hidden))
+        weights = routes.spread(choice_weights)
+        gated = hidden.new_empty(len(weights), gate_up.shape[1])
+        out, tokens = hidden.new_empty(len(weights), hidden.shape[1]), _append_zeros(hidden)
+        for experts, rows, sizes in _split_experts(routes.sizes, gate_up.shape[1]):
+            _multiply(tokens.index_select(0, routes.token[rows]), gate_up[experts].transpose(1, 2), sizes, gated[rows])
+            gate, up = _split_gated(gated[rows])
+            inner = functional.silu(gate).mul_(up).mul_(weights[rows])
+            _multiply(inner, down[experts].transpose(1, 2), sizes, out[rows])
+        ctx.save_for_backward(hidden, choice_weights, gate_up, down, gated, *routes[:2])
         ctx.sizes = routes.sizes
-        return routes.add_up(_multiply(inner, down.transpose(1, 2), routes.sizes))
+        return routes.add_up(out)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
-        hidden, choice_weights, gate_up, down, gated, token, row, padding = ctx.saved_tensors
-        routes, needs = _Routes(token, row, padding, ctx.sizes), ctx.needs_input_grad
-        weights, d_rows = routes.spread(choice_weights), routes.gather(d_out)
-        gate, up = gated.chunk(2, dim=1)
-        active = functional.silu(gate)
-        inner, d_inner = active * up, _multiply(d_rows, down, routes.sizes)
-        d_choices = None
-        if needs[1]:
-            dtype = choice_weights.dtype
-            d_choices = torch.linalg.vecdot(inner.to(dtype), d_inner.to(dtype))[routes.row]
-        d_down = _weight_gradients(d_rows, inner.mul_(weights), routes.sizes) if needs[3] else None
-        d_gated = _gate_gradient(d_inner.mul_(weights), gate, up, active)
-        d_gate_up = _weight_gradients(d_gated, routes.gather(hidden), routes.sizes) if needs[2] else None
-        d_hidden = routes.add_up(_multiply(d_gated, gate_up, routes.sizes)) if needs[0] else None
-        return d_hidden, d_choices, d_gate_up, d_down, None
+        hidden, choice_weights, gate_up, down, gated, token, row = ctx.saved_tensors
+        routes, needs = _Routes(token, row, ctx.sizes), ctx.needs_input_grad
+        weights, dtype = routes.spread(choice_weights), choice_weights.dtype
+        tokens, d_tokens = _append_zeros(hidden), _append_zeros(d_out)
+        d_rows = hidden.new_empty(len(weights), hidden.shape[1]) if needs[0] else None
+        d_weights = choice_weights.new_empty(len(weights)) if needs[1] else None
+        d_gate_up = torch.empty_like(gate_up) if needs[2] else None
+        d_down = torch.empty_like(down) if needs[3] else None
+        for experts, rows, sizes in _split_experts(routes.sizes, gate_up.shape[1]):
+            gate, up = _split_gated(gated[rows])
+            active, d_product = functional.silu(gate), d_tokens.index_select(0, token[rows])
+            inner = active * up
+            d_inner = _multiply(d_product, down[experts], sizes, torch.empty_like(inner))
+            if d_weights is not None:
+                d_weights[rows] = torch.linalg.vecdot(inner.to(dtype), d_inner.to(dtype))
+            if d_down is not None:
+                _weight_gradients(d_product, inner.mul_(weights[rows]), sizes, d_down[experts])
+            d_gated = _gate_gradient(d_inner.mul_(weights[rows]), gate, up, active)
+            if d_gate_up is not None:
+                _weight_gradients(d_gated, tokens.index_select(0, token[rows]), sizes, d_gate_up[experts])
+            if d_rows is not None:
+                _multiply(d_gated, gate_up[experts], sizes, d_rows[rows])
+        d_hidden = None if d_rows is None else routes.add_up(d_rows)
+        return d_hidden, None if d_weights is None else d_weights[routes.row], d_gate_up, d_down, None
+
+
+def _split_gated(gated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gate and up, [rows, inner] each. The gate is copied: silu of rows with gaps takes three times as long."""
+    gate, up = gated.chunk(2, dim=1)
+    return gate.contiguous(), up
 
 
 def _gate_gradient(d_inner: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
@@ -130,7 +172,7 @@ def _gate_gradient(d_inner: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, 
     d_gated = gate.new_empty(len(gate), 2 * gate.shape[1])
     d_gate, d_up = d_gated.chunk(2, dim=1)
     torch.mul(d_inner, active, out=d_up)
-    torch.ops.aten.silu_backward.grad_input(d_inner.mul_(up), gate, grad_input=d_gate)
+    d_gate.copy_(torch.ops.aten.silu_backward(d_inner.mul_(up), gate))
     return d_gated
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple, Self
 import torch
 
 from ds_finetune.model.parallel.tensor import TensorParallelGroup
+from ds_finetune.model.products import add_product, multiplication
 from ds_finetune.plan.head_chunk import CPU_TOKENS
 
 CHUNK_TOKENS = CPU_TOKENS
@@ -67,9 +68,9 @@ class HeadGradients(NamedTuple):
     def add_products(self, d_logits: torch.Tensor, part: torch.Tensor, weight: torch.Tensor, start: int) -> None:
         """The same as `add_chunk` from `d_logits` in the dtype of `hidden`, without the bias."""
         if self.d_hidden is not None:
-            torch.mm(d_logits, weight, out=self.d_hidden[start : start + len(part)])
+            multiplication(d_logits)(d_logits, weight, out=self.d_hidden[start : start + len(part)])
         if self.d_weight is not None:
-            _add_product(self.d_weight, d_logits.T, part)
+            add_product(self.d_weight, d_logits.T, part)
 
 
 class ChunkSoftmax(NamedTuple):
@@ -94,7 +95,7 @@ def logits_of_chunk(
     part: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, buffer: torch.Tensor
 ) -> torch.Tensor:
     """`part @ weight.T + bias` in fp32, in `buffer` where that is fp32."""
-    torch.mm(part, weight.T, out=buffer)
+    multiplication(part)(part, weight.T, out=buffer)
     logits = buffer.float()
     return logits if bias is None else logits.add_(bias)
 
@@ -172,15 +173,3 @@ def _labels_of_shard(
     local = labels[:, None] - tp_group.group_rank * size
     is_here = (local >= 0) & (local < size)
     return local.where(is_here, 0), is_here
-
-
-def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Add `left @ right` to the fp32 `total`."""
-    if left.dtype == total.dtype:
-        torch.addmm(total, left, right, out=total)
-    elif total.device.type == "cuda":
-        # Products of 16-bit numbers are added in fp32: no product is rounded and written before it is added.
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
-    else:
-        # torch 2.13 has products of 16-bit numbers in fp32 on GPUs alone.
-        total += left @ right

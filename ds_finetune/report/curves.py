@@ -73,7 +73,15 @@ GROUPS = (
     CurveGroup("Wait for a checkpoint", {"checkpoint/blocked_seconds": "blocked"}, "seconds"),
 )
 """Charts that a report has where the run has one of their metrics."""
-_WITHOUT_CHART = ("skipped", "skipped_steps", "tokens_seen", "perplexity")
+_WITHOUT_CHART = (
+    "skipped",
+    "skipped_steps",
+    "tokens_seen",
+    "perplexity",
+    "predicted_gib",
+    "measured_gib",
+    "predicted_step_seconds",
+)
 """Last parts of the names of metrics that are told elsewhere on the page, or follow from another."""
 
 

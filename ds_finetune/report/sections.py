@@ -41,10 +41,24 @@ def plan_section(run: ReportedRun) -> ReportSection | None:
     """The plan and the layout of ranks."""
     plan = dict(run.folder.plan)
     notes = plan.pop("notes", [])
-    rows = [(name, str(text)) for name, text in plan.items()]
+    rows = [(name, str(text)) for name, text in plan.items()] + _forecast_rows(run)
     blocks: list[Block] = [Facts(rows)] if rows else []
     blocks += [Remark(str(note)) for note in notes] if isinstance(notes, list) else []
     return ReportSection("plan", "Plan and layout", blocks) if blocks else None
+
+
+def _forecast_rows(run: ReportedRun) -> list[tuple[str, str]]:
+    """What was predicted of memory and time beside what was measured, where a run went so far."""
+    rows = []
+    expected, found = run.last("memory/predicted_gib"), run.last("memory/measured_gib")
+    if expected is not None and found is not None:
+        text = f"{number_text(expected, 'gib')} predicted, {number_text(found, 'gib')} measured"
+        rows.append(("memory of the fullest rank", text))
+    expected, steps = run.last("perf/predicted_step_seconds"), run.curves.get("perf/step_seconds")
+    if expected is not None and steps is not None:
+        measured = number_text(float(np.nanmedian(steps.values)), "seconds")
+        rows.append(("time of a step", f"{number_text(expected, 'seconds')} predicted, {measured} measured (median)"))
+    return rows
 
 
 def curve_section(run: ReportedRun) -> ReportSection | None:

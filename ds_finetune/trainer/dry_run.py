@@ -17,7 +17,8 @@ from ds_finetune.estimate.states import RunEstimate, TensorKind, estimate_run, f
 from ds_finetune.plan.mesh import AXES, Mesh
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.trainer.document_lengths import length_notes
-from ds_finetune.trainer.inputs import known_classes, make_model_plan, model_lines, token_limits, try_generic_type
+from ds_finetune.trainer.inputs import known_classes, make_model_plan, token_limits, try_generic_type
+from ds_finetune.trainer.model_lines import model_lines
 from ds_finetune.trainer.rank_tensors import Stages, rank_tensors, sizes_of
 from ds_finetune.units import GIB
 from ds_finetune.world import World

@@ -35,15 +35,11 @@ from ds_finetune.objectives.objective import ScoreObjective, TokenObjective
 from ds_finetune.objectives.table import make_objective
 from ds_finetune.plan.context import ContextPlan, extend_tree, plan_context
 from ds_finetune.plan.distillation import check_teacher
-from ds_finetune.plan.head_chunk import head_line
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.model_checks import check_model, check_positions
 from ds_finetune.plan.model_shape import Shape
-from ds_finetune.plan.objectives import CROSS_ENTROPY
-from ds_finetune.plan.packed_attention import attention_lines
-from ds_finetune.plan.plan import Plan
 from ds_finetune.schedule import Duration
-from ds_finetune.trainer.distillation import check_teacher_tokens, open_scores, teacher_digest, teacher_lines
+from ds_finetune.trainer.distillation import check_teacher_tokens, open_scores, teacher_digest
 from ds_finetune.trainer.document_lengths import check_answers_fit, check_lengths
 
 
@@ -302,56 +298,6 @@ def _context_plan(config: RunConfig, *, is_config_alone: bool) -> ContextPlan | 
 def _tokenizer_alone(config: RunConfig) -> PreTrainedTokenizerBase:
     """The tokenizer, for which only its own files are downloaded."""
     return load_tokenizer(str(resolve_folder(config.model.tokenizer or config.model.path, files=TOKENIZER_PATTERNS)))
-
-
-def model_lines(model: ModelPlan, plan: Plan) -> list[tuple[str, str]]:
-    """Name and text of what is decided about the model, for people: vocabulary, scores, stages, LoRA, teacher."""
-    lora = model.lora.lines() if model.lora is not None else []
-    stages, teacher = plan.stage_lines(model.stages), teacher_lines(model, plan)
-    routers = model.router.lines() if model.router is not None else []
-    mtp = model.mtp.lines(model.hf_config) if model.mtp is not None else []
-    indexers = model.indexer.lines() if model.indexer is not None else []
-    kernel = attention_lines(model.attention, model.hf_config.to_dict(), device=plan.device, precision=plan.precision)
-    context = model.context.lines() if model.context is not None else []
-    return [
-        *context,
-        *_vocabulary_lines(model),
-        *_score_lines(model),
-        *kernel,
-        *_head_lines(model, plan),
-        *([("MLPs", f"tokens in {model.mlp_tiles} tiles")] if model.mlp_tiles > 1 else []),
-        *stages,
-        *routers,
-        *indexers,
-        *lora,
-        *mtp,
-        *teacher,
-    ]
-
-
-def _score_lines(model: ModelPlan) -> list[tuple[str, str]]:
-    if model.task == "causal_lm":
-        return []
-    names = model.hf_config.id2label.values()
-    text = f"{len(names)}: {', '.join(names)}" if model.objective.name == "classification" else "1, the reward"
-    return [("scores", text), *([("padding token", model.padding)] if model.padding else [])]
-
-
-def _head_lines(model: ModelPlan, plan: Plan) -> list[tuple[str, str]]:
-    """The logits that exist at a time on a GPU, where the head of a language model has this program's kernel."""
-    if plan.device == "cpu" or plan.loss_kernel != "chunked" or model.objective.name not in CROSS_ENTROPY:
-        return []
-    rows = int(model.hf_config.vocab_size) // plan.mesh.tp
-    return [head_line(rows, precision=plan.precision, device=plan.device)]
-
-
-def _vocabulary_lines(model: ModelPlan) -> list[tuple[str, str]]:
-    if not model.resizes_vocabulary:
-        return []
-    before, after = model.published_vocab_size, int(model.hf_config.vocab_size)
-    drawn = f"{before} -> {after} tokens; {after - before} new rows of embedding and head are drawn like the old ones"
-    fits = f"the tokenizer's ids fit the {before} tokens; model.resize_vocabulary adds nothing"
-    return [("vocabulary", drawn if after > before else fits)]
 
 
 def config_tree(folder: Path, model: ModelPlan) -> dict[str, Any]:

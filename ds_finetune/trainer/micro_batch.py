@@ -58,7 +58,7 @@ _ENVIRONMENT = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "OMP_NUM_THREAD
 
 
 @dataclass(frozen=True)
-class _Choice:
+class _TriedSize:
     """A micro-batch that was tried, the largest peak of a rank in its trial, and when and where that was."""
 
     rows: int
@@ -68,7 +68,7 @@ class _Choice:
 
 
 @dataclass(frozen=True)
-class _Situation:
+class _UndecidedRun:
     """What ranks decide from: the undecided run, their devices by rank, and the least that one of them has free."""
 
     run: PreparedRun
@@ -94,37 +94,40 @@ def decide_micro_batch(run: PreparedRun, store: dist.Store, monitor: Monitor, sa
             f"train.micro_batch_size auto: {sys.platform} does not say how much memory is free", hint="give a number"
         )
     texts = exchange(store, world, "free memory", json.dumps(asdict(run.memory)), timeout=_TIMEOUT)
-    situation = _Situation(run, [DeviceMemory(**json.loads(text)) for text in texts])
-    key = _key(situation)
+    undecided = _UndecidedRun(run, [DeviceMemory(**json.loads(text)) for text in texts])
+    key = _key(undecided)
     # Rank zero decides what is remembered: hosts may have other caches.
     memory = _recall(_place(run, key), key) if world.rank == 0 else ""
     remembered = exchange(store, world, "remembered micro-batch", memory, timeout=_TIMEOUT)[0]
-    choice = _Choice(**json.loads(remembered)) if remembered else None
-    if choice is not None and fits(choice.peak_bytes, situation.budget):
-        return _decided(run, choice.rows, f"remembered from {choice.when} on {choice.host}, {_took(choice, situation)}")
-    choice, refused = _try_sizes(situation, store, say if world.rank == 0 else _say_nothing)
+    choice = _TriedSize(**json.loads(remembered)) if remembered else None
+    if choice is not None and fits(choice.peak_bytes, undecided.budget):
+        return _decided(run, choice.rows, f"remembered from {choice.when} on {choice.host}, {_took(choice, undecided)}")
+    say = say if world.rank == 0 else _say_nothing
+    if choice is not None:
+        say(f"train.micro_batch_size {choice.rows} of {choice.when} is tried again: {_took(choice, undecided)}")
+    choice, refused = _try_sizes(undecided, store, say)
     if world.rank == 0:
         _remember(_place(run, key), key, choice)
-    return _decided(run, choice.rows, "; ".join([f"tried on the longest rows, {_took(choice, situation)}", *refused]))
+    return _decided(run, choice.rows, "; ".join([f"tried on the longest rows, {_took(choice, undecided)}", *refused]))
 
 
-def _try_sizes(situation: _Situation, store: dist.Store, say: Say) -> tuple[_Choice, list[str]]:
+def _try_sizes(undecided: _UndecidedRun, store: dist.Store, say: Say) -> tuple[_TriedSize, list[str]]:
     """The largest size whose trial leaves enough memory free, and why larger ones that were tried do not."""
-    run = situation.run
-    largest = largest_micro_batch(run.config, run.plan, run.inputs.config_tree, budget=situation.budget)
+    run = undecided.run
+    largest = largest_micro_batch(run.config, run.plan, run.inputs.config_tree, budget=undecided.budget)
     if not largest:
-        raise _nothing_fits(situation, "")
+        raise _nothing_fits(undecided, "")
     legal = legal_micro_batches(global_batch_size=run.plan.batch.global_batch_size, dp=run.plan.dp)
     refused: list[str] = []
     for rows in reversed([size for size in legal if size <= largest]):
         estimate = bytes_of(run.config, run.plan, run.inputs.config_tree, rows)
         say(
-            f"trying train.micro_batch_size {rows}: {estimate / GIB:.3f} of {situation.budget / GIB:.3f} GiB by the "
+            f"trying train.micro_batch_size {rows}: {estimate / GIB:.3f} of {undecided.budget / GIB:.3f} GiB by the "
             "estimate"
         )
         trial = try_steps(_trial_config(run, rows), run.plan.world, store, topic=f"micro-batch {rows}")
-        if trial.is_done and fits(trial.peak_bytes, situation.budget):
-            return _Choice(rows, trial.peak_bytes, time.strftime("%Y-%m-%d %H:%M"), socket.gethostname()), refused
+        if trial.is_done and fits(trial.peak_bytes, undecided.budget):
+            return _TriedSize(rows, trial.peak_bytes, time.strftime("%Y-%m-%d %H:%M"), socket.gethostname()), refused
         if not trial.is_done and not trial.is_out_of_memory:
             raise RunError(
                 f"the trial of train.micro_batch_size {rows} failed: {trial.error}",
@@ -133,7 +136,7 @@ def _try_sizes(situation: _Situation, store: dist.Store, say: Say) -> tuple[_Cho
         took = f"took {trial.peak_bytes / GIB:.3f} GiB" if trial.is_done else f"ran out of memory ({trial.error})"
         refused.append(f"{rows} {took}")
         say(f"train.micro_batch_size {refused[-1]}")
-    raise _nothing_fits(situation, f"; tried: {'; '.join(refused)}")
+    raise _nothing_fits(undecided, f"; tried: {'; '.join(refused)}")
 
 
 def _trial_config(run: PreparedRun, rows: int) -> RunConfig:
@@ -157,28 +160,28 @@ def _with_line(plan: Plan, text: str) -> Plan:
     return replace(plan, decisions=(*plan.decisions[:after], ("micro batch", text), *plan.decisions[after:]))
 
 
-def _took(choice: _Choice, situation: _Situation) -> str:
-    return f"{choice.peak_bytes / GIB:.3f} GiB at most of {situation.budget / GIB:.3f} GiB that are free"
+def _took(choice: _TriedSize, undecided: _UndecidedRun) -> str:
+    return f"{choice.peak_bytes / GIB:.3f} GiB at most of {undecided.budget / GIB:.3f} GiB that are free"
 
 
-def _nothing_fits(situation: _Situation, tried: str) -> ConfigError:
-    run = situation.run
+def _nothing_fits(undecided: _UndecidedRun, tried: str) -> ConfigError:
+    run = undecided.run
     plan = plan_with_rows(run.config, run.plan, 1)
     estimate = estimate_memory(with_micro_batch(run.config, 1), plan, run.inputs.config_tree)
-    need, has = estimate.device_bytes / GIB, situation.budget / GIB
+    need, has = estimate.device_bytes / GIB, undecided.budget / GIB
     lines = [
         f"train.micro_batch_size auto: not even forwards of one row leave {SPARE:.0%} of the memory free; a rank needs "
         f"{need:.3f} GiB by the estimate and has {has:.3f} GiB{tried}:",
         *memory_table(estimate),
     ]
-    return ConfigError("\n".join(lines), hint=what_fits(replace(run, plan=plan), budget=situation.budget))
+    return ConfigError("\n".join(lines), hint=what_fits(replace(run, plan=plan), budget=undecided.budget))
 
 
-def _key(situation: _Situation) -> dict[str, Any]:
+def _key(undecided: _UndecidedRun) -> dict[str, Any]:
     """Everything on which the largest micro-batch depends, as plain values; the seed, the learning rate or the names of
     files do not count.
     """
-    run, plan = situation.run, situation.run.plan
+    run, plan = undecided.run, undecided.run.plan
     tree = run.config.model_dump(mode="json", by_alias=True)
     sections = {name: _without(tree.get(name), keys) for name, keys in _WITHOUT_EFFECT.items()}
     return {
@@ -191,7 +194,7 @@ def _key(situation: _Situation) -> dict[str, Any]:
         "loss_kernel": plan.loss_kernel,
         "versions": {**versions(), "ds_finetune": __version__},
         "environment": {name: os.environ.get(name) for name in _ENVIRONMENT},
-        "devices": [[device.name, device.total_bytes] for device in situation.devices],
+        "devices": [[device.name, device.total_bytes] for device in undecided.devices],
     }
 
 
@@ -220,11 +223,11 @@ def _recall(file: Path, key: Mapping[str, Any]) -> str:
     with suppress(OSError, ValueError, TypeError, KeyError):
         tree = json.loads(file.read_text(encoding="utf-8"))
         if tree["key"] == json.loads(json.dumps(key, default=str)):
-            return json.dumps(asdict(_Choice(**tree["choice"])))
+            return json.dumps(asdict(_TriedSize(**tree["choice"])))
     return ""
 
 
-def _remember(file: Path, key: Mapping[str, Any], choice: _Choice) -> None:
+def _remember(file: Path, key: Mapping[str, Any], choice: _TriedSize) -> None:
     """Write the choice; a folder that cannot be written means another trial at the next start."""
     partial = file.with_name(f"{file.name}.{os.getpid()}")
     with suppress(OSError):

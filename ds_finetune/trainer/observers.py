@@ -31,6 +31,7 @@ from ds_finetune.observers.writers import MetricsFile, RankTimesFile
 from ds_finetune.schedule import Duration
 from ds_finetune.trainer.evaluation import evaluation_functions
 from ds_finetune.trainer.exports import Exports, Say
+from ds_finetune.trainer.forecast import forecast_check
 from ds_finetune.trainer.prepare import PreparedRun
 from ds_finetune.trainer.resume import ResumePoint, make_state_text, restore_observers
 from ds_finetune.watchdog.progress import RankProgress
@@ -66,7 +67,7 @@ def make_observers(started: StartedRun, signals: StopSignals) -> list[Observer]:
     observers: list[Observer] = []
     if plan.world.world_size > 1:
         observers.append(Stragglers(started.rank_progress, config.log.every, config.watchdog.straggler_ratio))
-    observers += [skipped, *_utilisation(started.run)]
+    observers += [skipped, *_utilisation(started.run), _forecast_check(started)]
     resumable: dict[str, Resumable] = {"skipped": skipped}
     routers = _router_observers(started)
     observers += routers.values()
@@ -97,6 +98,12 @@ def make_time_left(run: PreparedRun) -> TimeLeft:
     return TimeLeft(
         run.schedule.steps, every, evaluation_steps=steps, export_bytes=exported, verifies=config.export.verify
     )
+
+
+def _forecast_check(started: StartedRun) -> Observer:
+    is_first = started.engine.is_rank_zero
+    say, log = (started.say, started.log) if is_first else (_say_nothing, _say_nothing)
+    return forecast_check(started.run, say=say, log=log)
 
 
 def _router_observers(started: StartedRun) -> dict[str, RouterMetrics | LoadWatch]:

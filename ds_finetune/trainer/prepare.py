@@ -12,7 +12,7 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.mismatched import MismatchedAnswers
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.stream import StreamedRows
-from ds_finetune.engine.device_memory import DeviceMemory, read_device_memory
+from ds_finetune.engine.device_memory import DeviceMemory, PeakMemory, read_device_memory
 from ds_finetune.engine.devices import choose_device
 from ds_finetune.estimate.states import DiskNeed, RunEstimate, estimate_run
 from ds_finetune.families.table import family_of
@@ -52,6 +52,8 @@ class PreparedRun:
     where the objective has no cached reference."""
     memory: DeviceMemory | None = None
     """What this rank's device had free once the run was prepared; None where the system does not say."""
+    peak: PeakMemory | None = None
+    """The most that this rank has taken of its device since then."""
 
     @property
     def output_dir(self) -> Path:
@@ -75,7 +77,7 @@ def prepare_run(config: RunConfig, world: World) -> PreparedRun:
     rows = None if isinstance(inputs.train, StreamedRows) else inputs.train.rows_per_epoch
     notes = check_run_length(config, steps=schedule.steps, warmup=schedule.warmup_steps, rows=rows)
     inputs, memory = replace(inputs, notes=(*inputs.notes, *notes)), read_device_memory(world, plan.device)
-    return PreparedRun(config, plan, inputs, schedule, estimate, memory=memory)
+    return PreparedRun(config, plan, inputs, schedule, estimate, memory=memory, peak=PeakMemory(plan.device))
 
 
 def complete_plan(config: RunConfig, plan: Plan, model: ModelPlan) -> Plan:

@@ -15,6 +15,7 @@ from ds_finetune.engine.devices import exchange
 from ds_finetune.engine.prepare_ops import build_ops, use_cores
 from ds_finetune.schedule import seconds_of
 from ds_finetune.trainer.exports import Say
+from ds_finetune.trainer.forecast import forecast_lines
 from ds_finetune.trainer.memory_report import explain_out_of_memory
 from ds_finetune.trainer.micro_batch import decide_micro_batch
 from ds_finetune.trainer.prepare import PreparedRun
@@ -36,8 +37,11 @@ def start_watchdog(watchdog: WatchdogConfig, world: World, output_dir: Path) -> 
 
 
 def finish_plan(run: PreparedRun, store: dist.Store, monitor: Monitor, say: Say) -> PreparedRun:
-    """Decide what all ranks have to try first: the micro-batch where it is `auto`, and the optimizer's operators."""
-    return compile_operators(decide_micro_batch(run, store, monitor, say), store, monitor, say)
+    """Decide what all ranks have to try first: the micro-batch where it is `auto`, and the optimizer's operators. The
+    forecast of the run is added to its plan.
+    """
+    run = compile_operators(decide_micro_batch(run, store, monitor, say), store, monitor, say)
+    return replace(run, plan=replace(run.plan, decisions=(*run.plan.decisions, *forecast_lines(run))))
 
 
 def compile_operators(run: PreparedRun, store: dist.Store, monitor: Monitor, say: Say) -> PreparedRun:

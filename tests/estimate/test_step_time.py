@@ -95,12 +95,16 @@ def test_recomputation_and_launches_are_parts() -> None:
     assert tiny.parts["kernel launches"] > tiny.seconds / 2
 
 
-@pytest.mark.parametrize(("pp", "vpp"), [(2, 1), (4, 1), (2, 2), (2, 4), (4, 2)])
-def test_the_bubble_is_that_of_1f1b(pp: int, vpp: int) -> None:
+@pytest.mark.parametrize(("pp", "vpp"), [(2, 1), (4, 1), (2, 2)])
+def test_the_bubble_is_that_of_the_schedule(pp: int, vpp: int) -> None:
     # Without supervised tokens all stages take as long, but for what stages in the middle send to both sides.
     rows = RowShape.full(SEQ, supervised_share=0)
-    parallel = {"pp": pp, "vpp": vpp, "pp_layers": [8 // (pp * vpp)] * (pp * vpp)}
-    found = estimate(ranks=pp, parallel=parallel, train={"micro_batch_size": 4}, rows=rows)
+    found = estimate(
+        ranks=pp,
+        parallel={"pp": pp, "vpp": vpp, "pp_layers": [8 // pp // vpp] * pp * vpp},
+        train={"micro_batch_size": 4},
+        rows=rows,
+    )
     others = {"gradients", "updated weights", "gradients in memory", "optimizer", "pipeline bubble"}
     computed = sum(seconds for name, seconds in found.parts.items() if name not in others)
     assert found.parts["pipeline bubble"] == pytest.approx(computed * (pp - 1) / (16 * vpp), rel=0.03)

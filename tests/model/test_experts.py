@@ -9,6 +9,7 @@ from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Experts
 
 from ds_finetune.families.table import FAMILIES
+from ds_finetune.model import experts
 from ds_finetune.model.build import build_skeleton
 from ds_finetune.model.experts import BY_EXPERT
 from tests.model.tiny import CONFIGS
@@ -16,9 +17,9 @@ from tests.model.tiny import CONFIGS
 EXPERTS, K, WIDTH, TOKENS = 8, 3, 16, 40
 
 
-def _experts(dtype: torch.dtype) -> DeepseekV3Experts:
+def _experts(dtype: torch.dtype, *, width: int = WIDTH, inner: int = 8) -> DeepseekV3Experts:
     config = DeepseekV3Config(
-        hidden_size=WIDTH, moe_intermediate_size=8, n_routed_experts=EXPERTS, num_experts_per_tok=K
+        hidden_size=width, moe_intermediate_size=inner, n_routed_experts=EXPERTS, num_experts_per_tok=K
     )
     module = DeepseekV3Experts(config)
     generator = torch.Generator().manual_seed(1)
@@ -27,12 +28,12 @@ def _experts(dtype: torch.dtype) -> DeepseekV3Experts:
     return module.to(dtype)
 
 
-def _inputs(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+def _inputs(dtype: torch.dtype, *, tokens: int = TOKENS, width: int = WIDTH) -> tuple[torch.Tensor, ...]:
     """Tokens, their experts and the weights of these, and a gradient. The last two experts are never chosen."""
     generator = torch.Generator().manual_seed(2)
-    scores = torch.rand(TOKENS, EXPERTS - 2, generator=generator)
+    scores = torch.rand(tokens, EXPERTS - 2, generator=generator)
     weights, chosen = scores.topk(K)
-    hidden, gradient = (torch.randn(TOKENS, WIDTH, generator=generator).to(dtype) for _ in range(2))
+    hidden, gradient = (torch.randn(tokens, width, generator=generator).to(dtype) for _ in range(2))
     return hidden.requires_grad_(), chosen, weights.requires_grad_(), gradient
 
 
@@ -52,6 +53,22 @@ def _differences(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> list[f
 def test_outputs_and_gradients_equal_the_loop() -> None:
     module, inputs = _experts(torch.float32), _inputs(torch.float32)
     assert max(_differences(_run(module, BY_EXPERT, inputs), _run(module, "eager", inputs))) < 1e-6
+
+
+@pytest.mark.parametrize("numbers", [1, 2**16, 2**30])
+def test_large_experts_are_as_near_to_fp64_as_the_loop(monkeypatch: pytest.MonkeyPatch, numbers: int) -> None:
+    """In blocks of one expert, of some and of all; their products are oneDNN's where the CPU has these."""
+    monkeypatch.setattr(experts, "_BLOCK_NUMBERS", numbers)
+    module = _experts(torch.float32, width=192, inner=96)
+    inputs = _inputs(torch.float32, tokens=200, width=192)
+    mine, loop = (_run(module, name, inputs) for name in (BY_EXPERT, "eager"))
+    hidden, chosen, weights, gradient = inputs
+    whole = (hidden.detach().double().requires_grad_(), chosen, weights.detach().double().requires_grad_())
+    exact = _run(module.double(), "eager", (*whole, gradient.double()))
+    for found, wanted, limit in zip(mine, exact, loop, strict=True):
+        deviations = (torch.linalg.norm(each - wanted) / torch.linalg.norm(wanted) for each in (found, limit))
+        ours, theirs = (deviation.item() for deviation in deviations)
+        assert ours < max(2 * theirs, 1e-6), (ours, theirs)
 
 
 def test_in_bf16_they_are_as_near_to_fp32_as_the_grouped_product() -> None:

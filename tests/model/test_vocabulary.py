@@ -27,7 +27,8 @@ from ds_finetune.plan.combinations import check_divides
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.model_shape import Shape
 from ds_finetune.plan.plan import make_plan
-from ds_finetune.trainer.inputs import config_tree, make_model_plan, model_config, model_lines
+from ds_finetune.trainer.inputs import config_tree, make_model_plan, model_config
+from ds_finetune.trainer.model_lines import model_lines
 from ds_finetune.trainer.preview import preview_of
 from ds_finetune.trainer.rank_tensors import rank_tensors, sizes_of
 from ds_finetune.world import World
@@ -214,7 +215,7 @@ def test_the_plan_counts_the_new_rows(demo: Path) -> None:
     added = Shape.of(tree).total_params - Shape.of(demo / "model").total_params
     assert added == 2 * 5 * CONFIGS["deepseek_v3"]["hidden_size"]
     assert sizes_of(rank_tensors(plan, model), None).total == Shape.of(tree).total_params
-    ((_, text),) = model_lines(model, plan)
+    text = dict(model_lines(model, plan))["vocabulary"]
     assert text.startswith("96 -> 101 tokens; 5 new rows")
 
 
@@ -226,7 +227,7 @@ def test_a_key_that_adds_nothing_says_so(demo: Path) -> None:
     )
     config = run_of(demo, model={"path": str(fits), "resize_vocabulary": True})
     plan = make_plan(config, world=World(0, 1, 0, 1, "a test"), device="cpu")
-    ((_, text),) = model_lines(make_model_plan(config, plan.mesh), plan)
+    text = dict(model_lines(make_model_plan(config, plan.mesh), plan))["vocabulary"]
     assert text == "the tokenizer's ids fit the 128 tokens; model.resize_vocabulary adds nothing"
 
 

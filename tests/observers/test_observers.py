@@ -20,6 +20,7 @@ from ds_finetune.engine.results import HeldOutScores, StepResult
 from ds_finetune.errors import ConfigError
 from ds_finetune.objectives.objective import TokenObjective
 from ds_finetune.observers.evaluation import BestAndPatience, Evaluation, matches
+from ds_finetune.observers.forecast import MEASURED_STEPS, ForecastCheck, Predicted
 from ds_finetune.observers.progress import ProgressLine
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.observers.samples import SampleFile
@@ -31,6 +32,7 @@ from ds_finetune.plan.plan import make_plan
 from ds_finetune.runs.samples import Sample
 from ds_finetune.trainer.evaluation import evaluation_functions
 from ds_finetune.trainer.loop import run_steps, step_values
+from ds_finetune.units import GIB
 from ds_finetune.world import World
 
 
@@ -352,3 +354,23 @@ def test_each_tracker_is_taken_by_name_where_its_package_is_installed(
     assert f"pip install {PACKAGES[name]}" in caught.value.hint
     monkeypatch.setattr(tracking, "_available_trackers", [name])
     check_trackers([name])
+
+
+def test_a_forecast_is_compared_once_with_what_was_measured() -> None:
+    said: list[str] = []
+    check = ForecastCheck(Predicted(3 * GIB, 2.5), lambda: GIB, lambda peak: 2 * peak, said.append)
+    found = [check.after_step(record(step)) for step in range(1, MEASURED_STEPS + 3)]
+    names = ("memory/predicted_gib", "memory/measured_gib", "perf/predicted_step_seconds")
+    assert [one.step for one in found if names[0] in one.values] == [MEASURED_STEPS]
+    assert [found[MEASURED_STEPS - 1].values[name] for name in names] == [3, 2, 2.5]
+    memory = "memory of the fullest rank 3.000 GiB predicted, 2.000 GiB measured (+50%)"
+    assert said == [f"after 20 steps: {memory}; step 2.500 s predicted, 2.000 s measured (+25%)"]
+
+
+def test_what_is_not_predicted_is_not_compared() -> None:
+    said: list[str] = []
+    check = ForecastCheck(Predicted(None, None), lambda: GIB, lambda peak: peak, said.append)
+    found = [check.after_step(record(step)) for step in range(1, MEASURED_STEPS + 1)]
+    assert not said
+    assert found[-1].values["memory/measured_gib"] == 1
+    assert "memory/predicted_gib" not in found[-1].values

@@ -18,7 +18,7 @@ from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.selftest.cells import Cell, run_tree
-from ds_finetune.selftest.steps import take_steps
+from ds_finetune.selftest.steps import eval_loss, take_steps
 from ds_finetune.world import World
 from tests.planning import model_of
 
@@ -45,9 +45,14 @@ def main() -> None:
                 # Answers after the first step, whose weights the second step trains on.
                 (first,) = take_steps(engine, 1)
                 *_, rest = take_steps(engine, STEPS - 1)
+                eval_loss(engine)
+                params = list(engine.lm.parameters())
+                copies = [getattr(param, "ds_secondary_tensor", None) for param in params]
+                held = {"second_bytes": sum(copy.nbytes for copy in copies if copy is not None)}
+                held |= {"numel": sum(getattr(param, "ds_numel", 0) for param in params)}
                 every = replace(rest, losses=first.losses + rest.losses, norms=first.norms + rest.norms)
                 if world.rank == 0:
-                    torch.save(asdict(replace(every, gradients=first.gradients)), out / f"{name}.pt")
+                    torch.save(asdict(replace(every, gradients=first.gradients)) | held, out / f"{name}.pt")
 
 
 if __name__ == "__main__":

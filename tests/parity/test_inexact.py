@@ -1,13 +1,25 @@
 """Inexact options of DeepSpeed equal a plain loop where their own rules say so."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from ds_finetune.config.schema import RunConfig
+from ds_finetune.estimate.states import ModelSizes, estimate_run
+from ds_finetune.plan.plan import make_plan
+from ds_finetune.world import World
 from tests.parity.inexact_worker import CELLS
 from tests.parity.reference import assert_equals_plain_loop, reference_steps
 from tests.running import start, torchrun
+
+CONFIG: dict[str, Any] = {
+    "model": "none",
+    "data": {"train": "none.jsonl"},
+    "train": {"for": "1 steps", "global_batch_size": 8, "micro_batch_size": 2, "max_seq_len": 64, "precision": "fp32"},
+    "output_dir": "none",
+}
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +34,19 @@ def results(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_hierarchical_partitions_change_no_number(results: Path, models: Path) -> None:
     result = torch.load(results / "hierarchical_partition.pt", weights_only=True)
     assert_equals_plain_loop(CELLS["hierarchical_partition"][0], result, models)
+
+
+def test_the_second_weights_of_hierarchical_partitions_are_estimated(results: Path) -> None:
+    """All but those of small parameters, which stay whole."""
+    result = torch.load(results / "hierarchical_partition.pt", weights_only=True)
+    tree = CONFIG | {"deepspeed": {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}}
+    tree |= {"inexact": "hierarchical_partition", "checkpoint": {"every": "never"}}
+    config = RunConfig.model_validate(tree)
+    plan = make_plan(config, world=World(0, 4, 0, 4, "torchrun"), device="cpu")
+    sizes = ModelSizes(result["numel"], result["numel"], -(-result["numel"] // 4))
+    estimated = estimate_run(config, plan, sizes)
+    assert estimated.state_bytes["second weights"] == pytest.approx(result["second_bytes"], rel=0.02)
+    assert estimated.places["second weights"] == "cpu"
 
 
 def test_zenflow_is_exact_while_it_warms_up(results: Path, models: Path) -> None:

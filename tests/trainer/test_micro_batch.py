@@ -2,7 +2,14 @@
 memory.
 """
 
+import contextlib
 import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +20,7 @@ from ds_finetune.config.schema import RunConfig, read_config
 from ds_finetune.data.documents import Documents, KeptDocument
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.errors import ConfigError
+from ds_finetune.observers.forecast import MEASURED_STEPS
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.trainer.trial import judge
 from ds_finetune.trainer.trial_messages import DONE, ENDED, FAILED, OUT_OF_MEMORY, TrialEnd
@@ -20,7 +28,9 @@ from ds_finetune.trainer.trial_rows import longest_rows, rows_again
 from ds_finetune.world import AccelerateChoices, World
 from tests.forks import Forkserver
 from tests.launched import SOCKET
-from tests.running import metrics, start, tiny_task, torchrun
+from tests.running import SECONDS, metrics, start, tiny_task, torchrun
+
+_NO_FILES = {"checkpoint": {"every": "never"}, "export": {"at_end": False}}
 
 
 def _losses(folder: Path) -> list[float]:
@@ -33,21 +43,32 @@ def _plan_text(folder: Path) -> str:
 
 
 def test_auto_trains_like_a_fixed_micro_batch(tmp_path: Path) -> None:
-    """Two ranks try four rows and agree; one rank with single rows has the same losses."""
-    run_file = tiny_task(tmp_path, train={"micro_batch_size": "auto"}, eval={"every": None})
+    """Two ranks try four rows and agree; one rank with single rows has the same losses. What was predicted is compared
+    with what 20 steps measured.
+    """
+    steps = f"{MEASURED_STEPS} steps"
+    run_file = tiny_task(tmp_path, train={"micro_batch_size": "auto", "for": steps}, **_NO_FILES)
     # The trials are forks too.
     forked = {SOCKET: Forkserver.get().address}
     done = start(torchrun("ds_finetune/train.py", str(run_file)), forked)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "trying train.micro_batch_size 4: " in done.stdout
     assert _plan_text(tmp_path).startswith("4 (auto: tried on the longest rows, ")
+    assert re.search(r"memory of a rank +0\.00\d GiB at most of ", done.stdout)
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("after 20 steps: ")]
+    assert re.fullmatch(r".*memory of the fullest rank 0\.00\d GiB predicted, 0\.\d+ GiB measured \(-\d+%\)", line)
+    last = metrics(tmp_path)[MEASURED_STEPS - 1]
+    assert 0 < last["memory/predicted_gib"] < last["memory/measured_gib"] < last["memory/peak_gib"]
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "GiB  moments" in log
+    assert line in log
     auto = _losses(tmp_path)
     [remembered] = (tmp_path / "cache" / "micro-batch").glob("*.json")
     assert json.loads(remembered.read_text())["choice"]["rows"] == 4
     fixed = ["train.micro_batch_size=1", f"output_dir={tmp_path / 'fixed' / 'run'}"]
     done = start(["ds-finetune", "train", str(run_file), *fixed])
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(auto) == 3
+    assert len(auto) == MEASURED_STEPS
     assert auto == pytest.approx(_losses(tmp_path / "fixed"), rel=1e-6)
 
 
@@ -67,6 +88,46 @@ def test_a_second_start_and_a_resume_try_nothing(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
         assert ("trying" in done.stdout) == tries
     assert _plan_text(tmp_path / "second").startswith("8 (auto: remembered from ")
+
+
+@pytest.mark.slow
+def test_a_killed_trial_means_the_next_smaller_size_on_every_rank(tmp_path: Path) -> None:
+    """The kernel kills one rank's process, as it does where the host has no memory; the other rank's hears of it."""
+    run_file = tiny_task(tmp_path, train={"micro_batch_size": "auto"}, **_NO_FILES)
+    killer = threading.Thread(target=_kill_first_trial, args=(tmp_path,), daemon=True)
+    killer.start()
+    done = start(torchrun("ds_finetune/train.py", str(run_file)), {"TMPDIR": str(tmp_path)})
+    killer.join()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"train.micro_batch_size 4 ran out of memory \(rank \d: killed by SIGKILL", done.stdout)
+    assert "trying train.micro_batch_size 2: " in done.stdout
+    assert _plan_text(tmp_path).startswith("2 (auto: tried on the longest rows, ")
+    assert "; 4 ran out of memory (rank " in _plan_text(tmp_path)
+
+
+def _kill_first_trial(folder: Path) -> None:
+    """Kill the process of one rank's trial, whose request is in `folder`."""
+    until = time.monotonic() + SECONDS
+    while time.monotonic() < until:
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                words = (process / "cmdline").read_bytes().split(b"\0")
+                is_trial = words[1:3] == [b"-m", b"ds_finetune.trainer.trial_process"]
+                if is_trial and words[4].startswith(os.fsencode(folder)):
+                    os.kill(int(process.name), signal.SIGKILL)
+                    return
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_no_memory_on_several_ranks_is_one_error(tmp_path: Path) -> None:
+    run_file = _wide_task(tmp_path, ranks=2)
+    worker = str(Path(__file__).with_name("limited_worker.py"))
+    done = start(torchrun(worker, "900", str(run_file)))
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+    assert len(re.findall(r"^error: ", done.stderr, re.MULTILINE)) == 1
+    assert "ran out of memory: " in done.stderr
 
 
 def test_the_longest_rows_are_tried() -> None:
@@ -120,3 +181,34 @@ def test_a_micro_batch_is_a_number_or_auto(size: str, tmp_path: Path) -> None:
     run_file.write_text(f"model: m\ndata: {{train: t}}\noutput_dir: o\ntrain: {{micro_batch_size: {size}}}\n")
     with pytest.raises(ConfigError, match="a whole number of at least 1, or `auto`"):
         read_config(run_file)
+
+
+def test_no_memory_in_a_step_is_explained(tmp_path: Path) -> None:
+    """A real limit of the address space, of which a step with all activations kept needs more than there is."""
+    run_file = _wide_task(tmp_path, ranks=1)
+    worker = str(Path(__file__).with_name("limited_worker.py"))
+    done = start([sys.executable, worker, "900", str(run_file)])
+    assert done.returncode == 1, done.stdout + done.stderr
+    errors = " ".join(done.stderr.split())
+    assert "error: rank 0 ran out of memory: " in errors
+    assert "Traceback" not in errors
+    found = re.search(r"by the estimate a rank needs (\d\.\d+) GiB at most, and the CPU had (\d\.\d+) GiB free", errors)
+    assert found is not None, errors
+    assert float(found[1]) > float(found[2])
+    assert re.search(r"\d\.\d{3} GiB activations [a-z ]+ \(lowered by train.activation_checkpointing\)", errors)
+    assert re.search(r"hint: by the estimate these fit, each with its need: train.micro_batch_size [24] \(0", errors)
+    assert "train.activation_checkpointing true (" in errors
+
+
+def _wide_task(folder: Path, *, ranks: int) -> Path:
+    """Rows of 512 tokens in a model of six layers, all of whose activations are kept."""
+    run_file = tiny_task(
+        folder,
+        train={"micro_batch_size": 8, "global_batch_size": 8 * ranks, "max_seq_len": 512},
+        data={"packing": True, "eval": []},
+        deepspeed={"zero_optimization": {"stage": 0}},
+    )
+    config = folder / "model" / "config.json"
+    wide = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6}
+    config.write_text(json.dumps(json.loads(config.read_text()) | wide))
+    return run_file

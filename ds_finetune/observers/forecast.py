@@ -1,0 +1,76 @@
+"""Compares the forecast of a run with what its first steps measured."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+from ds_finetune.observers.record import StepRecord
+from ds_finetune.units import GIB
+
+MEASURED_STEPS = 20
+_WARM_UP = 1
+"""Steps that are left out of the time: kernels are chosen and memory is first allocated in them."""
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What was predicted: the peak of the memory of a rank's device, and the time of a step; None where it is not
+    known.
+    """
+
+    device_bytes: int | None
+    step_seconds: float | None
+
+    def texts(self, *, measured_bytes: float, measured_seconds: float) -> list[str]:
+        """Each number beside what was measured."""
+        found = []
+        if self.device_bytes is not None:
+            gib = f"{self.device_bytes / GIB:.3f} GiB predicted, {measured_bytes / GIB:.3f} GiB measured"
+            found.append(f"memory of the fullest rank {gib} ({_error(self.device_bytes, measured_bytes)})")
+        if self.step_seconds is not None:
+            seconds = f"{self.step_seconds:.3f} s predicted, {measured_seconds:.3f} s measured"
+            found.append(f"step {seconds} ({_error(self.step_seconds, measured_seconds)})")
+        return found
+
+
+class ForecastCheck:
+    """After MEASURED_STEPS steps of this start, adds what was predicted and measured to the record, and says it in a
+    line.
+    """
+
+    def __init__(
+        self,
+        predicted: Predicted,
+        peak_bytes: Callable[[], int],
+        over_ranks: Callable[[float], float],
+        say: Callable[[str], None],
+    ) -> None:
+        self._predicted, self._peak_bytes, self._over_ranks, self._say = predicted, peak_bytes, over_ranks, say
+        self._seconds: list[float] = []
+
+    def after_step(self, record: StepRecord) -> StepRecord:
+        """Count the step; `over_ranks` is called once, at the same step on every rank."""
+        self._seconds.append(record.values["perf/step_seconds"])
+        if len(self._seconds) != MEASURED_STEPS:
+            return record
+        peak, seconds = self._over_ranks(float(self._peak_bytes())), median(self._seconds[_WARM_UP:])
+        texts = self._predicted.texts(measured_bytes=peak, measured_seconds=seconds)
+        if texts:
+            self._say(f"after {MEASURED_STEPS} steps: {'; '.join(texts)}")
+        return record.with_values(self._values(peak))
+
+    def close(self) -> None:
+        """Nothing to write."""
+
+    def _values(self, peak: float) -> dict[str, float]:
+        values = {"memory/measured_gib": peak / GIB}
+        if self._predicted.device_bytes is not None:
+            values["memory/predicted_gib"] = self._predicted.device_bytes / GIB
+        if self._predicted.step_seconds is not None:
+            values["perf/predicted_step_seconds"] = self._predicted.step_seconds
+        return values
+
+
+def _error(predicted: float, measured: float) -> str:
+    """By how much the prediction misses what was measured."""
+    return f"{(predicted - measured) / measured:+.0%}" if measured else "nothing was measured"

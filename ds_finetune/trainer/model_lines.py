@@ -1,0 +1,75 @@
+"""What is decided about the model of a run, as lines of the plan."""
+
+from ds_finetune.model.model_plan import ModelPlan
+from ds_finetune.patches.torch_onednn import choose_fp32_products
+from ds_finetune.plan.experts import experts_lines
+from ds_finetune.plan.head_chunk import head_line
+from ds_finetune.plan.objectives import CROSS_ENTROPY
+from ds_finetune.plan.packed_attention import attention_lines
+from ds_finetune.plan.plan import Plan
+from ds_finetune.trainer.distillation import teacher_lines
+
+
+def model_lines(model: ModelPlan, plan: Plan, *, capability: tuple[int, int] | None = None) -> list[tuple[str, str]]:
+    """Name and text of what is decided about the model, for people: vocabulary, scores, stages, LoRA, teacher.
+
+    `capability` is the compute capability of this rank's GPU; None on CPUs and in a dry run.
+    """
+    lora = model.lora.lines() if model.lora is not None else []
+    stages, teacher = plan.stage_lines(model.stages), teacher_lines(model, plan)
+    routers = model.router.lines() if model.router is not None else []
+    mtp = model.mtp.lines(model.hf_config) if model.mtp is not None else []
+    indexers = model.indexer.lines() if model.indexer is not None else []
+    tree = model.hf_config.to_dict()
+    kernel = attention_lines(model.attention, tree, device=plan.device, precision=plan.precision)
+    experts = experts_lines(tree, device=plan.device, precision=plan.precision, capability=capability)
+    context = model.context.lines() if model.context is not None else []
+    return [
+        *context,
+        *_vocabulary_lines(model),
+        *_score_lines(model),
+        *kernel,
+        *experts,
+        *_product_lines(plan),
+        *_head_lines(model, plan),
+        *([("MLPs", f"tokens in {model.mlp_tiles} tiles")] if model.mlp_tiles > 1 else []),
+        *stages,
+        *routers,
+        *indexers,
+        *lora,
+        *mtp,
+        *teacher,
+    ]
+
+
+def _score_lines(model: ModelPlan) -> list[tuple[str, str]]:
+    if model.task == "causal_lm":
+        return []
+    names = model.hf_config.id2label.values()
+    text = f"{len(names)}: {', '.join(names)}" if model.objective.name == "classification" else "1, the reward"
+    return [("scores", text), *([("padding token", model.padding)] if model.padding else [])]
+
+
+def _product_lines(plan: Plan) -> list[tuple[str, str]]:
+    """Whose products of fp32 matrices a run on CPUs uses for experts and the head."""
+    if plan.device != "cpu" or plan.precision != "fp32":
+        return []
+    choice = choose_fp32_products()
+    return [("fp32 products", "oneDNN's" if choice.is_onednn else f"torch's: {choice.reason}")]
+
+
+def _head_lines(model: ModelPlan, plan: Plan) -> list[tuple[str, str]]:
+    """The logits that exist at a time on a GPU, where the head of a language model has this program's kernel."""
+    if plan.device == "cpu" or plan.loss_kernel != "chunked" or model.objective.name not in CROSS_ENTROPY:
+        return []
+    rows = int(model.hf_config.vocab_size) // plan.mesh.tp
+    return [head_line(rows, precision=plan.precision, device=plan.device)]
+
+
+def _vocabulary_lines(model: ModelPlan) -> list[tuple[str, str]]:
+    if not model.resizes_vocabulary:
+        return []
+    before, after = model.published_vocab_size, int(model.hf_config.vocab_size)
+    drawn = f"{before} -> {after} tokens; {after - before} new rows of embedding and head are drawn like the old ones"
+    fits = f"the tokenizer's ids fit the {before} tokens; model.resize_vocabulary adds nothing"
+    return [("vocabulary", drawn if after > before else fits)]
