@@ -1,9 +1,10 @@
 """Times the start of a run: from a new process to the end of the first optimizer step.
 
-    python bench/first_step.py MODEL ROWS.jsonl [--rounds 3] [--tokens 512]
+    python bench/first_step.py MODEL ROWS.jsonl --peer-python PYTHON [--rounds 3] [--tokens 512]
 
-MODEL is a folder with weights and tokenizer, ROWS.jsonl has `prompt` and `completion` in each line. Candidates are
-ds_finetune and transformers' Trainer with DeepSpeed, both at ZeRO-2 in bf16 in one process, with the same packed rows.
+MODEL is a folder with weights and tokenizer, ROWS.jsonl has `prompt` and `completion` in each line, and PYTHON is that
+of an environment with transformers, accelerate, DeepSpeed and datasets alone. Candidates are ds_finetune and
+transformers' Trainer with DeepSpeed, both at ZeRO-2 in bf16 in one process, with the same packed rows.
 The tokens are cached for both: ds_finetune finds its cache, the Trainer loads a folder of `save_to_disk`. Candidates
 take turns in fresh processes. Timed are the imports, the cached tokens, the weights, DeepSpeed's start and one step;
 printed are seconds and CPU seconds of all processes of a start, by round, and the ratio of their medians. The first
@@ -34,6 +35,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("rows", type=Path)
+    parser.add_argument("--peer-python", default=sys.executable)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=512)
     asked = parser.parse_args()
@@ -62,8 +64,8 @@ def prepare(asked: argparse.Namespace, folder: Path) -> dict[str, tuple[list[str
     run_file.write_text(json.dumps(tree | {"output_dir": str(folder / "run")}))
     ours = [sys.executable, str(ROOT / "ds_finetune" / "train.py"), str(run_file)]
     ours.append(f"output_dir={folder}/run{{turn}}")
-    peer = [sys.executable, str(PEER), str(asked.model), str(folder / "rows"), str(ROWS), str(folder / "peer")]
-    subprocess.run([*peer, "--save", str(run_file)], check=True, cwd=ROOT, env=environ())
+    peer = [asked.peer_python, str(PEER), str(asked.model), str(folder / "rows"), str(ROWS), str(folder / "peer")]
+    subprocess.run([sys.executable, *peer[1:], "--save", str(run_file)], check=True, cwd=ROOT, env=environ())
     return {"ds_finetune": (ours, "step 1/1"), "transformers' Trainer": (peer, "first step done")}
 
 

@@ -214,8 +214,8 @@ MUTANTS = (
     Mutant(
         "activations of experts counted for one expert",
         "estimate/activation_memory.py",
-        "routed = chosen * (width",
-        "routed = 1 * (width",
+        "row, inner_row = chosen * width * hidden",
+        "row, inner_row = 1 * width * hidden",
         ACTIVATIONS,
     ),
     Mutant(

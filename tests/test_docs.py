@@ -242,7 +242,7 @@ def test_the_readmes_memory_is_the_planners(
     tree = MINIMAL | {"model": str(shared_data / "configs" / GPU_ROWS[row]), "train": {"global_batch_size": 256}}
     run_file.write_text(yaml.safe_dump(tree))
     for (gpus, overrides), cell in zip(GPU_COLUMNS, _rows_of_readme(row)[1:], strict=True):
-        assert cli.main(["plan", str(run_file), "--gpus", gpus, "--dry-run", *overrides.split()]) == 0
+        assert cli.main(["plan", str(run_file), "--gpus", gpus, "--tensors", *overrides.split()]) == 0
         printed = capsys.readouterr().out.split("state of a rank")[1].split("\n\n")[0]
         sizes = re.findall(r"(?:weights|gradients|optimizer)\s+([\d.,]+)\s+GiB", printed)
         assert len(sizes) == 3, printed

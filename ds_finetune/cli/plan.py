@@ -1,24 +1,120 @@
-"""`ds-finetune plan`: computes the layout of a run for GPUs that this machine does not have."""
+"""`ds-finetune plan`: what a run decides and needs on given machines, which need not be here."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ds_finetune.cli.arguments import Arguments, Commands, add_run_command, positive, read_run
-from ds_finetune.console import OUT
+from ds_finetune.console import OUT, pairs
+from ds_finetune.errors import ConfigError
+from ds_finetune.units import parse_bytes
+
+if TYPE_CHECKING:
+    from ds_finetune.config.schema import RunConfig
+    from ds_finetune.search.machines import Target
 
 
 def add_commands(commands: Commands) -> None:
     """Add `plan`."""
-    plan = add_run_command(commands, "plan", "show the layout of a run for GPUs that this machine does not have", _plan)
-    plan.add_argument("--gpus", type=positive, required=True, help="number of GPUs of the run")
-    plan.add_argument("--gpus-per-node", type=positive, default=8, help="number of GPUs of a node (default 8)")
+    text = "show layout, memory and time of a run on given machines, or search for the best layout"
+    plan = add_run_command(commands, "plan", text, _plan)
+    plan.add_argument("--gpus", type=positive, help="number of GPUs of the run (default: one node, or this machine's)")
     plan.add_argument(
-        "--dry-run",
-        action="store_true",
-        required=True,
-        help="compute the layout from config.json alone, without weights and data",
+        "--gpu",
+        metavar="NAME",
+        help="accelerator, such as h100-80g, or `cpu` for ranks on this machine's cores (default: this machine's)",
     )
+    shapes = plan.add_mutually_exclusive_group()
+    shapes.add_argument("--nodes", type=positive, help="number of nodes that have them, each as many")
+    shapes.add_argument("--gpus-per-node", type=positive, help="number of GPUs of a node (default: as is usual)")
+    plan.add_argument("--host-memory", metavar="SIZE", help="memory of a node, e.g. 2000GB")
+    plan.add_argument(
+        "--search",
+        action="store_true",
+        help="list the fastest layouts that fit, and why others lose or do not fit",
+    )
+    plan.add_argument("--write", metavar="FILE", help="with --search: write the run file with the best layout")
+    plan.add_argument(
+        "--tensors",
+        action="store_true",
+        help="build the model without memory, which takes seconds, and show ranks, tensors and the DeepSpeed JSON",
+    )
+    plan.add_argument("--json", action="store_true", help="print the plan as JSON")
+    plan.add_argument("--dry-run", action="store_true", help="changes nothing: a plan never starts a run")
 
 
 def _plan(arguments: Arguments) -> None:
     config = read_run(arguments)
+    from ds_finetune.hosts.info import gpu_models
+    from ds_finetune.search.machines import Request, check_machine, target_of
+
+    host = parse_bytes(arguments.host_memory, name="--host-memory") if arguments.host_memory else None
+    here = tuple(gpu_models()) if arguments.gpu is None else ()
+    request = Request(arguments.gpu, arguments.gpus, arguments.nodes, arguments.gpus_per_node, host, here)
+    target = target_of(request, precision=config.train.precision)
+    check_machine(target, config.train.precision)
+    _check_options(arguments)
+    if arguments.search:
+        _search(arguments, config, target)
+    elif arguments.tensors:
+        _show_tensors(config, target)
+    else:
+        _show_forecast(config, target, is_json=arguments.json)
+
+
+def _check_options(arguments: Arguments) -> None:
+    """ConfigError for options that are not valid together."""
+    given = [f"--{name}" for name in ("search", "tensors") if getattr(arguments, name)]
+    given += ["--gpu cpu"] if arguments.tensors and arguments.gpu == "cpu" else []
+    given += ["--json"] if arguments.tensors and arguments.json else []
+    if len(given) > 1:
+        raise ConfigError(f"{' with '.join(given)} is not possible", hint=f"leave {given[-1]} out")
+    if arguments.write and not arguments.search:
+        raise ConfigError(f"--write {arguments.write} needs --search", hint="add --search, or leave --write out")
+
+
+def _search(arguments: Arguments, config: "RunConfig", target: "Target") -> None:
+    from ds_finetune.cli.search_table import search_tables
+    from ds_finetune.search.run_file import write_run_file
+    from ds_finetune.search.search_run import result_tree, run_file_text, search_layouts
+
+    if target.ranks.device == "cpu" and target.machine is None:
+        from ds_finetune.bench.cpu_rates import this_cpu_machine
+
+        measured = this_cpu_machine(target.ranks.number, precision=config.train.precision)
+        target = replace(target, machine=measured)
+    result = search_layouts(config, target)
+    if arguments.write:
+        text = run_file_text(Path(arguments.run), config, result, target, overrides=arguments.overrides)
+        write_run_file(Path(arguments.write), text)
+    if arguments.json:
+        OUT.print_json(json.dumps(result_tree(result, target)))
+        return
+    OUT.print(search_tables(result))
+    for note in (*target.notes, *result.proposals[0].time.assumptions):
+        OUT.print(note, markup=False)
+    if arguments.write:
+        OUT.print(f"written: {arguments.write}", markup=False)
+
+
+def _show_tensors(config: "RunConfig", target: "Target") -> None:
     from ds_finetune.trainer.dry_run import plan_run
 
-    OUT.print(plan_run(config, gpus=arguments.gpus, gpus_per_node=arguments.gpus_per_node))
+    OUT.print(plan_run(config, gpus=target.ranks.number, gpus_per_node=target.ranks.per_node))
+
+
+def _show_forecast(config: "RunConfig", target: "Target", *, is_json: bool) -> None:
+    from ds_finetune.cli.memory_table import memory_table
+    from ds_finetune.search.forecast import forecast_run
+
+    forecast = forecast_run(config, target)
+    if is_json:
+        OUT.print_json(json.dumps(forecast.tree()))
+        return
+    OUT.print(pairs("plan", forecast.lines()))
+    OUT.print(memory_table(forecast.memory))
+    if forecast.time is not None:
+        OUT.print(pairs("time", forecast.time_lines()))
+    for note in forecast.notes():
+        OUT.print(note, markup=False)

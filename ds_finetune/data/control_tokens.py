@@ -5,12 +5,13 @@ writes real control tokens: `protect` puts such texts in brackets, and `ids` tok
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 
 from transformers import PreTrainedTokenizerBase
 
 from ds_finetune.data.messages import Conversation, map_texts
+from ds_finetune.data.text_encoder import text_encoder
 from ds_finetune.errors import DataError
 
 _OPEN, _CLOSE = "\ue0f3", "\ue0f4"
@@ -71,7 +72,8 @@ class ControlTokens:
         pieces = [re.split(f"{_OPEN}(.*?){_CLOSE}", text) if _OPEN in text else [text] for text in texts]
         # A template may cut a text between the two brackets of a token.
         plain = [strip_brackets(piece) for parts in pieces for piece in parts[::2]]
-        encoded = self._encode(dict.fromkeys(plain))
+        distinct = list(dict.fromkeys(plain))
+        encoded = dict(zip(distinct, text_encoder(self._tokenizer).encode(distinct), strict=True))
         found, at = [], 0
         for parts in pieces:
             pure = [encoded[text] for text in plain[at : at + len(parts[::2])]]
@@ -79,16 +81,6 @@ class ControlTokens:
             marked = [self._text_ids(part) for part in parts[1::2]]
             found.append(pure[0] if not marked else _interleaved(pure, marked))
         return found
-
-    def _encode(self, texts: Iterable[str]) -> dict[str, list[int]]:
-        """Token ids of different texts."""
-        distinct = list(texts)
-        core = self._tokenizer.backend_tokenizer
-        # As transformers 5.23 does before each call of its own, which computes offsets and masks as well.
-        core.no_truncation()
-        core.no_padding()
-        encodings = core.encode_batch_fast(distinct, add_special_tokens=False)
-        return {text: encoding.ids for text, encoding in zip(distinct, encodings, strict=True)}
 
     def _add_brackets(self, text: str, role: str) -> str:
         return self._patterns[role].sub(f"{_OPEN}\\g<0>{_CLOSE}", text)

@@ -44,6 +44,8 @@ from ds_finetune.data.row_kind import DIALOGUE, KindName, RowKind
 from ds_finetune.data.sample_tokens import RULES_VERSION, SampleTokeniser, TemplateSettings, Tokens
 from ds_finetune.data.samples import check_layout_name, read_row
 from ds_finetune.data.sources import Record, Source, find_sources, read_records
+from ds_finetune.data.text_encoder import text_encoder
+from ds_finetune.data.tokenizer_files import largest_id
 from ds_finetune.data.unit_packing import one_unit_a_row, pack_units
 from ds_finetune.data.units import Made, make_labelled_texts, make_marked_answers, make_pairs
 from ds_finetune.errors import ConfigError, DataError, RunError
@@ -236,7 +238,7 @@ def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, limits: TokenLimits, ki
             hint="encoders are trained with objective classification; for other models add eos_token to "
             "tokenizer_config.json",
         )
-    largest = max(tokenizer.get_vocab().values())
+    largest = largest_id(tokenizer)
     if largest >= limits.vocab_size:
         raise DataError(
             f"the tokenizer has ids up to {largest} and the model a vocabulary of {limits.vocab_size}",
@@ -287,7 +289,8 @@ def _tokenise(sources: Sequence[Source], tokenisation: Tokenisation, folder: Pat
     tasks = _open_parts(sources, folder, parts)
     # The process that has the lock writes, whatever its rank.
     with PhaseLine("tokenising rows", estimate_rows(sources), is_rank_zero=True) as line:
-        for _ in _write_parts(tasks, tokenisation, workers) if _is_large(sources) else _write_here(tasks, tokenisation):
+        is_divided = workers > 1 and _is_large(sources, tokenisation)
+        for _ in _write_parts(tasks, tokenisation, workers) if is_divided else _write_here(tasks, tokenisation):
             line.advance(ROWS_PER_PART)
     counts = sum((read_counts(part) for part in parts), Counts())
     if len(set(parts.values())) > 1:
@@ -325,11 +328,11 @@ def _open_parts(sources: Sequence[Source], folder: Path, parts: dict[Path, int])
                 yield part, chunk
 
 
-def _is_large(sources: Sequence[Source]) -> bool:
-    """Whether there is more than 2 MB of raw data; for less, starting processes takes longer than it saves."""
+def _is_large(sources: Sequence[Source], tokenisation: Tokenisation) -> bool:
+    """Whether there is so much raw data that several processes are faster, with a second or two to start each."""
+    enough = 10_000_000 if text_encoder(tokenisation.tokenizer).is_by_word else 2_000_000
     return (
-        any(source.format == "hub" for source in sources)
-        or sum(source.fingerprint[1] for source in sources) > 2_000_000
+        any(source.format == "hub" for source in sources) or sum(source.fingerprint[1] for source in sources) > enough
     )
 
 

@@ -97,3 +97,13 @@ def _check_tokens(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
                 hint="copy the tokenizer's files to a folder without config.json, set tokenizer_class there to "
                 "PreTrainedTokenizerFast, and name that folder in model.tokenizer",
             )
+
+
+def largest_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The largest token id of the vocabulary."""
+    core = tokenizer.backend_tokenizer
+    number = core.get_vocab_size()
+    # With as many ids as tokens there are no others. The vocabulary as a dict takes ten times as long.
+    if all(map(core.id_to_token, range(number))):
+        return int(number) - 1
+    return int(max(tokenizer.get_vocab().values()))

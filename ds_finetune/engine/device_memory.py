@@ -77,7 +77,7 @@ def is_out_of_memory(error: BaseException) -> bool:
             return True
         if isinstance(following, RuntimeError) and any(words in str(following) for words in _WORDS):
             return True
-        following = following.__cause__ or following.__context__
+        following = following.__cause__ or (None if following.__suppress_context__ else following.__context__)
     return False
 
 

@@ -97,6 +97,8 @@ class Machine:
 
 _A100 = "https://www.nvidia.com/en-us/data-center/a100/"
 _H100 = "https://resources.nvidia.com/en-us-hopper-architecture/nvidia-h100-datasheet"
+_V100 = "https://images.nvidia.com/content/technologies/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf"
+_DGX_B200 = "https://www.nvidia.com/en-us/data-center/dgx-b200/"
 _DGX_A100 = "200 Gb/s for each GPU, as in a DGX A100"
 _DGX_H100 = "400 Gb/s for each GPU, as in a DGX H100"
 _SHARED_100G = "100 Gb/s for 8 GPUs"
@@ -181,7 +183,7 @@ ACCELERATORS: Mapping[str, Accelerator] = {
             pcie_bytes_per_s=64 * GB,
             network="400 Gb/s for each GPU, as in a DGX B200",
             device_names=("B200", "B200 180GB HBM3e"),
-            source="https://www.nvidia.com/en-us/data-center/hgx/ and https://www.nvidia.com/en-us/data-center/dgx-b200/",
+            source=f"https://www.nvidia.com/en-us/data-center/hgx/ and {_DGX_B200}",
         ),
         Accelerator(
             name="l40s-48g",
@@ -262,7 +264,7 @@ ACCELERATORS: Mapping[str, Accelerator] = {
             has_bf16=False,
             network="four cards of 100 Gb/s for 8 GPUs, as in a DGX-1",
             device_names=("Tesla V100-SXM2-32GB", "V100-SXM2-32GB"),
-            source="https://images.nvidia.com/content/technologies/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf",
+            source=_V100,
         ),
         Accelerator(
             name="mi300x-192g",

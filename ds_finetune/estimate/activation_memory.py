@@ -1,22 +1,35 @@
 """Bytes of activations for each token, from the config.json of a model: what autograd keeps of its layers, and where.
 
-Counted is what transformers 5.23's modules and this program's attention keep; tests/estimate/test_activation_memory.py
-holds every family against the tensors that autograd saves. Kernels of GPUs may keep less, and so do experts on CPUs
-(model/experts.py).
+Counted is what transformers 5.23's modules and this program's attention hold; tests/estimate/test_activation_memory.py
+holds every family against the tensors that autograd saves, tests/estimate/test_tracked.py against torch's memory
+tracker. Experts on CPUs keep less (model/experts.py).
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ds_finetune.families.table import family_of
 from ds_finetune.plan.activations import mlp_tiles
+from ds_finetune.plan.head_chunk import head_chunk, logits_bytes
 
 _WIDE = 4
 """Bytes of a number in fp32, in which norms and routers compute at any precision."""
 _INDEX = 8
 SINK_COLUMNS = 8
 """Columns that queries and keys get for attention sinks (model/attention.py)."""
+
+
+class Held(NamedTuple):
+    """Bytes at a moment of backward."""
+
+    by_token: int
+    fixed: int = 0
+    """Bytes whatever the tokens are: a weight's gradient before it is added to others."""
+
+    def of(self, tokens: int) -> int:
+        """Bytes for so many tokens."""
+        return self.by_token * tokens + self.fixed
 
 
 @dataclass(frozen=True)
@@ -29,15 +42,43 @@ class LayerBytes:
     """Kept by the router of experts."""
     mlp: int
     """Kept within the MLP, or within routed and shared experts."""
-    mlp_gradients: int
-    """Gradients within the MLP at most, while all of the layer is still kept."""
-    attention_gradients: int
-    """Gradients within attention at most."""
+    moments: tuple[Held, ...]
+    """What is held beside the layer's input at the moments of its backward that may be the fullest."""
+    tiled: tuple[Held, ...]
+    """The same with `train.tiled_mlp`."""
+    unreleased: int = 0
+    """Kept a moment longer where the layer is not recomputed: outputs of experts, while their gradients are rounded."""
 
     @property
     def kept(self) -> int:
         """All that backward needs of the layer beside its input."""
         return self.attention + self.router + self.mlp
+
+    def most(self, tokens: int = 1, *, is_tiled: bool = False) -> int:
+        """Bytes that backward holds at most beside the input; of one token without what is fixed."""
+        moments = self.tiled if is_tiled else self.moments
+        return max(held.by_token if tokens == 1 else held.of(tokens) for held in moments)
+
+
+class HeadBytes(NamedTuple):
+    """What the last norm and a language-model head hold, with the loss of tokens in this program's kernel."""
+
+    by_token: int
+    """Kept by the last norm for each token."""
+    by_supervised: int
+    """For each supervised token: its hidden state, and the gradient of it."""
+    chunk: int
+    """Tokens of a chunk at most."""
+    logits: int
+    """The logits of a token in it."""
+    gradient: int
+    """The fp32 gradient of the head's weight."""
+    rounded: int
+    """The same in the run's precision, which backward makes of it when the logits are gone."""
+
+    def logits_of(self, tokens: int) -> int:
+        """The logits that exist at a time, of so many supervised tokens."""
+        return self.logits * min(tokens, self.chunk)
 
 
 @dataclass(frozen=True)
@@ -47,10 +88,11 @@ class ActivationBytes:
     layer_input: int
     """One hidden state."""
     layers: tuple[LayerBytes, ...]
-    tiles: int
-    """Tiles of an MLP with `train.tiled_mlp`."""
-    head: int
-    """A supervised token's hidden state, its copy and their gradients, while the loss is computed."""
+    head: HeadBytes
+    last_norm: int
+    """At most in the backward of the last norm, which computes in fp32."""
+    keeps_inputs: bool
+    """Whether layers that are not recomputed keep their inputs; norms in 16 bits keep an fp32 copy instead."""
 
     def inputs(self) -> int:
         """The inputs of all layers, which recomputation keeps: on the device, or on the host where they are
@@ -60,52 +102,108 @@ class ActivationBytes:
 
     def working_set(self, *, is_tiled: bool = False) -> int:
         """What the backward of one recomputed layer holds at most beside the inputs of layers."""
-        return max(self._of_layer(layer, self.tiles if is_tiled else 1) for layer in self.layers)
+        return max(layer.most(is_tiled=is_tiled) for layer in self.layers)
 
     def peak(self, *, recomputes: bool = True, is_offloaded: bool = False, is_tiled: bool = False) -> int:
-        """Bytes on the device at most. Without recomputation all layers are kept. Where inputs are offloaded, that of
-        the last layer stays, and two others are on their way at most.
+        """Bytes on the device at most in layers. Without recomputation all layers are kept. Where inputs are offloaded,
+        that of the last layer stays, and two others are on their way at most.
         """
         if not recomputes:
-            most = max(layer.mlp_gradients for layer in self.layers)
-            return self.inputs() + sum(layer.kept for layer in self.layers) + most + self.head
+            return self.kept_at_most(1, is_tiled=is_tiled)
         inputs = min(3, len(self.layers)) * self.layer_input if is_offloaded else self.inputs()
-        return inputs + max(self.head, self.working_set(is_tiled=is_tiled))
+        return inputs + self.working_set(is_tiled=is_tiled)
 
-    def _of_layer(self, layer: LayerBytes, tiles: int) -> int:
-        within = (layer.mlp + layer.mlp_gradients) // tiles
-        # The output's gradient arrives, and that of the input is made, for all tokens at once.
-        within += 2 * self.layer_input if tiles > 1 else 0
-        return layer.attention + max(layer.router + within, layer.attention_gradients)
+    def kept_by_layers(self, *, is_tiled: bool = False) -> int:
+        """What layers keep that are not recomputed, with their inputs."""
+        inputs = self.inputs() if self.keeps_inputs else 0
+        return inputs + sum(layer.kept - (layer.mlp if is_tiled else 0) for layer in self.layers)
+
+    def kept_at_most(self, tokens: int, *, is_tiled: bool = False) -> int:
+        """Bytes of layers that are not recomputed: what earlier ones keep, and what one holds in its backward."""
+        earlier = most = self.inputs() * tokens if self.keeps_inputs else 0
+        for layer in self.layers:
+            unreleased = 0 if is_tiled else layer.unreleased * tokens
+            most = max(most, earlier + layer.most(tokens, is_tiled=is_tiled) + unreleased)
+            earlier += (layer.kept - (layer.mlp if is_tiled else 0)) * tokens
+        return max(most, earlier + self.last_norm * tokens)
 
 
-def activation_bytes(model: Mapping[str, Any], *, precision: str, tp: int = 1) -> ActivationBytes:
+@dataclass(frozen=True)
+class _Widths:
+    """How wide numbers are, and into how many parts ranks divide a layer."""
+
+    number: int
+    """Bytes of a number."""
+    tp: int
+    ep: int
+    is_packed: bool
+
+
+def activation_bytes(  # noqa: PLR0913 - what a rank computes, and with which kernels
+    model: Mapping[str, Any], *, precision: str, tp: int = 1, ep: int = 1, is_packed: bool = False, device: str = "cuda"
+) -> ActivationBytes:
     """The activations of a model of the table of families, whose config.json is given, in a `precision` on `tp` tensor
-    parallel ranks.
+    parallel ranks, of which `ep` divide the experts. With `is_packed` attention to all documents is one call.
     """
-    width = 4 if precision == "fp32" else 2
+    widths = _Widths(4 if precision == "fp32" else 2, tp, ep, is_packed)
     hidden, rules = model["hidden_size"], family_of(str(model["model_type"])).parameters
     assert rules is not None, model["model_type"]
     kinds = {
-        is_sparse: _layer(model, is_sparse=is_sparse, width=width, tp=tp)
+        is_sparse: _layer(model, widths, is_sparse=is_sparse)
         for is_sparse in {rules.is_sparse(model, number) for number in range(model["num_hidden_layers"])}
     }
     return ActivationBytes(
-        layer_input=width * hidden,
+        layer_input=widths.number * hidden,
         layers=tuple(kinds[rules.is_sparse(model, number)] for number in range(model["num_hidden_layers"])),
-        tiles=mlp_tiles(model),
-        head=4 * width * hidden,
+        head=_head(model, widths, precision, device),
+        last_norm=6 * _WIDE * hidden,
+        keeps_inputs=widths.number == _WIDE,
     )
 
 
-def _layer(model: Mapping[str, Any], *, is_sparse: bool, width: int, tp: int) -> LayerBytes:
-    hidden = model["hidden_size"]
+def _head(model: Mapping[str, Any], widths: _Widths, precision: str, device: str) -> HeadBytes:
+    hidden, rows, width = model["hidden_size"], model.get("vocab_size", 0) // widths.tp, widths.number
+    # On CPUs the softmax of 16-bit logits takes a few rows at a time (model/head_chunks.py, ChunkBlocks).
+    is_by_blocks = device == "cpu" and width < _WIDE
+    return HeadBytes(
+        by_token=_norm(hidden, width),
+        by_supervised=2 * width * hidden,
+        chunk=head_chunk(rows, precision=precision, device=device) if rows else 0,
+        logits=width * rows if is_by_blocks else logits_bytes(rows, precision=precision),
+        gradient=_WIDE * rows * hidden,
+        rounded=0 if width == _WIDE else width * rows * hidden,
+    )
+
+
+def _layer(model: Mapping[str, Any], widths: _Widths, *, is_sparse: bool) -> LayerBytes:
+    hidden, width = model["hidden_size"], widths.number
     norm_width = _WIDE if family_of(str(model["model_type"])).has_sinks else width
     # In fp32 the first norm keeps the layer's input itself.
     norms = 2 * _norm(hidden, width, normalised=norm_width) - (_WIDE * hidden if width == _WIDE else 0)
-    attention, attention_gradients = _attention(model, width, tp)
-    router, mlp, mlp_gradients = _experts(model, width, tp) if is_sparse else (0, *_dense(model, width, tp))
-    return LayerBytes(norms + attention, router, mlp, mlp_gradients, attention_gradients + width * hidden)
+    attention, gradients = _attention(model, widths)
+    kept = norms + attention
+    router, mlp = (_router(model, widths), _experts(model, widths)) if is_sparse else (0, _dense(model, widths))
+    # The gradient of the layer's output is there until its input has one.
+    outside, tiles = kept + router + width * hidden, mlp_tiles(model)
+    in_attention = Held(kept + gradients + width * hidden)
+    moments = [Held(outside + held.by_token, held.fixed) for held in mlp.moments]
+    tiled = [
+        Held(outside + held.by_token // tiles + 2 * width * hidden, (_WIDE + width) * numel)
+        for held, numel in zip(mlp.moments, mlp.tiled, strict=False)
+    ]
+    tiled += [Held(outside + 2 * width * hidden, (_WIDE + 2 * width) * numel) for numel in mlp.tiled]
+    return LayerBytes(kept, router, mlp.kept, (*moments, in_attention), (*tiled, in_attention), mlp.unreleased)
+
+
+class _Mlp(NamedTuple):
+    """Bytes within an MLP."""
+
+    kept: int
+    moments: tuple[Held, ...]
+    """Bytes within it at moments of its backward."""
+    tiled: tuple[int, ...]
+    """Parameters of its modules that are computed in tiles, in the order of the moments."""
+    unreleased: int = 0
 
 
 def _norm(
@@ -118,10 +216,11 @@ def _norm(
     return kept + (width * columns if feeds_product else 0)
 
 
-def _attention(model: Mapping[str, Any], width: int, tp: int) -> tuple[int, int]:
+def _attention(model: Mapping[str, Any], widths: _Widths) -> tuple[int, int]:
     """Bytes that attention keeps, and those of its gradients."""
-    latent = model.get("kv_lora_rank") is not None
-    return _latent_attention(model, width, tp) if latent else _grouped_attention(model, width, tp)
+    if model.get("kv_lora_rank") is not None:
+        return _latent_attention(model, widths.number, widths.tp)
+    return _grouped_attention(model, widths)
 
 
 def _latent_attention(model: Mapping[str, Any], width: int, tp: int) -> tuple[int, int]:
@@ -135,16 +234,18 @@ def _latent_attention(model: Mapping[str, Any], width: int, tp: int) -> tuple[in
     return latents + width * columns + _WIDE * heads, width * heads * (3 * query_key + 2 * value)
 
 
-def _grouped_attention(model: Mapping[str, Any], width: int, tp: int) -> tuple[int, int]:
-    family = family_of(str(model["model_type"]))
+def _grouped_attention(model: Mapping[str, Any], widths: _Widths) -> tuple[int, int]:
+    family, width = family_of(str(model["model_type"])), widths.number
     head_dim = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
-    heads = model["num_attention_heads"] // tp
-    key_heads = (model.get("num_key_value_heads") or model["num_attention_heads"]) // tp
-    kept = width * heads * head_dim
-    if family.has_sinks:
-        kept += 4 * width * heads * (head_dim + SINK_COLUMNS)
+    heads = model["num_attention_heads"] // widths.tp
+    key_heads = (model.get("num_key_value_heads") or model["num_attention_heads"]) // widths.tp
+    if widths.is_packed:
+        # Queries, output, keys and values; the kernel itself gives each key to several heads.
+        kept = width * head_dim * (2 * heads + 2 * key_heads)
+    elif family.has_sinks:
+        kept = width * heads * (head_dim + 4 * (head_dim + SINK_COLUMNS))
     else:
-        kept += 4 * width * heads * head_dim
+        kept = 5 * width * heads * head_dim
     assert family.parameters is not None
     if family.parameters.attention(model).norms and not family.has_sinks:
         for count in (heads, key_heads):
@@ -153,25 +254,49 @@ def _grouped_attention(model: Mapping[str, Any], width: int, tp: int) -> tuple[i
     return kept + _WIDE * heads, 5 * width * heads * head_dim
 
 
-def _dense(model: Mapping[str, Any], width: int, tp: int) -> tuple[int, int]:
-    """Gate, up, the activated gate and the product of both; and gradients of three of them."""
-    inner = model["intermediate_size"] // tp
-    return 4 * width * inner, width * (2 * model["hidden_size"] + 3 * inner)
+def _dense(model: Mapping[str, Any], widths: _Widths, *, inner: int | None = None) -> _Mlp:
+    """Gate, up, the activated gate and the product of both are kept. When the product is gone, its gradient and those
+    of both factors are there.
+    """
+    inner = (model["intermediate_size"] if inner is None else inner) // widths.tp
+    row, matrix = widths.number * inner, widths.number * inner * model["hidden_size"]
+    return _Mlp(4 * row, (Held(6 * row), Held(5 * row, matrix)), (3 * inner * model["hidden_size"],))
 
 
-def _experts(model: Mapping[str, Any], width: int, tp: int) -> tuple[int, int, int]:
-    """Bytes that the router keeps, and those that routed and shared experts keep and their gradients have."""
+def _router(model: Mapping[str, Any], widths: _Widths) -> int:
+    """Bytes that the router keeps."""
     family = family_of(str(model["model_type"]))
-    keys, hidden = family.expert_keys, model["hidden_size"]
+    assert family.expert_keys is not None
+    chosen = family.expert_keys.per_token(model)
+    router = _WIDE * family.expert_keys.number(model) + chosen * (_INDEX + _WIDE)
+    # Those routers multiply in fp32, with a copy of the hidden state.
+    return router + (_WIDE * model["hidden_size"] if widths.number < _WIDE and _weighs_in_fp32(model) else 0)
+
+
+def _weighs_in_fp32(model: Mapping[str, Any]) -> bool:
+    """Whether routers compute in fp32, and outputs of experts become fp32 when they are weighted."""
+    family = family_of(str(model["model_type"]))
+    return "kv_lora_rank" in model or (family.router is not None and family.router.scores == "sigmoid")
+
+
+def _experts(model: Mapping[str, Any], widths: _Widths) -> _Mlp:
+    """Routed experts, and shared ones, whose backward comes first."""
+    family = family_of(str(model["model_type"]))
+    keys, hidden, width = family.expert_keys, model["hidden_size"], widths.number
     assert keys is not None
-    chosen, inner = keys.per_token(model), keys.width(model) // tp
-    router = _WIDE * keys.number(model) + chosen * (_INDEX + _WIDE)
-    is_wide = family.router is not None and family.router.scores == "sigmoid"
-    if width < _WIDE and (is_wide or "kv_lora_rank" in model):
-        # Those routers multiply in fp32, with a copy of the hidden state.
-        router += _WIDE * hidden
+    chosen, inner = keys.per_token(model), keys.width(model) // widths.tp
+    row, inner_row = chosen * width * hidden, chosen * width * inner
     # Rows by expert, gate and up, what is made of them, and rows to be weighted; in gpt_oss also clamped ones.
-    inner_parts = 7 if family.transposed_experts else 4
-    routed = chosen * (width * (2 * hidden + inner_parts * inner) + 3 * _INDEX + width)
-    shared = 4 * width * (model.get("n_shared_experts") or 0) * inner
-    return router, routed + shared, chosen * width * (2 * hidden + 3 * inner)
+    routed = 2 * row + (7 if family.transposed_experts else 4) * inner_row + chosen * (3 * _INDEX + width)
+    shared = _dense(model, widths, inner=(model.get("n_shared_experts") or 0) * keys.width(model))
+    weighted = chosen * hidden * (_WIDE if _weighs_in_fp32(model) else width)
+    matrices = width * keys.number(model) // widths.ep * inner * hidden
+    moments = (
+        # The gradient of each token's sum, once for each expert; zeros for them in another order; and these.
+        Held(routed + 3 * weighted),
+        Held(routed + shared.moments[0].by_token),
+        Held(2 * row + 5 * inner_row, matrices),
+        Held(2 * row + 2 * inner_row, 2 * matrices),
+    )
+    tiled = (3 * matrices // width, *(shared.tiled if shared.kept else ()))
+    return _Mlp(routed + shared.kept, moments, tiled, row if weighted > row else 0)

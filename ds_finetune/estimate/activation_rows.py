@@ -2,44 +2,149 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 
-from ds_finetune.config.schema import RunConfig
+from ds_finetune.config.schema import OWN_ATTENTIONS, RunConfig
 from ds_finetune.estimate.activation_memory import ActivationBytes, activation_bytes
-from ds_finetune.estimate.rank_weights import RankWeights
-from ds_finetune.estimate.rows import MemoryRow, Place
+from ds_finetune.estimate.rank_weights import RankWeights, num_scores
+from ds_finetune.estimate.rows import FORWARD, MemoryRow, Place
 from ds_finetune.families.parameters import ModelConfig
+from ds_finetune.families.tensors import EMBEDDING
+from ds_finetune.plan.combinations import WEIGHT_BYTES
+from ds_finetune.plan.packed_attention import varlen_problem
 from ds_finetune.plan.pipeline import num_held_forwards
 from ds_finetune.plan.plan import Plan
 
 _MICRO_BATCH = "train.micro_batch_size"
+_LENGTH = "train.max_seq_len"
+_ON_THEIR_WAY = 3
+"""Inputs of layers on the device where they are offloaded: one that is used, and two that are copied."""
+EXPERT_IMBALANCE = 1.25
+"""Rows that the experts of a rank get over their mean, where `parallel.ep` ranks divide the experts: assumed."""
 
 
 def activation_rows(
     config: RunConfig, plan: Plan, model: ModelConfig, stages: tuple[RankWeights, ...], number: int
 ) -> Iterator[MemoryRow]:
-    """Rows for the activations of a rank of pipeline stage `number`."""
+    """Rows for the activations of a rank of pipeline stage `number`. All tokens of its rows are counted as supervised,
+    and rows as full.
+    """
     home: Place = "host" if plan.device == "cpu" else "gpu"
-    batch = plan.batch
-    tokens = batch.micro_batch_size * -(-batch.max_seq_len // plan.mesh.sp)
-    vpp, accumulation = config.parallel.vpp, batch.gradient_accumulation_steps
-    forwards = num_held_forwards(pp=len(stages), vpp=vpp, micro_batches=accumulation, rank=number)
-    each = _activations(json.dumps(model, sort_keys=True, default=str), plan.precision, plan.mesh.tp)
-    layers = [each.layers[layer] for layer in stages[number].layers if layer < len(each.layers)]
-    # A forward of the schedule runs one of the rank's chunks.
-    inputs = each.layer_input * len(layers) * tokens * forwards // vpp
-    if plan.activation_checkpointing:
-        yield MemoryRow("inputs of recomputed layers", home, inputs, _MICRO_BATCH)
-        own = ActivationBytes(each.layer_input, tuple(layers), each.tiles, each.head)
-        working = own.working_set(is_tiled=config.train.tiled_mlp) * tokens
-        yield MemoryRow("a recomputed layer", home, working, "train.tiled_mlp", "layers")
-    else:
-        kept = inputs + sum(layer.kept for layer in layers) * tokens * forwards // vpp
-        yield MemoryRow("activations of layers", home, kept, "train.activation_checkpointing")
-        gradients = max(layer.mlp_gradients for layer in layers) * tokens
-        yield MemoryRow("gradients of activations", home, gradients, _MICRO_BATCH, "layers")
+    own = stage_activations(config, plan, model, stages[number])
+    tokens = tokens_of_rank(plan)
+    flying = in_flight(config, plan, number)
+    yield from _layer_rows(config, plan, own, tokens, flying=flying)
+    if plan.mesh.pp > 1:
+        # What each held forward gave, and one gradient.
+        between = int(own.layer_input * tokens * (flying * config.parallel.vpp + 1))
+        yield MemoryRow("hidden states between stages", home, between, _MICRO_BATCH, FORWARD)
+    if number == plan.mesh.pp - 1:
+        yield from _head_rows(config, own, tokens, home)
+    if number == 0 and config.lora is None:
+        (size,) = (kind.numel for kind in stages[0].kinds if kind.name == EMBEDDING)
+        gradient = WEIGHT_BYTES[plan.precision] * size + 2 * own.layer_input * tokens
+        yield MemoryRow("gradient of the embedding", home, gradient, "parallel.tp", ("embedding",))
+    yield from _exchange_rows(config, plan, model, own, tokens)
 
 
-@lru_cache(maxsize=256)
-def _activations(model: str, precision: str, tp: int) -> ActivationBytes:
-    return activation_bytes(json.loads(model), precision=precision, tp=tp)
+def tokens_of_rank(plan: Plan) -> int:
+    """Tokens of a micro-batch that a rank has."""
+    return plan.batch.micro_batch_size * -(-plan.batch.max_seq_len // plan.mesh.sp)
+
+
+def in_flight(config: RunConfig, plan: Plan, stage: int) -> float:
+    """Micro-batches whose activations a pipeline rank holds at a time; with `parallel.vpp` forwards run a part of its
+    layers.
+    """
+    vpp, accumulation = config.parallel.vpp, plan.batch.gradient_accumulation_steps
+    return num_held_forwards(pp=plan.mesh.pp, vpp=vpp, micro_batches=accumulation, rank=stage) / vpp
+
+
+def stage_activations(config: RunConfig, plan: Plan, model: ModelConfig, weights: RankWeights) -> ActivationBytes:
+    """The activations of the layers of a pipeline stage."""
+    is_packed = (
+        plan.device == "cuda"
+        and config.model.attention in OWN_ATTENTIONS
+        and config.model.attention != "by_document"
+        and not varlen_problem(model, precision=plan.precision)
+    )
+    text = json.dumps(model, sort_keys=True, default=str)
+    each = _activations(text, plan.precision, plan.mesh.tp, plan.mesh.ep, is_packed=is_packed, device=plan.device)
+    # A prediction layer is like the last layer.
+    return replace(each, layers=tuple(each.layers[min(layer, len(each.layers) - 1)] for layer in weights.layers))
+
+
+def _layer_rows(
+    config: RunConfig, plan: Plan, own: ActivationBytes, tokens: int, *, flying: float
+) -> Iterator[MemoryRow]:
+    home: Place = "host" if plan.device == "cpu" else "gpu"
+    is_tiled = config.train.tiled_mlp
+    if not plan.activation_checkpointing:
+        kept = own.kept_by_layers(is_tiled=is_tiled) * tokens
+        yield MemoryRow(
+            "activations of layers",
+            home,
+            int(kept * flying),
+            "train.activation_checkpointing",
+            ("head", "head backward"),
+        )
+        most = own.kept_at_most(tokens, is_tiled=is_tiled) + int(kept * max(flying - 1, 0))
+        yield MemoryRow("activations and their gradients", home, most, "train.activation_checkpointing", ("layers",))
+        return
+    inputs = int(own.inputs() * tokens * flying)
+    if plan.activation_offload:
+        yield MemoryRow("inputs of recomputed layers, offloaded", "host", inputs, _MICRO_BATCH)
+        inputs = min(_ON_THEIR_WAY, len(own.layers)) * own.layer_input * tokens
+    option = _MICRO_BATCH if plan.activation_offload or plan.device == "cpu" else "train.activation_offload"
+    yield MemoryRow("inputs of recomputed layers", home, inputs, option, FORWARD)
+    working = max(layer.most(tokens, is_tiled=is_tiled) for layer in own.layers)
+    working = max(working, own.last_norm * tokens)
+    yield MemoryRow("one layer in backward", home, working, _LENGTH if is_tiled else "train.tiled_mlp", ("layers",))
+
+
+def _head_rows(config: RunConfig, own: ActivationBytes, tokens: int, home: Place) -> Iterator[MemoryRow]:
+    head = own.head
+    yield MemoryRow("last norm", home, head.by_token * tokens, _MICRO_BATCH, ("head", "head backward"))
+    if num_scores(config):
+        return
+    yield MemoryRow("hidden states of supervised tokens", home, head.by_supervised * tokens, _MICRO_BATCH, ("head",))
+    yield MemoryRow("logits of a chunk", home, head.logits_of(tokens), "parallel.tp", ("head",))
+    gradient = 0 if config.lora is not None else head.gradient
+    yield MemoryRow("fp32 gradient of the head", home, gradient, "parallel.tp", ("head", "head backward"))
+    rounded = (0 if config.lora is not None else head.rounded) + 3 * head.by_supervised * tokens // 2
+    yield MemoryRow("rounded gradient of the head", home, rounded, "parallel.tp", ("head backward",))
+
+
+def _exchange_rows(
+    config: RunConfig, plan: Plan, model: ModelConfig, own: ActivationBytes, tokens: int
+) -> Iterator[MemoryRow]:
+    home: Place = "host" if plan.device == "cpu" else "gpu"
+    width = WEIGHT_BYTES[plan.precision]
+    if plan.mesh.sp > 1:
+        heads = model["num_attention_heads"] // plan.mesh.tp
+        head_dim = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
+        if model.get("kv_lora_rank") is not None:
+            head_dim = model["qk_nope_head_dim"] + model["qk_rope_head_dim"]
+        # What is sent and what arrives, of one tensor at a time.
+        size = 2 * width * heads * head_dim * tokens
+        yield MemoryRow("exchange of sequence parallelism", home, size, _LENGTH, ("layers",))
+    if plan.mesh.ep > 1:
+        sparse = next((layer for layer in own.layers if layer.router), None)
+        assert config.parallel.ep == plan.mesh.ep
+        if sparse is not None:
+            rows = own.layer_input * _chosen(model) * tokens
+            # Rows that leave and arrive, and what their experts get beyond the mean.
+            size = int(2 * rows * EXPERT_IMBALANCE + (EXPERT_IMBALANCE - 1) * sparse.mlp * tokens)
+            yield MemoryRow("exchange of expert parallelism", home, size, _LENGTH, ("layers",))
+
+
+def _chosen(model: ModelConfig) -> int:
+    return int(model.get("num_experts_per_tok") or 1)
+
+
+@lru_cache(maxsize=1024)
+def _activations(  # noqa: PLR0913 - those of activation_bytes
+    model: str, precision: str, tp: int, ep: int, *, is_packed: bool, device: str
+) -> ActivationBytes:
+    return activation_bytes(json.loads(model), precision=precision, tp=tp, ep=ep, is_packed=is_packed, device=device)

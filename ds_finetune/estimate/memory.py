@@ -2,15 +2,24 @@
 lowers it.
 """
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
+from ds_finetune.config.objectives import DistillObjective
 from ds_finetune.config.schema import RunConfig
+from ds_finetune.errors import ModelError
 from ds_finetune.estimate.activation_rows import activation_rows
-from ds_finetune.estimate.rank_weights import RankWeights, weights_of_run
-from ds_finetune.estimate.rows import MemoryRow, Place, peak
-from ds_finetune.estimate.state_rows import state_rows
+from ds_finetune.estimate.rank_elements import count_adapters, rank_elements
+from ds_finetune.estimate.rank_weights import RankWeights, num_scores, weights_of_run
+from ds_finetune.estimate.rows import MemoryRow, Moment, Place, fullest_moment, peak
+from ds_finetune.estimate.states import ModelSizes, estimate_run
+from ds_finetune.estimate.zero_rows import zero_rows
 from ds_finetune.families.parameters import ModelConfig
+from ds_finetune.plan.combinations import WEIGHT_BYTES
+from ds_finetune.plan.distillation import is_teacher_partitioned
+from ds_finetune.plan.model_shape import Shape
 from ds_finetune.plan.plan import Plan
 
 
@@ -18,7 +27,7 @@ from ds_finetune.plan.plan import Plan
 class MemoryEstimate:
     """What the rank that needs most on its device holds; the other ranks of its pipeline stage hold as much.
 
-    Not all rows are held at one time: see `MemoryRow.when`. On CPU ranks the device is the host.
+    Not all rows are held at one time: `MemoryRow.when` has the moments of a step. On CPU ranks the device is the host.
     """
 
     rows: tuple[MemoryRow, ...]
@@ -28,8 +37,13 @@ class MemoryEstimate:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes on the device at most."""
+        """Bytes on the device at the moment when most is held there."""
         return peak(self.rows, self.device)
+
+    @property
+    def moment(self) -> Moment:
+        """The moment when most is held on the device."""
+        return fullest_moment(self.rows, self.device)
 
     @property
     def host_bytes(self) -> int:
@@ -42,15 +56,19 @@ class MemoryEstimate:
         return peak(self.rows, "disk")
 
 
-def estimate_memory(config: RunConfig, plan: Plan, model: ModelConfig) -> MemoryEstimate:
-    """What the run of `config` needs with the layout of `plan`, where `model` is the config.json of its model.
+def estimate_memory(
+    config: RunConfig, plan: Plan, model: ModelConfig, *, teacher: ModelConfig | None = None
+) -> MemoryEstimate:
+    """What the run of `config` needs with the layout of `plan`, where `model` is the config.json of its model, and
+    `teacher` that of a teacher, which is read from its folder where it is not given.
 
-    ConfigError where the arithmetic of the model type is not known.
+    ConfigError where the arithmetic of the model type is not known; ModelError where the teacher's folder is not here.
     """
     device: Place = "host" if plan.device == "cpu" else "gpu"
     stages = weights_of_run(config, plan, model)
+    shared = (*_teacher_rows(config, plan, teacher, device), *_file_rows(config, plan, model))
     found = (
-        MemoryEstimate(tuple(_rows(config, plan, model, stages, number)), number, device)
+        MemoryEstimate((*_rows(config, plan, model, stages, number), *shared), number, device)
         for number in range(len(stages))
     )
     return max(found, key=lambda estimate: estimate.device_bytes)
@@ -59,5 +77,38 @@ def estimate_memory(config: RunConfig, plan: Plan, model: ModelConfig) -> Memory
 def _rows(
     config: RunConfig, plan: Plan, model: ModelConfig, stages: tuple[RankWeights, ...], number: int
 ) -> Iterator[MemoryRow]:
-    yield from state_rows(config, plan, model, stages[number])
+    own = rank_elements(config, plan, model, stages[number])
+    yield from zero_rows(plan, own, stages[number])
     yield from activation_rows(config, plan, model, stages, number)
+
+
+def _teacher_rows(config: RunConfig, plan: Plan, teacher: ModelConfig | None, home: Place) -> Iterator[MemoryRow]:
+    section = config.objective
+    if not isinstance(section, DistillObjective) or section.teacher is None:
+        return
+    numel = Shape.of(teacher if teacher is not None else _read_config(section.teacher)).total_params
+    is_cut = is_teacher_partitioned(plan.zero_stage, section.teacher_offload)
+    share = -(-numel // plan.world.world_size) if is_cut else numel
+    place: Place = "host" if section.teacher_offload != "none" else home
+    yield MemoryRow("weights of the teacher", place, WEIGHT_BYTES[plan.precision] * share, "objective.teacher_offload")
+
+
+def _read_config(folder: str) -> ModelConfig:
+    try:
+        tree: ModelConfig = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    except OSError:
+        raise ModelError(
+            f"the teacher {folder} has no config.json here", hint="name a folder with the teacher's config.json"
+        ) from None
+    return tree
+
+
+def _file_rows(config: RunConfig, plan: Plan, model: ModelConfig) -> Iterator[MemoryRow]:
+    shape = Shape.of(model, mtp_layers=1 if config.mtp.train else 0)
+    scores = num_scores(config)
+    total = (shape.with_scores(scores) if scores else shape).total_params
+    adapters = count_adapters(config, model) if config.lora is not None else None
+    run = estimate_run(config, plan, ModelSizes(total, total, total, adapters=adapters))
+    yield MemoryRow("checkpoints", "disk", run.files.checkpoints * run.files.checkpoint_bytes, "checkpoint.keep")
+    yield MemoryRow("exports", "disk", run.files.exports * run.files.export_bytes, "export.at_end")
+    yield MemoryRow("a checkpoint that is written", "host", run.staging_bytes, "checkpoint.asynchronous")

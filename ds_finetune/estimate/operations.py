@@ -9,14 +9,14 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
 
 from ds_finetune.config.schema import LoraConfig, RunConfig
 from ds_finetune.estimate.activation_memory import SINK_COLUMNS, ActivationBytes, activation_bytes
+from ds_finetune.estimate.rank_elements import is_trained
 from ds_finetune.estimate.rank_weights import RankWeights, part_of
 from ds_finetune.estimate.row_shape import RowShape
-from ds_finetune.estimate.state_rows import is_trained
 from ds_finetune.estimate.states import TensorKind
 from ds_finetune.families.parameters import ModelConfig
 from ds_finetune.families.table import family_of
@@ -85,13 +85,18 @@ class Work:
         """Bytes of a number in the run's precision."""
         return WEIGHT_BYTES[self.plan.precision]
 
-    @property
+    @cached_property
     def experts_per_token(self) -> int:
         """Routed experts that a token chooses; 0 in models without."""
         keys = family_of(str(self.model["model_type"])).expert_keys
         return keys.per_token(self.model) if keys else 0
 
-    @property
+    @cached_property
+    def text(self) -> str:
+        """The config.json, as a key of caches."""
+        return json.dumps(self.model, sort_keys=True, default=str)
+
+    @cached_property
     def extra_forwards(self) -> int:
         """Forwards of the model itself that a step does beside the trained one: that of a reference, which is the model
         without its adapters.
@@ -125,7 +130,7 @@ def operations(work: Work, weights: RankWeights, *, is_last: bool) -> tuple[Oper
 
 def shape_of(work: Work) -> Shape:
     """The parameters of the model and the cost of its attention."""
-    return _shape(_text(work.model), 1 if work.config.mtp.train else 0)
+    return _shape(work.text, 1 if work.config.mtp.train else 0)
 
 
 def is_head(kind: TensorKind, weights: RankWeights, *, is_last: bool) -> bool:
@@ -237,7 +242,7 @@ def _indexer_width(model: ModelConfig) -> int:
 
 def _memory(work: Work, weights: RankWeights) -> Iterator[Operation]:
     """Norms, rotations, gates and sums: their time is that of the memory that they read and write."""
-    each = _activations(_text(work.model), work.plan.precision, work.plan.mesh.tp)
+    each = _activations(work.text, work.plan.precision, work.plan.mesh.tp)
     layers = [each.layers[min(layer, len(each.layers) - 1)] for layer in weights.layers]
     kept = sum(layer.kept + each.layer_input for layer in layers) * work.num_tokens
     forwards = _PASSES_OVER_ACTIVATIONS + 2 * (work.plan.activation_checkpointing + work.extra_forwards)
@@ -260,10 +265,6 @@ def adapter_elements(lora: LoraConfig | None, kind: TensorKind, *, of_all_expert
 
 def _is_quantised(lora: LoraConfig | None, part: str) -> bool:
     return lora is not None and lora.quantize is not None and part in ("attention", "dense MLP", "shared experts")
-
-
-def _text(model: ModelConfig) -> str:
-    return json.dumps(model, sort_keys=True, default=str)
 
 
 @lru_cache(maxsize=64)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from math import prod
 
 from ds_finetune.config.objectives import ClassificationObjective, RewardObjective
 from ds_finetune.config.parallel import ParallelConfig
@@ -50,11 +51,18 @@ class RankWeights:
     """Numbers of its layers."""
     layer_kinds: tuple[LayerKind, ...]
     """The kind of each of them."""
+    layer_sizes: tuple[int, ...]
+    """Elements of each of them on a rank."""
 
     @cached_property
     def numel(self) -> int:
         """Elements of a rank."""
         return sum(kind.numel for kind in self.kinds)
+
+    @cached_property
+    def largest_layer(self) -> int:
+        """Elements of the layer that has most of them."""
+        return max(self.layer_sizes, default=0)
 
     @cached_property
     def by_part(self) -> Mapping[str, int]:
@@ -109,7 +117,15 @@ def _rank_weights(model: str, parallel: str, zero_ranks: int, mtp_layers: int, s
             local = local_shape(name, whole, tp=sizes.tp, ep=sizes.ep, has_transposed_experts=is_transposed)
             is_cut = fused_experts_part(name) is not None and sizes.ep > 1
             kinds.append(TensorKind(name, count, whole, local, zero_ranks // (sizes.ep if is_cut else 1)))
-        found.append(RankWeights(tuple(kinds), layers, tuple(tensors.layers[layer] for layer in layers)))
+        layer_kinds = tuple(tensors.layers[layer] for layer in layers)
+        of_kind = {
+            kind: sum(
+                prod(local_shape(f".{name}", shape, tp=sizes.tp, ep=sizes.ep, has_transposed_experts=is_transposed))
+                for name, shape in tensors.of_kind[kind].items()
+            )
+            for kind in set(layer_kinds)
+        }
+        found.append(RankWeights(tuple(kinds), layers, layer_kinds, tuple(of_kind[kind] for kind in layer_kinds)))
     return tuple(found)
 
 

@@ -2,14 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 Place = Literal["gpu", "host", "nvme", "disk"]
-Moment = Literal["always", "head", "layers", "step"]
-"""When something is held: all the time; while the head and the loss are computed; while layers are computed; or in the
-optimizer's step. The last three exclude each other.
+Moment = Literal["head", "head backward", "layers", "embedding", "reduction", "step"]
+"""Moments of an optimizer step: the head and the loss, their backward, layers, the gradient of the embedding, the
+reduction of gradients after backward, and the optimizer's update.
 """
-MOMENTS: tuple[Moment, ...] = ("head", "layers", "step")
+MOMENTS: tuple[Moment, ...] = get_args(Moment)
+FORWARD: tuple[Moment, ...] = ("head", "head backward", "layers")
+BACKWARD: tuple[Moment, ...] = ("head backward", "layers", "embedding")
 
 
 @dataclass(frozen=True)
@@ -21,14 +23,19 @@ class MemoryRow:
     num_bytes: int
     option: str = ""
     """The option of the run file that lowers it; empty where there is none."""
-    when: Moment = "always"
+    when: tuple[Moment, ...] = MOMENTS
 
 
 def peak(rows: Sequence[MemoryRow], place: Place) -> int:
-    """Bytes in a place at most: what is always held, and the most that is held beside it at one moment."""
-    return held(rows, place, "always") + max(held(rows, place, moment) for moment in MOMENTS)
+    """Bytes in a place at the moment when most is held there; rows of other moments are not added."""
+    return held(rows, place, fullest_moment(rows, place))
 
 
-def held(rows: Sequence[MemoryRow], place: Place, when: Moment) -> int:
-    """Bytes in a place at a moment, without those that are always held."""
-    return sum(row.num_bytes for row in rows if row.place == place and row.when == when)
+def fullest_moment(rows: Sequence[MemoryRow], place: Place) -> Moment:
+    """The moment when most is held in a place."""
+    return max(MOMENTS, key=lambda moment: held(rows, place, moment))
+
+
+def held(rows: Sequence[MemoryRow], place: Place, moment: Moment) -> int:
+    """Bytes in a place at a moment."""
+    return sum(row.num_bytes for row in rows if row.place == place and moment in row.when)

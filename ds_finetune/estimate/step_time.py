@@ -14,12 +14,12 @@ from typing import NamedTuple
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.estimate.accelerators import GB, Machine, check_precision
 from ds_finetune.estimate.operations import Operation, Work, adapter_elements, operations, shape_of
+from ds_finetune.estimate.rank_elements import is_trained
 from ds_finetune.estimate.rank_weights import RankWeights, weights_of_run
 from ds_finetune.estimate.row_shape import RowShape
-from ds_finetune.estimate.state_rows import is_trained
 from ds_finetune.estimate.teacher_time import teacher_config, teacher_flops
 from ds_finetune.estimate.time_assumptions import assumptions
-from ds_finetune.estimate.traffic import Group, Transfer, traffic
+from ds_finetune.estimate.traffic import Group, GroupTraffic, traffic
 from ds_finetune.families.parameters import ModelConfig
 from ds_finetune.plan.deepspeed_config import MOMENTS
 from ds_finetune.plan.plan import Plan
@@ -132,7 +132,8 @@ class _StageSeconds(NamedTuple):
 
 def _slowest_stage(work: Work, machine: Machine, stages: tuple[RankWeights, ...]) -> dict[str, float]:
     """The parts of a step on the pipeline stage that takes longest. It waits while its first micro-batch is on the
-    stages before it, and the gradients of its last one on the same.
+    stages before it, and the gradients of its last one on the same; with `parallel.vpp` while they are on one chunk of
+    each.
     """
     found: dict[object, _StageSeconds] = {}
     order = []
@@ -146,7 +147,8 @@ def _slowest_stage(work: Work, machine: Machine, stages: tuple[RankWeights, ...]
     if len(order) > 1:
         every = sum(sum(stage.forwards.values()) for stage in order)
         waits = every - sum(slowest.forwards.values())
-        parts["pipeline bubble"] = waits / work.plan.batch.gradient_accumulation_steps
+        chunks = work.config.parallel.vpp * work.plan.batch.gradient_accumulation_steps
+        parts["pipeline bubble"] = waits / chunks
     return {name: seconds for name, seconds in parts.items() if seconds > 0}
 
 
@@ -166,7 +168,7 @@ def _stage_seconds(work: Work, machine: Machine, weights: RankWeights, stage: in
     return _StageSeconds(parts, end | _optimizer_seconds(work, machine, weights))
 
 
-def _exposed(machine: Machine, transfers: list[Transfer], budget: float) -> dict[str, float]:
+def _exposed(machine: Machine, transfers: list[GroupTraffic], budget: float) -> dict[str, float]:
     """Seconds of transfers by name, less what is hidden in `budget` seconds of computation."""
     found: dict[str, float] = {}
     for transfer in transfers:

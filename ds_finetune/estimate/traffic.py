@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from ds_finetune.estimate.operations import Work, adapter_elements
+from ds_finetune.estimate.rank_elements import is_trained
 from ds_finetune.estimate.rank_weights import RankWeights, part_of
-from ds_finetune.estimate.state_rows import is_trained
 from ds_finetune.estimate.states import TensorKind
 from ds_finetune.families.parameters import ModelConfig
 from ds_finetune.families.table import family_of
@@ -43,7 +43,7 @@ class Group(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Transfer:
+class GroupTraffic:
     """What a rank sends in a step by one kind of collective for one purpose."""
 
     name: str
@@ -57,7 +57,7 @@ class Transfer:
     """Whether DeepSpeed lets it run beside computation."""
 
 
-class Groups(NamedTuple):
+class RankGroups(NamedTuple):
     """The groups of a rank."""
 
     zero: Group
@@ -69,7 +69,7 @@ class Groups(NamedTuple):
     stages: Group
 
     @classmethod
-    def of(cls, mesh: Mesh) -> "Groups":
+    def of(cls, mesh: Mesh) -> "RankGroups":
         """The groups of `mesh`, whose ranks are numbered along pp, dp, sp and tp, the last one fastest."""
         ranks = mesh.dp * mesh.sp
         return cls(
@@ -82,8 +82,8 @@ class Groups(NamedTuple):
         )
 
 
-def traffic(work: Work, weights: RankWeights, *, stage: int) -> tuple[Transfer, ...]:
-    """What a rank of a pipeline stage sends in a step; no transfers of nothing."""
+def traffic(work: Work, weights: RankWeights, *, stage: int) -> tuple[GroupTraffic, ...]:
+    """What a rank of a pipeline stage sends in a step; nothing of no bytes."""
     parts = (_zero(work, weights), _tensor(work, weights, stage), _sequence(work, weights), _experts(work, weights))
     found = (transfer for part in (*parts, _pipeline(work, weights, stage)) for transfer in part)
     return tuple(transfer for transfer in found if transfer.num_bytes)
@@ -95,9 +95,9 @@ def _times(kind: Kind, group: Group, whole: float) -> float:
     return whole * share * (2 if kind == "all_reduce" else 1)
 
 
-def _zero(work: Work, weights: RankWeights) -> Iterator[Transfer]:
+def _zero(work: Work, weights: RankWeights) -> Iterator[GroupTraffic]:
     """Gradients and weights over the ranks that have the same part of the model."""
-    groups, lora = Groups.of(work.plan.mesh), work.config.lora
+    groups, lora = RankGroups.of(work.plan.mesh), work.config.lora
     for group, has_experts in ((groups.zero, False), (groups.same_experts, True)):
         kinds = [kind for kind in weights.kinds if _is_cut(work, kind) == has_experts]
         trained = [kind for kind in kinds if lora is None and is_trained(work.config, work.model, kind)]
@@ -107,7 +107,7 @@ def _zero(work: Work, weights: RankWeights) -> Iterator[Transfer]:
             yield from _gathers(work, group, kinds, [*trained])
         elif work.plan.zero_stage:
             updated = _times("all_gather", group, work.width * num_trained)
-            yield Transfer("updated weights", "all_gather", group, updated, math.ceil(num_trained / _BUCKET), False)
+            yield GroupTraffic("updated weights", "all_gather", group, updated, math.ceil(num_trained / _BUCKET), False)
 
 
 def _is_cut(work: Work, kind: TensorKind) -> bool:
@@ -119,7 +119,7 @@ def _adapters(work: Work, kinds: list[TensorKind]) -> float:
     return sum(adapter_elements(work.config.lora, kind) for kind in kinds)
 
 
-def _reductions(work: Work, group: Group, numel: float) -> Iterator[Transfer]:
+def _reductions(work: Work, group: Group, numel: float) -> Iterator[GroupTraffic]:
     """DeepSpeed 0.19.8 sums gradients by all-reduce below ZeRO-3, also where each rank keeps a shard of them."""
     plan = work.plan
     width = _reduced_width(work)
@@ -129,7 +129,7 @@ def _reductions(work: Work, group: Group, numel: float) -> Iterator[Transfer]:
     zero: dict[str, Any] = plan.deepspeed["zero_optimization"]
     hides = bool(zero.get("overlap_comm", plan.zero_stage >= _FIRST_PARTITIONED))
     messages = times * math.ceil(numel / zero.get("reduce_bucket_size", _BUCKET))
-    yield Transfer("gradients", kind, group, times * _times(kind, group, width * numel), messages, not once, hides)
+    yield GroupTraffic("gradients", kind, group, times * _times(kind, group, width * numel), messages, not once, hides)
 
 
 def _reduced_width(work: Work) -> int:
@@ -138,7 +138,7 @@ def _reduced_width(work: Work) -> int:
     return WEIGHT_BYTES.get(str(given), work.width)
 
 
-def _gathers(work: Work, group: Group, kinds: list[TensorKind], trained: list[TensorKind]) -> Iterator[Transfer]:
+def _gathers(work: Work, group: Group, kinds: list[TensorKind], trained: list[TensorKind]) -> Iterator[GroupTraffic]:
     """ZeRO-3 gathers weights in forward, and again in backward where too many others were used between.
 
     Small ones stay whole, and are gathered once after the optimizer's step.
@@ -160,28 +160,28 @@ def _gathers(work: Work, group: Group, kinds: list[TensorKind], trained: list[Te
     ):
         num_bytes = times * _times("all_gather", source, work.width * numel)
         messages = times * tensors * numel / max(gathered, 1)
-        yield Transfer(name, "all_gather", source, num_bytes, messages, True, True)
+        yield GroupTraffic(name, "all_gather", source, num_bytes, messages, True, True)
     updated = _times("all_gather", group, work.width * sum(kind.numel for kind in kept if kind in trained))
-    yield Transfer("updated weights", "all_gather", group, updated, 1, False)
+    yield GroupTraffic("updated weights", "all_gather", group, updated, 1, False)
 
 
-def _tensor(work: Work, weights: RankWeights, stage: int) -> Iterator[Transfer]:
+def _tensor(work: Work, weights: RankWeights, stage: int) -> Iterator[GroupTraffic]:
     """Sums of activations and of their gradients over tensor parallel ranks."""
     mesh, layers = work.plan.mesh, len(weights.layers)
     if mesh.tp == 1:
         return
-    group, times = Groups.of(mesh).tensor, work.plan.batch.gradient_accumulation_steps
+    group, times = RankGroups.of(mesh).tensor, work.plan.batch.gradient_accumulation_steps
     hidden = work.model["hidden_size"]
     # Recomputation of a layer ends before its last sum.
     sums = (2 + work.plan.activation_checkpointing) * layers + (stage == 0)
     columns = hidden * sums + _copied_columns(work, weights)
     num_bytes = times * _times("all_reduce", group, work.width * columns * work.num_tokens)
-    yield Transfer("activations over tp", "all_reduce", group, num_bytes, times * (sums + 2 * layers), True)
+    yield GroupTraffic("activations over tp", "all_reduce", group, num_bytes, times * (sums + 2 * layers), True)
     if stage == mesh.pp - 1:
         # The gradient of the head's input; maximum, sum and logit of each label, and which token is likeliest.
         each = work.width * hidden + 3 * _WIDE + 2 * _INDEX
         num_bytes = times * _times("all_reduce", group, each * work.num_supervised)
-        yield Transfer("head over tp", "all_reduce", group, num_bytes, 4 * times, True)
+        yield GroupTraffic("head over tp", "all_reduce", group, num_bytes, 4 * times, True)
 
 
 def _copied_columns(work: Work, weights: RankWeights) -> float:
@@ -203,17 +203,17 @@ def _has_shared_experts(weights: RankWeights) -> bool:
     return any(part_of(kind.name) == "shared experts" for kind in weights.kinds)
 
 
-def _sequence(work: Work, weights: RankWeights) -> Iterator[Transfer]:
+def _sequence(work: Work, weights: RankWeights) -> Iterator[GroupTraffic]:
     """Queries, keys and values to the ranks of their heads, and outputs back."""
     mesh = work.plan.mesh
     if mesh.sp == 1:
         return
-    group, times = Groups.of(mesh).sequence, work.plan.batch.gradient_accumulation_steps
+    group, times = RankGroups.of(mesh).sequence, work.plan.batch.gradient_accumulation_steps
     passes = 2 + work.plan.activation_checkpointing
     columns = _exchanged_columns(work.model, mesh) * len(weights.layers)
     num_bytes = times * passes * _times("all_to_all", group, work.width * columns * work.num_tokens)
     messages = times * passes * 2 * len(weights.layers)
-    yield Transfer("attention over sp", "all_to_all", group, num_bytes, messages, True)
+    yield GroupTraffic("attention over sp", "all_to_all", group, num_bytes, messages, True)
 
 
 def _exchanged_columns(model: ModelConfig, mesh: Mesh) -> int:
@@ -228,12 +228,12 @@ def _exchanged_columns(model: ModelConfig, mesh: Mesh) -> int:
     return int(2 * width * (heads + groups))
 
 
-def _experts(work: Work, weights: RankWeights) -> Iterator[Transfer]:
+def _experts(work: Work, weights: RankWeights) -> Iterator[GroupTraffic]:
     """Rows to the ranks of their experts and back, in both passes; tokens are divided evenly over experts."""
     mesh, sparse = work.plan.mesh, sum(layer.is_sparse for layer in weights.layer_kinds)
     if mesh.ep == 1 or not sparse:
         return
-    group, times = Groups.of(mesh).experts, work.plan.batch.gradient_accumulation_steps
+    group, times = RankGroups.of(mesh).experts, work.plan.batch.gradient_accumulation_steps
     keys = family_of(str(work.model["model_type"])).expert_keys
     assert keys is not None, work.model["model_type"]
     forwards = 1 + work.plan.activation_checkpointing
@@ -242,24 +242,24 @@ def _experts(work: Work, weights: RankWeights) -> Iterator[Transfer]:
     num_bytes = times * sparse * _times("all_to_all", group, whole)
     messages = times * sparse * (3 * forwards + 2)
     # Shared experts are computed while rows are on their way to routed ones.
-    yield Transfer("rows over ep", "all_to_all", group, num_bytes, messages, True, _has_shared_experts(weights))
+    yield GroupTraffic("rows over ep", "all_to_all", group, num_bytes, messages, True, _has_shared_experts(weights))
 
 
-def _pipeline(work: Work, weights: RankWeights, stage: int) -> Iterator[Transfer]:
+def _pipeline(work: Work, weights: RankWeights, stage: int) -> Iterator[GroupTraffic]:
     """Hidden states to the next stage and their gradients to the one before."""
     mesh = work.plan.mesh
     if mesh.pp == 1:
         return
-    groups, times = Groups.of(mesh), work.plan.batch.gradient_accumulation_steps
+    groups, times = RankGroups.of(mesh), work.plan.batch.gradient_accumulation_steps
     # Every chunk of a rank but the model's first and last one has two neighbours.
     neighbours = 2 * work.config.parallel.vpp - (stage == 0) - (stage == mesh.pp - 1)
     num_bytes = neighbours * times * work.num_tokens * work.model["hidden_size"] * work.width
-    yield Transfer("hidden states over pp", "send_recv", groups.stages, num_bytes, neighbours * times, True)
+    yield GroupTraffic("hidden states over pp", "send_recv", groups.stages, num_bytes, neighbours * times, True)
     shared = [kind for kind in weights.kinds if kind.name == EMBEDDING]
     if stage in (0, mesh.pp - 1) and shared and _has_tied_ends(work) and work.config.lora is None:
         ends = Group(2 * mesh.dp * mesh.sp, 1)
         num_bytes = _times("all_reduce", ends, work.width * shared[0].numel)
-        yield Transfer("tied embedding over pp", "all_reduce", ends, num_bytes, 1, False)
+        yield GroupTraffic("tied embedding over pp", "all_reduce", ends, num_bytes, 1, False)
 
 
 def _has_tied_ends(work: Work) -> bool:

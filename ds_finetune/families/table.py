@@ -287,4 +287,5 @@ def family_of(model_type: str) -> Family:
     """The row of a model type, or the generic row: the same tensor names in checkpoint and model, nothing skipped, no
     further capability.
     """
-    return FAMILIES.get(model_type, Family(model_type, fp32_buffers=_ROUTER_BIASES, fp8_linear=None, is_generic=True))
+    known = FAMILIES.get(model_type)
+    return known or Family(model_type, fp32_buffers=_ROUTER_BIASES, fp8_linear=None, is_generic=True)

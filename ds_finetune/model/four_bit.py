@@ -20,26 +20,6 @@ from transformers import PreTrainedModel
 from ds_finetune.model.build import Fragment, Where
 from ds_finetune.patches.bitsandbytes_linear import without_cpu_packing
 
-_BLOCK, _NESTED = 64, 256
-_TABLES = 4 * (16 + 256 + 1)
-"""Bytes that each weight needs besides its blocks: both lookup tables and the mean of its scales, in fp32."""
-
-
-def fits_four_bit(shape: tuple[int, ...]) -> bool:
-    """Whether rows of a weight consist of whole blocks.
-
-    Otherwise bitsandbytes 0.50.2 quantises correctly but dequantises wrongly on CPUs (backends/cpu/ops.py:137): blocks
-    continue from row to row, and its kernel starts a new block with each row. Measured error: 15 to 40% instead of 9%.
-    """
-    return len(shape) == 2 and shape[1] % _BLOCK == 0
-
-
-def nf4_bytes(shape: tuple[int, ...]) -> int:
-    """Bytes of a weight of `shape`: half a byte per number, one per block, four per 256 blocks, and the tables."""
-    numel = prod(shape)
-    blocks = -(-numel // _BLOCK)
-    return -(-numel // 2) + blocks + 4 * -(-blocks // _NESTED) + _TABLES
-
 
 def install_four_bit(lm: PreTrainedModel, names: Iterable[str], *, device: str) -> None:
     """Replace the linear modules `names` of `lm` by modules that hold NF4 on `device` once their weights are written

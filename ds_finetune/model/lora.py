@@ -20,12 +20,12 @@ from ds_finetune.config.schema import LoraConfig
 from ds_finetune.model.adapter_names import weight_of
 from ds_finetune.model.build import Where
 from ds_finetune.model.four_bit import dtype_of, is_four_bit, shape_of
-from ds_finetune.model.lora_plan import ROUTED, ROUTER, LoraTarget, Shape
 from ds_finetune.model.parallel.expert import ExpertParallelExperts, MarkParameter, rows_up_to
 from ds_finetune.model.parallel.rank_group import RankGroup
 from ds_finetune.model.parallel.sharding import UNSHARDED, ModelShard, TensorShard
 from ds_finetune.model.parallel.tensor import ParallelLinear
 from ds_finetune.model.weights import seed_of
+from ds_finetune.plan.lora_targets import ROUTED, ROUTER, LoraTarget, Shape
 
 _CHUNK_NUMEL = 2**20
 

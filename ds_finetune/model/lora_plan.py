@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -12,49 +12,29 @@ from transformers import PretrainedConfig
 from ds_finetune.config.schema import LoraConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.model.build import Task, has_score_head, head_of
-from ds_finetune.model.four_bit import fits_four_bit, nf4_bytes
 from ds_finetune.model.parallel.pipeline import build_meta_model
 from ds_finetune.plan.layer_stages import StageLayers
+from ds_finetune.plan.lora_targets import (
+    FOUR_BIT,
+    KINDS,
+    ROUTED,
+    LoraTarget,
+    Shape,
+    adapted_targets,
+    last_name,
+    nf4_bytes,
+    quantised_targets,
+)
 from ds_finetune.plan.model_checks import check_lora_type
 
-ROUTED, ROUTER = "routed experts", "router"
-_FOUR_BIT = ("attention", "dense MLP", "shared experts")
-"""Kinds of modules whose weights `lora.quantize` holds in four bits."""
-_KINDS = (
-    ("attention", re.compile(r"\.self_attn\.\w+$"), ("weight",)),
-    ("dense MLP", re.compile(r"\.mlp\.\w+_proj$"), ("weight",)),
-    ("shared experts", re.compile(r"\.mlp\.shared_experts\.\w+_proj$"), ("weight",)),
-    (ROUTED, re.compile(r"\.mlp\.experts$"), ("gate_up_proj", "down_proj")),
-    (ROUTER, re.compile(r"\.mlp\.gate$"), ("weight",)),
-    ("multi-token prediction", re.compile(r"\.eh_proj$"), ("weight",)),
-)
-"""Kinds of modules that can be adapted, by name, and their weights. Embeddings, norms and the head cannot."""
-_ALIGNED = 8
-"""Grouped products of experts need rows of a multiple of 16 bytes (torch 2.13, native/GroupedMMUtils.h)."""
-
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
-
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class LoraTarget:
-    """A module that can be adapted: its full name, its kind, and the shapes of its weights by their names in it."""
-
-    name: str
-    kind: str
-    shapes: Mapping[str, Shape]
-
-    def num_params(self, rank: int) -> int:
-        """Parameters of its adapters."""
-        return sum(prod(shape[:-2]) * rank * (shape[-1] + shape[-2]) for shape in self.shapes.values())
 
 
 def adaptable_modules(lm: nn.Module) -> list[LoraTarget]:
     """Every module of a whole causal LM (on any device) that can be adapted, in the model's order."""
     targets = []
     for name, module in lm.named_modules():
-        for kind, pattern, leaves in _KINDS:
+        for kind, pattern, leaves in KINDS:
             weights = [module._parameters.get(leaf) for leaf in leaves] if pattern.search(name) else []
             shapes = {
                 leaf: tuple(weight.shape)
@@ -100,7 +80,7 @@ class LoraPlan:
         rows = [("lora", text)]
         for kind, number in modules.items():
             chosen = [target for target in self.targets if target.kind == kind]
-            names = dict.fromkeys(_last(target.name) for target in chosen)
+            names = dict.fromkeys(last_name(target.name) for target in chosen)
             numel = sum(target.num_params(lora.rank) for target in chosen)
             text = f"{len(chosen)} of {number} modules, {numel:,} parameters: {', '.join(names)}"
             rows.append((f"  {kind}", text if names else f"none of {number} modules"))
@@ -114,7 +94,7 @@ class LoraPlan:
         numel, size = sum(map(prod, shapes)), sum(map(nf4_bytes, shapes))
         experts = [target for target in self.adaptable if target.kind == ROUTED]
         routed = sum(prod(shape) for target in experts for shape in target.shapes.values())
-        unfit = sum(target.kind in _FOUR_BIT for target in self.adaptable) - len(self.quantised)
+        unfit = sum(target.kind in FOUR_BIT for target in self.adaptable) - len(self.quantised)
         kinds = ", ".join(dict.fromkeys(target.kind for target in self.quantised))
         text = f"{len(shapes)} weights, {numel:,} parameters in {size:,} bytes: {kinds}"
         rest = f"the other {self.model_params - numel:,} are in train.precision"
@@ -135,8 +115,8 @@ def plan_lora(hf_config: PretrainedConfig, lora: LoraConfig, task: Task = "causa
     return LoraPlan(
         section=lora,
         adaptable=every,
-        targets=_adapted_targets(every, lora),
-        quantised=_quantised_targets(every, lora),
+        targets=adapted_targets(every, lora),
+        quantised=quantised_targets(every, lora),
         model_params=lm.num_parameters(),
         head_params=sum(param.numel() for param in head_of(lm).parameters()) if has_score_head(lm) else 0,
     )
@@ -167,56 +147,3 @@ def _targets_of(lora: LoraPlan, layers: StageLayers | None) -> list[LoraTarget]:
     """The targets in these layers; all for None."""
     numbers = [(_LAYER.search(target.name), target) for target in lora.targets]
     return [target for number, target in numbers if layers is None or (number and int(number[1]) in layers)]
-
-
-def _adapted_targets(every: Sequence[LoraTarget], lora: LoraConfig) -> tuple[LoraTarget, ...]:
-    patterns = lora.target_modules
-    named = {target.name for pattern in patterns or () for target in _targets_named(pattern, every)}
-    chosen = tuple(target for target in every if (target.name in named if patterns else target.kind != ROUTER))
-    if lora.rank % _ALIGNED and any(target.kind == ROUTED for target in chosen):
-        raise ConfigError(
-            f"lora.rank {lora.rank} of routed experts is not a multiple of {_ALIGNED}",
-            hint="take a multiple, or leave `experts` out of target_modules",
-        )
-    return chosen
-
-
-def _targets_named(pattern: str, every: Sequence[LoraTarget]) -> list[LoraTarget]:
-    """Modules whose full name or last part of it equals `pattern`, or whose full name matches it. A router is matched
-    only by a pattern that ends in its own name.
-    """
-    exact = [target for target in every if pattern in (target.name, _last(target.name))]
-    try:
-        matched = [target for target in every if re.fullmatch(pattern, target.name)]
-    except re.error as broken:
-        raise ConfigError(
-            f"lora.target_modules `{pattern}` is not a regular expression: {broken}", hint="see Python's `re`"
-        ) from broken
-    names_router = _last(pattern.replace("\\.", ".")) == "gate"
-    selected = exact or [target for target in matched if target.kind != ROUTER or names_router]
-    if not selected:
-        names = sorted({_last(target.name) for target in every})
-        raise ConfigError(
-            f"lora.target_modules `{pattern}` matches no module that can be adapted",
-            hint=f"name one of {', '.join(names)}, or give a regular expression on full names such as {every[0].name}",
-        )
-    return selected
-
-
-def _last(name: str) -> str:
-    return name.rpartition(".")[2]
-
-
-def _quantised_targets(every: Sequence[LoraTarget], lora: LoraConfig) -> tuple[LoraTarget, ...]:
-    if lora.quantize is None:
-        return ()
-    candidates = [target for target in every if target.kind in _FOUR_BIT]
-    fitting = tuple(target for target in candidates if all(map(fits_four_bit, target.shapes.values())))
-    if not fitting:
-        first = candidates[0]
-        raise ConfigError(
-            f"lora.quantize {lora.quantize}: none of {len(candidates)} weights has rows of a multiple of 64 numbers, "
-            f"as {first.name} {first.shapes['weight']}",
-            hint="leave lora.quantize out",
-        )
-    return fitting

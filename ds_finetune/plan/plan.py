@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -183,6 +184,7 @@ def loss_kernel(name: str, *, device: str, tp: int = 1, is_cross_entropy: bool =
     return "liger"
 
 
+@lru_cache(maxsize=1)
 def _liger_version() -> str:
     """The installed version, empty where there is none."""
     try:

@@ -50,13 +50,14 @@ def plan_section(run: ReportedRun) -> ReportSection | None:
 def _forecast_rows(run: ReportedRun) -> list[tuple[str, str]]:
     """What was predicted of memory and time beside what was measured, where a run went so far."""
     rows = []
-    for title, predicted, measured, kind in (
-        ("memory of the fullest rank", "memory/predicted_gib", "memory/measured_gib", "gib"),
-        ("time of a step", "perf/predicted_step_seconds", "perf/step_seconds", "seconds"),
-    ):
-        expected, found = run.last(predicted), run.last(measured)
-        if expected is not None and found is not None:
-            rows.append((title, f"{number_text(expected, kind)} predicted, {number_text(found, kind)} measured"))
+    expected, found = run.last("memory/predicted_gib"), run.last("memory/measured_gib")
+    if expected is not None and found is not None:
+        text = f"{number_text(expected, 'gib')} predicted, {number_text(found, 'gib')} measured"
+        rows.append(("memory of the fullest rank", text))
+    expected, steps = run.last("perf/predicted_step_seconds"), run.curves.get("perf/step_seconds")
+    if expected is not None and steps is not None:
+        measured = number_text(float(np.nanmedian(steps.values)), "seconds")
+        rows.append(("time of a step", f"{number_text(expected, 'seconds')} predicted, {measured} measured (median)"))
     return rows
 
 

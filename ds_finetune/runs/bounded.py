@@ -12,10 +12,14 @@ WRITE_SECONDS = 3.0
 def try_to_finish(work: Callable[[], object], *, seconds: float | None = None) -> bool:
     """Do `work` in a thread of its own and wait for it, `WRITE_SECONDS` long unless given; returns whether it ended.
 
-    Work that has not ended goes on as long as the process lives.
+    Work that has not ended goes on as long as the process lives. It is not begun where there is no memory for a thread.
     """
     thread = threading.Thread(target=work, name="bounded-work", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:
+        # CPython 3.11's "can't start new thread".
+        return False
     thread.join(WRITE_SECONDS if seconds is None else seconds)
     return not thread.is_alive()
 

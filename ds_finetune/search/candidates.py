@@ -15,8 +15,9 @@ from ds_finetune.families.tensors import ModelTensors, model_tensors
 from ds_finetune.plan.activations import check_activations, check_model_type
 from ds_finetune.plan.combinations import TESTED_LAYOUTS
 from ds_finetune.plan.config_json import read_config_json
+from ds_finetune.plan.deepspeed_config import given_choices
 from ds_finetune.plan.distillation import check_teacher
-from ds_finetune.plan.layer_stages import stages_of
+from ds_finetune.plan.layer_stages import StageLayers, stages_of
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.model_checks import (
     check_model,
@@ -27,7 +28,7 @@ from ds_finetune.plan.model_checks import (
     max_positions,
 )
 from ds_finetune.plan.plan import Plan, make_plan
-from ds_finetune.search.layout import OFFLOADS, Activations, Layout, Offload, Sizes
+from ds_finetune.search.layout import OFFLOADS, Activations, Layout, Offload, Sizes, decided
 from ds_finetune.world import World
 
 STAGES = (0, 1, 2, 3)
@@ -54,7 +55,7 @@ class Ranks:
     @cached_property
     def world(self) -> World:
         """The world of rank 0."""
-        return World(0, self.number, 0, min(self.number, self.per_node), "a plan")
+        return World(0, self.number, 0, min(self.number, self.per_node), "a dry run")
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class Candidates:
                 hint="set a multiple",
             )
         config = self.config.model_copy(update={"parallel": sizes.section(self.config.parallel)})
-        return _refusal(self._check_sizes, config)
+        return _refusal(self._check_search, config)
 
     def zero_stages(self, sizes: Sizes) -> Iterator[tuple[int, Offload]]:
         """ZeRO stages and offloads that are legal with these sizes."""
@@ -140,30 +141,40 @@ class Candidates:
 
     def find(self, layout: Layout) -> Candidate | None:
         """The layout with its plan; None where `make_plan` refuses it."""
-        config = layout.apply(self.config)
+        config = layout.apply(self._decided)
         try:
             return Candidate(layout, config, make_plan(config, world=self.ranks.world, device=self.ranks.device))
         except ConfigError:
             return None
 
-    def _check_sizes(self, config: RunConfig) -> None:
-        """ConfigError or ModelError where the model cannot be divided as the section `parallel` says."""
+    def check(self, config: RunConfig) -> tuple[StageLayers | None, ...]:
+        """Layers of each pipeline stage of a run of these ranks; ConfigError or ModelError where its model cannot be
+        divided as the section `parallel` says.
+        """
         mesh = Mesh.of(config.parallel, world_size=self.ranks.number, rank=0)
         check_model(config, mesh, self.model)
         if self._teacher is not None:
             path, tree = self._teacher
             check_teacher(mesh, path, tree, max_seq_len=config.train.max_seq_len)
-        if mesh.pp == 1:
-            return
-        if config.lora is not None and config.lora.target_modules is not None:
+        stages = stages_of(self._tensors, config.parallel) if mesh.pp > 1 else (None,)
+        check_model_stages(config, self.model, stages)
+        return stages
+
+    def _check_search(self, config: RunConfig) -> None:
+        """The same, and ConfigError where the data or the built model decides whether a layout is legal."""
+        stages = self.check(config)
+        check_unknown_lengths(config, self.model, stages)
+        if len(stages) > 1 and config.lora is not None and config.lora.target_modules is not None:
             raise ConfigError(
-                f"lora.target_modules {list(config.lora.target_modules)} with parallel.pp {mesh.pp}: which stages have "
-                "adapters is known once the model is built",
+                f"lora.target_modules {list(config.lora.target_modules)} with parallel.pp {len(stages)}: which stages "
+                "have adapters is known once the model is built",
                 hint="set parallel.pp in the run file, and leave --search out",
             )
-        stages = stages_of(self._tensors, config.parallel)
-        check_model_stages(config, self.model, stages)
-        check_unknown_lengths(config, self.model, stages)
+
+    @cached_property
+    def _decided(self) -> RunConfig:
+        """The run with its DeepSpeed choices as a section, so that no file is read for each layout."""
+        return self.config.model_copy(update={"deepspeed": decided(given_choices(self.config.deepspeed)[0])})
 
     @cached_property
     def _tensors(self) -> ModelTensors:
@@ -191,7 +202,7 @@ def divisors(number: int, *, most: int | None = None) -> list[int]:
     return [n for n in range(1, min(number, most or number) + 1) if number % n == 0]
 
 
-def _refusal(check: Callable[[RunConfig], None], config: RunConfig) -> ConfigError | ModelError | None:
+def _refusal(check: Callable[[RunConfig], object], config: RunConfig) -> ConfigError | ModelError | None:
     try:
         check(config)
     except (ConfigError, ModelError) as refused:

@@ -17,6 +17,12 @@ _OFFLOADED: Mapping[Offload, tuple[str, ...]] = {
     "optimizer": ("offload_optimizer",),
     "all": ("offload_optimizer", "offload_param"),
 }
+OFFLOAD_TEXTS: Mapping[Offload, str] = {
+    "none": "",
+    "optimizer": ", optimizer on the host",
+    "all": ", optimizer and weights on the host",
+}
+"""For people, behind the ZeRO stage."""
 _HOST_MEMORY = {"device": "cpu", "pin_memory": True}
 
 

@@ -18,8 +18,9 @@ class OutOfMemoryError(RunError):
 
 
 def memory_table(estimate: MemoryEstimate) -> list[str]:
-    """The rows of the device, largest first, each with the option that lowers it."""
-    rows = sorted((row for row in estimate.rows if row.place == estimate.device), key=lambda row: -row.num_bytes)
+    """The rows of the device when most is held there, largest first, each with the option that lowers it."""
+    fullest = [row for row in estimate.rows if row.place == estimate.device and estimate.moment in row.when]
+    rows = sorted(fullest, key=lambda row: -row.num_bytes)
     return [
         f"  {row.num_bytes / GIB:10.3f} GiB  {row.name}{f' (lowered by {row.option})' if row.option else ''}"
         for row in rows
@@ -71,7 +72,10 @@ def _out_of_memory(run: PreparedRun, error: Exception, device: DeviceMemory | No
     need = f"by the estimate a rank needs {estimate.device_bytes / GIB:.3f} GiB at most"
     has = f"the {device.name} had {device.free_bytes / GIB:.3f} GiB free for it when the run was prepared"
     text = "\n".join([message, f"{need}, and {has}:", *memory_table(estimate)])
-    hint = what_fits(run, budget=device.free_bytes)
-    if estimate.device_bytes < device.free_bytes:
-        hint = f"the estimate is less than what was free: look for other processes and limits; {hint}"
-    return OutOfMemoryError(text, hint=hint)
+    if estimate.device_bytes >= device.free_bytes:
+        return OutOfMemoryError(text, hint=what_fits(run, budget=device.free_bytes))
+    less = what_fits(run, budget=estimate.device_bytes)
+    return OutOfMemoryError(
+        text,
+        hint=f"the estimate is less than what was free: look for other processes and limits, or take less; {less}",
+    )

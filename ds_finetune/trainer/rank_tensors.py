@@ -9,7 +9,6 @@ import torch
 from ds_finetune.estimate.states import ModelSizes, TensorKind, fullest_stage, model_sizes
 from ds_finetune.families.table import family_of
 from ds_finetune.model.build import build_skeleton, model_class
-from ds_finetune.model.four_bit import nf4_bytes
 from ds_finetune.model.lora_plan import LoraPlan
 from ds_finetune.model.model_plan import ModelPlan
 from ds_finetune.model.parallel.expert import build_local_experts
@@ -17,6 +16,7 @@ from ds_finetune.model.parallel.pipeline import PipelineGroup, build_only_layers
 from ds_finetune.model.parallel.sharding import ModelShard
 from ds_finetune.model.parallel.tensor import local_config
 from ds_finetune.model.teacher_plan import TeacherPlan
+from ds_finetune.plan.lora_targets import nf4_bytes
 from ds_finetune.plan.plan import Plan
 
 Stages = tuple[tuple[TensorKind, ...], ...]

@@ -131,4 +131,5 @@ def test_peaks_of_deepseek_v3() -> None:
 def test_tensor_parallel_ranks_have_a_part_of_heads_and_widths() -> None:
     whole, part = (activation_bytes(PUBLISHED["Qwen3-8B"], precision="bf16", tp=tp).layers[0] for tp in (1, 4))
     assert whole.mlp == 4 * part.mlp
-    assert whole.attention_gradients - part.attention_gradients == 5 * 2 * 4096 * 3 // 4
+    # The norms of queries and keys and the attention itself, not the norms over hidden states.
+    assert part.attention < whole.attention < 4 * part.attention

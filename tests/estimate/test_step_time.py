@@ -95,16 +95,19 @@ def test_recomputation_and_launches_are_parts() -> None:
     assert tiny.parts["kernel launches"] > tiny.seconds / 2
 
 
-@pytest.mark.parametrize("pp", [2, 4])
-def test_the_bubble_is_that_of_1f1b(pp: int) -> None:
+@pytest.mark.parametrize(("pp", "vpp"), [(2, 1), (4, 1), (2, 2)])
+def test_the_bubble_is_that_of_the_schedule(pp: int, vpp: int) -> None:
     # Without supervised tokens all stages take as long, but for what stages in the middle send to both sides.
     rows = RowShape.full(SEQ, supervised_share=0)
     found = estimate(
-        ranks=pp, parallel={"pp": pp, "pp_layers": [8 // pp] * pp}, train={"micro_batch_size": 4}, rows=rows
+        ranks=pp,
+        parallel={"pp": pp, "vpp": vpp, "pp_layers": [8 // pp // vpp] * pp * vpp},
+        train={"micro_batch_size": 4},
+        rows=rows,
     )
     others = {"gradients", "updated weights", "gradients in memory", "optimizer", "pipeline bubble"}
     computed = sum(seconds for name, seconds in found.parts.items() if name not in others)
-    assert found.parts["pipeline bubble"] == pytest.approx(computed * (pp - 1) / 16, rel=0.03)
+    assert found.parts["pipeline bubble"] == pytest.approx(computed * (pp - 1) / (16 * vpp), rel=0.03)
 
 
 def test_stages_wait_for_the_slowest_one() -> None:

@@ -1,8 +1,8 @@
-"""Groups by arithmetic against those of the mesh."""
+"""RankGroups by arithmetic against those of the mesh."""
 
 import pytest
 
-from ds_finetune.estimate.traffic import Group, Groups
+from ds_finetune.estimate.traffic import Group, RankGroups
 from ds_finetune.plan.mesh import Mesh
 
 MESHES = [
@@ -20,7 +20,7 @@ def ranks_of(group: Group) -> list[int]:
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_groups_are_those_of_the_mesh(mesh: Mesh) -> None:
-    found = Groups.of(mesh)
+    found = RankGroups.of(mesh)
     assert ranks_of(found.zero) in mesh.lines("dp", "sp")
     assert ranks_of(found.tensor) in mesh.lines("tp")
     assert ranks_of(found.sequence) in mesh.lines("sp")
@@ -32,5 +32,5 @@ def test_groups_are_those_of_the_mesh(mesh: Mesh) -> None:
 @pytest.mark.parametrize("per_node", [1, 2, 4, 8])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_ranks_on_one_node(mesh: Mesh, per_node: int) -> None:
-    for group in Groups.of(mesh):
+    for group in RankGroups.of(mesh):
         assert group.on_node(per_node) == sum(rank < per_node for rank in ranks_of(group))

@@ -76,7 +76,7 @@ def test_the_command_shows_ranks_shapes_and_deepspeed(
         f"model: {deepseek_v3}\ndata: {{train: t.jsonl}}\ndeepspeed: {{zero_optimization: {{stage: 3}}}}\nparallel: {{ep: 32}}\n"
         "train: {for: 1 steps, global_batch_size: 256, micro_batch_size: 1}\noutput_dir: o\n"
     )
-    assert main(["plan", str(run_file), "--gpus", "256", "--dry-run"]) == 0
+    assert main(["plan", str(run_file), "--gpus", "256", "--tensors"]) == 0
     shown = capsys.readouterr().out
     for text in (
         "dp 256 x ep 32, ZeRO-3",

@@ -57,7 +57,7 @@ def test_what_is_not_tested_is_refused(
     override: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_file = encoder_task(tmp_path)
-    assert main(["plan", str(run_file), "--gpus", "2", "--dry-run", override]) == 2
+    assert main(["plan", str(run_file), "--gpus", "2", "--tensors", override]) == 2
     assert text in " ".join(capsys.readouterr().err.split())
 
 

@@ -2,9 +2,14 @@
 memory.
 """
 
+import contextlib
 import json
+import os
 import re
+import signal
 import sys
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +28,7 @@ from ds_finetune.trainer.trial_rows import longest_rows, rows_again
 from ds_finetune.world import AccelerateChoices, World
 from tests.forks import Forkserver
 from tests.launched import SOCKET
-from tests.running import metrics, start, tiny_task, torchrun
+from tests.running import SECONDS, metrics, start, tiny_task, torchrun
 
 _NO_FILES = {"checkpoint": {"every": "never"}, "export": {"at_end": False}}
 
@@ -85,6 +90,46 @@ def test_a_second_start_and_a_resume_try_nothing(tmp_path: Path) -> None:
     assert _plan_text(tmp_path / "second").startswith("8 (auto: remembered from ")
 
 
+@pytest.mark.slow
+def test_a_killed_trial_means_the_next_smaller_size_on_every_rank(tmp_path: Path) -> None:
+    """The kernel kills one rank's process, as it does where the host has no memory; the other rank's hears of it."""
+    run_file = tiny_task(tmp_path, train={"micro_batch_size": "auto"}, **_NO_FILES)
+    killer = threading.Thread(target=_kill_first_trial, args=(tmp_path,), daemon=True)
+    killer.start()
+    done = start(torchrun("ds_finetune/train.py", str(run_file)), {"TMPDIR": str(tmp_path)})
+    killer.join()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"train.micro_batch_size 4 ran out of memory \(rank \d: killed by SIGKILL", done.stdout)
+    assert "trying train.micro_batch_size 2: " in done.stdout
+    assert _plan_text(tmp_path).startswith("2 (auto: tried on the longest rows, ")
+    assert "; 4 ran out of memory (rank " in _plan_text(tmp_path)
+
+
+def _kill_first_trial(folder: Path) -> None:
+    """Kill the process of one rank's trial, whose request is in `folder`."""
+    until = time.monotonic() + SECONDS
+    while time.monotonic() < until:
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                words = (process / "cmdline").read_bytes().split(b"\0")
+                is_trial = words[1:3] == [b"-m", b"ds_finetune.trainer.trial_process"]
+                if is_trial and words[4].startswith(os.fsencode(folder)):
+                    os.kill(int(process.name), signal.SIGKILL)
+                    return
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_no_memory_on_several_ranks_is_one_error(tmp_path: Path) -> None:
+    run_file = _wide_task(tmp_path, ranks=2)
+    worker = str(Path(__file__).with_name("limited_worker.py"))
+    done = start(torchrun(worker, "900", str(run_file)))
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+    assert len(re.findall(r"^error: ", done.stderr, re.MULTILINE)) == 1
+    assert "ran out of memory: " in done.stderr
+
+
 def test_the_longest_rows_are_tried() -> None:
     lengths = enumerate([3, 9, 5, 9, 9])
     documents = Documents.of([KeptDocument(range(length), [number != 1] * length) for number, length in lengths])
@@ -140,15 +185,7 @@ def test_a_micro_batch_is_a_number_or_auto(size: str, tmp_path: Path) -> None:
 
 def test_no_memory_in_a_step_is_explained(tmp_path: Path) -> None:
     """A real limit of the address space, of which a step with all activations kept needs more than there is."""
-    run_file = tiny_task(
-        tmp_path,
-        train={"micro_batch_size": 8, "max_seq_len": 512},
-        data={"packing": True, "eval": []},
-        deepspeed={"zero_optimization": {"stage": 0}},
-    )
-    config = tmp_path / "model" / "config.json"
-    wide = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6}
-    config.write_text(json.dumps(json.loads(config.read_text()) | wide))
+    run_file = _wide_task(tmp_path, ranks=1)
     worker = str(Path(__file__).with_name("limited_worker.py"))
     done = start([sys.executable, worker, "900", str(run_file)])
     assert done.returncode == 1, done.stdout + done.stderr
@@ -158,6 +195,20 @@ def test_no_memory_in_a_step_is_explained(tmp_path: Path) -> None:
     found = re.search(r"by the estimate a rank needs (\d\.\d+) GiB at most, and the CPU had (\d\.\d+) GiB free", errors)
     assert found is not None, errors
     assert float(found[1]) > float(found[2])
-    assert re.search(r"\d\.\d{3} GiB activations of layers \(lowered by train.activation_checkpointing\)", errors)
+    assert re.search(r"\d\.\d{3} GiB activations [a-z ]+ \(lowered by train.activation_checkpointing\)", errors)
     assert re.search(r"hint: by the estimate these fit, each with its need: train.micro_batch_size [24] \(0", errors)
     assert "train.activation_checkpointing true (" in errors
+
+
+def _wide_task(folder: Path, *, ranks: int) -> Path:
+    """Rows of 512 tokens in a model of six layers, all of whose activations are kept."""
+    run_file = tiny_task(
+        folder,
+        train={"micro_batch_size": 8, "global_batch_size": 8 * ranks, "max_seq_len": 512},
+        data={"packing": True, "eval": []},
+        deepspeed={"zero_optimization": {"stage": 0}},
+    )
+    config = folder / "model" / "config.json"
+    wide = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6}
+    config.write_text(json.dumps(json.loads(config.read_text()) | wide))
+    return run_file

@@ -1,0 +1,156 @@
+"""Token ids of texts from a cache of their words.
+
+Half of the time of a preparation is the tokenizer's, most of it in the regular expressions that cut a text into words,
+and a data set has few different words. For tokenizers whose expressions are known (`_CUTS`), a text is cut here at
+spaces, each different piece is encoded once, and the ids of a text are those of its pieces. Every other tokenizer
+encodes whole texts.
+
+A cut before a space is exact where (1) no expression matches both the character before the space and the space, (2)
+none looks back, and (3) what looks ahead looks for the end of white space. Then the words to the left and to the right
+are those of the whole text, and byte-level BPE merges within words alone. (1) holds for the characters of `_CUTS`:
+letters and digits, and the signs that an expression of its own matches. NFC composes nothing across a space, and added
+tokens have no spaces and do not strip them (`_has_plain_added_tokens`).
+"""
+
+import hashlib
+import json
+import re
+from bisect import bisect_right
+from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate, chain
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerBase
+
+_ANY_SIGN = r"!-~"
+_PUNCTUATION = r"0-9A-Za-z!\"#%&'()*,\-./:;?@\[\\\]_{}"
+"""Letters, digits, and the signs of Unicode's class P."""
+_CUTS: Mapping[str, str] = {
+    "2d98886545175e55": _PUNCTUATION,  # DeepSeek Coder: signs that are no punctuation belong to the space behind them
+    "308bc0fc18f7896c": _ANY_SIGN,  # DeepSeek LLM, V2
+    "8e9a9de6f59e7d8e": _ANY_SIGN,  # DeepSeek V3
+    "ec3ddd824c16ec63": _ANY_SIGN,  # Qwen 2, 2.5 and 3
+    "37cdc9d768b5f12d": _ANY_SIGN,  # Llama 3, GLM
+}
+"""Characters after which a space begins a word, by the digest of the tokenizer's parts (`_digest`)."""
+_MOST_PIECES = 500_000
+"""Pieces that are kept; one of English takes about 300 bytes."""
+_PIECES_PER_TEXT = 500
+"""Pieces that are encoded as one text."""
+_LONGEST_KEPT = 32
+"""Characters of a piece that is kept. Longer ones (a text without spaces) are seldom found again."""
+
+
+def text_encoder(tokenizer: PreTrainedTokenizerBase) -> "TextEncoder":
+    """The encoder of `tokenizer`, the same one until the tokenizer is changed or gone."""
+    core = tokenizer.backend_tokenizer
+    state = (core.get_vocab_size(), _digest(core))
+    if tokenizer not in _encoders or _encoders[tokenizer].state != state:
+        _encoders[tokenizer] = TextEncoder(core, state)
+    return _encoders[tokenizer]
+
+
+class TextEncoder:
+    """Encodes texts without special tokens around them."""
+
+    def __init__(self, core: Tokenizer, state: tuple[int, str]) -> None:
+        self._core = core
+        self.state = state
+        before = _CUTS.get(state[1]) if _has_plain_added_tokens(core) else None
+        # A pattern that begins with a literal is searched for it.
+        self._cut = None if before is None else re.compile(f" (?<=[{before}] )")
+        self._ends_like_a_cut = re.compile(f"[{before}]\\Z")
+        self._first: dict[str, list[int]] = {}
+        """Ids of pieces at the start of a text."""
+        self._later: dict[str, list[int]] = {}
+        """Ids of pieces with a space before them, by the piece without it."""
+
+    @property
+    def is_by_word(self) -> bool:
+        """Whether texts are cut into pieces."""
+        return self._cut is not None
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text."""
+        if self._cut is None:
+            return self._encode_whole(texts)
+        pieces = [self._cut.split(text) for text in texts]
+        first = {parts[0] for parts in pieces} - self._first.keys()
+        # The first pieces among them do no harm.
+        later = set(chain.from_iterable(pieces)) - self._later.keys()
+        self._first.update(zip(first, self._encode_whole([*first]), strict=True))
+        self._later.update(self._encode_later(later))
+        of_piece = self._later.__getitem__
+        found = [[*self._first[parts[0]], *chain.from_iterable(map(of_piece, parts[1:]))] for parts in pieces]
+        _forget(self._first, first)
+        _forget(self._later, later)
+        return found
+
+    def _encode_whole(self, texts: Sequence[str]) -> list[list[int]]:
+        self._forget_limits()
+        return [encoding.ids for encoding in self._core.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def _forget_limits(self) -> None:
+        """As transformers 5.23 does before each call of the tokenizer."""
+        self._core.no_truncation()
+        self._core.no_padding()
+
+    def _encode_later(self, pieces: Collection[str]) -> dict[str, list[int]]:
+        """Ids of pieces with a space before them.
+
+        Pieces that end as those before a cut do are encoded in long texts, since a call has a cost for each text.
+        """
+        joined = [piece for piece in pieces if self._ends_like_a_cut.search(piece)]
+        alone = [*set(pieces).difference(joined)]
+        found = dict(zip(alone, self._encode_whole([f" {piece}" for piece in alone]), strict=True))
+        groups = [joined[at : at + _PIECES_PER_TEXT] for at in range(0, len(joined), _PIECES_PER_TEXT)]
+        texts = ["".join(f" {piece}" for piece in group) for group in groups]
+        for group, encoding in zip(groups, self._core.encode_batch(texts, add_special_tokens=False), strict=True):
+            ids, ends = encoding.ids, [end for _, end in encoding.offsets]
+            done = 0
+            for piece, end in zip(group, accumulate(len(piece) + 1 for piece in group), strict=True):
+                last = bisect_right(ends, end, done)
+                found[piece] = ids[done:last]
+                done = last
+            assert done == len(ids)
+        return found
+
+
+def _forget(known: dict[str, list[int]], added: Collection[str]) -> None:
+    """Drop long pieces among `added`, and all where there are too many."""
+    if len(known) > _MOST_PIECES:
+        known.clear()
+    for piece in added:
+        if len(piece) > _LONGEST_KEPT:
+            known.pop(piece, None)
+
+
+_encoders: WeakKeyDictionary[PreTrainedTokenizerBase, TextEncoder] = WeakKeyDictionary()
+
+
+def _has_plain_added_tokens(core: Tokenizer) -> bool:
+    added = core.get_added_tokens_decoder().values()
+    return not any(token.lstrip or token.rstrip or token.single_word or " " in token.content for token in added)
+
+
+def _digest(core: Tokenizer) -> str:
+    """A digest of all that decides how a text becomes words and how words are merged, without vocabulary and merges."""
+    model = core.model
+    parts: list[object] = [
+        [_steps(json.loads(part.__getstate__())) if part else [] for part in (core.normalizer, core.pre_tokenizer)],
+        type(model).__name__,
+        [getattr(model, name, None) for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix")],
+    ]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _steps(part: dict[str, Any]) -> list[dict[str, Any]]:
+    """The steps of a normalizer or pre-tokenizer, alike for different ways to write the same; offsets do not count."""
+    if part["type"] == "Sequence":
+        return [step for inner in part.get("pretokenizers", part.get("normalizers", ())) for step in _steps(inner)]
+    step = {name: value for name, value in part.items() if name != "trim_offsets"}
+    if "Regex" in step.get("pattern", ""):
+        step["pattern"] = step["pattern"]["Regex"].replace("\r", "\\r").replace("\n", "\\n")
+    return [step]

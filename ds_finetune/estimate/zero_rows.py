@@ -1,0 +1,234 @@
+"""What DeepSpeed 0.19.8 holds on a rank: weights, gradients, optimizer states and its buffers, by ZeRO stage.
+
+File names below are those of deepspeed/runtime.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ds_finetune.estimate.rank_elements import RankElements
+from ds_finetune.estimate.rank_weights import RankWeights
+from ds_finetune.estimate.rows import BACKWARD, FORWARD, MOMENTS, MemoryRow, Moment, Place
+from ds_finetune.plan.combinations import WEIGHT_BYTES
+from ds_finetune.plan.deepspeed_config import MOMENTS as OPTIMIZER_MOMENTS
+from ds_finetune.plan.plan import Plan
+
+_WIDE = 4
+_STAGE, _TP = "deepspeed.zero_optimization.stage", "parallel.tp"
+_OPTIMIZER = "deepspeed.zero_optimization.offload_optimizer"
+_PARAM = "deepspeed.zero_optimization.offload_param"
+_BUCKET = "deepspeed.zero_optimization.reduce_bucket_size"
+_DEFAULTS = {
+    "reduce_bucket_size": 500_000_000,
+    "sub_group_size": 1_000_000_000,
+    "stage3_prefetch_bucket_size": 50_000_000,
+    "stage3_param_persistence_threshold": 100_000,
+    "stage3_model_persistence_threshold": 2**63 - 1,
+    "stage3_max_reuse_distance": 1_000_000_000,
+    "contiguous_gradients": True,
+}
+"""zero/config.py:113-251."""
+_IN_STEPS: tuple[Moment, ...] = ("reduction", "step")
+_UNTIL_REDUCED: tuple[Moment, ...] = (*FORWARD, "embedding", "reduction")
+
+
+@dataclass(frozen=True)
+class _Zero:
+    """A run as DeepSpeed sees it on a rank."""
+
+    plan: Plan
+    own: RankElements
+    home: Place
+
+    @property
+    def width(self) -> int:
+        """Bytes of a weight."""
+        return WEIGHT_BYTES[self.plan.precision]
+
+    @property
+    def accumulated(self) -> int:
+        """Bytes of a number of the gradients that are accumulated."""
+        named = str((self.plan.deepspeed.get("data_types") or {}).get("grad_accum_dtype"))
+        return WEIGHT_BYTES.get(named, self.width)
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether a step has several forwards."""
+        return self.plan.batch.gradient_accumulation_steps > 1
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether optimizer states are not on the device."""
+        return self.plan.offload_optimizer != "none"
+
+    @property
+    def optimizer_place(self) -> Place:
+        """Where optimizer states are."""
+        return place_of(self.plan.offload_optimizer, self.home)
+
+    def option(self, name: str) -> Any:  # noqa: ANN401 - a number or a bool
+        """An option of `zero_optimization`, or DeepSpeed's default."""
+        return self.plan.deepspeed["zero_optimization"].get(name, _DEFAULTS[name])
+
+    @property
+    def buckets(self) -> int:
+        """Bytes of the buckets in which gradients are summed: two where communication overlaps backward at stages 1
+        and 2 (zero/stage_1_and_2.py:3254-3279), one at stage 3 (zero/stage3.py:782). They are as large as the option
+        says on a GPU; a CPU gives them memory where gradients are written.
+        """
+        if not self.option("contiguous_gradients"):
+            return 0
+        overlaps = self.plan.deepspeed["zero_optimization"].get("overlap_comm") and self.plan.zero_stage < 3
+        numel = int(self.option("reduce_bucket_size"))
+        numel = min(numel, self.own.trained) if self.home == "host" else numel
+        return numel * self.width * (2 if overlaps else 1)
+
+
+def zero_rows(plan: Plan, own: RankElements, weights: RankWeights) -> Iterator[MemoryRow]:
+    """Rows for what DeepSpeed holds on a rank."""
+    run = _Zero(plan, own, "host" if plan.device == "cpu" else "gpu")
+    yield from _four_bit_rows(run)
+    if plan.reduces_once:
+        size = run.width * own.trained
+        yield MemoryRow("gradients until they are reduced", run.home, size, "train.reduction_every", _UNTIL_REDUCED)
+    if plan.zero_stage == 3:
+        yield from _rows_of_stage_3(run, weights)
+        return
+    yield MemoryRow("weights", run.home, run.width * own.held, _STAGE)
+    yield from _optimizer_rows(run)
+    yield from _rows_of_stage_0(run) if plan.zero_stage == 0 else _rows_of_stages_1_and_2(run)
+
+
+def place_of(offload: str, home: Place) -> Place:
+    """Where an offloaded state is."""
+    places: dict[str, Place] = {"none": home, "cpu": "host", "nvme": "nvme"}
+    return places[offload]
+
+
+def _four_bit_rows(run: _Zero) -> Iterator[MemoryRow]:
+    own, parts = run.own, run.plan.zero_ranks if run.plan.zero_stage == 3 else 1
+    if own.packed_bytes:
+        size = own.scales_bytes + -(-own.packed_bytes // parts)
+        yield MemoryRow("weights in four bits", run.home, size, _STAGE if parts == 1 else "")
+        size = run.width * own.dequantised
+        yield MemoryRow("a weight of four bits while it is used", run.home, size, "", FORWARD)
+
+
+def _optimizer_rows(run: _Zero) -> Iterator[MemoryRow]:
+    """fp32 weights and moments. Stage 0 in fp32 updates the weights themselves; stages 1 and 2 copy them at any
+    precision (zero/stage_1_and_2.py:560), stage 3 does not where they are fp32 on the device (zero/stage3.py:1161).
+    """
+    stage, own = run.plan.zero_stage, run.own
+    updated, option = (own.trained_share if stage else own.trained), _OPTIMIZER if stage else _STAGE
+    is_copied = run.width < _WIDE or (stage in (1, 2)) or (stage == 3 and run.is_offloaded)
+    if is_copied:
+        yield MemoryRow("fp32 weights", run.optimizer_place, _WIDE * updated, option)
+    moments = _WIDE * OPTIMIZER_MOMENTS[run.plan.optimizer.name] * updated
+    yield MemoryRow("moments", run.optimizer_place, moments, option)
+    if run.is_offloaded:
+        yield MemoryRow("fp32 gradients for the update", run.optimizer_place, _WIDE * updated, _STAGE)
+
+
+def _rows_of_stage_0(run: _Zero) -> Iterator[MemoryRow]:
+    """Gradients of all weights; in 16 bits also fp32 copies, one by one, then as one (fp16/fused_optimizer.py:286)."""
+    own, plan = run.own, run.plan
+    yield MemoryRow("gradients", run.home, run.width * own.trained, _STAGE)
+    if run.width < _WIDE:
+        yield MemoryRow("fp32 gradients for the update", run.home, 2 * _WIDE * own.trained, _STAGE, ("step",))
+    if plan.world.world_size > 1:
+        bucket = run.width * min(own.trained, _DEFAULTS["reduce_bucket_size"])
+        yield MemoryRow("bucket of gradients", run.home, int(bucket), _STAGE, ("reduction",))
+
+
+def _rows_of_stages_1_and_2(run: _Zero) -> Iterator[MemoryRow]:
+    """Stage 1 keeps gradients of all weights until they are reduced after backward, stage 2 reduces them in it; each
+    copies those of its part (grads_in_partition, zero/stage_1_and_2.py:2192), and the update flattens them and makes
+    them fp32 (3117-3125). With offload they go to the host bucket by bucket.
+    """
+    own, share = run.own, run.own.trained_share
+    in_backward = run.plan.zero_stage == 2 and not run.plan.reduces_once
+    if not in_backward and not run.plan.reduces_once:
+        yield MemoryRow("gradients", run.home, run.width * own.trained, _STAGE, _UNTIL_REDUCED)
+    moments: tuple[Moment, ...] = (*BACKWARD, "reduction") if in_backward else ("reduction",)
+    yield MemoryRow("buckets of gradients", run.home, run.buckets, _BUCKET, moments)
+    if run.is_offloaded:
+        yield from _offload_rows_of_stages_1_and_2(run)
+        return
+    kept: tuple[Moment, ...] = MOMENTS if run.is_accumulating and in_backward else (*moments, "step")
+    yield MemoryRow("gradients of this rank's part", run.home, run.accumulated * share, _TP, kept)
+    if run.is_accumulating and in_backward and run.accumulated == run.width:
+        # The part of each further forward is a new one, which is added to the first (1042-1045).
+        yield MemoryRow("gradients of this forward", run.home, run.width * share, _TP, (*BACKWARD, "reduction"))
+    flat = run.accumulated * share + (_WIDE * share if run.accumulated < _WIDE else 0)
+    yield MemoryRow("fp32 gradients for the update", run.home, flat, _TP, ("step",))
+
+
+def _offload_rows_of_stages_1_and_2(run: _Zero) -> Iterator[MemoryRow]:
+    """Buffers of zero/stage_1_and_2.py:571 (updated weights), 653-659 (the largest gradient, on the host and on the
+    device), and 1824 (gradients of a rank's part, where a step has several forwards).
+    """
+    share, largest = run.width * run.own.trained_share, run.width * run.own.largest
+    yield MemoryRow("updated weights on their way", "host", share)
+    yield MemoryRow("a gradient on its way, on the host", "host", largest)
+    yield MemoryRow("a gradient on its way", run.home, largest)
+    if run.is_accumulating:
+        yield MemoryRow("gradients of this rank's part", "host", share, "train.micro_batch_size")
+
+
+def _rows_of_stage_3(run: _Zero, weights: RankWeights) -> Iterator[MemoryRow]:
+    """A part of each weight (lp_param_buffer) and its gradient (grad_partitions_flat_buffer, zero/stage3.py:791), whole
+    small weights, the weights that are gathered, and the fp32 gradients of a sub-group (stage3.py:2686).
+    """
+    plan, own, share = run.plan, run.own, run.own.trained_share
+    yield MemoryRow("weights", place_of(plan.offload_param, run.home), run.width * own.held_share, _PARAM)
+    small = _persistent(run, weights)
+    yield MemoryRow(
+        "small weights, whole", run.home, run.width * small, f"{_STAGE[:-5]}stage3_param_persistence_threshold"
+    )
+    yield from _gathered_rows(run, weights, small)
+    if int(plan.deepspeed["zero_optimization"].get("zero_hpz_partition_size") or 1) > 1:
+        parts = int(plan.deepspeed["zero_optimization"]["zero_hpz_partition_size"])
+        option = "deepspeed.zero_optimization.zero_hpz_partition_size"
+        yield MemoryRow("second part of weights", run.home, run.width * -(-weights.numel // parts), option)
+    yield from _optimizer_rows(run)
+    gradients = "host" if run.is_offloaded else run.home
+    yield MemoryRow("gradients of this rank's part", gradients, run.accumulated * share, _OPTIMIZER)
+    yield MemoryRow("buckets of gradients", run.home, run.buckets, _BUCKET)
+    # The matrices of a bucket are sorted by rank in a copy (comm/coalesced_collectives.py:122).
+    copied = run.width * min(int(run.option("reduce_bucket_size")), own.trained) if plan.zero_ranks > 1 else 0
+    yield MemoryRow("gradients of a bucket by rank", run.home, copied, _BUCKET, BACKWARD)
+    if not run.is_offloaded:
+        group = min(share, max(int(run.option("sub_group_size")), -(-own.largest // plan.zero_ranks)))
+        flat = run.accumulated * group + (_WIDE * group if run.accumulated < _WIDE else 0)
+        option = "deepspeed.zero_optimization.sub_group_size"
+        yield MemoryRow("fp32 gradients for the update", run.home, flat, option, ("step",))
+
+
+def _persistent(run: _Zero, weights: RankWeights) -> int:
+    """Elements of small weights that every rank has whole (zero/parameter_offload.py:317), beside its part."""
+    threshold = int(run.option("stage3_param_persistence_threshold"))
+    # zero/partition_parameters.py:1292: a tensor with as many elements as the threshold is small.
+    small = sum(kind.numel for kind in weights.kinds if kind.numel // kind.count <= threshold)
+    return min(small, int(run.option("stage3_model_persistence_threshold")))
+
+
+def _gathered_rows(run: _Zero, weights: RankWeights, small: int) -> Iterator[MemoryRow]:
+    """Weights that are whole on a rank: the layer that is computed, those before the turn from forward to backward that
+    are used again within the reuse distance (zero/partitioned_param_coordinator.py:653-664; with recomputation each
+    layer is passed three times until then), and those that are fetched ahead (452-456), which are copied out of the
+    buffer in which they arrive (zero/partition_parameters.py:795).
+    """
+    total = weights.numel - small
+    passes = 3 if run.plan.activation_checkpointing else 2
+    near = int(run.option("stage3_max_reuse_distance")) // passes
+    layer = weights.largest_layer
+    largest = max((kind.numel // kind.count for kind in weights.kinds), default=0)
+    ahead = int(run.option("stage3_prefetch_bucket_size"))
+    ahead = min(ahead + largest, total) if ahead else 0
+    live = min(total, max(near + largest, layer))
+    option = "deepspeed.zero_optimization.stage3_max_reuse_distance"
+    yield MemoryRow("gathered weights", run.home, run.width * live, option, FORWARD)
+    fetched = min(ahead, total - live) + min(ahead, total)
+    option = "deepspeed.zero_optimization.stage3_prefetch_bucket_size"
+    yield MemoryRow("weights that arrive", run.home, run.width * fetched, option, FORWARD)

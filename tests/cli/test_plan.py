@@ -1,0 +1,75 @@
+"""`ds-finetune plan`: what it prints, on which machines, and what it refuses."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ds_finetune.cli.main import main
+
+V3 = "configs/deepseek-ai--DeepSeek-V3"
+
+
+@pytest.fixture
+def run_file(tmp_path: Path, shared_data: Path) -> str:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        f"model: {shared_data / V3}\ndata: {{train: missing.jsonl}}\ndeepspeed: zero3\nparallel: {{ep: 32}}\n"
+        "train: {for: 1 steps, global_batch_size: 512, max_seq_len: 4096}\noutput_dir: o\n"
+    )
+    return str(file)
+
+
+def test_a_plan_needs_neither_torch_nor_data(run_file: str) -> None:
+    code = (
+        "import sys, ds_finetune.cli.main as cli; code = cli.main(sys.argv[1:]); "
+        "heavy = {'torch', 'transformers', 'deepspeed'} & sys.modules.keys(); assert not heavy, heavy; sys.exit(code)"
+    )
+    command = [sys.executable, "-c", code, "plan", run_file, "--gpus", "512", "--gpu", "h100-80g"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    for text in ("dp 512 x ep 32, ZeRO-3", "671.026 B", "memory of a rank", "moments", "fits: "):
+        assert text in shown
+
+
+def test_programs_read_a_plan_as_json(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", run_file, "--gpus", "512", "--gpu", "h100-80g", "--json"]) == 0
+    tree = json.loads(capsys.readouterr().out)
+    assert (tree["dp"], tree["zero_stage"], tree["parallel"]["ep"], tree["fits"]) == (512, 3, 32, True)
+    assert {"weights", "moments"} <= {row["name"] for row in tree["memory"]["rows"]}
+    assert main(["plan", run_file, "--gpus", "512", "--dry-run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["fits"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--gpus 512 --gpu h100", "accelerator `h100` is not known"),
+        ("--gpus 12 --gpu h100-80g", "12 GPUs do not fill nodes of 8"),
+        ("--gpus 12 --nodes 5 --gpu h100-80g", "12 GPUs do not fill 5 nodes"),
+        ("--gpus 512 --gpu v100-32g", "train.precision bf16 on v100-32g"),
+        ("--gpus 512 --host-memory much", "--host-memory is `much`"),
+        ("--gpus 512 --gpu h100-80g parallel.tp=3", "parallel tp 3 = 3"),
+        ("--gpus 512 --gpu h100-80g train.max_seq_len=1000000", "is more than the 163840 positions"),
+        ("--gpus 512 --gpu h100-80g model=nowhere", "model `nowhere` is not a folder"),
+        ("--gpus 8 --gpu cpu --tensors", "--tensors with --gpu cpu is not possible"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(
+    run_file: str, options: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", run_file, *options.split()]) == 2
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert "hint: " in printed
+
+
+def test_a_model_that_is_partly_known_names_the_part(
+    run_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"num_experts": 60, "num_experts_per_tok": 4, "hidden_size": 64, "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2_moe", "num_attention_heads": 4, **sizes}))
+    assert main(["plan", run_file, f"model={tmp_path}", "parallel.ep=1", "--gpus", "8"]) == 2
+    printed = capsys.readouterr().err
+    assert "its 60 experts are known, but the parameters and activations of its layers are not" in printed

@@ -1,0 +1,57 @@
+"""What a device has and a process takes, and which errors say that memory ran out."""
+
+import numpy as np
+import pytest
+import torch
+
+from ds_finetune.engine.device_memory import PeakMemory, is_out_of_memory, read_device_memory
+from ds_finetune.units import GIB, MIB
+from ds_finetune.world import World
+
+
+def _error_of(num_bytes: int) -> RuntimeError:
+    with pytest.raises(RuntimeError) as found:
+        torch.empty(num_bytes, dtype=torch.uint8)
+    return found.value
+
+
+def test_an_allocation_that_fails_is_out_of_memory_whatever_is_raised_from_it() -> None:
+    failed = _error_of(2**50)
+    assert is_out_of_memory(failed)
+    with pytest.raises(ValueError, match="of a library") as wrapped:
+        raise ValueError("of a library") from failed
+    assert is_out_of_memory(wrapped.value)
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
+    with pytest.raises(MemoryError) as of_numpy:
+        np.empty(2**50, dtype=np.uint8)
+    assert is_out_of_memory(of_numpy.value)
+
+
+def test_other_errors_are_not() -> None:
+    with pytest.raises(RuntimeError) as found:
+        torch.ones(2) @ torch.ones(3)
+    assert not is_out_of_memory(found.value)
+    try:
+        raise _error_of(2**50)
+    except RuntimeError:
+        with pytest.raises(RuntimeError) as unrelated:
+            raise RuntimeError("the fallback failed for another reason") from None
+    assert not is_out_of_memory(unrelated.value)
+
+
+def test_ranks_of_a_host_share_its_memory() -> None:
+    alone = read_device_memory(World(0, 1, 0, 1, "test"), "cpu")
+    shared = read_device_memory(World(0, 4, 0, 4, "test"), "cpu")
+    assert alone is not None
+    assert shared is not None
+    assert shared.total_bytes == alone.total_bytes // 4
+    assert 0 < shared.free_bytes < alone.free_bytes <= alone.total_bytes
+
+
+def test_the_peak_of_a_cpu_is_growth_of_resident_memory() -> None:
+    peak = PeakMemory("cpu")
+    before = peak.num_bytes()
+    kept = torch.ones(before + 256 * MIB, dtype=torch.uint8)
+    assert before + 200 * MIB < peak.num_bytes() < before + GIB
+    del kept
+    assert peak.num_bytes() > before + 200 * MIB

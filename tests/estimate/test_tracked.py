@@ -1,0 +1,83 @@
+"""Memory by arithmetic against torch's tracker of the program's own modules, on fake tensors."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_finetune.config.schema import RunConfig
+from ds_finetune.estimate.memory import MemoryEstimate, estimate_memory
+from ds_finetune.estimate.rows import BACKWARD, Moment
+from ds_finetune.families.table import FAMILIES
+from ds_finetune.plan.plan import make_plan
+from ds_finetune.world import World
+from tests.estimate.test_activation_memory import config as wider_config
+from tests.estimate.tracked import Tracked, track
+from tests.model.tiny import CONFIGS
+
+UPDATED = ("fp32 weights", "moments")
+"""States that the tracked forward and backward do not have."""
+MOMENTS: tuple[Moment, ...] = ("head", *BACKWARD)
+
+
+def estimate(tree: Mapping[str, Any], rows: int, tokens: int, **train: Any) -> MemoryEstimate:
+    section = {"max_seq_len": tokens, "micro_batch_size": rows, "global_batch_size": 2 * rows, **train}
+    run = {"model": "m", "data": {"train": "t.jsonl"}, "output_dir": "o", "train": section}
+    run |= {"deepspeed": {"zero_optimization": {"stage": 0}}}
+    config = RunConfig.model_validate(run)
+    return estimate_memory(config, make_plan(config, world=World(0, 1, 0, 1, "a test"), device="cuda"), tree)
+
+
+def bytes_at(planned: MemoryEstimate, moment: Moment) -> int:
+    return sum(
+        row.num_bytes for row in planned.rows if row.place == "gpu" and moment in row.when and row.name not in UPDATED
+    )
+
+
+def compare(tree: Mapping[str, Any], *, tokens: int = 4096, **train: Any) -> tuple[Tracked, int]:
+    """What is tracked of two rows of two documents, and the bytes of the same by arithmetic."""
+    planned = estimate(tree, 2, tokens, **train)
+    precision, recomputes = train.get("precision", "bf16"), train.get("activation_checkpointing", True)
+    documents = [(tokens // 4, tokens - tokens // 4)] * 2
+    tracked = track(tree, documents, precision=precision, recomputes=recomputes, is_tiled=train.get("tiled_mlp", False))
+    return tracked, max(bytes_at(planned, moment) for moment in MOMENTS)
+
+
+def published(shared_data: Path, name: str, **changes: Any) -> dict[str, Any]:
+    tree: dict[str, Any] = json.loads((shared_data / "configs" / name / "config.json").read_text())
+    return tree | changes
+
+
+LITE, DISTILL = "deepseek-ai--DeepSeek-V2-Lite", "deepseek-ai--DeepSeek-R1-Distill-Qwen-7B"
+QWEN = "Qwen--Qwen3-30B-A3B"
+WAYS: dict[str, dict[str, Any]] = {
+    "recomputed": {},
+    "kept": {"activation_checkpointing": False},
+    "tiled": {"tiled_mlp": True},
+}
+
+
+@pytest.mark.parametrize("name", [LITE, DISTILL, QWEN])
+def test_published_sizes_with_few_layers(shared_data: Path, name: str) -> None:
+    tracked, planned = compare(published(shared_data, name, num_hidden_layers=2))
+    assert planned == pytest.approx(tracked.peak, rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", [LITE, DISTILL, QWEN])
+def test_published_models(shared_data: Path, name: str, way: str) -> None:
+    tracked, planned = compare(published(shared_data, name), **WAYS[way])
+    assert planned == pytest.approx(tracked.peak, rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_every_family(family: str, way: str) -> None:
+    tree = wider_config(family) | {"model_type": family, "vocab_size": 1024}
+    assert FAMILIES[family].parameters is not None
+    tracked, planned = compare(tree, **WAYS[way])
+    assert planned == pytest.approx(tracked.peak, rel=0.05)

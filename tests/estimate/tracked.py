@@ -1,0 +1,115 @@
+"""Forward and backward of this program's own modules on fake tensors, whose memory torch's tracker counts: models of
+any size on a CPU, with the kernels of GPUs.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import register_multi_grad_hook
+from torch.distributed._tools import mod_tracker
+from torch.distributed._tools.mem_tracker import MemTracker
+
+from ds_finetune.auto_configs import AutoConfig
+from ds_finetune.model import build, head_chunks
+from ds_finetune.model.build import build_skeleton
+from ds_finetune.model.cross_entropy import chunked_cross_entropy
+from ds_finetune.model.forward_rows import ForwardRows
+from ds_finetune.model.loss import TrainedModel, install_loss_head
+from ds_finetune.model.tiled_mlp import install_tiled_mlps
+from ds_finetune.plan.activations import mlp_tiles
+from ds_finetune.plan.head_chunk import head_chunk
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Tracked:
+    """Bytes at most while one micro-batch is computed, with weights and gradients that are there before."""
+
+    states: int
+    """Weights, gradients and buffers."""
+    head: int
+    """All bytes at most until the loss is computed."""
+    peak: int
+    """All bytes at most."""
+
+    @property
+    def activations(self) -> int:
+        """Bytes at most beside weights and gradients."""
+        return self.peak - self.states
+
+
+@contextmanager
+def gpu_kernels() -> Iterator[None]:
+    """Experts by torch's grouped product, blocks of logits as large as the chunk, and products that are added where
+    they are computed: what a GPU does, on fake tensors that are said to be on a CPU.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(build, "install_experts", lambda _: None))
+        stack.enter_context(patch.object(head_chunks, "_BLOCK_NUMBERS", 2**62))
+        stack.enter_context(patch.object(head_chunks, "_add_product", lambda *_: None))
+        stack.enter_context(patch.object(mod_tracker, "register_multi_grad_hook", _hook_where_it_can))
+        yield
+
+
+def track(
+    tree: Mapping[str, Any],
+    documents: Sequence[Sequence[int]],
+    *,
+    precision: str = "bf16",
+    recomputes: bool = True,
+    is_tiled: bool = False,
+    supervised: int | None = None,
+) -> Tracked:
+    """One micro-batch of a model with the config.json `tree`; `documents` are the lengths of those of each row. So many
+    tokens are `supervised`, or all.
+    """
+    hf_config = AutoConfig.for_model(**tree)
+    with FakeTensorMode(), gpu_kernels():
+        lm = build_skeleton(hf_config, attention="sdpa", dtype=DTYPES[precision], device="cpu")
+        chunk = head_chunk(hf_config.vocab_size, precision=precision, device="cuda")
+        install_loss_head(lm, kernel=partial(chunked_cross_entropy, chunk=chunk))
+        lm.train()
+        if recomputes:
+            lm.gradient_checkpointing_enable({"use_reentrant": False})
+        if is_tiled:
+            install_tiled_mlps(lm, tiles=mlp_tiles(tree))
+        model = TrainedModel(lm)
+        model.packs_documents = precision != "fp32"
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param)
+        rows = _rows(documents, supervised)
+        tracker = MemTracker()
+        tracker.track_external(model, *(param.grad for param in model.parameters()))
+        with tracker:
+            loss = model(rows).loss
+            head = _total(tracker)
+            loss.backward()
+        states = sum(2 * param.numel() * param.element_size() for param in model.parameters())
+        return Tracked(states, head, _total(tracker))
+
+
+def _hook_where_it_can(tensors: Sequence[torch.Tensor], *others: Any, **named: Any) -> Any:
+    """torch's hook, by which the tracker names modules; it refuses what runs without gradients, as tiles do."""
+    try:
+        return register_multi_grad_hook(tensors, *others, **named)
+    except AssertionError:
+        return None
+
+
+def _rows(documents: Sequence[Sequence[int]], supervised: int | None) -> ForwardRows:
+    shape = len(documents), sum(documents[0])
+    ids = torch.zeros(shape, dtype=torch.int64)
+    places = torch.zeros(shape[0] * shape[1] if supervised is None else supervised, dtype=torch.int64)
+    return ForwardRows(ids, ids, ids, tuple(map(tuple, documents)), supervised=places)
+
+
+def _total(tracker: MemTracker) -> int:
+    (device,) = tracker.get_tracker_snapshot("peak").values()
+    return int(device["Total"])

@@ -1,0 +1,62 @@
+"""The largest micro-batch that fits, and the changes of a run file with which a run fits."""
+
+import pytest
+
+from ds_finetune.config.schema import RunConfig
+from ds_finetune.demo import MODEL
+from ds_finetune.estimate.memory import estimate_memory
+from ds_finetune.plan.batch import with_micro_batch
+from ds_finetune.plan.plan import Plan, make_plan
+from ds_finetune.search.micro_batch import SPARE, bytes_of, fits, largest_micro_batch
+from ds_finetune.search.nearest import fitting_changes
+from ds_finetune.world import World
+
+_WIDE = MODEL | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8}
+_RANKS = 4
+
+
+def _config(rows: int = 24, **train: object) -> RunConfig:
+    given = {"global_batch_size": 96, "micro_batch_size": rows, "max_seq_len": 512, "activation_checkpointing": False}
+    tree = {"model": "m", "data": {"train": "t"}, "output_dir": "o", "deepspeed": {"zero_optimization": {"stage": 1}}}
+    return RunConfig.model_validate(tree | {"train": given | train})
+
+
+def _plan(config: RunConfig) -> Plan:
+    return make_plan(config, world=World(0, _RANKS, 0, _RANKS, "a test"), device="cuda")
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 6, 8, 12, 24])
+def test_the_largest_micro_batch_is_the_largest_divisor_that_leaves_enough_free(rows: int) -> None:
+    config = _config()
+    plan = _plan(config)
+    exact = bytes_of(config, plan, _WIDE, rows)
+    needed = with_micro_batch(config, rows)
+    assert exact == estimate_memory(needed, _plan(needed), _WIDE).device_bytes
+    budget = round(exact / (1 - SPARE)) + 1
+    assert largest_micro_batch(config, plan, _WIDE, budget=budget) == rows
+    assert largest_micro_batch(config, plan, _WIDE, budget=exact) < rows
+
+
+def test_every_change_that_is_named_fits() -> None:
+    config = _config()
+    plan = _plan(config)
+    budget = round(0.7 * estimate_memory(config, plan, _WIDE).device_bytes)
+    changes = {change.text: change.device_bytes for change in fitting_changes(config, plan, _WIDE, budget=budget)}
+    assert {"train.micro_batch_size 12", "train.activation_checkpointing true"} <= changes.keys()
+    assert all(fits(num_bytes, budget) for num_bytes in changes.values())
+    recomputed = _config(activation_checkpointing=True)
+    expected = estimate_memory(recomputed, _plan(recomputed), _WIDE).device_bytes
+    assert changes["train.activation_checkpointing true"] == expected
+
+
+def test_changes_add_up_where_none_is_enough() -> None:
+    config = _config(rows=1)
+    plan = _plan(config)
+    whole = estimate_memory(config, plan, _WIDE).device_bytes
+    single = [fitting_changes(config, plan, _WIDE, budget=round(share * whole)) for share in (0.9, 0.6, 0.3, 0.0)]
+    assert all(fits(change.device_bytes, whole) for changes in single for change in changes)
+    texts = [change.text for change in single[2]]
+    assert len(texts) == 1
+    assert "zero_optimization.stage 3" in texts[0]
+    assert "offload_optimizer.device cpu" in texts[0]
+    assert not single[3]
