@@ -1,6 +1,7 @@
 """`ds-finetune plan`: what a run decides and needs on given machines, which need not be here."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -78,6 +79,11 @@ def _search(arguments: Arguments, config: "RunConfig", target: "Target") -> None
     from ds_finetune.search.run_file import write_run_file
     from ds_finetune.search.search_run import result_tree, run_file_text, search_layouts
 
+    if target.ranks.device == "cpu" and target.machine is None:
+        from ds_finetune.bench.cpu_rates import this_cpu_machine
+
+        measured = this_cpu_machine(target.ranks.number, precision=config.train.precision)
+        target = replace(target, machine=measured)
     result = search_layouts(config, target)
     if arguments.write:
         text = run_file_text(Path(arguments.run), config, result, target, overrides=arguments.overrides)

@@ -67,17 +67,18 @@ class HeadBytes(NamedTuple):
     """Kept by the last norm for each token."""
     by_supervised: int
     """For each supervised token: its hidden state, and the gradient of it."""
+    chunk: int
+    """Tokens of a chunk at most."""
     logits: int
-    """The logits of a chunk."""
+    """The logits of a token in it."""
     gradient: int
     """The fp32 gradient of the head's weight."""
     rounded: int
     """The same in the run's precision, which backward makes of it when the logits are gone."""
 
-    def of(self, tokens: int, supervised: int) -> int:
-        """Bytes at most for so many tokens."""
-        rounding = self.rounded + self.by_supervised * supervised // 2
-        return self.by_token * tokens + self.by_supervised * supervised + self.gradient + max(self.logits, rounding)
+    def logits_of(self, tokens: int) -> int:
+        """The logits that exist at a time, of so many supervised tokens."""
+        return self.logits * min(tokens, self.chunk)
 
 
 @dataclass(frozen=True)
@@ -138,8 +139,8 @@ class _Widths:
     is_packed: bool
 
 
-def activation_bytes(
-    model: Mapping[str, Any], *, precision: str, tp: int = 1, ep: int = 1, is_packed: bool = False
+def activation_bytes(  # noqa: PLR0913 - what a rank computes, and with which kernels
+    model: Mapping[str, Any], *, precision: str, tp: int = 1, ep: int = 1, is_packed: bool = False, device: str = "cuda"
 ) -> ActivationBytes:
     """The activations of a model of the table of families, whose config.json is given, in a `precision` on `tp` tensor
     parallel ranks, of which `ep` divide the experts. With `is_packed` attention to all documents is one call.
@@ -154,19 +155,21 @@ def activation_bytes(
     return ActivationBytes(
         layer_input=widths.number * hidden,
         layers=tuple(kinds[rules.is_sparse(model, number)] for number in range(model["num_hidden_layers"])),
-        head=_head(model, widths, precision),
+        head=_head(model, widths, precision, device),
         last_norm=6 * _WIDE * hidden,
         keeps_inputs=widths.number == _WIDE,
     )
 
 
-def _head(model: Mapping[str, Any], widths: _Widths, precision: str) -> HeadBytes:
+def _head(model: Mapping[str, Any], widths: _Widths, precision: str, device: str) -> HeadBytes:
     hidden, rows, width = model["hidden_size"], model.get("vocab_size", 0) // widths.tp, widths.number
-    chunk = head_chunk(rows, precision=precision, device="cuda") if rows else 0
+    # On CPUs the softmax of 16-bit logits takes a few rows at a time (model/head_chunks.py, ChunkBlocks).
+    is_by_blocks = device == "cpu" and width < _WIDE
     return HeadBytes(
         by_token=_norm(hidden, width),
         by_supervised=2 * width * hidden,
-        logits=chunk * logits_bytes(rows, precision=precision),
+        chunk=head_chunk(rows, precision=precision, device=device) if rows else 0,
+        logits=width * rows if is_by_blocks else logits_bytes(rows, precision=precision),
         gradient=_WIDE * rows * hidden,
         rounded=0 if width == _WIDE else width * rows * hidden,
     )

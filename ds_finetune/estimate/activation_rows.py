@@ -70,7 +70,7 @@ def stage_activations(config: RunConfig, plan: Plan, model: ModelConfig, weights
         and not varlen_problem(model, precision=plan.precision)
     )
     text = json.dumps(model, sort_keys=True, default=str)
-    each = _activations(text, plan.precision, plan.mesh.tp, plan.mesh.ep, is_packed=is_packed)
+    each = _activations(text, plan.precision, plan.mesh.tp, plan.mesh.ep, is_packed=is_packed, device=plan.device)
     # A prediction layer is like the last layer.
     return replace(each, layers=tuple(each.layers[min(layer, len(each.layers) - 1)] for layer in weights.layers))
 
@@ -109,7 +109,7 @@ def _head_rows(config: RunConfig, own: ActivationBytes, tokens: int, home: Place
     if num_scores(config):
         return
     yield MemoryRow("hidden states of supervised tokens", home, head.by_supervised * tokens, _MICRO_BATCH, ("head",))
-    yield MemoryRow("logits of a chunk", home, head.logits, "parallel.tp", ("head",))
+    yield MemoryRow("logits of a chunk", home, head.logits_of(tokens), "parallel.tp", ("head",))
     gradient = 0 if config.lora is not None else head.gradient
     yield MemoryRow("fp32 gradient of the head", home, gradient, "parallel.tp", ("head", "head backward"))
     rounded = (0 if config.lora is not None else head.rounded) + 3 * head.by_supervised * tokens // 2
@@ -144,5 +144,7 @@ def _chosen(model: ModelConfig) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _activations(model: str, precision: str, tp: int, ep: int, *, is_packed: bool) -> ActivationBytes:
-    return activation_bytes(json.loads(model), precision=precision, tp=tp, ep=ep, is_packed=is_packed)
+def _activations(  # noqa: PLR0913 - those of activation_bytes
+    model: str, precision: str, tp: int, ep: int, *, is_packed: bool, device: str
+) -> ActivationBytes:
+    return activation_bytes(json.loads(model), precision=precision, tp=tp, ep=ep, is_packed=is_packed, device=device)

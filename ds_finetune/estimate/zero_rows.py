@@ -74,12 +74,15 @@ class _Zero:
     @property
     def buckets(self) -> int:
         """Bytes of the buckets in which gradients are summed: two where communication overlaps backward at stages 1
-        and 2 (zero/stage_1_and_2.py:3254-3279), one at stage 3 (zero/stage3.py:782).
+        and 2 (zero/stage_1_and_2.py:3254-3279), one at stage 3 (zero/stage3.py:782). They are as large as the option
+        says on a GPU; a CPU gives them memory where gradients are written.
         """
         if not self.option("contiguous_gradients"):
             return 0
         overlaps = self.plan.deepspeed["zero_optimization"].get("overlap_comm") and self.plan.zero_stage < 3
-        return int(self.option("reduce_bucket_size")) * self.width * (2 if overlaps else 1)
+        numel = int(self.option("reduce_bucket_size"))
+        numel = min(numel, self.own.trained) if self.home == "host" else numel
+        return numel * self.width * (2 if overlaps else 1)
 
 
 def zero_rows(plan: Plan, own: RankElements, weights: RankWeights) -> Iterator[MemoryRow]:

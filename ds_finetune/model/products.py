@@ -14,6 +14,7 @@ _BLOCK_NUMBERS = 2**22
 """Numbers of a product that oneDNN computes at a time, 16 MiB: they stay in the caches and in memory that malloc keeps.
 Fresh pages for the product of [1024, 256] and [256, 102400] take as long as half of it.
 """
+_VECTOR = 16
 ROW_MULTIPLE = 8
 """Multiple to which rows are padded where their number changes from step to step: oneDNN compiles a product for each
 new shape, which takes longer than a small product (0.3 ms; [96, 256] x [256, 352] in fp32 takes 0.08).
@@ -39,7 +40,7 @@ def _multiply_by_onednn_into(left: torch.Tensor, right: torch.Tensor, *, out: to
     if left.shape[0] * left.shape[1] * right.shape[1] < _SMALLEST:
         torch.mm(left, right, out=out)
         return
-    width = max(1, _BLOCK_NUMBERS // len(left))
+    width = _block_width(len(left))
     if width >= right.shape[1]:
         out.copy_(multiply_by_onednn(left, right))
         return
@@ -57,9 +58,14 @@ def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
         torch.addmm(total, left, right, out=total)
     else:
         # Transposed, with rows of `left` in the place of a weight: oneDNN is faster so, and they may be many.
-        width, across = max(1, _BLOCK_NUMBERS // right.shape[0]), right.T.contiguous()
+        width, across = _block_width(len(right)), right.T.contiguous()
         for start in range(0, len(left), width):
             total[start : start + width].add_(multiply_by_onednn(across, left[start : start + width].T).T)
+
+
+def _block_width(rows: int) -> int:
+    """Columns of a block of a product of so many rows: a multiple of a vector's numbers, as oneDNN splits them."""
+    return max(_VECTOR, _BLOCK_NUMBERS // rows // _VECTOR * _VECTOR)
 
 
 def _add_product_of_16_bits(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:

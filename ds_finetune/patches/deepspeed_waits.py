@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ _OVERFLOW = Foreign("deepspeed", "runtime/zero/stage_1_and_2.py:3029-3044, 3234,
 _HALF = Foreign("deepspeed", "runtime/fp16/unfused_optimizer.py:197-226, fused_optimizer.py:270-330, utils.py:440, 540")
 _NORM_1_2 = Foreign("deepspeed", "runtime/zero/stage_1_and_2.py:2648-2702")
 _NORM_3 = Foreign("deepspeed", "runtime/zero/stage3.py:2419-2486")
+_NORM_NUMBERS = 2**18
+"""Numbers of a gradient on a CPU that are copied to fp64 at a time, 2 MiB: fresh pages for a copy of the whole cost as
+much as the norm."""
 _METHODS_OF_STAGE_3 = (
     "_assert_same_partition_group",
     "_get_param_partition_group",
@@ -241,8 +245,14 @@ def _sum_of_squares(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     from deepspeed.runtime.zero.utils import get_norm_dtype
 
     device, dtype = get_accelerator().current_device_name(), get_norm_dtype()
-    norms = [torch.linalg.vector_norm(gradient.detach().to(dtype)).to(device) for gradient in gradients]
+    blocks = chain.from_iterable(_blocks_of(gradient.detach()) for gradient in gradients)
+    norms = [torch.linalg.vector_norm(block.to(dtype)).to(device) for block in blocks]
     return torch.stack(norms).pow(2).sum() if norms else torch.zeros((), dtype=dtype, device=device)
+
+
+def _blocks_of(gradient: torch.Tensor) -> Sequence[torch.Tensor]:
+    """A gradient on a CPU in blocks whose copies in fp64 stay in the caches; one on a GPU whole."""
+    return gradient.reshape(-1).split(_NORM_NUMBERS) if gradient.device.type == "cpu" else (gradient,)
 
 
 def _checked(norm: torch.Tensor) -> torch.Tensor:

@@ -41,12 +41,6 @@ def search_layouts(config: RunConfig, target: Target, *, model: Mapping[str, Any
 
 def make_search(config: RunConfig, target: Target, model: Mapping[str, Any]) -> Search:
     """The search for a run; ConfigError where nothing is known of the accelerator."""
-    if target.machine is None and target.ranks.device == "cpu":
-        precision = config.train.precision
-        raise ConfigError(
-            f"--search for {target.ranks.number} CPU ranks in {precision}, and their rates were not measured here",
-            hint=f"run `python -m ds_finetune.bench.cpu_rates --ranks {target.ranks.number} --precision {precision}`",
-        )
     if target.machine is None or target.budget is None:
         raise ConfigError(
             f"--search for {target.ranks.number} GPUs, and no accelerator is named or found on this machine",

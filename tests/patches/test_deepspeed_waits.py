@@ -1,0 +1,19 @@
+"""The norm of gradients on CPUs, of which a part at a time is fp64."""
+
+import pytest
+import torch
+
+from ds_finetune.patches import deepspeed_waits
+from ds_finetune.patches.deepspeed_waits import _sum_of_squares
+
+
+@pytest.mark.parametrize("numbers", [7, 100, 2**18])
+def test_the_norm_in_blocks_is_that_of_the_whole(monkeypatch: pytest.MonkeyPatch, numbers: int) -> None:
+    monkeypatch.setattr(deepspeed_waits, "_NORM_NUMBERS", numbers)
+    generator = torch.Generator().manual_seed(5)
+    gradients = [torch.randn(shape, generator=generator) for shape in ((10, 10), (33,), (0,), (4, 5, 6))]
+    gradients += [gradients[0].T, gradients[1].bfloat16()]
+    exact = sum(float(gradient.double().square().sum()) for gradient in gradients)
+    assert _sum_of_squares(gradients).item() == pytest.approx(exact, rel=1e-14)
+    gradients[3][1, 2, 3] = float("nan")
+    assert _sum_of_squares(gradients).isnan()
