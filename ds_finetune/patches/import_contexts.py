@@ -1,8 +1,9 @@
 """Modules of other packages that are executed inside a context manager when they are imported."""
 
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
@@ -44,3 +45,23 @@ def import_inside(name: str, context: Context) -> None:
     _FINDER.contexts[name] = context
     if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)
+
+
+@contextmanager
+def entered_at_import(name: str, context: Context) -> Iterator[None]:
+    """While this is open `context()` is entered, now or as soon as module `name` is imported; it is left at the end."""
+    with ExitStack() as stack:
+        if name in sys.modules:
+            stack.enter_context(context())
+        else:
+            before = _FINDER.contexts.get(name, nullcontext)
+            import_inside(name, partial(_entering_after, stack, context, before))
+            stack.callback(import_inside, name, before)
+        yield
+
+
+@contextmanager
+def _entering_after(stack: ExitStack, context: Context, before: Context) -> Iterator[None]:
+    with before():
+        yield
+    stack.enter_context(context())

@@ -7,10 +7,10 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from torch.utils import cpp_extension
 from torch.utils.file_baton import FileBaton
 
 from ds_finetune.patches.foreign import TESTED, Foreign, installed_version, replaced
+from ds_finetune.patches.import_contexts import entered_at_import
 
 _LOCK = Foreign("torch", "utils/cpp_extension.py:2345, utils/file_baton.py")
 _LOAD = Foreign("torch", "utils/cpp_extension.py:1818")
@@ -39,6 +39,8 @@ def replaced_build_lock(lock: Callable[[str], FileBaton]) -> Iterator[None]:
 
     Torch's lock is an empty file, for which others wait without end and without a message once its holder was killed.
     """
+    from torch.utils import cpp_extension
+
     _LOCK.attribute(cpp_extension, "FileBaton")
     _LOCK.parameters(FileBaton.__init__, "lock_file_path")
     for method in ("try_acquire", "wait", "release"):
@@ -53,8 +55,17 @@ def joined_sources() -> Iterator[None]:
 
     Nearly all of a file's time goes into torch's headers, which async_io has in eight of twelve files. The library lies
     in a folder of its own, since the other one would be compiled again for other files. Versions of DeepSpeed that are
-    not tested keep their own files.
+    not tested keep their own files. A run that compiles nothing does not import torch's extensions, and setuptools with
+    them.
     """
+    with entered_at_import("torch.utils.cpp_extension", _loads_joined):
+        yield
+
+
+@contextmanager
+def _loads_joined() -> Iterator[None]:
+    from torch.utils import cpp_extension
+
     load = _LOAD.attribute(cpp_extension, "load")
     _LOAD.parameters(load, "sources", "extra_cflags", "build_directory", "with_cuda")
 
@@ -78,6 +89,8 @@ def is_joined(name: str) -> bool:
 
 def joined_folder(name: str) -> Path:
     """Where an operator that is compiled from one file is kept."""
+    from torch.utils import cpp_extension
+
     return Path(cpp_extension._get_build_directory(name, False)) / "joined"
 
 

@@ -1,5 +1,8 @@
 """transformers' Auto classes: model types that they do not know, read as one that they do."""
 
+from functools import wraps
+from typing import Any
+
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ds_finetune.patches.foreign import Foreign
@@ -30,7 +33,23 @@ def register_models(name: str, *, built_as: str) -> None:
         classes = _CLASSES.attribute(factory, "_model_mapping")
         if known in classes:
             classes.register(own, classes[known], exist_ok=True)
-    mapping = _CONVERSIONS.attribute(conversion_mapping, "get_checkpoint_conversion_mapping")(built_as)
-    register = _CONVERSIONS.attribute(conversion_mapping, "register_checkpoint_conversion_mapping")
+    if _CONVERSIONS.attribute(conversion_mapping, "_checkpoint_conversion_mapping_cache") is not None:
+        _add_conversions(conversion_mapping, name, built_as)
+        return
+    # Runs do not read it, and making it compiles 900 expressions.
+    build = _CONVERSIONS.attribute(conversion_mapping, "_build_checkpoint_conversion_mapping")
+
+    @wraps(build)
+    def build_with_own() -> dict[str, Any]:
+        conversion_mapping._checkpoint_conversion_mapping_cache = build()
+        _add_conversions(conversion_mapping, name, built_as)
+        return dict(conversion_mapping._checkpoint_conversion_mapping_cache)
+
+    conversion_mapping._build_checkpoint_conversion_mapping = build_with_own
+
+
+def _add_conversions(module: Any, name: str, built_as: str) -> None:  # noqa: ANN401
+    mapping = _CONVERSIONS.attribute(module, "get_checkpoint_conversion_mapping")(built_as)
+    register = _CONVERSIONS.attribute(module, "register_checkpoint_conversion_mapping")
     if mapping is not None:
         register(name, mapping, overwrite=True)

@@ -97,7 +97,7 @@ def enlarged_config(config: PretrainedConfig, parallel: ParallelConfig) -> Pretr
     if experts:
         tree[experts.number_key(tree)] = math.lcm(experts.number(tree), parallel.ep)
     if parallel.pp > 1:
-        tree["num_hidden_layers"] = 2 * parallel.pp * parallel.vpp
+        tree["num_hidden_layers"] = parallel.pp * max(parallel.vpp, 2)
     for derived in {"layer_types", "head_dim", "mlp_layer_types", "indexer_types"} - TINY_MODELS[
         tree["model_type"]
     ].keys():

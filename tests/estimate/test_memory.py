@@ -4,13 +4,17 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.estimate.memory import estimate_memory
+from ds_finetune.estimate.rank_weights import weights_of_run
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.world import World
+
+Tree = dict[str, Any]
 
 
 def published(shared_data: Path, name: str) -> dict[str, object]:
@@ -32,3 +36,54 @@ def test_states_of_deepseek_v3_over_512_ranks(shared_data: Path) -> None:
 def test_no_torch_is_imported() -> None:
     code = "import sys, ds_finetune.estimate.memory; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_hierarchical_partitions_hold_second_weights(shared_data: Path) -> None:
+    tree: dict[str, Any] = {
+        "model": "m",
+        "data": {"train": "t.jsonl"},
+        "output_dir": "o",
+        "inexact": "hierarchical_partition",
+    }
+    tree |= {"deepspeed": {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}}
+    tree |= {"train": {"global_batch_size": 8, "precision": "bf16"}, "checkpoint": {"every": "never"}}
+    config = RunConfig.model_validate(tree)
+    plan = make_plan(config, world=World(0, 4, 0, 4, "a test"), device="cuda")
+    model = published(shared_data, "deepseek-ai--DeepSeek-R1-Distill-Qwen-1.5B")
+    (row,) = (row for row in estimate_memory(config, plan, model).rows if row.name == "second weights")
+    (weights,) = weights_of_run(config, plan, model)
+    assert (row.num_bytes, row.place) == (2 * weights.numel // 2, "gpu")
+
+
+def planned(shared_data: Path, *, ranks: int = 16, stage: int = 2, parallel: Tree | None = None, **train: Any) -> int:
+    """Bytes on the device of a rank that trains DeepSeek-V2-Lite."""
+    tree: Tree = {"model": "m", "data": {"train": "t.jsonl"}, "output_dir": "o", "parallel": parallel or {}}
+    tree |= {"deepspeed": {"zero_optimization": {"stage": stage}}, "train": {"global_batch_size": 64, **train}}
+    config = RunConfig.model_validate(tree)
+    plan = make_plan(config, world=World(0, ranks, 0, 8, "a test"), device="cuda")
+    return estimate_memory(config, plan, published(shared_data, "deepseek-ai--DeepSeek-V2-Lite")).device_bytes
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_more_rows_and_longer_ones_need_more(shared_data: Path, stage: int) -> None:
+    by_rows = [planned(shared_data, stage=stage, micro_batch_size=rows) for rows in (1, 2, 4)]
+    by_length = [planned(shared_data, stage=stage, max_seq_len=tokens) for tokens in (1024, 2048, 8192, 32768)]
+    kept = [planned(shared_data, stage=stage, activation_checkpointing=is_on) for is_on in (True, False)]
+    for needs in (by_rows, by_length, kept):
+        assert needs == sorted(needs)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_more_ranks_need_less(shared_data: Path, stage: int) -> None:
+    layouts: list[tuple[int, Tree]] = [(8, {}), (16, {}), (64, {})]
+    needs = [planned(shared_data, stage=stage, ranks=ranks, parallel=sizes) for ranks, sizes in layouts]
+    assert needs == sorted(needs, reverse=True)
+    # With tp a rank has more of what is not cut, of which ZeRO-3 would have given it less.
+    for axis in ("tp", "ep") if stage < 3 else ("ep",):
+        split = [planned(shared_data, stage=stage, parallel={axis: size}) for size in (1, 2, 4)]
+        assert split == sorted(split, reverse=True), axis
+
+
+def test_zero_stages_need_less(shared_data: Path) -> None:
+    needs = [planned(shared_data, stage=stage) for stage in (1, 2)]
+    assert needs == sorted(needs, reverse=True)

@@ -53,7 +53,7 @@ def gpu_kernels() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch.object(build, "install_experts", lambda _: None))
         stack.enter_context(patch.object(head_chunks, "_BLOCK_NUMBERS", 2**62))
-        stack.enter_context(patch.object(head_chunks, "_add_product", lambda *_: None))
+        stack.enter_context(patch.object(head_chunks, "add_product", lambda *_: None))
         stack.enter_context(patch.object(mod_tracker, "register_multi_grad_hook", _hook_where_it_can))
         yield
 

@@ -20,7 +20,16 @@ from ds_finetune.selftest.cells import TINY_MODELS, Cell
 from ds_finetune.selftest.reference_loop import adamw, reference_steps
 from tests.lora_twin import adapted, by_our_names, has_rounding, in_peft, lora_tree, write_adapter_of
 from tests.parity.lora_worker import STEPS
-from tests.parity.reference import GRADIENT_TOLERANCE, LOSS_TOLERANCE, WORLDS, Run, relative, result_of, runs_of
+from tests.parity.reference import (
+    GRADIENT_TOLERANCE,
+    LOSS_TOLERANCE,
+    WORLDS,
+    Run,
+    relative,
+    result_of,
+    runs_asked_for,
+    runs_of,
+)
 from tests.running import start, torchrun
 
 pytest.importorskip("peft", reason="peft is not installed")
@@ -98,8 +107,8 @@ def results(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def more_results(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _run([*MORE_RUNS, *runs_of(ROUNDED)], models, tmp_path_factory.mktemp("lora-more"))
+def more_results(request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _run(runs_asked_for(request, [*MORE_RUNS, *runs_of(ROUNDED)]), models, tmp_path_factory.mktemp("lora-more"))
 
 
 @cache

@@ -32,7 +32,7 @@ from tests.parity.objective_cells import (
     layouts,
     mismatched_documents,
 )
-from tests.parity.reference import GRADIENT_TOLERANCE, relative
+from tests.parity.reference import GRADIENT_TOLERANCE, asked_for, relative
 from tests.running import start, torchrun
 
 WORKER = Path(__file__).with_name("objective_worker.py")
@@ -241,8 +241,8 @@ def results(with_wide: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def rest(with_wide: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _run(REST, with_wide, tmp_path_factory.mktemp("objectives-rest"))
+def rest(request: pytest.FixtureRequest, with_wide: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _run(asked_for(request, REST), with_wide, tmp_path_factory.mktemp("objectives-rest"))
 
 
 @pytest.mark.parametrize("layout", CHOSEN, ids=_ids(CHOSEN))

@@ -20,6 +20,7 @@ from tests.parity.reference import (
     reference_steps,
     result_of,
     run_cells,
+    runs_asked_for,
     runs_of,
 )
 
@@ -231,9 +232,10 @@ def results(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def rest(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def rest(request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The other layouts on two ranks, and all on four, where there are data parallel ranks beside."""
-    return run_cells(_without(ALL + ALL_ROUNDED, CHOSEN + ROUNDED), models, tmp_path_factory.mktemp("parallel-rest"))
+    others = runs_asked_for(request, _without(ALL + ALL_ROUNDED, CHOSEN + ROUNDED))
+    return run_cells(others, models, tmp_path_factory.mktemp("parallel-rest"))
 
 
 @pytest.mark.parametrize(("cell", "world"), CHOSEN, ids=_ids(CHOSEN))
@@ -269,8 +271,8 @@ def test_other_layout_equals_plain_loop(cell: Cell, world: int, rest: Path, mode
 
 
 @pytest.fixture(scope="session")
-def on_eight(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run_cells(ON_EIGHT, models, tmp_path_factory.mktemp("parallel-eight"))
+def on_eight(request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_cells(runs_asked_for(request, ON_EIGHT), models, tmp_path_factory.mktemp("parallel-eight"))
 
 
 @pytest.mark.slow

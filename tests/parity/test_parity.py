@@ -9,7 +9,7 @@ import pytest
 from ds_finetune.families.table import FAMILIES as TABLE
 from ds_finetune.selftest.cells import Cell
 from tests.pairwise import pairwise
-from tests.parity.reference import Run, assert_equals_plain_loop, result_of, run_cells, runs_of
+from tests.parity.reference import Run, assert_equals_plain_loop, result_of, run_cells, runs_asked_for, runs_of
 
 FAMILIES = ("deepseek_v3", "qwen2", "llama")
 
@@ -72,8 +72,8 @@ def results(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def rest(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run_cells(REST, models, tmp_path_factory.mktemp("parity-rest"))
+def rest(request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_cells(runs_asked_for(request, REST), models, tmp_path_factory.mktemp("parity-rest"))
 
 
 @pytest.mark.parametrize(("cell", "world"), CHOSEN, ids=_ids(CHOSEN))

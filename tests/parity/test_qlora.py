@@ -26,7 +26,7 @@ from ds_finetune.selftest.reference_loop import adamw, reference_steps
 from tests.lora_twin import adapted, by_our_names, four_bit_tensors, has_rounding, in_peft, lora_tree, write_adapter_of
 from tests.pairwise import pairwise
 from tests.parity.lora_worker import STEPS
-from tests.parity.reference import GRADIENT_TOLERANCE, Run, relative, result_of, runs_of
+from tests.parity.reference import GRADIENT_TOLERANCE, Run, relative, result_of, runs_asked_for, runs_of
 from tests.running import start, torchrun
 
 pytest.importorskip("peft", reason="peft is not installed")
@@ -125,8 +125,8 @@ def results(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def more_results(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _run([*REST, *runs_of(ROUNDED)], models, tmp_path_factory.mktemp("qlora-more"))
+def more_results(request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _run(runs_asked_for(request, [*REST, *runs_of(ROUNDED)]), models, tmp_path_factory.mktemp("qlora-more"))
 
 
 @cache

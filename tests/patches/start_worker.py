@@ -7,7 +7,16 @@ import json
 import sys
 from typing import Any
 
-RARE = ("scipy.optimize", "sympy", "torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.onnx", "trio")
+RARE = (
+    "scipy.optimize",
+    "sympy",
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.distributed.tensor",
+    "torch.onnx",
+    "trio",
+    "setuptools",
+)
 
 
 def main() -> None:
@@ -16,6 +25,7 @@ def main() -> None:
 
     step()
     found: dict[str, Any] = {"imported": [name for name in RARE if name in sys.modules]}
+    found["joined"] = import_extensions()
     json.dump(found | use_marks() | use_names(), sys.stdout)
 
 
@@ -36,6 +46,19 @@ def step() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), differentiable=False)
     model(torch.arange(8)[None], position_ids=torch.arange(8)[None]).logits.sum().backward()
     optimizer.step()
+
+
+def import_extensions() -> list[bool]:
+    """Whether torch compiles joined sources while it is told to, twice, and whether it does afterwards."""
+    from ds_finetune.patches.torch_extensions import joined_sources
+
+    with joined_sources():
+        with joined_sources():
+            from torch.utils import cpp_extension
+
+            found = [hasattr(cpp_extension.load, "__wrapped__")]
+        found.append(hasattr(cpp_extension.load, "__wrapped__"))
+    return [*found, hasattr(cpp_extension.load, "__wrapped__")]
 
 
 def use_marks() -> dict[str, Any]:

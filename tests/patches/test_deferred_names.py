@@ -39,6 +39,7 @@ def test_a_start_imports_no_compiler_and_what_was_deferred_works_when_it_is_used
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {
         "imported": [],
+        "joined": [True, True, False],
         "allowed": True,
         "disabled": True,
         "real": True,
