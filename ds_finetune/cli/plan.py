@@ -30,6 +30,9 @@ def add_commands(commands: Commands) -> None:
     shapes.add_argument("--gpus-per-node", type=positive, help="number of GPUs of a node (default: as is usual)")
     plan.add_argument("--host-memory", metavar="SIZE", help="memory of a node, e.g. 2000GB")
     plan.add_argument(
+        "--links", metavar="FILE", help="take the links that `ds-finetune doctor --json` measured and wrote to FILE"
+    )
+    plan.add_argument(
         "--search",
         action="store_true",
         help="list the fastest layouts that fit, and why others lose or do not fit",
@@ -52,7 +55,7 @@ def _plan(arguments: Arguments) -> None:
     host = parse_bytes(arguments.host_memory, name="--host-memory") if arguments.host_memory else None
     here = tuple(gpu_models()) if arguments.gpu is None else ()
     request = Request(arguments.gpu, arguments.gpus, arguments.nodes, arguments.gpus_per_node, host, here)
-    target = target_of(request, precision=config.train.precision)
+    target = _with_links(target_of(request, precision=config.train.precision), arguments.links)
     check_machine(target, config.train.precision)
     _check_options(arguments)
     if arguments.search:
@@ -61,6 +64,17 @@ def _plan(arguments: Arguments) -> None:
         _show_tensors(config, target)
     else:
         _show_forecast(config, target, is_json=arguments.json)
+
+
+def _with_links(target: "Target", file: str | None) -> "Target":
+    """The target with measured links; ConfigError where the file has none, or no accelerator is known."""
+    if file is None:
+        return target
+    from ds_finetune.estimate.accelerators import with_measured_links
+
+    if target.machine is None:
+        raise ConfigError(f"--links {file} needs a known accelerator", hint="name it by --gpu")
+    return replace(target, machine=with_measured_links(target.machine, Path(file)))
 
 
 def _check_options(arguments: Arguments) -> None:

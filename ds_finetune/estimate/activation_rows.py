@@ -100,7 +100,10 @@ def _layer_rows(
     yield MemoryRow("inputs of recomputed layers", home, inputs, option, FORWARD)
     working = max(layer.most(tokens, is_tiled=is_tiled) for layer in own.layers)
     working = max(working, own.last_norm * tokens)
-    yield MemoryRow("one layer in backward", home, working, _LENGTH if is_tiled else "train.tiled_mlp", ("layers",))
+    # Tiles sum the gradients of a layer's weights in fp32, which may be more than they save.
+    in_tiles = max(layer.most(tokens, is_tiled=True) for layer in own.layers)
+    option = "train.tiled_mlp" if in_tiles < working else _MICRO_BATCH
+    yield MemoryRow("one layer in backward", home, working, option, ("layers",))
 
 
 def _head_rows(config: RunConfig, own: ActivationBytes, tokens: int, home: Place) -> Iterator[MemoryRow]:

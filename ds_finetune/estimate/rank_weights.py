@@ -1,5 +1,5 @@
-"""The tensors that a rank of each pipeline stage holds, computed from config.json; `trainer/rank_tensors.py` reads the
-same off a model, and tests/estimate/test_rank_weights.py compares them.
+"""The tensors that a rank of each pipeline stage holds, computed from config.json; `trainer/rank_tensors.py` can
+read the same off a model, and tests/estimate/test_rank_weights.py compares them.
 """
 
 import json

@@ -127,7 +127,7 @@ def estimate_run(config: RunConfig, plan: Plan, sizes: ModelSizes) -> RunEstimat
     devices = {"weights": plan.offload_param, "gradients": plan.offload_optimizer, "optimizer": plan.offload_optimizer}
     devices |= {"teacher": sizes.teacher_offload} if sizes.teacher else {}
     devices |= {"unreduced gradients": "none"} if plan.reduces_once else {}
-    devices |= {"second weights": plan.offload_param} if _second_parts(plan) else {}
+    devices |= {"second weights": plan.offload_param} if second_parts_of(plan) else {}
     files = _files(config, plan, sizes)
     return RunEstimate(
         sizes=sizes,
@@ -175,7 +175,7 @@ def _state_bytes(plan: Plan, sizes: ModelSizes) -> dict[str, int]:
     parts = plan.zero_ranks if partitions_weights else 1
     packed = sizes.quantised // 2
     quantised_bytes = sizes.quantised_bytes - packed + -(-packed // parts)
-    second_parts = _second_parts(plan)
+    second_parts = second_parts_of(plan)
     teacher_parts = plan.world.world_size if is_teacher_partitioned(stage, sizes.teacher_offload) else 1
     return {
         "weights": width * (weights - sizes.quantised // parts) + quantised_bytes,
@@ -187,7 +187,7 @@ def _state_bytes(plan: Plan, sizes: ModelSizes) -> dict[str, int]:
     }
 
 
-def _second_parts(plan: Plan) -> int:
+def second_parts_of(plan: Plan) -> int:
     """Ranks that hold a second copy of all weights together (hpZ of ZeRO++); 0 without one."""
     ranks = int(plan.deepspeed["zero_optimization"].get("zero_hpz_partition_size", 1))
     return ranks if ranks > 1 and plan.zero_stage >= STAGE_WITH_PARTITIONED_WEIGHTS else 0

@@ -10,6 +10,7 @@ from typing import Any
 from ds_finetune.estimate.rank_elements import RankElements
 from ds_finetune.estimate.rank_weights import RankWeights
 from ds_finetune.estimate.rows import BACKWARD, FORWARD, MOMENTS, MemoryRow, Moment, Place
+from ds_finetune.estimate.states import second_parts_of
 from ds_finetune.plan.combinations import WEIGHT_BYTES
 from ds_finetune.plan.deepspeed_config import MOMENTS as OPTIMIZER_MOMENTS
 from ds_finetune.plan.plan import Plan
@@ -18,6 +19,7 @@ _WIDE = 4
 _STAGE, _TP = "deepspeed.zero_optimization.stage", "parallel.tp"
 _OPTIMIZER = "deepspeed.zero_optimization.offload_optimizer"
 _PARAM = "deepspeed.zero_optimization.offload_param"
+_HPZ = "deepspeed.zero_optimization.zero_hpz_partition_size"
 _BUCKET = "deepspeed.zero_optimization.reduce_bucket_size"
 _DEFAULTS = {
     "reduce_bucket_size": 500_000_000,
@@ -182,6 +184,10 @@ def _rows_of_stage_3(run: _Zero, weights: RankWeights) -> Iterator[MemoryRow]:
     """
     plan, own, share = run.plan, run.own, run.own.trained_share
     yield MemoryRow("weights", place_of(plan.offload_param, run.home), run.width * own.held_share, _PARAM)
+    if parts := second_parts_of(plan):
+        # A step drops them (zero/stage3.py:2846), and the next forward copies what it gathers.
+        size = run.width * -(-own.held // parts)
+        yield MemoryRow("second weights", place_of(plan.offload_param, run.home), size, _HPZ, _UNTIL_REDUCED)
     small = _persistent(run, weights)
     yield MemoryRow(
         "small weights, whole", run.home, run.width * small, f"{_STAGE[:-5]}stage3_param_persistence_threshold"

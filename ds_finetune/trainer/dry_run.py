@@ -69,7 +69,7 @@ def plan_run(config: RunConfig, *, gpus: int, gpus_per_node: int = 8) -> Planned
     model = make_model_plan(config, plan.mesh, is_config_alone=True)
     token_limits(config, model.hf_config)
     tried = try_generic_type(config, model)
-    stages = rank_tensors(plan, model)
+    stages = rank_tensors(config, plan, model)
     estimate = estimate_run(config, plan, sizes_of(stages, model.lora, model.teacher))
     lines = (*plan.decisions, *model_lines(model, plan), *_totals(stages, estimate))
     context = model.context.notes() if model.context is not None else ()

@@ -155,7 +155,7 @@ def freeze_routers(plan: Plan, model: ModelPlan) -> Plan:
 
 def estimate_model(config: RunConfig, plan: Plan, model: ModelPlan) -> RunEstimate:
     """What the run needs, from the shapes of the tensors that its ranks hold."""
-    return estimate_run(config, plan, sizes_of(rank_tensors(plan, model), model.lora, model.teacher))
+    return estimate_run(config, plan, sizes_of(rank_tensors(config, plan, model), model.lora, model.teacher))
 
 
 def drawn_line(run: PreparedRun, drawn: tuple[str, ...]) -> str:

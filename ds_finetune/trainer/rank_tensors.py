@@ -1,4 +1,4 @@
-"""The tensors that a rank of each pipeline stage holds, built on torch's meta device without memory."""
+"""The tensors that a rank of each pipeline stage holds: by arithmetic, or off a model without memory."""
 
 import re
 from collections import Counter
@@ -6,11 +6,14 @@ from dataclasses import replace
 
 import torch
 
+from ds_finetune.config.schema import RunConfig
+from ds_finetune.estimate.rank_weights import rank_weights
 from ds_finetune.estimate.states import ModelSizes, TensorKind, fullest_stage, model_sizes
 from ds_finetune.families.table import family_of
 from ds_finetune.model.build import build_skeleton, model_class
 from ds_finetune.model.lora_plan import LoraPlan
 from ds_finetune.model.model_plan import ModelPlan
+from ds_finetune.model.mtp import mtp_layers
 from ds_finetune.model.parallel.expert import build_local_experts
 from ds_finetune.model.parallel.pipeline import PipelineGroup, build_only_layers, install_pipeline_stage
 from ds_finetune.model.parallel.sharding import ModelShard
@@ -24,8 +27,23 @@ Stages = tuple[tuple[TensorKind, ...], ...]
 _LAYER = re.compile(r"(?:(?<=\.layers\.)|(?<=\.layer\.))\d+(?=\.)")
 
 
-def rank_tensors(plan: Plan, model: ModelPlan) -> Stages:
-    """What a rank of each pipeline stage holds of `model`; the other ranks of the stage hold as much."""
+def rank_tensors(config: RunConfig, plan: Plan, model: ModelPlan) -> Stages:
+    """What a rank of each pipeline stage holds of `model`; the other ranks of the stage hold as much. Types whose
+    arithmetic is not known are built.
+    """
+    hf_config = model.hf_config
+    if family_of(hf_config.model_type).parameters is None:
+        return built_tensors(plan, model)
+    scores = 0 if model.task == "causal_lm" else model.head_outputs
+    layers = len(mtp_layers(hf_config))
+    stages = rank_weights(
+        hf_config.to_dict(), config.parallel, zero_ranks=plan.zero_ranks, mtp_layers=layers, scores=scores
+    )
+    return tuple(stage.kinds for stage in stages)
+
+
+def built_tensors(plan: Plan, model: ModelPlan) -> Stages:
+    """The same read off the model itself, which is built on torch's meta device."""
     return tuple(tuple(_stage_tensors(plan, model, stage)) for stage in range(plan.mesh.pp))
 
 

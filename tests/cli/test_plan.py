@@ -42,6 +42,20 @@ def test_programs_read_a_plan_as_json(run_file: str, capsys: pytest.CaptureFixtu
     assert json.loads(capsys.readouterr().out)["fits"] is None
 
 
+def test_measured_links_take_the_place_of_the_table(
+    run_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "doctor.json"
+    values = {"bytes_per_second": 1e9, "ranks": 16, "hosts": 2}
+    file.write_text(json.dumps([{"name": "all-reduce", "values": values}]))
+    command = ["plan", run_file, "--gpus", "512", "--gpu", "h100-80g", "--json"]
+    seconds = []
+    for options in ([], ["--links", str(file)]):
+        assert main([*command, *options]) == 0
+        seconds.append(json.loads(capsys.readouterr().out)["time"]["seconds"])
+    assert seconds[1] > 2 * seconds[0]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -53,6 +67,8 @@ def test_programs_read_a_plan_as_json(run_file: str, capsys: pytest.CaptureFixtu
         ("--gpus 512 --gpu h100-80g parallel.tp=3", "parallel tp 3 = 3"),
         ("--gpus 512 --gpu h100-80g train.max_seq_len=1000000", "is more than the 163840 positions"),
         ("--gpus 512 --gpu h100-80g model=nowhere", "model `nowhere` is not a folder"),
+        ("--gpus 512 --gpu h100-80g --links none.json", "`none.json` is not the output of `ds-finetune doctor --json`"),
+        ("--gpus 512 --links none.json", "--links none.json needs a known accelerator"),
         ("--gpus 8 --gpu cpu --tensors", "--tensors with --gpu cpu is not possible"),
     ],
 )

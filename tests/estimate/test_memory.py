@@ -10,6 +10,7 @@ import pytest
 
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.estimate.memory import estimate_memory
+from ds_finetune.estimate.rank_weights import weights_of_run
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.world import World
 
@@ -35,6 +36,23 @@ def test_states_of_deepseek_v3_over_512_ranks(shared_data: Path) -> None:
 def test_no_torch_is_imported() -> None:
     code = "import sys, ds_finetune.estimate.memory; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_hierarchical_partitions_hold_second_weights(shared_data: Path) -> None:
+    tree: dict[str, Any] = {
+        "model": "m",
+        "data": {"train": "t.jsonl"},
+        "output_dir": "o",
+        "inexact": "hierarchical_partition",
+    }
+    tree |= {"deepspeed": {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}}
+    tree |= {"train": {"global_batch_size": 8, "precision": "bf16"}, "checkpoint": {"every": "never"}}
+    config = RunConfig.model_validate(tree)
+    plan = make_plan(config, world=World(0, 4, 0, 4, "a test"), device="cuda")
+    model = published(shared_data, "deepseek-ai--DeepSeek-R1-Distill-Qwen-1.5B")
+    (row,) = (row for row in estimate_memory(config, plan, model).rows if row.name == "second weights")
+    (weights,) = weights_of_run(config, plan, model)
+    assert (row.num_bytes, row.place) == (2 * weights.numel // 2, "gpu")
 
 
 def planned(shared_data: Path, *, ranks: int = 16, stage: int = 2, parallel: Tree | None = None, **train: Any) -> int:

@@ -21,7 +21,7 @@ from ds_finetune.model.parallel.pipeline import layers_of_stages
 from ds_finetune.plan.model_shape import Shape
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.selftest.cells import TINY_MODELS
-from ds_finetune.trainer.rank_tensors import rank_tensors
+from ds_finetune.trainer.rank_tensors import built_tensors
 from ds_finetune.world import World
 from tests.model.tiny import CONFIGS
 
@@ -54,7 +54,7 @@ def compare(tree: dict[str, Any], parallel: dict[str, Any], *, mtp_layers: int =
     if mtp_layers:
         set_mtp_layers(hf_config, mtp_layers)
         model = replace(model, stages=tuple(layers_of_stages(hf_config, config.parallel)))
-    built = rank_tensors(plan, model)
+    built = built_tensors(plan, model)
     for source in (tree, hf_config.to_dict()):
         computed = weights_of_run(config, plan, source)
         assert [counted(stage.kinds) for stage in computed] == [counted(stage) for stage in built]
@@ -104,7 +104,7 @@ def test_tensors_of_a_reward_model(name: str) -> None:
     config, plan = run_of({"pp": 2}, objective={"name": "reward"})
     tree = MODELS[name]
     hf_config = AutoConfig.for_model(name, **{k: v for k, v in tree.items() if k != "model_type"}, num_labels=1)
-    built = rank_tensors(plan, plan_model(hf_config, config))
+    built = built_tensors(plan, plan_model(hf_config, config))
     assert [counted(s.kinds) for s in weights_of_run(config, plan, tree)] == [counted(stage) for stage in built]
 
 
