@@ -74,8 +74,7 @@ class AllocationCell:
 
     def run_tree(self, folder: Path) -> Tree:
         """The run file; the model's config.json is in `folder`."""
-        zero: Tree = {"stage": self.stage, "reduce_bucket_size": _BUCKET}
-        zero |= {"stage3_prefetch_bucket_size": _BUCKET, "stage3_max_reuse_distance": 4 * _BUCKET}
+        zero: Tree = {"stage": self.stage, "reduce_bucket_size": _BUCKET, "stage3_prefetch_bucket_size": _BUCKET}
         zero |= {"stage3_param_persistence_threshold": 1000} if self.stage == 3 else {}
         zero |= {"offload_optimizer": {"device": "cpu"}} if self.offload else {}
         zero |= {"offload_param": {"device": "cpu"}} if self.offload == "param" else {}
@@ -114,9 +113,9 @@ OTHERS = [
     AllocationCell(3, "bf16", offload="param"),
     *(AllocationCell(1, "bf16", axis=axis) for axis in ("tp", "pp", "sp")),
     AllocationCell(3, "bf16", axis="sp"),
-    *(AllocationCell(stage, "bf16", axis="ep", model=EXPERTS) for stage in (2, 3)),
+    AllocationCell(2, "bf16", axis="ep", model=EXPERTS),
     *(AllocationCell(stage, "bf16", model=EXPERTS) for stage in (2, 3)),
-    *(AllocationCell(stage, "bf16", forwards=2, choices=_WIDE_SUMS, title="fp32-sums") for stage in (1, 2, 3)),
-    *(AllocationCell(stage, "bf16", sections=_LORA, title="lora") for stage in (2, 3)),
+    *(AllocationCell(stage, "bf16", forwards=2, choices=_WIDE_SUMS, title="fp32-sums") for stage in (2, 3)),
+    AllocationCell(3, "bf16", sections=_LORA, title="lora"),
 ]
 OTHERS = [cell for cell in OTHERS if cell.name not in {chosen.name for chosen in DEFAULT}]

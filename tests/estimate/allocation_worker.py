@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
+from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 from ds_finetune.cli.main import exit_process
@@ -58,7 +59,7 @@ def _measured(cell: AllocationCell, world: World, folder: Path) -> dict[str, int
         take_full_steps(engine)
         ended = time.time_ns()
     assert profiler.profiler is not None
-    return peaks(profiler.profiler.kineto_results.events(), began, ended)
+    return peaks(profiler.profiler.kineto_results.experimental_event_tree(), began, ended)
 
 
 def take_full_steps(engine: Engine) -> None:
@@ -74,15 +75,30 @@ def _row() -> Row:
     return Row(ids, np.arange(TOKENS, dtype=np.int32), ids, TOKENS)
 
 
-def peaks(events: Sequence[Any], began: int, ended: int) -> dict[str, int]:
-    """The largest running sums of what was allocated and freed, before and between two times in ns."""
-    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+def peaks(tree: Sequence[Any], began: int, ended: int) -> dict[str, int]:
+    """The most bytes held before and between two times in ns.
+
+    Threads of gloo free buffers without the profiler: an address that is given again was free.
+    """
+    live: dict[int, int] = {}
     held, found = 0, {"start": 0, "steps": 0}
-    for when, change in changes:
-        held += change
+    for when, pointer, size in sorted(_changes(tree)):
+        held += max(size, 0) - live.pop(pointer, 0)
+        if size > 0:
+            live[pointer] = size
         name = "start" if when < began else "steps"
         found[name] = max(found[name], held) if when <= ended else found[name]
     return found
+
+
+def _changes(tree: Sequence[Any]) -> Iterator[tuple[int, int, int]]:
+    """Time in ns, address and bytes of each allocation; bytes below zero where one is freed."""
+    waiting = list(tree)
+    while waiting:
+        event = waiting.pop()
+        waiting += event.children
+        if event.tag == _EventType.Allocation:
+            yield event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size
 
 
 if __name__ == "__main__":

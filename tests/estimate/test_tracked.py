@@ -96,9 +96,9 @@ def test_every_family(family: str, way: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["recomputed", "kept"])
-@pytest.mark.parametrize("targets", [[], ["q_proj", "v_proj"]], ids=["all", "two"])
+@pytest.mark.parametrize("targets", [[], ["q_proj", "o_proj"]], ids=["all", "two"])
 @pytest.mark.parametrize("name", [LITE, DISTILL, QWEN])
 def test_adapters(shared_data: Path, name: str, targets: list[str], way: str) -> None:
     lora = {"rank": 16} | ({"target_modules": targets} if targets else {})
     tracked, planned = compare(published(shared_data, name, num_hidden_layers=3), lora=lora, **WAYS[way])
-    assert planned == pytest.approx(tracked.peak, rel=0.02)
+    assert planned == pytest.approx(tracked.peak, rel=0.05)

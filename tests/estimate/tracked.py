@@ -59,6 +59,8 @@ def gpu_kernels() -> Iterator[None]:
         stack.enter_context(patch.object(head_chunks, "_BLOCK_NUMBERS", 2**62))
         stack.enter_context(patch.object(head_chunks, "add_product", lambda *_: None))
         stack.enter_context(patch.object(mod_tracker, "register_multi_grad_hook", _hook_where_it_can))
+        # Those hooks name gradients, which the sum of all bytes does not need; frozen weights have none.
+        stack.enter_context(patch.object(MemTracker, _FOLLOWED, _follow_without_hooks))
         yield
 
 
@@ -102,6 +104,14 @@ def track(
             loss.backward()
         states = sum(param.numel() * param.element_size() for param in (*model.parameters(), *trained))
         return Tracked(states, head, _total(tracker))
+
+
+_FOLLOWED = "_track_module_params_and_buffers"
+_follow: Any = getattr(MemTracker, _FOLLOWED)
+
+
+def _follow_without_hooks(tracker: MemTracker, module: torch.nn.Module, **_: bool) -> Any:
+    return _follow(tracker, module, install_grad_hooks=False)
 
 
 def _hook_where_it_can(tensors: Sequence[torch.Tensor], *others: Any, **named: Any) -> Any:
