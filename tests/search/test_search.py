@@ -137,7 +137,7 @@ def test_the_command_writes_a_run_file_that_it_accepts(
         (
             "deepseek_v2_lite",
             "--gpus 1 --gpu l4-24g --host-memory 30GB",
-            ("fits 1 ranks", "GiB of a rank are missing", "any of these fits: "),
+            ("fits 1 rank: ", "GiB of a rank are missing", "any of these fits: "),
         ),
         ("r1_distill_qwen_7b", "--gpus 8192 --gpu h100-80g", ("uses 8192 ranks", "use 8064 ranks")),
         ("deepseek_v2_lite", "--gpus 8", ("no accelerator is named",)),
