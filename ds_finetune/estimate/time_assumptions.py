@@ -17,7 +17,8 @@ def _rates(machine: Machine) -> Iterator[str]:
     share, row = machine.efficiency, machine.accelerator
     yield (
         f"Matrix products reach {share.matmul:.0%} of the peak of {row.name}, those of routed experts "
-        f"{share.grouped:.0%}, attention {share.attention:.0%}; other operators {share.memory:.0%} of the memory's bandwidth."
+        f"{share.grouped:.0%}, attention {share.attention:.0%}; other operators {share.memory:.0%} of the "
+        "memory's bandwidth."
     )
 
 
