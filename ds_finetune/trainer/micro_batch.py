@@ -69,7 +69,7 @@ class TriedSize:
     host: str
 
     def still_holds(self, *, largest_rows: int, budget: int) -> bool:
-        """Whether it fits `budget` bytes and no larger size is worth a trial: `largest_rows` fit by the estimate now."""
+        """Whether it fits `budget` bytes and no larger size is worth a trial, where `largest_rows` fit now."""
         return fits(self.peak_bytes, budget) and largest_rows <= self.largest_rows
 
 
