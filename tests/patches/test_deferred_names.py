@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import inspect
 import json
 import os
 import subprocess
@@ -10,9 +11,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from transformers.utils import import_utils
 
 from ds_finetune.patches import deferred_names, import_contexts
 from ds_finetune.patches.deferred_compiler import _disabling_at_need, _without_breaks
+from ds_finetune.patches.kept_scan import scan_or_read
 from ds_finetune.patches.transformers_import import DEFERRED, remember_folders
 
 
@@ -173,6 +176,18 @@ def test_what_was_found_in_models_is_kept_until_a_file_changes(tmp_path: Path, m
     kept.unlink()
     kept.mkdir()
     assert start() == 5, "a file that cannot be written is done without"
+
+
+def test_the_names_in_transformers_models_are_the_same_from_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    scan = inspect.unwrap(import_utils.create_import_structure_from_path)
+    scanner = Path(import_utils.__file__)
+    models = scanner.parents[1] / "models"
+    first, kept = (scan_or_read(scan, models, also=scanner) for _ in range(2))
+    assert kept == first
+    assert kept["llama"][frozenset({"torch"})]["modeling_llama"] >= {"LlamaModel"}
 
 
 def test_the_compiler_is_asked_once_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
