@@ -63,7 +63,7 @@ def _read(file: Path, state: object) -> Structure | None:
     return found if kept == state and isinstance(found, dict) else None
 
 
-def _write(file: Path, content: object) -> None:
+def _write(file: Path, content: tuple[tuple[str, ...], Structure]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(f".{os.getpid()}")
     part.write_bytes(marshal.dumps(content))
