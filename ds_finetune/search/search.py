@@ -9,9 +9,10 @@ import heapq
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from ds_finetune.estimate.accelerators import Machine
-from ds_finetune.estimate.memory import MemoryEstimate, estimate_memory, least_bytes
+from ds_finetune.estimate.memory import MemoryEstimate, StateBytes, estimate_memory, least_bytes
 from ds_finetune.estimate.step_time import RowShape, TimeEstimate, estimate_time
 from ds_finetune.search.budget import Budget
 from ds_finetune.search.candidates import Candidate, Candidates
@@ -171,23 +172,44 @@ class Search:
         every = self.candidates.micro_batch_sizes(group.sizes)
         found: list[Proposal] = []
         for activations in self.candidates.activations:
-            number = bisect_left(every, True, key=lambda rows: not self._fits(group.layout(rows, activations)))
-            for candidate, time in self._times(group, every[:number], activations):
+            sizes = self._fitting_sizes(group, every, activations)
+            for candidate, time in self._times(group, sizes, activations):
                 found.append(Proposal(candidate, self._memory(candidate), time))
-            if number == len(every):
+            if len(sizes) == len(every):
                 # What saves more memory costs time, and can gain no larger micro-batch.
                 break
         return min(found, key=_seconds)
 
+    def _fitting_sizes(self, group: _LayoutGroup, sizes: Sequence[int], activations: Activations) -> tuple[int, ...]:
+        """The micro-batches of `sizes` that fit, ascending. The last one needs no memory to add up gradients, so that
+        it may fit where smaller ones do not.
+        """
+
+        def exceeds(rows: int) -> bool:
+            return not self._fits(group.layout(rows, activations))
+
+        *several, whole = sizes
+        number = bisect_left(several, True, key=exceeds)
+        return (*several[:number], *(() if exceeds(whole) else (whole,)))
+
     def _least_excess(self, group: _LayoutGroup) -> int:
-        """Bytes beyond the budget that every layout of a group needs; 0 where some may fit."""
-        found = self.candidates.find(group.layout(1, self.candidates.activations[0]))
-        assert found is not None, group
-        return self.budget.least_excess(least_bytes(found.config, found.plan, self.candidates.model))
+        """Bytes beyond the budget that every layout of a group needs; 0 where some may fit. The largest micro-batch
+        has the smallest states, because it adds up no gradients.
+        """
+        return self.budget.least_excess(self._states(group, self.candidates.micro_batch_sizes(group.sizes)[-1]))
+
+    def _states(self, group: _LayoutGroup, rows: int) -> StateBytes:
+        found = self.candidates.find(group.layout(rows, self.candidates.activations[0]))
+        if found is None:
+            return StateBytes(0, 0)
+        return least_bytes(found.config, found.plan, self.candidates.model)
 
     def _smallest_of(self, group: _LayoutGroup) -> Misfit:
         """The layout of a group that needs least."""
-        every = [self.candidates.find(group.layout(1, activations)) for activations in self.candidates.activations]
+        largest = self.candidates.micro_batch_sizes(group.sizes)[-1]
+        sizes = [1] if self._states(group, largest) == self._states(group, 1) else sorted({1, largest})
+        beside = product(sizes, self.candidates.activations)
+        every = [self.candidates.find(group.layout(*each)) for each in beside]
         misfits = [Misfit(each, self._memory(each), group.bound) for each in every if each is not None]
         return min(misfits, key=lambda misfit: self.budget.excess(misfit.memory))
 
