@@ -154,8 +154,8 @@ def forecast_run(config: RunConfig, target: Target) -> Forecast:
     model = read_model(config)
     text = ""
     if config.train.micro_batch_size == AUTO:
-        rows, text = _largest_rows(config, plan, model, target)
-        config = with_micro_batch(config, rows)
+        number, text = _largest_rows(config, plan, model, target)
+        config = with_micro_batch(config, number)
         plan = make_plan(config, world=target.ranks.world, device=target.ranks.device)
     stages = Candidates(config, model, target.ranks).check(config)
     time = None
