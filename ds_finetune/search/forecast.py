@@ -80,7 +80,7 @@ class Forecast:
         rates = f"{time.tokens_per_second:,.0f} tokens/s, {time.gpu_hours_per_billion_tokens:,.0f} GPU-hours"
         yield "a step", f"{time.seconds:.3g} s, {rates} for a billion tokens, MFU {time.mfu:.1%}"
         if time.hours is not None:
-            yield "the run", f"{time.steps:,} steps, {time.hours:,.1f} hours, {time.gpu_hours:,.0f} GPU-hours"
+            yield "the run", f"{time.steps:,} steps, {_hours(time.hours)} hours, {_hours(time.gpu_hours)} GPU-hours"
         for name, seconds in sorted(time.parts.items(), key=lambda part: -part[1]):
             yield f"  {name}", f"{seconds:.3g} s"
 
@@ -90,7 +90,9 @@ class Forecast:
         if budget is None:
             return ("whether it fits is known with --gpu NAME, e.g. --gpu h100-80g",)
         problem = budget.problem(self.memory)
-        return (f"does not fit: {problem}; --search lists layouts that fit" if problem else budget.text(self.memory),)
+        if not problem:
+            return (budget.text(self.memory),)
+        return (f"does not fit: {problem} ({SPARE:.0%} stay free); --search lists layouts that fit",)
 
     def tree(self) -> dict[str, Any]:
         """The same for programs."""
@@ -107,6 +109,12 @@ class Forecast:
             "deepspeed": self.plan.deepspeed,
             "notes": list(self.notes()),
         }
+
+
+def _hours(hours: float | None) -> str:
+    """Hours with two digits, or as a whole number where it has more."""
+    assert hours is not None
+    return f"{hours:,.0f}" if hours >= 10 else f"{hours:.2g}"
 
 
 def time_tree(time: TimeEstimate) -> dict[str, Any]:

@@ -95,7 +95,7 @@ def _none_fits(search: Search, target: Target, nearest: Misfit) -> ConfigError:
     found = [text for text, other, machines in _remedies(search, target) if _fits(search, other, machines)]
     hint = f"any of these fits: {'; '.join(found)}" if found else "take accelerators or hosts with more memory"
     return ConfigError(
-        f"no layout of {config.model.path} fits {target.ranks.number} ranks: {layout_text(nearest.candidate)} comes "
+        f"no layout of {config.model.path} fits {_ranks(target.ranks.number)}: {layout_text(nearest.candidate)} comes "
         f"nearest and {budget.problem(nearest.memory)} ({SPARE:.0%} stay free), so {missing:,.1f} GiB of a rank are "
         "missing",
         hint=hint,
@@ -143,6 +143,10 @@ def enlarged(target: Target, number: int) -> Target:
 def _fits(search: Search, config: RunConfig, target: Target) -> bool:
     candidates = replace(search.candidates, config=config, ranks=target.ranks)
     return replace(search, candidates=candidates).has_fitting()
+
+
+def _ranks(number: int) -> str:
+    return "1 rank" if number == 1 else f"{number:,} ranks"
 
 
 def _with(candidates: Candidates, number: int) -> Ranks:

@@ -61,6 +61,30 @@ def test_auto_stands_for_the_largest_micro_batch_that_fits(run_file: str, capsys
     assert "is known with --gpu NAME" in tree["decisions"]["micro batch"]
 
 
+def test_a_narrow_table_cuts_no_name_off(
+    run_file: str, shared_data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    small = [f"model.path={shared_data / 'configs' / 'Qwen--Qwen3-0.6B'}", "parallel.ep=1", "train.global_batch_size=2"]
+    for options in ([], ["--search"]):
+        assert main(["plan", run_file, "--gpus", "2", "--gpu", "l4-24g", *options, *small]) == 0
+        assert "\u2026" not in capsys.readouterr().out
+
+
+def test_a_short_run_takes_more_than_no_time(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", run_file, "--gpus", "512", "--gpu", "h100-80g"]) == 0
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("the run")]
+    assert "1 steps, " in line
+    assert not {"0 hours", "0.0 hours"} & set(line.split(", ")), line
+
+
+def test_what_does_not_fit_is_said_once_with_what_stays_free(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", run_file, "--gpus", "8", "--gpu", "cpu", "parallel.ep=8"]) == 0
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("does not fit")]
+    assert line.count(" GiB of ") == 1
+    assert "in its share of the host's memory (7% stay free)" in line
+
+
 def test_measured_links_take_the_place_of_the_table(
     run_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import inspect
 import json
 import os
 import subprocess
@@ -10,9 +11,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from transformers.utils import import_utils
 
 from ds_finetune.patches import deferred_names, import_contexts
 from ds_finetune.patches.deferred_compiler import _disabling_at_need, _without_breaks
+from ds_finetune.patches.kept_scan import scan_or_read
 from ds_finetune.patches.transformers_import import DEFERRED, remember_folders
 
 
@@ -132,18 +135,59 @@ def _deferred(node: ast.AST, package: str, importer: str) -> list[ast.alias]:
     return node.names if module in DEFERRED[importer] else []
 
 
-def test_folders_are_scanned_once_and_results_can_be_changed() -> None:
+def test_folders_are_scanned_once_and_results_can_be_changed(tmp_path: Path) -> None:
     scanned = []
 
     def scan(path: str) -> dict[object, object]:
         scanned.append(path)
         return {frozenset(): {"module": {"Name"}}}
 
-    once = remember_folders(scan)
+    once = remember_folders(scan, models=tmp_path, scanner=Path(__file__))
     first = once("models")
     first[frozenset()]["module"].add("Other")
     assert once("models/__init__.py") == {frozenset(): {"module": {"Name"}}}
     assert scanned == ["models"]
+
+
+def test_what_was_found_in_models_is_kept_until_a_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    models, scanner = tmp_path / "models", tmp_path / "scanner.py"
+    (models / "a").mkdir(parents=True)
+    source = models / "a" / "modeling_a.py"
+    source.write_text("")
+    scanner.write_text("")
+    found = {"a": {frozenset({"torch"}): {"modeling_a": {"A", "B"}}}}
+    scanned = []
+
+    def start() -> int:
+        """A new process's scan of the models; how often they were read so far."""
+        once = remember_folders(lambda path: scanned.append(path) or found, models=models, scanner=scanner)
+        assert once(str(models)) == found
+        return len(scanned)
+
+    assert [start(), start()] == [1, 1]
+    source.write_text("x")
+    assert [start(), start()] == [2, 2]
+    scanner.write_text("x")
+    assert [start(), start()] == [3, 3]
+    (kept,) = (tmp_path / "cache" / "ds_finetune" / "model_names").iterdir()
+    kept.write_bytes(kept.read_bytes()[:-9])
+    assert [start(), start()] == [4, 4], "a damaged file is written again"
+    kept.unlink()
+    kept.mkdir()
+    assert start() == 5, "a file that cannot be written is done without"
+
+
+def test_the_names_in_transformers_models_are_the_same_from_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    scan = inspect.unwrap(import_utils.create_import_structure_from_path)
+    scanner = Path(import_utils.__file__)
+    models = scanner.parents[1] / "models"
+    first, kept = (scan_or_read(scan, models, also=scanner) for _ in range(2))
+    assert kept == first
+    assert kept["llama"][frozenset({"torch"})]["modeling_llama"] >= {"LlamaModel"}
 
 
 def test_the_compiler_is_asked_once_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,9 +22,10 @@ from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.errors import ConfigError
 from ds_finetune.observers.forecast import MEASURED_STEPS
 from ds_finetune.plan.plan import Plan, make_plan
+from ds_finetune.trainer.micro_batch import TriedSize
 from ds_finetune.trainer.trial import judge
 from ds_finetune.trainer.trial_messages import DONE, ENDED, FAILED, OUT_OF_MEMORY, TrialEnd
-from ds_finetune.trainer.trial_rows import longest_rows, rows_again
+from ds_finetune.trainer.trial_rows import longest_rows, rows_again, sizes_digest
 from ds_finetune.world import AccelerateChoices, World
 from tests.forks import Forkserver
 from tests.launched import SOCKET
@@ -140,6 +141,30 @@ def test_the_longest_rows_are_tried() -> None:
     assert longest_rows(rows, 3).tolist() == [3, 0, 1]
     again = rows_again(rows, np.array([3, 1, 3]))
     assert [again[number].num_tokens for number in range(len(again))] == [12, 9, 12]
+
+
+def _digest(*documents: KeptDocument) -> str:
+    """Of one row that holds the documents."""
+    kept = Documents.of(documents)
+    rows = PreparedRows(kept, np.arange(len(documents)), np.array([0, len(documents)]), kept.counts)
+    return sizes_digest(rows, 1)
+
+
+def test_what_is_remembered_depends_on_documents_and_supervised_tokens() -> None:
+    """Attention needs memory for each document, and the head for each supervised token, at equal lengths of rows."""
+    whole = KeptDocument(range(8), [True] * 8)
+    assert _digest(whole) == _digest(KeptDocument(range(1, 9), [True] * 8))
+    assert _digest(whole) != _digest(KeptDocument(range(8), [False] * 6 + [True] * 2))
+    half = KeptDocument(range(4), [True] * 4)
+    assert _digest(whole) != _digest(half, half)
+
+
+def test_what_is_remembered_holds_until_less_or_more_fits() -> None:
+    choice = TriedSize(rows=2, largest_rows=4, peak_bytes=90, when="", host="")
+    assert choice.still_holds(largest_rows=4, budget=100)
+    assert choice.still_holds(largest_rows=1, budget=100)
+    assert not choice.still_holds(largest_rows=4, budget=95)
+    assert not choice.still_holds(largest_rows=8, budget=200)
 
 
 def test_the_trial_of_all_ranks() -> None:
