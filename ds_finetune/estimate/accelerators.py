@@ -334,7 +334,12 @@ def with_measured_links(machine: Machine, file: Path) -> Machine:
     try:
         checks = json.loads(file.read_text(encoding="utf-8"))
         found = _measured_all_reduce(checks)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as wrong:
+    except OSError as failed:
+        raise ConfigError(
+            f"`{file}` cannot be read: {failed.strerror}",
+            hint="write it with `ds-finetune doctor RUN.yaml --json > FILE`",
+        ) from None
+    except (ValueError, TypeError, KeyError, AttributeError) as wrong:
         raise ConfigError(
             f"`{file}` is not the output of `ds-finetune doctor --json`: {type(wrong).__name__}: {wrong}",
             hint="write it with `ds-finetune doctor RUN.yaml --json > FILE`",

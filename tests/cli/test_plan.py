@@ -110,7 +110,7 @@ def test_measured_links_take_the_place_of_the_table(
         ("--gpus 512 --gpu h100-80g parallel.tp=3", "parallel tp 3 = 3"),
         ("--gpus 512 --gpu h100-80g train.max_seq_len=1000000", "is more than the 163840 positions"),
         ("--gpus 512 --gpu h100-80g model=nowhere", "model `nowhere` is not a folder"),
-        ("--gpus 512 --gpu h100-80g --links none.json", "`none.json` is not the output of `ds-finetune doctor --json`"),
+        ("--gpus 512 --gpu h100-80g --links none.json", "`none.json` cannot be read: No such file or directory"),
         ("--gpus 512 --links none.json", "--links none.json needs a known accelerator"),
         ("--gpus 8 --gpu cpu --tensors", "--tensors with --gpu cpu is not possible"),
     ],

@@ -128,6 +128,9 @@ def test_the_command_writes_a_run_file_that_it_accepts(
     written = read_config(best)
     assert written.optim.lr == 2e-5
     assert Path(best).read_text().count("# Planned on 8 GPUs of 80 GB") == 1
+    assert f"# The rest is {source} with these choices; its comments were written for other ones.\n" in (
+        Path(best).read_text()
+    )
     assert main(["plan", best, *where, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["fits"] is True
     assert main(["plan", source, *where, "--search", "--json"]) == 0
