@@ -3,7 +3,7 @@
 from rich.table import Table
 
 from ds_finetune.estimate.memory import MemoryEstimate
-from ds_finetune.estimate.rows import MOMENTS
+from ds_finetune.estimate.rows import MOMENTS, peak
 from ds_finetune.units import GIB
 
 _MOST_HELD = 16
@@ -25,7 +25,12 @@ def memory_table(memory: MemoryEstimate) -> Table:
     for row in memory.rows:
         held = "" if row.when == MOMENTS else ", ".join(row.when)
         table.add_row(row.name, row.place, f"{row.num_bytes / GIB:,.2f}", held, row.option)
-    totals = {memory.device: memory.device_bytes, "host": memory.host_bytes, "disk": memory.disk_bytes}
+    totals = {
+        memory.device: memory.device_bytes,
+        "nvme": peak(memory.rows, "nvme"),
+        "host": memory.host_bytes,
+        "disk": memory.disk_bytes,
+    }
     for place, num_bytes in totals.items():
         if num_bytes:
             what = "files of the run" if place == "disk" else "at most"

@@ -182,6 +182,7 @@ def run_file_text(
         f"Layout for {target.ranks.number} x {gpu}, {target.ranks.per_node} in a node, by ds-finetune plan --search:",
         f"{layout_text(best.candidate)};",
         f"{best.memory.device_bytes / GIB:,.1f} GiB on the device and {best.time.seconds:.3g} s a step are estimated.",
+        f"The rest is {source} with these choices; its comments were written for other ones.",
     )
     return written_run_file(source, values, wanted, header=header)
 
