@@ -48,6 +48,8 @@ class Efficiency:
 
     matmul: float = 0.80
     """Of the peak, by large products: 798 of 989 TFLOP/s were measured on an H100 (bf16, 8192 by 8192 by 8192)."""
+    head: float = 0.80
+    """Of the peak, by the products of a language model's head."""
     grouped: float = 0.55
     """Of the peak, by the products of routed experts, whose numbers of rows differ."""
     attention: float = 0.55

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ds_finetune.estimate.memory import MemoryEstimate
+from ds_finetune.estimate.memory import MemoryEstimate, StateBytes
 from ds_finetune.search.micro_batch import SPARE
 from ds_finetune.units import GIB
 
@@ -24,6 +24,10 @@ class Budget:
         fits.
         """
         return max(0, self.device_excess(memory), memory.host_bytes - self.of(self.host_bytes))
+
+    def least_excess(self, states: StateBytes) -> int:
+        """Bytes that a run needs beyond the budget at least, by its states alone."""
+        return max(0, states.device - self.of(self.device_bytes), states.host - self.of(self.host_bytes))
 
     def device_excess(self, memory: MemoryEstimate) -> int:
         """The same on the device alone; below 0 where it fits."""

@@ -42,6 +42,25 @@ def test_programs_read_a_plan_as_json(run_file: str, capsys: pytest.CaptureFixtu
     assert json.loads(capsys.readouterr().out)["fits"] is None
 
 
+def test_auto_stands_for_the_largest_micro_batch_that_fits(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command, gpu = ["plan", run_file, "--gpus", "512", "--json", "train.global_batch_size=8192"], ["--gpu", "h100-80g"]
+    trees = {}
+    for size in ("auto", 1, 2, 4, 8, 16):
+        assert main([*command, *gpu, f"train.micro_batch_size={size}"]) == 0
+        trees[size] = json.loads(capsys.readouterr().out)
+    largest = max(size for size, tree in trees.items() if isinstance(size, int) and tree["fits"])
+    assert 1 < largest < 16
+    assert trees["auto"]["micro_batch_size"] == largest
+    assert {key: trees["auto"][key] for key in ("memory", "time")} == {
+        key: trees[largest][key] for key in ("memory", "time")
+    }
+    assert trees["auto"]["decisions"]["micro batch"].startswith(f"{largest} (auto: the largest that leaves 7% ")
+    assert main([*command, "train.micro_batch_size=auto"]) == 0
+    tree = json.loads(capsys.readouterr().out)
+    assert tree["micro_batch_size"] == 1
+    assert "is known with --gpu NAME" in tree["decisions"]["micro batch"]
+
+
 def test_a_narrow_table_cuts_no_name_off(
     run_file: str, shared_data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
