@@ -7,6 +7,7 @@ tracker. Experts on CPUs keep less (model/experts.py).
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from ds_finetune.families.table import family_of
@@ -100,6 +101,11 @@ class ActivationBytes:
     keeps_inputs: bool
     """Whether layers that are not recomputed keep their inputs; norms in 16 bits keep an fp32 copy instead."""
 
+    @cached_property
+    def kinds(self) -> tuple[LayerBytes, ...]:
+        """Each kind of layers once."""
+        return tuple({id(layer): layer for layer in self.layers}.values())
+
     def inputs(self) -> int:
         """The inputs of all layers, which recomputation keeps: on the device, or on the host where they are
         offloaded.
@@ -108,7 +114,7 @@ class ActivationBytes:
 
     def working_set(self, *, is_tiled: bool = False) -> int:
         """What the backward of one recomputed layer holds at most beside the inputs of layers."""
-        return max(layer.most(is_tiled=is_tiled) for layer in self.layers)
+        return max(layer.most(is_tiled=is_tiled) for layer in self.kinds)
 
     def peak(self, *, recomputes: bool = True, is_offloaded: bool = False, is_tiled: bool = False) -> int:
         """Bytes on the device at most in layers. Without recomputation all layers are kept. Where inputs are offloaded,
@@ -127,10 +133,14 @@ class ActivationBytes:
     def kept_at_most(self, tokens: int, *, is_tiled: bool = False) -> int:
         """Bytes of layers that are not recomputed: what earlier ones keep, and what one holds in its backward."""
         earlier = most = self.inputs() * tokens if self.keeps_inputs else 0
-        for layer in self.layers:
+        fullest, kept = {}, {}
+        for layer in self.kinds:
             unreleased = 0 if is_tiled else layer.unreleased * tokens
-            most = max(most, earlier + layer.most(tokens, is_tiled=is_tiled) + unreleased)
-            earlier += (layer.kept - (layer.mlp if is_tiled else 0)) * tokens
+            fullest[id(layer)] = layer.most(tokens, is_tiled=is_tiled) + unreleased
+            kept[id(layer)] = (layer.kept - (layer.mlp if is_tiled else 0)) * tokens
+        for layer in self.layers:
+            most = max(most, earlier + fullest[id(layer)])
+            earlier += kept[id(layer)]
         return max(most, earlier + self.last_norm * tokens)
 
 

@@ -82,9 +82,7 @@ def stage_activations(config: RunConfig, plan: Plan, model: ModelConfig, weights
     text = json.dumps(model, sort_keys=True, default=str)
     lora = config.lora.model_dump_json() if config.lora is not None else ""
     sizes = (plan.mesh.tp, plan.mesh.ep, 1 if config.mtp.train else 0)
-    each = _activations(text, plan.precision, sizes, lora, is_packed=is_packed, device=plan.device)
-    # A prediction layer is like the last layer.
-    return replace(each, layers=tuple(each.layers[min(layer, len(each.layers) - 1)] for layer in weights.layers))
+    return _of_stage(text, plan.precision, sizes, lora, weights.layers, is_packed=is_packed, device=plan.device)
 
 
 def _layer_rows(
@@ -110,10 +108,10 @@ def _layer_rows(
         inputs = min(_ON_THEIR_WAY, len(own.layers)) * own.layer_input * tokens
     option = _MICRO_BATCH if plan.activation_offload or plan.device == "cpu" else "train.activation_offload"
     yield MemoryRow("inputs of recomputed layers", home, inputs, option, FORWARD)
-    working = max(layer.most(tokens, is_tiled=is_tiled) for layer in own.layers)
+    working = max(layer.most(tokens, is_tiled=is_tiled) for layer in own.kinds)
     working = max(working, own.last_norm * tokens)
     # Tiles sum the gradients of a layer's weights in fp32, which may be more than they save.
-    in_tiles = max(layer.most(tokens, is_tiled=True) for layer in own.layers)
+    in_tiles = max(layer.most(tokens, is_tiled=True) for layer in own.kinds)
     option = "train.tiled_mlp" if in_tiles < working else _MICRO_BATCH
     yield MemoryRow("one layer in backward", home, working, option, ("layers",))
 
@@ -156,6 +154,23 @@ def _exchange_rows(
 
 def _chosen(model: ModelConfig) -> int:
     return int(model.get("num_experts_per_tok") or 1)
+
+
+@lru_cache(maxsize=4096)
+def _of_stage(  # noqa: PLR0913 - those of activation_bytes
+    model: str,
+    precision: str,
+    sizes: tuple[int, int, int],
+    lora: str,
+    layers: tuple[int, ...],
+    *,
+    is_packed: bool,
+    device: str,
+) -> ActivationBytes:
+    """Of some layers, on a rank of `sizes` tp, ep and prediction layers."""
+    each = _activations(model, precision, sizes, lora, is_packed=is_packed, device=device)
+    # A prediction layer is like the last layer.
+    return replace(each, layers=tuple(each.layers[min(layer, len(each.layers) - 1)] for layer in layers))
 
 
 @lru_cache(maxsize=1024)

@@ -21,6 +21,7 @@ _STAGE, _TP = "deepspeed.zero_optimization.stage", "parallel.tp"
 _OPTIMIZER = "deepspeed.zero_optimization.offload_optimizer"
 _PARAM = "deepspeed.zero_optimization.offload_param"
 _HPZ = "deepspeed.zero_optimization.zero_hpz_partition_size"
+_SUB_GROUP = "deepspeed.zero_optimization.sub_group_size"
 _BUCKET = "deepspeed.zero_optimization.reduce_bucket_size"
 _DEFAULTS = {
     "reduce_bucket_size": 500_000_000,
@@ -32,6 +33,11 @@ _DEFAULTS = {
     "contiguous_gradients": True,
 }
 """zero/config.py:113-251."""
+_NVME_DEFAULTS = {
+    "offload_param": {"buffer_count": 5, "buffer_size": 100_000_000, "max_in_cpu": 1_000_000_000},
+    "offload_optimizer": {"buffer_count": 4},
+}
+"""zero/offload_config.py:33-67."""
 _IN_STEPS: tuple[Moment, ...] = ("reduction", "step")
 _UNTIL_REDUCED: tuple[Moment, ...] = (*FORWARD, "embedding", "reduction")
 
@@ -73,6 +79,17 @@ class _Zero:
     def option(self, name: str) -> Any:  # noqa: ANN401 - a number or a bool
         """An option of `zero_optimization`, or DeepSpeed's default."""
         return self.plan.deepspeed["zero_optimization"].get(name, _DEFAULTS[name])
+
+    def nvme_option(self, section: str, name: str) -> int:
+        """A number of `zero_optimization.SECTION`, or DeepSpeed's default."""
+        given = self.plan.deepspeed["zero_optimization"].get(section) or {}
+        return int(float(given.get(name, _NVME_DEFAULTS[section][name])))
+
+    @property
+    def sub_group(self) -> int:
+        """Elements of this rank's part that ZeRO-3 updates at a time."""
+        smallest = -(-self.own.largest // self.plan.zero_ranks)
+        return min(self.own.group_share, max(int(self.option("sub_group_size")), smallest))
 
     @property
     def buckets(self) -> int:
@@ -222,11 +239,25 @@ def _rows_of_stage_3(run: _Zero, weights: RankWeights) -> Iterator[MemoryRow]:
     # The matrices of a bucket are sorted by rank in a copy (comm/coalesced_collectives.py:122).
     copied = run.width * min(int(run.option("reduce_bucket_size")), own.trained) if plan.zero_ranks > 1 else 0
     yield MemoryRow("gradients of a bucket by rank", run.home, copied, _BUCKET, BACKWARD)
+    yield from _nvme_rows(run)
     if not run.is_offloaded:
-        group = min(own.group_share, max(int(run.option("sub_group_size")), -(-own.largest // plan.zero_ranks)))
-        flat = run.accumulated * group + (_WIDE * group if run.accumulated < _WIDE else 0)
-        option = "deepspeed.zero_optimization.sub_group_size"
-        yield MemoryRow("fp32 gradients for the update", run.home, flat, option, ("step",))
+        flat = run.accumulated * run.sub_group + (_WIDE * run.sub_group if run.accumulated < _WIDE else 0)
+        yield MemoryRow("fp32 gradients for the update", run.home, flat, _SUB_GROUP, ("step",))
+
+
+def _nvme_rows(run: _Zero) -> Iterator[MemoryRow]:
+    """Host memory between NVMe and device: pinned fp32 buffers of the largest sub-group (swap_tensor/utils.py:192, from
+    zero/stage3.py:848), pinned buffers of weights (swap_tensor/partitioned_param_swapper.py:124), and the weights that
+    stay on the host (zero/stage3.py:897-907).
+    """
+    if run.plan.offload_optimizer == "nvme":
+        size = _WIDE * run.sub_group * run.nvme_option("offload_optimizer", "buffer_count")
+        yield MemoryRow("buffers between optimizer and NVMe", "host", size, _SUB_GROUP)
+    if run.plan.offload_param == "nvme":
+        count, numel = (run.nvme_option("offload_param", name) for name in ("buffer_count", "buffer_size"))
+        yield MemoryRow("buffers between weights and NVMe", "host", run.width * count * numel, f"{_PARAM}.buffer_count")
+        kept = min(run.own.trained_share, run.nvme_option("offload_param", "max_in_cpu"))
+        yield MemoryRow("weights of NVMe that stay on the host", "host", run.width * kept, f"{_PARAM}.max_in_cpu")
 
 
 def _persistent(run: _Zero, weights: RankWeights) -> int:

@@ -98,9 +98,10 @@ def test_flops_are_those_that_torch_counts(family: str) -> None:
 def test_recomputation_computes_layers_once_more(family: str) -> None:
     tree = config(family) | {"model_type": family}
     found, expected = planned(tree, train={"activation_checkpointing": True}), counted(tree, recomputes=True)
-    # torch ends the recomputation of a layer before its last product, whose output no backward needs.
+    # torch may end the recomputation of a layer before its last product, whose output no backward needs.
     last = 2 * TOKENS * tree["hidden_size"] * tree["intermediate_size"] * tree["num_hidden_layers"]
-    assert found["products"] - last <= expected["products"] < found["products"]
+    assert found["products"] - last <= expected["products"] <= found["products"]
+    assert found["products"] - last > planned(tree, train={"activation_checkpointing": False})["products"]
     assert 2 * found["attention"] == expected["attention"]
 
 
