@@ -145,7 +145,7 @@ class ActivationBytes:
 
 
 @dataclass(frozen=True)
-class Adapters:
+class AdaptedLayers:
     """The adapters of a run with LoRA: their rank, and for each layer the names within it of the modules that have
     them.
     """
@@ -185,7 +185,7 @@ def activation_bytes(  # noqa: PLR0913 - what a rank computes, and with which ke
     ep: int = 1,
     is_packed: bool = False,
     device: str = "cuda",
-    adapters: Adapters | None = None,
+    adapters: AdaptedLayers | None = None,
 ) -> ActivationBytes:
     """The activations of a model of the table of families, whose config.json is given, in a `precision` on `tp` tensor
     parallel ranks, of which `ep` divide the experts. With `is_packed` attention to all documents is one call.

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from ds_finetune.config.schema import OWN_ATTENTIONS, LoraConfig, RunConfig
-from ds_finetune.estimate.activation_memory import ActivationBytes, Adapters, activation_bytes
+from ds_finetune.estimate.activation_memory import ActivationBytes, AdaptedLayers, activation_bytes
 from ds_finetune.estimate.rank_weights import RankWeights, num_scores
 from ds_finetune.estimate.rows import FORWARD, MemoryRow, Place
 from ds_finetune.families.family import layer_of
@@ -184,11 +184,11 @@ def _activations(  # noqa: PLR0913 - those of activation_bytes
     )
 
 
-def _adapters(model: ModelConfig, lora: LoraConfig, mtp_layers: int) -> Adapters:
+def _adapters(model: ModelConfig, lora: LoraConfig, mtp_layers: int) -> AdaptedLayers:
     targets = adapted_targets(targets_among(model_tensors(model, mtp_layers=mtp_layers).named()), lora)
     names = [set[str]() for _ in range(model["num_hidden_layers"])]
     for target in targets:
         number = layer_of(f"{target.name}.")
         if 0 <= number < len(names):
             names[number].add(target.name.split(f".{number}.", 1)[1])
-    return Adapters(lora.rank, tuple(map(frozenset, names)))
+    return AdaptedLayers(lora.rank, tuple(map(frozenset, names)))
