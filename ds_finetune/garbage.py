@@ -7,7 +7,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """While this is open no cycles are searched, and what was made inside is never searched afterwards.
+    """While this is open no cycles are searched, and nothing that is alive at its end is ever searched afterwards: for
+    processes of this program alone, since a cycle of the user's among them would never be freed.
 
     Imports make a million objects that live as long as the process. Python looks at all of them a dozen times while
     they are made, a tenth of the CPU time of a start, and again in every full collection of the run. Cycles from before

@@ -7,7 +7,7 @@ from typing import Any
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.estimate.memory import MemoryEstimate, estimate_memory
-from ds_finetune.estimate.rank_weights import num_scores
+from ds_finetune.estimate.rank_weights import num_scores, weights_of_run
 from ds_finetune.estimate.row_shape import RowShape
 from ds_finetune.estimate.step_time import TimeEstimate, estimate_time
 from ds_finetune.families.table import family_of
@@ -18,6 +18,7 @@ from ds_finetune.plan.head_chunk import head_line
 from ds_finetune.plan.indexer import plan_indexer
 from ds_finetune.plan.layer_stages import StageLayers
 from ds_finetune.plan.model_shape import Shape
+from ds_finetune.plan.nvme_buffers import check_largest_slice
 from ds_finetune.plan.objectives import CROSS_ENTROPY
 from ds_finetune.plan.packed_attention import attention_lines
 from ds_finetune.plan.plan import Plan, make_plan
@@ -166,6 +167,8 @@ def forecast_run(config: RunConfig, target: Target) -> Forecast:
         config = with_micro_batch(config, number)
         plan = make_plan(config, world=target.ranks.world, device=target.ranks.device)
     stages = Candidates(config, model, target.ranks).check(config)
+    kinds = (kind for stage in weights_of_run(config, plan, model) for kind in stage.kinds)
+    check_largest_slice(plan, ((kind.numel // kind.count, kind.name) for kind in kinds))
     time = None
     if target.machine is not None:
         rows = RowShape.full(config.train.max_seq_len)

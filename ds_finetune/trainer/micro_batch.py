@@ -25,9 +25,10 @@ from ds_finetune.engine.device_memory import DeviceMemory
 from ds_finetune.engine.devices import exchange
 from ds_finetune.errors import ConfigError, RunError
 from ds_finetune.estimate.memory import estimate_memory
-from ds_finetune.plan.batch import AUTO, legal_micro_batches, with_micro_batch
+from ds_finetune.plan.batch import AUTO, with_micro_batch
+from ds_finetune.plan.pipeline import forwards_together
 from ds_finetune.plan.plan import Plan, make_plan
-from ds_finetune.search.micro_batch import SPARE, bytes_of, fits, largest_micro_batch, plan_with_rows
+from ds_finetune.search.micro_batch import SPARE, bytes_of, fits, largest_micro_batch, legal_sizes, plan_with_rows
 from ds_finetune.trainer.exports import Say
 from ds_finetune.trainer.memory_report import memory_table, what_fits
 from ds_finetune.trainer.prepare import PreparedRun, complete_plan, estimate_model
@@ -131,15 +132,14 @@ def _try_sizes(undecided: _UndecidedRun, store: dist.Store, say: Say) -> tuple[T
     largest = undecided.largest_rows
     if not largest:
         raise _nothing_fits(undecided, "")
-    legal = legal_micro_batches(global_batch_size=run.plan.batch.global_batch_size, dp=run.plan.dp)
     refused: list[str] = []
-    for rows in reversed([size for size in legal if size <= largest]):
+    for rows in reversed([size for size in legal_sizes(run.config, run.plan) if size <= largest]):
         estimate = bytes_of(run.config, run.plan, run.inputs.config_tree, rows)
         say(
             f"trying train.micro_batch_size {rows}: {estimate / GIB:.3f} of {undecided.budget / GIB:.3f} GiB by the "
             "estimate"
         )
-        trial = try_steps(_trial_config(run, rows), run.plan.world, store, topic=f"micro-batch {rows}")
+        trial = try_steps(trial_config(run.config, run.plan, rows), run.plan.world, store, topic=f"micro-batch {rows}")
         if trial.is_done and fits(trial.peak_bytes, undecided.budget):
             when = time.strftime("%Y-%m-%d %H:%M")
             return TriedSize(rows, largest, trial.peak_bytes, when, socket.gethostname()), refused
@@ -154,11 +154,14 @@ def _try_sizes(undecided: _UndecidedRun, store: dist.Store, say: Say) -> tuple[T
     raise _nothing_fits(undecided, f"; tried: {'; '.join(refused)}")
 
 
-def _trial_config(run: PreparedRun, rows: int) -> RunConfig:
+def trial_config(config: RunConfig, plan: Plan, rows: int) -> RunConfig:
     """The run file of a trial: as many forwards as are ever held at once, and two where gradients add up."""
-    forwards = min(run.plan.batch.global_batch_size // (rows * run.plan.dp), run.plan.mesh.pp + 1)
-    config = with_micro_batch(run.config, rows)
-    train = config.train.model_copy(update={"global_batch_size": rows * run.plan.dp * forwards})
+    group = forwards_together(config.parallel)
+    # With several chunks a rank holds those of two groups at most (`num_held_forwards`).
+    most = plan.mesh.pp + 1 if group == 1 else 2 * group
+    forwards = min(plan.batch.global_batch_size // (rows * plan.dp), most)
+    config = with_micro_batch(config, rows)
+    train = config.train.model_copy(update={"global_batch_size": rows * plan.dp * forwards})
     return config.model_copy(update={"train": train})
 
 

@@ -124,6 +124,18 @@ def test_what_cannot_be_planned_is_refused(
     assert "hint: " in printed
 
 
+def test_a_slice_that_no_nvme_buffer_holds_is_refused(
+    run_file: str, shared_data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The embedding has 151,936 x 4,096 elements, of which a rank of four holds a quarter, as `train` finds."""
+    model = [f"model={shared_data / 'configs' / 'Qwen--Qwen3-8B'}", "parallel.ep=1"]
+    nvme = "{zero_optimization: {stage: 3, offload_param: {device: nvme, nvme_path: /nvme}}}"
+    options = [f"deepspeed={nvme}", "--gpu", "h100-80g"]
+    assert main(["plan", run_file, *model, *options, "--gpus", "4"]) == 2
+    assert "a rank's slice of `model.embed_tokens.weight`, 155,582,464" in " ".join(capsys.readouterr().err.split())
+    assert main(["plan", run_file, *model, *options, "--gpus", "8"]) == 0
+
+
 def test_a_model_that_is_partly_known_names_the_part(
     run_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,13 +7,15 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from transformers.utils import import_utils
 
-from ds_finetune.patches import deferred_names, import_contexts
+from ds_finetune.patches import deferred_compiler, deferred_names, import_contexts
 from ds_finetune.patches.deferred_compiler import _disabling_at_need, _without_breaks
 from ds_finetune.patches.kept_scan import scan_or_read
 from ds_finetune.patches.transformers_import import DEFERRED, remember_folders
@@ -213,6 +215,27 @@ def test_the_compiler_is_asked_once_it_is_imported(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "torch._dynamo", Compiler)  # type: ignore[arg-type]
     assert (disabled(1), disabled(2)) == (11, 12)
     assert calls == [False, (plain, False, False)]
+
+
+def test_a_call_waits_for_the_compiler_that_another_thread_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = "def disable(fn, recursive, *, wrapping):\n    return lambda number: number + 10\n"
+    (tmp_path / "slow_compiler.py").write_text(f"import time\ntime.sleep(0.2)\n{compiler}")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(deferred_compiler, "_DYNAMO", "slow_compiler")
+
+    def plain(number: int) -> int:
+        return number + 1
+
+    disabled = _disabling_at_need(lambda fn, _: lambda *args: fn.__dynamo_disable(*args))(plain)
+    thread = threading.Thread(target=importlib.import_module, args=["slow_compiler"])
+    thread.start()
+    while "slow_compiler" not in sys.modules:
+        time.sleep(0.001)
+    assert disabled(1) == 11
+    thread.join()
+    del sys.modules["slow_compiler"]
 
 
 @pytest.mark.parametrize("is_differentiable", [True, False])

@@ -22,7 +22,8 @@ from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.errors import ConfigError
 from ds_finetune.observers.forecast import MEASURED_STEPS
 from ds_finetune.plan.plan import Plan, make_plan
-from ds_finetune.trainer.micro_batch import TriedSize
+from ds_finetune.search.micro_batch import legal_sizes
+from ds_finetune.trainer.micro_batch import TriedSize, trial_config
 from ds_finetune.trainer.trial import judge
 from ds_finetune.trainer.trial_messages import DONE, ENDED, FAILED, OUT_OF_MEMORY, TrialEnd
 from ds_finetune.trainer.trial_rows import longest_rows, rows_again, sizes_digest
@@ -188,6 +189,18 @@ def test_a_plan_for_an_undecided_micro_batch_has_the_smallest() -> None:
     plan = _plan(train_micro_batch_size_per_gpu="auto")
     assert (plan.batch.micro_batch_size, plan.batch.gradient_accumulation_steps) == (1, 12)
     assert dict(plan.decisions)["batch"].startswith("24 rows = micro x accumulation x dp 2, micro as large as fits")
+
+
+def test_sizes_and_trials_have_whole_groups_of_forwards_where_ranks_have_several_chunks() -> None:
+    tree = {"model": "m", "data": {"train": "t"}, "output_dir": "o", "parallel": {"pp": 3, "vpp": 2}}
+    tree["deepspeed"] = {"zero_optimization": {"stage": 1}}
+    config = RunConfig.model_validate(tree | {"train": {"micro_batch_size": "auto", "global_batch_size": 36}})
+    world = World(0, 3, 0, 3, "torchrun")
+    plan = make_plan(config, world=world, device="cpu")
+    assert legal_sizes(config, plan) == (1, 2, 3, 4, 6, 12)
+    trials = [trial_config(config, plan, rows) for rows in legal_sizes(config, plan)]
+    forwards = [make_plan(trial, world=world, device="cpu").batch.gradient_accumulation_steps for trial in trials]
+    assert forwards == [6, 6, 6, 6, 6, 3]
 
 
 @pytest.mark.parametrize("key", ["train_micro_batch_size_per_gpu", "gradient_accumulation_steps"])
