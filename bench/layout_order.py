@@ -7,6 +7,9 @@ and an optimizer in host memory. A rank has one thread. All ranks of all layouts
 take a step by turns, of which the first two are not counted. Printed are the medians of wall time, the predicted
 seconds and their parts, and Spearman's rank correlation. The rates of the machine are measured in the same rounds. The
 exit code is 1 where the correlation is below 0.8.
+
+Beside them runs what `plan --search` chooses for two ranks from rates measured before, among all layouts that it knows;
+the last line compares it with the best of the measured ones.
 """
 
 import argparse
@@ -19,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -28,12 +31,14 @@ import psutil
 import yaml
 
 from ds_finetune.bench.cpu_rates import measure_ranks
-from ds_finetune.config.schema import RunConfig, read_config
+from ds_finetune.config.schema import read_config
 from ds_finetune.demo import MODEL, write_tokenizer
 from ds_finetune.estimate.cpu_machine import CpuRates, cpu_machine
 from ds_finetune.estimate.row_shape import RowShape
 from ds_finetune.estimate.step_time import TimeEstimate, estimate_time
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.search.machines import Request, target_of
+from ds_finetune.search.search_run import layout_text, run_file_text, search_layouts
 from ds_finetune.world import World
 
 ROWS, TOKENS, LIMIT = 8, 512, 0.8
@@ -55,6 +60,9 @@ LAYOUTS: Mapping[str, dict[str, Any]] = {
     "2 ranks, ep 2": {"ranks": 2, "micro": 4, "parallel": {"ep": 2}},
 }
 
+CHOSEN = "2 ranks, the search's choice"
+"""Not among those whose order is compared, because it is chosen by the same estimate."""
+
 
 def main() -> None:
     """Start the ranks of every layout, let layouts take steps by turns, and compare the orders."""
@@ -66,12 +74,31 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         runs = {layout: write_run(folder, layout, arguments.hidden) for layout in LAYOUTS}
+        runs[CHOSEN] = write_chosen(folder, runs["1 rank"])
         seconds, rates = measure(runs, folder, arguments.rounds)
         sys.stdout.write(
             f"{json.dumps([seconds, [{ranks: asdict(each[ranks]) for ranks in each} for each in rates]])}\n"
         )
-        predicted = {layout: predict(runs[layout], layout, rates) for layout in LAYOUTS}
+        predicted = {layout: predict(runs[layout], layout, rates) for layout in runs}
     report(seconds, predicted, rates)
+
+
+def ranks_of(layout: str) -> int:
+    """Ranks of a layout."""
+    return 2 if layout == CHOSEN else int(LAYOUTS[layout].get("ranks", 1))
+
+
+def write_chosen(folder: Path, run_file: Path) -> Path:
+    """The run file with the layout that the search finds best for two ranks, with a thread each; all are printed."""
+    config, target = read_config(run_file), target_of(Request("cpu", gpus=2), precision="fp32")
+    machine = cpu_machine(measured_rates()[2], ranks=2, memory_bytes=psutil.virtual_memory().total)
+    target = replace(target, machine=machine)
+    result = search_layouts(config, target)
+    for found in result.proposals:
+        sys.stdout.write(f"searched: {found.time.seconds:.3f} s {layout_text(found.candidate)}\n")
+    file = folder / "chosen.yaml"
+    file.write_text(run_file_text(run_file, config, result, target, overrides=()))
+    return file
 
 
 def measured_rates() -> dict[int, CpuRates]:
@@ -129,7 +156,7 @@ def measure(
     pipes: dict[str, list[Connection]] = {}
     processes = []
     for number, (layout, file) in enumerate(runs.items()):
-        ranks = LAYOUTS[layout].get("ranks", 1)
+        ranks = ranks_of(layout)
         pipes[layout] = []
         for rank in range(ranks):
             ours, theirs = started.Pipe()
@@ -198,8 +225,7 @@ def serve_steps(run_file: Path, world: World, pipe: Connection, folder: Path) ->
 
 def predict(run_file: Path, layout: str, rates: list[dict[int, CpuRates]]) -> TimeEstimate:
     """The time of a step of a layout by the medians of the machine's rates."""
-    config: RunConfig = read_config(run_file)
-    ranks = LAYOUTS[layout].get("ranks", 1)
+    config, ranks = read_config(run_file), ranks_of(layout)
     usual = CpuRates(
         **{
             each.name: statistics.median(getattr(found[ranks], each.name) for found in rates)
@@ -237,8 +263,12 @@ def report(
     for layout, estimate in predicted.items():
         parts = {name: round(part, 3) for name, part in estimate.parts.items() if part >= 0.001}
         sys.stdout.write(f"{layout}: {json.dumps(parts)}\n")
-    found_order = spearman([*medians.values()], [predicted[layout].seconds for layout in medians])
-    sys.stdout.write(f"rank correlation {found_order:.3f} of {len(medians)} layouts\n")
+    found_order = spearman([medians[each] for each in LAYOUTS], [predicted[each].seconds for each in LAYOUTS])
+    sys.stdout.write(f"rank correlation {found_order:.3f} of {len(LAYOUTS)} layouts\n")
+    best = min((layout for layout in LAYOUTS if ranks_of(layout) > 1), key=medians.__getitem__)
+    sys.stdout.write(
+        f"{CHOSEN}: {medians[CHOSEN]:.3f} s, {medians[CHOSEN] / medians[best]:.2f} of the best of the others, {best}\n"
+    )
     raise SystemExit(found_order < LIMIT)
 
 

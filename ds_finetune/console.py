@@ -27,6 +27,8 @@ ERR = Console(stderr=True, highlight=False, soft_wrap=True)
 def pairs(title: str, rows: Iterable[tuple[str, str]]) -> Table:
     """A table of names and texts."""
     table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     for name, text in rows:
         table.add_row(name, text)
     return table

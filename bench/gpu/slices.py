@@ -75,6 +75,7 @@ _PARTS: dict[str, tuple[Part, ...]] = {
         _check("variants", "comparisons", "variants", 300),
         _check("waits", "comparisons", "waits", 120),
         _check("checkpoint", "comparisons", "checkpoint", 120),
+        _check("memory", "memory", "memory", 200),
         _check("selftest", "checks", "run_selftest", 300),
     ),
     "throughput": (

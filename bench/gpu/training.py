@@ -80,6 +80,13 @@ class TrainingRun:
     """A module without which it is skipped."""
     needs_gpu: bool = False
 
+    def check_machine(self) -> None:
+        """SkippedError where this machine lacks what the run needs."""
+        if self.needs and find_spec(self.needs) is None:
+            raise SkippedError(f"{self.needs} is not installed")
+        if self.needs_gpu and device().type == "cpu":
+            raise SkippedError("needs a GPU")
+
     def tiny(self) -> "TrainingRun":
         """The same on a tiny model, for rehearsals."""
         sizes = {"tokens": _TINY_TOKENS, "rows": 2, "micro_rows": 1, "steps": min(self.steps, 3)}
@@ -146,10 +153,7 @@ def _train(config: RunConfig) -> list[dict[str, Any]]:
 def measure(recorder: Recorder, name: str, run: TrainingRun, folder: Path) -> None:
     """Record speed and memory of a run."""
     with recorder.record(name) as values:
-        if run.needs and find_spec(run.needs) is None:
-            raise SkippedError(f"{run.needs} is not installed")
-        if run.needs_gpu and device().type == "cpu":
-            raise SkippedError("needs a GPU")
+        run.check_machine()
         began = time.perf_counter()
         config = run.config(folder)
         records = _train(config)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -21,11 +22,14 @@ from ds_finetune.errors import RunError
 from ds_finetune.estimate.accelerators import Machine
 from ds_finetune.estimate.cpu_machine import CpuRates, cpu_machine, rates_file
 
+if TYPE_CHECKING:
+    import torch
+
 _SECONDS = 0.12
 """Of a measurement."""
 _LIMIT_SECONDS = 120
 """Of all of it; the machine may be busy."""
-_ROWS, _COLUMNS, _EXPERT_ROWS = 1024, 512, 128
+_ROWS, _COLUMNS, _EXPERT_ROWS, _VOCABULARY = 1024, 512, 128, 4096
 _HEADS, _TOKENS, _WIDTH = 8, 512, 64
 _COPIED, _SENT = 1 << 25, 1 << 22
 """Bytes."""
@@ -86,19 +90,22 @@ def _measure(rank: int, ranks: int, precision: str, folder: Path) -> CpuRates:
     import torch
     import torch.distributed as dist
 
+    torch.set_grad_enabled(False)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     if ranks > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=ranks)
     weight = torch.randn(_COLUMNS, _ROWS, dtype=dtype)
-    rows, few = torch.randn(_ROWS, _COLUMNS, dtype=dtype), torch.randn(_EXPERT_ROWS, _COLUMNS, dtype=dtype)
+    rows = torch.randn(_ROWS, _COLUMNS, dtype=dtype)
     query, key, value = torch.randn(3, 1, _HEADS, _TOKENS, _WIDTH, dtype=dtype).unbind()
     query.requires_grad_()
     source, copied = torch.zeros(2, _COPIED // 4).unbind()
     small = torch.zeros(8, requires_grad=True)
 
+    @torch.enable_grad()
     def attend() -> None:
         torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True).sum().backward()
 
+    @torch.enable_grad()
     def run_small() -> None:
         value = small
         for _ in range(20):
@@ -108,7 +115,8 @@ def _measure(rank: int, ranks: int, precision: str, folder: Path) -> CpuRates:
     sent, message = torch.zeros(_SENT // 4), torch.zeros(8)
     rates = CpuRates(
         matmul=2 * _ROWS * _COLUMNS * _ROWS / _seconds(lambda: torch.mm(rows, weight)),
-        grouped=2 * _EXPERT_ROWS * _COLUMNS * _ROWS / _seconds(lambda: torch.mm(few, weight)),
+        head=6 * _ROWS * _COLUMNS * _VOCABULARY / _seconds(_head_products(dtype)),
+        grouped=6 * _EXPERT_ROWS * _COLUMNS * _ROWS / _seconds(_expert_products(dtype)),
         # Half of the pairs, of two products forward and five backward.
         attention=7 * _HEADS * _TOKENS**2 * _WIDTH / _seconds(attend),
         memory=2 * _COPIED / _seconds(lambda: copied.copy_(source)),
@@ -121,6 +129,42 @@ def _measure(rank: int, ranks: int, precision: str, folder: Path) -> CpuRates:
     if ranks > 1:
         dist.destroy_process_group()
     return rates
+
+
+def _head_products(dtype: "torch.dtype") -> Callable[[], None]:
+    """The logits of a chunk of tokens, and the gradients of its rows and of the head, as the model computes them."""
+    import torch
+
+    from ds_finetune.model.products import add_product, multiplication
+
+    rows, weight = torch.randn(_ROWS, _COLUMNS, dtype=dtype), torch.randn(_VOCABULARY, _COLUMNS, dtype=dtype)
+    logits, d_rows = torch.empty(_ROWS, _VOCABULARY, dtype=dtype), torch.empty_like(rows)
+    d_weight, multiply = torch.zeros(_VOCABULARY, _COLUMNS), multiplication(rows)
+
+    def work() -> None:
+        multiply(rows, weight.T, out=logits)
+        multiply(logits, weight, out=d_rows)
+        add_product(d_weight, logits.T, rows)
+
+    return work
+
+
+def _expert_products(dtype: "torch.dtype") -> Callable[[], None]:
+    """The product of an expert's rows with a matrix, and the gradients of both, as the model computes them."""
+    import torch
+
+    from ds_finetune.model.products import multiplication
+
+    rows, weight = torch.randn(_EXPERT_ROWS, _COLUMNS, dtype=dtype), torch.randn(_ROWS, _COLUMNS, dtype=dtype)
+    found, d_rows = torch.empty(_EXPERT_ROWS, _ROWS, dtype=dtype), torch.empty_like(rows)
+    d_weight, multiply = torch.empty_like(weight), multiplication(rows)
+
+    def work() -> None:
+        multiply(rows, weight.T, out=found)
+        multiply(found, weight, out=d_rows)
+        multiply(found.T, rows, out=d_weight)
+
+    return work
 
 
 def _seconds(work: Callable[[], object]) -> float:

@@ -49,11 +49,10 @@ def add_commands(commands: Commands) -> None:
 
 def _plan(arguments: Arguments) -> None:
     config = read_run(arguments)
-    from ds_finetune.hosts.info import gpu_models
     from ds_finetune.search.machines import Request, check_machine, target_of
 
     host = parse_bytes(arguments.host_memory, name="--host-memory") if arguments.host_memory else None
-    here = tuple(gpu_models()) if arguments.gpu is None else ()
+    here = _gpus_of_this_machine() if arguments.gpu is None else ()
     request = Request(arguments.gpu, arguments.gpus, arguments.nodes, arguments.gpus_per_node, host, here)
     target = _with_links(target_of(request, precision=config.train.precision), arguments.links)
     check_machine(target, config.train.precision)
@@ -64,6 +63,12 @@ def _plan(arguments: Arguments) -> None:
         _show_tensors(config, target)
     else:
         _show_forecast(config, target, is_json=arguments.json)
+
+
+def _gpus_of_this_machine() -> tuple[str, ...]:
+    from ds_finetune.hosts.info import gpu_models
+
+    return tuple(gpu_models())
 
 
 def _with_links(target: "Target", file: str | None) -> "Target":

@@ -10,6 +10,8 @@ from ds_finetune.search.search_run import layout_text, reason_text
 from ds_finetune.units import GIB
 
 _NO_PADDING = (0, 2, 0, 0)
+_LEAST_TEXT = 11
+"""Characters of a column of texts at least, such as `micro-batch`."""
 
 
 def search_tables(result: SearchResult) -> RenderableType:
@@ -21,7 +23,8 @@ def _tables(result: SearchResult) -> Iterator[RenderableType]:
     best = result.proposals[0]
     table = Table(title=f"best of {result.num_groups} layouts", title_justify="left", box=None, padding=_NO_PADDING)
     for head in ("", "layout", "s a step", "tokens/s", "MFU", "GiB", "host GiB", "why"):
-        table.add_column(head, justify="left" if head in ("layout", "why") else "right")
+        is_text = head in ("layout", "why")
+        table.add_column(head, justify="left" if is_text else "right", overflow="fold", min_width=_LEAST_TEXT * is_text)
     for number, found in enumerate(result.proposals, start=1):
         time, memory = found.time, found.memory
         sizes = f"{memory.device_bytes / GIB:,.1f}", f"{memory.host_bytes / GIB:,.1f}"
@@ -35,7 +38,7 @@ def _tables(result: SearchResult) -> Iterator[RenderableType]:
 def _misfits(result: SearchResult) -> Table:
     table = Table(title="faster, but too large", title_justify="left", box=None, padding=_NO_PADDING)
     for head in ("layout, where it needs least", "s a step", "why not"):
-        table.add_column(head)
+        table.add_column(head, overflow="fold")
     for misfit in result.misfits:
         text = result.budget.problem(misfit.memory)
         table.add_row(layout_text(misfit.candidate), f"{misfit.seconds:.3g}", text)

@@ -45,13 +45,14 @@ from ds_finetune.data.sample_tokens import RULES_VERSION, SampleTokeniser, Templ
 from ds_finetune.data.samples import check_layout_name, read_row
 from ds_finetune.data.sources import Record, Source, find_sources, read_records
 from ds_finetune.data.text_encoder import text_encoder
-from ds_finetune.data.tokenizer_files import largest_id
+from ds_finetune.data.tokenizer_files import largest_id, tokenizer_digest
 from ds_finetune.data.unit_packing import one_unit_a_row, pack_units
 from ds_finetune.data.units import Made, make_labelled_texts, make_marked_answers, make_pairs
 from ds_finetune.errors import ConfigError, DataError, RunError
+from ds_finetune.garbage import search_paused
 from ds_finetune.phase_line import PhaseLine
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 """Increased when the format of the cache changes, so that an older cache is not read."""
 ROWS_PER_PART = 2000
 _Task = tuple[Path, list[tuple[str, Record]]]
@@ -269,7 +270,7 @@ def _fingerprint(sources: Sequence[Source], tokenisation: Tokenisation) -> str:
         "format": FORMAT_VERSION,
         "rules": RULES_VERSION,
         "sources": [source.fingerprint for source in sources],
-        "tokenizer": tokenisation.tokenizer.backend_tokenizer.to_str(),
+        "tokenizer": tokenizer_digest(tokenisation.tokenizer),
         "special": [
             tokenisation.tokenizer.bos_token,
             tokenisation.tokenizer.eos_token,
@@ -347,7 +348,8 @@ def _start_worker(tokenisation: Tokenisation) -> None:
 
 def _write_part(task: _Task) -> Path:
     folder, records = task
-    documents, counts = tokenise_records(records, _worker[0])
+    with search_paused():
+        documents, counts = tokenise_records(records, _worker[0])
     documents.write(folder, counts)
     return folder
 

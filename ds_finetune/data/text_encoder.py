@@ -10,11 +10,17 @@ none looks back, and (3) what looks ahead looks for the end of white space. Then
 are those of the whole text, and byte-level BPE merges within words alone. (1) holds for the characters of `_CUTS`:
 letters and digits, and the signs that an expression of its own matches. NFC composes nothing across a space, and added
 tokens have no spaces and do not strip them (`_has_plain_added_tokens`).
+
+A new piece of ASCII characters is cut further (`_PART`), because numbers and punctuation make most of the different
+pieces: after letters, after digits, and between a sign and a digit. None of the expressions matches characters on both
+sides of such a cut. White space is never cut from what is behind it, so what looks ahead sees the same. Pieces with an
+added token that would be cut stay whole.
 """
 
 import hashlib
 import json
 import re
+import unicodedata
 from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate, chain
@@ -35,6 +41,8 @@ _CUTS: Mapping[str, str] = {
     "37cdc9d768b5f12d": _ANY_SIGN,  # Llama 3, GLM
 }
 """Characters after which a space begins a word, by the digest of the tokenizer's parts (`_digest`)."""
+_PART = re.compile(r"[0-9]+|[^0-9A-Za-z]*(?:[A-Za-z]+|(?<=\s)[0-9]+)|[^0-9A-Za-z]+")
+"""A part of a piece of ASCII characters: digits, letters with the signs before them, or signs."""
 _MOST_PIECES = 500_000
 """Pieces that are kept; one of English takes about 300 bytes."""
 _PIECES_PER_TEXT = 500
@@ -66,6 +74,9 @@ class TextEncoder:
         """Ids of pieces at the start of a text."""
         self._later: dict[str, list[int]] = {}
         """Ids of pieces with a space before them, by the piece without it."""
+        self._inner: dict[str, list[int]] = {}
+        """Ids of parts of pieces behind the first part."""
+        self._uncut = _added_tokens_that_parts_cut(core)
 
     @property
     def is_by_word(self) -> bool:
@@ -81,12 +92,31 @@ class TextEncoder:
         # The first pieces among them do no harm.
         later = set(chain.from_iterable(pieces)) - self._later.keys()
         self._first.update(zip(first, self._encode_whole([*first]), strict=True))
-        self._later.update(self._encode_later(later))
+        begins = self._learn(later)
         of_piece = self._later.__getitem__
         found = [[*self._first[parts[0]], *chain.from_iterable(map(of_piece, parts[1:]))] for parts in pieces]
         _forget(self._first, first)
-        _forget(self._later, later)
+        _forget(self._later, later | begins)
         return found
+
+    def _learn(self, later: Collection[str]) -> set[str]:
+        """Add the ids of pieces with a space before them, each from those of its parts; the new first parts."""
+        parts = {piece: self._parts(piece) for piece in later}
+        begins = {each[0] for each in parts.values()} - self._later.keys()
+        inner = {part for each in parts.values() for part in each[1:]} - self._inner.keys()
+        self._later.update(self._encode_later(begins))
+        self._inner.update(zip(inner, self._encode_whole([*inner]), strict=True))
+        of_part = self._inner.__getitem__
+        for piece, (begin, *others) in parts.items():
+            if others:
+                self._later[piece] = [*self._later[begin], *chain.from_iterable(map(of_part, others))]
+        _forget(self._inner, inner)
+        return begins
+
+    def _parts(self, piece: str) -> list[str]:
+        if not piece or not piece.isascii() or self._uncut.search(piece):
+            return [piece]
+        return _PART.findall(piece)
 
     def _encode_whole(self, texts: Sequence[str]) -> list[list[int]]:
         self._forget_limits()
@@ -133,6 +163,12 @@ _encoders: WeakKeyDictionary[PreTrainedTokenizerBase, TextEncoder] = WeakKeyDict
 def _has_plain_added_tokens(core: Tokenizer) -> bool:
     added = core.get_added_tokens_decoder().values()
     return not any(token.lstrip or token.rstrip or token.single_word or " " in token.content for token in added)
+
+
+def _added_tokens_that_parts_cut(core: Tokenizer) -> re.Pattern[str]:
+    """An expression for the added tokens that are not one part."""
+    contents = [unicodedata.normalize("NFC", token.content) for token in core.get_added_tokens_decoder().values()]
+    return re.compile("|".join(re.escape(text) for text in contents if len(_PART.findall(text)) > 1) or "(?!)")
 
 
 def _digest(core: Tokenizer) -> str:

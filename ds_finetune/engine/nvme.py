@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ds_finetune.errors import ConfigError
+from ds_finetune.plan.nvme_buffers import check_largest_slice
 from ds_finetune.plan.plan import Plan
 
 if TYPE_CHECKING:
     from ds_finetune.model.model_plan import ModelPlan
 
 _ELEMENTS = 512 * 1024
-_DEFAULT_BUFFER = 100_000_000
-"""Elements, DeepSpeed's default of `buffer_size` (DeepSpeed 0.19.8, zero/offload_config.py)."""
 _AIO = {
     "block_size": 1 << 20,
     "queue_depth": 8,
@@ -50,28 +49,16 @@ def check_nvme(plan: Plan) -> None:
 
 
 def check_buffers(plan: Plan, model: "ModelPlan") -> None:
-    """ConfigError where a rank's slice of the largest tensor does not fit a buffer of `offload_param` to NVMe.
-
-    DeepSpeed 0.19.8 fails an assertion for this while it builds the model
-    (swap_tensor/partitioned_param_swapper.py:352).
-    """
+    """ConfigError as `check_largest_slice`, for the tensors of a rank's model."""
     # Imported here, since the doctor's probes measure disks without ever needing a model.
     from ds_finetune.model.build import build_skeleton
     from ds_finetune.model.parallel.tensor import local_config
 
-    section = plan.deepspeed["zero_optimization"].get("offload_param") or {}
-    if section.get("device") != "nvme":
+    if plan.offload_param != "nvme":
         return
     local = copy.deepcopy(local_config(model.hf_config, plan.mesh.tp))
     skeleton = build_skeleton(local, attention=model.attention, dtype=torch.bfloat16, device="meta")
-    numel, name = max((param.numel(), name) for name, param in skeleton.named_parameters())
-    needed, buffer_size = -(-numel // plan.zero_ranks), int(float(section.get("buffer_size", _DEFAULT_BUFFER)))
-    if needed > buffer_size:
-        raise ConfigError(
-            f"offload_param.buffer_size {buffer_size:,} elements is smaller than a rank's slice of `{name}`, "
-            f"{needed:,}",
-            hint=f"set offload_param.buffer_size to {needed} or more, or train on more ranks than {plan.zero_ranks}",
-        )
+    check_largest_slice(plan, ((param.numel(), name) for name, param in skeleton.named_parameters()))
 
 
 def check_folder(folder: Path, name: str = "probe") -> None:

@@ -48,6 +48,8 @@ class Efficiency:
 
     matmul: float = 0.80
     """Of the peak, by large products: 798 of 989 TFLOP/s were measured on an H100 (bf16, 8192 by 8192 by 8192)."""
+    head: float = 0.80
+    """Of the peak, by the products of a language model's head."""
     grouped: float = 0.55
     """Of the peak, by the products of routed experts, whose numbers of rows differ."""
     attention: float = 0.55
@@ -332,7 +334,12 @@ def with_measured_links(machine: Machine, file: Path) -> Machine:
     try:
         checks = json.loads(file.read_text(encoding="utf-8"))
         found = _measured_all_reduce(checks)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as wrong:
+    except OSError as failed:
+        raise ConfigError(
+            f"`{file}` cannot be read: {failed.strerror}",
+            hint="write it with `ds-finetune doctor RUN.yaml --json > FILE`",
+        ) from None
+    except (ValueError, TypeError, KeyError, AttributeError) as wrong:
         raise ConfigError(
             f"`{file}` is not the output of `ds-finetune doctor --json`: {type(wrong).__name__}: {wrong}",
             hint="write it with `ds-finetune doctor RUN.yaml --json > FILE`",

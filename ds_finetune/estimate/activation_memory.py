@@ -6,7 +6,8 @@ tracker. Experts on CPUs keep less (model/experts.py).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from ds_finetune.families.table import family_of
@@ -16,6 +17,12 @@ from ds_finetune.plan.head_chunk import head_chunk, logits_bytes
 _WIDE = 4
 """Bytes of a number in fp32, in which norms and routers compute at any precision."""
 _INDEX = 8
+_OUT = "self_attn.o_proj"
+_READERS = tuple(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa"))
+_INNER = ("self_attn.q_b_proj", "self_attn.kv_b_proj")
+_MLP_READERS = tuple(f"mlp.{name}" for name in ("gate_proj", "up_proj", "experts", "gate"))
+_MLP_READERS += ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
+"""Modules of a layer by what they read: the first norm, latents, and the second norm."""
 SINK_COLUMNS = 8
 """Columns that queries and keys get for attention sinks (model/attention.py)."""
 
@@ -94,6 +101,11 @@ class ActivationBytes:
     keeps_inputs: bool
     """Whether layers that are not recomputed keep their inputs; norms in 16 bits keep an fp32 copy instead."""
 
+    @cached_property
+    def kinds(self) -> tuple[LayerBytes, ...]:
+        """Each kind of layers once."""
+        return tuple({id(layer): layer for layer in self.layers}.values())
+
     def inputs(self) -> int:
         """The inputs of all layers, which recomputation keeps: on the device, or on the host where they are
         offloaded.
@@ -102,7 +114,7 @@ class ActivationBytes:
 
     def working_set(self, *, is_tiled: bool = False) -> int:
         """What the backward of one recomputed layer holds at most beside the inputs of layers."""
-        return max(layer.most(is_tiled=is_tiled) for layer in self.layers)
+        return max(layer.most(is_tiled=is_tiled) for layer in self.kinds)
 
     def peak(self, *, recomputes: bool = True, is_offloaded: bool = False, is_tiled: bool = False) -> int:
         """Bytes on the device at most in layers. Without recomputation all layers are kept. Where inputs are offloaded,
@@ -121,40 +133,79 @@ class ActivationBytes:
     def kept_at_most(self, tokens: int, *, is_tiled: bool = False) -> int:
         """Bytes of layers that are not recomputed: what earlier ones keep, and what one holds in its backward."""
         earlier = most = self.inputs() * tokens if self.keeps_inputs else 0
-        for layer in self.layers:
+        fullest, kept = {}, {}
+        for layer in self.kinds:
             unreleased = 0 if is_tiled else layer.unreleased * tokens
-            most = max(most, earlier + layer.most(tokens, is_tiled=is_tiled) + unreleased)
-            earlier += (layer.kept - (layer.mlp if is_tiled else 0)) * tokens
+            fullest[id(layer)] = layer.most(tokens, is_tiled=is_tiled) + unreleased
+            kept[id(layer)] = (layer.kept - (layer.mlp if is_tiled else 0)) * tokens
+        for layer in self.layers:
+            most = max(most, earlier + fullest[id(layer)])
+            earlier += kept[id(layer)]
         return max(most, earlier + self.last_norm * tokens)
 
 
 @dataclass(frozen=True)
+class AdaptedLayers:
+    """The adapters of a run with LoRA: their rank, and for each layer the names within it of the modules that have
+    them.
+    """
+
+    rank: int
+    by_layer: tuple[frozenset[str], ...]
+
+
+@dataclass(frozen=True)
 class _Widths:
-    """How wide numbers are, and into how many parts ranks divide a layer."""
+    """How wide numbers are, into how many parts ranks divide a layer, and what of it is trained."""
 
     number: int
     """Bytes of a number."""
     tp: int
     ep: int
     is_packed: bool
+    rank: int = 0
+    """Rank of adapters; 0 where the weights themselves are trained."""
+    adapted: frozenset[str] = frozenset()
+    """Modules of the layer that have adapters."""
+
+    def keeps(self, *modules: str) -> bool:
+        """Whether the input of these modules is kept: that of a frozen weight is not."""
+        return not self.rank or not self.adapted.isdisjoint(modules)
+
+    def low_rank(self, *modules: str) -> int:
+        """Bytes kept between A and B of the adapters of these modules, for each row."""
+        return self.number * self.rank * len(self.adapted.intersection(modules))
 
 
 def activation_bytes(  # noqa: PLR0913 - what a rank computes, and with which kernels
-    model: Mapping[str, Any], *, precision: str, tp: int = 1, ep: int = 1, is_packed: bool = False, device: str = "cuda"
+    model: Mapping[str, Any],
+    *,
+    precision: str,
+    tp: int = 1,
+    ep: int = 1,
+    is_packed: bool = False,
+    device: str = "cuda",
+    adapters: AdaptedLayers | None = None,
 ) -> ActivationBytes:
     """The activations of a model of the table of families, whose config.json is given, in a `precision` on `tp` tensor
     parallel ranks, of which `ep` divide the experts. With `is_packed` attention to all documents is one call.
+    With `adapters` all other weights are frozen.
     """
     widths = _Widths(4 if precision == "fp32" else 2, tp, ep, is_packed)
     hidden, rules = model["hidden_size"], family_of(str(model["model_type"])).parameters
     assert rules is not None, model["model_type"]
-    kinds = {
-        is_sparse: _layer(model, widths, is_sparse=is_sparse)
-        for is_sparse in {rules.is_sparse(model, number) for number in range(model["num_hidden_layers"])}
+    kinds = [
+        (rules.is_sparse(model, number), adapters.by_layer[number] if adapters is not None else frozenset())
+        for number in range(model["num_hidden_layers"])
+    ]
+    rank = adapters.rank if adapters is not None else 0
+    layers = {
+        (is_sparse, adapted): _layer(model, replace(widths, rank=rank, adapted=adapted), is_sparse=is_sparse)
+        for is_sparse, adapted in set(kinds)
     }
     return ActivationBytes(
         layer_input=widths.number * hidden,
-        layers=tuple(kinds[rules.is_sparse(model, number)] for number in range(model["num_hidden_layers"])),
+        layers=tuple(layers[kind] for kind in kinds),
         head=_head(model, widths, precision, device),
         last_norm=6 * _WIDE * hidden,
         keeps_inputs=widths.number == _WIDE,
@@ -166,7 +217,7 @@ def _head(model: Mapping[str, Any], widths: _Widths, precision: str, device: str
     # On CPUs the softmax of 16-bit logits takes a few rows at a time (model/head_chunks.py, ChunkBlocks).
     is_by_blocks = device == "cpu" and width < _WIDE
     return HeadBytes(
-        by_token=_norm(hidden, width),
+        by_token=_norm(hidden, widths),
         by_supervised=2 * width * hidden,
         chunk=head_chunk(rows, precision=precision, device=device) if rows else 0,
         logits=width * rows if is_by_blocks else logits_bytes(rows, precision=precision),
@@ -179,7 +230,9 @@ def _layer(model: Mapping[str, Any], widths: _Widths, *, is_sparse: bool) -> Lay
     hidden, width = model["hidden_size"], widths.number
     norm_width = _WIDE if family_of(str(model["model_type"])).has_sinks else width
     # In fp32 the first norm keeps the layer's input itself.
-    norms = 2 * _norm(hidden, width, normalised=norm_width) - (_WIDE * hidden if width == _WIDE else 0)
+    inputs = (widths.keeps(*_READERS), widths.keeps(*_MLP_READERS))
+    norms = sum(_norm(hidden, widths, normalised=norm_width, feeds_product=is_kept) for is_kept in inputs)
+    norms -= _WIDE * hidden if width == _WIDE else 0
     attention, gradients = _attention(model, widths)
     kept = norms + attention
     router, mlp = (_router(model, widths), _experts(model, widths)) if is_sparse else (0, _dense(model, widths))
@@ -207,31 +260,35 @@ class _Mlp(NamedTuple):
 
 
 def _norm(
-    columns: int, width: int, *, normalised: int | None = None, feeds_product: bool = True, roots: int = 1
+    columns: int, widths: _Widths, *, normalised: int | None = None, feeds_product: bool = True, roots: int = 1
 ) -> int:
-    """Bytes that an RMSNorm keeps: its input in fp32, the normalised one, a root for each group of columns, and its
-    output where a matrix is multiplied with it.
+    """Bytes that an RMSNorm keeps: its input in fp32, the normalised one if its weight is trained, a root for each
+    group of columns, and its output where a matrix that is trained or adapted is multiplied with it.
     """
-    kept = _WIDE * columns + (normalised or width) * columns + _WIDE * roots
-    return kept + (width * columns if feeds_product else 0)
+    kept = _WIDE * columns + (0 if widths.rank else (normalised or widths.number) * columns) + _WIDE * roots
+    return kept + (widths.number * columns if feeds_product else 0)
 
 
 def _attention(model: Mapping[str, Any], widths: _Widths) -> tuple[int, int]:
     """Bytes that attention keeps, and those of its gradients."""
     if model.get("kv_lora_rank") is not None:
-        return _latent_attention(model, widths.number, widths.tp)
+        return _latent_attention(model, widths)
     return _grouped_attention(model, widths)
 
 
-def _latent_attention(model: Mapping[str, Any], width: int, tp: int) -> tuple[int, int]:
+def _latent_attention(model: Mapping[str, Any], widths: _Widths) -> tuple[int, int]:
+    width, tp = widths.number, widths.tp
     heads, rope, nope = model["num_attention_heads"] // tp, model["qk_rope_head_dim"], model["qk_nope_head_dim"]
     query_key, value, rank = nope + rope, model["v_head_dim"], model["kv_lora_rank"]
-    latents = _norm(rank, width) + (_WIDE * rope if width == _WIDE else 0)
-    latents += _norm(model["q_lora_rank"], width) if model.get("q_lora_rank") else 0
+    latents = _norm(rank, widths, feeds_product=widths.keeps("self_attn.kv_b_proj"))
+    latents += _WIDE * rope if width == _WIDE else 0
+    if model.get("q_lora_rank"):
+        latents += _norm(model["q_lora_rank"], widths, feeds_product=widths.keeps("self_attn.q_b_proj"))
     # Values narrower than keys are padded; others are kept with the product that they are columns of.
     values, out = (query_key, query_key) if value < query_key else (nope + value, value)
-    columns = heads * (2 * query_key + values + out + value)
-    return latents + width * columns + _WIDE * heads, width * heads * (3 * query_key + 2 * value)
+    columns = heads * (2 * query_key + values + out + (value if widths.keeps(_OUT) else 0))
+    kept = latents + width * columns + _WIDE * heads + widths.low_rank(*_READERS, *_INNER, _OUT)
+    return kept, width * heads * (3 * query_key + 2 * value)
 
 
 def _grouped_attention(model: Mapping[str, Any], widths: _Widths) -> tuple[int, int]:
@@ -245,22 +302,26 @@ def _grouped_attention(model: Mapping[str, Any], widths: _Widths) -> tuple[int, 
     elif family.has_sinks:
         kept = width * heads * (head_dim + 4 * (head_dim + SINK_COLUMNS))
     else:
-        kept = 5 * width * heads * head_dim
+        kept = (5 if widths.keeps(_OUT) else 4) * width * heads * head_dim
     assert family.parameters is not None
     if family.parameters.attention(model).norms and not family.has_sinks:
         for count in (heads, key_heads):
             roots = 1 if family.normalises_over_heads else count
-            kept += _norm(count * head_dim, width, feeds_product=False, roots=roots)
-    return kept + _WIDE * heads, 5 * width * heads * head_dim
+            kept += _norm(count * head_dim, widths, feeds_product=False, roots=roots)
+    return kept + widths.low_rank(*_READERS, _OUT) + _WIDE * heads, 5 * width * heads * head_dim
 
 
-def _dense(model: Mapping[str, Any], widths: _Widths, *, inner: int | None = None) -> _Mlp:
+def _dense(model: Mapping[str, Any], widths: _Widths, *, inner: int | None = None, name: str = "mlp") -> _Mlp:
     """Gate, up, the activated gate and the product of both are kept. When the product is gone, its gradient and those
     of both factors are there.
     """
     inner = (model["intermediate_size"] if inner is None else inner) // widths.tp
     row, matrix = widths.number * inner, widths.number * inner * model["hidden_size"]
-    return _Mlp(4 * row, (Held(6 * row), Held(5 * row, matrix)), (3 * inner * model["hidden_size"],))
+    if not widths.rank:
+        return _Mlp(4 * row, (Held(6 * row), Held(5 * row, matrix)), (3 * inner * model["hidden_size"],))
+    low = widths.low_rank(*(f"{name}.{each}_proj" for each in ("gate", "up", "down")))
+    kept = (4 if widths.keeps(f"{name}.down_proj") else 3) * row + low
+    return _Mlp(kept, (Held(kept + 2 * row),), (0,))
 
 
 def _router(model: Mapping[str, Any], widths: _Widths) -> int:
@@ -270,7 +331,8 @@ def _router(model: Mapping[str, Any], widths: _Widths) -> int:
     chosen = family.expert_keys.per_token(model)
     router = _WIDE * family.expert_keys.number(model) + chosen * (_INDEX + _WIDE)
     # Those routers multiply in fp32, with a copy of the hidden state.
-    return router + (_WIDE * model["hidden_size"] if widths.number < _WIDE and _weighs_in_fp32(model) else 0)
+    copies = widths.number < _WIDE and _weighs_in_fp32(model) and widths.keeps("mlp.gate")
+    return router + (_WIDE * model["hidden_size"] if copies else 0)
 
 
 def _weighs_in_fp32(model: Mapping[str, Any]) -> bool:
@@ -288,9 +350,13 @@ def _experts(model: Mapping[str, Any], widths: _Widths) -> _Mlp:
     row, inner_row = chosen * width * hidden, chosen * width * inner
     # Rows by expert, gate and up, what is made of them, and rows to be weighted; in gpt_oss also clamped ones.
     routed = 2 * row + (7 if family.transposed_experts else 4) * inner_row + chosen * (3 * _INDEX + width)
-    shared = _dense(model, widths, inner=(model.get("n_shared_experts") or 0) * keys.width(model))
+    if not widths.keeps("mlp.experts"):
+        routed -= row + inner_row
+    routed += 2 * chosen * widths.low_rank("mlp.experts")
+    inner_shared = (model.get("n_shared_experts") or 0) * keys.width(model)
+    shared = _dense(model, widths, inner=inner_shared, name="mlp.shared_experts")
     weighted = chosen * hidden * (_WIDE if _weighs_in_fp32(model) else width)
-    matrices = width * keys.number(model) // widths.ep * inner * hidden
+    matrices = 0 if widths.rank else width * keys.number(model) // widths.ep * inner * hidden
     moments = (
         # The gradient of each token's sum, once for each expert; zeros for them in another order; and these.
         Held(routed + 3 * weighted),

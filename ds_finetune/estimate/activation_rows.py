@@ -5,13 +5,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-from ds_finetune.config.schema import OWN_ATTENTIONS, RunConfig
-from ds_finetune.estimate.activation_memory import ActivationBytes, activation_bytes
+from ds_finetune.config.schema import OWN_ATTENTIONS, LoraConfig, RunConfig
+from ds_finetune.estimate.activation_memory import ActivationBytes, AdaptedLayers, activation_bytes
 from ds_finetune.estimate.rank_weights import RankWeights, num_scores
 from ds_finetune.estimate.rows import FORWARD, MemoryRow, Place
+from ds_finetune.families.family import layer_of
 from ds_finetune.families.parameters import ModelConfig
-from ds_finetune.families.tensors import EMBEDDING
+from ds_finetune.families.tensors import EMBEDDING, model_tensors
 from ds_finetune.plan.combinations import WEIGHT_BYTES
+from ds_finetune.plan.lora_targets import adapted_targets, targets_among
 from ds_finetune.plan.packed_attention import varlen_problem
 from ds_finetune.plan.pipeline import num_held_forwards
 from ds_finetune.plan.plan import Plan
@@ -41,11 +43,19 @@ def activation_rows(
         yield MemoryRow("hidden states between stages", home, between, _MICRO_BATCH, FORWARD)
     if number == plan.mesh.pp - 1:
         yield from _head_rows(config, own, tokens, home)
+        yield from _product_rows(config, plan, own)
     if number == 0 and config.lora is None:
         (size,) = (kind.numel for kind in stages[0].kinds if kind.name == EMBEDDING)
         gradient = WEIGHT_BYTES[plan.precision] * size + 2 * own.layer_input * tokens
         yield MemoryRow("gradient of the embedding", home, gradient, "parallel.tp", ("embedding",))
     yield from _exchange_rows(config, plan, model, own, tokens)
+
+
+def _product_rows(config: RunConfig, plan: Plan, own: ActivationBytes) -> Iterator[MemoryRow]:
+    """On CPUs a product of 16-bit numbers is rounded, then made fp32 to be added (model/products.py)."""
+    width = WEIGHT_BYTES[plan.precision]
+    if plan.device == "cpu" and width < WEIGHT_BYTES["fp32"] and config.lora is None and not num_scores(config):
+        yield MemoryRow("gradient of the head by a chunk", "host", own.head.gradient + own.head.rounded, "", ("head",))
 
 
 def tokens_of_rank(plan: Plan) -> int:
@@ -70,9 +80,9 @@ def stage_activations(config: RunConfig, plan: Plan, model: ModelConfig, weights
         and not varlen_problem(model, precision=plan.precision)
     )
     text = json.dumps(model, sort_keys=True, default=str)
-    each = _activations(text, plan.precision, plan.mesh.tp, plan.mesh.ep, is_packed=is_packed, device=plan.device)
-    # A prediction layer is like the last layer.
-    return replace(each, layers=tuple(each.layers[min(layer, len(each.layers) - 1)] for layer in weights.layers))
+    lora = config.lora.model_dump_json() if config.lora is not None else ""
+    sizes = (plan.mesh.tp, plan.mesh.ep, 1 if config.mtp.train else 0)
+    return _of_stage(text, plan.precision, sizes, lora, weights.layers, is_packed=is_packed, device=plan.device)
 
 
 def _layer_rows(
@@ -98,10 +108,10 @@ def _layer_rows(
         inputs = min(_ON_THEIR_WAY, len(own.layers)) * own.layer_input * tokens
     option = _MICRO_BATCH if plan.activation_offload or plan.device == "cpu" else "train.activation_offload"
     yield MemoryRow("inputs of recomputed layers", home, inputs, option, FORWARD)
-    working = max(layer.most(tokens, is_tiled=is_tiled) for layer in own.layers)
+    working = max(layer.most(tokens, is_tiled=is_tiled) for layer in own.kinds)
     working = max(working, own.last_norm * tokens)
     # Tiles sum the gradients of a layer's weights in fp32, which may be more than they save.
-    in_tiles = max(layer.most(tokens, is_tiled=True) for layer in own.layers)
+    in_tiles = max(layer.most(tokens, is_tiled=True) for layer in own.kinds)
     option = "train.tiled_mlp" if in_tiles < working else _MICRO_BATCH
     yield MemoryRow("one layer in backward", home, working, option, ("layers",))
 
@@ -146,8 +156,39 @@ def _chosen(model: ModelConfig) -> int:
     return int(model.get("num_experts_per_tok") or 1)
 
 
+@lru_cache(maxsize=4096)
+def _of_stage(  # noqa: PLR0913 - those of activation_bytes
+    model: str,
+    precision: str,
+    sizes: tuple[int, int, int],
+    lora: str,
+    layers: tuple[int, ...],
+    *,
+    is_packed: bool,
+    device: str,
+) -> ActivationBytes:
+    """Of some layers, on a rank of `sizes` tp, ep and prediction layers."""
+    each = _activations(model, precision, sizes, lora, is_packed=is_packed, device=device)
+    # A prediction layer is like the last layer.
+    return replace(each, layers=tuple(each.layers[min(layer, len(each.layers) - 1)] for layer in layers))
+
+
 @lru_cache(maxsize=1024)
 def _activations(  # noqa: PLR0913 - those of activation_bytes
-    model: str, precision: str, tp: int, ep: int, *, is_packed: bool, device: str
+    model: str, precision: str, sizes: tuple[int, int, int], lora: str, *, is_packed: bool, device: str
 ) -> ActivationBytes:
-    return activation_bytes(json.loads(model), precision=precision, tp=tp, ep=ep, is_packed=is_packed, device=device)
+    tree, (tp, ep, mtp_layers) = json.loads(model), sizes
+    adapters = _adapters(tree, LoraConfig.model_validate_json(lora), mtp_layers) if lora else None
+    return activation_bytes(
+        tree, precision=precision, tp=tp, ep=ep, is_packed=is_packed, device=device, adapters=adapters
+    )
+
+
+def _adapters(model: ModelConfig, lora: LoraConfig, mtp_layers: int) -> AdaptedLayers:
+    targets = adapted_targets(targets_among(model_tensors(model, mtp_layers=mtp_layers).named()), lora)
+    names = [set[str]() for _ in range(model["num_hidden_layers"])]
+    for target in targets:
+        number = layer_of(f"{target.name}.")
+        if 0 <= number < len(names):
+            names[number].add(target.name.split(f".{number}.", 1)[1])
+    return AdaptedLayers(lora.rank, tuple(map(frozenset, names)))

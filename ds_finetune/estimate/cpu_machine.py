@@ -17,8 +17,12 @@ class CpuRates:
 
     matmul: float
     """Products in the precision of the run, 1,024 rows."""
+    head: float
+    """Products of a language model's head and its gradients, 1,024 rows; of another library than the others on some
+    CPUs.
+    """
     grouped: float
-    """Products of 128 rows, as those of an expert are."""
+    """Products of an expert's 128 rows and their gradients."""
     attention: float
     """Causal attention of 512 tokens, forward and backward."""
     memory: float
@@ -73,6 +77,7 @@ def cpu_machine(rates: CpuRates, *, ranks: int, memory_bytes: int) -> Machine:
     )
     efficiency = Efficiency(
         matmul=1.0,
+        head=rates.head / rates.matmul,
         grouped=rates.grouped / rates.matmul,
         attention=rates.attention / rates.matmul,
         memory=1.0,

@@ -4,8 +4,9 @@ lowers it.
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from ds_finetune.config.objectives import DistillObjective
 from ds_finetune.config.schema import RunConfig
@@ -72,6 +73,28 @@ def estimate_memory(
         for number in range(len(stages))
     )
     return max(found, key=lambda estimate: estimate.device_bytes)
+
+
+class StateBytes(NamedTuple):
+    """Bytes that a rank holds at least, whatever its activations are."""
+
+    device: int
+    host: int
+
+
+def least_bytes(config: RunConfig, plan: Plan, model: ModelConfig) -> StateBytes:
+    """Bytes of the states of a run, with and without recomputation, whichever are fewer: `estimate_memory` finds as
+    many on the device and on the host or more. It takes a small part of the time.
+    """
+    home: Place = "host" if plan.device == "cpu" else "gpu"
+    plans = [replace(plan, activation_checkpointing=recomputes) for recomputes in (False, True)]
+    found = []
+    for weights in weights_of_run(config, plan, model):
+        own = rank_elements(config, plan, model, weights)
+        rows = [tuple(zero_rows(each, own, weights)) for each in plans]
+        found.append(StateBytes(*(min(peak(each, place) for each in rows) for place in (home, "host"))))
+    # Which stage is the fullest depends on activations too: of the host, the least of all stages is certain.
+    return StateBytes(max(each.device for each in found), min(each.host for each in found))
 
 
 def _rows(

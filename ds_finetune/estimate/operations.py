@@ -25,7 +25,7 @@ from ds_finetune.plan.combinations import WEIGHT_BYTES
 from ds_finetune.plan.model_shape import Shape
 from ds_finetune.plan.plan import Plan
 
-Unit = Literal["matmul", "grouped", "attention", "memory"]
+Unit = Literal["matmul", "head", "grouped", "attention", "memory"]
 """What limits an operator, and so which share of the peak it reaches."""
 _NAMES = {
     "attention": "attention projections",
@@ -187,7 +187,7 @@ def _head(work: Work, kind: TensorKind) -> Iterator[Operation]:
     logits = rows * kind.local[0] * times
     # The gradient of the weight is added up in fp32, chunk by chunk.
     moved = work.width * kind.numel * passes + _PASSES_OVER_LOGITS * (work.width + 4) / 2 * logits
-    yield Operation("head and loss", "matmul", flops, moved)
+    yield Operation("head and loss", "head", flops, moved)
 
 
 def _attention(work: Work, weights: RankWeights) -> Iterator[Operation]:

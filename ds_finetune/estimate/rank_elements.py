@@ -1,6 +1,7 @@
 """How many numbers a rank holds, trains and updates: all weights, or adapters beside weights that stay."""
 
 import json
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -26,6 +27,8 @@ class RankElements:
     held_share: int
     trained: int
     trained_share: int
+    group_share: int
+    """The share of the larger group: experts that `parallel.ep` divides and other weights are updated by turns."""
     largest: int
     """The largest tensor that is trained."""
     packed_bytes: int = 0
@@ -47,8 +50,17 @@ def rank_elements(config: RunConfig, plan: Plan, model: ModelConfig, weights: Ra
         held_share=share,
         trained=sum(kind.numel for kind in trained),
         trained_share=sum(kind.sharded for kind in trained),
+        group_share=_group_share(trained),
         largest=max((kind.numel // kind.count for kind in trained), default=0),
     )
+
+
+def _group_share(trained: list[TensorKind]) -> int:
+    """Elements of this rank's share of the larger group of weights, by the number of ranks that share them."""
+    shares: Counter[int] = Counter()
+    for kind in trained:
+        shares[kind.sharers] += kind.sharded
+    return max(shares.values(), default=0)
 
 
 def count_adapters(config: RunConfig, model: ModelConfig) -> int:
@@ -88,6 +100,7 @@ def _with_adapters(config: RunConfig, plan: Plan, model: ModelConfig, weights: R
         held_share=share - adapters.quantised // plan.zero_ranks + -(-adapters.numel // plan.zero_ranks),
         trained=trained,
         trained_share=trained_share,
+        group_share=trained_share,
         largest=adapters.largest,
         packed_bytes=adapters.quantised // 2,
         scales_bytes=adapters.quantised_bytes - adapters.quantised // 2,

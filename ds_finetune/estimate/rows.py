@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Place = Literal["gpu", "host", "nvme", "disk"]
-Moment = Literal["head", "head backward", "layers", "embedding", "reduction", "step"]
+Moment = Literal["head", "head backward", "layers", "embedding", "reduction", "step", "exchange"]
 """Moments of an optimizer step: the head and the loss, their backward, layers, the gradient of the embedding, the
-reduction of gradients after backward, and the optimizer's update.
+reduction of gradients after backward, the optimizer's update, and the exchange of updated weights.
 """
 MOMENTS: tuple[Moment, ...] = get_args(Moment)
 FORWARD: tuple[Moment, ...] = ("head", "head backward", "layers")

@@ -1,6 +1,6 @@
 """Estimates what a run needs, from plain numbers: parameters, memory of a rank, and disk.
 
-`train` checks the disk with it, `plan --dry-run` prints it, and `doctor` compares it with the hosts.
+`train` checks the disk with it, `plan --tensors` prints it, and `doctor` compares it with the hosts.
 """
 
 import math

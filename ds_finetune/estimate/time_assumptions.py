@@ -9,15 +9,21 @@ from ds_finetune.estimate.teacher_time import teacher_config
 
 def assumptions(work: Work, machine: Machine) -> tuple[str, ...]:
     """Sentences about rates, rows, experts, what is hidden, and what is left out."""
-    return (*_rates(machine), *machine.notes, *_work(work), *_left_out(work))
+    links = _links(machine) if work.plan.world.world_size > 1 else ()
+    return (*_rates(machine), *links, *machine.notes, *_work(work), *_left_out(work))
 
 
 def _rates(machine: Machine) -> Iterator[str]:
     share, row = machine.efficiency, machine.accelerator
     yield (
-        f"Products reach {share.matmul:.0%} of the peak of {row.name}, those of routed experts {share.grouped:.0%}, "
-        f"attention {share.attention:.0%}; other operators {share.memory:.0%} of the memory's bandwidth."
+        f"Matrix products reach {share.matmul:.0%} of the peak of {row.name}, those of routed experts "
+        f"{share.grouped:.0%}, attention {share.attention:.0%}; other operators {share.memory:.0%} of the "
+        "memory's bandwidth."
     )
+
+
+def _links(machine: Machine) -> Iterator[str]:
+    share, row = machine.efficiency, machine.accelerator
     yield (
         f"A rank sends {machine.intra_node_bytes_per_s / GB:,.3g} GB/s within a node of {machine.gpus_per_node} ranks "
         f"and {machine.inter_node_bytes_per_s / GB:,.3g} GB/s between nodes ({row.network}); collectives reach "

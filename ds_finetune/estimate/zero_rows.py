@@ -12,6 +12,7 @@ from ds_finetune.estimate.rank_weights import RankWeights
 from ds_finetune.estimate.rows import BACKWARD, FORWARD, MOMENTS, MemoryRow, Moment, Place
 from ds_finetune.estimate.states import second_parts_of
 from ds_finetune.plan.combinations import WEIGHT_BYTES
+from ds_finetune.plan.deepspeed_config import HAS_TORCH_ADAM
 from ds_finetune.plan.deepspeed_config import MOMENTS as OPTIMIZER_MOMENTS
 from ds_finetune.plan.plan import Plan
 
@@ -20,6 +21,7 @@ _STAGE, _TP = "deepspeed.zero_optimization.stage", "parallel.tp"
 _OPTIMIZER = "deepspeed.zero_optimization.offload_optimizer"
 _PARAM = "deepspeed.zero_optimization.offload_param"
 _HPZ = "deepspeed.zero_optimization.zero_hpz_partition_size"
+_SUB_GROUP = "deepspeed.zero_optimization.sub_group_size"
 _BUCKET = "deepspeed.zero_optimization.reduce_bucket_size"
 _DEFAULTS = {
     "reduce_bucket_size": 500_000_000,
@@ -31,6 +33,11 @@ _DEFAULTS = {
     "contiguous_gradients": True,
 }
 """zero/config.py:113-251."""
+_NVME_DEFAULTS = {
+    "offload_param": {"buffer_count": 5, "buffer_size": 100_000_000, "max_in_cpu": 1_000_000_000},
+    "offload_optimizer": {"buffer_count": 4},
+}
+"""zero/offload_config.py:33-67."""
 _IN_STEPS: tuple[Moment, ...] = ("reduction", "step")
 _UNTIL_REDUCED: tuple[Moment, ...] = (*FORWARD, "embedding", "reduction")
 
@@ -72,6 +79,17 @@ class _Zero:
     def option(self, name: str) -> Any:  # noqa: ANN401 - a number or a bool
         """An option of `zero_optimization`, or DeepSpeed's default."""
         return self.plan.deepspeed["zero_optimization"].get(name, _DEFAULTS[name])
+
+    def nvme_option(self, section: str, name: str) -> int:
+        """A number of `zero_optimization.SECTION`, or DeepSpeed's default."""
+        given = self.plan.deepspeed["zero_optimization"].get(section) or {}
+        return int(float(given.get(name, _NVME_DEFAULTS[section][name])))
+
+    @property
+    def sub_group(self) -> int:
+        """Elements of this rank's part that ZeRO-3 updates at a time."""
+        smallest = -(-self.own.largest // self.plan.zero_ranks)
+        return min(self.own.group_share, max(int(self.option("sub_group_size")), smallest))
 
     @property
     def buckets(self) -> int:
@@ -118,13 +136,12 @@ def _four_bit_rows(run: _Zero) -> Iterator[MemoryRow]:
 
 
 def _optimizer_rows(run: _Zero) -> Iterator[MemoryRow]:
-    """fp32 weights and moments. Stage 0 in fp32 updates the weights themselves; stages 1 and 2 copy them at any
-    precision (zero/stage_1_and_2.py:560), stage 3 does not where they are fp32 on the device (zero/stage3.py:1161).
+    """fp32 weights and moments. Stage 0 in fp32 updates the weights themselves; the others copy them at any precision
+    (zero/stage_1_and_2.py:560; zero/stage3.py:1162 means not to, but compares a torch.device with a text).
     """
     stage, own = run.plan.zero_stage, run.own
     updated, option = (own.trained_share if stage else own.trained), _OPTIMIZER if stage else _STAGE
-    is_copied = run.width < _WIDE or (stage in (1, 2)) or (stage == 3 and run.is_offloaded)
-    if is_copied:
+    if stage or run.width < _WIDE:
         yield MemoryRow("fp32 weights", run.optimizer_place, _WIDE * updated, option)
     moments = _WIDE * OPTIMIZER_MOMENTS[run.plan.optimizer.name] * updated
     yield MemoryRow("moments", run.optimizer_place, moments, option)
@@ -133,14 +150,23 @@ def _optimizer_rows(run: _Zero) -> Iterator[MemoryRow]:
 
 
 def _rows_of_stage_0(run: _Zero) -> Iterator[MemoryRow]:
-    """Gradients of all weights; in 16 bits also fp32 copies, one by one, then as one (fp16/fused_optimizer.py:286)."""
+    """Gradients of all weights; in 16 bits also fp32 copies one by one (fp16/unfused_optimizer.py:227), which
+    DeepSpeed's FusedAdam takes as one (fp16/fused_optimizer.py:286).
+    """
     own, plan = run.own, run.plan
     yield MemoryRow("gradients", run.home, run.width * own.trained, _STAGE)
     if run.width < _WIDE:
-        yield MemoryRow("fp32 gradients for the update", run.home, 2 * _WIDE * own.trained, _STAGE, ("step",))
+        size = (2 if _is_fused(plan) else 1) * _WIDE * own.trained
+        yield MemoryRow("fp32 gradients for the update", run.home, size, _STAGE, ("step",))
     if plan.world.world_size > 1:
         bucket = run.width * min(own.trained, _DEFAULTS["reduce_bucket_size"])
         yield MemoryRow("bucket of gradients", run.home, int(bucket), _STAGE, ("reduction",))
+
+
+def _is_fused(plan: Plan) -> bool:
+    """Whether the optimizer is DeepSpeed's FusedAdam (engine.py, _configure_fp16_optimizer)."""
+    params = plan.deepspeed["optimizer"]["params"]
+    return plan.optimizer.name in HAS_TORCH_ADAM and plan.device != "cpu" and not params.get("torch_adam")
 
 
 def _rows_of_stages_1_and_2(run: _Zero) -> Iterator[MemoryRow]:
@@ -151,7 +177,12 @@ def _rows_of_stages_1_and_2(run: _Zero) -> Iterator[MemoryRow]:
     own, share = run.own, run.own.trained_share
     in_backward = run.plan.zero_stage == 2 and not run.plan.reduces_once
     if not in_backward and not run.plan.reduces_once:
-        yield MemoryRow("gradients", run.home, run.width * own.trained, _STAGE, _UNTIL_REDUCED)
+        when = _UNTIL_REDUCED if run.is_accumulating else _UNTIL_REDUCED[1:]
+        yield MemoryRow("gradients", run.home, run.width * own.trained, _STAGE, when)
+    if run.home == "host" and run.plan.zero_ranks > 1:
+        # Gloo receives all parts of the weights in a buffer of its own (runtime/utils.py:1008).
+        size = run.width * run.own.trained
+        yield MemoryRow("updated weights as they arrive", run.home, size, _TP, ("exchange",))
     moments: tuple[Moment, ...] = (*BACKWARD, "reduction") if in_backward else ("reduction",)
     yield MemoryRow("buckets of gradients", run.home, run.buckets, _BUCKET, moments)
     if run.is_offloaded:
@@ -162,7 +193,11 @@ def _rows_of_stages_1_and_2(run: _Zero) -> Iterator[MemoryRow]:
     if run.is_accumulating and in_backward and run.accumulated == run.width:
         # The part of each further forward is a new one, which is added to the first (1042-1045).
         yield MemoryRow("gradients of this forward", run.home, run.width * share, _TP, (*BACKWARD, "reduction"))
-    flat = run.accumulated * share + (_WIDE * share if run.accumulated < _WIDE else 0)
+    group = run.own.group_share
+    flat = run.accumulated * group + (_WIDE * group if run.accumulated < _WIDE else 0)
+    if run.width < run.accumulated:
+        # They are summed in one fp32 tensor, which is the gradient of the update (1259-1321, 3107).
+        flat = 0
     yield MemoryRow("fp32 gradients for the update", run.home, flat, _TP, ("step",))
 
 
@@ -204,11 +239,25 @@ def _rows_of_stage_3(run: _Zero, weights: RankWeights) -> Iterator[MemoryRow]:
     # The matrices of a bucket are sorted by rank in a copy (comm/coalesced_collectives.py:122).
     copied = run.width * min(int(run.option("reduce_bucket_size")), own.trained) if plan.zero_ranks > 1 else 0
     yield MemoryRow("gradients of a bucket by rank", run.home, copied, _BUCKET, BACKWARD)
+    yield from _nvme_rows(run)
     if not run.is_offloaded:
-        group = min(share, max(int(run.option("sub_group_size")), -(-own.largest // plan.zero_ranks)))
-        flat = run.accumulated * group + (_WIDE * group if run.accumulated < _WIDE else 0)
-        option = "deepspeed.zero_optimization.sub_group_size"
-        yield MemoryRow("fp32 gradients for the update", run.home, flat, option, ("step",))
+        flat = run.accumulated * run.sub_group + (_WIDE * run.sub_group if run.accumulated < _WIDE else 0)
+        yield MemoryRow("fp32 gradients for the update", run.home, flat, _SUB_GROUP, ("step",))
+
+
+def _nvme_rows(run: _Zero) -> Iterator[MemoryRow]:
+    """Host memory between NVMe and device: pinned fp32 buffers of the largest sub-group (swap_tensor/utils.py:192, from
+    zero/stage3.py:848), pinned buffers of weights (swap_tensor/partitioned_param_swapper.py:124), and the weights that
+    stay on the host (zero/stage3.py:897-907).
+    """
+    if run.plan.offload_optimizer == "nvme":
+        size = _WIDE * run.sub_group * run.nvme_option("offload_optimizer", "buffer_count")
+        yield MemoryRow("buffers between optimizer and NVMe", "host", size, _SUB_GROUP)
+    if run.plan.offload_param == "nvme":
+        count, numel = (run.nvme_option("offload_param", name) for name in ("buffer_count", "buffer_size"))
+        yield MemoryRow("buffers between weights and NVMe", "host", run.width * count * numel, f"{_PARAM}.buffer_count")
+        kept = min(run.own.trained_share, run.nvme_option("offload_param", "max_in_cpu"))
+        yield MemoryRow("weights of NVMe that stay on the host", "host", run.width * kept, f"{_PARAM}.max_in_cpu")
 
 
 def _persistent(run: _Zero, weights: RankWeights) -> int:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -65,8 +66,6 @@ class _MarksLater(ModuleType):
             return lambda function: _mark(name, function)
         if name.startswith("__"):
             raise AttributeError(name)
-        from importlib import import_module
-
         return getattr(import_module(_DYNAMO), name)
 
 
@@ -123,7 +122,8 @@ def _set_called(function: Any, *, recursive: bool) -> None:  # noqa: ANN401 - a 
     def call(*args: object, **kwargs: object) -> object:
         if _DYNAMO not in sys.modules:
             return function(*args, **kwargs)
-        function.__dynamo_disable = sys.modules[_DYNAMO].disable(function, recursive, wrapping=False)
+        # Waits where another thread is importing it.
+        function.__dynamo_disable = import_module(_DYNAMO).disable(function, recursive, wrapping=False)
         return function.__dynamo_disable(*args, **kwargs)
 
     function.__dynamo_disable = call

@@ -15,6 +15,7 @@ from ds_finetune.patches.deferred_compiler import marking_later
 from ds_finetune.patches.deferred_names import deferring
 from ds_finetune.patches.foreign import is_tested
 from ds_finetune.patches.import_contexts import import_inside
+from ds_finetune.patches.kept_scan import Structure, scan_or_read
 
 _STYLES = ("transformers.distributed.expert_parallel", "transformers.distributed.tensor_parallel")
 """They register transformers' own parallel layers, for which they import torch's DTensor, its rules and sympy."""
@@ -89,21 +90,31 @@ class _Styles:
 
 @contextmanager
 def _scanning_once() -> Iterator[None]:
-    """Let transformers read the source of its models for their names once; it does so for two of its modules."""
+    """Let transformers read the source of its models for their names once, not at every start and for two modules."""
     yield
     module: Any = sys.modules[_SCANNER]
-    module.create_import_structure_from_path = remember_folders(module.create_import_structure_from_path)
+    scanner = Path(module.__file__)
+    scan = module.create_import_structure_from_path
+    module.create_import_structure_from_path = remember_folders(
+        scan, models=scanner.parents[1] / "models", scanner=scanner
+    )
 
 
-def remember_folders(scan: Callable[[str], dict[Any, Any]]) -> Callable[[str], dict[Any, Any]]:
-    """`scan`, which takes a folder or a file in it, called once for each folder."""
-    known: dict[Path, dict[Any, Any]] = {}
+def remember_folders(scan: Callable[[str], Structure], *, models: Path, scanner: Path) -> Callable[[str], Structure]:
+    """`scan`, which takes a folder or a file in it, called once for each folder; for `models` it is kept on disk.
+
+    `scanner` is the file with the source of `scan`.
+    """
+    known: dict[Path, Structure] = {}
 
     @wraps(scan)
-    def scan_once(module_path: str) -> dict[Any, Any]:
+    def scan_once(module_path: str) -> Structure:
         path = Path(module_path)
         folder = path.parent if path.suffix == ".py" else path
-        if folder not in known:
+        if folder == models and folder not in known:
+            known[folder] = scan_or_read(scan, folder, also=scanner)
+            known.update({folder / name: inner for name, inner in known[folder].items() if isinstance(name, str)})
+        elif folder not in known:
             known[folder] = scan(module_path)
         return _copy(known[folder])
 

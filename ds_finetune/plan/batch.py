@@ -21,9 +21,11 @@ def with_micro_batch(config: RunConfig, rows: int) -> RunConfig:
     return config.model_copy(update={"train": config.train.model_copy(update={"micro_batch_size": rows})})
 
 
-def legal_micro_batches(*, global_batch_size: int, dp: int) -> tuple[int, ...]:
-    """The sizes of a micro-batch that make up the global batch on `dp` data parallel ranks, ascending."""
-    rows, rest = divmod(global_batch_size, dp)
+def legal_micro_batches(*, global_batch_size: int, dp: int, group: int = 1) -> tuple[int, ...]:
+    """The sizes of a micro-batch that make up the global batch on `dp` data parallel ranks, ascending, with a multiple
+    of `group` forwards in a step.
+    """
+    rows, rest = divmod(global_batch_size, dp * group)
     return tuple(size for size in range(1, rows + 1) if rows % size == 0) if not rest else ()
 
 

@@ -1,6 +1,6 @@
 """Which layers each pipeline stage holds, from the config.json of a model."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -66,26 +66,36 @@ def balance_layers(weights: tuple[int, ...], stages: int) -> tuple[range, ...]:
     """Consecutive layers for each of `stages`, at least one each, so that the largest sum of `weights` of a stage is
     minimal, and among these splits the sum of squares.
     """
-    sums = [0, *accumulate(weights)]
-    # By the number of parts: largest sum, sum of squares and ends of the best split of the first `end` layers.
-    best: dict[int, tuple[int, int, tuple[int, ...]]] = {
-        end: (sums[end], sums[end] ** 2, (end,)) for end in range(1, len(sums))
-    }
-    for parts in range(2, stages + 1):
-        best = {end: _best_split(best, sums, parts=parts, end=end) for end in range(parts, len(sums))}
-    ends = (0, *best[len(weights)][2])
+    ends = (0, *_best_splits(weights, stages)[len(weights)][2])
     return tuple(range(first, last) for first, last in pairwise(ends))
 
 
-def _best_split(
-    best: dict[int, tuple[int, int, tuple[int, ...]]], sums: Sequence[int], *, parts: int, end: int
-) -> tuple[int, int, tuple[int, ...]]:
-    candidates = []
+_Split = tuple[int, int, tuple[int, ...]]
+"""Largest sum of weights of a part, sum of squares of the sums, and the end of each part."""
+
+
+@lru_cache(maxsize=1024)
+def _best_splits(weights: tuple[int, ...], parts: int) -> Mapping[int, _Split]:
+    """The best split of the first `end` layers into `parts`, for each `end` that has as many."""
+    sums = (0, *accumulate(weights))
+    if parts == 1:
+        return {end: (sums[end], sums[end] ** 2, (end,)) for end in range(1, len(sums))}
+    shorter = _best_splits(weights, parts - 1)
+    return {end: _best_split(shorter, sums, parts=parts, end=end) for end in range(parts, len(sums))}
+
+
+def _best_split(shorter: Mapping[int, _Split], sums: Sequence[int], *, parts: int, end: int) -> _Split:
+    found: _Split | None = None
     for begin in range(end - 1, parts - 2, -1):
         last = sums[end] - sums[begin]
-        largest, squares, ends = best[begin]
-        candidates.append((max(largest, last), squares + last**2, (*ends, end)))
-    return min(candidates)
+        if found is not None and last > found[0]:
+            # A longer last part is worse still.
+            break
+        largest, squares, ends = shorter[begin]
+        split = (max(largest, last), squares + last**2, (*ends, end))
+        found = split if found is None else min(found, split)
+    assert found is not None, (parts, end)
+    return found
 
 
 def _layer_parameters(tensors: ModelTensors, ep_size: int) -> list[int]:

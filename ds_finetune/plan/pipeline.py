@@ -3,8 +3,10 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from ds_finetune.config.parallel import ParallelConfig
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
+from ds_finetune.plan.batch import rows_of_forward
 from ds_finetune.plan.mesh import Mesh
 
 
@@ -47,14 +49,19 @@ def check_interleaving(mesh: Mesh, config: RunConfig, *, accumulation: int) -> N
     for what, hint in _untested(config):
         raise ConfigError(f"parallel.vpp {vpp} with {what} is not tested", hint=hint)
     if accumulation % pp:
-        rows = config.train.micro_batch_size * mesh.dp
+        rows = rows_of_forward(config.train) * mesh.dp
         legal = [str(rows * pp * n) for n in (accumulation // pp, accumulation // pp + 1) if n]
         raise ConfigError(
             f"parallel.vpp {vpp} computes micro-batches in groups of parallel.pp {pp}, and a step has {accumulation}: "
             f"train.global_batch_size {config.train.global_batch_size} / (micro_batch_size "
-            f"{config.train.micro_batch_size} x dp {mesh.dp})",
+            f"{rows_of_forward(config.train)} x dp {mesh.dp})",
             hint=f"set train.global_batch_size to {' or '.join(legal)}, or parallel.vpp to 1",
         )
+
+
+def forwards_together(parallel: ParallelConfig) -> int:
+    """The number of which the forwards of a step are a multiple."""
+    return parallel.pp if parallel.vpp > 1 else 1
 
 
 def _untested(config: RunConfig) -> Iterator[tuple[str, str]]:

@@ -1,6 +1,7 @@
 """Along which dimension tensor and expert parallelism cut a tensor, by its name in the model."""
 
 import re
+from functools import lru_cache
 
 _COLUMN_PARALLEL = re.compile(
     r"(^|\.)(q_proj|k_proj|v_proj|q_b_proj|kv_b_proj|gate_proj|up_proj|embed_tokens|lm_head)\.(weight|bias)$"
@@ -20,6 +21,7 @@ and up take turns, and equal shards have both of each. The bias of the outputs h
 """
 
 
+@lru_cache(maxsize=4096)
 def fused_experts_part(name: str) -> str | None:
     """Last part of the name of a tensor of all routed experts, such as `gate_up_proj_bias`; None for others."""
     fused = _FUSED_EXPERTS.search(name)
@@ -40,6 +42,7 @@ def box_dim(name: str, *, has_transposed_experts: bool) -> int | None:
     return 1 if _ROW_PARALLEL.search(name) else None
 
 
+@lru_cache(maxsize=4096)
 def local_shape(
     name: str, whole: tuple[int, ...], *, tp: int = 1, ep: int = 1, has_transposed_experts: bool = False
 ) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ds_finetune.estimate.memory import MemoryEstimate
+from ds_finetune.estimate.memory import MemoryEstimate, StateBytes
 from ds_finetune.search.micro_batch import SPARE
 from ds_finetune.units import GIB
 
@@ -25,6 +25,10 @@ class Budget:
         """
         return max(0, self.device_excess(memory), memory.host_bytes - self.of(self.host_bytes))
 
+    def least_excess(self, states: StateBytes) -> int:
+        """Bytes that a run needs beyond the budget at least, by its states alone."""
+        return max(0, states.device - self.of(self.device_bytes), states.host - self.of(self.host_bytes))
+
     def device_excess(self, memory: MemoryEstimate) -> int:
         """The same on the device alone; below 0 where it fits."""
         return memory.device_bytes - self.of(self.device_bytes)
@@ -36,15 +40,18 @@ class Budget:
 
     def problem(self, memory: MemoryEstimate) -> str:
         """What does not fit, with both values; empty where all does."""
-        places = (
-            (memory.device_bytes, self.of(self.device_bytes), "on its device"),
-            (memory.host_bytes, self.of(self.host_bytes), "in its share of the host's memory"),
-        )
+        device = (memory.device_bytes, self.of(self.device_bytes), "on its device")
+        host = (memory.host_bytes, self.of(self.host_bytes), "in its share of the host's memory")
+        # The device of a CPU rank is its host.
+        places = (host,) if memory.device == "host" else (device, host)
         texts = [f"{_gib(need)} of {_gib(most)} {where}" for need, most, where in places if need > most]
         return f"needs {' and '.join(texts)}" if texts else ""
 
     def text(self, memory: MemoryEstimate) -> str:
         """How much of its memory a run takes that fits."""
+        if memory.device == "host":
+            need, share = _gib(memory.host_bytes), _gib(self.host_bytes)
+            return f"fits: {need} of a rank's share of {share} of the host's memory; {SPARE:.0%} stay free"
         return (
             f"fits: {_gib(memory.device_bytes)} of {_gib(self.device_bytes)} on the device, and of the host's memory "
             f"{_gib(memory.host_bytes)} of a rank's share of {_gib(self.host_bytes)}; {SPARE:.0%} of both stay free"

@@ -34,8 +34,8 @@ from ds_finetune.world import World
 STAGES = (0, 1, 2, 3)
 ACTIVATIONS = (
     Activations(recomputes=False),
-    Activations(),
     Activations(recomputes=False, is_tiled=True),
+    Activations(),
     Activations(is_tiled=True),
     Activations(is_offloaded=True),
     Activations(is_tiled=True, is_offloaded=True),

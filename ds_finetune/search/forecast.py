@@ -7,22 +7,25 @@ from typing import Any
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.estimate.memory import MemoryEstimate, estimate_memory
-from ds_finetune.estimate.rank_weights import num_scores
+from ds_finetune.estimate.rank_weights import num_scores, weights_of_run
 from ds_finetune.estimate.row_shape import RowShape
 from ds_finetune.estimate.step_time import TimeEstimate, estimate_time
 from ds_finetune.families.table import family_of
 from ds_finetune.plan.activations import mlp_tiles
+from ds_finetune.plan.batch import AUTO, with_micro_batch
 from ds_finetune.plan.config_json import read_config_json
 from ds_finetune.plan.head_chunk import head_line
 from ds_finetune.plan.indexer import plan_indexer
 from ds_finetune.plan.layer_stages import StageLayers
 from ds_finetune.plan.model_shape import Shape
+from ds_finetune.plan.nvme_buffers import check_largest_slice
 from ds_finetune.plan.objectives import CROSS_ENTROPY
 from ds_finetune.plan.packed_attention import attention_lines
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.routers import plan_routers
 from ds_finetune.search.candidates import Candidates, check_run
 from ds_finetune.search.machines import Target
+from ds_finetune.search.micro_batch import SPARE, largest_micro_batch
 
 
 @dataclass(frozen=True)
@@ -39,11 +42,15 @@ class Forecast:
     target: Target
     time: TimeEstimate | None = None
     """Of a step; None where nothing is known of the accelerator."""
+    micro_batch: str = ""
+    """How `train.micro_batch_size: auto` was decided; empty where the run file has a number."""
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Name and text of each decision, for people."""
         model, plan, config = self.model, self.plan, self.config
         yield from plan.decisions
+        if self.micro_batch:
+            yield "micro batch", self.micro_batch
         yield from attention_lines(config.model.attention, model, device=plan.device, precision=plan.precision)
         if plan.device != "cpu" and plan.loss_kernel == "chunked" and config.objective.name in CROSS_ENTROPY:
             yield head_line(int(model["vocab_size"]) // plan.mesh.tp, precision=plan.precision, device=plan.device)
@@ -74,7 +81,7 @@ class Forecast:
         rates = f"{time.tokens_per_second:,.0f} tokens/s, {time.gpu_hours_per_billion_tokens:,.0f} GPU-hours"
         yield "a step", f"{time.seconds:.3g} s, {rates} for a billion tokens, MFU {time.mfu:.1%}"
         if time.hours is not None:
-            yield "the run", f"{time.steps:,} steps, {time.hours:,.1f} hours, {time.gpu_hours:,.0f} GPU-hours"
+            yield "the run", f"{time.steps:,} steps, {_hours(time.hours)} hours, {_hours(time.gpu_hours)} GPU-hours"
         for name, seconds in sorted(time.parts.items(), key=lambda part: -part[1]):
             yield f"  {name}", f"{seconds:.3g} s"
 
@@ -84,7 +91,9 @@ class Forecast:
         if budget is None:
             return ("whether it fits is known with --gpu NAME, e.g. --gpu h100-80g",)
         problem = budget.problem(self.memory)
-        return (f"does not fit: {problem}; --search lists layouts that fit" if problem else budget.text(self.memory),)
+        if not problem:
+            return (budget.text(self.memory),)
+        return (f"does not fit: {problem} ({SPARE:.0%} stay free); --search lists layouts that fit",)
 
     def tree(self) -> dict[str, Any]:
         """The same for programs."""
@@ -94,12 +103,19 @@ class Forecast:
             "parallel": self.config.parallel.model_dump(mode="json"),
             "dp": self.plan.dp,
             "zero_stage": self.plan.zero_stage,
+            "micro_batch_size": self.plan.batch.micro_batch_size,
             "memory": memory_tree(memory),
             "fits": None if budget is None else not budget.excess(memory),
             "time": None if self.time is None else time_tree(self.time),
             "deepspeed": self.plan.deepspeed,
             "notes": list(self.notes()),
         }
+
+
+def _hours(hours: float | None) -> str:
+    """Hours with two digits, or as a whole number where it has more."""
+    assert hours is not None
+    return f"{hours:,.0f}" if hours >= 10 else f"{hours:.2g}"
 
 
 def time_tree(time: TimeEstimate) -> dict[str, Any]:
@@ -145,9 +161,29 @@ def forecast_run(config: RunConfig, target: Target) -> Forecast:
     """
     plan = make_plan(config, world=target.ranks.world, device=target.ranks.device)
     model = read_model(config)
+    text = ""
+    if config.train.micro_batch_size == AUTO:
+        number, text = _largest_rows(config, plan, model, target)
+        config = with_micro_batch(config, number)
+        plan = make_plan(config, world=target.ranks.world, device=target.ranks.device)
     stages = Candidates(config, model, target.ranks).check(config)
+    kinds = (kind for stage in weights_of_run(config, plan, model) for kind in stage.kinds)
+    check_largest_slice(plan, ((kind.numel // kind.count, kind.name) for kind in kinds))
     time = None
     if target.machine is not None:
         rows = RowShape.full(config.train.max_seq_len)
         time = estimate_time(config, plan, model, machine=target.machine, rows=rows)
-    return Forecast(config, model, plan, stages, estimate_memory(config, plan, model), target, time)
+    return Forecast(config, model, plan, stages, estimate_memory(config, plan, model), target, time, text)
+
+
+def _largest_rows(config: RunConfig, plan: Plan, model: Mapping[str, Any], target: Target) -> tuple[int, str]:
+    """The rows of a forward that `auto` stands for on the machines, and how they were found; one where none fits."""
+    if target.budget is None:
+        return 1, "1 (auto: how many rows fit is known with --gpu NAME)"
+    rows = largest_micro_batch(config, plan, model, budget=target.budget.device_bytes)
+    if not rows:
+        return 1, "1 (auto: not even forwards of one row fit)"
+    return (
+        rows,
+        f"{rows} (auto: the largest that leaves {SPARE:.0%} of the device free by this estimate; train tries it)",
+    )

@@ -3,8 +3,6 @@
 import os
 from dataclasses import dataclass
 
-import psutil
-
 from ds_finetune.errors import ConfigError
 from ds_finetune.estimate.accelerators import Machine, accelerator, accelerator_of_device, check_precision, machine_of
 from ds_finetune.estimate.cpu_machine import CpuRates, cpu_machine, rates_file
@@ -58,7 +56,7 @@ def target_of(request: Request, *, precision: str = "bf16") -> Target:
     usual = len(models) or row.gpus_per_node
     ranks = _ranks(request, usual=usual, default=usual)
     machine = machine_of(row, gpus_per_node=ranks.per_node)
-    here = psutil.virtual_memory().total if models else HOST_SHARE * ranks.per_node * row.memory_bytes
+    here = _installed_bytes() if models else HOST_SHARE * ranks.per_node * row.memory_bytes
     host = request.host_bytes or here
     note = f"a node is assumed to have {host / GIB:,.0f} GiB of host memory; --host-memory says otherwise"
     notes = () if models or request.host_bytes else (note,)
@@ -79,12 +77,20 @@ def _unknown_gpus(request: Request) -> Target:
 def _cpu_ranks(request: Request, precision: str) -> Target:
     """Ranks on the cores of this machine, which share its memory."""
     ranks = _ranks(request, usual=request.gpus or 1, default=1, device="cpu")
-    host = request.host_bytes or available_bytes() or psutil.virtual_memory().total
+    host = request.host_bytes or available_bytes() or _installed_bytes()
     budget = Budget(host // ranks.number, host // ranks.number)
     file = rates_file(ranks.number, precision=precision, threads=max(1, (os.cpu_count() or 1) // ranks.number))
     rates = CpuRates.read(file)
     machine = cpu_machine(rates, ranks=ranks.number, memory_bytes=host) if rates is not None else None
     return Target(ranks, machine, budget)
+
+
+def _installed_bytes() -> int:
+    """Memory of this machine."""
+    # Its import takes 15 ms, and plans for other machines do without.
+    import psutil
+
+    return int(psutil.virtual_memory().total)
 
 
 def _ranks(request: Request, *, usual: int, default: int, device: str = "cuda") -> Ranks:

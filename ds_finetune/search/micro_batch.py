@@ -6,6 +6,7 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.estimate.memory import estimate_memory
 from ds_finetune.families.parameters import ModelConfig
 from ds_finetune.plan.batch import legal_micro_batches, with_micro_batch
+from ds_finetune.plan.pipeline import forwards_together
 from ds_finetune.plan.plan import Plan
 from ds_finetune.plan.reduction import reduces_once
 
@@ -19,8 +20,14 @@ def largest_micro_batch(config: RunConfig, plan: Plan, model: ModelConfig, *, bu
 
     `model` is the config.json of the model. Nothing of `plan` but its batch depends on the rows.
     """
-    sizes = legal_micro_batches(global_batch_size=plan.batch.global_batch_size, dp=plan.dp)
-    return next((rows for rows in reversed(sizes) if fits(bytes_of(config, plan, model, rows), budget)), 0)
+    sizes = reversed(legal_sizes(config, plan))
+    return next((rows for rows in sizes if fits(bytes_of(config, plan, model, rows), budget)), 0)
+
+
+def legal_sizes(config: RunConfig, plan: Plan) -> tuple[int, ...]:
+    """The sizes of a micro-batch that go with the global batch, the ranks and the pipeline of a run, ascending."""
+    group = forwards_together(config.parallel)
+    return legal_micro_batches(global_batch_size=plan.batch.global_batch_size, dp=plan.dp, group=group)
 
 
 def fits(num_bytes: int, budget: int) -> bool:

@@ -9,9 +9,10 @@ import heapq
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from ds_finetune.estimate.accelerators import Machine
-from ds_finetune.estimate.memory import MemoryEstimate, estimate_memory
+from ds_finetune.estimate.memory import MemoryEstimate, StateBytes, estimate_memory, least_bytes
 from ds_finetune.estimate.step_time import RowShape, TimeEstimate, estimate_time
 from ds_finetune.search.budget import Budget
 from ds_finetune.search.candidates import Candidate, Candidates
@@ -94,10 +95,14 @@ class Search:
         heapq.heapify(queue)
         found: list[Proposal] = []
         misfits: list[Misfit] = []
+        beyond: list[tuple[int, _LayoutGroup]] = []
         while queue and (len(found) < listed or queue[0].bound < found[-1].time.seconds):
             group = heapq.heappop(queue)
             if group.is_shared:
                 heapq.heappush(queue, self._bounded(group))
+                continue
+            if excess := self._least_excess(group):
+                beyond.append((excess, group))
                 continue
             best = self._best_of(group)
             if isinstance(best, Misfit):
@@ -105,11 +110,28 @@ class Search:
             else:
                 found = sorted([*found, best], key=_seconds)[:listed]
         if found:
-            faster = [misfit for misfit in misfits if misfit.seconds < found[0].time.seconds]
-            misfits = sorted(faster, key=lambda misfit: misfit.seconds)
+            best_seconds = found[0].time.seconds
+            groups = sorted((group for _, group in beyond if group.bound < best_seconds), key=_bound)[:listed]
+            misfits = [misfit for misfit in misfits if misfit.seconds < best_seconds]
+            misfits = sorted([*misfits, *map(self._smallest_of, groups)], key=lambda misfit: misfit.seconds)
         else:
-            misfits.sort(key=lambda misfit: self.budget.excess(misfit.memory))
+            misfits = self._nearest(misfits, beyond, listed)
         return SearchResult(tuple(found), tuple(misfits[:listed]), self.budget, number)
+
+    def _nearest(
+        self, misfits: Sequence[Misfit], beyond: Sequence[tuple[int, _LayoutGroup]], listed: int
+    ) -> list[Misfit]:
+        """The layouts that lack least, of `misfits` and of groups that lack as many bytes as is said at least."""
+
+        def lacking(misfit: Misfit) -> int:
+            return self.budget.excess(misfit.memory)
+
+        nearest = sorted(misfits, key=lacking)[:listed]
+        for least, group in sorted(beyond):
+            if len(nearest) == listed and least >= lacking(nearest[-1]):
+                break
+            nearest = sorted([*nearest, self._smallest_of(group)], key=lacking)[:listed]
+        return nearest
 
     def has_fitting(self) -> bool:
         """Whether any layout fits."""
@@ -120,7 +142,8 @@ class Search:
         ]
         # What needs least comes first.
         groups.sort(key=lambda group: (group.zero_stage, OFFLOADS.index(group.offload)), reverse=True)
-        return any(not self.budget.excess(self._smallest_of(group).memory) for group in groups)
+        may_fit = (group for group in groups if not self._least_excess(group))
+        return any(not self.budget.excess(self._smallest_of(group).memory) for group in may_fit)
 
     def _groups(self) -> Iterator[_LayoutGroup]:
         """Every combination of parallel sizes, ZeRO stage and offload that is legal, with a bound of its time.
@@ -149,17 +172,44 @@ class Search:
         every = self.candidates.micro_batch_sizes(group.sizes)
         found: list[Proposal] = []
         for activations in self.candidates.activations:
-            number = bisect_left(every, True, key=lambda rows: not self._fits(group.layout(rows, activations)))
-            for candidate, time in self._times(group, every[:number], activations):
+            sizes = self._fitting_sizes(group, every, activations)
+            for candidate, time in self._times(group, sizes, activations):
                 found.append(Proposal(candidate, self._memory(candidate), time))
-            if number == len(every):
+            if len(sizes) == len(every):
                 # What saves more memory costs time, and can gain no larger micro-batch.
                 break
         return min(found, key=_seconds)
 
+    def _fitting_sizes(self, group: _LayoutGroup, sizes: Sequence[int], activations: Activations) -> tuple[int, ...]:
+        """The micro-batches of `sizes` that fit, ascending. The last one needs no memory to add up gradients, so that
+        it may fit where smaller ones do not.
+        """
+
+        def exceeds(rows: int) -> bool:
+            return not self._fits(group.layout(rows, activations))
+
+        *several, whole = sizes
+        number = bisect_left(several, True, key=exceeds)
+        return (*several[:number], *(() if exceeds(whole) else (whole,)))
+
+    def _least_excess(self, group: _LayoutGroup) -> int:
+        """Bytes beyond the budget that every layout of a group needs; 0 where some may fit. The largest micro-batch
+        has the smallest states, because it adds up no gradients.
+        """
+        return self.budget.least_excess(self._states(group, self.candidates.micro_batch_sizes(group.sizes)[-1]))
+
+    def _states(self, group: _LayoutGroup, rows: int) -> StateBytes:
+        found = self.candidates.find(group.layout(rows, self.candidates.activations[0]))
+        if found is None:
+            return StateBytes(0, 0)
+        return least_bytes(found.config, found.plan, self.candidates.model)
+
     def _smallest_of(self, group: _LayoutGroup) -> Misfit:
         """The layout of a group that needs least."""
-        every = [self.candidates.find(group.layout(1, activations)) for activations in self.candidates.activations]
+        largest = self.candidates.micro_batch_sizes(group.sizes)[-1]
+        sizes = [1] if self._states(group, largest) == self._states(group, 1) else sorted({1, largest})
+        beside = product(sizes, self.candidates.activations)
+        every = [self.candidates.find(group.layout(*each)) for each in beside]
         misfits = [Misfit(each, self._memory(each), group.bound) for each in every if each is not None]
         return min(misfits, key=lambda misfit: self.budget.excess(misfit.memory))
 
@@ -188,3 +238,7 @@ class Search:
 
 def _seconds(proposal: Proposal) -> float:
     return proposal.time.seconds
+
+
+def _bound(group: _LayoutGroup) -> float:
+    return group.bound

@@ -95,7 +95,7 @@ def _none_fits(search: Search, target: Target, nearest: Misfit) -> ConfigError:
     found = [text for text, other, machines in _remedies(search, target) if _fits(search, other, machines)]
     hint = f"any of these fits: {'; '.join(found)}" if found else "take accelerators or hosts with more memory"
     return ConfigError(
-        f"no layout of {config.model.path} fits {target.ranks.number} ranks: {layout_text(nearest.candidate)} comes "
+        f"no layout of {config.model.path} fits {_ranks(target.ranks.number)}: {layout_text(nearest.candidate)} comes "
         f"nearest and {budget.problem(nearest.memory)} ({SPARE:.0%} stay free), so {missing:,.1f} GiB of a rank are "
         "missing",
         hint=hint,
@@ -145,6 +145,10 @@ def _fits(search: Search, config: RunConfig, target: Target) -> bool:
     return replace(search, candidates=candidates).has_fitting()
 
 
+def _ranks(number: int) -> str:
+    return "1 rank" if number == 1 else f"{number:,} ranks"
+
+
 def _with(candidates: Candidates, number: int) -> Ranks:
     return replace(candidates.ranks, number=number)
 
@@ -178,6 +182,7 @@ def run_file_text(
         f"Layout for {target.ranks.number} x {gpu}, {target.ranks.per_node} in a node, by ds-finetune plan --search:",
         f"{layout_text(best.candidate)};",
         f"{best.memory.device_bytes / GIB:,.1f} GiB on the device and {best.time.seconds:.3g} s a step are estimated.",
+        f"The rest is {source} with these choices; its comments were written for other ones.",
     )
     return written_run_file(source, values, wanted, header=header)
 

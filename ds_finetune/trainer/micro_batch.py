@@ -25,14 +25,15 @@ from ds_finetune.engine.device_memory import DeviceMemory
 from ds_finetune.engine.devices import exchange
 from ds_finetune.errors import ConfigError, RunError
 from ds_finetune.estimate.memory import estimate_memory
-from ds_finetune.plan.batch import AUTO, legal_micro_batches, with_micro_batch
+from ds_finetune.plan.batch import AUTO, with_micro_batch
+from ds_finetune.plan.pipeline import forwards_together
 from ds_finetune.plan.plan import Plan, make_plan
-from ds_finetune.search.micro_batch import SPARE, bytes_of, fits, largest_micro_batch, plan_with_rows
+from ds_finetune.search.micro_batch import SPARE, bytes_of, fits, largest_micro_batch, legal_sizes, plan_with_rows
 from ds_finetune.trainer.exports import Say
 from ds_finetune.trainer.memory_report import memory_table, what_fits
 from ds_finetune.trainer.prepare import PreparedRun, complete_plan, estimate_model
 from ds_finetune.trainer.trial import try_steps
-from ds_finetune.trainer.trial_rows import longest_rows
+from ds_finetune.trainer.trial_rows import sizes_digest
 from ds_finetune.units import GIB
 from ds_finetune.watchdog.monitor import Monitor
 from ds_finetune.world import accelerate_choices
@@ -58,13 +59,19 @@ _ENVIRONMENT = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "OMP_NUM_THREAD
 
 
 @dataclass(frozen=True)
-class _TriedSize:
+class TriedSize:
     """A micro-batch that was tried, the largest peak of a rank in its trial, and when and where that was."""
 
     rows: int
+    largest_rows: int
+    """The most rows that fitted then by the estimate."""
     peak_bytes: int
     when: str
     host: str
+
+    def still_holds(self, *, largest_rows: int, budget: int) -> bool:
+        """Whether it fits `budget` bytes and no larger size is worth a trial, where `largest_rows` fit now."""
+        return fits(self.peak_bytes, budget) and largest_rows <= self.largest_rows
 
 
 @dataclass(frozen=True)
@@ -77,6 +84,11 @@ class _UndecidedRun:
     @property
     def budget(self) -> int:
         return min(device.free_bytes for device in self.devices)
+
+    @property
+    def largest_rows(self) -> int:
+        """The most rows that fit by the estimate; 0 where not even one does."""
+        return largest_micro_batch(self.run.config, self.run.plan, self.run.inputs.config_tree, budget=self.budget)
 
 
 def decide_micro_batch(run: PreparedRun, store: dist.Store, monitor: Monitor, say: Say) -> PreparedRun:
@@ -99,35 +111,38 @@ def decide_micro_batch(run: PreparedRun, store: dist.Store, monitor: Monitor, sa
     # Rank zero decides what is remembered: hosts may have other caches.
     memory = _recall(_place(run, key), key) if world.rank == 0 else ""
     remembered = exchange(store, world, "remembered micro-batch", memory, timeout=_TIMEOUT)[0]
-    choice = _TriedSize(**json.loads(remembered)) if remembered else None
-    if choice is not None and fits(choice.peak_bytes, undecided.budget):
+    choice = TriedSize(**json.loads(remembered)) if remembered else None
+    if choice is not None and choice.still_holds(largest_rows=undecided.largest_rows, budget=undecided.budget):
         return _decided(run, choice.rows, f"remembered from {choice.when} on {choice.host}, {_took(choice, undecided)}")
     say = say if world.rank == 0 else _say_nothing
     if choice is not None:
-        say(f"train.micro_batch_size {choice.rows} of {choice.when} is tried again: {_took(choice, undecided)}")
+        say(
+            f"train.micro_batch_size {choice.rows} of {choice.when} is not taken: {_took(choice, undecided)}; by the "
+            f"estimate {choice.largest_rows} rows fitted then, and {undecided.largest_rows} fit now"
+        )
     choice, refused = _try_sizes(undecided, store, say)
     if world.rank == 0:
         _remember(_place(run, key), key, choice)
     return _decided(run, choice.rows, "; ".join([f"tried on the longest rows, {_took(choice, undecided)}", *refused]))
 
 
-def _try_sizes(undecided: _UndecidedRun, store: dist.Store, say: Say) -> tuple[_TriedSize, list[str]]:
+def _try_sizes(undecided: _UndecidedRun, store: dist.Store, say: Say) -> tuple[TriedSize, list[str]]:
     """The largest size whose trial leaves enough memory free, and why larger ones that were tried do not."""
     run = undecided.run
-    largest = largest_micro_batch(run.config, run.plan, run.inputs.config_tree, budget=undecided.budget)
+    largest = undecided.largest_rows
     if not largest:
         raise _nothing_fits(undecided, "")
-    legal = legal_micro_batches(global_batch_size=run.plan.batch.global_batch_size, dp=run.plan.dp)
     refused: list[str] = []
-    for rows in reversed([size for size in legal if size <= largest]):
+    for rows in reversed([size for size in legal_sizes(run.config, run.plan) if size <= largest]):
         estimate = bytes_of(run.config, run.plan, run.inputs.config_tree, rows)
         say(
             f"trying train.micro_batch_size {rows}: {estimate / GIB:.3f} of {undecided.budget / GIB:.3f} GiB by the "
             "estimate"
         )
-        trial = try_steps(_trial_config(run, rows), run.plan.world, store, topic=f"micro-batch {rows}")
+        trial = try_steps(trial_config(run.config, run.plan, rows), run.plan.world, store, topic=f"micro-batch {rows}")
         if trial.is_done and fits(trial.peak_bytes, undecided.budget):
-            return _TriedSize(rows, trial.peak_bytes, time.strftime("%Y-%m-%d %H:%M"), socket.gethostname()), refused
+            when = time.strftime("%Y-%m-%d %H:%M")
+            return TriedSize(rows, largest, trial.peak_bytes, when, socket.gethostname()), refused
         if not trial.is_done and not trial.is_out_of_memory:
             raise RunError(
                 f"the trial of train.micro_batch_size {rows} failed: {trial.error}",
@@ -139,11 +154,14 @@ def _try_sizes(undecided: _UndecidedRun, store: dist.Store, say: Say) -> tuple[_
     raise _nothing_fits(undecided, f"; tried: {'; '.join(refused)}")
 
 
-def _trial_config(run: PreparedRun, rows: int) -> RunConfig:
+def trial_config(config: RunConfig, plan: Plan, rows: int) -> RunConfig:
     """The run file of a trial: as many forwards as are ever held at once, and two where gradients add up."""
-    forwards = min(run.plan.batch.global_batch_size // (rows * run.plan.dp), run.plan.mesh.pp + 1)
-    config = with_micro_batch(run.config, rows)
-    train = config.train.model_copy(update={"global_batch_size": rows * run.plan.dp * forwards})
+    group = forwards_together(config.parallel)
+    # With several chunks a rank holds those of two groups at most (`num_held_forwards`).
+    most = plan.mesh.pp + 1 if group == 1 else 2 * group
+    forwards = min(plan.batch.global_batch_size // (rows * plan.dp), most)
+    config = with_micro_batch(config, rows)
+    train = config.train.model_copy(update={"global_batch_size": rows * plan.dp * forwards})
     return config.model_copy(update={"train": train})
 
 
@@ -160,7 +178,7 @@ def _with_line(plan: Plan, text: str) -> Plan:
     return replace(plan, decisions=(*plan.decisions[:after], ("micro batch", text), *plan.decisions[after:]))
 
 
-def _took(choice: _TriedSize, undecided: _UndecidedRun) -> str:
+def _took(choice: TriedSize, undecided: _UndecidedRun) -> str:
     return f"{choice.peak_bytes / GIB:.3f} GiB at most of {undecided.budget / GIB:.3f} GiB that are free"
 
 
@@ -188,7 +206,7 @@ def _key(undecided: _UndecidedRun) -> dict[str, Any]:
         "model": run.inputs.config_tree,
         "run": sections,
         "packing": run.config.data.packing,
-        "rows": _row_lengths(run),
+        "rows": _row_sizes(run),
         "layout": [str(plan.mesh), plan.world.world_size, plan.world.local_world_size],
         "deepspeed": {name: value for name, value in plan.deepspeed.items() if name not in _DERIVED},
         "loss_kernel": plan.loss_kernel,
@@ -204,13 +222,12 @@ def _without(section: object, keys: Collection[str]) -> object:
     return {name: value for name, value in section.items() if name not in keys}
 
 
-def _row_lengths(run: PreparedRun) -> str:
-    """A digest of the lengths of the longest rows, as many as a rank has of a global batch."""
+def _row_sizes(run: PreparedRun) -> str:
+    """A digest of the sizes of the longest rows, as many as a rank has of a global batch."""
     rows, batch = run.inputs.train, run.plan.batch
     if isinstance(rows, StreamedRows):
         return rows.fingerprint()
-    longest = longest_rows(rows, batch.global_batch_size // run.plan.dp)
-    return xxhash.xxh3_64_hexdigest(json.dumps([int(rows.sizes(int(row))[0].sum()) for row in longest]).encode())
+    return sizes_digest(rows, batch.global_batch_size // run.plan.dp)
 
 
 def _place(run: PreparedRun, key: Mapping[str, Any]) -> Path:
@@ -223,11 +240,11 @@ def _recall(file: Path, key: Mapping[str, Any]) -> str:
     with suppress(OSError, ValueError, TypeError, KeyError):
         tree = json.loads(file.read_text(encoding="utf-8"))
         if tree["key"] == json.loads(json.dumps(key, default=str)):
-            return json.dumps(asdict(_TriedSize(**tree["choice"])))
+            return json.dumps(asdict(TriedSize(**tree["choice"])))
     return ""
 
 
-def _remember(file: Path, key: Mapping[str, Any], choice: _TriedSize) -> None:
+def _remember(file: Path, key: Mapping[str, Any], choice: TriedSize) -> None:
     """Write the choice; a folder that cannot be written means another trial at the next start."""
     partial = file.with_name(f"{file.name}.{os.getpid()}")
     with suppress(OSError):

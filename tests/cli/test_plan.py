@@ -42,6 +42,49 @@ def test_programs_read_a_plan_as_json(run_file: str, capsys: pytest.CaptureFixtu
     assert json.loads(capsys.readouterr().out)["fits"] is None
 
 
+def test_auto_stands_for_the_largest_micro_batch_that_fits(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command, gpu = ["plan", run_file, "--gpus", "512", "--json", "train.global_batch_size=8192"], ["--gpu", "h100-80g"]
+    trees = {}
+    for size in ("auto", 1, 2, 4, 8, 16):
+        assert main([*command, *gpu, f"train.micro_batch_size={size}"]) == 0
+        trees[size] = json.loads(capsys.readouterr().out)
+    largest = max(size for size, tree in trees.items() if isinstance(size, int) and tree["fits"])
+    assert 1 < largest < 16
+    assert trees["auto"]["micro_batch_size"] == largest
+    assert {key: trees["auto"][key] for key in ("memory", "time")} == {
+        key: trees[largest][key] for key in ("memory", "time")
+    }
+    assert trees["auto"]["decisions"]["micro batch"].startswith(f"{largest} (auto: the largest that leaves 7% ")
+    assert main([*command, "train.micro_batch_size=auto"]) == 0
+    tree = json.loads(capsys.readouterr().out)
+    assert tree["micro_batch_size"] == 1
+    assert "is known with --gpu NAME" in tree["decisions"]["micro batch"]
+
+
+def test_a_narrow_table_cuts_no_name_off(
+    run_file: str, shared_data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    small = [f"model.path={shared_data / 'configs' / 'Qwen--Qwen3-0.6B'}", "parallel.ep=1", "train.global_batch_size=2"]
+    for options in ([], ["--search"]):
+        assert main(["plan", run_file, "--gpus", "2", "--gpu", "l4-24g", *options, *small]) == 0
+        assert "\u2026" not in capsys.readouterr().out
+
+
+def test_a_short_run_takes_more_than_no_time(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", run_file, "--gpus", "512", "--gpu", "h100-80g"]) == 0
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("the run")]
+    assert "1 steps, " in line
+    assert not {"0 hours", "0.0 hours"} & set(line.split(", ")), line
+
+
+def test_what_does_not_fit_is_said_once_with_what_stays_free(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", run_file, "--gpus", "8", "--gpu", "cpu", "parallel.ep=8"]) == 0
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("does not fit")]
+    assert line.count(" GiB of ") == 1
+    assert "in its share of the host's memory (7% stay free)" in line
+
+
 def test_measured_links_take_the_place_of_the_table(
     run_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -67,7 +110,7 @@ def test_measured_links_take_the_place_of_the_table(
         ("--gpus 512 --gpu h100-80g parallel.tp=3", "parallel tp 3 = 3"),
         ("--gpus 512 --gpu h100-80g train.max_seq_len=1000000", "is more than the 163840 positions"),
         ("--gpus 512 --gpu h100-80g model=nowhere", "model `nowhere` is not a folder"),
-        ("--gpus 512 --gpu h100-80g --links none.json", "`none.json` is not the output of `ds-finetune doctor --json`"),
+        ("--gpus 512 --gpu h100-80g --links none.json", "`none.json` cannot be read: No such file or directory"),
         ("--gpus 512 --links none.json", "--links none.json needs a known accelerator"),
         ("--gpus 8 --gpu cpu --tensors", "--tensors with --gpu cpu is not possible"),
     ],
@@ -79,6 +122,18 @@ def test_what_cannot_be_planned_is_refused(
     printed = capsys.readouterr().err
     assert message in printed
     assert "hint: " in printed
+
+
+def test_a_slice_that_no_nvme_buffer_holds_is_refused(
+    run_file: str, shared_data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The embedding has 151,936 x 4,096 elements, of which a rank of four holds a quarter, as `train` finds."""
+    model = [f"model={shared_data / 'configs' / 'Qwen--Qwen3-8B'}", "parallel.ep=1"]
+    nvme = "{zero_optimization: {stage: 3, offload_param: {device: nvme, nvme_path: /nvme}}}"
+    options = [f"deepspeed={nvme}", "--gpu", "h100-80g"]
+    assert main(["plan", run_file, *model, *options, "--gpus", "4"]) == 2
+    assert "a rank's slice of `model.embed_tokens.weight`, 155,582,464" in " ".join(capsys.readouterr().err.split())
+    assert main(["plan", run_file, *model, *options, "--gpus", "8"]) == 0
 
 
 def test_a_model_that_is_partly_known_names_the_part(

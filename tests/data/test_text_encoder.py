@@ -88,6 +88,25 @@ def test_a_space_between_any_two_characters_is_cut_where_that_is_exact(name: str
     assert text_encoder(tokenizer).encode(texts) == whole(tokenizer, texts)
 
 
+@pytest.mark.parametrize("name", EVERY)
+def test_parts_without_a_space_between_them_are_cut_where_that_is_exact(name: str, shared_data: Path) -> None:
+    characters = [*map(chr, range(33, 127)), "\n", "\t"]
+    texts = [f"x {one}{two}{end}" for one in characters for two in characters for end in ("", "\n", "1", "a", "'s")]
+    tokenizer = tokenizer_of(name, shared_data)
+    for at in range(0, len(texts), 10_000):
+        some = texts[at : at + 10_000]
+        assert text_encoder(tokenizer).encode(some) == whole(tokenizer, some)
+
+
+def test_added_tokens_are_found_within_words(shared_data: Path) -> None:
+    tokenizer = load_tokenizer(str(shared_data / "tokenizers" / "deepseek-coder"))
+    tokenizer.add_tokens([AddedToken("b1"), AddedToken("c.d")])
+    encoder = text_encoder(tokenizer)
+    assert encoder.is_by_word
+    texts = ["ab12 ab12. xc.d1", "x ab12 c.d ec.df<|EOT|>5 ab1"]
+    assert encoder.encode(texts) == whole(tokenizer, texts)
+
+
 def test_rows_of_a_real_data_set_have_the_ids_of_their_texts(shared_data: Path) -> None:
     lines = (shared_data / "gsm8k" / "train.jsonl").read_text().splitlines()[:300]
     texts = [text for line in lines for text in json.loads(line).values()]
@@ -120,10 +139,11 @@ def test_the_cache_is_bounded(shared_data: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(module, "_MOST_PIECES", 3)
     tokenizer = load_tokenizer(str(shared_data / "tokenizers" / "deepseek-coder"))
     encoder = text_encoder(tokenizer)
-    texts = ["one two three four five six", "two three", f"a {'b' * 100} c"]
+    texts = ["one two three four five six 1-2-3.4", "two three", f"a {'b' * 100} c"]
     for _ in range(2):
         assert encoder.encode(texts) == whole(tokenizer, texts)
     assert len(encoder._later) <= 3
+    assert len(encoder._inner) <= 3
 
 
 def test_the_largest_id_is_that_of_the_vocabulary(shared_data: Path) -> None:

@@ -1,12 +1,16 @@
 """The tokenizer of a folder makes the tokens of its file, whatever class transformers takes for it."""
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.normalizers import Lowercase
+from transformers import PreTrainedTokenizerFast
 
-from ds_finetune.data.tokenizer_files import load_tokenizer
+from ds_finetune.data.tokenizer_files import load_tokenizer, tokenizer_digest
 from ds_finetune.demo import write_demo
 from ds_finetune.errors import DataError, ModelError
 from ds_finetune.model.build import read_hf_config
@@ -91,3 +95,29 @@ def test_a_vocabulary_of_tiktoken_alone_is_refused(
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(published / name, tmp_path)
     assert load_tokenizer(str(tmp_path)), "what the hint says helps"
+
+
+def test_the_digest_of_a_tokenizer_knows_all_that_decides_ids(shared_data: Path, tmp_path: Path) -> None:
+    published = shared_data / "models" / "stories260K"
+    copies = [tmp_path / "one", tmp_path / "two"]
+    for folder in copies:
+        folder.mkdir()
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(published / name, folder)
+    written = json.loads((copies[1] / "tokenizer.json").read_text())
+    written["model"]["merges"].reverse()
+    (copies[1] / "tokenizer.json").write_text(json.dumps(written))
+    loaded, same, other = (load_tokenizer(str(folder)) for folder in (published, *copies))
+    before = tokenizer_digest(loaded)
+    assert tokenizer_digest(same) == before
+    assert tokenizer_digest(other) != before, "other merges, everything else alike"
+    same.add_tokens(["<new>"])
+    assert tokenizer_digest(same) != before
+    loaded.backend_tokenizer.normalizer = Lowercase()
+    assert tokenizer_digest(loaded) != before
+
+
+def test_a_tokenizer_from_no_folder_is_digested_whole(shared_data: Path) -> None:
+    core = Tokenizer.from_file(str(shared_data / "models" / "stories260K" / "tokenizer.json"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core)
+    assert tokenizer_digest(tokenizer) == hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()

@@ -10,6 +10,7 @@ from ds_finetune.estimate.cpu_machine import CpuRates, rates_file
 
 RATES = CpuRates(
     matmul=8e10,
+    head=12e10,
     grouped=6e10,
     attention=4e10,
     memory=2e10,
@@ -29,6 +30,7 @@ def test_kept_rates_are_those_of_the_machine(tmp_path: Path, monkeypatch: pytest
     machine = this_cpu_machine(2, precision="fp32", threads=1)
     assert machine.accelerator.fp32_flops == RATES.matmul
     assert machine.accelerator.fp32_flops * machine.efficiency.attention == pytest.approx(RATES.attention)
+    assert machine.accelerator.fp32_flops * machine.efficiency.head == pytest.approx(RATES.head)
     assert machine.accelerator.memory_bandwidth * machine.efficiency.new_memory == pytest.approx(RATES.new_memory)
     assert machine.intra_node_bytes_per_s * machine.efficiency.link == RATES.link
     assert machine.gpus_per_node == 2

@@ -55,6 +55,21 @@ def test_hierarchical_partitions_hold_second_weights(shared_data: Path) -> None:
     assert (row.num_bytes, row.place) == (2 * weights.numel // 2, "gpu")
 
 
+def test_nvme_needs_buffers_on_the_host(shared_data: Path) -> None:
+    """8.19 B weights on 8 ranks: DeepSpeed pins four fp32 buffers of a sub-group, at most 10^9 elements each."""
+    nvme = {"device": "nvme", "nvme_path": "/nvme"}
+    zero = {"stage": 3, "offload_optimizer": nvme, "offload_param": nvme | {"buffer_count": 2, "max_in_cpu": 1e8}}
+    tree: Tree = {"model": "m", "data": {"train": "t.jsonl"}, "output_dir": "o"}
+    tree |= {"deepspeed": {"zero_optimization": zero}, "train": {"global_batch_size": 8, "precision": "bf16"}}
+    config = RunConfig.model_validate(tree)
+    plan = make_plan(config, world=World(0, 8, 0, 8, "a test"), device="cuda")
+    rows = estimate_memory(config, plan, published(shared_data, "Qwen--Qwen3-8B")).rows
+    sizes = {row.name: row.num_bytes for row in rows if row.place == "host"}
+    assert sizes["buffers between optimizer and NVMe"] == 4 * 4 * 10**9
+    assert sizes["buffers between weights and NVMe"] == 2 * 2 * 10**8
+    assert sizes["weights of NVMe that stay on the host"] == 2 * 10**8
+
+
 def planned(shared_data: Path, *, ranks: int = 16, stage: int = 2, parallel: Tree | None = None, **train: Any) -> int:
     """Bytes on the device of a rank that trains DeepSeek-V2-Lite."""
     tree: Tree = {"model": "m", "data": {"train": "t.jsonl"}, "output_dir": "o", "parallel": parallel or {}}

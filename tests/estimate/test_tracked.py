@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ds_finetune.config.schema import RunConfig
+from ds_finetune.config.schema import LoraConfig, RunConfig
 from ds_finetune.estimate.memory import MemoryEstimate, estimate_memory
 from ds_finetune.estimate.rows import BACKWARD, Moment
 from ds_finetune.families.table import FAMILIES
@@ -22,10 +22,12 @@ UPDATED = ("fp32 weights", "moments")
 MOMENTS: tuple[Moment, ...] = ("head", *BACKWARD)
 
 
-def estimate(tree: Mapping[str, Any], rows: int, tokens: int, **train: Any) -> MemoryEstimate:
+def estimate(
+    tree: Mapping[str, Any], rows: int, tokens: int, lora: Mapping[str, Any] | None = None, **train: Any
+) -> MemoryEstimate:
     section = {"max_seq_len": tokens, "micro_batch_size": rows, "global_batch_size": 2 * rows, **train}
     run = {"model": "m", "data": {"train": "t.jsonl"}, "output_dir": "o", "train": section}
-    run |= {"deepspeed": {"zero_optimization": {"stage": 0}}}
+    run |= {"deepspeed": {"zero_optimization": {"stage": 0}}, "lora": lora}
     config = RunConfig.model_validate(run)
     return estimate_memory(config, make_plan(config, world=World(0, 1, 0, 1, "a test"), device="cuda"), tree)
 
@@ -36,12 +38,21 @@ def bytes_at(planned: MemoryEstimate, moment: Moment) -> int:
     )
 
 
-def compare(tree: Mapping[str, Any], *, tokens: int = 4096, **train: Any) -> tuple[Tracked, int]:
+def compare(
+    tree: Mapping[str, Any], *, tokens: int = 4096, lora: Mapping[str, Any] | None = None, **train: Any
+) -> tuple[Tracked, int]:
     """What is tracked of two rows of two documents, and the bytes of the same by arithmetic."""
-    planned = estimate(tree, 2, tokens, **train)
+    planned = estimate(tree, 2, tokens, lora, **train)
     precision, recomputes = train.get("precision", "bf16"), train.get("activation_checkpointing", True)
     documents = [(tokens // 4, tokens - tokens // 4)] * 2
-    tracked = track(tree, documents, precision=precision, recomputes=recomputes, is_tiled=train.get("tiled_mlp", False))
+    tracked = track(
+        tree,
+        documents,
+        precision=precision,
+        recomputes=recomputes,
+        is_tiled=train.get("tiled_mlp", False),
+        lora=LoraConfig.model_validate(lora) if lora else None,
+    )
     return tracked, max(bytes_at(planned, moment) for moment in MOMENTS)
 
 
@@ -80,4 +91,14 @@ def test_every_family(family: str, way: str) -> None:
     tree = wider_config(family) | {"model_type": family, "vocab_size": 1024}
     assert FAMILIES[family].parameters is not None
     tracked, planned = compare(tree, **WAYS[way])
+    assert planned == pytest.approx(tracked.peak, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["recomputed", "kept"])
+@pytest.mark.parametrize("targets", [[], ["q_proj", "o_proj"]], ids=["all", "two"])
+@pytest.mark.parametrize("name", [LITE, DISTILL, QWEN])
+def test_adapters(shared_data: Path, name: str, targets: list[str], way: str) -> None:
+    lora = {"rank": 16} | ({"target_modules": targets} if targets else {})
+    tracked, planned = compare(published(shared_data, name, num_hidden_layers=3), lora=lora, **WAYS[way])
     assert planned == pytest.approx(tracked.peak, rel=0.05)

@@ -16,14 +16,18 @@ from torch.distributed._tools import mod_tracker
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from ds_finetune.auto_configs import AutoConfig
+from ds_finetune.config.schema import LoraConfig
+from ds_finetune.families.tensors import model_tensors
 from ds_finetune.model import build, head_chunks
-from ds_finetune.model.build import build_skeleton
+from ds_finetune.model.build import build_skeleton, whole
 from ds_finetune.model.cross_entropy import chunked_cross_entropy
 from ds_finetune.model.forward_rows import ForwardRows
+from ds_finetune.model.lora import AdapterPlacement, install_lora
 from ds_finetune.model.loss import TrainedModel, install_loss_head
 from ds_finetune.model.tiled_mlp import install_tiled_mlps
 from ds_finetune.plan.activations import mlp_tiles
 from ds_finetune.plan.head_chunk import head_chunk
+from ds_finetune.plan.lora_targets import adapted_targets, targets_among
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -55,6 +59,8 @@ def gpu_kernels() -> Iterator[None]:
         stack.enter_context(patch.object(head_chunks, "_BLOCK_NUMBERS", 2**62))
         stack.enter_context(patch.object(head_chunks, "add_product", lambda *_: None))
         stack.enter_context(patch.object(mod_tracker, "register_multi_grad_hook", _hook_where_it_can))
+        # Those hooks name gradients, which the sum of all bytes does not need; frozen weights have none.
+        stack.enter_context(patch.object(MemTracker, _FOLLOWED, _follow_without_hooks))
         yield
 
 
@@ -66,14 +72,18 @@ def track(
     recomputes: bool = True,
     is_tiled: bool = False,
     supervised: int | None = None,
+    lora: LoraConfig | None = None,
 ) -> Tracked:
     """One micro-batch of a model with the config.json `tree`; `documents` are the lengths of those of each row. So many
-    tokens are `supervised`, or all.
+    tokens are `supervised`, or all. With `lora` adapters are trained.
     """
     hf_config = AutoConfig.for_model(**tree)
     with FakeTensorMode(), gpu_kernels():
         lm = build_skeleton(hf_config, attention="sdpa", dtype=DTYPES[precision], device="cpu")
         chunk = head_chunk(hf_config.vocab_size, precision=precision, device="cuda")
+        if lora is not None:
+            every = targets_among(model_tensors(dict(tree)).named())
+            install_lora(lm, adapted_targets(every, lora), lora, seed=0, placement=AdapterPlacement(whole))
         install_loss_head(lm, kernel=partial(chunked_cross_entropy, chunk=chunk))
         lm.train()
         if recomputes:
@@ -82,17 +92,26 @@ def track(
             install_tiled_mlps(lm, tiles=mlp_tiles(tree))
         model = TrainedModel(lm)
         model.packs_documents = precision != "fp32"
-        for param in model.parameters():
+        trained = [param for param in model.parameters() if param.requires_grad]
+        for param in trained:
             param.grad = torch.zeros_like(param)
         rows = _rows(documents, supervised)
         tracker = MemTracker()
-        tracker.track_external(model, *(param.grad for param in model.parameters()))
+        tracker.track_external(model, *(param.grad for param in trained))
         with tracker:
             loss = model(rows).loss
             head = _total(tracker)
             loss.backward()
-        states = sum(2 * param.numel() * param.element_size() for param in model.parameters())
+        states = sum(param.numel() * param.element_size() for param in (*model.parameters(), *trained))
         return Tracked(states, head, _total(tracker))
+
+
+_FOLLOWED = "_track_module_params_and_buffers"
+_follow: Any = getattr(MemTracker, _FOLLOWED)
+
+
+def _follow_without_hooks(tracker: MemTracker, module: torch.nn.Module, **_: bool) -> Any:
+    return _follow(tracker, module, install_grad_hooks=False)
 
 
 def _hook_where_it_can(tensors: Sequence[torch.Tensor], *others: Any, **named: Any) -> Any:

@@ -2,17 +2,22 @@
 
 import ast
 import importlib
+import inspect
 import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from transformers.utils import import_utils
 
-from ds_finetune.patches import deferred_names, import_contexts
+from ds_finetune.patches import deferred_compiler, deferred_names, import_contexts
 from ds_finetune.patches.deferred_compiler import _disabling_at_need, _without_breaks
+from ds_finetune.patches.kept_scan import scan_or_read
 from ds_finetune.patches.transformers_import import DEFERRED, remember_folders
 
 
@@ -132,18 +137,59 @@ def _deferred(node: ast.AST, package: str, importer: str) -> list[ast.alias]:
     return node.names if module in DEFERRED[importer] else []
 
 
-def test_folders_are_scanned_once_and_results_can_be_changed() -> None:
+def test_folders_are_scanned_once_and_results_can_be_changed(tmp_path: Path) -> None:
     scanned = []
 
     def scan(path: str) -> dict[object, object]:
         scanned.append(path)
         return {frozenset(): {"module": {"Name"}}}
 
-    once = remember_folders(scan)
+    once = remember_folders(scan, models=tmp_path, scanner=Path(__file__))
     first = once("models")
     first[frozenset()]["module"].add("Other")
     assert once("models/__init__.py") == {frozenset(): {"module": {"Name"}}}
     assert scanned == ["models"]
+
+
+def test_what_was_found_in_models_is_kept_until_a_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    models, scanner = tmp_path / "models", tmp_path / "scanner.py"
+    (models / "a").mkdir(parents=True)
+    source = models / "a" / "modeling_a.py"
+    source.write_text("")
+    scanner.write_text("")
+    found = {"a": {frozenset({"torch"}): {"modeling_a": {"A", "B"}}}}
+    scanned = []
+
+    def start() -> int:
+        """A new process's scan of the models; how often they were read so far."""
+        once = remember_folders(lambda path: scanned.append(path) or found, models=models, scanner=scanner)
+        assert once(str(models)) == found
+        return len(scanned)
+
+    assert [start(), start()] == [1, 1]
+    source.write_text("x")
+    assert [start(), start()] == [2, 2]
+    scanner.write_text("x")
+    assert [start(), start()] == [3, 3]
+    (kept,) = (tmp_path / "cache" / "ds_finetune" / "model_names").iterdir()
+    kept.write_bytes(kept.read_bytes()[:-9])
+    assert [start(), start()] == [4, 4], "a damaged file is written again"
+    kept.unlink()
+    kept.mkdir()
+    assert start() == 5, "a file that cannot be written is done without"
+
+
+def test_the_names_in_transformers_models_are_the_same_from_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    scan = inspect.unwrap(import_utils.create_import_structure_from_path)
+    scanner = Path(import_utils.__file__)
+    models = scanner.parents[1] / "models"
+    first, kept = (scan_or_read(scan, models, also=scanner) for _ in range(2))
+    assert kept == first
+    assert kept["llama"][frozenset({"torch"})]["modeling_llama"] >= {"LlamaModel"}
 
 
 def test_the_compiler_is_asked_once_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,6 +215,27 @@ def test_the_compiler_is_asked_once_it_is_imported(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "torch._dynamo", Compiler)  # type: ignore[arg-type]
     assert (disabled(1), disabled(2)) == (11, 12)
     assert calls == [False, (plain, False, False)]
+
+
+def test_a_call_waits_for_the_compiler_that_another_thread_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = "def disable(fn, recursive, *, wrapping):\n    return lambda number: number + 10\n"
+    (tmp_path / "slow_compiler.py").write_text(f"import time\ntime.sleep(0.2)\n{compiler}")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(deferred_compiler, "_DYNAMO", "slow_compiler")
+
+    def plain(number: int) -> int:
+        return number + 1
+
+    disabled = _disabling_at_need(lambda fn, _: lambda *args: fn.__dynamo_disable(*args))(plain)
+    thread = threading.Thread(target=importlib.import_module, args=["slow_compiler"])
+    thread.start()
+    while "slow_compiler" not in sys.modules:
+        time.sleep(0.001)
+    assert disabled(1) == 11
+    thread.join()
+    del sys.modules["slow_compiler"]
 
 
 @pytest.mark.parametrize("is_differentiable", [True, False])

@@ -144,6 +144,12 @@ def _config(**sections: Any) -> RunConfig:
             "train.global_batch_size 6 / (micro_batch_size 2 x dp 1)",
             "set train.global_batch_size to 4 or 8, or parallel.vpp to 1",
         ),
+        (
+            {"train": {"for": "1 steps", "global_batch_size": 3, "micro_batch_size": "auto"}},
+            "parallel.vpp 2 computes micro-batches in groups of parallel.pp 2, and a step has 3: "
+            "train.global_batch_size 3 / (micro_batch_size 1 x dp 1)",
+            "set train.global_batch_size to 2 or 4, or parallel.vpp to 1",
+        ),
         ({"indexer": {"train": True}}, "parallel.vpp 2 with indexer.train true is not tested", "set parallel.vpp to 1"),
     ],
 )

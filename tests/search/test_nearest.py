@@ -12,6 +12,7 @@ from ds_finetune.search.nearest import fitting_changes
 from ds_finetune.world import World
 
 _WIDE = MODEL | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8}
+_LARGE = MODEL | {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32}
 _RANKS = 4
 
 
@@ -51,9 +52,17 @@ def test_every_change_that_is_named_fits() -> None:
 
 
 def test_changes_add_up_where_none_is_enough() -> None:
-    config = _config(rows=1)
+    config = _config(rows=1, max_seq_len=4096)
     plan = _plan(config)
-    whole = estimate_memory(config, plan, _WIDE).device_bytes
-    single = [fitting_changes(config, plan, _WIDE, budget=round(share * whole)) for share in (0.9, 0.6, 0.3, 0.0)]
-    assert all(fits(change.device_bytes, whole) for changes in single for change in changes)
-    assert not single[3]
+    whole = estimate_memory(config, plan, _LARGE).device_bytes
+    single = fitting_changes(config, plan, _LARGE, budget=whole)
+    # No change alone leaves enough of this free.
+    budget = min(change.device_bytes for change in single)
+    (both,) = fitting_changes(config, plan, _LARGE, budget=budget)
+    assert both.text == "train.activation_offload true, offload_optimizer.device cpu"
+    assert fits(both.device_bytes, budget)
+    zero = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+    changed = _config(rows=1, max_seq_len=4096, activation_checkpointing=True, activation_offload=True)
+    changed = changed.model_copy(update={"deepspeed": {"zero_optimization": zero}})
+    assert both.device_bytes == estimate_memory(changed, _plan(changed), _LARGE).device_bytes
+    assert not fitting_changes(config, plan, _LARGE, budget=whole // 20)

@@ -12,7 +12,7 @@ from ds_finetune.cli.main import main
 from ds_finetune.config.schema import RunConfig, read_config
 from ds_finetune.errors import ConfigError
 from ds_finetune.estimate.accelerators import accelerator, machine_of
-from ds_finetune.estimate.memory import estimate_memory
+from ds_finetune.estimate.memory import estimate_memory, least_bytes
 from ds_finetune.estimate.row_shape import RowShape
 from ds_finetune.estimate.step_time import estimate_time
 from ds_finetune.plan.config_json import read_config_json
@@ -58,7 +58,14 @@ def test_nothing_better_is_missed(name: str, ranks: int, per_node: int, tmp_path
         )
         for found in search.candidates.all_layouts()
     ]
+    for found, (memory, _, _) in zip(search.candidates.all_layouts(), every, strict=True):
+        states = least_bytes(found.config, found.plan, model)
+        assert 0 < states.device <= memory.device_bytes, found.layout
+        assert states.host <= memory.host_bytes, found.layout
     needs = sorted(memory.device_bytes for memory, _, _ in every)
+    small = Budget(needs[0] // 2, PLENTY)
+    misfits = replace(search, budget=small).run().misfits
+    assert small.excess(misfits[0].memory) == min(small.excess(memory) for memory, _, _ in every)
     for share in (0.0, 0.02, 0.2, 0.7, 1.0):
         budget = Budget(int(needs[int(share * (len(needs) - 1))] / 0.92), PLENTY)
         result = replace(search, budget=budget).run()
@@ -121,6 +128,9 @@ def test_the_command_writes_a_run_file_that_it_accepts(
     written = read_config(best)
     assert written.optim.lr == 2e-5
     assert Path(best).read_text().count("# Planned on 8 GPUs of 80 GB") == 1
+    assert f"# The rest is {source} with these choices; its comments were written for other ones.\n" in (
+        Path(best).read_text()
+    )
     assert main(["plan", best, *where, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["fits"] is True
     assert main(["plan", source, *where, "--search", "--json"]) == 0
@@ -137,7 +147,7 @@ def test_the_command_writes_a_run_file_that_it_accepts(
         (
             "deepseek_v2_lite",
             "--gpus 1 --gpu l4-24g --host-memory 30GB",
-            ("fits 1 ranks", "GiB of a rank are missing", "any of these fits: "),
+            ("fits 1 rank: ", "GiB of a rank are missing", "any of these fits: "),
         ),
         ("r1_distill_qwen_7b", "--gpus 8192 --gpu h100-80g", ("uses 8192 ranks", "use 8064 ranks")),
         ("deepseek_v2_lite", "--gpus 8", ("no accelerator is named",)),

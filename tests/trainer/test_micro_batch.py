@@ -22,9 +22,11 @@ from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.errors import ConfigError
 from ds_finetune.observers.forecast import MEASURED_STEPS
 from ds_finetune.plan.plan import Plan, make_plan
+from ds_finetune.search.micro_batch import legal_sizes
+from ds_finetune.trainer.micro_batch import TriedSize, trial_config
 from ds_finetune.trainer.trial import judge
 from ds_finetune.trainer.trial_messages import DONE, ENDED, FAILED, OUT_OF_MEMORY, TrialEnd
-from ds_finetune.trainer.trial_rows import longest_rows, rows_again
+from ds_finetune.trainer.trial_rows import longest_rows, rows_again, sizes_digest
 from ds_finetune.world import AccelerateChoices, World
 from tests.forks import Forkserver
 from tests.launched import SOCKET
@@ -142,6 +144,30 @@ def test_the_longest_rows_are_tried() -> None:
     assert [again[number].num_tokens for number in range(len(again))] == [12, 9, 12]
 
 
+def _digest(*documents: KeptDocument) -> str:
+    """Of one row that holds the documents."""
+    kept = Documents.of(documents)
+    rows = PreparedRows(kept, np.arange(len(documents)), np.array([0, len(documents)]), kept.counts)
+    return sizes_digest(rows, 1)
+
+
+def test_what_is_remembered_depends_on_documents_and_supervised_tokens() -> None:
+    """Attention needs memory for each document, and the head for each supervised token, at equal lengths of rows."""
+    whole = KeptDocument(range(8), [True] * 8)
+    assert _digest(whole) == _digest(KeptDocument(range(1, 9), [True] * 8))
+    assert _digest(whole) != _digest(KeptDocument(range(8), [False] * 6 + [True] * 2))
+    half = KeptDocument(range(4), [True] * 4)
+    assert _digest(whole) != _digest(half, half)
+
+
+def test_what_is_remembered_holds_until_less_or_more_fits() -> None:
+    choice = TriedSize(rows=2, largest_rows=4, peak_bytes=90, when="", host="")
+    assert choice.still_holds(largest_rows=4, budget=100)
+    assert choice.still_holds(largest_rows=1, budget=100)
+    assert not choice.still_holds(largest_rows=4, budget=95)
+    assert not choice.still_holds(largest_rows=8, budget=200)
+
+
 def test_the_trial_of_all_ranks() -> None:
     done = TrialEnd(DONE, peak_bytes=10, step_seconds=2.0)
     lost = TrialEnd(FAILED, error="Connection closed by peer", is_secondary=True)
@@ -163,6 +189,18 @@ def test_a_plan_for_an_undecided_micro_batch_has_the_smallest() -> None:
     plan = _plan(train_micro_batch_size_per_gpu="auto")
     assert (plan.batch.micro_batch_size, plan.batch.gradient_accumulation_steps) == (1, 12)
     assert dict(plan.decisions)["batch"].startswith("24 rows = micro x accumulation x dp 2, micro as large as fits")
+
+
+def test_sizes_and_trials_have_whole_groups_of_forwards_where_ranks_have_several_chunks() -> None:
+    tree = {"model": "m", "data": {"train": "t"}, "output_dir": "o", "parallel": {"pp": 3, "vpp": 2}}
+    tree["deepspeed"] = {"zero_optimization": {"stage": 1}}
+    config = RunConfig.model_validate(tree | {"train": {"micro_batch_size": "auto", "global_batch_size": 36}})
+    world = World(0, 3, 0, 3, "torchrun")
+    plan = make_plan(config, world=world, device="cpu")
+    assert legal_sizes(config, plan) == (1, 2, 3, 4, 6, 12)
+    trials = [trial_config(config, plan, rows) for rows in legal_sizes(config, plan)]
+    forwards = [make_plan(trial, world=world, device="cpu").batch.gradient_accumulation_steps for trial in trials]
+    assert forwards == [6, 6, 6, 6, 6, 3]
 
 
 @pytest.mark.parametrize("key", ["train_micro_batch_size_per_gpu", "gradient_accumulation_steps"])

@@ -1,0 +1,121 @@
+"""Runs on CPU ranks whose allocations are compared with the estimate: models of 10 to 20 million parameters, beside which
+constants are small.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ds_finetune.config.schema import RunConfig
+
+Tree = dict[str, Any]
+_SIZES: Tree = {
+    "hidden_size": 384,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "vocab_size": 4096,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+LLAMA: Tree = {"model_type": "llama", **_SIZES}
+EXPERTS: Tree = {
+    "model_type": "qwen3_moe",
+    **_SIZES,
+    "head_dim": 64,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+"""Models by config.json."""
+TOKENS, MICRO_ROWS = 64, 2
+_BUCKET = 1_000_000
+"""Numbers of a bucket: CPUs give whole buckets addresses, which torch's allocator counts."""
+
+
+@dataclass(frozen=True)
+class AllocationCell:
+    """A run of two ranks whose memory is estimated and measured."""
+
+    stage: int
+    precision: str = "fp32"
+    forwards: int = 1
+    """Forwards of a step."""
+    recomputes: bool = True
+    axis: str = ""
+    """The axis of `parallel` that the two ranks divide; empty for data parallelism."""
+    offload: str = ""
+    """What is offloaded: optimizer, param, or nothing."""
+    model: Mapping[str, Any] = field(default_factory=lambda: LLAMA)
+    sections: Mapping[str, Any] = field(default_factory=dict)
+    """Further sections of the run file."""
+    choices: Mapping[str, Any] = field(default_factory=dict)
+    """Further choices of `deepspeed`."""
+    title: str = ""
+    """What the sections and choices are for."""
+
+    @property
+    def loads_weights(self) -> bool:
+        """Whether the run needs weights in the model's folder, as adapters do."""
+        return "lora" in self.sections
+
+    @property
+    def name(self) -> str:
+        """A name for files and test ids."""
+        words = [str(self.model["model_type"]), f"zero{self.stage}", self.precision, self.axis, self.title]
+        words += ["" if self.forwards == 1 else f"{self.forwards}forwards", "" if self.recomputes else "kept"]
+        words += [f"{self.offload}-offloaded" if self.offload else ""]
+        return "-".join(filter(None, words))
+
+    def run_tree(self, folder: Path) -> Tree:
+        """The run file; the model's config.json is in `folder`."""
+        zero: Tree = {"stage": self.stage, "reduce_bucket_size": _BUCKET, "stage3_prefetch_bucket_size": _BUCKET}
+        zero |= {"stage3_param_persistence_threshold": 1000} if self.stage == 3 else {}
+        zero |= {"offload_optimizer": {"device": "cpu"}} if self.offload else {}
+        zero |= {"offload_param": {"device": "cpu"}} if self.offload == "param" else {}
+        ranks_of_rows = 1 if self.axis in ("tp", "pp", "sp") else 2
+        return {
+            "model": {"path": str(folder), "weights": "load" if self.loads_weights else "random"},
+            "data": {"train": "none.jsonl"},
+            "output_dir": str(folder / "run"),
+            "parallel": {self.axis: 2} if self.axis else {},
+            "deepspeed": {"zero_optimization": zero if self.stage else {"stage": 0}, **self.choices},
+            "train": {
+                "for": "2 steps",
+                "global_batch_size": MICRO_ROWS * self.forwards * ranks_of_rows,
+                "micro_batch_size": MICRO_ROWS,
+                "max_seq_len": TOKENS,
+                "precision": self.precision,
+                "activation_checkpointing": self.recomputes,
+            },
+            **self.sections,
+        }
+
+    def config(self, folder: Path) -> RunConfig:
+        """The run file, checked."""
+        return RunConfig.model_validate(self.run_tree(folder))
+
+
+_LORA: Tree = {"lora": {"rank": 8}}
+_WIDE_SUMS: Tree = {"data_types": {"grad_accum_dtype": "fp32"}}
+DEFAULT = [AllocationCell(2, "bf16"), AllocationCell(3, "bf16", forwards=2)]
+"""Measured by default."""
+OTHERS = [
+    *(AllocationCell(stage, precision) for stage in (0, 1, 2, 3) for precision in ("fp32", "bf16")),
+    *(AllocationCell(stage, "bf16", forwards=2) for stage in (0, 1, 2, 3)),
+    *(AllocationCell(stage, "bf16", recomputes=False) for stage in (1, 3)),
+    *(AllocationCell(stage, "bf16", offload="optimizer") for stage in (1, 2, 3)),
+    AllocationCell(3, "bf16", offload="param"),
+    *(AllocationCell(1, "bf16", axis=axis) for axis in ("tp", "pp", "sp")),
+    AllocationCell(3, "bf16", axis="sp"),
+    AllocationCell(2, "bf16", axis="ep", model=EXPERTS),
+    *(AllocationCell(stage, "bf16", model=EXPERTS) for stage in (2, 3)),
+    *(AllocationCell(stage, "bf16", forwards=2, choices=_WIDE_SUMS, title="fp32-sums") for stage in (2, 3)),
+    AllocationCell(3, "bf16", sections=_LORA, title="lora"),
+]
+OTHERS = [cell for cell in OTHERS if cell.name not in {chosen.name for chosen in DEFAULT}]
