@@ -1,18 +1,17 @@
 """What torch.profiler saw of this rank: slices for the trace, and the kernels and copies of its GPU."""
 
-import gc
 import json
 import tempfile
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch.profiler import profile
 
+from ds_finetune.garbage import search_paused
 from ds_finetune.timeline.recorder import Communication, Meeting
 from ds_finetune.timeline.spans import Span
 
@@ -70,20 +69,8 @@ def read_profile(profiler: profile, shift_ns: int) -> DeviceTrace:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         text = path.read_text(encoding="utf-8", errors="replace")
-    with collection_paused():
+    with search_paused():
         return read_trace(json.loads(text), shift_ns)
-
-
-@contextmanager
-def collection_paused() -> Iterator[None]:
-    """Pause Python's garbage collection, which visits all objects again and again while many are made."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def read_trace(tree: Mapping[str, Any], shift_ns: int = 0) -> DeviceTrace:
