@@ -48,10 +48,10 @@ class Steps:
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
-    later_gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     answers: list[list[int]] = field(default_factory=list)
     balances: list[float] = field(default_factory=list)
     choices: list[torch.Tensor] = field(default_factory=list)
+    later_gradients: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
