@@ -146,11 +146,10 @@ class SampleTokeniser:
             )
         if isinstance(sample, Completion) and sample.conversation.messages[:-2] and not sample.has_all_turns:
             return _SampleText((), Tokens([], [], dropped="plain"))
-        is_completion = isinstance(sample, Completion)
         remarks = {
             "control_plain": has_control,
-            "tools": is_completion and sample.conversation.tools,
-            "empty_answer": is_completion and not sample.completion.strip(),
+            "tools": isinstance(sample, Completion) and sample.conversation.tools,
+            "empty_answer": isinstance(sample, Completion) and not sample.completion.strip(),
         }
         notes = tuple(name for name, applies in remarks.items() if applies)
         segments = [Segment(sample.text, "all")] if isinstance(sample, PlainText) else self._completion_segments(sample)
