@@ -254,9 +254,16 @@ def _nvme_rows(run: _Zero) -> Iterator[MemoryRow]:
 
 
 def _fetching_rules(run: _Zero) -> FetchingRules:
-    names = ("prefetch_bucket_size", "max_live_parameters", "max_reuse_distance")
-    names += ("param_persistence_threshold", "model_persistence_threshold")
-    return FetchingRules(*(int(float(run.option(f"stage3_{name}"))) for name in names))
+    def number(name: str) -> int:
+        return int(float(run.option(f"stage3_{name}")))
+
+    return FetchingRules(
+        prefetch_bucket=number("prefetch_bucket_size"),
+        max_live=number("max_live_parameters"),
+        max_reuse=number("max_reuse_distance"),
+        persistence=number("param_persistence_threshold"),
+        persistent_of_model=number("model_persistence_threshold"),
+    )
 
 
 def _gathered_rows(run: _Zero, weights: RankWeights) -> Iterator[MemoryRow]:
