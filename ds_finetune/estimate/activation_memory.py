@@ -55,6 +55,8 @@ class LayerBytes:
     """The same with `train.tiled_mlp`."""
     unreleased: int = 0
     """Kept a moment longer where the layer is not recomputed: outputs of experts, while their gradients are rounded."""
+    forward: int = 0
+    """At most beside the layer's input in a forward without gradients."""
 
     @property
     def kept(self) -> int:
@@ -76,6 +78,8 @@ class HeadBytes(NamedTuple):
     """For each supervised token: its hidden state, and the gradient of it."""
     chunk: int
     """Tokens of a chunk at most."""
+    columns: int
+    """Of the vocabulary on this rank."""
     logits: int
     """The logits of a token in it."""
     gradient: int
@@ -223,6 +227,7 @@ def _head(model: Mapping[str, Any], widths: _Widths, precision: str, device: str
         by_token=_norm(hidden, widths),
         by_supervised=2 * width * hidden,
         chunk=head_chunk(rows, precision=precision, device=device) if rows else 0,
+        columns=rows,
         logits=width * rows if is_by_blocks else logits_bytes(rows, precision=precision),
         gradient=_WIDE * rows * hidden,
         rounded=0 if width == _WIDE else width * rows * hidden,
@@ -249,7 +254,51 @@ def _layer(model: Mapping[str, Any], widths: _Widths, *, is_sparse: bool) -> Lay
         for held, numel in zip(mlp.moments, mlp.tiled, strict=False)
     ]
     tiled += [Held(outside + 2 * width * hidden, (_WIDE + 2 * width) * numel) for numel in mlp.tiled]
-    return LayerBytes(kept, router, mlp.kept, (*moments, in_attention), (*tiled, in_attention), mlp.unreleased)
+    forward = _forward_bytes(model, widths, is_sparse=is_sparse)
+    return LayerBytes(kept, router, mlp.kept, (*moments, in_attention), (*tiled, in_attention), mlp.unreleased, forward)
+
+
+def _forward_bytes(model: Mapping[str, Any], widths: _Widths, *, is_sparse: bool) -> int:
+    """Bytes that a layer without gradients holds at most beside its input, with the embedding's output: in a norm, in
+    attention, or in its MLP.
+    """
+    state = widths.number * model["hidden_size"]
+    # Norms hold their input in fp32 and a product of it.
+    norm, attention = 2 * _WIDE * model["hidden_size"], state + _attention_forward(model, widths)
+    mlp = _experts_forward(model, widths) if is_sparse else 3 * widths.number * model["intermediate_size"] // widths.tp
+    # The second norm reads the sum of the layer's input and attention.
+    return state + max(norm + state, attention, mlp + 2 * state)
+
+
+def _attention_forward(model: Mapping[str, Any], widths: _Widths) -> int:
+    """Queries, keys and values, copies with positions, for a call over all documents also one after the other in
+    memory, and the output.
+    """
+    heads, is_packed = model["num_attention_heads"] // widths.tp, widths.is_packed
+    if model.get("kv_lora_rank") is not None:
+        nope, value = model["qk_nope_head_dim"], model["v_head_dim"]
+        query_key = nope + model["qk_rope_head_dim"]
+        latents = (model.get("q_lora_rank") or 0) + model["kv_lora_rank"]
+        columns = 7 * query_key + nope + value if is_packed else 3 * query_key + nope + 3 * value
+        return widths.number * (heads * columns + 2 * latents)
+    head_dim = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
+    key_heads = (model.get("num_key_value_heads") or model["num_attention_heads"]) // widths.tp
+    if family_of(str(model["model_type"])).has_sinks:
+        return widths.number * heads * (5 * (head_dim + SINK_COLUMNS) + 2 * head_dim)
+    return widths.number * head_dim * (4 * heads + (5 if is_packed else 2) * key_heads)
+
+
+def _experts_forward(model: Mapping[str, Any], widths: _Widths) -> int:
+    """Rows by expert, with gate, up and what is made of them, or with outputs, weighted and in another order."""
+    family, width = family_of(str(model["model_type"])), widths.number
+    keys = family.expert_keys
+    assert keys is not None
+    rows = keys.per_token(model) * model["hidden_size"]
+    inner = keys.per_token(model) * keys.width(model) // widths.tp
+    # Those with transposed weights copy biases for each row, and clamp gate and up.
+    biased = 1 if family.transposed_experts else 0
+    among = width * (rows + (4 + 5 * biased) * inner)
+    return max(among, (2 + biased) * width * rows + 2 * _weighted_bytes(model, width) * rows)
 
 
 class _Mlp(NamedTuple):
@@ -335,14 +384,20 @@ def _router(model: Mapping[str, Any], widths: _Widths) -> int:
     chosen = family.expert_keys.per_token(model)
     router = _WIDE * family.expert_keys.number(model) + chosen * (_INDEX + _WIDE)
     # Those routers multiply in fp32, with a copy of the hidden state.
-    copies = widths.number < _WIDE and _weighs_in_fp32(model) and widths.keeps("mlp.gate")
+    copies = widths.number < _WIDE and _routes_in_fp32(model) and widths.keeps("mlp.gate")
     return router + (_WIDE * model["hidden_size"] if copies else 0)
 
 
-def _weighs_in_fp32(model: Mapping[str, Any]) -> bool:
-    """Whether routers compute in fp32, and outputs of experts become fp32 when they are weighted."""
+def _routes_in_fp32(model: Mapping[str, Any]) -> bool:
+    """Whether routers multiply hidden states in fp32."""
     family = family_of(str(model["model_type"]))
     return "kv_lora_rank" in model or (family.router is not None and family.router.scores == "sigmoid")
+
+
+def _weighted_bytes(model: Mapping[str, Any], width: int) -> int:
+    """Bytes of a number of the weighted outputs of experts, which become fp32 where the weights are."""
+    # transformers 5.23, mixtral/modeling_mixtral.py:106-110 does not round them.
+    return _WIDE if _routes_in_fp32(model) or model["model_type"] == "mixtral" else width
 
 
 def _experts(model: Mapping[str, Any], widths: _Widths) -> _Mlp:
@@ -359,7 +414,7 @@ def _experts(model: Mapping[str, Any], widths: _Widths) -> _Mlp:
     routed += 2 * chosen * widths.low_rank("mlp.experts")
     inner_shared = (model.get("n_shared_experts") or 0) * keys.width(model)
     shared = _dense(model, widths, inner=inner_shared, name="mlp.shared_experts")
-    weighted = chosen * hidden * (_WIDE if _weighs_in_fp32(model) else width)
+    weighted = chosen * hidden * _weighted_bytes(model, width)
     matrices = 0 if widths.rank else width * keys.number(model) // widths.ep * inner * hidden
     moments = (
         # The gradient of each token's sum, once for each expert; zeros for them in another order; and these.
