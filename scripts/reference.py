@@ -17,7 +17,7 @@ from ds_finetune.cli.main import build_parser
 from ds_finetune.config.invalid_keys import KEYS_OF_OTHER_PROGRAMS
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.estimate.accelerators import ACCELERATORS
-from ds_finetune.estimate.activation_memory import activation_bytes
+from ds_finetune.estimate.activation_memory import ActivationBytes, activation_bytes
 from ds_finetune.families.published import PUBLISHED
 from ds_finetune.plan.combinations import table as layouts_table
 from ds_finetune.plan.packed_attention import varlen_problem
@@ -141,9 +141,13 @@ parallel: {sp: 4}           # a GPU then has a fourth of what the table says
 
 The first columns are KiB for each token that a rank computes: the inputs of all layers, which recomputation keeps
 (`train.activation_checkpointing`, on by default), and what the backward of one layer needs beside them, without and
-with `train.tiled_mlp`. The last columns are GiB for 131,072 tokens: with recomputation alone, with tiled MLPs, with
+with `train.tiled_mlp`. Then come GiB for 131,072 tokens: with recomputation alone, with tiled MLPs, with
 `train.activation_offload`, and with both. The host then needs as many bytes as the inputs have. Not counted are weights
-and their gradients (tiled MLPs sum those of a layer in fp32), optimizer states, the head, and what exchanges need.
+and their gradients, optimizer states, the head, and what exchanges need.
+
+Tiles sum the gradients of a layer's weights in fp32 beside their own, whatever the tokens are: GiB in the column
+`sums`, which are counted with tiles. So below the tokens of the last columns, those of a rank in one micro-batch, tiled
+MLPs *raise* the peak. `parallel.ep` divides the sums and these tokens alike; the last column has them with 8 ranks.
 
 """
 OTHERS = """\
@@ -193,18 +197,26 @@ def _accelerator_rows() -> Iterator[str]:
 
 
 def _activation_rows() -> Iterator[str]:
-    yield "| model | inputs | one layer | tiled | recomputed | tiled MLP | offload | both |\n"
-    yield f"| --- |{' ---: |' * 7}\n"
+    yield "| model | inputs | one layer | tiled | recomputed | tiled MLP | offload | both | sums | pays from | ep 8 |\n"
+    yield f"| --- |{' ---: |' * 10}\n"
     for name, model in PUBLISHED.items():
-        each = activation_bytes(model, precision="bf16", is_packed=not varlen_problem(model, precision="bf16"))
-        by_token = (each.inputs(), each.working_set(), each.working_set(is_tiled=True))
+        each, of_eight = (_activation_bytes(model, ep=ep) for ep in (1, 8))
+        layers = [each.by_token_at_most(is_tiled=is_tiled) / 1024 for is_tiled in (False, True)]
         peaks = [
-            each.peak(is_tiled=is_tiled, is_offloaded=is_offloaded) * LONG_ROW / GIB
+            each.peak(LONG_ROW, is_tiled=is_tiled, is_offloaded=is_offloaded) / GIB
             for is_offloaded in (False, True)
             for is_tiled in (False, True)
         ]
-        kib = " | ".join(f"{number / 1024:,.0f}" for number in by_token)
-        yield f"| {name} | {kib} | {' | '.join(f'{number:,.1f}' for number in peaks)} |\n"
+        kib = " | ".join(f"{number:,.0f}" for number in (each.inputs() / 1024, *layers))
+        gib = " | ".join(f"{number:,.1f}" for number in (*peaks, each.tile_sums() / GIB))
+        has_experts = any(layer.router for layer in each.layers)
+        last = f" {of_eight.tiles_pay_from():,}" if has_experts else ""
+        yield f"| {name} | {kib} | {gib} | {each.tiles_pay_from():,} |{last} |\n"
+
+
+def _activation_bytes(model: Mapping[str, Any], *, ep: int) -> ActivationBytes:
+    is_packed = not varlen_problem(model, precision="bf16")
+    return activation_bytes(model, precision="bf16", ep=ep, is_packed=is_packed)
 
 
 def _others() -> Iterator[str]:

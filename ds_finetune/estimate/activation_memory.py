@@ -5,6 +5,7 @@ holds every family against the tensors that autograd saves, tests/estimate/test_
 tracker. Experts on CPUs keep less (model/experts.py).
 """
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,6 +18,7 @@ from ds_finetune.plan.head_chunk import CPU_BLOCK_NUMBERS, head_chunk, logits_by
 _WIDE = 4
 """Bytes of a number in fp32, in which norms and routers compute at any precision."""
 _INDEX = 8
+_MOST_TOKENS = 2**30
 _OUT = "self_attn.o_proj"
 _READERS = tuple(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa"))
 _INNER = ("self_attn.q_b_proj", "self_attn.kv_b_proj")
@@ -63,10 +65,9 @@ class LayerBytes:
         """All that backward needs of the layer beside its input."""
         return self.attention + self.router + self.mlp
 
-    def most(self, tokens: int = 1, *, is_tiled: bool = False) -> int:
-        """Bytes that backward holds at most beside the input; of one token without what is fixed."""
-        moments = self.tiled if is_tiled else self.moments
-        return max(held.by_token if tokens == 1 else held.of(tokens) for held in moments)
+    def most(self, tokens: int, *, is_tiled: bool = False) -> int:
+        """Bytes that backward holds at most beside the input."""
+        return max(held.of(tokens) for held in (self.tiled if is_tiled else self.moments))
 
 
 class HeadBytes(NamedTuple):
@@ -119,18 +120,36 @@ class ActivationBytes:
         """
         return self.layer_input * len(self.layers)
 
-    def working_set(self, *, is_tiled: bool = False) -> int:
-        """What the backward of one recomputed layer holds at most beside the inputs of layers."""
-        return max(layer.most(is_tiled=is_tiled) for layer in self.kinds)
+    def working_set(self, tokens: int, *, is_tiled: bool = False) -> int:
+        """What the backward of one recomputed layer, or of the last norm, holds at most beside the inputs of layers."""
+        return max(self.last_norm * tokens, *(layer.most(tokens, is_tiled=is_tiled) for layer in self.kinds))
 
-    def peak(self, *, recomputes: bool = True, is_offloaded: bool = False, is_tiled: bool = False) -> int:
-        """Bytes on the device at most in layers. Without recomputation all layers are kept. Where inputs are offloaded,
-        that of the last layer stays, and two others are on their way at most.
-        """
+    def peak(self, tokens: int, *, recomputes: bool = True, is_offloaded: bool = False, is_tiled: bool = False) -> int:
+        """Bytes on the device at most in layers. Without recomputation all layers are kept."""
         if not recomputes:
-            return self.kept_at_most(1, is_tiled=is_tiled)
-        inputs = min(3, len(self.layers)) * self.layer_input if is_offloaded else self.inputs()
-        return inputs + self.working_set(is_tiled=is_tiled)
+            return self.kept_at_most(tokens, is_tiled=is_tiled)
+        inputs = self.inputs_on_device() if is_offloaded else self.inputs()
+        return inputs * tokens + self.working_set(tokens, is_tiled=is_tiled)
+
+    def inputs_on_device(self) -> int:
+        """The inputs of layers that stay where they are offloaded: one that is used, and two that are copied."""
+        return min(3, len(self.layers)) * self.layer_input
+
+    def by_token_at_most(self, *, is_tiled: bool = False) -> int:
+        """What the backward of one layer holds at most for each token, without what is fixed."""
+        return max(held.by_token for layer in self.kinds for held in (layer.tiled if is_tiled else layer.moments))
+
+    def tile_sums(self) -> int:
+        """Bytes of the gradients that tiles of a layer sum, whatever the tokens are."""
+        return max(held.fixed for layer in self.kinds for held in layer.tiled)
+
+    def tiles_pay_from(self) -> int | None:
+        """Tokens of a rank from which `train.tiled_mlp` lowers what one layer holds; None where it never does."""
+
+        def pays(tokens: int) -> bool:
+            return self.working_set(tokens, is_tiled=True) < self.working_set(tokens)
+
+        return bisect_left(range(_MOST_TOKENS), x=True, key=pays) if pays(_MOST_TOKENS) else None
 
     def kept_by_layers(self, *, is_tiled: bool = False) -> int:
         """What layers keep that are not recomputed, with their inputs."""

@@ -21,8 +21,6 @@ from ds_finetune.plan.plan import Plan
 
 _MICRO_BATCH = "train.micro_batch_size"
 _LENGTH = "train.max_seq_len"
-_ON_THEIR_WAY = 3
-"""Inputs of layers on the device where they are offloaded: one that is used, and two that are copied."""
 EXPERT_IMBALANCE = 1.25
 """Rows that the experts of a rank get over their mean, where `parallel.ep` ranks divide the experts: assumed."""
 
@@ -108,15 +106,14 @@ def _layer_rows(
     inputs = int(own.inputs() * tokens * flying)
     if plan.activation_offload:
         yield MemoryRow("inputs of recomputed layers, offloaded", "host", inputs, _MICRO_BATCH)
-        inputs = min(_ON_THEIR_WAY, len(own.layers)) * own.layer_input * tokens
+        inputs = own.inputs_on_device() * tokens
     option = _MICRO_BATCH if plan.activation_offload or plan.device == "cpu" else "train.activation_offload"
     yield MemoryRow("inputs of recomputed layers", home, inputs, option, KEPT_FOR_BACKWARD)
     forward = max(layer.forward for layer in own.kinds) * tokens
     yield MemoryRow("one layer in forward", home, forward, _MICRO_BATCH, ("forward",))
-    working = max(layer.most(tokens, is_tiled=is_tiled) for layer in own.kinds)
-    working = max(working, own.last_norm * tokens)
+    working = own.working_set(tokens, is_tiled=is_tiled)
     # Tiles sum the gradients of a layer's weights in fp32, which may be more than they save.
-    in_tiles = max(layer.most(tokens, is_tiled=True) for layer in own.kinds)
+    in_tiles = own.working_set(tokens, is_tiled=True)
     option = "train.tiled_mlp" if in_tiles < working else _MICRO_BATCH
     yield MemoryRow("one layer in backward", home, working, option, ("layers",))
 
