@@ -72,8 +72,8 @@ def stage_activations(config: RunConfig, plan: Plan, model: ModelConfig, weights
 
 def model_activations(config: RunConfig, plan: Plan, model: ModelConfig) -> ActivationBytes:
     """The activations of a whole `model` that a rank runs beside that of the run, in its precision."""
-    is_packed = _packs_documents(config, plan, model)
-    return activation_bytes(model, precision=plan.precision, is_packed=is_packed, device=plan.device)
+    text, is_packed = json.dumps(model, sort_keys=True, default=str), _packs_documents(config, plan, model)
+    return _activations(text, plan.precision, (1, 1, 0), "", is_packed=is_packed, device=plan.device)
 
 
 def _packs_documents(config: RunConfig, plan: Plan, model: ModelConfig) -> bool:
