@@ -18,6 +18,7 @@ import xxhash
 
 from ds_finetune.errors import CheckpointError
 from ds_finetune.units import MIB
+from ds_finetune.whole_file import synchronise
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -200,13 +201,13 @@ def commit(
     for name in manifest.files:
         (partial / (name + _STATUS)).unlink()
     write_checksummed(partial / MANIFEST, [whole.text().encode()])
-    sync_folder(partial)
+    synchronise(partial)
     final = partial.with_name(step_name(manifest.step))
     replaced = final.with_name(f"{final.name}.replaced-{manifest.token}")
     if final.exists():
         final.rename(replaced)
     partial.rename(final)
-    sync_folder(final.parent)
+    synchronise(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
     return final
 
@@ -241,22 +242,13 @@ def link_or_copy(source: Path, target: Path) -> None:
             write_checksummed(target, iter(lambda: file.read(_CHUNK_BYTES), b""))
 
 
-def sync_folder(folder: Path) -> None:
-    """Flush the names in `folder` to disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def _small_files(partial: Path, texts: Mapping[str, str], beside: Mapping[str, str]) -> dict[str, FileChecksum]:
     sums = {name: write_checksummed(partial / name, [text.encode()]) for name, text in texts.items()}
     for name, source in beside.items():
         link_or_copy(Path(source), partial / name)
         sums[name] = checksum_of(partial / name)
     for folder in {(partial / name).parent for name in beside}:
-        sync_folder(folder)
+        synchronise(folder)
     return sums
 
 

@@ -12,7 +12,6 @@ from ds_finetune.checkpoint.files import (
     damage_of,
     link_or_copy,
     step_name,
-    sync_folder,
     unfinished_folders,
     write_checksummed,
 )
@@ -20,6 +19,7 @@ from ds_finetune.checkpoint.part_file import part_name
 from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.errors import CheckpointError
 from ds_finetune.units import GIB
+from ds_finetune.whole_file import synchronise
 
 CHECKPOINTS = "checkpoints"
 """Folder of a run that holds its checkpoints."""
@@ -124,11 +124,11 @@ def gather_checkpoint(folders: Sequence[Path], out: Path) -> str:
     sums = {name: file for name, (_, file) in sorted(files.items())}
     whole = Manifest(**{**first.__dict__, "ranks": tuple(range(first.world_size)), "files": sums})
     write_checksummed(partial / MANIFEST, [whole.text().encode()])
-    sync_folder(partial)
+    synchronise(partial)
     for folder in {(partial / name).parent for name in files}:
-        sync_folder(folder)
+        synchronise(folder)
     partial.rename(out)
-    sync_folder(out.absolute().parent)
+    synchronise(out.absolute().parent)
     return f"{out}: {first.world_size} parts of step {first.step}, {whole.num_bytes / GIB:.2f} GiB"
 
 

@@ -3,7 +3,6 @@
 import argparse
 import os
 import secrets
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ from ds_finetune.config.schema import RunConfig, read_config
 from ds_finetune.console import show_line
 from ds_finetune.errors import LaunchError
 from ds_finetune.hostfile import Host
+from ds_finetune.phase_line import Say
 from ds_finetune.world import DEFAULT_PORT
 
 if TYPE_CHECKING:
@@ -197,9 +197,7 @@ def _show(config: RunConfig, job: "Job", arguments: argparse.Namespace) -> None:
         )
 
 
-def _run_with_supervisors(
-    config: RunConfig, job: "Job", arguments: argparse.Namespace, say: Callable[[str], None]
-) -> int:
+def _run_with_supervisors(config: RunConfig, job: "Job", arguments: argparse.Namespace, say: Say) -> int:
     from ds_finetune.launch.environment import interface_variables
     from ds_finetune.launch.node_launchers import NODE_LAUNCHERS
     from ds_finetune.launch.remote import Remote
@@ -218,7 +216,7 @@ def _run_with_supervisors(
     return launch(config, request, say)
 
 
-def _run_with_scheduler(job: "Job", arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
+def _run_with_scheduler(job: "Job", arguments: argparse.Namespace, say: Say) -> int:
     from ds_finetune.launch.remote import Remote
     from ds_finetune.launch.run import run_scheduler
     from ds_finetune.launch.schedulers import mpirun_command, srun_command, starting_environment

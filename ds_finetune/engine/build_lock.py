@@ -7,7 +7,7 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -18,9 +18,8 @@ from torch.utils.file_baton import FileBaton
 
 from ds_finetune.errors import ConfigError
 from ds_finetune.patches.torch_extensions import replaced_build_lock
-from ds_finetune.phase_line import time_text
+from ds_finetune.phase_line import Say, time_text
 
-Say = Callable[[str], None]
 REPORT_SECONDS = 30.0
 FIRST_REPORT_SECONDS = 5.0
 QUIET_SECONDS = 600.0

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
-from ds_finetune.engine.build_lock import Say, reported_lock
+from ds_finetune.engine.build_lock import reported_lock
 from ds_finetune.engine.nvme import check_folder, measure_folder
 from ds_finetune.errors import ConfigError
 from ds_finetune.patches.deepspeed_init import ask_for_processor_once
 from ds_finetune.patches.torch_extensions import joined_folder, joined_sources
+from ds_finetune.phase_line import Say, say_nothing
 from ds_finetune.plan.plan import Plan
 from ds_finetune.units import GIB
 
@@ -38,10 +39,6 @@ _CAUSE = re.compile(
 )
 _LIBAIO = "#include <libaio.h>\nint main() { return io_submit(0, 0, 0); }\n"
 _TOLERANCE = 1e-6
-
-
-def _nothing(_: str) -> None:
-    """Print nothing."""
 
 
 def needed_ops(plan: Plan) -> dict[str, dict[str, Any]]:
@@ -94,7 +91,7 @@ def _measure_disk(folder: Path, aio: Mapping[str, Any]) -> str:
     )
 
 
-def build_op(name: str, say: Say = _nothing) -> None:
+def build_op(name: str, say: Say = say_nothing) -> None:
     """Compile and load the operator, which takes minutes the first time; ConfigError gives the cause of a failure."""
     import deepspeed.ops.op_builder as builders
 

@@ -14,6 +14,7 @@ from ds_finetune.experiments.places import Place
 from ds_finetune.runs.metrics import MetricsReader
 from ds_finetune.runs.processes import began_at, has_ended, own_pid_namespace
 from ds_finetune.runs.status import read_object
+from ds_finetune.whole_file import replace_file
 
 LOG, RUN_FILE, PROCESS, RUN = "output.log", "run.yaml", "process.json", "run"
 _SET_PARENT_DEATH_SIGNAL = 1
@@ -33,7 +34,7 @@ class ChildRun:
         self.metrics = MetricsReader(folder / RUN / "metrics.jsonl")
         self.is_stopped = False
         folder.mkdir(parents=True, exist_ok=True)
-        _replace_file(folder / RUN_FILE, run_file)
+        replace_file(folder / RUN_FILE, run_file)
         self._began = time.monotonic()
         with (folder / LOG).open("ab") as log:
             self.process = subprocess.Popen(
@@ -47,7 +48,7 @@ class ChildRun:
             )
         pid = self.process.pid
         tree = {"namespace": own_pid_namespace(), "pid": pid, "began": began_at(pid)}
-        _replace_file(folder / PROCESS, json.dumps(tree) + "\n")
+        replace_file(folder / PROCESS, json.dumps(tree) + "\n")
 
     @property
     def seconds(self) -> float:
@@ -98,12 +99,6 @@ def is_stopped_code(code: int) -> bool:
     A run that saves nothing, or has trained its last step, does not handle the signal; `launch` adds 128.
     """
     return code in (INTERRUPTED_EXIT_CODE, -signal.SIGTERM, 128 + signal.SIGTERM)
-
-
-def _replace_file(path: Path, text: str) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
 
 
 def _end_with_parent() -> None:

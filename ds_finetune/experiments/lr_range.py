@@ -6,7 +6,6 @@ with AdamW and warm-up it often points at too high a rate, and it changes with t
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ from ds_finetune.experiments.child_run import RUN, ChildRun
 from ds_finetune.experiments.jobs import ExperimentJob, run_jobs
 from ds_finetune.experiments.places import places
 from ds_finetune.experiments.sweep_file import yaml_text
+from ds_finetune.phase_line import Say
 
-Say = Callable[[str], None]
 RESULT = "lr_range.json"
 _SMOOTHING = 0.9
 _DIVERGED = 4.0

@@ -19,9 +19,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from ds_finetune.config.schema import LoraConfig
-from ds_finetune.export.shards import as_output_errors, synchronise
+from ds_finetune.export.shards import as_output_errors
 from ds_finetune.families.family import Family
 from ds_finetune.model.lora import Factors
+from ds_finetune.whole_file import synchronise
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MODEL_CONFIG = "config.json"

@@ -19,7 +19,7 @@ import torch
 from ds_finetune.errors import ExportError
 from ds_finetune.export.fp8_section import SECTION, has_scales_of_two, section_for, section_of
 from ds_finetune.export.model_config import TOKENIZER_CONFIG, served_config, served_tokenizer
-from ds_finetune.export.shards import HubTensor, ShardWriter, as_output_errors, plan_shards, synchronise
+from ds_finetune.export.shards import HubTensor, ShardWriter, as_output_errors, plan_shards
 from ds_finetune.export.verify.record import ExportRecord, mark_unverified
 from ds_finetune.families.family import Family
 from ds_finetune.model.dtypes import dtype_name
@@ -28,6 +28,7 @@ from ds_finetune.model.hub_folder import HubFolder
 from ds_finetune.model.names import hub_pieces
 from ds_finetune.model.score_config import is_classifier
 from ds_finetune.phase_line import PhaseLine
+from ds_finetune.whole_file import synchronise
 
 TOKENIZER_FILES = (
     "tokenizer.json",

@@ -250,12 +250,3 @@ def as_output_errors(folder: Path) -> Iterator[None]:
         raise OutputError(
             f"{folder} cannot be written: {refused.strerror}", hint="free some space, or name another folder"
         ) from refused
-
-
-def synchronise(path: Path) -> None:
-    """Flush a file's content, or a folder's names, to the disk, so that they survive a power failure (fsync)."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

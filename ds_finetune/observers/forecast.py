@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from ds_finetune.observers.record import StepRecord
+from ds_finetune.phase_line import Say
 from ds_finetune.units import GIB
 
 MEASURED_STEPS = 20
@@ -43,7 +44,7 @@ class ForecastCheck:
         predicted: Predicted,
         peak_bytes: Callable[[], int],
         over_ranks: Callable[[float], float],
-        say: Callable[[str], None],
+        say: Say,
     ) -> None:
         self._predicted, self._peak_bytes, self._over_ranks, self._say = predicted, peak_bytes, over_ranks, say
         self._seconds: list[float] = []

@@ -1,12 +1,13 @@
 """Warns once where the loads of experts have become uneven."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.observers.expert_loads import Counts, max_violations, num_dead_experts
 from ds_finetune.observers.record import StepRecord
+from ds_finetune.phase_line import Say
 
 _MOST_STEPS = 50
 """Loads are added up over so many steps, or a tenth of the run where that is less."""
@@ -28,7 +29,7 @@ class LoadWatch:
 
     steps: int
     advice: str
-    say: Callable[[str], None]
+    say: Say
     has_warned: bool = False
     first: tuple[int, float] | None = None
     """Experts without tokens and MaxVio (mean over layers) in the run's first steps."""

@@ -1,6 +1,6 @@
 """Writes `samples.jsonl`: answers that the model generated to held-out prompts, appended after each evaluation."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -8,6 +8,7 @@ from pathlib import Path
 from ds_finetune.observers.append import append_whole
 from ds_finetune.observers.outage import Outage
 from ds_finetune.observers.record import StepRecord
+from ds_finetune.phase_line import Say
 from ds_finetune.runs.samples import Sample
 
 MOST_SAMPLES = 8
@@ -17,7 +18,7 @@ MOST_SAMPLES = 8
 class SampleFile:
     """Appends the answers of an evaluation with the step after which they were generated, a line for each."""
 
-    def __init__(self, path: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, path: Path, say: Say) -> None:
         self._file = path.open("ab", buffering=0)
         self._lines = Outage(str(path), partial(append_whole, self._file), say)
         self._collected: Sequence[Sample] = ()

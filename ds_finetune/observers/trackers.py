@@ -4,7 +4,7 @@ import errno
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
@@ -13,9 +13,9 @@ from ds_finetune.errors import ConfigError
 from ds_finetune.observers.mlflow_run import MlflowRun, MlflowSender, Record, one_line
 from ds_finetune.observers.outage import Outage
 from ds_finetune.observers.record import StepRecord
+from ds_finetune.phase_line import Say
 from ds_finetune.units import MIB
 
-Say = Callable[[str], None]
 PACKAGES = {
     "aim": "aim",
     "clearml": "clearml",

@@ -2,15 +2,13 @@
 
 import json
 import math
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from ds_finetune.observers.append import append_whole
 from ds_finetune.observers.outage import Outage
 from ds_finetune.observers.record import StepRecord
-
-Say = Callable[[str], None]
+from ds_finetune.phase_line import Say
 
 
 class MetricsFile:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,6 +34,7 @@ from ds_finetune.families.table import FAMILIES, STANDARD_SELFTEST
 from ds_finetune.model.build import has_class, read_hf_config
 from ds_finetune.model.model_plan import task_of
 from ds_finetune.objectives.objective import ScoreObjective
+from ds_finetune.phase_line import Say
 from ds_finetune.plan.combinations import TESTED_LAYOUTS
 from ds_finetune.plan.deepspeed_choice import choose_deepspeed
 from ds_finetune.plan.deepspeed_config import read_choices
@@ -46,7 +47,6 @@ from ds_finetune.selftest.compare import compare_layout, write_model
 from ds_finetune.selftest.plain_teacher import with_teacher, write_teacher
 from ds_finetune.world import World, accelerate_choices
 
-Say = Callable[[str], None]
 _DERIVED = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",

@@ -36,9 +36,10 @@ from ds_finetune.errors import CheckpointError, FinetuneError, OutputError
 from ds_finetune.hosts.free_memory import available_bytes
 from ds_finetune.observers.checkpointing import RunText
 from ds_finetune.observers.record import Resumable, StepRecord
+from ds_finetune.phase_line import Say
 from ds_finetune.plan.plan import Plan
 from ds_finetune.trainer.classifier_export import adapt_tokenizer
-from ds_finetune.trainer.exports import Say, files_beside
+from ds_finetune.trainer.exports import files_beside
 from ds_finetune.trainer.loop import BEGINNING, Progress
 from ds_finetune.trainer.prepare import PreparedRun
 from ds_finetune.units import GIB

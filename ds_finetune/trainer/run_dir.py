@@ -18,6 +18,7 @@ from ds_finetune.observers.record import StepRecord
 from ds_finetune.observers.writers import line_of
 from ds_finetune.plan.plan import Plan
 from ds_finetune.units import GIB
+from ds_finetune.whole_file import replace_file
 
 
 def check_run_folder(config: RunConfig) -> None:
@@ -147,9 +148,7 @@ def _remove_records(file: Path, after_step: int, last: StepRecord | None) -> Non
     kept = [line + b"\n" for line, step in steps if step <= after_step]
     if last is not None and all(step != last.step for _, step in steps):
         kept.append(line_of(last).encode())
-    rewritten = file.with_name(f"{file.name}.aside")
-    rewritten.write_bytes(b"".join(kept))
-    rewritten.rename(file)
+    replace_file(file, b"".join(kept))
 
 
 def _step_of(line: bytes) -> int | None:

@@ -1,7 +1,7 @@
 """Writes the distributions that a teacher gives to the supervised tokens of a run's training rows."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,7 +35,7 @@ from ds_finetune.model.model_plan import ModelPlan, plan_model
 from ds_finetune.model.soft_targets import top_log_probs
 from ds_finetune.model.teacher import HiddenStates, Teacher, load_teacher
 from ds_finetune.model.weights import weights_digest
-from ds_finetune.phase_line import PhaseLine
+from ds_finetune.phase_line import PhaseLine, Say
 from ds_finetune.plan.distillation import check_teacher
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.trainer.inputs import RunInputs, model_config, read_inputs, try_generic_type
@@ -65,7 +65,7 @@ class Lesson:
         return range(shard * size, min((shard + 1) * size, self.rows.counts.documents))
 
 
-def teach(config: RunConfig, teacher: str, out: Path, *, top_k: int, say: Callable[[str], None]) -> None:
+def teach(config: RunConfig, teacher: str, out: Path, *, top_k: int, say: Say) -> None:
     """Write the `top_k` log-probabilities of `teacher` for the training rows of `config` to the folder `out`.
 
     Under a launcher each rank holds the whole teacher and writes its share of the shards; the last rank to finish

@@ -17,8 +17,9 @@ from ds_finetune.export.interruption import SignalInterruption
 from ds_finetune.export.verify.verify import VerificationResult
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.observers.stop_signals import StopSignals
+from ds_finetune.phase_line import Say, say_nothing
 from ds_finetune.trainer.batches import batches_ahead
-from ds_finetune.trainer.exports import Exports, Say, verify_run_exports
+from ds_finetune.trainer.exports import Exports, verify_run_exports
 from ds_finetune.trainer.loop import run_steps, training_steps
 from ds_finetune.trainer.observers import StartedRun, make_observers
 from ds_finetune.trainer.prepare import PreparedRun, drawn_line, prepare_run
@@ -94,7 +95,7 @@ def _train_and_export(
     run: PreparedRun, store: dist.Store, monitor: Monitor, log: RunLog, status: StatusKeeper
 ) -> Report:
     say = log.say
-    resume_point = find_resume_point(run, say if run.plan.world.rank == 0 else _print_nothing)
+    resume_point = find_resume_point(run, say if run.plan.world.rank == 0 else say_nothing)
     check_not_past_end(resume_point, steps=run.schedule.steps, duration=run.config.train.duration)
     reference = find_reference(run)
     loads_weights = resume_point.found is None or not reference.is_complete
@@ -151,7 +152,3 @@ def train_steps(started: StartedRun, status: StatusKeeper) -> tuple[StepRecord |
         for observer in observers:
             observer.close()
         return last, last.stop if last and signals.is_stop_requested() else ""
-
-
-def _print_nothing(_: str) -> None:
-    """Ranks other than zero print no lines."""
