@@ -267,8 +267,8 @@ def _wait_for_parts(partial: Path, names: list[str], keep_waiting: Callable[[], 
         time.sleep(_POLL_SECONDS)
 
 
-def damage_of(folder: Path, manifest: Manifest, names: Iterable[str], *, sums: bool) -> list[str]:
-    """A line for each damaged file of a complete checkpoint: missing, or another size or (with `sums`) checksum."""
+def damage_of(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
+    """A line for each damaged file of a complete checkpoint: missing, or of another size or checksum."""
     found = []
     for name in names:
         path, wanted = folder / name, manifest.files[name]
@@ -279,7 +279,7 @@ def damage_of(folder: Path, manifest: Manifest, names: Iterable[str], *, sums: b
                 if size is not None
                 else f"{path} is missing"
             )
-        elif sums and (seen := checksum_of(path)) != wanted:
+        elif (seen := checksum_of(path)) != wanted:
             found.append(f"{path} is damaged: checksum {seen.xxh3_128}, the manifest says {wanted.xxh3_128}")
     return found
 

@@ -126,7 +126,7 @@ def _problems(place: CheckpointFolder, folder: Path) -> list[str]:
         mine, token = [error.message], None
     else:
         index, count = place.share
-        mine, token = damage_of(folder, manifest, sorted(manifest.files)[index::count], sums=True), manifest.token
+        mine, token = damage_of(folder, manifest, sorted(manifest.files)[index::count]), manifest.token
     found = all_gather_object((mine, token))
     problems = [problem for others, _ in found for problem in others]
     tokens = {token for _, token in found if token is not None}

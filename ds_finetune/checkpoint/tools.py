@@ -79,7 +79,7 @@ def verify_checkpoint(path: Path, *, workers: int) -> str:
     with ThreadPoolExecutor(max(1, workers)) as pool:
         found = [
             problem
-            for problems in pool.map(lambda name: damage_of(folder, manifest, [name], sums=True), manifest.files)
+            for problems in pool.map(lambda name: damage_of(folder, manifest, [name]), manifest.files)
             for problem in problems
         ]
     if found:
@@ -110,9 +110,7 @@ def gather_checkpoint(folders: Sequence[Path], out: Path) -> str:
             f"{', '.join(missing)} of {first.world_size} ranks are in none of {', '.join(map(str, folders))}",
             hint="name every node's folder",
         )
-    damage = [
-        problem for folder, manifest in found for problem in damage_of(folder, manifest, manifest.files, sums=True)
-    ]
+    damage = [problem for folder, manifest in found for problem in damage_of(folder, manifest, manifest.files)]
     if damage or out.exists():
         raise CheckpointError(
             "; ".join(damage) or f"{out} exists already", hint="name undamaged folders and a new one to gather them in"

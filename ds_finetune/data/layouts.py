@@ -63,14 +63,6 @@ def known_layouts(layouts: Mapping[str, "LayoutColumns"]) -> str:
     return "; ".join(f"{name}: {', '.join(sorted(layout.needed))}" for name, layout in layouts.items())
 
 
-def read_sample(record: Record, layout: str, columns: Mapping[str, str], where: str) -> Sample:
-    """A record of `layout` as a sample; DataError for a missing column, a wrong type or an unknown role."""
-    check_supervised(record, columns, where)
-    check_media(record, columns, where)
-    sample: Sample = LAYOUTS[layout].read(view_columns(record, LAYOUTS[layout], columns, where), where)
-    return sample
-
-
 def view_columns(record: Record, layout: "LayoutColumns", columns: Mapping[str, str], where: str) -> Mapping[str, Any]:
     """The record with the layout's own names of its columns; DataError where one is missing."""
     view = {**record, **{key: record[column] for key, column in columns.items() if column in record}}

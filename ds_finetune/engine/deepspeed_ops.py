@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ds_finetune.engine.build_lock import reported_lock
-from ds_finetune.engine.nvme import check_folder, measure_folder
+from ds_finetune.engine.nvme import check_folder, measure_folder, nvme_folders
 from ds_finetune.errors import ConfigError
 from ds_finetune.patches.deepspeed_init import ask_for_processor_once
 from ds_finetune.patches.torch_extensions import joined_folder, joined_sources
@@ -54,14 +54,7 @@ def needed_ops(plan: Plan) -> dict[str, dict[str, Any]]:
         found["fused_adam"] = {"substitute": "torch's fused AdamW"} if plan.may_take_torch_adam else {}
     elif plan.device == "cuda" and name in ("lion", "lamb"):
         found[f"fused_{name}"] = {}
-    zero = plan.deepspeed["zero_optimization"]
-    folders = sorted(
-        {
-            str(s["nvme_path"])
-            for s in (zero.get("offload_optimizer"), zero.get("offload_param"))
-            if s and s.get("device") == "nvme"
-        }
-    )
+    folders = nvme_folders(plan)
     if folders:
         found["async_io"] = {"folders": folders, "aio": plan.deepspeed.get("aio") or {}}
     return found

@@ -1,5 +1,6 @@
 """Compares one layout with the reference loop: differences of loss, gradients, norm, resume and export."""
 
+import json
 from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass
@@ -35,7 +36,6 @@ from ds_finetune.plan.routers import RouterPlan
 from ds_finetune.selftest.reference_loop import SFT, Steps, auto_class, mean_loss, reference_loop
 from ds_finetune.selftest.steps import eval_loss, take_steps
 from ds_finetune.trainer.prepare import freeze_routers
-from ds_finetune.trainer.run_dir import read_json
 from ds_finetune.units import GIB
 from ds_finetune.world import World
 
@@ -207,7 +207,7 @@ def _steps_after_resume(engine: Engine, folder: Path, steps: int) -> Steps:
 
 
 def _export(engine: Engine, model: str, out: Path) -> None:
-    config = read_json(Path(model) / "config.json")
+    config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
     family = family_of(config["model_type"])
     parts = FolderParts(
         family=family,

@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from ds_finetune.checkpoint.locking import remove_own_lock
 from ds_finetune.config.schema import RunConfig, dump_config
@@ -164,10 +163,3 @@ def _step_of(line: bytes) -> int | None:
 def nearest_existing(folder: Path) -> Path:
     """`folder`, or the nearest above it that exists."""
     return next(place for place in (folder, *folder.absolute().parents) if place.exists())
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of the run or the model."""
-    tree = json.loads(path.read_text(encoding="utf-8"))
-    assert isinstance(tree, dict)
-    return tree
