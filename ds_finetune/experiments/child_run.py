@@ -11,8 +11,8 @@ from pathlib import Path
 
 from ds_finetune.errors import INTERRUPTED_EXIT_CODE
 from ds_finetune.experiments.places import Place
+from ds_finetune.hosts.processes import began_at, has_ended, own_pid_namespace
 from ds_finetune.runs.metrics import MetricsReader
-from ds_finetune.runs.processes import began_at, has_ended, own_pid_namespace
 from ds_finetune.runs.status import read_object
 from ds_finetune.whole_file import replace_file
 
