@@ -403,7 +403,7 @@ MUTANTS = (
     Mutant(
         "a prediction layer with the indexer of the last layer",
         "model/mtp.py",
-        "_PER_LAYER[key] or changed[key][-1]",
+        "PER_LAYER[key] or changed[key][-1]",
         "changed[key][-1]",
         f"{MTP} -k glm_moe_dsa_sparse",
     ),

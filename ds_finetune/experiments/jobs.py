@@ -2,7 +2,7 @@
 
 import signal
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +14,7 @@ _POLL_SECONDS = 0.2
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class ExperimentJob:
+class ExperimentJob(ABC):
     """One run of an experiment: what is started, and what follows from its metrics and its end."""
 
     @property
@@ -26,10 +26,10 @@ class ExperimentJob:
     def run_file(self) -> str:
         """Text of the run file."""
 
-    def prepare(self) -> None:
+    def prepare(self) -> None:  # noqa: B027 - nothing by default
         """Called before the start, when no earlier run of this job is left."""
 
-    def progressed(self, child: ChildRun) -> None:
+    def progressed(self, child: ChildRun) -> None:  # noqa: B027
         """Called now and then while it runs."""
 
     @abstractmethod

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ds_finetune.engine.router_balance import RouterChoices
 from ds_finetune.errors import OutputError
-from ds_finetune.observers.append import append_whole
+from ds_finetune.observers.line_file import append_whole
 from ds_finetune.observers.outage import Outage
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.phase_line import Say

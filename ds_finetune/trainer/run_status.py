@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ds_finetune.export.verify.verify import VerificationResult
 from ds_finetune.hosts.processes import began_at, own_pid_namespace
-from ds_finetune.observers.append import append_whole
+from ds_finetune.observers.line_file import append_whole
 from ds_finetune.observers.outage import Outage
 from ds_finetune.phase_line import Say
 from ds_finetune.runs.folder import LOG
