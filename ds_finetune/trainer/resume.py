@@ -36,7 +36,7 @@ from ds_finetune.errors import CheckpointError, FinetuneError, OutputError
 from ds_finetune.hosts.free_memory import available_bytes
 from ds_finetune.observers.checkpointing import RunText
 from ds_finetune.observers.record import Resumable, StepRecord
-from ds_finetune.phase_line import Say
+from ds_finetune.phase_line import Say, say_nothing
 from ds_finetune.plan.plan import Plan
 from ds_finetune.trainer.classifier_export import adapt_tokenizer
 from ds_finetune.trainer.exports import files_beside
@@ -72,10 +72,10 @@ class ResumePoint:
 def find_resume_point(run: PreparedRun, say: Say) -> ResumePoint:
     """Test the checkpoint folder by writing to it, and find what to resume from; collective, before the model is built.
 
-    OutputError or CheckpointError on every rank; `say` prints which checkpoint is taken, and which were passed over and
-    why.
+    OutputError or CheckpointError on every rank; `say` prints, on rank zero, which checkpoint is taken, and which were
+    passed over and why.
     """
-    policy = run.config.checkpoint
+    policy, say = run.config.checkpoint, say if run.plan.world.rank == 0 else say_nothing
     if not policy.every_steps:
         return ResumePoint(None)
     folder = run.output_dir / CHECKPOINTS
