@@ -19,7 +19,6 @@ from ds_finetune.data.row_kind import OBJECTIVES, RowKind
 from ds_finetune.data.samples import read_row
 from ds_finetune.data.stream import open_stream, streaming_batches
 from ds_finetune.data.tokenizer_files import load_tokenizer
-from ds_finetune.demo import write_demo
 from ds_finetune.errors import DataError
 from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.objectives.table import make_objective
@@ -32,13 +31,6 @@ ASKED, GOOD, BAD = (
 )
 SYSTEM = {"role": "system", "content": "Count."}
 HH = "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: 2+2?\n\nAssistant:"
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
-    folder = tmp_path_factory.mktemp("demo")
-    write_demo(folder)
-    return load_tokenizer(str(folder / "model"))
 
 
 def rows_of(

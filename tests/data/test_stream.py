@@ -12,18 +12,9 @@ from ds_finetune.config.schema import DataConfig
 from ds_finetune.data import stream as streaming
 from ds_finetune.data.batches import Batch, BatchPlan, MicroBatch
 from ds_finetune.data.prepare import TokenLimits
-from ds_finetune.data.tokenizer_files import load_tokenizer
-from ds_finetune.demo import write_demo
 from ds_finetune.errors import DataError
 
 LIMITS = TokenLimits(64, 128, 512)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
-    folder = tmp_path_factory.mktemp("demo")
-    write_demo(folder)
-    return load_tokenizer(str(folder / "model"))
 
 
 def batches(

@@ -9,18 +9,10 @@ import pytest
 import yaml
 
 from ds_finetune.errors import ConfigError, OutputError, RunError
-from ds_finetune.experiments import places
 from ds_finetune.experiments.lr_range import LrRange, RangeRequest, evaluate, run_range_test, smooth
 from ds_finetune.experiments.pages import write_range_page
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_range.py")))
-
-
-@pytest.fixture(autouse=True)
-def fake_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs are stood in for by a program without torch."""
-    monkeypatch.setattr(places, "_PROGRAM", FAKE)
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
 
 
 def run_test(folder: Path, **keys: object) -> LrRange:
