@@ -30,7 +30,7 @@ from ds_finetune.engine.default_group import process_group
 from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.prepare_ops import build_ops
 from ds_finetune.errors import ConfigError, LaunchError, RunError
-from ds_finetune.families.table import FAMILIES, STANDARD_SELFTEST
+from ds_finetune.families.table import FAMILIES, STANDARD_SELFTEST, WITH_TINY_MODELS
 from ds_finetune.model.build import has_class, read_hf_config
 from ds_finetune.model.model_plan import task_of
 from ds_finetune.objectives.objective import ScoreObjective
@@ -273,7 +273,7 @@ def _cases_of_run(config: RunConfig, world: World) -> list[LayoutCase]:
     if hub.model_type not in TINY_MODELS:
         raise ConfigError(
             f"model_type {hub.model_type} has no tiny model",
-            hint=f"known: {', '.join(name for name, family in FAMILIES.items() if family.tiny_models)}",
+            hint=f"known: {', '.join(WITH_TINY_MODELS)}",
         )
     mesh = Mesh.of(config.parallel, world_size=world.world_size, rank=world.rank)
     given, _ = read_choices(choose_deepspeed(config, accelerate_choices(os.environ)))
