@@ -9,8 +9,8 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -42,6 +42,11 @@ def step_name(step: int) -> str:
 def partial_name(step: int, token: str) -> str:
     """Folder name while a checkpoint is being written; `token` tells starts of the run apart."""
     return f"{step_name(step)}.partial-{token}"
+
+
+def part_name(rank: int, world_size: int) -> str:
+    """File name of the part of `rank`."""
+    return f"part-{rank:05d}-of-{world_size:05d}.safetensors"
 
 
 class RenamedCheckpointError(CheckpointError):
@@ -82,6 +87,11 @@ class Manifest:
     token: str
     eval_loss: float | None
     files: Mapping[str, FileChecksum]
+
+    @property
+    def parts(self) -> list[str]:
+        """Names of the parts of `ranks`."""
+        return [part_name(rank, self.world_size) for rank in self.ranks]
 
     @property
     def num_bytes(self) -> int:
@@ -190,15 +200,16 @@ def commit(
     beside: Mapping[str, str],
     keep_waiting: Callable[[], bool],
 ) -> Path:
-    """Wait until every part named in `manifest.files` is written, then rename `partial` to `step-N`; returns that path.
+    """Wait until every part of `manifest` is written, then rename `partial` to `step-N`; returns that path.
 
-    The files `texts` (name to content) are written, and `beside` (name to source) linked, before that. TimeoutError if
-    `keep_waiting` returns false while parts are missing. An older folder of the same step is removed at the end.
+    The files `texts` (name to content) are written, and `beside` (name to source) linked, before that; `manifest` lists
+    no file yet. TimeoutError if `keep_waiting` returns false while parts are missing. An older folder of the same step
+    is removed at the end.
     """
     sums = _small_files(partial, texts, beside)
-    sums |= _wait_for_parts(partial, list(manifest.files), keep_waiting)
-    whole = Manifest(**{**manifest.__dict__, "files": dict(sorted(sums.items()))})
-    for name in manifest.files:
+    sums |= _wait_for_parts(partial, manifest.parts, keep_waiting)
+    whole = replace(manifest, files=dict(sorted(sums.items())))
+    for name in manifest.parts:
         (partial / (name + _STATUS)).unlink()
     write_checksummed(partial / MANIFEST, [whole.text().encode()])
     synchronise(partial)
@@ -252,7 +263,7 @@ def _small_files(partial: Path, texts: Mapping[str, str], beside: Mapping[str, s
     return sums
 
 
-def _wait_for_parts(partial: Path, names: list[str], keep_waiting: Callable[[], bool]) -> dict[str, FileChecksum]:
+def _wait_for_parts(partial: Path, names: Sequence[str], keep_waiting: Callable[[], bool]) -> dict[str, FileChecksum]:
     sums: dict[str, FileChecksum] = {}
     while True:
         # List the folder to see files of other hosts: NFS answers repeated look-ups of one name from a cache of absent

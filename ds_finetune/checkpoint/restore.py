@@ -11,11 +11,11 @@ from ds_finetune.checkpoint.files import (
     complete_steps,
     damage_of,
     find_renamed_checkpoint,
+    part_name,
     step_name,
     unfinished_folders,
 )
 from ds_finetune.checkpoint.folder import CheckpointFolder, raise_on_every_rank
-from ds_finetune.checkpoint.part_file import part_name
 from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.tools import CHECKPOINTS
 from ds_finetune.engine.collectives import all_gather_object
@@ -90,10 +90,9 @@ def restore_engine(engine: Engine, place: CheckpointFolder, found: UsableCheckpo
     # Runs that do not resume do without torch.distributed.checkpoint, whose import takes a tenth of a second.
     from ds_finetune.checkpoint.part_storage import PartStorageReader, read_state_groups
 
-    names = [part_name(rank, found.manifest.world_size) for rank in found.manifest.ranks]
     error, state = None, engine.state
     try:
-        reader = PartStorageReader(found.folder / name for name in names)
+        reader = PartStorageReader(found.folder / name for name in found.manifest.parts)
         state.create_optimizer_state(_kinds(reader))
         read_state_groups(state.groups(restoring=True), reader, absent=_absent(found.manifest))
     except CheckpointError as failed:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from ds_finetune.checkpoint.files import (
@@ -11,11 +12,11 @@ from ds_finetune.checkpoint.files import (
     complete_steps,
     damage_of,
     link_or_copy,
+    part_name,
     step_name,
     unfinished_folders,
     write_checksummed,
 )
-from ds_finetune.checkpoint.part_file import part_name
 from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.errors import CheckpointError
 from ds_finetune.units import GIB
@@ -120,7 +121,7 @@ def gather_checkpoint(folders: Sequence[Path], out: Path) -> str:
     for name, (folder, _) in files.items():
         link_or_copy(folder / name, partial / name)
     sums = {name: file for name, (_, file) in sorted(files.items())}
-    whole = Manifest(**{**first.__dict__, "ranks": tuple(range(first.world_size)), "files": sums})
+    whole = replace(first, ranks=tuple(range(first.world_size)), files=sums)
     write_checksummed(partial / MANIFEST, [whole.text().encode()])
     synchronise(partial)
     for folder in {(partial / name).parent for name in files}:

@@ -125,15 +125,26 @@ def read_optional_text(view: Mapping[str, Any], key: str, where: str) -> str:
     return read_text(view, key, where) if view.get(key) is not None else ""
 
 
+def system_turns(view: Mapping[str, Any], where: str) -> list[dict[str, str]]:
+    """The text of the column `system` as a turn; none where there is no such text."""
+    text = read_optional_text(view, "system", where)
+    return [{"role": "system", "content": text}] if text else []
+
+
+def completion_of(prompt: str, answer: str, tools: tuple[Mapping[str, Any], ...] | None) -> Completion:
+    """An answer to a prompt, which are a turn each."""
+    turns = ({"role": "user", "content": prompt}, {"role": "assistant", "content": answer})
+    return Completion(prompt, answer, Conversation(turns, tools))
+
+
 def _messages(view: Mapping[str, Any], where: str) -> Sample:
     return read_conversation(view["messages"], view.get("tools") or view.get("functions"), "messages", where)
 
 
 def _sharegpt(view: Mapping[str, Any], where: str) -> Sample:
-    system = read_optional_text(view, "system", where)
     turns = view["conversations"]
-    if system and isinstance(turns, list | tuple):
-        turns = [{"role": "system", "content": system}, *turns]
+    if isinstance(turns, list | tuple):
+        turns = [*system_turns(view, where), *turns]
     return read_conversation(turns, view.get("tools"), "conversations", where)
 
 
@@ -150,10 +161,9 @@ def read_alpaca(view: Mapping[str, Any], where: str) -> Completion:
     history: list[dict[str, str]] = []
     for question, reply in _history(view, where):
         history += [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
-    system = [{"role": "system", "content": read_text(view, "system", where)}] if view.get("system") else []
     request = f"{instruction}\n{context}" if context else instruction
-    turns = [*system, *history, {"role": "user", "content": request}, {"role": "assistant", "content": answer}]
-    return Completion(prompt, answer, Conversation(tuple(turns)))
+    last = completion_of(request, answer, None).conversation.messages
+    return Completion(prompt, answer, Conversation((*system_turns(view, where), *history, *last)))
 
 
 def _history(view: Mapping[str, Any], where: str) -> list[tuple[str, str]]:
@@ -172,8 +182,7 @@ def _prompt_completion(view: Mapping[str, Any], where: str) -> Sample:
     if isinstance(prompt, list) and isinstance(completion, list):
         return read_conversation([*prompt, *completion], view.get("tools"), "prompt, completion", where)
     question, answer = read_text(view, "prompt", where), read_text(view, "completion", where)
-    turns = ({"role": "user", "content": question}, {"role": "assistant", "content": answer})
-    return Completion(question, answer, Conversation(turns, read_tools(view.get("tools"), where)))
+    return completion_of(question, answer, read_tools(view.get("tools"), where))
 
 
 def _plain(view: Mapping[str, Any], where: str) -> Sample:

@@ -14,6 +14,7 @@ import torch
 from ds_finetune.checkpoint.base_config import model_mismatch
 from ds_finetune.checkpoint.files import (
     complete_steps,
+    part_name,
     remove_checkpoint,
     rename_unusable,
     step_name,
@@ -21,7 +22,6 @@ from ds_finetune.checkpoint.files import (
 )
 from ds_finetune.checkpoint.folder import CheckpointFolder, open_checkpoint_folder, raise_on_every_rank, try_in_folder
 from ds_finetune.checkpoint.locking import LOCK_SECONDS, lock_folder
-from ds_finetune.checkpoint.part_file import part_name
 from ds_finetune.checkpoint.random_state import restore_random_state
 from ds_finetune.checkpoint.restore import UsableCheckpoint, named_checkpoint, newest_checkpoint, restore_engine
 from ds_finetune.checkpoint.run_state import RunState, layout_of, versions

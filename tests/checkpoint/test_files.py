@@ -25,6 +25,7 @@ from ds_finetune.checkpoint.files import (
     commit,
     complete_steps,
     mark_part_written,
+    part_name,
     partial_name,
     remove_checkpoint,
     step_name,
@@ -33,7 +34,7 @@ from ds_finetune.checkpoint.files import (
 )
 from ds_finetune.checkpoint.folder import CheckpointFolder
 from ds_finetune.checkpoint.messages import CommitJob, RemoveJob, ReserveJob, WriteJob
-from ds_finetune.checkpoint.part_file import PartFile, part_name
+from ds_finetune.checkpoint.part_file import PartFile
 from ds_finetune.checkpoint.part_sinks import FilePartSink, WriterProcess
 from ds_finetune.checkpoint.part_storage import PartStorageReader, read_state_groups, serialise_part
 from ds_finetune.checkpoint.planners import share_of_slice
@@ -79,8 +80,7 @@ def test_overlap() -> None:
 
 
 def manifest(step: int, *, parts: int = 1, eval_loss: float | None = None, token: str = "a") -> Manifest:
-    names = [part_name(rank, parts) for rank in range(parts)]
-    return Manifest(step, parts, tuple(range(parts)), "host", token, eval_loss, dict.fromkeys(names))  # type: ignore[arg-type]
+    return Manifest(step, parts, tuple(range(parts)), "host", token, eval_loss, {})
 
 
 def complete(folder: Path, step: int, *, eval_loss: float | None = None) -> Path:
@@ -287,7 +287,7 @@ def _aside(home: CheckpointFolder, rank: int) -> Path:
 
 
 def _of_node(rank: int, host: str) -> Manifest:
-    return Manifest(5, 2, (rank,), host, "token", None, {part_name(rank, 2): None})  # type: ignore[dict-item]
+    return Manifest(5, 2, (rank,), host, "token", None, {})
 
 
 def _state(**config: object) -> RunState:

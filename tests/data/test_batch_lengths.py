@@ -14,7 +14,7 @@ from ds_finetune.data.prepare import TokenLimits, prepare_rows
 from ds_finetune.data.row_kind import RowKind
 from ds_finetune.data.stream import open_stream, streaming_batches
 
-LIMITS = TokenLimits(max_seq_len=16, vocab_size=128, max_positions=512)
+LIMITS = TokenLimits(max_seq_len=16, vocab_size=128)
 PAD = 2
 LABELLED = RowKind.of(ClassificationObjective(name="classification", num_labels=1))
 PAIRS, MARKED = RowKind.of(RewardObjective(name="reward")), RowKind.of(KtoObjective(name="kto"))

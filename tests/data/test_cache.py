@@ -21,7 +21,7 @@ from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.errors import CheckpointError, OutputError
 from tests.running import files_of_at_most
 
-LIMITS = TokenLimits(max_seq_len=64, vocab_size=128, max_positions=512)
+LIMITS = TokenLimits(max_seq_len=64, vocab_size=128)
 
 
 def write(path: Path, rows: int, *, other: int | None = None) -> Path:

@@ -60,7 +60,7 @@ def rows_of(
     path = folder / f"{purpose}.json"
     path.write_text(json.dumps(records))
     given = {"train": str(path), "eval": str(path), "cache_dir": str(folder / "cache"), **options}
-    limits = TokenLimits(max_seq_len, 128, 512)
+    limits = TokenLimits(max_seq_len, 128)
     config = DataConfig.model_validate({**given, "max_truncated_ratio": 1})
     return prepare_rows(config, purpose, tokenizer=tokenizer, limits=limits, kind=kind or kind_of())
 
@@ -158,7 +158,7 @@ def test_labels_of_the_objective_give_the_order(tokenizer: PreTrainedTokenizerBa
 def test_a_stream_reads_no_labels_before_the_run(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     path.write_text(json.dumps([{"text": "x", "label": number % 3} for number in range(20)]))
-    config, limits = DataConfig.model_validate({"train": str(path), "streaming": True}), TokenLimits(32, 128, 512)
+    config, limits = DataConfig.model_validate({"train": str(path), "streaming": True}), TokenLimits(32, 128)
     with pytest.raises(ConfigError, match="reads no row before the run"):
         find_classes(config, kind_of())
     rows = open_stream(config, "train", tokenizer=tokenizer, limits=limits, kind=kind_of(num_labels=3))
@@ -181,7 +181,7 @@ def test_classes_in_csv_are_texts_of_numbers(tokenizer: PreTrainedTokenizerBase,
     )
     kind = find_classes(config, kind_of())
     assert (kind.num_labels, kind.labels, kind.has_known_classes) == (2, (), True)
-    rows = prepare_rows(config, "train", tokenizer=tokenizer, limits=TokenLimits(32, 128, 512), kind=kind_of())
+    rows = prepare_rows(config, "train", tokenizer=tokenizer, limits=TokenLimits(32, 128), kind=kind_of())
     assert rows.documents.targets.tolist() == [1, 0]
     assert rows.kind == kind
 
@@ -263,7 +263,7 @@ def test_mrpc(shared_data: Path, tmp_path: Path) -> None:
     path.write_text(json.dumps(records))
     columns = {"text": "#1 String", "text_pair": "#2 String", "label": "Quality"}
     config = DataConfig.model_validate({"train": str(path), "cache_dir": str(tmp_path / "cache"), "columns": columns})
-    rows = prepare_rows(config, "train", tokenizer=tokenizer, limits=TokenLimits(256, 102_400, None), kind=kind_of())
+    rows = prepare_rows(config, "train", tokenizer=tokenizer, limits=TokenLimits(256, 102_400), kind=kind_of())
     assert rows.counts.read == rows.counts.documents == rows.num_units == 4076
     assert int(rows.documents.targets.sum()) == 2753
     assert rows.fill_ratio(256) > 0.97

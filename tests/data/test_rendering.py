@@ -22,7 +22,7 @@ QWEN2, QWEN3 = "Qwen-Qwen2.5-7B-Instruct.jinja", "qwen3_tokenizer_config.json"
 HERMES = "NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use.jinja"
 R1, V3, LLM = "deepseek-ai-DeepSeek-R1-Distill-Llama-8B.jinja", "deepseek_v3_tokenizer_config.json", "deepseek-llm"
 EOS = "<｜end▁of▁sentence｜>"
-LIMITS = TokenLimits(256, 200_000, None)
+LIMITS = TokenLimits(256, 200_000)
 ASKED, RESULT, SAID = (
     {"role": "user", "content": "2+2?"},
     {"role": "tool", "content": "4"},

@@ -14,7 +14,7 @@ from ds_finetune.data.batches import Batch, BatchPlan, MicroBatch
 from ds_finetune.data.prepare import TokenLimits
 from ds_finetune.errors import DataError
 
-LIMITS = TokenLimits(64, 128, 512)
+LIMITS = TokenLimits(64, 128)
 
 
 def batches(
@@ -150,7 +150,7 @@ def test_the_fingerprint_of_a_stream_changes_with_its_rows(tokenizer: PreTrained
         {"long_rows": "drop"},
         {"template": str(template)},
     )
-    found = [fingerprint(TokenLimits(32, 128, 512)), *(fingerprint(**settings) for settings in others)]
+    found = [fingerprint(TokenLimits(32, 128)), *(fingerprint(**settings) for settings in others)]
     template.write_text("{{ messages[0].content }}!")
     found += [fingerprint(template=str(template))]
     assert len(set(found)) == len(found)
