@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
-from ds_finetune.observers.record import StepRecord
+from ds_finetune.observers.record import Observer, StepRecord
 from ds_finetune.phase_line import Say
 from ds_finetune.units import GIB
 
@@ -34,7 +34,7 @@ class Predicted:
         return found
 
 
-class ForecastCheck:
+class ForecastCheck(Observer):
     """After MEASURED_STEPS steps of this start, adds what was predicted and measured to the record, and says it in a
     line.
     """
@@ -59,9 +59,6 @@ class ForecastCheck:
         if texts:
             self._say(f"after {MEASURED_STEPS} steps: {'; '.join(texts)}")
         return record.with_values(self._values(peak))
-
-    def close(self) -> None:
-        """Nothing to write."""
 
     def _values(self, peak: float) -> dict[str, float]:
         values = {"memory/measured_gib": peak / GIB}
