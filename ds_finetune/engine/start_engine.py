@@ -325,10 +325,11 @@ def _device(plan: Plan) -> str:
 def _install_groups(lm: PreTrainedModel, plan: Plan, model: ModelPlan, groups: Groups) -> Kernel:
     """Make `lm` communicate in its stage, tensor and expert parallel groups; returns the loss kernel that fits."""
     kernel, hf_config = KERNELS[plan.loss_kernel], model.hf_config
-    if kernel is chunked_cross_entropy and model.task == "causal_lm":
+    if model.task == "causal_lm":
         rows = hf_config.vocab_size // plan.mesh.tp
         chunk = head_chunk(rows, precision=plan.precision, device=plan.device)
-        kernel = partial(chunked_cross_entropy, chunk=chunk, tp_group=groups.tensor)
+        of_ranks = {"tp_group": groups.tensor} if kernel is chunked_cross_entropy else {}
+        kernel = partial(kernel, chunk=chunk, **of_ranks)
     if groups.stage is not None:
         install_pipeline_stage(lm, groups.stage, outputs=model.head_outputs)
     if groups.tensor is not None:

@@ -61,9 +61,9 @@ class HeadGradients(NamedTuple):
         self.add_products(d_logits.to(part.dtype), part, weight, start)
 
     def add_bias(self, d_logits: torch.Tensor) -> None:
-        """Add the gradient of the bias from `d_logits` fp32 of some tokens."""
+        """Add the gradient of the bias from `d_logits` of some tokens; the sum is fp32."""
         if self.d_bias is not None:
-            self.d_bias.add_(d_logits.sum(0))
+            self.d_bias.add_(d_logits.sum(0, dtype=self.d_bias.dtype))
 
     def add_products(self, d_logits: torch.Tensor, part: torch.Tensor, weight: torch.Tensor, start: int) -> None:
         """The same as `add_chunk` from `d_logits` in the dtype of `hidden`, without the bias."""
