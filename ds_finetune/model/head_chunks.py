@@ -9,15 +9,11 @@ import torch
 
 from ds_finetune.model.parallel.tensor import TensorParallelGroup
 from ds_finetune.model.products import add_product, multiplication
-from ds_finetune.plan.head_chunk import CPU_TOKENS
+from ds_finetune.plan.head_chunk import CPU_BLOCK_NUMBERS, CPU_TOKENS
 
 CHUNK_TOKENS = CPU_TOKENS
 """Supervised positions whose logits exist at a time, where the plan says nothing else."""
-_BLOCK_NUMBERS = 2**19
-"""Logits for each thread that a CPU turns into fp32 at a time where products are 16 bits, 2 MiB: they stay in its
-caches. Loss and gradients of 2,600 tokens, width 256 and vocabulary 102,400 take 1.8 s in place of 2.5 (bf16, torch
-2.13, one core with AVX512-BF16); between 2**17 and 2**22 times differ by 6%.
-"""
+_BLOCK_NUMBERS = CPU_BLOCK_NUMBERS
 
 
 class NeededGradients(NamedTuple):
