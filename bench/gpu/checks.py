@@ -9,8 +9,7 @@ from bench.gpu.results import Recorder
 
 ROOT = Path(__file__).resolve().parents[2]
 _TESTS = tuple(
-    f"tests/model/test_{name}.py"
-    for name in ("packed_attention", "head_chunks", "activation_offload", "liger", "loss")
+    f"tests/model/test_{name}.py" for name in ("packed_attention", "head_chunks", "activation_offload", "liger", "loss")
 )
 
 

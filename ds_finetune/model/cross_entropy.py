@@ -19,7 +19,6 @@ from ds_finetune.model.head_chunks import (
 from ds_finetune.model.parallel.tensor import TensorParallelGroup
 from ds_finetune.model.products import multiplication
 
-
 _LIGER_BLOCK = 32768
 """Logits that Liger's kernel takes at a time (liger-kernel 0.8.5, ops/fused_linear_cross_entropy.py:26)."""
 
