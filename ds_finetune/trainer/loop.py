@@ -94,7 +94,7 @@ def step_values(result: StepResult, *, seconds: float, waited: float) -> dict[st
 
 
 def peak_gib() -> float:
-    """Peak memory of this process in GiB: allocated on the GPU that it computes on, resident on the host without one."""
+    """Peak memory of this process in GiB: allocated on the GPU that it computes on, else resident on the host."""
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated() / GIB
     unit = 1 if sys.platform == "darwin" else 1024
