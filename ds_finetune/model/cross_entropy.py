@@ -83,7 +83,7 @@ def chunked_cross_entropy(  # noqa: PLR0913 - a Kernel, its chunk and its group 
     return LossAndGradients(loss_sum, num_correct, *gradients)
 
 
-def liger_cross_entropy(
+def liger_cross_entropy(  # noqa: PLR0913 - a Kernel and its chunk
     hidden: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
