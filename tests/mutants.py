@@ -976,6 +976,8 @@ MUTANTS = (
 
 def main(names: list[str]) -> int:
     """Try the mutants whose name is given, or all; 1 where one is not found."""
+    if unknown := set(names) - {mutant.name for mutant in MUTANTS}:
+        sys.exit(f"no such faults: {sorted(unknown)}")
     chosen = [mutant for mutant in MUTANTS if not names or mutant.name in names]
     missed = [mutant.name for mutant in chosen if not _is_found(mutant)]
     sys.stdout.write(

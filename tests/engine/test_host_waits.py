@@ -103,7 +103,7 @@ def _matrix() -> list[Layout]:
         for stage in (0, 1):
             found += [Layout(_CLIPPED(family, stage, 4, pp=2), 2, layers=4)]
     for stage in range(4):
-        found += _depths(_CLIPPED("deepseek_v3", stage, 4, balances=True), 2)
+        found += _depths(_CLIPPED("deepseek_v3", stage, 4, balances=True), 2, label="balanced")
         found += _depths(Cell("deepseek_v3", stage, 4, packing=True), sections=_LORA, label="lora")
         found += _depths(_CLIPPED("deepseek_v3", stage, 4), sections=_MTP, label="mtp")
         found += _depths(_CLIPPED("deepseek_v32_sparse", stage, 4), sections=_INDEXER, label="indexer")
@@ -124,6 +124,7 @@ def _offloads() -> list[Layout]:
 
 
 OTHERS = [*FURTHER, *(layout for layout in _matrix() if layout not in (*CHOSEN, *FURTHER))]
+assert len({layout.name for layout in OTHERS}) == len(OTHERS), "a file of each layout has its name"
 
 
 def _write_model(layout: Layout, out: Path) -> Path:
