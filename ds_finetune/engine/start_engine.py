@@ -32,7 +32,7 @@ from ds_finetune.families.table import family_of
 from ds_finetune.model.activation_offload import CudaTransfer, PlainTransfer, offload_layer_inputs
 from ds_finetune.model.balance_loss import BalanceLoss
 from ds_finetune.model.build import Where, build_skeleton, model_class, resolve_folder, whole
-from ds_finetune.model.cross_entropy import KERNELS, Kernel, chunked_cross_entropy
+from ds_finetune.model.cross_entropy import KERNELS, Kernel, chunked_cross_entropy, liger_cross_entropy
 from ds_finetune.model.distillation import DistilledModel
 from ds_finetune.model.dtypes import PRECISION_DTYPES
 from ds_finetune.model.encoder import encoder_of
@@ -327,10 +327,13 @@ def _device(plan: Plan) -> str:
 def _install_groups(lm: PreTrainedModel, plan: Plan, model: ModelPlan, groups: Groups) -> Kernel:
     """Make `lm` communicate in its stage, tensor and expert parallel groups; returns the loss kernel that fits."""
     kernel, hf_config = KERNELS[plan.loss_kernel], model.hf_config
-    if kernel is chunked_cross_entropy and model.task == "causal_lm":
+    if model.task == "causal_lm":
         rows = hf_config.vocab_size // plan.mesh.tp
         chunk = head_chunk(rows, precision=plan.precision, device=plan.device)
-        kernel = partial(chunked_cross_entropy, chunk=chunk, tp_group=groups.tensor)
+        if kernel is liger_cross_entropy:
+            kernel = partial(liger_cross_entropy, chunk=chunk)
+        else:
+            kernel = partial(chunked_cross_entropy, chunk=chunk, tp_group=groups.tensor)
     if groups.stage is not None:
         install_pipeline_stage(lm, groups.stage, outputs=model.head_outputs)
     if groups.tensor is not None:
