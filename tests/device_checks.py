@@ -30,6 +30,14 @@ class CpuTensor(AssertionError):
     """A tensor on the CPU went into a collective, which NCCL refuses."""
 
 
+class MixedDevices(AssertionError):
+    """An operator was given tensors of both devices, which CUDA refuses."""
+
+
+_TAKE_BOTH = {torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default, torch.ops.aten.set_.source_Tensor}
+"""Operators between devices. CUDA takes numbers, tensors without a dimension, from the CPU in all operators."""
+
+
 class OnDevice(torch.Tensor):
     """A tensor on the imaginary device; `held` has its numbers."""
 
@@ -66,6 +74,7 @@ def _computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if asked is None
         else torch.device(asked).type == DEVICE.type
     )
+    _check_same_device(func, tree_leaves((args, kwargs)))
     kwargs = kwargs if asked is None or torch.device(asked).type == "meta" else kwargs | {"device": torch.device("cpu")}
     args, kwargs = tree_map(_held, (args, kwargs))
     if func is torch.ops.aten.histc.default:
@@ -73,6 +82,15 @@ def _computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         args = (args[0].float(), *args[1:])
     out = func(*args, **kwargs)
     return tree_map(lambda leaf: OnDevice(leaf) if isinstance(leaf, torch.Tensor) and is_there else leaf, out)
+
+
+def _check_same_device(func: Any, leaves: list[Any]) -> None:
+    """MixedDevices where an operator of one device gets tensors of both."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    on_cpu = [leaf for leaf in tensors if not isinstance(leaf, OnDevice) and leaf.dim() and leaf.device.type == "cpu"]
+    if on_cpu and len(on_cpu) < sum(leaf.dim() > 0 for leaf in tensors) and func not in _TAKE_BOTH:
+        shapes = ", ".join(f"{leaf.dtype} {tuple(leaf.shape)}" for leaf in on_cpu)
+        raise MixedDevices(f"{func} was given {shapes} on the CPU and tensors of the device")
 
 
 def _held(leaf: Any) -> Any:

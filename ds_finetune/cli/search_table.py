@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from ds_finetune.search.forecast import seconds_text
 from ds_finetune.search.search import SearchResult
 from ds_finetune.search.search_run import layout_text, reason_text
 from ds_finetune.units import GIB
@@ -28,7 +29,7 @@ def _tables(result: SearchResult) -> Iterator[RenderableType]:
     for number, found in enumerate(result.proposals, start=1):
         time, memory = found.time, found.memory
         sizes = f"{memory.device_bytes / GIB:,.1f}", f"{memory.host_bytes / GIB:,.1f}"
-        rates = f"{time.seconds:.3g}", f"{time.tokens_per_second:,.0f}", f"{time.mfu:.1%}"
+        rates = seconds_text(time.seconds), f"{time.tokens_per_second:,.0f}", f"{time.mfu:.1%}"
         table.add_row(str(number), layout_text(found.candidate), *rates, *sizes, reason_text(best, found))
     yield table
     if result.misfits:
@@ -41,5 +42,5 @@ def _misfits(result: SearchResult) -> Table:
         table.add_column(head, overflow="fold")
     for misfit in result.misfits:
         text = result.budget.problem(misfit.memory)
-        table.add_row(layout_text(misfit.candidate), f"{misfit.seconds:.3g}", text)
+        table.add_row(layout_text(misfit.candidate), seconds_text(misfit.seconds), text)
     return table

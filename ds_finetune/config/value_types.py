@@ -73,7 +73,7 @@ def _check_warmup(text: object) -> object:
 
 def _check_micro_batch(value: object) -> object:
     if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise ValueError(f"it is {value!r}; write a whole number of at least 1, or `auto`")
+        raise ValueError("it should be a whole number of at least 1, or `auto`")
     return value
 
 

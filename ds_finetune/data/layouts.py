@@ -53,9 +53,15 @@ def recognise_layout(record: Record, columns: Mapping[str, str], where: str) -> 
     if found is not None:
         return found
     raise DataError(
-        f"{where} has columns {', '.join(sorted(record))}, which fit no layout",
+        f"{where} has columns {', '.join(sorted(record))}, which fit no layout{_absent_columns(record, columns)}",
         hint=f"name them under data.columns; layouts are {known_layouts(LAYOUTS)}",
     )
+
+
+def _absent_columns(record: Record, columns: Mapping[str, str]) -> str:
+    """What an error adds where data.columns names columns that a record does not have."""
+    absent = [f"{key}: {column}" for key, column in columns.items() if column not in record]
+    return f", and data.columns names others: {', '.join(absent)}" if absent else ""
 
 
 def known_layouts(layouts: Mapping[str, "LayoutColumns"]) -> str:

@@ -182,9 +182,13 @@ def tokenise_records(records: Sequence[tuple[str, Record]], tokenisation: Tokeni
 def _make_token_documents(samples: Sequence[tuple[str, Sample]], tokenisation: Tokenisation) -> Made:
     kind = tokenisation.kind
     tokeniser = SampleTokeniser(tokenisation.tokenizer, tokenisation.settings, bos=kind.bos, has_eos=kind.has_eos)
-    tokens = tokeniser.tokenise(samples)
     rules = [_rule(*sample, tokenisation.limits) for sample in samples]
-    documents, counts = make_documents(tokens, rules, max_seq_len=tokenisation.limits.max_seq_len)
+    most = tokenisation.limits.max_seq_len
+    tokens = [
+        replace(row, dropped="no_answer_left") if rule == "truncate" and row.loses_answers(most) else row
+        for row, rule in zip(tokeniser.tokenise(samples), rules, strict=True)
+    ]
+    documents, counts = make_documents(tokens, rules, max_seq_len=most)
     return documents, counts, tokens
 
 

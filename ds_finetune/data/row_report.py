@@ -24,7 +24,7 @@ DROPPED = {
     "equal_sides": ("whose chosen and rejected answers have the same tokens", "remove such rows: they teach nothing"),
     "no_answer_left": (
         "whose prompt leaves no room for an answer",
-        "raise train.max_seq_len, which bounds both sides of a pair together",
+        "raise train.max_seq_len, which bounds a row, and both sides of a pair together",
     ),
     "prompts": (
         "whose answers the chat template opens differently, so that their prompts differ",
@@ -38,6 +38,7 @@ NOTED = {
     "open_call": (
         "have a tool call that the chat template does not end as it ends other turns: the model may not stop after it"
     ),
+    "empty_answer": "have an empty answer, of which only the end token is trained",
     "behind": "end with messages after the last answer, which are left out",
     "control_text": "contain control tokens, which are tokenised as text (data.control_tokens text)",
     "control_keep": "contain control tokens, which stay control tokens (data.control_tokens keep)",

@@ -48,6 +48,12 @@ class Tokens:
     notes: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
 
+    def loses_answers(self, most: int) -> bool:
+        """Whether every token that carries loss is behind the first `most`; the first of a document never carries
+        loss.
+        """
+        return not self.dropped and any(self.mask[1:]) and not any(self.mask[1:most])
+
 
 @dataclass(frozen=True)
 class TemplateSettings:
@@ -140,8 +146,12 @@ class SampleTokeniser:
             )
         if isinstance(sample, Completion) and sample.conversation.messages[:-2] and not sample.has_all_turns:
             return _SampleText((), Tokens([], [], dropped="plain"))
-        has_tools = isinstance(sample, Completion) and sample.conversation.tools
-        notes = tuple(name for name, applies in (("control_plain", has_control), ("tools", has_tools)) if applies)
+        remarks = {
+            "control_plain": has_control,
+            "tools": isinstance(sample, Completion) and sample.conversation.tools,
+            "empty_answer": isinstance(sample, Completion) and not sample.completion.strip(),
+        }
+        notes = tuple(name for name, applies in remarks.items() if applies)
         segments = [Segment(sample.text, "all")] if isinstance(sample, PlainText) else self._completion_segments(sample)
         return _SampleText(tuple(segments), Tokens([], [], notes=notes))
 
@@ -174,7 +184,9 @@ class SampleTokeniser:
             "open_call" if any(t.is_open for t in turns) else "",
         ]
         notes += ["behind"] if last < len(messages) - 1 else []
-        text = self._segments(turns, self._supervised_messages(conversation, turns), rendered)
+        supervised = self._supervised_messages(conversation, turns)
+        notes += ["empty_answer"] if any(not t.body.strip() for t in turns if t.number in supervised) else []
+        text = self._segments(turns, supervised, rendered)
         return replace(text, result=replace(text.result, notes=tuple(note for note in notes if note), unread=unread))
 
     def _supervised_messages(self, conversation: Conversation, turns: Sequence[Turn]) -> set[int]:

@@ -5,6 +5,7 @@ Rates are bytes a second in one direction, FLOP/s are of dense products; a datas
 
 import difflib
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -289,13 +290,20 @@ def accelerator(name: str) -> Accelerator:
     """The accelerator with a name of the table, such as `h100-80g`; ConfigError with the nearest names for another."""
     found = ACCELERATORS.get(name.lower())
     if found is None:
-        nearest = difflib.get_close_matches(name.lower(), ACCELERATORS, n=2, cutoff=0.4)
+        nearest = _nearest(name.lower())
         likely = f"nearest: {', '.join(nearest)}; " if nearest else ""
         raise ConfigError(
             f"accelerator `{name}` is not known",
             hint=f"{likely}known: {', '.join(ACCELERATORS)}",
         )
     return found
+
+
+def _nearest(name: str) -> list[str]:
+    """Names that have a name inside, as `h100` or `4090`; where there is none, similar ones."""
+    plain = re.sub("[^a-z0-9]|nvidia", "", name).replace("gb", "g")
+    having = [known for known in ACCELERATORS if plain and plain in known.replace("-", "")]
+    return having or difflib.get_close_matches(name, ACCELERATORS, n=2, cutoff=0.4)
 
 
 def accelerator_of_device(device_name: str) -> Accelerator:

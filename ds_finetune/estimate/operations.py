@@ -6,6 +6,7 @@ tests/estimate/test_operations.py compares both in every family.
 """
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +23,9 @@ from ds_finetune.families.parameters import ModelConfig
 from ds_finetune.families.table import family_of
 from ds_finetune.families.tensors import EMBEDDING
 from ds_finetune.plan.combinations import WEIGHT_BYTES
+from ds_finetune.plan.head_chunk import head_chunk
 from ds_finetune.plan.model_shape import Shape
+from ds_finetune.plan.objectives import DOCUMENT_LOSSES
 from ds_finetune.plan.plan import Plan
 
 Unit = Literal["matmul", "head", "grouped", "attention", "memory"]
@@ -182,12 +185,23 @@ def _head(work: Work, kind: TensorKind) -> Iterator[Operation]:
     rows = len(work.rows.documents) * work.num_rows / work.plan.mesh.sp if is_score else work.num_supervised
     times = 2 if work.config.mtp.train else 1
     is_frozen = work.config.lora is not None and not is_score
-    passes = 1 + work.extra_forwards + (1 if is_frozen else 2)
+    passes = 1 + work.extra_forwards + (1 if is_frozen else 2 + _logits_again(work, kind))
     flops = 2 * rows * kind.numel * passes * times
     logits = rows * kind.local[0] * times
     # The gradient of the weight is added up in fp32, chunk by chunk.
     moved = work.width * kind.numel * passes + _PASSES_OVER_LOGITS * (work.width + 4) / 2 * logits
     yield Operation("head and loss", "head", flops, moved)
+
+
+def _logits_again(work: Work, kind: TensorKind) -> float:
+    """Share of the logits that are computed a second time: where the loss is one of documents' log-probabilities, all
+    but those of the last chunk (model/log_probs.py).
+    """
+    if work.config.objective.name not in DOCUMENT_LOSSES:
+        return 0
+    chunk = head_chunk(kind.local[0], precision=work.plan.precision, device=work.plan.device)
+    before_last = math.ceil(work.num_supervised / chunk) - 1
+    return max(0.0, before_last * chunk / work.num_supervised) if work.num_supervised else 0
 
 
 def _attention(work: Work, weights: RankWeights) -> Iterator[Operation]:

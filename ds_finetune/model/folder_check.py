@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ds_finetune.errors import ModelError
 from ds_finetune.model.safetensors_header import header_bytes
-from ds_finetune.plan.config_json import check_layer_numbers
+from ds_finetune.plan.config_json import check_sizes
 
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
 _SHOWN = 5
@@ -41,7 +41,7 @@ def check_folder(folder: Path) -> None:
         except ValueError as too_long:
             raise ModelError(f"{file}: {too_long}", hint="it is damaged or harmful; download it again") from too_long
     if (folder / "config.json").is_file():
-        check_layer_numbers(folder / "config.json")
+        check_sizes(folder / "config.json")
 
 
 def _is_inside(file: Path, folder: Path) -> bool:

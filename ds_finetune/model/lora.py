@@ -187,7 +187,7 @@ def _adapt(
         held = shape_of(weight) if is_four_bit(weight) else placement.where(weight).shape
         of = placement.model_shard.tensor_shard(f"{target.name}.{leaf}", held)
         assert of.whole_shape == shape, (target.name, leaf, of.whole_shape, shape)
-        for side, values in _initial_factors(f"{target.name}.{leaf}", shape, lora.rank, seed).items():
+        for side, values in initial_factors(f"{target.name}.{leaf}", shape, lora.rank, seed).items():
             own = f"{'' if leaf == 'weight' else leaf + '_'}lora_{side}"
             name = f"{target.name}.{own}"
             local = _local_shape(side, held, lora.rank)
@@ -205,8 +205,8 @@ def _local_shape(side: str, held: Shape, rank: int) -> Shape:
     return (*experts, rank, width) if side == "A" else (*experts, out, rank)
 
 
-def _initial_factors(name: str, shape: Shape, rank: int, seed: int) -> dict[str, torch.Tensor]:
-    """Initial A and B of a weight, fp32."""
+def initial_factors(name: str, shape: Shape, rank: int, seed: int) -> dict[str, torch.Tensor]:
+    """A [..., rank, in] and B [..., out, rank] of the weight `name` of `shape` before the first step, fp32."""
     *experts, out, width = shape
     bound = width**-0.5
     generator = torch.Generator().manual_seed(seed_of(seed, f"{name}.lora_A"))

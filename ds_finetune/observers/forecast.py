@@ -21,17 +21,24 @@ class Predicted:
 
     device_bytes: int | None
     step_seconds: float | None
+    is_host: bool = False
+    """Whether the device is the host's CPU, where what is measured is how much a whole process grew."""
 
     def texts(self, *, measured_bytes: float, measured_seconds: float) -> list[str]:
         """Each number beside what was measured."""
         found = []
         if self.device_bytes is not None:
-            gib = f"{self.device_bytes / GIB:.3f} GiB predicted, {measured_bytes / GIB:.3f} GiB measured"
-            found.append(f"memory of the fullest rank {gib} ({_error(self.device_bytes, measured_bytes)})")
+            found.append(f"memory of the fullest rank {self._memory_text(self.device_bytes, measured_bytes)}")
         if self.step_seconds is not None:
             seconds = f"{self.step_seconds:.3f} s predicted, {measured_seconds:.3f} s measured"
             found.append(f"step {seconds} ({_error(self.step_seconds, measured_seconds)})")
         return found
+
+    def _memory_text(self, predicted: int, measured: float) -> str:
+        text, found = f"{predicted / GIB:.3f} GiB predicted", f"{measured / GIB:.3f} GiB"
+        if self.is_host:
+            return f"{text} for tensors; its process grew by {found}, with libraries and freed memory that it keeps"
+        return f"{text}, {found} measured ({_error(predicted, measured)})"
 
 
 class ForecastCheck(Observer):

@@ -68,7 +68,7 @@ def _worlds_hint(global_batch_size: int, micro_batch_size: int) -> str:
     """Ranks that can share the global batch in forwards of this size."""
     forwards, rest = divmod(global_batch_size, micro_batch_size)
     legal = [str(dp) for dp in range(1, forwards + 1) if forwards % dp == 0] if not rest else []
-    return f"; or start {', '.join(legal)} ranks" if legal else ""
+    return f"; or start {', '.join(legal)} {'ranks' if len(legal) > 1 else 'rank'}" if legal else ""
 
 
 def _divisors_hint(global_batch_size: int, dp: int) -> str:

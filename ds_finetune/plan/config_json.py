@@ -15,6 +15,20 @@ published models have 126.
 MAX_CONFIG_BYTES = 16 * MIB
 """Maximum size of a config.json; published ones have a few KiB."""
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers", "num_nextn_predict_layers")
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "vocab_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+)
+"""Sizes that are whole numbers of at least 1 where a config.json has them and they are not null."""
+_PUBLISHED = "take the config.json published with the model"
 _NAME = "config.json"
 
 
@@ -23,23 +37,23 @@ def read_config_json(path: str) -> dict[str, Any]:
     where it is none of a model.
     """
     file = _config_file(path)
-    check_layer_numbers(file)
+    check_sizes(file)
     try:
         tree = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as broken:
         raise ModelError(f"{file} cannot be read: {broken}", hint="correct it, or get the published one") from broken
     if not isinstance(tree, dict) or not isinstance(tree.get("model_type"), str):
-        raise ModelError(f"{file} names no model_type", hint="take the config.json published with the model")
+        raise ModelError(f"{file} names no model_type", hint=_PUBLISHED)
     return tree
 
 
-def check_layer_numbers(file: Path) -> None:
-    """ModelError where a config.json is too large, or has numbers of layers that no model has."""
+def check_sizes(file: Path) -> None:
+    """ModelError where a config.json is too large, or has numbers of layers, sizes or heads that no model has."""
     size = file.stat().st_size
     if size > MAX_CONFIG_BYTES:
         raise ModelError(
             f"{file} has {size:,} bytes, more than {MAX_CONFIG_BYTES:,}",
-            hint="take the config.json published with the model",
+            hint=_PUBLISHED,
         )
     try:
         tree = json.loads(file.read_text(encoding="utf-8"))
@@ -51,8 +65,27 @@ def check_layer_numbers(file: Path) -> None:
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_LAYERS:
             raise ModelError(
                 f"{file}: {key} is {value!r}, not a number from {least} to {MAX_LAYERS}",
-                hint="take the config.json published with the model",
+                hint=_PUBLISHED,
             )
+    if isinstance(tree, Mapping):
+        _check_widths(file, tree)
+
+
+def _check_widths(file: Path, tree: Mapping[str, Any]) -> None:
+    """ModelError where a size is no whole number of at least 1, or heads cannot share keys and values."""
+    for key in _SIZES:
+        value = tree.get(key)
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        # Some models have a list with a size for each layer.
+        if value is not None and not isinstance(value, list) and not (is_number and value >= 1):
+            raise ModelError(f"{file}: {key} is {value!r}, not a whole number of at least 1", hint=_PUBLISHED)
+    heads, groups = tree.get("num_attention_heads"), tree.get("num_key_value_heads")
+    if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
+        raise ModelError(
+            f"{file}: num_attention_heads {heads} is no multiple of num_key_value_heads {groups}, and each key and "
+            "value head serves as many of them as the others",
+            hint=_PUBLISHED,
+        )
 
 
 def _counts(tree: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - whatever a config.json holds

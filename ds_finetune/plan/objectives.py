@@ -22,6 +22,9 @@ UNITS: Mapping[str, str] = {
 CROSS_ENTROPY = ("sft", "pretrain")
 """Objectives whose loss is the mean cross entropy of tokens, which fused kernels compute."""
 
+DOCUMENT_LOSSES = ("dpo", "simpo", "cpo", "orpo", "kto")
+"""Objectives whose loss is one of the log-probabilities of whole documents."""
+
 SCORES = ("classification", "reward")
 """Objectives of models with a head for scores in place of the one for tokens."""
 

@@ -64,7 +64,9 @@ class Forecast:
     def _parameters(self) -> str:
         shape = Shape.of(self.model, mtp_layers=1 if self.config.mtp.train else 0)
         shape = shape.with_scores(scores) if (scores := num_scores(self.config)) else shape
-        return f"{shape.total_params / 1e9:,.3f} B, {shape.active_params / 1e9:,.3f} B of them used for a token"
+        unit, name = (1e9, "B") if shape.total_params >= 1e9 else (1e6, "M")
+        total, active = shape.total_params / unit, shape.active_params / unit
+        return f"{total:,.3f} {name}, {active:,.3f} {name} of them used for a token"
 
     def notes(self) -> tuple[str, ...]:
         """What a user might not expect."""
@@ -79,11 +81,11 @@ class Forecast:
         if time is None:
             return
         rates = f"{time.tokens_per_second:,.0f} tokens/s, {time.gpu_hours_per_billion_tokens:,.0f} GPU-hours"
-        yield "a step", f"{time.seconds:.3g} s, {rates} for a billion tokens, MFU {time.mfu:.1%}"
+        yield "a step", f"{seconds_text(time.seconds)} s, {rates} for a billion tokens, MFU {time.mfu:.1%}"
         if time.hours is not None:
             yield "the run", f"{time.steps:,} steps, {_hours(time.hours)} hours, {_hours(time.gpu_hours)} GPU-hours"
         for name, seconds in sorted(time.parts.items(), key=lambda part: -part[1]):
-            yield f"  {name}", f"{seconds:.3g} s"
+            yield f"  {name}", f"{seconds_text(seconds)} s"
 
     def fit(self) -> tuple[str, ...]:
         """Whether the run fits the machines, where their memory is known."""
@@ -110,6 +112,11 @@ class Forecast:
             "deepspeed": self.plan.deepspeed,
             "notes": list(self.notes()),
         }
+
+
+def seconds_text(seconds: float) -> str:
+    """Seconds with three digits, or as a whole number where it has more; never as a power of ten for a long step."""
+    return f"{seconds:,.0f}" if seconds >= 1000 else f"{seconds:.3g}"
 
 
 def _hours(hours: float | None) -> str:

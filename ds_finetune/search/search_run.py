@@ -12,7 +12,7 @@ from ds_finetune.estimate.row_shape import RowShape
 from ds_finetune.families.table import family_of
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.search.candidates import Candidate, Candidates, Ranks
-from ds_finetune.search.forecast import memory_tree, read_model
+from ds_finetune.search.forecast import memory_tree, read_model, seconds_text
 from ds_finetune.search.layout import OFFLOAD_TEXTS, Layout, Sizes
 from ds_finetune.search.machines import Target
 from ds_finetune.search.micro_batch import SPARE
@@ -156,7 +156,8 @@ def _with(candidates: Candidates, number: int) -> Ranks:
 def layout_text(candidate: Candidate) -> str:
     """A layout for people, such as `dp 8 x ep 8, ZeRO-3, micro-batch 2, activations recomputed`."""
     layout, offload = candidate.layout, OFFLOAD_TEXTS[candidate.layout.offload]
-    text = f"{candidate.plan.mesh}, ZeRO-{layout.zero_stage}{offload}, micro-batch {layout.micro_batch_size}"
+    chunks = f", vpp {layout.vpp}" if layout.vpp > 1 else ""
+    text = f"{candidate.plan.mesh}{chunks}, ZeRO-{layout.zero_stage}{offload}, micro-batch {layout.micro_batch_size}"
     return f"{text}, activations {layout.activations}"
 
 
@@ -181,7 +182,8 @@ def run_file_text(
     header = (
         f"Layout for {target.ranks.number} x {gpu}, {target.ranks.per_node} in a node, by ds-finetune plan --search:",
         f"{layout_text(best.candidate)};",
-        f"{best.memory.device_bytes / GIB:,.1f} GiB on the device and {best.time.seconds:.3g} s a step are estimated.",
+        f"{best.memory.device_bytes / GIB:,.1f} GiB on the device and {seconds_text(best.time.seconds)} s a step are "
+        "estimated.",
         f"The rest is {source} with these choices; its comments were written for other ones.",
     )
     return written_run_file(source, values, wanted, header=header)

@@ -60,6 +60,8 @@ class Cell:
     """Whether routers are trained with all policies that those of the family can have."""
     reduces_once: bool = False
     """Whether gradients are summed over ranks once a step at every ZeRO stage."""
+    has_lora: bool = False
+    """Whether adapters of every linear module are trained instead of the weights."""
 
     @property
     def layout(self) -> str:
@@ -206,6 +208,7 @@ def run_tree(cell: Cell, model: Path, out: Path, *, dp: int) -> dict[str, Any]:
         "deepspeed": {"zero_optimization": zero},
         "objective": cell.objective,
         "router": router_section(cell.family) if cell.balances else None,
+        "lora": {"rank": 8, "alpha": 32} if cell.has_lora else None,
         "parallel": {
             "pp": cell.pp,
             "pp_layers": [int(layers) for layers in cell.pp_layers.split()],

@@ -27,12 +27,14 @@ from ds_finetune.export.folder import FolderParts, write_folder
 from ds_finetune.families.table import family_of
 from ds_finetune.model.build import read_hf_config
 from ds_finetune.model.dtypes import PRECISION_DTYPES
+from ds_finetune.model.lora import factors_of, merge_adapters
 from ds_finetune.model.model_plan import plan_model, task_of
 from ds_finetune.objectives.objective import Objective
 from ds_finetune.objectives.table import make_objective
 from ds_finetune.plan.combinations import check_divides
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.routers import RouterPlan
+from ds_finetune.selftest.plain_adapters import PlainAdapters
 from ds_finetune.selftest.reference_loop import SFT, Steps, auto_class, mean_loss, reference_loop
 from ds_finetune.selftest.steps import eval_loss, take_steps
 from ds_finetune.trainer.prepare import freeze_routers
@@ -44,6 +46,10 @@ _LONG_RUN = 2e-4
 """Limit of the difference in loss over more than _FEW_STEPS steps, because rounding errors grow."""
 _EXACT = {"loss": 1e-5, "gradient": 1e-4, "norm": 1e-4, "resume": 1e-5, "export": 1e-5, "answers": 0.0}
 _OF_ROUTERS = {"balance": 1e-4, "choices": 0.0}
+_OF_ADAPTERS = {"adapters": 2e-3}
+"""B is zero at first, so A has a gradient from the second step on. AdamW divides by |gradient| + 1e-8: where B's first
+gradient is of a rounding's size, its first step is any, and A's second gradient differs.
+"""
 _ROUNDED = {"loss": 1.5e-2, "norm": 2e-2, "resume": 1e-3, "export": 1.5e-2}
 """In 16 bits, rounding of weights changes the third digit of a loss; a missing gradient would change the second."""
 
@@ -52,9 +58,10 @@ _ROUNDED = {"loss": 1.5e-2, "norm": 2e-2, "resume": 1e-3, "export": 1.5e-2}
 class LayoutComparison:
     """The differences between a layout and the reference loop, and their limits, by name.
 
-    `loss` (the largest of all steps), `resume` and `export` are in nats. `gradient` and `norm` are relative. `answers`
-    is the number of answers that differ. `balance` is the largest difference of the balance loss of all steps, and
-    `choices` how often a router chose another expert in the first one.
+    `loss` (the largest of all steps), `resume` and `export` are in nats. `gradient` and `norm` are relative; `adapters`
+    is the gradient of adapters in the second step. `answers` is the number of answers that differ. `balance` is the
+    largest difference of the balance loss of all steps, and `choices` how often a router chose another expert in the
+    first one.
     """
 
     differences: dict[str, float]
@@ -103,16 +110,18 @@ def compare_layout(
     model = plan_model(hf_config, config)
     plan = freeze_routers(build_ops(plan, all_gather_object, _ignore), model)
     router = model.router if config.router is not None else None
-    reference = _reference_steps(config, steps, router) if is_leader else Steps()
+    adapters = PlainAdapters(config.lora, plan.seed) if config.lora is not None else None
+    reference = _reference_steps(config, steps, router, adapters) if is_leader else Steps()
     with start_engine(plan, model) as engine:
         taken = _steps_with_checkpoint(engine, folder, steps)
         loss = eval_loss(engine)
-        _export(engine, config.model.path, folder / "export")
+        _export(engine, config, folder / "export")
     with start_engine(plan, model, loads_weights=False) as engine:
         resumed = _steps_after_resume(engine, folder, steps - 1)
     if world.rank:
         return None
-    reloaded = mean_loss(folder / "export", PRECISION_DTYPES[config.train.precision], model.objective)
+    base = (Path(config.model.path), adapters) if adapters is not None else None
+    reloaded = mean_loss(folder / "export", PRECISION_DTYPES[config.train.precision], model.objective, base=base)
     return compare_steps(reference, taken, resumed, abs(reloaded - loss))
 
 
@@ -134,12 +143,11 @@ def compare_steps(reference: Steps, steps: Steps, resumed: Steps, export: float)
     }
     is_exact = bool(steps.gradients)
     if is_exact:
-        assert steps.gradients.keys() == reference.gradients.keys(), "the layout has other parameters"
-        pairs = ((steps.gradients[name], grad) for name, grad in reference.gradients.items())
-        differences["gradient"] = _largest(
-            float((grad - other).norm() / other.norm().clamp_min(1e-12)) for grad, other in pairs
-        )
+        differences["gradient"] = _gradient_difference(steps.gradients, reference.gradients)
     limits = _EXACT if is_exact else _ROUNDED
+    if is_exact and reference.later_gradients:
+        differences["adapters"] = _gradient_difference(steps.later_gradients, reference.later_gradients)
+        limits = limits | _OF_ADAPTERS
     if is_exact and reference.choices:
         of_routers = _router_differences(steps, reference)
         differences |= of_routers
@@ -149,6 +157,13 @@ def compare_steps(reference: Steps, steps: Steps, resumed: Steps, export: float)
     return LayoutComparison(differences, limits)
 
 
+def _gradient_difference(gradients: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
+    """The largest relative difference of a parameter's gradient."""
+    assert gradients.keys() == reference.keys(), "the layout has other parameters"
+    pairs = ((gradients[name], other) for name, other in reference.items())
+    return _largest(float((grad - other).norm() / other.norm().clamp_min(1e-12)) for grad, other in pairs)
+
+
 def _router_differences(steps: Steps, reference: Steps) -> dict[str, float]:
     found = {"choices": float((steps.choices[0] - reference.choices[0]).abs().sum() / 2)}
     if steps.balances:
@@ -156,16 +171,29 @@ def _router_differences(steps: Steps, reference: Steps) -> dict[str, float]:
     return found
 
 
-def _reference_steps(config: RunConfig, steps: int, router: RouterPlan | None) -> Steps:
-    return _cached_steps(config.model.path, steps, config.train.max_grad_norm, config.objective, router)
+def _reference_steps(config: RunConfig, steps: int, router: RouterPlan | None, adapters: PlainAdapters | None) -> Steps:
+    return _cached_steps(
+        config.model.path, steps, config.train.max_grad_norm, config.objective, router=router, adapters=adapters
+    )
 
 
 @cache
-def _cached_steps(
-    model: str, steps: int, max_grad_norm: float, objective: ObjectiveConfig, router: RouterPlan | None
+def _cached_steps(  # noqa: PLR0913 - the key of the cache
+    model: str,
+    steps: int,
+    max_grad_norm: float,
+    section: ObjectiveConfig,
+    *,
+    router: RouterPlan | None,
+    adapters: PlainAdapters | None,
 ) -> Steps:
     return reference_loop(
-        Path(model), steps=steps, max_grad_norm=max_grad_norm, objective=make_objective(objective), router=router
+        Path(model),
+        steps=steps,
+        max_grad_norm=max_grad_norm,
+        objective=make_objective(section),
+        router=router,
+        adapters=adapters,
     )
 
 
@@ -206,15 +234,19 @@ def _steps_after_resume(engine: Engine, folder: Path, steps: int) -> Steps:
     return list(take_steps(engine, steps))[-1]
 
 
-def _export(engine: Engine, model: str, out: Path) -> None:
-    config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
-    family = family_of(config["model_type"])
+def _export(engine: Engine, config: RunConfig, out: Path) -> None:
+    """Write the weights, with adapters added, to `out`; those in four bits are written as they are read from there."""
+    tree = json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8"))
     parts = FolderParts(
-        family=family,
-        config=config,
+        family=family_of(tree["model_type"]),
+        config=tree,
         architecture=type(engine.lm).__name__,
         dtype=PRECISION_DTYPES[engine.plan.precision],
         files=(),
     )
-    write_folder(engine.tensors(), engine.tensor_specs(), out, parts, max_shard_bytes=GIB)
+    tensors = engine.tensors()
+    if config.lora is not None:
+        adapters = {name: tensor.clone() for name, tensor in engine.adapters() if tensor is not None}
+        tensors = merge_adapters(tensors, factors_of(adapters, config.lora.alpha / config.lora.rank))
+    write_folder(tensors, engine.tensor_specs(), out, parts, max_shard_bytes=GIB)
     dist.barrier()

@@ -13,6 +13,7 @@ from torch.nn import functional
 from ds_finetune.auto_models import AutoModelForCausalLM, AutoModelForSequenceClassification
 from ds_finetune.engine.generation import GenerationLimits
 from ds_finetune.labels import IGNORE_INDEX
+from ds_finetune.model.adapter_names import is_adapter
 from ds_finetune.objectives.distill import Distillation
 from ds_finetune.objectives.objective import (
     DocumentLogProbs,
@@ -22,8 +23,9 @@ from ds_finetune.objectives.objective import (
     TokenObjective,
 )
 from ds_finetune.plan.routers import RouterPlan
-from ds_finetune.selftest.cells import SAMPLES, reference_log_probs, samples, targets, units
+from ds_finetune.selftest.cells import SAMPLES, samples, targets, units
 from ds_finetune.selftest.mismatched import all_reference_log_probs, mismatched_samples
+from ds_finetune.selftest.plain_adapters import PlainAdapters, trained_name
 from ds_finetune.selftest.plain_routers import PlainRouters
 from ds_finetune.selftest.plain_teacher import soft_targets
 
@@ -38,8 +40,9 @@ class Steps:
     """Results of some optimizer steps.
 
     Each step has a loss and a gradient norm before clipping. `gradients` are those of the first step after clipping
-    (fp32 on the CPU), and `answers` greedy answers to `PROMPTS` after the last step. Of a model with routers, each step
-    has the mean balance of documents and the choices of experts, int64 [layers, experts].
+    (fp32 on the CPU), `later_gradients` those of the second one in a model with adapters, and `answers` greedy answers
+    to `PROMPTS` after the last step. Of a model with routers, each step has the mean balance of documents and the
+    choices of experts, int64 [layers, experts].
     """
 
     losses: list[float] = field(default_factory=list)
@@ -48,6 +51,7 @@ class Steps:
     answers: list[list[int]] = field(default_factory=list)
     balances: list[float] = field(default_factory=list)
     choices: list[torch.Tensor] = field(default_factory=list)
+    later_gradients: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -60,6 +64,17 @@ def auto_class(objective: Objective) -> Any:  # noqa: ANN401 - a class of transf
     return AutoModelForSequenceClassification if isinstance(objective, ScoreObjective) else AutoModelForCausalLM
 
 
+@dataclass(frozen=True)
+class _Task:
+    """The objective, the units of all samples, and log-probabilities under the reference model, fp64, of the samples
+    and then of the mismatched ones.
+    """
+
+    objective: Objective
+    counts: Mapping[str, int]
+    reference: np.ndarray
+
+
 def reference_loop(  # noqa: PLR0913
     folder: Path,
     *,
@@ -68,10 +83,33 @@ def reference_loop(  # noqa: PLR0913
     optimizer: Callable[[nn.Module], Any] = adamw,
     objective: Objective = SFT,
     router: RouterPlan | None = None,
+    adapters: PlainAdapters | None = None,
 ) -> Steps:
     """Take steps on all samples with the model that transformers loads from `folder`."""
+    model = _load(folder, objective, adapters)
+    reference = _reference(model, objective)
+    if adapters is not None:
+        adapters.add(model, objective)
+    return reference_steps(
+        model, steps, max_grad_norm, optimizer, objective=objective, router=router, reference=reference
+    )
+
+
+def _load(folder: Path, objective: Objective, adapters: PlainAdapters | None) -> Any:  # noqa: ANN401 - of transformers
+    """The model in fp32; before adapters are added, those with `adapters` have their frozen weights."""
     model = auto_class(objective).from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
-    return reference_steps(model, steps, max_grad_norm, optimizer, objective=objective, router=router)
+    if adapters is not None:
+        adapters.freeze(model, objective)
+    return model
+
+
+def _reference(model: nn.Module, objective: Objective) -> np.ndarray:
+    """What the objective reads as log-probabilities of the reference: those of `model`, or of an imagined one."""
+    if not objective.reference_from_adapters:
+        return all_reference_log_probs()
+    with torch.no_grad():
+        every = [*samples(), *(mismatched_samples() if objective.needs_baseline else ())]
+        return np.array([_log_probs(model, *sample).double().sum().item() for sample in every])
 
 
 def reference_steps(  # noqa: PLR0913
@@ -82,29 +120,29 @@ def reference_steps(  # noqa: PLR0913
     *,
     objective: Objective = SFT,
     router: RouterPlan | None = None,
+    reference: np.ndarray | None = None,
 ) -> Steps:
     """Take steps on all samples, one unpadded sample per forward, with transformers' logits and torch's loss."""
     model.train()
     routers = None if router is None else PlainRouters(model, router)
     optim = optimizer(model)
-    counts, results = _counts(objective), Steps()
+    task = _Task(objective, _counts(objective), all_reference_log_probs() if reference is None else reference)
+    results = Steps()
     for _ in range(steps):
         loss = balance = 0.0
-        baseline = _baseline(model, objective)
+        baseline = _baseline(model, task)
         for unit in units(objective.documents_per_unit):
-            out = _unit_loss(model, unit, objective, counts, baseline=baseline)
+            out = _unit_loss(model, unit, task, baseline=baseline)
             loss += out.item()
             if router is not None and routers is not None:
-                of_documents = routers.take_loss() / counts["documents"]
+                of_documents = routers.take_loss() / task.counts["documents"]
                 balance += of_documents.item() / len(router.layers)
                 out = out + router.section.balance * of_documents
             out.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf"))
         results.losses.append(loss)
         results.norms.append(float(norm))
-        results.gradients = results.gradients or {
-            name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
-        }
+        _keep_gradients(model, results)
         optim.step()
         optim.zero_grad()
         if router is not None and routers is not None:
@@ -115,6 +153,18 @@ def reference_steps(  # noqa: PLR0913
     if not isinstance(objective, ScoreObjective):
         results.answers = [_answer(model, prompt) for prompt in PROMPTS]
     return results
+
+
+def _keep_gradients(model: nn.Module, results: Steps) -> None:
+    """Copy the gradients of the first step, and those of the second one of a model with adapters."""
+    if len(results.losses) > 2:
+        return
+    grads = {trained_name(name): param.grad for name, param in model.named_parameters() if param.grad is not None}
+    found = {name: grad.clone() for name, grad in grads.items() if len(results.losses) == 1 or is_adapter(name)}
+    if len(results.losses) == 1:
+        results.gradients = found
+    else:
+        results.later_gradients = found
 
 
 def _counts(objective: Objective) -> dict[str, int]:
@@ -131,18 +181,17 @@ def _counts(objective: Objective) -> dict[str, int]:
 
 
 @torch.no_grad()
-def _baseline(model: nn.Module, objective: Objective) -> float:
+def _baseline(model: nn.Module, task: _Task) -> float:
     """z0 of KTO over all samples, else 0."""
-    if not objective.needs_baseline:
+    if not task.objective.needs_baseline:
         return 0.0
     logps = [_log_probs(model, *sample).double().sum().item() for sample in mismatched_samples()]
-    return objective.baseline(sum(logps) - float(all_reference_log_probs()[SAMPLES:].sum()), SAMPLES)
+    return task.objective.baseline(sum(logps) - float(task.reference[SAMPLES:].sum()), SAMPLES)
 
 
-def _unit_loss(
-    model: nn.Module, unit: Sequence[int], objective: Objective, counts: Mapping[str, int], *, baseline: float
-) -> torch.Tensor:
+def _unit_loss(model: nn.Module, unit: Sequence[int], task: _Task, *, baseline: float) -> torch.Tensor:
     """The contribution of the samples of a unit to the mean loss over all samples (scalar)."""
+    objective, counts = task.objective, task.counts
     weights = torch.tensor([term.weight / counts[term.unit] for term in objective.terms], dtype=torch.float64)
     if isinstance(objective, ScoreObjective):
         rows = [torch.from_numpy(samples()[number][0]).long()[None] for number in unit]
@@ -159,7 +208,7 @@ def _unit_loss(
         logp=torch.stack([logp.double().sum() for logp in logps]),
         num_tokens=torch.tensor([float(len(logp)) for logp in logps], dtype=torch.float64),
         target=torch.from_numpy(targets()[[*unit]]),
-        reference=torch.from_numpy(reference_log_probs()[[*unit]]),
+        reference=torch.from_numpy(task.reference[[*unit]]),
     )
     return objective.loss(documents, weights, weights.new_tensor(baseline)).loss
 
@@ -195,13 +244,18 @@ def _answer(model: Any, prompt: list[int]) -> list[int]:  # noqa: ANN401 - a cau
     return [token for token in out[0, len(prompt) :].tolist() if token not in LIMITS.stop_ids]
 
 
-def mean_loss(folder: Path, dtype: torch.dtype, objective: Objective = SFT) -> float:
-    """Loss over the samples of the model that plain transformers loads from `folder`."""
+def mean_loss(
+    folder: Path, dtype: torch.dtype, objective: Objective = SFT, *, base: tuple[Path, PlainAdapters] | None = None
+) -> float:
+    """Loss over the samples of the model that plain transformers loads from `folder`.
+
+    With `base`, the folder and the adapters that a run started from, which may be the objective's reference.
+    """
     model = auto_class(objective).from_pretrained(folder, dtype=dtype, trust_remote_code=False).eval()
-    counts = _counts(objective)
+    reference = _reference(_load(base[0], objective, base[1]) if base is not None else model, objective)
+    task = _Task(objective, _counts(objective), reference)
     with torch.no_grad():
-        baseline = _baseline(model, objective)
+        baseline = _baseline(model, task)
         return sum(
-            _unit_loss(model, unit, objective, counts, baseline=baseline).item()
-            for unit in units(objective.documents_per_unit)
+            _unit_loss(model, unit, task, baseline=baseline).item() for unit in units(objective.documents_per_unit)
         )

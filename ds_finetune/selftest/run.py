@@ -24,7 +24,7 @@ from transformers import PretrainedConfig
 
 from ds_finetune.config.objectives import DistillObjective
 from ds_finetune.config.parallel import ParallelConfig
-from ds_finetune.config.schema import RunConfig
+from ds_finetune.config.schema import LoraConfig, RunConfig
 from ds_finetune.engine.collectives import all_gather_object
 from ds_finetune.engine.default_group import process_group
 from ds_finetune.engine.devices import choose_device
@@ -32,6 +32,7 @@ from ds_finetune.engine.prepare_ops import build_ops
 from ds_finetune.errors import ConfigError, LaunchError, RunError
 from ds_finetune.families.table import FAMILIES, STANDARD_SELFTEST, WITH_TINY_MODELS
 from ds_finetune.model.build import has_class, read_hf_config
+from ds_finetune.model.lora_plan import plan_lora
 from ds_finetune.model.model_plan import task_of
 from ds_finetune.objectives.objective import ScoreObjective
 from ds_finetune.phase_line import Say
@@ -75,6 +76,15 @@ _STRUCTURE = (
     "norm_topk_prob",
     "routed_scaling_factor",
 )
+_WHOLE_BLOCKS = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 64,
+    "v_head_dim": 16,
+    "num_attention_heads": 4,
+}
+"""Sizes of a tiny model whose rows are blocks of 64 numbers, but for its experts'."""
 _ACCUMULATION = 2
 
 
@@ -244,6 +254,8 @@ def _standard_cases(world_size: int, families: Sequence[str], device: str) -> li
         for stage, name in ((1, "dpo"), (3, "orpo"), (2, "kto"), (1, "reward"), (3, "classification"), (2, "distill"))
         if has_class(hf_config(families[0]), task_of(objective_of(name)))
     ]
+    if FAMILIES[hf_config(families[0]).model_type].has_lora:
+        cells += [Cell(families[0], stage, _ACCUMULATION, packing=True, has_lora=True) for stage in (2, 3)]
     if FAMILIES[hf_config(families[0]).model_type].router is not None:
         cells += [Cell(families[0], stage, _ACCUMULATION, packing=True, balances=True) for stage in (1, 3)]
     return [_case(cell, world_size) for cell in cells]
@@ -256,7 +268,8 @@ def _case(cell: Cell, world_size: int) -> LayoutCase:
 
 
 def _objective_text(cell: Cell) -> str:
-    return f"{'' if cell.objective == 'sft' else f' {cell.objective}'}{' routers' if cell.balances else ''}"
+    objective = "" if cell.objective == "sft" else f" {cell.objective}"
+    return f"{objective}{' routers' if cell.balances else ''}{' LoRA' if cell.has_lora else ''}"
 
 
 def _cases_of_run(config: RunConfig, world: World) -> list[LayoutCase]:
@@ -264,11 +277,6 @@ def _cases_of_run(config: RunConfig, world: World) -> list[LayoutCase]:
 
     Gradients can only be compared in fp32.
     """
-    if config.lora is not None:
-        raise ConfigError(
-            f"selftest trains every weight, and lora.rank is {config.lora.rank}",
-            hint="leave `lora` out to check the layout",
-        )
     hub = read_hf_config(config.model.path, files=("*.json",))
     if hub.model_type not in TINY_MODELS:
         raise ConfigError(
@@ -293,25 +301,41 @@ def _cases_of_run(config: RunConfig, world: World) -> list[LayoutCase]:
             sp=config.parallel.sp,
             objective=config.objective.name,
             reduces_once=config.train.reduction_every == "step",
+            has_lora=config.lora is not None,
         )
         tree = run_tree(replace(cell, checkpointing=config.train.activation_checkpointing), Path(), Path(), dp=mesh.dp)
         tree["parallel"] = config.parallel.model_copy(update={"pp_layers": ()}).model_dump()
         attention = config.model.attention if precision == config.train.precision else "sdpa"
         tree |= {"model": {"path": "", "attention": attention, "loss": config.model.loss}, "deepspeed": choices}
         tree |= {"objective": config.objective.model_dump(), "router": config.router and config.router.model_dump()}
-        found.append(
-            LayoutCase(
-                f"{hub.model_type} {mesh} ZeRO-{stage} {precision}{_objective_text(cell)}",
-                _tiny_model_like(hub, cell.family),
-                tree,
-            )
-        )
+        tree |= {"lora": config.lora and config.lora.model_dump()}
+        tiny = _tiny_model_like(hub, cell.family, is_quantised=config.lora is not None and bool(config.lora.quantize))
+        found.append(LayoutCase(f"{hub.model_type} {mesh} ZeRO-{stage} {precision}{_objective_text(cell)}", tiny, tree))
+    if config.lora is not None:
+        _check_targets(tiny, config.lora)
     return found
 
 
-def _tiny_model_like(hub: PretrainedConfig, family: str) -> PretrainedConfig:
-    """The tiny model of a family, with the structure of `hub`: ties, biases, latent queries, routing, padding."""
+def _check_targets(tiny: PretrainedConfig, lora: LoraConfig) -> None:
+    """ConfigError where a run's patterns name modules that the tiny model does not have, such as those of layer 20."""
+    try:
+        plan_lora(tiny, lora)
+    except ConfigError as refused:
+        raise ConfigError(
+            f"selftest adapts a tiny {tiny.model_type} of {tiny.num_hidden_layers} layers: {refused.message}",
+            hint="for the selftest, name modules without numbers of layers, e.g. lora.target_modules=[q_proj,o_proj]",
+        ) from refused
+
+
+def _tiny_model_like(hub: PretrainedConfig, family: str, *, is_quantised: bool) -> PretrainedConfig:
+    """The tiny model of a family, with the structure of `hub`: ties, biases, latent queries, routing, padding.
+
+    Where weights are to be held in four bits, with rows of whole blocks.
+    """
     tiny = hf_config(family)
+    for name, size in _WHOLE_BLOCKS.items() if is_quantised else ():
+        if hasattr(tiny, name):
+            setattr(tiny, name, size)
     for name in _STRUCTURE:
         if hasattr(hub, name):
             setattr(tiny, name, getattr(hub, name))

@@ -12,6 +12,7 @@ from ds_finetune.data.mismatched import MismatchedAnswers
 from ds_finetune.data.scores import StoredScores, with_scores
 from ds_finetune.engine.collectives import all_gather_object
 from ds_finetune.engine.engine import Engine
+from ds_finetune.model.adapter_names import is_adapter
 from ds_finetune.objectives.distill import Distillation
 from ds_finetune.objectives.objective import Objective, ScoreObjective
 from ds_finetune.plan.plan import Plan
@@ -41,17 +42,21 @@ def batch_plan(plan: Plan, objective: Objective | None = None) -> BatchPlan:
 def take_steps(engine: Engine, steps: int) -> Iterator[Steps]:
     """Take steps on all samples, and yield the results so far after each step.
 
-    Gradients of the first step are read only for AdamW in fp32. Answers are generated after the last step.
+    Gradients are read only for AdamW in fp32: of the first step, and of adapters in the second. Answers are generated
+    after the last step.
     """
     plan, results = engine.plan, Steps()
+    has_gradients = plan.optimizer.name == "adamw" and plan.precision == "fp32"
     for step in range(steps):
         result = engine.step(whole_batch(engine), lr=LR)
         results.losses.append(result.loss)
         results.norms.append(result.grad_norm)
         results.balances += [result.metrics["balance_loss"]] if "balance_loss" in result.metrics else []
         results.choices += [result.router_choices.counts] if result.router_choices is not None else []
-        if step == 0 and plan.optimizer.name == "adamw" and plan.precision == "fp32":
+        if step == 0 and has_gradients:
             results.gradients = _gradients(engine)
+        if step == 1 and has_gradients:
+            results.later_gradients = _later_gradients(engine, results.gradients)
         if step == steps - 1 and not isinstance(engine.objective, ScoreObjective):
             answers = engine.generate(PROMPTS, LIMITS)
             assert answers is not None
@@ -110,6 +115,19 @@ def _gradients(engine: Engine) -> dict[str, torch.Tensor]:
     After one step, a first moment is (1 - beta1) times the gradient.
     """
     return of_all_stages(engine, {name: moment / (1 - BETAS[0]) for name, moment in first_moments(engine).items()})
+
+
+def _later_gradients(engine: Engine, before: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The gradients of adapters in the second step, computed from Adam's first moments after it.
+
+    They are beta1 times the moments `before` x (1 - beta1), plus (1 - beta1) times the gradients.
+    """
+    if not any(map(is_adapter, before)):
+        return {}
+    moments = of_all_stages(engine, first_moments(engine))
+    return {
+        name: moment / (1 - BETAS[0]) - BETAS[0] * before[name] for name, moment in moments.items() if is_adapter(name)
+    }
 
 
 def of_all_stages(engine: Engine, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -34,7 +34,11 @@ def forecast_check(run: PreparedRun, *, say: Say, log: Say) -> ForecastCheck:
     memory, time = estimate_of(run), time_of(run)
     if memory is not None:
         log("\n".join(["predicted memory of a rank:", *memory_table(memory)]))
-    predicted = Predicted(None if memory is None else memory.device_bytes, None if time is None else time.seconds)
+    predicted = Predicted(
+        None if memory is None else memory.device_bytes,
+        None if time is None else time.seconds,
+        is_host=run.plan.device == "cpu",
+    )
     assert run.peak is not None
     return ForecastCheck(predicted, run.peak.num_bytes, _largest, say)
 

@@ -20,6 +20,7 @@ from ds_finetune.data.documents import Counts
 from ds_finetune.data.packing import pack
 from ds_finetune.data.prepare import Tokenisation, TokenLimits, _write_parts, prepare_rows
 from ds_finetune.data.prepared_rows import PreparedRows
+from ds_finetune.data.row_report import row_notes
 from ds_finetune.data.rows import Row
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.demo import write_demo
@@ -325,6 +326,28 @@ def test_rows_without_anything_to_learn_are_counted_and_too_many_refused(
         prepare_rows(config, "train", tokenizer=tokenizer, limits=LIMITS)
     assert "2 of 12 rows of" in caught.value.message
     assert "more than data.max_dropped_ratio 0.1" in caught.value.message
+
+
+def test_rows_whose_prompt_fills_them_are_named(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    """The error is about the length, and not about the data."""
+    raw = tmp_path / "raw.jsonl"
+    raw.write_text(json.dumps({"prompt": "a" * 70, "completion": "b"}) + "\n")
+    config = DataConfig.model_validate({"train": str(raw), "cache_dir": str(tmp_path)})
+    with pytest.raises(DataError, match=r"none of the 1 rows .* 1 whose prompt leaves no room for an answer") as caught:
+        prepare_rows(config, "train", tokenizer=tokenizer, limits=LIMITS)
+    assert "raise train.max_seq_len" in caught.value.hint
+
+
+def test_empty_answers_are_counted(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    raw = tmp_path / "raw.jsonl"
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": " "}]
+    rows = [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": ""}]
+    for template, some in (("auto", [{"messages": turns}]), ("auto", rows), ("plain", rows)):
+        raw.write_text("".join(json.dumps(row) + "\n" for row in some))
+        config = DataConfig.model_validate({"train": str(raw), "cache_dir": str(tmp_path), "template": template})
+        found = prepare_rows(config, "train", tokenizer=tokenizer, limits=LIMITS)
+        assert found.counts.documents == len(some)
+        assert f"1 of {len(some)} rows have an empty answer" in "\n".join(row_notes(found.counts))
 
 
 def test_padding_is_a_document_of_its_own_for_attention_in_both_directions() -> None:

@@ -45,6 +45,16 @@ def test_an_unknown_name_lists_the_nearest() -> None:
     with pytest.raises(ConfigError, match="accelerator `h100-90g` is not known") as refused:
         accelerator("h100-90g")
     assert "nearest: h100-80g" in refused.value.hint
+    # What users call them: every accelerator that has it in its name.
+    for name, nearest in {
+        "H100": "h100-80g, h100-pcie-80g;",
+        "NVIDIA H100 80GB": "h100-80g;",
+        "4090": "rtx4090-24g;",
+        "A100_40G": "a100-40g;",
+    }.items():
+        with pytest.raises(ConfigError) as refused:
+            accelerator(name)
+        assert refused.value.hint.startswith(f"nearest: {nearest}")
     with pytest.raises(ConfigError, match="`NVIDIA T4` of this machine is not in the table"):
         accelerator_of_device("NVIDIA T4")
 

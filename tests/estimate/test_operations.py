@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop, sdpa_f
 
 from ds_finetune.auto_configs import AutoConfig
 from ds_finetune.config.schema import RunConfig
+from ds_finetune.estimate import operations as operations_module
 from ds_finetune.estimate.operations import Work, operations
 from ds_finetune.estimate.rank_weights import weights_of_run
 from ds_finetune.estimate.row_shape import RowShape
@@ -16,6 +17,7 @@ from ds_finetune.model import products
 from ds_finetune.model.build import build_skeleton
 from ds_finetune.model.cross_entropy import chunked_cross_entropy
 from ds_finetune.model.head_chunks import NeededGradients
+from ds_finetune.model.log_probs import HeadInputs, TwoPassHead
 from ds_finetune.model.loss import TrainedModel
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.world import World
@@ -125,4 +127,16 @@ def test_heads_are_computed_for_supervised_tokens() -> None:
         chunked_cross_entropy(hidden, weight, None, torch.zeros(300, dtype=torch.int64), NeededGradients(*[True] * 3))
     tree = config("llama") | {"model_type": "llama", "vocab_size": 96, "hidden_size": 16, "head_dim": 8}
     without, with_head = (planned(tree, supervised=share)["products"] for share in (0, 300 / TOKENS))
+    assert with_head - without == counter.get_total_flops()
+
+
+def test_losses_of_documents_compute_logits_again_but_those_of_the_last_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operations_module, "head_chunk", lambda *_, **__: 128)
+    inputs = HeadInputs(torch.randn(300, 16), torch.randn(96, 16), None, torch.zeros(300, dtype=torch.int64))
+    with FlopCounterMode(display=False) as counter:
+        head = TwoPassHead(inputs, chunk=128)
+        head.gradients(head.log_probs(), NeededGradients(*[True] * 3))
+    tree = config("llama") | {"model_type": "llama", "vocab_size": 96, "hidden_size": 16, "head_dim": 8}
+    shares = (0, 300 / TOKENS)
+    without, with_head = (planned(tree, supervised=share, objective={"name": "dpo"})["products"] for share in shares)
     assert with_head - without == counter.get_total_flops()

@@ -28,7 +28,8 @@ def plain_varlen_attn(
     outs = []
     for begin, end in pairwise(cu_seq_q.tolist()):
         query_, key_, value_ = (part[begin:end].transpose(0, 1) for part in (query, key, value))
-        distance = torch.arange(end - begin)[:, None] - torch.arange(end - begin)
+        positions = torch.arange(end - begin, device=query.device)
+        distance = positions[:, None] - positions
         seen = (distance <= (before if before >= 0 else end)) & (-distance <= (behind if behind >= 0 else end))
         scores = query_ @ key_.mT * (query.shape[2] ** -0.5 if scale is None else scale)
         outs.append(scores.masked_fill(~seen, float("-inf")).softmax(-1) @ value_)

@@ -122,6 +122,20 @@ def test_counts_of_layers(number: object, tmp_path: Path) -> None:
         check_folder(tmp_path)
 
 
+@pytest.mark.parametrize("size", [0, -4096, 60.5, "60", True])
+def test_sizes_that_no_model_has(size: object, tmp_path: Path) -> None:
+    for key in ("hidden_size", "vocab_size", "num_attention_heads", "head_dim", "kv_lora_rank"):
+        (tmp_path / "config.json").write_text(json.dumps(V3 | {key: size}))
+        with pytest.raises(ModelError, match=rf"{key} is .*, not a whole number of at least 1"):
+            check_folder(tmp_path)
+
+
+def test_heads_share_keys_and_values_evenly(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 12, "num_key_value_heads": 8}))
+    with pytest.raises(ModelError, match="num_attention_heads 12 is no multiple of num_key_value_heads 8"):
+        check_folder(tmp_path)
+
+
 def test_links_within_the_folder_and_the_hubs_cache_are_followed(tmp_path: Path) -> None:
     """The cache keeps files by their digests, and links to them from the folder of each revision."""
     cached = tmp_path / "models--a--b"

@@ -366,6 +366,12 @@ def test_a_forecast_is_compared_once_with_what_was_measured() -> None:
     assert said == [f"after 20 steps: {memory}; step 2.500 s predicted, 2.000 s measured (+25%)"]
 
 
+def test_growth_of_a_cpu_process_is_not_compared_with_its_tensors() -> None:
+    texts = Predicted(3 * GIB, None, is_host=True).texts(measured_bytes=4 * GIB, measured_seconds=1)
+    grown = "its process grew by 4.000 GiB, with libraries and freed memory that it keeps"
+    assert texts == [f"memory of the fullest rank 3.000 GiB predicted for tensors; {grown}"]
+
+
 def test_what_is_not_predicted_is_not_compared() -> None:
     said: list[str] = []
     check = ForecastCheck(Predicted(None, None), lambda: GIB, lambda peak: peak, said.append)

@@ -21,7 +21,7 @@ from ds_finetune.config.schema import TrainConfig
 from ds_finetune.families.table import family_of
 from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.model.build import build_skeleton
-from ds_finetune.model.lora import _initial_factors
+from ds_finetune.model.lora import initial_factors
 from ds_finetune.model.mtp import set_mtp_layers
 from ds_finetune.model.names import hub_pieces
 from ds_finetune.selftest.cells import Cell, hf_config, run_tree, samples
@@ -161,7 +161,7 @@ class PlainMtp(torch.nn.Module):
                     continue
                 if in_four_bits and re.search(r"\.(self_attn|mlp)\.(shared_experts\.)?\w+\.weight$", name):
                     param.data = _rounded(param.data)
-                first = _initial_factors(name, tuple(param.shape), RANK, TrainConfig().seed)
+                first = initial_factors(name, tuple(param.shape), RANK, TrainConfig().seed)
                 low_rank = _LowRank(first["A"], first["B"])
                 register_parametrization(module, leaf, low_rank)
                 prefix = name.removesuffix("weight") if leaf == "weight" else f"{name}_"

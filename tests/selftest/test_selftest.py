@@ -3,6 +3,7 @@
 import math
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from ds_finetune.selftest.reference_loop import Steps
 from ds_finetune.selftest.run import _standard_cases
 from tests.running import start, tiny_task
 
+FOUR_BIT = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 COMMAND = [sys.executable, "-m", "ds_finetune", "selftest"]
 
 
@@ -74,6 +76,39 @@ def test_a_run_is_checked_with_its_objective(tmp_path: Path, section: str) -> No
     assert f"equal  deepseek_v3 dp 1 ZeRO-2 fp32 {name}" in done.stdout
 
 
+ADAPTERS = {"rank": 8, "alpha": 16}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        pytest.param(["lora.quantize=nf4", "deepspeed=zero3"], "dp 1 ZeRO-3 fp32", marks=FOUR_BIT),
+        *(
+            pytest.param(arguments, name, marks=pytest.mark.slow)
+            for arguments, name in (
+                (["lora.target_modules=[gate,experts,q_a_proj]"], "dp 1 ZeRO-2 fp32"),
+                (["parallel.tp=2", "--nproc", "2"], "dp 1 x tp 2 ZeRO-2 fp32"),
+                (["parallel.ep=2", "deepspeed=zero3", "--nproc", "2"], "dp 2 x ep 2 ZeRO-3 fp32"),
+                (["objective={name: kto, reference: adapters_off}"], "dp 1 ZeRO-2 fp32 kto"),
+                (["objective={name: dpo, reference: adapters_off}"], "dp 1 ZeRO-2 fp32 dpo"),
+                (["objective=classification", "--nproc", "2"], "dp 2 ZeRO-2 fp32 classification"),
+            )
+        ),
+        pytest.param(
+            ["parallel.pp=2", "deepspeed=zero1", "lora.quantize=nf4", "--nproc", "2"],
+            "dp 1 x pp 2 ZeRO-1 fp32",
+            marks=[FOUR_BIT, pytest.mark.slow],
+        ),
+    ],
+)
+def test_a_run_with_adapters_is_checked(tmp_path: Path, arguments: list[str], name: str) -> None:
+    done = start([*COMMAND, str(tiny_task(tmp_path, lora=ADAPTERS)), *arguments], timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("equal"))
+    assert line.startswith(f"equal  deepseek_v3 {name} LoRA ")
+    assert all(f"{difference} " in line for difference in ("gradient", "export", "adapters"))
+
+
 def test_the_standard_set_has_fp16_on_gpus_alone() -> None:
     names = {device: [case.name for case in _standard_cases(2, ("deepseek_v3",), device)] for device in ("cpu", "cuda")}
     assert [name for name in names["cuda"] if name not in names["cpu"]] == [
@@ -94,22 +129,54 @@ def test_not_a_number_is_not_equal() -> None:
     assert not compare_steps(right, right, Steps([1.1]), 0.0).is_equal
 
 
-def test_gradients_twice_as_large_are_found(tmp_path: Path) -> None:
-    """The losses of the first step and the export are right, and without clipping Adam would hide it for long."""
-    script = tmp_path / "broken.py"
-    script.write_text(
-        "import sys\n"
-        "from ds_finetune.engine.engine import Engine\n"
-        "from ds_finetune.cli.main import main\n"
-        "scaled = Engine._scaled\n"
-        "Engine._scaled = lambda engine, loss: 2 * scaled(engine, loss)\n"
-        "sys.exit(main(sys.argv[1:]))\n"
+BROKEN_ENGINE = """
+from ds_finetune.engine.engine import Engine
+scaled = Engine._scaled
+Engine._scaled = lambda engine, loss: 2 * scaled(engine, loss)
+"""
+BROKEN_SCALE = """
+from ds_finetune.model import lora
+adapt = lora._adapt
+def _adapt(module, target, section, **rest):
+    adapt(module, target, section, **rest)
+    module.lora_scale *= 1.01
+lora._adapt = _adapt
+"""
+BROKEN_FIRST_FACTOR = """
+from torch.nn import functional
+from ds_finetune.model.lora import _LowRankLinear
+def _low_rank(self, hidden):
+    return functional.linear(functional.linear(hidden, self.lora_A.detach()), self.lora_B) * self.lora_scale + 0 * (
+        self.lora_A.sum()
     )
-    run_file = tiny_task(tmp_path, deepspeed={"zero_optimization": {"stage": 2}})
+_LowRankLinear._low_rank = _low_rank
+"""
+BROKEN_EXPORT = """
+from ds_finetune.selftest import compare
+from ds_finetune.model.lora import factors_of
+compare.factors_of = lambda adapters, scale: factors_of(adapters, 1.5 * scale)
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "sections", "text"),
+    [
+        # The losses of the first step and the export are right, and without clipping Adam would hide it for long.
+        (BROKEN_ENGINE, {}, "norm 1 (limit 1e-04)"),
+        (BROKEN_SCALE, {"lora": ADAPTERS}, "gradient 0.01 (limit 1e-04)"),
+        pytest.param(BROKEN_FIRST_FACTOR, {"lora": ADAPTERS}, "adapters 1 (limit 2e-03)", marks=pytest.mark.slow),
+        pytest.param(BROKEN_EXPORT, {"lora": ADAPTERS}, "(limit 1e-05)", marks=pytest.mark.slow),
+    ],
+    ids=["engine", "scale", "factor", "export"],
+)
+def test_a_fault_is_found(tmp_path: Path, fault: str, sections: dict[str, Any], text: str) -> None:
+    script = tmp_path / "broken.py"
+    script.write_text(f"import sys\nfrom ds_finetune.cli.main import main\n{fault}\nsys.exit(main(sys.argv[1:]))\n")
+    run_file = tiny_task(tmp_path, deepspeed={"zero_optimization": {"stage": 2}}, **sections)
     done = start([sys.executable, str(script), "selftest", str(run_file)], timeout=120)
     assert done.returncode == 1, done.stdout + done.stderr
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("WRONG"))
-    assert "norm 1 (limit 1e-04)" in line
+    assert text in line
     assert "error: 1 of 1 layouts are off" in done.stderr
 
 
@@ -118,6 +185,7 @@ def test_gradients_twice_as_large_are_found(tmp_path: Path) -> None:
     [
         (["RUN", "parallel.tp=3", "--nproc", "2"], "2 ranks are not a multiple of parallel tp 3 = 3"),
         (["RUN", "parallel.pp=2", "--nproc", "2"], "parallel dp 1 x pp 2 with zero stage 2 is not tested"),
+        (["RUN", "lora.target_modules=[.*layers.20.*]"], "selftest adapts a tiny deepseek_v3 of 2 layers"),
         (["--hostfile", "nowhere"], "hostfile `nowhere` does not exist"),
     ],
 )

@@ -312,6 +312,11 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
         {},
         "train.jsonl line 1 has columns ask, say, which fit no layout",
     ),
+    "wrong name of a column": (
+        lambda f: _lines(f / "train.jsonl", '{"ask": "a", "say": "b"}'),
+        {"data": {"columns": {"prompt": "asks", "completion": "say"}}},
+        "which fit no layout, and data.columns names others: prompt: asks",
+    ),
     "unknown role": (
         lambda f: _lines(f / "train.jsonl", '{"messages": [{"role": "robot", "content": "x"}]}'),
         {},
