@@ -82,6 +82,8 @@ class OnnxComparison:
     largest: float
     """Largest distance."""
     tolerance: float
+    allowed_share: float
+    """Share of positions, and of new tokens, that may be beyond the tolerance."""
     new_tokens_differing: int | None
     """None for a classifier, which generates no tokens."""
     experts: str
@@ -146,7 +148,7 @@ def compare(folder: Path, reference: Reference) -> OnnxComparison:
     if differing > allowed * reference.leads.size:
         failures.append(f"{differing} of {reference.leads.size} greedy tokens differ")
     return OnnxComparison(
-        len(every), beyond, float(every.max()), tolerance, differing, reference.experts, tuple(failures)
+        len(every), beyond, float(every.max()), tolerance, allowed, differing, reference.experts, tuple(failures)
     )
 
 

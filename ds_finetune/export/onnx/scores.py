@@ -154,4 +154,6 @@ def compare_scores(folder: Path, reference: ScoreReference) -> OnnxComparison:
             f"{beyond} of {len(every)} texts are beyond it, worst by {distances[worst].max():.2e} with "
             f"{reference.batches[worst].name}"
         )
-    return OnnxComparison(len(every), beyond, float(every.max()), tolerance, None, reference.experts, tuple(failures))
+    return OnnxComparison(
+        len(every), beyond, float(every.max()), tolerance, allowed, None, reference.experts, tuple(failures)
+    )
