@@ -1,6 +1,5 @@
 """Runs several jobs at once, one on each place, until none is left, or a signal or a failure ends them."""
 
-import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -9,9 +8,9 @@ from pathlib import Path
 
 from ds_finetune.experiments.child_run import ChildRun, is_still_running
 from ds_finetune.experiments.places import Place
+from ds_finetune.launch.attempt import handle_signals
 
 _POLL_SECONDS = 0.2
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class ExperimentJob(ABC):
@@ -112,10 +111,5 @@ def _stop_all(children: list[ChildRun], received: list[int]) -> None:
 def _signals() -> Iterator[list[int]]:
     """A list to which signals are appended when they arrive."""
     received: list[int] = []
-    handled = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, lambda got, _: received.append(got)) for number in handled}
-    try:
+    with handle_signals(lambda number, _: received.append(number)):
         yield received
-    finally:
-        for number, earlier in before.items():
-            signal.signal(number, earlier)
