@@ -2,7 +2,7 @@
 steps of encoders on labelled texts, in each cell.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from ds_finetune.data.rows import Row, RowDocuments
 from ds_finetune.engine.engine import Engine
 from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.plan.plan import Plan
-from ds_finetune.selftest.steps import first_moments
+from ds_finetune.selftest.steps import batch_plan, first_moments
 from tests.parity.serving import Launched, serve
 
 STEPS, LR, BETAS = 3, 1e-3, (0.9, 0.95)
@@ -123,18 +123,8 @@ def _batch(every: list[Row], plan: Plan) -> Batch:
 
 
 def _batch_plan(plan: Plan) -> BatchPlan:
-    return BatchPlan(
-        global_batch_size=plan.batch.global_batch_size,
-        micro_batch_size=plan.batch.micro_batch_size,
-        rank=plan.mesh.place("dp"),
-        dp=plan.dp,
-        seed=0,
-        shuffle=False,
-        pad_token_id=1,
-        row_len=ROW_LEN if plan.batch.is_packed else None,
-        documents_per_unit=1,
-        separates_padding=True,
-    )
+    row_len = ROW_LEN if plan.batch.is_packed else None
+    return replace(batch_plan(plan), pad_token_id=1, row_len=row_len, documents_per_unit=1, separates_padding=True)
 
 
 if __name__ == "__main__":
