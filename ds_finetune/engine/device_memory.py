@@ -22,7 +22,7 @@ _WORDS = (
     "Cuda failure 2 'out of memory'",
 )
 """In RuntimeErrors of torch 2.13: of its CPU allocator (c10/core/impl/alloc_cpu.cpp), of calls of the driver, of
-workspaces of cuBLAS, and of communicators of NCCL (before and from 2.26).
+workspaces of cuBLAS, and of communicators of NCCL, whose older versions leave the number out.
 """
 
 
