@@ -194,7 +194,7 @@ BASES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], tuple[str, .
         lambda t: t.update({FIRST: t[FIRST].bfloat16(), LAST: t[LAST].bfloat16(), NORM: t[NORM].half()}),
         (
             "2 tensors are F32 here and BF16 in the base: model.layers.{{0, 2}}.input_layernorm.weight",
-            f"1 tensors are F32 and F16 in the base: {NORM}",
+            f"1 tensors are F32 here and F16 in the base: {NORM}",
         ),
     ),
     "all at once": (
