@@ -215,8 +215,10 @@ def _rate(work: Callable[[int], None], device: Any) -> tuple[float, int]:  # noq
 def _best_rate(exchange: Callable[[int], float], device: Any) -> tuple[float, int]:  # noqa: ANN401
     """The rate of `exchange`, a function from bytes to seconds, in bytes a second, and the size it was measured with.
 
-    That is the first size whose exchange takes long enough to be measured.
+    That is the first size whose exchange takes long enough to be measured. One exchange before opens the connection,
+    for which NCCL may take seconds.
     """
+    exchange(_SIZES[0])
     sizes = iter(_SIZES if device.type == "cuda" else _SIZES[:-1])
     size, seconds = next(sizes), exchange(_SIZES[0])
     for larger in sizes:

@@ -32,7 +32,7 @@ from ds_finetune.families.table import family_of
 from ds_finetune.model.activation_offload import CudaTransfer, PlainTransfer, offload_layer_inputs
 from ds_finetune.model.balance_loss import BalanceLoss
 from ds_finetune.model.build import Where, build_skeleton, model_class, resolve_folder, whole
-from ds_finetune.model.cross_entropy import KERNELS, Kernel, chunked_cross_entropy
+from ds_finetune.model.cross_entropy import KERNELS, Kernel, chunked_cross_entropy, liger_cross_entropy
 from ds_finetune.model.distillation import DistilledModel
 from ds_finetune.model.dtypes import PRECISION_DTYPES
 from ds_finetune.model.encoder import encoder_of
@@ -80,6 +80,7 @@ from ds_finetune.objectives.multi_token import MultiTokenPrediction
 from ds_finetune.objectives.objective import ScoreObjective
 from ds_finetune.patches.deepspeed_clipping import OwnClipping
 from ds_finetune.patches.deepspeed_engine import count_whole_experts_once, undo_constructor_step
+from ds_finetune.patches.deepspeed_gathering import single_gathers_without_waits
 from ds_finetune.patches.deepspeed_inexact import forget_second_copies, zenflow_keeps_matrices
 from ds_finetune.patches.deepspeed_init import zero_init
 from ds_finetune.patches.deepspeed_waits import HalfPrecisionNorms, ZeroNorms, has_zero_norms
@@ -112,6 +113,7 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
         ) as groups,
         start_teacher(plan, model, groups) as teacher,
         zenflow_keeps_matrices() if plan.has_zenflow else nullcontext(),
+        single_gathers_without_waits() if plan.zero_stage == 3 else nullcontext(),
     ):
         lm, drawn = _build(plan, model, groups, loads_weights=loads_weights)
         plan = replace(plan, frozen=_saved_frozen(lm, model))
@@ -325,10 +327,13 @@ def _device(plan: Plan) -> str:
 def _install_groups(lm: PreTrainedModel, plan: Plan, model: ModelPlan, groups: Groups) -> Kernel:
     """Make `lm` communicate in its stage, tensor and expert parallel groups; returns the loss kernel that fits."""
     kernel, hf_config = KERNELS[plan.loss_kernel], model.hf_config
-    if kernel is chunked_cross_entropy and model.task == "causal_lm":
+    if model.task == "causal_lm":
         rows = hf_config.vocab_size // plan.mesh.tp
         chunk = head_chunk(rows, precision=plan.precision, device=plan.device)
-        kernel = partial(chunked_cross_entropy, chunk=chunk, tp_group=groups.tensor)
+        if kernel is liger_cross_entropy:
+            kernel = partial(liger_cross_entropy, chunk=chunk)
+        else:
+            kernel = partial(chunked_cross_entropy, chunk=chunk, tp_group=groups.tensor)
     if groups.stage is not None:
         install_pipeline_stage(lm, groups.stage, outputs=model.head_outputs)
     if groups.tensor is not None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ds_finetune.families.table import family_of
 from ds_finetune.plan.activations import mlp_tiles
-from ds_finetune.plan.head_chunk import head_chunk, logits_bytes
+from ds_finetune.plan.head_chunk import CPU_BLOCK_NUMBERS, head_chunk, logits_bytes
 
 _WIDE = 4
 """Bytes of a number in fp32, in which norms and routers compute at any precision."""
@@ -82,10 +82,13 @@ class HeadBytes(NamedTuple):
     """The fp32 gradient of the head's weight."""
     rounded: int
     """The same in the run's precision, which backward makes of it when the logits are gone."""
+    block: int = 0
+    """The logits that a CPU has in fp32 at a time at most, where products are 16 bits."""
 
     def logits_of(self, tokens: int) -> int:
         """The logits that exist at a time, of so many supervised tokens."""
-        return self.logits * min(tokens, self.chunk)
+        products = self.logits * min(tokens, self.chunk)
+        return products + min(self.block, 2 * products)
 
 
 @dataclass(frozen=True)
@@ -223,6 +226,7 @@ def _head(model: Mapping[str, Any], widths: _Widths, precision: str, device: str
         logits=width * rows if is_by_blocks else logits_bytes(rows, precision=precision),
         gradient=_WIDE * rows * hidden,
         rounded=0 if width == _WIDE else width * rows * hidden,
+        block=_WIDE * CPU_BLOCK_NUMBERS if is_by_blocks else 0,
     )
 
 

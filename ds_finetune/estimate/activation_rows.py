@@ -8,7 +8,7 @@ from functools import lru_cache
 from ds_finetune.config.schema import OWN_ATTENTIONS, LoraConfig, RunConfig
 from ds_finetune.estimate.activation_memory import ActivationBytes, AdaptedLayers, activation_bytes
 from ds_finetune.estimate.rank_weights import RankWeights, num_scores
-from ds_finetune.estimate.rows import FORWARD, MemoryRow, Place
+from ds_finetune.estimate.rows import KEPT_FOR_BACKWARD, MemoryRow, Place
 from ds_finetune.families.family import layer_of
 from ds_finetune.families.parameters import ModelConfig
 from ds_finetune.families.tensors import EMBEDDING, model_tensors
@@ -40,7 +40,7 @@ def activation_rows(
     if plan.mesh.pp > 1:
         # What each held forward gave, and one gradient.
         between = int(own.layer_input * tokens * (flying * config.parallel.vpp + 1))
-        yield MemoryRow("hidden states between stages", home, between, _MICRO_BATCH, FORWARD)
+        yield MemoryRow("hidden states between stages", home, between, _MICRO_BATCH, KEPT_FOR_BACKWARD)
     if number == plan.mesh.pp - 1:
         yield from _head_rows(config, own, tokens, home)
         yield from _product_rows(config, plan, own)
@@ -107,7 +107,7 @@ def _layer_rows(
         yield MemoryRow("inputs of recomputed layers, offloaded", "host", inputs, _MICRO_BATCH)
         inputs = min(_ON_THEIR_WAY, len(own.layers)) * own.layer_input * tokens
     option = _MICRO_BATCH if plan.activation_offload or plan.device == "cpu" else "train.activation_offload"
-    yield MemoryRow("inputs of recomputed layers", home, inputs, option, FORWARD)
+    yield MemoryRow("inputs of recomputed layers", home, inputs, option, KEPT_FOR_BACKWARD)
     working = max(layer.most(tokens, is_tiled=is_tiled) for layer in own.kinds)
     working = max(working, own.last_norm * tokens)
     # Tiles sum the gradients of a layer's weights in fp32, which may be more than they save.

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ds_finetune.estimate.gathered_weights import DEFAULT_RULES, FetchingRules, gathered_weights, num_persistent
 from ds_finetune.estimate.rank_elements import RankElements
 from ds_finetune.estimate.rank_weights import RankWeights
-from ds_finetune.estimate.rows import BACKWARD, FORWARD, MOMENTS, MemoryRow, Moment, Place
+from ds_finetune.estimate.rows import BACKWARD, MICRO_BATCH, MOMENTS, MemoryRow, Moment, Place
 from ds_finetune.estimate.states import second_parts_of
 from ds_finetune.plan.combinations import WEIGHT_BYTES
 from ds_finetune.plan.deepspeed_config import HAS_TORCH_ADAM
@@ -17,19 +18,18 @@ from ds_finetune.plan.deepspeed_config import MOMENTS as OPTIMIZER_MOMENTS
 from ds_finetune.plan.plan import Plan
 
 _WIDE = 4
-_STAGE, _TP = "deepspeed.zero_optimization.stage", "parallel.tp"
-_OPTIMIZER = "deepspeed.zero_optimization.offload_optimizer"
-_PARAM = "deepspeed.zero_optimization.offload_param"
-_HPZ = "deepspeed.zero_optimization.zero_hpz_partition_size"
-_SUB_GROUP = "deepspeed.zero_optimization.sub_group_size"
-_BUCKET = "deepspeed.zero_optimization.reduce_bucket_size"
+_ZERO, _TP = "deepspeed.zero_optimization", "parallel.tp"
+_STAGE, _OPTIMIZER, _PARAM = f"{_ZERO}.stage", f"{_ZERO}.offload_optimizer", f"{_ZERO}.offload_param"
+_HPZ, _SUB_GROUP = f"{_ZERO}.zero_hpz_partition_size", f"{_ZERO}.sub_group_size"
+_BUCKET = f"{_ZERO}.reduce_bucket_size"
 _DEFAULTS = {
     "reduce_bucket_size": 500_000_000,
     "sub_group_size": 1_000_000_000,
-    "stage3_prefetch_bucket_size": 50_000_000,
-    "stage3_param_persistence_threshold": 100_000,
-    "stage3_model_persistence_threshold": 2**63 - 1,
-    "stage3_max_reuse_distance": 1_000_000_000,
+    "stage3_prefetch_bucket_size": DEFAULT_RULES.prefetch_bucket,
+    "stage3_max_live_parameters": DEFAULT_RULES.max_live,
+    "stage3_max_reuse_distance": DEFAULT_RULES.max_reuse,
+    "stage3_param_persistence_threshold": DEFAULT_RULES.persistence,
+    "stage3_model_persistence_threshold": DEFAULT_RULES.persistent_of_model,
     "contiguous_gradients": True,
 }
 """zero/config.py:113-251."""
@@ -38,8 +38,9 @@ _NVME_DEFAULTS = {
     "offload_optimizer": {"buffer_count": 4},
 }
 """zero/offload_config.py:33-67."""
-_IN_STEPS: tuple[Moment, ...] = ("reduction", "step")
-_UNTIL_REDUCED: tuple[Moment, ...] = (*FORWARD, "embedding", "reduction")
+_GLOO_THREADS = 2
+"""Each receives weights in a buffer of its own, beside that in which they arrive (torch's ProcessGroupGloo.cpp)."""
+_UNTIL_REDUCED: tuple[Moment, ...] = (*MICRO_BATCH, "reduction")
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ def _four_bit_rows(run: _Zero) -> Iterator[MemoryRow]:
         size = own.scales_bytes + -(-own.packed_bytes // parts)
         yield MemoryRow("weights in four bits", run.home, size, _STAGE if parts == 1 else "")
         size = run.width * own.dequantised
-        yield MemoryRow("a weight of four bits while it is used", run.home, size, "", FORWARD)
+        yield MemoryRow("a weight of four bits while it is used", run.home, size, "", MICRO_BATCH)
 
 
 def _optimizer_rows(run: _Zero) -> Iterator[MemoryRow]:
@@ -177,7 +178,7 @@ def _rows_of_stages_1_and_2(run: _Zero) -> Iterator[MemoryRow]:
     own, share = run.own, run.own.trained_share
     in_backward = run.plan.zero_stage == 2 and not run.plan.reduces_once
     if not in_backward and not run.plan.reduces_once:
-        when = _UNTIL_REDUCED if run.is_accumulating else _UNTIL_REDUCED[1:]
+        when = _UNTIL_REDUCED if run.is_accumulating else (*BACKWARD, "reduction")
         yield MemoryRow("gradients", run.home, run.width * own.trained, _STAGE, when)
     if run.home == "host" and run.plan.zero_ranks > 1:
         # Gloo receives all parts of the weights in a buffer of its own (runtime/utils.py:1008).
@@ -223,15 +224,7 @@ def _rows_of_stage_3(run: _Zero, weights: RankWeights) -> Iterator[MemoryRow]:
         # A step drops them (zero/stage3.py:2846), and the next forward copies what it gathers.
         size = run.width * -(-own.held // parts)
         yield MemoryRow("second weights", place_of(plan.offload_param, run.home), size, _HPZ, _UNTIL_REDUCED)
-    small = _persistent(run, weights)
-    yield MemoryRow(
-        "small weights, whole", run.home, run.width * small, f"{_STAGE[:-5]}stage3_param_persistence_threshold"
-    )
-    yield from _gathered_rows(run, weights, small)
-    if int(plan.deepspeed["zero_optimization"].get("zero_hpz_partition_size") or 1) > 1:
-        parts = int(plan.deepspeed["zero_optimization"]["zero_hpz_partition_size"])
-        option = "deepspeed.zero_optimization.zero_hpz_partition_size"
-        yield MemoryRow("second part of weights", run.home, run.width * -(-weights.numel // parts), option)
+    yield from _gathered_rows(run, weights)
     yield from _optimizer_rows(run)
     gradients = "host" if run.is_offloaded else run.home
     yield MemoryRow("gradients of this rank's part", gradients, run.accumulated * share, _OPTIMIZER)
@@ -260,30 +253,32 @@ def _nvme_rows(run: _Zero) -> Iterator[MemoryRow]:
         yield MemoryRow("weights of NVMe that stay on the host", "host", run.width * kept, f"{_PARAM}.max_in_cpu")
 
 
-def _persistent(run: _Zero, weights: RankWeights) -> int:
-    """Elements of small weights that every rank has whole (zero/parameter_offload.py:317), beside its part."""
-    threshold = int(run.option("stage3_param_persistence_threshold"))
-    # zero/partition_parameters.py:1292: a tensor with as many elements as the threshold is small.
-    small = sum(kind.numel for kind in weights.kinds if kind.numel // kind.count <= threshold)
-    return min(small, int(run.option("stage3_model_persistence_threshold")))
+def _fetching_rules(run: _Zero) -> FetchingRules:
+    def number(name: str) -> int:
+        return int(float(run.option(f"stage3_{name}")))
+
+    return FetchingRules(
+        prefetch_bucket=number("prefetch_bucket_size"),
+        max_live=number("max_live_parameters"),
+        max_reuse=number("max_reuse_distance"),
+        persistence=number("param_persistence_threshold"),
+        persistent_of_model=number("model_persistence_threshold"),
+    )
 
 
-def _gathered_rows(run: _Zero, weights: RankWeights, small: int) -> Iterator[MemoryRow]:
-    """Weights that are whole on a rank: the layer that is computed, those before the turn from forward to backward that
-    are used again within the reuse distance (zero/partitioned_param_coordinator.py:653-664; with recomputation each
-    layer is passed three times until then), and those that are fetched ahead (452-456), which are copied out of the
-    buffer in which they arrive (zero/partition_parameters.py:795).
+def _gathered_rows(run: _Zero, weights: RankWeights) -> Iterator[MemoryRow]:
+    """Weights that are whole on a rank: small ones, those that are fetched, and the buffers in which these arrive
+    (zero/partition_parameters.py:795). With recomputation forward and backward pass a layer three times.
     """
-    total = weights.numel - small
-    passes = 3 if run.plan.activation_checkpointing else 2
-    near = int(run.option("stage3_max_reuse_distance")) // passes
-    layer = weights.largest_layer
-    largest = max((kind.numel // kind.count for kind in weights.kinds), default=0)
-    ahead = int(run.option("stage3_prefetch_bucket_size"))
-    ahead = min(ahead + largest, total) if ahead else 0
-    live = min(total, max(near + largest, layer))
-    option = "deepspeed.zero_optimization.stage3_max_reuse_distance"
-    yield MemoryRow("gathered weights", run.home, run.width * live, option, FORWARD)
-    fetched = min(ahead, total - live) + min(ahead, total)
-    option = "deepspeed.zero_optimization.stage3_prefetch_bucket_size"
-    yield MemoryRow("weights that arrive", run.home, run.width * fetched, option, FORWARD)
+    rules = _fetching_rules(run)
+    small = run.width * num_persistent(weights.kinds, rules)
+    yield MemoryRow("small weights, whole", run.home, small, f"{_ZERO}.stage3_param_persistence_threshold")
+    passes, copies = 3 if run.plan.activation_checkpointing else 2, _GLOO_THREADS if run.home == "host" else 1
+    # What one rank holds alone is there already (zero/partition_parameters.py:1563).
+    fetched = [kind for kind in weights.kinds if kind.sharers > 1 or run.plan.offload_param != "none"]
+    whole = gathered_weights(fetched, rules, passes=passes, copies=copies)
+    for held in whole:
+        name, option = f"gathered weights, {held.during}", f"{_ZERO}.stage3_max_live_parameters"
+        yield MemoryRow(name, run.home, run.width * held.numel, option, held.when)
+        name, option = f"weights that arrive, {held.during}", f"{_ZERO}.stage3_prefetch_bucket_size"
+        yield MemoryRow(name, run.home, run.width * held.arriving, option, held.when)

@@ -243,18 +243,6 @@ def check_attention(hf_config: PretrainedConfig, attention: str, task: Task = "c
         )
 
 
-def check_sinks(hf_config: PretrainedConfig, attention: str) -> None:
-    """ModelError where a run would train a model with attention sinks by an attention that does not know them, or does
-    not separate packed documents.
-    """
-    if family_of(hf_config.model_type).has_sinks and attention not in OWN_ATTENTIONS:
-        raise ModelError(
-            f"model.attention {attention} with model_type `{hf_config.model_type}`, whose attention has sinks: "
-            + ("its kernels have none" if attention == FLASH else "documents of a packed row would see each other"),
-            hint="set model.attention: sdpa",
-        )
-
-
 def build_skeleton(  # noqa: PLR0913
     hf_config: PretrainedConfig,
     *,

@@ -9,15 +9,11 @@ import torch
 
 from ds_finetune.model.parallel.tensor import TensorParallelGroup
 from ds_finetune.model.products import add_product, multiplication
-from ds_finetune.plan.head_chunk import CPU_TOKENS
+from ds_finetune.plan.head_chunk import CPU_BLOCK_NUMBERS, CPU_TOKENS
 
 CHUNK_TOKENS = CPU_TOKENS
 """Supervised positions whose logits exist at a time, where the plan says nothing else."""
-_BLOCK_NUMBERS = 2**19
-"""Logits for each thread that a CPU turns into fp32 at a time where products are 16 bits, 2 MiB: they stay in its
-caches. Loss and gradients of 2,600 tokens, width 256 and vocabulary 102,400 take 1.8 s in place of 2.5 (bf16, torch
-2.13, one core with AVX512-BF16); between 2**17 and 2**22 times differ by 6%.
-"""
+_BLOCK_NUMBERS = CPU_BLOCK_NUMBERS
 
 
 class NeededGradients(NamedTuple):
@@ -61,9 +57,9 @@ class HeadGradients(NamedTuple):
         self.add_products(d_logits.to(part.dtype), part, weight, start)
 
     def add_bias(self, d_logits: torch.Tensor) -> None:
-        """Add the gradient of the bias from `d_logits` fp32 of some tokens."""
+        """Add the gradient of the bias from `d_logits` of some tokens; the sum is fp32."""
         if self.d_bias is not None:
-            self.d_bias.add_(d_logits.sum(0))
+            self.d_bias.add_(d_logits.sum(0, dtype=self.d_bias.dtype))
 
     def add_products(self, d_logits: torch.Tensor, part: torch.Tensor, weight: torch.Tensor, start: int) -> None:
         """The same as `add_chunk` from `d_logits` in the dtype of `hidden`, without the bias."""

@@ -15,7 +15,7 @@ from ds_finetune.plan.inexact import check_inexact_model
 from ds_finetune.plan.layer_stages import StageLayers
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.objectives import SCORES
-from ds_finetune.plan.packed_attention import check_varlen
+from ds_finetune.plan.packed_attention import check_sinks, check_varlen
 
 
 def check_model(config: RunConfig, mesh: Mesh, model: Mapping[str, Any]) -> None:
@@ -33,6 +33,12 @@ def check_settings(config: RunConfig, model: Mapping[str, Any]) -> None:
     check_model_type(config, model)
     if config.lora is not None:
         check_lora_type(str(model.get("model_type")))
+    check_attention_kernel(config, model)
+
+
+def check_attention_kernel(config: RunConfig, model: Mapping[str, Any]) -> None:
+    """ModelError where the attention of the run file cannot compute a model, or that of a teacher."""
+    check_sinks(config.model.attention, model)
     check_varlen(config.model.attention, model, precision=config.train.precision, longest=config.train.max_seq_len)
 
 

@@ -94,8 +94,8 @@ def step_values(result: StepResult, *, seconds: float, waited: float) -> dict[st
 
 
 def peak_gib() -> float:
-    """Peak memory of this process in GiB: allocated on the GPU where there is one, resident on the host otherwise."""
-    if torch.cuda.is_available():
+    """Peak memory of this process in GiB: allocated on the GPU that it computes on, else resident on the host."""
+    if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated() / GIB
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB

@@ -2,13 +2,14 @@
 
 from dataclasses import replace
 from itertools import combinations
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ds_finetune.doctor.host_details import FolderInfo, HostDetails, HostQuery, gather_details
 from ds_finetune.doctor.messages import ChildLost, NetworkMeasured, RequestRefused
-from ds_finetune.doctor.network import NetworkResult, rounds
+from ds_finetune.doctor.network import NetworkResult, _best_rate, rounds
 from ds_finetune.doctor.network_checks import network_checks, slow_checks
 from ds_finetune.doctor.storage_checks import disk_checks, file_checks, folder_checks
 from ds_finetune.doctor.system_checks import (
@@ -187,3 +188,13 @@ def test_the_host_that_keeps_a_network_from_working() -> None:
         checks = network_checks(hosts, replies)
         assert [(check.host, check.state) for check in checks] == [(host, "fail")]
         assert words in checks[0].found
+
+
+def test_opening_a_connection_is_not_measured() -> None:
+    sizes: list[int] = []
+
+    def exchange(size: int) -> float:
+        sizes.append(size)
+        return 2.0 if len(sizes) == 1 else size / 1e9
+
+    assert _best_rate(exchange, SimpleNamespace(type="cuda")) == (pytest.approx(1e9), 1 << 28)

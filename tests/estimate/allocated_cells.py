@@ -54,6 +54,8 @@ class AllocationCell:
     model: Mapping[str, Any] = field(default_factory=lambda: LLAMA)
     sections: Mapping[str, Any] = field(default_factory=dict)
     """Further sections of the run file."""
+    zero: Mapping[str, Any] = field(default_factory=dict)
+    """Other options of `zero_optimization`."""
     choices: Mapping[str, Any] = field(default_factory=dict)
     """Further choices of `deepspeed`."""
     title: str = ""
@@ -78,6 +80,7 @@ class AllocationCell:
         zero |= {"stage3_param_persistence_threshold": 1000} if self.stage == 3 else {}
         zero |= {"offload_optimizer": {"device": "cpu"}} if self.offload else {}
         zero |= {"offload_param": {"device": "cpu"}} if self.offload == "param" else {}
+        zero |= self.zero
         ranks_of_rows = 1 if self.axis in ("tp", "pp", "sp") else 2
         return {
             "model": {"path": str(folder), "weights": "load" if self.loads_weights else "random"},
@@ -102,8 +105,23 @@ class AllocationCell:
 
 
 _LORA: Tree = {"lora": {"rank": 8}}
+_SMALL_BUCKET: Tree = {"reduce_bucket_size": 200_000}
+"""Fewer numbers than adapters have: the allocator counts also what of a bucket is never written."""
 _WIDE_SUMS: Tree = {"data_types": {"grad_accum_dtype": "fp32"}}
-DEFAULT = [AllocationCell(2, "bf16"), AllocationCell(3, "bf16", forwards=2)]
+_FETCHING: dict[str, Tree] = {
+    "default-fetching": {"stage3_prefetch_bucket_size": 50_000_000, "stage3_param_persistence_threshold": 100_000},
+    "no-prefetch": {"stage3_prefetch_bucket_size": 0},
+    "short-reuse": {"stage3_max_reuse_distance": 3_000_000},
+    "few-live": {"stage3_max_live_parameters": 3_000_000},
+    "short-reuse-few-live": {"stage3_max_reuse_distance": 3_000_000, "stage3_max_live_parameters": 3_000_000},
+    "nothing-ahead": {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0},
+}
+"""Ways of fetching weights at stage 3."""
+DEFAULT = [
+    AllocationCell(2, "bf16"),
+    AllocationCell(3, "bf16", forwards=2),
+    AllocationCell(3, "bf16", zero=_FETCHING["default-fetching"], title="default-fetching"),
+]
 """Measured by default."""
 OTHERS = [
     *(AllocationCell(stage, precision) for stage in (0, 1, 2, 3) for precision in ("fp32", "bf16")),
@@ -116,6 +134,10 @@ OTHERS = [
     AllocationCell(2, "bf16", axis="ep", model=EXPERTS),
     *(AllocationCell(stage, "bf16", model=EXPERTS) for stage in (2, 3)),
     *(AllocationCell(stage, "bf16", forwards=2, choices=_WIDE_SUMS, title="fp32-sums") for stage in (2, 3)),
-    AllocationCell(3, "bf16", sections=_LORA, title="lora"),
+    *(AllocationCell(stage, "bf16", sections=_LORA, zero=_SMALL_BUCKET, title="lora") for stage in (2, 3)),
+    AllocationCell(3, "bf16", axis="ep", model=EXPERTS),
+    *(AllocationCell(3, "bf16", zero=zero, title=title) for title, zero in _FETCHING.items()),
+    AllocationCell(3, "bf16", recomputes=False, zero=_FETCHING["short-reuse-few-live"], title="short-reuse-few-live"),
+    AllocationCell(3, "bf16", model=EXPERTS, zero=_FETCHING["default-fetching"], title="default-fetching"),
 ]
 OTHERS = [cell for cell in OTHERS if cell.name not in {chosen.name for chosen in DEFAULT}]
