@@ -206,7 +206,7 @@ BASES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], tuple[str, .
             "1 tensors of the base are not here: x",
             f"1 tensors are not in the base: {FIRST}",
             f"1 tensors have another shape than in the base: {LAST} (32,) for (2, 3)",
-            f"1 tensors are F32 and F64 in the base: {NORM}",
+            f"1 tensors are F32 here and F64 in the base: {NORM}",
         ),
     ),
     "no weights": (
