@@ -48,8 +48,7 @@ def run_jobs(jobs: Iterator[ExperimentJob], places: list[Place]) -> None:
     """Run all jobs; the iterator is asked for the next one when a place is free.
 
     On SIGINT, SIGTERM or SIGHUP the runs save and end, no job is told of its end, and JobsInterruptedError is raised; a
-    second signal kills them.
-    Where the iterator or a job raises an error, the runs save and end as well.
+    second signal kills them. Where the iterator or a job raises an error, the runs save and end as well.
     """
     free, running = list(places), _Running()
     with _signals() as received:
