@@ -71,7 +71,7 @@ def gpu_checks(hosts: Mapping[str, HostDetails]) -> Iterator[Check]:
         if len(listed) < len(details.gpus):
             found = f"nvidia-smi lists {len(listed)} of {len(details.gpus)} GPUs"
             yield Check("gpus", host, "fail", found, "run nvidia-smi on the host; restart it after a driver update")
-        busy = [str(number) for number, gpu in enumerate(listed) if gpu.used_bytes > GIB]
+        busy = [str(number) for number, gpu in enumerate(listed) if (gpu.used_bytes or 0) > GIB]
         if busy:
             found = f"GPU {', '.join(busy)} has more than 1 GiB in use"
             yield Check("gpus", host, "warn", found, "find the process with nvidia-smi")
@@ -117,7 +117,8 @@ def memory_checks(
     for host, details in hosts.items():
         rows = [("host", hostfile_hosts[host].slots * rank_bytes, details.memory_bytes)]
         if details.gpu_memory and gpu_bytes:
-            rows.append(("GPU", gpu_bytes, min(gpu.total_bytes for gpu in details.gpu_memory)))
+            totals = [gpu.total_bytes for gpu in details.gpu_memory if gpu.total_bytes is not None]
+            rows.append(("GPU", gpu_bytes, min(totals, default=None)))
         for what, needed, available in rows:
             if available is None:
                 continue
