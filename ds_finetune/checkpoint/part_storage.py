@@ -98,10 +98,11 @@ def serialise_part(
     sink.begin(len(head) + sum(item.num_bytes for item in stored))
     sink.write(torch.frombuffer(bytearray(head), dtype=torch.uint8))
     for group, of_group in zip(groups, chunks, strict=True):
-        if of_group:
-            with group.opened(False) as read:
-                for item, at in of_group:
-                    sink.write(read(item.key)[at : at + item.chunk.numel])
+        if not of_group:
+            continue
+        with group.opened(False) as read:
+            for item, at in of_group:
+                sink.write(read(item.key)[at : at + item.chunk.numel])
 
 
 def _chunks_of_group(group: StateGroup, share: tuple[int, int]) -> list[tuple[StoredChunk, int]]:
