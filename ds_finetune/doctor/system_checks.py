@@ -64,6 +64,14 @@ def limit_checks(hosts: Mapping[str, HostDetails], *, world_size: int, locks_mem
         yield Check("limits", host, "warn" if wrong else "ok", found, "; ".join(hint for _, hint in wrong))
 
 
+def infiniband_checks(hosts: Mapping[str, HostDetails]) -> Iterator[Check]:
+    """Hosts with InfiniBand and without the library by which NCCL uses it, as in many containers."""
+    for host, details in hosts.items():
+        if details.has_infiniband and not details.has_ibverbs:
+            found = "there are InfiniBand devices, but no libibverbs.so.1: NCCL uses sockets"
+            yield Check("network", host, "warn", found, "install libibverbs1 and ibverbs-providers")
+
+
 def gpu_checks(hosts: Mapping[str, HostDetails]) -> Iterator[Check]:
     """GPUs that nvidia-smi does not list, that have memory in use, or that two hosts report."""
     for host, details in hosts.items():

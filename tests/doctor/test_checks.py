@@ -16,6 +16,7 @@ from ds_finetune.doctor.system_checks import (
     ClockOffset,
     clock_checks,
     gpu_checks,
+    infiniband_checks,
     limit_checks,
     memory_checks,
     name_checks,
@@ -78,6 +79,15 @@ def test_memory_that_nvidia_smi_does_not_tell(here: HostDetails, monkeypatch: py
     assert [(check.state, check.found[:3]) for check in checks] == [("ok", "hos"), ("fail", "GPU")]
     shared = replace(known, gpu_memory=gpus[:1])
     assert len(list(memory_checks(HOSTS, {"a": shared}, rank_bytes=0, gpu_bytes=90 << 30))) == 1
+
+
+def test_infiniband_that_nccl_cannot_use(here: HostDetails) -> None:
+    hosts = {
+        f"{has_devices} {has_library}": replace(here, has_infiniband=has_devices, has_ibverbs=has_library)
+        for has_devices in (False, True)
+        for has_library in (False, True)
+    }
+    assert _states(infiniband_checks(hosts)) == {"True False": "warn"}
 
 
 def test_clocks_are_blamed_for_no_more_than_the_round_trip_leaves() -> None:
