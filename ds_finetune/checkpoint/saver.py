@@ -26,6 +26,7 @@ from ds_finetune.checkpoint.folder import CheckpointFolder
 from ds_finetune.checkpoint.messages import CommitJob, RemoveJob, ReserveJob, WriteJob
 from ds_finetune.checkpoint.part_file import part_name
 from ds_finetune.checkpoint.part_sinks import FilePartSink, WriterProcess
+from ds_finetune.checkpoint.part_storage import serialise_part
 from ds_finetune.engine.collectives import all_reduce_max
 from ds_finetune.engine.state import StateGroup
 from ds_finetune.errors import CheckpointError
@@ -74,9 +75,6 @@ class Saver:
 
     def save(self, step: int, state: str, *, rank_state: Mapping[str, Any], eval_loss: float | None = None) -> float:
         """Begin a save, and return the seconds this rank was blocked; `settle` must have returned the previous one."""
-        # Imported at the first save: torch.distributed.checkpoint takes a tenth of a start's CPU time.
-        from ds_finetune.checkpoint.part_storage import serialise_part
-
         assert self._pending is None
         began = time.perf_counter()
         groups = self.groups()

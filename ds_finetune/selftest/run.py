@@ -169,6 +169,9 @@ def selftest(config: RunConfig | None, extent: Extent, *, say: Say) -> None:
     cases = (
         _standard_cases(world.world_size, extent.families, device) if config is None else _cases_of_run(config, world)
     )
+    left_out = _left_out(config) if config is not None else []
+    if left_out and world.rank == 0:
+        say(f"not compared: {', '.join(left_out)}")
     wrong, began = 0, time.monotonic()
     with process_group(world, device), _shared_folder(world) as folder:
         _build_first(make_plan(_run_file(cases[0], folder, folder), world=world, device=device), say)
@@ -309,11 +312,26 @@ def _cases_of_run(config: RunConfig, world: World) -> list[LayoutCase]:
         tree |= {"model": {"path": "", "attention": attention, "loss": config.model.loss}, "deepspeed": choices}
         tree |= {"objective": config.objective.model_dump(), "router": config.router and config.router.model_dump()}
         tree |= {"lora": config.lora and config.lora.model_dump()}
+        tree["train"] |= {name: getattr(config.train, name) for name in ("activation_offload", "tiled_mlp")}
+        if precision == config.train.precision and config.train.reduction_dtype == "fp32":
+            tree["train"]["reduction_dtype"] = "fp32"
         tiny = _tiny_model_like(hub, cell.family, is_quantised=config.lora is not None and bool(config.lora.quantize))
         found.append(LayoutCase(f"{hub.model_type} {mesh} ZeRO-{stage} {precision}{_objective_text(cell)}", tiny, tree))
     if config.lora is not None:
         _check_targets(tiny, config.lora)
     return found
+
+
+def _left_out(config: RunConfig) -> list[str]:
+    """What the run trains with and its layout is compared without."""
+    settings = (
+        (config.mtp.train, "mtp.train true"),
+        (config.indexer.train, "indexer.train true"),
+        (bool(config.inexact), f"inexact {', '.join(config.inexact)}"),
+        (config.optim.name.lower() != "adamw", f"optim.name {config.optim.name}"),
+        (config.train.reduction_dtype == "bf16", "train.reduction_dtype bf16"),
+    )
+    return [text for is_set, text in settings if is_set]
 
 
 def _check_targets(tiny: PretrainedConfig, lora: LoraConfig) -> None:

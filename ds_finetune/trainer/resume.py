@@ -22,6 +22,7 @@ from ds_finetune.checkpoint.files import (
 from ds_finetune.checkpoint.folder import CheckpointFolder, open_checkpoint_folder, raise_on_every_rank, try_in_folder
 from ds_finetune.checkpoint.locking import LOCK_SECONDS, lock_folder
 from ds_finetune.checkpoint.part_file import part_name
+from ds_finetune.checkpoint.part_storage import PartReader, num_weights, read_state_groups
 from ds_finetune.checkpoint.random_state import restore_random_state
 from ds_finetune.checkpoint.restore import UsableCheckpoint, named_checkpoint, newest_checkpoint, restore_engine
 from ds_finetune.checkpoint.run_state import RunState, layout_of, versions
@@ -174,10 +175,8 @@ def try_saving(checkpoints: CheckpointFolder, *, is_asynchronous: bool) -> None:
 
 
 def _read_back_error(trial: CheckpointFolder, numbers: torch.Tensor) -> OutputError | None:
-    from ds_finetune.checkpoint.part_storage import PartStorageReader, read_state_groups
-
     again = torch.full_like(numbers, float("nan"))
-    reader = PartStorageReader(trial.path / step_name(0) / part_name(rank, trial.world_size) for rank in trial.ranks)
+    reader = PartReader(trial.path / step_name(0) / part_name(rank, trial.world_size) for rank in trial.ranks)
     read_state_groups([_group_of(again, trial)], reader, absent="")
     if torch.equal(again, numbers):
         return None
@@ -231,8 +230,6 @@ def start_saver(run: PreparedRun, engine: Engine, point: ResumePoint) -> Iterato
     locks = [point.lock] if point.lock else []
     groups = partial(engine.state.groups, home=checkpoints.ranks)
     saver = Saver(groups, checkpoints, run.plan.saves_asynchronously, beside, locks)
-    from ds_finetune.checkpoint.part_storage import num_weights
-
     num_bytes = num_weights(groups(), share=checkpoints.share) * run.plan.checkpoint_bytes_per_parameter
     raise_on_every_rank(_memory_error(num_bytes, run.plan))
     saver.start(num_bytes)
