@@ -3,8 +3,10 @@
 The parallel sizes also have to divide the dimensions of the model.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.util import find_spec
 from itertools import chain
 from textwrap import wrap
@@ -19,6 +21,8 @@ from ds_finetune.plan.pipeline import check_chunks
 AXES = ("pp", "sp", "tp", "ep")
 """Parallel axes besides data parallelism."""
 
+_MOST_RANKS_OF_AXIS = 4096
+"""Larger sizes of an axis are not named in hints."""
 _COLUMNS = 120
 """Width of a page of the documentation."""
 ROW_BYTES = 16
@@ -253,11 +257,21 @@ def check_divides(mesh: Mesh, model: Mapping[str, Any], *, pp_layers: Sequence[i
     for axis, what, number in _divided_dimensions(mesh, model):
         size = getattr(mesh, axis)
         if number % size:
-            legal = ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+            legal = ", ".join(map(str, _divisors(number)))
             raise ConfigError(
                 f"parallel.{axis} {size} does not divide the {number} {what} of the model",
                 hint=f"set it to one of {legal}",
             )
+
+
+@lru_cache(maxsize=256)
+def _divisors(number: int) -> tuple[int, ...]:
+    """The divisors of a number that an axis may have; found in pairs, since a search refuses thousands of layouts and
+    vocabularies are large.
+    """
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    found = {*small, *(number // n for n in small)}
+    return tuple(sorted(n for n in found if n <= _MOST_RANKS_OF_AXIS))
 
 
 def check_expert_widths(mesh: Mesh, model: Mapping[str, Any], *, precision: str) -> None:
