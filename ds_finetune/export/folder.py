@@ -193,10 +193,7 @@ def link_folder(source: Path, out: Path) -> bool:
     try:
         with replaced_folder(out) as partial:
             for file in source.iterdir():
-                if file.suffix == _WEIGHTS:
-                    os.link(file, partial / file.name)
-                else:
-                    shutil.copyfile(file, partial / file.name)
+                (os.link if file.suffix == _WEIGHTS else shutil.copyfile)(file, partial / file.name)
     except (OSError, OutputError):
         return False
     return True
