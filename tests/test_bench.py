@@ -7,6 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_finetune.bench.step_speed import SpeedComparison, time_by_turns
 from tests.running import start, tiny_task
@@ -87,6 +89,56 @@ def test_loops_of_a_distillation_have_the_same_losses(tmp_path: Path, source: st
     done = start(["ds-finetune", "bench", str(run_file), objective, "--steps", "2"])
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.split("differ by")[1].split(",")[0]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "limit"),
+    [
+        (["objective={name: kto, reference: adapters_off}"], 1e-5),
+        *(
+            pytest.param(arguments, limit, marks=pytest.mark.slow)
+            for arguments, limit in (
+                (["objective=sft"], 1e-5),
+                (["objective=sft", "lora.quantize=nf4"], 1e-5),
+                (["objective=sft", "lora.quantize=nf4", "train.precision=bf16"], 3e-2),
+                (["objective=dpo"], 1e-5),
+                (["objective=classification"], 1e-5),
+            )
+        ),
+    ],
+)
+def test_loops_with_adapters_have_the_same_losses(tmp_path: Path, arguments: list[str], limit: float) -> None:
+    """The plain loops train peft's adapters; over weights in four bits those of transformers and bitsandbytes."""
+    pytest.importorskip("peft", reason="peft is not installed")
+    if "lora.quantize=nf4" in arguments:
+        pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    name = arguments[0].removeprefix("objective=").removeprefix("{name: ").split(",")[0]
+    run_file = tiny_task(tmp_path, train={"for": "4 steps"}) if name == "sft" else _task_of(tmp_path, name)
+    _write_weights(tmp_path / "model")
+    lora = ["model=" + str(tmp_path / "model"), "lora={rank: 8, alpha: 16}", "optim.lr=0.01"]
+    done = start(["ds-finetune", "bench", str(run_file), *lora, *arguments, "--steps", "2"])
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.split("differ by")[1].split(",")[0]) < limit
+
+
+def test_four_bits_of_other_bits_are_refused(tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="peft is not installed")
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    run_file = tiny_task(tmp_path)
+    _write_weights(tmp_path / "model", quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    lora = ["model=" + str(tmp_path / "model"), "lora={rank: 8, quantize: nf4}"]
+    done = start(["ds-finetune", "bench", str(run_file), *lora])
+    assert done.returncode == 2
+    assert "in nf4, and its weights are stored in fp8" in done.stderr
+
+
+def _write_weights(folder: Path, **settings: Any) -> None:
+    """Write weights of rows of whole blocks of 64 numbers beside the tokenizer."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "q_lora_rank": 64, "kv_lora_rank": 64, "v_head_dim": 32}
+    tree = json.loads((folder / "config.json").read_text()) | sizes
+    torch.manual_seed(4)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**tree)).float().save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(tree | settings))
 
 
 def _task_of(folder: Path, objective: str) -> Path:

@@ -8,7 +8,9 @@ from pathlib import Path
 from bench.gpu.results import Recorder
 
 ROOT = Path(__file__).resolve().parents[2]
-_TESTS = ("tests/model/test_packed_attention.py", "tests/model/test_liger.py", "tests/model/test_loss.py")
+_TESTS = tuple(
+    f"tests/model/test_{name}.py" for name in ("packed_attention", "head_chunks", "activation_offload", "liger", "loss")
+)
 
 
 def run_selftest(recorder: Recorder, folder: Path, *, is_tiny: bool) -> None:

@@ -1,6 +1,5 @@
 """An ordinary PyTorch training loop with transformers' model and all its logits, which `bench` compares with."""
 
-import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -10,16 +9,14 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ds_finetune.auto_models import AutoModelForCausalLM, AutoModelForSequenceClassification
 from ds_finetune.bench.plain_forwards import PlainForward
+from ds_finetune.bench.plain_models import plain_model
 from ds_finetune.data.batches import Batch
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.loss_normalisation import term_weights, unit_counts
 from ds_finetune.labels import IGNORE_INDEX
-from ds_finetune.model.build import resolve_folder
 from ds_finetune.model.dtypes import PRECISION_DTYPES
 from ds_finetune.model.model_plan import ModelPlan
-from ds_finetune.model.teacher_plan import TeacherPlan
 from ds_finetune.objectives.distill import Distillation
 from ds_finetune.objectives.objective import DocumentLogProbs, DocumentObjective, ScoreObjective
 
@@ -29,22 +26,14 @@ Layout = Callable[[Batch], list[PlainForward]]
 
 
 class PlainLoop:
-    """A copy of the engine's model as transformers builds it, trained by torch's AdamW on the engine's objective."""
+    """A copy of the engine's model as transformers and peft build it, trained by torch's AdamW on its objective."""
 
     def __init__(self, engine: Engine, model: ModelPlan, layout: Layout, *, teacher: nn.Module | None = None) -> None:
         self._layout, self._objective = layout, engine.objective
         self._precision, self._device = engine.plan.precision, engine.plan.device
         self._max_norm = engine.plan.optimizer.max_grad_norm or float("inf")
         self._teacher = teacher
-        config = copy.deepcopy(model.hf_config)
-        config._attn_implementation = "sdpa"
-        is_scored = isinstance(self._objective, ScoreObjective)
-        auto_class = AutoModelForSequenceClassification if is_scored else AutoModelForCausalLM
-        self._lm = auto_class.from_config(config).to(torch.float32)
-        self._lm.load_state_dict(
-            {name: tensor for name, tensor in engine.tensors() if tensor is not None}, strict=False
-        )
-        self._lm.to(self._device).train()
+        self._lm: Any = plain_model(engine, model).train()
         if engine.plan.activation_checkpointing:
             self._lm.gradient_checkpointing_enable({"use_reentrant": False})
         self._optimizer = torch.optim.AdamW(
@@ -56,7 +45,7 @@ class PlainLoop:
         total, weights = 0.0, term_weights(self._objective.terms, unit_counts(batch.counts)).to(self._device)
         baseline = torch.tensor(self._baseline(batch), dtype=torch.float64, device=self._device)
         for part in self._layout(batch):
-            loss = self._loss(part, weights, baseline)
+            loss = self._loss(self._with_reference(part), weights, baseline)
             loss.backward()
             total += loss.item()
         torch.nn.utils.clip_grad_norm_(self._lm.parameters(), self._max_norm)
@@ -69,11 +58,18 @@ class PlainLoop:
         """z0 of KTO, else 0."""
         if not self._objective.needs_baseline:
             return 0.0
-        every = [
-            self._documents(self._logits(part), part) for part in self._layout(replace(batch, micro=batch.baseline))
-        ]
+        parts = map(self._with_reference, self._layout(replace(batch, micro=batch.baseline)))
+        every = [self._documents(self._logits(part), part) for part in parts]
         ratios = torch.cat([documents.logp - documents.reference for documents in every])
         return self._objective.baseline(ratios.sum().item(), len(ratios))
+
+    @torch.no_grad()
+    def _with_reference(self, part: PlainForward) -> PlainForward:
+        """The forward with log-probabilities of the reference, where that is the model without its adapters."""
+        if not self._objective.reference_from_adapters:
+            return part
+        with self._lm.disable_adapter():
+            return replace(part, reference=self._documents(self._logits(part), part).logp)
 
     def _loss(self, part: PlainForward, weights: torch.Tensor, baseline: torch.Tensor) -> torch.Tensor:
         """The contribution of a forward to the loss of the batch."""
@@ -132,13 +128,3 @@ class PlainLoop:
         with self._autocast():
             logits = self._teacher(**inputs, use_cache=False).logits.float()[is_supervised]
         return torch.log_softmax(logits / self._objective.section.temperature, dim=-1), None
-
-
-def load_plain_teacher(teacher: TeacherPlan | None, device: str) -> nn.Module | None:
-    """The teacher of a distillation as transformers loads it, in fp32 and evaluation mode; None where there is none."""
-    if teacher is None:
-        return None
-    lm: nn.Module = AutoModelForCausalLM.from_pretrained(
-        resolve_folder(teacher.path), dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=False
-    )
-    return lm.to(device).eval()

@@ -11,10 +11,10 @@ from itertools import islice
 import torch
 
 from ds_finetune.bench.plain_forwards import packed_forwards, padded_forwards
-from ds_finetune.bench.plain_loop import LR, Layout, PlainLoop, load_plain_teacher
+from ds_finetune.bench.plain_loop import LR, Layout, PlainLoop
+from ds_finetune.bench.plain_models import check_peft, load_plain_teacher
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.batches import Batch, MicroBatch
-from ds_finetune.engine.build_lock import Say
 from ds_finetune.engine.collectives import all_gather_object
 from ds_finetune.engine.default_group import process_group
 from ds_finetune.engine.devices import choose_device
@@ -22,6 +22,7 @@ from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.prepare_ops import build_ops, use_cores
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.errors import ConfigError
+from ds_finetune.phase_line import Say
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.trainer.batches import run_batches
 from ds_finetune.trainer.inputs import make_model_plan, read_inputs, with_classes
@@ -63,8 +64,9 @@ def compare_step_speed(config: RunConfig, *, steps: int, say: Say) -> SpeedCompa
     One step before them warms up.
 
     The plain loops are transformers' model with all logits and torch's AdamW: over documents padded to the longest of
-    eight, and, for language models, over the same packed rows. All start from the same weights. Log-probabilities of
-    a reference model are computed before. ConfigError for several processes and for LoRA.
+    eight, and, for language models, over the same packed rows. All start from the same weights, and adapters are
+    peft's. Log-probabilities of a reference model are computed before, or by all with their adapters off. ConfigError
+    for several processes, and for adapters without peft.
     """
     world = World.from_environment(os.environ)
     world.set_environment(os.environ)
@@ -73,14 +75,10 @@ def compare_step_speed(config: RunConfig, *, steps: int, say: Say) -> SpeedCompa
             f"bench compares one process with a plain loop, and this is rank {world.rank} of {world.world_size}",
             hint="start one process",
         )
-    if config.lora is not None:
-        raise ConfigError(
-            f"bench compares with loops that train every weight, and lora.rank is {config.lora.rank}",
-            hint="leave `lora` out",
-        )
     plan = make_plan(config, world=world, device=choose_device())
     config = with_classes(config)
     model = make_model_plan(config, plan.mesh)
+    check_peft(model)
     inputs = read_inputs(config, model)
     check_baseline(plan, inputs)
     plan, schedule = freeze_parameters(plan, model), make_schedule(config, inputs)
@@ -104,7 +102,7 @@ def compare_step_speed(config: RunConfig, *, steps: int, say: Say) -> SpeedCompa
 
 def with_reference(engine: Engine, batches: Iterator[Batch]) -> Iterator[Batch]:
     """The batches with the log-probabilities of the reference where the objective has one: the model as it is now."""
-    if not engine.objective.needs_reference:
+    if not engine.objective.needs_reference or engine.objective.reference_from_adapters:
         return batches
     every = list(batches)
     numbers, logps = engine.document_log_probs(replace(batch, micro=(*batch.baseline, *batch.micro)) for batch in every)

@@ -84,7 +84,7 @@ def _join_and_measure(place: NetworkRank) -> NetworkResult:
     import torch
     import torch.distributed as dist
 
-    from ds_finetune.engine.devices import visible_device
+    from ds_finetune.engine.devices import device_of_rank
 
     try:
         store = dist.TCPStore(
@@ -107,7 +107,7 @@ def _join_and_measure(place: NetworkRank) -> NetworkResult:
         return NetworkResult(
             {}, missing=tuple(rank for rank in range(place.world_size) if not store.check([join_keys[rank]]))
         )
-    device = torch.device("cuda", visible_device(place.local_rank)) if place.device == "cuda" else torch.device("cpu")
+    device = torch.device(device_of_rank(place.device, place.local_rank))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -215,8 +215,10 @@ def _rate(work: Callable[[int], None], device: Any) -> tuple[float, int]:  # noq
 def _best_rate(exchange: Callable[[int], float], device: Any) -> tuple[float, int]:  # noqa: ANN401
     """The rate of `exchange`, a function from bytes to seconds, in bytes a second, and the size it was measured with.
 
-    That is the first size whose exchange takes long enough to be measured.
+    That is the first size whose exchange takes long enough to be measured. One exchange before opens the connection,
+    for which NCCL may take seconds.
     """
+    exchange(_SIZES[0])
     sizes = iter(_SIZES if device.type == "cuda" else _SIZES[:-1])
     size, seconds = next(sizes), exchange(_SIZES[0])
     for larger in sizes:

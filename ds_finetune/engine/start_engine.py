@@ -12,19 +12,20 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ds_finetune.engine.attention_kernel import packs_documents
-from ds_finetune.engine.devices import visible_device
+from ds_finetune.engine.devices import device_of_rank
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.nvme import check_buffers, check_nvme
 from ds_finetune.engine.parameter_tags import (
     experts_marker,
+    is_copy,
     is_trained_expert,
     local_shape,
     loss_of,
+    mark_copy,
     parameter_groups,
     tag_apart,
     tag_expert,
 )
-from ds_finetune.engine.pipeline_schedule import is_copy, mark_copy
 from ds_finetune.engine.process_groups import Groups, open_groups
 from ds_finetune.engine.teacher import start_teacher
 from ds_finetune.engine.zero3_partition import partition
@@ -32,7 +33,7 @@ from ds_finetune.families.table import family_of
 from ds_finetune.model.activation_offload import CudaTransfer, PlainTransfer, offload_layer_inputs
 from ds_finetune.model.balance_loss import BalanceLoss
 from ds_finetune.model.build import Where, build_skeleton, model_class, resolve_folder, whole
-from ds_finetune.model.cross_entropy import KERNELS, Kernel, chunked_cross_entropy
+from ds_finetune.model.cross_entropy import KERNELS, Kernel, chunked_cross_entropy, liger_cross_entropy
 from ds_finetune.model.distillation import DistilledModel
 from ds_finetune.model.dtypes import PRECISION_DTYPES
 from ds_finetune.model.encoder import encoder_of
@@ -80,6 +81,7 @@ from ds_finetune.objectives.multi_token import MultiTokenPrediction
 from ds_finetune.objectives.objective import ScoreObjective
 from ds_finetune.patches.deepspeed_clipping import OwnClipping
 from ds_finetune.patches.deepspeed_engine import count_whole_experts_once, undo_constructor_step
+from ds_finetune.patches.deepspeed_gathering import single_gathers_without_waits
 from ds_finetune.patches.deepspeed_inexact import forget_second_copies, zenflow_keeps_matrices
 from ds_finetune.patches.deepspeed_init import zero_init
 from ds_finetune.patches.deepspeed_waits import HalfPrecisionNorms, ZeroNorms, has_zero_norms
@@ -112,6 +114,7 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
         ) as groups,
         start_teacher(plan, model, groups) as teacher,
         zenflow_keeps_matrices() if plan.has_zenflow else nullcontext(),
+        single_gathers_without_waits() if plan.zero_stage == 3 else nullcontext(),
     ):
         lm, drawn = _build(plan, model, groups, loads_weights=loads_weights)
         plan = replace(plan, frozen=_saved_frozen(lm, model))
@@ -228,7 +231,8 @@ def _arrange_forward(lm: PreTrainedModel, plan: Plan, model: ModelPlan) -> None:
     if plan.activation_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     if plan.activation_offload:
-        offload_layer_inputs(lm, PlainTransfer() if plan.device == "cpu" else CudaTransfer(torch.device(_device(plan))))
+        device = torch.device(device_of_rank(plan.device, plan.world.local_rank))
+        offload_layer_inputs(lm, PlainTransfer() if plan.device == "cpu" else CudaTransfer(device))
     for module in install_tiled_mlps(lm, tiles=model.mlp_tiles) if model.mlp_tiles > 1 else ():
         # ZeRO-3 gathers all matrices of an MLP before its first tile, and releases them after its last.
         set_z3_leaf_module(module, True)
@@ -297,7 +301,7 @@ def _install_head(lm: PreTrainedModel, model: ModelPlan, groups: Groups, kernel:
 def _build_modules(plan: Plan, model: ModelPlan, groups: Groups) -> PreTrainedModel:
     """The modules of this rank's layers and experts, without weights, partitioned already under ZeRO-3."""
     hf_config, kind = model.hf_config, model_class(model.hf_config, model.task)
-    device = _device(plan)
+    device = device_of_rank(plan.device, plan.world.local_rank)
     local_experts = build_local_experts(
         kind, family_of(hf_config.model_type), ep_size=plan.mesh.ep, mark=partial(tag_expert, groups=groups)
     )
@@ -318,17 +322,16 @@ def _build_modules(plan: Plan, model: ModelPlan, groups: Groups) -> PreTrainedMo
     return lm
 
 
-def _device(plan: Plan) -> str:
-    return "cpu" if plan.device == "cpu" else f"cuda:{visible_device(plan.world.local_rank)}"
-
-
 def _install_groups(lm: PreTrainedModel, plan: Plan, model: ModelPlan, groups: Groups) -> Kernel:
     """Make `lm` communicate in its stage, tensor and expert parallel groups; returns the loss kernel that fits."""
     kernel, hf_config = KERNELS[plan.loss_kernel], model.hf_config
-    if kernel is chunked_cross_entropy and model.task == "causal_lm":
+    if model.task == "causal_lm":
         rows = hf_config.vocab_size // plan.mesh.tp
         chunk = head_chunk(rows, precision=plan.precision, device=plan.device)
-        kernel = partial(chunked_cross_entropy, chunk=chunk, tp_group=groups.tensor)
+        if kernel is liger_cross_entropy:
+            kernel = partial(liger_cross_entropy, chunk=chunk)
+        else:
+            kernel = partial(chunked_cross_entropy, chunk=chunk, tp_group=groups.tensor)
     if groups.stage is not None:
         install_pipeline_stage(lm, groups.stage, outputs=model.head_outputs)
     if groups.tensor is not None:

@@ -2,15 +2,16 @@
 lowers it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.estimate.activation_rows import activation_rows
+from ds_finetune.estimate.one_stage import as_one_stage
 from ds_finetune.estimate.rank_elements import count_adapters, rank_elements
 from ds_finetune.estimate.rank_weights import RankWeights, num_scores, weights_of_run
-from ds_finetune.estimate.rows import MemoryRow, Moment, Place, fullest_moment, peak
+from ds_finetune.estimate.rows import MOMENTS, MemoryRow, Moment, Place, fullest_moment, peak
 from ds_finetune.estimate.states import ModelSizes, estimate_run
 from ds_finetune.estimate.teacher_rows import teacher_rows
 from ds_finetune.estimate.zero_rows import zero_rows
@@ -60,15 +61,24 @@ def estimate_memory(
 
     ConfigError where the arithmetic of a model type is not known; ModelError where the teacher's folder is not here.
     """
-    device: Place = "host" if plan.device == "cpu" else "gpu"
-    stages = weights_of_run(config, plan, model)
+    return fullest_stage(estimate_stages(config, plan, model, teacher=teacher))
+
+
+def fullest_stage(stages: Iterable[MemoryEstimate]) -> MemoryEstimate:
+    """The estimate of the stage that needs most on its device."""
+    return max(stages, key=lambda estimate: estimate.device_bytes)
+
+
+def estimate_stages(
+    config: RunConfig, plan: Plan, model: ModelConfig, *, teacher: ModelConfig | None = None
+) -> Iterator[MemoryEstimate]:
+    """What a rank of each pipeline stage needs; errors as those of `estimate_memory`."""
+    device, stages = _home(plan), weights_of_run(config, plan, model)
     files, last = tuple(_file_rows(config, plan, model)), tuple(teacher_rows(config, plan, teacher))
-    found = []
     for number in range(len(stages)):
         # The teacher runs where the head is (engine/teacher.py).
         others = (*last, *files) if number == len(stages) - 1 else files
-        found.append(MemoryEstimate((*_rows(config, plan, model, stages, number), *others), number, device))
-    return max(found, key=lambda estimate: estimate.device_bytes)
+        yield MemoryEstimate((*_rows(config, plan, model, stages, number), *others), number, device)
 
 
 class StateBytes(NamedTuple):
@@ -82,15 +92,41 @@ def least_bytes(config: RunConfig, plan: Plan, model: ModelConfig) -> StateBytes
     """Bytes of the states of a run, with and without recomputation, whichever are fewer: `estimate_memory` finds as
     many on the device and on the host or more. It takes a small part of the time.
     """
-    home: Place = "host" if plan.device == "cpu" else "gpu"
-    plans = [replace(plan, activation_checkpointing=recomputes) for recomputes in (False, True)]
-    found = []
-    for weights in weights_of_run(config, plan, model):
-        own = rank_elements(config, plan, model, weights)
-        rows = [tuple(zero_rows(each, own, weights)) for each in plans]
-        found.append(StateBytes(*(min(peak(each, place) for each in rows) for place in (home, "host"))))
+    found = [_state_bytes(config, plan, model, weights) for weights in weights_of_run(config, plan, model)]
+    shared = _shared_bytes(config, plan, model)
     # Which stage is the fullest depends on activations too: of the host, the least of all stages is certain.
-    return StateBytes(max(each.device for each in found), min(each.host for each in found))
+    return StateBytes(
+        shared.device + max(each.device for each in found), shared.host + min(each.host for each in found)
+    )
+
+
+def least_bytes_of_stages(config: RunConfig, plan: Plan, model: ModelConfig) -> StateBytes:
+    """What `least_bytes` finds at least on the device, and a stage of a pipeline needs on average on the host, however
+    the layers are divided over stages.
+    """
+    merged, merged_plan = as_one_stage(config, plan)
+    (weights,) = weights_of_run(merged, merged_plan, model)
+    found, shared = _state_bytes(merged, merged_plan, model, weights), _shared_bytes(config, plan, model)
+    return StateBytes(shared.device + found.device // plan.mesh.pp, shared.host + found.host // plan.mesh.pp)
+
+
+def _state_bytes(config: RunConfig, plan: Plan, model: ModelConfig, weights: RankWeights) -> StateBytes:
+    """Of one stage, without what all stages have."""
+    own = rank_elements(config, plan, model, weights)
+    plans = [replace(plan, activation_checkpointing=recomputes) for recomputes in (False, True)]
+    rows = [tuple(zero_rows(each, own, weights)) for each in plans]
+    return StateBytes(*(min(peak(each, place) for each in rows) for place in (_home(plan), "host")))
+
+
+def _shared_bytes(config: RunConfig, plan: Plan, model: ModelConfig) -> StateBytes:
+    """What every stage has of a checkpoint that is written, and of a teacher, which the last stage alone has."""
+    teacher = teacher_rows(config, plan, None) if plan.mesh.pp == 1 else ()
+    rows = [row for row in (*teacher, *_file_rows(config, plan, model)) if row.when == MOMENTS]
+    return StateBytes(*(peak(rows, place) for place in (_home(plan), "host")))
+
+
+def _home(plan: Plan) -> Place:
+    return "host" if plan.device == "cpu" else "gpu"
 
 
 def _rows(

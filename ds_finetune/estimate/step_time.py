@@ -13,13 +13,14 @@ from typing import NamedTuple
 
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.estimate.accelerators import GB, Machine, check_precision
+from ds_finetune.estimate.one_stage import as_one_stage
 from ds_finetune.estimate.operations import Operation, Work, adapter_elements, operations, shape_of
 from ds_finetune.estimate.rank_elements import is_trained
 from ds_finetune.estimate.rank_weights import RankWeights, weights_of_run
 from ds_finetune.estimate.row_shape import RowShape
 from ds_finetune.estimate.teacher_time import teacher_config, teacher_flops
 from ds_finetune.estimate.time_assumptions import assumptions
-from ds_finetune.estimate.traffic import Group, GroupTraffic, traffic
+from ds_finetune.estimate.traffic import Group, GroupTraffic, hop, traffic
 from ds_finetune.families.parameters import ModelConfig
 from ds_finetune.plan.deepspeed_config import MOMENTS
 from ds_finetune.plan.plan import Plan
@@ -83,7 +84,7 @@ def estimate_time(
     """
     check_precision(machine.accelerator, plan.precision)
     work = Work(config, plan, model, rows)
-    parts = _slowest_stage(work, machine, weights_of_run(config, plan, model))
+    parts = _slowest_stage(work, machine, weights_of_run(config, plan, model), is_detailed=True)
     seconds, tokens = sum(parts.values()), plan.batch.global_batch_size * rows.num_tokens
     per_second = tokens / seconds
     flops = shape_of(work).flops_per_token(rows.num_tokens, mean_attended=rows.mean_attended)
@@ -97,6 +98,52 @@ def estimate_time(
         steps=_steps(config, tokens),
         assumptions=assumptions(work, machine),
     )
+
+
+def step_seconds(config: RunConfig, plan: Plan, model: ModelConfig, *, machine: Machine, rows: RowShape) -> float:
+    """The seconds of `estimate_time` alone, in a part of its time."""
+    work = Work(config, plan, model, rows)
+    return sum(_slowest_stage(work, machine, weights_of_run(config, plan, model), is_detailed=False).values())
+
+
+@dataclass(frozen=True)
+class LeastSeconds:
+    """Seconds of a step that a pipeline takes at least, however its layers are divided over its stages."""
+
+    num_stages: int
+    forwards: float
+    """Of all stages together in all forwards of a step."""
+    end: float
+    """Of all stages together after them."""
+    send: float
+    """Of sending the hidden states of all forwards to the next chunk of layers, or their gradients to the one before.
+    """
+
+    def seconds(self, *, vpp: int, num_turns: int) -> float:
+        """With `vpp` chunks on each stage and `num_turns` forwards of a chunk in a step. The seconds that
+        `_slowest_stage` finds grow with those of the slowest stage, which are the mean at least, and with those of all
+        stages.
+        """
+        if self.num_stages == 1:
+            return self.forwards + self.end
+        forwards = self.forwards + 2 * (vpp * self.num_stages - 1) * self.send
+        return (1 - 1 / num_turns) * (forwards + self.end) / self.num_stages + forwards / num_turns
+
+
+def least_seconds(
+    config: RunConfig, plan: Plan, model: ModelConfig, *, machine: Machine, rows: RowShape
+) -> LeastSeconds:
+    """What `estimate_time` finds for the run at least, whatever `parallel.vpp` and the layers of its stages are.
+
+    Without a pipeline it is what `estimate_time` finds.
+    """
+    merged, merged_plan = as_one_stage(config, plan)
+    work = Work(merged, merged_plan, model, rows)
+    (weights,) = weights_of_run(merged, merged_plan, model)
+    stage = _stage_seconds(work, machine, weights, 0, is_detailed=False)
+    message = hop(Work(config, plan, model, rows))
+    send = sum(_exposed(machine, [message], 0.0).values()) if plan.mesh.pp > 1 else 0.0
+    return LeastSeconds(plan.mesh.pp, sum(stage.forwards.values()), sum(stage.end.values()), send)
 
 
 def group_rate(machine: Machine, group: Group, kind: str) -> float:
@@ -130,7 +177,9 @@ class _StageSeconds(NamedTuple):
         return sum(self.forwards.values()) + sum(self.end.values())
 
 
-def _slowest_stage(work: Work, machine: Machine, stages: tuple[RankWeights, ...]) -> dict[str, float]:
+def _slowest_stage(
+    work: Work, machine: Machine, stages: tuple[RankWeights, ...], *, is_detailed: bool
+) -> dict[str, float]:
     """The parts of a step on the pipeline stage that takes longest. It waits while its first micro-batch is on the
     stages before it, and the gradients of its last one on the same; with `parallel.vpp` while they are on one chunk of
     each.
@@ -140,7 +189,7 @@ def _slowest_stage(work: Work, machine: Machine, stages: tuple[RankWeights, ...]
     for number, weights in enumerate(stages):
         key = (frozenset(Counter(weights.layer_kinds).items()), number == 0, number == len(stages) - 1)
         if key not in found:
-            found[key] = _stage_seconds(work, machine, weights, number)
+            found[key] = _stage_seconds(work, machine, weights, number, is_detailed=is_detailed)
         order.append(found[key])
     slowest = max(order, key=lambda stage: stage.total)
     parts = slowest.forwards | slowest.end
@@ -152,10 +201,14 @@ def _slowest_stage(work: Work, machine: Machine, stages: tuple[RankWeights, ...]
     return {name: seconds for name, seconds in parts.items() if seconds > 0}
 
 
-def _stage_seconds(work: Work, machine: Machine, weights: RankWeights, stage: int) -> _StageSeconds:
-    times = work.plan.batch.gradient_accumulation_steps
-    computed = _compute_seconds(work, machine, weights, is_last=stage == work.plan.mesh.pp - 1)
-    teacher = teacher_config(work) if stage == work.plan.mesh.pp - 1 else None
+def _stage_seconds(
+    work: Work, machine: Machine, weights: RankWeights, stage: int, *, is_detailed: bool
+) -> _StageSeconds:
+    times, is_last = work.plan.batch.gradient_accumulation_steps, stage == work.plan.mesh.pp - 1
+    computed = _compute_seconds(work, machine, weights, is_last=is_last)
+    if is_detailed and work.plan.activation_checkpointing:
+        computed = _with_recomputation(work, machine, weights, is_last=is_last, found=computed)
+    teacher = teacher_config(work) if is_last else None
     if teacher is not None:
         reached = machine.efficiency.matmul * _peak(machine, work.plan.precision)
         computed["teacher"] = teacher_flops(work, teacher) / reached
@@ -183,12 +236,8 @@ def _exposed(machine: Machine, transfers: list[GroupTraffic], budget: float) -> 
 
 
 def _compute_seconds(work: Work, machine: Machine, weights: RankWeights, *, is_last: bool) -> dict[str, float]:
-    """Seconds of a micro-batch by class of operators, with what recomputation adds apart."""
+    """Seconds of a micro-batch by class of operators, recomputation included."""
     found = _roofline(work, machine, operations(work, weights, is_last=is_last))
-    if work.plan.activation_checkpointing:
-        once = replace(work, plan=replace(work.plan, activation_checkpointing=False))
-        needed = _roofline(work, machine, operations(once, weights, is_last=is_last))
-        found = {**needed, "recomputation": sum(found.values()) - sum(needed.values())}
     passes = 1 + _BACKWARD_KERNELS + work.plan.activation_checkpointing + work.extra_forwards
     kernels = passes * sum(_KERNELS[layer.is_sparse] for layer in weights.layer_kinds)
     if machine.calls_each_document:
@@ -196,6 +245,16 @@ def _compute_seconds(work: Work, machine: Machine, weights: RankWeights, *, is_l
     host = kernels * machine.efficiency.launch_seconds
     found["kernel launches"] = host if machine.blocks_host else max(0.0, host - sum(found.values()))
     return found
+
+
+def _with_recomputation(
+    work: Work, machine: Machine, weights: RankWeights, *, is_last: bool, found: dict[str, float]
+) -> dict[str, float]:
+    """The same seconds with what recomputation adds apart."""
+    once = replace(work, plan=replace(work.plan, activation_checkpointing=False))
+    needed = _roofline(work, machine, operations(once, weights, is_last=is_last))
+    added = sum(seconds - needed.get(name, seconds) for name, seconds in found.items())
+    return {**found, **needed, "recomputation": added}
 
 
 def _roofline(work: Work, machine: Machine, found: tuple[Operation, ...]) -> dict[str, float]:

@@ -7,7 +7,7 @@ left out: counts, sums of losses and norms.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from ds_finetune.estimate.operations import Work, adapter_elements
@@ -245,16 +245,22 @@ def _experts(work: Work, weights: RankWeights) -> Iterator[GroupTraffic]:
     yield GroupTraffic("rows over ep", "all_to_all", group, num_bytes, messages, True, _has_shared_experts(weights))
 
 
+def hop(work: Work) -> GroupTraffic:
+    """Hidden states of all forwards of a step from a chunk of layers to the next one, or their gradients back."""
+    times, stages = work.plan.batch.gradient_accumulation_steps, RankGroups.of(work.plan.mesh).stages
+    num_bytes = times * work.num_tokens * work.model["hidden_size"] * work.width
+    return GroupTraffic("hidden states over pp", "send_recv", stages, num_bytes, times, True)
+
+
 def _pipeline(work: Work, weights: RankWeights, stage: int) -> Iterator[GroupTraffic]:
     """Hidden states to the next stage and their gradients to the one before."""
     mesh = work.plan.mesh
     if mesh.pp == 1:
         return
-    groups, times = RankGroups.of(mesh), work.plan.batch.gradient_accumulation_steps
+    one = hop(work)
     # Every chunk of a rank but the model's first and last one has two neighbours.
     neighbours = 2 * work.config.parallel.vpp - (stage == 0) - (stage == mesh.pp - 1)
-    num_bytes = neighbours * times * work.num_tokens * work.model["hidden_size"] * work.width
-    yield GroupTraffic("hidden states over pp", "send_recv", groups.stages, num_bytes, neighbours * times, True)
+    yield replace(one, num_bytes=neighbours * one.num_bytes, num_messages=neighbours * one.num_messages)
     shared = [kind for kind in weights.kinds if kind.name == EMBEDDING]
     if stage in (0, mesh.pp - 1) and shared and _has_tied_ends(work) and work.config.lora is None:
         ends = Group(2 * mesh.dp * mesh.sp, 1)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.model.head_chunks import (
     CHUNK_TOKENS,
     ChunkBlocks,
@@ -17,6 +18,9 @@ from ds_finetune.model.head_chunks import (
 )
 from ds_finetune.model.parallel.tensor import TensorParallelGroup
 from ds_finetune.model.products import multiplication
+
+_LIGER_BLOCK = 32768
+"""Logits that Liger's kernel takes at a time (liger-kernel 0.8.5, ops/fused_linear_cross_entropy.py:26)."""
 
 
 class LossAndGradients(NamedTuple):
@@ -79,43 +83,81 @@ def chunked_cross_entropy(  # noqa: PLR0913 - a Kernel, its chunk and its group 
     return LossAndGradients(loss_sum, num_correct, *gradients)
 
 
-def liger_cross_entropy(
+def liger_cross_entropy(  # noqa: PLR0913 - a Kernel and its chunk
     hidden: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     targets: torch.Tensor,
     needed: NeededGradients,
+    *,
+    chunk: int = CHUNK_TOKENS,
 ) -> LossAndGradients:
-    """The loss by liger-kernel (0.8.5, ops/fused_linear_cross_entropy.py): softmax, loss and gradient of the logits in
-    one pass over them.
+    """The loss by the kernel of liger-kernel (0.8.5, ops/cross_entropy.py): softmax, loss and gradient of the logits in
+    one pass over them, in their memory.
 
-    `d_weight` is summed in fp32 and rounded to the dtype of `weight` once. Liger's own chunks hold as many logits as
-    `hidden` has numbers, a hundred tokens or so, and each costs a pass over `d_weight`; here they hold CHUNK_TOKENS or
-    more.
+    Products and sums are those of `chunked_cross_entropy`. Liger's own function around the kernel reads the number of
+    supervised tokens, for which the host waits for the GPU in every forward, and chooses chunks of a hundred tokens or
+    so, each of which costs a pass over `d_weight`.
     """
-    from liger_kernel.ops.fused_linear_cross_entropy import fused_linear_cross_entropy_forward
+    losses = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
+    predicted = torch.empty_like(targets)
+    gradients = HeadGradients.zeros(hidden, weight, bias, needed)
+    buffer = hidden.new_empty(min(chunk, len(hidden)), weight.shape[0])
+    for start in range(0, len(hidden), chunk):
+        here = slice(start, start + chunk)
+        part = hidden[here]
+        logits = torch.mm(part, weight.T, out=buffer[: len(part)])
+        logits = logits if bias is None else logits.add_(bias)
+        _run_liger_kernel(logits, targets[here], losses[here], predicted[here], has_gradients=any(needed))
+        if any(needed):
+            gradients.add_bias(logits)
+            gradients.add_products(logits, part, weight, start)
+    return LossAndGradients(losses.sum(), (predicted == targets).sum(), *gradients)
 
-    if len(hidden) == 0:
-        return chunked_cross_entropy(hidden, weight, bias, targets, needed)
-    logits_per_hidden = -(-CHUNK_TOKENS * weight.shape[0] // hidden.numel())
-    loss, _, _, predicted, d_hidden, d_weight, d_bias = fused_linear_cross_entropy_forward(
-        hidden,
-        weight,
-        targets,
-        bias=bias,
+
+def _run_liger_kernel(
+    logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor, predicted: torch.Tensor, *, has_gradients: bool
+) -> None:
+    """Write the loss and the most likely id of each row of `logits` [tokens, vocabulary]; with `has_gradients` their
+    gradient takes the place of the logits.
+
+    As in liger-kernel 0.8.5, ops/fused_linear_cross_entropy.py:240-272. A sum uses no number of tokens, and all targets
+    are ids.
+    """
+    import triton
+    from liger_kernel.ops.cross_entropy import liger_cross_entropy_kernel
+
+    columns = logits.shape[1]
+    liger_cross_entropy_kernel[(len(logits),)](
+        X_ptr=logits,
+        X_stride=logits.stride(0),
+        Y_ptr=targets,
+        Y_stride=targets.stride(0),
+        weight_ptr=None,
+        loss_ptr=losses,
+        z_loss_ptr=None,
+        loss_stride=losses.stride(0),
+        token_accuracy_ptr=None,
+        token_accuracy_stride=0,
+        predicted_tokens_ptr=predicted,
+        predicted_tokens_stride=predicted.stride(0),
+        n_cols=columns,
+        n_non_ignore=1,
+        sum_non_ignore_weight=1,
+        weight_sum=0.0,
+        ignore_index=IGNORE_INDEX,
+        lse_square_scale=0.0,
+        label_smoothing=0.0,
         reduction="sum",
-        accum_dtype=torch.float32,
-        return_predicted_tokens=True,
-        compute_gradients=any(needed),
-        weight_requires_grad=needed.weight,
-        chunk_mem_const=max(1, logits_per_hidden),
-    )
-    return LossAndGradients(
-        loss_sum=loss,
-        num_correct=(predicted == targets).sum(),
-        d_hidden=d_hidden if needed.hidden else None,
-        d_weight=d_weight if needed.weight else None,
-        d_bias=d_bias if needed.bias else None,
+        softcap=None,
+        RETURN_Z_LOSS=False,
+        RETURN_TOKEN_ACCURACY=False,
+        RETURN_PREDICTED_TOKENS=True,
+        HAS_WEIGHT=False,
+        HAS_SOFTCAPPING=False,
+        HAS_GRADIENTS=has_gradients,
+        BLOCK_SIZE=min(_LIGER_BLOCK, triton.next_power_of_2(columns)),
+        num_warps=32,
     )
 
 

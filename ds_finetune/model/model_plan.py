@@ -6,7 +6,7 @@ from transformers import PretrainedConfig
 
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.families.table import family_of
-from ds_finetune.model.build import Task, check_sinks, read_hf_config
+from ds_finetune.model.build import Task, read_hf_config
 from ds_finetune.model.encoder import check_encoder
 from ds_finetune.model.lora_plan import LoraPlan, check_stages, plan_lora
 from ds_finetune.model.mtp import is_mtp_tensor
@@ -22,8 +22,7 @@ from ds_finetune.plan.activations import mlp_tiles
 from ds_finetune.plan.context import ContextPlan
 from ds_finetune.plan.indexer import IndexerPlan, plan_indexer
 from ds_finetune.plan.layer_stages import StageLayers
-from ds_finetune.plan.model_checks import check_model_stages, check_settings
-from ds_finetune.plan.packed_attention import check_varlen
+from ds_finetune.plan.model_checks import check_attention_kernel, check_model_stages, check_settings
 from ds_finetune.plan.routers import RouterPlan, plan_routers
 
 
@@ -117,11 +116,8 @@ def plan_model(hf_config: PretrainedConfig, config: RunConfig) -> ModelPlan:
     runtime = make_objective(objective)
     task = task_of(runtime)
     teacher = plan_teacher(objective, hf_config)
-    check_sinks(hf_config, model.attention)
     if teacher is not None:
-        check_sinks(teacher.hf_config, model.attention)
-        longest, theirs = config.train.max_seq_len, teacher.hf_config.to_dict()
-        check_varlen(model.attention, theirs, precision=config.train.precision, longest=longest)
+        check_attention_kernel(config, teacher.hf_config.to_dict())
     published = read_hf_config(model.path, files=("*.json",), task=task) if resized else hf_config
     prediction = plan_mtp(hf_config, model, config.mtp)
     lora = plan_lora(hf_config, config.lora, task) if config.lora is not None else None

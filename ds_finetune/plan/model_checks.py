@@ -6,16 +6,15 @@ from typing import Any
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.parameters import indexed_layers
-from ds_finetune.families.table import FAMILIES, family_of
+from ds_finetune.families.table import FAMILIES, WITH_TINY_MODELS, family_of
 from ds_finetune.plan.activations import check_model_type
 from ds_finetune.plan.combinations import check_divides, check_expert_widths, check_optimizer
-from ds_finetune.plan.context import EXTENSIBLE
 from ds_finetune.plan.indexer import check_stages_begin_with_indexers, plan_indexer
 from ds_finetune.plan.inexact import check_inexact_model
 from ds_finetune.plan.layer_stages import StageLayers
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.objectives import SCORES
-from ds_finetune.plan.packed_attention import check_varlen
+from ds_finetune.plan.packed_attention import check_sinks, check_varlen
 
 
 def check_model(config: RunConfig, mesh: Mesh, model: Mapping[str, Any]) -> None:
@@ -33,6 +32,12 @@ def check_settings(config: RunConfig, model: Mapping[str, Any]) -> None:
     check_model_type(config, model)
     if config.lora is not None:
         check_lora_type(str(model.get("model_type")))
+    check_attention_kernel(config, model)
+
+
+def check_attention_kernel(config: RunConfig, model: Mapping[str, Any]) -> None:
+    """ModelError where the attention of the run file cannot compute a model, or that of a teacher."""
+    check_sinks(config.model.attention, model)
     check_varlen(config.model.attention, model, precision=config.train.precision, longest=config.train.max_seq_len)
 
 
@@ -79,7 +84,7 @@ def check_positions(config: RunConfig, model_type: str, allowed: int | None) -> 
             hint=f"set train.max_seq_len to {context} or less, or a larger model.context",
         )
     if allowed and tokens > allowed:
-        extend = ", or extend the model by model.context" if model_type in EXTENSIBLE else ""
+        extend = ", or extend the model by model.context" if model_type in WITH_TINY_MODELS else ""
         raise ConfigError(
             f"train.max_seq_len {tokens} is more than the {allowed} positions of {config.model.path}",
             hint=f"set train.max_seq_len to {allowed} or less{extend}",

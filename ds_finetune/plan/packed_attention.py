@@ -12,6 +12,7 @@ MAX_WIDTH = 256
 (aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_varlen_fwd)."""
 HALF_PRECISIONS = ("bf16", "fp16")
 """The precisions that FlashAttention computes in."""
+_FLASH = "flash_attention_2"
 _OLDEST = (8, 0)
 """Compute capability from which FlashAttention runs."""
 _NO_BACKWARD = {(8, 6), (8, 7), (8, 9), (12, 0), (12, 1)}
@@ -46,6 +47,19 @@ def check_device(model: ModelConfig, *, device: str) -> None:
         raise ConfigError(
             f"model.attention varlen on device {device}: its kernel runs on GPUs alone",
             hint="set model.attention: sdpa, which attends document by document on CPUs",
+        )
+
+
+def check_sinks(attention: str, tree: Mapping[str, Any]) -> None:
+    """ModelError where the model of config.json has attention sinks, and the attention of the run file does not know
+    them, or does not separate packed documents.
+    """
+    kind = str(tree["model_type"])
+    if family_of(kind).has_sinks and attention not in OWN_ATTENTIONS:
+        raise ModelError(
+            f"model.attention {attention} with model_type `{kind}`, whose attention has sinks: "
+            + ("its kernels have none" if attention == _FLASH else "documents of a packed row would see each other"),
+            hint="set model.attention: sdpa",
         )
 
 

@@ -40,9 +40,11 @@ class Sizes:
         """Names of the sizes above 1."""
         return frozenset(axis for axis in AXES if getattr(self, axis) > 1)
 
-    def section(self, given: ParallelConfig) -> ParallelConfig:
-        """The section `parallel` of the run file, with its chunks of stages where the number of stages stays."""
-        layers, vpp = (given.pp_layers, given.vpp) if given.pp == self.pp else ((), 1)
+    def section(self, given: ParallelConfig, *, vpp: int = 1) -> ParallelConfig:
+        """The section `parallel` of the run file with `vpp` chunks on each pipeline rank; its layers of chunks stay
+        where there are as many.
+        """
+        layers = given.pp_layers if (given.pp, given.vpp) == (self.pp, vpp) else ()
         return ParallelConfig(tp=self.tp, pp=self.pp, sp=self.sp, ep=self.ep, pp_layers=layers, vpp=vpp)
 
 
@@ -55,6 +57,14 @@ class Activations:
     """`train.tiled_mlp`."""
     is_offloaded: bool = False
     """`train.activation_offload`."""
+
+    def is_slower_than(self, other: "Activations") -> bool:
+        """Whether it takes more time than another way, whatever the model is: a layer that is recomputed is computed
+        again as a whole, and tiles compute its MLP again.
+        """
+        if self.recomputes < other.recomputes or self.is_offloaded < other.is_offloaded:
+            return False
+        return self != other and (self.recomputes > other.recomputes or self.is_tiled >= other.is_tiled)
 
     def keys(self) -> dict[str, bool]:
         """The keys of `train`."""
@@ -80,6 +90,8 @@ class Layout:
     offload: Offload
     micro_batch_size: int
     activations: Activations
+    vpp: int = 1
+    """Chunks of layers on each pipeline rank."""
 
     def apply(self, config: RunConfig) -> RunConfig:
         """The run of `config` with this layout."""
@@ -87,7 +99,7 @@ class Layout:
         return config.model_copy(
             update={
                 "train": train,
-                "parallel": self.sizes.section(config.parallel),
+                "parallel": self.sizes.section(config.parallel, vpp=self.vpp),
                 "deepspeed": deepspeed_choices(config, self.zero_stage, self.offload),
             }
         )
@@ -101,7 +113,7 @@ def layout_of(config: RunConfig) -> Layout:
     offload: Offload = "all" if devices[0] != "none" else "optimizer" if devices[1] != "none" else "none"
     activations = Activations(train.activation_checkpointing, train.tiled_mlp, train.activation_offload)
     sizes = Sizes(parallel.tp, parallel.pp, parallel.sp, parallel.ep)
-    return Layout(sizes, int(zero.get("stage", 0)), offload, rows_of_forward(train), activations)
+    return Layout(sizes, int(zero.get("stage", 0)), offload, rows_of_forward(train), activations, parallel.vpp)
 
 
 def deepspeed_choices(config: RunConfig, zero_stage: int, offload: Offload) -> dict[str, Any]:

@@ -156,7 +156,8 @@ def _with(candidates: Candidates, number: int) -> Ranks:
 def layout_text(candidate: Candidate) -> str:
     """A layout for people, such as `dp 8 x ep 8, ZeRO-3, micro-batch 2, activations recomputed`."""
     layout, offload = candidate.layout, OFFLOAD_TEXTS[candidate.layout.offload]
-    text = f"{candidate.plan.mesh}, ZeRO-{layout.zero_stage}{offload}, micro-batch {layout.micro_batch_size}"
+    chunks = f", vpp {layout.vpp}" if layout.vpp > 1 else ""
+    text = f"{candidate.plan.mesh}{chunks}, ZeRO-{layout.zero_stage}{offload}, micro-batch {layout.micro_batch_size}"
     return f"{text}, activations {layout.activations}"
 
 

@@ -39,9 +39,17 @@ def test_a_larger_part_gets_a_new_map() -> None:
 
 
 def test_memory_that_cannot_be_locked_is_used_all_the_same() -> None:
-    pinned = PinnedMap(Runtime(error=2))
+    """And the error, which CUDA keeps, is not raised by the training's next kernel."""
+    kernels: list[str] = []
+
+    def run_kernel() -> None:
+        kernels.append("run")
+        raise torch.AcceleratorError("CUDA error: out of memory")
+
+    pinned = PinnedMap(Runtime(error=2), run_kernel)
     with pytest.warns(UserWarning, match="4,096 bytes for checkpoints cannot be locked in memory \\(CUDA error 2\\)"):
         pinned.register(mmap.mmap(-1, 4096))
+    assert kernels == ["run"]
     pinned.release()
 
 

@@ -2,25 +2,28 @@
 
 from dataclasses import replace
 from itertools import combinations
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ds_finetune.doctor.host_details import FolderInfo, HostDetails, HostQuery, gather_details
 from ds_finetune.doctor.messages import ChildLost, NetworkMeasured, RequestRefused
-from ds_finetune.doctor.network import NetworkResult, rounds
+from ds_finetune.doctor.network import NetworkResult, _best_rate, rounds
 from ds_finetune.doctor.network_checks import network_checks, slow_checks
 from ds_finetune.doctor.storage_checks import disk_checks, file_checks, folder_checks
 from ds_finetune.doctor.system_checks import (
     ClockOffset,
     clock_checks,
     gpu_checks,
+    infiniband_checks,
     limit_checks,
     memory_checks,
     name_checks,
 )
 from ds_finetune.hostfile import Host
-from ds_finetune.hosts.info import Gpu
+from ds_finetune.hosts import info
+from ds_finetune.hosts.info import Gpu, query_gpus
 
 GPU = Gpu("H100", "GPU-1", 80 << 30, 0)
 HOSTS = {"a": Host("a", 8, 1), "b": Host("b", 4, 2)}
@@ -61,6 +64,30 @@ def test_gpus_beside_what_nvidia_smi_lists(here: HostDetails) -> None:
         ("c", "fail", "nvidia-smi lists 0 of 1 GPUs"),
         ("d", "fail", "the same GPUs as a"),
     ]
+
+
+def test_memory_that_nvidia_smi_does_not_tell(here: HostDetails, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of GPUs that share the host's memory, and of those in MIG mode."""
+    rows = "NVIDIA GB10, GPU-1, [N/A], [N/A]\nNVIDIA H100, GPU-2, 81559, [Insufficient Permissions]\n"
+    monkeypatch.setattr(info.shutil, "which", lambda _: "nvidia-smi")
+    monkeypatch.setattr(info.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=rows, returncode=0))
+    gpus = query_gpus()
+    assert [(gpu.total_bytes, gpu.used_bytes) for gpu in gpus] == [(None, None), (81559 << 20, None)]
+    known = replace(here, gpus=["H100"], gpu_memory=gpus)
+    assert not list(gpu_checks({"a": known}))
+    checks = list(memory_checks(HOSTS, {"a": known}, rank_bytes=0, gpu_bytes=90 << 30))
+    assert [(check.state, check.found[:3]) for check in checks] == [("ok", "hos"), ("fail", "GPU")]
+    shared = replace(known, gpu_memory=gpus[:1])
+    assert len(list(memory_checks(HOSTS, {"a": shared}, rank_bytes=0, gpu_bytes=90 << 30))) == 1
+
+
+def test_infiniband_that_nccl_cannot_use(here: HostDetails) -> None:
+    hosts = {
+        f"{has_devices} {has_library}": replace(here, has_infiniband=has_devices, has_ibverbs=has_library)
+        for has_devices in (False, True)
+        for has_library in (False, True)
+    }
+    assert _states(infiniband_checks(hosts)) == {"True False": "warn"}
 
 
 def test_clocks_are_blamed_for_no_more_than_the_round_trip_leaves() -> None:
@@ -187,3 +214,13 @@ def test_the_host_that_keeps_a_network_from_working() -> None:
         checks = network_checks(hosts, replies)
         assert [(check.host, check.state) for check in checks] == [(host, "fail")]
         assert words in checks[0].found
+
+
+def test_opening_a_connection_is_not_measured() -> None:
+    sizes: list[int] = []
+
+    def exchange(size: int) -> float:
+        sizes.append(size)
+        return 2.0 if len(sizes) == 1 else size / 1e9
+
+    assert _best_rate(exchange, SimpleNamespace(type="cuda")) == (pytest.approx(1e9), 1 << 28)

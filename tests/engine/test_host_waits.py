@@ -26,10 +26,9 @@ MOST = 3
 
 
 _AFTER_BACKWARD = "stream synchronized at runtime/zero/stage3.py:1414"
-_GATHERED = "stream synchronized at runtime/zero/partition_parameters.py:"
 _UPDATED = "copy to the device at runtime/zero/stage3.py:2858"
-"""Where DeepSpeed 0.19.8 lets the host wait at stage 3: after each backward, in each gather of parameters that one rank
-holds whole, and with offload for the updated weights of each optimizer group.
+"""Where DeepSpeed 0.19.8 lets the host wait at stage 3: after each backward, and with offload for the updated weights of
+each optimizer group.
 """
 GROUPS = 4
 """Optimizer groups of a model at most: with and without weight decay, each of experts or of an indexer and others."""
@@ -168,12 +167,10 @@ def _assert_few(layout: Layout, out: Path) -> None:
         cell = layout.cell
         assert found.get(_AFTER_BACKWARD, 0) == (cell.accumulation if cell.stage == 3 else 0)
         assert found.get(_UPDATED, 0) <= (0 if cell.offload == "none" else GROUPS)
-        is_gathered_alone = layout.world == 1 or cell.ep > 1
-        assert is_gathered_alone or not any(place.startswith(_GATHERED) for place in found), (rank, found)
 
 
 def _is_of_stage_3(place: str) -> bool:
-    return place in (_AFTER_BACKWARD, _UPDATED) or place.startswith(_GATHERED)
+    return place in (_AFTER_BACKWARD, _UPDATED)
 
 
 @pytest.mark.parametrize("layout", CHOSEN, ids=[layout.name for layout in CHOSEN])

@@ -17,13 +17,12 @@ import torch
 from ds_finetune.model import cross_entropy as ce
 
 device, worst = sys.argv[1], 0.0
-ce.CHUNK_TOKENS = 8
 for tokens, width, vocabulary, bias in ((37, 16, 300, False), (5, 24, 1030, True), (1, 8, 17, False), (0, 8, 17, True)):
     torch.manual_seed(tokens)
     make = lambda *shape: torch.randn(*shape, device=device)
     given = make(tokens, width), make(vocabulary, width), make(vocabulary) if bias else None, torch.randint(0, vocabulary, (tokens,), device=device)
     for needed in (ce.NeededGradients(True, True, bias), ce.NeededGradients(True, False, False), ce.NeededGradients(False, False, False)):
-        wanted, found = ce.chunked_cross_entropy(*given, needed, chunk=8), ce.liger_cross_entropy(*given, needed)
+        wanted, found = ce.chunked_cross_entropy(*given, needed, chunk=8), ce.liger_cross_entropy(*given, needed, chunk=8)
         assert found.num_correct.item() == wanted.num_correct.item()
         assert abs(found.loss_sum - wanted.loss_sum) <= 1e-6 * wanted.loss_sum.abs(), (found.loss_sum, wanted.loss_sum)
         for mine, theirs in zip(found[2:], wanted[2:], strict=True):

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +64,13 @@ def _check(name: str, changes: dict[str, Any], folder: str, *, number: int, most
     for each in rng.sample(sizes, min(most, len(sizes))):
         stages = list(candidates.zero_stages(each))
         for stage, offload in rng.sample(stages, min(2, len(stages))):
-            rows, activations = rng.choice(candidates.micro_batch_sizes(each)), rng.choice(candidates.activations)
-            found = candidates.find(Layout(each, stage, offload, rows, activations))
+            vpp, activations = rng.choice(candidates.chunks(each)), rng.choice(candidates.activations)
+            rows = rng.choice(candidates.micro_batch_sizes(each, vpp))
+            found = candidates.find(Layout(each, stage, offload, rows, activations, vpp))
             assert found is not None
             assert layout_of(found.config) == found.layout
+            planned = make_plan(found.config, world=candidates.ranks.world, device=candidates.ranks.device)
+            assert replace(found.plan, decisions=()) == replace(planned, decisions=())
             assert _model_of(found).stages
 
 
@@ -100,14 +104,15 @@ def test_no_layout_is_missing(name: str, number: int, tmp_path: Path) -> None:
     found = {
         each.layout for each in _candidates(config, ranks).all_layouts() if each.layout.activations in ACTIVATIONS[:2]
     }
-    every = itertools.product(range(1, number + 1), repeat=4)
-    sizes = [each for each in every if _accepted(config, Layout(Sizes(*each), 1, "none", 1, ACTIVATIONS[0]), ranks)]
-    expected = {
-        layout
-        for each in sizes
-        for stage, offload, rows, activations in itertools.product(STAGES, OFFLOADS, range(1, 13), ACTIVATIONS[:2])
-        if (layout := Layout(Sizes(*each), stage, offload, rows, activations)) and _planned(config, layout, ranks)
-    }
+    sizes = [
+        (Sizes(*each), vpp)
+        for *each, vpp in itertools.product(range(1, number + 1), repeat=5)
+        if _accepted(config, Layout(Sizes(*each), 1, "none", 1, ACTIVATIONS[0], vpp), ranks)
+    ]
+    assert (max(vpp for _, vpp in sizes) > 1) == (name == "deepseek_v3_deep")
+    others = itertools.product(sizes, STAGES, OFFLOADS, range(1, 13), ACTIVATIONS[:2])
+    every = [Layout(each, stage, offload, rows, how, vpp) for (each, vpp), stage, offload, rows, how in others]
+    expected = {layout for layout in every if _planned(config, layout, ranks)}
     assert found == expected
 
 

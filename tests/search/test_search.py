@@ -12,9 +12,9 @@ from ds_finetune.cli.main import main
 from ds_finetune.config.schema import RunConfig, read_config
 from ds_finetune.errors import ConfigError
 from ds_finetune.estimate.accelerators import accelerator, machine_of
-from ds_finetune.estimate.memory import estimate_memory, least_bytes
+from ds_finetune.estimate.memory import estimate_memory, least_bytes, least_bytes_of_stages
 from ds_finetune.estimate.row_shape import RowShape
-from ds_finetune.estimate.step_time import estimate_time
+from ds_finetune.estimate.step_time import estimate_time, least_seconds
 from ds_finetune.plan.config_json import read_config_json
 from ds_finetune.search.budget import Budget
 from ds_finetune.search.candidates import Candidates, Ranks
@@ -58,10 +58,14 @@ def test_nothing_better_is_missed(name: str, ranks: int, per_node: int, tmp_path
         )
         for found in search.candidates.all_layouts()
     ]
-    for found, (memory, _, _) in zip(search.candidates.all_layouts(), every, strict=True):
-        states = least_bytes(found.config, found.plan, model)
-        assert 0 < states.device <= memory.device_bytes, found.layout
-        assert states.host <= memory.host_bytes, found.layout
+    for found, (memory, seconds, layout) in zip(search.candidates.all_layouts(), every, strict=True):
+        for least in (least_bytes, least_bytes_of_stages):
+            states = least(found.config, found.plan, model)
+            assert 0 < states.device <= memory.device_bytes, layout
+            assert states.host <= memory.host_bytes, layout
+        bound = least_seconds(found.config, found.plan, model, machine=search.machine, rows=search.rows)
+        forwards = found.plan.batch.gradient_accumulation_steps
+        assert 0 < bound.seconds(vpp=layout.vpp, num_turns=layout.vpp * forwards) <= seconds * (1 + 1e-9), layout
     needs = sorted(memory.device_bytes for memory, _, _ in every)
     small = Budget(needs[0] // 2, PLENTY)
     misfits = replace(search, budget=small).run().misfits
