@@ -17,7 +17,7 @@ from bench.gpu.results import Recorder, ResultFile, SkippedError, check_limit
 from bench.gpu.slices import SLICES, Part, Slice
 from bench.gpu.supervise import note_end, run_part, run_slice
 from bench.gpu.table import tables
-from bench.gpu.throughput import THROUGHPUT
+from bench.gpu.throughput import THROUGHPUT, layers_that_fit, state_on_host
 from bench.gpu.training import BY_DOCUMENT, TrainingRun, flops_per_token
 from ds_finetune.plan.model_shape import Shape
 from ds_finetune.trainer.dry_run import plan_run
@@ -59,6 +59,15 @@ def test_every_run_of_real_size_is_planned_for_a_gpu(tmp_path: Path) -> None:
         assert dict(planned.lines)["attention"].startswith("a call for each") == (
             run.precision == "fp32" or run.model_section == BY_DOCUMENT
         ), name
+
+
+def test_the_offloaded_model_fits_into_pinned_blocks_of_powers_of_two() -> None:
+    """Up to 2**32 parameters a block of four bytes each takes 16 GiB; one more parameter, and it takes 32."""
+    assert state_on_host(2**32) == (16 + 16 + 8 + 11 * 4) * GIB
+    assert state_on_host(2**32 + 1) > (32 + 32 + 16 + 11 * 4) * GIB
+    assert layers_that_fit(128 * GIB, 80 * GIB) == 13
+    assert layers_that_fit(1024 * GIB, 80 * GIB) == 28
+    assert layers_that_fit(1024 * GIB, 8 * GIB) == 10
 
 
 def test_adapters_need_four_flops_for_a_frozen_weight() -> None:

@@ -1,5 +1,6 @@
 """How fast models of real shapes train on one GPU, how large they may be and how long their documents."""
 
+import math
 from pathlib import Path
 
 import psutil
@@ -81,7 +82,10 @@ def offload(recorder: Recorder, folder: Path, share: float, *, is_tiny: bool) ->
     has_succeeded = any(record["result"] == "ok" for record in recorder.file.read()["records"])
     if share < 1 and has_succeeded and not is_tiny:
         return
-    layers = 1 if is_tiny else max(1, round(layers_that_fit(folder) * share))
+    layers = 1
+    if not is_tiny:
+        room = psutil.virtual_memory().total, torch.cuda.get_device_properties(0).total_memory
+        layers = max(1, round(layers_that_fit(*room) * share))
     model = {**QWEN2_7B, "num_hidden_layers": layers}
     # A CPU has no memory to offload to.
     sections = OPTIMIZER_ON_HOST if device().type == "cuda" else deepspeed(stage=2, has_torch_adam=True)
@@ -91,28 +95,29 @@ def offload(recorder: Recorder, folder: Path, share: float, *, is_tiny: bool) ->
 
 
 _HOST_SHARE, _GPU_SHARE = 0.85, 0.8
-"""Shares of the memory that the planned state may take; buffers and activations take the rest."""
+"""Shares of the memory that the state may take; activations, libraries and the rows take the rest."""
+_PINNED = (4, 4, 2)
+"""Bytes of each parameter in a pinned block of all of them: fp32 weights, fp32 gradients, and 16-bit weights on their
+way to the GPU (DeepSpeed 0.19.8, zero/stage_1_and_2.py:565, 940, 572)."""
+_OTHERS = 8 + 1.5 * 2
+"""Bytes of each in other blocks: Adam's moments, and the 16-bit gradients of several forwards, which are pinned matrix
+by matrix (line 1825)."""
 
 
-def layers_that_fit(folder: Path) -> int:
-    """Layers of the 7B shape whose planned state fits into the host's and the GPU's memory."""
-    rooms = {
-        "cpu": psutil.virtual_memory().total * _HOST_SHARE,
-        "cuda": torch.cuda.get_device_properties(0).total_memory * _GPU_SHARE,
-    }
-    few, more = (planned_bytes(layers, folder) for layers in (4, 8))
-    growth = {place: (more[place] - few[place]) / 4 for place in rooms}
-    return int(min(4 + (room - few[place]) / growth[place] for place, room in rooms.items()))
+def layers_that_fit(host_bytes: float, gpu_bytes: float) -> int:
+    """Layers of the 7B shape whose state fits into so much memory with the optimizer on the host, at least one."""
+    layers = 1
+    while layers < QWEN2_7B["num_hidden_layers"]:
+        params = Shape.of({**QWEN2_7B, "num_hidden_layers": layers + 1}).total_params
+        if state_on_host(params) > _HOST_SHARE * host_bytes or 2 * params > _GPU_SHARE * gpu_bytes:
+            break
+        layers += 1
+    return layers
 
 
-def planned_bytes(layers: int, folder: Path) -> dict[str, float]:
-    """Bytes of the state of that many layers of the 7B shape with the optimizer on the host, by place: cpu and cuda."""
-    from ds_finetune.trainer.dry_run import plan_run
+def state_on_host(params: int) -> float:
+    """Bytes of host memory for the state of so many parameters at ZeRO-2 with the optimizer there.
 
-    model = {**QWEN2_7B, "num_hidden_layers": layers}
-    run = TrainingRun(model, 4096, rows=1, steps=1, sections=OPTIMIZER_ON_HOST)
-    estimate = plan_run(run.config(folder / "fit"), gpus=1).estimate
-    found = {"cpu": 0.0, "cuda": 0.0}
-    for name, size in estimate.state_bytes.items():
-        found[estimate.places[name]] += size
-    return found
+    torch rounds a pinned block up to a power of two (2.11, ATen/core/CachingHostAllocator.h:302).
+    """
+    return sum(2.0 ** math.ceil(math.log2(each * params)) for each in _PINNED) + _OTHERS * params

@@ -5,9 +5,11 @@ A number out of range is wrong usage, reported before anything is loaded.
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeAlias
 
 from ds_finetune.config.schema import RunConfig, read_config
+from ds_finetune.errors import ExportError
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 """What `add_subparsers` returns; parsers of commands are added to it."""
@@ -29,7 +31,12 @@ def add_run_command(
 def add_overrides(parser: argparse.ArgumentParser) -> None:
     """Add the overrides that follow a run file."""
     parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="values that replace those of the run file"
+        "overrides",
+        nargs="*",
+        # Without a default argparse lists them among the missing arguments.
+        default=[],
+        metavar="section.key=value",
+        help="values that replace those of the run file",
     )
 
 
@@ -44,6 +51,13 @@ def add_local_rank(parser: argparse.ArgumentParser) -> None:
 def read_run(arguments: Arguments) -> RunConfig:
     """The run that RUN.yaml and the overrides describe; ConfigError where they are wrong."""
     return read_config(arguments.run, arguments.overrides)
+
+
+def exported_folder(folder: str) -> Path:
+    """A folder with config.json; ExportError for another, before what loads models is imported, which takes seconds."""
+    if not (Path(folder) / "config.json").is_file():
+        raise ExportError(f"`{folder}` holds no config.json", hint="name an exported folder, e.g. runs/r1/export")
+    return Path(folder)
 
 
 def positive(text: str) -> int:

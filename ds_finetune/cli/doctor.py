@@ -36,7 +36,7 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="also check the plan, operators, disk and memory of this run",
     )
     doctor.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="values that replace those of the file"
+        "overrides", nargs="*", default=[], metavar="section.key=value", help="values that replace those of the file"
     )
     add_host_options(doctor)
     doctor.add_argument(

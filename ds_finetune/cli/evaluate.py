@@ -12,6 +12,7 @@ from ds_finetune import api
 from ds_finetune.cli.arguments import Arguments, Commands, positive, two_or_more
 from ds_finetune.console import OUT, show_line
 from ds_finetune.errors import ConfigError, OutputError
+from ds_finetune.plan.config_json import check_model_path
 
 if TYPE_CHECKING:
     from ds_finetune.evaluation.compare import Metric
@@ -106,6 +107,9 @@ def _evaluate(arguments: Arguments) -> None:
         raise ConfigError(
             f"eval of `{arguments.model}` has nothing to score on", hint="give --data test.jsonl, or --tasks"
         )
+    # Before what loads models is imported, which takes seconds.
+    for path in (arguments.model, *([arguments.baseline] if arguments.baseline else [])):
+        check_model_path(path)
     if arguments.json:
         _write_text(arguments.json, "", mode="a")
     tasks = arguments.tasks.split(",") if arguments.tasks else []

@@ -5,7 +5,7 @@ from pathlib import Path
 from ds_finetune import api
 from ds_finetune.cli.arguments import Arguments, Commands
 from ds_finetune.console import show_verifications
-from ds_finetune.errors import ConfigError
+from ds_finetune.errors import ConfigError, ExportError
 
 
 def add_commands(commands: Commands) -> None:
@@ -54,6 +54,11 @@ def _export(arguments: Arguments) -> None:
         raise ConfigError(
             f"export has SOURCE `{arguments.source}` and no OUT",
             hint="write `ds-finetune export SOURCE OUT`, or `--check OUT`",
+        )
+    # Before what reads sources is imported, which takes seconds.
+    if not Path(arguments.source).is_dir():
+        raise ExportError(
+            f"`{arguments.source}` is not a folder", hint="name the folder of a run, a checkpoint or a model"
         )
     api.export(
         arguments.source,

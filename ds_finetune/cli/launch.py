@@ -30,7 +30,7 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     launch.add_argument("run", metavar="RUN.yaml")
     launch.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="values that replace those of the file"
+        "overrides", nargs="*", default=[], metavar="section.key=value", help="values that replace those of the file"
     )
     add_host_options(launch)
     launch.add_argument(

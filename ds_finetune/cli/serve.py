@@ -1,9 +1,8 @@
 """`ds-finetune ask`, `chat` and `serve`: use an exported folder."""
 
 import argparse
-from pathlib import Path
 
-from ds_finetune.cli.arguments import Arguments, Commands, port, positive
+from ds_finetune.cli.arguments import Arguments, Commands, exported_folder, port, positive
 from ds_finetune.console import OUT, show_line, show_piece
 
 
@@ -48,11 +47,11 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
 
 
 def _ask(arguments: Arguments) -> None:
+    folder = exported_folder(arguments.folder)
     from ds_finetune.export.classifiers import holds_classifier
     from ds_finetune.inference.ask import ask
     from ds_finetune.inference.classify import classify
 
-    folder = Path(arguments.folder)
     if holds_classifier(folder):
         for text, scores in zip(arguments.prompts, classify(folder, arguments.prompts), strict=True):
             ranked = sorted(scores.items(), key=lambda entry: -entry[1])
@@ -64,16 +63,18 @@ def _ask(arguments: Arguments) -> None:
 
 
 def _chat(arguments: Arguments) -> None:
+    folder = exported_folder(arguments.folder)
     from ds_finetune.inference.chat import EXIT_WORD, ChatSession, run_chat
 
-    session = ChatSession(Path(arguments.folder), max_new_tokens=arguments.max_new_tokens)
+    session = ChatSession(folder, max_new_tokens=arguments.max_new_tokens)
     show_line(f"`{EXIT_WORD}` ends the chat")
     run_chat(session, read=lambda: OUT.input("> "), write=show_piece)
 
 
 def _serve(arguments: Arguments) -> None:
+    folder = exported_folder(arguments.folder)
     from ds_finetune.inference.serve import Address, ServeOptions, serve
 
     address = Address(arguments.host, arguments.port)
     options = ServeOptions(arguments.engine, arguments.ready_seconds, arguments.queue, arguments.request_seconds)
-    serve(Path(arguments.folder), address, options, show=show_line)
+    serve(folder, address, options, show=show_line)

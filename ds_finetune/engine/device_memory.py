@@ -17,8 +17,13 @@ _WORDS = (
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
     "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "Cuda failure 'out of memory'",
+    "Cuda failure 2 'out of memory'",
 )
-"""In RuntimeErrors of torch 2.13: of its CPU allocator (c10/core/impl/alloc_cpu.cpp), and of calls of the driver."""
+"""In RuntimeErrors of torch 2.13: of its CPU allocator (c10/core/impl/alloc_cpu.cpp), of calls of the driver, of
+workspaces of cuBLAS, and of communicators of NCCL, whose older versions leave the number out.
+"""
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,10 @@ class PeakMemory:
 
     def __init__(self, device: str) -> None:
         self._is_gpu = device == "cuda"
+        if self._is_gpu and torch.cuda.is_initialized():
+            # Of an earlier run of this process, whose device may be another.
+            for index in range(torch.cuda.device_count()):
+                torch.cuda.reset_peak_memory_stats(index)
         self._resident_before = 0 if self._is_gpu else _status_bytes("VmRSS")
 
     def num_bytes(self) -> int:

@@ -28,6 +28,7 @@ from ds_finetune.model.mtp import build_mtp_layers
 from ds_finetune.model.quantisation import check_no_other_format, check_readable
 from ds_finetune.patches.torch_meta import drop_values, ranges_on_cpu
 from ds_finetune.patches.transformers_models import keep_in_fp32
+from ds_finetune.plan.config_json import check_model_path
 
 Task = Literal["causal_lm", "sequence_classification"]
 """What a model computes: the logits of the next token, or scores of a document."""
@@ -90,10 +91,7 @@ def resolve_folder(path: str, *, files: Sequence[str] = HUB_FILES) -> Path:
     if folder.is_dir():
         check_folder(folder)
         return folder
-    if folder.exists() or path.startswith((".", "/", "~")) or path.count("/") != 1:
-        raise ModelError(
-            f"model `{path}` is not a folder", hint="name a folder that holds config.json, or a hub id such as org/name"
-        )
+    check_model_path(path)
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 

@@ -105,11 +105,19 @@ def _config_file(path: str) -> Path:
         raise ModelError(
             f"model folder `{folder}` has no config.json", hint="name the folder that holds the model's config.json"
         )
+    check_model_path(path)
+    return _hub_file(path)
+
+
+def check_model_path(path: str) -> None:
+    """ModelError for what is neither a folder nor, by its form, a hub id."""
+    folder = Path(path)
+    if folder.is_dir():
+        return
     if folder.exists() or path.startswith((".", "/", "~")) or path.count("/") != 1:
         raise ModelError(
             f"model `{path}` is not a folder", hint="name a folder that holds config.json, or a hub id such as org/name"
         )
-    return _hub_file(path)
 
 
 def _hub_file(path: str) -> Path:

@@ -133,6 +133,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("serve model --engine transformers", "`model` holds a config.json and no weights"),
         ("eval model --data eval.jsonl", "`model` holds a config.json and no weights"),
         ("eval model --data eval.jsonl --json dir", "--json `dir` cannot be written: Is a directory"),
+        ("sweep run.yaml", "run.yaml is a run file, and a sweep needs a sweep file"),
         ("launch run.yaml --nproc 2 --dry-run --ssh-args '", "arguments of ssh `'`: No closing quotation"),
     ],
 )
@@ -144,6 +145,27 @@ def test_wrong_paths_and_files_are_errors_without_a_traceback(
     printed = capsys.readouterr().err
     assert message in printed
     assert "hint: " in printed
+
+
+def test_a_folder_that_is_not_there_is_reported_before_torch_is_imported(tmp_path: Path) -> None:
+    commands = ("ask nowhere hi", "chat nowhere", "serve nowhere", "eval nowhere --data d", "export nowhere out")
+    script = (
+        "import sys; from ds_finetune.cli.main import main\n"
+        f"codes = [main(command.split()) for command in {commands}]\n"
+        "print(codes, 'torch' in sys.modules)"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[2, 2, 2, 2, 2] False"
+    assert done.stderr.count("`nowhere`") == done.stderr.count("hint: ") == len(commands)
+
+
+def test_overrides_are_not_among_the_missing_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["train"])
+    assert "arguments are required: RUN.yaml\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,19 @@ def test_an_allocation_that_fails_is_out_of_memory_whatever_is_raised_from_it() 
     assert is_out_of_memory(of_numpy.value)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        torch.distributed.DistBackendError("ncclUnhandledCudaError\nLast error:\nCuda failure 2 'out of memory'"),
+    ],
+    ids=("driver", "cuBLAS", "NCCL"),
+)
+def test_libraries_of_a_gpu_run_out_of_memory(error: RuntimeError) -> None:
+    assert is_out_of_memory(error)
+
+
 def test_other_errors_are_not() -> None:
     with pytest.raises(RuntimeError) as found:
         torch.ones(2) @ torch.ones(3)
@@ -55,3 +68,14 @@ def test_the_peak_of_a_cpu_is_growth_of_resident_memory() -> None:
     assert before + 200 * MIB < peak.num_bytes() < before + GIB
     del kept
     assert peak.num_bytes() > before + 200 * MIB
+
+
+def test_the_peak_of_a_gpu_is_not_that_of_an_earlier_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On whichever device of this process that was."""
+    peaks = {0: 3 * GIB, 1: 5 * GIB}
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda index: peaks.update({index: GIB}))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peaks[1])
+    assert PeakMemory("cuda").num_bytes() == GIB
+    assert peaks == {0: GIB, 1: GIB}

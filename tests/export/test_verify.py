@@ -151,7 +151,7 @@ def test_a_right_folder_is_verified(results: dict[str, VerificationResult], name
     is_odd = "with eager experts, since torch's grouped product refuses this model (" in result.lines[-1]
     assert is_odd == (name == "an odd width")
     assert (
-        "are BF16 and F32 in the base" if name in ("bf16", "an odd width") else "names, shapes and dtypes of all"
+        "are BF16 here and F32 in the base" if name in ("bf16", "an odd width") else "names, shapes and dtypes of all"
     ) in " ".join(result.lines)
 
 
@@ -193,8 +193,8 @@ BASES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], tuple[str, .
     "another dtype": (
         lambda t: t.update({FIRST: t[FIRST].bfloat16(), LAST: t[LAST].bfloat16(), NORM: t[NORM].half()}),
         (
-            "2 tensors are F32 and BF16 in the base: model.layers.{{0, 2}}.input_layernorm.weight",
-            f"1 tensors are F32 and F16 in the base: {NORM}",
+            "2 tensors are F32 here and BF16 in the base: model.layers.{{0, 2}}.input_layernorm.weight",
+            f"1 tensors are F32 here and F16 in the base: {NORM}",
         ),
     ),
     "all at once": (
@@ -206,7 +206,7 @@ BASES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], tuple[str, .
             "1 tensors of the base are not here: x",
             f"1 tensors are not in the base: {FIRST}",
             f"1 tensors have another shape than in the base: {LAST} (32,) for (2, 3)",
-            f"1 tensors are F32 and F64 in the base: {NORM}",
+            f"1 tensors are F32 here and F64 in the base: {NORM}",
         ),
     ),
     "no weights": (

@@ -33,7 +33,10 @@ pytest.importorskip("peft", reason="peft is not installed")
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed (extra `quantize`)")
 WORKER = Path(__file__).with_name("lora_worker.py")
 LOSS_TOLERANCE = 1e-5
-FIRST_TOLERANCE, AFTER_A_ROUNDING = 1e-5, 2e-3
+FIRST_TOLERANCE, AFTER_A_ROUNDING, BESIDE_A_ROUNDING = 1e-5, 1e-2, 5e-4
+"""Of all gradients in the first step; in later ones of an adapter with a rounding (`has_rounding`), and of others beside
+it.
+"""
 CLIP = 0.5
 WIDE = {
     "hidden_size": 64,
@@ -183,7 +186,9 @@ def _assert_equals_plain_loop(cell: Cell, result: dict[str, Any], models: Path) 
 
 
 def _tolerance(name: str, first: dict[str, torch.Tensor]) -> float:
-    return AFTER_A_ROUNDING if has_rounding(name, first) else GRADIENT_TOLERANCE
+    if has_rounding(name, first):
+        return AFTER_A_ROUNDING
+    return BESIDE_A_ROUNDING if any(has_rounding(other, first) for other in first) else GRADIENT_TOLERANCE
 
 
 def _assert_frozen(

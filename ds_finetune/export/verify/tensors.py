@@ -100,7 +100,7 @@ def compare_with_base(
         key: (SAFETENSORS_NAMES[tensors[key].dtype], SAFETENSORS_NAMES[base_tensors[key].dtype]) for key in common
     }
     for ours, its in sorted({pair for pair in dtypes.values() if pair[0] != pair[1]}):
-        kinds.append((f"are {ours} and {its} in the base", [key for key in common if dtypes[key] == (ours, its)]))
+        kinds.append((f"are {ours} here and {its} in the base", [key for key in common if dtypes[key] == (ours, its)]))
     lines = [f"{len(keys)} tensors {text}: {', '.join(in_ranges(keys))}" for text, keys in kinds if keys]
     return lines or [f"names, shapes and dtypes of all {len(common)} tensors are those of the base"]
 
