@@ -20,7 +20,7 @@ from ds_finetune.estimate.rank_weights import RankWeights, weights_of_run
 from ds_finetune.estimate.row_shape import RowShape
 from ds_finetune.estimate.teacher_time import teacher_config, teacher_flops
 from ds_finetune.estimate.time_assumptions import assumptions
-from ds_finetune.estimate.traffic import Beside, Group, GroupTraffic, hop, traffic
+from ds_finetune.estimate.traffic import Beside, Group, GroupTraffic, between_chunks, traffic
 from ds_finetune.families.parameters import ModelConfig
 from ds_finetune.plan.deepspeed_config import MOMENTS
 from ds_finetune.plan.plan import Plan
@@ -142,7 +142,7 @@ def least_seconds(
     work = Work(merged, merged_plan, model, rows)
     (weights,) = weights_of_run(merged, merged_plan, model)
     stage = _stage_seconds(work, machine, weights, 0, is_detailed=False)
-    message = hop(Work(config, plan, model, rows))
+    message = between_chunks(Work(config, plan, model, rows))
     send = sum(_exposed(machine, [message], {}).values()) if plan.mesh.pp > 1 else 0.0
     return LeastSeconds(plan.mesh.pp, sum(stage.forwards.values()), sum(stage.end.values()), send)
 

@@ -267,7 +267,7 @@ def _experts(work: Work, weights: RankWeights) -> Iterator[GroupTraffic]:
     yield GroupTraffic("rows over ep", "all_to_all", group, one_way + counts, messages, True)
 
 
-def hop(work: Work) -> GroupTraffic:
+def between_chunks(work: Work) -> GroupTraffic:
     """Hidden states of all forwards of a step from a chunk of layers to the next one, or their gradients back."""
     times, stages = work.plan.batch.gradient_accumulation_steps, RankGroups.of(work.plan.mesh).stages
     num_bytes = times * work.num_tokens * work.model["hidden_size"] * work.width
@@ -279,7 +279,7 @@ def _pipeline(work: Work, weights: RankWeights, stage: int) -> Iterator[GroupTra
     mesh = work.plan.mesh
     if mesh.pp == 1:
         return
-    one = hop(work)
+    one = between_chunks(work)
     # Every chunk of a rank but the model's first and last one has two neighbours.
     neighbours = 2 * work.config.parallel.vpp - (stage == 0) - (stage == mesh.pp - 1)
     yield replace(one, num_bytes=neighbours * one.num_bytes, num_messages=neighbours * one.num_messages)
