@@ -403,7 +403,7 @@ MUTANTS = (
     Mutant(
         "a prediction layer with the indexer of the last layer",
         "model/mtp.py",
-        "_PER_LAYER[key] or changed[key][-1]",
+        "PER_LAYER[key] or changed[key][-1]",
         "changed[key][-1]",
         f"{MTP} -k glm_moe_dsa_sparse",
     ),
@@ -650,14 +650,14 @@ MUTANTS = (
     ),
     Mutant(
         "labels not shifted",
-        "data/prepared_rows.py",
+        "data/rows.py",
         "labels[:-1] = np.where(mask[1:], ids[1:], IGNORE_INDEX)",
         "labels[:] = np.where(mask, ids, IGNORE_INDEX)",
         "tests/data",
     ),
     Mutant(
         "prompt supervised",
-        "data/prepared_rows.py",
+        "data/rows.py",
         "np.where(mask[1:], ids[1:], IGNORE_INDEX)",
         "np.where(mask[1:] | True, ids[1:], IGNORE_INDEX)",
         "tests/data",
@@ -665,8 +665,8 @@ MUTANTS = (
     Mutant(
         "documents see each other",
         "data/prepared_rows.py",
-        "return ids, np.arange(len(ids)), labels",
-        "return ids, np.arange(len(ids)) + 1, labels",
+        "return ids, np.arange(len(ids)), next_token_labels",
+        "return ids, np.arange(len(ids)) + 1, next_token_labels",
         f"tests/data {PARITY}",
     ),
     Mutant(

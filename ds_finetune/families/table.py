@@ -277,6 +277,8 @@ FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ROWS}
 llama."""
 BUILT_AS: Mapping[str, str] = {name: family.built_as for name, family in FAMILIES.items() if family.built_as}
 """Model types that transformers does not know, with those whose classes are used for them."""
+WITH_TINY_MODELS = tuple(name for name, family in FAMILIES.items() if family.tiny_models is not None)
+"""Model types whose tiny models are compared with transformers."""
 STANDARD_SELFTEST = tuple(
     name for name, family in FAMILIES.items() if family.tiny_models and family.tiny_models.in_standard_selftest
 )

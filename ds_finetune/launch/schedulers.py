@@ -1,7 +1,6 @@
 """Commands that start the ranks of a run: those of mpirun and Slurm, and printed ones for other launchers."""
 
 import re
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -218,11 +217,6 @@ def allocated_nodes(environ: Mapping[str, str]) -> list[str]:
     if not parts or not all(re.fullmatch(r"(?:[^\[\]]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+", part) for part in parts):
         raise LaunchError(f"SLURM_JOB_NODELIST `{text}` is not a list of nodes", hint="run it under salloc or sbatch")
     return [name for part in parts for name in _expand(part)]
-
-
-def command_line(argv: Sequence[str]) -> str:
-    """`argv` as a person would type it."""
-    return shlex.join(argv)
 
 
 def _expand(part: str) -> list[str]:

@@ -4,19 +4,16 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.family import Family
 from ds_finetune.families.parameters import ModelConfig, ParameterRules, indexed_layers, numel
 from ds_finetune.families.table import FAMILIES, family_of
+from ds_finetune.families.tensors import with_layers
 
 _FORWARD_AND_BACKWARD = 3
 """Backward costs twice the forward; a multiply-add is two FLOPs."""
-
-
-_PER_LAYER = ("layer_types", "mlp_layer_types")
-"""Lists with an entry for each layer."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +80,7 @@ class Shape:
         # A prediction layer has an indexer of its own, whatever other layers have.
         one_indexer = numel(rules.attention(config).indexer)
         indexer = (len(indexed_layers(config)) + mtp_layers) * one_indexer
-        config = _with_layers(config, mtp_layers)
+        config = with_layers(config, mtp_layers)
         layers, hidden = config["num_hidden_layers"], config["hidden_size"]
         attention = rules.attention(config)
         vocabulary = config["vocab_size"] * hidden
@@ -165,13 +162,6 @@ def _attended_limits(config: ModelConfig) -> tuple[int | None, ...]:
         return ()
     limits = tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
     return limits + (None,) * (layers - len(limits))
-
-
-def _with_layers(config: ModelConfig, number: int) -> dict[str, Any]:
-    """The config.json of a model with so many more layers, which are like its last one."""
-    kinds = {key: config[key] for key in _PER_LAYER if config.get(key)}
-    longer = {key: [*values, *[values[-1]] * number] for key, values in kinds.items()}
-    return {**config, **longer, "num_hidden_layers": config["num_hidden_layers"] + number}
 
 
 def _mlps(c: ModelConfig, sparse: int, family: Family, rules: ParameterRules) -> dict[str, int]:

@@ -25,17 +25,18 @@ from ds_finetune.engine.device_memory import DeviceMemory
 from ds_finetune.engine.devices import exchange
 from ds_finetune.errors import ConfigError, RunError
 from ds_finetune.estimate.memory import estimate_memory
+from ds_finetune.phase_line import Say, say_nothing
 from ds_finetune.plan.batch import AUTO, with_micro_batch
 from ds_finetune.plan.pipeline import forwards_together
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.search.micro_batch import SPARE, bytes_of, fits, largest_micro_batch, legal_sizes, plan_with_rows
-from ds_finetune.trainer.exports import Say
 from ds_finetune.trainer.memory_report import memory_table, what_fits
 from ds_finetune.trainer.prepare import PreparedRun, complete_plan, estimate_model
 from ds_finetune.trainer.trial import try_steps
 from ds_finetune.trainer.trial_rows import sizes_digest
 from ds_finetune.units import GIB
 from ds_finetune.watchdog.monitor import Monitor
+from ds_finetune.whole_file import replace_file
 from ds_finetune.world import accelerate_choices
 
 _FOLDER = "micro-batch"
@@ -114,7 +115,7 @@ def decide_micro_batch(run: PreparedRun, store: dist.Store, monitor: Monitor, sa
     choice = TriedSize(**json.loads(remembered)) if remembered else None
     if choice is not None and choice.still_holds(largest_rows=undecided.largest_rows, budget=undecided.budget):
         return _decided(run, choice.rows, f"remembered from {choice.when} on {choice.host}, {_took(choice, undecided)}")
-    say = say if world.rank == 0 else _say_nothing
+    say = say if world.rank == 0 else say_nothing
     if choice is not None:
         say(
             f"train.micro_batch_size {choice.rows} of {choice.when} is not taken: {_took(choice, undecided)}; by the "
@@ -247,12 +248,6 @@ def _recall(file: Path, key: Mapping[str, Any]) -> str:
 
 def _remember(file: Path, key: Mapping[str, Any], choice: TriedSize) -> None:
     """Write the choice; a folder that cannot be written means another trial at the next start."""
-    partial = file.with_name(f"{file.name}.{os.getpid()}")
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps({"choice": asdict(choice), "key": key}, default=str, indent=1) + "\n")
-        partial.replace(file)
-
-
-def _say_nothing(_: str) -> None:
-    """Ranks other than zero print no lines."""
+        replace_file(file, json.dumps({"choice": asdict(choice), "key": key}, default=str, indent=1) + "\n")

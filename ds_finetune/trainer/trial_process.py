@@ -30,6 +30,7 @@ from ds_finetune.engine.devices import exchange
 from ds_finetune.engine.prepare_ops import build_ops, use_cores
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.errors import FinetuneError
+from ds_finetune.phase_line import say_nothing
 from ds_finetune.process_messages import decode, send
 from ds_finetune.quiet import quiet_packages
 from ds_finetune.trainer.prepare import prepare_run
@@ -63,7 +64,7 @@ def _train(config: RunConfig, world: World) -> TrialEnd:
     timeout = timedelta(seconds=run.plan.collective_seconds)
     store = meet(world)
     agree = partial(exchange, store, world, "operators", timeout=timeout)
-    run = replace(run, plan=build_ops(use_cores(run.plan, os.environ), agree, _say_nothing))
+    run = replace(run, plan=build_ops(use_cores(run.plan, os.environ), agree, say_nothing))
     with process_group(world, run.plan.device, store, timeout=timeout):
         peak = PeakMemory(run.plan.device)
         with start_engine(run.plan, run.inputs.model) as engine:
@@ -72,10 +73,6 @@ def _train(config: RunConfig, world: World) -> TrialEnd:
                 engine.step(batch, lr=0.0)
                 seconds = time.monotonic() - began
         return TrialEnd(DONE, peak_bytes=peak.num_bytes(), step_seconds=seconds)
-
-
-def _say_nothing(_: str) -> None:
-    """The run itself prints what it compiles."""
 
 
 def main() -> None:

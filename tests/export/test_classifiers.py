@@ -36,9 +36,9 @@ from ds_finetune.model.build import whole
 from ds_finetune.model.lora import AdapterPlacement, factors_of, install_lora
 from ds_finetune.model.lora_plan import plan_lora
 from ds_finetune.model.score_config import set_padding_token
-from ds_finetune.trainer.run_dir import read_json
 from tests.export.classifiers import BOS, CLASSES, EOS, PAD, TEXTS, classifier, write_tokenizer
 from tests.export.test_folder import specs_of, tensors_of
+from tests.json_files import change_json, read_json
 
 DECODERS = ("llama", "qwen2", "deepseek_v3")
 
@@ -113,7 +113,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> 
 
 
 def change_config(folder: Path, **values: object) -> None:
-    (folder / "config.json").write_text(json.dumps(read_json(folder / "config.json") | values))
+    change_json(folder / "config.json", values)
 
 
 def _swap_classes(tensors: dict[str, torch.Tensor]) -> None:

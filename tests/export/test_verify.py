@@ -3,7 +3,6 @@
 Every kind of wrong folder is found.
 """
 
-import json
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -29,8 +28,8 @@ from ds_finetune.export.verify.tensors import digest_of, in_ranges, read_tensor_
 from ds_finetune.export.verify.verify import VerificationResult, verify_exports
 from ds_finetune.families.table import family_of
 from ds_finetune.trainer.exports import verify_run_exports
-from ds_finetune.trainer.run_dir import read_json
 from tests.export.test_folder import specs_of, tensors_of
+from tests.json_files import change_json, read_json
 from tests.model.test_weights import published
 from tests.running import tiny_task
 
@@ -74,7 +73,7 @@ def _exported(
 
 
 def _change_config(folder: Path, **values: object) -> None:
-    (folder / "config.json").write_text(json.dumps(read_json(folder / "config.json") | values))
+    change_json(folder / "config.json", values)
 
 
 def _rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None], *, hide: bool) -> None:

@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
 import numpy as np
 import torch
 

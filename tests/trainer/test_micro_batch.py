@@ -29,6 +29,7 @@ from ds_finetune.trainer.trial_messages import DONE, ENDED, FAILED, OUT_OF_MEMOR
 from ds_finetune.trainer.trial_rows import longest_rows, rows_again, sizes_digest
 from ds_finetune.world import AccelerateChoices, World
 from tests.forks import Forkserver
+from tests.json_files import change_json
 from tests.launched import SOCKET
 from tests.running import SECONDS, metrics, start, tiny_task, torchrun
 
@@ -250,5 +251,5 @@ def _wide_task(folder: Path, *, ranks: int) -> Path:
     )
     config = folder / "model" / "config.json"
     wide = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6}
-    config.write_text(json.dumps(json.loads(config.read_text()) | wide))
+    change_json(config, wide)
     return run_file
