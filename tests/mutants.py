@@ -930,6 +930,27 @@ MUTANTS = (
         "tests/checkpoint/test_files.py",
     ),
     Mutant(
+        "a part of a chunk read into its beginning",
+        "checkpoint/part_storage.py",
+        "destination = destination.narrow(dim, at - chunk.offsets[dim], length)",
+        "destination = destination.narrow(dim, 0, length)",
+        "tests/checkpoint/test_files.py",
+    ),
+    Mutant(
+        "a chunk passed over by its last element",
+        "checkpoint/chunks.py",
+        "last * size + offset + length - 1",
+        "last * size + offset",
+        "tests/checkpoint/test_files.py",
+    ),
+    Mutant(
+        "adapters of the plain loop without their scale",
+        "selftest/plain_adapters.py",
+        "return weight + self._scale * (self.lora_B @ self.lora_A)",
+        "return weight + self.lora_B @ self.lora_A",
+        "tests/selftest/test_selftest.py",
+    ),
+    Mutant(
         "another token scored in a record",
         "model/score_head.py",
         "return head_of(lm)(hidden)[0, -1:]",

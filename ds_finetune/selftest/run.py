@@ -41,6 +41,7 @@ from ds_finetune.plan.deepspeed_choice import choose_deepspeed
 from ds_finetune.plan.deepspeed_config import read_choices
 from ds_finetune.plan.inexact import without_inexact
 from ds_finetune.plan.mesh import Mesh
+from ds_finetune.plan.model_checks import check_lora_type
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.quiet import quiet_packages, show_loading_as_phase
 from ds_finetune.selftest.cells import TINY_MODELS, Cell, enlarged_config, hf_config, objective_of, run_tree
@@ -336,12 +337,13 @@ def _left_out(config: RunConfig) -> list[str]:
 
 def _check_targets(tiny: PretrainedConfig, lora: LoraConfig) -> None:
     """ConfigError where a run's patterns name modules that the tiny model does not have, such as those of layer 20."""
+    check_lora_type(tiny.model_type)
     try:
         plan_lora(tiny, lora)
     except ConfigError as refused:
         raise ConfigError(
             f"selftest adapts a tiny {tiny.model_type} of {tiny.num_hidden_layers} layers: {refused.message}",
-            hint="for the selftest, name modules without numbers of layers, e.g. lora.target_modules=[q_proj,o_proj]",
+            hint=f"{refused.hint}; for the selftest, name modules without numbers of layers",
         ) from refused
 
 
