@@ -9,10 +9,11 @@ from itertools import product
 from ds_finetune.errors import LaunchError
 from ds_finetune.hostfile import Host
 from ds_finetune.launch.environment import interface_variables
+from ds_finetune.launch.node_launchers import ENTRY_MODULE
 from ds_finetune.launch.process_tags import RUN_ID
 from ds_finetune.watchdog.run_secret import VARIABLE
 
-ENTRY = ("-m", "ds_finetune.worker")
+ENTRY = ("-m", ENTRY_MODULE)
 """Python's arguments in every rank, before the run file and the overrides."""
 _NEEDED_TO_START = re.compile(
     r"(?:HOME|USER|LOGNAME|SHELL|LANG|TERM|TMPDIR|KRB5CCNAME|SSH_AUTH_SOCK|PATH|LD_LIBRARY_PATH|OMPI_MCA_\w+)$"

@@ -46,7 +46,7 @@ _TIMEOUT = timedelta(minutes=30)
 _WITHOUT_EFFECT: Mapping[str, Collection[str]] = {
     "model": {"path", "tokenizer"},
     "train": {"for", "seed", "micro_batch_size", "max_skipped_steps", "max_grad_norm"},
-    "objective": (),
+    "objective": {"teacher"},
     "optim": {"lr", "weight_decay", "betas", "eps", "lr_scheduler", "warmup", "min_lr_ratio"},
     "parallel": (),
     "lora": (),
@@ -210,6 +210,7 @@ def _key(undecided: _UndecidedRun) -> dict[str, Any]:
     sections = {name: _without(tree.get(name), keys) for name, keys in _WITHOUT_EFFECT.items()}
     return {
         "model": run.inputs.config_tree,
+        "teacher": teacher.hf_config.to_dict() if (teacher := run.inputs.model.teacher) is not None else None,
         "run": sections,
         "packing": run.config.data.packing,
         "rows": _row_sizes(run),

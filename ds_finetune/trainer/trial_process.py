@@ -24,7 +24,7 @@ from datetime import timedelta
 from functools import partial
 
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.engine.default_group import meet, process_group
+from ds_finetune.engine.default_group import PortInUseError, meet, process_group
 from ds_finetune.engine.device_memory import PeakMemory, is_out_of_memory
 from ds_finetune.engine.devices import exchange
 from ds_finetune.engine.prepare_ops import build_ops, use_cores
@@ -49,7 +49,8 @@ def run_trial(request: TrialRequest) -> TrialEnd:
     try:
         return _train(RunConfig.model_validate(request.config), request.world)
     except FinetuneError as error:
-        return TrialEnd(FAILED, error=str(error), is_secondary=is_secondary(error))
+        is_port_in_use = isinstance(error, PortInUseError)
+        return TrialEnd(FAILED, error=str(error), is_secondary=is_secondary(error), is_port_in_use=is_port_in_use)
     except Exception as error:  # noqa: BLE001 - the end of the process, which its parent reports
         if is_out_of_memory(error):
             return TrialEnd(OUT_OF_MEMORY, error=str(error))

@@ -111,6 +111,7 @@ class AllocationCell:
         return RunConfig.model_validate(self.run_tree(folder))
 
 
+_CHUNKS: Tree = {"parallel": {"pp": 2, "vpp": 2}}
 _LORA: Tree = {"lora": {"rank": 8}}
 _SMALL_BUCKET: Tree = {"reduce_bucket_size": 200_000}
 """Fewer numbers than adapters have: the allocator counts also what of a bucket is never written."""
@@ -139,6 +140,8 @@ OTHERS = [
     *(AllocationCell(stage, "bf16", offload="optimizer") for stage in (1, 2, 3)),
     AllocationCell(3, "bf16", offload="param"),
     *(AllocationCell(1, "bf16", axis=axis) for axis in ("tp", "pp", "sp")),
+    AllocationCell(1, "bf16", 4, recomputes=False, axis="pp"),
+    AllocationCell(1, "bf16", 4, recomputes=False, axis="pp", sections=_CHUNKS, title="vpp2"),
     AllocationCell(3, "bf16", axis="sp"),
     AllocationCell(2, "bf16", axis="ep", model=EXPERTS),
     *(AllocationCell(stage, "bf16", model=EXPERTS) for stage in (2, 3)),

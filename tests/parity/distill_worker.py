@@ -12,7 +12,7 @@ from ds_finetune.data.scores import StoredScores, with_scores
 from ds_finetune.engine.engine import Engine
 from ds_finetune.selftest.cells import run_tree
 from ds_finetune.selftest.reference_loop import LR
-from ds_finetune.selftest.steps import _gradients, batch_plan
+from ds_finetune.selftest.steps import batch_plan, first_gradients
 from tests.parity.distillation import STEPS, Distilled, numbered_rows, of_tree
 from tests.parity.serving import Launched, serve
 
@@ -37,7 +37,7 @@ def _run(engine: Engine, distilled: Distilled, folder: Path) -> dict[str, Any]:
         norms.append(result.grad_norm)
         if step == 0:
             metrics = dict(result.metrics)
-            gradients = _gradients(engine) if engine.plan.precision == "fp32" else {}
+            gradients = first_gradients(engine) if engine.plan.precision == "fp32" else {}
     return {
         "losses": losses,
         "norms": norms,

@@ -7,7 +7,7 @@ from typing import Any
 
 from ds_finetune.data.batches import eval_batches, training_batches
 from ds_finetune.selftest.cells import Cell, rows
-from ds_finetune.selftest.steps import _gradients, batch_plan
+from ds_finetune.selftest.steps import batch_plan, first_gradients
 from tests.parity.indexer_cells import LR, STEPS, IndexerLayout, indexer_tree
 from tests.parity.serving import Launched, serve
 
@@ -35,7 +35,7 @@ def _run(run_file: dict[str, Any], launched: Launched) -> dict[str, Any]:
             found["metrics"].append(dict(result.metrics))
             found["norms"].append(result.grad_norm)
             if step == 0 and engine.plan.precision == "fp32":
-                found["gradients"] = _gradients(engine)
+                found["gradients"] = first_gradients(engine)
         return found | {"weights": {name: tensor.clone() for name, tensor in engine.tensors() if tensor is not None}}
 
 

@@ -12,7 +12,7 @@ import torch
 from ds_finetune.data.batches import eval_batches, training_batches
 from ds_finetune.engine.engine import Engine
 from ds_finetune.selftest.cells import Cell, rows
-from ds_finetune.selftest.steps import _gradients, batch_plan
+from ds_finetune.selftest.steps import batch_plan, first_gradients
 from tests.parity.mtp_cells import LR, STEPS, MtpLayout, mtp_tree
 from tests.parity.serving import Launched, serve
 
@@ -42,7 +42,7 @@ def _run(run_file: dict[str, Any], launched: Launched, *, predicts: bool) -> dic
             found["metrics"].append(dict(result.metrics))
             found["norms"].append(result.grad_norm)
             if step == 0 and engine.plan.precision == "fp32" and predicts:
-                found["gradients"] = _gradients(engine)
+                found["gradients"] = first_gradients(engine)
         return found | {"weights": _weights(engine)}
 
 

@@ -16,7 +16,7 @@ from ds_finetune.objectives.objective import Objective
 from ds_finetune.objectives.table import make_objective
 from ds_finetune.selftest.cells import Cell
 from ds_finetune.selftest.reference_loop import BETAS
-from ds_finetune.selftest.steps import _gradients, batch_plan
+from ds_finetune.selftest.steps import batch_plan, first_gradients
 from tests.parity.objective_cells import LR, OBJECTIVES, Layout, layout_tree, mismatched, reference_of, rows, section
 from tests.parity.serving import Launched, serve
 
@@ -35,7 +35,7 @@ def _run(engine: Engine, layout: Layout) -> dict[str, Any]:
         # After one step the second factors are no longer zeros.
         _set_objective(engine, objective)
         engine.step(_batch(engine, objective), lr=LR)
-        moments = _gradients(engine)
+        moments = first_gradients(engine)
         found["adapters"] = {name: tensor.clone() for name, tensor in engine.adapters() if tensor is not None}
     for number in layout.objectives:
         objective = make_objective(section(OBJECTIVES[number]))
@@ -44,7 +44,7 @@ def _run(engine: Engine, layout: Layout) -> dict[str, Any]:
         _set_objective(engine, objective)
         results = _results(engine, objective)
         # Adam's first moment is the running mean of the gradients of all steps.
-        moments, before = _gradients(engine), moments
+        moments, before = first_gradients(engine), moments
         gradients = {name: moment - BETAS[0] * before.get(name, 0) for name, moment in moments.items()}
         found["objectives"].append(results | {"gradients": gradients})
     plan = replace(batch_plan(engine.plan), documents_per_unit=2)

@@ -11,7 +11,7 @@ from ds_finetune.data.batches import eval_batches, training_batches
 from ds_finetune.engine.engine import Engine
 from ds_finetune.selftest.cells import Cell, rows
 from ds_finetune.selftest.reference_loop import BETAS
-from ds_finetune.selftest.steps import _gradients, batch_plan
+from ds_finetune.selftest.steps import batch_plan, first_gradients
 from tests.parity.router_cells import STEPS, RouterLayout, config_of
 from tests.parity.serving import Launched, serve
 
@@ -41,7 +41,7 @@ def _run(engine: Engine) -> dict[str, Any]:
         found["steps"][-1]["tokens"] = result.router_choices.num_tokens
         if engine.plan.precision == "fp32":
             # Adam's first moment is the running mean of the gradients of all steps.
-            moments, before = _gradients(engine), moments
+            moments, before = first_gradients(engine), moments
             found["steps"][-1]["gradients"] = {
                 name: moment - BETAS[0] * before.get(name, 0) for name, moment in moments.items()
             }

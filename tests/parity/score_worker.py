@@ -9,7 +9,7 @@ from typing import Any
 from ds_finetune.data.batches import BatchPlan, eval_batches, training_batches
 from ds_finetune.engine.engine import Engine
 from ds_finetune.selftest.reference_loop import LR
-from ds_finetune.selftest.steps import _gradients, batch_plan
+from ds_finetune.selftest.steps import batch_plan, first_gradients
 from tests.parity.scoring import STEPS, ScoreCell, rows
 from tests.parity.serving import Launched, serve
 
@@ -34,7 +34,7 @@ def _run(engine: Engine, cell: ScoreCell) -> dict[str, Any]:
             {"metrics": dict(result.metrics), "norm": result.grad_norm, "held_out": dict(held_out.metrics)}
         )
         if step == 0:
-            found["gradients"] = _gradients(engine)
+            found["gradients"] = first_gradients(engine)
     return found
 
 
