@@ -11,11 +11,11 @@ from ds_finetune.checkpoint.files import (
     complete_steps,
     damage_of,
     find_renamed_checkpoint,
+    part_name,
     step_name,
     unfinished_folders,
 )
 from ds_finetune.checkpoint.folder import CheckpointFolder, raise_on_every_rank
-from ds_finetune.checkpoint.part_file import part_name
 from ds_finetune.checkpoint.part_storage import PartReader, read_state_groups
 from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.tools import CHECKPOINTS
@@ -85,10 +85,9 @@ def restore_engine(engine: Engine, place: CheckpointFolder, found: UsableCheckpo
 
     CheckpointError on every rank if a tensor is missing, has another shape, or is in a part that is not here.
     """
-    names = [part_name(rank, found.manifest.world_size) for rank in found.manifest.ranks]
     error, state = None, engine.state
     try:
-        reader = PartReader(found.folder / name for name in names)
+        reader = PartReader(found.folder / name for name in found.manifest.parts)
         state.create_optimizer_state(_kinds(reader))
         read_state_groups(state.groups(restoring=True), reader, absent=_absent(found.manifest))
     except CheckpointError as failed:
@@ -121,7 +120,7 @@ def _problems(place: CheckpointFolder, folder: Path) -> list[str]:
         mine, token = [error.message], None
     else:
         index, count = place.share
-        mine, token = damage_of(folder, manifest, sorted(manifest.files)[index::count], sums=True), manifest.token
+        mine, token = damage_of(folder, manifest, sorted(manifest.files)[index::count]), manifest.token
     found = all_gather_object((mine, token))
     problems = [problem for others, _ in found for problem in others]
     tokens = {token for _, token in found if token is not None}

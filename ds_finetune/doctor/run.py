@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.doctor.cluster import Cluster, Say
+from ds_finetune.doctor.cluster import Cluster
 from ds_finetune.doctor.host_details import HostDetails, HostQuery, gather_details
 from ds_finetune.doctor.messages import (
     BuildOp,
@@ -48,6 +48,7 @@ from ds_finetune.hosts.info import HostInfo
 from ds_finetune.launch.environment import carried_variables, environment_files
 from ds_finetune.launch.preflight import meeting_address
 from ds_finetune.launch.remote import Remote, address_of
+from ds_finetune.phase_line import Say
 
 _START_SECONDS = 45.0
 _QUICK_SECONDS = 20.0

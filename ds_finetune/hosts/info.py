@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 
 import ds_finetune
+from ds_finetune.hosts.processes import boot_id
 from ds_finetune.units import MIB
 
 PACKAGES = ("torch", "deepspeed", "transformers", "accelerate")
@@ -71,7 +72,7 @@ def gather_host_info(port: int = 0) -> HostInfo:
     holder = _port_holder(port) if port else None
     return HostInfo(
         hostname=socket.gethostname(),
-        network_identity=f"{_read('/proc/sys/kernel/random/boot_id')} {_link('/proc/self/ns/net')}",
+        network_identity=f"{boot_id()} {_link('/proc/self/ns/net')}",
         versions=_versions(),
         gpus=gpu_models(),
         cores=len(os.sched_getaffinity(0)),

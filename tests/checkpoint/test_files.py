@@ -24,6 +24,7 @@ from ds_finetune.checkpoint.files import (
     commit,
     complete_steps,
     mark_part_written,
+    part_name,
     partial_name,
     remove_checkpoint,
     step_name,
@@ -32,7 +33,7 @@ from ds_finetune.checkpoint.files import (
 )
 from ds_finetune.checkpoint.folder import CheckpointFolder
 from ds_finetune.checkpoint.messages import CommitJob, RemoveJob, ReserveJob, WriteJob
-from ds_finetune.checkpoint.part_file import PartFile, part_name
+from ds_finetune.checkpoint.part_file import PartFile
 from ds_finetune.checkpoint.part_sinks import FilePartSink, WriterProcess
 from ds_finetune.checkpoint.part_storage import PartReader, read_state_groups, serialise_part
 from ds_finetune.checkpoint.random_state import random_state, restore_random_state
@@ -78,8 +79,7 @@ def test_overlap() -> None:
 
 
 def manifest(step: int, *, parts: int = 1, eval_loss: float | None = None, token: str = "a") -> Manifest:
-    names = [part_name(rank, parts) for rank in range(parts)]
-    return Manifest(step, parts, tuple(range(parts)), "host", token, eval_loss, dict.fromkeys(names))  # type: ignore[arg-type]
+    return Manifest(step, parts, tuple(range(parts)), "host", token, eval_loss, {})
 
 
 def complete(folder: Path, step: int, *, eval_loss: float | None = None) -> Path:
@@ -274,7 +274,7 @@ def _aside(home: CheckpointFolder, rank: int) -> Path:
 
 
 def _of_node(rank: int, host: str) -> Manifest:
-    return Manifest(5, 2, (rank,), host, "token", None, {part_name(rank, 2): None})  # type: ignore[dict-item]
+    return Manifest(5, 2, (rank,), host, "token", None, {})
 
 
 def _state(**config: object) -> RunState:
@@ -346,9 +346,8 @@ def test_a_commit_is_told_not_to_wait_for_a_rank_that_failed(tmp_path: Path) -> 
     process.write(torch.tensor([1, 2, 3], dtype=torch.uint8))
     partial = tmp_path / partial_name(4, "a-1")
     partial.mkdir()
-    parts = (part_name(0, 2), part_name(1, 2))
-    commit_job = CommitJob(str(partial), Manifest(4, 2, (0, 1), "h", "a-1", None, {}), parts, {}, {})
-    process.send(WriteJob(str(partial / parts[0]), 3, commit_job))
+    commit_job = CommitJob(str(partial), Manifest(4, 2, (0, 1), "h", "a-1", None, {}), {}, {})
+    process.send(WriteJob(str(partial / part_name(0, 2)), 3, commit_job))
     time.sleep(0.3)
     assert process.errors() == []
     assert process.is_busy

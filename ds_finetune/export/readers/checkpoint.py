@@ -6,8 +6,7 @@ from pathlib import Path
 import torch
 
 from ds_finetune.checkpoint.chunks import flat_range_chunks
-from ds_finetune.checkpoint.files import Manifest
-from ds_finetune.checkpoint.part_file import part_name
+from ds_finetune.checkpoint.files import Manifest, part_name
 from ds_finetune.checkpoint.part_storage import PartReader
 from ds_finetune.engine.state import BUFFER, WEIGHT
 from ds_finetune.errors import CheckpointError
@@ -27,7 +26,7 @@ class CheckpointSource:
                 f"{folder} lacks {', '.join(absent)}: other nodes keep them",
                 hint="make it whole with `ds-finetune checkpoint gather`",
             )
-        self._reader = reader = PartReader(folder / part_name(rank, manifest.world_size) for rank in manifest.ranks)
+        self._reader = reader = PartReader(folder / name for name in manifest.parts)
         kinds = {key: key.partition("/") for key in reader.held}
         self._chunks = {name: reader.held[key] for key, (kind, _, name) in kinds.items() if kind in (WEIGHT, BUFFER)}
 
