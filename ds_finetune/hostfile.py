@@ -45,9 +45,8 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
     A missing hostfile is an error: no run is started on this machine instead.
 
     A line is `HOST slots=N`, HOST being `name`, `user@name`, `name:port`, an IPv6 address, or one in brackets with a
-    port; `#` begins a comment.
-    DeepSpeed 0.19.8 reads the same lines (launcher/runner.py, `_parse_hostfile`), but gives ports to ssh as part of the
-    name.
+    port; `#` begins a comment. DeepSpeed 0.19.8 reads the same lines (launcher/runner.py, `_parse_hostfile`), but gives
+    ports to ssh as part of the name.
     """
     try:
         found = path if Path(path).exists() else shipped_file(str(path)) or path

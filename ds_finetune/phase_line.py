@@ -1,4 +1,4 @@
-"""The progress line of a long phase: tokenising, loading, compiling, evaluating, exporting, verifying."""
+"""Lines that a person reads: how they are passed on, and the progress line of a long phase, such as tokenising."""
 
 import os
 import sys
@@ -8,6 +8,8 @@ from contextlib import suppress
 from typing import Self, TextIO, TypeVar
 
 T = TypeVar("T")
+Say = Callable[[str], None]
+"""Prints a line."""
 CLEAR_LINE = "\r\x1b[2K"
 _MINUTE, _HOUR = 60, 3600
 _LIVE_SECONDS = 0.5
@@ -86,6 +88,10 @@ def count_parts(what: str, parts: Iterable[T], total: int) -> Iterator[T]:
         for part in parts:
             yield part
             line.advance()
+
+
+def say_nothing(_: str) -> None:
+    """Print nothing: a `Say` of ranks other than zero."""
 
 
 def write_now(out: TextIO, text: str) -> None:

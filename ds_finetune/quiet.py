@@ -22,8 +22,6 @@ _WARNINGS: tuple[tuple[type[Warning], str], ...] = (
     (FutureWarning, rf"`torch\.distributed\.({_FORWARDED})` is (deprecated|a private function)"),
     # The name that transformers 5.17 to 5.23 all know (modeling_utils.py:3191).
     (FutureWarning, r"`gradient_checkpointing_enable` is deprecated"),
-    # torch warns of this because each rank saves and loads its part of a checkpoint without a process group.
-    (UserWarning, r"torch\.distributed is disabled"),
 )
 _RECORDS = {
     # The launcher's fallback to this machine's GPUs (launcher/runner.py:214).

@@ -1,8 +1,7 @@
 """One rank of a launched run: `python -m ds_finetune.worker RUN.yaml ...`, under any launcher.
 
 Under a supervisor (launch/supervisor.py) the rank sends it its output and its exit code, and the supervisor kills a
-rank that does not end.
-Under mpirun and Slurm the output of ranks other than the first goes to files.
+rank that does not end. Under mpirun and Slurm the output of ranks other than the first goes to files.
 """
 
 import os

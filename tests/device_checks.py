@@ -2,10 +2,8 @@
 rank has what this one has.
 
 `on_device(world_size)` makes `device="cuda"` an imaginary device, whose tensors compute on the CPU and know where they
-are, and stands in for
-every function of torch.distributed: one that is given a tensor on the CPU raises CpuTensor, one that is not imitated
-here AssertionError. Nothing
-of a GPU, NCCL or DeepSpeed is needed.
+are, and stands in for every function of torch.distributed: one that is given a tensor on the CPU raises CpuTensor, one
+that is not imitated here AssertionError. Nothing of a GPU, NCCL or DeepSpeed is needed.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,12 +1,13 @@
 """The same adapters in a model of ours and in peft, which everything about LoRA is held against."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ds_finetune.config.schema import LoraConfig
@@ -17,6 +18,7 @@ from ds_finetune.model.build import whole
 from ds_finetune.model.lora import AdapterPlacement, factors_of, install_lora
 from ds_finetune.model.lora_plan import plan_lora
 from ds_finetune.selftest.cells import hf_config
+from ds_finetune.selftest.reference_loop import adamw
 
 RANK, SEED = 8, 0
 _NAMED = ("gate", "experts", r".*\.self_attn\..*_proj(_with_mqa)?")
@@ -112,3 +114,23 @@ def has_rounding(name: str, first: Mapping[str, torch.Tensor]) -> bool:
     """
     b = first[f"{name[:-1]}B"].abs()
     return bool(b[b > 0].min() <= 1e-7)
+
+
+def recording_adamw(
+    gradients: list[dict[str, torch.Tensor]], names: list[str]
+) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    """From a model to its optimizer, which appends the gradients of each step by our `names` to `gradients`."""
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = adamw(model)
+        trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+        optimizer.register_step_pre_hook(
+            lambda *_: gradients.append(
+                by_our_names(
+                    {name: param.grad.clone() for name, param in trained.items() if param.grad is not None}, names
+                )
+            )
+        )
+        return optimizer
+
+    return make

@@ -213,7 +213,7 @@ MUTANTS = (
     ),
     Mutant(
         "activations of experts counted for one expert",
-        "estimate/activation_memory.py",
+        "estimate/layer_activations.py",
         "row, inner_row = chosen * width * hidden",
         "row, inner_row = 1 * width * hidden",
         ACTIVATIONS,
@@ -403,7 +403,7 @@ MUTANTS = (
     Mutant(
         "a prediction layer with the indexer of the last layer",
         "model/mtp.py",
-        "_PER_LAYER[key] or changed[key][-1]",
+        "PER_LAYER[key] or changed[key][-1]",
         "changed[key][-1]",
         f"{MTP} -k glm_moe_dsa_sparse",
     ),
@@ -650,14 +650,14 @@ MUTANTS = (
     ),
     Mutant(
         "labels not shifted",
-        "data/prepared_rows.py",
+        "data/rows.py",
         "labels[:-1] = np.where(mask[1:], ids[1:], IGNORE_INDEX)",
         "labels[:] = np.where(mask, ids, IGNORE_INDEX)",
         "tests/data",
     ),
     Mutant(
         "prompt supervised",
-        "data/prepared_rows.py",
+        "data/rows.py",
         "np.where(mask[1:], ids[1:], IGNORE_INDEX)",
         "np.where(mask[1:] | True, ids[1:], IGNORE_INDEX)",
         "tests/data",
@@ -665,8 +665,8 @@ MUTANTS = (
     Mutant(
         "documents see each other",
         "data/prepared_rows.py",
-        "return ids, np.arange(len(ids)), labels",
-        "return ids, np.arange(len(ids)) + 1, labels",
+        "return ids, np.arange(len(ids)), next_token_labels",
+        "return ids, np.arange(len(ids)) + 1, next_token_labels",
         f"tests/data {PARITY}",
     ),
     Mutant(
@@ -928,6 +928,27 @@ MUTANTS = (
         "row, column = divmod(start, inner)",
         "row, column = divmod(start + (start > 0), inner)",
         "tests/checkpoint/test_files.py",
+    ),
+    Mutant(
+        "a part of a chunk read into its beginning",
+        "checkpoint/part_storage.py",
+        "destination = destination.narrow(dim, at - chunk.offsets[dim], length)",
+        "destination = destination.narrow(dim, 0, length)",
+        "tests/checkpoint/test_files.py",
+    ),
+    Mutant(
+        "a chunk passed over by its last element",
+        "checkpoint/chunks.py",
+        "last * size + offset + length - 1",
+        "last * size + offset",
+        "tests/checkpoint/test_files.py",
+    ),
+    Mutant(
+        "adapters of the plain loop without their scale",
+        "selftest/plain_adapters.py",
+        "return weight + self._scale * (self.lora_B @ self.lora_A)",
+        "return weight + self.lora_B @ self.lora_A",
+        "tests/selftest/test_selftest.py",
     ),
     Mutant(
         "another token scored in a record",

@@ -15,7 +15,6 @@ from ds_finetune.bench.plain_loop import LR, Layout, PlainLoop
 from ds_finetune.bench.plain_models import check_peft, load_plain_teacher
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.batches import Batch, MicroBatch
-from ds_finetune.engine.build_lock import Say
 from ds_finetune.engine.collectives import all_gather_object
 from ds_finetune.engine.default_group import process_group
 from ds_finetune.engine.devices import choose_device
@@ -23,6 +22,7 @@ from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.prepare_ops import build_ops, use_cores
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.errors import ConfigError
+from ds_finetune.phase_line import Say
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.trainer.batches import run_batches
 from ds_finetune.trainer.inputs import make_model_plan, read_inputs, with_classes

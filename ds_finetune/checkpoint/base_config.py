@@ -1,11 +1,12 @@
 """Compares the config.json kept in a checkpoint with the model's at resume: keys that change results must be equal."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ds_finetune.auto_configs import CONFIG_MAPPING
+from ds_finetune.config.dotted_keys import set_values
 from ds_finetune.errors import CheckpointError
 
 _WITHOUT_EFFECT = frozenset(
@@ -44,7 +45,7 @@ def model_mismatch(folder: Path, file: str, config: Mapping[str, Any]) -> Checkp
     """
     try:
         kept = json.loads((folder / file).read_text(encoding="utf-8"))
-        then, now = dict(_leaves(_resolved(kept))), dict(_leaves(_resolved(config)))
+        then, now = _compared(kept), _compared(config)
     except (OSError, ValueError, KeyError) as unreadable:
         return CheckpointError(
             f"{folder / file} cannot be compared with the model's config.json: {unreadable!r}",
@@ -63,16 +64,11 @@ def model_mismatch(folder: Path, file: str, config: Mapping[str, Any]) -> Checkp
     )
 
 
-def _resolved(config: Mapping[str, Any]) -> dict[str, Any]:
-    return CONFIG_MAPPING[config["model_type"]].from_dict(dict(config)).to_dict()  # type: ignore[no-any-return]
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys that change results, with values; None counts as absent, and a tuple as a list."""
-    for key, value in tree.items():
-        if str(key) in _WITHOUT_EFFECT:
-            continue
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        elif value is not None:
-            yield f"{prefix}{key}", list(value) if isinstance(value, tuple) else value
+def _compared(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted keys that change results, with values; a tuple counts as a list."""
+    resolved = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config)).to_dict()
+    return {
+        key: list(value) if isinstance(value, tuple) else value
+        for key, value in set_values(resolved).items()
+        if _WITHOUT_EFFECT.isdisjoint(key.split("."))
+    }

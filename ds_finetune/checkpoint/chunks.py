@@ -49,6 +49,14 @@ def flat_range_chunks(shape: Ints, start: int, numel: int) -> Iterator[Chunk]:
     yield from flat_range_chunks(shape, start + rows * inner, numel - rows * inner)
 
 
+def flat_bounds(chunk: Chunk, shape: Ints) -> tuple[int, int]:
+    """Indices of the first and the last element of a chunk in the flattened tensor of `shape`."""
+    first = last = 0
+    for size, offset, length in zip(shape, chunk.offsets, chunk.sizes, strict=True):
+        first, last = first * size + offset, last * size + offset + length - 1
+    return first, last
+
+
 def overlap(one: Chunk, other: Chunk) -> Chunk | None:
     """The intersection of two chunks; None where it is empty."""
     first = tuple(map(max, one.offsets, other.offsets))

@@ -9,8 +9,8 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -18,6 +18,7 @@ import xxhash
 
 from ds_finetune.errors import CheckpointError
 from ds_finetune.units import MIB
+from ds_finetune.whole_file import synchronise
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -41,6 +42,11 @@ def step_name(step: int) -> str:
 def partial_name(step: int, token: str) -> str:
     """Folder name while a checkpoint is being written; `token` tells starts of the run apart."""
     return f"{step_name(step)}.partial-{token}"
+
+
+def part_name(rank: int, world_size: int) -> str:
+    """File name of the part of `rank`."""
+    return f"part-{rank:05d}-of-{world_size:05d}.safetensors"
 
 
 class RenamedCheckpointError(CheckpointError):
@@ -81,6 +87,11 @@ class Manifest:
     token: str
     eval_loss: float | None
     files: Mapping[str, FileChecksum]
+
+    @property
+    def parts(self) -> list[str]:
+        """Names of the parts of `ranks`."""
+        return [part_name(rank, self.world_size) for rank in self.ranks]
 
     @property
     def num_bytes(self) -> int:
@@ -189,24 +200,25 @@ def commit(
     beside: Mapping[str, str],
     keep_waiting: Callable[[], bool],
 ) -> Path:
-    """Wait until every part named in `manifest.files` is written, then rename `partial` to `step-N`; returns that path.
+    """Wait until every part of `manifest` is written, then rename `partial` to `step-N`; returns that path.
 
-    The files `texts` (name to content) are written, and `beside` (name to source) linked, before that. TimeoutError if
-    `keep_waiting` returns false while parts are missing. An older folder of the same step is removed at the end.
+    The files `texts` (name to content) are written, and `beside` (name to source) linked, before that; `manifest` lists
+    no file yet. TimeoutError if `keep_waiting` returns false while parts are missing. An older folder of the same step
+    is removed at the end.
     """
     sums = _small_files(partial, texts, beside)
-    sums |= _wait_for_parts(partial, list(manifest.files), keep_waiting)
-    whole = Manifest(**{**manifest.__dict__, "files": dict(sorted(sums.items()))})
-    for name in manifest.files:
+    sums |= _wait_for_parts(partial, manifest.parts, keep_waiting)
+    whole = replace(manifest, files=dict(sorted(sums.items())))
+    for name in manifest.parts:
         (partial / (name + _STATUS)).unlink()
     write_checksummed(partial / MANIFEST, [whole.text().encode()])
-    sync_folder(partial)
+    synchronise(partial)
     final = partial.with_name(step_name(manifest.step))
     replaced = final.with_name(f"{final.name}.replaced-{manifest.token}")
     if final.exists():
         final.rename(replaced)
     partial.rename(final)
-    sync_folder(final.parent)
+    synchronise(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
     return final
 
@@ -241,26 +253,17 @@ def link_or_copy(source: Path, target: Path) -> None:
             write_checksummed(target, iter(lambda: file.read(_CHUNK_BYTES), b""))
 
 
-def sync_folder(folder: Path) -> None:
-    """Flush the names in `folder` to disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def _small_files(partial: Path, texts: Mapping[str, str], beside: Mapping[str, str]) -> dict[str, FileChecksum]:
     sums = {name: write_checksummed(partial / name, [text.encode()]) for name, text in texts.items()}
     for name, source in beside.items():
         link_or_copy(Path(source), partial / name)
         sums[name] = checksum_of(partial / name)
     for folder in {(partial / name).parent for name in beside}:
-        sync_folder(folder)
+        synchronise(folder)
     return sums
 
 
-def _wait_for_parts(partial: Path, names: list[str], keep_waiting: Callable[[], bool]) -> dict[str, FileChecksum]:
+def _wait_for_parts(partial: Path, names: Sequence[str], keep_waiting: Callable[[], bool]) -> dict[str, FileChecksum]:
     sums: dict[str, FileChecksum] = {}
     while True:
         # List the folder to see files of other hosts: NFS answers repeated look-ups of one name from a cache of absent
@@ -275,8 +278,8 @@ def _wait_for_parts(partial: Path, names: list[str], keep_waiting: Callable[[], 
         time.sleep(_POLL_SECONDS)
 
 
-def damage_of(folder: Path, manifest: Manifest, names: Iterable[str], *, sums: bool) -> list[str]:
-    """A line for each damaged file of a complete checkpoint: missing, or another size or (with `sums`) checksum."""
+def damage_of(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
+    """A line for each damaged file of a complete checkpoint: missing, or of another size or checksum."""
     found = []
     for name in names:
         path, wanted = folder / name, manifest.files[name]
@@ -287,7 +290,7 @@ def damage_of(folder: Path, manifest: Manifest, names: Iterable[str], *, sums: b
                 if size is not None
                 else f"{path} is missing"
             )
-        elif sums and (seen := checksum_of(path)) != wanted:
+        elif (seen := checksum_of(path)) != wanted:
             found.append(f"{path} is damaged: checksum {seen.xxh3_128}, the manifest says {wanted.xxh3_128}")
     return found
 

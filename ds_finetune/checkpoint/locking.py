@@ -5,12 +5,12 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
 from ds_finetune.errors import OutputError
+from ds_finetune.phase_line import Say
 
 LOCK = ".lock"
 """Name of the file in a checkpoint folder that the run which writes there keeps locked."""
@@ -21,7 +21,7 @@ DEAD_SECONDS = 1800.0
 _POLL_SECONDS = 0.05
 
 
-def lock_folder(folder: Path, *, seconds: float, say: Callable[[str], None]) -> TextIO:
+def lock_folder(folder: Path, *, seconds: float, say: Say) -> TextIO:
     """Lock a checkpoint folder against other runs until the returned file is closed or this process exits.
 
     Waits `seconds` for a run that has the lock, or DEAD_SECONDS if only its writer process is alive; then OutputError.

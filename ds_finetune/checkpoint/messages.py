@@ -11,14 +11,13 @@ from ds_finetune.process_messages import ProcessMessage
 
 @dataclass(frozen=True)
 class CommitJob:
-    """Make the folder `partial` a complete checkpoint once each of `parts` is written (`files.commit`).
+    """Make the folder `partial` a complete checkpoint once every part is written (`files.commit`).
 
     `manifest` has no files yet. `texts` maps names of new files to contents, and `linked` to paths of existing files.
     """
 
     partial: str
     manifest: Manifest
-    parts: tuple[str, ...]
     texts: dict[str, str]
     linked: dict[str, str]
 

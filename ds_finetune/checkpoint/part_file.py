@@ -36,11 +36,6 @@ class StoredChunk:
         return self.chunk.numel * self.dtype.itemsize
 
 
-def part_name(rank: int, world_size: int) -> str:
-    """File name of the part of `rank`."""
-    return f"part-{rank:05d}-of-{world_size:05d}.safetensors"
-
-
 def part_header(stored: Sequence[StoredChunk], extra: Mapping[str, Any]) -> bytes:
     """The header of a part whose chunks follow in order, with `extra` as JSON. `begin` of the chunks is ignored."""
     shapes = {item.key: item.shape for item in stored}

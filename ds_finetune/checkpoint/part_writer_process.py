@@ -13,7 +13,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 from ds_finetune.checkpoint.files import byte_pieces, commit, mark_part_written, remove_checkpoint, write_checksummed
@@ -88,8 +87,7 @@ def _write_part_file(part: Path, num_bytes: int, memory: int) -> None:
 
 def _commit(job: CommitJob, jobs: _JobQueue) -> None:
     partial = Path(job.partial)
-    manifest = replace(job.manifest, files=dict.fromkeys(job.parts))  # type: ignore[arg-type]
-    commit(partial, manifest, job.texts, job.linked, _wait_condition(jobs, partial))
+    commit(partial, job.manifest, job.texts, job.linked, _wait_condition(jobs, partial))
 
 
 def _wait_condition(jobs: _JobQueue, partial: Path) -> Callable[[], bool]:

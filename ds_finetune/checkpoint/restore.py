@@ -4,27 +4,25 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ds_finetune.checkpoint.files import (
     Manifest,
     complete_steps,
     damage_of,
     find_renamed_checkpoint,
+    part_name,
     step_name,
     unfinished_folders,
 )
 from ds_finetune.checkpoint.folder import CheckpointFolder, raise_on_every_rank
-from ds_finetune.checkpoint.part_file import part_name
+from ds_finetune.checkpoint.part_storage import PartReader, read_state_groups
 from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.tools import CHECKPOINTS
 from ds_finetune.engine.collectives import all_gather_object
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.state import BUFFER, WEIGHT
 from ds_finetune.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from ds_finetune.checkpoint.part_storage import PartStorageReader
 
 
 @dataclass(frozen=True)
@@ -87,13 +85,9 @@ def restore_engine(engine: Engine, place: CheckpointFolder, found: UsableCheckpo
 
     CheckpointError on every rank if a tensor is missing, has another shape, or is in a part that is not here.
     """
-    # Runs that do not resume do without torch.distributed.checkpoint, whose import takes a tenth of a second.
-    from ds_finetune.checkpoint.part_storage import PartStorageReader, read_state_groups
-
-    names = [part_name(rank, found.manifest.world_size) for rank in found.manifest.ranks]
     error, state = None, engine.state
     try:
-        reader = PartStorageReader(found.folder / name for name in names)
+        reader = PartReader(found.folder / name for name in found.manifest.parts)
         state.create_optimizer_state(_kinds(reader))
         read_state_groups(state.groups(restoring=True), reader, absent=_absent(found.manifest))
     except CheckpointError as failed:
@@ -126,7 +120,7 @@ def _problems(place: CheckpointFolder, folder: Path) -> list[str]:
         mine, token = [error.message], None
     else:
         index, count = place.share
-        mine, token = damage_of(folder, manifest, sorted(manifest.files)[index::count], sums=True), manifest.token
+        mine, token = damage_of(folder, manifest, sorted(manifest.files)[index::count]), manifest.token
     found = all_gather_object((mine, token))
     problems = [problem for others, _ in found for problem in others]
     tokens = {token for _, token in found if token is not None}
@@ -149,10 +143,10 @@ def _unfinished(folder: Path, *, newer_than: int) -> list[str]:
     ]
 
 
-def _kinds(reader: "PartStorageReader") -> dict[str, set[str]]:
+def _kinds(reader: PartReader) -> dict[str, set[str]]:
     """Kinds of optimizer state in the checkpoint, by parameter name."""
     found: dict[str, set[str]] = {}
-    for key in reader.read_metadata().state_dict_metadata:
+    for key in reader.held:
         kind, _, name = key.partition("/")
         if kind not in (WEIGHT, BUFFER):
             found.setdefault(name, set()).add(kind)

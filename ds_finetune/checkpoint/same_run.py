@@ -1,12 +1,13 @@
 """Checks that a resumed run is the run of its checkpoint: compares keys of the run file, data and versions."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from ds_finetune.checkpoint.run_state import RunState, versions
+from ds_finetune.config.dotted_keys import set_values
 from ds_finetune.config.routers import RouterConfig
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import CheckpointError
@@ -202,26 +203,17 @@ def _keys(config: Mapping[str, Any]) -> dict[str, Any]:
         mode="json", by_alias=True
     )
     routers = {"router": RouterConfig().model_dump()}
-    found = dict(_leaves(defaults)) | dict(_leaves(routers)) | dict(_leaves(config))
+    found = set_values(defaults) | set_values(routers) | set_values(config)
     # Here Adam and AdamW are the same optimizer, with decoupled weight decay.
     name = str(found["optim.name"]).lower()
     return found | {"optim.name": "adamw" if name == "adam" else name}
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values; None and empty sections count as absent."""
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        elif value is not None:
-            yield f"{prefix}{key}", value
 
 
 def _other_choices(state: RunState, now: RunIdentity) -> list[str]:
     """DeepSpeed's keys that differ: the DeepSpeed file may have changed although its name has not."""
     if not state.deepspeed:
         return []
-    then, here = dict(_leaves(state.deepspeed)), dict(_leaves(now.deepspeed))
+    then, here = set_values(state.deepspeed), set_values(now.deepspeed)
     differ = sorted(
         key for key in then.keys() | here.keys() if then.get(key) != here.get(key) and not key.startswith(_DERIVED)
     )

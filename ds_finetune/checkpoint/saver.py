@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -18,14 +18,15 @@ from ds_finetune.checkpoint.files import (
     Manifest,
     commit,
     complete_steps,
+    part_name,
     partial_name,
     remove_checkpoint,
     step_name,
 )
 from ds_finetune.checkpoint.folder import CheckpointFolder
 from ds_finetune.checkpoint.messages import CommitJob, RemoveJob, ReserveJob, WriteJob
-from ds_finetune.checkpoint.part_file import part_name
 from ds_finetune.checkpoint.part_sinks import FilePartSink, WriterProcess
+from ds_finetune.checkpoint.part_storage import serialise_part
 from ds_finetune.engine.collectives import all_reduce_max
 from ds_finetune.engine.state import StateGroup
 from ds_finetune.errors import CheckpointError
@@ -74,9 +75,6 @@ class Saver:
 
     def save(self, step: int, state: str, *, rank_state: Mapping[str, Any], eval_loss: float | None = None) -> float:
         """Begin a save, and return the seconds this rank was blocked; `settle` must have returned the previous one."""
-        # Imported at the first save: torch.distributed.checkpoint takes a tenth of a start's CPU time.
-        from ds_finetune.checkpoint.part_storage import serialise_part
-
         assert self._pending is None
         began = time.perf_counter()
         groups = self.groups()
@@ -143,7 +141,6 @@ class Saver:
         return CommitJob(
             str(partial),
             Manifest(step, shared.world_size, shared.ranks, host, shared.token, eval_loss, files={}),
-            parts=tuple(part_name(rank, shared.world_size) for rank in shared.ranks),
             texts={STATE: state},
             linked={name: str(source) for name, source in self.linked.items()},
         )
@@ -154,10 +151,9 @@ class Saver:
         (failed,) = all_reduce_max(bool(self._pending.errors))
         if failed or not self.folder.is_leader:
             return
-        manifest = replace(job.manifest, files=dict.fromkeys(job.parts))  # type: ignore[arg-type]
         until = time.monotonic() + _COMMIT_SECONDS
         try:
-            commit(Path(job.partial), manifest, job.texts, job.linked, lambda: time.monotonic() < until)
+            commit(Path(job.partial), job.manifest, job.texts, job.linked, lambda: time.monotonic() < until)
         except OSError as error:
             self._pending.errors.append(f"{type(error).__name__}: {error}")
 

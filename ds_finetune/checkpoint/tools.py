@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from ds_finetune.checkpoint.files import (
@@ -11,15 +12,15 @@ from ds_finetune.checkpoint.files import (
     complete_steps,
     damage_of,
     link_or_copy,
+    part_name,
     step_name,
-    sync_folder,
     unfinished_folders,
     write_checksummed,
 )
-from ds_finetune.checkpoint.part_file import part_name
 from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.errors import CheckpointError
 from ds_finetune.units import GIB
+from ds_finetune.whole_file import synchronise
 
 CHECKPOINTS = "checkpoints"
 """Folder of a run that holds its checkpoints."""
@@ -79,7 +80,7 @@ def verify_checkpoint(path: Path, *, workers: int) -> str:
     with ThreadPoolExecutor(max(1, workers)) as pool:
         found = [
             problem
-            for problems in pool.map(lambda name: damage_of(folder, manifest, [name], sums=True), manifest.files)
+            for problems in pool.map(lambda name: damage_of(folder, manifest, [name]), manifest.files)
             for problem in problems
         ]
     if found:
@@ -110,9 +111,7 @@ def gather_checkpoint(folders: Sequence[Path], out: Path) -> str:
             f"{', '.join(missing)} of {first.world_size} ranks are in none of {', '.join(map(str, folders))}",
             hint="name every node's folder",
         )
-    damage = [
-        problem for folder, manifest in found for problem in damage_of(folder, manifest, manifest.files, sums=True)
-    ]
+    damage = [problem for folder, manifest in found for problem in damage_of(folder, manifest, manifest.files)]
     if damage or out.exists():
         raise CheckpointError(
             "; ".join(damage) or f"{out} exists already", hint="name undamaged folders and a new one to gather them in"
@@ -122,13 +121,13 @@ def gather_checkpoint(folders: Sequence[Path], out: Path) -> str:
     for name, (folder, _) in files.items():
         link_or_copy(folder / name, partial / name)
     sums = {name: file for name, (_, file) in sorted(files.items())}
-    whole = Manifest(**{**first.__dict__, "ranks": tuple(range(first.world_size)), "files": sums})
+    whole = replace(first, ranks=tuple(range(first.world_size)), files=sums)
     write_checksummed(partial / MANIFEST, [whole.text().encode()])
-    sync_folder(partial)
+    synchronise(partial)
     for folder in {(partial / name).parent for name in files}:
-        sync_folder(folder)
+        synchronise(folder)
     partial.rename(out)
-    sync_folder(out.absolute().parent)
+    synchronise(out.absolute().parent)
     return f"{out}: {first.world_size} parts of step {first.step}, {whole.num_bytes / GIB:.2f} GiB"
 
 

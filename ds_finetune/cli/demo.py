@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ds_finetune.cli.arguments import Arguments, Commands
+from ds_finetune.cli.arguments import Arguments, Commands, positive
 from ds_finetune.console import OUT
 
 
@@ -11,7 +11,9 @@ def add_commands(commands: Commands) -> None:
     demo = commands.add_parser("demo", help="write an example (model config, tokenizer, data, run file) to a folder")
     demo.add_argument("folder", metavar="FOLDER", help="folder to write")
     demo.add_argument(
-        "--ranks", type=int, help="number of ranks that will train it (default: one per GPU here, or two on the CPU)"
+        "--ranks",
+        type=positive,
+        help="number of ranks that will train it (default: one per GPU here, or two on the CPU)",
     )
     demo.set_defaults(command=_write_demo)
 

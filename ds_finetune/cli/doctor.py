@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from ds_finetune.cli.arguments import port
+from ds_finetune.cli.arguments import Arguments, Commands, add_overrides, port
 from ds_finetune.config.schema import read_config
 from ds_finetune.console import ERR, OUT
 from ds_finetune.errors import USER_ERROR_EXIT_CODE, ConfigError
@@ -24,7 +24,7 @@ _SHOWN_HOSTS = 3
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
-def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_commands(commands: Commands) -> None:
     """Add `doctor` to the program's commands."""
     doctor = commands.add_parser(
         "doctor", help="check that the hosts are ready, with a hint for each fault", allow_abbrev=False
@@ -35,9 +35,7 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         nargs="?",
         help="also check the plan, operators, disk and memory of this run",
     )
-    doctor.add_argument(
-        "overrides", nargs="*", default=[], metavar="section.key=value", help="values that replace those of the file"
-    )
+    add_overrides(doctor)
     add_host_options(doctor)
     doctor.add_argument(
         "--port",
@@ -66,12 +64,12 @@ def add_host_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def hosts_of(arguments: argparse.Namespace) -> tuple[Host, ...]:
+def hosts_of(arguments: Arguments) -> tuple[Host, ...]:
     """The hosts of `--hostfile` that `--include` and `--exclude` select."""
     return select_hosts(read_hostfile(arguments.hostfile), include=arguments.include, exclude=arguments.exclude)
 
 
-def _doctor(arguments: argparse.Namespace) -> None:
+def _doctor(arguments: Arguments) -> None:
     config = read_config(arguments.run, arguments.overrides) if arguments.run else None
     if arguments.simulate:
         if arguments.hostfile is None:

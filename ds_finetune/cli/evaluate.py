@@ -12,13 +12,12 @@ from ds_finetune import api
 from ds_finetune.cli.arguments import Arguments, Commands, positive, two_or_more
 from ds_finetune.console import OUT, show_line
 from ds_finetune.errors import ConfigError, OutputError
+from ds_finetune.evaluation.extractors import EXTRACTORS
 from ds_finetune.plan.config_json import check_model_path
 
 if TYPE_CHECKING:
     from ds_finetune.evaluation.compare import Metric
     from ds_finetune.evaluation.evaluate import EvalReport
-
-_EXTRACTORS = ("gsm8k", "choice", "json", "text")
 
 
 def add_commands(commands: Commands) -> None:
@@ -91,7 +90,7 @@ def _objective(text: str) -> object:
 def _add_scoring_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--extract",
-        choices=_EXTRACTORS,
+        choices=tuple(EXTRACTORS),
         help="generate answers, and compare what this extracts from them with what it extracts from the rows",
     )
     parser.add_argument("--max-new-tokens", type=positive, default=256, help="most tokens of an answer (default 256)")

@@ -1,19 +1,18 @@
 """`ds-finetune launch`: starts a run on many hosts."""
 
-import argparse
 import os
 import secrets
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ds_finetune.cli.arguments import port, positive
+from ds_finetune.cli.arguments import Arguments, Commands, add_overrides, port, positive
 from ds_finetune.cli.doctor import add_host_options, hosts_of
 from ds_finetune.config.schema import RunConfig, read_config
 from ds_finetune.console import show_line
 from ds_finetune.errors import LaunchError
 from ds_finetune.hostfile import Host
+from ds_finetune.phase_line import Say
 from ds_finetune.world import DEFAULT_PORT
 
 if TYPE_CHECKING:
@@ -23,15 +22,13 @@ if TYPE_CHECKING:
 _NODE_LAUNCHERS, _SCHEDULERS = ("torchrun", "deepspeed"), ("mpirun", "slurm")
 
 
-def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_commands(commands: Commands) -> None:
     """Add `launch` to the program's commands."""
     launch = commands.add_parser(
         "launch", help="fine-tune on the hosts of a hostfile, and supervise the ranks", allow_abbrev=False
     )
     launch.add_argument("run", metavar="RUN.yaml")
-    launch.add_argument(
-        "overrides", nargs="*", default=[], metavar="section.key=value", help="values that replace those of the file"
-    )
+    add_overrides(launch)
     add_host_options(launch)
     launch.add_argument(
         "--launcher",
@@ -81,7 +78,7 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     launch.set_defaults(command=_launch)
 
 
-def _hosts(arguments: argparse.Namespace, nproc: int | None) -> tuple[Host, ...]:
+def _hosts(arguments: Arguments, nproc: int | None) -> tuple[Host, ...]:
     """The hosts that the options select; without a hostfile this machine with `nproc` ranks."""
     if arguments.hostfile:
         if nproc is not None:
@@ -102,7 +99,7 @@ def _hosts(arguments: argparse.Namespace, nproc: int | None) -> tuple[Host, ...]
     return (Host("localhost", nproc, 0),)
 
 
-def _launch(arguments: argparse.Namespace) -> None:
+def _launch(arguments: Arguments) -> None:
     config = read_config(arguments.run, arguments.overrides)
     from ds_finetune.launch.environment import carried_variables, environment_files
 
@@ -133,7 +130,7 @@ def _launch(arguments: argparse.Namespace) -> None:
         raise SystemExit(code)
 
 
-def _job(arguments: argparse.Namespace, hosts: tuple[Host, ...], environment: "CarriedVariables") -> "Job":
+def _job(arguments: Arguments, hosts: tuple[Host, ...], environment: "CarriedVariables") -> "Job":
     from ds_finetune.launch.schedulers import Job
     from ds_finetune.watchdog.run_secret import new_secret
 
@@ -152,7 +149,7 @@ def _job(arguments: argparse.Namespace, hosts: tuple[Host, ...], environment: "C
     )
 
 
-def _emit(arguments: argparse.Namespace, job: "Job") -> None:
+def _emit(arguments: Arguments, job: "Job") -> None:
     from ds_finetune.launch.emit import EmitRequest, render_file
 
     named = frozenset(text.partition("=")[0] for text in arguments.env)
@@ -176,7 +173,7 @@ def _emit(arguments: argparse.Namespace, job: "Job") -> None:
     show_line(f"wrote {arguments.out}")
 
 
-def _show(config: RunConfig, job: "Job", arguments: argparse.Namespace) -> None:
+def _show(config: RunConfig, job: "Job", arguments: Arguments) -> None:
     from ds_finetune.launch.dry_run import dry_run_lines, rank_map
     from ds_finetune.launch.remote import Remote
     from ds_finetune.launch.run import plan_for
@@ -197,9 +194,7 @@ def _show(config: RunConfig, job: "Job", arguments: argparse.Namespace) -> None:
         )
 
 
-def _run_with_supervisors(
-    config: RunConfig, job: "Job", arguments: argparse.Namespace, say: Callable[[str], None]
-) -> int:
+def _run_with_supervisors(config: RunConfig, job: "Job", arguments: Arguments, say: Say) -> int:
     from ds_finetune.launch.environment import interface_variables
     from ds_finetune.launch.node_launchers import NODE_LAUNCHERS
     from ds_finetune.launch.remote import Remote
@@ -218,7 +213,7 @@ def _run_with_supervisors(
     return launch(config, request, say)
 
 
-def _run_with_scheduler(job: "Job", arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
+def _run_with_scheduler(job: "Job", arguments: Arguments, say: Say) -> int:
     from ds_finetune.launch.remote import Remote
     from ds_finetune.launch.run import run_scheduler
     from ds_finetune.launch.schedulers import mpirun_command, srun_command, starting_environment

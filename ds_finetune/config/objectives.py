@@ -4,7 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
-from ds_finetune.config.section import Section
+from ds_finetune.config.run_file import SHORT_FORMS
+from ds_finetune.config.section import Section, short_form
 from ds_finetune.errors import ConfigError
 
 BosRule = Literal["auto", "always", "never"]
@@ -149,15 +150,14 @@ ObjectiveConfig = (
 )
 
 
-def _as_objective(value: object) -> object:
-    return {"name": value} if isinstance(value, str) else value
-
-
 ObjectiveName = Literal[
     "sft", "pretrain", "classification", "reward", "dpo", "simpo", "cpo", "orpo", "kto", "distill"
 ]  # fmt: skip
 _Section = Annotated[ObjectiveConfig, Field(discriminator="name")]
-ObjectiveField = Annotated[_Section, BeforeValidator(_as_objective, json_schema_input_type=ObjectiveName | _Section)]
+ObjectiveField = Annotated[
+    _Section,
+    BeforeValidator(short_form(SHORT_FORMS["objective"]), json_schema_input_type=ObjectiveName | _Section),
+]
 """The objective as its name, or a section with the name and its numbers."""
 
 

@@ -17,8 +17,8 @@ from ds_finetune.config.optim import OptimConfig
 from ds_finetune.config.parallel import ParallelConfig
 from ds_finetune.config.profiling import ProfileConfig
 from ds_finetune.config.routers import RouterConfig
-from ds_finetune.config.run_file import Lines, apply_override, read_yaml
-from ds_finetune.config.section import Section
+from ds_finetune.config.run_file import SHORT_FORMS, Lines, apply_override, read_yaml
+from ds_finetune.config.section import Section, short_form
 from ds_finetune.config.value_types import (
     DurationText,
     EveryText,
@@ -37,10 +37,6 @@ from ds_finetune.schedule import Duration
 Precision = Literal["bf16", "fp16", "fp32"]
 OWN_ATTENTIONS = ("sdpa", "by_document", "varlen")
 """Values of `model.attention` that are this package's own in families of the table; the others are transformers'."""
-
-
-def _as_model(value: object) -> object:
-    return {"path": value} if isinstance(value, str) else value
 
 
 class ModelConfig(Section):
@@ -301,7 +297,7 @@ class ExportConfig(Section):
 class RunConfig(Section):
     """The configuration of a run: the YAML file with overrides applied and defaults filled in."""
 
-    model: Annotated[ModelConfig, BeforeValidator(_as_model)]
+    model: Annotated[ModelConfig, BeforeValidator(short_form(SHORT_FORMS["model"]))]
     """The model, as a path or a section."""
     data: DataConfig
     """The data."""

@@ -16,6 +16,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from ds_finetune.errors import OutputError
 from ds_finetune.units import MIB
+from ds_finetune.whole_file import synchronise
 
 _SUMS = "sums.json"
 _CHECKED = "checked"
@@ -72,9 +73,9 @@ def write_folder(folder: Path, arrays: Mapping[str, ArrayParts], texts: Mapping[
             }
             sums |= {name: _write_file(partial / name, [text.encode()]) for name, text in texts.items()}
             _write_file(partial / _SUMS, [json.dumps(sums, indent=1, sort_keys=True).encode()])
-            _sync_folder(partial)
+            synchronise(partial)
             partial.rename(folder)
-            _sync_folder(folder.parent)
+            synchronise(folder.parent)
     except OutputError:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -171,11 +172,3 @@ def _npy_header(dtype: "np.dtype[np.generic]", length: int) -> bytes:
         header, {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (length,)}
     )
     return header.getvalue()
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

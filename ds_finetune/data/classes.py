@@ -11,6 +11,7 @@ from ds_finetune.config.schema import DataConfig
 from ds_finetune.data.cache import lock_folder, remove_damaged, write_folder
 from ds_finetune.data.labelled import LABELLED_LAYOUTS, default_columns, read_number, whole_number
 from ds_finetune.data.layouts import Record, view_columns
+from ds_finetune.data.messages import shown_value
 from ds_finetune.data.row_kind import RowKind
 from ds_finetune.data.sources import find_sources, read_records
 from ds_finetune.errors import ConfigError, DataError
@@ -150,6 +151,6 @@ def _outside(number: int, column: str, where: str, count: int) -> DataError:
 
 def _bad_label(label: object, column: str, where: str, *, hint: str) -> DataError:
     return DataError(
-        f"{where}: column `{column}` is {type(label).__name__} {label!r:.60}, which is no class",
+        f"{where}: column `{column}` is {shown_value(label)}, which is no class",
         hint=f"{hint}; for regression set objective.num_labels to 1",
     )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_finetune.data.layouts import LAYOUTS, LayoutColumns, Record, Sample, by_name, read_text
+from ds_finetune.data.messages import shown_value
 from ds_finetune.errors import DataError
 
 MARKED_LAYOUTS = {
@@ -57,7 +58,7 @@ def read_mark(label: object, column: str, where: str) -> bool:
     if isinstance(label, int) and label in (0, 1):
         return bool(label)
     raise DataError(
-        f"{where}: column `{column}` is {type(label).__name__} {label!r:.60}, which marks no answer as good or bad",
+        f"{where}: column `{column}` is {shown_value(label)}, which marks no answer as good or bad",
         hint="give true or 1 for a good answer, false or 0 for a bad one",
     )
 
@@ -78,7 +79,7 @@ def read_number(label: object, column: str, where: str) -> float:
         number = math.nan
     if not math.isfinite(number):
         raise DataError(
-            f"{where}: column `{column}` is {type(label).__name__} {label!r:.60}, not a finite number",
+            f"{where}: column `{column}` is {shown_value(label)}, not a finite number",
             hint="objective.num_labels 1 is regression; for classes, leave it out or give their number",
         )
     return number

@@ -69,14 +69,6 @@ def known_layouts(layouts: Mapping[str, "LayoutColumns"]) -> str:
     return "; ".join(f"{name}: {', '.join(sorted(layout.needed))}" for name, layout in layouts.items())
 
 
-def read_sample(record: Record, layout: str, columns: Mapping[str, str], where: str) -> Sample:
-    """A record of `layout` as a sample; DataError for a missing column, a wrong type or an unknown role."""
-    check_supervised(record, columns, where)
-    check_media(record, columns, where)
-    sample: Sample = LAYOUTS[layout].read(view_columns(record, LAYOUTS[layout], columns, where), where)
-    return sample
-
-
 def view_columns(record: Record, layout: "LayoutColumns", columns: Mapping[str, str], where: str) -> Mapping[str, Any]:
     """The record with the layout's own names of its columns; DataError where one is missing."""
     view = {**record, **{key: record[column] for key, column in columns.items() if column in record}}
@@ -139,15 +131,26 @@ def read_optional_text(view: Mapping[str, Any], key: str, where: str) -> str:
     return read_text(view, key, where) if view.get(key) is not None else ""
 
 
+def system_turns(view: Mapping[str, Any], where: str) -> list[dict[str, str]]:
+    """The text of the column `system` as a turn; none where there is no such text."""
+    text = read_optional_text(view, "system", where)
+    return [{"role": "system", "content": text}] if text else []
+
+
+def completion_of(prompt: str, answer: str, tools: tuple[Mapping[str, Any], ...] | None) -> Completion:
+    """An answer to a prompt, which are a turn each."""
+    turns = ({"role": "user", "content": prompt}, {"role": "assistant", "content": answer})
+    return Completion(prompt, answer, Conversation(turns, tools))
+
+
 def _messages(view: Mapping[str, Any], where: str) -> Sample:
     return read_conversation(view["messages"], view.get("tools") or view.get("functions"), "messages", where)
 
 
 def _sharegpt(view: Mapping[str, Any], where: str) -> Sample:
-    system = read_optional_text(view, "system", where)
     turns = view["conversations"]
-    if system and isinstance(turns, list | tuple):
-        turns = [{"role": "system", "content": system}, *turns]
+    if isinstance(turns, list | tuple):
+        turns = [*system_turns(view, where), *turns]
     return read_conversation(turns, view.get("tools"), "conversations", where)
 
 
@@ -164,10 +167,9 @@ def read_alpaca(view: Mapping[str, Any], where: str) -> Completion:
     history: list[dict[str, str]] = []
     for question, reply in _history(view, where):
         history += [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
-    system = [{"role": "system", "content": read_text(view, "system", where)}] if view.get("system") else []
     request = f"{instruction}\n{context}" if context else instruction
-    turns = [*system, *history, {"role": "user", "content": request}, {"role": "assistant", "content": answer}]
-    return Completion(prompt, answer, Conversation(tuple(turns)))
+    last = completion_of(request, answer, None).conversation.messages
+    return Completion(prompt, answer, Conversation((*system_turns(view, where), *history, *last)))
 
 
 def _history(view: Mapping[str, Any], where: str) -> list[tuple[str, str]]:
@@ -186,8 +188,7 @@ def _prompt_completion(view: Mapping[str, Any], where: str) -> Sample:
     if isinstance(prompt, list) and isinstance(completion, list):
         return read_conversation([*prompt, *completion], view.get("tools"), "prompt, completion", where)
     question, answer = read_text(view, "prompt", where), read_text(view, "completion", where)
-    turns = ({"role": "user", "content": question}, {"role": "assistant", "content": answer})
-    return Completion(question, answer, Conversation(turns, read_tools(view.get("tools"), where)))
+    return completion_of(question, answer, read_tools(view.get("tools"), where))
 
 
 def _plain(view: Mapping[str, Any], where: str) -> Sample:

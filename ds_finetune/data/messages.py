@@ -49,7 +49,7 @@ class Conversation:
 def read_conversation(messages: object, tools: object, column: str, where: str) -> Conversation:
     """The messages of `column` in OpenAI's form; DataError names a message that cannot be read or trained."""
     if not isinstance(messages, list | tuple) or not messages:
-        raise DataError(f"{where}: `{column}` is {_shown(messages)}", hint="give a list of {role, content}")
+        raise DataError(f"{where}: `{column}` is {shown_value(messages)}", hint="give a list of {role, content}")
     turns: list[dict[str, Any]] = []
     unread: dict[str, None] = {}
     for number, message in enumerate(messages, start=1):
@@ -68,7 +68,7 @@ def read_tools(tools: object, where: str) -> tuple[Mapping[str, Any], ...] | Non
     if not parsed:
         return None
     if not isinstance(parsed, list | tuple):
-        raise DataError(f"{where}: `tools` is {_shown(parsed)}", hint="give a list of tools, or that list as JSON")
+        raise DataError(f"{where}: `tools` is {shown_value(parsed)}", hint="give a list of tools, or that list as JSON")
     check_text(_json(parsed, f"{where}: `tools`"), f"{where}: `tools`")
     return tuple(_tool(tool, f"{where}: tool {number}") for number, tool in enumerate(parsed, start=1))
 
@@ -76,7 +76,7 @@ def read_tools(tools: object, where: str) -> tuple[Mapping[str, Any], ...] | Non
 def check_text(value: object, what: str) -> str:
     """Return `value`; DataError where it is not a text that a tokenizer accepts. `what` names it in the error."""
     if not isinstance(value, str):
-        raise DataError(f"{what} is {_shown(value)}, not text", hint="correct the row, or name another column")
+        raise DataError(f"{what} is {shown_value(value)}, not text", hint="correct the row, or name another column")
     try:
         value.encode()
     except UnicodeEncodeError as lone:
@@ -93,7 +93,8 @@ def check_text(value: object, what: str) -> str:
     return value
 
 
-def _shown(value: object) -> str:
+def shown_value(value: object) -> str:
+    """The type and the beginning of a value, for messages."""
     return f"{type(value).__name__} {value!r:.60}"
 
 
@@ -101,7 +102,7 @@ def _tool(tool: object, what: str) -> Mapping[str, Any]:
     inner = tool.get("function", tool) if isinstance(tool, dict) else tool
     if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
         raise DataError(
-            f"{what} is {_shown(tool)}, which has no function with a name",
+            f"{what} is {shown_value(tool)}, which has no function with a name",
             hint="give {type: function, function: {name, ...}}",
         )
     assert isinstance(tool, dict)
@@ -111,7 +112,7 @@ def _tool(tool: object, what: str) -> Mapping[str, Any]:
 def _message(message: object, what: str, where: str) -> tuple[dict[str, Any], list[str]]:
     """A message in OpenAI's form, and the names of its unused fields."""
     if not isinstance(message, dict):
-        raise DataError(f"{what} is {_shown(message)}, not an object", hint="give a list of {role, content}")
+        raise DataError(f"{what} is {shown_value(message)}, not an object", hint="give a list of {role, content}")
     fields = {key: value for key, value in message.items() if value is not None}
     name = fields.get("role", fields.get("from"))
     role = _ROLE_NAMES.get(name) if isinstance(name, str) else None
@@ -203,7 +204,8 @@ def _call(call: object, what: str) -> dict[str, Any]:
     kind = (call.get("type") or "function") if isinstance(call, dict) else type(call).__name__
     if kind != "function" or not isinstance(inner, dict) or not isinstance(inner.get("name"), str) or not inner["name"]:
         raise DataError(
-            f"{what} has the tool call {_shown(call)}, which has no function with a name", hint="give {name, arguments}"
+            f"{what} has the tool call {shown_value(call)}, which has no function with a name",
+            hint="give {name, arguments}",
         )
     assert isinstance(call, dict)
     turn = {
@@ -220,7 +222,7 @@ def _arguments(inner: Mapping[str, Any], what: str) -> str:
     text = value if isinstance(value, str) else _json({} if value is None else value, name)
     parsed = _parse_row_json(check_text(text, name), name) if text.strip() else {}
     if not isinstance(parsed, dict):
-        raise DataError(f"{name} is {_shown(value)}, not an object", hint="give arguments by name")
+        raise DataError(f"{name} is {shown_value(value)}, not an object", hint="give arguments by name")
     check_text(_json(parsed, name), name)
     return text if text.strip() else "{}"
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_finetune.data.prepared_rows import PreparedRows
-from ds_finetune.data.rows import Row, RowDocuments
+from ds_finetune.data.rows import Row, RowDocuments, next_token_labels
 from ds_finetune.errors import DataError
 from ds_finetune.labels import IGNORE_INDEX
 
@@ -122,6 +122,4 @@ class MismatchedAnswers:
         prompt, mask = self._prompt(number), self.rows.documents.mask[span][answer:]
         whole = np.concatenate([prompt, ids[answer:]])[: self.max_seq_len]
         is_supervised = np.concatenate([np.zeros(len(prompt), dtype=np.bool_), mask])[: self.max_seq_len]
-        labels = np.full(len(whole), IGNORE_INDEX, dtype=np.int32)
-        labels[:-1] = np.where(is_supervised[1:], whole[1:], IGNORE_INDEX)
-        return whole, labels
+        return whole, next_token_labels(whole, is_supervised)

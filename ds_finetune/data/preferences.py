@@ -7,11 +7,11 @@ import math
 import operator
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ds_finetune.data.layouts import Completion, Sample, by_name, read_alpaca, read_optional_text, read_text
-from ds_finetune.data.messages import Conversation, check_text, read_conversation, read_tools
+from ds_finetune.data.layouts import Completion, Sample, by_name, completion_of, read_alpaca, read_text, system_turns
+from ds_finetune.data.messages import Conversation, check_text, read_conversation, read_tools, shown_value
 from ds_finetune.errors import DataError
 
 _SIDES = ("chosen", "rejected")
@@ -34,9 +34,7 @@ def _preference(sides: Sequence[Sample], view: Mapping[str, Any], where: str) ->
     if margin is None:
         return Preference(chosen, rejected)
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
-        raise DataError(
-            f"{where}: column `margin` is {type(margin).__name__} {margin!r:.60}", hint="give a finite number"
-        )
+        raise DataError(f"{where}: column `margin` is {shown_value(margin)}", hint="give a finite number")
     return Preference(chosen, rejected, float(margin))
 
 
@@ -87,9 +85,7 @@ def _as_turns(answer: object, column: str, where: str) -> list[Any]:
 def _list_of_turns(view: Mapping[str, Any], column: str, where: str) -> list[Any]:
     turns = view[column]
     if not isinstance(turns, list | tuple):
-        raise DataError(
-            f"{where}: `{column}` is {type(turns).__name__} {turns!r:.60}", hint="give a list of {role, content}"
-        )
+        raise DataError(f"{where}: `{column}` is {shown_value(turns)}", hint="give a list of {role, content}")
     return list(turns)
 
 
@@ -106,22 +102,14 @@ def _prompt_pair(view: Mapping[str, Any], where: str) -> Preference:
     prompt, sides = view["prompt"], (view["chosen"], view["rejected"])
     if all(isinstance(value, str) for value in (prompt, *sides)):
         tools = read_tools(view.get("tools"), where)
-        samples = [_completion(read_text(view, "prompt", where), read_text(view, side, where)) for side in _SIDES]
-        return _preference([_with_tools(sample, tools) for sample in samples], view, where)
+        text = read_text(view, "prompt", where)
+        samples = [completion_of(text, read_text(view, side, where), tools) for side in _SIDES]
+        return _preference(samples, view, where)
     whole = {
         column: _with_prompt(prompt, _as_turns(side, column, where), column, where)
         for column, side in zip(_SIDES, sides, strict=True)
     }
     return _of_turns(whole, view, where)
-
-
-def _completion(prompt: str, answer: str) -> Completion:
-    turns = ({"role": "user", "content": prompt}, {"role": "assistant", "content": answer})
-    return Completion(prompt, answer, Conversation(turns))
-
-
-def _with_tools(sample: Completion, tools: tuple[Mapping[str, Any], ...] | None) -> Completion:
-    return Completion(sample.prompt, sample.completion, Conversation(sample.conversation.messages, tools))
 
 
 def _with_prompt(prompt: object, turns: list[Any], column: str, where: str) -> list[Any]:
@@ -176,19 +164,9 @@ def _hh_dialogue(text: str, column: str, where: str) -> Completion:
 
 
 def _question_pair(view: Mapping[str, Any], where: str) -> Preference:
-    system = read_optional_text(view, "system", where)
-    prompt = [
-        *([{"role": "system", "content": system}] if system else []),
-        {"role": "user", "content": read_text(view, "question", where)},
-    ]
-    sides = [
-        Completion(
-            read_text(view, "question", where),
-            read_text(view, column, where),
-            Conversation((*prompt, {"role": "assistant", "content": read_text(view, column, where)})),
-        )
-        for column in _SIDES
-    ]
+    question, before = read_text(view, "question", where), system_turns(view, where)
+    pairs = [completion_of(question, read_text(view, column, where), None) for column in _SIDES]
+    sides = [replace(side, conversation=Conversation((*before, *side.conversation.messages))) for side in pairs]
     return _preference(sides, view, where)
 
 
@@ -198,11 +176,7 @@ def _alpaca_pair(view: Mapping[str, Any], where: str) -> Preference:
 
 
 def _sharegpt_pair(view: Mapping[str, Any], where: str) -> Preference:
-    system = read_optional_text(view, "system", where)
-    before = [
-        *([{"role": "system", "content": system}] if system else []),
-        *_list_of_turns(view, "conversations", where),
-    ]
+    before = [*system_turns(view, where), *_list_of_turns(view, "conversations", where)]
     sides = {column: [*before, *_as_turns(view[column], column, where)] for column in _SIDES}
     return _of_turns(sides, view, where)
 
@@ -238,7 +212,7 @@ def _ranked_answers(answers: object, where: str) -> list[tuple[float, str]]:
     """Rank and text of each answer; the best one has the lowest rank."""
     hint = "give a list of {answer, rank}, where rank 1 is the best"
     if not isinstance(answers, list | tuple) or not answers:
-        raise DataError(f"{where}: column `answers` is {type(answers).__name__} {answers!r:.60}", hint=hint)
+        raise DataError(f"{where}: column `answers` is {shown_value(answers)}", hint=hint)
     found = []
     for number, answer in enumerate(answers, start=1):
         rank = answer.get("rank") if isinstance(answer, Mapping) else None

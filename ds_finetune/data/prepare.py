@@ -61,11 +61,10 @@ _Task = tuple[Path, list[tuple[str, Record]]]
 
 @dataclass(frozen=True)
 class TokenLimits:
-    """Limits on rows: maximum tokens of a row, the model's vocabulary size, and its positions (None: no limit)."""
+    """Limits on rows: maximum tokens of a row, and the model's vocabulary size."""
 
     max_seq_len: int
     vocab_size: int
-    max_positions: int | None
 
 
 @dataclass(frozen=True)

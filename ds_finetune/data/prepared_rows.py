@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from ds_finetune.data.documents import Counts, Documents
 from ds_finetune.data.mixture import Mixture
 from ds_finetune.data.row_kind import DIALOGUE, RowKind
-from ds_finetune.data.rows import Row, RowDocuments
+from ds_finetune.data.rows import Row, RowDocuments, next_token_labels
 from ds_finetune.labels import IGNORE_INDEX
 
 _SHOWN_CLASSES = 8
@@ -224,9 +224,7 @@ class PreparedRows:
     def _document(self, number: int) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int32]]:
         span = slice(self.documents.offsets[number], self.documents.offsets[number + 1])
         ids, mask = self.documents.ids[span], self.documents.mask[span]
-        labels = np.full(len(ids), IGNORE_INDEX, dtype=np.int32)
-        labels[:-1] = np.where(mask[1:], ids[1:], IGNORE_INDEX)
-        return ids, np.arange(len(ids)), labels
+        return ids, np.arange(len(ids)), next_token_labels(ids, mask)
 
     def _lengths_by_source(self) -> list[NDArray[np.int64]]:
         """Lengths of the documents of each source of the mixture, or of all."""

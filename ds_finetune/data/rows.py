@@ -82,6 +82,13 @@ class CountedRows(Rows, Protocol):
         ...
 
 
+def next_token_labels(ids: Ints, mask: NDArray[np.bool_]) -> Ints:
+    """The label of each token of a document of which `mask` are supervised, int32 [tokens]; see `Row`."""
+    labels = np.full(len(ids), IGNORE_INDEX, dtype=np.int32)
+    labels[:-1] = np.where(mask[1:], ids[1:], IGNORE_INDEX)
+    return labels
+
+
 def empty_row(pad_token_id: int) -> Row:
     """A row of one padding token, which fills the last batch of a run."""
     return Row(

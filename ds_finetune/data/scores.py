@@ -5,7 +5,6 @@ A folder has a manifest, which is written last, and one folder for each shard of
 
 import hashlib
 import json
-import os
 import shutil
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from ds_finetune.data.rows import Row, RowDocuments
 from ds_finetune.errors import DataError, OutputError
 from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.objectives.examples import TopLogProbs
+from ds_finetune.whole_file import replace_file
 
 FORMAT_VERSION = 1
 _MANIFEST = "scores.json"
@@ -166,10 +166,8 @@ def is_shard_complete(folder: Path, number: int, identity: ScoreIdentity) -> boo
 def write_manifest(folder: Path, identity: ScoreIdentity, num_shards: int, remarks: Mapping[str, object]) -> None:
     """Mark the scores as complete; `remarks` are for people."""
     text = json.dumps({"identity": asdict(identity), "shards": num_shards, **remarks}, indent=1)
-    partial = folder / f"{_MANIFEST}.{os.getpid()}"
     try:
-        partial.write_text(text + "\n", encoding="utf-8")
-        partial.replace(folder / _MANIFEST)
+        replace_file(folder / _MANIFEST, text + "\n")
     except OSError as failed:
         raise OutputError(
             f"{folder / _MANIFEST} cannot be written: {failed.strerror}",

@@ -4,7 +4,7 @@ A host that stops answering is reported once and gets no further requests.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -18,9 +18,9 @@ from ds_finetune.hostfile import Host
 from ds_finetune.hosts.check_result import Check, label
 from ds_finetune.hosts.unreachable import other_program_check, unreachable_check
 from ds_finetune.launch.remote import Remote
+from ds_finetune.phase_line import Say
 from ds_finetune.process_messages import MessageError, ProcessMessage
 
-Say = Callable[[str], None]
 _NOTICE_SECONDS = 15.0
 _PINGS = 5
 _PING_SECONDS = 10.0

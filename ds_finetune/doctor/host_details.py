@@ -1,5 +1,6 @@
 """The facts of a host that only the doctor needs: limits, memory, name lookup, folders and files of the run."""
 
+import ctypes
 import hashlib
 import os
 import resource
@@ -51,6 +52,8 @@ class HostDetails(HostInfo):
     locked_bytes: int
     shm_bytes: int
     has_infiniband: bool
+    has_ibverbs: bool
+    """Whether the library is there by which NCCL uses InfiniBand."""
     first_host_addresses: list[str]
     """Addresses that the first host's name resolves to here; empty where it does not resolve."""
     folders: dict[str, FolderInfo]
@@ -68,6 +71,7 @@ def gather_details(query: HostQuery) -> HostDetails:
         locked_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         shm_bytes=shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0,
         has_infiniband=any(Path("/sys/class/infiniband").glob("*")),
+        has_ibverbs=_can_load("libibverbs.so.1"),
         first_host_addresses=_addresses(query.first_host),
         folders={path: _folder_info(Path(path)) for path in query.folders},
         files={path: _hash(Path(path)) for path in query.files},
@@ -98,3 +102,11 @@ def _hash(path: Path) -> str | None:
         content.update(f"{file.relative_to(path)} {file.stat().st_size}\n".encode())
         content.update(file.read_bytes() if path.is_dir() and file.suffix == ".json" else b"")
     return content.hexdigest()[:_DIGITS]
+
+
+def _can_load(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True

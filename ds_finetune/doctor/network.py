@@ -84,7 +84,7 @@ def _join_and_measure(place: NetworkRank) -> NetworkResult:
     import torch
     import torch.distributed as dist
 
-    from ds_finetune.engine.devices import visible_device
+    from ds_finetune.engine.devices import device_of_rank
 
     try:
         store = dist.TCPStore(
@@ -107,7 +107,7 @@ def _join_and_measure(place: NetworkRank) -> NetworkResult:
         return NetworkResult(
             {}, missing=tuple(rank for rank in range(place.world_size) if not store.check([join_keys[rank]]))
         )
-    device = torch.device("cuda", visible_device(place.local_rank)) if place.device == "cuda" else torch.device("cpu")
+    device = torch.device(device_of_rank(place.device, place.local_rank))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.doctor.cluster import Cluster, Say
+from ds_finetune.doctor.cluster import Cluster
 from ds_finetune.doctor.host_details import HostDetails, HostQuery, gather_details
 from ds_finetune.doctor.messages import (
     BuildOp,
@@ -33,7 +33,14 @@ from ds_finetune.doctor.need import Need, files_of, folders_of, need_of
 from ds_finetune.doctor.network import EXCHANGE_SECONDS, JOIN_SECONDS, NetworkRank
 from ds_finetune.doctor.network_checks import network_checks
 from ds_finetune.doctor.storage_checks import disk_checks, file_checks, folder_checks
-from ds_finetune.doctor.system_checks import clock_checks, gpu_checks, limit_checks, memory_checks, name_checks
+from ds_finetune.doctor.system_checks import (
+    clock_checks,
+    gpu_checks,
+    infiniband_checks,
+    limit_checks,
+    memory_checks,
+    name_checks,
+)
 from ds_finetune.hostfile import Host
 from ds_finetune.hosts.check_result import Check
 from ds_finetune.hosts.host_checks import host_checks, port_check, rank_device
@@ -41,6 +48,7 @@ from ds_finetune.hosts.info import HostInfo
 from ds_finetune.launch.environment import carried_variables, environment_files
 from ds_finetune.launch.preflight import meeting_address
 from ds_finetune.launch.remote import Remote, address_of
+from ds_finetune.phase_line import Say
 
 _START_SECONDS = 45.0
 _QUICK_SECONDS = 20.0
@@ -107,6 +115,7 @@ def _detail_checks(
     yield from shared_checks(cluster.hosts, hosts, here=here, environ=request.environ)
     if rank_device(hosts, request.environ) == "cuda":
         yield from gpu_checks(hosts)
+        yield from infiniband_checks(hosts)
     if first in hosts:
         yield port_check(first, hosts[first], request.port)
     # Hosts that differ in their ports alone are containers, whose names mean nothing to each other.

@@ -64,6 +64,14 @@ def limit_checks(hosts: Mapping[str, HostDetails], *, world_size: int, locks_mem
         yield Check("limits", host, "warn" if wrong else "ok", found, "; ".join(hint for _, hint in wrong))
 
 
+def infiniband_checks(hosts: Mapping[str, HostDetails]) -> Iterator[Check]:
+    """Hosts with InfiniBand and without the library by which NCCL uses it, as in many containers."""
+    for host, details in hosts.items():
+        if details.has_infiniband and not details.has_ibverbs:
+            found = "there are InfiniBand devices, but no libibverbs.so.1: NCCL uses sockets"
+            yield Check("network", host, "warn", found, "install libibverbs1 and ibverbs-providers")
+
+
 def gpu_checks(hosts: Mapping[str, HostDetails]) -> Iterator[Check]:
     """GPUs that nvidia-smi does not list, that have memory in use, or that two hosts report."""
     for host, details in hosts.items():
@@ -71,7 +79,7 @@ def gpu_checks(hosts: Mapping[str, HostDetails]) -> Iterator[Check]:
         if len(listed) < len(details.gpus):
             found = f"nvidia-smi lists {len(listed)} of {len(details.gpus)} GPUs"
             yield Check("gpus", host, "fail", found, "run nvidia-smi on the host; restart it after a driver update")
-        busy = [str(number) for number, gpu in enumerate(listed) if gpu.used_bytes > GIB]
+        busy = [str(number) for number, gpu in enumerate(listed) if (gpu.used_bytes or 0) > GIB]
         if busy:
             found = f"GPU {', '.join(busy)} has more than 1 GiB in use"
             yield Check("gpus", host, "warn", found, "find the process with nvidia-smi")
@@ -117,7 +125,8 @@ def memory_checks(
     for host, details in hosts.items():
         rows = [("host", hostfile_hosts[host].slots * rank_bytes, details.memory_bytes)]
         if details.gpu_memory and gpu_bytes:
-            rows.append(("GPU", gpu_bytes, min(gpu.total_bytes for gpu in details.gpu_memory)))
+            totals = [gpu.total_bytes for gpu in details.gpu_memory if gpu.total_bytes is not None]
+            rows.append(("GPU", gpu_bytes, min(totals, default=None)))
         for what, needed, available in rows:
             if available is None:
                 continue

@@ -7,7 +7,7 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -17,10 +17,10 @@ import psutil
 from torch.utils.file_baton import FileBaton
 
 from ds_finetune.errors import ConfigError
+from ds_finetune.hosts.processes import began_at, has_ended, own_pid_namespace
 from ds_finetune.patches.torch_extensions import replaced_build_lock
-from ds_finetune.phase_line import time_text
+from ds_finetune.phase_line import Say, time_text
 
-Say = Callable[[str], None]
 REPORT_SECONDS = 30.0
 FIRST_REPORT_SECONDS = 5.0
 QUIET_SECONDS = 600.0
@@ -28,8 +28,6 @@ QUIET_SECONDS = 600.0
 faster.
 """
 _PAUSE = 0.2
-_ENDED = "ZX"
-"""States in /proc/PID/stat of ended processes whose parents have not read their exit code."""
 _LOCAL = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "overlay"})
 """File systems that only this machine writes to."""
 _FIRST_PID_NAMESPACE = "pid:[4026531836]"
@@ -129,32 +127,17 @@ def holder_of(path: Path) -> Holder | None:
     except ValueError:
         return _holder_by_files(path, status)
     name = f"process {record['pid']} on {record['host']}"
-    if record["machine"] != _machine():
+    if not record["machine"] or record["machine"] != own_pid_namespace():
         # Another host, or a container whose processes are not visible here.
         return Holder(name)
-    is_same = _started(record["pid"]) == record["started"]
-    return Holder(name, is_dead=not is_same, is_alive=is_same)
+    is_dead = has_ended(record["pid"], record["started"])
+    return Holder(name, is_dead=is_dead, is_alive=not is_dead)
 
 
 def _own_record() -> str:
     pid = os.getpid()
-    return json.dumps({"pid": pid, "host": socket.gethostname(), "machine": _machine(), "started": _started(pid)})
-
-
-def _machine() -> str:
-    """An identifier that is equal for two processes that see each other in /proc."""
-    namespace = Path("/proc/self/ns/pid")
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{boot.read_text().strip()} {namespace.readlink()}" if namespace.is_symlink() else socket.gethostname()
-
-
-def _started(pid: int) -> str | None:
-    """When a process started, in clock ticks since boot; distinguishes it from a later process with the same number."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if fields[0] in _ENDED else fields[19]
+    record = {"pid": pid, "host": socket.gethostname(), "machine": own_pid_namespace(), "started": began_at(pid)}
+    return json.dumps(record)
 
 
 def _holder_by_files(path: Path, status: os.stat_result) -> Holder:

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
-from ds_finetune.engine.build_lock import Say, reported_lock
-from ds_finetune.engine.nvme import check_folder, measure_folder
+from ds_finetune.engine.build_lock import reported_lock
+from ds_finetune.engine.nvme import check_folder, measure_folder, nvme_folders
 from ds_finetune.errors import ConfigError
 from ds_finetune.patches.deepspeed_init import ask_for_processor_once
 from ds_finetune.patches.torch_extensions import joined_folder, joined_sources
+from ds_finetune.phase_line import Say, say_nothing
 from ds_finetune.plan.plan import Plan
 from ds_finetune.units import GIB
 
@@ -40,10 +41,6 @@ _LIBAIO = "#include <libaio.h>\nint main() { return io_submit(0, 0, 0); }\n"
 _TOLERANCE = 1e-6
 
 
-def _nothing(_: str) -> None:
-    """Print nothing."""
-
-
 def needed_ops(plan: Plan) -> dict[str, dict[str, Any]]:
     """Names of the operators that a run of `plan` will build, each with its settings for `check_op`.
 
@@ -57,14 +54,7 @@ def needed_ops(plan: Plan) -> dict[str, dict[str, Any]]:
         found["fused_adam"] = {"substitute": "torch's fused AdamW"} if plan.may_take_torch_adam else {}
     elif plan.device == "cuda" and name in ("lion", "lamb"):
         found[f"fused_{name}"] = {}
-    zero = plan.deepspeed["zero_optimization"]
-    folders = sorted(
-        {
-            str(s["nvme_path"])
-            for s in (zero.get("offload_optimizer"), zero.get("offload_param"))
-            if s and s.get("device") == "nvme"
-        }
-    )
+    folders = nvme_folders(plan)
     if folders:
         found["async_io"] = {"folders": folders, "aio": plan.deepspeed.get("aio") or {}}
     return found
@@ -94,7 +84,7 @@ def _measure_disk(folder: Path, aio: Mapping[str, Any]) -> str:
     )
 
 
-def build_op(name: str, say: Say = _nothing) -> None:
+def build_op(name: str, say: Say = say_nothing) -> None:
     """Compile and load the operator, which takes minutes the first time; ConfigError gives the cause of a failure."""
     import deepspeed.ops.op_builder as builders
 

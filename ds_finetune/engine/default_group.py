@@ -29,8 +29,13 @@ MEETING_TIMEOUT = timedelta(minutes=30)
 """How long a rank waits for the others before there is a process group."""
 
 
+class PortInUseError(RunError):
+    """The port at which ranks are to meet is taken."""
+
+
 def meet(world: World, *, timeout: timedelta = MEETING_TIMEOUT) -> dist.Store:
-    """The store that the ranks of `world` share, once every rank has connected to it; RunError after `timeout`.
+    """The store that the ranks of `world` share, once every rank has connected to it; RunError after `timeout`, and
+    PortInUseError on rank zero.
 
     A collective's timeout, which is also that of torch's own rendezvous (torch 2.13, distributed_c10d.py:1893), may be
     far shorter.
@@ -43,7 +48,7 @@ def meet(world: World, *, timeout: timedelta = MEETING_TIMEOUT) -> dist.Store:
     except (dist.DistError, RuntimeError) as alone:
         if "EADDRINUSE" in str(alone):
             port = os.environ["MASTER_PORT"]
-            raise RunError(
+            raise PortInUseError(
                 f"port {port} of this host is in use: the ranks cannot meet there",
                 hint="another run may use it; choose a free port: `deepspeed --master_port PORT`, or the option of "
                 "your launcher",

@@ -58,22 +58,26 @@ class PeakMemory:
     """The most that this process has taken of its device since the object was made."""
 
     def __init__(self, device: str) -> None:
-        self._is_gpu = device == "cuda"
-        if self._is_gpu and torch.cuda.is_initialized():
+        self._device = device
+        if device == "cuda" and torch.cuda.is_initialized():
             # Of an earlier run of this process, whose device may be another.
             for index in range(torch.cuda.device_count()):
                 torch.cuda.reset_peak_memory_stats(index)
-        self._resident_before = 0 if self._is_gpu else _status_bytes("VmRSS")
+        self._before = 0 if device == "cuda" else _status_bytes("VmRSS")
 
     def num_bytes(self) -> int:
-        """Bytes allocated by tensors on a GPU at most (`torch.cuda.max_memory_allocated`); on a CPU, growth of the
-        process's resident memory up to its peak.
-        """
-        if self._is_gpu:
-            return torch.cuda.max_memory_allocated()
-        unit = 1 if sys.platform == "darwin" else 1024
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-        return max(0, peak - self._resident_before)
+        """`peak_bytes` on a GPU; on a CPU the growth of the process's resident memory up to its peak."""
+        return max(0, peak_bytes(self._device) - self._before)
+
+
+def peak_bytes(device: str) -> int:
+    """Peak memory of this process: allocated by tensors on its GPU (`torch.cuda.max_memory_allocated`), or resident on
+    the host.
+    """
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def is_out_of_memory(error: BaseException) -> bool:

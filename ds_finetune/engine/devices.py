@@ -47,6 +47,11 @@ def visible_device(local_rank: int) -> int:
     return local_rank if local_rank < count else 0
 
 
+def device_of_rank(device: str, local_rank: int) -> str:
+    """The device `cpu` or `cuda` of a local rank, with the number of its GPU, as torch names it."""
+    return device if device == "cpu" else f"cuda:{visible_device(local_rank)}"
+
+
 def choose_device() -> str:
     """`cuda` where a GPU can be used and `DS_ACCELERATOR` is not `cpu`, else `cpu`; the variable is set to the
     choice for DeepSpeed.

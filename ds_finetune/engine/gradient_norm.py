@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ds_finetune.engine.parameter_tags import is_expert, loss_of
-from ds_finetune.engine.pipeline_schedule import is_copy
+from ds_finetune.engine.parameter_tags import is_copy, is_expert, loss_of
 from ds_finetune.engine.process_groups import Groups
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ds_finetune.model.model_plan import ModelPlan
 
 _ELEMENTS = 512 * 1024
+_MEASURED_BYTES = 128 * 2**20
 _AIO = {
     "block_size": 1 << 20,
     "queue_depth": 8,
@@ -38,14 +39,15 @@ def check_nvme(plan: Plan) -> None:
     DeepSpeed 0.19.8 reads gradients into `buffer.narrow(offset)`; where the disk's direct IO wants aligned addresses,
     the read returns without an error and the gradient is stale.
     """
-    zero = plan.deepspeed["zero_optimization"]
-    folders = {
-        str(s["nvme_path"])
-        for s in (zero.get("offload_optimizer"), zero.get("offload_param"))
-        if s and s.get("device") == "nvme"
-    }
-    for folder in sorted(folders):
+    for folder in nvme_folders(plan):
         check_folder(Path(folder), f"probe-rank{plan.world.rank}")
+
+
+def nvme_folders(plan: Plan) -> list[str]:
+    """The folders to which the plan offloads, each once."""
+    zero = plan.deepspeed["zero_optimization"]
+    sections = (zero.get("offload_optimizer"), zero.get("offload_param"))
+    return sorted({str(section["nvme_path"]) for section in sections if section and section.get("device") == "nvme"})
 
 
 def check_buffers(plan: Plan, model: "ModelPlan") -> None:
@@ -74,7 +76,7 @@ def check_folder(folder: Path, name: str = "probe") -> None:
             f"nvme_path `{folder}` needs DeepSpeed's async_io, which cannot be built",
             hint="install libaio (Debian: libaio-dev)",
         )
-    handle = AsyncIOBuilder().load().aio_handle(1 << 20, 8, False, True, 1)
+    handle = AsyncIOBuilder().load().aio_handle(*_AIO.values())
     path = folder / f"{name}.swp"
     written = handle.new_cpu_locked_tensor(_ELEMENTS, torch.empty(0, dtype=torch.float32))
     written.copy_(torch.arange(_ELEMENTS) + 1)
@@ -92,9 +94,8 @@ def check_folder(folder: Path, name: str = "probe") -> None:
         )
 
 
-def measure_folder(folder: Path, aio: Mapping[str, Any], *, num_bytes: int = 1 << 27) -> tuple[float, float]:
-    """Bytes a second of writing and of reading `num_bytes` in `folder` past the page cache, with DeepSpeed's `aio`
-    section.
+def measure_folder(folder: Path, aio: Mapping[str, Any]) -> tuple[float, float]:
+    """Bytes a second of writing and of reading 128 MiB in `folder` past the page cache, with DeepSpeed's `aio` section.
 
     Needs the op built (`check_folder`). ConfigError where the bytes read are not those written.
     """
@@ -104,8 +105,8 @@ def measure_folder(folder: Path, aio: Mapping[str, Any], *, num_bytes: int = 1 <
     handle = AsyncIOBuilder().load().aio_handle(*given.values())
     path = folder / f"speed-{os.getpid()}.swp"
     like = torch.empty(0, dtype=torch.float32)
-    written, back = (handle.new_cpu_locked_tensor(num_bytes // 4, like) for _ in range(2))
-    written.copy_(torch.arange(num_bytes // 4))
+    written, back = (handle.new_cpu_locked_tensor(_MEASURED_BYTES // 4, like) for _ in range(2))
+    written.copy_(torch.arange(_MEASURED_BYTES // 4))
     back.zero_()
     began = time.perf_counter()
     handle.sync_pwrite(written, str(path), 0)
@@ -115,6 +116,7 @@ def measure_folder(folder: Path, aio: Mapping[str, Any], *, num_bytes: int = 1 <
     path.unlink()
     if not torch.equal(written, back):
         raise ConfigError(
-            f"nvme_path `{folder}` does not read back {num_bytes:,} bytes that were written", hint="use another disk"
+            f"nvme_path `{folder}` does not read back {_MEASURED_BYTES:,} bytes that were written",
+            hint="use another disk",
         )
-    return num_bytes / (middle - began), num_bytes / (ended - middle)
+    return _MEASURED_BYTES / (middle - began), _MEASURED_BYTES / (ended - middle)

@@ -1,4 +1,4 @@
-"""Attributes and optimizer groups by which DeepSpeed recognises experts and the parameters without weight decay."""
+"""Attributes and optimizer groups by which DeepSpeed recognises experts, copies and parameters without weight decay."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +10,6 @@ from torch import nn
 from ds_finetune.engine.process_groups import Groups
 from ds_finetune.plan.plan import Plan
 
-_STAGE_OF_PARTITIONED_PARAMETERS = 3
 _KINDS = ((False, True), (False, False), (True, True), (True, False))
 """Whether the parameters of a group belong to experts, and whether they have weight decay."""
 
@@ -53,6 +52,18 @@ def loss_of(param: torch.Tensor) -> str | None:
     return getattr(param, "ds_finetune_apart", None)
 
 
+def mark_copy(param: nn.Parameter) -> None:
+    """Mark a parameter that another stage also holds; norms (DeepSpeed 0.19.8, zero/stage_1_and_2.py:2680) and
+    checkpoints skip it.
+    """
+    param.ds_pipe_replicated = True  # type: ignore[attr-defined]
+
+
+def is_copy(param: torch.Tensor) -> bool:
+    """Whether `mark_copy` marked it."""
+    return getattr(param, "ds_pipe_replicated", False)
+
+
 def experts_marker(parts: int) -> nn.Module:
     """A module without parameters of the class by which DeepSpeed's engine detects experts (0.19.8,
     runtime/engine.py:2100).
@@ -84,7 +95,7 @@ def parameter_groups(model: nn.Module, plan: Plan, groups: Groups) -> list[dict[
         for loss in (None, *losses)
         for group in _groups_of({name: p for name, p in trained.items() if loss_of(p) == loss}, plan)
     ]
-    if groups.experts is not None and plan.zero_stage < _STAGE_OF_PARTITIONED_PARAMETERS:
+    if groups.experts is not None and plan.zero_stage < 3:
         for group in made:
             is_moe = any(map(is_expert, group["params"]))
             group |= {"moe": is_moe, "name": groups.expert_name if is_moe else "shared"}

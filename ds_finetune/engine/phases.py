@@ -1,12 +1,11 @@
 """Names the phases of a step while it is profiled, by wrapping methods of one engine; outside nothing is wrapped."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.whole_tensors import named_parameters
-from ds_finetune.patches.foreign import replaced
+from ds_finetune.patches.foreign import Wrap, replaced
 
 STEP, FORWARD, BACKWARD, OPTIMIZER, EVALUATION, OFFLOAD = (
     "step",
@@ -16,8 +15,6 @@ STEP, FORWARD, BACKWARD, OPTIMIZER, EVALUATION, OFFLOAD = (
     "evaluation",
     "offload",
 )
-Wrap = Callable[[str, Callable[..., Any]], Callable[..., Any]]
-"""From a phase and a function to the same function, whose calls are recorded as that phase."""
 _OWN = {
     "step": STEP,
     "_forward": FORWARD,

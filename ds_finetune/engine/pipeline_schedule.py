@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from ds_finetune.model.forward_rows import ForwardRows
 from ds_finetune.model.parallel.pipeline import PipelineGroup
@@ -91,15 +90,3 @@ def grad_of(tensor: torch.Tensor | None) -> torch.Tensor:
     assert tensor is not None
     assert tensor.grad is not None, "no gradient reached the hidden states from the stage before"
     return tensor.grad
-
-
-def mark_copy(param: nn.Parameter) -> None:
-    """Mark a parameter that another stage also holds; norms (DeepSpeed 0.19.8, zero/stage_1_and_2.py:2680) and
-    checkpoints skip it.
-    """
-    param.ds_pipe_replicated = True  # type: ignore[attr-defined]
-
-
-def is_copy(param: torch.Tensor) -> bool:
-    """Whether `mark_copy` marked it."""
-    return getattr(param, "ds_pipe_replicated", False)

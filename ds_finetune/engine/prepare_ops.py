@@ -8,9 +8,9 @@ from functools import cache
 
 import torch
 
-from ds_finetune.engine.build_lock import Say
 from ds_finetune.engine.deepspeed_ops import build_op, needed_ops
 from ds_finetune.errors import ConfigError
+from ds_finetune.phase_line import Say
 from ds_finetune.plan.plan import Plan
 from ds_finetune.world import World
 

@@ -12,19 +12,20 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ds_finetune.engine.attention_kernel import packs_documents
-from ds_finetune.engine.devices import visible_device
+from ds_finetune.engine.devices import device_of_rank
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.nvme import check_buffers, check_nvme
 from ds_finetune.engine.parameter_tags import (
     experts_marker,
+    is_copy,
     is_trained_expert,
     local_shape,
     loss_of,
+    mark_copy,
     parameter_groups,
     tag_apart,
     tag_expert,
 )
-from ds_finetune.engine.pipeline_schedule import is_copy, mark_copy
 from ds_finetune.engine.process_groups import Groups, open_groups
 from ds_finetune.engine.teacher import start_teacher
 from ds_finetune.engine.zero3_partition import partition
@@ -230,7 +231,8 @@ def _arrange_forward(lm: PreTrainedModel, plan: Plan, model: ModelPlan) -> None:
     if plan.activation_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     if plan.activation_offload:
-        offload_layer_inputs(lm, PlainTransfer() if plan.device == "cpu" else CudaTransfer(torch.device(_device(plan))))
+        device = torch.device(device_of_rank(plan.device, plan.world.local_rank))
+        offload_layer_inputs(lm, PlainTransfer() if plan.device == "cpu" else CudaTransfer(device))
     for module in install_tiled_mlps(lm, tiles=model.mlp_tiles) if model.mlp_tiles > 1 else ():
         # ZeRO-3 gathers all matrices of an MLP before its first tile, and releases them after its last.
         set_z3_leaf_module(module, True)
@@ -299,7 +301,7 @@ def _install_head(lm: PreTrainedModel, model: ModelPlan, groups: Groups, kernel:
 def _build_modules(plan: Plan, model: ModelPlan, groups: Groups) -> PreTrainedModel:
     """The modules of this rank's layers and experts, without weights, partitioned already under ZeRO-3."""
     hf_config, kind = model.hf_config, model_class(model.hf_config, model.task)
-    device = _device(plan)
+    device = device_of_rank(plan.device, plan.world.local_rank)
     local_experts = build_local_experts(
         kind, family_of(hf_config.model_type), ep_size=plan.mesh.ep, mark=partial(tag_expert, groups=groups)
     )
@@ -318,10 +320,6 @@ def _build_modules(plan: Plan, model: ModelPlan, groups: Groups) -> PreTrainedMo
     if model.quantised:
         install_four_bit(lm, model.quantised, device=device)
     return lm
-
-
-def _device(plan: Plan) -> str:
-    return "cpu" if plan.device == "cpu" else f"cuda:{visible_device(plan.world.local_rank)}"
 
 
 def _install_groups(lm: PreTrainedModel, plan: Plan, model: ModelPlan, groups: Groups) -> Kernel:

@@ -11,7 +11,7 @@ from torch import nn
 
 from ds_finetune.engine.collectives import all_gather_object
 from ds_finetune.engine.master_weights import Master, Part, master_weights
-from ds_finetune.engine.pipeline_schedule import is_copy
+from ds_finetune.engine.parameter_tags import is_copy
 from ds_finetune.engine.zero3_partition import partition
 from ds_finetune.families.table import family_of
 from ds_finetune.model.build import Fragment

@@ -5,7 +5,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from ds_finetune.engine.attention_kernel import packs_documents
-from ds_finetune.engine.devices import visible_device
+from ds_finetune.engine.devices import device_of_rank
 from ds_finetune.engine.process_groups import Groups
 from ds_finetune.engine.zero3_partition import partition
 from ds_finetune.model.build import whole
@@ -33,7 +33,7 @@ def start_teacher(plan: Plan, model: ModelPlan, groups: Groups) -> Iterator[Teac
         model.teacher,
         attention=model.attention,
         dtype=PRECISION_DTYPES[plan.precision],
-        device="cpu" if plan.device == "cpu" else f"cuda:{visible_device(plan.world.local_rank)}",
+        device=device_of_rank(plan.device, plan.world.local_rank),
         where=partition if is_partitioned else whole,
         init_context=zero_init(tree) if is_partitioned else None,
     )

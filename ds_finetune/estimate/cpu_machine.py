@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Self
 
 from ds_finetune.estimate.accelerators import Accelerator, Efficiency, Machine
+from ds_finetune.whole_file import replace_file
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,7 @@ class CpuRates:
     def write(self, file: Path) -> None:
         """Write them to a file, whole or not at all."""
         file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_suffix(f".{os.getpid()}")
-        part.write_text(json.dumps(asdict(self)), encoding="utf-8")
-        part.replace(file)
+        replace_file(file, json.dumps(asdict(self)))
 
 
 def rates_file(ranks: int, *, precision: str, threads: int) -> Path:

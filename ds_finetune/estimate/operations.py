@@ -14,7 +14,8 @@ from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
 
 from ds_finetune.config.schema import LoraConfig, RunConfig
-from ds_finetune.estimate.activation_memory import SINK_COLUMNS, ActivationBytes, activation_bytes
+from ds_finetune.estimate.activation_memory import ActivationBytes, activation_bytes
+from ds_finetune.estimate.layer_activations import SINK_COLUMNS
 from ds_finetune.estimate.rank_elements import is_trained
 from ds_finetune.estimate.rank_weights import RankWeights, part_of
 from ds_finetune.estimate.row_shape import RowShape
@@ -46,6 +47,8 @@ passed for each that is kept.
 _PASSES_OVER_LOGITS = 4
 """The logits of a supervised token are written, read for the largest, turned into gradients, and read."""
 _NEVER_ADAPTED = ("indexer", "multi-token prediction", "embedding", "head", "norms")
+_READS_INPUT = re.compile(r"\.self_attn\.((q|k|v|q_a)_proj|kv_a_proj_with_mqa)\.")
+"""Weights that are multiplied with a layer's input."""
 _CPU_PADDED_FROM = 1024
 """Tokens of a document from which CPUs pad values to the width of keys (model/narrow_values.py)."""
 
@@ -154,28 +157,42 @@ def _products(work: Work, weights: RankWeights, *, is_last: bool) -> Iterator[Op
         is_grouped = part == "routed experts"
         rows = work.num_tokens * (work.experts_per_token if is_grouped else 1)
         numel = kind.numel / kind.local[0] if is_grouped else kind.numel
-        adapted = adapter_elements(work.config.lora, kind, of_all_experts=False)
-        passes = _passes(work, kind)
+        passes = _passes(work, kind, weights)
         unit: Unit = "grouped" if is_grouped else "matmul"
         columns = sum(kind.local[-2:]) * kind.count
         moved = kind.numel * passes.total + rows * columns * passes.total
         yield Operation(_NAMES.get(part, part), unit, 2 * rows * numel * passes.total, work.width * moved)
-        if adapted:
-            flops = 2 * rows * adapted * (passes.forward + 2)
-            yield Operation("adapters", unit, flops, work.width * rows * columns * (passes.forward + 2))
+        if adapter_parts(work.config.lora, kind):
+            yield _adapters(work, kind, unit, rows=rows, below=passes)
         if _is_quantised(work.config.lora, part):
             # Four bits are read, and numbers of 16 bits are written, for each product but that of the weight gradient.
             yield Operation("dequantised weights", "memory", 0, passes.total * kind.numel * (0.5 + work.width))
 
 
-def _passes(work: Work, kind: TensorKind) -> Passes:
-    """Of a product in a layer: a frozen weight has no gradient, and an indexer that is not trained no backward."""
+def _adapters(work: Work, kind: TensorKind, unit: Unit, *, rows: float, below: Passes) -> Operation:
+    """The products of adapters with so many rows; those of their weights are computed as often as `below` says."""
+    lora = work.config.lora
+    assert lora is not None
+    # A reference is the model without them, and has no backward.
+    passes = below.forward - work.extra_forwards + 2
+    flops = 2 * rows * passes * adapter_elements(lora, kind, of_all_experts=False)
+    # Where the weight needs no gradient of its input, A needs none.
+    flops -= 2 * rows * (1 - below.backward) * lora.rank * kind.local[-1] * kind.count
+    return Operation("adapters", unit, flops, work.width * rows * sum(kind.local[-2:]) * kind.count * passes)
+
+
+def _passes(work: Work, kind: TensorKind, weights: RankWeights) -> Passes:
+    """Of a product in a layer: a frozen weight has no gradient, and an indexer that is not trained no backward. Below
+    adapters no gradient goes back to embeddings.
+    """
     part = part_of(kind.name)
     is_frozen = work.config.lora is not None or not is_trained(work.config, work.model, kind)
     forward = 1.0 + work.plan.activation_checkpointing + work.extra_forwards
     forward += work.config.train.tiled_mlp and part in ("dense MLP", "routed experts", "shared experts")
     if part == "indexer":
         return Passes(forward, 0 if is_frozen else 2) if _runs_indexers(work) else Passes(0, 0)
+    if work.config.lora is not None and 0 in weights.layers and _READS_INPUT.search(kind.name):
+        return Passes(forward, 1 - 1 / kind.count)
     return Passes(forward, 1 if is_frozen else 2)
 
 
@@ -183,11 +200,13 @@ def _head(work: Work, kind: TensorKind) -> Iterator[Operation]:
     """Logits and their gradients; a score head takes one token of each document."""
     is_score = kind.name.startswith("score")
     rows = len(work.rows.documents) * work.num_rows / work.plan.mesh.sp if is_score else work.num_supervised
-    times = 2 if work.config.mtp.train else 1
     is_frozen = work.config.lora is not None and not is_score
     passes = 1 + work.extra_forwards + (1 if is_frozen else 2 + _logits_again(work, kind))
-    flops = 2 * rows * kind.numel * passes * times
-    logits = rows * kind.local[0] * times
+    mtp = work.config.mtp
+    # The loss of a prediction layer trains the head where its gradient is not detached.
+    passes += (3 - mtp.detach) if mtp.train else 0
+    flops = 2 * rows * kind.numel * passes
+    logits = rows * kind.local[0] * (1 + mtp.train)
     # The gradient of the weight is added up in fp32, chunk by chunk.
     moved = work.width * kind.numel * passes + _PASSES_OVER_LOGITS * (work.width + 4) / 2 * logits
     yield Operation("head and loss", "head", flops, moved)
@@ -208,7 +227,7 @@ def _attention(work: Work, weights: RankWeights) -> Iterator[Operation]:
     """Scores and sums of values, within documents; each rank has some heads of all tokens of a row."""
     shape, mesh = shape_of(work), work.plan.mesh
     limits = shape.attended_limits or (None,) * shape.layers
-    width = _executed_width(work) / (mesh.tp * mesh.sp)
+    width = executed_width(work, work.model, shape) / (mesh.tp * mesh.sp)
     pairs = {limit: work.num_rows * _executed_pairs(work, limit) for limit in set(limits)}
     own = sum(pairs[limits[layer]] for layer in weights.layers if layer < len(limits))
     forward = 1.0 + work.plan.activation_checkpointing + work.extra_forwards
@@ -235,15 +254,14 @@ def _executed_pairs(work: Work, limit: int | None) -> float:
     return work.rows.pairs(limit)
 
 
-def _executed_width(work: Work) -> float:
-    """Multiply-adds in a layer for one attended position: values that are narrower than keys are padded, and sinks take
-    further columns.
+def executed_width(work: Work, model: ModelConfig, shape: Shape) -> float:
+    """Multiply-adds in a layer of the run's model, or of its teacher, for one attended position: values that are
+    narrower than keys are padded, and sinks take further columns.
     """
-    model = work.model
     if family_of(str(model["model_type"])).has_sinks:
-        return shape_of(work).attention_width + 2 * SINK_COLUMNS * float(model["num_attention_heads"])
+        return shape.attention_width + 2 * SINK_COLUMNS * float(model["num_attention_heads"])
     if model.get("kv_lora_rank") is None:
-        return shape_of(work).attention_width
+        return shape.attention_width
     key, value = model["qk_nope_head_dim"] + model["qk_rope_head_dim"], model["v_head_dim"]
     is_padded = work.plan.device != "cpu" or max(work.rows.documents) >= _CPU_PADDED_FROM
     return float(model["num_attention_heads"] * (key + (max(key, value) if is_padded else value)))
@@ -263,18 +281,36 @@ def _memory(work: Work, weights: RankWeights) -> Iterator[Operation]:
     yield Operation("activations", "memory", 0, forwards * kept)
 
 
+class AdapterPart(NamedTuple):
+    """A or B of an adapter, of all experts where its weight is that of experts."""
+
+    numel: int
+    is_whole: bool
+    """Whether tensor parallel ranks hold all of it, though its weight is cut."""
+
+
 def adapter_elements(lora: LoraConfig | None, kind: TensorKind, *, of_all_experts: bool = True) -> float:
     """Elements of the adapters of tensors; of one expert's, with which a row is multiplied, or of all experts'."""
+    experts = 1 if of_all_experts or len(kind.local) < 3 else kind.local[0]
+    return kind.count * sum(part.numel for part in adapter_parts(lora, kind)) // experts
+
+
+def adapter_parts(lora: LoraConfig | None, kind: TensorKind) -> tuple[AdapterPart, ...]:
+    """A and B of the adapter of one tensor; nothing where it has none."""
     if lora is None or len(kind.local) == 1 or part_of(kind.name) in _NEVER_ADAPTED:
-        return 0
+        return ()
     module = kind.name.removesuffix(".weight")
     name = "experts" if ".mlp.experts." in module else module.rpartition(".")[2]
     if lora.target_modules is None:
         is_adapted = part_of(kind.name) != "router"
     else:
         is_adapted = any(name == target or re.fullmatch(target, module) for target in lora.target_modules)
-    experts = kind.local[0] if of_all_experts and len(kind.local) > 2 else 1
-    return lora.rank * sum(kind.local[-2:]) * kind.count * experts if is_adapted else 0
+    if not is_adapted:
+        return ()
+    sides = tuple(zip(kind.whole[-2:], kind.local[-2:], strict=True))
+    is_cut = any(local < whole for whole, local in sides)
+    each = lora.rank * math.prod(kind.local[:-2])
+    return tuple(AdapterPart(each * local, is_cut and local == whole) for whole, local in sides)
 
 
 def _is_quantised(lora: LoraConfig | None, part: str) -> bool:

@@ -14,7 +14,6 @@ from ds_finetune.plan.distillation import is_teacher_partitioned
 from ds_finetune.plan.plan import Plan
 
 _MASTER_BYTES = 4
-STAGE_WITH_PARTITIONED_WEIGHTS = 3
 
 
 @dataclass(frozen=True)
@@ -165,7 +164,7 @@ def _state_bytes(plan: Plan, sizes: ModelSizes) -> dict[str, int]:
     width, stage = WEIGHT_BYTES[plan.precision], plan.zero_stage
     adapters = sizes.adapters or 0
     adapter_share = -(-adapters // plan.zero_ranks)
-    partitions_weights = stage >= STAGE_WITH_PARTITIONED_WEIGHTS
+    partitions_weights = stage == 3
     weights = sizes.rank_sharded + adapter_share if partitions_weights else sizes.rank + adapters
     trained, trained_share = (sizes.rank, sizes.rank_sharded) if sizes.adapters is None else (adapters, adapter_share)
     # DeepSpeed 0.19.8 keeps a second fp32 copy of fp32 weights under ZeRO (zero/stage_1_and_2.py:560).
@@ -190,7 +189,7 @@ def _state_bytes(plan: Plan, sizes: ModelSizes) -> dict[str, int]:
 def second_parts_of(plan: Plan) -> int:
     """Ranks that hold a second copy of all weights together (hpZ of ZeRO++); 0 without one."""
     ranks = int(plan.deepspeed["zero_optimization"].get("zero_hpz_partition_size", 1))
-    return ranks if ranks > 1 and plan.zero_stage >= STAGE_WITH_PARTITIONED_WEIGHTS else 0
+    return ranks if ranks > 1 and plan.zero_stage == 3 else 0
 
 
 def _gradient_width(plan: Plan) -> int:

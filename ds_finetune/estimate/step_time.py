@@ -20,7 +20,7 @@ from ds_finetune.estimate.rank_weights import RankWeights, weights_of_run
 from ds_finetune.estimate.row_shape import RowShape
 from ds_finetune.estimate.teacher_time import teacher_config, teacher_flops
 from ds_finetune.estimate.time_assumptions import assumptions
-from ds_finetune.estimate.traffic import Group, GroupTraffic, hop, traffic
+from ds_finetune.estimate.traffic import Beside, Group, GroupTraffic, between_chunks, traffic
 from ds_finetune.families.parameters import ModelConfig
 from ds_finetune.plan.deepspeed_config import MOMENTS
 from ds_finetune.plan.plan import Plan
@@ -47,7 +47,7 @@ class TimeEstimate:
     supervised_tokens_per_second: float
     mfu: float
     """As the metric `perf/mfu`: 6 FLOPs for each parameter and token, and causal attention, over the dense peak of the
-    run's precision; recomputation is not counted.
+    run's precision; recomputation is not counted. With LoRA, where runs do not report it, 4 FLOPs for each parameter.
     """
     num_ranks: int
     steps: int | None
@@ -87,7 +87,8 @@ def estimate_time(
     parts = _slowest_stage(work, machine, weights_of_run(config, plan, model), is_detailed=True)
     seconds, tokens = sum(parts.values()), plan.batch.global_batch_size * rows.num_tokens
     per_second = tokens / seconds
-    flops = shape_of(work).flops_per_token(rows.num_tokens, mean_attended=rows.mean_attended)
+    shape, is_frozen = shape_of(work), config.lora is not None
+    flops = shape.flops_per_token(rows.num_tokens, mean_attended=rows.mean_attended, is_frozen=is_frozen)
     ranks = plan.world.world_size
     return TimeEstimate(
         parts=parts,
@@ -141,8 +142,8 @@ def least_seconds(
     work = Work(merged, merged_plan, model, rows)
     (weights,) = weights_of_run(merged, merged_plan, model)
     stage = _stage_seconds(work, machine, weights, 0, is_detailed=False)
-    message = hop(Work(config, plan, model, rows))
-    send = sum(_exposed(machine, [message], 0.0).values()) if plan.mesh.pp > 1 else 0.0
+    message = between_chunks(Work(config, plan, model, rows))
+    send = sum(_exposed(machine, [message], {}).values()) if plan.mesh.pp > 1 else 0.0
     return LeastSeconds(plan.mesh.pp, sum(stage.forwards.values()), sum(stage.end.values()), send)
 
 
@@ -206,31 +207,39 @@ def _stage_seconds(
 ) -> _StageSeconds:
     times, is_last = work.plan.batch.gradient_accumulation_steps, stage == work.plan.mesh.pp - 1
     computed = _compute_seconds(work, machine, weights, is_last=is_last)
-    if is_detailed and work.plan.activation_checkpointing:
-        computed = _with_recomputation(work, machine, weights, is_last=is_last, found=computed)
     teacher = teacher_config(work) if is_last else None
     if teacher is not None:
         reached = machine.efficiency.matmul * _peak(machine, work.plan.precision)
         computed["teacher"] = teacher_flops(work, teacher) / reached
     parts = {name: times * seconds for name, seconds in computed.items()}
     sent = traffic(work, weights, stage=stage)
-    budget = 0.0 if machine.blocks_host else machine.efficiency.hidden * sum(parts.values())
-    parts |= _exposed(machine, [transfer for transfer in sent if transfer.is_each_forward], budget)
+    share = 0.0 if machine.blocks_host else machine.efficiency.hidden
+    shared = parts.get("shared experts", 0.0)
+    budgets: dict[Beside, float] = {"computation": share * sum(parts.values()), "shared experts": share * shared}
+    if is_detailed and work.plan.activation_checkpointing:
+        parts |= _recomputation(work, machine, weights, is_last=is_last, found=parts)
+    parts |= _exposed(machine, [transfer for transfer in sent if transfer.is_each_forward], budgets)
     # Only the backward of the last micro-batch is still to come when its gradients are ready.
-    end = _exposed(machine, [transfer for transfer in sent if not transfer.is_each_forward], budget / times * 2 / 3)
+    last = {name: seconds / times * 2 / 3 for name, seconds in budgets.items()}
+    end = _exposed(machine, [transfer for transfer in sent if not transfer.is_each_forward], last)
     return _StageSeconds(parts, end | _optimizer_seconds(work, machine, weights))
 
 
-def _exposed(machine: Machine, transfers: list[GroupTraffic], budget: float) -> dict[str, float]:
-    """Seconds of transfers by name, less what is hidden in `budget` seconds of computation."""
+def _exposed(machine: Machine, transfers: list[GroupTraffic], budgets: Mapping[Beside, float]) -> dict[str, float]:
+    """Seconds of transfers by name, less what is hidden beside so many seconds of computation: of all, and of shared
+    experts alone.
+    """
     found: dict[str, float] = {}
+    left = dict(budgets)
     for transfer in transfers:
         latency = machine.efficiency.message_seconds * max(1.0, math.log2(transfer.group.size))
         seconds = transfer.num_bytes / group_rate(machine, transfer.group, transfer.kind)
         seconds += transfer.num_messages * latency
-        if transfer.may_hide:
-            hidden = min(budget, machine.efficiency.hidden * seconds)
-            seconds, budget = seconds - hidden, budget - hidden
+        if transfer.beside:
+            hidden = min(left["computation"], left[transfer.beside], machine.efficiency.hidden * seconds)
+            for computed in {"computation", transfer.beside}:
+                left[computed] -= hidden
+            seconds -= hidden
         found[transfer.name] = found.get(transfer.name, 0.0) + seconds
     return found
 
@@ -247,14 +256,17 @@ def _compute_seconds(work: Work, machine: Machine, weights: RankWeights, *, is_l
     return found
 
 
-def _with_recomputation(
-    work: Work, machine: Machine, weights: RankWeights, *, is_last: bool, found: dict[str, float]
+def _recomputation(
+    work: Work, machine: Machine, weights: RankWeights, *, is_last: bool, found: Mapping[str, float]
 ) -> dict[str, float]:
-    """The same seconds with what recomputation adds apart."""
+    """The seconds `found` of all micro-batches by class of operators, with what recomputation adds apart."""
     once = replace(work, plan=replace(work.plan, activation_checkpointing=False))
-    needed = _roofline(work, machine, operations(once, weights, is_last=is_last))
-    added = sum(seconds - needed.get(name, seconds) for name, seconds in found.items())
-    return {**found, **needed, "recomputation": added}
+    times = work.plan.batch.gradient_accumulation_steps
+    needed = {
+        name: times * seconds
+        for name, seconds in _roofline(work, machine, operations(once, weights, is_last=is_last)).items()
+    }
+    return {**needed, "recomputation": sum(found[name] - seconds for name, seconds in needed.items())}
 
 
 def _roofline(work: Work, machine: Machine, found: tuple[Operation, ...]) -> dict[str, float]:

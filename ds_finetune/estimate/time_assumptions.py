@@ -34,7 +34,8 @@ def _links(machine: Machine) -> Iterator[str]:
     else:
         yield (
             f"Traffic that DeepSpeed overlaps is hidden to {share.hidden:.0%}, in at most {share.hidden:.0%} of the "
-            "time of computation; that of tp, sp and pp never is."
+            "time of computation; rows to experts are hidden beside shared experts alone, and traffic of tp, sp and pp "
+            "never is."
         )
 
 
@@ -46,8 +47,13 @@ def _work(work: Work) -> Iterator[str]:
     )
     if work.experts_per_token:
         yield "Tokens are divided evenly over routed experts."
+    if work.plan.mesh.ep > 1:
+        yield "The row of a token is sent once for each of its experts, also to several on one rank or node."
     if work.config.lora is not None:
-        yield "The MFU counts 6 FLOPs for each parameter and token, though frozen weights need 4."
+        yield (
+            "The MFU counts 4 FLOPs for each frozen parameter and token: forward and the gradients of inputs. Adapters "
+            "are not counted; runs with LoRA report no perf/mfu."
+        )
 
 
 def _left_out(work: Work) -> Iterator[str]:

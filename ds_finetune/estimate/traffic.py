@@ -6,11 +6,12 @@ left out: counts, sums of losses and norms.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from ds_finetune.estimate.operations import Work, adapter_elements
+from ds_finetune.estimate.operations import Work, adapter_elements, adapter_parts
 from ds_finetune.estimate.rank_elements import is_trained
 from ds_finetune.estimate.rank_weights import RankWeights, part_of
 from ds_finetune.estimate.states import TensorKind
@@ -21,6 +22,7 @@ from ds_finetune.plan.combinations import WEIGHT_BYTES
 from ds_finetune.plan.mesh import Mesh
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]
+Beside = Literal["", "computation", "shared experts"]
 _WIDE, _INDEX = 4, 8
 _FIRST_PARTITIONED = 3
 _BUCKET = 500_000_000
@@ -53,8 +55,8 @@ class GroupTraffic:
     num_messages: float
     is_each_forward: bool
     """Whether it belongs to micro-batches; else it is done once at the end of a step."""
-    may_hide: bool = False
-    """Whether DeepSpeed lets it run beside computation."""
+    beside: Beside = ""
+    """What is computed meanwhile; empty where ranks wait for it."""
 
 
 class RankGroups(NamedTuple):
@@ -104,7 +106,7 @@ def _zero(work: Work, weights: RankWeights) -> Iterator[GroupTraffic]:
         num_trained = sum(kind.numel for kind in trained) + (_adapters(work, kinds) if lora else 0)
         yield from _reductions(work, group, num_trained)
         if work.plan.zero_stage >= _FIRST_PARTITIONED:
-            yield from _gathers(work, group, kinds, [*trained])
+            yield from _gathers(work, group, kinds)
         elif work.plan.zero_stage:
             updated = _times("all_gather", group, work.width * num_trained)
             yield GroupTraffic("updated weights", "all_gather", group, updated, math.ceil(num_trained / _BUCKET), False)
@@ -129,7 +131,9 @@ def _reductions(work: Work, group: Group, numel: float) -> Iterator[GroupTraffic
     zero: dict[str, Any] = plan.deepspeed["zero_optimization"]
     hides = bool(zero.get("overlap_comm", plan.zero_stage >= _FIRST_PARTITIONED))
     messages = times * math.ceil(numel / zero.get("reduce_bucket_size", _BUCKET))
-    yield GroupTraffic("gradients", kind, group, times * _times(kind, group, width * numel), messages, not once, hides)
+    num_bytes = times * _times(kind, group, width * numel)
+    beside: Beside = "computation" if hides else ""
+    yield GroupTraffic("gradients", kind, group, num_bytes, messages, not once, beside)
 
 
 def _reduced_width(work: Work) -> int:
@@ -138,20 +142,25 @@ def _reduced_width(work: Work) -> int:
     return WEIGHT_BYTES.get(str(given), work.width)
 
 
-def _gathers(work: Work, group: Group, kinds: list[TensorKind], trained: list[TensorKind]) -> Iterator[GroupTraffic]:
+def _gathers(work: Work, group: Group, kinds: list[TensorKind]) -> Iterator[GroupTraffic]:
     """ZeRO-3 gathers weights in forward, and again in backward where too many others were used between.
 
-    Small ones stay whole, and are gathered once after the optimizer's step.
+    Small ones stay whole, and are gathered once after the optimizer's step, trained or not.
     """
     zero, plan = work.plan.deepspeed["zero_optimization"], work.plan
+    tensors: Counter[int] = Counter()
+    for kind in kinds:
+        tensors[math.prod(kind.local)] += kind.count
+        for part in adapter_parts(work.config.lora, kind):
+            tensors[part.numel] += kind.count
     threshold = zero.get("stage3_param_persistence_threshold", _PERSISTENT)
-    kept = [kind for kind in kinds if math.prod(kind.local) < threshold]
-    gathered = sum(kind.numel for kind in kinds) - sum(kind.numel for kind in kept)
+    kept = sum(numel * count for numel, count in tensors.items() if numel <= threshold)
+    gathered = sum(numel * count for numel, count in tensors.items()) - kept
     near = min(zero.get("stage3_max_reuse_distance", _REUSED), zero.get("stage3_max_live_parameters", _REUSED))
     # The distance between both uses of a weight is twice the weights of all later layers.
     again = max(0.0, gathered - near / 2)
     times = plan.batch.gradient_accumulation_steps
-    tensors = sum(kind.count for kind in kinds if kind not in kept)
+    num_tensors = sum(count for numel, count in tensors.items() if numel > threshold)
     # With hpZ (ZeRO++, arXiv 2306.10209) backward gathers from a second copy, which nearby ranks hold together.
     nearby = group._replace(size=min(group.size, zero.get("zero_hpz_partition_size", 1)))
     for name, source, numel in (
@@ -159,9 +168,9 @@ def _gathers(work: Work, group: Group, kinds: list[TensorKind], trained: list[Te
         ("weights gathered again", nearby if nearby.size > 1 else group, again),
     ):
         num_bytes = times * _times("all_gather", source, work.width * numel)
-        messages = times * tensors * numel / max(gathered, 1)
-        yield GroupTraffic(name, "all_gather", source, num_bytes, messages, True, True)
-    updated = _times("all_gather", group, work.width * sum(kind.numel for kind in kept if kind in trained))
+        messages = times * num_tensors * numel / max(gathered, 1)
+        yield GroupTraffic(name, "all_gather", source, num_bytes, messages, True, "computation")
+    updated = _times("all_gather", group, work.width * kept)
     yield GroupTraffic("updated weights", "all_gather", group, updated, 1, False)
 
 
@@ -175,8 +184,16 @@ def _tensor(work: Work, weights: RankWeights, stage: int) -> Iterator[GroupTraff
     # Recomputation of a layer ends before its last sum.
     sums = (2 + work.plan.activation_checkpointing) * layers + (stage == 0)
     columns = hidden * sums + _copied_columns(work, weights)
+    if stage == 0 and work.config.lora is not None and work.model.get("kv_lora_rank") is None:
+        # Embeddings are frozen, and so need no gradient.
+        columns -= hidden
     num_bytes = times * _times("all_reduce", group, work.width * columns * work.num_tokens)
     yield GroupTraffic("activations over tp", "all_reduce", group, num_bytes, times * (sums + 2 * layers), True)
+    parts = [(kind.count, part) for kind in weights.kinds for part in adapter_parts(work.config.lora, kind)]
+    shared = sum(count * part.numel for count, part in parts if part.is_whole)
+    # Of parts of adapters that all ranks have, each computes a part of the gradient (model/lora.py).
+    num_bytes, messages = times * _times("all_reduce", group, work.width * shared), times * len(parts) / 2
+    yield GroupTraffic("adapters over tp", "all_reduce", group, num_bytes, messages, True)
     if stage == mesh.pp - 1:
         # The gradient of the head's input; maximum, sum and logit of each label, and which token is likeliest.
         each = work.width * hidden + 3 * _WIDE + 2 * _INDEX
@@ -237,15 +254,20 @@ def _experts(work: Work, weights: RankWeights) -> Iterator[GroupTraffic]:
     keys = family_of(str(work.model["model_type"])).expert_keys
     assert keys is not None, work.model["model_type"]
     forwards = 1 + work.plan.activation_checkpointing
+    # A token's row is sent once for each of its experts, also to several of one rank or one node.
     rows = work.num_tokens * work.experts_per_token * work.model["hidden_size"] * work.width
-    whole = 2 * (forwards + 1) * rows + forwards * keys.number(work.model) * _INDEX
-    num_bytes = times * sparse * _times("all_to_all", group, whole)
-    messages = times * sparse * (3 * forwards + 2)
-    # Shared experts are computed while rows are on their way to routed ones.
-    yield GroupTraffic("rows over ep", "all_to_all", group, num_bytes, messages, True, _has_shared_experts(weights))
+    one_way = times * sparse * _times("all_to_all", group, (forwards + 1) * rows)
+    counts = times * sparse * _times("all_to_all", group, forwards * keys.number(work.model) * _INDEX)
+    # Shared experts are computed while rows, or gradients of rows, are on their way to or from experts; ranks wait for
+    # the other way (model/parallel/expert.py).
+    messages = times * sparse * (forwards + 1)
+    beside: Beside = "shared experts" if _has_shared_experts(weights) else ""
+    yield GroupTraffic("rows over ep", "all_to_all", group, one_way, messages, True, beside)
+    messages += times * sparse * forwards
+    yield GroupTraffic("rows over ep", "all_to_all", group, one_way + counts, messages, True)
 
 
-def hop(work: Work) -> GroupTraffic:
+def between_chunks(work: Work) -> GroupTraffic:
     """Hidden states of all forwards of a step from a chunk of layers to the next one, or their gradients back."""
     times, stages = work.plan.batch.gradient_accumulation_steps, RankGroups.of(work.plan.mesh).stages
     num_bytes = times * work.num_tokens * work.model["hidden_size"] * work.width
@@ -257,7 +279,7 @@ def _pipeline(work: Work, weights: RankWeights, stage: int) -> Iterator[GroupTra
     mesh = work.plan.mesh
     if mesh.pp == 1:
         return
-    one = hop(work)
+    one = between_chunks(work)
     # Every chunk of a rank but the model's first and last one has two neighbours.
     neighbours = 2 * work.config.parallel.vpp - (stage == 0) - (stage == mesh.pp - 1)
     yield replace(one, num_bytes=neighbours * one.num_bytes, num_messages=neighbours * one.num_messages)

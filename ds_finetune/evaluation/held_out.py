@@ -114,13 +114,8 @@ def read_labelled(
     request: EvalRequest, folder: Path, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[LabelledDocument], list[str]]:
     """The texts or sides of pairs of one held-out set, and lines that report on the rows."""
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    allowed = max_positions(config)
-    length = min(request.max_seq_len, allowed or request.max_seq_len)
-    limits = TokenLimits(length, config.vocab_size, allowed)
-    with tempfile.TemporaryDirectory() as cache:
-        data = request.data.model_copy(update={"cache_dir": cache})
-        rows = prepare_rows(data, "eval", tokenizer=tokenizer, limits=limits, kind=kind_of(config))
+    kind = kind_of(AutoConfig.from_pretrained(folder, trust_remote_code=False))
+    with _rows_of(replace(request, kind=kind), folder, tokenizer) as (rows, length):
         documents, counts = labelled_documents(rows, request.limit), rows.counts
     number = len(documents) // rows.kind.documents_per_unit
     note = (
@@ -136,9 +131,8 @@ def _rows_of(
 ) -> Iterator[tuple[PreparedRows, int]]:
     """The rows of one held-out set, tokenised, and the most tokens of a unit; the context holds their files."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    allowed = getattr(config, "max_position_embeddings", None)
-    length = min(request.max_seq_len, allowed or request.max_seq_len)
-    limits = TokenLimits(length, config.vocab_size, allowed)
+    length = min(request.max_seq_len, max_positions(config) or request.max_seq_len)
+    limits = TokenLimits(length, config.vocab_size)
     with tempfile.TemporaryDirectory() as cache:
         data = request.data.model_copy(update={"cache_dir": cache})
         yield prepare_rows(data, "eval", tokenizer=tokenizer, limits=limits, kind=request.kind), length

@@ -1,23 +1,23 @@
 """A run of the ordinary command in a process of its own, whose metrics are read while it is running."""
 
-import ctypes
 import json
 import os
 import signal
 import subprocess
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from ds_finetune.errors import INTERRUPTED_EXIT_CODE
 from ds_finetune.experiments.places import Place
+from ds_finetune.hosts.processes import began_at, has_ended, own_pid_namespace
+from ds_finetune.launch.process_tags import die_with_parent
 from ds_finetune.runs.metrics import MetricsReader
-from ds_finetune.runs.processes import began_at, has_ended, own_pid_namespace
 from ds_finetune.runs.status import read_object
+from ds_finetune.whole_file import replace_file
 
 LOG, RUN_FILE, PROCESS, RUN = "output.log", "run.yaml", "process.json", "run"
-_SET_PARENT_DEATH_SIGNAL = 1
-"""PR_SET_PDEATHSIG of prctl(2)."""
 _LAST_LINES = 3
 
 
@@ -33,7 +33,7 @@ class ChildRun:
         self.metrics = MetricsReader(folder / RUN / "metrics.jsonl")
         self.is_stopped = False
         folder.mkdir(parents=True, exist_ok=True)
-        _replace_file(folder / RUN_FILE, run_file)
+        replace_file(folder / RUN_FILE, run_file)
         self._began = time.monotonic()
         with (folder / LOG).open("ab") as log:
             self.process = subprocess.Popen(
@@ -43,11 +43,11 @@ class ChildRun:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_end_with_parent,
+                preexec_fn=partial(die_with_parent, signal.SIGTERM),
             )
         pid = self.process.pid
         tree = {"namespace": own_pid_namespace(), "pid": pid, "began": began_at(pid)}
-        _replace_file(folder / PROCESS, json.dumps(tree) + "\n")
+        replace_file(folder / PROCESS, json.dumps(tree) + "\n")
 
     @property
     def seconds(self) -> float:
@@ -98,15 +98,3 @@ def is_stopped_code(code: int) -> bool:
     A run that saves nothing, or has trained its last step, does not handle the signal; `launch` adds 128.
     """
     return code in (INTERRUPTED_EXIT_CODE, -signal.SIGTERM, 128 + signal.SIGTERM)
-
-
-def _replace_file(path: Path, text: str) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
-
-
-def _end_with_parent() -> None:
-    """Let the kernel send SIGTERM to the new process when this one ends; no effect where prctl(2) is missing."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)

@@ -1,20 +1,19 @@
 """Runs several jobs at once, one on each place, until none is left, or a signal or a failure ends them."""
 
-import signal
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from ds_finetune.experiments.child_run import ChildRun, is_still_running
 from ds_finetune.experiments.places import Place
+from ds_finetune.launch.attempt import handle_signals
 
 _POLL_SECONDS = 0.2
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class ExperimentJob:
+class ExperimentJob(ABC):
     """One run of an experiment: what is started, and what follows from its metrics and its end."""
 
     @property
@@ -26,10 +25,10 @@ class ExperimentJob:
     def run_file(self) -> str:
         """Text of the run file."""
 
-    def prepare(self) -> None:
+    def prepare(self) -> None:  # noqa: B027 - nothing by default
         """Called before the start, when no earlier run of this job is left."""
 
-    def progressed(self, child: ChildRun) -> None:
+    def progressed(self, child: ChildRun) -> None:  # noqa: B027
         """Called now and then while it runs."""
 
     @abstractmethod
@@ -49,8 +48,7 @@ def run_jobs(jobs: Iterator[ExperimentJob], places: list[Place]) -> None:
     """Run all jobs; the iterator is asked for the next one when a place is free.
 
     On SIGINT, SIGTERM or SIGHUP the runs save and end, no job is told of its end, and JobsInterruptedError is raised; a
-    second signal kills them.
-    Where the iterator or a job raises an error, the runs save and end as well.
+    second signal kills them. Where the iterator or a job raises an error, the runs save and end as well.
     """
     free, running = list(places), _Running()
     with _signals() as received:
@@ -112,10 +110,5 @@ def _stop_all(children: list[ChildRun], received: list[int]) -> None:
 def _signals() -> Iterator[list[int]]:
     """A list to which signals are appended when they arrive."""
     received: list[int] = []
-    handled = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, lambda got, _: received.append(got)) for number in handled}
-    try:
+    with handle_signals(lambda number, _: received.append(number)):
         yield received
-    finally:
-        for number, earlier in before.items():
-            signal.signal(number, earlier)

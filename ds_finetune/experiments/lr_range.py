@@ -6,7 +6,6 @@ with AdamW and warm-up it often points at too high a rate, and it changes with t
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,9 @@ from ds_finetune.experiments.child_run import RUN, ChildRun
 from ds_finetune.experiments.jobs import ExperimentJob, run_jobs
 from ds_finetune.experiments.places import places
 from ds_finetune.experiments.sweep_file import yaml_text
+from ds_finetune.phase_line import Say
+from ds_finetune.runs.curves import smooth
 
-Say = Callable[[str], None]
 RESULT = "lr_range.json"
 _SMOOTHING = 0.9
 _DIVERGED = 4.0
@@ -142,9 +142,8 @@ class _RangeJob(ExperimentJob):
         curve = child.metrics.curves.get("train/loss")
         if curve is None or len(curve) < _LEAST_STEPS or self.is_diverged:
             return
-        values = smooth(curve.values)
-        last = values[-1]
-        if not np.isfinite(last) or last > _DIVERGED * np.nanmin(values):
+        values = smooth(curve.values, _SMOOTHING)
+        if not np.isfinite(values).all() or values[-1] > _DIVERGED * values.min():
             self.is_diverged = True
             child.stop()
 
@@ -153,15 +152,6 @@ class _RangeJob(ExperimentJob):
         self.child = child
         if code and not self.is_diverged:
             raise RunError(f"the run failed: {child.why_failed(code)}", hint=f"see {self.folder / 'output.log'}")
-
-
-def smooth(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Exponential moving average [n] of values [n], without the weight of a beginning at zero."""
-    average, smoothed = 0.0, []
-    for number, value in enumerate(values, start=1):
-        average = _SMOOTHING * average + (1 - _SMOOTHING) * float(value)
-        smoothed.append(average / (1 - _SMOOTHING**number))
-    return np.array(smoothed)
 
 
 def _read(child: ChildRun) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -176,7 +166,7 @@ def _read(child: ChildRun) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
 
 def evaluate(rates: NDArray[np.float64], losses: NDArray[np.float64], *, is_diverged: bool) -> LrRange:
     """What stands out of losses [n] over rising rates [n]."""
-    smoothed = smooth(losses)
+    smoothed = smooth(losses, _SMOOTHING)
     slopes = np.gradient(smoothed, np.log(rates))
     lowest = int(np.argmin(smoothed))
     # Slopes of the first steps are those between averages of few steps; beyond the least loss, of one that has grown.

@@ -4,7 +4,7 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,13 @@ from ds_finetune.experiments.child_run import RUN, ChildRun
 from ds_finetune.experiments.jobs import ExperimentJob, run_jobs
 from ds_finetune.experiments.places import Place, places
 from ds_finetune.experiments.sweep_file import yaml_text
+from ds_finetune.phase_line import Say
 from ds_finetune.plan.deepspeed_config import given_choices
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.runs.metrics import MetricsReader
 from ds_finetune.runs.status import read_object
 from ds_finetune.world import World
 
-Say = Callable[[str], None]
 RESULT = "scaling.json"
 LEAST_STEPS = 6
 COLUMNS = ("ranks", "s/step", "tokens/s", "speed-up", "efficiency", "comm.", "waits", "GiB", "loss off by")

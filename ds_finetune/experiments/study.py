@@ -7,12 +7,13 @@ processes create the study).
 import inspect
 import json
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_finetune.errors import ConfigError, DependencyError
 from ds_finetune.experiments.sweep_file import Choose, Range, SweepConfig, fingerprint_parts
+from ds_finetune.phase_line import Say
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -27,7 +28,7 @@ _CONSTANT_SEED = ("BruteForceSampler", "GridSampler", "QMCSampler")
 """Samplers that walk through one sequence, which their seed sets."""
 
 
-def open_study(sweep: SweepConfig, say: Callable[[str], None]) -> "Study":
+def open_study(sweep: SweepConfig, say: Say) -> "Study":
     """The study of the sweep's folder, made where there is none; ConfigError where it is that of another sweep.
 
     The folder is there, and the caller has locked it.
@@ -61,7 +62,7 @@ def _remove_stale_lock(folder: Path) -> None:
         lock.unlink(missing_ok=True)
 
 
-def _cut_torn_line(journal: Path, say: Callable[[str], None]) -> None:
+def _cut_torn_line(journal: Path, say: Say) -> None:
     """Remove a last line without its end, which a full disk or a power failure leaves.
 
     optuna 5.0.0 would append to it, and could not read the file again.

@@ -5,7 +5,7 @@ import math
 import shutil
 import statistics
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,13 +22,14 @@ from ds_finetune.experiments.pages import REPORT, write_sweep_page
 from ds_finetune.experiments.places import places
 from ds_finetune.experiments.study import check_choices, distributions, make_sampler, open_study, run_file_values
 from ds_finetune.experiments.sweep_file import SweepConfig, best_tree, trial_tree, yaml_text
+from ds_finetune.phase_line import Say
 from ds_finetune.runs.metrics import MetricsReader
+from ds_finetune.whole_file import replace_file
 
 if TYPE_CHECKING:
     from optuna import Study, Trial
     from optuna.trial import FrozenTrial, TrialState
 
-Say = Callable[[str], None]
 RESULT, BEST = "sweep.json", "best.yaml"
 _FORMAT = 1
 _TRIALS, _CHECKPOINTS = "trials", "checkpoints"
@@ -366,10 +367,7 @@ def write_result(sweep: SweepConfig, study: "Study") -> dict[str, Any]:
         "importances": importances(study),
         "repeats": [asdict(each) for each in all_repeats(study)],
     }
-    path = Path(sweep.output_dir) / RESULT
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
-    partial.replace(path)
+    replace_file(Path(sweep.output_dir) / RESULT, json.dumps(tree, indent=1) + "\n")
     return tree
 
 

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_
 from ds_finetune.config.invalid_keys import explain
 from ds_finetune.config.run_file import Lines, read_yaml, set_key
 from ds_finetune.config.schema import RunConfig, validate_tree
-from ds_finetune.config.section import Section
+from ds_finetune.config.section import Section, short_form
 from ds_finetune.errors import ConfigError
 
 Choice = bool | int | float | str | None | list[Any] | dict[str, Any]
@@ -78,10 +78,6 @@ class Choose(Section):
         return dict(self.model_extra or {})
 
 
-def _as_name(value: object) -> object:
-    return {"name": value} if isinstance(value, str) else value
-
-
 class SweepConfig(Section):
     """The configuration of a sweep: which run file is varied, over which space, and how trials are started."""
 
@@ -99,9 +95,9 @@ class SweepConfig(Section):
     """Whether the best trial has the least or the greatest value."""
     value: Literal["last", "best"] = "last"
     """Which record of a trial counts: its last one, or its best one."""
-    sampler: Annotated[Choose, BeforeValidator(_as_name)] = Choose(name="TPESampler")
+    sampler: Annotated[Choose, BeforeValidator(short_form("name"))] = Choose(name="TPESampler")
     """What draws the values of trials, by optuna's name, with options: `{name: TPESampler, multivariate: true}`."""
-    pruner: Annotated[Choose, BeforeValidator(_as_name)] = Choose(name="NopPruner")
+    pruner: Annotated[Choose, BeforeValidator(short_form("name"))] = Choose(name="NopPruner")
     """What ends hopeless trials early, by optuna's name, e.g. `MedianPruner`; the default ends none."""
     seed: int = Field(default=0, ge=0)
     """Seed of the sampler. All trials have the run file's own `train.seed`."""

@@ -8,7 +8,6 @@ first `base_layer` (_inject_parameters nests them).
 
 import errno
 import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from ds_finetune.config.schema import LoraConfig
-from ds_finetune.export.shards import as_output_errors, synchronise
+from ds_finetune.export.output_folder import as_output_errors, replaced_folder
 from ds_finetune.families.family import Family
 from ds_finetune.model.lora import Factors
 
@@ -58,17 +57,8 @@ def write_adapter(factors: Mapping[str, Factors], lora: LoraConfig, out: Path, b
 
     OutputError where the disk is full; the incomplete folder is then removed.
     """
-    partial = out.with_name(out.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        with as_output_errors(partial):
-            partial.mkdir(parents=True)
-            _write_files(partial, factors, base, _peft_config(factors, lora, base))
-        shutil.rmtree(out, ignore_errors=True)
-        partial.rename(out)
-        synchronise(out.parent)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    with replaced_folder(out) as partial, as_output_errors(partial):
+        _write_files(partial, factors, base, _peft_config(factors, lora, base))
 
 
 def _write_files(folder: Path, factors: Mapping[str, Factors], base: AdapterBase, config: Mapping[str, Any]) -> None:
@@ -83,8 +73,6 @@ def _write_files(folder: Path, factors: Mapping[str, Factors], base: AdapterBase
     if base.classifier_config:
         text = json.dumps(base.classifier_config, indent=2, ensure_ascii=False)
         (folder / MODEL_CONFIG).write_text(text + "\n", encoding="utf-8")
-    for path in (*folder.iterdir(), folder):
-        synchronise(path)
 
 
 def _peft_tensors(name: str, adapter: Factors) -> list[tuple[str, torch.Tensor]]:

@@ -16,10 +16,11 @@ from typing import Any, Protocol
 
 import torch
 
-from ds_finetune.errors import ExportError
+from ds_finetune.errors import ExportError, OutputError
 from ds_finetune.export.fp8_section import SECTION, has_scales_of_two, section_for, section_of
 from ds_finetune.export.model_config import TOKENIZER_CONFIG, served_config, served_tokenizer
-from ds_finetune.export.shards import HubTensor, ShardWriter, as_output_errors, plan_shards, synchronise
+from ds_finetune.export.output_folder import as_output_errors, replaced_folder
+from ds_finetune.export.shards import HubTensor, ShardWriter, plan_shards
 from ds_finetune.export.verify.record import ExportRecord, mark_unverified
 from ds_finetune.families.family import Family
 from ds_finetune.model.dtypes import dtype_name
@@ -168,16 +169,10 @@ def folder_writer(
 ) -> Iterator[ShardWriter]:
     """A writer of `tensors` to `out`, which is complete when the context ends without an error.
 
-    The tensors and files of `parts` are added at the end. Everything is written to `out`.partial and flushed to the
-    disk before it replaces an older `out`. After an error, e.g. OutputError where the disk is full, `out`.partial is
-    removed.
+    The tensors and files of `parts` are added at the end. An older `out` is replaced then (`replaced_folder`).
     """
     all_tensors = [*tensors, *(tensor for copied in parts.base_tensors for tensor in copied.tensors)]
-    partial = out.with_name(out.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    with as_output_errors(partial):
-        partial.mkdir(parents=True)
-    try:
+    with replaced_folder(out) as partial:
         with closing(ShardWriter(partial, plan_shards(all_tensors, max_shard_bytes))) as writer:
             yield writer
             for copied in parts.base_tensors:
@@ -188,13 +183,6 @@ def folder_writer(
             if parts.record is not None:
                 parts.record.with_digests(writer.digests()).write(partial)
                 mark_unverified(partial)
-            for path in (*partial.iterdir(), partial):
-                synchronise(path)
-        shutil.rmtree(out, ignore_errors=True)
-        partial.rename(out)
-        synchronise(out.parent)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def link_folder(source: Path, out: Path) -> bool:
@@ -202,23 +190,12 @@ def link_folder(source: Path, out: Path) -> bool:
 
     Other files are copied, because they may change later, e.g. the file UNVERIFIED.
     """
-    partial = out.with_name(out.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
     try:
-        partial.mkdir(parents=True)
-        for file in source.iterdir():
-            if file.suffix == _WEIGHTS:
-                os.link(file, partial / file.name)
-            else:
-                shutil.copyfile(file, partial / file.name)
-                synchronise(partial / file.name)
-        synchronise(partial)
-    except OSError:
-        shutil.rmtree(partial, ignore_errors=True)
+        with replaced_folder(out) as partial:
+            for file in source.iterdir():
+                (os.link if file.suffix == _WEIGHTS else shutil.copyfile)(file, partial / file.name)
+    except (OSError, OutputError):
         return False
-    shutil.rmtree(out, ignore_errors=True)
-    partial.rename(out)
-    synchronise(out.parent)
     return True
 
 

@@ -63,8 +63,7 @@ def export_checkpoint(path: Path, out: Path, *, dtype: str, max_shard_bytes: int
     """Convert the checkpoint or model in `path` to the Hugging Face folder `out` in `dtype`, one of `EXPORT_DTYPES`.
 
     config.json and tokenizer are taken from `base`, else from beside the checkpoint; a model, and a checkpoint whose
-    vocabulary was resized, have their own. Tensors of the base for which
-    transformers' class has no module are copied.
+    vocabulary was resized, have their own. Tensors of the base for which transformers' class has no module are copied.
     ExportError or ModelError where the source cannot be read or does not fit the config's model class; OutputError
     where `out` is not empty or larger than the free space of the disk.
     """

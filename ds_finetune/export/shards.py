@@ -7,15 +7,15 @@ import json
 import math
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import xxhash
 
-from ds_finetune.errors import ExportError, OutputError
+from ds_finetune.errors import ExportError
+from ds_finetune.export.output_folder import as_output_errors
 from ds_finetune.export.verify.record import Digest
 from ds_finetune.model.hub_folder import INDEX
 from ds_finetune.model.safetensors_header import encode_header
@@ -239,23 +239,3 @@ class _ShardFile:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
-
-
-@contextmanager
-def as_output_errors(folder: Path) -> Iterator[None]:
-    """Raise OutputError in place of OSError, e.g. where the disk of `folder` is full."""
-    try:
-        yield
-    except OSError as refused:
-        raise OutputError(
-            f"{folder} cannot be written: {refused.strerror}", hint="free some space, or name another folder"
-        ) from refused
-
-
-def synchronise(path: Path) -> None:
-    """Flush a file's content, or a folder's names, to the disk, so that they survive a power failure (fsync)."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

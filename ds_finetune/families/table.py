@@ -202,7 +202,7 @@ _ROWS = (
         published_mlp=MIXTRAL_NAMES,
         fp8_linear=None,
         experts_class="MixtralExperts",
-        router=RouterKind("softmax"),
+        router=RouterKind("softmax", rounds_weights=False),
         parallel_axes=_ALL_AXES,
         has_lora=True,
         onnx=OnnxGraph("grouped_query", router="softmax"),
@@ -277,6 +277,8 @@ FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ROWS}
 llama."""
 BUILT_AS: Mapping[str, str] = {name: family.built_as for name, family in FAMILIES.items() if family.built_as}
 """Model types that transformers does not know, with those whose classes are used for them."""
+WITH_TINY_MODELS = tuple(name for name, family in FAMILIES.items() if family.tiny_models is not None)
+"""Model types whose tiny models are compared with transformers."""
 STANDARD_SELFTEST = tuple(
     name for name, family in FAMILIES.items() if family.tiny_models and family.tiny_models.in_standard_selftest
 )

@@ -14,7 +14,10 @@ from ds_finetune.families.table import FAMILIES, family_of
 
 EMBEDDING, FINAL_NORM = "model.embed_tokens.weight", "model.norm.weight"
 HEAD, SCORE_HEAD = "lm_head.weight", "score.weight"
-_PER_LAYER: Mapping[str, str | None] = {"layer_types": None, "mlp_layer_types": None, "indexer_types": "full"}
+PER_LAYER: Mapping[str, str | None] = {"layer_types": None, "mlp_layer_types": None, "indexer_types": "full"}
+"""Lists of a config.json with an entry for each layer, and the entry of a multi-token prediction layer; None for that
+of the last layer. It has an indexer of its own in published checkpoints, whatever the last layer has.
+"""
 
 
 class LayerKind(NamedTuple):
@@ -96,7 +99,7 @@ def layer_kinds(config: ModelConfig, *, mtp_layers: int = 0) -> tuple[LayerKind,
     rules, number = known_rules(family), config["num_hidden_layers"]
     indexed = frozenset(indexed_layers(config)) if family.indexer is not None else frozenset()
     kinds = [LayerKind(rules.is_sparse(config, layer), layer in indexed) for layer in range(number)]
-    longer = _with_layers(config, mtp_layers)
+    longer = with_layers(config, mtp_layers)
     kinds += [
         LayerKind(rules.is_sparse(longer, layer), family.indexer is not None, is_prediction=True)
         for layer in range(number, number + mtp_layers)
@@ -104,10 +107,10 @@ def layer_kinds(config: ModelConfig, *, mtp_layers: int = 0) -> tuple[LayerKind,
     return tuple(kinds)
 
 
-def _with_layers(config: ModelConfig, number: int) -> dict[str, Any]:
-    """The config.json of a model with so many more layers."""
+def with_layers(config: ModelConfig, number: int) -> dict[str, Any]:
+    """The config.json of a model with so many multi-token prediction layers after its last layer."""
     longer = {
-        key: [*config[key], *[kind or config[key][-1]] * number] for key, kind in _PER_LAYER.items() if config.get(key)
+        key: [*config[key], *[kind or config[key][-1]] * number] for key, kind in PER_LAYER.items() if config.get(key)
     }
     return {**config, **longer, "num_hidden_layers": config["num_hidden_layers"] + number}
 

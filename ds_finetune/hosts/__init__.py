@@ -1,1 +1,1 @@
-"""What a host reports about itself, and the checks that both `launch` and `doctor` run on it."""
+"""What a host reports about itself and its processes, and the checks that both `launch` and `doctor` run on it."""

@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 
 import ds_finetune
+from ds_finetune.hosts.processes import boot_id
 from ds_finetune.units import MIB
 
 PACKAGES = ("torch", "deepspeed", "transformers", "accelerate")
@@ -54,12 +55,15 @@ class HostInfo:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU as nvidia-smi lists it; memory in bytes."""
+    """One GPU as nvidia-smi lists it; memory in bytes, None where it does not say.
+
+    It says neither of GPUs that share the host's memory, and no use of a GPU in MIG mode to users who may not see it.
+    """
 
     name: str
     uuid: str
-    total_bytes: int
-    used_bytes: int
+    total_bytes: int | None
+    used_bytes: int | None
 
 
 def gather_host_info(port: int = 0) -> HostInfo:
@@ -68,7 +72,7 @@ def gather_host_info(port: int = 0) -> HostInfo:
     holder = _port_holder(port) if port else None
     return HostInfo(
         hostname=socket.gethostname(),
-        network_identity=f"{_read('/proc/sys/kernel/random/boot_id')} {_link('/proc/self/ns/net')}",
+        network_identity=f"{boot_id()} {_link('/proc/self/ns/net')}",
         versions=_versions(),
         gpus=gpu_models(),
         cores=len(os.sched_getaffinity(0)),
@@ -98,7 +102,12 @@ def query_gpus() -> list[Gpu]:
     query = ["nvidia-smi", "--query-gpu=name,uuid,memory.total,memory.used", "--format=csv,noheader,nounits"]
     done = subprocess.run(query, capture_output=True, text=True, timeout=_SMI_SECONDS, check=False)
     rows = csv.reader(done.stdout.splitlines(), skipinitialspace=True) if done.returncode == 0 else ()
-    return [Gpu(name, uuid, int(total) * MIB, int(used) * MIB) for name, uuid, total, used in rows]
+    return [Gpu(name, uuid, _mib(total), _mib(used)) for name, uuid, total, used in rows]
+
+
+def _mib(text: str) -> int | None:
+    """Bytes of a number of MiB; None for `[N/A]` and other words in brackets."""
+    return int(text) * MIB if text.isdigit() else None
 
 
 def interfaces() -> dict[str, list[str]]:

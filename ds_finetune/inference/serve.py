@@ -24,7 +24,6 @@ from ds_finetune.export.classifiers import holds_classifier
 from ds_finetune.export.verify.record import UNVERIFIED, is_onnx
 from ds_finetune.model.folder_check import check_folder
 
-ENGINES = ("vllm", "transformers", "onnx")
 _SERVING = ("fastapi", "uvicorn", "pydantic", "openai")
 """What `transformers serve` imports (transformers 5.23, utils/import_utils.py:972)."""
 QUEUE, REQUEST_SECONDS = 16, 600.0
@@ -50,7 +49,7 @@ class Address:
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Options of `ds-finetune serve`: `engine` is one of `ENGINES` or `auto`.
+    """Options of `ds-finetune serve`: `engine` is auto, vllm, transformers or onnx.
 
     `queue` and `request_seconds` are for the engines transformers and onnx alone; None means the default.
     """

@@ -33,6 +33,7 @@ from ds_finetune.launch.messages import (
 from ds_finetune.launch.preflight import Answer
 from ds_finetune.launch.remote import Remote
 from ds_finetune.launch.supervisor import HEARTBEAT_SECONDS, TAIL_LINES
+from ds_finetune.phase_line import Say
 from ds_finetune.process_messages import MessageError, ProcessMessage, decode, encode, without_token
 
 ONE_SIGNAL_SECONDS = 2.0
@@ -191,7 +192,7 @@ class Attempt:
                 self._handle_event(*self._events.get(timeout=0.25))
         return {each.host: each.answer(self._python) for each in self._hosts}
 
-    def run(self, orders: Mapping[Host, StartRanks], say: Callable[[str], None]) -> AttemptOutcome:
+    def run(self, orders: Mapping[Host, StartRanks], say: Say) -> AttemptOutcome:
         """Start the ranks of `orders`, release the other hosts, and wait for the end; signals are passed on."""
         self._say = say
         for each in self._hosts:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ds_finetune.hostfile import Host
 
-ENTRY = "ds_finetune.worker"
+ENTRY_MODULE = "ds_finetune.worker"
 """Module that every rank runs, under every launcher."""
 
 
@@ -42,7 +42,7 @@ def torchrun(rendezvous: Rendezvous, arguments: Sequence[str], python: str) -> l
         rendezvous.hosts[rendezvous.index].slots,
     ]
     options += ["--master-addr", rendezvous.address, "--master-port", rendezvous.port, "--max-restarts", 0]
-    return [python, "-u", "-m", "torch.distributed.run", *map(str, options), "-m", ENTRY, *arguments]
+    return [python, "-u", "-m", "torch.distributed.run", *map(str, options), "-m", ENTRY_MODULE, *arguments]
 
 
 def deepspeed(rendezvous: Rendezvous, arguments: Sequence[str], python: str) -> list[str]:
@@ -57,7 +57,17 @@ def deepspeed(rendezvous: Rendezvous, arguments: Sequence[str], python: str) -> 
         f"--master_addr={rendezvous.address}",
         f"--master_port={rendezvous.port}",
     ]
-    return [python, "-u", "-m", "deepspeed.launcher.launch", *options, "--no_local_rank", "--module", ENTRY, *arguments]
+    return [
+        python,
+        "-u",
+        "-m",
+        "deepspeed.launcher.launch",
+        *options,
+        "--no_local_rank",
+        "--module",
+        ENTRY_MODULE,
+        *arguments,
+    ]
 
 
 NODE_LAUNCHERS: dict[str, NodeLauncher] = {"torchrun": torchrun, "deepspeed": deepspeed}

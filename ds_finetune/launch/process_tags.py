@@ -33,10 +33,10 @@ def log_name(rank: int) -> str:
     return f"rank-{rank:05d}.log"
 
 
-def die_with_parent() -> None:
-    """Let the kernel send SIGKILL to this process when its parent ends for any reason; no effect without prctl(2)."""
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Let the kernel send a signal to this process when its parent ends for any reason; no effect without prctl(2)."""
     try:
-        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, number, 0, 0, 0)
     except (OSError, AttributeError):
         return
 

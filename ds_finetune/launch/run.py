@@ -4,7 +4,7 @@ import math
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -37,12 +37,12 @@ from ds_finetune.launch.node_launchers import NodeLauncher, Rendezvous
 from ds_finetune.launch.preflight import Answer, describe, meeting_address, preflight_checks
 from ds_finetune.launch.process_tags import log_name, logs_folder
 from ds_finetune.launch.remote import Remote
+from ds_finetune.phase_line import Say
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.process_messages import decode, without_token
 from ds_finetune.watchdog.death_cause import FOLDER
 from ds_finetune.world import World
 
-Say = Callable[[str], None]
 _RANK_VARIABLES = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
 """Variables removed from the environment of ranks: the shell may still have them from another launch."""
 _POLL_SECONDS = 5.0

@@ -1,7 +1,6 @@
 """Commands that start the ranks of a run: those of mpirun and Slurm, and printed ones for other launchers."""
 
 import re
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,10 +9,11 @@ from itertools import product
 from ds_finetune.errors import LaunchError
 from ds_finetune.hostfile import Host
 from ds_finetune.launch.environment import interface_variables
+from ds_finetune.launch.node_launchers import ENTRY_MODULE
 from ds_finetune.launch.process_tags import RUN_ID
 from ds_finetune.watchdog.run_secret import VARIABLE
 
-ENTRY = ("-m", "ds_finetune.worker")
+ENTRY = ("-m", ENTRY_MODULE)
 """Python's arguments in every rank, before the run file and the overrides."""
 _NEEDED_TO_START = re.compile(
     r"(?:HOME|USER|LOGNAME|SHELL|LANG|TERM|TMPDIR|KRB5CCNAME|SSH_AUTH_SOCK|PATH|LD_LIBRARY_PATH|OMPI_MCA_\w+)$"
@@ -218,11 +218,6 @@ def allocated_nodes(environ: Mapping[str, str]) -> list[str]:
     if not parts or not all(re.fullmatch(r"(?:[^\[\]]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+", part) for part in parts):
         raise LaunchError(f"SLURM_JOB_NODELIST `{text}` is not a list of nodes", hint="run it under salloc or sbatch")
     return [name for part in parts for name in _expand(part)]
-
-
-def command_line(argv: Sequence[str]) -> str:
-    """`argv` as a person would type it."""
-    return shlex.join(argv)
 
 
 def _expand(part: str) -> list[str]:

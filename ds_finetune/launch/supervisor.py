@@ -27,6 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ds_finetune.hosts.info import gather_host_info, interface_towards
+from ds_finetune.hosts.processes import began_at
 from ds_finetune.launch.messages import (
     FROM_LAUNCHER,
     ExitCodeReported,
@@ -46,7 +47,6 @@ from ds_finetune.launch.messages import (
 )
 from ds_finetune.launch.process_tags import SUPERVISOR_VARIABLE, TAG_VARIABLE, die_with_parent, kill_tagged, log_name
 from ds_finetune.process_messages import MessageError, ProcessMessage, decode, encode
-from ds_finetune.runs.processes import began_at
 from ds_finetune.watchdog.death_cause import oom_kills, why_killed
 
 TAIL_LINES = 50

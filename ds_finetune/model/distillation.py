@@ -8,46 +8,14 @@ from typing import Any
 import torch
 
 from ds_finetune.model.forward_rows import ForwardRows, find_supervised
-from ds_finetune.model.head_chunks import NeededGradients, needed_gradients
+from ds_finetune.model.head_chunks import LossSumsAndGradients, loss_with_gradients, needed_gradients
 from ds_finetune.model.loss import LossHead, TrainedModel
 from ds_finetune.model.parallel.tensor import copy_to_tensor_parallel_region
-from ds_finetune.model.soft_targets import Mix, MixedLoss, SoftTargets, TopTargets, chunked_mixed_loss
+from ds_finetune.model.soft_targets import Mix, SoftTargets, TopTargets, chunked_mixed_loss
 from ds_finetune.model.teacher import Teacher
 from ds_finetune.objectives.distill import Distillation
 from ds_finetune.objectives.examples import Examples
 from ds_finetune.objectives.objective import LossAndSums, StepNumbers
-
-
-class _ScaleGradients(torch.autograd.Function):
-    """The result of a function that computes loss and gradients at once; backward only scales the gradients."""
-
-    @staticmethod
-    def forward(  # noqa: PLR0913 - autograd passes its inputs by position
-        ctx: Any,  # noqa: ANN401
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        compute: Callable[..., MixedLoss],
-        needed: NeededGradients,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        found = compute(hidden, weight, bias, needed=needed)
-        ctx.save_for_backward(*found.gradients)
-        ctx.dtypes = (weight.dtype, bias.dtype if bias is not None else None)
-        sums = torch.stack([found.loss_sum, found.divergence_sum, found.label_loss_sum, found.num_correct])
-        ctx.mark_non_differentiable(sums)
-        return found.loss_sum.float(), sums
-
-    @staticmethod
-    def backward(ctx: Any, d_loss: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
-        d_hidden, d_weight, d_bias = ctx.saved_tensors
-        weight_dtype, bias_dtype = ctx.dtypes
-        return (
-            None if d_hidden is None else d_hidden * d_loss,
-            None if d_weight is None else d_weight.mul_(d_loss).to(weight_dtype),
-            None if d_bias is None else d_bias.mul_(d_loss).to(bias_dtype),
-            None,
-            None,
-        )
 
 
 class DistillationHead(LossHead):
@@ -76,14 +44,14 @@ class DistillationHead(LossHead):
         needed = needed_gradients(part, self.weight, self.bias)
         with open_targets() as targets:
 
-            def compute(
-                hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, needed: NeededGradients
-            ) -> MixedLoss:
-                return chunked_mixed_loss(
+            def compute(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> LossSumsAndGradients:
+                found = chunked_mixed_loss(
                     hidden, weight, bias, wanted, targets, needed, mix=self.mix, tp_group=self.groups.tp
                 )
+                sums = [found.loss_sum, found.divergence_sum, found.label_loss_sum, found.num_correct]
+                return LossSumsAndGradients(found.loss_sum.float(), torch.stack(sums), found.gradients)
 
-            loss_sum, sums = _ScaleGradients.apply(part, self.weight, self.bias, compute, needed)
+            loss_sum, sums = loss_with_gradients(part, self.weight, self.bias, compute)
         sums = torch.cat([sums, sums.new_full((1,), len(wanted) if targets is not None else 0)])
         return LossAndSums(loss_sum if numbers is None else loss_sum * numbers.weights[0].to(loss_sum.dtype), sums)
 

@@ -2,8 +2,8 @@
 all tokens. The vocabulary may be sharded over tensor parallel ranks.
 """
 
-from collections.abc import Iterator
-from typing import NamedTuple, Self
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -67,6 +67,57 @@ class HeadGradients(NamedTuple):
             multiplication(d_logits)(d_logits, weight, out=self.d_hidden[start : start + len(part)])
         if self.d_weight is not None:
             add_product(self.d_weight, d_logits.T, part)
+
+
+class LossSumsAndGradients(NamedTuple):
+    """What a head computes at once: its loss, an fp32 scalar, sums for metrics, and the gradients of the loss."""
+
+    loss: torch.Tensor
+    sums: torch.Tensor
+    gradients: HeadGradients
+
+
+LossAtOnce = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], LossSumsAndGradients]
+"""From `hidden` [tokens, width], `weight` [vocabulary, width] and `bias` [vocabulary] or None."""
+
+
+def loss_with_gradients(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, compute: LossAtOnce
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss and sums of `compute`, whose gradients are those of the loss.
+
+    They are computed chunk by chunk in forward, while a chunk's logits exist, and only scaled in backward: three matrix
+    products instead of the four that recomputation would need. The cost is the memory of one gradient of the head,
+    which backward needs soon after anyway.
+    """
+    return _ScaledGradients.apply(hidden, weight, bias, compute)  # type: ignore[no-any-return]
+
+
+class _ScaledGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        compute: LossAtOnce,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        loss, sums, gradients = compute(hidden, weight, bias)
+        ctx.save_for_backward(*gradients)
+        ctx.dtypes = (weight.dtype, bias.dtype if bias is not None else None)
+        ctx.mark_non_differentiable(sums)
+        return loss, sums
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
+        d_hidden, d_weight, d_bias = ctx.saved_tensors
+        weight_dtype, bias_dtype = ctx.dtypes
+        return (
+            None if d_hidden is None else d_hidden * d_loss,
+            None if d_weight is None else d_weight.mul_(d_loss).to(weight_dtype),
+            None if d_bias is None else d_bias.mul_(d_loss).to(bias_dtype),
+            None,
+        )
 
 
 class ChunkSoftmax(NamedTuple):

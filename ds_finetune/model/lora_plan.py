@@ -1,6 +1,5 @@
 """Which modules of a model LoRA adapts and which weights it holds in four bits, worked out once from config.json."""
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from transformers import PretrainedConfig
 
 from ds_finetune.config.schema import LoraConfig
 from ds_finetune.errors import ConfigError
+from ds_finetune.families.family import layer_of
 from ds_finetune.model.build import Task, has_score_head, head_of
 from ds_finetune.model.parallel.pipeline import build_meta_model
 from ds_finetune.plan.layer_stages import StageLayers
@@ -26,8 +26,6 @@ from ds_finetune.plan.lora_targets import (
     quantised_targets,
 )
 from ds_finetune.plan.model_checks import check_lora_type
-
-_LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 def adaptable_modules(lm: nn.Module) -> list[LoraTarget]:
@@ -145,5 +143,4 @@ def check_stages(lora: LoraPlan, stages: Sequence[StageLayers | None], *, ep_siz
 
 def _targets_of(lora: LoraPlan, layers: StageLayers | None) -> list[LoraTarget]:
     """The targets in these layers; all for None."""
-    numbers = [(_LAYER.search(target.name), target) for target in lora.targets]
-    return [target for number, target in numbers if layers is None or (number and int(number[1]) in layers)]
+    return [target for target in lora.targets if layers is None or layer_of(f"{target.name}.") in layers]

@@ -15,7 +15,7 @@ from ds_finetune.model.cross_entropy import Kernel, chunked_cross_entropy
 from ds_finetune.model.encoder import encoder_inputs, encoder_of
 from ds_finetune.model.extra_loss import ExtraLoss, add_extra_losses, numbers_of_parts
 from ds_finetune.model.forward_rows import ForwardRows, StageOutput, find_supervised
-from ds_finetune.model.head_chunks import NeededGradients, needed_gradients
+from ds_finetune.model.head_chunks import HeadGradients, LossSumsAndGradients, loss_with_gradients, needed_gradients
 from ds_finetune.model.log_probs import (
     DocumentTokens,
     HeadInputs,
@@ -37,44 +37,6 @@ from ds_finetune.objectives.objective import (
     StepNumbers,
     TokenObjective,
 )
-
-
-class _CrossEntropy(torch.autograd.Function):
-    """Summed cross entropy of `hidden @ weight.T + bias` against `targets`.
-
-    The gradients are computed chunk by chunk in forward, while a chunk's logits exist, and only scaled in backward:
-    three matrix products instead of the four that recomputation would need. The cost is the memory of one gradient of
-    the head, which backward needs soon after anyway.
-    """
-
-    @staticmethod
-    def forward(  # noqa: PLR0913 - autograd passes its inputs by position
-        ctx: Any,  # noqa: ANN401
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        targets: torch.Tensor,
-        kernel: Kernel,
-        needed: NeededGradients,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        result = kernel(hidden, weight, bias, targets, needed)
-        ctx.save_for_backward(result.d_hidden, result.d_weight, result.d_bias)
-        ctx.dtypes = (weight.dtype, bias.dtype if bias is not None else None)
-        ctx.mark_non_differentiable(result.num_correct)
-        return result.loss_sum, result.num_correct
-
-    @staticmethod
-    def backward(ctx: Any, d_loss: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
-        d_hidden, d_weight, d_bias = ctx.saved_tensors
-        weight_dtype, bias_dtype = ctx.dtypes
-        return (
-            None if d_hidden is None else d_hidden * d_loss,
-            None if d_weight is None else d_weight.mul_(d_loss).to(weight_dtype),
-            None if d_bias is None else d_bias.mul_(d_loss).to(bias_dtype),
-            None,
-            None,
-            None,
-        )
 
 
 @dataclass(frozen=True)
@@ -147,8 +109,13 @@ class LossHead(nn.Linear):
     def _cross_entropy(self, inputs: HeadInputs, numbers: StepNumbers | None) -> LossAndSums:
         hidden, weight, bias, targets = inputs
         needed = needed_gradients(hidden, weight, bias)
-        loss_sum, num_correct = _CrossEntropy.apply(hidden, weight, bias, targets, self.kernel, needed)
-        sums = torch.stack([loss_sum.detach().double(), num_correct.double()])
+
+        def compute(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> LossSumsAndGradients:
+            found = self.kernel(hidden, weight, bias, targets, needed)
+            sums = torch.stack([found.loss_sum.double(), found.num_correct.double()])
+            return LossSumsAndGradients(found.loss_sum, sums, HeadGradients(*found[2:]))
+
+        loss_sum, sums = loss_with_gradients(hidden, weight, bias, compute)
         return LossAndSums(loss_sum if numbers is None else loss_sum * numbers.weights[0].to(loss_sum.dtype), sums)
 
 

@@ -6,7 +6,7 @@ published names, and parallel modules, ZeRO and checkpoints treat it like the ot
 reach it (transformers 5.23 runs `layers[: config.num_hidden_layers]`, deepseek_v3/modeling_deepseek_v3.py:621).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,14 +17,11 @@ from transformers.masking_utils import create_causal_mask
 
 from ds_finetune.families.family import layer_of
 from ds_finetune.families.table import family_of
+from ds_finetune.families.tensors import PER_LAYER
 from ds_finetune.patches.transformers_models import replaced_layers
 
 _BUILT = "ds_finetune_mtp_layers"
 """Attribute of a configuration from which a model with such layers is built; never written to a config.json."""
-_PER_LAYER: Mapping[str, str | None] = {"layer_types": None, "mlp_layer_types": None, "indexer_types": "full"}
-"""Lists of a configuration with an entry for each layer, and the entry of a prediction layer; None for that of the last
-layer. It has an indexer of its own in published checkpoints, whatever the last layer has.
-"""
 PREDICTION_LAYERS = "num_nextn_predict_layers"
 """Key of the number of multi-token prediction layers after the last layer (DeepSeek-V3's config.json)."""
 
@@ -69,10 +66,10 @@ def more_layers(hf_config: PretrainedConfig, number: int) -> Iterator[None]:
     indexers of their own.
     """
     changed: dict[str, Any] = {"num_hidden_layers": hf_config.num_hidden_layers}
-    changed |= {key: kinds for key in _PER_LAYER if (kinds := getattr(hf_config, key, None))}
+    changed |= {key: kinds for key in PER_LAYER if (kinds := getattr(hf_config, key, None))}
     hf_config.num_hidden_layers += number
     for key in changed.keys() - {"num_hidden_layers"}:
-        setattr(hf_config, key, [*changed[key], *[_PER_LAYER[key] or changed[key][-1]] * number])
+        setattr(hf_config, key, [*changed[key], *[PER_LAYER[key] or changed[key][-1]] * number])
     try:
         yield
     finally:

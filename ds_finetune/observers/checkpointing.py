@@ -13,6 +13,7 @@ from ds_finetune.engine.collectives import all_gather_object
 from ds_finetune.errors import RunError
 from ds_finetune.observers.record import Resumable, StepRecord
 from ds_finetune.observers.stop_signals import StopSignals
+from ds_finetune.phase_line import Say
 
 RunText = Callable[[StepRecord, Mapping[str, Mapping[str, Any]]], str]
 """From the record of a step and the state of observers to the run's state as text."""
@@ -39,7 +40,7 @@ class Checkpointing:
     policy: CheckpointPolicy
     remembered: Mapping[str, Resumable]
     run_text: RunText
-    say: Callable[[str], None]
+    say: Say
     saving: Callable[[], AbstractContextManager[None]] = nullcontext
     """Open while the run waits for a save."""
     _failed: int = 0

@@ -7,14 +7,14 @@ from typing import Any
 
 from ds_finetune.config.schema import EvalConfig
 from ds_finetune.engine.results import HeldOutScores
-from ds_finetune.observers.record import StepRecord
+from ds_finetune.observers.record import Observer, StepRecord
 
 _OVERFLOW_NATS = 700.0
 """exp() of more than this overflows a float."""
 
 
 @dataclass
-class Evaluation:
+class Evaluation(Observer):
     """Calls `evaluate`, and `exact_match` where eval.generate.prompts is set, every `every_steps` and at the last step.
 
     Their results are by the first part of metric names: `eval` for all held-out rows, and `eval/NAME` for each set that
@@ -53,12 +53,9 @@ class Evaluation:
         """Take over `state`."""
         self.is_due = state["is_due"]
 
-    def close(self) -> None:
-        """Nothing to write."""
-
 
 @dataclass
-class BestAndPatience:
+class BestAndPatience(Observer):
     """Tracks the lowest `eval/loss`, keeps its weights, and stops after `patience` evaluations without a lower one."""
 
     config: EvalConfig
@@ -97,9 +94,6 @@ class BestAndPatience:
             state["best_step"],
             state["worse_in_a_row"],
         )
-
-    def close(self) -> None:
-        """Nothing to write."""
 
 
 def matches(answers: Sequence[str], expected: Sequence[str]) -> float:

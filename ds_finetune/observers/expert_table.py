@@ -6,7 +6,6 @@ number, and are appended whole. What a killed run left of a record is no record,
 
 import json
 import os
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
@@ -18,9 +17,10 @@ from numpy.typing import NDArray
 
 from ds_finetune.engine.router_balance import RouterChoices
 from ds_finetune.errors import OutputError
-from ds_finetune.observers.append import append_whole
+from ds_finetune.observers.line_file import append_whole
 from ds_finetune.observers.outage import Outage
 from ds_finetune.observers.record import StepRecord
+from ds_finetune.phase_line import Say
 from ds_finetune.units import MIB
 
 MOST_BYTES = 64 * MIB
@@ -134,7 +134,7 @@ class ExpertTableWriter:
     A record that cannot be written waits for room, with at most 100 others (`Outage`).
     """
 
-    def __init__(self, table: ExpertTable, *, every: int, say: Callable[[str], None]) -> None:
+    def __init__(self, table: ExpertTable, *, every: int, say: Say) -> None:
         self._table, self._every = table, every
         self._records = Outage(str(table.path), self._append, say, most=_MOST_WAITING)
 

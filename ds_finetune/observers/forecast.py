@@ -4,7 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
-from ds_finetune.observers.record import StepRecord
+from ds_finetune.observers.record import Observer, StepRecord
+from ds_finetune.phase_line import Say
 from ds_finetune.units import GIB
 
 MEASURED_STEPS = 20
@@ -40,7 +41,7 @@ class Predicted:
         return f"{text}, {found} measured ({_error(predicted, measured)})"
 
 
-class ForecastCheck:
+class ForecastCheck(Observer):
     """After MEASURED_STEPS steps of this start, adds what was predicted and measured to the record, and says it in a
     line.
     """
@@ -50,7 +51,7 @@ class ForecastCheck:
         predicted: Predicted,
         peak_bytes: Callable[[], int],
         over_ranks: Callable[[float], float],
-        say: Callable[[str], None],
+        say: Say,
     ) -> None:
         self._predicted, self._peak_bytes, self._over_ranks, self._say = predicted, peak_bytes, over_ranks, say
         self._seconds: list[float] = []
@@ -65,9 +66,6 @@ class ForecastCheck:
         if texts:
             self._say(f"after {MEASURED_STEPS} steps: {'; '.join(texts)}")
         return record.with_values(self._values(peak))
-
-    def close(self) -> None:
-        """Nothing to write."""
 
     def _values(self, peak: float) -> dict[str, float]:
         values = {"memory/measured_gib": peak / GIB}

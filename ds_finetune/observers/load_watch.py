@@ -1,12 +1,13 @@
 """Warns once where the loads of experts have become uneven."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.observers.expert_loads import Counts, max_violations, num_dead_experts
-from ds_finetune.observers.record import StepRecord
+from ds_finetune.observers.record import Observer, StepRecord
+from ds_finetune.phase_line import Say
 
 _MOST_STEPS = 50
 """Loads are added up over so many steps, or a tenth of the run where that is less."""
@@ -20,7 +21,7 @@ _GROWTH, _HIGH = 2.0, 2.0
 
 
 @dataclass
-class LoadWatch:
+class LoadWatch(Observer):
     """Says in one line, once in a run, where many experts get no token, or a few get much more than the mean.
 
     `steps` is the number of steps of the run, `advice` what the line ends with.
@@ -28,7 +29,7 @@ class LoadWatch:
 
     steps: int
     advice: str
-    say: Callable[[str], None]
+    say: Say
     has_warned: bool = False
     first: tuple[int, float] | None = None
     """Experts without tokens and MaxVio (mean over layers) in the run's first steps."""
@@ -58,9 +59,6 @@ class LoadWatch:
         """Continue from `state`; loads are added up anew."""
         self.has_warned = state["has_warned"]
         self.first = None if state["first"] is None else (state["first"][0], state["first"][1])
-
-    def close(self) -> None:
-        """Nothing to write."""
 
     def _look(self, counts: Counts, when: str) -> None:
         dead, violation = num_dead_experts(counts), float(max_violations(counts).mean())

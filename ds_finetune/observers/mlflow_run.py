@@ -14,9 +14,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from ds_finetune.phase_line import Say
+from ds_finetune.whole_file import replace_file
+
 Record = tuple[int, Mapping[str, float]]
 """A step and its finite values by name."""
-Say = Callable[[str], None]
 MAX_WAITING = 10_000
 """Maximum number of records that wait while MLflow cannot be reached; newer ones are sent by a resume alone."""
 PAUSE_SECONDS = 2.0
@@ -66,7 +68,7 @@ class MlflowRun:
         run = self._find(client)
         if run is None:
             run = client.create_run(self._experiment(client), run_name=self._folder.absolute().name)
-            _write(self._folder / _RUN_FILE, {"run_id": run.info.run_id})
+            replace_file(self._folder / _RUN_FILE, json.dumps({"run_id": run.info.run_id}) + "\n")
         else:
             client.update_run(run.info.run_id, status="RUNNING")
         self._run_id = run.info.run_id
@@ -230,9 +232,3 @@ class MlflowSender:
 def _chunks(items: Sequence[Any], most: int) -> Iterator[Sequence[Any]]:
     for begin in range(0, len(items), most):
         yield items[begin : begin + most]
-
-
-def _write(path: Path, tree: Mapping[str, str]) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(tree) + "\n", encoding="utf-8")
-    partial.rename(path)

@@ -4,6 +4,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from ds_finetune.phase_line import Say
+
 T = TypeVar("T")
 MAX_WAITING = 10_000
 """Maximum number of queued lines; older ones are lost."""
@@ -17,9 +19,7 @@ class Outage(Generic[T]):
     and at the end for what is lost.
     """
 
-    def __init__(
-        self, name: str, write: Callable[[T], None], say: Callable[[str], None], *, most: int | None = None
-    ) -> None:
+    def __init__(self, name: str, write: Callable[[T], None], say: Say, *, most: int | None = None) -> None:
         self._name, self._write, self._say = name, write, say
         self._most = MAX_WAITING if most is None else most
         self._waiting: deque[T] = deque()

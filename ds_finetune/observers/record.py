@@ -47,8 +47,8 @@ class Observer(Protocol):
         ...
 
     def close(self) -> None:
-        """Write what is still queued."""
-        ...
+        """Write what is still queued; nothing by default."""
+        return
 
 
 class Resumable(Protocol):

@@ -15,11 +15,11 @@ from ds_finetune.observers.expert_loads import (
     max_violations,
     num_dead_experts,
 )
-from ds_finetune.observers.record import StepRecord
+from ds_finetune.observers.record import Observer, StepRecord
 
 
 @dataclass
-class RouterMetrics:
+class RouterMetrics(Observer):
     """Adds the `router/*` values of each step; `ep` is the number of expert parallel ranks.
 
     Every rank knows the loads of all layers, so each follows the biases of all layers, at any number of pipeline
@@ -55,9 +55,6 @@ class RouterMetrics:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`."""
         self._moved = None if state["moved"] is None else np.array(state["moved"], dtype=np.float64)
-
-    def close(self) -> None:
-        """Nothing to write."""
 
     def _values(self, counts: Counts, choices: RouterChoices) -> dict[str, float]:
         violations, effective = max_violations(counts), effective_experts(counts)

@@ -1,25 +1,23 @@
 """Writes `samples.jsonl`: answers that the model generated to held-out prompts, appended after each evaluation."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
-from ds_finetune.observers.append import append_whole
-from ds_finetune.observers.outage import Outage
+from ds_finetune.observers.line_file import LineFile
 from ds_finetune.observers.record import StepRecord
+from ds_finetune.phase_line import Say
 from ds_finetune.runs.samples import Sample
 
 MOST_SAMPLES = 8
 """Answers of each held-out set that an evaluation keeps; the first ones, so that they can be compared over time."""
 
 
-class SampleFile:
+class SampleFile(LineFile):
     """Appends the answers of an evaluation with the step after which they were generated, a line for each."""
 
-    def __init__(self, path: Path, say: Callable[[str], None]) -> None:
-        self._file = path.open("ab", buffering=0)
-        self._lines = Outage(str(path), partial(append_whole, self._file), say)
+    def __init__(self, path: Path, say: Say) -> None:
+        super().__init__(path, say)
         self._collected: Sequence[Sample] = ()
 
     def collect(self, samples: Sequence[Sample]) -> None:
@@ -29,11 +27,6 @@ class SampleFile:
     def after_step(self, record: StepRecord) -> StepRecord:
         """Write the collected answers."""
         for sample in self._collected:
-            self._lines.put(replace(sample, step=record.step).line().encode())
+            self.put(replace(sample, step=record.step).line())
         self._collected = ()
         return record
-
-    def close(self) -> None:
-        """Write queued records and close the file."""
-        self._lines.close()
-        self._file.close()

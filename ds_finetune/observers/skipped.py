@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_finetune.errors import RunError
-from ds_finetune.observers.record import StepRecord
+from ds_finetune.observers.record import Observer, StepRecord
 
 
 @dataclass
-class SkippedSteps:
+class SkippedSteps(Observer):
     """Raises RunError after `limit` skipped steps in a row."""
 
     limit: int
@@ -34,6 +34,3 @@ class SkippedSteps:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue counting from `state`."""
         self.in_a_row = state["in_a_row"]
-
-    def close(self) -> None:
-        """Nothing to write."""

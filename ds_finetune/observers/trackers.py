@@ -4,18 +4,19 @@ import errno
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
+from ds_finetune.config.dotted_keys import values_by_key
 from ds_finetune.errors import ConfigError
 from ds_finetune.observers.mlflow_run import MlflowRun, MlflowSender, Record, one_line
 from ds_finetune.observers.outage import Outage
 from ds_finetune.observers.record import StepRecord
+from ds_finetune.phase_line import Say
 from ds_finetune.units import MIB
 
-Say = Callable[[str], None]
 PACKAGES = {
     "aim": "aim",
     "clearml": "clearml",
@@ -89,15 +90,12 @@ class Trackers:
             tracker.close()
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str | float]:
+def flatten(tree: Mapping[str, Any]) -> dict[str, str | float]:
     """The values of a configuration by their keys joined by dots; lists and null as JSON."""
-    flat: dict[str, str | float] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value if isinstance(value, str | int | float) else json.dumps(value)
-    return flat
+    return {
+        key: value if isinstance(value, str | int | float) else json.dumps(value)
+        for key, value in values_by_key(tree).items()
+    }
 
 
 def read_records(path: Path) -> list[Record]:

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from ds_finetune.observers.record import StepRecord
+from ds_finetune.observers.record import Observer, StepRecord
 
 _SIZES = r"(?: \d+GB)?(?: HBM\w+)?"
 PEAK_BF16_FLOPS = (
@@ -35,7 +35,7 @@ def peak_flops(device_name: str) -> float | None:
 
 
 @dataclass
-class Utilisation:
+class Utilisation(Observer):
     """Adds `perf/mfu`: model FLOPs of the tokens (recomputation not counted) over the dense bf16 peak of all ranks."""
 
     flops_per_token: float
@@ -46,6 +46,3 @@ class Utilisation:
         """Add the value."""
         share = record.values["perf/tokens_per_second"] * self.flops_per_token / (self.peak_flops * self.world_size)
         return record.with_values({"perf/mfu": share})
-
-    def close(self) -> None:
-        """Nothing to write."""

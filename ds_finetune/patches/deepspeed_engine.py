@@ -20,8 +20,8 @@ def gradients_reduced_at_end(engine: Any, *, zero_stage: int) -> Iterator[None]:
     optimizer's.
 
     DeepSpeed would reduce in every backward, which costs more, and pipeline stages run different backwards at a time.
-    Gradients are accumulated in the dtype of the weights meanwhile. After an error
-    nothing is reduced, because the other ranks may never answer, and the engine's flags are what they were.
+    Gradients are accumulated in the dtype of the weights meanwhile. After an error nothing is reduced, because the
+    other ranks may never answer, and the engine's flags are what they were.
     """
     boundary = _BOUNDARY.attribute(engine, "_is_gradient_accumulation_boundary")
     engine.set_gradient_accumulation_boundary(False)

@@ -25,6 +25,9 @@ _NORM_3 = Foreign("deepspeed", "runtime/zero/stage3.py:2419-2486")
 _NORM_NUMBERS = 2**18
 """Numbers of a gradient on a CPU that are copied to fp64 at a time, 2 MiB: fresh pages for a copy of the whole cost as
 much as the norm."""
+_NORM_NUMBERS_OF_GPU = 2**25
+"""The same on a GPU, 256 MiB: a gradient may be that of all weights, at stage 0 in 16 bits, whose copy would take twice
+the memory of their fp32 values."""
 _METHODS_OF_STAGE_3 = (
     "_assert_same_partition_group",
     "_get_param_partition_group",
@@ -251,8 +254,8 @@ def _sum_of_squares(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _blocks_of(gradient: torch.Tensor) -> Sequence[torch.Tensor]:
-    """A gradient on a CPU in blocks whose copies in fp64 stay in the caches; one on a GPU whole."""
-    return gradient.reshape(-1).split(_NORM_NUMBERS) if gradient.device.type == "cpu" else (gradient,)
+    """A gradient in blocks whose copies in fp64 stay in the caches of a CPU, or take little memory of a GPU."""
+    return gradient.reshape(-1).split(_NORM_NUMBERS if gradient.device.type == "cpu" else _NORM_NUMBERS_OF_GPU)
 
 
 def _checked(norm: torch.Tensor) -> torch.Tensor:

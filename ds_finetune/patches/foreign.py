@@ -17,6 +17,8 @@ TESTED = {
     "transformers": "5.23.0",
 }
 """The version of each package whose source the patches were written for, and with which the tests run."""
+Wrap = Callable[[str, Callable[..., Any]], Callable[..., Any]]
+"""From a name and a function to a function that does the same and more."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ds_finetune.whole_file import replace_file
+
 Structure = dict[Any, Any]
 """Names by module and by what they require; subfolders by their name."""
 
@@ -29,7 +31,8 @@ def scan_or_read(scan: Callable[[str], Structure], folder: Path, *, also: Path) 
     if found is None:
         found = scan(str(folder))
         with suppress(OSError):
-            _write(file, (state, found))
+            file.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(file, marshal.dumps((state, found)))
     return found
 
 
@@ -61,10 +64,3 @@ def _read(file: Path, state: object) -> Structure | None:
     except (OSError, ValueError, TypeError, EOFError):
         return None
     return found if kept == state and isinstance(found, dict) else None
-
-
-def _write(file: Path, content: tuple[tuple[str, ...], Structure]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(f".{os.getpid()}")
-    part.write_bytes(marshal.dumps(content))
-    part.replace(file)

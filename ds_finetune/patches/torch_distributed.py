@@ -1,20 +1,17 @@
 """torch.distributed: its default timeout, and calls of its collectives."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any
 
 import torch.distributed as dist
 
-from ds_finetune.patches.foreign import Foreign, replaced
+from ds_finetune.patches.foreign import Foreign, Wrap, replaced
 
 _TIMEOUT = Foreign("torch", "distributed/distributed_c10d.py:836")
 _COLLECTIVES = Foreign("torch", "distributed/distributed_c10d.py")
 _GROUP = Foreign("torch", "_C/_distributed_c10d.pyi:381-640")
-
-Wrap = Callable[[str, Callable[..., Any]], Callable[..., Any]]
 
 
 @contextmanager

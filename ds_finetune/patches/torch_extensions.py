@@ -1,6 +1,5 @@
 """torch.utils.cpp_extension: the lock on the folder in which an operator is compiled, and its source files."""
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -11,6 +10,7 @@ from torch.utils.file_baton import FileBaton
 
 from ds_finetune.patches.foreign import TESTED, Foreign, installed_version, replaced
 from ds_finetune.patches.import_contexts import entered_at_import
+from ds_finetune.whole_file import replace_file
 
 _LOCK = Foreign("torch", "utils/cpp_extension.py:2345, utils/file_baton.py")
 _LOAD = Foreign("torch", "utils/cpp_extension.py:1818")
@@ -102,7 +102,5 @@ def _join(sources: Sequence[str], joined: Path) -> list[str]:
     lines = [f'#import "{root / header}"' for header in _UNGUARDED] if apart else []
     text = "\n".join([*lines, *(f'#include "{source}"' for source in sources if source not in apart), ""])
     if not joined.exists() or joined.read_text() != text:
-        partial = joined.with_name(f"{joined.name}.{os.getpid()}")
-        partial.write_text(text)
-        partial.rename(joined)
+        replace_file(joined, text)
     return [str(joined), *apart]

@@ -6,10 +6,7 @@ from typing import Any
 
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
-from ds_finetune.families.table import FAMILIES, family_of
-
-_TESTED = tuple(name for name, family in FAMILIES.items() if family.tiny_models is not None)
-"""Model types with which tests compare these settings."""
+from ds_finetune.families.table import WITH_TINY_MODELS, family_of
 
 
 def check_activations(config: RunConfig, *, device: str) -> None:
@@ -35,10 +32,10 @@ def check_model_type(config: RunConfig, model: Mapping[str, Any]) -> None:
     """ConfigError where no test covers a setting with the type of the model, whose config.json is given."""
     kind = str(model.get("model_type"))
     for key in ("activation_offload", "tiled_mlp"):
-        if getattr(config.train, key) and kind not in _TESTED:
+        if getattr(config.train, key) and kind not in WITH_TINY_MODELS:
             raise ConfigError(
                 f"train.{key} true of model_type {kind} is not tested",
-                hint=f"leave it out; tested: {', '.join(_TESTED)}",
+                hint=f"leave it out; tested: {', '.join(WITH_TINY_MODELS)}",
             )
 
 

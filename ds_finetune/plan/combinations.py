@@ -3,8 +3,10 @@
 The parallel sizes also have to divide the dimensions of the model.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.util import find_spec
 from itertools import chain
 from textwrap import wrap
@@ -19,6 +21,8 @@ from ds_finetune.plan.pipeline import check_chunks
 AXES = ("pp", "sp", "tp", "ep")
 """Parallel axes besides data parallelism."""
 
+_MOST_RANKS_OF_AXIS = 4096
+"""Larger sizes of an axis are not named in hints."""
 _COLUMNS = 120
 """Width of a page of the documentation."""
 ROW_BYTES = 16
@@ -70,8 +74,6 @@ _TESTED_OPTIONS: Mapping[str, tuple[object, ...]] = {
 With other values, some layouts fail after weights are read, and some compute with another rank's experts.
 """
 
-
-STAGE_WITH_PARTITIONED_WEIGHTS = 3
 _QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
 
 
@@ -97,7 +99,9 @@ def check_layout(
             f"parallel {mesh} with zero stage 0 in {config.train.precision} clips by a wrong norm",
             hint="use zero stage 1, or fp32",
         )
-    for what, hint in chain(_untested(mesh, config, offloads), _untested_options(tree or {})):
+    for what, hint in chain(
+        _untested_attention(config), untested_training(config, offloads), _untested_options(tree or {})
+    ):
         raise ConfigError(f"parallel {mesh} with {what} is not tested", hint=hint)
     tokens = config.train.max_seq_len
     if config.data.packing and tokens % mesh.sp:
@@ -113,9 +117,7 @@ def check_lora(mesh: Mesh, config: RunConfig, *, stage: int, offloads: Sequence[
     if config.lora is None:
         return
     for what, is_set, hint in (
-        ("offload to nvme", "nvme" in offloads, "offload to cpu"),
-        ("train.precision fp16", config.train.precision == "fp16", "set train.precision to bf16"),
-        (f"optim.name {config.optim.name}", config.optim.name.lower() not in _OPTIMIZERS, "use AdamW"),
+        *((what, True, hint) for what, hint in untested_training(config, offloads)),
         (
             f"model.weights {config.model.weights}",
             config.model.weights == "random",
@@ -162,15 +164,19 @@ def _check_quantized(kind: str, mesh: Mesh, *, offloads: Sequence[str]) -> None:
         )
 
 
-def _untested(mesh: Mesh, config: RunConfig, offloads: Sequence[str]) -> Iterator[tuple[str, str]]:
-    if config.model.attention not in OWN_ATTENTIONS:
-        yield f"model.attention {config.model.attention}", "set model.attention to sdpa"
+def untested_training(config: RunConfig, offloads: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Settings that tests of layouts, adapters, indexers and multi-token prediction leave out, and what to do."""
     if config.train.precision == "fp16":
         yield "train.precision fp16", "set train.precision to bf16"
     if "nvme" in offloads:
         yield "offload to nvme", "offload to cpu"
     if config.optim.name.lower() not in _OPTIMIZERS:
         yield f"optim.name {config.optim.name}", "use AdamW"
+
+
+def _untested_attention(config: RunConfig) -> Iterator[tuple[str, str]]:
+    if config.model.attention not in OWN_ATTENTIONS:
+        yield f"model.attention {config.model.attention}", "set model.attention to sdpa"
 
 
 def _untested_options(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -251,11 +257,21 @@ def check_divides(mesh: Mesh, model: Mapping[str, Any], *, pp_layers: Sequence[i
     for axis, what, number in _divided_dimensions(mesh, model):
         size = getattr(mesh, axis)
         if number % size:
-            legal = ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+            legal = ", ".join(map(str, _divisors(number)))
             raise ConfigError(
                 f"parallel.{axis} {size} does not divide the {number} {what} of the model",
                 hint=f"set it to one of {legal}",
             )
+
+
+@lru_cache(maxsize=256)
+def _divisors(number: int) -> tuple[int, ...]:
+    """The divisors of a number that an axis may have; found in pairs, since a search refuses thousands of layouts and
+    vocabularies are large.
+    """
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    found = {*small, *(number // n for n in small)}
+    return tuple(sorted(n for n in found if n <= _MOST_RANKS_OF_AXIS))
 
 
 def check_expert_widths(mesh: Mesh, model: Mapping[str, Any], *, precision: str) -> None:

@@ -6,14 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_finetune.errors import ConfigError
-from ds_finetune.families.table import FAMILIES, family_of
+from ds_finetune.families.table import WITH_TINY_MODELS, family_of
 
 _POSITIONS, _ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
 _LATENT_SCALES = {"mscale": 1.0, "mscale_all_dim": 1.0}
 """Keys that DeepSeek-V3 sets, so that YaRN scales the logits of all columns of queries and keys. Without them it scales
 cosines and sines, which latent attention applies to a few columns."""
-EXTENSIBLE = tuple(name for name, family in FAMILIES.items() if family.tiny_models is not None)
-"""Model types whose extension is compared with transformers (tests/model/test_context.py)."""
 
 
 @dataclass(frozen=True)
@@ -109,10 +107,10 @@ def plan_context(model: Mapping[str, Any], context: int) -> ContextPlan:
     the factor context / `original_max_position_embeddings`. Where the context fits, nothing changes.
     """
     kind, published = str(model.get("model_type")), model.get(_POSITIONS)
-    if family_of(kind).is_generic or kind not in EXTENSIBLE or not published:
+    if family_of(kind).is_generic or kind not in WITH_TINY_MODELS or not published:
         raise ConfigError(
             f"model.context {context} of model_type {kind} is not tested",
-            hint=f"leave it out; tested: {', '.join(EXTENSIBLE)}",
+            hint=f"leave it out; tested: {', '.join(WITH_TINY_MODELS)}",
         )
     rope, is_latent = dict(model.get("rope_parameters") or {}), model.get("kv_lora_rank") is not None
     if rope and _rope_type(rope) == "yarn" and rope.get("factor") is None:

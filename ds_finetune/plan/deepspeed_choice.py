@@ -1,8 +1,9 @@
 """Chooses the DeepSpeed configuration of the run file or of `accelerate launch`; where both exist they must agree."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from ds_finetune.config.dotted_keys import set_values
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.deepspeed_config import read_choices
@@ -33,7 +34,9 @@ def _check_same_file(given: str | Mapping[str, Any] | None, file: str) -> None:
     """ConfigError where the two configurations differ; a key that is "auto" counts as absent."""
     ours, source = read_choices(given)
     theirs, _ = read_choices(file)
-    left, right = dict(_leaves(ours)), dict(_leaves(theirs))
+    left, right = (
+        {key: value for key, value in set_values(each).items() if value != "auto"} for each in (ours, theirs)
+    )
     other = [key for key in {**left, **right} if left.get(key) != right.get(key)]
     if other:
         values = "; ".join(f"{key} {left.get(key)!r} and {right.get(key)!r}" for key in other)
@@ -41,15 +44,6 @@ def _check_same_file(given: str | Mapping[str, Any] | None, file: str) -> None:
             f"{source} contradicts accelerate's deepspeed_config_file {file}: {values}",
             hint="leave one of them out, or make them equal",
         )
-
-
-def _leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, object]]:
-    """Each value that is not "auto", by its dotted key."""
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{above}{key}.")
-        elif value != "auto":
-            yield f"{above}{key}", value
 
 
 def check_accelerate_agrees(accelerate: AccelerateChoices, config: RunConfig, finished: Mapping[str, Any]) -> None:

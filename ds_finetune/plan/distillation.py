@@ -7,7 +7,6 @@ from ds_finetune.config.objectives import DistillObjective
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.table import family_of
-from ds_finetune.plan.combinations import STAGE_WITH_PARTITIONED_WEIGHTS
 from ds_finetune.plan.mesh import Mesh
 
 
@@ -22,7 +21,7 @@ def check_distillation(config: RunConfig, mesh: Mesh) -> None:
 
 def is_teacher_partitioned(zero_stage: int, offload: str) -> bool:
     """Whether a live teacher's weights are partitioned over all ranks; otherwise each rank holds them whole."""
-    return zero_stage == STAGE_WITH_PARTITIONED_WEIGHTS or offload != "none"
+    return zero_stage == 3 or offload != "none"
 
 
 def check_teacher(mesh: Mesh, path: str, tree: Mapping[str, Any], *, max_seq_len: int) -> None:

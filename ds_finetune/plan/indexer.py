@@ -9,11 +9,10 @@ from ds_finetune.config.schema import OWN_ATTENTIONS, RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.parameters import indexed_layers
 from ds_finetune.families.table import FAMILIES, family_of
+from ds_finetune.plan.combinations import untested_training
 from ds_finetune.plan.layer_stages import StageLayers
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.objectives import CROSS_ENTROPY
-
-_OPTIMIZERS = ("adam", "adamw")
 
 
 @dataclass(frozen=True)
@@ -81,17 +80,12 @@ def _untested(mesh: Mesh, config: RunConfig, stage: int, offloads: Sequence[str]
     if config.objective.name not in CROSS_ENTROPY:
         legal = " or ".join(CROSS_ENTROPY)
         yield f"objective {config.objective.name}", f"set objective to {legal}, or leave indexer out"
-    if config.optim.name.lower() not in _OPTIMIZERS:
-        yield f"optim.name {config.optim.name}", "use AdamW"
     if config.model.attention not in OWN_ATTENTIONS:
         yield f"model.attention {config.model.attention}", "set model.attention to sdpa"
-    if config.train.precision == "fp16":
-        yield "train.precision fp16", "set train.precision to bf16"
+    yield from untested_training(config, offloads)
     if stage == 0 and config.train.precision != "fp32":
         # As for multi-token prediction (plan/mtp.py): the norm of all gradients is taken there.
         yield f"zero stage {stage} in {config.train.precision}", "use zero stage 1, or fp32"
-    if "nvme" in offloads:
-        yield "offload to nvme", "offload to cpu"
     yield from _untested_alone(mesh, config) if config.indexer.stage == "dense_warmup" else ()
 
 

@@ -9,6 +9,7 @@ from ds_finetune.config.value_types import InexactName
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.table import family_of
 from ds_finetune.plan.batch import rows_of_forward
+from ds_finetune.plan.combinations import AXES
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.options import Tree, offload_device
 
@@ -23,7 +24,6 @@ _WITHOUT_NAME = {
 }
 """Switches that are inexact and that no name allows, with what they change."""
 _COMMUNICATION = "communication_data_type"
-_LAYOUT_AXES = ("tp", "pp", "sp", "ep")
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def _switch(key: str) -> Callable[[InexactRun], str]:
 
 def _plain_ranks(run: InexactRun) -> Iterator[Unmet]:
     """What all options but one need: data parallel ranks alone, and no LoRA."""
-    if any(getattr(run.mesh, axis) > 1 for axis in _LAYOUT_AXES):
+    if any(getattr(run.mesh, axis) > 1 for axis in AXES):
         yield f"parallel {run.mesh}", "set tp, pp, sp and ep to 1"
     if run.config.lora is not None:
         yield "lora", "train all weights"

@@ -6,10 +6,9 @@ from typing import Any
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.parameters import indexed_layers
-from ds_finetune.families.table import FAMILIES, family_of
+from ds_finetune.families.table import FAMILIES, WITH_TINY_MODELS, family_of
 from ds_finetune.plan.activations import check_model_type
 from ds_finetune.plan.combinations import check_divides, check_expert_widths, check_optimizer
-from ds_finetune.plan.context import EXTENSIBLE
 from ds_finetune.plan.indexer import check_stages_begin_with_indexers, plan_indexer
 from ds_finetune.plan.inexact import check_inexact_model
 from ds_finetune.plan.layer_stages import StageLayers
@@ -85,7 +84,7 @@ def check_positions(config: RunConfig, model_type: str, allowed: int | None) -> 
             hint=f"set train.max_seq_len to {context} or less, or a larger model.context",
         )
     if allowed and tokens > allowed:
-        extend = ", or extend the model by model.context" if model_type in EXTENSIBLE else ""
+        extend = ", or extend the model by model.context" if model_type in WITH_TINY_MODELS else ""
         raise ConfigError(
             f"train.max_seq_len {tokens} is more than the {allowed} positions of {config.model.path}",
             hint=f"set train.max_seq_len to {allowed} or less{extend}",

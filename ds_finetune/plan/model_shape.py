@@ -4,19 +4,16 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.family import Family
 from ds_finetune.families.parameters import ModelConfig, ParameterRules, indexed_layers, numel
 from ds_finetune.families.table import FAMILIES, family_of
+from ds_finetune.families.tensors import with_layers
 
 _FORWARD_AND_BACKWARD = 3
 """Backward costs twice the forward; a multiply-add is two FLOPs."""
-
-
-_PER_LAYER = ("layer_types", "mlp_layer_types")
-"""Lists with an entry for each layer."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +80,7 @@ class Shape:
         # A prediction layer has an indexer of its own, whatever other layers have.
         one_indexer = numel(rules.attention(config).indexer)
         indexer = (len(indexed_layers(config)) + mtp_layers) * one_indexer
-        config = _with_layers(config, mtp_layers)
+        config = with_layers(config, mtp_layers)
         layers, hidden = config["num_hidden_layers"], config["hidden_size"]
         attention = rules.attention(config)
         vocabulary = config["vocab_size"] * hidden
@@ -121,7 +118,7 @@ class Shape:
         """Parameters used to compute one token, with embedding and head."""
         return self._always + self.active_routed_experts
 
-    def flops_per_token(self, seq_len: int, *, mean_attended: float | None = None) -> float:
+    def flops_per_token(self, seq_len: int, *, mean_attended: float | None = None, is_frozen: bool = False) -> float:
         """Training FLOPs of one token: 6 x (parameters it is multiplied with + layers x attention_width x positions it
         attends to).
 
@@ -129,14 +126,16 @@ class Shape:
         documents. In causal attention over one document of `seq_len` tokens, a token attends to `seq_len / 2` positions
         on average. For documents packed into a row, pass `mean_attended`: sum(n * n / 2) / sum(n) over document
         lengths n. The window of a layer and `index_topk` are upper limits of that mean. With a multi-token prediction
-        layer the head counts once more, also where the layer does not train it.
+        layer the head counts once more, also where the layer does not train it. Where the parameters are frozen, as
+        those below adapters, they have no gradients, and 4 FLOPs are counted for each.
         """
         looked_up = 0 if self.tied else self.embedding
         matmul = self.active_params - self.norms - looked_up - self.score_head + self.mtp_layers * self.embedding
         attended = seq_len / 2 if mean_attended is None else mean_attended
         limits = self.attended_limits or (None,) * self.layers
         positions = sum(attended if limit is None else min(attended, limit) for limit in limits)
-        return 2 * _FORWARD_AND_BACKWARD * (matmul + self.attention_width * positions)
+        products = 2 * matmul * (_FORWARD_AND_BACKWARD - is_frozen)
+        return products + 2 * _FORWARD_AND_BACKWARD * self.attention_width * positions
 
     @property
     def _always(self) -> int:
@@ -163,13 +162,6 @@ def _attended_limits(config: ModelConfig) -> tuple[int | None, ...]:
         return ()
     limits = tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
     return limits + (None,) * (layers - len(limits))
-
-
-def _with_layers(config: ModelConfig, number: int) -> dict[str, Any]:
-    """The config.json of a model with so many more layers, which are like its last one."""
-    kinds = {key: config[key] for key in _PER_LAYER if config.get(key)}
-    longer = {key: [*values, *[values[-1]] * number] for key, values in kinds.items()}
-    return {**config, **longer, "num_hidden_layers": config["num_hidden_layers"] + number}
 
 
 def _mlps(c: ModelConfig, sparse: int, family: Family, rules: ParameterRules) -> dict[str, int]:

@@ -4,9 +4,8 @@ from collections.abc import Iterator, Sequence
 
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
+from ds_finetune.plan.combinations import untested_training
 from ds_finetune.plan.objectives import CROSS_ENTROPY
-
-_OPTIMIZERS = ("adam", "adamw")
 
 
 def check_mtp(config: RunConfig, *, stage: int, offloads: Sequence[str]) -> None:
@@ -23,17 +22,12 @@ def _untested(config: RunConfig, stage: int, offloads: Sequence[str]) -> Iterato
         yield "indexer.train true", "train indexers first, and then mtp on the export of that run"
     if config.objective.name not in CROSS_ENTROPY:
         yield f"objective {config.objective.name}", f"set objective to {' or '.join(CROSS_ENTROPY)}, or leave mtp out"
-    if config.optim.name.lower() not in _OPTIMIZERS:
-        yield f"optim.name {config.optim.name}", "use AdamW"
     if config.model.attention == "flash_attention_2":
         yield f"model.attention {config.model.attention}", "set model.attention to sdpa"
     if config.model.resize_vocabulary:
         yield "model.resize_vocabulary true", "use a tokenizer that fits the model"
-    if config.train.precision == "fp16":
-        yield "train.precision fp16", "set train.precision to bf16"
+    yield from untested_training(config, offloads)
     if stage == 0 and config.train.precision != "fp32":
         # DeepSpeed 0.19.8 takes the norm of all gradients there, also of parameters that are apart
         # (fp16/unfused_optimizer.py:214).
         yield f"zero stage {stage} in {config.train.precision}", "use zero stage 1, or fp32"
-    if "nvme" in offloads:
-        yield "offload to nvme", "offload to cpu"

@@ -34,12 +34,12 @@ class OptionRule:
     hint: str = ""
 
 
-def _set(*path: str, value: object) -> Callable[[Tree], None]:
+def _turn_off(*path: str) -> Callable[[Tree], None]:
     def write(zero: Tree) -> None:
         branch = zero
         for key in path[:-1]:
             branch = branch.setdefault(key, {})
-        branch[path[-1]] = value
+        branch[path[-1]] = False
 
     return write
 
@@ -64,19 +64,19 @@ RULES = (
         lambda s, z: s.device == "cpu" and s.stage >= 1 and z.get("overlap_comm", s.stage == 3) is not False,
         "DeepSpeed 0.19.8, gloo: streams are no-ops there, ZeRO-3 reads gradients before they are reduced; "
         "four of six fp32 starts gave wrong losses without an error (same family: DeepSpeed issue 7718)",
-        rewrite=_set("overlap_comm", value=False),
+        rewrite=_turn_off("overlap_comm"),
     ),
     OptionRule(
         "offload_optimizer.pin_memory on the CPU accelerator",
         _pins("offload_optimizer"),
         _PINNED,
-        _set("offload_optimizer", "pin_memory", value=False),
+        _turn_off("offload_optimizer", "pin_memory"),
     ),
     OptionRule(
         "offload_param.pin_memory on the CPU accelerator",
         _pins("offload_param"),
         _PINNED,
-        _set("offload_param", "pin_memory", value=False),
+        _turn_off("offload_param", "pin_memory"),
     ),
     OptionRule(
         "fp16 on the CPU accelerator",

@@ -5,21 +5,15 @@ from typing import Any
 
 import yaml
 
+from ds_finetune.config.dotted_keys import values_by_key
 from ds_finetune.report.number_texts import NONE
 
 _LONGEST = 160
 
 
-def flat_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def flat_config(config: Mapping[str, Any]) -> dict[str, str]:
     """The values of a run file by their keys joined by dots, as YAML on one line."""
-    flat: dict[str, str] = {}
-    for key, value in config.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, dict) and value:
-            flat |= flat_config(value, f"{name}.")
-        else:
-            flat[name] = _text(value)
-    return flat
+    return {key: _text(value) for key, value in values_by_key(config).items()}
 
 
 def differing_keys(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:

@@ -1,5 +1,6 @@
 """`loss.png`: the loss of a run as a picture, for places where a page of HTML cannot be shown."""
 
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from ds_finetune.report.charts import PALETTE
 from ds_finetune.report.curves import LEAST_SMOOTHED, smoothing_weight
 from ds_finetune.report.run import ReportedRun
 from ds_finetune.runs.curves import smooth
+from ds_finetune.whole_file import replace_file
 
 WIDTH, HEIGHT, DOTS_PER_INCH = 8.0, 4.5, 150
 """In inches: the picture has 1200 x 675 pixels."""
@@ -36,9 +38,9 @@ def write_loss_plot(run: ReportedRun, path: Path) -> bool:
     axes.spines[["top", "right"]].set_visible(False)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(frameon=False)
-    partial = path.with_name(f".{path.name}.partial")
-    figure.savefig(partial, format="png")
-    partial.replace(path)
+    picture = BytesIO()
+    figure.savefig(picture, format="png")
+    replace_file(path, picture.getvalue())
     return True
 
 

@@ -1,6 +1,5 @@
 """The model card of an exported folder: its `README.md` in the format of the Hugging Face Hub."""
 
-import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from ds_finetune.report.number_texts import number_text
 from ds_finetune.report.run import ReportedRun
 from ds_finetune.runs.folder import is_run
 from ds_finetune.runs.status import read_object
+from ds_finetune.whole_file import replace_file
 
 CARD = "README.md"
 MARK = "<!-- written by ds_finetune"
@@ -65,9 +65,7 @@ def write_model_card(run: ReportedRun, folder: Path) -> Path | None:
     card = folder / CARD
     if card.exists() and MARK not in card.read_text(encoding="utf-8", errors="replace"):
         return None
-    partial = folder / f".{CARD}.{os.getpid()}"
-    partial.write_text(model_card(run, folder), encoding="utf-8", errors="backslashreplace")
-    partial.replace(card)
+    replace_file(card, model_card(run, folder).encode(errors="backslashreplace"))
     return card
 
 

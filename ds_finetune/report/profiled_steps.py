@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ds_finetune.report.blocks import Block, DataTable, Remark, ReportSection
+from ds_finetune.report.blocks import DataTable, ReportSection
 from ds_finetune.report.run import ReportedRun
 
 SUMMARY = "profile/summary.json"
@@ -16,13 +16,8 @@ def profile_section(run: ReportedRun) -> ReportSection | None:
     summary = run.recorded(SUMMARY)
     if not summary:
         return None
-    try:
-        blocks: list[Block] = [_rank_table(summary), *_collective_table(summary)]
-    except (KeyError, TypeError, ValueError, IndexError) as unknown:
-        text = f"{SUMMARY} has another form than this version knows: {type(unknown).__name__} {unknown}"
-        blocks = [Remark(text, "bad")]
     lead = "Seconds of a step by what the rank was doing; open profile/trace.json.gz in Perfetto for the timeline."
-    return ReportSection("profile", "Profiled steps", blocks, lead)
+    return ReportSection("profile", "Profiled steps", [_rank_table(summary), *_collective_table(summary)], lead)
 
 
 def _rank_table(summary: Mapping[str, Any]) -> DataTable:

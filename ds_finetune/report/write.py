@@ -1,16 +1,17 @@
 """Writes the files of a report: the page of one run or several, and what a run gets at its end."""
 
-import os
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from ds_finetune.errors import OutputError
+from ds_finetune.phase_line import Say
 from ds_finetune.report.blocks import Page
 from ds_finetune.report.model_card import write_model_cards
 from ds_finetune.report.page import overlay_page, render_page, run_page
 from ds_finetune.report.run import ReportedRun
 from ds_finetune.runs.status import State
+from ds_finetune.whole_file import replace_file
 
 REPORT, PICTURE = "report.html", "loss.png"
 _MARK = b'<meta name="generator" content="ds_finetune '
@@ -62,7 +63,7 @@ def write_page(page: Page, path: Path) -> Path:
     return path
 
 
-def try_run_report(run_folder: Path, say: Callable[[str], None], *, state: State) -> Path | None:
+def try_run_report(run_folder: Path, say: Say, *, state: State) -> Path | None:
     """Write the report of a run that ends. Whatever fails here is one line, since the run itself is done."""
     try:
         return write_run_report(run_folder, state=state)
@@ -85,14 +86,10 @@ def _check_replaceable(path: Path) -> None:
 
 
 def _write_html(html: str, path: Path) -> None:
-    """Write the page beside its place and rename it, so that a reader never sees a part of it."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         # A text of the run may hold half of a surrogate pair, which JSON can write and UTF-8 cannot.
-        partial.write_text(html, encoding="utf-8", errors="backslashreplace")
-        partial.replace(path)
+        replace_file(path, html.encode(errors="backslashreplace"))
     except OSError as refused:
-        partial.unlink(missing_ok=True)
         raise OutputError(
             f"`{path}` cannot be written: {refused.strerror or refused}", hint="name a file that can be written with -o"
         ) from refused

@@ -9,8 +9,8 @@ WRITE_SECONDS = 3.0
 """How long the end of a run waits for each of its files."""
 
 
-def try_to_finish(work: Callable[[], object], *, seconds: float | None = None) -> bool:
-    """Do `work` in a thread of its own and wait for it, `WRITE_SECONDS` long unless given; returns whether it ended.
+def try_to_finish(work: Callable[[], object]) -> bool:
+    """Do `work` in a thread of its own and wait for it, at most `WRITE_SECONDS`; returns whether it ended.
 
     Work that has not ended goes on as long as the process lives. It is not begun where there is no memory for a thread.
     """
@@ -20,7 +20,7 @@ def try_to_finish(work: Callable[[], object], *, seconds: float | None = None) -
     except RuntimeError:
         # CPython 3.11's "can't start new thread".
         return False
-    thread.join(WRITE_SECONDS if seconds is None else seconds)
+    thread.join(WRITE_SECONDS)
     return not thread.is_alive()
 
 

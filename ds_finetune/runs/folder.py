@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml
 from numpy.typing import NDArray
 
@@ -230,10 +229,3 @@ def bytes_below(folder: Path) -> int:
             with suppress(OSError):
                 total += Path(parent, name).lstat().st_size
     return total
-
-
-def recorded_loads(records: NDArray[Any]) -> NDArray[np.float64]:
-    """Share of each expert [records, layers, experts] of the tokens of its layer; zeros where a layer had none."""
-    counts = records["counts"].astype(np.float64)
-    totals = counts.sum(axis=-1, keepdims=True)
-    return np.divide(counts, totals, out=np.zeros_like(counts), where=totals > 0)

@@ -6,7 +6,6 @@ part of it. While a run is running, it is written every few seconds: one that is
 
 import json
 import math
-import os
 import socket
 import threading
 import time
@@ -15,8 +14,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
+from ds_finetune.hosts.processes import began_at, has_ended, own_pid_namespace
 from ds_finetune.runs.bounded import try_to_finish
-from ds_finetune.runs.processes import began_at, has_ended, own_pid_namespace
+from ds_finetune.whole_file import replace_file
 
 STATUS = "status.json"
 FORMAT = 1
@@ -61,9 +61,7 @@ class RunStatus:
 
     def write(self, folder: Path) -> None:
         """Write it to the run folder; OSError where that is not possible."""
-        partial = folder / f".{STATUS}.{os.getpid()}"
-        partial.write_text(json.dumps({"format": FORMAT, **asdict(self)}) + "\n", encoding="utf-8")
-        partial.replace(folder / STATUS)
+        replace_file(folder / STATUS, json.dumps({"format": FORMAT, **asdict(self)}) + "\n")
 
     @classmethod
     def read(cls, folder: Path) -> Self | None:

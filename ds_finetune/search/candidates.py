@@ -29,6 +29,7 @@ from ds_finetune.plan.model_checks import (
     check_unknown_lengths,
     max_positions,
 )
+from ds_finetune.plan.pipeline import check_interleaving
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.search.layout import OFFLOADS, Activations, Layout, Offload, Sizes, decided
 from ds_finetune.world import World
@@ -231,8 +232,13 @@ class Candidates:
         return stages
 
     def _check_search(self, config: RunConfig) -> None:
-        """The same, and ConfigError where the data or the built model decides whether a layout is legal."""
+        """The same, and ConfigError where chunks of stages are refused, or where the data or the built model decides
+        whether a layout is legal.
+        """
         stages = self.check(config)
+        mesh = Mesh.of(config.parallel, world_size=self.ranks.number, rank=0)
+        # The number of forwards is decided later, and fits.
+        check_interleaving(mesh, config, accumulation=mesh.pp)
         check_unknown_lengths(config, self.model, stages)
         if len(stages) > 1 and config.lora is not None and config.lora.target_modules is not None:
             raise ConfigError(

@@ -6,6 +6,7 @@ from itertools import product
 from math import inf
 from typing import NamedTuple
 
+from ds_finetune.plan.objectives import DOCUMENT_LOSSES
 from ds_finetune.search.candidates import Candidate, Candidates
 from ds_finetune.search.estimates import Estimates
 from ds_finetune.search.layout import Activations, Layout, Offload, Sizes
@@ -63,8 +64,15 @@ class GroupSearch:
         """The group with a bound of its own: the seconds of its largest micro-batch, with as short a bubble as the most
         forwards and chunks would give.
         """
-        forwards, chunks = self.candidates.rows_of_rank(group.sizes), self.candidates.most_chunks(group.sizes)
-        least = self.estimates.least_seconds(self._largest(group)).seconds(vpp=1, num_turns=forwards * chunks)
+        largest = [self._largest(group)]
+        if self.candidates.config.objective.name in DOCUMENT_LOSSES:
+            # Their heads compute more logits a second time where a forward has more tokens.
+            vpp = largest[0].layout.vpp
+            rows = self.candidates.micro_batch_sizes(group.sizes, vpp)
+            found = (self.candidates.find(group.layout(each, self.candidates.activations[0], vpp)) for each in rows)
+            largest = [candidate for candidate in found if candidate is not None]
+        turns = self.candidates.rows_of_rank(group.sizes) * self.candidates.most_chunks(group.sizes)
+        least = min(self.estimates.least_seconds(each).seconds(vpp=1, num_turns=turns) for each in largest)
         return replace(group, is_shared=False, least_seconds=least)
 
     def least_excess(self, group: LayoutGroup) -> int:

@@ -1,5 +1,6 @@
 """Compares one layout with the reference loop: differences of loss, gradients, norm, resume and export."""
 
+import json
 from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass
@@ -37,7 +38,6 @@ from ds_finetune.selftest.plain_adapters import PlainAdapters
 from ds_finetune.selftest.reference_loop import SFT, Steps, auto_class, mean_loss, reference_loop
 from ds_finetune.selftest.steps import eval_loss, take_steps
 from ds_finetune.trainer.prepare import freeze_routers
-from ds_finetune.trainer.run_dir import read_json
 from ds_finetune.units import GIB
 from ds_finetune.world import World
 
@@ -236,7 +236,7 @@ def _steps_after_resume(engine: Engine, folder: Path, steps: int) -> Steps:
 
 def _export(engine: Engine, config: RunConfig, out: Path) -> None:
     """Write the weights, with adapters added, to `out`; those in four bits are written as they are read from there."""
-    tree = read_json(Path(config.model.path) / "config.json")
+    tree = json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8"))
     parts = FolderParts(
         family=family_of(tree["model_type"]),
         config=tree,

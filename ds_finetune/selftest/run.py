@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,16 +30,18 @@ from ds_finetune.engine.default_group import process_group
 from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.prepare_ops import build_ops
 from ds_finetune.errors import ConfigError, LaunchError, RunError
-from ds_finetune.families.table import FAMILIES, STANDARD_SELFTEST
+from ds_finetune.families.table import FAMILIES, STANDARD_SELFTEST, WITH_TINY_MODELS
 from ds_finetune.model.build import has_class, read_hf_config
 from ds_finetune.model.lora_plan import plan_lora
 from ds_finetune.model.model_plan import task_of
 from ds_finetune.objectives.objective import ScoreObjective
+from ds_finetune.phase_line import Say
 from ds_finetune.plan.combinations import TESTED_LAYOUTS
 from ds_finetune.plan.deepspeed_choice import choose_deepspeed
 from ds_finetune.plan.deepspeed_config import read_choices
 from ds_finetune.plan.inexact import without_inexact
 from ds_finetune.plan.mesh import Mesh
+from ds_finetune.plan.model_checks import check_lora_type
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.quiet import quiet_packages, show_loading_as_phase
 from ds_finetune.selftest.cells import TINY_MODELS, Cell, enlarged_config, hf_config, objective_of, run_tree
@@ -47,7 +49,6 @@ from ds_finetune.selftest.compare import compare_layout, write_model
 from ds_finetune.selftest.plain_teacher import with_teacher, write_teacher
 from ds_finetune.world import World, accelerate_choices
 
-Say = Callable[[str], None]
 _DERIVED = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -169,6 +170,9 @@ def selftest(config: RunConfig | None, extent: Extent, *, say: Say) -> None:
     cases = (
         _standard_cases(world.world_size, extent.families, device) if config is None else _cases_of_run(config, world)
     )
+    left_out = _left_out(config) if config is not None else []
+    if left_out and world.rank == 0:
+        say(f"not compared: {', '.join(left_out)}")
     wrong, began = 0, time.monotonic()
     with process_group(world, device), _shared_folder(world) as folder:
         _build_first(make_plan(_run_file(cases[0], folder, folder), world=world, device=device), say)
@@ -281,7 +285,7 @@ def _cases_of_run(config: RunConfig, world: World) -> list[LayoutCase]:
     if hub.model_type not in TINY_MODELS:
         raise ConfigError(
             f"model_type {hub.model_type} has no tiny model",
-            hint=f"known: {', '.join(name for name, family in FAMILIES.items() if family.tiny_models)}",
+            hint=f"known: {', '.join(WITH_TINY_MODELS)}",
         )
     mesh = Mesh.of(config.parallel, world_size=world.world_size, rank=world.rank)
     given, _ = read_choices(choose_deepspeed(config, accelerate_choices(os.environ)))
@@ -309,6 +313,9 @@ def _cases_of_run(config: RunConfig, world: World) -> list[LayoutCase]:
         tree |= {"model": {"path": "", "attention": attention, "loss": config.model.loss}, "deepspeed": choices}
         tree |= {"objective": config.objective.model_dump(), "router": config.router and config.router.model_dump()}
         tree |= {"lora": config.lora and config.lora.model_dump()}
+        tree["train"] |= {name: getattr(config.train, name) for name in ("activation_offload", "tiled_mlp")}
+        if precision == config.train.precision and config.train.reduction_dtype == "fp32":
+            tree["train"]["reduction_dtype"] = "fp32"
         tiny = _tiny_model_like(hub, cell.family, is_quantised=config.lora is not None and bool(config.lora.quantize))
         found.append(LayoutCase(f"{hub.model_type} {mesh} ZeRO-{stage} {precision}{_objective_text(cell)}", tiny, tree))
     if config.lora is not None:
@@ -316,14 +323,27 @@ def _cases_of_run(config: RunConfig, world: World) -> list[LayoutCase]:
     return found
 
 
+def _left_out(config: RunConfig) -> list[str]:
+    """What the run trains with and its layout is compared without."""
+    settings = (
+        (config.mtp.train, "mtp.train true"),
+        (config.indexer.train, "indexer.train true"),
+        (bool(config.inexact), f"inexact {', '.join(config.inexact)}"),
+        (config.optim.name.lower() != "adamw", f"optim.name {config.optim.name}"),
+        (config.train.reduction_dtype == "bf16", "train.reduction_dtype bf16"),
+    )
+    return [text for is_set, text in settings if is_set]
+
+
 def _check_targets(tiny: PretrainedConfig, lora: LoraConfig) -> None:
     """ConfigError where a run's patterns name modules that the tiny model does not have, such as those of layer 20."""
+    check_lora_type(tiny.model_type)
     try:
         plan_lora(tiny, lora)
     except ConfigError as refused:
         raise ConfigError(
             f"selftest adapts a tiny {tiny.model_type} of {tiny.num_hidden_layers} layers: {refused.message}",
-            hint="for the selftest, name modules without numbers of layers, e.g. lora.target_modules=[q_proj,o_proj]",
+            hint=f"{refused.hint}; for the selftest, name modules without numbers of layers",
         ) from refused
 
 

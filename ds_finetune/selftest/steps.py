@@ -54,7 +54,7 @@ def take_steps(engine: Engine, steps: int) -> Iterator[Steps]:
         results.balances += [result.metrics["balance_loss"]] if "balance_loss" in result.metrics else []
         results.choices += [result.router_choices.counts] if result.router_choices is not None else []
         if step == 0 and has_gradients:
-            results.gradients = _gradients(engine)
+            results.gradients = first_gradients(engine)
         if step == 1 and has_gradients:
             results.later_gradients = _later_gradients(engine, results.gradients)
         if step == steps - 1 and not isinstance(engine.objective, ScoreObjective):
@@ -109,7 +109,7 @@ def first_moments(engine: Engine) -> dict[str, torch.Tensor]:
     return moments
 
 
-def _gradients(engine: Engine) -> dict[str, torch.Tensor]:
+def first_gradients(engine: Engine) -> dict[str, torch.Tensor]:
     """The gradients of the first step by parameter name, computed from Adam's first moments.
 
     After one step, a first moment is (1 - beta1) times the gradient.

@@ -9,17 +9,17 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch.distributed as dist
 
+from ds_finetune.hosts.processes import boot_id
+
 _ROUND_TRIPS = 20
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def _host_id() -> str:
-    """The same text for all processes that share a clock: of one running kernel, also in different containers."""
-    return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else socket.gethostname()
+    """The same text for all processes that share a clock."""
+    return boot_id() or socket.gethostname()
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from ds_finetune.engine.collectives import all_gather_object
+from ds_finetune.phase_line import Say
 from ds_finetune.timeline.breakdown import StepTimes, Waits, break_down, device_spans, host_spans, innermost
 from ds_finetune.timeline.clock import ClockAlignment, HostClock, MeasuredOffset, measure_offset
 from ds_finetune.timeline.device_trace import DeviceTrace, phase_at, read_profile
@@ -100,7 +101,7 @@ class StepProfiler:
         """Stop recording: nothing is wrapped any more."""
         self._stack.close()
 
-    def finish(self, folder: Path, say: Callable[[str], None]) -> bool:
+    def finish(self, folder: Path, say: Say) -> bool:
         """End the last step, stop, and write both files to `folder` on rank zero; returns whether there were any steps.
 
         `say` prints where the files are, or why they could not be written. Collective.

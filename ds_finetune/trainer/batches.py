@@ -68,11 +68,6 @@ def mixture_lines(run: PreparedRun) -> list[str]:
     ]
 
 
-def eval_plan(run: PreparedRun, name: str) -> BatchPlan:
-    """The same for the held-out set `name`."""
-    return replace(batch_plan(run), reference=run.reference.get(name))
-
-
 def batch_plan(run: PreparedRun) -> BatchPlan:
     """How rows are divided over ranks and micro-batches."""
     plan, rows = run.plan, run.inputs.train
@@ -95,6 +90,11 @@ def batch_plan(run: PreparedRun) -> BatchPlan:
         streamed_row_cost=_streamed_row_cost(run),
         meets_each_forward=plan.meets_each_forward,
     )
+
+
+def eval_plan(run: PreparedRun, name: str) -> BatchPlan:
+    """The same for the held-out set `name`."""
+    return replace(batch_plan(run), reference=run.reference.get(name))
 
 
 def _row_cost(run: PreparedRun) -> Callable[[int], float] | None:

@@ -1,6 +1,6 @@
 """Writes the exports of a run from its running engine, and verifies them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -31,13 +31,12 @@ from ds_finetune.model.dtypes import PRECISION_DTYPES, dtype_name
 from ds_finetune.model.hub_folder import has_weights
 from ds_finetune.model.lora import Factors, factors_of, merge_adapters
 from ds_finetune.model.names import published_names
+from ds_finetune.phase_line import Say
 from ds_finetune.trainer.classifier_export import adapt_tokenizer, record_scores
 from ds_finetune.trainer.inputs import RunInputs
 from ds_finetune.trainer.prepare import PreparedRun
 from ds_finetune.units import parse_bytes
 
-Say = Callable[[str], None]
-"""Prints a line."""
 GENERATION = "generation_config.json"
 
 

@@ -11,7 +11,7 @@ from ds_finetune.estimate.memory import MemoryEstimate
 from ds_finetune.estimate.row_shape import RowShape
 from ds_finetune.estimate.step_time import TimeEstimate, estimate_time
 from ds_finetune.observers.forecast import ForecastCheck, Predicted
-from ds_finetune.trainer.exports import Say
+from ds_finetune.phase_line import Say
 from ds_finetune.trainer.memory_report import estimate_of, memory_table
 from ds_finetune.trainer.prepare import PreparedRun
 from ds_finetune.units import GIB

@@ -261,9 +261,8 @@ def token_limits(config: RunConfig, hf_config: PretrainedConfig) -> TokenLimits:
     """The numbers of the model that rows must respect; ConfigError where `max_seq_len` is more than the model
     allows.
     """
-    allowed = max_positions(hf_config)
-    check_positions(config, hf_config.model_type, allowed)
-    return TokenLimits(max_seq_len=config.train.max_seq_len, vocab_size=hf_config.vocab_size, max_positions=allowed)
+    check_positions(config, hf_config.model_type, max_positions(hf_config))
+    return TokenLimits(max_seq_len=config.train.max_seq_len, vocab_size=hf_config.vocab_size)
 
 
 def model_config(config: RunConfig, *, is_config_alone: bool = False) -> PretrainedConfig:

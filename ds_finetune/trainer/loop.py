@@ -1,14 +1,11 @@
 """The loop: a generator of step records, and observers called with each."""
 
-import resource
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 
-import torch
-
 from ds_finetune.data.batches import Batch
+from ds_finetune.engine.device_memory import peak_bytes
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.results import StepResult
 from ds_finetune.observers.record import Observer, StepRecord
@@ -46,6 +43,7 @@ def training_steps(
         seen, skipped = seen + result.num_tokens, skipped + result.skipped
         values = step_values(result, seconds=ended - waited_from, waited=began - waited_from)
         values |= {"optim/lr": lr, "data/tokens_seen": seen, "train/skipped_steps": skipped}
+        values["memory/peak_gib"] = peak_bytes(engine.plan.device) / GIB
         yield StepRecord(
             step,
             values,
@@ -88,14 +86,5 @@ def step_values(result: StepResult, *, seconds: float, waited: float) -> dict[st
         f"perf/{unit}_per_second": number / seconds,
         "perf/step_seconds": seconds,
         "perf/data_wait_seconds": waited,
-        "memory/peak_gib": peak_gib(),
         **communication,
     }
-
-
-def peak_gib() -> float:
-    """Peak memory of this process in GiB: allocated on the GPU that it computes on, else resident on the host."""
-    if torch.cuda.is_initialized():
-        return torch.cuda.max_memory_allocated() / GIB
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB

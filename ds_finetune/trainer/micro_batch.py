@@ -25,17 +25,19 @@ from ds_finetune.engine.device_memory import DeviceMemory
 from ds_finetune.engine.devices import exchange
 from ds_finetune.errors import ConfigError, RunError
 from ds_finetune.estimate.memory import estimate_memory
+from ds_finetune.phase_line import Say, say_nothing
 from ds_finetune.plan.batch import AUTO, with_micro_batch
 from ds_finetune.plan.pipeline import forwards_together
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.search.micro_batch import SPARE, bytes_of, fits, largest_micro_batch, legal_sizes, plan_with_rows
-from ds_finetune.trainer.exports import Say
+from ds_finetune.trainer.distillation import with_local_teacher
 from ds_finetune.trainer.memory_report import memory_table, what_fits
 from ds_finetune.trainer.prepare import PreparedRun, complete_plan, estimate_model
 from ds_finetune.trainer.trial import try_steps
 from ds_finetune.trainer.trial_rows import sizes_digest
 from ds_finetune.units import GIB
 from ds_finetune.watchdog.monitor import Monitor
+from ds_finetune.whole_file import replace_file
 from ds_finetune.world import accelerate_choices
 
 _FOLDER = "micro-batch"
@@ -44,7 +46,7 @@ _TIMEOUT = timedelta(minutes=30)
 _WITHOUT_EFFECT: Mapping[str, Collection[str]] = {
     "model": {"path", "tokenizer"},
     "train": {"for", "seed", "micro_batch_size", "max_skipped_steps", "max_grad_norm"},
-    "objective": (),
+    "objective": {"teacher"},
     "optim": {"lr", "weight_decay", "betas", "eps", "lr_scheduler", "warmup", "min_lr_ratio"},
     "parallel": (),
     "lora": (),
@@ -88,7 +90,9 @@ class _UndecidedRun:
     @property
     def largest_rows(self) -> int:
         """The most rows that fit by the estimate; 0 where not even one does."""
-        return largest_micro_batch(self.run.config, self.run.plan, self.run.inputs.config_tree, budget=self.budget)
+        run = self.run
+        config = with_local_teacher(run.config, run.inputs.model)
+        return largest_micro_batch(config, run.plan, run.inputs.config_tree, budget=self.budget)
 
 
 def decide_micro_batch(run: PreparedRun, store: dist.Store, monitor: Monitor, say: Say) -> PreparedRun:
@@ -114,7 +118,7 @@ def decide_micro_batch(run: PreparedRun, store: dist.Store, monitor: Monitor, sa
     choice = TriedSize(**json.loads(remembered)) if remembered else None
     if choice is not None and choice.still_holds(largest_rows=undecided.largest_rows, budget=undecided.budget):
         return _decided(run, choice.rows, f"remembered from {choice.when} on {choice.host}, {_took(choice, undecided)}")
-    say = say if world.rank == 0 else _say_nothing
+    say = say if world.rank == 0 else say_nothing
     if choice is not None:
         say(
             f"train.micro_batch_size {choice.rows} of {choice.when} is not taken: {_took(choice, undecided)}; by the "
@@ -134,7 +138,8 @@ def _try_sizes(undecided: _UndecidedRun, store: dist.Store, say: Say) -> tuple[T
         raise _nothing_fits(undecided, "")
     refused: list[str] = []
     for rows in reversed([size for size in legal_sizes(run.config, run.plan) if size <= largest]):
-        estimate = bytes_of(run.config, run.plan, run.inputs.config_tree, rows)
+        config = with_local_teacher(run.config, run.inputs.model)
+        estimate = bytes_of(config, run.plan, run.inputs.config_tree, rows)
         say(
             f"trying train.micro_batch_size {rows}: {estimate / GIB:.3f} of {undecided.budget / GIB:.3f} GiB by the "
             "estimate"
@@ -185,7 +190,8 @@ def _took(choice: TriedSize, undecided: _UndecidedRun) -> str:
 def _nothing_fits(undecided: _UndecidedRun, tried: str) -> ConfigError:
     run = undecided.run
     plan = plan_with_rows(run.config, run.plan, 1)
-    estimate = estimate_memory(with_micro_batch(run.config, 1), plan, run.inputs.config_tree)
+    config = with_local_teacher(with_micro_batch(run.config, 1), run.inputs.model)
+    estimate = estimate_memory(config, plan, run.inputs.config_tree)
     need, has = estimate.device_bytes / GIB, undecided.budget / GIB
     lines = [
         f"train.micro_batch_size auto: not even forwards of one row leave {SPARE:.0%} of the memory free; a rank needs "
@@ -204,6 +210,7 @@ def _key(undecided: _UndecidedRun) -> dict[str, Any]:
     sections = {name: _without(tree.get(name), keys) for name, keys in _WITHOUT_EFFECT.items()}
     return {
         "model": run.inputs.config_tree,
+        "teacher": teacher.hf_config.to_dict() if (teacher := run.inputs.model.teacher) is not None else None,
         "run": sections,
         "packing": run.config.data.packing,
         "rows": _row_sizes(run),
@@ -246,12 +253,6 @@ def _recall(file: Path, key: Mapping[str, Any]) -> str:
 
 def _remember(file: Path, key: Mapping[str, Any], choice: TriedSize) -> None:
     """Write the choice; a folder that cannot be written means another trial at the next start."""
-    partial = file.with_name(f"{file.name}.{os.getpid()}")
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps({"choice": asdict(choice), "key": key}, default=str, indent=1) + "\n")
-        partial.replace(file)
-
-
-def _say_nothing(_: str) -> None:
-    """Ranks other than zero print no lines."""
+        replace_file(file, json.dumps({"choice": asdict(choice), "key": key}, default=str, indent=1) + "\n")

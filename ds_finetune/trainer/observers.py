@@ -28,9 +28,10 @@ from ds_finetune.observers.time_left import ANSWERS, EVALUATION, EXPORT, SAVE, T
 from ds_finetune.observers.trackers import Trackers
 from ds_finetune.observers.utilisation import Utilisation, peak_flops
 from ds_finetune.observers.writers import MetricsFile, RankTimesFile
+from ds_finetune.phase_line import Say, say_nothing
 from ds_finetune.schedule import Duration
 from ds_finetune.trainer.evaluation import evaluation_functions
-from ds_finetune.trainer.exports import Exports, Say
+from ds_finetune.trainer.exports import Exports
 from ds_finetune.trainer.forecast import forecast_check
 from ds_finetune.trainer.prepare import PreparedRun
 from ds_finetune.trainer.resume import ResumePoint, make_state_text, restore_observers
@@ -102,7 +103,7 @@ def make_time_left(run: PreparedRun) -> TimeLeft:
 
 def _forecast_check(started: StartedRun) -> Observer:
     is_first = started.engine.is_rank_zero
-    say, log = (started.say, started.log) if is_first else (_say_nothing, _say_nothing)
+    say, log = (started.say, started.log) if is_first else (say_nothing, say_nothing)
     return forecast_check(started.run, say=say, log=log)
 
 
@@ -111,7 +112,7 @@ def _router_observers(started: StartedRun) -> dict[str, RouterMetrics | LoadWatc
     run, router = started.run, started.run.inputs.model.router
     if router is None:
         return {}
-    say = started.say if started.engine.is_rank_zero else _say_nothing
+    say = started.say if started.engine.is_rank_zero else say_nothing
     return {
         "router_metrics": RouterMetrics(run.plan.mesh.ep, router.section.bias_update),
         "load_watch": LoadWatch(run.schedule.steps, load_advice(run.config), say),
@@ -126,10 +127,6 @@ def _expert_table(started: StartedRun) -> list[Observer]:
     layout = TableLayout(router.layers, router.experts)
     table = ExpertTable(started.run.output_dir / "experts.bin", layout, after_step=started.resume_point.progress.step)
     return [ExpertTableWriter(table, every=layout.steps_between(started.run.schedule.steps), say=started.say)]
-
-
-def _say_nothing(_: str) -> None:
-    """Ranks other than zero print no lines."""
 
 
 def _sample_file(started: StartedRun) -> SampleFile | None:

@@ -7,11 +7,11 @@ from itertools import chain, islice
 from ds_finetune.engine.phases import wrapped_phases
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.patches.foreign import replaced
+from ds_finetune.phase_line import Say, say_nothing
 from ds_finetune.timeline.clock import HostClock
 from ds_finetune.timeline.profiler import StepProfiler
 from ds_finetune.timeline.recorder import CHECKPOINT, Recorder
 from ds_finetune.timeline.summary import ProfiledRun
-from ds_finetune.trainer.exports import Say
 from ds_finetune.trainer.observers import StartedRun
 
 FOLDER = "profile"
@@ -28,7 +28,7 @@ def profiled(records: Iterator[StepRecord], started: StartedRun) -> Iterator[Ite
         yield records
         return
     first, last = settings.first_and_last
-    say = started.say if started.engine.is_rank_zero else _say_nothing
+    say = started.say if started.engine.is_rank_zero else say_nothing
     if done >= last:
         say(f"profile.steps {settings.steps}: not profiled again, since {done} steps are done")
         yield records
@@ -40,10 +40,6 @@ def profiled(records: Iterator[StepRecord], started: StartedRun) -> Iterator[Ite
             say(f"profile.steps {settings.steps}: nothing was profiled, since the run ended before step {first}")
     finally:
         profiling.stop()
-
-
-def _say_nothing(_: str) -> None:
-    """Ranks other than zero print no lines."""
 
 
 class _Profiling:

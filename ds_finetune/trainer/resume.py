@@ -14,6 +14,7 @@ import torch
 from ds_finetune.checkpoint.base_config import model_mismatch
 from ds_finetune.checkpoint.files import (
     complete_steps,
+    part_name,
     remove_checkpoint,
     rename_unusable,
     step_name,
@@ -21,7 +22,7 @@ from ds_finetune.checkpoint.files import (
 )
 from ds_finetune.checkpoint.folder import CheckpointFolder, open_checkpoint_folder, raise_on_every_rank, try_in_folder
 from ds_finetune.checkpoint.locking import LOCK_SECONDS, lock_folder
-from ds_finetune.checkpoint.part_file import part_name
+from ds_finetune.checkpoint.part_storage import PartReader, num_weights, read_state_groups
 from ds_finetune.checkpoint.random_state import restore_random_state
 from ds_finetune.checkpoint.restore import UsableCheckpoint, named_checkpoint, newest_checkpoint, restore_engine
 from ds_finetune.checkpoint.run_state import RunState, layout_of, versions
@@ -36,9 +37,10 @@ from ds_finetune.errors import CheckpointError, FinetuneError, OutputError
 from ds_finetune.hosts.free_memory import available_bytes
 from ds_finetune.observers.checkpointing import RunText
 from ds_finetune.observers.record import Resumable, StepRecord
+from ds_finetune.phase_line import Say, say_nothing
 from ds_finetune.plan.plan import Plan
 from ds_finetune.trainer.classifier_export import adapt_tokenizer
-from ds_finetune.trainer.exports import Say, files_beside
+from ds_finetune.trainer.exports import files_beside
 from ds_finetune.trainer.loop import BEGINNING, Progress
 from ds_finetune.trainer.prepare import PreparedRun
 from ds_finetune.units import GIB
@@ -71,10 +73,10 @@ class ResumePoint:
 def find_resume_point(run: PreparedRun, say: Say) -> ResumePoint:
     """Test the checkpoint folder by writing to it, and find what to resume from; collective, before the model is built.
 
-    OutputError or CheckpointError on every rank; `say` prints which checkpoint is taken, and which were passed over and
-    why.
+    OutputError or CheckpointError on every rank; `say` prints, on rank zero, which checkpoint is taken, and which were
+    passed over and why.
     """
-    policy = run.config.checkpoint
+    policy, say = run.config.checkpoint, say if run.plan.world.rank == 0 else say_nothing
     if not policy.every_steps:
         return ResumePoint(None)
     folder = run.output_dir / CHECKPOINTS
@@ -174,10 +176,8 @@ def try_saving(checkpoints: CheckpointFolder, *, is_asynchronous: bool) -> None:
 
 
 def _read_back_error(trial: CheckpointFolder, numbers: torch.Tensor) -> OutputError | None:
-    from ds_finetune.checkpoint.part_storage import PartStorageReader, read_state_groups
-
     again = torch.full_like(numbers, float("nan"))
-    reader = PartStorageReader(trial.path / step_name(0) / part_name(rank, trial.world_size) for rank in trial.ranks)
+    reader = PartReader(trial.path / step_name(0) / part_name(rank, trial.world_size) for rank in trial.ranks)
     read_state_groups([_group_of(again, trial)], reader, absent="")
     if torch.equal(again, numbers):
         return None
@@ -231,8 +231,6 @@ def start_saver(run: PreparedRun, engine: Engine, point: ResumePoint) -> Iterato
     locks = [point.lock] if point.lock else []
     groups = partial(engine.state.groups, home=checkpoints.ranks)
     saver = Saver(groups, checkpoints, run.plan.saves_asynchronously, beside, locks)
-    from ds_finetune.checkpoint.part_storage import num_weights
-
     num_bytes = num_weights(groups(), share=checkpoints.share) * run.plan.checkpoint_bytes_per_parameter
     raise_on_every_rank(_memory_error(num_bytes, run.plan))
     saver.start(num_bytes)

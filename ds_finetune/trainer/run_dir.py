@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from ds_finetune.checkpoint.locking import remove_own_lock
 from ds_finetune.config.schema import RunConfig, dump_config
@@ -18,6 +17,7 @@ from ds_finetune.observers.record import StepRecord
 from ds_finetune.observers.writers import line_of
 from ds_finetune.plan.plan import Plan
 from ds_finetune.units import GIB
+from ds_finetune.whole_file import replace_file
 
 
 def check_run_folder(config: RunConfig) -> None:
@@ -147,9 +147,7 @@ def _remove_records(file: Path, after_step: int, last: StepRecord | None) -> Non
     kept = [line + b"\n" for line, step in steps if step <= after_step]
     if last is not None and all(step != last.step for _, step in steps):
         kept.append(line_of(last).encode())
-    rewritten = file.with_name(f"{file.name}.aside")
-    rewritten.write_bytes(b"".join(kept))
-    rewritten.rename(file)
+    replace_file(file, b"".join(kept))
 
 
 def _step_of(line: bytes) -> int | None:
@@ -165,10 +163,3 @@ def _step_of(line: bytes) -> int | None:
 def nearest_existing(folder: Path) -> Path:
     """`folder`, or the nearest above it that exists."""
     return next(place for place in (folder, *folder.absolute().parents) if place.exists())
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of the run or the model."""
-    tree = json.loads(path.read_text(encoding="utf-8"))
-    assert isinstance(tree, dict)
-    return tree

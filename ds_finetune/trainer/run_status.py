@@ -5,21 +5,21 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from io import FileIO
 from pathlib import Path
 
 from ds_finetune.export.verify.verify import VerificationResult
-from ds_finetune.observers.append import append_whole
+from ds_finetune.hosts.processes import began_at, own_pid_namespace
+from ds_finetune.observers.line_file import append_whole
 from ds_finetune.observers.outage import Outage
+from ds_finetune.phase_line import Say
 from ds_finetune.runs.folder import LOG
-from ds_finetune.runs.processes import began_at, own_pid_namespace
 from ds_finetune.runs.status import ALIVE_SECONDS, RunStatus, State, mark_ended, write_running
 from ds_finetune.watchdog.progress import RankProgress
 
-Say = Callable[[str], None]
 _MOST_WAITING = 1_000
 
 

@@ -13,8 +13,8 @@ from ds_finetune.config.schema import WatchdogConfig
 from ds_finetune.engine.default_group import meet, process_group
 from ds_finetune.engine.devices import exchange
 from ds_finetune.engine.prepare_ops import build_ops, use_cores
+from ds_finetune.phase_line import Say
 from ds_finetune.schedule import seconds_of
-from ds_finetune.trainer.exports import Say
 from ds_finetune.trainer.forecast import forecast_lines
 from ds_finetune.trainer.memory_report import explain_out_of_memory
 from ds_finetune.trainer.micro_batch import decide_micro_batch

@@ -1,7 +1,7 @@
 """Writes the distributions that a teacher gives to the supervised tokens of a run's training rows."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,16 +26,16 @@ from ds_finetune.data.scores import (
     write_shard,
 )
 from ds_finetune.engine.attention_kernel import packs_documents
-from ds_finetune.engine.devices import choose_device, visible_device
+from ds_finetune.engine.devices import choose_device, device_of_rank
 from ds_finetune.errors import ConfigError
-from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.model.build import resolve_folder
 from ds_finetune.model.dtypes import PRECISION_DTYPES
+from ds_finetune.model.forward_rows import find_supervised
 from ds_finetune.model.model_plan import ModelPlan, plan_model
 from ds_finetune.model.soft_targets import top_log_probs
 from ds_finetune.model.teacher import HiddenStates, Teacher, load_teacher
 from ds_finetune.model.weights import weights_digest
-from ds_finetune.phase_line import PhaseLine
+from ds_finetune.phase_line import PhaseLine, Say
 from ds_finetune.plan.distillation import check_teacher
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.trainer.inputs import RunInputs, model_config, read_inputs, try_generic_type
@@ -65,7 +65,7 @@ class Lesson:
         return range(shard * size, min((shard + 1) * size, self.rows.counts.documents))
 
 
-def teach(config: RunConfig, teacher: str, out: Path, *, top_k: int, say: Callable[[str], None]) -> None:
+def teach(config: RunConfig, teacher: str, out: Path, *, top_k: int, say: Say) -> None:
     """Write the `top_k` log-probabilities of `teacher` for the training rows of `config` to the folder `out`.
 
     Under a launcher each rank holds the whole teacher and writes its share of the shards; the last rank to finish
@@ -138,7 +138,7 @@ def _plan_lesson(config: RunConfig, model: ModelPlan, inputs: RunInputs, out: Pa
 def _write_shards(lesson: Lesson, model: ModelPlan, shards: Sequence[int], world: World) -> None:
     assert model.teacher is not None
     kind = choose_device()
-    device = torch.device("cpu" if kind == "cpu" else f"cuda:{visible_device(world.local_rank)}")
+    device = torch.device(device_of_rank(kind, world.local_rank))
     lm = load_teacher(
         model.teacher,
         attention=model.attention,
@@ -182,9 +182,8 @@ def _scores(teacher: Teacher, rows: Sequence[Row], top_k: int, device: torch.dev
         torch.from_numpy(np.concatenate([getattr(row, name) for row in rows])).long().to(device)
         for name in ("input_ids", "position_ids", "labels")
     )
-    supervised = (labels != IGNORE_INDEX).nonzero().squeeze(1)
     lengths = (tuple(len(row.input_ids) for row in rows),)
-    hidden = teacher.hidden(ids[None], positions[None], lengths, supervised)
+    hidden = teacher.hidden(ids[None], positions[None], lengths, find_supervised(labels))
     with teacher.targets(hidden, 1.0) as states:
         best, log_probs = top_log_probs(states.hidden, states.weight, states.bias, top_k)
     ends = np.cumsum([row.supervised for row in rows])[:-1]

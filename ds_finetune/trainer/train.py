@@ -18,7 +18,7 @@ from ds_finetune.export.verify.verify import VerificationResult
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.observers.stop_signals import StopSignals
 from ds_finetune.trainer.batches import batches_ahead
-from ds_finetune.trainer.exports import Exports, Say, verify_run_exports
+from ds_finetune.trainer.exports import Exports, verify_run_exports
 from ds_finetune.trainer.loop import run_steps, training_steps
 from ds_finetune.trainer.observers import StartedRun, make_observers
 from ds_finetune.trainer.prepare import PreparedRun, drawn_line, prepare_run
@@ -59,7 +59,7 @@ class Report:
     """The report of the run as a page of HTML; None on other ranks than zero, and where it could not be written."""
 
 
-def train(config: RunConfig, *, announce: Announce, say: Say) -> Report:
+def train(config: RunConfig, *, announce: Announce, say: Callable[[str], None]) -> Report:
     """Fine-tune as `config` says and return what happened.
 
     Rank zero calls `announce` once the run is prepared, before the model is built.
@@ -94,7 +94,7 @@ def _train_and_export(
     run: PreparedRun, store: dist.Store, monitor: Monitor, log: RunLog, status: StatusKeeper
 ) -> Report:
     say = log.say
-    resume_point = find_resume_point(run, say if run.plan.world.rank == 0 else _print_nothing)
+    resume_point = find_resume_point(run, say)
     check_not_past_end(resume_point, steps=run.schedule.steps, duration=run.config.train.duration)
     reference = find_reference(run)
     loads_weights = resume_point.found is None or not reference.is_complete
@@ -151,7 +151,3 @@ def train_steps(started: StartedRun, status: StatusKeeper) -> tuple[StepRecord |
         for observer in observers:
             observer.close()
         return last, last.stop if last and signals.is_stop_requested() else ""
-
-
-def _print_nothing(_: str) -> None:
-    """Ranks other than zero print no lines."""

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -30,6 +30,8 @@ _GRACE_SECONDS = 15.0
 """How long a rank's process may still report its own end once another rank's has failed: a collective may hang then."""
 _AGREEMENT = timedelta(minutes=30)
 _SHOWN_LINES = 20
+_PORTS_TRIED = 3
+"""A port is free when it is chosen, and may be taken before the processes meet there, which is rare."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +51,17 @@ def try_steps(config: RunConfig, world: World, store: dist.Store, *, topic: str)
 
     `topic` names this trial in `store`.
     """
-    request = TrialRequest(config.model_dump(mode="json", by_alias=True), _trial_world(world, store, topic))
-    with _TrialProcess(request) as process:
-        end = _wait_for_end(process, store, topic)
-    every = exchange(store, world, f"{topic} ends", encode(end).decode(), timeout=_AGREEMENT)
-    return judge([decode(text.encode(), [TrialEnd], peer=f"rank {rank}") for rank, text in enumerate(every)])
+    tree = config.model_dump(mode="json", by_alias=True)
+    ends: list[TrialEnd] = []
+    for number in range(_PORTS_TRIED):
+        place = f"{topic}, port {number}"
+        with _TrialProcess(TrialRequest(tree, _trial_world(world, store, place))) as process:
+            end = _wait_for_end(process, store, place)
+        every = exchange(store, world, f"{place} ends", encode(end).decode(), timeout=_AGREEMENT)
+        ends = [decode(text.encode(), [TrialEnd], peer=f"rank {rank}") for rank, text in enumerate(every)]
+        if not any(end.is_port_in_use for end in ends):
+            break
+    return judge(ends)
 
 
 def judge(ends: Sequence[TrialEnd]) -> TriedSteps:
@@ -73,10 +81,10 @@ def judge(ends: Sequence[TrialEnd]) -> TriedSteps:
 
 
 def _trial_world(world: World, store: dist.Store, topic: str) -> World:
-    """The same ranks, at a free port of rank zero's host."""
+    """The same ranks, at a port of rank zero's host that is free now; another program may take it before they meet."""
     if world.world_size == 1:
         return replace(world, master_addr="127.0.0.1", master_port=0)
-    key = f"{topic} port"
+    key = f"{topic} is"
     if world.rank == 0:
         with socket.socket() as free:
             free.bind(("", 0))
@@ -104,21 +112,22 @@ class _TrialProcess:
     def __init__(self, request: TrialRequest) -> None:
         self._request = request
         self._token = secrets.token_hex(16)
-        self._folder = tempfile.TemporaryDirectory(prefix="ds-finetune-trial-")
-        self._errors = Path(self._folder.name, "stderr")
+        self._files = ExitStack()
 
     def __enter__(self) -> Self:
-        file = Path(self._folder.name, "request.json")
-        file.write_bytes(encode(self._request))
-        command = [sys.executable, "-m", "ds_finetune.trainer.trial_process", str(os.getpid()), str(file), self._token]
-        with self._errors.open("wb") as errors:
-            self._process = subprocess.Popen(
-                command,
-                env=_environment(self._request.world),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-            )
+        # They have no name, so that nothing stays where this process is killed.
+        given = self._files.enter_context(tempfile.TemporaryFile())
+        self._errors = self._files.enter_context(tempfile.TemporaryFile())
+        given.write(encode(self._request))
+        given.flush()
+        parent, file = str(os.getpid()), f"/proc/{os.getpid()}/fd/{given.fileno()}"
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "ds_finetune.trainer.trial_process", parent, file, self._token],
+            env=_environment(self._request.world),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+        )
         assert self._process.stdout is not None
         self._answers = MessageReader(
             self._process.stdout.fileno(), [TrialEnd], peer="the trial process", token=self._token
@@ -133,7 +142,7 @@ class _TrialProcess:
         self._process.wait()
         assert self._process.stdout is not None
         self._process.stdout.close()
-        self._folder.cleanup()
+        self._files.close()
 
     def end(self) -> TrialEnd | None:
         """How the process ended; None while it runs."""
@@ -147,7 +156,8 @@ class _TrialProcess:
     def _end_without_message(self, code: int) -> TrialEnd:
         if code == -signal.SIGKILL:
             return TrialEnd(OUT_OF_MEMORY, error="killed by SIGKILL, as the kernel does where the host has no memory")
-        lines = self._errors.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-_SHOWN_LINES:]
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()[-_SHOWN_LINES:]
         return TrialEnd(FAILED, error="\n".join([f"exit code {code}", *lines]))
 
 

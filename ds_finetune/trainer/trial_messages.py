@@ -32,3 +32,5 @@ class TrialEnd(ProcessMessage, kind="trial_end"):
     error: str = ""
     is_secondary: bool = False
     """Whether the error may only be a consequence of the end of another rank."""
+    is_port_in_use: bool = False
+    """Whether another program has taken the port at which ranks were to meet."""

@@ -24,12 +24,13 @@ from datetime import timedelta
 from functools import partial
 
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.engine.default_group import meet, process_group
+from ds_finetune.engine.default_group import PortInUseError, meet, process_group
 from ds_finetune.engine.device_memory import PeakMemory, is_out_of_memory
 from ds_finetune.engine.devices import exchange
 from ds_finetune.engine.prepare_ops import build_ops, use_cores
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.errors import FinetuneError
+from ds_finetune.phase_line import say_nothing
 from ds_finetune.process_messages import decode, send
 from ds_finetune.quiet import quiet_packages
 from ds_finetune.trainer.prepare import prepare_run
@@ -48,7 +49,8 @@ def run_trial(request: TrialRequest) -> TrialEnd:
     try:
         return _train(RunConfig.model_validate(request.config), request.world)
     except FinetuneError as error:
-        return TrialEnd(FAILED, error=str(error), is_secondary=is_secondary(error))
+        is_port_in_use = isinstance(error, PortInUseError)
+        return TrialEnd(FAILED, error=str(error), is_secondary=is_secondary(error), is_port_in_use=is_port_in_use)
     except Exception as error:  # noqa: BLE001 - the end of the process, which its parent reports
         if is_out_of_memory(error):
             return TrialEnd(OUT_OF_MEMORY, error=str(error))
@@ -62,7 +64,7 @@ def _train(config: RunConfig, world: World) -> TrialEnd:
     timeout = timedelta(seconds=run.plan.collective_seconds)
     store = meet(world)
     agree = partial(exchange, store, world, "operators", timeout=timeout)
-    run = replace(run, plan=build_ops(use_cores(run.plan, os.environ), agree, _say_nothing))
+    run = replace(run, plan=build_ops(use_cores(run.plan, os.environ), agree, say_nothing))
     with process_group(world, run.plan.device, store, timeout=timeout):
         peak = PeakMemory(run.plan.device)
         with start_engine(run.plan, run.inputs.model) as engine:
@@ -71,10 +73,6 @@ def _train(config: RunConfig, world: World) -> TrialEnd:
                 engine.step(batch, lr=0.0)
                 seconds = time.monotonic() - began
         return TrialEnd(DONE, peak_bytes=peak.num_bytes(), step_seconds=seconds)
-
-
-def _say_nothing(_: str) -> None:
-    """The run itself prints what it compiles."""
 
 
 def main() -> None:

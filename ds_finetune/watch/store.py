@@ -24,7 +24,7 @@ _PREVIEW_POINTS, _PREVIEW_SECONDS = 48, 5.0
 _SHOWN_SAMPLES, _SHOWN_NOTICES = 24, 50
 _DIGITS = 6
 _MOST_NODES, _MOST_DEPTH = 20_000, 32
-LOSS, EVAL_LOSS = "train/loss", "eval/loss"
+LOSS = "train/loss"
 Tree = dict[str, Any]
 
 

@@ -37,6 +37,7 @@ from ds_finetune.watchdog.messages import (
 )
 from ds_finetune.watchdog.progress import RankStatus
 from ds_finetune.watchdog.report import FailureReport, RankProcess, RunEnding, hosts_text, status_lines
+from ds_finetune.whole_file import replace_file
 
 REPORT = "report.txt"
 SECONDARY_ERROR_SECONDS = 2.0
@@ -332,9 +333,6 @@ class Coordinator(threading.Thread):
             connection.send(message)
 
     def _write_report(self, report: str) -> None:
-        """Write the report under another name, then rename it: readers that wait for the file never see half of it."""
         with contextlib.suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
-            partial = self._folder / f".{REPORT}.partial"
-            partial.write_text(report + "\n", encoding="utf-8")
-            partial.replace(self._folder / REPORT)
+            replace_file(self._folder / REPORT, report + "\n")

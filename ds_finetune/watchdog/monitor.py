@@ -15,9 +15,9 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from ds_finetune.errors import RUN_ERROR_EXIT_CODE, USER_ERROR_EXIT_CODE, RunError
+from ds_finetune.hosts.processes import began_at, own_pid_namespace
 from ds_finetune.process_messages import ProcessMessage, decode, encode
 from ds_finetune.runs.bounded import try_to_finish, try_to_read
-from ds_finetune.runs.processes import began_at, own_pid_namespace
 from ds_finetune.runs.status import mark_ended
 from ds_finetune.watchdog.connection import CLOSED, UNREACHABLE, Connection, listen, wait_readable
 from ds_finetune.watchdog.coordinator import (

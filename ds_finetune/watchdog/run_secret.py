@@ -15,18 +15,18 @@ import secrets
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ds_finetune.errors import RunError
+from ds_finetune.phase_line import Say
 from ds_finetune.world import World
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-Say = Callable[[str], None]
 VARIABLE = "DS_FINETUNE_SECRET"
 """Environment variable with the secret, the same on every rank."""
 _SOURCE_KEY, _PUBLIC_KEY, _READ_KEY = "watchdog/secret", "watchdog/secret_agreed", "watchdog/secret_read"

@@ -11,8 +11,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TextIO
 
+from ds_finetune.hosts.processes import began_at
 from ds_finetune.runs.bounded import try_to_finish
-from ds_finetune.runs.processes import began_at
 from ds_finetune.watchdog.death_cause import FOLDER, record_kill, stacks_path
 from ds_finetune.watchdog.progress import RankStatus
 

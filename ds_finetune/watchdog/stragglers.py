@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ds_finetune.engine.collectives import all_gather_object, all_gather_scalar
-from ds_finetune.observers.record import StepRecord
+from ds_finetune.observers.record import Observer, StepRecord
 from ds_finetune.watchdog.progress import RECENT_STEPS, RankProgress
 
 _NOTICEABLE_SECONDS = 0.05
@@ -16,7 +16,7 @@ _LEAST_STEPS = 5
 
 
 @dataclass
-class Stragglers:
+class Stragglers(Observer):
     """Every `every` steps, adds `perf/straggler_ratio`: the step time of the slowest rank over the median of all ranks.
 
     A rank's step time is the median over its last `every` steps, at least five, without the time in collectives. With
@@ -41,9 +41,6 @@ class Stragglers:
         if ratio < self.ratio or seconds[slowest] - statistics.median_low(seconds) < _NOTICEABLE_SECONDS:
             return record
         return replace(record, slow=f"rank {slowest} (host {self.hosts[slowest]}) {ratio:.1f}x the median")
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 def straggler(seconds: Sequence[float]) -> tuple[int, float]:

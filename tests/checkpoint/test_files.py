@@ -16,7 +16,6 @@ from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaleConfig, LossScaler
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from safetensors import safe_open
-from torch.distributed.checkpoint import load
 
 from ds_finetune.checkpoint import files
 from ds_finetune.checkpoint.chunks import Chunk, flat_range_chunks, overlap
@@ -25,6 +24,7 @@ from ds_finetune.checkpoint.files import (
     commit,
     complete_steps,
     mark_part_written,
+    part_name,
     partial_name,
     remove_checkpoint,
     step_name,
@@ -33,13 +33,13 @@ from ds_finetune.checkpoint.files import (
 )
 from ds_finetune.checkpoint.folder import CheckpointFolder
 from ds_finetune.checkpoint.messages import CommitJob, RemoveJob, ReserveJob, WriteJob
-from ds_finetune.checkpoint.part_file import PartFile, part_name
+from ds_finetune.checkpoint.part_file import PartFile
 from ds_finetune.checkpoint.part_sinks import FilePartSink, WriterProcess
-from ds_finetune.checkpoint.part_storage import PartStorageReader, read_state_groups, serialise_part
-from ds_finetune.checkpoint.planners import share_of_slice
+from ds_finetune.checkpoint.part_storage import PartReader, read_state_groups, serialise_part
 from ds_finetune.checkpoint.random_state import random_state, restore_random_state
 from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.saver import superseded_checkpoints
+from ds_finetune.checkpoint.slices import share_of_slice
 from ds_finetune.checkpoint.tools import (
     describe_checkpoint,
     find_checkpoint,
@@ -79,8 +79,7 @@ def test_overlap() -> None:
 
 
 def manifest(step: int, *, parts: int = 1, eval_loss: float | None = None, token: str = "a") -> Manifest:
-    names = [part_name(rank, parts) for rank in range(parts)]
-    return Manifest(step, parts, tuple(range(parts)), "host", token, eval_loss, dict.fromkeys(names))  # type: ignore[arg-type]
+    return Manifest(step, parts, tuple(range(parts)), "host", token, eval_loss, {})
 
 
 def complete(folder: Path, step: int, *, eval_loss: float | None = None) -> Path:
@@ -180,7 +179,7 @@ def test_any_cut_is_read_by_any_other(dtype: torch.dtype, tmp_path: Path) -> Non
     shape, total = (5, 3, 4), 60
     whole = torch.arange(total).to(dtype)
     groups = [group_of({"m/w": (whole[a:b], shape, a)}) for a, b in itertools.pairwise((0, 17, 17, 40, 60))]
-    reader = PartStorageReader(written(tmp_path, groups))
+    reader = PartReader(written(tmp_path, groups))
     for a, b in ((0, 60), (1, 2), (16, 41), (60, 60)):
         found = torch.zeros(b - a, dtype=dtype)
         read_state_groups([group_of({"m/w": (found, shape, a)})], reader, absent="")
@@ -196,7 +195,7 @@ def test_slices_of_tensor_parallel_ranks_are_boxes_of_the_whole(tmp_path: Path) 
         for a, b in ((0, 13), (13, 24)):
             part = Slice("weight/w", (6, 8), a, b - a, torch.float32, origin=(0, column), local_shape=(6, 4))
             groups.append(reading({part: local[a:b]}))
-    reader = PartStorageReader(written(tmp_path, groups))
+    reader = PartReader(written(tmp_path, groups))
     found = torch.zeros(48)
     read_state_groups([group_of({"weight/w": (found, (6, 8), 0)})], reader, absent="")
     assert torch.equal(found.view(6, 8), whole)
@@ -226,12 +225,12 @@ def test_what_two_nodes_both_hold_is_taken_from_one(tmp_path: Path) -> None:
         sink.finish()
     for some in (paths, paths[2:], paths[:2]):
         found = torch.zeros(9)
-        read_state_groups([reading({part: found})], PartStorageReader(some), absent="")
+        read_state_groups([reading({part: found})], PartReader(some), absent="")
         assert torch.equal(found, numbers)
 
 
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
-    reader = PartStorageReader(written(tmp_path, [group_of({"weight/w": (torch.zeros(6), (3, 4), 0)})]))
+    reader = PartReader(written(tmp_path, [group_of({"weight/w": (torch.zeros(6), (3, 4), 0)})]))
     with pytest.raises(CheckpointError, match=r"6 elements of `weight/w` are in parts that are not here: part-x"):
         read_state_groups([group_of({"weight/w": (torch.zeros(12), (3, 4), 0)})], reader, absent="part-x")
     with pytest.raises(
@@ -240,18 +239,6 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         read_state_groups([group_of({"weight/w": (torch.zeros(6), (4, 3), 0)})], reader, absent="")
     with pytest.raises(CheckpointError, match=r"`weight/v` has shape \(6,\) here, the checkpoint holds nothing"):
         read_state_groups([group_of({"weight/v": (torch.zeros(6), (6,), 0)})], reader, absent="")
-
-
-def test_plain_tensors_are_read_by_torch_itself(tmp_path: Path) -> None:
-    """The reader is one of torch.distributed.checkpoint's: its own planner resolves whole tensors from our parts."""
-    whole = torch.arange(60.0).view(5, 3, 4)
-    flat = whole.view(-1)
-    reader = PartStorageReader(
-        written(tmp_path, [group_of({"weight/w": (flat[a:b], (5, 3, 4), a)}) for a, b in ((0, 23), (23, 60))])
-    )
-    state = {"weight/w": torch.zeros(5, 3, 4)}
-    load(state, storage_reader=reader, no_dist=True)
-    assert torch.equal(state["weight/w"], whole)
 
 
 def test_nodes_keep_their_parts_and_gather_makes_them_whole(tmp_path: Path) -> None:
@@ -269,7 +256,7 @@ def test_nodes_keep_their_parts_and_gather_makes_them_whole(tmp_path: Path) -> N
     assert "2 parts of step 5" in gather_checkpoint([a, b], tmp_path / "whole")
     assert "3 files" in verify_checkpoint(tmp_path / "whole", workers=2)
     found = torch.zeros(12)
-    reader = PartStorageReader(tmp_path / "whole" / part_name(rank, 2) for rank in range(2))
+    reader = PartReader(tmp_path / "whole" / part_name(rank, 2) for rank in range(2))
     read_state_groups([group_of({"weight/w": (found, (3, 4), 0)})], reader, absent="")
     assert torch.equal(found, whole)
     with pytest.raises(CheckpointError, match="exists already"):
@@ -287,7 +274,7 @@ def _aside(home: CheckpointFolder, rank: int) -> Path:
 
 
 def _of_node(rank: int, host: str) -> Manifest:
-    return Manifest(5, 2, (rank,), host, "token", None, {part_name(rank, 2): None})  # type: ignore[dict-item]
+    return Manifest(5, 2, (rank,), host, "token", None, {})
 
 
 def _state(**config: object) -> RunState:
@@ -359,9 +346,8 @@ def test_a_commit_is_told_not_to_wait_for_a_rank_that_failed(tmp_path: Path) -> 
     process.write(torch.tensor([1, 2, 3], dtype=torch.uint8))
     partial = tmp_path / partial_name(4, "a-1")
     partial.mkdir()
-    parts = (part_name(0, 2), part_name(1, 2))
-    commit_job = CommitJob(str(partial), Manifest(4, 2, (0, 1), "h", "a-1", None, {}), parts, {}, {})
-    process.send(WriteJob(str(partial / parts[0]), 3, commit_job))
+    commit_job = CommitJob(str(partial), Manifest(4, 2, (0, 1), "h", "a-1", None, {}), {}, {})
+    process.send(WriteJob(str(partial / part_name(0, 2)), 3, commit_job))
     time.sleep(0.3)
     assert process.errors() == []
     assert process.is_busy

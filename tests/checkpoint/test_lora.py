@@ -7,9 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from ds_finetune.checkpoint.files import Manifest
-from ds_finetune.checkpoint.part_file import part_name
-from ds_finetune.checkpoint.part_storage import PartStorageReader
+from ds_finetune.checkpoint.files import Manifest, part_name
+from ds_finetune.checkpoint.part_storage import PartReader
 from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.same_run import RunIdentity, changes_since_checkpoint
 from ds_finetune.config.schema import LoraConfig, RunConfig
@@ -53,7 +52,7 @@ def test_adapters_are_saved_alone_and_go_on_at_another_stage(folder: Path) -> No
     assert abs(losses[0] - losses[1]) > 1e-3
     saved = next((folder / "states" / name_of(zero3, 2)).glob("step-*"))
     manifest = Manifest.read(saved)
-    held = PartStorageReader(saved / part_name(rank, 2) for rank in range(2)).held
+    held = PartReader(saved / part_name(rank, 2) for rank in range(2)).held
     kinds = {kind for kind, _, _ in map(str.partition, held, "/" * len(held))}
     assert kinds == {"weight", "exp_avg", "exp_avg_sq", "buffer"}
     assert all(is_adapter(key.partition("/")[2]) for key in held if not key.startswith("buffer/"))

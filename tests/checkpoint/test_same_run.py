@@ -28,6 +28,7 @@ from ds_finetune.plan.plan import make_plan
 from ds_finetune.trainer.prepare import PreparedRun
 from ds_finetune.trainer.resume import ResumePoint, check_not_past_end, find_resume_point, inputs_of
 from ds_finetune.world import World
+from tests.json_files import change_json
 from tests.model.tiny import CONFIGS
 from tests.planning import prepared_run
 from tests.running import tiny_task
@@ -224,7 +225,7 @@ def saved(tmp_path: Path) -> Iterator[PreparedRun]:
     )
     config = read_config(run_file)
     model = tmp_path / "t" / "model" / "config.json"
-    model.write_text(json.dumps(json.loads(model.read_text()) | {"attention_dropout": 0.1}))
+    change_json(model, {"attention_dropout": 0.1})
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     plan = make_plan(config, world=World(0, 1, 0, 1, "a test"), device="cpu")
     run = prepared_run(config, plan)

@@ -51,8 +51,7 @@ class Bed:
     """Hosts `10.77.0.1`, `10.77.0.2`, ... in a folder; `with` takes them down with every process in them.
 
     `folder/shared` is the same on all; what a host sees as `folder/own` is its `folder/own-N`. Commands run on a host
-    by `command`, as if typed
-    there; hosts reach each other with `ssh -F folder/ssh_config`.
+    by `command`, as if typed there; hosts reach each other with `ssh -F folder/ssh_config`.
     """
 
     def __init__(self, folder: Path, hosts: int = 2) -> None:

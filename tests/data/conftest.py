@@ -7,6 +7,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from ds_finetune.data.tokenizer_files import load_tokenizer
+from ds_finetune.demo import write_demo
 
 
 @pytest.fixture(scope="session")
@@ -27,3 +28,11 @@ def chat_templates(shared_data: Path) -> dict[str, str]:
         if source and source not in found.values():
             found[file.name if file.parent.name == "chat_templates" else file.parent.name] = source
     return found
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
+    """One token for each character, and for the beginning, each of the two roles and the end of a dialogue."""
+    folder = tmp_path_factory.mktemp("demo")
+    write_demo(folder)
+    return load_tokenizer(str(folder / "model"))

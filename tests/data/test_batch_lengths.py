@@ -13,21 +13,11 @@ from ds_finetune.data.batches import Batch, BatchPlan, eval_batches, training_ba
 from ds_finetune.data.prepare import TokenLimits, prepare_rows
 from ds_finetune.data.row_kind import RowKind
 from ds_finetune.data.stream import open_stream, streaming_batches
-from ds_finetune.data.tokenizer_files import load_tokenizer
-from ds_finetune.demo import write_demo
 
-LIMITS = TokenLimits(max_seq_len=16, vocab_size=128, max_positions=512)
+LIMITS = TokenLimits(max_seq_len=16, vocab_size=128)
 PAD = 2
 LABELLED = RowKind.of(ClassificationObjective(name="classification", num_labels=1))
 PAIRS, MARKED = RowKind.of(RewardObjective(name="reward")), RowKind.of(KtoObjective(name="kto"))
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
-    """One token for each character, and for the beginning, each of the two roles and the end of a dialogue."""
-    folder = tmp_path_factory.mktemp("demo")
-    write_demo(folder)
-    return load_tokenizer(str(folder / "model"))
 
 
 def config_of(records: list[dict[str, Any]], folder: Path, **options: object) -> DataConfig:

@@ -18,19 +18,10 @@ from ds_finetune.data import prepare as preparation
 from ds_finetune.data.cache import ArrayParts, find_damage, remove_damaged, write_folder
 from ds_finetune.data.prepare import TokenLimits, prepare_rows
 from ds_finetune.data.prepared_rows import PreparedRows
-from ds_finetune.data.tokenizer_files import load_tokenizer
-from ds_finetune.demo import write_demo
 from ds_finetune.errors import CheckpointError, OutputError
 from tests.running import files_of_at_most
 
-LIMITS = TokenLimits(max_seq_len=64, vocab_size=128, max_positions=512)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
-    folder = tmp_path_factory.mktemp("demo")
-    write_demo(folder)
-    return load_tokenizer(str(folder / "model"))
+LIMITS = TokenLimits(max_seq_len=64, vocab_size=128)
 
 
 def write(path: Path, rows: int, *, other: int | None = None) -> Path:

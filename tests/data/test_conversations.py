@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from ds_finetune.data.layouts import read_sample, recognise_layout
 from ds_finetune.data.row_report import DROPPED, NOTED
 from ds_finetune.data.sample_tokens import SampleTokeniser, TemplateSettings, Tokens
 from ds_finetune.errors import DataError
+from tests.data.reading import sample_of
 
 ODD = (
     "", " ", "\n", "Hi", " padded ", "two\nlines\n", "{{ messages }}{% raw %}", "é", "深度求索 🐋", "a\x00b", "</think>", "<think>\nhm\n</think>\n\nYes",
@@ -105,7 +105,7 @@ def templaters(chat_templates: dict[str, str], chat_tokenizer: PreTrainedTokeniz
 
 
 def tokens_of(record: dict[str, Any], templater: SampleTokeniser) -> Tokens:
-    sample = read_sample(record, recognise_layout(record, {}, "row 1"), {}, "row 1")
+    sample = sample_of(record)
     return templater.tokenise([("row 1", sample)])[0]
 
 

@@ -19,16 +19,8 @@ from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.row_kind import RowKind
 from ds_finetune.data.stream import open_stream, streaming_batches
 from ds_finetune.data.tokenizer_files import is_encoder_tokenizer, load_tokenizer
-from ds_finetune.demo import write_demo
 from ds_finetune.errors import ConfigError, DataError
 from ds_finetune.labels import IGNORE_INDEX
-
-
-@pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
-    folder = tmp_path_factory.mktemp("demo")
-    write_demo(folder)
-    return load_tokenizer(str(folder / "model"))
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +60,7 @@ def rows_of(
     path = folder / f"{purpose}.json"
     path.write_text(json.dumps(records))
     given = {"train": str(path), "eval": str(path), "cache_dir": str(folder / "cache"), **options}
-    limits = TokenLimits(max_seq_len, 128, 512)
+    limits = TokenLimits(max_seq_len, 128)
     config = DataConfig.model_validate({**given, "max_truncated_ratio": 1})
     return prepare_rows(config, purpose, tokenizer=tokenizer, limits=limits, kind=kind or kind_of())
 
@@ -77,16 +69,16 @@ def documents_of(rows: PreparedRows) -> list[list[int]]:
     return [rows.document(number)[0] for number in range(rows.counts.documents)]
 
 
-def test_a_decoder_reads_one_text_that_ends_in_eos(decoder: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+def test_a_decoder_reads_one_text_that_ends_in_eos(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     records = [
         {"text": "good", "label": 1},
         {"text": "a", "text_pair": "b", "label": 0},
         {"text": "x" * 40, "label": 0},
         {"text": "", "label": 1},
     ]
-    rows = rows_of(records, decoder, tmp_path, separator=" / ", packing=False)
-    eos = decoder.eos_token_id
-    expected = [[*decoder(text)["input_ids"], eos] for text in ("good", "a / b", "x" * 31, "")]
+    rows = rows_of(records, tokenizer, tmp_path, separator=" / ", packing=False)
+    eos = tokenizer.eos_token_id
+    expected = [[*tokenizer(text)["input_ids"], eos] for text in ("good", "a / b", "x" * 31, "")]
     assert documents_of(rows) == expected
     assert rows.documents.targets.tolist() == [1, 0, 0, 1]
     assert rows.counts.truncated == 1
@@ -131,30 +123,30 @@ def test_berts_own_tokenizer_class_is_an_encoders(tmp_path: Path) -> None:
     "names",
     [("sentence1", "sentence2"), ("premise", "hypothesis"), ("question1", "question2"), ("question", "sentence")],
 )
-def test_columns_of_glue(names: tuple[str, str], decoder: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+def test_columns_of_glue(names: tuple[str, str], tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     records = [{names[0]: "a", names[1]: "b", "label": label, "idx": 1} for label in (0, 1)]
-    rows = rows_of(records, decoder, tmp_path)
-    assert [decoder.decode(ids) for ids in documents_of(rows)] == ["a<|unk|>b<|eos|>"] * 2
+    rows = rows_of(records, tokenizer, tmp_path)
+    assert [tokenizer.decode(ids) for ids in documents_of(rows)] == ["a<|unk|>b<|eos|>"] * 2
     assert list(rows.counts.unread.entries) == ["idx"]
 
 
 def test_named_classes_are_numbered_by_name_and_kept_for_held_out_rows(
-    decoder: PreTrainedTokenizerBase, tmp_path: Path
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     records = [{"text": "x", "label": name} for name in ("c", "a", "b", "a")]
-    rows = rows_of(records, decoder, tmp_path)
+    rows = rows_of(records, tokenizer, tmp_path)
     assert rows.class_names == ("a", "b", "c")
     assert rows.num_labels == 3
     assert rows.documents.targets.tolist() == [2, 0, 1, 0]
-    held_out = rows_of([{"text": "y", "label": "c"}], decoder, tmp_path, kind=rows.kind, purpose="eval")
+    held_out = rows_of([{"text": "y", "label": "c"}], tokenizer, tmp_path, kind=rows.kind, purpose="eval")
     assert held_out.documents.targets.tolist() == [2]
     with pytest.raises(DataError, match=r"eval\.json item 1: column `label` is str 'd'"):
-        rows_of([{"text": "y", "label": "d"}], decoder, tmp_path, kind=rows.kind, purpose="eval")
+        rows_of([{"text": "y", "label": "d"}], tokenizer, tmp_path, kind=rows.kind, purpose="eval")
 
 
-def test_labels_of_the_objective_give_the_order(decoder: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+def test_labels_of_the_objective_give_the_order(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     records = [{"text": "x", "label": name} for name in ("yes", "no", 0)]
-    rows = rows_of(records, decoder, tmp_path, kind=kind_of(labels=["yes", "no"]))
+    rows = rows_of(records, tokenizer, tmp_path, kind=kind_of(labels=["yes", "no"]))
     assert rows.documents.targets.tolist() == [0, 1, 0]
     with pytest.raises(ConfigError, match=r"num_labels is 3, and objective\.labels names 2"):
         kind_of(labels=["yes", "no"], num_labels=3)
@@ -163,22 +155,22 @@ def test_labels_of_the_objective_give_the_order(decoder: PreTrainedTokenizerBase
             kind_of(labels=labels)
 
 
-def test_a_stream_reads_no_labels_before_the_run(decoder: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+def test_a_stream_reads_no_labels_before_the_run(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     path.write_text(json.dumps([{"text": "x", "label": number % 3} for number in range(20)]))
-    config, limits = DataConfig.model_validate({"train": str(path), "streaming": True}), TokenLimits(32, 128, 512)
+    config, limits = DataConfig.model_validate({"train": str(path), "streaming": True}), TokenLimits(32, 128)
     with pytest.raises(ConfigError, match="reads no row before the run"):
         find_classes(config, kind_of())
-    rows = open_stream(config, "train", tokenizer=decoder, limits=limits, kind=kind_of(num_labels=3))
+    rows = open_stream(config, "train", tokenizer=tokenizer, limits=limits, kind=kind_of(num_labels=3))
     plan = BatchPlan(4, 2, 0, 1, 0, shuffle=False, pad_token_id=2, row_len=None, documents_per_unit=1)
     (batch,) = streaming_batches(rows, plan, steps=1)
     assert batch.counts["examples"] == 4
     assert [micro.examples.targets.tolist() for micro in batch.micro if micro.examples] == [[0, 1], [2, 0]]
     with pytest.raises(DataError, match="item 3: column `label` is 2, and the classes are 0 to 1"):
-        open_stream(config, "train", tokenizer=decoder, limits=limits, kind=kind_of(num_labels=2))
+        open_stream(config, "train", tokenizer=tokenizer, limits=limits, kind=kind_of(num_labels=2))
 
 
-def test_classes_in_csv_are_texts_of_numbers(decoder: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+def test_classes_in_csv_are_texts_of_numbers(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("Quality,a\n1,x\n0,y\n")
     config = DataConfig.model_validate(
         {
@@ -189,14 +181,14 @@ def test_classes_in_csv_are_texts_of_numbers(decoder: PreTrainedTokenizerBase, t
     )
     kind = find_classes(config, kind_of())
     assert (kind.num_labels, kind.labels, kind.has_known_classes) == (2, (), True)
-    rows = prepare_rows(config, "train", tokenizer=decoder, limits=TokenLimits(32, 128, 512), kind=kind_of())
+    rows = prepare_rows(config, "train", tokenizer=tokenizer, limits=TokenLimits(32, 128), kind=kind_of())
     assert rows.documents.targets.tolist() == [1, 0]
     assert rows.kind == kind
 
 
-def test_one_label_is_regression(decoder: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+def test_one_label_is_regression(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     records = [{"text": "x", "label": label} for label in (3.5, 2, "0.25")]
-    rows = rows_of(records, decoder, tmp_path, kind=kind_of(num_labels=1))
+    rows = rows_of(records, tokenizer, tmp_path, kind=kind_of(num_labels=1))
     assert rows.documents.targets.tolist() == [3.5, 2, 0.25]
     assert rows.num_labels == 1
     assert "labels from 0.25 to 3.5" in rows.summary()
@@ -227,18 +219,18 @@ def test_one_label_is_regression(decoder: PreTrainedTokenizerBase, tmp_path: Pat
     ],
 )
 def test_labels_that_do_not_fit_are_refused_by_row_and_column(
-    labels: list[object], options: dict[str, Any], said: str, decoder: PreTrainedTokenizerBase, tmp_path: Path
+    labels: list[object], options: dict[str, Any], said: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     records = [{"text": "x", "label": label} for label in labels]
     with pytest.raises(DataError, match=said) as caught:
-        rows_of(records, decoder, tmp_path, kind=kind_of(**options))
+        rows_of(records, tokenizer, tmp_path, kind=kind_of(**options))
     assert caught.value.hint
 
 
-def test_seven_examples_on_three_ranks_are_those_of_one(decoder: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+def test_seven_examples_on_three_ranks_are_those_of_one(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     """Three ranks see 9 places, of which 2 are empty rows that have no example."""
     records = [{"text": "x" * (number + 1), "label": number % 3} for number in range(7)]
-    rows = rows_of(records, decoder, tmp_path, packing=False)
+    rows = rows_of(records, tokenizer, tmp_path, packing=False)
 
     def plan(rank: int, dp: int) -> BatchPlan:
         return BatchPlan(
@@ -271,7 +263,7 @@ def test_mrpc(shared_data: Path, tmp_path: Path) -> None:
     path.write_text(json.dumps(records))
     columns = {"text": "#1 String", "text_pair": "#2 String", "label": "Quality"}
     config = DataConfig.model_validate({"train": str(path), "cache_dir": str(tmp_path / "cache"), "columns": columns})
-    rows = prepare_rows(config, "train", tokenizer=tokenizer, limits=TokenLimits(256, 102_400, None), kind=kind_of())
+    rows = prepare_rows(config, "train", tokenizer=tokenizer, limits=TokenLimits(256, 102_400), kind=kind_of())
     assert rows.counts.read == rows.counts.documents == rows.num_units == 4076
     assert int(rows.documents.targets.sum()) == 2753
     assert rows.fill_ratio(256) > 0.97

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from ds_finetune.data.layouts import LAYOUTS, Conversation, read_sample, recognise_layout, unread_columns
+from ds_finetune.data.layouts import LAYOUTS, Conversation, unread_columns
 from ds_finetune.errors import DataError
+from tests.data.reading import sample_of
 
 ASKED = {"role": "user", "content": "2+2?"}
 SAID = {"role": "assistant", "content": "4"}
@@ -16,7 +17,7 @@ CALL = {"type": "function", "function": {"name": "add", "arguments": '{"a":2}'}}
 
 
 def conversation_of(record: dict[str, Any]) -> Conversation:
-    sample = read_sample(record, recognise_layout(record, {}, "row 1"), {}, "row 1")
+    sample = sample_of(record)
     assert isinstance(sample, Conversation)
     return sample
 
@@ -129,7 +130,7 @@ def test_rows_that_cannot_be_trained_are_refused_by_name(record: dict[str, Any],
 def test_one_answer_of_a_preference_row_is_imitated_where_it_is_named() -> None:
     record = {"prompt": "p", "chosen": "c", "rejected": "r"}
     columns = {"completion": "chosen"}
-    read_sample(record, recognise_layout(record, columns, "row 1"), columns, "row 1")
+    sample_of(record, columns=columns)
     assert unread_columns(record, LAYOUTS["prompt_completion"], columns) == ["rejected"]
 
 

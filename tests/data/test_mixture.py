@@ -119,7 +119,7 @@ def test_rows_of_files_have_their_shares(tmp_path: Path, packing: bool) -> None:
     tokenizer = load_tokenizer(str(tmp_path / "model"))
     weights = {write(tmp_path, "a", [9] * 40): 3, write(tmp_path, "b", [19] * 7): 1}
     config = DataConfig.model_validate({"train": weights, "packing": packing, "cache_dir": str(tmp_path / "cache")})
-    rows = prepare_rows(config, "train", tokenizer=tokenizer, limits=TokenLimits(20, 128, 512))
+    rows = prepare_rows(config, "train", tokenizer=tokenizer, limits=TokenLimits(20, 128))
     assert rows.mixture is not None
     assert (rows.mixture.sizes, rows.mixture.draws) == (((20, 7), (20, 7)) if packing else ((40, 7), (40, 13)))
     assert rows.rows_per_epoch == sum(rows.mixture.draws)
@@ -138,14 +138,14 @@ def test_rows_of_files_have_their_shares(tmp_path: Path, packing: bool) -> None:
         config.model_copy(update={"train": dict.fromkeys(weights, 1.0)}),
         "train",
         tokenizer=tokenizer,
-        limits=TokenLimits(20, 128, 512),
+        limits=TokenLimits(20, 128),
     )
     assert again.fingerprint() != rows.fingerprint()
     plain = prepare_rows(
         config.model_copy(update={"train": tuple(weights)}),
         "train",
         tokenizer=tokenizer,
-        limits=TokenLimits(20, 128, 512),
+        limits=TokenLimits(20, 128),
     )
     assert plain.mixture is None
     assert plain.rows_per_epoch == len(plain)

@@ -19,7 +19,6 @@ from ds_finetune.data.row_kind import OBJECTIVES, RowKind
 from ds_finetune.data.samples import read_row
 from ds_finetune.data.stream import open_stream, streaming_batches
 from ds_finetune.data.tokenizer_files import load_tokenizer
-from ds_finetune.demo import write_demo
 from ds_finetune.errors import DataError
 from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.objectives.table import make_objective
@@ -32,13 +31,6 @@ ASKED, GOOD, BAD = (
 )
 SYSTEM = {"role": "system", "content": "Count."}
 HH = "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: 2+2?\n\nAssistant:"
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
-    folder = tmp_path_factory.mktemp("demo")
-    write_demo(folder)
-    return load_tokenizer(str(folder / "model"))
 
 
 def rows_of(
@@ -54,7 +46,7 @@ def rows_of(
     path.write_text(json.dumps(records))
     given = {"train": str(path), "cache_dir": str(folder / "cache"), "max_dropped_ratio": 1, "max_truncated_ratio": 1}
     config = DataConfig.model_validate({**given, **options})
-    return prepare_rows(config, "train", tokenizer=tokenizer, limits=TokenLimits(max_seq_len, 128, 512), kind=kind)
+    return prepare_rows(config, "train", tokenizer=tokenizer, limits=TokenLimits(max_seq_len, 128), kind=kind)
 
 
 def shown(rows: PreparedRows, tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -326,7 +318,7 @@ def test_sources_with_weights_have_rows_of_whole_pairs(tokenizer: PreTrainedToke
         pairs = [{"prompt": path.stem * (n % 9), "chosen": "1" * (n % 5 + 1), "rejected": "2"} for n in range(number)]
         path.write_text(json.dumps(pairs))
     given = {"train": {str(paths[0]): 3, str(paths[1]): 1}, "cache_dir": str(tmp_path / "cache")}
-    config, limits = DataConfig.model_validate(given), TokenLimits(64, 128, 512)
+    config, limits = DataConfig.model_validate(given), TokenLimits(64, 128)
     rows = prepare_rows(config, "train", tokenizer=tokenizer, limits=limits, kind=PAIRS)
     assert rows.mixture is not None
     first_of_b = rows.mixture.sizes[0]
@@ -341,7 +333,7 @@ def test_a_stream_has_whole_pairs(tokenizer: PreTrainedTokenizerBase, tmp_path: 
     path = tmp_path / "rows.json"
     path.write_text(json.dumps([{"prompt": "p" * n, "chosen": "a", "rejected": "b"} for n in range(20)]))
     config = DataConfig.model_validate({"train": str(path), "streaming": True})
-    rows = open_stream(config, "train", tokenizer=tokenizer, limits=TokenLimits(64, 128, 512), kind=PAIRS)
+    rows = open_stream(config, "train", tokenizer=tokenizer, limits=TokenLimits(64, 128), kind=PAIRS)
     plan = BatchPlan(2, 1, 0, 1, 0, shuffle=True, pad_token_id=2, row_len=64, documents_per_unit=2)
     batches = list(streaming_batches(rows, plan, steps=4))
     assert sum(batch.counts["pairs"] for batch in batches) >= 12
@@ -352,7 +344,7 @@ def test_a_stream_has_whole_pairs(tokenizer: PreTrainedTokenizerBase, tmp_path: 
         config.model_copy(update={"columns": {"completion": "chosen"}}),
         "train",
         tokenizer=tokenizer,
-        limits=TokenLimits(64, 128, 512),
+        limits=TokenLimits(64, 128),
     )
     assert dialogue.fingerprint() != rows.fingerprint()
 
@@ -424,7 +416,7 @@ def test_pairs_are_refused_in_supervised_fine_tuning() -> None:
 
 def test_the_published_pairs_and_marks(shared_data: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(shared_data / "tokenizers" / "deepseek-llm"))
-    limits = TokenLimits(16_384, 102_400, None)
+    limits = TokenLimits(16_384, 102_400)
     folder = shared_data / "instruct"
 
     def prepared(name: str, kind: RowKind) -> PreparedRows:

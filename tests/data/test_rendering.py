@@ -9,19 +9,20 @@ from transformers import PreTrainedTokenizerBase
 
 from ds_finetune.config.schema import DataConfig
 from ds_finetune.data.documents import Counts
-from ds_finetune.data.layouts import Completion, Conversation, PlainText, read_sample, recognise_layout
+from ds_finetune.data.layouts import Completion, Conversation, PlainText
 from ds_finetune.data.messages import read_conversation
 from ds_finetune.data.prepare import TokenLimits, prepare_rows
 from ds_finetune.data.row_report import row_notes, server_prompt_line
 from ds_finetune.data.sample_tokens import SampleTokeniser, TemplateSettings, Tokens
 from ds_finetune.errors import DataError
 from ds_finetune.trainer.preview import mark_supervised
+from tests.data.reading import sample_of
 
 QWEN2, QWEN3 = "Qwen-Qwen2.5-7B-Instruct.jinja", "qwen3_tokenizer_config.json"
 HERMES = "NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use.jinja"
 R1, V3, LLM = "deepseek-ai-DeepSeek-R1-Distill-Llama-8B.jinja", "deepseek_v3_tokenizer_config.json", "deepseek-llm"
 EOS = "<｜end▁of▁sentence｜>"
-LIMITS = TokenLimits(256, 200_000, None)
+LIMITS = TokenLimits(256, 200_000)
 ASKED, RESULT, SAID = (
     {"role": "user", "content": "2+2?"},
     {"role": "tool", "content": "4"},
@@ -230,7 +231,7 @@ def test_a_separator_is_put_between_prompt_and_completion_without_a_template(
 def test_what_a_prompt_without_a_template_leaves_out(
     chat: Chat, record: dict[str, Any], dropped: str, notes: tuple[str, ...]
 ) -> None:
-    sample = read_sample(record, recognise_layout(record, {}, "row 1"), {}, "row 1")
+    sample = sample_of(record)
     (tokens,) = SampleTokeniser(chat.tokenizer, TemplateSettings(None, "assistant", "keep")).tokenise(
         [("row 1", sample)]
     )

@@ -27,7 +27,7 @@ from ds_finetune.demo import write_demo
 from ds_finetune.errors import ConfigError, DataError, RunError
 from ds_finetune.labels import IGNORE_INDEX
 
-LIMITS = TokenLimits(max_seq_len=64, vocab_size=128, max_positions=512)
+LIMITS = TokenLimits(max_seq_len=64, vocab_size=128)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def test_gsm8k_fills_its_rows(shared_data: Path, tmp_path: Path) -> None:
             "workers": 1,
         }
     )
-    rows = prepare_rows(config, "train", tokenizer=tokenizer, limits=TokenLimits(2048, 102_400, 4096))
+    rows = prepare_rows(config, "train", tokenizer=tokenizer, limits=TokenLimits(2048, 102_400))
     assert rows.counts == Counts(
         read=7473, documents=7473, tokens=rows.num_tokens, supervised=rows.num_supervised_tokens
     )
@@ -156,7 +156,7 @@ from ds_finetune.data.prepare import TokenLimits, prepare_rows
 from ds_finetune.data.tokenizer_files import load_tokenizer
 if __name__ == "__main__":
     config = DataConfig.model_validate({"train": sys.argv[1], "cache_dir": sys.argv[2], "workers": 1})
-    prepare_rows(config, "train", tokenizer=load_tokenizer(sys.argv[3]), limits=TokenLimits(64, 128, 512))
+    prepare_rows(config, "train", tokenizer=load_tokenizer(sys.argv[3]), limits=TokenLimits(64, 128))
 """
 
 
@@ -251,7 +251,7 @@ def test_the_last_batch_is_filled_with_empty_rows(
     assert sorted(evaluated) == list(range(200))
 
 
-SHORT = TokenLimits(max_seq_len=20, vocab_size=128, max_positions=512)
+SHORT = TokenLimits(max_seq_len=20, vocab_size=128)
 
 
 def test_long_dialogue_is_truncated_or_dropped_and_never_split(

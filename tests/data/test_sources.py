@@ -7,9 +7,10 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from ds_finetune.data.layouts import Completion, Conversation, PlainText, read_sample, recognise_layout
+from ds_finetune.data.layouts import Completion, Conversation, PlainText, recognise_layout
 from ds_finetune.data.sources import find_sources, read_records
 from ds_finetune.errors import DataError
+from tests.data.reading import sample_of
 
 ROWS = [{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": "d"}]
 
@@ -85,13 +86,11 @@ RECORDS: dict[str, tuple[dict[str, Any], type]] = {
 def test_layouts_are_recognised_by_their_columns(layout: str) -> None:
     record, kind = RECORDS[layout]
     assert recognise_layout(record, {}, "row 1") == layout
-    assert isinstance(read_sample(record, layout, {}, "row 1"), kind)
+    assert isinstance(sample_of(record, layout), kind)
 
 
 def test_alpaca_as_turns_and_as_text() -> None:
-    sample = read_sample(
-        {"instruction": "i", "input": "j", "output": "o", "history": [["q", "a"]]}, "alpaca", {}, "row 1"
-    )
+    sample = sample_of({"instruction": "i", "input": "j", "output": "o", "history": [["q", "a"]]}, "alpaca")
     assert isinstance(sample, Completion)
     assert [m["content"] for m in sample.conversation.messages] == ["q", "a", "i\nj", "o"]
     assert sample.prompt.endswith("### Instruction:\ni\n\n### Input:\nj\n\n### Response:\n")
@@ -101,7 +100,7 @@ def test_sharegpt_roles() -> None:
     call = '{"name": "add", "arguments": {"a": 2}}'
     values = {"human": "x", "function_call": call, "observation": "4", "gpt": "y"}
     turns = [{"from": name, "value": value} for name, value in values.items()]
-    sample = read_sample({"conversations": turns}, "sharegpt", {}, "row 1")
+    sample = sample_of({"conversations": turns}, "sharegpt")
     assert isinstance(sample, Conversation)
     assert [m["role"] for m in sample.messages] == ["user", "assistant", "tool", "assistant"]
 
@@ -110,7 +109,7 @@ def test_columns_by_other_names() -> None:
     columns = {"prompt": "question", "completion": "answer"}
     record = {"question": "q", "answer": "a"}
     assert recognise_layout(record, columns, "row 1") == "prompt_completion"
-    sample = read_sample(record, "prompt_completion", columns, "row 1")
+    sample = sample_of(record, "prompt_completion", columns)
     assert isinstance(sample, Completion)
     assert (sample.prompt, sample.completion) == ("q", "a")
 
@@ -130,7 +129,7 @@ def test_columns_by_other_names() -> None:
 )
 def test_rows_that_do_not_fit(record: dict[str, Any], layout: str, message: str) -> None:
     with pytest.raises(DataError) as caught:
-        read_sample(record, layout, {}, "row 1")
+        sample_of(record, layout)
     assert message in caught.value.message
     assert caught.value.hint
 
@@ -142,5 +141,5 @@ def test_real_instruction_files_are_recognised(shared_data: Path) -> None:
         samples = [(recognise_layout(record, {}, where), record, where) for where, record in read_records(source)]
         layouts[name] = {layout for layout, _, _ in samples}
         for layout, record, where in samples:
-            read_sample(record, layout, {}, where)
+            sample_of(record, layout, where=where)
     assert layouts == {"alpaca_en_demo": {"alpaca"}, "glaive_toolcall_en_demo": {"sharegpt"}, "identity": {"alpaca"}}

@@ -12,18 +12,9 @@ from ds_finetune.config.schema import DataConfig
 from ds_finetune.data import stream as streaming
 from ds_finetune.data.batches import Batch, BatchPlan, MicroBatch
 from ds_finetune.data.prepare import TokenLimits
-from ds_finetune.data.tokenizer_files import load_tokenizer
-from ds_finetune.demo import write_demo
 from ds_finetune.errors import DataError
 
-LIMITS = TokenLimits(64, 128, 512)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
-    folder = tmp_path_factory.mktemp("demo")
-    write_demo(folder)
-    return load_tokenizer(str(folder / "model"))
+LIMITS = TokenLimits(64, 128)
 
 
 def batches(
@@ -159,7 +150,7 @@ def test_the_fingerprint_of_a_stream_changes_with_its_rows(tokenizer: PreTrained
         {"long_rows": "drop"},
         {"template": str(template)},
     )
-    found = [fingerprint(TokenLimits(32, 128, 512)), *(fingerprint(**settings) for settings in others)]
+    found = [fingerprint(TokenLimits(32, 128)), *(fingerprint(**settings) for settings in others)]
     template.write_text("{{ messages[0].content }}!")
     found += [fingerprint(template=str(template))]
     assert len(set(found)) == len(found)

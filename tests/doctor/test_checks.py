@@ -16,12 +16,14 @@ from ds_finetune.doctor.system_checks import (
     ClockOffset,
     clock_checks,
     gpu_checks,
+    infiniband_checks,
     limit_checks,
     memory_checks,
     name_checks,
 )
 from ds_finetune.hostfile import Host
-from ds_finetune.hosts.info import Gpu
+from ds_finetune.hosts import info
+from ds_finetune.hosts.info import Gpu, query_gpus
 
 GPU = Gpu("H100", "GPU-1", 80 << 30, 0)
 HOSTS = {"a": Host("a", 8, 1), "b": Host("b", 4, 2)}
@@ -62,6 +64,30 @@ def test_gpus_beside_what_nvidia_smi_lists(here: HostDetails) -> None:
         ("c", "fail", "nvidia-smi lists 0 of 1 GPUs"),
         ("d", "fail", "the same GPUs as a"),
     ]
+
+
+def test_memory_that_nvidia_smi_does_not_tell(here: HostDetails, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of GPUs that share the host's memory, and of those in MIG mode."""
+    rows = "NVIDIA GB10, GPU-1, [N/A], [N/A]\nNVIDIA H100, GPU-2, 81559, [Insufficient Permissions]\n"
+    monkeypatch.setattr(info.shutil, "which", lambda _: "nvidia-smi")
+    monkeypatch.setattr(info.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=rows, returncode=0))
+    gpus = query_gpus()
+    assert [(gpu.total_bytes, gpu.used_bytes) for gpu in gpus] == [(None, None), (81559 << 20, None)]
+    known = replace(here, gpus=["H100"], gpu_memory=gpus)
+    assert not list(gpu_checks({"a": known}))
+    checks = list(memory_checks(HOSTS, {"a": known}, rank_bytes=0, gpu_bytes=90 << 30))
+    assert [(check.state, check.found[:3]) for check in checks] == [("ok", "hos"), ("fail", "GPU")]
+    shared = replace(known, gpu_memory=gpus[:1])
+    assert len(list(memory_checks(HOSTS, {"a": shared}, rank_bytes=0, gpu_bytes=90 << 30))) == 1
+
+
+def test_infiniband_that_nccl_cannot_use(here: HostDetails) -> None:
+    hosts = {
+        f"{has_devices} {has_library}": replace(here, has_infiniband=has_devices, has_ibverbs=has_library)
+        for has_devices in (False, True)
+        for has_library in (False, True)
+    }
+    assert _states(infiniband_checks(hosts)) == {"True False": "warn"}
 
 
 def test_clocks_are_blamed_for_no_more_than_the_round_trip_leaves() -> None:

@@ -35,6 +35,28 @@ MORE = [
     Cell("llama", 3, 2, packing=True, precision="bf16", reduces_once=True),
 ]
 """Whose bytes are compared with arithmetic alone (ds_finetune/estimate/traffic.py)."""
+_NOT_KEPT = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
+WITH_OPTIONS: dict[str, tuple[Cell, dict[str, Any]]] = {
+    "weights gathered again": (Cell("llama", 3, 2, packing=True), _NOT_KEPT),
+    "LoRA": (Cell("llama", 1, 2, packing=True, has_lora=True), {}),
+    "LoRA, ZeRO-3": (Cell("llama", 3, 2, packing=True, has_lora=True), {}),
+    "LoRA, tp 2": (Cell("llama", 1, 2, packing=True, has_lora=True, tp=2), {}),
+    "LoRA, latent attention, tp 2": (Cell("deepseek_v3", 1, 2, packing=True, has_lora=True, tp=2), {}),
+    "LoRA, sp 2": (Cell("llama", 1, 2, packing=True, has_lora=True, sp=2), {}),
+    "LoRA, ep 2": (Cell("deepseek_v3", 1, 2, packing=True, has_lora=True, ep=2), {}),
+    "tied, pp 2": (Cell("qwen2", 1, 2, packing=True, pp=2), {}),
+    "tied, LoRA, pp 2": (Cell("qwen2", 1, 2, packing=True, has_lora=True, pp=2), {}),
+    "vpp 2": (Cell("llama_deep", 1, 2, packing=True, pp=2, vpp=2), {}),
+}
+"""The same, with what is added to `zero_optimization`, by name."""
+
+
+def options_tree(cell: Cell, options: dict[str, Any], model: Path, out: Path, *, ranks: int) -> dict[str, Any]:
+    """The run file of a cell with options."""
+    tree = run_tree(cell, model, out, dp=ranks // cell.sharing)
+    tree["deepspeed"]["zero_optimization"] |= options
+    tree["inexact"] = ["hierarchical_partition"] if "zero_hpz_partition_size" in options else []
+    return tree
 
 
 def main() -> None:
@@ -50,6 +72,14 @@ def main() -> None:
                 if cell.ep > 1:
                     _send_all_away(engine, world.rank)
                 name = cell.name if cell in MORE else f"{cell.layout}, ZeRO-{cell.stage}"
+                found[name] = all_gather_object(_second_step(engine))
+            gc.freeze()
+        for name, (cell, options) in WITH_OPTIONS.items():
+            tree = options_tree(cell, options, folder / cell.family, folder, ranks=world.world_size)
+            config = RunConfig.model_validate(tree)
+            with start_engine(make_plan(config, world=world, device=device), model_of(config)) as engine:
+                if cell.ep > 1:
+                    _send_all_away(engine, world.rank)
                 found[name] = all_gather_object(_second_step(engine))
             gc.freeze()
         for checkpointing, overlaps in itertools.product((False, True), (True, False)):

@@ -16,6 +16,7 @@ from torch.utils.file_baton import FileBaton
 from ds_finetune.engine import build_lock
 from ds_finetune.engine.build_lock import holder_of, reported_lock
 from ds_finetune.errors import ConfigError
+from ds_finetune.hosts.processes import began_at
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="processes are read from /proc")
 OTHER = {"pid": 7, "host": "node7", "machine": "another boot pid:[1]", "started": "1"}
@@ -73,7 +74,7 @@ def test_a_process_with_the_number_of_a_dead_one_does_not_hold_its_lock(
 def test_the_holder_that_compiles_is_named_and_waited_for(tmp_path: Path, running: subprocess.Popen[bytes]) -> None:
     """It is killed, as a run is that somebody ends, and the lock is taken over."""
     lock, said = tmp_path / "lock", []
-    lock.write_text(_record(pid=running.pid, started=build_lock._started(running.pid)))
+    lock.write_text(_record(pid=running.pid, started=began_at(running.pid)))
 
     def say(text: str) -> None:
         said.append(text)

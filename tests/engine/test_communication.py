@@ -20,7 +20,7 @@ from ds_finetune.model.parallel.pipeline import build_meta_model
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.selftest.cells import PACKED_ROWS, ROW_LEN, TINY_MODELS, Cell, hf_config, run_tree
 from ds_finetune.world import World
-from tests.engine.communication_worker import CELLS, MORE
+from tests.engine.communication_worker import CELLS, MORE, WITH_OPTIONS, options_tree
 from tests.running import start, torchrun
 
 TOKENS, HIDDEN, LAYERS, FP32, FORWARDS = PACKED_ROWS * ROW_LEN, 32, 2, 4, 2
@@ -45,7 +45,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the worker wrote, all layouts of one launch."""
     folder = tmp_path_factory.mktemp("communication")
     torch.manual_seed(11)
-    for family in ("llama", "deepseek_v3"):
+    for family in ("llama", "deepseek_v3", "qwen2", "llama_deep"):
         AutoModelForCausalLM.from_config(hf_config(family)).float().save_pretrained(folder / family)
     worker = Path(__file__).with_name("communication_worker.py")
     done = start(torchrun(str(worker), str(folder), str(folder / "found.json")))
@@ -117,8 +117,19 @@ def test_shared_experts_beside_the_exchange_change_no_bit(found: dict[str, Any],
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("cell", [*CELLS, *MORE], ids=lambda cell: cell.name)
 def test_bytes_are_those_of_the_estimate(found: dict[str, Any], cell: Cell, rank: int) -> None:
-    measured = found[cell.name if cell in MORE else f"{cell.layout}, ZeRO-{cell.stage}"][rank]
-    config = RunConfig.model_validate(run_tree(cell, Path("m"), Path("o"), dp=2 // cell.sharing))
+    name = cell.name if cell in MORE else f"{cell.layout}, ZeRO-{cell.stage}"
+    _compare(found[name][rank], run_tree(cell, Path("m"), Path("o"), dp=2 // cell.sharing), cell, rank)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("name", WITH_OPTIONS)
+def test_bytes_with_options_are_those_of_the_estimate(found: dict[str, Any], name: str, rank: int) -> None:
+    cell, options = WITH_OPTIONS[name]
+    _compare(found[name][rank], options_tree(cell, options, Path("m"), Path("o"), ranks=2), cell, rank)
+
+
+def _compare(measured: dict[str, Any], tree: dict[str, Any], cell: Cell, rank: int) -> None:
+    config = RunConfig.model_validate(tree)
     plan = make_plan(config, world=World(rank, 2, rank, 2, "a test"), device="cpu")
     rows = RowShape(ROW_LEN, measured["supervised"] / PACKED_ROWS, (ROW_LEN,))
     work = Work(config, plan, TINY_MODELS[cell.family], rows)

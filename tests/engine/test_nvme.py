@@ -1,6 +1,5 @@
 """Parameters and optimizer states on NVMe: streamed weights reach the disk, and the steps equal those in memory."""
 
-import json
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 
 from ds_finetune.model.build import build_skeleton, read_hf_config
 from ds_finetune.model.weights import initialise_weights
+from tests.json_files import change_json
 from tests.running import build_ops, metrics, start, tiny_task, torchrun
 
 WIDE = {"hidden_size": 512, "intermediate_size": 1536, "moe_intermediate_size": 512}
@@ -36,7 +36,7 @@ def _wide_task(folder: Path, zero: dict[str, Any]) -> Path:
         folder, deepspeed={"zero_optimization": zero}, model={"path": str(folder / "model"), "weights": "load"}
     )
     written = folder / "model" / "config.json"
-    written.write_text(json.dumps(json.loads(written.read_text()) | WIDE))
+    change_json(written, WIDE)
     model = build_skeleton(read_hf_config(str(folder / "model")), attention="sdpa", dtype=torch.float32, device="cpu")
     initialise_weights(model, seed=3)
     model.save_pretrained(folder / "model")

@@ -74,6 +74,14 @@ def test_products_take_their_flops_over_what_the_peak_gives() -> None:
     assert 0.4 < found.mfu < 0.8
 
 
+def test_frozen_weights_count_four_flops() -> None:
+    frozen = estimate(lora={"rank": 8})
+    products = Shape.of(DENSE).flops_per_token(0)
+    attention = Shape.of(DENSE).flops_per_token(SEQ) - products
+    assert frozen.mfu == pytest.approx(frozen.tokens_per_second * (products * 2 / 3 + attention) / 989e12)
+    assert 0.4 < frozen.mfu < 0.8
+
+
 @pytest.mark.parametrize(("precision", "peak"), [("bf16", 989e12), ("fp32", 67e12)])
 def test_peaks_are_those_of_the_precision(precision: str, peak: float) -> None:
     found = estimate(train={"precision": precision})
@@ -159,6 +167,19 @@ def test_experts_of_other_ranks_cost_exchanges() -> None:
     assert found.parts["rows over ep"] > 0
     assert found.parts["routed experts"] > found.parts["shared experts"] > 0
     assert any("divided evenly over routed experts" in text for text in found.assumptions)
+
+
+def test_rows_to_experts_are_hidden_beside_shared_experts_alone() -> None:
+    slow = replace(H100, accelerator=replace(H100.accelerator, intra_node_bytes_per_s=40e9))
+    found = estimate(SPARSE, ranks=8, machine=slow, parallel={"ep": 8})
+    without = replace(slow, efficiency=replace(slow.efficiency, hidden=0.0))
+    whole = estimate(SPARSE, ranks=8, machine=without, parallel={"ep": 8})
+    # One way of the exchange waits for nothing but them, and the other for nothing.
+    hidden = whole.parts["rows over ep"] - found.parts["rows over ep"]
+    assert hidden == pytest.approx(
+        min(0.8 * found.parts["shared experts"], 0.4 * whole.parts["rows over ep"]), rel=0.02
+    )
+    assert found.parts["rows over ep"] > whole.parts["rows over ep"] / 2
 
 
 def test_references_and_teachers_add_a_forward(tmp_path: Path) -> None:

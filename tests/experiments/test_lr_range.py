@@ -9,18 +9,10 @@ import pytest
 import yaml
 
 from ds_finetune.errors import ConfigError, OutputError, RunError
-from ds_finetune.experiments import places
-from ds_finetune.experiments.lr_range import LrRange, RangeRequest, evaluate, run_range_test, smooth
+from ds_finetune.experiments.lr_range import LrRange, RangeRequest, evaluate, run_range_test
 from ds_finetune.experiments.pages import write_range_page
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_range.py")))
-
-
-@pytest.fixture(autouse=True)
-def fake_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs are stood in for by a program without torch."""
-    monkeypatch.setattr(places, "_PROGRAM", FAKE)
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
 
 
 def run_test(folder: Path, **keys: object) -> LrRange:
@@ -69,11 +61,6 @@ def test_noise_of_the_first_steps_is_no_fall() -> None:
     losses[40:] = 3.0
     found = evaluate(rates, losses, is_diverged=False)
     assert rates[30] <= found.steepest <= rates[45]
-
-
-def test_smoothing_has_no_weight_of_a_beginning_at_zero() -> None:
-    assert smooth(np.full(5, 3.0)) == pytest.approx(np.full(5, 3.0))
-    assert smooth(np.array([1.0, 2.0])) == pytest.approx([1.0, (0.9 * 0.1 + 0.2) / 0.19])
 
 
 def test_wrong_requests_are_refused_and_failed_runs_reported(tmp_path: Path) -> None:

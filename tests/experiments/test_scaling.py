@@ -9,18 +9,10 @@ import pytest
 import yaml
 
 from ds_finetune.errors import ConfigError, OutputError, RunError
-from ds_finetune.experiments import places
 from ds_finetune.experiments.pages import write_scaling_page
 from ds_finetune.experiments.scaling import Comparison, ScalingRequest, compare_scaling, largest_difference
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_scaling.py")))
-
-
-@pytest.fixture(autouse=True)
-def fake_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs are stood in for by a program without torch."""
-    monkeypatch.setattr(places, "_PROGRAM", FAKE)
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
 
 
 def compare(folder: Path, **keys: object) -> Comparison:

@@ -26,13 +26,6 @@ FAKE = (sys.executable, str(Path(__file__).with_name("fake_program.py")))
 LR = {"low": 1e-5, "high": 0.1, "log": True}
 
 
-@pytest.fixture(autouse=True)
-def fake_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs are stood in for by a program without torch; `test_real_runs` undoes it."""
-    monkeypatch.setattr(places, "_PROGRAM", FAKE)
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-
-
 def sweep_of(folder: Path, run: Mapping[str, Any] | None = None, **keys: object) -> SweepConfig:
     """A sweep over the learning rate, with `keys` set, and `run` added to its run file."""
     tree: dict[str, Any] = {

@@ -15,6 +15,7 @@ from ds_finetune.errors import ExportError, ModelError
 from ds_finetune.export.adapter import CONFIG, WEIGHTS
 from ds_finetune.export.from_checkpoint import export_checkpoint
 from ds_finetune.model.weights import weights_digest
+from tests.json_files import change_json
 from tests.lora_twin import adapted, base_model, named_in, write_adapter_of
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
@@ -123,7 +124,7 @@ def test_a_base_with_fused_names_is_merged_too_and_its_bias_stays_fp32(folder: P
 
 def _change_config(folder: Path, **values: Any) -> None:
     file = folder / "adapter" / CONFIG
-    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+    change_json(file, values)
 
 
 def _change_tensors(folder: Path, change: Any) -> None:

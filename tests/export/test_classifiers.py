@@ -2,15 +2,11 @@
 
 import json
 import shutil
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -27,8 +23,7 @@ from ds_finetune.export.adapter import AdapterBase, write_adapter
 from ds_finetune.export.classifier_tokenizer import check_tokenizer, fit_tokenizer
 from ds_finetune.export.folder import TOKENIZER_FILES, FolderParts, write_folder
 from ds_finetune.export.from_checkpoint import export_checkpoint
-from ds_finetune.export.verify.record import Digest, ExportRecord, classifier_prompts
-from ds_finetune.export.verify.tensors import digest_of, read_tensor_table
+from ds_finetune.export.verify.record import ExportRecord, classifier_prompts
 from ds_finetune.export.verify.verify import VerificationResult, verify_exports
 from ds_finetune.families.table import family_of
 from ds_finetune.model.adapter_names import is_adapter
@@ -36,9 +31,10 @@ from ds_finetune.model.build import whole
 from ds_finetune.model.lora import AdapterPlacement, factors_of, install_lora
 from ds_finetune.model.lora_plan import plan_lora
 from ds_finetune.model.score_config import set_padding_token
-from ds_finetune.trainer.run_dir import read_json
 from tests.export.classifiers import BOS, CLASSES, EOS, PAD, TEXTS, classifier, write_tokenizer
+from tests.export.rewriting import rewrite
 from tests.export.test_folder import specs_of, tensors_of
+from tests.json_files import change_json, read_json
 
 DECODERS = ("llama", "qwen2", "deepseek_v3")
 
@@ -100,20 +96,8 @@ def exported(folder: Path, *, family: str = "qwen2", dtype: torch.dtype = torch.
     return folder / "out"
 
 
-def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
-    """Change the tensors of a folder, and its record so that their bytes are as expected."""
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    held = read_tensor_table(folder)
-    data = {key: np.memmap(at.file, dtype=np.uint8, mode="r") for key, at in held.items()}
-    lengths = {key: Digest(((tensor.numel(), 1),), "") for key, tensor in tensors.items()}
-    digests = {key: digest_of(data[key], held[key], like=lengths[key]) for key in held}
-    replace(ExportRecord.read(folder), digests=digests).write(folder)
-
-
 def change_config(folder: Path, **values: object) -> None:
-    (folder / "config.json").write_text(json.dumps(read_json(folder / "config.json") | values))
+    change_json(folder / "config.json", values)
 
 
 def _swap_classes(tensors: dict[str, torch.Tensor]) -> None:

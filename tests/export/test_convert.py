@@ -17,7 +17,7 @@ from ds_finetune.export.folder import FolderParts
 from ds_finetune.export.source import fit_source, read_model_spec
 from ds_finetune.families.table import family_of
 from ds_finetune.model.names import hub_pieces
-from ds_finetune.trainer.run_dir import read_json
+from tests.json_files import read_json
 from tests.model.test_weights import published
 from tests.model.tiny import CONFIGS
 from tests.running import start

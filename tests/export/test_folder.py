@@ -13,8 +13,8 @@ from ds_finetune.errors import ExportError
 from ds_finetune.export.folder import FolderParts, write_folder
 from ds_finetune.families.table import family_of
 from ds_finetune.model.names import hub_pieces
-from ds_finetune.trainer.run_dir import read_json
 from ds_finetune.units import parse_bytes
+from tests.json_files import read_json
 from tests.model.test_weights import published
 from tests.model.tiny import CONFIGS
 

@@ -9,17 +9,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_finetune.export.from_checkpoint import export_checkpoint
 from ds_finetune.export.verify import plain_transformers
 from ds_finetune.export.verify.record import UNVERIFIED, ExportRecord, sampled_logits
-from ds_finetune.export.verify.tensors import digest_of, read_tensor_table
 from ds_finetune.export.verify.verify import VerificationResult, verify_exports
+from tests.export.rewriting import rewrite
 from tests.model.fp8_folder import V3, decoded, dequantised, in_fp8, is_published_in_fp8, master, publish, read_all
 from tests.model.test_weights import published
 
@@ -41,23 +39,6 @@ def _exported(bf16: Path, out: Path) -> Path:
     return out
 
 
-def _rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    """Change the tensors of a folder, and write a record that says they were exported so."""
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    record, held = ExportRecord.read(folder), read_tensor_table(folder)
-    data = {key: np.memmap(at.file, dtype=np.uint8, mode="r") for key, at in held.items()}
-    replace(
-        record,
-        digests={
-            key: digest_of(data[key], held[key], like=digest)
-            for key, digest in (record.digests or {}).items()
-            if key in held
-        },
-    ).write(folder)
-
-
 def _swap_gate_and_up(tensors: dict[str, torch.Tensor]) -> None:
     for name in list(tensors):
         if "gate_proj" in name:
@@ -71,8 +52,8 @@ def _invert_scales(tensors: dict[str, torch.Tensor]) -> None:
 
 
 WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
-    "gate for up": (lambda f: _rewrite(f, _swap_gate_and_up), "of the largest at nine tenths of the positions"),
-    "inverse scales": (lambda f: _rewrite(f, _invert_scales), "all logits are zero"),
+    "gate for up": (lambda f: rewrite(f, _swap_gate_and_up), "of the largest at nine tenths of the positions"),
+    "inverse scales": (lambda f: rewrite(f, _invert_scales), "all logits are zero"),
     "another rope": (
         lambda f: (f / "config.json").write_text(
             json.dumps({k: v for k, v in V3.items() if k != "rope_scaling"} | {"rope_theta": 50})
@@ -80,11 +61,11 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
         "of the largest at nine tenths of the positions",
     ),
     "a scale less": (
-        lambda f: _rewrite(f, lambda t: t.pop(SCALE)),
+        lambda f: rewrite(f, lambda t: t.pop(SCALE)),
         f"plain transformers does not load it: exit code 1: KeyError: '{SCALE}'",
     ),
     "a weight less": (
-        lambda f: _rewrite(f, lambda t: (t.pop(SCALE), t.pop(SCALE.removesuffix("_scale_inv")))),
+        lambda f: rewrite(f, lambda t: (t.pop(SCALE), t.pop(SCALE.removesuffix("_scale_inv")))),
         f"plain transformers misses 1 tensors: {SCALE.removesuffix('_scale_inv')}",
     ),
 }

@@ -3,7 +3,6 @@
 Every kind of wrong folder is found.
 """
 
-import json
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -25,12 +24,13 @@ from ds_finetune.export.folder import FolderParts, has_same_weights, link_folder
 from ds_finetune.export.interruption import SignalInterruption
 from ds_finetune.export.verify.logits import deviations
 from ds_finetune.export.verify.record import RECORD, UNVERIFIED, Digest, ExportRecord, fixed_prompts, sampled_logits
-from ds_finetune.export.verify.tensors import digest_of, in_ranges, read_tensor_table
+from ds_finetune.export.verify.tensors import in_ranges, read_tensor_table
 from ds_finetune.export.verify.verify import VerificationResult, verify_exports
 from ds_finetune.families.table import family_of
 from ds_finetune.trainer.exports import verify_run_exports
-from ds_finetune.trainer.run_dir import read_json
+from tests.export.rewriting import rewrite
 from tests.export.test_folder import specs_of, tensors_of
+from tests.json_files import change_json, read_json
 from tests.model.test_weights import published
 from tests.running import tiny_task
 
@@ -74,20 +74,7 @@ def _exported(
 
 
 def _change_config(folder: Path, **values: object) -> None:
-    (folder / "config.json").write_text(json.dumps(read_json(folder / "config.json") | values))
-
-
-def _rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None], *, hide: bool) -> None:
-    """Change the tensors of a folder of one file; with `hide` its record says that they were exported so."""
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    if hide:
-        record = ExportRecord.read(folder)
-        held = read_tensor_table(folder)
-        data = {key: np.memmap(at.file, dtype=np.uint8, mode="r") for key, at in held.items()}
-        whole = {key: Digest(((tensor.numel(), 1),), "") for key, tensor in tensors.items()}
-        replace(record, digests={key: digest_of(data[key], held[key], like=whole[key]) for key in held}).write(folder)
+    change_json(folder / "config.json", values)
 
 
 def _swap_gate_and_up(tensors: dict[str, torch.Tensor]) -> None:
@@ -129,12 +116,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, VerificationR
     _change_config(
         spoilt("another rope in bf16", rounded), rope_parameters={"rope_theta": 100.0, "rope_type": "default"}
     )
-    _rewrite(spoilt("gate for up", whole), _swap_gate_and_up, hide=True)
-    _rewrite(spoilt("a bit", whole), _last_bit, hide=False)
+    rewrite(spoilt("gate for up", whole), _swap_gate_and_up)
+    rewrite(spoilt("a bit", whole), _last_bit, hide=False)
     with (spoilt("cut short", whole) / "model.safetensors").open("r+b") as file:
         file.truncate(50_000)
-    _rewrite(spoilt("a tensor less", whole), _drop_norm, hide=True)
-    _rewrite(spoilt("NaN", whole), _put_nan, hide=True)
+    rewrite(spoilt("a tensor less", whole), _drop_norm)
+    rewrite(spoilt("NaN", whole), _put_nan)
     return dict(zip(folders, verify_exports(list(folders.values())), strict=True))
 
 

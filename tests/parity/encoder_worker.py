@@ -2,33 +2,18 @@
 steps of encoders on labelled texts, in each cell.
 """
 
-import gc
-import json
-import os
-import sys
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
 import numpy as np
-import torch
 
-from ds_finetune.cli.main import exit_process
-from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.batches import Batch, BatchPlan, eval_batches, training_batches
 from ds_finetune.data.rows import Row, RowDocuments
-from ds_finetune.engine.default_group import process_group
-from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.engine import Engine
-from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.labels import IGNORE_INDEX
-from ds_finetune.model.build import read_hf_config
-from ds_finetune.model.model_plan import plan_model
-from ds_finetune.plan.plan import Plan, make_plan
-from ds_finetune.selftest.steps import first_moments
-from ds_finetune.world import World
+from ds_finetune.plan.plan import Plan
+from ds_finetune.selftest.steps import batch_plan, first_moments
+from tests.parity.serving import Launched, serve
 
 STEPS, LR, BETAS = 3, 1e-3, (0.9, 0.95)
 ROW_LEN, LABELS, TEXTS = 36, 3, 14
@@ -94,12 +79,13 @@ def _row(numbers: list[int]) -> Row:
     return Row(ids, positions, np.full(len(ids), IGNORE_INDEX, dtype=np.int32), 0, documents)
 
 
-def run_cell(cell: EncoderCell, models: Path, out: Path, world: World) -> dict[str, Any]:
+def run(tree: dict[str, Any], launched: Launched) -> tuple[str, dict[str, Any]]:
     """Losses, norms, gradients of the first step, and scores of the texts after the last step."""
-    every, share = rows(packing=cell.packing), world.world_size * cell.accumulation
+    cell, ranks = EncoderCell(**tree), launched.world.world_size
+    every, share = rows(packing=cell.packing), ranks * cell.accumulation
     size = -(-len(every) // share)
-    tree = {
-        "model": str(models / cell.model),
+    run_file = {
+        "model": str(launched.models / cell.model),
         "objective": {"name": "classification", "num_labels": LABELS},
         "data": {"train": "none.jsonl", "packing": cell.packing, "shuffle": False},
         "deepspeed": {"zero_optimization": {"stage": cell.stage, "stage3_param_persistence_threshold": 40}},
@@ -113,14 +99,10 @@ def run_cell(cell: EncoderCell, models: Path, out: Path, world: World) -> dict[s
             "activation_checkpointing": cell.checkpointing,
         },
         "optim": {"name": "AdamW", "lr": LR, "betas": list(BETAS), "weight_decay": 0.0},
-        "output_dir": str(out),
+        "output_dir": str(launched.out),
     }
-    config = RunConfig.model_validate(tree)
-    hf_config = read_hf_config(config.model.path, task="sequence_classification")
-    model = plan_model(hf_config, config)
-    plan = make_plan(config, world=world, device=choose_device())
-    with start_engine(plan, model) as engine:
-        return _take_steps(engine, plan, every)
+    with launched.engine(run_file) as engine:
+        return f"{cell.name}-world={ranks}", _take_steps(engine, engine.plan, every)
 
 
 def _take_steps(engine: Engine, plan: Plan, every: list[Row]) -> dict[str, Any]:
@@ -141,33 +123,9 @@ def _batch(every: list[Row], plan: Plan) -> Batch:
 
 
 def _batch_plan(plan: Plan) -> BatchPlan:
-    return BatchPlan(
-        global_batch_size=plan.batch.global_batch_size,
-        micro_batch_size=plan.batch.micro_batch_size,
-        rank=plan.mesh.place("dp"),
-        dp=plan.dp,
-        seed=0,
-        shuffle=False,
-        pad_token_id=1,
-        row_len=ROW_LEN if plan.batch.is_packed else None,
-        documents_per_unit=1,
-        separates_padding=True,
-    )
-
-
-def main() -> None:
-    """Run every cell; rank zero writes the results."""
-    models, out, cells = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(Path(sys.argv[3]).read_text())
-    world, device = World.from_environment(os.environ), choose_device()
-    with process_group(world, device):
-        for number, cell in enumerate(EncoderCell(**tree) for tree in cells):
-            found = run_cell(cell, models, out, world)
-            if world.rank == 0:
-                torch.save(found, out / f"{cell.name}-world={world.world_size}.pt")
-            if number == 0:
-                gc.freeze()
+    row_len = ROW_LEN if plan.batch.is_packed else None
+    return replace(batch_plan(plan), pad_token_id=1, row_len=row_len, documents_per_unit=1, separates_padding=True)
 
 
 if __name__ == "__main__":
-    main()
-    exit_process()
+    serve(run)

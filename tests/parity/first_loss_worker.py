@@ -8,8 +8,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
 import torch
 
 from ds_finetune.cli.main import exit_process

@@ -3,52 +3,28 @@
 Started by the tests as `torchrun --nproc-per-node N indexer_worker.py MODELS_DIR OUT_DIR LAYOUTS.json`.
 """
 
-import gc
-import json
-import os
-import sys
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-import torch
-
-from ds_finetune.cli.main import exit_process
-from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.batches import eval_batches, training_batches
-from ds_finetune.engine.default_group import process_group
-from ds_finetune.engine.devices import choose_device
-from ds_finetune.engine.start_engine import start_engine
-from ds_finetune.plan.plan import make_plan
 from ds_finetune.selftest.cells import Cell, rows
-from ds_finetune.selftest.steps import _gradients, batch_plan
-from ds_finetune.world import World
+from ds_finetune.selftest.steps import batch_plan, first_gradients
 from tests.parity.indexer_cells import LR, STEPS, IndexerLayout, indexer_tree
-from tests.planning import model_of
+from tests.parity.serving import Launched, serve
 
 
-def main() -> None:
-    """Run every layout; rank zero writes the results."""
-    models, out, given = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(Path(sys.argv[3]).read_text())
-    world, device = World.from_environment(os.environ), choose_device()
-    with process_group(world, device):
-        for number, tree in enumerate(given):
-            layout = IndexerLayout(**tree | {"cell": Cell(**tree["cell"])})
-            run_file = indexer_tree(layout, models / layout.cell.family, out)
-            found = _run(run_file, world, device)
-            if layout.is_compared:
-                found["frozen"] = _run(run_file | {"indexer": {}}, world, device)["weights"]
-            if world.rank == 0:
-                torch.save(found, out / f"{layout.name}.pt")
-            if number == 0:
-                gc.freeze()
+def run(tree: dict[str, Any], launched: Launched) -> tuple[str, dict[str, Any]]:
+    """The first steps of a layout, and where they are compared its weights without training indexers."""
+    layout = IndexerLayout(**tree | {"cell": Cell(**tree["cell"])})
+    run_file = indexer_tree(layout, launched.models / layout.cell.family, launched.out)
+    found = _run(run_file, launched)
+    if layout.is_compared:
+        found["frozen"] = _run(run_file | {"indexer": {}}, launched)["weights"]
+    return layout.name, found
 
 
-def _run(tree: dict[str, Any], world: World, device: str) -> dict[str, Any]:
-    config = RunConfig.model_validate(tree)
+def _run(run_file: dict[str, Any], launched: Launched) -> dict[str, Any]:
     found: dict[str, Any] = {"metrics": [], "norms": []}
-    with start_engine(make_plan(config, world=world, device=device), model_of(config)) as engine:
+    with launched.engine(run_file) as engine:
         plan, every = batch_plan(engine.plan), rows(engine.plan.batch.is_packed)
         evaluated = engine.evaluate(eval_batches(every, plan))
         assert evaluated is not None
@@ -58,11 +34,10 @@ def _run(tree: dict[str, Any], world: World, device: str) -> dict[str, Any]:
             result = engine.step(batch, lr=LR)
             found["metrics"].append(dict(result.metrics))
             found["norms"].append(result.grad_norm)
-            if step == 0 and config.train.precision == "fp32":
-                found["gradients"] = _gradients(engine)
+            if step == 0 and engine.plan.precision == "fp32":
+                found["gradients"] = first_gradients(engine)
         return found | {"weights": {name: tensor.clone() for name, tensor in engine.tensors() if tensor is not None}}
 
 
 if __name__ == "__main__":
-    main()
-    exit_process()
+    serve(run)

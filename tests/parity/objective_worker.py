@@ -3,53 +3,29 @@
 Started by the tests as `torchrun --nproc-per-node N objective_worker.py MODELS_DIR OUT_DIR LAYOUTS.json`.
 """
 
-import gc
-import json
-import os
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 
-from ds_finetune.cli.main import exit_process
-from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.batches import Batch, BatchPlan, MicroBatch, eval_baseline, eval_batches, training_batches
 from ds_finetune.data.rows import Row
-from ds_finetune.engine.default_group import process_group
-from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.engine import Engine
-from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.model.loss import LossHead
 from ds_finetune.objectives.objective import Objective
 from ds_finetune.objectives.table import make_objective
-from ds_finetune.plan.plan import make_plan
 from ds_finetune.selftest.cells import Cell
 from ds_finetune.selftest.reference_loop import BETAS
-from ds_finetune.selftest.steps import _gradients, batch_plan
-from ds_finetune.world import World
+from ds_finetune.selftest.steps import batch_plan, first_gradients
 from tests.parity.objective_cells import LR, OBJECTIVES, Layout, layout_tree, mismatched, reference_of, rows, section
-from tests.planning import model_of
+from tests.parity.serving import Launched, serve
 
 
-def main() -> None:
-    """Run every layout; rank zero writes the results."""
-    models, out, given = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(Path(sys.argv[3]).read_text())
-    world, device = World.from_environment(os.environ), choose_device()
-    with process_group(world, device):
-        for number, tree in enumerate(given):
-            layout = Layout(**tree | {"cell": Cell(**tree["cell"])})
-            config = RunConfig.model_validate(layout_tree(layout, models / layout.cell.family, out))
-            with start_engine(make_plan(config, world=world, device=device), model_of(config)) as engine:
-                found = _run(engine, layout)
-            if world.rank == 0:
-                torch.save(found, out / f"{layout.name}.pt")
-            if number == 0:
-                # What was imported is looked through no more: ZeRO-3 collects garbage at each start.
-                gc.freeze()
+def run(tree: dict[str, Any], launched: Launched) -> tuple[str, dict[str, Any]]:
+    """An evaluation and a step of each objective in a layout."""
+    layout = Layout(**tree | {"cell": Cell(**tree["cell"])})
+    with launched.engine(layout_tree(layout, launched.models / layout.cell.family, launched.out)) as engine:
+        return layout.name, _run(engine, layout)
 
 
 def _run(engine: Engine, layout: Layout) -> dict[str, Any]:
@@ -59,7 +35,7 @@ def _run(engine: Engine, layout: Layout) -> dict[str, Any]:
         # After one step the second factors are no longer zeros.
         _set_objective(engine, objective)
         engine.step(_batch(engine, objective), lr=LR)
-        moments = _gradients(engine)
+        moments = first_gradients(engine)
         found["adapters"] = {name: tensor.clone() for name, tensor in engine.adapters() if tensor is not None}
     for number in layout.objectives:
         objective = make_objective(section(OBJECTIVES[number]))
@@ -68,7 +44,7 @@ def _run(engine: Engine, layout: Layout) -> dict[str, Any]:
         _set_objective(engine, objective)
         results = _results(engine, objective)
         # Adam's first moment is the running mean of the gradients of all steps.
-        moments, before = _gradients(engine), moments
+        moments, before = first_gradients(engine), moments
         gradients = {name: moment - BETAS[0] * before.get(name, 0) for name, moment in moments.items()}
         found["objectives"].append(results | {"gradients": gradients})
     plan = replace(batch_plan(engine.plan), documents_per_unit=2)
@@ -123,5 +99,4 @@ def _refer(micro: MicroBatch) -> MicroBatch:
 
 
 if __name__ == "__main__":
-    main()
-    exit_process()
+    serve(run)

@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
 import numpy as np
 import torch
 
@@ -25,7 +23,7 @@ from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.selftest.reference_loop import BETAS
-from ds_finetune.selftest.steps import _gradients, batch_plan
+from ds_finetune.selftest.steps import batch_plan, first_gradients
 from ds_finetune.world import World
 from tests.planning import model_of
 
@@ -114,7 +112,7 @@ def _step(engine: Engine, rows: PreparedRows) -> dict[str, Any]:
         "supervised": result.num_supervised_tokens,
         "eval": evaluated.loss,
     }
-    return found | {"gradients": _gradients(engine)}
+    return found | {"gradients": first_gradients(engine)}
 
 
 if __name__ == "__main__":

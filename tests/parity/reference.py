@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
@@ -17,13 +17,20 @@ from ds_finetune.selftest.cells import Cell
 from tests.parity.optimizers import plain_optimizer
 from tests.running import start, torchrun
 
-WORKER = Path(__file__).with_name("worker.py")
 ACCELERATOR = os.environ.get("DS_ACCELERATOR", "cpu")
 WORLDS = (1, 2) if ACCELERATOR == "cpu" or torch.cuda.device_count() > 1 else (1,)
-
+_SECONDS = int(os.environ.get("CELL_TIMEOUT", "3600"))
 
 Run = tuple[Cell, int]
 """A cell and the number of ranks it is run on."""
+
+
+class Named(Protocol):
+    """A layout whose name is the id of its test."""
+
+    @property
+    def name(self) -> str:
+        """A name for files and test ids."""
 
 
 def runs_of(cells: Sequence[Cell], worlds: Sequence[int] = WORLDS) -> list[Run]:
@@ -31,18 +38,34 @@ def runs_of(cells: Sequence[Cell], worlds: Sequence[int] = WORLDS) -> list[Run]:
     return [(cell, world) for cell in cells for world in worlds if is_for(cell, world)]
 
 
-def run_cells(runs: Sequence[Run], models: Path, out: Path, *, environ: Mapping[str, str] | None = None) -> Path:
-    """Run all cells, one launch for each number of ranks; returns the folder `out` of the results."""
-    for world in sorted({world for _, world in runs}):
-        (out / "cells.json").write_text(json.dumps([asdict(cell) for cell, ranks in runs if ranks == world]))
-        seconds = int(os.environ.get("CELL_TIMEOUT", "1500"))
-        done = start(
-            torchrun(str(WORKER), str(models), str(out), str(out / "cells.json"), ranks=world),
-            environ,
-            timeout=seconds,
-        )
+def ids_of(runs: Iterable[tuple[Named, int]]) -> list[str]:
+    """Names of runs as parameters of tests."""
+    return [f"{one.name}-{world}" for one, world in runs]
+
+
+def launch(
+    worker: str,
+    runs: Iterable[tuple[object, int]],
+    models: Path,
+    out: Path,
+    *arguments: str,
+    environ: Mapping[str, str] | None = None,
+) -> Path:
+    """Let the file `worker` of this folder run dataclasses, each on a number of ranks, by one launch for each number;
+    returns the folder `out` of the results.
+    """
+    given, chosen = out / "given.json", list(runs)
+    for world in sorted({ranks for _, ranks in chosen}):
+        given.write_text(json.dumps([asdict(one) for one, ranks in chosen if ranks == world]))  # type: ignore[call-overload]
+        program = [str(Path(__file__).with_name(worker)), str(models), str(out), str(given), *arguments]
+        done = start(torchrun(*program, ranks=world), environ, timeout=_SECONDS)
         assert done.returncode == 0, done.stderr[-9000:]
     return out
+
+
+def run_cells(runs: Sequence[Run], models: Path, out: Path, *, environ: Mapping[str, str] | None = None) -> Path:
+    """Run all cells, one launch for each number of ranks; returns the folder `out` of the results."""
+    return launch("worker.py", runs, models, out, environ=environ)
 
 
 def is_for(cell: Cell, world: int) -> bool:
@@ -52,14 +75,6 @@ def is_for(cell: Cell, world: int) -> bool:
         and world // (cell.tp * cell.pp) % cell.ep == 0
         and (world > cell.sharing or cell.start == 0)
     )
-
-
-class Named(Protocol):
-    """A layout whose name is the id of its test."""
-
-    @property
-    def name(self) -> str:
-        """A name for files and test ids."""
 
 
 Layout = TypeVar("Layout", bound=Named)

@@ -3,45 +3,22 @@
 Started by the tests as `torchrun --nproc-per-node N score_worker.py MODELS_DIR OUT_DIR CELLS.json`.
 """
 
-import gc
-import json
-import os
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import torch
-
-from ds_finetune.cli.main import exit_process
-from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.batches import BatchPlan, eval_batches, training_batches
-from ds_finetune.engine.default_group import process_group
-from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.engine import Engine
-from ds_finetune.engine.start_engine import start_engine
-from ds_finetune.plan.plan import make_plan
 from ds_finetune.selftest.reference_loop import LR
-from ds_finetune.selftest.steps import _gradients, batch_plan
-from ds_finetune.world import World
+from ds_finetune.selftest.steps import batch_plan, first_gradients
 from tests.parity.scoring import STEPS, ScoreCell, rows
-from tests.planning import model_of
+from tests.parity.serving import Launched, serve
 
 
-def main() -> None:
-    """Run every cell; rank zero writes the results."""
-    models, out, cells = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(Path(sys.argv[3]).read_text())
-    world, device = World.from_environment(os.environ), choose_device()
-    with process_group(world, device):
-        for number, cell in enumerate(ScoreCell(**tree) for tree in cells):
-            config = RunConfig.model_validate(cell.tree(models / cell.folder, out, ranks=world.world_size))
-            plan = make_plan(config, world=world, device=device)
-            with start_engine(plan, model_of(config)) as engine:
-                found = _run(engine, cell)
-            if world.rank == 0:
-                torch.save(found, out / f"{cell.name}-world={world.world_size}.pt")
-            if number == 0:
-                gc.freeze()
+def run(tree: dict[str, Any], launched: Launched) -> tuple[str, dict[str, Any]]:
+    """Steps of a cell, and an evaluation before each."""
+    cell, ranks = ScoreCell(**tree), launched.world.world_size
+    with launched.engine(cell.tree(launched.models / cell.folder, launched.out, ranks=ranks)) as engine:
+        return f"{cell.name}-world={ranks}", _run(engine, cell)
 
 
 def _run(engine: Engine, cell: ScoreCell) -> dict[str, Any]:
@@ -57,7 +34,7 @@ def _run(engine: Engine, cell: ScoreCell) -> dict[str, Any]:
             {"metrics": dict(result.metrics), "norm": result.grad_norm, "held_out": dict(held_out.metrics)}
         )
         if step == 0:
-            found["gradients"] = _gradients(engine)
+            found["gradients"] = first_gradients(engine)
     return found
 
 
@@ -66,5 +43,4 @@ def _batch_plan(engine: Engine) -> BatchPlan:
 
 
 if __name__ == "__main__":
-    main()
-    exit_process()
+    serve(run)

@@ -1,7 +1,6 @@
 """Inputs of layers on the host change no bit, and tiled MLPs only the order of sums, in every layout."""
 
-import json
-from dataclasses import asdict, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,8 @@ import torch
 from ds_finetune.families.table import FAMILIES
 from ds_finetune.plan.combinations import TESTED_LAYOUTS, ParallelLayout
 from ds_finetune.selftest.cells import TINY_MODELS, Cell
-from tests.parity.reference import GRADIENT_TOLERANCE, LOSS_TOLERANCE, is_for
-from tests.running import start, torchrun
+from tests.parity.reference import GRADIENT_TOLERANCE, LOSS_TOLERANCE, is_for, launch
 
-WORKER = Path(__file__).with_name("activation_worker.py")
 PLAIN = ParallelLayout(frozenset(), (0, 1, 2, 3))
 FAMILY_NAMES = tuple(name for name, family in FAMILIES.items() if family.tiny_models)
 Case = tuple[Cell, bool]
@@ -67,16 +64,19 @@ def _id(case: Case) -> str:
     return f"{case[0].name}-{case[1]}"
 
 
+@dataclass(frozen=True)
+class _Given:
+    """What the worker gets of a case."""
+
+    cell: Cell
+    has_adapters: bool
+
+
 def _run(cases: list[Case], models: Path, out: Path) -> Path:
-    for world in (2, 4):
-        fitting = [case for case in cases if is_for(case[0], world) and not (world == 4 and is_for(case[0], 2))]
-        if not fitting:
-            continue
-        (out / "cells.json").write_text(json.dumps([(asdict(cell), adapters) for cell, adapters in fitting]))
-        command = torchrun(str(WORKER), str(models), str(out), str(out / "cells.json"), ranks=world)
-        done = start(command, timeout=1500)
-        assert done.returncode == 0, done.stderr[-9000:]
-    return out
+    """Each case on two ranks, or on four where it needs them."""
+    worlds = [next((world for world in (2, 4) if is_for(cell, world)), 0) for cell, _ in cases]
+    runs = [(_Given(*case), world) for case, world in zip(cases, worlds, strict=True) if world]
+    return launch("activation_worker.py", runs, models, out)
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,7 @@
 """Distillation from a live teacher and from stored scores equals a plain loop over unpadded rows, whatever the split."""
 
-import json
 from collections.abc import Hashable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,10 @@ import torch
 from ds_finetune.selftest.cells import Cell
 from tests.pairwise import each_value, pairwise
 from tests.parity.distillation import Distilled, data_parallel, plain_distillation, write_models
-from tests.parity.reference import is_for, relative
-from tests.running import start, torchrun
+from tests.parity.reference import ids_of, is_for, launch, relative
 
 FAMILIES = ("qwen2", "deepseek_v3")
 DEEP = ("qwen2_deep",)
-WORKER = Path(__file__).with_name("distill_worker.py")
 Run = tuple[Distilled, int]
 
 ALL: list[Run] = [(distilled, world) for distilled in data_parallel(FAMILIES) for world in (1, 2, 3)]
@@ -69,10 +66,6 @@ ROUNDED: list[Run] = [
 ]
 
 
-def _ids(runs: list[Run]) -> list[str]:
-    return [f"{distilled.name}-{world}" for distilled, world in runs]
-
-
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("distillation")
@@ -82,23 +75,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def results(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run_cells([*CHOSEN, *ROUNDED], folder, tmp_path_factory.mktemp("distilled"))
+    return launch("distill_worker.py", [*CHOSEN, *ROUNDED], folder, tmp_path_factory.mktemp("distilled"))
 
 
 @pytest.fixture(scope="session")
 def rest(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run_cells(REST, folder, tmp_path_factory.mktemp("distilled-rest"))
-
-
-def run_cells(runs: list[Run], folder: Path, out: Path) -> Path:
-    """Run all cells, one launch for each number of ranks; returns the folder `out` of the results."""
-    for world in sorted({world for _, world in runs}):
-        cells = [asdict(distilled) for distilled, ranks in runs if ranks == world]
-        (out / "cells.json").write_text(json.dumps(cells))
-        command = torchrun(str(WORKER), str(folder), str(out), str(out / "cells.json"), ranks=world)
-        done = start(command, timeout=1500)
-        assert done.returncode == 0, done.stderr[-9000:]
-    return out
+    return launch("distill_worker.py", REST, folder, tmp_path_factory.mktemp("distilled-rest"))
 
 
 @cache
@@ -131,19 +113,19 @@ def assert_equals_plain_loop(run: Run, folder: Path, out: Path) -> None:
     assert not {name: error for name, error in errors.items() if error > 1e-4}
 
 
-@pytest.mark.parametrize("run", CHOSEN, ids=_ids(CHOSEN))
+@pytest.mark.parametrize("run", CHOSEN, ids=ids_of(CHOSEN))
 def test_distillation_equals_plain_loop(run: Run, results: Path, folder: Path) -> None:
     assert_equals_plain_loop(run, folder, results)
 
 
-@pytest.mark.parametrize("run", ROUNDED, ids=_ids(ROUNDED))
+@pytest.mark.parametrize("run", ROUNDED, ids=ids_of(ROUNDED))
 def test_in_bf16_the_losses_differ_by_rounding_alone(run: Run, results: Path, folder: Path) -> None:
     found = torch.load(results / f"{run[0].name}-world={run[1]}.pt", weights_only=True)
     assert found["losses"] == pytest.approx(_wanted(folder, run[0])["losses"], rel=0.02)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", REST, ids=_ids(REST))
+@pytest.mark.parametrize("run", REST, ids=ids_of(REST))
 def test_other_distillation_equals_plain_loop(run: Run, rest: Path, folder: Path) -> None:
     assert_equals_plain_loop(run, folder, rest)
 

@@ -3,7 +3,6 @@ unpadded texts, whatever the split.
 """
 
 import itertools
-import json
 from collections.abc import Hashable
 from dataclasses import asdict
 from functools import cache
@@ -19,9 +18,8 @@ from ds_finetune.families.table import family_of
 from tests.model.encoders import ENCODERS, save_encoder
 from tests.pairwise import pairwise
 from tests.parity.encoder_worker import BETAS, LR, STEPS, EncoderCell, texts
-from tests.running import start, torchrun
+from tests.parity.reference import ids_of, launch
 
-WORKER = Path(__file__).with_name("encoder_worker.py")
 Run = tuple[EncoderCell, int]
 ALL: list[Run] = [
     (EncoderCell(*cell), world)
@@ -39,10 +37,6 @@ CHOSEN = pairwise(ALL, _axes)
 REST = [run for run in ALL if run not in CHOSEN]
 
 
-def _ids(runs: list[Run]) -> list[str]:
-    return [f"{cell.name}-{world}" for cell, world in runs]
-
-
 @pytest.fixture(scope="session")
 def encoders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny classifier of each kind, with biases that are not zero."""
@@ -52,23 +46,14 @@ def encoders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _run_cells(runs: list[Run], encoders: Path, out: Path) -> Path:
-    for world in sorted({world for _, world in runs}):
-        cells = out / "cells.json"
-        cells.write_text(json.dumps([asdict(cell) for cell, ranks in runs if ranks == world]))
-        done = start(torchrun(str(WORKER), str(encoders), str(out), str(cells), ranks=world), timeout=900)
-        assert done.returncode == 0, done.stderr[-9000:]
-    return out
-
-
 @pytest.fixture(scope="session")
 def results(encoders: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _run_cells(CHOSEN, encoders, tmp_path_factory.mktemp("encoder-parity"))
+    return launch("encoder_worker.py", CHOSEN, encoders, tmp_path_factory.mktemp("encoder-parity"))
 
 
 @pytest.fixture(scope="session")
 def rest(encoders: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _run_cells(REST, encoders, tmp_path_factory.mktemp("encoder-parity-rest"))
+    return launch("encoder_worker.py", REST, encoders, tmp_path_factory.mktemp("encoder-parity-rest"))
 
 
 @cache
@@ -121,12 +106,12 @@ def _check(cell: EncoderCell, world: int, out: Path, encoders: Path) -> None:
     assert result["metrics"]["accuracy"] == pytest.approx(wanted["accuracy"], abs=1e-9)
 
 
-@pytest.mark.parametrize(("cell", "world"), CHOSEN, ids=_ids(CHOSEN))
+@pytest.mark.parametrize(("cell", "world"), CHOSEN, ids=ids_of(CHOSEN))
 def test_cell_equals_plain_loop(cell: EncoderCell, world: int, results: Path, encoders: Path) -> None:
     _check(cell, world, results, encoders)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("cell", "world"), REST, ids=_ids(REST))
+@pytest.mark.parametrize(("cell", "world"), REST, ids=ids_of(REST))
 def test_other_cell_equals_plain_loop(cell: EncoderCell, world: int, rest: Path, encoders: Path) -> None:
     _check(cell, world, rest, encoders)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from ds_finetune.plan.combinations import STAGE_WITH_PARTITIONED_WEIGHTS
 from tests.pairwise import each_value
 from tests.parity.four_bit import HAS_FOUR_BIT, WIDE, write_wide
 from tests.parity.objective_cells import Layout, layouts
@@ -23,7 +22,7 @@ if HAS_FOUR_BIT:
     ALL += [
         replace(layout, cell=replace(layout.cell, family=WIDE), quantize="nf4")
         for layout in ALL
-        if layout.has_lora and layout.cell.stage < STAGE_WITH_PARTITIONED_WEIGHTS and layout.cell.tp == 1
+        if layout.has_lora and layout.cell.stage < 3 and layout.cell.tp == 1
     ]
 CHOSEN = each_value(
     ALL,

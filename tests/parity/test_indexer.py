@@ -3,9 +3,7 @@ their loss.
 """
 
 import itertools
-import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +13,8 @@ import torch
 from ds_finetune.plan.combinations import TESTED_LAYOUTS
 from ds_finetune.selftest.cells import Cell
 from tests.parity.indexer_cells import IndexerLayout, plain_steps, write_indexed_model
-from tests.parity.reference import GRADIENT_TOLERANCE, LOSS_TOLERANCE, asked_for, is_for, relative
-from tests.running import start, torchrun
+from tests.parity.reference import GRADIENT_TOLERANCE, LOSS_TOLERANCE, asked_for, is_for, launch, relative
 
-WORKER = Path(__file__).with_name("indexer_worker.py")
 SPARSE = ("deepseek_v32_sparse", "glm_moe_dsa_sparse")
 MODELS = (*SPARSE, "deepseek_v32", "glm_moe_dsa")
 """In the last two no document is longer than `index_topk`."""
@@ -82,12 +78,7 @@ def indexed_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _run(chosen: Sequence[IndexerLayout], models: Path, out: Path) -> Path:
-    for world in sorted({layout.world for layout in chosen}):
-        given = [asdict(layout) for layout in chosen if layout.world == world]
-        (out / "layouts.json").write_text(json.dumps(given))
-        done = start(torchrun(str(WORKER), str(models), str(out), str(out / "layouts.json"), ranks=world), timeout=3600)
-        assert done.returncode == 0, done.stderr[-9000:]
-    return out
+    return launch("indexer_worker.py", [(layout, layout.world) for layout in chosen], models, out)
 
 
 @pytest.fixture(scope="session")
@@ -135,12 +126,12 @@ def _assert_others_are_the_same(weights: dict[str, torch.Tensor], frozen: dict[s
     assert changed == {name for name in weights if ".indexer." in name}
 
 
-@pytest.mark.parametrize("layout", CHOSEN, ids=[layout.name for layout in CHOSEN])
+@pytest.mark.parametrize("layout", CHOSEN, ids=lambda layout: layout.name)
 def test_indexers_equal_plain_loop(layout: IndexerLayout, results: Path, indexed_models: Path) -> None:
     _assert_equals_plain_loop(layout, results, indexed_models)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", REST, ids=[layout.name for layout in REST])
+@pytest.mark.parametrize("layout", REST, ids=lambda layout: layout.name)
 def test_indexers_equal_plain_loop_in_other_layouts(layout: IndexerLayout, rest: Path, indexed_models: Path) -> None:
     _assert_equals_plain_loop(layout, rest, indexed_models)

@@ -1,39 +1,35 @@
 """Steps with adapters equal those of peft in a plain loop, in every layout, and the base stays as it was."""
 
 import itertools
-import json
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM
 
 from ds_finetune.config.schema import LoraConfig
 from ds_finetune.families.table import FAMILIES
 from ds_finetune.plan.combinations import TESTED_LAYOUTS
 from ds_finetune.selftest.cells import TINY_MODELS, Cell
-from ds_finetune.selftest.reference_loop import adamw, reference_steps
-from tests.lora_twin import adapted, by_our_names, has_rounding, in_peft, lora_tree, write_adapter_of
+from ds_finetune.selftest.reference_loop import reference_steps
+from tests.lora_twin import adapted, has_rounding, in_peft, lora_tree, recording_adamw, write_adapter_of
 from tests.parity.lora_worker import STEPS
 from tests.parity.reference import (
     GRADIENT_TOLERANCE,
     LOSS_TOLERANCE,
     WORLDS,
-    Run,
+    ids_of,
+    launch,
     relative,
     result_of,
     runs_asked_for,
     runs_of,
 )
-from tests.running import start, torchrun
 
 pytest.importorskip("peft", reason="peft is not installed")
-WORKER = Path(__file__).with_name("lora_worker.py")
 CLIP, AFTER_A_ROUNDING = 0.5, 5e-4
 CLIPPED = [
     Cell(family, stage, 2, True, max_grad_norm=CLIP, checkpointing=True)
@@ -89,26 +85,19 @@ MORE_RUNS = [
 ]
 
 
-def _params(runs: Sequence[Run]) -> list[Any]:
-    return [pytest.param(*run, id=f"{run[0].name}-{run[1]}") for run in runs]
-
-
-def _run(runs: Sequence[Run], models: Path, out: Path) -> Path:
-    for world in sorted({world for _, world in runs}):
-        (out / "cells.json").write_text(json.dumps([asdict(cell) for cell, ranks in runs if ranks == world]))
-        done = start(torchrun(str(WORKER), str(models), str(out), str(out / "cells.json"), ranks=world), timeout=1500)
-        assert done.returncode == 0, done.stderr[-9000:]
-    return out
-
-
 @pytest.fixture(scope="module")
 def results(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _run(DEFAULT_RUNS, models, tmp_path_factory.mktemp("lora"))
+    return launch("lora_worker.py", DEFAULT_RUNS, models, tmp_path_factory.mktemp("lora"))
 
 
 @pytest.fixture(scope="module")
 def more_results(request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _run(runs_asked_for(request, [*MORE_RUNS, *runs_of(ROUNDED)]), models, tmp_path_factory.mktemp("lora-more"))
+    return launch(
+        "lora_worker.py",
+        runs_asked_for(request, [*MORE_RUNS, *runs_of(ROUNDED)]),
+        models,
+        tmp_path_factory.mktemp("lora-more"),
+    )
 
 
 @cache
@@ -122,20 +111,9 @@ def _peft_loop(folder: Path, max_grad_norm: float) -> dict[str, Any]:
     write_adapter_of(ours, lora, folder / "adapter", base=folder)
     names = [name for name, param in ours.named_parameters() if param.requires_grad]
     gradients: list[dict[str, torch.Tensor]] = []
-
-    def recording(model: nn.Module) -> torch.optim.Optimizer:
-        optimizer = adamw(model)
-        trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
-        optimizer.register_step_pre_hook(
-            lambda *_: gradients.append(
-                by_our_names(
-                    {name: param.grad.clone() for name, param in trained.items() if param.grad is not None}, names
-                )
-            )
-        )
-        return optimizer
-
-    steps = reference_steps(in_peft(base, folder / "adapter", trainable=True), STEPS, max_grad_norm, recording)
+    steps = reference_steps(
+        in_peft(base, folder / "adapter", trainable=True), STEPS, max_grad_norm, recording_adamw(gradients, names)
+    )
     return {"losses": steps.losses, "norms": steps.norms, "gradients": gradients}
 
 
@@ -157,19 +135,19 @@ def _assert_equals_peft(cell: Cell, result: dict[str, Any], models: Path) -> Non
     assert all(torch.equal(tensor, base[name]) for name, tensor in result["frozen"].items())
 
 
-@pytest.mark.parametrize(("cell", "world"), _params(DEFAULT_RUNS))
+@pytest.mark.parametrize(("cell", "world"), DEFAULT_RUNS, ids=ids_of(DEFAULT_RUNS))
 def test_steps_equal_those_of_peft(cell: Cell, world: int, results: Path, models: Path) -> None:
     _assert_equals_peft(cell, result_of(cell, world, results), models)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("cell", "world"), _params(MORE_RUNS))
+@pytest.mark.parametrize(("cell", "world"), MORE_RUNS, ids=ids_of(MORE_RUNS))
 def test_further_steps_equal_those_of_peft(cell: Cell, world: int, more_results: Path, models: Path) -> None:
     _assert_equals_peft(cell, result_of(cell, world, more_results), models)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("cell", "world"), _params(runs_of(ROUNDED)))
+@pytest.mark.parametrize(("cell", "world"), runs_of(ROUNDED), ids=ids_of(runs_of(ROUNDED)))
 def test_bf16_follows_fp32(cell: Cell, world: int, more_results: Path, models: Path) -> None:
     """Weights rounded to bf16 show in the third digit; an adapter left out would show in the second."""
     result, wanted = (

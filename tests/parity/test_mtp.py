@@ -4,9 +4,7 @@ The loop uses the modules of transformers' `MtpModel`; the layer is given the we
 """
 
 import itertools
-import json
 from collections.abc import Hashable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +15,8 @@ from ds_finetune.plan.combinations import TESTED_LAYOUTS
 from ds_finetune.selftest.cells import Cell
 from tests.pairwise import pairwise
 from tests.parity.mtp_cells import MtpLayout, PlainSteps, plain_steps, write_mtp_model
-from tests.parity.reference import GRADIENT_TOLERANCE, LOSS_TOLERANCE, asked_for, is_for, relative
-from tests.running import start, torchrun
+from tests.parity.reference import GRADIENT_TOLERANCE, LOSS_TOLERANCE, asked_for, is_for, launch, relative
 
-WORKER = Path(__file__).with_name("mtp_worker.py")
 FAMILY = "deepseek_v3"
 MODELS = ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2")
 WIDE, WIDE_SIZES = "deepseek_v3_wide", {"hidden_size": 64, "q_lora_rank": 64, "intermediate_size": 64}
@@ -149,12 +145,7 @@ def mtp_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _run(chosen: Sequence[MtpLayout], models: Path, out: Path) -> Path:
-    for world in sorted({layout.world for layout in chosen}):
-        given = [asdict(layout) for layout in chosen if layout.world == world]
-        (out / "layouts.json").write_text(json.dumps(given))
-        done = start(torchrun(str(WORKER), str(models), str(out), str(out / "layouts.json"), ranks=world), timeout=3600)
-        assert done.returncode == 0, done.stderr[-9000:]
-    return out
+    return launch("mtp_worker.py", [(layout, layout.world) for layout in chosen], models, out)
 
 
 @pytest.fixture(scope="session")
@@ -197,18 +188,18 @@ def _assert_same_steps(found: dict[str, Any], wanted: PlainSteps) -> None:
         assert [metrics[name] for metrics in found["metrics"]] == pytest.approx(steps, rel=1e-4), name
 
 
-@pytest.mark.parametrize("layout", CHOSEN, ids=[layout.name for layout in CHOSEN])
+@pytest.mark.parametrize("layout", CHOSEN, ids=lambda layout: layout.name)
 def test_layer_equals_plain_loop(layout: MtpLayout, results: Path, mtp_models: Path) -> None:
     _assert_equals_plain_loop(layout, results, mtp_models)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", PAIRS, ids=[layout.name for layout in PAIRS])
+@pytest.mark.parametrize("layout", PAIRS, ids=lambda layout: layout.name)
 def test_layer_equals_plain_loop_in_pairs_of_settings(layout: MtpLayout, rest: Path, mtp_models: Path) -> None:
     _assert_equals_plain_loop(layout, rest, mtp_models)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", REST, ids=[layout.name for layout in REST])
+@pytest.mark.parametrize("layout", REST, ids=lambda layout: layout.name)
 def test_layer_equals_plain_loop_in_other_layouts(layout: MtpLayout, rest: Path, mtp_models: Path) -> None:
     _assert_equals_plain_loop(layout, rest, mtp_models)

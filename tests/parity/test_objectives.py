@@ -4,9 +4,8 @@ The loop runs the model of plain transformers on one document at a time and take
 is written out here once more, for one pair.
 """
 
-import json
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -32,10 +31,8 @@ from tests.parity.objective_cells import (
     layouts,
     mismatched_documents,
 )
-from tests.parity.reference import GRADIENT_TOLERANCE, asked_for, relative
-from tests.running import start, torchrun
+from tests.parity.reference import GRADIENT_TOLERANCE, asked_for, launch, relative
 
-WORKER = Path(__file__).with_name("objective_worker.py")
 LORA_SCALE = 2.0
 ALL_DOCUMENTS = (*documents(), *mismatched_documents())
 
@@ -215,17 +212,8 @@ REST += [replace(layout, objectives=tuple({*range(6)} - {*layout.objectives})) f
 REST += pairwise([layout for layout in FOUR_BIT if layout.name not in {one.name for one in CHOSEN}], _axes)
 
 
-def _ids(chosen: Sequence[Layout]) -> list[str]:
-    return [layout.name for layout in chosen]
-
-
 def _run(chosen: Sequence[Layout], models: Path, out: Path) -> Path:
-    for world in sorted({layout.world for layout in chosen}):
-        given = [asdict(layout) for layout in chosen if layout.world == world]
-        (out / "layouts.json").write_text(json.dumps(given))
-        done = start(torchrun(str(WORKER), str(models), str(out), str(out / "layouts.json"), ranks=world), timeout=3600)
-        assert done.returncode == 0, done.stderr[-9000:]
-    return out
+    return launch("objective_worker.py", [(layout, layout.world) for layout in chosen], models, out)
 
 
 @pytest.fixture(scope="session")
@@ -245,12 +233,12 @@ def rest(request: pytest.FixtureRequest, with_wide: Path, tmp_path_factory: pyte
     return _run(asked_for(request, REST), with_wide, tmp_path_factory.mktemp("objectives-rest"))
 
 
-@pytest.mark.parametrize("layout", CHOSEN, ids=_ids(CHOSEN))
+@pytest.mark.parametrize("layout", CHOSEN, ids=lambda layout: layout.name)
 def test_objectives_equal_plain_loop(layout: Layout, results: Path, with_wide: Path) -> None:
     _assert_equals_plain_loop(layout, results, with_wide)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", REST, ids=_ids(REST))
+@pytest.mark.parametrize("layout", REST, ids=lambda layout: layout.name)
 def test_objectives_equal_plain_loop_in_other_layouts(layout: Layout, rest: Path, with_wide: Path) -> None:
     _assert_equals_plain_loop(layout, rest, with_wide)

@@ -9,7 +9,7 @@ import pytest
 from ds_finetune.families.table import FAMILIES as TABLE
 from ds_finetune.selftest.cells import Cell
 from tests.pairwise import pairwise
-from tests.parity.reference import Run, assert_equals_plain_loop, result_of, run_cells, runs_asked_for, runs_of
+from tests.parity.reference import Run, assert_equals_plain_loop, ids_of, result_of, run_cells, runs_asked_for, runs_of
 
 FAMILIES = ("deepseek_v3", "qwen2", "llama")
 
@@ -62,10 +62,6 @@ OTHERS = [
 REST = [run for run in ALL if run not in CHOSEN] + runs_of(OTHERS)
 
 
-def _ids(runs: list[Run]) -> list[str]:
-    return [f"{cell.name}-{world}" for cell, world in runs]
-
-
 @pytest.fixture(scope="session")
 def results(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_cells(CHOSEN, models, tmp_path_factory.mktemp("parity"))
@@ -76,12 +72,12 @@ def rest(request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest.
     return run_cells(runs_asked_for(request, REST), models, tmp_path_factory.mktemp("parity-rest"))
 
 
-@pytest.mark.parametrize(("cell", "world"), CHOSEN, ids=_ids(CHOSEN))
+@pytest.mark.parametrize(("cell", "world"), CHOSEN, ids=ids_of(CHOSEN))
 def test_cell_equals_plain_loop(cell: Cell, world: int, results: Path, models: Path) -> None:
     assert_equals_plain_loop(cell, result_of(cell, world, results), models)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("cell", "world"), REST, ids=_ids(REST))
+@pytest.mark.parametrize(("cell", "world"), REST, ids=ids_of(REST))
 def test_other_cell_equals_plain_loop(cell: Cell, world: int, rest: Path, models: Path) -> None:
     assert_equals_plain_loop(cell, result_of(cell, world, rest), models)

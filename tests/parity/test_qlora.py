@@ -3,9 +3,7 @@ what is frozen.
 """
 
 import itertools
-import json
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -22,16 +20,22 @@ from ds_finetune.model.lora_plan import plan_lora
 from ds_finetune.plan.combinations import TESTED_LAYOUTS
 from ds_finetune.plan.lora_targets import nf4_bytes
 from ds_finetune.selftest.cells import TINY_MODELS, Cell
-from ds_finetune.selftest.reference_loop import adamw, reference_steps
-from tests.lora_twin import adapted, by_our_names, four_bit_tensors, has_rounding, in_peft, lora_tree, write_adapter_of
+from ds_finetune.selftest.reference_loop import reference_steps
+from tests.lora_twin import (
+    adapted,
+    four_bit_tensors,
+    has_rounding,
+    in_peft,
+    lora_tree,
+    recording_adamw,
+    write_adapter_of,
+)
 from tests.pairwise import pairwise
 from tests.parity.lora_worker import STEPS
-from tests.parity.reference import GRADIENT_TOLERANCE, Run, relative, result_of, runs_asked_for, runs_of
-from tests.running import start, torchrun
+from tests.parity.reference import GRADIENT_TOLERANCE, ids_of, launch, relative, result_of, runs_asked_for, runs_of
 
 pytest.importorskip("peft", reason="peft is not installed")
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed (extra `quantize`)")
-WORKER = Path(__file__).with_name("lora_worker.py")
 LOSS_TOLERANCE = 1e-5
 FIRST_TOLERANCE, AFTER_A_ROUNDING, BESIDE_A_ROUNDING = 1e-5, 1e-2, 5e-4
 """Of all gradients in the first step; in later ones of an adapter with a rounding (`has_rounding`), and of others beside
@@ -82,18 +86,6 @@ CHOSEN = pairwise(runs_of(CELLS), lambda run: (run[0].family, run[0].stage, run[
 REST = [run for run in runs_of(CELLS + MORE, worlds=(1, 2, 4)) if run not in CHOSEN and run[1] <= 2 * run[0].sharing]
 
 
-def _params(runs: Sequence[Run]) -> list[Any]:
-    return [pytest.param(*run, id=f"{run[0].name}-{run[1]}") for run in runs]
-
-
-def _run(runs: Sequence[Run], models: Path, out: Path) -> Path:
-    for world in sorted({world for _, world in runs}):
-        (out / "cells.json").write_text(json.dumps([asdict(cell) for cell, ranks in runs if ranks == world]))
-        done = start(torchrun(str(WORKER), str(models), str(out), str(out / "cells.json"), "nf4", ranks=world))
-        assert done.returncode == 0, done.stderr[-9000:]
-    return out
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wide")
@@ -124,12 +116,18 @@ def _by_transformers(folder: Path) -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def results(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _run(CHOSEN, models, tmp_path_factory.mktemp("qlora"))
+    return launch("lora_worker.py", CHOSEN, models, tmp_path_factory.mktemp("qlora"), "nf4")
 
 
 @pytest.fixture(scope="module")
 def more_results(request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _run(runs_asked_for(request, [*REST, *runs_of(ROUNDED)]), models, tmp_path_factory.mktemp("qlora-more"))
+    return launch(
+        "lora_worker.py",
+        runs_asked_for(request, [*REST, *runs_of(ROUNDED)]),
+        models,
+        tmp_path_factory.mktemp("qlora-more"),
+        "nf4",
+    )
 
 
 @cache
@@ -147,20 +145,9 @@ def _plain_loop(folder: Path, max_grad_norm: float) -> dict[str, Any]:
         # In eval mode bitsandbytes packs weights for inference on some CPUs, and fails on these small ones.
         module.support_avx512bf16_for_cpu = False
     gradients: list[dict[str, torch.Tensor]] = []
-
-    def recording(model: nn.Module) -> torch.optim.Optimizer:
-        optimizer = adamw(model)
-        trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
-        optimizer.register_step_pre_hook(
-            lambda *_: gradients.append(
-                by_our_names(
-                    {name: param.grad.clone() for name, param in trained.items() if param.grad is not None}, names
-                )
-            )
-        )
-        return optimizer
-
-    steps = reference_steps(in_peft(base, folder / "adapter", trainable=True), STEPS, max_grad_norm, recording)
+    steps = reference_steps(
+        in_peft(base, folder / "adapter", trainable=True), STEPS, max_grad_norm, recording_adamw(gradients, names)
+    )
     return {"losses": steps.losses, "norms": steps.norms, "gradients": gradients, "four_bit": frozen}
 
 
@@ -216,13 +203,13 @@ def _assert_frozen(
     assert all(0.05 < (result["frozen"][name] - base[name]).norm() / base[name].norm() < 0.15 for name in held)
 
 
-@pytest.mark.parametrize(("cell", "world"), _params(CHOSEN))
+@pytest.mark.parametrize(("cell", "world"), CHOSEN, ids=ids_of(CHOSEN))
 def test_steps_equal_those_of_peft_and_bitsandbytes(cell: Cell, world: int, results: Path, models: Path) -> None:
     _assert_equals_plain_loop(cell, result_of(cell, world, results), models)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("cell", "world"), _params(REST))
+@pytest.mark.parametrize(("cell", "world"), REST, ids=ids_of(REST))
 def test_further_steps_equal_those_of_peft_and_bitsandbytes(
     cell: Cell, world: int, more_results: Path, models: Path
 ) -> None:
@@ -230,7 +217,7 @@ def test_further_steps_equal_those_of_peft_and_bitsandbytes(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("cell", "world"), _params(runs_of(ROUNDED)))
+@pytest.mark.parametrize(("cell", "world"), runs_of(ROUNDED), ids=ids_of(runs_of(ROUNDED)))
 def test_bf16_follows_fp32(cell: Cell, world: int, more_results: Path, models: Path) -> None:
     result, wanted = (
         result_of(cell, world, more_results),

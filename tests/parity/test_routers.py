@@ -1,8 +1,6 @@
 """Routers are balanced, and their choices counted, as in a plain loop over unpadded documents, in every layout."""
 
-import json
 from collections.abc import Hashable, Sequence
-from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,11 +13,9 @@ from ds_finetune.plan.routers import RouterPlan, plan_routers
 from ds_finetune.selftest.cells import objective_of, samples
 from ds_finetune.selftest.reference_loop import Steps, reference_loop
 from tests.pairwise import each_value, pairwise
-from tests.parity.reference import GRADIENT_TOLERANCE, asked_for, relative
+from tests.parity.reference import GRADIENT_TOLERANCE, asked_for, launch, relative
 from tests.parity.router_cells import STEPS, RouterLayout, config_of, layouts, write_models
-from tests.running import start, torchrun
 
-WORKER = Path(__file__).with_name("router_worker.py")
 TOKENS = sum(len(ids) for ids, _ in samples())
 ROUNDED = {"fp32": 2e-6, "bf16": 2e-2}
 """Largest relative difference of a mean over documents by precision."""
@@ -39,16 +35,8 @@ PAIRS = pairwise([layout for layout in ALL if layout not in CHOSEN], lambda layo
 REST = [layout for layout in ALL if layout not in CHOSEN and layout not in PAIRS]
 
 
-def _ids(chosen: Sequence[RouterLayout]) -> list[str]:
-    return [layout.name for layout in chosen]
-
-
 def _run(chosen: Sequence[RouterLayout], models: Path, out: Path) -> Path:
-    for world in sorted({layout.world for layout in chosen}):
-        (out / "layouts.json").write_text(json.dumps([asdict(layout) for layout in chosen if layout.world == world]))
-        done = start(torchrun(str(WORKER), str(models), str(out), str(out / "layouts.json"), ranks=world), timeout=3600)
-        assert done.returncode == 0, done.stderr[-9000:]
-    return out
+    return launch("router_worker.py", [(layout, layout.world) for layout in chosen], models, out)
 
 
 @pytest.fixture(scope="session")
@@ -120,18 +108,18 @@ def _assert_biases_moved(before: dict[str, Any], after: dict[str, Any], counts: 
         assert not torch.equal(after[name], before[name]), name
 
 
-@pytest.mark.parametrize("layout", CHOSEN, ids=_ids(CHOSEN))
+@pytest.mark.parametrize("layout", CHOSEN, ids=lambda layout: layout.name)
 def test_routers_equal_plain_loop(layout: RouterLayout, results: Path, models: Path) -> None:
     _assert_equals_plain_loop(layout, results, models)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", PAIRS, ids=_ids(PAIRS))
+@pytest.mark.parametrize("layout", PAIRS, ids=lambda layout: layout.name)
 def test_routers_equal_plain_loop_in_pairs_of_settings(layout: RouterLayout, rest: Path, models: Path) -> None:
     _assert_equals_plain_loop(layout, rest, models)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", REST, ids=_ids(REST))
+@pytest.mark.parametrize("layout", REST, ids=lambda layout: layout.name)
 def test_routers_equal_plain_loop_in_other_layouts(layout: RouterLayout, rest: Path, models: Path) -> None:
     _assert_equals_plain_loop(layout, rest, models)

@@ -3,8 +3,7 @@ and for every division of a batch that no number of ranks divides.
 """
 
 import itertools
-import json
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,9 @@ from ds_finetune.plan.combinations import TESTED_LAYOUTS
 from ds_finetune.selftest.cells import hf_config
 from tests.pairwise import each_value, pairwise
 from tests.parity.four_bit import HAS_FOUR_BIT, write_wide
-from tests.parity.reference import GRADIENT_TOLERANCE, LOSS_TOLERANCE, relative
+from tests.parity.reference import GRADIENT_TOLERANCE, LOSS_TOLERANCE, ids_of, launch, relative
 from tests.parity.scoring import OBJECTIVES, ScoreCell, examples, plain_steps, save_base
-from tests.running import start, torchrun
 
-WORKER = Path(__file__).with_name("score_worker.py")
 FAMILIES = ("deepseek_v3_deep", "qwen2", "llama")
 """A model with enough layers for stages of which each has experts, one with a tied embedding, and a plain one."""
 AXES = ("", *("+".join(sorted(row.axes)) for row in TESTED_LAYOUTS if row.axes))
@@ -65,10 +62,6 @@ CHOSEN = each_value([run for run in ALL if run[1] < 4 and run[0].vpp == 1], _axe
 REST = [run for run in pairwise(ALL, _axes) if run not in CHOSEN]
 
 
-def _ids(runs: Sequence[Run]) -> list[str]:
-    return [f"{cell.name}-{world}" for cell, world in runs]
-
-
 @pytest.fixture(scope="session")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bases")
@@ -78,22 +71,14 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _run(runs: Sequence[Run], bases: Path, out: Path) -> Path:
-    for world in sorted({world for _, world in runs}):
-        (out / "cells.json").write_text(json.dumps([asdict(cell) for cell, ranks in runs if ranks == world]))
-        done = start(torchrun(str(WORKER), str(bases), str(out), str(out / "cells.json"), ranks=world), timeout=900)
-        assert done.returncode == 0, done.stderr[-9000:]
-    return out
-
-
 @pytest.fixture(scope="session")
 def results(bases: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _run(CHOSEN, bases, tmp_path_factory.mktemp("scores"))
+    return launch("score_worker.py", CHOSEN, bases, tmp_path_factory.mktemp("scores"))
 
 
 @pytest.fixture(scope="session")
 def rest(bases: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _run(REST, bases, tmp_path_factory.mktemp("scores-rest"))
+    return launch("score_worker.py", REST, bases, tmp_path_factory.mktemp("scores-rest"))
 
 
 def _check(run: Run, results: Path, bases: Path) -> None:
@@ -135,13 +120,13 @@ def _metrics(objective: str, scores: torch.Tensor) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("run", CHOSEN, ids=_ids(CHOSEN))
+@pytest.mark.parametrize("run", CHOSEN, ids=ids_of(CHOSEN))
 def test_steps_equal_those_of_a_plain_loop(run: Run, results: Path, bases: Path) -> None:
     _check(run, results, bases)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", REST, ids=_ids(REST))
+@pytest.mark.parametrize("run", REST, ids=ids_of(REST))
 def test_other_steps_equal_those_of_a_plain_loop(run: Run, rest: Path, bases: Path) -> None:
     _check(run, rest, bases)
 

@@ -1,4 +1,4 @@
-"""A process that imports the trainer, builds a tiny model and takes a step, and then uses what was deferred.
+"""A process that imports the trainer, builds a tiny model, takes a step and saves, and then uses what was deferred.
 
 It prints what it found as JSON, for test_deferred_names.py.
 """
@@ -46,6 +46,32 @@ def step() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), differentiable=False)
     model(torch.arange(8)[None], position_ids=torch.arange(8)[None]).logits.sum().backward()
     optimizer.step()
+    save(next(iter(model.parameters())))
+
+
+def save(weight: Any) -> None:
+    """Write a weight as checkpoints are written, and read it back."""
+    import tempfile
+    from contextlib import nullcontext
+    from pathlib import Path
+
+    import torch
+
+    from ds_finetune.checkpoint.part_sinks import FilePartSink
+    from ds_finetune.checkpoint.part_storage import PartReader, read_state_groups, serialise_part
+    from ds_finetune.engine.state import Slice, StateGroup
+
+    flat = weight.detach().flatten()
+    read = torch.zeros_like(flat)
+    piece = Slice("weight/w", tuple(weight.shape), 0, len(flat), flat.dtype)
+    with tempfile.TemporaryDirectory() as folder:
+        sink = FilePartSink(Path(folder) / "part.safetensors")
+        group = StateGroup((piece,), lambda _: nullcontext(lambda key: flat))
+        serialise_part([group], sink, {"rank": 0}, share=(0, 1))
+        sink.finish()
+        reader = PartReader([Path(folder) / "part.safetensors"])
+        read_state_groups([StateGroup((piece,), lambda _: nullcontext(lambda key: read))], reader, absent="")
+    assert torch.equal(read, flat)
 
 
 def import_extensions() -> list[bool]:

@@ -202,6 +202,21 @@ def test_ranks_of_experts() -> None:
             "set it to one of 1, 2",
         ),
         (
+            # A prime: a divisor is looked for up to its root alone, and a size that no machine has is not named.
+            Mesh(0, 1, tp=2),
+            DENSE | {"model_type": "llama", "vocab_size": 10**12 + 39},
+            "parallel.tp 2 does not divide the 1000000000039 tokens of the vocabulary of the model",
+            "set it to one of 1",
+        ),
+        (
+            Mesh(0, 1, tp=7),
+            DENSE
+            | {"model_type": "llama", "num_attention_heads": 7, "num_key_value_heads": 7}
+            | {"intermediate_size": 49, "vocab_size": 151936},
+            "parallel.tp 7 does not divide the 151936 tokens of the vocabulary of the model",
+            "set it to one of 1, 2, 4, 8, 16, 32, 64, 128, 1187, 2374",
+        ),
+        (
             Mesh(0, 1, sp=2),
             {"model_type": "gpt2"},
             "parallel dp 1 x sp 2 of model_type gpt2 is not tested",

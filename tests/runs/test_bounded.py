@@ -60,7 +60,7 @@ def test_the_end_of_a_run_does_not_wait_for_its_file(tmp_path: Path, hung: ExitS
 def test_rank_zero_is_told_although_the_report_cannot_be_written(tmp_path: Path, hung: ExitStack) -> None:
     ranks = Ranks(tmp_path)
     (tmp_path / FOLDER).mkdir()
-    _hang(tmp_path / FOLDER / f".{REPORT}.partial", hung)
+    _hang(tmp_path / FOLDER / f".{REPORT}.{os.getpid()}", hung)
     ranks.connections[1].close()
     told = threading.Thread(target=ranks.end_of, args=(0,), daemon=True)
     told.start()

@@ -26,6 +26,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"train": {"precision": "fp32"}},
     {"model": {"attention": "eager"}},
     {"optim": {"name": "Muon"}},
+    {"indexer": {"train": True}},
 ]
 
 

@@ -27,7 +27,11 @@ COMMAND = [sys.executable, "-m", "ds_finetune", "selftest"]
 
 def test_the_layout_of_a_run_is_checked_in_two_precisions(tmp_path: Path) -> None:
     run_file = tiny_task(
-        tmp_path, parallel={"tp": 2}, deepspeed={"zero_optimization": {"stage": 1}}, train={"precision": "bf16"}
+        tmp_path,
+        parallel={"tp": 2},
+        deepspeed={"zero_optimization": {"stage": 1}},
+        train={"precision": "bf16", "tiled_mlp": True},
+        optim={"name": "Adagrad"},
     )
     done = start([*COMMAND, str(run_file), "--nproc", "2"], timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -35,6 +39,7 @@ def test_the_layout_of_a_run_is_checked_in_two_precisions(tmp_path: Path) -> Non
     assert [line.split()[0] for line in lines] == ["equal", "equal"]
     assert [word for line in lines for word in line.split() if word in ("fp32", "bf16")] == ["fp32", "bf16"]
     assert all(name in lines[0] for name in ("loss", "gradient", "norm", "resume", "export"))
+    assert "not compared: optim.name Adagrad" in done.stdout
     assert "2 of 2 layouts equal a plain loop on 2 ranks (cpu)" in done.stdout
 
 

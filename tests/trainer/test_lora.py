@@ -176,6 +176,3 @@ def test_what_is_not_proven_is_refused(
         assert main(["train", run_file, override]) == 2, override
         assert said in capsys.readouterr().err, override
     assert not (tmp_path / "run").exists()
-    for command in ("bench", "selftest"):
-        assert main([command, run_file]) == 2, command
-        assert "lora.rank is 8" in capsys.readouterr().err, command

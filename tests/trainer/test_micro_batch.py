@@ -29,6 +29,7 @@ from ds_finetune.trainer.trial_messages import DONE, ENDED, FAILED, OUT_OF_MEMOR
 from ds_finetune.trainer.trial_rows import longest_rows, rows_again, sizes_digest
 from ds_finetune.world import AccelerateChoices, World
 from tests.forks import Forkserver
+from tests.json_files import change_json
 from tests.launched import SOCKET
 from tests.running import SECONDS, metrics, start, tiny_task, torchrun
 
@@ -110,14 +111,14 @@ def test_a_killed_trial_means_the_next_smaller_size_on_every_rank(tmp_path: Path
 
 
 def _kill_first_trial(folder: Path) -> None:
-    """Kill the process of one rank's trial, whose request is in `folder`."""
+    """Kill the process of one rank's trial, whose folder for temporary files is `folder`."""
     until = time.monotonic() + SECONDS
     while time.monotonic() < until:
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 words = (process / "cmdline").read_bytes().split(b"\0")
                 is_trial = words[1:3] == [b"-m", b"ds_finetune.trainer.trial_process"]
-                if is_trial and words[4].startswith(os.fsencode(folder)):
+                if is_trial and os.fsencode(folder) in (process / "environ").read_bytes():
                     os.kill(int(process.name), signal.SIGKILL)
                     return
         time.sleep(0.05)
@@ -250,5 +251,5 @@ def _wide_task(folder: Path, *, ranks: int) -> Path:
     )
     config = folder / "model" / "config.json"
     wide = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6}
-    config.write_text(json.dumps(json.loads(config.read_text()) | wide))
+    change_json(config, wide)
     return run_file

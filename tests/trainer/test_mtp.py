@@ -23,6 +23,7 @@ from ds_finetune.model.weights import open_weights
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.trainer.prepare import freeze_routers
 from ds_finetune.world import World
+from tests.json_files import change_json
 from tests.parity.mtp_cells import write_mtp_model
 from tests.planning import model_of
 from tests.running import metrics, start, tiny_task, torchrun
@@ -38,7 +39,7 @@ def _run_file(folder: Path, **sections: Any) -> Path:
         | sections,
     )
     config = folder / "model" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_nextn_predict_layers": 1}))
+    change_json(config, {"num_nextn_predict_layers": 1})
     return run_file
 
 

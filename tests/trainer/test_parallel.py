@@ -1,6 +1,5 @@
 """Whole runs of two ranks that work on the same rows: the numbers of one rank, from the first step to the export."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from ds_finetune.runs.experts import read_expert_table
-from ds_finetune.trainer.run_dir import read_json
+from tests.json_files import change_json, read_json
 from tests.running import metrics, start, tiny_task, torchrun
 
 TRAIN = {"for": "6 steps"}
@@ -22,7 +21,7 @@ def _run(folder: Path, *, ranks: int, layers: int = 2, **sections: Any) -> Path:
     every = {"train": TRAIN, "eval": EVALUATION, "router": ROUTER, "checkpoint": {"every": "3 steps"}}
     run_file = tiny_task(folder, **every, **sections)
     config = folder / "model" / "config.json"
-    config.write_text(json.dumps(read_json(config) | {"num_hidden_layers": layers}))
+    change_json(config, {"num_hidden_layers": layers})
     done = start(torchrun("ds_finetune/train.py", str(run_file), ranks=ranks))
     assert done.returncode == 0, done.stdout + done.stderr
     is_partitioned = ranks > 1 and sections["deepspeed"]["zero_optimization"]["stage"] == 3
@@ -118,7 +117,7 @@ def test_bad_layouts_end_every_rank_within_two_minutes(
 ) -> None:
     run_file = tiny_task(tmp_path)
     config = tmp_path / "model" / "config.json"
-    config.write_text(json.dumps(read_json(config) | model))
+    change_json(config, model)
     done = start(torchrun("ds_finetune/train.py", str(run_file), *overrides), timeout=120)
     assert done.returncode != 0
     assert done.stderr.count(f"error: {text}") == 1, done.stderr

@@ -134,7 +134,7 @@ def rows_of(folder: Path, tokenizer: PreTrainedTokenizerBase, objective: Any, **
     (folder / "run.json").write_text(json.dumps(tree | {"output_dir": "o"}))
     config = read_config(folder / "run.json")
     kind = RowKind.of(config.objective)
-    return prepare_rows(config.data, "train", tokenizer=tokenizer, limits=TokenLimits(SIZE, 128, 512), kind=kind)
+    return prepare_rows(config.data, "train", tokenizer=tokenizer, limits=TokenLimits(SIZE, 128), kind=kind)
 
 
 @pytest.mark.parametrize("adds_bos", [False, True])
@@ -166,7 +166,7 @@ def test_a_stream_cuts_texts_alike(tmp_path: Path, tokenizer: PreTrainedTokenize
     tokenizer.add_bos_token = False
     config = DataConfig.model_validate({"train": write(tmp_path, "old"), "columns": {"text": "content"}})
     kind = RowKind("text", "pretrain", bos="never")
-    rows = open_stream(config, "train", tokenizer=tokenizer, limits=TokenLimits(SIZE, 128, 512), kind=kind)
+    rows = open_stream(config, "train", tokenizer=tokenizer, limits=TokenLimits(SIZE, 128), kind=kind)
     plan = BatchPlan(7, 1, 0, 1, 0, shuffle=False, pad_token_id=0, row_len=SIZE)
     (batch,) = streaming_batches(rows, plan, steps=1)
     targets = sum(int((micro.labels != IGNORE_INDEX).sum()) for micro in batch.micro)

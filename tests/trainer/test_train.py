@@ -24,8 +24,8 @@ from ds_finetune.export.verify.record import ExportRecord
 from ds_finetune.observers.trackers import flatten
 from ds_finetune.runs.folder import RunFolder
 from ds_finetune.trainer.prepare import prepare_run
-from ds_finetune.trainer.run_dir import read_json
 from ds_finetune.world import World
+from tests.json_files import change_json, read_json
 from tests.observers.test_trackers import HAS_MLFLOW, in_mlflow, in_tensorboard, recorded, status_in_mlflow
 from tests.running import metrics, start, tiny_task, torchrun
 
@@ -373,7 +373,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 def _change_model(folder: Path, **values: Any) -> None:
     path = folder / "model" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    change_json(path, values)
 
 
 @pytest.mark.usefixtures("environ")

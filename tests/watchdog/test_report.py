@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ds_finetune.errors import ConfigError, RunError
-from ds_finetune.runs.processes import began_at
+from ds_finetune.hosts.processes import began_at
 from ds_finetune.watchdog.death_cause import why_killed
 from ds_finetune.watchdog.diagnosis import Diagnosis
 from ds_finetune.watchdog.progress import CollectiveCall, RankStatus

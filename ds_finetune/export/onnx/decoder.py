@@ -4,20 +4,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import onnx
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ds_finetune.errors import ExportError
 from ds_finetune.export.onnx.experts import moe
-from ds_finetune.export.onnx.graph import Graph, value
+from ds_finetune.export.onnx.graph import BATCH, LENGTH, Graph, GraphEnds, value
 from ds_finetune.export.onnx.layers import Layers, Mask, Read, Rotary, parts_of
 
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embedding whose frequencies do not depend on the length of the input, so that they are constants."""
-_BATCH, _LENGTH, _PAST, _TOTAL = "batch_size", "sequence_length", "past_sequence_length", "total_sequence_length"
-
-GraphEnds = tuple[list[onnx.ValueInfoProto], list[onnx.ValueInfoProto]]
+_PAST, _TOTAL = "past_sequence_length", "total_sequence_length"
 
 
 @dataclass(frozen=True)
@@ -63,8 +60,8 @@ def scoring_graph(model: PreTrainedModel, read: Read, *, dtype: np.dtype) -> tup
     last = graph.op("ReduceMax", graph.op("Mul", places, "attention_mask"), graph.ints(1), keepdims=1)
     pooled = graph.op("GatherND", hidden, last, batch_dims=1)
     graph.op("Identity", layers.linear(pooled, "score"), name="logits")
-    inputs = [value(name, np.int64, (_BATCH, _LENGTH)) for name in ("input_ids", "attention_mask")]
-    return graph, (inputs, [value("logits", dtype, (_BATCH, config.num_labels))])
+    inputs = [value(name, np.int64, (BATCH, LENGTH)) for name in ("input_ids", "attention_mask")]
+    return graph, (inputs, [value("logits", dtype, (BATCH, config.num_labels))])
 
 
 def _last_hidden_states(layers: Layers, positions: str, *, with_cache: bool) -> str:
@@ -282,12 +279,12 @@ def _head(layers: Layers, x: str, config: PretrainedConfig) -> None:
 
 
 def _inputs_and_outputs(config: PretrainedConfig, dtype: np.dtype, cache: Cache | None) -> GraphEnds:
-    inputs = [value("input_ids", np.int64, (_BATCH, _LENGTH)), value("attention_mask", np.int64, (_BATCH, _TOTAL))]
-    inputs.append(value("position_ids", np.int64, (_BATCH, _LENGTH)))
-    outputs = [value("logits", dtype, (_BATCH, _LENGTH, config.vocab_size))]
+    inputs = [value("input_ids", np.int64, (BATCH, LENGTH)), value("attention_mask", np.int64, (BATCH, _TOTAL))]
+    inputs.append(value("position_ids", np.int64, (BATCH, LENGTH)))
+    outputs = [value("logits", dtype, (BATCH, LENGTH, config.vocab_size))]
     for number in range(config.num_hidden_layers if cache else 0):
         assert cache is not None
         for part, width in (("key", cache.key_width), ("value", cache.value_width)):
-            inputs.append(value(f"past_key_values.{number}.{part}", dtype, (_BATCH, cache.heads, _PAST, width)))
-            outputs.append(value(f"present.{number}.{part}", dtype, (_BATCH, cache.heads, _TOTAL, width)))
+            inputs.append(value(f"past_key_values.{number}.{part}", dtype, (BATCH, cache.heads, _PAST, width)))
+            outputs.append(value(f"present.{number}.{part}", dtype, (BATCH, cache.heads, _TOTAL, width)))
     return inputs, outputs

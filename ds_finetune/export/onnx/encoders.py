@@ -5,18 +5,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import onnx
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ds_finetune.errors import ExportError
-from ds_finetune.export.onnx.graph import Graph, value
+from ds_finetune.export.onnx.graph import BATCH, LENGTH, Graph, GraphEnds, value
 from ds_finetune.export.onnx.layers import Layers, Mask, Read, Rotary, parts_of
 from ds_finetune.families.family import Encoder
 from ds_finetune.families.table import family_of
 
-BATCH, LENGTH = "batch_size", "sequence_length"
 TOKEN_TYPES = "token_type_ids"
-GraphEnds = tuple[list[onnx.ValueInfoProto], list[onnx.ValueInfoProto]]
 _GELU = "gelu"
 
 

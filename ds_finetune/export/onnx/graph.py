@@ -20,6 +20,10 @@ _ALIGNMENT = 4096
 """Weights in the data file begin at a page boundary, so that programs can map them."""
 
 Pieces = Callable[[], Iterator[np.ndarray]]
+GraphEnds = tuple[list[onnx.ValueInfoProto], list[onnx.ValueInfoProto]]
+"""The inputs and outputs of a graph."""
+BATCH, LENGTH = "batch_size", "sequence_length"
+"""Names of the axes of input ids."""
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import torch
 
-from ds_finetune.checkpoint.chunks import flat_range_chunks, overlap
-from ds_finetune.checkpoint.files import Manifest
-from ds_finetune.checkpoint.part_file import part_name
-from ds_finetune.checkpoint.part_storage import PartStorageReader
+from ds_finetune.checkpoint.chunks import flat_range_chunks
+from ds_finetune.checkpoint.files import Manifest, part_name
+from ds_finetune.checkpoint.part_storage import PartReader
 from ds_finetune.engine.state import BUFFER, WEIGHT
 from ds_finetune.errors import CheckpointError
 from ds_finetune.model.parallel.sharding import shape_in_model
@@ -27,7 +26,7 @@ class CheckpointSource:
                 f"{folder} lacks {', '.join(absent)}: other nodes keep them",
                 hint="make it whole with `ds-finetune checkpoint gather`",
             )
-        reader = PartStorageReader(folder / part_name(rank, manifest.world_size) for rank in manifest.ranks)
+        self._reader = reader = PartReader(folder / name for name in manifest.parts)
         kinds = {key: key.partition("/") for key in reader.held}
         self._chunks = {name: reader.held[key] for key, (kind, _, name) in kinds.items() if kind in (WEIGHT, BUFFER)}
 
@@ -57,25 +56,13 @@ class CheckpointSource:
 
         CheckpointError where some of them are in no part.
         """
-        chunks = self._chunks[name]
-        out = torch.empty(numel, dtype=chunks[0][1].dtype)
+        item = self._chunks[name][0][1]
+        out = torch.empty(numel, dtype=item.dtype)
         position = copied = 0
-        for box in flat_range_chunks(chunks[0][1].shape, start, numel):
+        for box in flat_range_chunks(item.shape, start, numel):
             target = out[position : position + box.numel].view(box.sizes)
             position += box.numel
-            for part, item in chunks:
-                shared = overlap(box, item.chunk)
-                if shared is None:
-                    continue
-                source = part.tensor(item)
-                destination = target
-                for dim, (at, length) in enumerate(zip(shared.offsets, shared.sizes, strict=True)):
-                    source = source.narrow(dim, at - item.chunk.offsets[dim], length)
-                    destination = destination.narrow(dim, at - box.offsets[dim], length)
-                destination.copy_(source)
-                copied += shared.numel
-                del source
-                part.forget()
+            copied += self._reader.copy(item.key, box, target)
         if copied != numel:
             raise CheckpointError(
                 f"{numel - copied:,} of {numel:,} elements of `{name}` are in no part", hint="take another checkpoint"

@@ -52,12 +52,6 @@ class SequenceParallelGroup(RankGroup):
         dist.all_to_all_single(received, slices, group=self.group)
         return received
 
-    def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks, in a new tensor; no gradient."""
-        total = partial.detach().clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=self.group)
-        return total
-
     def shard(self, rows: torch.Tensor) -> torch.Tensor:
         """This rank's tokens of `rows` [batch, tokens, ...]."""
         return rows.chunk(self.size, dim=1)[self.group_rank]

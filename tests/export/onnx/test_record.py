@@ -1,6 +1,5 @@
 """Verifying an ONNX folder finds and names every changed byte, and finds a graph that computes something else."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from ds_finetune.cli.main import main
 from ds_finetune.export.verify.record import RECORD, UNVERIFIED
 from tests.export.onnx.test_onnx import fresh, saved
+from tests.json_files import change_json
 
 onnx = pytest.importorskip("onnx", reason="the onnx extra is not installed: pip install 'ds_finetune[onnx]'")
 pytest.importorskip("onnxruntime", reason="the onnx extra is not installed: pip install 'ds_finetune[onnx]'")
@@ -145,7 +145,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], int, str]] = {
     "another graph": (_another_graph, 1, "positions are beyond it"),
     "no record": (lambda f: (f / RECORD).unlink(), 2, f"holds no {RECORD}"),
     "a record that was changed": (
-        lambda f: (f / RECORD).write_text(json.dumps(json.loads((f / RECORD).read_text()) | {"dtype": "fp16"})),
+        lambda f: change_json(f / RECORD, {"dtype": "fp16"}),
         2,
         "its own digest differs: it was changed",
     ),

@@ -41,5 +41,11 @@ def own_pid_namespace() -> str:
 
     Two processes with the same text can signal each other. Empty where there is no /proc.
     """
-    boot_id, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
-    return f"{boot_id.read_text().strip()} {namespace.readlink()}" if boot_id.exists() and namespace.exists() else ""
+    namespace = Path("/proc/self/ns/pid")
+    return f"{boot_id()} {namespace.readlink()}" if boot_id() and namespace.exists() else ""
+
+
+def boot_id() -> str:
+    """The same text for all processes of one running kernel, also in different containers; empty without /proc."""
+    file = Path("/proc/sys/kernel/random/boot_id")
+    return file.read_text(encoding="utf-8").strip() if file.exists() else ""

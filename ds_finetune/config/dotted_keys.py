@@ -1,0 +1,22 @@
+"""Keys of nested sections as one text, e.g. `optim.lr`."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+
+def values_by_key(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of nested sections by their keys joined by dots; an empty section is a value."""
+    return dict(_leaves(tree, ""))
+
+
+def set_values(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The values by their keys joined by dots; None and empty sections count as absent."""
+    return {key: value for key, value in _leaves(tree, "") if value is not None and value != {}}
+
+
+def _leaves(tree: Mapping[str, Any], above: str) -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value

@@ -1,0 +1,42 @@
+"""Folders that appear only when they are complete, and errors of the disk in the user's terms."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ds_finetune.errors import OutputError
+from ds_finetune.whole_file import synchronise
+
+
+@contextmanager
+def replaced_folder(out: Path) -> Iterator[Path]:
+    """A new folder to be filled, which replaces an older `out` when the context ends without an error.
+
+    Its files are on the disk before that. After an error it is removed. OutputError where it cannot be made or renamed.
+    """
+    partial = out.with_name(out.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        with as_output_errors(partial):
+            partial.mkdir(parents=True)
+        yield partial
+        with as_output_errors(partial):
+            for path in (*partial.iterdir(), partial):
+                synchronise(path)
+            shutil.rmtree(out, ignore_errors=True)
+            partial.rename(out)
+            synchronise(out.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def as_output_errors(folder: Path) -> Iterator[None]:
+    """Raise OutputError in place of OSError, e.g. where the disk of `folder` is full."""
+    try:
+        yield
+    except OSError as refused:
+        raise OutputError(
+            f"{folder} cannot be written: {refused.strerror}", hint="free some space, or name another folder"
+        ) from refused
