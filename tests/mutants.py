@@ -213,7 +213,7 @@ MUTANTS = (
     ),
     Mutant(
         "activations of experts counted for one expert",
-        "estimate/activation_memory.py",
+        "estimate/layer_activations.py",
         "row, inner_row = chosen * width * hidden",
         "row, inner_row = 1 * width * hidden",
         ACTIVATIONS,

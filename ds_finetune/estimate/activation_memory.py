@@ -1,70 +1,16 @@
-"""Bytes of activations for each token, from the config.json of a model: what autograd keeps of its layers, and where.
+"""Bytes of activations of all layers of a rank, and of its head, from the config.json of a model."""
 
-Counted is what transformers 5.23's modules and this program's attention hold; tests/estimate/test_activation_memory.py
-holds every family against the tensors that autograd saves, tests/estimate/test_tracked.py against torch's memory
-tracker. Experts on CPUs keep less (model/experts.py).
-"""
-
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from ds_finetune.estimate.layer_activations import WIDE, LayerBytes, Widths, layer_bytes, norm_bytes
 from ds_finetune.families.table import family_of
-from ds_finetune.plan.activations import mlp_tiles
 from ds_finetune.plan.head_chunk import CPU_BLOCK_NUMBERS, head_chunk, logits_bytes
 
-_WIDE = 4
-"""Bytes of a number in fp32, in which norms and routers compute at any precision."""
-_INDEX = 8
-_OUT = "self_attn.o_proj"
-_READERS = tuple(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa"))
-_INNER = ("self_attn.q_b_proj", "self_attn.kv_b_proj")
-_MLP_READERS = tuple(f"mlp.{name}" for name in ("gate_proj", "up_proj", "experts", "gate"))
-_MLP_READERS += ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
-"""Modules of a layer by what they read: the first norm, latents, and the second norm."""
-SINK_COLUMNS = 8
-"""Columns that queries and keys get for attention sinks (model/attention.py)."""
-
-
-class Held(NamedTuple):
-    """Bytes at a moment of backward."""
-
-    by_token: int
-    fixed: int = 0
-    """Bytes whatever the tokens are: a weight's gradient before it is added to others."""
-
-    def of(self, tokens: int) -> int:
-        """Bytes for so many tokens."""
-        return self.by_token * tokens + self.fixed
-
-
-@dataclass(frozen=True)
-class LayerBytes:
-    """Bytes of a token within one layer, on a rank that computes the token."""
-
-    attention: int
-    """Kept for backward by the norms and by attention."""
-    router: int
-    """Kept by the router of experts."""
-    mlp: int
-    """Kept within the MLP, or within routed and shared experts."""
-    moments: tuple[Held, ...]
-    """What is held beside the layer's input at the moments of its backward that may be the fullest."""
-    tiled: tuple[Held, ...]
-    """The same with `train.tiled_mlp`."""
-    unreleased: int = 0
-    """Kept a moment longer where the layer is not recomputed: outputs of experts, while their gradients are rounded."""
-
-    @property
-    def kept(self) -> int:
-        """All that backward needs of the layer beside its input."""
-        return self.attention + self.router + self.mlp
-
-    def most(self, tokens: int = 1, *, is_tiled: bool = False) -> int:
-        """Bytes that backward holds at most beside the input; of one token without what is fixed."""
-        moments = self.tiled if is_tiled else self.moments
-        return max(held.by_token if tokens == 1 else held.of(tokens) for held in moments)
+_MOST_TOKENS = 2**30
 
 
 class HeadBytes(NamedTuple):
@@ -76,6 +22,8 @@ class HeadBytes(NamedTuple):
     """For each supervised token: its hidden state, and the gradient of it."""
     chunk: int
     """Tokens of a chunk at most."""
+    columns: int
+    """Of the vocabulary on this rank."""
     logits: int
     """The logits of a token in it."""
     gradient: int
@@ -115,18 +63,36 @@ class ActivationBytes:
         """
         return self.layer_input * len(self.layers)
 
-    def working_set(self, *, is_tiled: bool = False) -> int:
-        """What the backward of one recomputed layer holds at most beside the inputs of layers."""
-        return max(layer.most(is_tiled=is_tiled) for layer in self.kinds)
+    def working_set(self, tokens: int, *, is_tiled: bool = False) -> int:
+        """What the backward of one recomputed layer, or of the last norm, holds at most beside the inputs of layers."""
+        return max(self.last_norm * tokens, *(layer.most(tokens, is_tiled=is_tiled) for layer in self.kinds))
 
-    def peak(self, *, recomputes: bool = True, is_offloaded: bool = False, is_tiled: bool = False) -> int:
-        """Bytes on the device at most in layers. Without recomputation all layers are kept. Where inputs are offloaded,
-        that of the last layer stays, and two others are on their way at most.
-        """
+    def peak(self, tokens: int, *, recomputes: bool = True, is_offloaded: bool = False, is_tiled: bool = False) -> int:
+        """Bytes on the device at most in layers. Without recomputation all layers are kept."""
         if not recomputes:
-            return self.kept_at_most(1, is_tiled=is_tiled)
-        inputs = min(3, len(self.layers)) * self.layer_input if is_offloaded else self.inputs()
-        return inputs + self.working_set(is_tiled=is_tiled)
+            return self.kept_at_most(tokens, is_tiled=is_tiled)
+        inputs = self.inputs_on_device() if is_offloaded else self.inputs()
+        return inputs * tokens + self.working_set(tokens, is_tiled=is_tiled)
+
+    def inputs_on_device(self) -> int:
+        """The inputs of layers that stay where they are offloaded: one that is used, and two that are copied."""
+        return min(3, len(self.layers)) * self.layer_input
+
+    def by_token_at_most(self, *, is_tiled: bool = False) -> int:
+        """What the backward of one layer holds at most for each token, without what is fixed."""
+        return max(held.by_token for layer in self.kinds for held in (layer.tiled if is_tiled else layer.moments))
+
+    def tile_sums(self) -> int:
+        """Bytes of the gradients that tiles of a layer sum, whatever the tokens are."""
+        return max(held.fixed for layer in self.kinds for held in layer.tiled)
+
+    def tiles_pay_from(self) -> int | None:
+        """Tokens of a rank from which `train.tiled_mlp` lowers what one layer holds; None where it never does."""
+
+        def pays(tokens: int) -> bool:
+            return self.working_set(tokens, is_tiled=True) < self.working_set(tokens)
+
+        return bisect_left(range(_MOST_TOKENS), x=True, key=pays) if pays(_MOST_TOKENS) else None
 
     def kept_by_layers(self, *, is_tiled: bool = False) -> int:
         """What layers keep that are not recomputed, with their inputs."""
@@ -157,29 +123,6 @@ class AdaptedLayers:
     by_layer: tuple[frozenset[str], ...]
 
 
-@dataclass(frozen=True)
-class _Widths:
-    """How wide numbers are, into how many parts ranks divide a layer, and what of it is trained."""
-
-    number: int
-    """Bytes of a number."""
-    tp: int
-    ep: int
-    is_packed: bool
-    rank: int = 0
-    """Rank of adapters; 0 where the weights themselves are trained."""
-    adapted: frozenset[str] = frozenset()
-    """Modules of the layer that have adapters."""
-
-    def keeps(self, *modules: str) -> bool:
-        """Whether the input of these modules is kept: that of a frozen weight is not."""
-        return not self.rank or not self.adapted.isdisjoint(modules)
-
-    def low_rank(self, *modules: str) -> int:
-        """Bytes kept between A and B of the adapters of these modules, for each row."""
-        return self.number * self.rank * len(self.adapted.intersection(modules))
-
-
 def activation_bytes(  # noqa: PLR0913 - what a rank computes, and with which kernels
     model: Mapping[str, Any],
     *,
@@ -194,7 +137,7 @@ def activation_bytes(  # noqa: PLR0913 - what a rank computes, and with which ke
     parallel ranks, of which `ep` divide the experts. With `is_packed` attention to all documents is one call.
     With `adapters` all other weights are frozen.
     """
-    widths = _Widths(4 if precision == "fp32" else 2, tp, ep, is_packed)
+    widths = Widths(4 if precision == "fp32" else 2, tp, ep, is_packed)
     hidden, rules = model["hidden_size"], family_of(str(model["model_type"])).parameters
     assert rules is not None, model["model_type"]
     kinds = [
@@ -203,170 +146,29 @@ def activation_bytes(  # noqa: PLR0913 - what a rank computes, and with which ke
     ]
     rank = adapters.rank if adapters is not None else 0
     layers = {
-        (is_sparse, adapted): _layer(model, replace(widths, rank=rank, adapted=adapted), is_sparse=is_sparse)
+        (is_sparse, adapted): layer_bytes(model, replace(widths, rank=rank, adapted=adapted), is_sparse=is_sparse)
         for is_sparse, adapted in set(kinds)
     }
     return ActivationBytes(
         layer_input=widths.number * hidden,
         layers=tuple(layers[kind] for kind in kinds),
         head=_head(model, widths, precision, device),
-        last_norm=6 * _WIDE * hidden,
-        keeps_inputs=widths.number == _WIDE,
+        last_norm=6 * WIDE * hidden,
+        keeps_inputs=widths.number == WIDE,
     )
 
 
-def _head(model: Mapping[str, Any], widths: _Widths, precision: str, device: str) -> HeadBytes:
+def _head(model: Mapping[str, Any], widths: Widths, precision: str, device: str) -> HeadBytes:
     hidden, rows, width = model["hidden_size"], model.get("vocab_size", 0) // widths.tp, widths.number
     # On CPUs the softmax of 16-bit logits takes a few rows at a time (model/head_chunks.py, ChunkBlocks).
-    is_by_blocks = device == "cpu" and width < _WIDE
+    is_by_blocks = device == "cpu" and width < WIDE
     return HeadBytes(
-        by_token=_norm(hidden, widths),
+        by_token=norm_bytes(hidden, widths),
         by_supervised=2 * width * hidden,
         chunk=head_chunk(rows, precision=precision, device=device) if rows else 0,
+        columns=rows,
         logits=width * rows if is_by_blocks else logits_bytes(rows, precision=precision),
-        gradient=_WIDE * rows * hidden,
-        rounded=0 if width == _WIDE else width * rows * hidden,
-        block=_WIDE * CPU_BLOCK_NUMBERS if is_by_blocks else 0,
+        gradient=WIDE * rows * hidden,
+        rounded=0 if width == WIDE else width * rows * hidden,
+        block=WIDE * CPU_BLOCK_NUMBERS if is_by_blocks else 0,
     )
-
-
-def _layer(model: Mapping[str, Any], widths: _Widths, *, is_sparse: bool) -> LayerBytes:
-    hidden, width = model["hidden_size"], widths.number
-    norm_width = _WIDE if family_of(str(model["model_type"])).has_sinks else width
-    # In fp32 the first norm keeps the layer's input itself.
-    inputs = (widths.keeps(*_READERS), widths.keeps(*_MLP_READERS))
-    norms = sum(_norm(hidden, widths, normalised=norm_width, feeds_product=is_kept) for is_kept in inputs)
-    norms -= _WIDE * hidden if width == _WIDE else 0
-    attention, gradients = _attention(model, widths)
-    kept = norms + attention
-    router, mlp = (_router(model, widths), _experts(model, widths)) if is_sparse else (0, _dense(model, widths))
-    # The gradient of the layer's output is there until its input has one.
-    outside, tiles = kept + router + width * hidden, mlp_tiles(model)
-    in_attention = Held(kept + gradients + width * hidden)
-    moments = [Held(outside + held.by_token, held.fixed) for held in mlp.moments]
-    tiled = [
-        Held(outside + held.by_token // tiles + 2 * width * hidden, (_WIDE + width) * numel)
-        for held, numel in zip(mlp.moments, mlp.tiled, strict=False)
-    ]
-    tiled += [Held(outside + 2 * width * hidden, (_WIDE + 2 * width) * numel) for numel in mlp.tiled]
-    return LayerBytes(kept, router, mlp.kept, (*moments, in_attention), (*tiled, in_attention), mlp.unreleased)
-
-
-class _Mlp(NamedTuple):
-    """Bytes within an MLP."""
-
-    kept: int
-    moments: tuple[Held, ...]
-    """Bytes within it at moments of its backward."""
-    tiled: tuple[int, ...]
-    """Parameters of its modules that are computed in tiles, in the order of the moments."""
-    unreleased: int = 0
-
-
-def _norm(
-    columns: int, widths: _Widths, *, normalised: int | None = None, feeds_product: bool = True, roots: int = 1
-) -> int:
-    """Bytes that an RMSNorm keeps: its input in fp32, the normalised one if its weight is trained, a root for each
-    group of columns, and its output where a matrix that is trained or adapted is multiplied with it.
-    """
-    kept = _WIDE * columns + (0 if widths.rank else (normalised or widths.number) * columns) + _WIDE * roots
-    return kept + (widths.number * columns if feeds_product else 0)
-
-
-def _attention(model: Mapping[str, Any], widths: _Widths) -> tuple[int, int]:
-    """Bytes that attention keeps, and those of its gradients."""
-    if model.get("kv_lora_rank") is not None:
-        return _latent_attention(model, widths)
-    return _grouped_attention(model, widths)
-
-
-def _latent_attention(model: Mapping[str, Any], widths: _Widths) -> tuple[int, int]:
-    width, tp = widths.number, widths.tp
-    heads, rope, nope = model["num_attention_heads"] // tp, model["qk_rope_head_dim"], model["qk_nope_head_dim"]
-    query_key, value, rank = nope + rope, model["v_head_dim"], model["kv_lora_rank"]
-    latents = _norm(rank, widths, feeds_product=widths.keeps("self_attn.kv_b_proj"))
-    latents += _WIDE * rope if width == _WIDE else 0
-    if model.get("q_lora_rank"):
-        latents += _norm(model["q_lora_rank"], widths, feeds_product=widths.keeps("self_attn.q_b_proj"))
-    # Values narrower than keys are padded; others are kept with the product that they are columns of.
-    values, out = (query_key, query_key) if value < query_key else (nope + value, value)
-    columns = heads * (2 * query_key + values + out + (value if widths.keeps(_OUT) else 0))
-    kept = latents + width * columns + _WIDE * heads + widths.low_rank(*_READERS, *_INNER, _OUT)
-    return kept, width * heads * (3 * query_key + 2 * value)
-
-
-def _grouped_attention(model: Mapping[str, Any], widths: _Widths) -> tuple[int, int]:
-    family, width = family_of(str(model["model_type"])), widths.number
-    head_dim = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
-    heads = model["num_attention_heads"] // widths.tp
-    key_heads = (model.get("num_key_value_heads") or model["num_attention_heads"]) // widths.tp
-    if widths.is_packed:
-        # Queries, output, keys and values; the kernel itself gives each key to several heads.
-        kept = width * head_dim * (2 * heads + 2 * key_heads)
-    elif family.has_sinks:
-        kept = width * heads * (head_dim + 4 * (head_dim + SINK_COLUMNS))
-    else:
-        kept = (5 if widths.keeps(_OUT) else 4) * width * heads * head_dim
-    assert family.parameters is not None
-    if family.parameters.attention(model).norms and not family.has_sinks:
-        for count in (heads, key_heads):
-            roots = 1 if family.normalises_over_heads else count
-            kept += _norm(count * head_dim, widths, feeds_product=False, roots=roots)
-    return kept + widths.low_rank(*_READERS, _OUT) + _WIDE * heads, 5 * width * heads * head_dim
-
-
-def _dense(model: Mapping[str, Any], widths: _Widths, *, inner: int | None = None, name: str = "mlp") -> _Mlp:
-    """Gate, up, the activated gate and the product of both are kept. When the product is gone, its gradient and those
-    of both factors are there.
-    """
-    inner = (model["intermediate_size"] if inner is None else inner) // widths.tp
-    row, matrix = widths.number * inner, widths.number * inner * model["hidden_size"]
-    if not widths.rank:
-        return _Mlp(4 * row, (Held(6 * row), Held(5 * row, matrix)), (3 * inner * model["hidden_size"],))
-    low = widths.low_rank(*(f"{name}.{each}_proj" for each in ("gate", "up", "down")))
-    kept = (4 if widths.keeps(f"{name}.down_proj") else 3) * row + low
-    return _Mlp(kept, (Held(kept + 2 * row),), (0,))
-
-
-def _router(model: Mapping[str, Any], widths: _Widths) -> int:
-    """Bytes that the router keeps."""
-    family = family_of(str(model["model_type"]))
-    assert family.expert_keys is not None
-    chosen = family.expert_keys.per_token(model)
-    router = _WIDE * family.expert_keys.number(model) + chosen * (_INDEX + _WIDE)
-    # Those routers multiply in fp32, with a copy of the hidden state.
-    copies = widths.number < _WIDE and _weighs_in_fp32(model) and widths.keeps("mlp.gate")
-    return router + (_WIDE * model["hidden_size"] if copies else 0)
-
-
-def _weighs_in_fp32(model: Mapping[str, Any]) -> bool:
-    """Whether routers compute in fp32, and outputs of experts become fp32 when they are weighted."""
-    family = family_of(str(model["model_type"]))
-    return "kv_lora_rank" in model or (family.router is not None and family.router.scores == "sigmoid")
-
-
-def _experts(model: Mapping[str, Any], widths: _Widths) -> _Mlp:
-    """Routed experts, and shared ones, whose backward comes first."""
-    family = family_of(str(model["model_type"]))
-    keys, hidden, width = family.expert_keys, model["hidden_size"], widths.number
-    assert keys is not None
-    chosen, inner = keys.per_token(model), keys.width(model) // widths.tp
-    row, inner_row = chosen * width * hidden, chosen * width * inner
-    # Rows by expert, gate and up, what is made of them, and rows to be weighted; in gpt_oss also clamped ones.
-    routed = 2 * row + (7 if family.transposed_experts else 4) * inner_row + chosen * (3 * _INDEX + width)
-    if not widths.keeps("mlp.experts"):
-        routed -= row + inner_row
-    routed += 2 * chosen * widths.low_rank("mlp.experts")
-    inner_shared = (model.get("n_shared_experts") or 0) * keys.width(model)
-    shared = _dense(model, widths, inner=inner_shared, name="mlp.shared_experts")
-    weighted = chosen * hidden * (_WIDE if _weighs_in_fp32(model) else width)
-    matrices = 0 if widths.rank else width * keys.number(model) // widths.ep * inner * hidden
-    moments = (
-        # The gradient of each token's sum, once for each expert; zeros for them in another order; and these.
-        Held(routed + 3 * weighted),
-        Held(routed + shared.moments[0].by_token),
-        Held(2 * row + 5 * inner_row, matrices),
-        Held(2 * row + 2 * inner_row, 2 * matrices),
-    )
-    tiled = (3 * matrices // width, *(shared.tiled if shared.kept else ()))
-    return _Mlp(routed + shared.kept, moments, tiled, row if weighted > row else 0)

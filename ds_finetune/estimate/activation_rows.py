@@ -7,8 +7,9 @@ from functools import lru_cache
 
 from ds_finetune.config.schema import OWN_ATTENTIONS, LoraConfig, RunConfig
 from ds_finetune.estimate.activation_memory import ActivationBytes, AdaptedLayers, activation_bytes
-from ds_finetune.estimate.rank_weights import RankWeights, num_scores
-from ds_finetune.estimate.rows import KEPT_FOR_BACKWARD, MemoryRow, Place
+from ds_finetune.estimate.head_rows import head_rows
+from ds_finetune.estimate.rank_weights import RankWeights
+from ds_finetune.estimate.rows import FORWARD, KEPT_FOR_BACKWARD, MemoryRow, Place
 from ds_finetune.families.family import layer_of
 from ds_finetune.families.parameters import ModelConfig
 from ds_finetune.families.tensors import EMBEDDING, model_tensors
@@ -20,8 +21,6 @@ from ds_finetune.plan.plan import Plan
 
 _MICRO_BATCH = "train.micro_batch_size"
 _LENGTH = "train.max_seq_len"
-_ON_THEIR_WAY = 3
-"""Inputs of layers on the device where they are offloaded: one that is used, and two that are copied."""
 EXPERT_IMBALANCE = 1.25
 """Rows that the experts of a rank get over their mean, where `parallel.ep` ranks divide the experts: assumed."""
 
@@ -42,20 +41,12 @@ def activation_rows(
         between = int(own.layer_input * tokens * (flying * config.parallel.vpp + 1))
         yield MemoryRow("hidden states between stages", home, between, _MICRO_BATCH, KEPT_FOR_BACKWARD)
     if number == plan.mesh.pp - 1:
-        yield from _head_rows(config, own, tokens, home)
-        yield from _product_rows(config, plan, own)
+        yield from head_rows(config, plan, own, tokens)
     if number == 0 and config.lora is None:
         (size,) = (kind.numel for kind in stages[0].kinds if kind.name == EMBEDDING)
         gradient = WEIGHT_BYTES[plan.precision] * size + 2 * own.layer_input * tokens
         yield MemoryRow("gradient of the embedding", home, gradient, "parallel.tp", ("embedding",))
     yield from _exchange_rows(config, plan, model, own, tokens)
-
-
-def _product_rows(config: RunConfig, plan: Plan, own: ActivationBytes) -> Iterator[MemoryRow]:
-    """On CPUs a product of 16-bit numbers is rounded, then made fp32 to be added (model/products.py)."""
-    width = WEIGHT_BYTES[plan.precision]
-    if plan.device == "cpu" and width < WEIGHT_BYTES["fp32"] and config.lora is None and not num_scores(config):
-        yield MemoryRow("gradient of the head by a chunk", "host", own.head.gradient + own.head.rounded, "", ("head",))
 
 
 def tokens_of_rank(plan: Plan) -> int:
@@ -73,16 +64,26 @@ def in_flight(config: RunConfig, plan: Plan, stage: int) -> float:
 
 def stage_activations(config: RunConfig, plan: Plan, model: ModelConfig, weights: RankWeights) -> ActivationBytes:
     """The activations of the layers of a pipeline stage."""
-    is_packed = (
+    text = json.dumps(model, sort_keys=True, default=str)
+    lora = config.lora.model_dump_json() if config.lora is not None else ""
+    sizes, is_packed = (plan.mesh.tp, plan.mesh.ep, 1 if config.mtp.train else 0), _packs_documents(config, plan, model)
+    return _of_stage(text, plan.precision, sizes, lora, weights.layers, is_packed=is_packed, device=plan.device)
+
+
+def model_activations(config: RunConfig, plan: Plan, model: ModelConfig) -> ActivationBytes:
+    """The activations of a whole `model` that a rank runs beside that of the run, in its precision."""
+    text, is_packed = json.dumps(model, sort_keys=True, default=str), _packs_documents(config, plan, model)
+    return _activations(text, plan.precision, (1, 1, 0), "", is_packed=is_packed, device=plan.device)
+
+
+def _packs_documents(config: RunConfig, plan: Plan, model: ModelConfig) -> bool:
+    """Whether attention to all documents of a forward is one call."""
+    return (
         plan.device == "cuda"
         and config.model.attention in OWN_ATTENTIONS
         and config.model.attention != "by_document"
         and not varlen_problem(model, precision=plan.precision)
     )
-    text = json.dumps(model, sort_keys=True, default=str)
-    lora = config.lora.model_dump_json() if config.lora is not None else ""
-    sizes = (plan.mesh.tp, plan.mesh.ep, 1 if config.mtp.train else 0)
-    return _of_stage(text, plan.precision, sizes, lora, weights.layers, is_packed=is_packed, device=plan.device)
 
 
 def _layer_rows(
@@ -97,7 +98,7 @@ def _layer_rows(
             home,
             int(kept * flying),
             "train.activation_checkpointing",
-            ("head", "head backward"),
+            (*FORWARD, "head backward"),
         )
         most = own.kept_at_most(tokens, is_tiled=is_tiled) + int(kept * max(flying - 1, 0))
         yield MemoryRow("activations and their gradients", home, most, "train.activation_checkpointing", ("layers",))
@@ -105,28 +106,16 @@ def _layer_rows(
     inputs = int(own.inputs() * tokens * flying)
     if plan.activation_offload:
         yield MemoryRow("inputs of recomputed layers, offloaded", "host", inputs, _MICRO_BATCH)
-        inputs = min(_ON_THEIR_WAY, len(own.layers)) * own.layer_input * tokens
+        inputs = own.inputs_on_device() * tokens
     option = _MICRO_BATCH if plan.activation_offload or plan.device == "cpu" else "train.activation_offload"
     yield MemoryRow("inputs of recomputed layers", home, inputs, option, KEPT_FOR_BACKWARD)
-    working = max(layer.most(tokens, is_tiled=is_tiled) for layer in own.kinds)
-    working = max(working, own.last_norm * tokens)
+    forward = max(layer.forward for layer in own.kinds) * tokens
+    yield MemoryRow("one layer in forward", home, forward, _MICRO_BATCH, ("forward",))
+    working = own.working_set(tokens, is_tiled=is_tiled)
     # Tiles sum the gradients of a layer's weights in fp32, which may be more than they save.
-    in_tiles = max(layer.most(tokens, is_tiled=True) for layer in own.kinds)
+    in_tiles = own.working_set(tokens, is_tiled=True)
     option = "train.tiled_mlp" if in_tiles < working else _MICRO_BATCH
     yield MemoryRow("one layer in backward", home, working, option, ("layers",))
-
-
-def _head_rows(config: RunConfig, own: ActivationBytes, tokens: int, home: Place) -> Iterator[MemoryRow]:
-    head = own.head
-    yield MemoryRow("last norm", home, head.by_token * tokens, _MICRO_BATCH, ("head", "head backward"))
-    if num_scores(config):
-        return
-    yield MemoryRow("hidden states of supervised tokens", home, head.by_supervised * tokens, _MICRO_BATCH, ("head",))
-    yield MemoryRow("logits of a chunk", home, head.logits_of(tokens), "parallel.tp", ("head",))
-    gradient = 0 if config.lora is not None else head.gradient
-    yield MemoryRow("fp32 gradient of the head", home, gradient, "parallel.tp", ("head", "head backward"))
-    rounded = (0 if config.lora is not None else head.rounded) + 3 * head.by_supervised * tokens // 2
-    yield MemoryRow("rounded gradient of the head", home, rounded, "parallel.tp", ("head backward",))
 
 
 def _exchange_rows(
@@ -141,7 +130,7 @@ def _exchange_rows(
             head_dim = model["qk_nope_head_dim"] + model["qk_rope_head_dim"]
         # What is sent and what arrives, of one tensor at a time.
         size = 2 * width * heads * head_dim * tokens
-        yield MemoryRow("exchange of sequence parallelism", home, size, _LENGTH, ("layers",))
+        yield MemoryRow("exchange of sequence parallelism", home, size, _LENGTH, ("forward", "layers"))
     if plan.mesh.ep > 1:
         sparse = next((layer for layer in own.layers if layer.router), None)
         assert config.parallel.ep == plan.mesh.ep
@@ -149,7 +138,7 @@ def _exchange_rows(
             rows = own.layer_input * _chosen(model) * tokens
             # Rows that leave and arrive, and what their experts get beyond the mean.
             size = int(2 * rows * EXPERT_IMBALANCE + (EXPERT_IMBALANCE - 1) * sparse.mlp * tokens)
-            yield MemoryRow("exchange of expert parallelism", home, size, _LENGTH, ("layers",))
+            yield MemoryRow("exchange of expert parallelism", home, size, _LENGTH, ("forward", "layers"))
 
 
 def _chosen(model: ModelConfig) -> int:

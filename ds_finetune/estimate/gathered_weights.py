@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ds_finetune.estimate.rows import Moment
+from ds_finetune.estimate.rows import Moment, Place
 from ds_finetune.estimate.states import TensorKind
 from ds_finetune.families.tensors import EMBEDDING, HEAD
 
@@ -27,6 +27,10 @@ DEFAULT_RULES = FetchingRules(50_000_000, 1_000_000_000, 1_000_000_000, 100_000,
 """config.py:113-251."""
 
 
+_GLOO_THREADS = 2
+"""Each receives weights in a buffer of its own, beside that in which they arrive (torch's ProcessGroupGloo.cpp)."""
+
+
 class GatheredWeights(NamedTuple):
     """Elements that are whole on a rank at some moments at most, without those that always are."""
 
@@ -35,6 +39,11 @@ class GatheredWeights(NamedTuple):
     numel: int
     arriving: int
     """Elements of the buffer in which several weights arrive; they are copied out of it."""
+
+
+def arriving_copies(home: Place) -> int:
+    """Buckets that arrive at a time on a rank whose device is there."""
+    return _GLOO_THREADS if home == "host" else 1
 
 
 def num_persistent(kinds: Sequence[TensorKind], rules: FetchingRules) -> int:
@@ -75,7 +84,7 @@ def gathered_weights(
     bucket = min(bucket * copies, total)
     refetched = bucket if without_head < total - head else 0
     return (
-        GatheredWeights("forward", ("reference", "forward"), with_head, bucket),
+        GatheredWeights("forward", ("forward",), with_head, bucket),
         GatheredWeights("head", ("head", "head backward"), with_head, 0),
         GatheredWeights("backward", ("layers", "embedding"), without_head, refetched),
     )

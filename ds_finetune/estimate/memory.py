@@ -2,25 +2,20 @@
 lowers it.
 """
 
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import NamedTuple
 
-from ds_finetune.config.objectives import DistillObjective
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.errors import ModelError
 from ds_finetune.estimate.activation_rows import activation_rows
 from ds_finetune.estimate.one_stage import as_one_stage
 from ds_finetune.estimate.rank_elements import count_adapters, rank_elements
 from ds_finetune.estimate.rank_weights import RankWeights, num_scores, weights_of_run
 from ds_finetune.estimate.rows import MOMENTS, MemoryRow, Moment, Place, fullest_moment, peak
 from ds_finetune.estimate.states import ModelSizes, estimate_run
+from ds_finetune.estimate.teacher_rows import teacher_rows
 from ds_finetune.estimate.zero_rows import zero_rows
 from ds_finetune.families.parameters import ModelConfig
-from ds_finetune.plan.combinations import WEIGHT_BYTES
-from ds_finetune.plan.distillation import is_teacher_partitioned
 from ds_finetune.plan.model_shape import Shape
 from ds_finetune.plan.plan import Plan
 
@@ -64,7 +59,7 @@ def estimate_memory(
     """What the run of `config` needs with the layout of `plan`, where `model` is the config.json of its model, and
     `teacher` that of a teacher, which is read from its folder where it is not given.
 
-    ConfigError where the arithmetic of the model type is not known; ModelError where the teacher's folder is not here.
+    ConfigError where the arithmetic of a model type is not known; ModelError where the teacher's folder is not here.
     """
     return fullest_stage(estimate_stages(config, plan, model, teacher=teacher))
 
@@ -79,9 +74,11 @@ def estimate_stages(
 ) -> Iterator[MemoryEstimate]:
     """What a rank of each pipeline stage needs; errors as those of `estimate_memory`."""
     device, stages = _home(plan), weights_of_run(config, plan, model)
-    shared = _shared_rows(config, plan, model, teacher)
+    files, last = tuple(_file_rows(config, plan, model)), tuple(teacher_rows(config, plan, teacher))
     for number in range(len(stages)):
-        yield MemoryEstimate((*_rows(config, plan, model, stages, number), *shared), number, device)
+        # The teacher runs where the head is (engine/teacher.py).
+        others = (*last, *files) if number == len(stages) - 1 else files
+        yield MemoryEstimate((*_rows(config, plan, model, stages, number), *others), number, device)
 
 
 class StateBytes(NamedTuple):
@@ -122,8 +119,9 @@ def _state_bytes(config: RunConfig, plan: Plan, model: ModelConfig, weights: Ran
 
 
 def _shared_bytes(config: RunConfig, plan: Plan, model: ModelConfig) -> StateBytes:
-    """What every stage has of a teacher and of a checkpoint that is written."""
-    rows = [row for row in _shared_rows(config, plan, model, None) if row.when == MOMENTS]
+    """What every stage has of a checkpoint that is written, and of a teacher, which the last stage alone has."""
+    teacher = teacher_rows(config, plan, None) if plan.mesh.pp == 1 else ()
+    rows = [row for row in (*teacher, *_file_rows(config, plan, model)) if row.when == MOMENTS]
     return StateBytes(*(peak(rows, place) for place in (_home(plan), "host")))
 
 
@@ -137,34 +135,6 @@ def _rows(
     own = rank_elements(config, plan, model, stages[number])
     yield from zero_rows(plan, own, stages[number])
     yield from activation_rows(config, plan, model, stages, number)
-
-
-def _shared_rows(
-    config: RunConfig, plan: Plan, model: ModelConfig, teacher: ModelConfig | None
-) -> tuple[MemoryRow, ...]:
-    """What every rank has, whatever its layers are, and the files of the run."""
-    return (*_teacher_rows(config, plan, teacher, _home(plan)), *_file_rows(config, plan, model))
-
-
-def _teacher_rows(config: RunConfig, plan: Plan, teacher: ModelConfig | None, home: Place) -> Iterator[MemoryRow]:
-    section = config.objective
-    if not isinstance(section, DistillObjective) or section.teacher is None:
-        return
-    numel = Shape.of(teacher if teacher is not None else _read_config(section.teacher)).total_params
-    is_cut = is_teacher_partitioned(plan.zero_stage, section.teacher_offload)
-    share = -(-numel // plan.world.world_size) if is_cut else numel
-    place: Place = "host" if section.teacher_offload != "none" else home
-    yield MemoryRow("weights of the teacher", place, WEIGHT_BYTES[plan.precision] * share, "objective.teacher_offload")
-
-
-def _read_config(folder: str) -> ModelConfig:
-    try:
-        tree: ModelConfig = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    except OSError:
-        raise ModelError(
-            f"the teacher {folder} has no config.json here", hint="name a folder with the teacher's config.json"
-        ) from None
-    return tree
 
 
 def _file_rows(config: RunConfig, plan: Plan, model: ModelConfig) -> Iterator[MemoryRow]:

@@ -14,7 +14,8 @@ from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
 
 from ds_finetune.config.schema import LoraConfig, RunConfig
-from ds_finetune.estimate.activation_memory import SINK_COLUMNS, ActivationBytes, activation_bytes
+from ds_finetune.estimate.activation_memory import ActivationBytes, activation_bytes
+from ds_finetune.estimate.layer_activations import SINK_COLUMNS
 from ds_finetune.estimate.rank_elements import is_trained
 from ds_finetune.estimate.rank_weights import RankWeights, part_of
 from ds_finetune.estimate.row_shape import RowShape

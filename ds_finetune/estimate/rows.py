@@ -5,17 +5,15 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Place = Literal["gpu", "host", "nvme", "disk"]
-Moment = Literal[
-    "reference", "forward", "head", "head backward", "layers", "embedding", "reduction", "step", "exchange"
-]
-"""Moments of an optimizer step: the forward of a teacher or a reference, the forward of the model, the head and the
-loss, their backward, layers, the gradient of the embedding, the reduction of gradients after backward, the optimizer's
+Moment = Literal["teacher", "forward", "head", "head backward", "layers", "embedding", "reduction", "step", "exchange"]
+"""Moments of an optimizer step: the forward of a teacher, that of the model's layers, the head and the loss, their
+backward, that of layers, the gradient of the embedding, the reduction of gradients after backward, the optimizer's
 update, and the exchange of updated weights.
 """
 MOMENTS: tuple[Moment, ...] = get_args(Moment)
 FORWARD: tuple[Moment, ...] = ("forward", "head")
 BACKWARD: tuple[Moment, ...] = ("head backward", "layers", "embedding")
-MICRO_BATCH: tuple[Moment, ...] = ("reference", *FORWARD, *BACKWARD)
+MICRO_BATCH: tuple[Moment, ...] = ("teacher", *FORWARD, *BACKWARD)
 """While a micro-batch is computed."""
 KEPT_FOR_BACKWARD: tuple[Moment, ...] = (*FORWARD, "head backward", "layers")
 """While what layers keep for their backward is there."""

@@ -7,7 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ds_finetune.estimate.gathered_weights import DEFAULT_RULES, FetchingRules, gathered_weights, num_persistent
+from ds_finetune.estimate.gathered_weights import (
+    DEFAULT_RULES,
+    FetchingRules,
+    arriving_copies,
+    gathered_weights,
+    num_persistent,
+)
 from ds_finetune.estimate.rank_elements import RankElements
 from ds_finetune.estimate.rank_weights import RankWeights
 from ds_finetune.estimate.rows import BACKWARD, MICRO_BATCH, MOMENTS, MemoryRow, Moment, Place
@@ -38,8 +44,6 @@ _NVME_DEFAULTS = {
     "offload_optimizer": {"buffer_count": 4},
 }
 """zero/offload_config.py:33-67."""
-_GLOO_THREADS = 2
-"""Each receives weights in a buffer of its own, beside that in which they arrive (torch's ProcessGroupGloo.cpp)."""
 _UNTIL_REDUCED: tuple[Moment, ...] = (*MICRO_BATCH, "reduction")
 
 
@@ -273,7 +277,7 @@ def _gathered_rows(run: _Zero, weights: RankWeights) -> Iterator[MemoryRow]:
     rules = _fetching_rules(run)
     small = run.width * num_persistent(weights.kinds, rules)
     yield MemoryRow("small weights, whole", run.home, small, f"{_ZERO}.stage3_param_persistence_threshold")
-    passes, copies = 3 if run.plan.activation_checkpointing else 2, _GLOO_THREADS if run.home == "host" else 1
+    passes, copies = 3 if run.plan.activation_checkpointing else 2, arriving_copies(run.home)
     # What one rank holds alone is there already (zero/partition_parameters.py:1563).
     fetched = [kind for kind in weights.kinds if kind.sharers > 1 or run.plan.offload_param != "none"]
     whole = gathered_weights(fetched, rules, passes=passes, copies=copies)

@@ -32,6 +32,8 @@ class RouterKind:
     parameters: tuple[str, ...] = ("weight",)
     bias: str | None = None
     """Buffer of the module that is added to scores to choose experts, and to nothing else (arXiv 2408.15664)."""
+    rounds_weights: bool = True
+    """Whether weights from a softmax in fp32 are rounded to the precision of hidden states."""
 
 
 @dataclass(frozen=True)

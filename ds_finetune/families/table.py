@@ -202,7 +202,7 @@ _ROWS = (
         published_mlp=MIXTRAL_NAMES,
         fp8_linear=None,
         experts_class="MixtralExperts",
-        router=RouterKind("softmax"),
+        router=RouterKind("softmax", rounds_weights=False),
         parallel_axes=_ALL_AXES,
         has_lora=True,
         onnx=OnnxGraph("grouped_query", router="softmax"),

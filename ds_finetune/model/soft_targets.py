@@ -11,9 +11,10 @@ import torch
 
 from ds_finetune.model.head_chunks import HeadGradients, NeededGradients, logits_of_chunk
 from ds_finetune.model.parallel.tensor import TensorParallelGroup
+from ds_finetune.plan.head_chunk import DISTILLATION_TOKENS
 
-CHUNK_TOKENS = 512
-"""Supervised positions whose logits exist at a time; half of those of the cross entropy, as there are two of each."""
+CHUNK_TOKENS = DISTILLATION_TOKENS
+"""Supervised positions whose logits exist at a time."""
 
 
 @dataclass(frozen=True)

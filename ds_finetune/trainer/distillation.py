@@ -18,6 +18,16 @@ from ds_finetune.plan.distillation import is_teacher_partitioned
 from ds_finetune.plan.plan import Plan
 
 
+def with_local_teacher(config: RunConfig, model: ModelPlan) -> RunConfig:
+    """The run with the folder on this machine of its live teacher, which the run file may name by a hub id: estimates
+    read its config.json.
+    """
+    if model.teacher is None:
+        return config
+    folder = str(resolve_folder(model.teacher.path, files=TOKENIZER_PATTERNS))
+    return config.model_copy(update={"objective": config.objective.model_copy(update={"teacher": folder})})
+
+
 def check_teacher_tokens(model: ModelPlan, tokenizer: PreTrainedTokenizerBase) -> None:
     """ModelError where ids mean other tokens in the tokenizer of a live teacher; DataError where it has none."""
     if model.teacher is not None:

@@ -3,10 +3,12 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.device_memory import DeviceMemory, is_out_of_memory
 from ds_finetune.errors import FinetuneError, RunError
 from ds_finetune.estimate.memory import MemoryEstimate, estimate_memory
 from ds_finetune.search.nearest import first_texts, fitting_changes
+from ds_finetune.trainer.distillation import with_local_teacher
 from ds_finetune.trainer.prepare import PreparedRun
 from ds_finetune.units import GIB
 
@@ -31,14 +33,18 @@ def memory_table(estimate: MemoryEstimate) -> list[str]:
 def estimate_of(run: PreparedRun) -> MemoryEstimate | None:
     """The estimate of the run, or None where the arithmetic of its model is not known."""
     try:
-        return estimate_memory(run.config, run.plan, run.inputs.config_tree)
+        return estimate_memory(_config(run), run.plan, run.inputs.config_tree)
     except FinetuneError:
         return None
 
 
+def _config(run: PreparedRun) -> RunConfig:
+    return with_local_teacher(run.config, run.inputs.model)
+
+
 def what_fits(run: PreparedRun, *, budget: int) -> str:
     """The nearest settings that fit into `budget` bytes, as a hint."""
-    changes = fitting_changes(run.config, run.plan, run.inputs.config_tree, budget=budget)
+    changes = fitting_changes(_config(run), run.plan, run.inputs.config_tree, budget=budget)
     if not changes:
         return "by the estimate no change of the run file fits: take more ranks, or devices with more memory"
     return f"by the estimate these fit, each with its need: {first_texts(changes, _MOST_CHANGES)}"

@@ -30,6 +30,7 @@ from ds_finetune.plan.batch import AUTO, with_micro_batch
 from ds_finetune.plan.pipeline import forwards_together
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.search.micro_batch import SPARE, bytes_of, fits, largest_micro_batch, legal_sizes, plan_with_rows
+from ds_finetune.trainer.distillation import with_local_teacher
 from ds_finetune.trainer.memory_report import memory_table, what_fits
 from ds_finetune.trainer.prepare import PreparedRun, complete_plan, estimate_model
 from ds_finetune.trainer.trial import try_steps
@@ -89,7 +90,9 @@ class _UndecidedRun:
     @property
     def largest_rows(self) -> int:
         """The most rows that fit by the estimate; 0 where not even one does."""
-        return largest_micro_batch(self.run.config, self.run.plan, self.run.inputs.config_tree, budget=self.budget)
+        run = self.run
+        config = with_local_teacher(run.config, run.inputs.model)
+        return largest_micro_batch(config, run.plan, run.inputs.config_tree, budget=self.budget)
 
 
 def decide_micro_batch(run: PreparedRun, store: dist.Store, monitor: Monitor, say: Say) -> PreparedRun:
@@ -135,7 +138,8 @@ def _try_sizes(undecided: _UndecidedRun, store: dist.Store, say: Say) -> tuple[T
         raise _nothing_fits(undecided, "")
     refused: list[str] = []
     for rows in reversed([size for size in legal_sizes(run.config, run.plan) if size <= largest]):
-        estimate = bytes_of(run.config, run.plan, run.inputs.config_tree, rows)
+        config = with_local_teacher(run.config, run.inputs.model)
+        estimate = bytes_of(config, run.plan, run.inputs.config_tree, rows)
         say(
             f"trying train.micro_batch_size {rows}: {estimate / GIB:.3f} of {undecided.budget / GIB:.3f} GiB by the "
             "estimate"
@@ -186,7 +190,8 @@ def _took(choice: TriedSize, undecided: _UndecidedRun) -> str:
 def _nothing_fits(undecided: _UndecidedRun, tried: str) -> ConfigError:
     run = undecided.run
     plan = plan_with_rows(run.config, run.plan, 1)
-    estimate = estimate_memory(with_micro_batch(run.config, 1), plan, run.inputs.config_tree)
+    config = with_local_teacher(with_micro_batch(run.config, 1), run.inputs.model)
+    estimate = estimate_memory(config, plan, run.inputs.config_tree)
     need, has = estimate.device_bytes / GIB, undecided.budget / GIB
     lines = [
         f"train.micro_batch_size auto: not even forwards of one row leave {SPARE:.0%} of the memory free; a rank needs "

@@ -54,6 +54,8 @@ class AllocationCell:
     model: Mapping[str, Any] = field(default_factory=lambda: LLAMA)
     sections: Mapping[str, Any] = field(default_factory=dict)
     """Further sections of the run file."""
+    teacher: Mapping[str, Any] | None = None
+    """The config.json of a teacher, whose folder lies in that of the model."""
     zero: Mapping[str, Any] = field(default_factory=dict)
     """Other options of `zero_optimization`."""
     choices: Mapping[str, Any] = field(default_factory=dict)
@@ -97,7 +99,12 @@ class AllocationCell:
                 "activation_checkpointing": self.recomputes,
             },
             **self.sections,
+            **({"objective": self._objective(folder)} if self.teacher is not None else {}),
         }
+
+    def _objective(self, folder: Path) -> Tree:
+        place = "cpu" if "teacher-offloaded" in self.title else "none"
+        return {"name": "distill", "teacher": str(folder / "teacher"), "teacher_offload": place}
 
     def config(self, folder: Path) -> RunConfig:
         """The run file, checked."""
@@ -108,6 +115,8 @@ _CHUNKS: Tree = {"parallel": {"pp": 2, "vpp": 2}}
 _LORA: Tree = {"lora": {"rank": 8}}
 _SMALL_BUCKET: Tree = {"reduce_bucket_size": 200_000}
 """Fewer numbers than adapters have: the allocator counts also what of a bucket is never written."""
+_TEACHER: Tree = LLAMA | {"hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12}
+_TEACHER |= {"num_key_value_heads": 12}
 _WIDE_SUMS: Tree = {"data_types": {"grad_accum_dtype": "fp32"}}
 _FETCHING: dict[str, Tree] = {
     "default-fetching": {"stage3_prefetch_bucket_size": 50_000_000, "stage3_param_persistence_threshold": 100_000},
@@ -140,6 +149,9 @@ OTHERS = [
     *(AllocationCell(stage, "bf16", sections=_LORA, zero=_SMALL_BUCKET, title="lora") for stage in (2, 3)),
     AllocationCell(3, "bf16", axis="ep", model=EXPERTS),
     *(AllocationCell(3, "bf16", zero=zero, title=title) for title, zero in _FETCHING.items()),
+    *(AllocationCell(stage, "bf16", teacher=_TEACHER, title="teacher") for stage in (2, 3)),
+    AllocationCell(2, "bf16", teacher=_TEACHER, title="teacher-offloaded"),
+    AllocationCell(2, "fp32", teacher=_TEACHER, title="teacher"),
     AllocationCell(3, "bf16", recomputes=False, zero=_FETCHING["short-reuse-few-live"], title="short-reuse-few-live"),
     AllocationCell(3, "bf16", model=EXPERTS, zero=_FETCHING["default-fetching"], title="default-fetching"),
 ]

@@ -123,9 +123,24 @@ def test_the_sizes_of_the_table_are_published(shared_data: Path, name: str, fold
 def test_peaks_of_deepseek_v3() -> None:
     each = activation_bytes(PUBLISHED["DeepSeek-V3, R1, V3.1"], precision="bf16")
     assert each.inputs() == 61 * 7168 * 2
-    assert each.peak() == each.inputs() + each.working_set()
-    assert each.peak(is_offloaded=True) == 3 * 7168 * 2 + each.working_set()
-    assert each.peak(is_tiled=True) < each.peak() < each.peak(recomputes=False)
+    tokens = 131072
+    assert each.peak(tokens) == tokens * each.inputs() + each.working_set(tokens)
+    assert each.peak(tokens, is_offloaded=True) == tokens * 3 * 7168 * 2 + each.working_set(tokens)
+    assert each.peak(tokens) < each.peak(tokens, recomputes=False)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_tiles_pay_from_a_number_of_tokens(name: str) -> None:
+    each = activation_bytes(PUBLISHED[name], precision="bf16")
+    tokens = each.tiles_pay_from()
+    assert tokens is not None
+    assert each.working_set(tokens - 1, is_tiled=True) >= each.working_set(tokens - 1)
+    assert each.working_set(tokens, is_tiled=True) < each.working_set(tokens)
+
+
+def test_tiles_of_fewer_experts_pay_earlier() -> None:
+    by_ranks = [activation_bytes(PUBLISHED["Qwen3-30B-A3B"], precision="bf16", ep=ep).tiles_pay_from() for ep in (1, 8)]
+    assert by_ranks[1] * 4 < by_ranks[0]
 
 
 def test_tensor_parallel_ranks_have_a_part_of_heads_and_widths() -> None:

@@ -35,6 +35,9 @@ def write_base(cell: AllocationCell, folder: Path) -> None:
     if cell.loads_weights:
         write_model(AutoConfig.for_model(**cell.model), folder)
     (folder / "config.json").write_text(json.dumps(cell.model))
+    if cell.teacher is not None:
+        (folder / "teacher").mkdir()
+        write_model(AutoConfig.for_model(**cell.teacher), folder / "teacher")
 
 
 def run(cells: list[AllocationCell], folder: Path) -> Path:

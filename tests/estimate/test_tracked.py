@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from ds_finetune.config.objectives import read_objective
 from ds_finetune.config.schema import LoraConfig, RunConfig
 from ds_finetune.estimate.memory import MemoryEstimate, estimate_memory
-from ds_finetune.estimate.rows import BACKWARD, Moment
+from ds_finetune.estimate.rows import BACKWARD, FORWARD, Moment
 from ds_finetune.families.table import FAMILIES
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.world import World
@@ -19,17 +20,26 @@ from tests.model.tiny import CONFIGS
 
 UPDATED = ("fp32 weights", "moments")
 """States that the tracked forward and backward do not have."""
-MOMENTS: tuple[Moment, ...] = ("head", *BACKWARD)
+MOMENTS: tuple[Moment, ...] = ("teacher", *FORWARD, *BACKWARD)
 
 
 def estimate(
-    tree: Mapping[str, Any], rows: int, tokens: int, lora: Mapping[str, Any] | None = None, **train: Any
+    tree: Mapping[str, Any],
+    rows: int,
+    tokens: int,
+    lora: Mapping[str, Any] | None = None,
+    *,
+    objective: Mapping[str, Any] | None = None,
+    teacher: Mapping[str, Any] | None = None,
+    **train: Any,
 ) -> MemoryEstimate:
     section = {"max_seq_len": tokens, "micro_batch_size": rows, "global_batch_size": 2 * rows, **train}
     run = {"model": "m", "data": {"train": "t.jsonl"}, "output_dir": "o", "train": section}
     run |= {"deepspeed": {"zero_optimization": {"stage": 0}}, "lora": lora}
+    run |= {} if objective is None else {"objective": objective}
     config = RunConfig.model_validate(run)
-    return estimate_memory(config, make_plan(config, world=World(0, 1, 0, 1, "a test"), device="cuda"), tree)
+    plan = make_plan(config, world=World(0, 1, 0, 1, "a test"), device="cuda")
+    return estimate_memory(config, plan, tree, teacher=teacher)
 
 
 def bytes_at(planned: MemoryEstimate, moment: Moment) -> int:
@@ -102,3 +112,40 @@ def test_adapters(shared_data: Path, name: str, targets: list[str], way: str) ->
     lora = {"rank": 16} | ({"target_modules": targets} if targets else {})
     tracked, planned = compare(published(shared_data, name, num_hidden_layers=3), lora=lora, **WAYS[way])
     assert planned == pytest.approx(tracked.peak, rel=0.05)
+
+
+STUDENT, TEACHER = (f"deepseek-ai--DeepSeek-R1-Distill-Qwen-{size}" for size in ("1.5B", "32B"))
+DISTILLATION = {"name": "distill", "teacher": "a teacher"}
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "one teacher": DISTILLATION,
+    "temperature": DISTILLATION | {"temperature": 2.0, "label_weight": 0.5},
+    "dpo": {"name": "dpo"},
+}
+
+
+def compare_objective(
+    shared_data: Path, objective: Mapping[str, Any], *, tokens: int, precision: str = "bf16"
+) -> tuple[Tracked, MemoryEstimate]:
+    """One layer of a student, beside two of a teacher of three times its width."""
+    student = published(shared_data, STUDENT, num_hidden_layers=1, vocab_size=32768)
+    teacher = None
+    if objective["name"] == "distill":
+        teacher = published(shared_data, TEACHER, num_hidden_layers=2, vocab_size=32768)
+    planned = estimate(student, 2, tokens, objective=objective, teacher=teacher, precision=precision)
+    documents = [(tokens // 4, tokens - tokens // 4)] * 2
+    section = read_objective(dict(objective))
+    return track(student, documents, objective=section, teacher=teacher, precision=precision), planned
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
+def test_objectives_with_another_model(shared_data: Path, objective: Mapping[str, Any]) -> None:
+    tracked, planned = compare_objective(shared_data, objective, tokens=2048)
+    until_loss = max(bytes_at(planned, moment) for moment in ("teacher", *FORWARD))
+    assert until_loss == pytest.approx(tracked.head, rel=0.02)
+    assert max(bytes_at(planned, moment) for moment in MOMENTS) == pytest.approx(tracked.peak, rel=0.02)
+
+
+def test_the_forward_of_a_wide_teacher_is_the_fullest_moment(shared_data: Path) -> None:
+    tracked, planned = compare_objective(shared_data, DISTILLATION, tokens=16384)
+    assert planned.moment == "teacher"
+    assert bytes_at(planned, "teacher") == pytest.approx(tracked.peak, rel=0.02)

@@ -3,8 +3,8 @@ any size on a CPU, with the kernels of GPUs.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -14,17 +14,25 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed._tools import mod_tracker
 from torch.distributed._tools.mem_tracker import MemTracker
+from transformers import PreTrainedModel
 
 from ds_finetune.auto_configs import AutoConfig
+from ds_finetune.config.objectives import ObjectiveConfig
 from ds_finetune.config.schema import LoraConfig
 from ds_finetune.families.tensors import model_tensors
 from ds_finetune.model import build, head_chunks
 from ds_finetune.model.build import build_skeleton, whole
 from ds_finetune.model.cross_entropy import chunked_cross_entropy
+from ds_finetune.model.distillation import DistilledModel
 from ds_finetune.model.forward_rows import ForwardRows
 from ds_finetune.model.lora import AdapterPlacement, install_lora
-from ds_finetune.model.loss import TrainedModel, install_loss_head
+from ds_finetune.model.loss import LossHead, TrainedModel, install_loss_head
+from ds_finetune.model.teacher import HiddenStates, Teacher
 from ds_finetune.model.tiled_mlp import install_tiled_mlps
+from ds_finetune.objectives.distill import Distillation
+from ds_finetune.objectives.examples import Examples
+from ds_finetune.objectives.objective import DocumentObjective, Objective
+from ds_finetune.objectives.table import make_objective
 from ds_finetune.plan.activations import mlp_tiles
 from ds_finetune.plan.head_chunk import head_chunk
 from ds_finetune.plan.lora_targets import adapted_targets, targets_among
@@ -73,37 +81,53 @@ def track(
     is_tiled: bool = False,
     supervised: int | None = None,
     lora: LoraConfig | None = None,
+    objective: ObjectiveConfig | None = None,
+    teacher: Mapping[str, Any] | None = None,
 ) -> Tracked:
     """One micro-batch of a model with the config.json `tree`; `documents` are the lengths of those of each row. So many
-    tokens are `supervised`, or all. With `lora` adapters are trained.
+    tokens are `supervised`, or all. With `lora` adapters are trained. A `teacher` runs beside the model of an
+    `objective` that distils.
     """
-    hf_config = AutoConfig.for_model(**tree)
+    wanted = LossHead.objective if objective is None else make_objective(objective)
     with FakeTensorMode(), gpu_kernels():
-        lm = build_skeleton(hf_config, attention="sdpa", dtype=DTYPES[precision], device="cpu")
-        chunk = head_chunk(hf_config.vocab_size, precision=precision, device="cuda")
-        if lora is not None:
-            every = targets_among(model_tensors(dict(tree)).named())
-            install_lora(lm, adapted_targets(every, lora), lora, seed=0, placement=AdapterPlacement(whole))
-        install_loss_head(lm, kernel=partial(chunked_cross_entropy, chunk=chunk))
+        lm = _with_head(tree, precision, lora, wanted)
         lm.train()
         if recomputes:
             lm.gradient_checkpointing_enable({"use_reentrant": False})
         if is_tiled:
             install_tiled_mlps(lm, tiles=mlp_tiles(tree))
-        model = TrainedModel(lm)
+        model, other = TrainedModel(lm), None if teacher is None else _teacher(teacher, precision)
+        if isinstance(wanted, Distillation):
+            model = DistilledModel(model, wanted, other)
         model.packs_documents = precision != "fp32"
         trained = [param for param in model.parameters() if param.requires_grad]
         for param in trained:
             param.grad = torch.zeros_like(param)
         rows = _rows(documents, supervised)
-        tracker = MemTracker()
-        tracker.track_external(model, *(param.grad for param in trained))
+        if isinstance(wanted, DocumentObjective):
+            rows = replace(rows, examples=_examples(rows))
+        tracker, beside = MemTracker(), () if other is None else (other.run,)
+        tracker.track_external(model, *beside, *(param.grad for param in trained))
         with tracker:
             loss = model(rows).loss
             head = _total(tracker)
             loss.backward()
-        states = sum(param.numel() * param.element_size() for param in (*model.parameters(), *trained))
+        kept = (*model.parameters(), *trained, *(param for each in beside for param in each.parameters()))
+        states = sum(param.numel() * param.element_size() for param in kept)
         return Tracked(states, head, _total(tracker))
+
+
+def _with_head(
+    tree: Mapping[str, Any], precision: str, lora: LoraConfig | None, objective: Objective
+) -> PreTrainedModel:
+    hf_config = AutoConfig.for_model(**tree)
+    lm = build_skeleton(hf_config, attention="sdpa", dtype=DTYPES[precision], device="cpu")
+    chunk = head_chunk(hf_config.vocab_size, precision=precision, device="cuda")
+    if lora is not None:
+        every = targets_among(model_tensors(dict(tree)).named())
+        install_lora(lm, adapted_targets(every, lora), lora, seed=0, placement=AdapterPlacement(whole))
+    install_loss_head(lm, kernel=partial(chunked_cross_entropy, chunk=chunk), objective=objective)
+    return lm
 
 
 _FOLLOWED = "_track_module_params_and_buffers"
@@ -127,6 +151,20 @@ def _rows(documents: Sequence[Sequence[int]], supervised: int | None) -> Forward
     ids = torch.zeros(shape, dtype=torch.int64)
     places = torch.zeros(shape[0] * shape[1] if supervised is None else supervised, dtype=torch.int64)
     return ForwardRows(ids, ids, ids, tuple(map(tuple, documents)), supervised=places)
+
+
+def _teacher(tree: Mapping[str, Any], precision: str) -> Teacher:
+    hf_config = AutoConfig.for_model(**tree)
+    lm = build_skeleton(hf_config, attention="sdpa", dtype=DTYPES[precision], device="cpu")
+    states = HiddenStates(lm.requires_grad_(requires_grad=False).eval())
+    states.packs_documents = precision != "fp32"
+    head: Any = lm.get_output_embeddings()
+    return Teacher(states, head, nullcontext)
+
+
+def _examples(rows: ForwardRows) -> Examples:
+    numbers = torch.zeros(2, dtype=torch.int64)
+    return Examples(rows.input_ids, numbers, numbers, numbers, numbers.double(), numbers.double())
 
 
 def _total(tracker: MemTracker) -> int:
