@@ -15,10 +15,7 @@ def check_dropped_rows(counts: Counts, config: DataConfig, sources: Sequence[Sou
     dropped = counts.nothing_supervised + counts.too_long_dropped + counts.dropped.rows
     reason = ", ".join(dropped_row_lines(counts))
     if not counts.documents:
-        hint = (
-            dropped_rows_hint(counts) if counts.dropped.rows else "check train.max_seq_len, data.train_on and columns"
-        )
-        raise DataError(f"none of the {counts.read} rows of {names} is left ({reason})", hint=hint)
+        raise DataError(f"none of the {counts.read} rows of {names} is left ({reason})", hint=dropped_rows_hint(counts))
     if dropped > config.max_dropped_ratio * counts.read:
         raise DataError(
             f"{dropped} of {counts.read} rows of {names} are dropped ({reason}), more than data.max_dropped_ratio "

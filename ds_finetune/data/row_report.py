@@ -62,7 +62,9 @@ def dropped_rows_hint(counts: Counts) -> str:
     entries = counts.dropped.entries
     worst = max(entries, key=lambda name: entries[name][0], default=None)
     if worst is None or entries[worst][0] < counts.nothing_supervised + counts.too_long_dropped:
-        return "raise train.max_seq_len if prompts fill it, check the template and data.columns, or raise the ratio"
+        if counts.too_long_dropped > counts.nothing_supervised:
+            return "raise train.max_seq_len, set data.long_rows to truncate, or raise data.max_dropped_ratio"
+        return "check that rows have texts and answers, data.columns, data.train_on and the template"
     return f"{DROPPED[worst][1]} (the first such row is {entries[worst][1]})"
 
 

@@ -27,6 +27,8 @@ _SHOWN_TOKENS = 12
 _TIKTOKEN = "tiktoken.model"
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "merges.txt")
 """Files from which transformers reads a vocabulary and merges."""
+_PATTERNS = ("tokenizer*.json", "vocab*", "merges*", "*.model", "*.spm", "*.tiktoken", "tekken.json", "*.codes")
+"""Patterns of the files of which at least one makes a tokenizer; `tokenizer_config.json` alone does not."""
 _MODEL_SETTINGS = (
     "dropout",
     "unk_token",
@@ -113,10 +115,19 @@ def is_encoder_tokenizer(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def _check_files(folder: Path) -> None:
-    """DataError for a vocabulary of tiktoken alone, as Kimi K2 and Moonlight are published.
+    """DataError for a folder without a vocabulary, and for one of tiktoken alone, as Kimi K2 and Moonlight are
+    published.
 
-    Its pattern that splits texts into words is in code of the folder (tokenization_kimi.py, tokenization_moonshot.py).
+    Without one transformers 5.23 makes an empty tokenizer for some model types, such as qwen3 and gemma3_text, in which
+    texts have no tokens or unknown ones. The pattern by which tiktoken splits texts into words is in code of the folder
+    (tokenization_kimi.py, tokenization_moonshot.py).
     """
+    found = {path.name for kind in _PATTERNS for path in folder.glob(kind)}
+    if folder.is_dir() and not found - {"tokenizer_config.json"}:
+        raise DataError(
+            f"no tokenizer in `{folder}`: it has neither tokenizer.json nor another file with a vocabulary",
+            hint="copy the tokenizer's files to it, or set model.tokenizer to a folder with tokenizer.json",
+        )
     if (folder / _TIKTOKEN).is_file() and not (folder / "tokenizer.json").is_file():
         raise DataError(
             f"`{folder}` has {_TIKTOKEN} and no tokenizer.json: its tokenizer is Python code of the folder, which is "

@@ -164,7 +164,7 @@ def _products(work: Work, weights: RankWeights, *, is_last: bool) -> Iterator[Op
         yield Operation(_NAMES.get(part, part), unit, 2 * rows * numel * passes.total, work.width * moved)
         if adapter_parts(work.config.lora, kind):
             yield _adapters(work, kind, unit, rows=rows, below=passes)
-        if _is_quantised(work.config.lora, part):
+        if is_quantised(work.config.lora, part):
             # Four bits are read, and numbers of 16 bits are written, for each product but that of the weight gradient.
             yield Operation("dequantised weights", "memory", 0, passes.total * kind.numel * (0.5 + work.width))
 
@@ -313,7 +313,8 @@ def adapter_parts(lora: LoraConfig | None, kind: TensorKind) -> tuple[AdapterPar
     return tuple(AdapterPart(each * local, is_cut and local == whole) for whole, local in sides)
 
 
-def _is_quantised(lora: LoraConfig | None, part: str) -> bool:
+def is_quantised(lora: LoraConfig | None, part: str) -> bool:
+    """Whether the weights of a part of the model are held in four bits."""
     return lora is not None and lora.quantize is not None and part in ("attention", "dense MLP", "shared experts")
 
 

@@ -34,8 +34,7 @@ def _links(machine: Machine) -> Iterator[str]:
     else:
         yield (
             f"Traffic that DeepSpeed overlaps is hidden to {share.hidden:.0%}, in at most {share.hidden:.0%} of the "
-            "time of computation; rows to experts are hidden beside shared experts alone, and traffic of tp, sp and pp "
-            "never is."
+            "time of computation; that of tp, sp and pp never is."
         )
 
 
@@ -48,7 +47,10 @@ def _work(work: Work) -> Iterator[str]:
     if work.experts_per_token:
         yield "Tokens are divided evenly over routed experts."
     if work.plan.mesh.ep > 1:
-        yield "The row of a token is sent once for each of its experts, also to several on one rank or node."
+        yield (
+            "The row of a token is sent once for each of its experts, also to several on one rank or node; the way to "
+            "them is hidden beside shared experts alone, and the way back is not."
+        )
     if work.config.lora is not None:
         yield (
             "The MFU counts 4 FLOPs for each frozen parameter and token: forward and the gradients of inputs. Adapters "

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from ds_finetune.estimate.operations import Work, adapter_elements, adapter_parts
+from ds_finetune.estimate.operations import Work, adapter_elements, adapter_parts, is_quantised
 from ds_finetune.estimate.rank_elements import is_trained
 from ds_finetune.estimate.rank_weights import RankWeights, part_of
 from ds_finetune.estimate.states import TensorKind
@@ -142,35 +142,50 @@ def _reduced_width(work: Work) -> int:
     return WEIGHT_BYTES.get(str(given), work.width)
 
 
+class _Tensor(NamedTuple):
+    """A tensor as ZeRO-3 partitions it."""
+
+    numel: int
+    width: int
+    """Bytes of a number."""
+
+    @property
+    def size(self) -> int:
+        return self.numel * self.width
+
+
 def _gathers(work: Work, group: Group, kinds: list[TensorKind]) -> Iterator[GroupTraffic]:
     """ZeRO-3 gathers weights in forward, and again in backward where too many others were used between.
 
     Small ones stay whole, and are gathered once after the optimizer's step, trained or not.
     """
     zero, plan = work.plan.deepspeed["zero_optimization"], work.plan
-    tensors: Counter[int] = Counter()
+    tensors = Counter[_Tensor]()
     for kind in kinds:
-        tensors[math.prod(kind.local)] += kind.count
+        whole = _Tensor(math.prod(kind.local), work.width)
+        # Of four bits, two numbers are in a byte.
+        is_packed = is_quantised(work.config.lora, part_of(kind.name))
+        tensors[_Tensor(-(-whole.numel // 2), 1) if is_packed else whole] += kind.count
         for part in adapter_parts(work.config.lora, kind):
-            tensors[part.numel] += kind.count
+            tensors[_Tensor(part.numel, work.width)] += kind.count
     threshold = zero.get("stage3_param_persistence_threshold", _PERSISTENT)
-    kept = sum(numel * count for numel, count in tensors.items() if numel <= threshold)
-    gathered = sum(numel * count for numel, count in tensors.items()) - kept
+    kept = [(each, count) for each, count in tensors.items() if each.numel <= threshold]
+    fetched = [(each, count) for each, count in tensors.items() if each.numel > threshold]
+    num_fetched, fetched_bytes = sum(count for _, count in fetched), sum(each.size * count for each, count in fetched)
+    gathered = sum(each.numel * count for each, count in fetched)
     near = min(zero.get("stage3_max_reuse_distance", _REUSED), zero.get("stage3_max_live_parameters", _REUSED))
     # The distance between both uses of a weight is twice the weights of all later layers.
     again = max(0.0, gathered - near / 2)
     times = plan.batch.gradient_accumulation_steps
-    num_tensors = sum(count for numel, count in tensors.items() if numel > threshold)
     # With hpZ (ZeRO++, arXiv 2306.10209) backward gathers from a second copy, which nearby ranks hold together.
     nearby = group._replace(size=min(group.size, zero.get("zero_hpz_partition_size", 1)))
-    for name, source, numel in (
-        ("gathered weights", group, gathered),
-        ("weights gathered again", nearby if nearby.size > 1 else group, again),
+    for name, source, share in (
+        ("gathered weights", group, 1.0),
+        ("weights gathered again", nearby if nearby.size > 1 else group, again / max(gathered, 1)),
     ):
-        num_bytes = times * _times("all_gather", source, work.width * numel)
-        messages = times * num_tensors * numel / max(gathered, 1)
-        yield GroupTraffic(name, "all_gather", source, num_bytes, messages, True, "computation")
-    updated = _times("all_gather", group, work.width * kept)
+        num_bytes = times * _times("all_gather", source, share * fetched_bytes)
+        yield GroupTraffic(name, "all_gather", source, num_bytes, times * num_fetched * share, True, "computation")
+    updated = _times("all_gather", group, sum(each.size * count for each, count in kept))
     yield GroupTraffic("updated weights", "all_gather", group, updated, 1, False)
 
 

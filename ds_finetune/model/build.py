@@ -32,7 +32,7 @@ from ds_finetune.plan.config_json import check_model_path
 
 Task = Literal["causal_lm", "sequence_classification"]
 """What a model computes: the logits of the next token, or scores of a document."""
-TOKENIZER_PATTERNS = ("*.json", "*.model", "*.jinja", "merges.txt")
+TOKENIZER_PATTERNS = ("*.json", "*.model", "*.jinja", "merges.txt", "vocab.txt")
 """Files of a hub repository that a tokenizer is read from."""
 HUB_FILES = (*TOKENIZER_PATTERNS, "*.safetensors")
 """Files of a hub repository that a model is read from; `*` matches `/` as well."""

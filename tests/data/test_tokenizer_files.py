@@ -121,3 +121,13 @@ def test_a_tokenizer_from_no_folder_is_digested_whole(shared_data: Path) -> None
     core = Tokenizer.from_file(str(shared_data / "models" / "stories260K" / "tokenizer.json"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core)
     assert tokenizer_digest(tokenizer) == hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3_text", "gpt2", "deepseek_v3"])
+def test_a_folder_without_a_vocabulary_is_refused(kind: str, tmp_path: Path) -> None:
+    """transformers makes an empty tokenizer of some of them."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    with pytest.raises(DataError, match=r"no tokenizer in .* neither tokenizer\.json nor another file") as caught:
+        load_tokenizer(str(tmp_path))
+    assert "model.tokenizer" in caught.value.hint

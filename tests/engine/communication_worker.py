@@ -1,4 +1,4 @@
-"""Started by the tests as `torchrun --nproc-per-node 2 communication_worker.py MODELS_DIR OUT.json`: what the
+"""Started by the tests as `torchrun --nproc-per-node 2 communication_worker.py MODELS_DIR OUT.json [more]`: what the
 collectives of a step are in each layout.
 """
 
@@ -38,24 +38,26 @@ MORE = [
 _NOT_KEPT = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
 WITH_OPTIONS: dict[str, tuple[Cell, dict[str, Any]]] = {
     "weights gathered again": (Cell("llama", 3, 2, packing=True), _NOT_KEPT),
-    "LoRA": (Cell("llama", 1, 2, packing=True, has_lora=True), {}),
     "LoRA, ZeRO-3": (Cell("llama", 3, 2, packing=True, has_lora=True), {}),
     "LoRA, tp 2": (Cell("llama", 1, 2, packing=True, has_lora=True, tp=2), {}),
+    "vpp 2": (Cell("llama_deep", 1, 2, packing=True, pp=2, vpp=2), {}),
+}
+"""The same, with what is added to `zero_optimization`, by name."""
+MORE_WITH_OPTIONS: dict[str, tuple[Cell, dict[str, Any]]] = {
+    "LoRA": (Cell("llama", 1, 2, packing=True, has_lora=True), {}),
     "LoRA, latent attention, tp 2": (Cell("deepseek_v3", 1, 2, packing=True, has_lora=True, tp=2), {}),
     "LoRA, sp 2": (Cell("llama", 1, 2, packing=True, has_lora=True, sp=2), {}),
     "LoRA, ep 2": (Cell("deepseek_v3", 1, 2, packing=True, has_lora=True, ep=2), {}),
     "tied, pp 2": (Cell("qwen2", 1, 2, packing=True, pp=2), {}),
     "tied, LoRA, pp 2": (Cell("qwen2", 1, 2, packing=True, has_lora=True, pp=2), {}),
-    "vpp 2": (Cell("llama_deep", 1, 2, packing=True, pp=2, vpp=2), {}),
 }
-"""The same, with what is added to `zero_optimization`, by name."""
+"""Those of slow tests, in a launch of their own."""
 
 
 def options_tree(cell: Cell, options: dict[str, Any], model: Path, out: Path, *, ranks: int) -> dict[str, Any]:
     """The run file of a cell with options."""
     tree = run_tree(cell, model, out, dp=ranks // cell.sharing)
     tree["deepspeed"]["zero_optimization"] |= options
-    tree["inexact"] = ["hierarchical_partition"] if "zero_hpz_partition_size" in options else []
     return tree
 
 
@@ -64,25 +66,23 @@ def main() -> None:
     folder = Path(sys.argv[1])
     world, device = World.from_environment(os.environ), choose_device()
     found: dict[str, Any] = {}
+
+    def take(name: str, cell: Cell, tree: dict[str, Any]) -> None:
+        config = RunConfig.model_validate(tree)
+        with start_engine(make_plan(config, world=world, device=device), model_of(config)) as engine:
+            if cell.ep > 1:
+                _send_all_away(engine, world.rank)
+            found[name] = all_gather_object(_second_step(engine))
+        gc.freeze()
+
+    is_more = sys.argv[3:] == ["more"]
     with process_group(world, device):
-        for cell in (*CELLS, *MORE):
+        for cell in () if is_more else (*CELLS, *MORE):
             tree = run_tree(cell, folder / cell.family, folder, dp=world.world_size // cell.sharing)
-            config = RunConfig.model_validate(tree)
-            with start_engine(make_plan(config, world=world, device=device), model_of(config)) as engine:
-                if cell.ep > 1:
-                    _send_all_away(engine, world.rank)
-                name = cell.name if cell in MORE else f"{cell.layout}, ZeRO-{cell.stage}"
-                found[name] = all_gather_object(_second_step(engine))
-            gc.freeze()
-        for name, (cell, options) in WITH_OPTIONS.items():
-            tree = options_tree(cell, options, folder / cell.family, folder, ranks=world.world_size)
-            config = RunConfig.model_validate(tree)
-            with start_engine(make_plan(config, world=world, device=device), model_of(config)) as engine:
-                if cell.ep > 1:
-                    _send_all_away(engine, world.rank)
-                found[name] = all_gather_object(_second_step(engine))
-            gc.freeze()
-        for checkpointing, overlaps in itertools.product((False, True), (True, False)):
+            take(cell.name if cell in MORE else f"{cell.layout}, ZeRO-{cell.stage}", cell, tree)
+        for name, (cell, options) in (MORE_WITH_OPTIONS if is_more else WITH_OPTIONS).items():
+            take(name, cell, options_tree(cell, options, folder / cell.family, folder, ranks=world.world_size))
+        for checkpointing, overlaps in () if is_more else itertools.product((False, True), (True, False)):
             cell = Cell("deepseek_v3", 1, 2, packing=True, ep=2, checkpointing=checkpointing)
             config = RunConfig.model_validate(run_tree(cell, folder / cell.family, folder, dp=world.world_size))
             with start_engine(make_plan(config, world=world, device=device), model_of(config)) as engine:

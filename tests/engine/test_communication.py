@@ -20,7 +20,7 @@ from ds_finetune.model.parallel.pipeline import build_meta_model
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.selftest.cells import PACKED_ROWS, ROW_LEN, TINY_MODELS, Cell, hf_config, run_tree
 from ds_finetune.world import World
-from tests.engine.communication_worker import CELLS, MORE, WITH_OPTIONS, options_tree
+from tests.engine.communication_worker import CELLS, MORE, MORE_WITH_OPTIONS, WITH_OPTIONS, options_tree
 from tests.running import start, torchrun
 
 TOKENS, HIDDEN, LAYERS, FP32, FORWARDS = PACKED_ROWS * ROW_LEN, 32, 2, 4, 2
@@ -43,12 +43,21 @@ GRADIENTS = FP32 * PARAMETERS
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the worker wrote, all layouts of one launch."""
-    folder = tmp_path_factory.mktemp("communication")
+    return _written(tmp_path_factory.mktemp("communication"))
+
+
+@pytest.fixture(scope="module")
+def more_found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The same of the layouts of slow tests."""
+    return _written(tmp_path_factory.mktemp("more-communication"), "more")
+
+
+def _written(folder: Path, *arguments: str) -> dict[str, Any]:
     torch.manual_seed(11)
     for family in ("llama", "deepseek_v3", "qwen2", "llama_deep"):
         AutoModelForCausalLM.from_config(hf_config(family)).float().save_pretrained(folder / family)
     worker = Path(__file__).with_name("communication_worker.py")
-    done = start(torchrun(str(worker), str(folder), str(folder / "found.json")))
+    done = start(torchrun(str(worker), str(folder), str(folder / "found.json"), *arguments))
     assert done.returncode == 0, done.stderr[-4000:]
     return dict(json.loads((folder / "found.json").read_text()))
 
@@ -126,6 +135,14 @@ def test_bytes_are_those_of_the_estimate(found: dict[str, Any], cell: Cell, rank
 def test_bytes_with_options_are_those_of_the_estimate(found: dict[str, Any], name: str, rank: int) -> None:
     cell, options = WITH_OPTIONS[name]
     _compare(found[name][rank], options_tree(cell, options, Path("m"), Path("o"), ranks=2), cell, rank)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("name", MORE_WITH_OPTIONS)
+def test_bytes_with_more_options(more_found: dict[str, Any], name: str, rank: int) -> None:
+    cell, options = MORE_WITH_OPTIONS[name]
+    _compare(more_found[name][rank], options_tree(cell, options, Path("m"), Path("o"), ranks=2), cell, rank)
 
 
 def _compare(measured: dict[str, Any], tree: dict[str, Any], cell: Cell, rank: int) -> None:

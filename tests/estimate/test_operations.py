@@ -156,7 +156,7 @@ def test_adapters_of_one_module() -> None:
     assert found["adapters"] == 2 * TOKENS * 4 * flops
 
 
-@pytest.mark.parametrize("quantize", [None, "nf4"])
+@pytest.mark.parametrize("quantize", [None, pytest.param("nf4", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
 def test_adapters_and_what_is_below_them(family: str, quantize: str | None) -> None:
     tree = config(family) | {"model_type": family}

@@ -11,7 +11,14 @@ from ds_finetune.export.base_folder import find_base
 from ds_finetune.model.build import resolve_folder
 
 COMMIT = "0" * 40
-READ = ("config.json", "tokenizer.json", "chat_template.jinja", "tiktoken.model", "model-00001-of-00001.safetensors")
+READ = (
+    "config.json",
+    "tokenizer.json",
+    "chat_template.jinja",
+    "vocab.txt",
+    "tiktoken.model",
+    "model-00001-of-00001.safetensors",
+)
 NOT_READ = ("README.md", "own.py", "original/model--00001-of-00001.safetensors", "metal/model.bin")
 
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
+from deepspeed.utils import z3_leaf_module
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ds_finetune.config.schema import RunConfig
@@ -63,13 +64,16 @@ def _check_offload(lm: torch.nn.Module) -> None:
 
 
 def _check_one_gather(lm: torch.nn.Module) -> None:
-    """DeepSpeed gathers the weights of a tiled MLP with the module itself: those within it have no hooks of their own.
+    """DeepSpeed gathers the weights of a tiled MLP at once: modules within it have no hooks of their own, and it has,
+    or is itself in a block that DeepSpeed gathers at once (those of Mixtral and Qwen, zero/leaf_module_config.py:12).
 
     It numbers the modules that it hooks (DeepSpeed 0.19.8, zero/parameter_offload.py:345).
     """
-    within = [module for mlp in tiled_modules(lm) for module in mlp.modules() if module is not mlp]
-    assert all(hasattr(mlp, "ds_id") for mlp in tiled_modules(lm))
-    assert not any(hasattr(module, "ds_id") for module in within)
+    tiled = tiled_modules(lm)
+    blocks = [module for module in lm.modules() if z3_leaf_module(module) and module not in tiled]
+    in_blocks = {module for block in blocks for module in block.modules() if module is not block}
+    assert all(hasattr(mlp, "ds_id") != (mlp in in_blocks) for mlp in tiled)
+    assert not any(hasattr(module, "ds_id") for mlp in tiled for module in mlp.modules() if module is not mlp)
 
 
 if __name__ == "__main__":
