@@ -212,6 +212,13 @@ MUTANTS = (
         TILES,
     ),
     Mutant(
+        "weights that are fetched ahead bounded by the bucket",
+        "estimate/gathered_weights.py",
+        "rules.max_live if rules.prefetch_bucket else 0",
+        "rules.prefetch_bucket",
+        "tests/estimate/test_gathered_weights.py",
+    ),
+    Mutant(
         "activations of experts counted for one expert",
         "estimate/layer_activations.py",
         "row, inner_row = chosen * width * hidden",

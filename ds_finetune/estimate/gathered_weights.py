@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ds_finetune.estimate.rows import Moment, Place
 from ds_finetune.estimate.states import TensorKind
-from ds_finetune.families.tensors import EMBEDDING, HEAD
+from ds_finetune.families.tensors import HEAD
 
 
 class FetchingRules(NamedTuple):
@@ -62,22 +62,19 @@ def gathered_weights(
     `copies` buckets arrive at a time.
 
     Each module that is entered fetches a bucket ahead (partitioned_param_coordinator.py:436-470), with or without
-    weights of its own, until `max_live` elements are there; the last tensor may exceed it. Weights that are there when
-    they are met ahead are kept until they are used (614-616), and so are those that are used again within `max_reuse`
-    (621-630). So with a bucket above 0 as much is whole as may be.
+    weights of its own, until `max_live` elements are there; the last tensor, such as the embedding, may exceed it.
+    Weights that are there when they are met ahead are kept until they are used (614-616), and so are those that are
+    used again within `max_reuse` (621-630). So with a bucket above 0 as much is whole as may be.
     """
     fetched = [kind for kind in kinds if kind.numel // kind.count > rules.persistence]
     total, modules = sum(kind.numel for kind in fetched), _module_sizes(fetched)
     head = modules.pop(_module_of(HEAD), 0)
-    module = max(modules.values(), default=0)
-    modules.pop(_module_of(EMBEDDING), 0)
     largest = max(modules.values(), default=0)
     # Until a layer is passed again, forward and backward pass the head once each.
     near = max(rules.max_reuse - 2 * head, 0) // passes
-    reused = near + largest if near else module
-    limit = rules.max_live if rules.prefetch_bucket else -largest
-    with_head = min(total, max(reused + head, limit + max(largest, head)))
-    without_head = min(total - head, max(reused, limit + largest))
+    reused, ahead = near + largest, rules.max_live if rules.prefetch_bucket else 0
+    with_head = min(total, max(reused + head, ahead + max(largest, head)))
+    without_head = min(total - head, max(reused, ahead + largest))
     # A tensor that is fetched alone is not copied (partition_parameters.py:1607).
     smallest = min((kind.numel // kind.count for kind in fetched), default=0)
     bucket = rules.prefetch_bucket + max(largest, head) if rules.prefetch_bucket > smallest else 0
