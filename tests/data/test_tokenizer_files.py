@@ -1,5 +1,6 @@
 """The tokenizer of a folder makes the tokens of its file, whatever class transformers takes for it."""
 
+import fnmatch
 import hashlib
 import json
 import shutil
@@ -10,10 +11,10 @@ from tokenizers import Tokenizer
 from tokenizers.normalizers import Lowercase
 from transformers import PreTrainedTokenizerFast
 
-from ds_finetune.data.tokenizer_files import load_tokenizer, tokenizer_digest
+from ds_finetune.data.tokenizer_files import _VOCABULARIES, load_tokenizer, tokenizer_digest
 from ds_finetune.demo import write_demo
 from ds_finetune.errors import DataError, ModelError
-from ds_finetune.model.build import read_hf_config
+from ds_finetune.model.build import TOKENIZER_PATTERNS, read_hf_config
 
 QWEN2 = "deepseek-ai--DeepSeek-R1-Distill-Qwen-1.5B"
 
@@ -131,3 +132,8 @@ def test_a_folder_without_a_vocabulary_is_refused(kind: str, tmp_path: Path) -> 
     with pytest.raises(DataError, match=r"no tokenizer in .* neither tokenizer\.json nor another file") as caught:
         load_tokenizer(str(tmp_path))
     assert "model.tokenizer" in caught.value.hint
+
+
+def test_each_file_of_a_vocabulary_is_fetched_from_the_hub() -> None:
+    missing = [name for name in _VOCABULARIES if not any(fnmatch.fnmatch(name, kind) for kind in TOKENIZER_PATTERNS)]
+    assert not missing
