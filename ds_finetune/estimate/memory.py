@@ -2,12 +2,14 @@
 lowers it.
 """
 
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.estimate.activation_rows import activation_rows
+from ds_finetune.estimate.activation_rows import activation_rows, stage_activations
 from ds_finetune.estimate.one_stage import as_one_stage
 from ds_finetune.estimate.rank_elements import count_adapters, rank_elements
 from ds_finetune.estimate.rank_weights import RankWeights, num_scores, weights_of_run
@@ -72,12 +74,20 @@ def fullest_stage(stages: Iterable[MemoryEstimate]) -> MemoryEstimate:
 def estimate_stages(
     config: RunConfig, plan: Plan, model: ModelConfig, *, teacher: ModelConfig | None = None
 ) -> Iterator[MemoryEstimate]:
-    """What a rank of each pipeline stage needs; errors as those of `estimate_memory`."""
+    """What a rank of each pipeline stage needs, in their order; of stages that hold the same, the first alone, which
+    has the most forwards in flight. Errors as those of `estimate_memory`.
+    """
     device, stages = _home(plan), weights_of_run(config, plan, model)
     files, last = tuple(_file_rows(config, plan, model)), tuple(teacher_rows(config, plan, teacher))
-    for number in range(len(stages)):
+    seen = set()
+    for number, weights in enumerate(stages):
+        is_last = number == len(stages) - 1
+        held = (number == 0, is_last, weights.kinds, stage_activations(config, plan, model, weights))
+        if held in seen:
+            continue
+        seen.add(held)
         # The teacher runs where the head is (engine/teacher.py).
-        others = (*last, *files) if number == len(stages) - 1 else files
+        others = (*last, *files) if is_last else files
         yield MemoryEstimate((*_rows(config, plan, model, stages, number), *others), number, device)
 
 
@@ -138,11 +148,16 @@ def _rows(
 
 
 def _file_rows(config: RunConfig, plan: Plan, model: ModelConfig) -> Iterator[MemoryRow]:
-    shape = Shape.of(model, mtp_layers=1 if config.mtp.train else 0)
-    scores = num_scores(config)
-    total = (shape.with_scores(scores) if scores else shape).total_params
+    text = json.dumps(model, sort_keys=True, default=str)
+    total = _total_params(text, 1 if config.mtp.train else 0, num_scores(config))
     adapters = count_adapters(config, model) if config.lora is not None else None
     run = estimate_run(config, plan, ModelSizes(total, total, total, adapters=adapters))
     yield MemoryRow("checkpoints", "disk", run.files.checkpoints * run.files.checkpoint_bytes, "checkpoint.keep")
     yield MemoryRow("exports", "disk", run.files.exports * run.files.export_bytes, "export.at_end")
     yield MemoryRow("a checkpoint that is written", "host", run.staging_bytes, "checkpoint.asynchronous")
+
+
+@lru_cache(maxsize=64)
+def _total_params(model: str, mtp_layers: int, scores: int) -> int:
+    shape = Shape.of(json.loads(model), mtp_layers=mtp_layers)
+    return (shape.with_scores(scores) if scores else shape).total_params

@@ -1,6 +1,7 @@
 """The batch triple: rows of a step = rows of a forward x accumulation x data-parallel ranks."""
 
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 from ds_finetune.config.schema import RunConfig, TrainConfig
@@ -21,6 +22,7 @@ def with_micro_batch(config: RunConfig, rows: int) -> RunConfig:
     return config.model_copy(update={"train": config.train.model_copy(update={"micro_batch_size": rows})})
 
 
+@lru_cache(maxsize=4096)
 def legal_micro_batches(*, global_batch_size: int, dp: int, group: int = 1) -> tuple[int, ...]:
     """The sizes of a micro-batch that make up the global batch on `dp` data parallel ranks, ascending, with a multiple
     of `group` forwards in a step.

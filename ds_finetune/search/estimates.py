@@ -2,17 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import Any
 
 from ds_finetune.estimate.accelerators import Machine
 from ds_finetune.estimate.memory import (
     MemoryEstimate,
-    StateBytes,
     estimate_memory,
     estimate_stages,
     fullest_stage,
-    least_bytes,
     least_bytes_of_stages,
 )
 from ds_finetune.estimate.row_shape import RowShape
@@ -48,21 +45,22 @@ class Estimates:
     def fits(self, candidate: Candidate) -> bool:
         """Whether it exceeds nothing; where it does, that takes a part of the time of `excess`."""
         if candidate.layout not in self._fits:
-            stages = estimate_stages(candidate.config, candidate.plan, self.model)
-            fitting = tuple(takewhile(lambda stage: self.budget.device_excess(stage) <= 0, stages))
-            is_whole = len(fitting) == candidate.plan.mesh.pp
-            self._fits[candidate.layout] = is_whole and not self.budget.excess(fullest_stage(fitting))
+            self._fits[candidate.layout] = self._is_fitting(candidate)
         return self._fits[candidate.layout]
+
+    def _is_fitting(self, candidate: Candidate) -> bool:
+        fitting: list[MemoryEstimate] = []
+        for stage in estimate_stages(candidate.config, candidate.plan, self.model):
+            if self.budget.device_excess(stage) > 0:
+                return False
+            fitting.append(stage)
+        return not self.budget.excess(fullest_stage(fitting))
 
     def least_excess(self, candidate: Candidate) -> int:
         """Bytes that its states need beyond the budget, however its layers are divided over the stages of a
         pipeline.
         """
         return self.budget.least_excess(least_bytes_of_stages(candidate.config, candidate.plan, self.model))
-
-    def states(self, candidate: Candidate) -> StateBytes:
-        """Bytes of its states, with and without recomputation, whichever are fewer."""
-        return least_bytes(candidate.config, candidate.plan, self.model)
 
     def seconds(self, candidate: Candidate) -> float:
         """Of a step; a part of the time of `time`."""

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import chain
 from math import inf
 from typing import NamedTuple
 
+from ds_finetune.estimate.step_time import LeastSeconds
 from ds_finetune.plan.objectives import DOCUMENT_LOSSES
 from ds_finetune.search.candidates import Candidate, Candidates
 from ds_finetune.search.estimates import Estimates
@@ -61,19 +62,25 @@ class GroupSearch:
                 yield group
 
     def bounded(self, group: LayoutGroup) -> LayoutGroup:
-        """The group with a bound of its own: the seconds of its largest micro-batch, with as short a bubble as the most
-        forwards and chunks would give.
-        """
-        largest = [self._largest(group)]
-        if self.candidates.config.objective.name in DOCUMENT_LOSSES:
-            # Their heads compute more logits a second time where a forward has more tokens.
-            vpp = largest[0].layout.vpp
-            rows = self.candidates.micro_batch_sizes(group.sizes, vpp)
-            found = (self.candidates.find(group.layout(each, self.candidates.activations[0], vpp)) for each in rows)
-            largest = [candidate for candidate in found if candidate is not None]
+        """The group with a bound of its own, which has as short a bubble as the most forwards and chunks would give."""
         turns = self.candidates.rows_of_rank(group.sizes) * self.candidates.most_chunks(group.sizes)
-        least = min(self.estimates.least_seconds(each).seconds(vpp=1, num_turns=turns) for each in largest)
-        return replace(group, is_shared=False, least_seconds=least)
+        every = self._least_seconds(group)
+        return replace(
+            group, is_shared=False, least_seconds=min(each.seconds(vpp=1, num_turns=turns) for each in every)
+        )
+
+    def _least_seconds(self, group: LayoutGroup) -> list[LeastSeconds]:
+        """Seconds of a step of which no micro-batch takes less than the least: those of the largest one with the
+        fastest activations.
+        """
+        fewest = self.candidates.fewest_chunks(group.sizes)
+        rows = self.candidates.micro_batch_sizes(group.sizes, fewest)
+        if self.candidates.config.objective.name not in DOCUMENT_LOSSES:
+            # The heads of these losses compute more logits a second time where a forward has more tokens.
+            rows = rows[-1:]
+        fastest = self.candidates.activations[0]
+        found = (self.candidates.find(group.layout(each, fastest, fewest)) for each in rows)
+        return [self.estimates.least_seconds(candidate) for candidate in found if candidate is not None]
 
     def least_excess(self, group: LayoutGroup) -> int:
         """Bytes beyond the budget that every layout of a group needs; 0 where some may fit. The largest micro-batch
@@ -83,71 +90,100 @@ class GroupSearch:
 
     def has_fitting(self, group: LayoutGroup) -> bool:
         """Whether a layout of a group fits."""
-        return not self.least_excess(group) and any(map(self.estimates.fits, self._small_forms(group)))
+        return not self.least_excess(group) and any(
+            self.estimates.fits(form)
+            for vpp in self.candidates.chunks(group.sizes)
+            for form in self._small_forms(group, vpp)
+        )
 
     def smallest_of(self, group: LayoutGroup) -> Candidate:
-        """The layout of a group that needs least beyond the budget."""
-        return min(self._small_forms(group), key=self.estimates.excess)
+        """The layout of a group that needs least beyond the budget; of several the one with the fastest activations."""
+        order = self.candidates.activations.index
+        forms = (form for vpp in self.candidates.chunks(group.sizes) for form in self._small_forms(group, vpp))
+        return min(forms, key=lambda form: (self.estimates.excess(form), order(form.layout.activations)))
 
-    def _small_forms(self, group: LayoutGroup) -> Iterator[Candidate]:
-        """Layouts of a group of which one needs least."""
-        fastest = self.candidates.activations[0]
-        for vpp in self.candidates.chunks(group.sizes):
-            rows = self.candidates.micro_batch_sizes(group.sizes, vpp)
-            ends = [self.candidates.find(group.layout(number, fastest, vpp)) for number in sorted({rows[0], rows[-1]})]
-            legal = [each for each in ends if each is not None]
-            if len(legal) > 1 and self.estimates.states(legal[0]) == self.estimates.states(legal[1]):
-                legal = legal[:1]
-            for end, activations in product(legal, self.candidates.activations):
-                form = self.candidates.find(group.layout(end.layout.micro_batch_size, activations, vpp))
-                assert form is not None, end.layout
-                yield form
+    def _small_forms(self, group: LayoutGroup, vpp: int) -> Iterator[Candidate]:
+        """Layouts of a group with these chunks of which one needs least."""
+        # The slowest activations need least.
+        for activations in reversed(self.candidates.activations):
+            yield from self._smallest(group, vpp, activations)
+
+    def _smallest(self, group: LayoutGroup, vpp: int, activations: Activations) -> Iterator[Candidate]:
+        """The same for these activations: the smallest micro-batch, and the largest one, which adds up no gradients."""
+        rows = self.candidates.micro_batch_sizes(group.sizes, vpp)
+        ends = (self.candidates.find(group.layout(each, activations, vpp)) for each in sorted({rows[0], rows[-1]}))
+        return (candidate for candidate in ends if candidate is not None)
 
     def best_of(self, group: LayoutGroup, limit: float) -> Candidate | None:
         """The fastest layout of a group that fits and takes less than `limit` seconds; None where there is none."""
         found: Candidate | None = None
         fitting: dict[tuple[int, int], Activations] = {}
+        fastest = self._divisions(group, limit)
         for activations in self.candidates.activations:
-            for division in self._divisions(group, activations, limit):
+            smallest_fits: dict[int, bool] = {}
+            for division in self._with_activations(group, activations, fastest, limit):
                 if division.least_seconds >= limit:
                     break
-                faster, candidate = fitting.get(division.choice), self._find(group, division, activations)
-                if (faster is not None and activations.is_slower_than(faster)) or not self.estimates.fits(candidate):
+                vpp, faster = division.vpp, fitting.get(division.choice)
+                if faster is not None and activations.is_slower_than(faster):
+                    continue
+                if vpp not in smallest_fits:
+                    smallest_fits[vpp] = any(map(self.estimates.fits, self._smallest(group, vpp, activations)))
+                candidate = self._find(group, division, activations)
+                if not smallest_fits[vpp] or not self.estimates.fits(candidate):
                     continue
                 fitting[division.choice] = activations
                 if (seconds := self.estimates.seconds(candidate)) < limit:
                     found, limit = candidate, seconds
         return found
 
-    def fastest_of(self, group: LayoutGroup) -> float:
-        """Seconds of the fastest layout of a group, whatever memory it takes."""
-        seconds, fastest = inf, self.candidates.activations[0]
-        for division in self._divisions(group, fastest, inf):
+    def fastest_of(self, group: LayoutGroup, limit: float = inf) -> float:
+        """Seconds of the fastest layout of a group, whatever memory it takes; `limit` where none takes less."""
+        seconds, fastest = limit, self.candidates.activations[0]
+        for division in self._divisions(group, limit):
             if division.least_seconds >= seconds:
                 break
             seconds = min(seconds, self.estimates.seconds(self._find(group, division, fastest)))
         return seconds
 
-    def _divisions(self, group: LayoutGroup, activations: Activations, limit: float) -> list[_StepDivision]:
-        """Legal divisions of a group's step, the one with the lowest bound first; none that takes `limit` seconds or
-        more even with the fastest activations.
+    def _divisions(self, group: LayoutGroup, limit: float) -> list[_StepDivision]:
+        """Legal divisions of a group's step with the fastest activations, the one with the lowest bound first; none
+        whose bubble alone shows that it takes `limit` seconds or more.
         """
-        sizes, found = group.sizes, []
-        fewest, chunks = self.candidates.fewest_chunks(sizes), self.candidates.chunks(sizes)
-        for rows in self.candidates.micro_batch_sizes(sizes, fewest):
-            fastest = self.candidates.find(group.layout(rows, self.candidates.activations[0], fewest))
-            candidate = self.candidates.find(group.layout(rows, activations, fewest))
-            if fastest is not None and candidate is not None:
-                legal = [vpp for vpp in chunks if rows in self.candidates.micro_batch_sizes(sizes, vpp)]
-                may_be_better = [each.vpp for each in self._bounds(fastest, legal) if each.least_seconds < limit]
-                found += self._bounds(candidate, may_be_better)
+        sizes, fastest, found = group.sizes, self.candidates.activations[0], []
+        every = self._least_seconds(group)
+        for rows in self.candidates.micro_batch_sizes(sizes, self.candidates.fewest_chunks(sizes)):
+            forwards = self.candidates.rows_of_rank(sizes) // rows
+            chunks = [
+                vpp
+                for vpp in self.candidates.chunks(sizes)
+                if rows in self.candidates.micro_batch_sizes(sizes, vpp)
+                and any(each.seconds(vpp=vpp, num_turns=vpp * forwards) < limit for each in every)
+            ]
+            found += self._bounds(group, rows, fastest, chunks)
         return sorted(found)
 
-    def _bounds(self, candidate: Candidate, chunks: Sequence[int]) -> list[_StepDivision]:
-        """The division of a candidate with several numbers of chunks."""
-        if not chunks:
+    def _with_activations(
+        self, group: LayoutGroup, activations: Activations, fastest: Sequence[_StepDivision], limit: float
+    ) -> list[_StepDivision]:
+        """The divisions `fastest` of a group with these activations, of those that take less than `limit` seconds with
+        the fastest ones.
+        """
+        chunks: dict[int, list[int]] = {}
+        for division in fastest:
+            if division.least_seconds < limit:
+                chunks.setdefault(division.rows, []).append(division.vpp)
+        return sorted(chain.from_iterable(self._bounds(group, rows, activations, chunks[rows]) for rows in chunks))
+
+    def _bounds(
+        self, group: LayoutGroup, rows: int, activations: Activations, chunks: Sequence[int]
+    ) -> list[_StepDivision]:
+        """The division into forwards of `rows` rows with several numbers of chunks; none where it is refused."""
+        fewest = self.candidates.fewest_chunks(group.sizes)
+        candidate = self.candidates.find(group.layout(rows, activations, fewest)) if chunks else None
+        if candidate is None:
             return []
-        rows, forwards = candidate.layout.micro_batch_size, candidate.plan.batch.gradient_accumulation_steps
+        forwards = candidate.plan.batch.gradient_accumulation_steps
         least = self.estimates.least_seconds(candidate)
         return [_StepDivision(least.seconds(vpp=vpp, num_turns=vpp * forwards), rows, vpp) for vpp in chunks]
 

@@ -119,12 +119,13 @@ class Search:
         """Layouts that would take less than `seconds`, the fastest first, in the form that needs least memory."""
         found: list[tuple[float, LayoutGroup]] = []
         for group in sorted(each.group for each in too_large):
-            if group.least_seconds >= (found[-1][0] if len(found) == listed else seconds):
+            limit = found[-1][0] if len(found) == listed else seconds
+            if group.least_seconds >= limit:
                 break
-            if (fastest := self._within.fastest_of(group)) < seconds:
+            if (fastest := self._within.fastest_of(group, limit)) < limit:
                 insort(found, (fastest, group))
                 del found[listed:]
-        return [self._misfit(group) for _, group in found]
+        return [self._misfit(group, fastest) for fastest, group in found]
 
     def _nearest(self, too_large: Sequence[_TooLarge]) -> list[Misfit]:
         """The layout that lacks least; none where there is no layout."""
@@ -134,11 +135,11 @@ class Search:
                 break
             exact = _TooLarge(self._estimates.excess(self._within.smallest_of(each.group)), each.group)
             found = exact if found is None else min(found, exact)
-        return [] if found is None else [self._misfit(found.group)]
+        return [] if found is None else [self._misfit(found.group, self._within.fastest_of(found.group))]
 
-    def _misfit(self, group: LayoutGroup) -> Misfit:
+    def _misfit(self, group: LayoutGroup, seconds: float) -> Misfit:
         smallest = self._within.smallest_of(group)
-        return Misfit(smallest, self._estimates.memory(smallest), self._within.fastest_of(group))
+        return Misfit(smallest, self._estimates.memory(smallest), seconds)
 
     @cached_property
     def _estimates(self) -> Estimates:
