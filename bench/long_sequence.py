@@ -115,8 +115,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="file for the numbers as JSON")
     given = parser.parse_args()
     is_tiled = not given.whole_mlp
-    each = activation_bytes(SMALL_V3, precision="fp32").peak(is_tiled=is_tiled)
-    planned = each * given.tokens // given.ranks
+    tokens = given.tokens // given.ranks
+    planned = activation_bytes(SMALL_V3, precision="fp32").peak(tokens, is_tiled=is_tiled)
     short = measure(tokens=SHORT, ranks=given.ranks, is_tiled=is_tiled)
     long = measure(tokens=given.tokens, ranks=given.ranks, is_tiled=is_tiled)
     assert long["data/tokens_seen"] == given.tokens, long

@@ -175,10 +175,13 @@ def planned_bytes(run: TrainingRun, config: RunConfig) -> int:
     from ds_finetune.trainer.dry_run import plan_run
 
     train = config.train
-    each = activation_bytes(run.model, precision=run.precision).peak(
-        recomputes=train.activation_checkpointing, is_offloaded=train.activation_offload, is_tiled=train.tiled_mlp
+    activations = activation_bytes(run.model, precision=run.precision).peak(
+        run.tokens * run.micro_rows,
+        recomputes=train.activation_checkpointing,
+        is_offloaded=train.activation_offload,
+        is_tiled=train.tiled_mlp,
     )
-    return plan_run(config, gpus=1).estimate.gpu_bytes + each * run.tokens * run.micro_rows
+    return plan_run(config, gpus=1).estimate.gpu_bytes + activations
 
 
 def speeds(run: TrainingRun, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from ds_finetune.config.schema import OWN_ATTENTIONS, LoraConfig, RunConfig
 from ds_finetune.estimate.activation_memory import ActivationBytes, AdaptedLayers, activation_bytes
+from ds_finetune.estimate.config_text import config_text
 from ds_finetune.estimate.head_rows import head_rows
 from ds_finetune.estimate.rank_weights import RankWeights
 from ds_finetune.estimate.rows import FORWARD, KEPT_FOR_BACKWARD, MemoryRow, Place
@@ -64,7 +65,7 @@ def in_flight(config: RunConfig, plan: Plan, stage: int) -> float:
 
 def stage_activations(config: RunConfig, plan: Plan, model: ModelConfig, weights: RankWeights) -> ActivationBytes:
     """The activations of the layers of a pipeline stage."""
-    text = json.dumps(model, sort_keys=True, default=str)
+    text = config_text(model)
     lora = config.lora.model_dump_json() if config.lora is not None else ""
     sizes, is_packed = (plan.mesh.tp, plan.mesh.ep, 1 if config.mtp.train else 0), _packs_documents(config, plan, model)
     return _of_stage(text, plan.precision, sizes, lora, weights.layers, is_packed=is_packed, device=plan.device)
@@ -72,7 +73,7 @@ def stage_activations(config: RunConfig, plan: Plan, model: ModelConfig, weights
 
 def model_activations(config: RunConfig, plan: Plan, model: ModelConfig) -> ActivationBytes:
     """The activations of a whole `model` that a rank runs beside that of the run, in its precision."""
-    text, is_packed = json.dumps(model, sort_keys=True, default=str), _packs_documents(config, plan, model)
+    text, is_packed = config_text(model), _packs_documents(config, plan, model)
     return _activations(text, plan.precision, (1, 1, 0), "", is_packed=is_packed, device=plan.device)
 
 

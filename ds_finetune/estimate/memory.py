@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.estimate.activation_rows import activation_rows, stage_activations
+from ds_finetune.estimate.config_text import config_text
 from ds_finetune.estimate.one_stage import as_one_stage
 from ds_finetune.estimate.rank_elements import count_adapters, rank_elements
 from ds_finetune.estimate.rank_weights import RankWeights, num_scores, weights_of_run
@@ -148,7 +149,7 @@ def _rows(
 
 
 def _file_rows(config: RunConfig, plan: Plan, model: ModelConfig) -> Iterator[MemoryRow]:
-    text = json.dumps(model, sort_keys=True, default=str)
+    text = config_text(model)
     total = _total_params(text, 1 if config.mtp.train else 0, num_scores(config))
     adapters = count_adapters(config, model) if config.lora is not None else None
     run = estimate_run(config, plan, ModelSizes(total, total, total, adapters=adapters))

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from ds_finetune.config.schema import LoraConfig, RunConfig
 from ds_finetune.estimate.activation_memory import ActivationBytes, activation_bytes
+from ds_finetune.estimate.config_text import config_text
 from ds_finetune.estimate.layer_activations import SINK_COLUMNS
 from ds_finetune.estimate.rank_elements import is_trained
 from ds_finetune.estimate.rank_weights import RankWeights, part_of
@@ -100,7 +101,7 @@ class Work:
     @cached_property
     def text(self) -> str:
         """The config.json, as a key of caches."""
-        return json.dumps(self.model, sort_keys=True, default=str)
+        return config_text(self.model)
 
     @cached_property
     def extra_forwards(self) -> int:

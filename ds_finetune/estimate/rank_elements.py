@@ -7,6 +7,7 @@ from functools import lru_cache
 from math import prod
 
 from ds_finetune.config.schema import LoraConfig, RunConfig
+from ds_finetune.estimate.config_text import config_text
 from ds_finetune.estimate.rank_weights import RankWeights, num_scores, part_of
 from ds_finetune.estimate.states import TensorKind
 from ds_finetune.families.family import layer_of
@@ -66,7 +67,7 @@ def _group_share(trained: list[TensorKind]) -> int:
 def count_adapters(config: RunConfig, model: ModelConfig) -> int:
     """Parameters of all adapters of a run with LoRA, and of a score head."""
     assert config.lora is not None
-    text, scores = json.dumps(model, sort_keys=True, default=str), num_scores(config)
+    text, scores = config_text(model), num_scores(config)
     mtp_layers = 1 if config.mtp.train else 0
     layers = tuple(range(model["num_hidden_layers"] + mtp_layers))
     adapters = _adapters(text, config.lora.model_dump_json(), (1, 1, mtp_layers, scores), layers)
@@ -88,7 +89,7 @@ def is_trained(config: RunConfig, model: ModelConfig, kind: TensorKind) -> bool:
 
 def _with_adapters(config: RunConfig, plan: Plan, model: ModelConfig, weights: RankWeights) -> RankElements:
     assert config.lora is not None
-    text = json.dumps(model, sort_keys=True, default=str)
+    text = config_text(model)
     sizes = (plan.mesh.tp, plan.mesh.ep, 1 if config.mtp.train else 0, num_scores(config))
     adapters = _adapters(text, config.lora.model_dump_json(), sizes, weights.layers)
     score = sum(kind.numel for kind in weights.kinds if kind.name.startswith("score."))

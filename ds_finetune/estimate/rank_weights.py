@@ -13,6 +13,7 @@ from math import prod
 from ds_finetune.config.objectives import ClassificationObjective, RewardObjective
 from ds_finetune.config.parallel import ParallelConfig
 from ds_finetune.config.schema import RunConfig
+from ds_finetune.estimate.config_text import config_text
 from ds_finetune.estimate.states import TensorKind
 from ds_finetune.families.parameters import ModelConfig
 from ds_finetune.families.table import family_of
@@ -79,7 +80,7 @@ def rank_weights(
     """What a rank of each pipeline stage holds of the model whose config.json is given, where ZeRO shards over
     `zero_ranks`. ConfigError as `model_tensors` and `stages_of`.
     """
-    text = json.dumps(model, sort_keys=True, default=str)
+    text = config_text(model)
     return _rank_weights(text, parallel.model_dump_json(), zero_ranks, mtp_layers, scores)
 
 

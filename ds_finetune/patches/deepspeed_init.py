@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ds_finetune.patches.foreign import Foreign, replaced
+from ds_finetune.patches.torch_meta import learn_device_functions
 
 _SHARED_MEMORY = Foreign("deepspeed", "comm/torch.py:47-53, 207")
 _ZERO_INIT = Foreign("deepspeed", "runtime/zero/partition_parameters.py:664, 409")
@@ -52,6 +53,7 @@ def zero_init(config: Mapping[str, Any], **groups: object) -> Iterator[None]:
     import deepspeed
 
     _ZERO_INIT.parameters(deepspeed.zero.Init.__init__, "config_dict_or_path", *groups)
+    learn_device_functions()
     arange = torch.arange
     try:
         with deepspeed.zero.Init(config_dict_or_path=config, **groups):

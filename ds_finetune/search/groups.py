@@ -30,7 +30,7 @@ class LayoutGroup:
         return Layout(self.sizes, self.zero_stage, self.offload, rows, activations, vpp)
 
 
-class _StepDivision(NamedTuple):
+class StepDivision(NamedTuple):
     """How a step is divided: into forwards of some rows, and each stage of a pipeline into chunks."""
 
     least_seconds: float
@@ -114,14 +114,15 @@ class GroupSearch:
         ends = (self.candidates.find(group.layout(each, activations, vpp)) for each in sorted({rows[0], rows[-1]}))
         return (candidate for candidate in ends if candidate is not None)
 
-    def best_of(self, group: LayoutGroup, limit: float) -> Candidate | None:
-        """The fastest layout of a group that fits and takes less than `limit` seconds; None where there is none."""
+    def best_of(self, group: LayoutGroup, divisions: Sequence[StepDivision], limit: float) -> Candidate | None:
+        """The fastest layout of a group that fits and takes less than `limit` seconds, which has one of `divisions`;
+        None where there is none.
+        """
         found: Candidate | None = None
         fitting: dict[tuple[int, int], Activations] = {}
-        fastest = self._divisions(group, limit)
         for activations in self.candidates.activations:
             smallest_fits: dict[int, bool] = {}
-            for division in self._with_activations(group, activations, fastest, limit):
+            for division in self._with_activations(group, activations, divisions, limit):
                 if division.least_seconds >= limit:
                     break
                 vpp, faster = division.vpp, fitting.get(division.choice)
@@ -140,15 +141,15 @@ class GroupSearch:
     def fastest_of(self, group: LayoutGroup, limit: float = inf) -> float:
         """Seconds of the fastest layout of a group, whatever memory it takes; `limit` where none takes less."""
         seconds, fastest = limit, self.candidates.activations[0]
-        for division in self._divisions(group, limit):
+        for division in self.divisions(group, limit):
             if division.least_seconds >= seconds:
                 break
             seconds = min(seconds, self.estimates.seconds(self._find(group, division, fastest)))
         return seconds
 
-    def _divisions(self, group: LayoutGroup, limit: float) -> list[_StepDivision]:
-        """Legal divisions of a group's step with the fastest activations, the one with the lowest bound first; none
-        whose bubble alone shows that it takes `limit` seconds or more.
+    def divisions(self, group: LayoutGroup, limit: float) -> list[StepDivision]:
+        """Legal divisions of a group's step that may take less than `limit` seconds, with their bounds for the fastest
+        activations, the lowest first.
         """
         sizes, fastest, found = group.sizes, self.candidates.activations[0], []
         every = self._least_seconds(group)
@@ -161,13 +162,13 @@ class GroupSearch:
                 and any(each.seconds(vpp=vpp, num_turns=vpp * forwards) < limit for each in every)
             ]
             found += self._bounds(group, rows, fastest, chunks)
-        return sorted(found)
+        return sorted(division for division in found if division.least_seconds < limit)
 
     def _with_activations(
-        self, group: LayoutGroup, activations: Activations, fastest: Sequence[_StepDivision], limit: float
-    ) -> list[_StepDivision]:
-        """The divisions `fastest` of a group with these activations, of those that take less than `limit` seconds with
-        the fastest ones.
+        self, group: LayoutGroup, activations: Activations, fastest: Sequence[StepDivision], limit: float
+    ) -> list[StepDivision]:
+        """Those of the divisions `fastest` that may take less than `limit` seconds, with bounds for these activations,
+        the lowest first.
         """
         chunks: dict[int, list[int]] = {}
         for division in fastest:
@@ -177,7 +178,7 @@ class GroupSearch:
 
     def _bounds(
         self, group: LayoutGroup, rows: int, activations: Activations, chunks: Sequence[int]
-    ) -> list[_StepDivision]:
+    ) -> list[StepDivision]:
         """The division into forwards of `rows` rows with several numbers of chunks; none where it is refused."""
         fewest = self.candidates.fewest_chunks(group.sizes)
         candidate = self.candidates.find(group.layout(rows, activations, fewest)) if chunks else None
@@ -185,9 +186,9 @@ class GroupSearch:
             return []
         forwards = candidate.plan.batch.gradient_accumulation_steps
         least = self.estimates.least_seconds(candidate)
-        return [_StepDivision(least.seconds(vpp=vpp, num_turns=vpp * forwards), rows, vpp) for vpp in chunks]
+        return [StepDivision(least.seconds(vpp=vpp, num_turns=vpp * forwards), rows, vpp) for vpp in chunks]
 
-    def _find(self, group: LayoutGroup, division: _StepDivision, activations: Activations) -> Candidate:
+    def _find(self, group: LayoutGroup, division: StepDivision, activations: Activations) -> Candidate:
         found = self.candidates.find(group.layout(division.rows, activations, division.vpp))
         assert found is not None, (group, division)
         return found

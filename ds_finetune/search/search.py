@@ -97,9 +97,13 @@ class Search:
             group = heapq.heappop(queue)
             if group.is_shared:
                 heapq.heappush(queue, within.bounded(group))
+            elif excess := within.least_excess(group):
+                too_large.append(_TooLarge(excess, group))
+            elif not (divisions := within.divisions(group, limit)):
+                continue
             elif not within.has_fitting(group):
-                too_large.append(_TooLarge(within.least_excess(group), group))
-            elif (best := within.best_of(group, limit)) is not None:
+                too_large.append(_TooLarge(0, group))
+            elif (best := within.best_of(group, divisions, limit)) is not None:
                 insort(found, Proposal(best, self._estimates.memory(best), self._estimates.time(best)), key=_seconds)
                 del found[listed:]
         misfits = self._faster(too_large, found[0].time.seconds, listed) if found else self._nearest(too_large)

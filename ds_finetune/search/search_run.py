@@ -7,9 +7,11 @@ from typing import Any
 
 from ds_finetune.config.schema import LoraConfig, RunConfig
 from ds_finetune.errors import ConfigError, FinetuneError
+from ds_finetune.estimate.config_text import UnchangedConfig
 from ds_finetune.estimate.memory import MemoryEstimate
 from ds_finetune.estimate.row_shape import RowShape
 from ds_finetune.families.table import family_of
+from ds_finetune.garbage import search_paused
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.search.candidates import Candidate, Candidates, Ranks
 from ds_finetune.search.forecast import memory_tree, read_model, seconds_text
@@ -31,7 +33,8 @@ def search_layouts(config: RunConfig, target: Target, *, model: Mapping[str, Any
     """
     config = without_layout(config)
     search = make_search(config, target, read_model(config) if model is None else model)
-    result = search.run()
+    with search_paused():
+        result = search.run()
     if not result.num_groups:
         raise _no_legal_layout(search)
     if not result.proposals:
@@ -47,7 +50,8 @@ def make_search(config: RunConfig, target: Target, model: Mapping[str, Any]) -> 
             hint="name one, as --gpu h100-80g, or --gpu cpu for ranks on this machine's cores",
         )
     rows = RowShape.full(config.train.max_seq_len)
-    return Search(Candidates(config, model, target.ranks), target.machine, target.budget, rows)
+    candidates = Candidates(config, UnchangedConfig(model), target.ranks)
+    return Search(candidates, target.machine, target.budget, rows)
 
 
 def without_layout(config: RunConfig) -> RunConfig:

@@ -108,6 +108,17 @@ def test_a_search_takes_less_than_five_seconds(name: str, gpus: int, shared_data
     assert time.process_time() - start < 5
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "gpus"), [("Qwen--Qwen3-235B-A22B", 64), ("deepseek-ai--DeepSeek-V3.2", 960)])
+def test_a_batch_with_many_divisors_takes_as_long(name: str, gpus: int, shared_data: Path) -> None:
+    tree: dict[str, Any] = {"model": str(shared_data / "configs" / name), "data": {"train": "t.jsonl"}}
+    tree["train"] = {"for": "1 steps", "global_batch_size": 960, "max_seq_len": 4096}
+    config = RunConfig.model_validate(tree | {"output_dir": "o"})
+    start = time.process_time()
+    search_layouts(config, target_of(Request("h100-80g", gpus, gpus_per_node=8)))
+    assert time.process_time() - start < 5
+
+
 def _file(tmp_path: Path, shared_data: Path, name: str) -> str:
     text = (ROOT / "ds_configs" / "runs" / f"{name}.yaml").read_text()
     lines = [

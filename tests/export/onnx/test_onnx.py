@@ -376,11 +376,13 @@ def test_arguments_that_are_not_valid_for_onnx_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, out = str(tmp_path / "hub"), str(tmp_path / "out")
+    assert cli.main(["export", source, out, "--format", "onnx"]) == 2
+    assert "is not a folder" in capsys.readouterr().err
+    Path(source).mkdir()
     for arguments, message in (
         (["--format", "onnx", "--max-shard-size", "1GB"], "--max-shard-size 1GB is not valid with --format onnx"),
         (["--no-cache"], "--no-cache is not valid with --format safetensors"),
         (["--format", "onnx", "--dtype", "bf16"], "ONNX Runtime cannot run a model in bf16"),
-        (["--format", "onnx"], "is not a folder"),
     ):
         assert cli.main(["export", source, out, *arguments]) == 2
         assert message in " ".join(capsys.readouterr().err.split())
