@@ -73,9 +73,9 @@ class _Given:
 
 
 def _run(cases: list[Case], models: Path, out: Path) -> Path:
-    """Each case on two ranks, or on four where it needs them."""
-    worlds = [next((world for world in (2, 4) if is_for(cell, world)), 0) for cell, _ in cases]
-    runs = [(_Given(*case), world) for case, world in zip(cases, worlds, strict=True) if world]
+    """Each case on two ranks, or on four or eight where it needs them."""
+    worlds = [next(world for world in (2, 4, 8) if is_for(cell, world)) for cell, _ in cases]
+    runs = [(_Given(*case), world) for case, world in zip(cases, worlds, strict=True)]
     return launch("activation_worker.py", runs, models, out)
 
 
