@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ds_finetune.config.schema import RunConfig
+from ds_finetune.estimate import memory
 from ds_finetune.estimate.memory import estimate_memory
 from ds_finetune.estimate.rank_weights import weights_of_run
 from ds_finetune.plan.plan import make_plan
@@ -36,6 +37,26 @@ def test_states_of_deepseek_v3_over_512_ranks(shared_data: Path) -> None:
 def test_no_torch_is_imported() -> None:
     code = "import sys, ds_finetune.estimate.memory; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("vpp", [1, 2])
+@pytest.mark.parametrize("recomputes", [True, False])
+def test_the_first_of_equal_stages_needs_most(
+    vpp: int, recomputes: bool, shared_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = {"model": "m", "data": {"train": "t.jsonl"}, "output_dir": "o", "parallel": {"pp": 8, "vpp": vpp}}
+    tree |= {"deepspeed": {"zero_optimization": {"stage": 1}}}
+    tree |= {"train": {"global_batch_size": 16, "activation_checkpointing": recomputes}}
+    config = RunConfig.model_validate(tree)
+    plan = make_plan(config, world=World(0, 8, 0, 8, "a test"), device="cuda")
+    model = published(shared_data, "deepseek-ai--DeepSeek-R1-Distill-Qwen-7B")
+    kinds = list(memory.estimate_stages(config, plan, model))
+    # No stage is known to be equal to another.
+    monkeypatch.setattr(memory, "stage_activations", lambda *_: object())
+    every = list(memory.estimate_stages(config, plan, model))
+    assert len(kinds) < len(every) == 8
+    for fullest in (lambda each: each.device_bytes, lambda each: each.host_bytes):
+        assert max(map(fullest, kinds)) == max(map(fullest, every))
 
 
 def test_hierarchical_partitions_hold_second_weights(shared_data: Path) -> None:
