@@ -77,6 +77,7 @@ class World:
                 f"{given[0]} is {environ[given[0]]} but {', '.join(absent)} is not set",
                 hint=f"unset {', '.join(given)}, or start with a launcher",
             )
+        master_port(environ, _ANY_PORT)
         return cls(0, 1, 0, 1, "python", master_port=_ANY_PORT)
 
     def set_environment(self, environ: MutableMapping[str, str]) -> None:
@@ -265,7 +266,20 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
 def _master_address(environ: Mapping[str, str], job: str) -> tuple[str, int]:
     """Address and port of rank 0; without MASTER_PORT a port computed from the job, so that jobs on one host differ."""
     port = _FIRST_PORT + sum(ord(c) * 31**i for i, c in enumerate(job)) % _PORTS if job else DEFAULT_PORT
-    return environ.get("MASTER_ADDR", "127.0.0.1"), _number(environ, "MASTER_PORT", default=port)
+    return environ.get("MASTER_ADDR", "127.0.0.1"), master_port(environ, port)
+
+
+def master_port(environ: Mapping[str, str], default: int) -> int:
+    """The port that MASTER_PORT names, or else `default`; LaunchError where it is set to something else."""
+    text = environ.get("MASTER_PORT")
+    if text is None:
+        return default
+    if not re.fullmatch(r"\d{1,5}", text, re.ASCII) or int(text) >= 2**16:
+        raise LaunchError(
+            f"MASTER_PORT is {text!r}, not a port from 0 to 65535",
+            hint="unset MASTER_PORT, or set it to a port (in a pod beside a service `master`, Kubernetes sets it)",
+        )
+    return int(text)
 
 
 def _tasks_per_node(text: str) -> Iterator[int]:

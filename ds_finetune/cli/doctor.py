@@ -15,7 +15,7 @@ from ds_finetune.config.schema import read_config
 from ds_finetune.console import ERR, OUT
 from ds_finetune.errors import USER_ERROR_EXIT_CODE, ConfigError
 from ds_finetune.hostfile import Host, read_hostfile, select_hosts
-from ds_finetune.world import DEFAULT_PORT
+from ds_finetune.world import DEFAULT_PORT, master_port
 
 if TYPE_CHECKING:
     from ds_finetune.hosts.check_result import Check
@@ -40,7 +40,6 @@ def add_commands(commands: Commands) -> None:
     doctor.add_argument(
         "--port",
         type=port,
-        default=int(os.environ.get("MASTER_PORT", DEFAULT_PORT)),
         help=f"port of the first host where ranks will meet (default: MASTER_PORT, or {DEFAULT_PORT})",
     )
     doctor.add_argument("--json", action="store_true", help="print the checks as a JSON list")
@@ -85,7 +84,8 @@ def _doctor(arguments: Arguments) -> None:
     from ds_finetune.launch.remote import Remote
 
     hosts = hosts_of(arguments) if arguments.hostfile else (_this_machine(),)
-    request = DoctorRequest(hosts, Remote.from_environment(arguments.ssh_args), config, arguments.port)
+    meeting = master_port(os.environ, DEFAULT_PORT) if arguments.port is None else arguments.port
+    request = DoctorRequest(hosts, Remote.from_environment(arguments.ssh_args), config, meeting)
     _show(examine(request, say=lambda text: ERR.print(text, markup=False)), as_json=arguments.json)
 
 

@@ -28,10 +28,12 @@ _CONTAINER_ENTRY = ("-m", "ds_finetune", "train")
 """Arguments of python in a pod: `train` and not `ds_finetune.worker`, so that `kubectl logs` prints all ranks."""
 _CONTAINER_RUNS = "/workspace/runs"
 """The folder `runs` of the container's working directory (Dockerfile.train)."""
-_LABEL = re.compile(r"[a-z](?:[-a-z0-9]*[a-z0-9])?$")
+_LABEL = re.compile(r"[a-z](?:[-a-z0-9]*[a-z0-9])?")
 _LABEL_CHARACTERS = 50
 """A Kubernetes label has at most 63 characters, and a pod's label is the job's name and a number."""
-_TIME = re.compile(r"(?:\d+-)?\d{1,2}:\d{2}:\d{2}$")
+_TIME = re.compile(r"(?:\d+-)?\d{1,2}:\d{2}:\d{2}", re.ASCII)
+_JOB_NAME = re.compile(r"[A-Za-z0-9._-]+")
+"""Characters that mean nothing to bash, to `#SBATCH` lines and to Slurm's file name patterns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +43,7 @@ class EmitRequest:
     job: Job
     """Run file, overrides, hosts (only their number and slots are used) and variables."""
     name: str
-    """Name of the job: lower-case letters, digits and `-`."""
+    """Name of the job: letters, digits, `-`, `_` and `.` for Slurm; lower-case letters, digits and `-` for Kubernetes."""
     named: frozenset[str] = field(default_factory=frozenset)
     """Variables that the user named with --env; they are written even if they are paths of this machine."""
     time: str = "24:00:00"
@@ -80,8 +82,13 @@ def sbatch_script(request: EmitRequest) -> str:
     nodes, slots = _equal_slots(
         request, "sbatch's --gpus-per-node", "run `ds-finetune launch --launcher slurm --hostfile HOSTS` under salloc"
     )
-    if not _TIME.match(request.time):
-        raise LaunchError(f"--time {request.time} is not a time", hint="write e.g. 24:00:00 or 2-00:00:00")
+    if not _JOB_NAME.fullmatch(request.name):
+        raise LaunchError(
+            f"--name {request.name!r} has characters that are not letters, digits, `-`, `_` or `.`",
+            hint="give another name: the script would run them",
+        )
+    if not _TIME.fullmatch(request.time):
+        raise LaunchError(f"--time {request.time!r} is not a time", hint="write e.g. 24:00:00 or 2-00:00:00")
     options = {"job-name": request.name, "nodes": nodes, "ntasks-per-node": slots, "cpus-per-task": request.cpus}
     options |= {"gpus-per-node": slots} if request.on_gpus else {}
     options |= {"time": request.time, "signal": f"B:USR1@{SAVE_SECONDS}", "output": "%x-%j.log", "open-mode": "append"}
@@ -148,7 +155,7 @@ def kubernetes_manifests(request: EmitRequest) -> str:
     machine are left out unless they are in `request.named`; secrets come from a Secret that is not written.
     """
     nodes, slots = _equal_slots(request, "a Job's pods", "write one hostfile for hosts of one kind")
-    if not _LABEL.match(request.name) or len(request.name) > _LABEL_CHARACTERS:
+    if not _LABEL.fullmatch(request.name) or len(request.name) > _LABEL_CHARACTERS:
         raise LaunchError(
             f"`{request.name}` cannot name a Kubernetes job: it has to be lower-case letters, digits and `-`, "
             f"{_LABEL_CHARACTERS} at most",

@@ -79,7 +79,7 @@ _SECRET_VALUE = re.compile(
 """Matches a password in an address, a header or an assignment, and known kinds of tokens."""
 HIDDEN = "***"
 """Printed instead of a secret."""
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*$")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 _WORD = re.compile(r"-{0,2}[A-Za-z_][\w.\-]*")
 _LINE = re.compile(r"(?:export\s+)?(?P<name>[^=\s]+)\s*=\s*(?P<value>.*)$")
 _QUOTED = re.compile(r"""(?:'(?P<single>[^']*)'|"(?P<double>(?:[^"\\]|\\.)*)")\s*(?:#.*)?$""")

@@ -147,6 +147,28 @@ def test_wrong_paths_and_files_are_errors_without_a_traceback(
     assert "hint: " in printed
 
 
+@pytest.mark.parametrize("command", ["--help", "doctor --help", "config show run.yaml"])
+def test_commands_without_ranks_ignore_the_port_of_a_kubernetes_service(
+    command: str, demo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_PORT", "tcp://10.0.0.1:80")
+    monkeypatch.chdir(demo)
+    try:
+        code = cli.main(command.split())
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 0
+
+
+def test_a_port_that_is_none_is_reported_by_commands_with_ranks(
+    demo: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MASTER_PORT", "tcp://10.0.0.1:80")
+    monkeypatch.chdir(demo)
+    assert [cli.main(command.split()) for command in ("doctor", "train run.yaml")] == [2, 2]
+    assert capsys.readouterr().err.count("MASTER_PORT is 'tcp://10.0.0.1:80'") == 2
+
+
 def test_a_folder_that_is_not_there_is_reported_before_torch_is_imported(tmp_path: Path) -> None:
     commands = ("ask nowhere hi", "chat nowhere", "serve nowhere", "eval nowhere --data d", "export nowhere out")
     script = (

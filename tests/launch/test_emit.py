@@ -256,15 +256,23 @@ def test_hosts_that_a_file_cannot_say(kind: str, change: dict[str, Any], message
     assert message in caught.value.message
 
 
-@pytest.mark.parametrize("name", ["R1", "1r", "r_1", "r-", "r" * 60, ""])
+@pytest.mark.parametrize("name", ["R1", "1r", "r_1", "r-", "r" * 60, "", "r1\n"])
 def test_names_that_kubernetes_refuses(name: str) -> None:
     with pytest.raises(LaunchError, match="cannot name a Kubernetes job"):
         render_file("k8s", replace(ORDER, name=name))
 
 
-def test_a_time_that_is_none() -> None:
-    with pytest.raises(LaunchError, match="--time 3h is not a time"):
-        render_file("slurm", replace(ORDER, time="3h"))
+@pytest.mark.parametrize("name", ["$(touch x)", "a\ntouch x", "a\n", "a b", 'a"; touch x; "', "`x`", "%j", "", "é"])
+def test_names_that_a_script_would_run_are_refused(name: str) -> None:
+    with pytest.raises(LaunchError, match="--name .* has characters that are not letters"):
+        render_file("slurm", replace(ORDER, name=name))
+    assert "--job-name=Run_1.a-b\n" in render_file("slurm", replace(ORDER, name="Run_1.a-b"))
+
+
+@pytest.mark.parametrize("time", ["3h", "24:00:00\n"])
+def test_a_time_that_is_none(time: str) -> None:
+    with pytest.raises(LaunchError, match="--time .* is not a time"):
+        render_file("slurm", replace(ORDER, time=time))
 
 
 def test_container_file() -> None:
