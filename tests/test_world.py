@@ -180,7 +180,7 @@ def test_environments_that_cannot_be(environ: dict[str, str], message: str) -> N
 @pytest.mark.parametrize("text", ["tcp://10.0.0.1:80", "", "-1", "65536", "²", "1e3"])
 @pytest.mark.parametrize("environ", [{}, {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, MPI, SLURM])
 def test_a_port_that_is_none_is_one_error(environ: dict[str, str], text: str) -> None:
-    with pytest.raises(LaunchError, match="MASTER_PORT is '.*', not a port from 0 to 65535") as caught:
+    with pytest.raises(LaunchError, match=r"MASTER_PORT is '.*', not a port from 0 to 65535") as caught:
         World.from_environment(environ | {"MASTER_ADDR": "a", "MASTER_PORT": text})
     assert "unset MASTER_PORT" in caught.value.hint
     assert master_port({"MASTER_PORT": "65535"}, 5) == 65535

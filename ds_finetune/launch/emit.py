@@ -43,7 +43,7 @@ class EmitRequest:
     job: Job
     """Run file, overrides, hosts (only their number and slots are used) and variables."""
     name: str
-    """Name of the job: letters, digits, `-`, `_` and `.` for Slurm; lower-case letters, digits and `-` for Kubernetes."""
+    """Name of the job: letters, digits, `-`, `_` and `.`; for Kubernetes lower-case letters, digits and `-`."""
     named: frozenset[str] = field(default_factory=frozenset)
     """Variables that the user named with --env; they are written even if they are paths of this machine."""
     time: str = "24:00:00"

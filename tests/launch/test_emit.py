@@ -264,14 +264,14 @@ def test_names_that_kubernetes_refuses(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["$(touch x)", "a\ntouch x", "a\n", "a b", 'a"; touch x; "', "`x`", "%j", "", "é"])
 def test_names_that_a_script_would_run_are_refused(name: str) -> None:
-    with pytest.raises(LaunchError, match="--name .* has characters that are not letters"):
+    with pytest.raises(LaunchError, match=r"--name .* has characters that are not letters"):
         render_file("slurm", replace(ORDER, name=name))
     assert "--job-name=Run_1.a-b\n" in render_file("slurm", replace(ORDER, name="Run_1.a-b"))
 
 
 @pytest.mark.parametrize("time", ["3h", "24:00:00\n"])
 def test_a_time_that_is_none(time: str) -> None:
-    with pytest.raises(LaunchError, match="--time .* is not a time"):
+    with pytest.raises(LaunchError, match=r"--time .* is not a time"):
         render_file("slurm", replace(ORDER, time=time))
 
 
