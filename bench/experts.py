@@ -17,7 +17,6 @@ from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Experts
 
 from ds_finetune.model.experts import BY_EXPERT
-from ds_finetune.model.products import multiplication
 
 EXPERTS, PER_TOKEN = 64, 6
 LOOP, GROUPED = "eager", "grouped_mm"
@@ -97,16 +96,16 @@ def time_products(module: DeepseekV3Experts, rows: int, *, rounds: int) -> float
     hidden, gated, inner = (gate_up.new_ones(rows, size) for size in (width, columns, columns // 2))
     out, gated_out, inner_out = map(torch.empty_like, (hidden, gated, inner))
     d_gate_up, d_down = torch.empty_like(gate_up), torch.empty_like(down)
-    multiply, least = multiplication(hidden), float("inf")
+    least = float("inf")
     for _ in range(rounds + 1):
         began = time.process_time()
         for expert in range(EXPERTS):
-            multiply(hidden, gate_up[expert].T, out=gated_out)
-            multiply(inner, down[expert].T, out=out)
-            multiply(hidden, down[expert], out=inner_out)
-            multiply(hidden.T, inner, out=d_down[expert])
-            multiply(gated, gate_up[expert], out=out)
-            multiply(gated.T, hidden, out=d_gate_up[expert])
+            torch.mm(hidden, gate_up[expert].T, out=gated_out)
+            torch.mm(inner, down[expert].T, out=out)
+            torch.mm(hidden, down[expert], out=inner_out)
+            torch.mm(hidden.T, inner, out=d_down[expert])
+            torch.mm(gated, gate_up[expert], out=out)
+            torch.mm(gated.T, hidden, out=d_gate_up[expert])
         least = min(least, time.process_time() - began)
     return least
 

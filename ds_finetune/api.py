@@ -16,7 +16,6 @@ from ds_finetune.config.schema import DataConfig, RunConfig
 from ds_finetune.config.value_types import SET_NAME
 from ds_finetune.console import show_line, show_next, show_plan, show_report, show_verifications
 from ds_finetune.errors import ConfigError, LaunchError, VerificationError
-from ds_finetune.garbage import search_paused
 from ds_finetune.quiet import quiet_packages
 from ds_finetune.units import parse_bytes
 from ds_finetune.world import World
@@ -45,8 +44,7 @@ def train(config: RunConfig) -> "Report":
     _check_main_thread()
     quiet_packages()
     world = World.from_environment(os.environ)
-    with search_paused():
-        from ds_finetune.trainer.train import train as train_run
+    from ds_finetune.trainer.train import train as train_run
 
     with _unchanged_environment(world):
         report = train_run(config, announce=show_plan, say=show_line)

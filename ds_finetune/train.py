@@ -12,10 +12,7 @@ sys.path[:] = [str(_HERE.parent)] + [
     entry for entry in sys.path if Path(entry or ".").resolve() not in (_HERE, _HERE.parent)
 ]
 
-from ds_finetune.garbage import collection_paused  # noqa: E402 - only importable from here on
-
-with collection_paused():
-    from ds_finetune.cli.main import run_and_exit
+from ds_finetune.cli.main import run_and_exit  # noqa: E402 - only importable from here on
 
 if __name__ == "__main__":
     run_and_exit(["train", *sys.argv[1:]])

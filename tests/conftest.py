@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from ds_finetune.patches.deepspeed_import import import_without_mlflow
 from tests.forks import ADDRESSES, Forkserver
 from tests.verifying import ADDRESS, verify_in_forks
 
@@ -17,8 +16,6 @@ ROOT = Path(__file__).resolve().parents[1]
 # Started in the background of a script, this process ignores SIGINT, and so would every program that a test starts and
 # interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-# Some test files import DeepSpeed before the package does.
-import_without_mlflow()
 
 _LONG = (
     "tests/cluster",

@@ -48,7 +48,6 @@ COMMUNICATION, BALANCE = "tests/engine/test_communication.py", "tests/data/test_
 REDUCTION = "tests/parity/test_reduction.py"
 INEXACT, LORA = "tests/parity/test_inexact.py", "tests/parity/test_lora.py"
 EXPERTS, HEAD = "tests/model/test_experts.py", "tests/model/test_head_chunks.py"
-PRODUCTS = "tests/model/test_products.py"
 MUTANTS = (
     Mutant(
         "an all-reduce counted as one pass over the ring",
@@ -94,10 +93,10 @@ MUTANTS = (
     ),
     Mutant(
         "gradients of a head's weight from the last chunk of tokens alone",
-        "model/products.py",
-        "total[start : start + width].add_(",
-        "total[start : start + width].copy_(",
-        PRODUCTS,
+        "model/head_chunks.py",
+        "torch.addmm(total, left, right, out=total)",
+        "torch.mm(left, right, out=total)",
+        HEAD,
     ),
     Mutant(
         "rows of a block of experts times weights of the first block",

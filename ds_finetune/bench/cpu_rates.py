@@ -135,16 +135,14 @@ def _head_products(dtype: "torch.dtype") -> Callable[[], None]:
     """The logits of a chunk of tokens, and the gradients of its rows and of the head, as the model computes them."""
     import torch
 
-    from ds_finetune.model.products import add_product, multiplication
-
     rows, weight = torch.randn(_ROWS, _COLUMNS, dtype=dtype), torch.randn(_VOCABULARY, _COLUMNS, dtype=dtype)
     logits, d_rows = torch.empty(_ROWS, _VOCABULARY, dtype=dtype), torch.empty_like(rows)
-    d_weight, multiply = torch.zeros(_VOCABULARY, _COLUMNS), multiplication(rows)
+    d_weight = torch.zeros(_VOCABULARY, _COLUMNS, dtype=dtype)
 
     def work() -> None:
-        multiply(rows, weight.T, out=logits)
-        multiply(logits, weight, out=d_rows)
-        add_product(d_weight, logits.T, rows)
+        torch.mm(rows, weight.T, out=logits)
+        torch.mm(logits, weight, out=d_rows)
+        torch.addmm(d_weight, logits.T, rows, out=d_weight)
 
     return work
 
@@ -153,16 +151,14 @@ def _expert_products(dtype: "torch.dtype") -> Callable[[], None]:
     """The product of an expert's rows with a matrix, and the gradients of both, as the model computes them."""
     import torch
 
-    from ds_finetune.model.products import multiplication
-
     rows, weight = torch.randn(_EXPERT_ROWS, _COLUMNS, dtype=dtype), torch.randn(_ROWS, _COLUMNS, dtype=dtype)
     found, d_rows = torch.empty(_EXPERT_ROWS, _ROWS, dtype=dtype), torch.empty_like(rows)
-    d_weight, multiply = torch.empty_like(weight), multiplication(rows)
+    d_weight = torch.empty_like(weight)
 
     def work() -> None:
-        multiply(rows, weight.T, out=found)
-        multiply(found, weight, out=d_rows)
-        multiply(found.T, rows, out=d_weight)
+        torch.mm(rows, weight.T, out=found)
+        torch.mm(found, weight, out=d_rows)
+        torch.mm(found.T, rows, out=d_weight)
 
     return work
 

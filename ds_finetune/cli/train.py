@@ -3,7 +3,6 @@
 from ds_finetune import api
 from ds_finetune.cli.arguments import Arguments, Commands, add_run_command, read_run
 from ds_finetune.errors import INTERRUPTED_EXIT_CODE
-from ds_finetune.garbage import collection_paused
 from ds_finetune.quiet import quiet_packages
 
 
@@ -15,9 +14,6 @@ def add_commands(commands: Commands) -> None:
 def _train(arguments: Arguments) -> None:
     config = read_run(arguments)
     quiet_packages()
-    # Here and not in `api.train`, whose process may be a notebook's with objects of its own.
-    with collection_paused():
-        import ds_finetune.trainer.train  # noqa: F401
     report = api.train(config)
     if report.interrupted:
         raise SystemExit(INTERRUPTED_EXIT_CODE)

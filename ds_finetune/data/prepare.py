@@ -49,7 +49,6 @@ from ds_finetune.data.tokenizer_files import largest_id, tokenizer_digest
 from ds_finetune.data.unit_packing import one_unit_a_row, pack_units
 from ds_finetune.data.units import Made, make_labelled_texts, make_marked_answers, make_pairs
 from ds_finetune.errors import ConfigError, DataError, RunError
-from ds_finetune.garbage import search_paused
 from ds_finetune.phase_line import PhaseLine
 
 FORMAT_VERSION = 6
@@ -351,8 +350,7 @@ def _start_worker(tokenisation: Tokenisation) -> None:
 
 def _write_part(task: _Task) -> Path:
     folder, records = task
-    with search_paused():
-        documents, counts = tokenise_records(records, _worker[0])
+    documents, counts = tokenise_records(records, _worker[0])
     documents.write(folder, counts)
     return folder
 

@@ -15,8 +15,6 @@ import torch
 from ds_finetune.engine.build_lock import reported_lock
 from ds_finetune.engine.nvme import check_folder, measure_folder, nvme_folders
 from ds_finetune.errors import ConfigError
-from ds_finetune.patches.deepspeed_init import ask_for_processor_once
-from ds_finetune.patches.torch_extensions import joined_folder, joined_sources
 from ds_finetune.phase_line import Say, say_nothing
 from ds_finetune.plan.plan import Plan
 from ds_finetune.units import GIB
@@ -88,15 +86,14 @@ def build_op(name: str, say: Say = say_nothing) -> None:
     """Compile and load the operator, which takes minutes the first time; ConfigError gives the cause of a failure."""
     import deepspeed.ops.op_builder as builders
 
-    if not any((folder / f"{name}.so").exists() for folder in (_folder(name), joined_folder(name))):
+    if not (_folder(name) / f"{name}.so").exists():
         _check_compiler(name)
         if name == "async_io":
             _check_libaio()
-    ask_for_processor_once()
     # A build fails in the compiler, the linker, on a full disk, in CUDA, or in DeepSpeed's own checks.
     causes: tuple[type[Exception], ...] = (RuntimeError, OSError, ImportError, AssertionError)
     try:
-        with reported_lock(name, say), joined_sources():
+        with reported_lock(name, say):
             getattr(builders, _BUILDERS[name])().load(verbose=False)
     except (*causes, builders.builder.CUDAMismatchException, builders.builder.MissingCUDAException) as failed:
         text = "\n".join(filter(None, (str(failed), str(failed.__cause__ or ""))))

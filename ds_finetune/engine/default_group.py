@@ -20,7 +20,6 @@ from ds_finetune.errors import ConfigError, RunError
 from ds_finetune.patches.deepspeed_groups import forget_groups
 from ds_finetune.patches.deepspeed_init import without_shared_memory_op
 from ds_finetune.patches.torch_distributed import default_timeout
-from ds_finetune.patches.torch_extensions import joined_sources
 from ds_finetune.world import World
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
@@ -95,7 +94,7 @@ def process_group(
         with without_shared_memory_op():
             deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=timeout, verbose=False)
         try:
-            with deepspeed_local_rank(index), joined_sources():
+            with deepspeed_local_rank(index):
                 yield
         except BaseException:
             # Nothing here may wait for other ranks, which may never answer; releasing the groups that DeepSpeed keeps

@@ -2,8 +2,8 @@
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +26,6 @@ from ds_finetune.model.folder_check import check_folder
 from ds_finetune.model.indexed_attention import install_indexed_attention
 from ds_finetune.model.mtp import build_mtp_layers
 from ds_finetune.model.quantisation import check_no_other_format, check_readable
-from ds_finetune.patches.torch_meta import drop_values, ranges_on_cpu
 from ds_finetune.patches.transformers_models import keep_in_fp32
 from ds_finetune.plan.config_json import check_model_path
 
@@ -271,7 +270,7 @@ def build_skeleton(  # noqa: PLR0913
     torch.set_default_dtype(dtype)
     try:
         building = build_mtp_layers(kind, hf_config)
-        with building, no_init_weights(), init_context or nullcontext(), _device(device, hf_config):
+        with building, no_init_weights(), init_context or nullcontext(), torch.device(device):
             model = kind(hf_config)
     except ImportError as missing:
         reason = str(missing).strip().splitlines()[0]
@@ -294,17 +293,6 @@ def build_skeleton(  # noqa: PLR0913
     return model.train()
 
 
-@contextmanager
-def _device(device: str, hf_config: PretrainedConfig) -> Iterator[None]:
-    """Tensors are made on `device`; ranges on the CPU where it is the meta device.
-
-    Models of other types than those of the table may compute with ranges and with tensors on the meta device.
-    """
-    is_meta = device == "meta" and not family_of(hf_config.model_type).is_generic
-    with torch.device(device), ranges_on_cpu() if is_meta else nullcontext():
-        yield
-
-
 def _keep_buffers(model: PreTrainedModel, device: str) -> None:
     """Replace the tensors that a family keeps in fp32 by fp32 buffers, whatever the default dtype was in construction.
 
@@ -319,6 +307,4 @@ def _keep_buffers(model: PreTrainedModel, device: str) -> None:
                 module._parameters.pop(name, None)
                 shape = getattr(tensor, "ds_shape", tensor.shape)
                 module.register_buffer(name, torch.zeros(shape, dtype=torch.float32, device=device))
-    if device == "meta":
-        drop_values(model)
     keep_in_fp32(model, kept)

@@ -17,7 +17,6 @@ from ds_finetune.model.head_chunks import (
     subtract_one_hot,
 )
 from ds_finetune.model.parallel.tensor import TensorParallelGroup
-from ds_finetune.model.products import multiplication
 
 _LIGER_BLOCK = 32768
 """Logits that Liger's kernel takes at a time (liger-kernel 0.8.5, ops/fused_linear_cross_entropy.py:26)."""
@@ -64,11 +63,10 @@ def chunked_cross_entropy(  # noqa: PLR0913 - a Kernel, its chunk and its group 
     # 102400] fp32).
     buffer = hidden.new_empty(min(chunk, len(hidden)), weight.shape[0])
     blocks, logp = ChunkBlocks(buffer, bias, tp_group), loss_sum.new_empty(len(buffer))
-    multiply = multiplication(hidden)
     for start in range(0, len(hidden), chunk):
         part, labels = hidden[start : start + chunk], targets[start : start + chunk]
         products = buffer[: len(part)]
-        multiply(part, weight.T, out=products)
+        torch.mm(part, weight.T, out=products)
         for rows, logits in blocks.split(products):
             softmax = softmax_of_chunk(logits, labels[rows], tp_group)
             logp[rows] = softmax.logp

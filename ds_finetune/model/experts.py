@@ -7,13 +7,19 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from ds_finetune.model.products import multiplication, row_multiple
 from ds_finetune.patches.transformers_experts import is_silu_gated, register_experts
 
 BY_EXPERT = "ds_finetune_by_expert"
 """Name of this implementation in a model's configuration."""
 _BLOCK_NUMBERS = 2**18
 """Outputs of `gate_up` for each thread that are processed together."""
+
+
+def _row_multiple(rows: torch.Tensor) -> int:
+    """The multiple to which the rows of an expert are padded: oneDNN, which multiplies 16-bit numbers, compiles a
+    product for each new shape, which takes longer than a small product does.
+    """
+    return 8 if rows.dtype.itemsize < 4 else 1
 
 
 class _Routes(NamedTuple):
@@ -85,19 +91,17 @@ def _multiply(rows: torch.Tensor, weights: torch.Tensor, sizes: list[int], out: 
     """Write the product of each expert's `rows` [rows, in] with its matrix of `weights` [experts, in, out] to `out`
     [rows, out], which is returned.
     """
-    multiply = multiplication(rows)
     for part, weight, product in zip(rows.split(sizes), weights.unbind(), out.split(sizes), strict=True):
         if len(part):
-            multiply(part, weight, out=product)
+            torch.mm(part, weight, out=product)
     return out
 
 
 def _weight_gradients(left: torch.Tensor, right: torch.Tensor, sizes: list[int], out: torch.Tensor) -> None:
     """Write `left.T @ right` over each expert's rows to `out` [experts, columns of `left`, columns of `right`]."""
-    multiply = multiplication(left)
     for a, b, product in zip(left.split(sizes), right.split(sizes), out.unbind(), strict=True):
         if len(a):
-            multiply(a.T, b, out=product)
+            torch.mm(a.T, b, out=product)
         else:
             product.zero_()
 
@@ -119,7 +123,7 @@ class _GatedExperts(torch.autograd.Function):
         down: torch.Tensor,
         chosen: torch.Tensor,
     ) -> torch.Tensor:
-        routes = _sort_by_expert(chosen, len(gate_up), row_multiple(hidden))
+        routes = _sort_by_expert(chosen, len(gate_up), _row_multiple(hidden))
         weights = routes.spread(choice_weights)
         gated = hidden.new_empty(len(weights), gate_up.shape[1])
         out, tokens = hidden.new_empty(len(weights), hidden.shape[1]), _append_zeros(hidden)

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from ds_finetune.model.parallel.tensor import TensorParallelGroup
-from ds_finetune.model.products import add_product, multiplication
 from ds_finetune.plan.head_chunk import CPU_BLOCK_NUMBERS, CPU_TOKENS
 
 CHUNK_TOKENS = CPU_TOKENS
@@ -64,9 +63,21 @@ class HeadGradients(NamedTuple):
     def add_products(self, d_logits: torch.Tensor, part: torch.Tensor, weight: torch.Tensor, start: int) -> None:
         """The same as `add_chunk` from `d_logits` in the dtype of `hidden`, without the bias."""
         if self.d_hidden is not None:
-            multiplication(d_logits)(d_logits, weight, out=self.d_hidden[start : start + len(part)])
+            torch.mm(d_logits, weight, out=self.d_hidden[start : start + len(part)])
         if self.d_weight is not None:
-            add_product(self.d_weight, d_logits.T, part)
+            _add_product(self.d_weight, d_logits.T, part)
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add `left` [rows, inner] @ `right` [inner, columns] to the fp32 `total` [rows, columns]."""
+    if left.dtype == total.dtype:
+        torch.addmm(total, left, right, out=total)
+    elif total.device.type == "cuda":
+        # Products of 16-bit numbers are added in fp32: no product is rounded and written before it is added.
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        # torch 2.13 has products of 16-bit numbers in fp32 on GPUs only.
+        total += left @ right
 
 
 class LossSumsAndGradients(NamedTuple):
@@ -142,7 +153,7 @@ def logits_of_chunk(
     part: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, buffer: torch.Tensor
 ) -> torch.Tensor:
     """`part @ weight.T + bias` in fp32, in `buffer` where that is fp32."""
-    multiplication(part)(part, weight.T, out=buffer)
+    torch.mm(part, weight.T, out=buffer)
     logits = buffer.float()
     return logits if bias is None else logits.add_(bias)
 

@@ -1,19 +1,18 @@
-"""DeepSpeed's start: an operator that it would compile, what it asks thrice, and a torch function that it replaces."""
+"""DeepSpeed's start: an operator that it would compile, and a torch function that it replaces."""
 
 import importlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
+from torch.utils import _device
 
 from ds_finetune.patches.foreign import Foreign, replaced
-from ds_finetune.patches.torch_meta import learn_device_functions
 
 _SHARED_MEMORY = Foreign("deepspeed", "comm/torch.py:47-53, 207")
+_DEVICE_FUNCTIONS = Foreign("torch", "utils/_device.py:10-58")
 _ZERO_INIT = Foreign("deepspeed", "runtime/zero/partition_parameters.py:664, 409")
-_PROCESSOR = Foreign("deepspeed", "ops/op_builder/builder.py:427-440, 483, ops/adam/cpu_adam.py:75")
 
 
 @contextmanager
@@ -30,18 +29,6 @@ def without_shared_memory_op() -> Iterator[None]:
         yield
 
 
-def ask_for_processor_once() -> None:
-    """From now on DeepSpeed learns of the processor once in this process.
-
-    It asks py-cpuinfo three times for an optimizer on the CPU, and each answer takes a process of more than a second.
-    """
-    # Imported here: the import itself starts processes.
-    cpuinfo: Any = importlib.import_module("cpuinfo")
-    ask = _PROCESSOR.attribute(cpuinfo, "get_cpu_info")
-    if not hasattr(ask, "cache_info"):
-        cpuinfo.get_cpu_info = cache(ask)
-
-
 @contextmanager
 def zero_init(config: Mapping[str, Any], **groups: object) -> Iterator[None]:
     """`deepspeed.zero.Init` with torch's own `arange`; `groups` are its `data_parallel_group` and `mpu`.
@@ -53,7 +40,9 @@ def zero_init(config: Mapping[str, Any], **groups: object) -> Iterator[None]:
     import deepspeed
 
     _ZERO_INIT.parameters(deepspeed.zero.Init.__init__, "config_dict_or_path", *groups)
-    learn_device_functions()
+    # torch looks up once in a process which functions `torch.device(...)` as a context gives its device to (2.13,
+    # utils/_device.py:10-58). Looked up while arange is replaced, later ranges would be on the CPU in every context.
+    _DEVICE_FUNCTIONS.attribute(_device, "_device_constructors")()
     arange = torch.arange
     try:
         with deepspeed.zero.Init(config_dict_or_path=config, **groups):

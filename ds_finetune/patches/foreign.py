@@ -55,11 +55,6 @@ class Foreign:
         )
 
 
-def is_tested(*packages: str) -> bool:
-    """Whether the installed versions of `packages` are those whose source was read."""
-    return all(installed_version(package) == TESTED[package] for package in packages)
-
-
 def installed_version(package: str) -> str:
     """Version of an installed package without its local part; `unknown` where it has no metadata."""
     try:

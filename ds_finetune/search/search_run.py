@@ -11,7 +11,6 @@ from ds_finetune.estimate.config_text import UnchangedConfig
 from ds_finetune.estimate.memory import MemoryEstimate
 from ds_finetune.estimate.row_shape import RowShape
 from ds_finetune.families.table import family_of
-from ds_finetune.garbage import search_paused
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.search.candidates import Candidate, Candidates, Ranks
 from ds_finetune.search.forecast import memory_tree, read_model, seconds_text
@@ -33,8 +32,7 @@ def search_layouts(config: RunConfig, target: Target, *, model: Mapping[str, Any
     """
     config = without_layout(config)
     search = make_search(config, target, read_model(config) if model is None else model)
-    with search_paused():
-        result = search.run()
+    result = search.run()
     if not result.num_groups:
         raise _no_legal_layout(search)
     if not result.proposals:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from torch.profiler import profile
 
-from ds_finetune.garbage import search_paused
 from ds_finetune.timeline.recorder import Communication, Meeting
 from ds_finetune.timeline.spans import Span
 
@@ -69,8 +68,7 @@ def read_profile(profiler: profile, shift_ns: int) -> DeviceTrace:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         text = path.read_text(encoding="utf-8", errors="replace")
-    with search_paused():
-        return read_trace(json.loads(text), shift_ns)
+    return read_trace(json.loads(text), shift_ns)
 
 
 def read_trace(tree: Mapping[str, Any], shift_ns: int = 0) -> DeviceTrace:

@@ -1,7 +1,6 @@
 """What is decided about the model of a run, as lines of the plan."""
 
 from ds_finetune.model.model_plan import ModelPlan
-from ds_finetune.patches.torch_onednn import choose_fp32_products
 from ds_finetune.plan.experts import experts_lines
 from ds_finetune.plan.head_chunk import head_line
 from ds_finetune.plan.objectives import CROSS_ENTROPY
@@ -30,7 +29,6 @@ def model_lines(model: ModelPlan, plan: Plan, *, capability: tuple[int, int] | N
         *_score_lines(model),
         *kernel,
         *experts,
-        *_product_lines(plan),
         *_head_lines(model, plan),
         *([("MLPs", f"tokens in {model.mlp_tiles} tiles")] if model.mlp_tiles > 1 else []),
         *stages,
@@ -48,14 +46,6 @@ def _score_lines(model: ModelPlan) -> list[tuple[str, str]]:
     names = model.hf_config.id2label.values()
     text = f"{len(names)}: {', '.join(names)}" if model.objective.name == "classification" else "1, the reward"
     return [("scores", text), *([("padding token", model.padding)] if model.padding else [])]
-
-
-def _product_lines(plan: Plan) -> list[tuple[str, str]]:
-    """Whose products of fp32 matrices a run on CPUs uses for experts and the head."""
-    if plan.device != "cpu" or plan.precision != "fp32":
-        return []
-    choice = choose_fp32_products()
-    return [("fp32 products", "oneDNN's" if choice.is_onednn else f"torch's: {choice.reason}")]
 
 
 def _head_lines(model: ModelPlan, plan: Plan) -> list[tuple[str, str]]:

@@ -18,7 +18,6 @@ from ds_finetune.estimate.rank_weights import weights_of_run
 from ds_finetune.estimate.row_shape import RowShape
 from ds_finetune.estimate.teacher_time import teacher_flops
 from ds_finetune.families.table import FAMILIES
-from ds_finetune.model import products
 from ds_finetune.model.attention import mask_context
 from ds_finetune.model.build import build_skeleton, whole
 from ds_finetune.model.cross_entropy import chunked_cross_entropy
@@ -36,12 +35,6 @@ from tests.model.tiny import CONFIGS
 
 TOKENS = 1024
 ATEN = torch.ops.aten
-
-
-@pytest.fixture(autouse=True)
-def _products_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The counter does not know oneDNN's operator, for which rows of experts are padded too."""
-    monkeypatch.setattr(products, "is_for_onednn", lambda _: False)
 
 
 def work_of(tree: dict[str, Any], *, supervised: float = 0, **sections: Any) -> Work:

@@ -65,7 +65,7 @@ def gpu_kernels() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch.object(build, "install_experts", lambda _: None))
         stack.enter_context(patch.object(head_chunks, "_BLOCK_NUMBERS", 2**62))
-        stack.enter_context(patch.object(head_chunks, "add_product", lambda *_: None))
+        stack.enter_context(patch.object(head_chunks, "_add_product", lambda *_: None))
         stack.enter_context(patch.object(mod_tracker, "register_multi_grad_hook", _hook_where_it_can))
         # Those hooks name gradients, which the sum of all bytes does not need; frozen weights have none.
         stack.enter_context(patch.object(MemTracker, _FOLLOWED, _follow_without_hooks))

@@ -1,18 +1,14 @@
 """Each patch refuses code without the feature that it changes, and restores what it changed."""
 
-import inspect
 import re
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import cpuinfo
 import deepspeed
 import pytest
 import torch
@@ -32,7 +28,6 @@ from ds_finetune.patches import (
     deepspeed_engine,
     deepspeed_gathering,
     deepspeed_groups,
-    deepspeed_import,
     deepspeed_inexact,
     deepspeed_init,
     deepspeed_waits,
@@ -257,14 +252,6 @@ GUARDS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], Any]]
         lambda patch: missing(patch, FileBaton, "release"),
         lambda: within(torch_extensions.replaced_build_lock(FileBaton)),
     ),
-    "source files": (
-        lambda patch: patch.setattr(cpp_extension, "load", no_parameters),
-        lambda: within(torch_extensions.joined_sources()),
-    ),
-    "processor": (
-        lambda patch: missing(patch, cpuinfo, "get_cpu_info"),
-        deepspeed_init.ask_for_processor_once,
-    ),
     "linear modules": (
         lambda patch: patch.setattr(nn.Linear, "__init__", no_parameters),
         lambda: within(torch_nn.linears_without_memory()),
@@ -340,67 +327,6 @@ def test_what_was_replaced_is_restored_as_it_was() -> None:
     with torch_extensions.replaced_build_lock(lambda path: FileBaton(path)):
         assert cpp_extension.FileBaton is not baton
     assert cpp_extension.FileBaton is baton
-
-
-def test_files_of_other_operators_are_not_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor those of any operator for CUDA, or of a DeepSpeed that is not the tested one."""
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    given: list[tuple[str, list[str], list[str]]] = []
-
-    def load(name: str, sources: list[str], extra_cflags: list[str], build_directory: str = "", **_: object) -> None:
-        given.append((build_directory.removeprefix(str(tmp_path)), sources, extra_cflags))
-
-    load.__signature__ = inspect.signature(cpp_extension.load)  # type: ignore[attr-defined]
-    monkeypatch.setattr(cpp_extension, "load", load)
-    with torch_extensions.joined_sources(), torch_extensions.joined_sources():
-        cpp_extension.load("cpu_lion", ["a/b/x.cpp", "a/b/y.cpp"], extra_cflags=["-g", "-O3"])
-        cpp_extension.load("cpu_adam", ["a/b/x.cpp", "a/b/y.cpp"], extra_cflags=["-g", "-O3"], with_cuda=True)
-        cpp_extension.load("cpu_adam", ["a/b/x.cpp", "a/b/y.cpp"], extra_cflags=["-g", "-O3"])
-        monkeypatch.setitem(TESTED, "deepspeed", "0.0")
-        cpp_extension.load("cpu_adam", ["a/b/x.cpp", "a/b/y.cpp"], extra_cflags=["-g", "-O3"])
-    joined = tmp_path / "cpu_adam" / "joined" / "joined.cpp"
-    unchanged = ("", ["a/b/x.cpp", "a/b/y.cpp"], ["-g", "-O3"])
-    assert given == [unchanged, unchanged, ("/cpu_adam/joined", [str(joined)], ["-O3"]), unchanged]
-    assert joined.read_text() == '#include "a/b/x.cpp"\n#include "a/b/y.cpp"\n'
-
-
-def test_the_processor_is_asked_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[dict[str, Any]] = []
-
-    def ask() -> dict[str, Any]:
-        asked.append({"arch": "X86_64"})
-        return asked[-1]
-
-    monkeypatch.setattr(cpuinfo, "get_cpu_info", ask)
-    for _ in range(2):
-        deepspeed_init.ask_for_processor_once()
-        assert [cpuinfo.get_cpu_info() for _ in range(2)] == asked * 2
-    assert len(asked) == 1
-
-
-def test_mlflow_is_kept_from_deepspeeds_tuner_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    tuner = ModuleSpec("deepspeed.autotuning.autotuner", None)
-    monkeypatch.setitem(sys.modules, tuner.name, SimpleNamespace(__spec__=tuner))
-    monkeypatch.delitem(sys.modules, "mlflow", raising=False)
-    deepspeed_import.import_without_mlflow()
-    find_spec("mlflow")
-    tuner._initializing = True  # type: ignore[attr-defined]
-    with pytest.raises(ModuleNotFoundError, match="does without mlflow"):
-        find_spec("mlflow")
-
-
-def test_muons_functions_are_compiled_when_they_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = []
-    monkeypatch.setattr(torch, "compile", lambda function: given.append(function) or function)
-    call = deepspeed_import.compiled_at_first_call(without)
-    assert not given
-    engine = call(Engine(1), "reduced")
-    assert given == [without]
-    assert call(engine, "optimizer") is engine
-    assert given == [without]
-    deepspeed_import.import_without_compiler()
-    spec = find_spec("deepspeed.runtime.zero.muon.original_muon")
-    assert type(spec and spec.loader).__name__ == "_ContextLoader"
 
 
 def test_attention_is_registered_with_its_mask() -> None:
