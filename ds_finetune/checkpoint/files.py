@@ -202,9 +202,9 @@ def commit(
 ) -> Path:
     """Wait until every part of `manifest` is written, then rename `partial` to `step-N`; returns that path.
 
-    The files `texts` (name to content) are written, and `beside` (name to source) linked, before that; `manifest` lists
-    no file yet. TimeoutError if `keep_waiting` returns false while parts are missing. An older folder of the same step
-    is removed at the end.
+    The files `texts` (name to content) are written, and `beside` (name to source) linked, before that. The disk has all
+    content before that name; `manifest` lists no file yet. TimeoutError if `keep_waiting` returns false while parts are
+    missing. An older folder of the same step is removed at the end.
     """
     sums = _small_files(partial, texts, beside)
     sums |= _wait_for_parts(partial, manifest.parts, keep_waiting)
@@ -257,6 +257,8 @@ def _small_files(partial: Path, texts: Mapping[str, str], beside: Mapping[str, s
     sums = {name: write_checksummed(partial / name, [text.encode()]) for name, text in texts.items()}
     for name, source in beside.items():
         link_or_copy(Path(source), partial / name)
+        # A hard link names content that may be in memory only. Once it is on the disk, this costs nothing.
+        synchronise(partial / name)
         sums[name] = checksum_of(partial / name)
     for folder in {(partial / name).parent for name in beside}:
         synchronise(folder)

@@ -44,6 +44,7 @@ from ds_finetune.trainer.exports import files_beside
 from ds_finetune.trainer.loop import BEGINNING, Progress
 from ds_finetune.trainer.prepare import PreparedRun
 from ds_finetune.units import GIB
+from ds_finetune.whole_file import synchronise_names
 
 CONFIG = "config.json"
 _TEST_NUMBERS = 4096
@@ -224,9 +225,11 @@ def start_saver(run: PreparedRun, engine: Engine, point: ResumePoint) -> Iterato
     base = run.output_dir / BASE
     sources = files_beside(run.config.data.template, run.inputs)
     texts = {CONFIG: run.inputs.config_text}
+    error: FinetuneError | None = None
     if checkpoints.is_leader:
         texts |= adapt_tokenizer(run).changed
-        _write_base(base, sources, texts)
+        error = try_in_folder(checkpoints.path, lambda: _write_base(base, sources, texts))
+    raise_on_every_rank(error)
     beside = {f"{BASE}/{name}": base / name for name in (*sources, *texts)}
     locks = [point.lock] if point.lock else []
     groups = partial(engine.state.groups, home=checkpoints.ranks)
@@ -248,11 +251,11 @@ def _write_base(base: Path, sources: Mapping[str, Path], texts: Mapping[str, str
     base.mkdir(parents=True, exist_ok=True)
     for name, source in sources.items():
         (base / name).unlink(missing_ok=True)
-        (base / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, base / name)
     for name, text in texts.items():
         (base / name).unlink(missing_ok=True)
         (base / name).write_text(text, encoding="utf-8")
+    synchronise_names(base)
 
 
 def _memory_error(num_bytes: int, plan: Plan) -> OutputError | None:

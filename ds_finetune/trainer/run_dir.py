@@ -132,11 +132,11 @@ def prepare_run_folder(config: RunConfig, plan: Plan, *, after_step: int = 0, la
 
 def _write_settings(config: RunConfig, plan: Plan, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-    (folder / "plan.json").write_text(
-        json.dumps({**dict(plan.decisions), "notes": plan.notes}, indent=2) + "\n", encoding="utf-8"
-    )
-    (folder / "deepspeed.json").write_text(json.dumps(plan.deepspeed, indent=2) + "\n", encoding="utf-8")
+    plan_text = json.dumps({**dict(plan.decisions), "notes": plan.notes}, indent=2) + "\n"
+    # First the plan, by which `check_run_folder` knows a run: then a user's config.yaml is never taken for that of one.
+    replace_file(folder / "plan.json", plan_text, is_synced=True)
+    replace_file(folder / "config.yaml", dump_config(config), is_synced=True)
+    replace_file(folder / "deepspeed.json", json.dumps(plan.deepspeed, indent=2) + "\n", is_synced=True)
 
 
 def _remove_records(file: Path, after_step: int, last: StepRecord | None) -> None:
@@ -147,7 +147,7 @@ def _remove_records(file: Path, after_step: int, last: StepRecord | None) -> Non
     kept = [line + b"\n" for line, step in steps if step <= after_step]
     if last is not None and all(step != last.step for _, step in steps):
         kept.append(line_of(last).encode())
-    replace_file(file, b"".join(kept))
+    replace_file(file, b"".join(kept), is_synced=True)
 
 
 def _step_of(line: bytes) -> int | None:
