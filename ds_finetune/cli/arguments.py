@@ -48,6 +48,17 @@ def add_local_rank(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
 
 
+def add_allowed_hosts(parser: argparse.ArgumentParser) -> None:
+    """Add `--allow-host` to a command that serves HTTP."""
+    parser.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="another name under which requests may reach this server, such as a proxy's; `*` for any; may be repeated",
+    )
+
+
 def read_run(arguments: Arguments) -> RunConfig:
     """The run that RUN.yaml and the overrides describe; ConfigError where they are wrong."""
     return read_config(arguments.run, arguments.overrides)

@@ -2,7 +2,7 @@
 
 import argparse
 
-from ds_finetune.cli.arguments import Arguments, Commands, exported_folder, port, positive
+from ds_finetune.cli.arguments import Arguments, Commands, add_allowed_hosts, exported_folder, port, positive
 from ds_finetune.console import OUT, show_line, show_piece
 
 
@@ -43,6 +43,7 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
         "--request-seconds", type=float, help="transformers and onnx: longest time of a request (default 600)"
     )
     serve.add_argument("--ready-seconds", type=float, default=1800, help="longest time of loading (default 1800)")
+    add_allowed_hosts(serve)
     serve.set_defaults(command=_serve)
 
 
@@ -76,5 +77,6 @@ def _serve(arguments: Arguments) -> None:
     from ds_finetune.inference.serve import Address, ServeOptions, serve
 
     address = Address(arguments.host, arguments.port)
-    options = ServeOptions(arguments.engine, arguments.ready_seconds, arguments.queue, arguments.request_seconds)
+    limits = (arguments.queue, arguments.request_seconds, tuple(arguments.allow_host))
+    options = ServeOptions(arguments.engine, arguments.ready_seconds, *limits)
     serve(folder, address, options, show=show_line)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ds_finetune.cli.arguments import Arguments, Commands, port
+from ds_finetune.cli.arguments import Arguments, Commands, add_allowed_hosts, port
 from ds_finetune.console import show_line
 
 _PORT = 7117
@@ -22,10 +22,12 @@ def add_commands(commands: Commands) -> None:
         help="address to listen on (default 127.0.0.1: this machine alone); others need the token that is printed",
     )
     parser.add_argument("--port", type=port, default=_PORT, help=f"port to listen on, 0 for any (default {_PORT})")
+    add_allowed_hosts(parser)
     parser.set_defaults(command=_watch)
 
 
 def _watch(arguments: Arguments) -> None:
     from ds_finetune.watch.serve import watch
 
-    watch(Path(arguments.folder), host=arguments.host, port=arguments.port, show=show_line)
+    folder, names = Path(arguments.folder), arguments.allow_host
+    watch(folder, host=arguments.host, port=arguments.port, show=show_line, allowed_hosts=names)

@@ -51,13 +51,15 @@ class Address:
 class ServeOptions:
     """Options of `ds-finetune serve`: `engine` is auto, vllm, transformers or onnx.
 
-    `queue` and `request_seconds` are for the engines transformers and onnx alone; None means the default.
+    `queue`, `request_seconds` and `allowed_hosts` are for the engines transformers and onnx only; None means the
+    default. Requests may name the server by its address, by the names of this machine, and by `allowed_hosts`.
     """
 
     engine: str = "auto"
     ready_seconds: float = 1800.0
     queue: int | None = None
     request_seconds: float | None = None
+    allowed_hosts: tuple[str, ...] = ()
 
     def resolve(self, folder: Path) -> "ServeOptions":
         """The options with the engine chosen and defaults filled in; ServeError where they are not valid together."""
@@ -66,6 +68,11 @@ class ServeOptions:
         named = [f"{name} {value:g}" for name, value in limits.items() if value is not None]
         if engine == "vllm" and named:
             raise ServeError(f"{named[0]} is not valid with --engine vllm", hint="leave it out: vLLM has its own queue")
+        if engine == "vllm" and self.allowed_hosts:
+            raise ServeError(
+                f"--allow-host {self.allowed_hosts[0]} is not valid with --engine vllm",
+                hint="leave it out: vLLM answers whatever the Host header names",
+            )
         wrong = [f"{name} {value:g}" for name, value in limits.items() if value is not None and value <= 0]
         if wrong:
             example = f"e.g. --queue {QUEUE} --request-seconds {REQUEST_SECONDS:g}"
@@ -168,6 +175,7 @@ def server_command(options: ServeOptions, folder: Path, address: Address) -> lis
         "--device",
         device,
         *limits,
+        *(f"--allow-host={name}" for name in options.allowed_hosts),
         *listen,
     ]
 

@@ -15,6 +15,7 @@ def main() -> None:
     import uvicorn
 
     from ds_finetune.inference.http_app import make_app
+    from ds_finetune.inference.http_guard import BoundedProtocol, HostCheck, HostRules
     from ds_finetune.inference.request_queue import QueueLimits
 
     parser = argparse.ArgumentParser()
@@ -24,10 +25,17 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--queue", type=int, required=True)
     parser.add_argument("--request-seconds", type=float, required=True)
+    parser.add_argument("--allow-host", action="append", default=[])
     arguments = parser.parse_args()
     app = make_app(arguments.folder, QueueLimits(arguments.queue, arguments.request_seconds), device=arguments.device)
     uvicorn.run(
-        app, host=arguments.host, port=arguments.port, log_level="info", timeout_graceful_shutdown=_SHUTDOWN_SECONDS
+        HostCheck(app, HostRules(arguments.host, allowed=tuple(arguments.allow_host))),
+        host=arguments.host,
+        port=arguments.port,
+        http=BoundedProtocol,
+        ws="none",
+        log_level="info",
+        timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
     )
 
 

@@ -1,15 +1,15 @@
 """Who may read the page: checks of the Host header and the token, and headers that confine the page in the browser."""
 
 import hmac
-import ipaddress
-import socket
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qs
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse, RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ds_finetune.inference.http_guard import HostRules, foreign_host
 
 COOKIE = "ds_finetune_watch"
 _HEADERS = {
@@ -22,42 +22,13 @@ _HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
 }
-_OWN_NAMES = ("localhost", "127.0.0.1", "::1")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address that is given as `--host`."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 @dataclass(frozen=True)
-class AccessRules:
-    """`host` is the address on which the page listens; `token` is empty where only this machine reaches it."""
+class AccessRules(HostRules):
+    """Hosts that are allowed, and the token, which is empty where only this machine reaches the page."""
 
-    host: str
     token: str = ""
-    own_names: frozenset[str] = field(init=False)
-    """Names that lead to this server, looked up once: where a name server does not answer, that takes seconds."""
-
-    def __post_init__(self) -> None:
-        names = {*_OWN_NAMES, self.host.lower()}
-        if not is_loopback(self.host):
-            names |= {socket.gethostname().lower(), socket.getfqdn().lower()}
-        object.__setattr__(self, "own_names", frozenset(names - {""}))
-
-    def is_own_host(self, header: str) -> bool:
-        """Whether a Host header names this server.
-
-        A page of another site that makes its own name resolve to this machine (DNS rebinding) sends that name.
-        Addresses in numbers are no names, so they are allowed where the page listens for other machines.
-        """
-        name = _name_of(header)
-        return name in self.own_names or (_is_address(name) and not is_loopback(self.host))
 
     def has_token(self, given: str) -> bool:
         """Whether a text is the token."""
@@ -88,9 +59,8 @@ class AccessCheck:
         await (self._refusal(scope, headers) or self._app)(scope, receive, send_confined)
 
     def _refusal(self, scope: Scope, headers: Headers) -> ASGIApp | None:
-        hosts = headers.getlist("host")
-        if len(hosts) != 1 or not self._rules.is_own_host(hosts[0]):
-            return PlainTextResponse("This Host header names another server.\n", status_code=421)
+        if not self._rules.allows(headers):
+            return foreign_host()
         if not self._rules.token or self._rules.has_token(_cookie(headers)):
             return None
         given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
@@ -108,18 +78,3 @@ def _cookie(headers: Headers) -> str:
     except CookieError:
         return ""
     return morsel.value if morsel is not None else ""
-
-
-def _name_of(header: str) -> str:
-    """The name or address of a Host header, without port and brackets."""
-    if header.startswith("["):
-        return header[1:].partition("]")[0].lower()
-    return header.partition(":")[0].rstrip(".").lower()
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True

@@ -2,28 +2,34 @@
 
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import uvicorn
 
 from ds_finetune.errors import ServeError
-from ds_finetune.watch.access import AccessRules, is_loopback
+from ds_finetune.inference.http_guard import BoundedProtocol, is_loopback
+from ds_finetune.watch.access import AccessRules
 from ds_finetune.watch.app import make_app
 from ds_finetune.watch.store import RunStore
 
 _CLOSING_SECONDS = 2
 
 
-def watch(folder: Path, *, host: str, port: int, show: Callable[[str], None]) -> None:
+def watch(
+    folder: Path, *, host: str, port: int, show: Callable[[str], None], allowed_hosts: Sequence[str] = ()
+) -> None:
     """Serve the page over the runs in `folder` until SIGINT or SIGTERM; `show` prints a line.
+
+    Requests may name the server by `host`, by the names of this machine, and by `allowed_hosts`.
 
     ServeError where `folder` is no folder, or the address cannot be used.
     """
     if not folder.is_dir():
         raise ServeError(f"`{folder}` is not a folder", hint="name the folder of a run, or one with runs below it")
-    rules = AccessRules(host, "" if is_loopback(host) else secrets.token_urlsafe(24))
+    token = "" if is_loopback(host) else secrets.token_urlsafe(24)
+    rules = AccessRules(host, token, allowed=tuple(allowed_hosts))
     with _listen(host, port) as listener:
         show(f"watching {folder.resolve()}")
         show(f"open {_url(rules, listener.getsockname()[1])}   (Ctrl-C ends it)")
@@ -37,6 +43,8 @@ def watch(folder: Path, *, host: str, port: int, show: Callable[[str], None]) ->
 def _server_config(folder: Path, rules: AccessRules, is_closing: Callable[[], bool]) -> uvicorn.Config:
     return uvicorn.Config(
         make_app(RunStore(folder), rules, is_closing),
+        http=BoundedProtocol,
+        ws="none",
         log_level="warning",
         access_log=False,
         lifespan="off",

@@ -1,5 +1,6 @@
 """An endpoint over an exported folder, used with the official client; and a chat in the terminal."""
 
+import http.client
 import os
 import shutil
 import signal
@@ -197,6 +198,15 @@ def test_only_this_machine_is_served(server: tuple[int, Any]) -> None:
     assert [place.split(":")[0] for place in listening if int(place.split(":")[1], 16) == server[0]] == ["0100007F"]
 
 
+def test_the_name_of_another_server_is_refused(server: tuple[int, Any]) -> None:
+    """As a page of another site sends it once its name resolves to this machine."""
+    for name, code in (("evil.example", 421), (f"localhost:{server[0]}", 200)):
+        connection = http.client.HTTPConnection("127.0.0.1", server[0], timeout=60)
+        connection.request("GET", "/v1/models", headers={"Host": name})
+        assert connection.getresponse().status == code
+        connection.close()
+
+
 def test_a_taken_port_is_refused(server: tuple[int, Any], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", str(folder), "--engine", "transformers", "--port", str(server[0])]) == 2
     assert f"cannot listen on 127.0.0.1 port {server[0]}" in capsys.readouterr().err
@@ -290,6 +300,8 @@ def test_limits_of_a_server_are_checked(
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["serve", str(tmp_path), "--engine", "vllm", "--queue", "3"]) == 2
     assert "--queue 3 is not valid with --engine vllm" in capsys.readouterr().err
+    assert main(["serve", str(tmp_path), "--engine", "vllm", "--allow-host", "a.example"]) == 2
+    assert "--allow-host a.example is not valid with --engine vllm" in capsys.readouterr().err
     _serving()
     assert main(["serve", str(tmp_path), "--engine", "transformers", "--request-seconds", "0"]) == 2
     assert "--request-seconds 0 is not more than 0" in capsys.readouterr().err

@@ -8,7 +8,8 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from ds_finetune.watch.access import AccessCheck, AccessRules, is_loopback
+from ds_finetune.inference.http_guard import is_loopback
+from ds_finetune.watch.access import AccessCheck, AccessRules
 
 
 def _client(rules: AccessRules, base: str = "http://127.0.0.1:7117") -> TestClient:

@@ -1,0 +1,141 @@
+"""What every HTTP server of this program refuses: foreign Host headers, and connections that only wait."""
+
+import asyncio
+import ipaddress
+import socket
+from dataclasses import dataclass, field
+
+from starlette.datastructures import Headers
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+RECEIVE_SECONDS = 30.0
+"""How long the headers and the body of a request may take to arrive."""
+CONNECTIONS = 256
+"""Open connections at most; the usual limit of a process is 1,024 files."""
+_OWN_NAMES = ("localhost", "127.0.0.1", "::1")
+_REFUSED = "This Host header names another server. If the name is right, start the server with --allow-host NAME.\n"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address that is given as `--host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+@dataclass(frozen=True)
+class HostRules:
+    """The names under which requests reach a server that listens on `host`."""
+
+    host: str
+    allowed: tuple[str, ...] = field(default=(), kw_only=True)
+    """Further names, as a proxy or a cluster gives them; `*` allows every name."""
+    own_names: frozenset[str] = field(init=False)
+    """Names that lead to this server, looked up once: where a name server does not answer, that takes seconds."""
+
+    def __post_init__(self) -> None:
+        names = {*_OWN_NAMES, self.host.lower(), *(name.lower() for name in self.allowed)}
+        if not is_loopback(self.host):
+            names |= {socket.gethostname().lower(), socket.getfqdn().lower()}
+        object.__setattr__(self, "own_names", frozenset(names - {""}))
+
+    def allows(self, headers: Headers) -> bool:
+        """Whether the Host header of a request names this server.
+
+        A page of another site that makes its own name resolve to this machine (DNS rebinding) sends that name.
+        Addresses in numbers are no names, so they are allowed where the server listens for other machines.
+        """
+        hosts = headers.getlist("host")
+        if len(hosts) != 1:
+            return False
+        name = _name_of(hosts[0])
+        return name in self.own_names or "*" in self.allowed or (_is_address(name) and not is_loopback(self.host))
+
+
+class HostCheck:
+    """Refuses requests whose Host header the rules do not allow, before the application sees them."""
+
+    def __init__(self, app: ASGIApp, rules: HostRules) -> None:
+        self._app, self._rules = app, rules
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or refuse it."""
+        is_refused = scope["type"] == "http" and not self._rules.allows(Headers(scope=scope))
+        await (foreign_host() if is_refused else self._app)(scope, receive, send)
+
+
+def foreign_host() -> ASGIApp:
+    """The answer to a request whose Host header names another server."""
+    return PlainTextResponse(_REFUSED, status_code=421)
+
+
+class BoundedProtocol(H11Protocol):
+    """HTTP/1.1 as uvicorn reads it, with a time limit for each request to arrive and a limit of connections.
+
+    uvicorn 0.54 limits the time between two requests only (`timeout_keep_alive`), and counts connections when a
+    request is complete (h11_impl.py:250). Beyond `CONNECTIONS` the one that has waited longest without a complete
+    request is closed, which is the new one where all others are being answered.
+    """
+
+    _timer: asyncio.TimerHandle | None = None
+    _waits_since = 0.0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start the time limit, and make room."""
+        super().connection_made(transport)
+        self._await_request()
+        if len(self.connections) > CONNECTIONS:
+            waiting = [other for other in self.connections if isinstance(other, BoundedProtocol) and other._is_waiting]
+            min(waiting, key=lambda other: other._waits_since)._close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End the time limit."""
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        """Start the time limit of the next request."""
+        super().on_response_complete()
+        self._await_request()
+
+    @property
+    def _is_waiting(self) -> bool:
+        """Whether a part of the next request is missing."""
+        return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
+
+    def _await_request(self) -> None:
+        self._stop_timer()
+        self._waits_since = self.loop.time()
+        self._timer = self.loop.call_later(RECEIVE_SECONDS, self._close_if_waiting)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _close_if_waiting(self) -> None:
+        if self._is_waiting:
+            self._close()
+
+    def _close(self) -> None:
+        self.connections.discard(self)
+        self.transport.abort()
+
+
+def _name_of(header: str) -> str:
+    """The name or address of a Host header, without port and brackets."""
+    if header.startswith("["):
+        return header[1:].partition("]")[0].lower()
+    return header.partition(":")[0].rstrip(".").lower()
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
