@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from ds_finetune.bench.plain_forwards import PlainForward
 from ds_finetune.bench.plain_models import plain_model
+from ds_finetune.config.objectives import DistillObjective
 from ds_finetune.data.batches import Batch
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.loss_normalisation import term_weights, unit_counts
@@ -82,7 +83,10 @@ class PlainLoop:
         if isinstance(self._objective, Distillation):
             is_supervised = labels != IGNORE_INDEX
             targets = self._targets(part, is_supervised)
-            return self._objective.whole_loss(logits[is_supervised], labels[is_supervised], *targets) * weights[0]
+            return (
+                _distillation(self._objective.section, logits[is_supervised], labels[is_supervised], *targets)
+                * weights[0]
+            )
         return (
             functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
             * weights[0].float()
@@ -128,3 +132,20 @@ class PlainLoop:
         with self._autocast():
             logits = self._teacher(**inputs, use_cache=False).logits.float()[is_supervised]
         return torch.log_softmax(logits / self._objective.section.temperature, dim=-1), None
+
+
+def _distillation(
+    section: DistillObjective,
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    wanted: torch.Tensor,
+    ids: torch.Tensor | None,
+) -> torch.Tensor:
+    """The loss of distillation summed over supervised tokens; `wanted` are the teacher's log-probabilities."""
+    found = torch.log_softmax(logits / section.temperature, dim=-1)
+    if ids is not None:
+        others = found.scatter(1, ids, float("-inf")).logsumexp(-1, keepdim=True)
+        found, wanted = torch.cat([found.gather(1, ids), others], dim=-1), torch.log_softmax(wanted, dim=-1)
+    divergence = (wanted.exp() * (wanted - found)).sum()
+    label_loss = functional.cross_entropy(logits, labels, reduction="sum")
+    return section.label_weight * label_loss + (1 - section.label_weight) * section.temperature**2 * divergence

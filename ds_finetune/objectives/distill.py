@@ -2,9 +2,6 @@
 
 from collections.abc import Mapping
 
-import torch
-from torch.nn import functional
-
 from ds_finetune.config.objectives import DistillObjective
 from ds_finetune.objectives.objective import Objective, Term
 
@@ -20,24 +17,6 @@ class Distillation(Objective):
         self.section = section
         # Stored log-probabilities are found by the numbers of the documents.
         self.documents_per_unit = 1 if section.scores is not None else 0
-
-    def whole_loss(
-        self, logits: torch.Tensor, labels: torch.Tensor, wanted: torch.Tensor, ids: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """The loss summed over supervised tokens from all their `logits` [tokens, vocabulary], as plain loops have it.
-
-        `labels` int64 [tokens]. `wanted` are the teacher's log-probabilities at the temperature of the section: those
-        of the vocabulary, [tokens, vocabulary], or those of `ids` int64 [tokens, k] and, last, that of all other
-        tokens, [tokens, k + 1].
-        """
-        found = torch.log_softmax(logits / self.section.temperature, dim=-1)
-        if ids is not None:
-            others = found.scatter(1, ids, float("-inf")).logsumexp(-1, keepdim=True)
-            found, wanted = torch.cat([found.gather(1, ids), others], dim=-1), torch.log_softmax(wanted, dim=-1)
-        divergence = (wanted.exp() * (wanted - found)).sum()
-        share = self.section.label_weight
-        label_loss = functional.cross_entropy(logits, labels, reduction="sum")
-        return share * label_loss + (1 - share) * self.section.temperature**2 * divergence
 
     def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
         """The loss, the divergence and the cross entropy of the labels in nats per supervised token, and the share of

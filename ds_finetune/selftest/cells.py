@@ -32,6 +32,17 @@ TINY_MODELS: Mapping[str, dict[str, Any]] = {
     for name, config in {family.model_type: family.tiny_models.config, **family.tiny_models.variants}.items()
 }
 """The contents of config.json by name: a model type, or a variant of one."""
+OBJECTIVES: Mapping[str, dict[str, Any]] = {
+    "dpo": {"label_smoothing": 0.1, "nll_weight": 0.3},
+    "orpo": {},
+    "kto": {"desirable_weight": 1.3},
+    "reward": {"center_weight": 0.1},
+    "classification": {"label_smoothing": 0.1},
+    "distill": {"temperature": 2.0, "label_weight": 0.3},
+    "simpo": {},
+    "cpo": {},
+}
+"""Objectives of the standard set, with numbers other than those that leave a part of the loss out."""
 
 
 @dataclass(frozen=True)
@@ -127,8 +138,11 @@ def units(documents_per_unit: int = 0) -> list[list[int]]:
 
 
 def targets() -> np.ndarray:
-    """A target of each sample, fp64: 1 for every other one, which KTO reads as a good answer."""
-    return (np.arange(SAMPLES) % 2).astype(np.float64)
+    """A target of each sample, fp64: 1 for a half of all samples, and for a half of those with an even number.
+
+    KTO reads 1 as a good answer, and a reward model reads those of even numbers as margins of pairs.
+    """
+    return ((np.arange(SAMPLES) + 1) // 2 % 2).astype(np.float64)
 
 
 @cache

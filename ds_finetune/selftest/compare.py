@@ -29,7 +29,6 @@ from ds_finetune.model.build import read_hf_config
 from ds_finetune.model.dtypes import PRECISION_DTYPES
 from ds_finetune.model.lora import factors_of, merge_adapters
 from ds_finetune.model.model_plan import plan_model, task_of
-from ds_finetune.objectives.objective import Objective
 from ds_finetune.objectives.table import make_objective
 from ds_finetune.plan.combinations import check_divides
 from ds_finetune.plan.plan import make_plan
@@ -73,15 +72,15 @@ class LayoutComparison:
         return all(self.differences[name] <= limit for name, limit in self.limits.items())
 
     def text(self) -> str:
-        """All differences in one line, with limits where they are exceeded."""
+        """All differences in one line, with the limits that are exceeded, and the wide one of adapters."""
         limits = {
-            name: "" if self.differences[name] <= limit else f" (limit {limit:.0e})"
+            name: f" (limit {limit:.0e})" if self.differences[name] > limit or name in _OF_ADAPTERS else ""
             for name, limit in self.limits.items()
         }
         return ", ".join(f"{name} {self.differences[name]:.1g}{limits[name]}" for name in self.limits)
 
 
-def write_model(config: PretrainedConfig, folder: Path, *, objective: Objective = SFT) -> None:
+def write_model(config: PretrainedConfig, folder: Path, *, objective: ObjectiveConfig = SFT) -> None:
     """Write a model of `config` for the objective to `folder`; its random weights are the same on every machine."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(11)
@@ -121,7 +120,7 @@ def compare_layout(
     if world.rank:
         return None
     base = (Path(config.model.path), adapters) if adapters is not None else None
-    reloaded = mean_loss(folder / "export", PRECISION_DTYPES[config.train.precision], model.objective, base=base)
+    reloaded = mean_loss(folder / "export", PRECISION_DTYPES[config.train.precision], config.objective, base=base)
     return compare_steps(reference, taken, resumed, abs(reloaded - loss))
 
 
@@ -182,7 +181,7 @@ def _cached_steps(  # noqa: PLR0913 - the key of the cache
     model: str,
     steps: int,
     max_grad_norm: float,
-    section: ObjectiveConfig,
+    objective: ObjectiveConfig,
     *,
     router: RouterPlan | None,
     adapters: PlainAdapters | None,
@@ -191,7 +190,7 @@ def _cached_steps(  # noqa: PLR0913 - the key of the cache
         Path(model),
         steps=steps,
         max_grad_norm=max_grad_norm,
-        objective=make_objective(section),
+        objective=objective,
         router=router,
         adapters=adapters,
     )

@@ -11,11 +11,10 @@ from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
 from ds_finetune.config.schema import LoraConfig
+from ds_finetune.model.build import Task
 from ds_finetune.model.lora import initial_factors
 from ds_finetune.model.lora_plan import plan_lora
-from ds_finetune.model.model_plan import task_of
 from ds_finetune.model.score_head import head_parameters
-from ds_finetune.objectives.objective import Objective
 from ds_finetune.plan.lora_targets import LoraTarget
 
 _FACTOR = re.compile(r"\.parametrizations\.(\w+)\.0\.(lora_[AB])$")
@@ -28,9 +27,9 @@ class PlainAdapters:
     section: LoraConfig
     seed: int
 
-    def freeze(self, model: PreTrainedModel, objective: Objective) -> None:
+    def freeze(self, model: PreTrainedModel, task: Task) -> None:
         """Leave nothing but a score head to be trained, and round the weights that the run holds in four bits."""
-        lora = plan_lora(model.config, self.section, task_of(objective))
+        lora = plan_lora(model.config, self.section, task)
         model.requires_grad_(False)
         for name in head_parameters(model):
             model.get_parameter(name).requires_grad_(True)
@@ -38,9 +37,9 @@ class PlainAdapters:
             weight = model.get_parameter(f"{target.name}.weight")
             weight.data = _rounded_to_four_bits(weight.data)
 
-    def add(self, model: PreTrainedModel, objective: Objective) -> None:
+    def add(self, model: PreTrainedModel, task: Task) -> None:
         """Add the adapters as they are before the first step."""
-        for target in plan_lora(model.config, self.section, task_of(objective)).targets:
+        for target in plan_lora(model.config, self.section, task).targets:
             self._add_to(model.get_submodule(target.name), target)
 
     def _add_to(self, module: nn.Module, target: LoraTarget) -> None:

@@ -11,25 +11,32 @@ from torch import nn
 from torch.nn import functional
 
 from ds_finetune.auto_models import AutoModelForCausalLM, AutoModelForSequenceClassification
+from ds_finetune.config.objectives import DistillObjective, KtoObjective, ObjectiveConfig, SftObjective
 from ds_finetune.engine.generation import GenerationLimits
 from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.model.adapter_names import is_adapter
-from ds_finetune.objectives.distill import Distillation
-from ds_finetune.objectives.objective import (
-    DocumentLogProbs,
-    DocumentObjective,
-    Objective,
-    ScoreObjective,
-    TokenObjective,
-)
+from ds_finetune.model.build import Task
 from ds_finetune.plan.routers import RouterPlan
 from ds_finetune.selftest.cells import SAMPLES, samples, targets, units
 from ds_finetune.selftest.mismatched import all_reference_log_probs, mismatched_samples
 from ds_finetune.selftest.plain_adapters import PlainAdapters, trained_name
+from ds_finetune.selftest.plain_losses import (
+    Answer,
+    Preference,
+    distill_loss,
+    is_scored,
+    kto_baseline,
+    kto_loss,
+    nll_weight,
+    pair_loss,
+    reads_own_reference,
+    samples_per_unit,
+    score_loss,
+)
 from ds_finetune.selftest.plain_routers import PlainRouters
 from ds_finetune.selftest.plain_teacher import soft_targets
 
-SFT = TokenObjective("sft")
+SFT = SftObjective()
 LR, BETAS, EPS = 1e-3, (0.9, 0.95), 1e-8
 PROMPTS = [ids[: 3 + 2 * number].tolist() for number, (ids, _) in enumerate(samples()[:5])]
 LIMITS = GenerationLimits(max_new_tokens=3, stop_ids=[1], pad_id=0)
@@ -59,18 +66,22 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=0.0)
 
 
-def auto_class(objective: Objective) -> Any:  # noqa: ANN401 - a class of transformers
+def auto_class(objective: ObjectiveConfig) -> Any:  # noqa: ANN401 - a class of transformers
     """The class that loads a model for the objective: one with a score of documents, or a language model."""
-    return AutoModelForSequenceClassification if isinstance(objective, ScoreObjective) else AutoModelForCausalLM
+    return AutoModelForSequenceClassification if is_scored(objective) else AutoModelForCausalLM
+
+
+def _task(objective: ObjectiveConfig) -> Task:
+    return "sequence_classification" if is_scored(objective) else "causal_lm"
 
 
 @dataclass(frozen=True)
-class _Task:
+class _Problem:
     """The objective, the units of all samples, and log-probabilities under the reference model, fp64, of the samples
     and then of the mismatched ones.
     """
 
-    objective: Objective
+    objective: ObjectiveConfig
     counts: Mapping[str, int]
     reference: np.ndarray
 
@@ -81,7 +92,7 @@ def reference_loop(  # noqa: PLR0913
     steps: int,
     max_grad_norm: float = 0.0,
     optimizer: Callable[[nn.Module], Any] = adamw,
-    objective: Objective = SFT,
+    objective: ObjectiveConfig = SFT,
     router: RouterPlan | None = None,
     adapters: PlainAdapters | None = None,
 ) -> Steps:
@@ -89,26 +100,26 @@ def reference_loop(  # noqa: PLR0913
     model = _load(folder, objective, adapters)
     reference = _reference(model, objective)
     if adapters is not None:
-        adapters.add(model, objective)
+        adapters.add(model, _task(objective))
     return reference_steps(
         model, steps, max_grad_norm, optimizer, objective=objective, router=router, reference=reference
     )
 
 
-def _load(folder: Path, objective: Objective, adapters: PlainAdapters | None) -> Any:  # noqa: ANN401 - of transformers
+def _load(folder: Path, objective: ObjectiveConfig, adapters: PlainAdapters | None) -> Any:  # noqa: ANN401 - of transformers
     """The model in fp32; before adapters are added, those with `adapters` have their frozen weights."""
     model = auto_class(objective).from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
     if adapters is not None:
-        adapters.freeze(model, objective)
+        adapters.freeze(model, _task(objective))
     return model
 
 
-def _reference(model: nn.Module, objective: Objective) -> np.ndarray:
+def _reference(model: nn.Module, objective: ObjectiveConfig) -> np.ndarray:
     """What the objective reads as log-probabilities of the reference: those of `model`, or of an imagined one."""
-    if not objective.reference_from_adapters:
+    if not reads_own_reference(objective):
         return all_reference_log_probs()
     with torch.no_grad():
-        every = [*samples(), *(mismatched_samples() if objective.needs_baseline else ())]
+        every = [*samples(), *(mismatched_samples() if isinstance(objective, KtoObjective) else ())]
         return np.array([_log_probs(model, *sample).double().sum().item() for sample in every])
 
 
@@ -118,7 +129,7 @@ def reference_steps(  # noqa: PLR0913
     max_grad_norm: float,
     optimizer: Callable[[nn.Module], Any],
     *,
-    objective: Objective = SFT,
+    objective: ObjectiveConfig = SFT,
     router: RouterPlan | None = None,
     reference: np.ndarray | None = None,
 ) -> Steps:
@@ -126,16 +137,16 @@ def reference_steps(  # noqa: PLR0913
     model.train()
     routers = None if router is None else PlainRouters(model, router)
     optim = optimizer(model)
-    task = _Task(objective, _counts(objective), all_reference_log_probs() if reference is None else reference)
+    problem = _Problem(objective, _counts(objective), all_reference_log_probs() if reference is None else reference)
     results = Steps()
     for _ in range(steps):
         loss = balance = 0.0
-        baseline = _baseline(model, task)
-        for unit in units(objective.documents_per_unit):
-            out = _unit_loss(model, unit, task, baseline=baseline)
+        baseline = _baseline(model, problem)
+        for unit in units(samples_per_unit(objective)):
+            out = _unit_loss(model, unit, problem, baseline=baseline)
             loss += out.item()
             if router is not None and routers is not None:
-                of_documents = routers.take_loss() / task.counts["documents"]
+                of_documents = routers.take_loss() / problem.counts["documents"]
                 balance += of_documents.item() / len(router.layers)
                 out = out + router.section.balance * of_documents
             out.backward()
@@ -150,7 +161,7 @@ def reference_steps(  # noqa: PLR0913
             results.choices.append(routers.take_counts())
             if router.section.bias_update:
                 routers.update_biases(results.choices[-1])
-    if not isinstance(objective, ScoreObjective):
+    if not is_scored(objective):
         results.answers = [_answer(model, prompt) for prompt in PROMPTS]
     return results
 
@@ -167,50 +178,47 @@ def _keep_gradients(model: nn.Module, results: Steps) -> None:
         results.later_gradients = found
 
 
-def _counts(objective: Objective) -> dict[str, int]:
+def _counts(objective: ObjectiveConfig) -> dict[str, int]:
     """Units of all samples."""
     tokens = [int((labels != IGNORE_INDEX).sum()) for _, labels in samples()]
-    whole = units(objective.documents_per_unit)
+    whole = units(samples_per_unit(objective))
     return {
         "supervised_tokens": sum(tokens),
         "chosen_tokens": sum(tokens[::2]),
-        "pairs": len(whole),
-        "examples": len(whole),
+        "units": len(whole),
         "documents": len(samples()),
     }
 
 
 @torch.no_grad()
-def _baseline(model: nn.Module, task: _Task) -> float:
+def _baseline(model: nn.Module, problem: _Problem) -> float:
     """z0 of KTO over all samples, else 0."""
-    if not task.objective.needs_baseline:
+    if not isinstance(problem.objective, KtoObjective):
         return 0.0
     logps = [_log_probs(model, *sample).double().sum().item() for sample in mismatched_samples()]
-    return task.objective.baseline(sum(logps) - float(task.reference[SAMPLES:].sum()), SAMPLES)
+    return kto_baseline([logp - float(of) for logp, of in zip(logps, problem.reference[SAMPLES:], strict=True)])
 
 
-def _unit_loss(model: nn.Module, unit: Sequence[int], task: _Task, *, baseline: float) -> torch.Tensor:
+def _unit_loss(model: nn.Module, unit: Sequence[int], problem: _Problem, *, baseline: float) -> torch.Tensor:
     """The contribution of the samples of a unit to the mean loss over all samples (scalar)."""
-    objective, counts = task.objective, task.counts
-    weights = torch.tensor([term.weight / counts[term.unit] for term in objective.terms], dtype=torch.float64)
-    if isinstance(objective, ScoreObjective):
+    objective, counts = problem.objective, problem.counts
+    if is_scored(objective):
         rows = [torch.from_numpy(samples()[number][0]).long()[None] for number in unit]
         scores = torch.cat([model(input_ids=row, use_cache=False).logits.float() for row in rows])
-        return objective.loss(scores, torch.from_numpy(targets()[[*unit]]), weights).loss
-    if isinstance(objective, Distillation):
-        return (
-            torch.stack([_divergence(model, number, objective) for number in unit]).sum() / counts["supervised_tokens"]
-        )
+        return score_loss(objective, scores, targets()[[*unit]].tolist()) / counts["units"]
+    if isinstance(objective, DistillObjective):
+        return _divergence(model, unit[0], objective) / counts["supervised_tokens"]
     logps = [_log_probs(model, *samples()[number]) for number in unit]
-    if not isinstance(objective, DocumentObjective):
-        return -torch.cat(logps).sum() / counts["supervised_tokens"]
-    documents = DocumentLogProbs(
-        logp=torch.stack([logp.double().sum() for logp in logps]),
-        num_tokens=torch.tensor([float(len(logp)) for logp in logps], dtype=torch.float64),
-        target=torch.from_numpy(targets()[[*unit]]),
-        reference=torch.from_numpy(task.reference[[*unit]]),
-    )
-    return objective.loss(documents, weights, weights.new_tensor(baseline)).loss
+    if not isinstance(objective, Preference | KtoObjective):
+        return -logps[0].sum() / counts["supervised_tokens"]
+    answers = [
+        Answer(logp.double().sum(), len(logp), float(problem.reference[number]), float(targets()[number]))
+        for number, logp in zip(unit, logps, strict=True)
+    ]
+    if isinstance(objective, KtoObjective):
+        return kto_loss(objective, answers[0], baseline) / counts["units"]
+    cross_entropy = -nll_weight(objective) * answers[0].logp / counts["chosen_tokens"]
+    return pair_loss(objective, answers[0], answers[1]) / counts["units"] + cross_entropy
 
 
 def _log_probs(model: nn.Module, ids: np.ndarray, labels: np.ndarray) -> torch.Tensor:
@@ -219,11 +227,9 @@ def _log_probs(model: nn.Module, ids: np.ndarray, labels: np.ndarray) -> torch.T
     return -functional.cross_entropy(logits, wanted, reduction="none")
 
 
-def _divergence(model: nn.Module, number: int, objective: Distillation) -> torch.Tensor:
+def _divergence(model: nn.Module, number: int, objective: DistillObjective) -> torch.Tensor:
     """The loss of distillation, summed over the supervised tokens of a sample (scalar)."""
-    return objective.whole_loss(
-        *_supervised_logits(model, *samples()[number]), *soft_targets(objective.section)[number]
-    )
+    return distill_loss(objective, *_supervised_logits(model, *samples()[number]), *soft_targets(objective)[number])
 
 
 def _supervised_logits(model: nn.Module, ids: np.ndarray, labels: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
@@ -245,7 +251,11 @@ def _answer(model: Any, prompt: list[int]) -> list[int]:  # noqa: ANN401 - a cau
 
 
 def mean_loss(
-    folder: Path, dtype: torch.dtype, objective: Objective = SFT, *, base: tuple[Path, PlainAdapters] | None = None
+    folder: Path,
+    dtype: torch.dtype,
+    objective: ObjectiveConfig = SFT,
+    *,
+    base: tuple[Path, PlainAdapters] | None = None,
 ) -> float:
     """Loss over the samples of the model that plain transformers loads from `folder`.
 
@@ -253,9 +263,9 @@ def mean_loss(
     """
     model = auto_class(objective).from_pretrained(folder, dtype=dtype, trust_remote_code=False).eval()
     reference = _reference(_load(base[0], objective, base[1]) if base is not None else model, objective)
-    task = _Task(objective, _counts(objective), reference)
+    problem = _Problem(objective, _counts(objective), reference)
     with torch.no_grad():
-        baseline = _baseline(model, task)
+        baseline = _baseline(model, problem)
         return sum(
-            _unit_loss(model, unit, task, baseline=baseline).item() for unit in units(objective.documents_per_unit)
+            _unit_loss(model, unit, problem, baseline=baseline).item() for unit in units(samples_per_unit(objective))
         )

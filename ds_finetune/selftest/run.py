@@ -22,7 +22,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from ds_finetune.config.objectives import DistillObjective
+from ds_finetune.config.objectives import DistillObjective, read_objective
 from ds_finetune.config.parallel import ParallelConfig
 from ds_finetune.config.schema import LoraConfig, RunConfig
 from ds_finetune.engine.collectives import all_gather_object
@@ -35,6 +35,7 @@ from ds_finetune.model.build import has_class, read_hf_config
 from ds_finetune.model.lora_plan import plan_lora
 from ds_finetune.model.model_plan import task_of
 from ds_finetune.objectives.objective import ScoreObjective
+from ds_finetune.objectives.table import make_objective
 from ds_finetune.phase_line import Say
 from ds_finetune.plan.combinations import TESTED_LAYOUTS
 from ds_finetune.plan.deepspeed_choice import choose_deepspeed
@@ -44,7 +45,7 @@ from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.model_checks import check_lora_type
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.quiet import quiet_packages, show_loading_as_phase
-from ds_finetune.selftest.cells import TINY_MODELS, Cell, enlarged_config, hf_config, objective_of, run_tree
+from ds_finetune.selftest.cells import OBJECTIVES, TINY_MODELS, Cell, enlarged_config, hf_config, objective_of, run_tree
 from ds_finetune.selftest.compare import compare_layout, write_model
 from ds_finetune.selftest.plain_teacher import with_teacher, write_teacher
 from ds_finetune.world import World, accelerate_choices
@@ -203,7 +204,8 @@ def _build_first(plan: Plan, say: Say) -> None:
 
 def _is_equal(case: LayoutCase, world: World, device: str, folder: Path, steps: int, say: Say) -> bool:  # noqa: PLR0913
     model = enlarged_config(case.model, ParallelConfig.model_validate(case.tree["parallel"]))
-    objective = objective_of(case.tree["objective"])
+    section = read_objective(case.tree["objective"])
+    objective = make_objective(section)
     if isinstance(objective, ScoreObjective):
         # The samples have no such token: transformers pools the last one that is another.
         model.num_labels, model.pad_token_id = objective.num_outputs, 0
@@ -211,7 +213,7 @@ def _is_equal(case: LayoutCase, world: World, device: str, folder: Path, steps: 
     text = f"{task_of(objective)} {model.to_json_string()}"
     where = folder.parent / f"model-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     if world.rank == 0 and not where.exists():
-        write_model(model, where, objective=objective)
+        write_model(model, where, objective=section)
     config = _run_file(case, where, folder)
     if world.rank == 0 and isinstance(config.objective, DistillObjective):
         write_teacher(model, config.objective)
@@ -255,7 +257,7 @@ def _standard_cases(world_size: int, families: Sequence[str], device: str) -> li
         cells += [Cell(families[0], stage, _ACCUMULATION, packing=True, precision=precision) for stage in (1, 3)]
     cells += [
         Cell(families[0], stage, _ACCUMULATION, packing=True, objective=name)
-        for stage, name in ((1, "dpo"), (3, "orpo"), (2, "kto"), (1, "reward"), (3, "classification"), (2, "distill"))
+        for stage, name in zip(itertools.cycle((1, 3, 2)), OBJECTIVES, strict=False)
         if has_class(hf_config(families[0]), task_of(objective_of(name)))
     ]
     if FAMILIES[hf_config(families[0]).model_type].has_lora:
@@ -267,6 +269,8 @@ def _standard_cases(world_size: int, families: Sequence[str], device: str) -> li
 
 def _case(cell: Cell, world_size: int) -> LayoutCase:
     tree = run_tree(cell, Path(), Path(), dp=world_size // cell.sharing) | {"model": {"path": ""}}
+    if cell.objective in OBJECTIVES:
+        tree["objective"] = {"name": cell.objective} | OBJECTIVES[cell.objective]
     name = f"{cell.family} {cell.layout} ZeRO-{cell.stage} {cell.precision}{_objective_text(cell)}"
     return LayoutCase(name, hf_config(cell.family), tree)
 

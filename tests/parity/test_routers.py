@@ -9,8 +9,9 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from ds_finetune.config.objectives import read_objective
 from ds_finetune.plan.routers import RouterPlan, plan_routers
-from ds_finetune.selftest.cells import objective_of, samples
+from ds_finetune.selftest.cells import samples
 from ds_finetune.selftest.reference_loop import Steps, reference_loop
 from tests.pairwise import each_value, pairwise
 from tests.parity.reference import GRADIENT_TOLERANCE, asked_for, launch, relative
@@ -68,7 +69,7 @@ def _plain(folder: Path, router: RouterPlan, objective: str) -> Steps:
         folder,
         steps=STEPS,
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.0),
-        objective=objective_of(objective),
+        objective=read_objective(objective),
         router=router,
     )
 

@@ -20,6 +20,7 @@ from ds_finetune.selftest.compare import compare_steps
 from ds_finetune.selftest.reference_loop import Steps
 from ds_finetune.selftest.run import _standard_cases
 from tests.running import start, tiny_task
+from tests.selftest.faults import FAULTY
 
 FOUR_BIT = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 COMMAND = [sys.executable, "-m", "ds_finetune", "selftest"]
@@ -161,6 +162,27 @@ from ds_finetune.selftest import compare
 from ds_finetune.model.lora import factors_of
 compare.factors_of = lambda adapters, scale: factors_of(adapters, 1.5 * scale)
 """
+BROKEN_REFERENCE = """
+from ds_finetune.objectives import dpo
+dpo.log_ratios = lambda documents: documents.logp
+"""
+BROKEN_BALANCE = """
+from ds_finetune.objectives.balance import Balance
+begin = Balance.__init__
+Balance.__init__ = lambda balance, weight, *, layers: begin(balance, weight / 2, layers=layers)
+"""
+BROKEN_TEMPERATURE = """
+from ds_finetune.model import soft_targets
+Mix = soft_targets.Mix
+from ds_finetune.model import distillation
+distillation.Mix = lambda temperature, label_weight: Mix(1.0, label_weight)
+"""
+DISTILLED = {"name": "distill", "teacher": "none", "temperature": 2.0}
+
+
+def with_fault(objective: str) -> str:
+    """A fault in the objective's class, as in tests/selftest/test_plain_losses.py."""
+    return f"from tests.selftest.faults import plant\nplant({objective!r})\n"
 
 
 @pytest.mark.parametrize(
@@ -169,10 +191,18 @@ compare.factors_of = lambda adapters, scale: factors_of(adapters, 1.5 * scale)
         # The losses of the first step and the export are right, and without clipping Adam would hide it for long.
         (BROKEN_ENGINE, {}, "norm 1 (limit 1e-04)"),
         (BROKEN_SCALE, {"lora": ADAPTERS}, "gradient 0.01 (limit 1e-04)"),
+        # Without the reference, the first gradients of DPO differ by how far the answers are from it.
+        (BROKEN_REFERENCE, {"objective": {"name": "dpo"}}, "(limit 1e-05)"),
+        *(
+            pytest.param(with_fault(name), {"objective": section}, "(limit 1e-04)", marks=pytest.mark.slow)
+            for name, section in FAULTY.items()
+        ),
+        pytest.param(BROKEN_TEMPERATURE, {"objective": DISTILLED}, "(limit 1e-05)", marks=pytest.mark.slow),
+        pytest.param(BROKEN_BALANCE, {"router": {"balance": 0.5}}, "(limit 1e-04)", marks=pytest.mark.slow),
         pytest.param(BROKEN_FIRST_FACTOR, {"lora": ADAPTERS}, "adapters 1 (limit 2e-03)", marks=pytest.mark.slow),
         pytest.param(BROKEN_EXPORT, {"lora": ADAPTERS}, "(limit 1e-05)", marks=pytest.mark.slow),
     ],
-    ids=["engine", "scale", "factor", "export"],
+    ids=["engine", "scale", "reference", *FAULTY, "temperature", "balance", "factor", "export"],
 )
 def test_a_fault_is_found(tmp_path: Path, fault: str, sections: dict[str, Any], text: str) -> None:
     script = tmp_path / "broken.py"

@@ -1,0 +1,161 @@
+"""The losses of the reference loop, written out from the papers for the samples of one unit.
+
+They import nothing that computes an objective in the program, so that a fault there shows as a difference.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from ds_finetune.config.objectives import (
+    ClassificationObjective,
+    CpoObjective,
+    DistillObjective,
+    DpoObjective,
+    KtoObjective,
+    ObjectiveConfig,
+    OrpoObjective,
+    RewardObjective,
+    SimpoObjective,
+)
+
+Preference = DpoObjective | SimpoObjective | CpoObjective | OrpoObjective
+_LOG = torch.nn.functional.logsigmoid
+
+
+class Answer(NamedTuple):
+    """A sample as objectives on answers read it."""
+
+    logp: torch.Tensor
+    """Summed log-probability of its supervised tokens in nats, fp64 scalar."""
+    tokens: int
+    """Number of its supervised tokens."""
+    reference: float
+    """The same sum of the reference model."""
+    target: float
+    """1 for a good answer, 0 for a bad one."""
+
+    @property
+    def ratio(self) -> torch.Tensor:
+        """log p - log p_reference."""
+        return self.logp - self.reference
+
+
+def samples_per_unit(section: ObjectiveConfig) -> int:
+    """2 for pairs of answers, else 1."""
+    return 2 if isinstance(section, Preference | RewardObjective) else 1
+
+
+def is_scored(section: ObjectiveConfig) -> bool:
+    """Whether the loss reads the outputs of a classification head instead of log-probabilities of tokens."""
+    return isinstance(section, ClassificationObjective | RewardObjective)
+
+
+def reads_own_reference(section: ObjectiveConfig) -> bool:
+    """Whether the reference is the model without its adapters."""
+    return isinstance(section, DpoObjective | KtoObjective) and section.reference == "adapters_off"
+
+
+def nll_weight(section: ObjectiveConfig) -> float:
+    """Weight of the mean cross entropy of the chosen answers' tokens beside the loss of pairs."""
+    if isinstance(section, OrpoObjective):
+        return 1.0
+    return section.nll_weight if isinstance(section, DpoObjective | CpoObjective) else 0.0
+
+
+def pair_loss(section: Preference, w: Answer, r: Answer) -> torch.Tensor:
+    """The loss of a pair, of the chosen answer `w` and the rejected answer `r`, without cross entropy."""
+    match section:
+        case DpoObjective():
+            return _dpo_loss(section, w, r)
+        case SimpoObjective():
+            # Meng et al., arXiv 2405.14734, eq. 6
+            return -_LOG(section.beta * (w.logp / w.tokens - r.logp / r.tokens) - section.gamma)
+        case CpoObjective():
+            return _cpo_loss(section, w, r)
+        case OrpoObjective():
+            # Hong et al., arXiv 2403.07691, eq. 4, 6 and 7: odds(y) = P / (1 - P), P the geometric mean over tokens
+            p_w, p_r = torch.exp(w.logp / w.tokens), torch.exp(r.logp / r.tokens)
+            return -section.beta * _LOG(torch.log(p_w / (1 - p_w)) - torch.log(p_r / (1 - p_r)))
+
+
+def _dpo_loss(section: DpoObjective, w: Answer, r: Answer) -> torch.Tensor:
+    beta, e = section.beta, section.label_smoothing
+    difference = w.ratio - r.ratio
+    if section.loss in {"ipo", "sigmoid_norm"}:
+        difference = w.ratio / w.tokens - r.ratio / r.tokens
+    margin = beta * difference
+    match section.loss:
+        case "sigmoid" | "sigmoid_norm":
+            # Rafailov et al., arXiv 2305.18290, eq. 7; with label smoothing conservative DPO
+            return -(1 - e) * _LOG(margin) - e * _LOG(-margin)
+        case "robust":
+            # Chowdhury et al., arXiv 2403.00409, eq. 9
+            return (-(1 - e) * _LOG(margin) + e * _LOG(-margin)) / (1 - 2 * e)
+        case "hinge":
+            return torch.clamp(1 - margin, min=0)
+        case "ipo":
+            # Azar et al., arXiv 2310.12036, eq. 17, of means over tokens
+            return (difference - 1 / (2 * beta)) ** 2
+        case "apo_zero":
+            # D'Oosterlinck et al., arXiv 2408.06266
+            return 1 - torch.sigmoid(beta * w.ratio) + torch.sigmoid(beta * r.ratio)
+        case "apo_down":
+            return torch.sigmoid(beta * w.ratio) + 1 - torch.sigmoid(margin)
+
+
+def _cpo_loss(section: CpoObjective, w: Answer, r: Answer) -> torch.Tensor:
+    margin = section.beta * (w.logp - r.logp)
+    match section.loss:
+        case "sigmoid":
+            # Xu et al., arXiv 2401.08417, eq. 5
+            return -_LOG(margin)
+        case "hinge":
+            return torch.clamp(1 - margin, min=0)
+        case "ipo":
+            return (w.logp / w.tokens - r.logp / r.tokens - 1 / (2 * section.beta)) ** 2
+
+
+def kto_loss(section: KtoObjective, answer: Answer, z0: float) -> torch.Tensor:
+    """The loss of an answer (Ethayarajh et al., arXiv 2402.01306, eq. 8): lambda - v(x, y)."""
+    if answer.target:
+        return section.desirable_weight * (1 - torch.sigmoid(section.beta * (answer.ratio - z0)))
+    return section.undesirable_weight * (1 - torch.sigmoid(section.beta * (z0 - answer.ratio)))
+
+
+def kto_baseline(ratios: list[float]) -> float:
+    """z0 of KTO: the mean of log p - log p_reference of all mismatched answers, and 0 at least."""
+    return max(0.0, sum(ratios) / len(ratios))
+
+
+def score_loss(section: ObjectiveConfig, scores: torch.Tensor, targets: list[float]) -> torch.Tensor:
+    """The loss of a unit from its scores [samples, outputs]: cross entropy, squared error, or Bradley and Terry's."""
+    scores = scores.double()
+    if isinstance(section, RewardObjective):
+        w, r = scores[:, 0]
+        return torch.log1p(torch.exp(-(w - r - targets[0]))) + section.center_weight * (w + r) ** 2
+    assert isinstance(section, ClassificationObjective)
+    if scores.shape[1] == 1:
+        return (scores[0, 0] - targets[0]) ** 2
+    logp, e = torch.log_softmax(scores[0], dim=0), section.label_smoothing
+    return -(1 - e) * logp[int(targets[0])] - e * logp.mean()
+
+
+def distill_loss(
+    section: DistillObjective, logits: torch.Tensor, labels: torch.Tensor, log_q: torch.Tensor, ids: torch.Tensor | None
+) -> torch.Tensor:
+    """The loss summed over the supervised tokens of a sample, with `logits` [tokens, vocabulary], labels [tokens].
+
+    `log_q` are the teacher's log-probabilities at the temperature: those of the vocabulary, or of `ids` [tokens, k]
+    and, last, that of all other tokens. KL(q || p) x T^2 is that of Hinton et al., arXiv 1503.02531, section 2.
+    """
+    p = torch.softmax(logits.double() / section.temperature, dim=-1)
+    q = torch.exp(log_q.double())
+    if ids is not None:
+        # Stored in fp16, they do not add up to 1.
+        q = q / q.sum(-1, keepdim=True)
+        best = p.gather(1, ids)
+        p = torch.cat([best, 1 - best.sum(-1, keepdim=True)], dim=-1)
+    divergence = (q * (torch.log(q) - torch.log(p))).sum()
+    own = -torch.log_softmax(logits.double(), dim=-1).gather(1, labels[:, None]).sum()
+    return section.label_weight * own + (1 - section.label_weight) * section.temperature**2 * divergence
