@@ -10,6 +10,7 @@ from rich.table import Table
 
 from ds_finetune import api
 from ds_finetune.cli.arguments import Arguments, Commands, positive, two_or_more
+from ds_finetune.config.run_file import parse_yaml
 from ds_finetune.console import OUT, show_line
 from ds_finetune.errors import ConfigError, OutputError
 from ds_finetune.evaluation.extractors import EXTRACTORS
@@ -82,7 +83,7 @@ def _objective(text: str) -> object:
     import yaml
 
     try:
-        return yaml.safe_load(text)
+        return parse_yaml(text)
     except yaml.YAMLError as broken:
         raise argparse.ArgumentTypeError(f"`{text}` is not YAML: {broken}") from None
 

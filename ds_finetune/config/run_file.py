@@ -13,6 +13,34 @@ Lines = dict[tuple[str, ...], int]
 """Line of each key, by its path from the top."""
 SHORT_FORMS = {"model": "path", "objective": "name"}
 """Sections that may be written as the value of one of their keys."""
+_MOST_BYTES, _MOST_NODES, _MOST_DEPTH = 2**20, 50_000, 100
+
+
+def parse_yaml(text: str, loader: Any = yaml.SafeLoader) -> Any:  # noqa: ANN401 - any YAML value, by a class of yaml
+    """The value of a YAML document; yaml.YAMLError where there is none, or it has too many values or levels.
+
+    Each alias counts as all the values that it stands for, so that a small text cannot become a large value.
+    """
+    opened: list[tuple[str | None, int]] = []
+    sizes: dict[str | None, int] = {}
+    count = 0
+    for event in yaml.parse(text, Loader=loader):
+        if isinstance(event, yaml.CollectionStartEvent):
+            opened.append((event.anchor, count))
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, before = opened.pop()
+            sizes[anchor] = count - before
+        elif isinstance(event, yaml.AliasEvent) and event.anchor in dict(opened):
+            raise yaml.YAMLError(f"`*{event.anchor}` in line {event.start_mark.line + 1} contains itself")
+        if isinstance(event, yaml.NodeEvent):
+            count += sizes.get(event.anchor, 1) if isinstance(event, yaml.AliasEvent) else 1
+        if count > _MOST_NODES or len(opened) > _MOST_DEPTH:
+            limit = f"{_MOST_NODES} values" if count > _MOST_NODES else f"{_MOST_DEPTH} levels"
+            raise yaml.YAMLError(f"it has more than {limit} at line {event.start_mark.line + 1}")
+    try:
+        return yaml.load(text, Loader=loader)
+    except ValueError as wrong:
+        raise yaml.YAMLError(str(wrong)) from None
 
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], Lines]:
@@ -20,7 +48,13 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], Lines]:
     twice.
     """
     try:
-        text = (path if path.exists() else shipped_file(str(path)) or path).read_text(encoding="utf-8")
+        with (path if path.exists() else shipped_file(str(path)) or path).open("rb") as file:
+            raw = file.read(_MOST_BYTES + 1)
+        if len(raw) > _MOST_BYTES:
+            raise ConfigError(
+                f"run file `{path}` has more than {_MOST_BYTES} bytes", hint="name folders or patterns of data files"
+            )
+        text = raw.decode()
     except FileNotFoundError:
         raise ConfigError(
             f"run file `{path}` does not exist", hint="the first argument is the run's YAML file"
@@ -32,10 +66,11 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], Lines]:
     except UnicodeDecodeError as binary:
         raise ConfigError(f"run file `{path}` is not UTF-8: {binary}", hint="save it as UTF-8") from None
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        tree = yaml.safe_load(text)
+        tree, node = parse_yaml(text), yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as broken:
-        raise ConfigError(f"{path} is not YAML: {broken}", hint="check the indentation at that line") from None
+        raise ConfigError(
+            f"{path} cannot be read as YAML: {broken}", hint="check that line and its indentation"
+        ) from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} holds {type(tree).__name__}, not a mapping", hint="see ds_configs/runs for examples")
     return tree, dict(_key_lines(node, ()))
@@ -90,6 +125,6 @@ def set_key(tree: dict[str, Any], lines: Lines, name: str, value: object, *, sou
 
 def _scalar(text: str) -> object:
     try:
-        return yaml.safe_load(text)
+        return parse_yaml(text)
     except yaml.YAMLError:
         return text

@@ -15,6 +15,7 @@ import yaml
 from numpy.typing import NDArray
 
 from ds_finetune.checkpoint.files import MANIFEST, STATE, Manifest, complete_steps, step_name
+from ds_finetune.config.run_file import parse_yaml
 from ds_finetune.errors import CheckpointError
 from ds_finetune.runs.experts import read_expert_table
 from ds_finetune.runs.metrics import METRICS
@@ -86,8 +87,8 @@ class RunFolder:
         if text is None:
             return {}
         try:
-            tree = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-        except (yaml.YAMLError, RecursionError, ValueError) as error:
+            tree = parse_yaml(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        except yaml.YAMLError as error:
             self._note(f"{CONFIG} is no YAML: {str(error).splitlines()[0]}")
             return {}
         return tree if isinstance(tree, dict) else {}

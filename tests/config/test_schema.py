@@ -81,7 +81,7 @@ def test_override_replaces_and_creates(run_file: Path) -> None:
         ("data: {train: {t: .nan}}\n", "a mapping of files to weights above 0, and `t` has nan", "config schema"),
         ("data: {train: {}}\n", "a mapping names at least one file with its weight", "config schema"),
         ("model: again\n", "`model` is given twice, in lines 1 and 4", "keep one"),
-        ("data: [\n", "is not YAML", "indentation"),
+        ("data: [\n", "cannot be read as YAML", "indentation"),
     ],
 )
 def test_mistakes_name_line_and_way_out(run_file: Path, text: str, message: str, hint: str) -> None:
@@ -109,6 +109,46 @@ def test_bad_override(run_file: Path, override: str, message: str) -> None:
 def test_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.yaml` does not exist"):
         read_config(tmp_path / "none.yaml")
+
+
+_NINE = "x0: &x0 [1]\n" + "".join(f"x{i}: &x{i} [{', '.join(9 * [f'*x{i - 1}'])}]\n" for i in range(1, 12))
+_MERGED = "x0: &x0 {k: 1}\n" + "".join(f"x{i}: &x{i} {{<<: [{', '.join(9 * [f'*x{i - 1}'])}]}}\n" for i in range(1, 12))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (_NINE, "it has more than 50000 values"),
+        (_NINE + "model: *x11\n", "it has more than 50000 values"),
+        (_MERGED, "it has more than 50000 values"),
+        ("data: [" + "1," * 100_000 + "]\n", "it has more than 50000 values at line 1"),
+        ("data: " + "[" * 400_000, "it has more than 100 levels at line 1"),
+        ("data: &a [*a]\n", "`*a` in line 1 contains itself"),
+        ("data: &a\n  train: *a\n", "`*a` in line 2 contains itself"),
+        ("data: &a {<<: *a}\n", "`*a` in line 1 contains itself"),
+        ("train: {seed: 2001-99-99}\n", "month must be in 1..12"),
+        (f"train: {{seed: {'9' * 5000}}}\n", "5000 digits"),
+        ("train: {seed: !!float x}\n", "could not convert string to float"),
+        ("x: " + "x" * 2**20, "has more than 1048576 bytes"),
+    ],
+)
+def test_hostile_yaml_is_one_error(run_file: Path, text: str, message: str) -> None:
+    run_file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_config(run_file)
+    assert message in caught.value.message
+    assert len(caught.value.message) < 500
+
+
+def test_a_file_without_an_end_is_refused() -> None:
+    with pytest.raises(ConfigError, match="has more than 1048576 bytes"):
+        read_config("/dev/zero")
+
+
+def test_aliases_and_merged_mappings_are_read(run_file: Path) -> None:
+    run_file.write_text(MINIMAL + "checkpoint: {every: &n 7 steps}\ntrain: {for: *n, <<: {seed: 5}}\n")
+    config = read_config(run_file)
+    assert (str(config.checkpoint.every), str(config.train.duration), config.train.seed) == ("7 steps", "7 steps", 5)
 
 
 def test_every_field_is_documented() -> None:

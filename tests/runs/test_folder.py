@@ -83,6 +83,16 @@ def test_unreadable_files_are_absent_and_named(tmp_path: Path) -> None:
     assert [problem.split()[0] for problem in run.problems] == ["config.yaml", "experts.bin"]
 
 
+def test_a_configuration_that_would_grow_without_end_is_named(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "r")
+    merged = [f"x{i}: &x{i} {{<<: [{', '.join(9 * [f'*x{i - 1}'])}]}}\n" for i in range(1, 12)]
+    for text in ("x0: &x0 {k: 1}\n" + "".join(merged), "[" * 900_000, "a: &a [*a]\n", "a: 2001-99-99\n"):
+        (folder / "config.yaml").write_text(text)
+        run = RunFolder(folder)
+        assert run.config == {}
+        assert run.problems[0].startswith("config.yaml is no YAML: ")
+
+
 def test_links_to_files_outside_are_not_read(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("a: 1")
