@@ -1,10 +1,14 @@
 """The section `optim` of the run file."""
 
+from typing import Annotated
+
 from pydantic import Field, model_validator
 
 from ds_finetune.config.section import Section
 from ds_finetune.config.value_types import WarmupText
 from ds_finetune.schedule import SchedulerName
+
+_Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimConfig(Section):
@@ -18,7 +22,7 @@ class OptimConfig(Section):
     """Peak learning rate, reached after `warmup`."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay of matrices; norms and biases are not decayed."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[_Beta, _Beta] = (0.9, 0.95)
     """Decay rates of the moments of Adam and Lion."""
     eps: float = Field(default=1e-8, gt=0)
     """Adam's denominator term."""

@@ -25,18 +25,19 @@ def parse_yaml(text: str, loader: Any = yaml.SafeLoader) -> Any:  # noqa: ANN401
     sizes: dict[str | None, int] = {}
     count = 0
     for event in yaml.parse(text, Loader=loader):
+        line = event.start_mark.line + 1 if event.start_mark else 1
         if isinstance(event, yaml.CollectionStartEvent):
             opened.append((event.anchor, count))
         elif isinstance(event, yaml.CollectionEndEvent):
             anchor, before = opened.pop()
             sizes[anchor] = count - before
         elif isinstance(event, yaml.AliasEvent) and event.anchor in dict(opened):
-            raise yaml.YAMLError(f"`*{event.anchor}` in line {event.start_mark.line + 1} contains itself")
+            raise yaml.YAMLError(f"`*{event.anchor}` in line {line} contains itself")
         if isinstance(event, yaml.NodeEvent):
             count += sizes.get(event.anchor, 1) if isinstance(event, yaml.AliasEvent) else 1
         if count > _MOST_NODES or len(opened) > _MOST_DEPTH:
             limit = f"{_MOST_NODES} values" if count > _MOST_NODES else f"{_MOST_DEPTH} levels"
-            raise yaml.YAMLError(f"it has more than {limit} at line {event.start_mark.line + 1}")
+            raise yaml.YAMLError(f"it has more than {limit} at line {line}")
     try:
         return yaml.load(text, Loader=loader)
     except ValueError as wrong:

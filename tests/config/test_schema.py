@@ -68,6 +68,12 @@ def test_override_replaces_and_creates(run_file: Path) -> None:
             "`eval.every` is '1 epochs': `1 epochs` is not a number of steps",
             "config schema",
         ),
+        ("optim: {betas: [0.9, 1.0]}\n", "`optim.betas` is 1.0: it should be less than 1", "config schema"),
+        (
+            "optim: {betas: [-0.1, 0.9]}\n",
+            "`optim.betas` is -0.1: it should be greater than or equal to 0",
+            "config schema",
+        ),
         ("train: {for: 3 weeks}\n", "`train.for` is '3 weeks': `3 weeks` is not a duration", "config schema"),
         (
             "data: {train: t, eval: {a b: x}}\n",
