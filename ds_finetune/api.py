@@ -37,9 +37,9 @@ def train(config: RunConfig) -> "Report":
     """Fine-tune as `config` says, print what `ds-finetune train` prints, and return a report of the run.
 
     Without a launcher this function trains on one device of this machine; with a launcher, every rank has to call it.
-    A process may call it again after it has returned. SIGTERM and SIGUSR1 save a checkpoint and end the run:
-    `Report.interrupted` names the signal. LaunchError outside the main thread; VerificationError where an export
-    differs from what the run recorded.
+    A process may call it again after it has returned. SIGINT (Ctrl-C), SIGHUP, SIGTERM and SIGUSR1 save a checkpoint
+    and end the run: `Report.interrupted` names the signal. LaunchError outside the main thread; VerificationError where
+    an export differs from what the run recorded.
     """
     _check_main_thread()
     quiet_packages()

@@ -55,6 +55,29 @@ class Duration:
         return f"{int(self.value) if is_whole else format(Decimal(repr(self.value)), 'f')} {self.unit}"
 
 
+@dataclass(frozen=True)
+class Interval:
+    """A number of steps, a time, or both, of which the first to pass counts; infinite where it is not given."""
+
+    steps: float = math.inf
+    seconds: float = math.inf
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read `N steps`, a time such as `15 minutes`, or both, as in `500 steps or 15 minutes`."""
+        steps, seconds = math.inf, math.inf
+        for part in text.split(" or "):
+            if _TIME.fullmatch(part.strip()) and seconds == math.inf:
+                seconds = seconds_of(part)
+            elif _TEXT.match(part) and Duration.parse(part).unit == "steps" and steps == math.inf:
+                steps = Duration.parse(part).value
+            else:
+                raise ValueError(
+                    f"`{text}` is no interval; write `500 steps`, `15 minutes`, or both: `500 steps or 15 minutes`"
+                )
+        return cls(steps, seconds)
+
+
 @dataclass(frozen=True, kw_only=True)
 class LrSchedule:
     """The learning rate of each step of a run of `steps` steps."""

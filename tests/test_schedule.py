@@ -9,7 +9,7 @@ from ds_finetune.config.schema import read_config
 from ds_finetune.data.batches import BatchPlan, training_batches
 from ds_finetune.data.rows import Row, empty_row
 from ds_finetune.plan.plan import make_plan
-from ds_finetune.schedule import Duration, LrSchedule, warmup_steps
+from ds_finetune.schedule import Duration, Interval, LrSchedule, warmup_steps
 from ds_finetune.trainer.batches import run_batches
 from ds_finetune.world import World
 from tests.planning import prepared_run
@@ -76,6 +76,25 @@ def test_warmup() -> None:
     assert [warmup_steps(t, 200) for t in ("3%", "10 steps", "0", "0%")] == [6, 10, 0, 0]
     with pytest.raises(ValueError, match="is not a warm-up"):
         warmup_steps("2 epochs", 200)
+
+
+@pytest.mark.parametrize(
+    ("text", "interval"),
+    [
+        ("500 steps", Interval(steps=500)),
+        ("15 minutes", Interval(seconds=900)),
+        ("1e3 steps or 2 hours", Interval(1000, 7200)),
+        ("90 seconds or 20 steps", Interval(20, 90)),
+    ],
+)
+def test_an_interval_is_steps_or_a_time_or_both(text: str, interval: Interval) -> None:
+    assert Interval.parse(text) == interval
+
+
+@pytest.mark.parametrize("text", ["2 epochs", "5", "", "1 steps or 2 steps", "1 hours or 2 hours", "never", "0 steps"])
+def test_no_interval(text: str) -> None:
+    with pytest.raises(ValueError, match=f"`{text}`"):
+        Interval.parse(text)
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ from ds_finetune.cli import (
     train,
     watch,
 )
+from ds_finetune.cli.interrupts import INTERRUPT_EXIT_CODE
 from ds_finetune.console import show_error
 from ds_finetune.errors import RUN_ERROR_EXIT_CODE, FinetuneError
 from ds_finetune.launch.process_tags import SUPERVISOR_VARIABLE
@@ -66,7 +67,8 @@ _QUIET_SECONDS = 5.0
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code: 0 done, 1 the run failed, 2 wrong usage or a wrong run file.
 
-    SystemExit carries other codes, such as 3 for a run that a signal ended after its checkpoint was saved.
+    130 where Ctrl-C ended it. SystemExit carries other codes, such as 3 for a run that a signal ended after its
+    checkpoint was saved.
     """
     arguments = parse_arguments(sys.argv[1:] if argv is None else list(argv))
     try:
@@ -77,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         _print_once("interrupted")
-        return RUN_ERROR_EXIT_CODE
+        return INTERRUPT_EXIT_CODE
     except BaseException as error:
         if isinstance(error, SystemExit):
             raise

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 
 from ds_finetune.config.indexer import IndexerConfig
 from ds_finetune.config.ineffective_keys import check_keys_have_effect
@@ -32,7 +32,7 @@ from ds_finetune.config.value_types import (
     as_list,
     check_time,
 )
-from ds_finetune.schedule import Duration
+from ds_finetune.schedule import Interval
 
 Precision = Literal["bf16", "fp16", "fp32"]
 OWN_ATTENTIONS = ("sdpa", "by_document", "varlen")
@@ -199,8 +199,10 @@ class EvalConfig(Section):
 class CheckpointConfig(Section):
     """When the state of the run is saved, and what a start resumes from."""
 
-    every: EveryText = "500 steps"
-    """`N steps` between checkpoints; the last step and a signal save too. `never` saves nothing at all."""
+    every: EveryText = "500 steps or 15 minutes"
+    """`N steps`, a time such as `15 minutes`, or both joined by `or`, of which the first to pass counts; the last step
+    and a signal save too. `never` saves nothing at all.
+    """
     keep: int = Field(default=2, ge=1)
     """Newest checkpoints that are kept."""
     keep_best: bool = True
@@ -220,17 +222,15 @@ class CheckpointConfig(Section):
     node_local: bool = False
     """Each node keeps its own ranks' parts in its own `output_dir`, where there is no shared file system."""
 
-    @field_validator("every")
-    @classmethod
-    def _in_steps(cls, text: str) -> str:
-        if text != "never" and Duration.parse(text).unit != "steps":
-            raise ValueError(f"`{text}` is not a number of steps; write `500 steps` or `never`")
-        return text
+    @property
+    def saves(self) -> bool:
+        """Whether anything is saved."""
+        return self.every != "never"
 
     @property
-    def every_steps(self) -> int:
-        """Steps between checkpoints; 0 where nothing is saved."""
-        return 0 if self.every == "never" else int(Duration.parse(self.every).value)
+    def interval(self) -> Interval:
+        """What lies between two checkpoints; infinite where nothing is saved."""
+        return Interval.parse(self.every) if self.saves else Interval()
 
 
 class LoraConfig(Section):

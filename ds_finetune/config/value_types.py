@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from ds_finetune.schedule import Duration, seconds_of, warmup_steps
+from ds_finetune.schedule import Duration, Interval, seconds_of, warmup_steps
 
 Layout = Literal[
     "auto",
@@ -90,7 +90,9 @@ def _check_steps(text: object) -> object:
 
 
 def _check_every(text: object) -> object:
-    return "never" if text == "never" else _check_duration(text)
+    if text != "never":
+        Interval.parse(str(text))
+    return str(text)
 
 
 def check_time(text: object) -> str:

@@ -8,10 +8,12 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -366,7 +368,7 @@ def _write_parts(tasks: Iterable[_Task], tokenisation: Tokenisation, workers: in
     """Write all parts in `workers` processes; RunError where one of them is killed."""
     context = multiprocessing.get_context("spawn")
     try:
-        with ProcessPoolExecutor(workers, context, _start_worker, (tokenisation,)) as pool:
+        with ProcessPoolExecutor(workers, context, _start_worker, (tokenisation,)) as pool, _terminated_early(pool):
             for written in _submit(pool, tasks, most=2 * workers):
                 yield written.result()
     except BrokenProcessPool as killed:
@@ -376,11 +378,28 @@ def _write_parts(tasks: Iterable[_Task], tokenisation: Tokenisation, workers: in
         ) from killed
 
 
+@contextmanager
+def _terminated_early(pool: ProcessPoolExecutor) -> Iterator[None]:
+    """Where this is left early, as by Ctrl-C, end the processes instead of waiting for the parts they are given."""
+    with ExitStack() as stack:
+        stack.callback(_terminate, pool)
+        yield
+        stack.pop_all()
+
+
+def _terminate(pool: ProcessPoolExecutor) -> None:
+    for process in list(pool._processes.values()):
+        process.terminate()
+
+
 def _submit(pool: ProcessPoolExecutor, tasks: Iterable[_Task], *, most: int) -> Iterator[Future[Path]]:
     """Submit tasks, at most `most` at a time, and yield each when it is done."""
     waiting: set[Future[Path]] = set()
     for task in tasks:
+        # A process that this starts inherits the mask: Ctrl-C reaches the program only, which ends the others.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         waiting.add(pool.submit(_write_part, task))
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if len(waiting) >= most:
             done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
             yield from done

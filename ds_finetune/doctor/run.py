@@ -230,6 +230,6 @@ def _folder_checks(cluster: Cluster, token: str, config: RunConfig | None) -> It
         by_host = {
             host: [other.removeprefix(f"{token}-") for other in answer.tokens[path]] for host, answer in visible.items()
         }
-        is_saved_to = config is not None and name == "output_dir" and config.checkpoint.every_steps
+        is_saved_to = config is not None and name == "output_dir" and config.checkpoint.saves
         node_local = config.checkpoint.node_local if config is not None and is_saved_to else None
         yield from folder_checks(name, path, by_host, node_local=node_local)

@@ -200,7 +200,7 @@ def _gradient_width(plan: Plan) -> int:
 
 def _files(config: RunConfig, plan: Plan, sizes: ModelSizes) -> DiskNeed:
     keeps_best = bool(config.data.eval)
-    saves = bool(config.checkpoint.every_steps)
+    saves = config.checkpoint.saves
     # A checkpoint is written before the oldest one that is kept is removed.
     checkpoints = config.checkpoint.keep + 1 + (config.checkpoint.keep_best and keeps_best)
     return DiskNeed(

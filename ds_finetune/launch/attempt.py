@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from ds_finetune.errors import INTERRUPTED_EXIT_CODE, RUN_ERROR_EXIT_CODE
 from ds_finetune.hostfile import Host
 from ds_finetune.hosts.check_result import label
+from ds_finetune.hosts.signals import echo_seconds
 from ds_finetune.hosts.unreachable import other_program_check, unreachable_check
 from ds_finetune.launch.messages import (
     FROM_SUPERVISOR,
@@ -36,8 +37,6 @@ from ds_finetune.launch.supervisor import HEARTBEAT_SECONDS, TAIL_LINES
 from ds_finetune.phase_line import Say
 from ds_finetune.process_messages import MessageError, ProcessMessage, decode, encode, without_token
 
-ONE_SIGNAL_SECONDS = 2.0
-"""Signals that arrive within this time count as one."""
 GRACE_SECONDS = 4.0
 """Time between the first failure and the kill of all ranks; meanwhile the other ranks record what they wait for."""
 _KILLING_SECONDS = 15.0
@@ -248,8 +247,7 @@ class Attempt:
 
     def _count_signal(self, number: int, _: object) -> None:
         now = time.monotonic()
-        if now - self._signalled_at > ONE_SIGNAL_SECONDS:
-            # A closing terminal sends two signals, and wrapper programs send again the one this process received.
+        if now - self._signalled_at > echo_seconds(number):
             self._num_signals, self._signalled_at = self._num_signals + 1, now
 
     def _read(self, supervised: _SupervisedHost) -> None:

@@ -23,9 +23,9 @@ from ds_finetune.hostfile import Host
 from ds_finetune.hosts.check_result import label
 from ds_finetune.hosts.host_checks import port_check, rank_device
 from ds_finetune.hosts.info import HostInfo, gather_host_info
+from ds_finetune.hosts.signals import echo_seconds
 from ds_finetune.launch.attempt import (
     KILL_NOTICE,
-    ONE_SIGNAL_SECONDS,
     SAVE_NOTICE,
     Attempt,
     AttemptOutcome,
@@ -128,7 +128,7 @@ def _check_restartable(config: RunConfig) -> None:
             "resume the first",
             hint="leave checkpoint.resume out, with an output_dir of its own",
         )
-    if restarts and not checkpoint.every_steps:
+    if restarts and not checkpoint.saves:
         raise ConfigError(
             f"launch.restarts is {restarts} and checkpoint.every is `{checkpoint.every}`",
             hint="set checkpoint.every to e.g. `500 steps`",
@@ -325,9 +325,9 @@ def run_scheduler(command: Sequence[str], env: Mapping[str, str], say: Say) -> i
     scheduler = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=dict(env), start_new_session=True)
     num_signals, signalled_at = 0, -math.inf
 
-    def pass_on(_: int, __: object) -> None:
+    def pass_on(number: int, _: object) -> None:
         nonlocal num_signals, signalled_at
-        if time.monotonic() - signalled_at < ONE_SIGNAL_SECONDS:
+        if time.monotonic() - signalled_at < echo_seconds(number):
             return
         num_signals, signalled_at = num_signals + 1, time.monotonic()
         # Both pass SIGUSR1 on to the ranks, and kill them on SIGTERM.

@@ -1,19 +1,21 @@
-"""Save checkpoints every `every_steps` steps, at the last step and after a signal; failures are reported at the next
-step.
+"""Save checkpoints at an interval of steps or time, at the last step and after a signal; failures are reported at the
+next step.
 """
 
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ds_finetune.checkpoint.random_state import random_state
 from ds_finetune.checkpoint.saver import Saver, SaveResult, superseded_checkpoints
-from ds_finetune.engine.collectives import all_gather_object
+from ds_finetune.engine.collectives import all_gather_object, all_reduce_max
 from ds_finetune.errors import RunError
 from ds_finetune.observers.record import Resumable, StepRecord
 from ds_finetune.observers.stop_signals import StopSignals
 from ds_finetune.phase_line import Say
+from ds_finetune.schedule import Interval
 
 RunText = Callable[[StepRecord, Mapping[str, Mapping[str, Any]]], str]
 """From the record of a step and the state of observers to the run's state as text."""
@@ -25,7 +27,7 @@ class CheckpointPolicy:
     lowest eval loss), and how many may fail in a row.
     """
 
-    every_steps: int
+    interval: Interval
     keep: int
     keep_best: bool
     max_failed: int
@@ -44,13 +46,19 @@ class Checkpointing:
     saving: Callable[[], AbstractContextManager[None]] = nullcontext
     """Open while the run waits for a save."""
     _failed: int = 0
+    _began: float = field(default_factory=time.monotonic)
+    """When the last save began, or the first step."""
 
     def after_step(self, record: StepRecord) -> StepRecord:
         """Finish the previous save where it is done, and start one when it is due."""
-        is_stop_requested = self.signals.is_stop_requested()
+        is_late = time.monotonic() - self._began >= self.policy.interval.seconds
+        # Clocks differ: all ranks save at the step at which one of them finds that the time has passed.
+        is_stop_requested, is_time = map(bool, all_reduce_max(bool(self.signals.name), is_late))
         self._report(self.saver.settle())
-        if not (is_stop_requested or record.is_last or record.stop or record.step % self.policy.every_steps == 0):
+        is_due = is_time or record.step % self.policy.interval.steps == 0
+        if not (is_stop_requested or record.is_last or record.stop or is_due):
             return record
+        self._began = time.monotonic()
         with self.saving():
             return self._save(record, is_stop_requested=is_stop_requested)
 

@@ -1,32 +1,37 @@
-"""Signals that ask a run to save and end: SIGTERM of launchers and clusters, SIGUSR1 that Slurm can send some time
-before it ends a job.
+"""Signals that ask a run to save and end: SIGINT of Ctrl-C, SIGHUP of a closed terminal, SIGTERM of launchers and
+clusters, SIGUSR1 that Slurm can send some time before it ends a job.
 """
 
 import os
+import select
 import signal
 import threading
 import time
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 from ds_finetune.engine.collectives import all_reduce_max
+from ds_finetune.hosts.signals import echo_seconds
+from ds_finetune.phase_line import CLEAR_LINE
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-_ECHO_SECONDS = 2.0
-"""A scheduler signals every process of a job, and launchers forward it: within this time it is the same signal."""
+SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1)
+_STDERR = 2
 
 
 class StopSignals:
     """While this is open the first signal is recorded, and a second one ends this process at once.
 
     A thread receives signals, because Python's handlers do not run while the process waits in a collective. Without
-    `can_save` signals keep their usual effect.
+    `can_save` signals keep their usual effect, and ignored ones, as SIGHUP under `nohup`, stay ignored. `tells` says
+    whether a line answers each signal at once.
     """
 
-    def __init__(self, *, can_save: bool = True) -> None:
+    def __init__(self, *, can_save: bool = True, tells: bool = False) -> None:
         self.name = ""
-        self._can_save = can_save
+        self._can_save, self._tells = can_save, tells
         self._since = 0.0
+        self._handled = tuple(number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN)
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
@@ -36,7 +41,7 @@ class StopSignals:
         os.set_blocking(write, False)
         threading.Thread(target=self._watch, args=(self._read,), daemon=True).start()
         self._wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        self._before = {number: signal.signal(number, _leave_to_thread) for number in SIGNALS}
+        self._before = {number: signal.signal(number, _leave_to_thread) for number in self._handled}
         return self
 
     def __exit__(
@@ -55,16 +60,24 @@ class StopSignals:
 
     def _watch(self, pipe: int) -> None:
         while number := os.read(pipe, 1):
-            if number[0] in SIGNALS:
+            if number[0] in self._handled:
                 self._take(number[0])
         os.close(pipe)
 
     def _take(self, number: int) -> None:
-        now = time.monotonic()
-        if self.name and now - self._since > _ECHO_SECONDS:
+        now, name = time.monotonic(), signal.Signals(number).name
+        if self.name and now - self._since > echo_seconds(number):
+            self._tell(f"{name} again: ended without saving")
             os._exit(128 + number)
         if not self.name:
-            self._since, self.name = now, signal.Signals(number).name
+            self._since, self.name = now, name
+            self._tell(f"{name}: saving a checkpoint at the end of this step; another signal ends the run at once")
+
+    def _tell(self, text: str) -> None:
+        with suppress(OSError):
+            # Where nobody reads the output, writing would block this thread, and with it the second signal.
+            if self._tells and select.select([], [_STDERR], [], 0)[1]:
+                os.write(_STDERR, f"{CLEAR_LINE if os.isatty(_STDERR) else ''}{text}\n".encode())
 
 
 def _leave_to_thread(number: int, frame: FrameType | None) -> None:

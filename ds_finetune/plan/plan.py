@@ -330,7 +330,7 @@ def _communication(plan: Plan, config: RunConfig) -> tuple[tuple[str, str], ...]
 
 
 def _checkpoints(checkpoint: CheckpointConfig, *, is_asynchronous: bool) -> str:
-    if not checkpoint.every_steps:
+    if not checkpoint.saves:
         return "never"
     best = " and the best" if checkpoint.keep_best else ""
     how = "asynchronous" if is_asynchronous else "synchronous"

@@ -1,5 +1,6 @@
 """The observers of a run: what happens after each step, from evaluation and checkpoints to the progress line."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -88,7 +89,8 @@ def make_observers(started: StartedRun, signals: StopSignals) -> list[Observer]:
 def make_time_left(run: PreparedRun) -> TimeLeft:
     """The estimate of the remaining time, with what is known before the first step."""
     config, held_out = run.config, run.inputs.held_out
-    every = {SAVE: config.checkpoint.every_steps} if config.checkpoint.every_steps else {}
+    saves = config.checkpoint.interval.steps
+    every = {SAVE: 0 if math.isinf(saves) else int(saves)} if config.checkpoint.saves else {}
     steps = 0.0
     if held_out:
         every |= {EVALUATION: _evaluates_every(config), ANSWERS: _evaluates_every(config)}
@@ -156,7 +158,7 @@ def _checkpointing(
     started: StartedRun, saver: Saver, left: TimeLeft, signals: StopSignals, resumable: dict[str, Resumable]
 ) -> Checkpointing:
     policy = started.run.config.checkpoint
-    kept = CheckpointPolicy(policy.every_steps, policy.keep, policy.keep_best, policy.max_failed)
+    kept = CheckpointPolicy(policy.interval, policy.keep, policy.keep_best, policy.max_failed)
     state_text, saving = make_state_text(started.run, started.engine), partial(_saving, started.rank_progress, left)
     return Checkpointing(saver, signals, kept, resumable, state_text, started.say, saving)
 

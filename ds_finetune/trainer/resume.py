@@ -78,7 +78,7 @@ def find_resume_point(run: PreparedRun, say: Say) -> ResumePoint:
     passed over and why.
     """
     policy, say = run.config.checkpoint, say if run.plan.world.rank == 0 else say_nothing
-    if not policy.every_steps:
+    if not policy.saves:
         return ResumePoint(None)
     folder = run.output_dir / CHECKPOINTS
     checkpoints = open_checkpoint_folder(folder, rank=run.plan.world.rank, node_local=policy.node_local)

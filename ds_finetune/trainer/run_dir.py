@@ -70,7 +70,7 @@ def _check_can_create_folder(existing: Path, folder: Path) -> None:
 
 def _is_resumable(folder: Path, config: RunConfig) -> bool:
     """Whether the run in `folder` has checkpoints, or ended before its first one and exported nothing at its end."""
-    if not config.checkpoint.every_steps or config.checkpoint.resume == "never":
+    if not config.checkpoint.saves or config.checkpoint.resume == "never":
         return False
     checkpoints = folder / "checkpoints"
     return any(checkpoints.glob("step-*")) or (checkpoints.is_dir() and not (folder / "export").exists())

@@ -140,7 +140,7 @@ def train_steps(started: StartedRun, status: StatusKeeper) -> tuple[StepRecord |
         if engine.is_rank_zero:
             started.say("the run had ended early because eval/loss did not fall; nothing is left to train")
         return None, ""
-    with StopSignals(can_save=started.saver is not None) as signals:
+    with StopSignals(can_save=started.saver is not None, tells=engine.is_rank_zero) as signals:
         observers = make_observers(started, signals)
         with (
             batches_ahead(run, engine, after=resume_point.progress, stream_position=stream_position) as batches,

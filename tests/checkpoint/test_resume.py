@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from ds_finetune.checkpoint.files import complete_steps, step_name
 from ds_finetune.checkpoint.locking import LOCK, lock_folder
 from ds_finetune.checkpoint.tools import verify_checkpoint
 from ds_finetune.errors import CheckpointError, OutputError
+from ds_finetune.observers.stop_signals import StopSignals
 from tests.checkpoint.runs import Running, numbers
 from tests.conftest import ROOT
 from tests.running import tiny_task
@@ -108,6 +109,51 @@ def test_a_signal_before_the_first_step_and_one_in_evaluation(tmp_path: Path) ->
     records = [json.loads(line) for line in (again.folder / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == list(range(1, cut + 2))
     assert all("eval/exact_match" in record for record in records)
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGHUP"])
+def test_ctrl_c_and_a_closed_terminal_save_and_say_that_the_same_command_resumes(name: str, tmp_path: Path) -> None:
+    run = Running(task(tmp_path / "t", checkpoint={"every": "1000 steps"}), ranks=1)
+    run.wait_for(lambda: run.steps >= 1)
+    os.kill(run.process.pid, signal.Signals[name])
+    assert run.finish() == 3, run.text[-3000:]
+    assert f"{name}: saving a checkpoint at the end of this step" in run.text
+    assert f"{name}: saved at step {run.steps}; the same command resumes from there" in run.text
+    assert complete_steps(run.folder / "checkpoints") == [run.steps]
+
+
+def test_checkpoints_are_saved_by_time_on_all_ranks_at_the_same_steps(tmp_path: Path) -> None:
+    """A save is due after each step, and rank 1 has the same steps as rank 0: else no checkpoint would be complete."""
+    saved = {"every": "1000 steps or 0.001 seconds", "keep": 100, "asynchronous": False}
+    run = Running(task(tmp_path / "t", checkpoint=saved, train=LONG | {"for": "6 steps"}))
+    assert run.finish() == 0, run.text[-3000:]
+    assert "every 1000 steps or 0.001 seconds" in run.text
+    assert complete_steps(run.folder / "checkpoints") == list(range(1, 7))
+
+
+def test_a_second_ctrl_c_ends_at_once_and_ignored_signals_stay_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals() as signals:
+            signal.raise_signal(signal.SIGHUP)
+            signal.raise_signal(signal.SIGINT)
+            _wait_until(lambda: bool(signals.name))
+            assert signals.name == "SIGINT"
+            signals._since -= 0.6
+            signal.raise_signal(signal.SIGINT)
+            _wait_until(lambda: bool(codes))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert codes == [128 + signal.SIGINT]
+
+
+def _wait_until(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 WAITING = """

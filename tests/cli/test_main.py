@@ -1,6 +1,7 @@
 """The command line: one error, the right exit code, launchers' extra arguments."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -44,6 +45,33 @@ def test_other_ranks_of_a_host_wait_and_print_it_in_a_line(
     os.environ.update({"RANK": "3", "LOCAL_RANK": "1"})
     assert cli.main(["config", "show", "none.yaml"]) == 2
     assert capsys.readouterr().err == "rank 3: run file `none.yaml` does not exist\n"
+
+
+def test_ctrl_c_during_imports_is_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ds_finetune", "train", str(write_demo(tmp_path))]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        assert "importing torch" in run.stdout.readline()
+        run.send_signal(signal.SIGINT)
+        rest, errors = run.communicate(timeout=300)
+    assert (run.returncode, rest, errors) == (130, "", "error: interrupted\n")
+
+
+FIRST_LINE = """
+import sys
+from ds_finetune.cli import main, train
+def show(text):
+    print(text, sorted({"torch", "transformers", "deepspeed"} & sys.modules.keys()), flush=True)
+    sys.exit()
+train.show_line = show
+main.main(["train", sys.argv[1]])
+"""
+
+
+def test_the_first_line_comes_before_what_takes_seconds_to_import(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FIRST_LINE, str(write_demo(tmp_path))]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert run.stdout.rstrip().endswith("importing torch, transformers and DeepSpeed []"), run.stderr
 
 
 def test_overrides_may_come_before_and_after_options() -> None:
