@@ -1,8 +1,10 @@
 """Layouts of a record: how its columns become a conversation, a prompt with its completion, or plain text."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Self
 
 from ds_finetune.data.messages import Conversation, check_text, read_conversation, read_tools
 from ds_finetune.data.sources import Record
@@ -16,6 +18,25 @@ ALPACA_PROMPT_WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. "
     "Write a response that appropriately completes the request.\n\n"
 )
+_HH_TURN = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
+_HH_ROLES = {"Human": "user", "Assistant": "assistant"}
+_OTHER_NAMES = (
+    {"completion": "response"},
+    {"prompt": "query", "completion": "response"},
+    {"prompt": "question", "completion": "response"},
+    {"output": "response", "input": "context"},
+    {"output": "response"},
+)
+"""Names of columns in data of HelpSteer and verl, ms-swift, Orca, dolly and GPTeacher, tried in this order if no layout
+fits.
+"""
+_GUESSES = {
+    "prompt": "prompt question query input instruction problem",
+    "completion": "completion response answer output solution generation target targets",
+    "chosen": "chosen chosen_response response_chosen chosen_answer preferred better winner",
+    "rejected": "rejected rejected_response response_rejected rejected_answer dispreferred worse loser",
+}
+"""Names, in lower case, that a hint suggests for a column."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +51,10 @@ class Completion:
     is_joined: bool = False
     """Whether `prompt` ends with the separator that it needs."""
 
+    def with_system(self, text: str, where: str) -> Self:
+        """The same with a system text before all turns."""
+        return replace(self, conversation=self.conversation.with_system(text, where), has_all_turns=False)
+
 
 @dataclass(frozen=True)
 class PlainText:
@@ -39,6 +64,28 @@ class PlainText:
 
 
 Sample = Conversation | Completion | PlainText
+
+
+def published_columns(
+    record: Record, columns: Mapping[str, str], layouts: Mapping[str, "LayoutColumns"]
+) -> dict[str, str]:
+    """`columns`, and the names that published data has for columns of `layouts`."""
+    found = dict(columns)
+    if "system" not in record and "system_prompt" in record:
+        found = {"system": "system_prompt", **found}
+    if find_layout(record, found, layouts) is None:
+        known = (names for names in _OTHER_NAMES if set(names.values()) <= record.keys())
+        fitting = (names for names in known if find_layout(record, {**names, **found}, layouts))
+        return {**next(fitting, {}), **found}
+    return found
+
+
+def columns_line(record: Record, *keys: str) -> str:
+    """The line of a run file that names the columns of a record which are probably `keys`; empty if one is missing."""
+    names = {name.lower(): name for name in sorted(record, reverse=True)}
+    found = {key: next((names[name] for name in _GUESSES[key].split() if name in names), "") for key in keys}
+    line = ", ".join(f"{key}: {name}" for key, name in found.items() if key != name)
+    return f"set data.columns: {{{line}}}" if line and all(found.values()) else ""
 
 
 def find_layout(record: Record, columns: Mapping[str, str], layouts: Mapping[str, "LayoutColumns"]) -> str | None:
@@ -54,7 +101,8 @@ def recognise_layout(record: Record, columns: Mapping[str, str], where: str) -> 
         return found
     raise DataError(
         f"{where} has columns {', '.join(sorted(record))}, which fit no layout{_absent_columns(record, columns)}",
-        hint=f"name them under data.columns; layouts are {known_layouts(LAYOUTS)}",
+        hint=columns_line(record, "prompt", "completion")
+        or f"name them under data.columns; layouts are {known_layouts(LAYOUTS)}",
     )
 
 
@@ -95,7 +143,7 @@ def check_supervised(record: Record, columns: Mapping[str, str], where: str) -> 
         raise DataError(
             f"{where} is a preference row (columns {', '.join(sorted(record))}), and fine-tuning is supervised",
             hint="train them with objective dpo, simpo, cpo, orpo or reward, or name the answer to imitate: "
-            "data.columns {completion: chosen}",
+            f"data.columns {{{'completion' if 'prompt' in record else 'messages'}: chosen}}",
         )
     if "kto_tag" in present or ("label" in present and isinstance(record["label"], bool)):
         raise DataError(
@@ -116,6 +164,18 @@ def check_media(record: Record, columns: Mapping[str, str], where: str) -> None:
         )
 
 
+def check_no_tree(record: Record, where: str) -> None:
+    """DataError for messages and trees of OpenAssistant, in which a message has several replies."""
+    prompt = record.get("prompt")
+    if {"message_id", "parent_id"} <= record.keys() or (isinstance(prompt, Mapping) and "replies" in prompt):
+        raise DataError(
+            f"{where} is a message or a tree of OpenAssistant (columns {', '.join(sorted(record))}), and a row is one "
+            "dialogue",
+            hint="write one row {messages: [{role, content}, ...]} for each path from the prompt to an answer, e.g. "
+            "along the replies of rank 0",
+        )
+
+
 def _present(record: Record, columns: Mapping[str, str]) -> set[str]:
     """Columns with a value, without those that data.columns names."""
     return {name for name, value in record.items() if value is not None} - set(columns.values())
@@ -131,27 +191,52 @@ def read_optional_text(view: Mapping[str, Any], key: str, where: str) -> str:
     return read_text(view, key, where) if view.get(key) is not None else ""
 
 
-def system_turns(view: Mapping[str, Any], where: str) -> list[dict[str, str]]:
-    """The text of the column `system` as a turn; none where there is no such text."""
-    text = read_optional_text(view, "system", where)
-    return [{"role": "system", "content": text}] if text else []
+def completion_of(prompt: str, answer: str, tools: tuple[Mapping[str, Any], ...] | None, where: str) -> Completion:
+    """An answer to a prompt, which is the user's turn, or several turns of HH-RLHF that end with `Assistant:`."""
+    turns = hh_turns(prompt)
+    if not turns:
+        turns = [{"role": "user", "content": prompt}]
+    elif turns[-1]["role"] == "assistant" and not turns[-1]["content"].strip():
+        turns.pop()
+    last = {"role": "assistant", "content": answer}
+    check_not_continued(turns, [last], where)
+    return Completion(prompt, answer, Conversation((*turns, last), tools), has_all_turns=bool(hh_turns(prompt)))
 
 
-def completion_of(prompt: str, answer: str, tools: tuple[Mapping[str, Any], ...] | None) -> Completion:
-    """An answer to a prompt, which are a turn each."""
-    turns = ({"role": "user", "content": prompt}, {"role": "assistant", "content": answer})
-    return Completion(prompt, answer, Conversation(turns, tools))
+def hh_turns(text: str) -> list[dict[str, str]]:
+    """The turns of a dialogue of Anthropic's HH-RLHF; none where the text is no such dialogue."""
+    before, *parts = _HH_TURN.split(text)
+    if before or parts[:1] != ["Human"] or "Assistant" not in parts[::2]:
+        return []
+    return [
+        {"role": _HH_ROLES[name], "content": content.removeprefix(" ")}
+        for name, content in zip(parts[::2], parts[1::2], strict=True)
+    ]
+
+
+def check_not_continued(prompt: Sequence[object], answer: Sequence[object], where: str) -> None:
+    """DataError where the answer would be a second turn of the assistant, or the rest of its last one."""
+    if prompt and answer and is_answer(prompt[-1]) and is_answer(answer[0]):
+        raise DataError(
+            f"{where}: the prompt ends with an assistant turn, {prompt[-1]!r:.60}, and the answer is another",
+            hint="end the prompt with the user's turn; put the beginning of an answer into the answer itself",
+        )
+
+
+def is_answer(turn: object) -> bool:
+    """Whether a message, in any form, is the assistant's."""
+    return isinstance(turn, Mapping) and turn.get("role", turn.get("from")) in ("assistant", "gpt", "model")
 
 
 def _messages(view: Mapping[str, Any], where: str) -> Sample:
-    return read_conversation(view["messages"], view.get("tools") or view.get("functions"), "messages", where)
+    turns = view["messages"]
+    if isinstance(turns, str):
+        turns = hh_turns(read_text(view, "messages", where)) or turns
+    return read_conversation(turns, view.get("tools") or view.get("functions"), "messages", where)
 
 
 def _sharegpt(view: Mapping[str, Any], where: str) -> Sample:
-    turns = view["conversations"]
-    if isinstance(turns, list | tuple):
-        turns = [*system_turns(view, where), *turns]
-    return read_conversation(turns, view.get("tools"), "conversations", where)
+    return read_conversation(view["conversations"], view.get("tools"), "conversations", where)
 
 
 def read_alpaca(view: Mapping[str, Any], where: str) -> Completion:
@@ -164,31 +249,44 @@ def read_alpaca(view: Mapping[str, Any], where: str) -> Completion:
         + (f"### Input:\n{context}\n\n" if context else "")
         + "### Response:\n"
     )
-    history: list[dict[str, str]] = []
-    for question, reply in _history(view, where):
-        history += [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
     request = f"{instruction}\n{context}" if context else instruction
-    last = completion_of(request, answer, None).conversation.messages
-    return Completion(prompt, answer, Conversation((*system_turns(view, where), *history, *last)))
+    last = ({"role": "user", "content": request}, {"role": "assistant", "content": answer})
+    return Completion(prompt, answer, Conversation((*_history(view, where), *last)))
 
 
-def _history(view: Mapping[str, Any], where: str) -> list[tuple[str, str]]:
-    """Earlier questions and their answers."""
+def _history(view: Mapping[str, Any], where: str) -> list[dict[str, str]]:
+    """Earlier questions and their answers, as turns."""
     pairs = view.get("history") or []
     is_list = isinstance(pairs, list | tuple)
     if not is_list or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
         hint = "give a list of [question, answer] pairs"
         raise DataError(f"{where}: column `history` is {pairs!r:.60}", hint=hint)
     what = f"{where}: column `history`"
-    return [(check_text(question, what), check_text(reply, what)) for question, reply in pairs]
+    roles = ("user", "assistant")
+    return [
+        {"role": role, "content": check_text(text, what)}
+        for pair in pairs
+        for role, text in zip(roles, pair, strict=True)
+    ]
 
 
 def _prompt_completion(view: Mapping[str, Any], where: str) -> Sample:
     prompt, completion = view["prompt"], view["completion"]
     if isinstance(prompt, list) and isinstance(completion, list):
-        return read_conversation([*prompt, *completion], view.get("tools"), "prompt, completion", where)
+        check_not_continued(prompt, completion, where)
+        whole = read_conversation([*prompt, *completion], view.get("tools"), "prompt, completion", where)
+        # TRL trains nothing of a prompt, also not its assistant turns.
+        untrained = [
+            {**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in whole.messages[: len(prompt)]
+        ]
+        return replace(whole, messages=(*untrained, *whole.messages[len(prompt) :]))
     question, answer = read_text(view, "prompt", where), read_text(view, "completion", where)
-    return completion_of(question, answer, read_tools(view.get("tools"), where))
+    sample = completion_of(question, answer, read_tools(view.get("tools"), where), where)
+    history = _history(view, where)
+    if not history:
+        return sample
+    turns = (*history, *sample.conversation.messages)
+    return replace(sample, conversation=replace(sample.conversation, messages=turns), has_all_turns=False)
 
 
 def _plain(view: Mapping[str, Any], where: str) -> Sample:
@@ -206,18 +304,32 @@ class LayoutColumns:
 
 
 def by_name(*layouts: tuple[str, str, str, Callable[[Mapping[str, Any], str], Any]]) -> Mapping[str, LayoutColumns]:
-    """Layouts from their names, needed and optional columns (separated by spaces), and functions."""
+    """Layouts from their names, needed and optional columns (separated by spaces), and functions.
+
+    The text of an optional column `system` becomes the first turn of what the function reads.
+    """
     return {
-        name: LayoutColumns(name, frozenset(needed.split()), frozenset(optional.split()), read)
+        name: LayoutColumns(
+            name,
+            frozenset(needed.split()),
+            frozenset(optional.split()),
+            partial(_read_with_system, read) if "system" in optional.split() else read,
+        )
         for name, needed, optional, read in layouts
     }
 
 
+def _read_with_system(read: Callable[[Mapping[str, Any], str], Any], view: Mapping[str, Any], where: str) -> object:
+    sample = read(view, where)
+    text = read_optional_text(view, "system", where)
+    return sample.with_system(text, where) if text else sample
+
+
 LAYOUTS = by_name(
-    ("messages", "messages", "tools functions", _messages),
+    ("messages", "messages", "system tools functions", _messages),
     ("sharegpt", "conversations", "system tools", _sharegpt),
     ("alpaca", "instruction output", "input system history", read_alpaca),
-    ("prompt_completion", "prompt completion", "tools", _prompt_completion),
+    ("prompt_completion", "prompt completion", "system history tools", _prompt_completion),
     ("text", "text", "", _plain),
 )
 """Layouts by name, in the order in which they are tried."""

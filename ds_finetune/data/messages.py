@@ -6,9 +6,9 @@ DataError names what cannot be read.
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from ds_finetune.errors import DataError
 
@@ -31,7 +31,21 @@ _ROLE_NAMES = {
 """Roles of OpenAI's and of ShareGPT's messages; the content of a `call` is a tool call in JSON."""
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-_MESSAGE_KEYS = {"role", "from", "content", "value", "tool_calls", "function_call", "weight", "name", "tool_call_id"}
+_TRAINED_IF = {"weight": 1, "loss": 1, "loss_scale": 1, "train": 1, "training": 1, "mask": 0, "masked": 0}
+"""Fields that say whether an assistant message is trained, with the value for which it is: of OpenAI (weight), ms-swift
+(loss, loss_scale), axolotl (train, training), and others (mask, torchtune's masked).
+"""
+_MESSAGE_KEYS = {
+    "role",
+    "from",
+    "content",
+    "value",
+    "tool_calls",
+    "function_call",
+    "name",
+    "tool_call_id",
+    "train_detail",
+}
 
 
 @dataclass(frozen=True)
@@ -44,6 +58,18 @@ class Conversation:
     messages: tuple[Mapping[str, Any], ...]
     tools: tuple[Mapping[str, Any], ...] | None = None
     unread: tuple[str, ...] = ()
+
+    def with_system(self, text: str, where: str) -> Self:
+        """The same with a system text before all turns, unless it begins with that; DataError where it has another."""
+        first = self.messages[0]
+        if first["role"] != "system":
+            return replace(self, messages=({"role": "system", "content": text}, *self.messages))
+        if first["content"] == text:
+            return self
+        raise DataError(
+            f"{where}: column `system` is {text!r:.60}, and the first turn is the system text {first['content']!r:.60}",
+            hint="give the system text once",
+        )
 
 
 def read_conversation(messages: object, tools: object, column: str, where: str) -> Conversation:
@@ -131,8 +157,13 @@ def _message(message: object, what: str, where: str) -> tuple[dict[str, Any], li
             )
     turn = {"role": role, "content": _text(content, what)}
     turn |= {key: check_text(fields[key], f"{what}: `{key}`") for key in ("name", "tool_call_id") if key in fields}
-    unread = [key for key in fields if key not in _MESSAGE_KEYS]
-    return turn, [*unread, *(["weight"] if fields.get("weight") else [])]
+    for key in ("train", "training", "train_detail"):
+        if fields.get(key):
+            raise DataError(
+                f"{what}: a {role} message has `{key}` {fields[key]!r:.60}, and only assistant messages are trained",
+                hint="remove the field, or set data.train_on to all, which trains every token of the dialogue",
+            )
+    return turn, [key for key in fields if key not in _MESSAGE_KEYS and fields[key] != 1 - _TRAINED_IF.get(key, -1)]
 
 
 def _assistant(
@@ -159,18 +190,27 @@ def _assistant(
                 f"{what} has a reasoning field, and `</think>` in its content: {text!r:.60}",
                 hint="give the reasoning once",
             )
-    if _weight(fields.get("weight"), what) == 0:
+    if not _is_trained(fields, what):
         turn["weight"] = 0
-    unread = [key for key in fields if key not in _MESSAGE_KEYS and key not in _REASONING]
+    unread = [key for key in fields if key not in _MESSAGE_KEYS and key not in _REASONING and key not in _TRAINED_IF]
     return turn, [*unread, *(["name"] if "name" in fields else [])]
 
 
-def _weight(weight: object, what: str) -> int:
-    if weight is not None and weight not in (0, 1):
+def _is_trained(fields: Mapping[str, Any], what: str) -> bool:
+    """Whether an assistant message carries loss."""
+    said = {key: fields[key] for key in _TRAINED_IF if key in fields}
+    shown = ", ".join(f"{key} {value!r:.60}" for key, value in said.items())
+    if any(not isinstance(value, int | float) or value not in (0, 1) for value in said.values()):
+        raise DataError(f"{what} has {shown}", hint="an assistant message is trained (weight 1) or not (weight 0)")
+    if fields.get("train_detail"):
         raise DataError(
-            f"{what} has weight {weight!r}", hint="an assistant message is trained (weight 1) or not (weight 0)"
+            f"{what} has `train_detail` {fields['train_detail']!r:.60}, and a message is trained whole or not at all",
+            hint="remove the field, or divide the message",
         )
-    return 0 if weight in (0, False) and weight is not None else 1
+    verdicts = {value == _TRAINED_IF[key] for key, value in said.items()}
+    if len(verdicts) > 1:
+        raise DataError(f"{what} has {shown}, which contradict each other", hint="keep one of these fields")
+    return verdicts != {False}
 
 
 def _text(content: object, what: str) -> str:

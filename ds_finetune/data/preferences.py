@@ -5,30 +5,42 @@ A dialogue is split by turns: its last assistant turn is the answer, and all bef
 
 import math
 import operator
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
-from ds_finetune.data.layouts import Completion, Sample, by_name, completion_of, read_alpaca, read_text, system_turns
+from ds_finetune.data.layouts import (
+    Completion,
+    by_name,
+    check_not_continued,
+    columns_line,
+    completion_of,
+    hh_turns,
+    is_answer,
+    read_alpaca,
+    read_text,
+)
 from ds_finetune.data.messages import Conversation, check_text, read_conversation, read_tools, shown_value
 from ds_finetune.errors import DataError
 
 _SIDES = ("chosen", "rejected")
-_HH_TURN = re.compile(r"\n\n(Human|Assistant):")
-_HH_ROLES = {"Human": "user", "Assistant": "assistant"}
 
 
 @dataclass(frozen=True)
 class Preference:
     """Two answers to the same turns, of which the first is preferred. `margin` is 0 where the row has none."""
 
-    chosen: Sample
-    rejected: Sample
+    chosen: Conversation | Completion
+    rejected: Conversation | Completion
     margin: float = 0.0
 
+    def with_system(self, text: str, where: str) -> Self:
+        """The same with a system text before all turns of both sides."""
+        chosen, rejected = (side.with_system(text, where) for side in (self.chosen, self.rejected))
+        return replace(self, chosen=chosen, rejected=rejected)
 
-def _preference(sides: Sequence[Sample], view: Mapping[str, Any], where: str) -> Preference:
+
+def _preference(sides: Sequence[Conversation | Completion], view: Mapping[str, Any], where: str) -> Preference:
     chosen, rejected = sides
     margin = view.get("margin")
     if margin is None:
@@ -49,6 +61,12 @@ def _of_turns(dialogues: Mapping[str, object], view: Mapping[str, Any], where: s
                 hint="end both sides with the answer, or remove the row",
             )
     _check_same_turns(sides, where)
+    if all(len(side.messages) == 1 for side in sides.values()):
+        raise DataError(
+            f"{where}: {' and '.join(f'`{column}`' for column in sides)} are answers without a prompt",
+            hint=columns_line(view, "prompt", "chosen", "rejected")
+            or "give the prompt as first turns of both sides, or in a column `prompt` or `messages`",
+        )
     return _preference([*sides.values()], view, where)
 
 
@@ -76,6 +94,11 @@ def _shown_turn(turns: Sequence[Mapping[str, Any]], number: int) -> str:
 def _as_turns(answer: object, column: str, where: str) -> list[Any]:
     """An answer as turns: a text, one message, or a list of messages."""
     if isinstance(answer, list | tuple):
+        if answer and all(isinstance(text, str) for text in answer):
+            raise DataError(
+                f"{where}: `{column}` is a list of {len(answer)} answers, and a row is one pair",
+                hint="write one row for each pair of a chosen and a rejected answer",
+            )
         return list(answer)
     if isinstance(answer, Mapping):
         return [answer]
@@ -103,7 +126,7 @@ def _prompt_pair(view: Mapping[str, Any], where: str) -> Preference:
     if all(isinstance(value, str) for value in (prompt, *sides)):
         tools = read_tools(view.get("tools"), where)
         text = read_text(view, "prompt", where)
-        samples = [completion_of(text, read_text(view, side, where), tools) for side in _SIDES]
+        samples = [completion_of(text, read_text(view, side, where), tools, where) for side in _SIDES]
         return _preference(samples, view, where)
     whole = {
         column: _with_prompt(prompt, _as_turns(side, column, where), column, where)
@@ -112,11 +135,20 @@ def _prompt_pair(view: Mapping[str, Any], where: str) -> Preference:
     return _of_turns(whole, view, where)
 
 
+def _chat_pair(view: Mapping[str, Any], where: str) -> Preference:
+    """The prompt in `messages` and two answers, or whole dialogues, of which `messages` may be the chosen one."""
+    turns, sides = view["messages"], (view["chosen"], view["rejected"])
+    if isinstance(turns, list | tuple) and turns and is_answer(turns[-1]):
+        turns = turns[:-1] if list(turns) == sides[0] else turns
+    return _prompt_pair({**view, "prompt": turns}, where)
+
+
 def _with_prompt(prompt: object, turns: list[Any], column: str, where: str) -> list[Any]:
     """The turns of a side with the prompt before them, unless they begin with it."""
     is_text = isinstance(prompt, str)
     first = [{"role": "user", "content": prompt}] if is_text else _as_turns(prompt, "prompt", where)
-    if len(turns) <= 1 or _role(turns[0]) in ("assistant", "gpt", "model"):
+    if len(turns) <= 1 or is_answer(turns[0]):
+        check_not_continued(first, turns, where)
         return [*first, *turns]
     repeats = (
         any(_content(turn) == prompt for turn in turns[:-1]) if is_text else list(turns[: len(first)]) == list(first)
@@ -134,7 +166,7 @@ def _pair(view: Mapping[str, Any], where: str) -> Preference:
     chosen, rejected = view["chosen"], view["rejected"]
     if not (isinstance(chosen, str) and isinstance(rejected, str)):
         return _of_turns({"chosen": chosen, "rejected": rejected}, view, where)
-    ours, theirs = (_hh_dialogue(read_text(view, column, where), column, where) for column in _SIDES)
+    ours, theirs = (_hh_dialogue(view, column, where) for column in _SIDES)
     _check_same_turns({"chosen": ours.conversation, "rejected": theirs.conversation}, where)
     if ours.prompt != theirs.prompt:
         raise DataError(
@@ -145,29 +177,23 @@ def _pair(view: Mapping[str, Any], where: str) -> Preference:
     return _preference([ours, theirs], view, where)
 
 
-def _hh_dialogue(text: str, column: str, where: str) -> Completion:
+def _hh_dialogue(view: Mapping[str, Any], column: str, where: str) -> Completion:
     """A dialogue of Anthropic's HH-RLHF; the prompt is the text up to and with its last `Assistant:`."""
-    before, *parts = _HH_TURN.split(text)
-    turns = [
-        {"role": _HH_ROLES[name], "content": content.removeprefix(" ")}
-        for name, content in zip(parts[::2], parts[1::2], strict=True)
-    ]
-    if before or len(turns) < 2 or turns[-1]["role"] != "assistant":
+    text = read_text(view, column, where)
+    turns = hh_turns(text)
+    if not turns or turns[-1]["role"] != "assistant":
         raise DataError(
             f"{where}: `{column}` has no turns that end with an answer: {text!r:.60}",
-            hint="give the prompt in a column `prompt`, or turns as lists of {role, content}, or as text after "
+            hint=columns_line(view, "prompt", "chosen", "rejected")
+            or "give the prompt in a column `prompt`, or turns as lists of {role, content}, or as text after "
             "`\\n\\nHuman:` and `\\n\\nAssistant:`",
         )
-    answer = parts[-1]
-    conversation = Conversation(tuple(turns))
-    return Completion(text[: len(text) - len(answer)], answer, conversation, has_all_turns=True)
+    start = text.rindex("\n\nAssistant:") + len("\n\nAssistant:")
+    return Completion(text[:start], text[start:], Conversation(tuple(turns)), has_all_turns=True)
 
 
 def _question_pair(view: Mapping[str, Any], where: str) -> Preference:
-    question, before = read_text(view, "question", where), system_turns(view, where)
-    pairs = [completion_of(question, read_text(view, column, where), None) for column in _SIDES]
-    sides = [replace(side, conversation=Conversation((*before, *side.conversation.messages))) for side in pairs]
-    return _preference(sides, view, where)
+    return _prompt_pair({**view, "prompt": read_text(view, "question", where)}, where)
 
 
 def _alpaca_pair(view: Mapping[str, Any], where: str) -> Preference:
@@ -176,9 +202,7 @@ def _alpaca_pair(view: Mapping[str, Any], where: str) -> Preference:
 
 
 def _sharegpt_pair(view: Mapping[str, Any], where: str) -> Preference:
-    before = [*system_turns(view, where), *_list_of_turns(view, "conversations", where)]
-    sides = {column: [*before, *_as_turns(view[column], column, where)] for column in _SIDES}
-    return _of_turns(sides, view, where)
+    return _prompt_pair({**view, "prompt": _list_of_turns(view, "conversations", where)}, where)
 
 
 def _messages_pair(view: Mapping[str, Any], where: str) -> Preference:
@@ -203,7 +227,7 @@ def _ranked_pair(view: Mapping[str, Any], where: str) -> Preference:
     ranked = _ranked_answers(view["answers"], where)
     best, worst = (pick(ranked, key=operator.itemgetter(0))[1] for pick in (min, max))
     prompt = view["prompt"]
-    if isinstance(prompt, str) and _HH_TURN.match(prompt):
+    if isinstance(prompt, str) and hh_turns(prompt):
         return _pair({**view, "chosen": prompt + best, "rejected": prompt + worst}, where)
     return _prompt_pair({**view, "chosen": best, "rejected": worst}, where)
 
@@ -223,13 +247,14 @@ def _ranked_answers(answers: object, where: str) -> list[tuple[float, str]]:
 
 
 PAIR_LAYOUTS = by_name(
-    ("messages_pair", "messages rejected_messages", "tools margin", _messages_pair),
-    ("response_pair", "messages rejected_response", "tools margin", _response_pair),
-    ("prompt_pair", "prompt chosen rejected", "tools margin", _prompt_pair),
+    ("messages_pair", "messages rejected_messages", "system tools margin", _messages_pair),
+    ("response_pair", "messages rejected_response", "system tools margin", _response_pair),
+    ("prompt_pair", "prompt chosen rejected", "system tools margin", _prompt_pair),
     ("question_pair", "question chosen rejected", "system margin", _question_pair),
     ("alpaca_pair", "instruction chosen rejected", "input system history margin", _alpaca_pair),
     ("sharegpt_pair", "conversations chosen rejected", "system tools margin", _sharegpt_pair),
-    ("pair", "chosen rejected", "tools margin", _pair),
-    ("ranked_pair", "prompt answers", "tools margin", _ranked_pair),
+    ("chat_pair", "messages chosen rejected", "system tools margin", _chat_pair),
+    ("pair", "chosen rejected", "system tools margin", _pair),
+    ("ranked_pair", "prompt answers", "system tools margin", _ranked_pair),
 )
 """Layouts of preference data by name, in the order in which they are tried."""

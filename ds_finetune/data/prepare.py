@@ -157,7 +157,7 @@ def plan_tokenisation(
     DataError or ConfigError where sources, template or vocabulary do not fit.
     """
     _check_tokenizer(tokenizer, limits, kind)
-    check_layout_name(config.layout, kind)
+    check_layout_name(config.layout, config.columns, kind)
     sources = find_sources(config.paths(purpose), purpose=purpose)
     template = _chat_template(config, tokenizer)
     settings = TemplateSettings(template, config.train_on, config.reasoning, config.control_tokens, config.separator)

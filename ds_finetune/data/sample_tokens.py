@@ -17,7 +17,7 @@ from ds_finetune.data.messages import Conversation
 from ds_finetune.data.rendering import RenderedConversation, Turn, UnrenderedTextError
 from ds_finetune.errors import DataError
 
-RULES_VERSION = 3
+RULES_VERSION = 4
 """Increased when the same row would become other tokens, so that tokens in older caches are not used."""
 
 

@@ -17,9 +17,12 @@ from ds_finetune.data.layouts import (
     Record,
     Sample,
     check_media,
+    check_no_tree,
     check_supervised,
+    columns_line,
     find_layout,
     known_layouts,
+    published_columns,
     recognise_layout,
     unread_columns,
     view_columns,
@@ -39,12 +42,19 @@ LAYOUTS_OF: Mapping[KindName, Mapping[str, LayoutColumns]] = {
 """The layouts that are tried for each kind of rows."""
 
 
-def check_layout_name(layout: str, kind: RowKind) -> None:
-    """ConfigError where `data.layout` is none of the kind's."""
+def check_layout_name(layout: str, columns: Mapping[str, str], kind: RowKind) -> None:
+    """ConfigError where `data.layout`, or a name in `data.columns`, is none of the kind's."""
     known = LAYOUTS_OF[kind.name]
     if layout != "auto" and layout not in known:
         raise ConfigError(
             f"data.layout is {layout}, and {kind.description}", hint=f"set data.layout to auto, or {', '.join(known)}"
+        )
+    names = {name for each in known.values() for name in each.needed | each.optional}
+    unknown = [f"{name}: {column}" for name, column in columns.items() if name not in names]
+    if unknown:
+        raise ConfigError(
+            f"data.columns {{{', '.join(unknown)}}} has no effect: {kind.description}, and no layout reads it",
+            hint=f"columns are {', '.join(sorted(names))}, each followed by its name in your rows",
         )
 
 
@@ -56,11 +66,16 @@ def read_row(
     `layout` is `auto` or a name of the kind's layouts. DataError where no layout fits, or a column cannot be read.
     """
     check_media(record, columns, where)
+    check_no_tree(record, where)
+    named = columns
     if kind.name in ("dialogue", "text"):
         check_supervised(record, columns, where)
     else:
         columns = default_columns(record, columns)
+    if layout == "auto":
+        columns = published_columns(record, columns, LAYOUTS_OF[kind.name])
     chosen = LAYOUTS_OF[kind.name][_recognise(record, kind, columns, where) if layout == "auto" else layout]
+    _check_used(record, named, chosen, where)
     view = view_columns(record, chosen, columns, where)
     unread = unread_columns(record, chosen, columns)
     if kind.name == "marked":
@@ -76,6 +91,17 @@ def read_row(
     return chosen.read(view, where), unread
 
 
+def _check_used(record: Record, columns: Mapping[str, str], layout: LayoutColumns, where: str) -> None:
+    """DataError where `data.columns` names a column of the record that its layout does not read."""
+    for key, column in columns.items():
+        if column in record and key not in layout.needed | layout.optional:
+            raise DataError(
+                f"data.columns {{{key}: {column}}} has no effect on {where}: its layout {layout.name} reads "
+                f"{', '.join(sorted(layout.needed | layout.optional))}",
+                hint="remove the entry, or set data.layout to a layout that reads it",
+            )
+
+
 def _recognise(record: Record, kind: RowKind, columns: Mapping[str, str], where: str) -> str:
     if kind.name == "dialogue":
         return recognise_layout(record, columns, where)
@@ -85,6 +111,9 @@ def _recognise(record: Record, kind: RowKind, columns: Mapping[str, str], where:
     raise DataError(
         f"{where} has columns {', '.join(sorted(record))}, and {kind.description}",
         hint=_other_objective(record, columns)
+        or columns_line(
+            record, *(("prompt", "chosen", "rejected") if kind.name == "pairs" else ("prompt", "completion"))
+        )
         or f"name them under data.columns; layouts are {known_layouts(LAYOUTS_OF[kind.name])}",
     )
 
@@ -92,5 +121,12 @@ def _recognise(record: Record, kind: RowKind, columns: Mapping[str, str], where:
 def _other_objective(record: Record, columns: Mapping[str, str]) -> str:
     """A hint with the objectives that are trained on such rows; empty where there are none."""
     names = default_columns(record, columns)
-    fitting = next((kind for kind, layouts in LAYOUTS_OF.items() if find_layout(record, names, layouts)), None)
+    fitting = next(
+        (
+            kind
+            for kind, layouts in LAYOUTS_OF.items()
+            if find_layout(record, published_columns(record, names, layouts), layouts)
+        ),
+        None,
+    )
     return f"such rows are for objective {objectives_of(fitting)}" if fitting else ""
