@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ds_finetune.data.messages import Conversation, parse_json
+from ds_finetune.data.template_limits import TemplateLimits
 from ds_finetune.errors import DataError
 
 Messages = Sequence[Mapping[str, Any]]
@@ -32,31 +34,33 @@ class RenderingError(Exception):
     """The template raises an error for these messages."""
 
 
+_FAULTS = (TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError)
+
+
 class ChatTemplate:
     """A template with the special tokens of a tokenizer; `probes` says which fields it renders."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, source: str) -> None:
-        self.source = source
+        self.source, self._limits = source, TemplateLimits(source)
         self._special_tokens = tokenizer.special_tokens_map
         self._ends = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         self.probes = _probes(self)
 
     def render(self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None, *, opens: bool = False) -> str:
         """The messages as text; with `opens`, the header of an answer follows. RenderingError if the template fails."""
-        from jinja2 import TemplateError
-
         try:
             # Not `apply_chat_template`: transformers 5.23 drops keys whose value is None
             # (tokenization_utils_base.py:3144), and R1's own template recognises a tool call by
             # `message['content'] is none`.
-            (rendered,), _ = render_jinja_template(
-                conversations=[list(messages)],
-                tools=list(tools) if tools else None,
-                chat_template=self.source,
-                add_generation_prompt=opens,
-                **self._special_tokens,
-            )
-        except (TemplateError, TypeError, ValueError, AttributeError, LookupError) as broken:
+            with self._limits:
+                (rendered,), _ = render_jinja_template(
+                    conversations=[list(messages)],
+                    tools=list(tools) if tools else None,
+                    chat_template=self.source,
+                    add_generation_prompt=opens,
+                    **self._special_tokens,
+                )
+        except _FAULTS as broken:
             raise RenderingError(str(broken) or type(broken).__name__) from broken
         return str(rendered)
 

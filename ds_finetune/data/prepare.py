@@ -52,6 +52,7 @@ from ds_finetune.data.unit_packing import one_unit_a_row, pack_units
 from ds_finetune.data.units import Made, make_labelled_texts, make_marked_answers, make_pairs
 from ds_finetune.errors import ConfigError, DataError, RunError
 from ds_finetune.phase_line import PhaseLine
+from ds_finetune.units import MIB
 
 FORMAT_VERSION = 6
 """Increased when the format of the cache changes, so that an older cache is not read."""
@@ -258,7 +259,8 @@ def _chat_template(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> st
         template = tokenizer.chat_template
         return template["default"] if isinstance(template, dict) else template
     try:
-        return Path(config.template).read_text(encoding="utf-8")
+        with Path(config.template).open(encoding="utf-8") as file:
+            text = file.read(MIB + 1)
     except FileNotFoundError:
         raise ConfigError(
             f"data.template `{config.template}` does not exist", hint="use auto, plain, or the path of a Jinja file"
@@ -267,6 +269,9 @@ def _chat_template(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> st
         raise ConfigError(
             f"data.template `{config.template}` cannot be read: {unreadable}", hint="name a Jinja file in UTF-8"
         ) from None
+    if len(text) > MIB:
+        raise ConfigError(f"data.template `{config.template}` has more than 1 MiB", hint="name a Jinja file")
+    return text
 
 
 def _fingerprint(sources: Sequence[Source], tokenisation: Tokenisation) -> str:

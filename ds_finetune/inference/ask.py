@@ -8,6 +8,7 @@ def ask(folder: Path, prompts: Sequence[str], *, max_new_tokens: int = 128) -> l
     """Greedy answers of the model in `folder` to prompts, which its chat template renders where it has one."""
     import torch
 
+    from ds_finetune.data.template_limits import TemplateLimits
     from ds_finetune.data.tokenizer_files import load_tokenizer
     from ds_finetune.export.load import load_exported
 
@@ -16,9 +17,10 @@ def ask(folder: Path, prompts: Sequence[str], *, max_new_tokens: int = 128) -> l
     answers = []
     for prompt in prompts:
         if tokenizer.chat_template:
-            text = tokenizer.apply_chat_template(
-                [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
-            )
+            with TemplateLimits(str(tokenizer.chat_template)):
+                text = tokenizer.apply_chat_template(
+                    [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
+                )
             inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
         else:
             inputs = tokenizer(prompt, return_tensors="pt")

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from ds_finetune.data.template_limits import TemplateLimits
 from ds_finetune.errors import ExportError
 
 Message = dict[str, str]
@@ -36,7 +37,8 @@ class ChatSession:
         from transformers import TextIteratorStreamer
 
         messages = [*self.messages, {"role": "user", "content": text}]
-        rendered = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        with TemplateLimits(str(self._tokenizer.chat_template)):
+            rendered = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         inputs = self._tokenizer(rendered, add_special_tokens=False, return_tensors="pt").to(self._model.device)
         streamer = TextIteratorStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
         ids, mask = inputs["input_ids"], inputs["attention_mask"]

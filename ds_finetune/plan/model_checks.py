@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.errors import ConfigError
+from ds_finetune.errors import ConfigError, ModelError
 from ds_finetune.families.parameters import indexed_layers
 from ds_finetune.families.table import FAMILIES, WITH_TINY_MODELS, family_of
 from ds_finetune.plan.activations import check_model_type
@@ -33,6 +33,20 @@ def check_settings(config: RunConfig, model: Mapping[str, Any]) -> None:
     if config.lora is not None:
         check_lora_type(str(model.get("model_type")))
     check_attention_kernel(config, model)
+    _check_complex_heads(model)
+
+
+def _check_complex_heads(model: Mapping[str, Any]) -> None:
+    """ModelError where pairs of columns are read as complex numbers and heads have an odd number of columns, at which
+    torch fails in the first step (transformers 5.23, deepseek_v2/modeling_deepseek_v2.py:264).
+    """
+    graph, sizes = family_of(str(model.get("model_type"))).onnx, ("qk_nope_head_dim", "qk_rope_head_dim")
+    numbers = [int(model.get(size) or 0) for size in sizes]
+    if graph is not None and graph.is_rotary_interleaved and sum(numbers) % 2:
+        shown = " + ".join(f"{size} {number}" for size, number in zip(sizes, numbers, strict=True))
+        raise ModelError(
+            f"{shown} of the model make an odd number of columns", hint="take the config.json published with the model"
+        )
 
 
 def check_attention_kernel(config: RunConfig, model: Mapping[str, Any]) -> None:

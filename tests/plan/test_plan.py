@@ -11,9 +11,10 @@ import yaml
 
 from ds_finetune.config.schema import RunConfig, read_config
 from ds_finetune.demo import write_demo
-from ds_finetune.errors import ConfigError
+from ds_finetune.errors import ConfigError, ModelError
 from ds_finetune.plan import plan as layout
 from ds_finetune.plan.known_keys import COUNTS, KNOWN_IN_SECTIONS, NUMBERS, OTHER_TYPES, RENAMED
+from ds_finetune.plan.model_checks import check_settings
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.world import AccelerateChoices, World
 from tests.conftest import ROOT
@@ -47,6 +48,18 @@ def zero(stage: int, **options: Any) -> dict[str, Any]:
 
 def adam(**params: Any) -> dict[str, Any]:
     return {"optimizer": {"params": params}}
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3"])
+def test_odd_heads_of_complex_rotary_embeddings_are_refused(model_type: str) -> None:
+    config = RunConfig.model_validate({"model": "m", "data": {"train": "a.jsonl"}, "output_dir": "o"})
+    check_settings(config, {"model_type": model_type, "qk_nope_head_dim": 14, "qk_rope_head_dim": 8})
+    odd = {"model_type": model_type, "qk_nope_head_dim": 13, "qk_rope_head_dim": 8}
+    if model_type == "deepseek_v3":
+        check_settings(config, odd)
+        return
+    with pytest.raises(ModelError, match=r"qk_nope_head_dim 13 \+ qk_rope_head_dim 8 of the model make an odd number"):
+        check_settings(config, odd)
 
 
 def test_the_batch_triple_is_derived_and_written() -> None:
