@@ -37,6 +37,11 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine alone)"
     )
+    serve.add_argument(
+        "--no-api-key",
+        action="store_true",
+        help="listen for other machines without DS_FINETUNE_API_KEY, e.g. behind a proxy that asks for a key",
+    )
     serve.add_argument("--port", type=port, default=8000, help="port to listen on (default 8000)")
     serve.add_argument("--queue", type=positive, help="transformers and onnx: most requests that may wait (default 16)")
     serve.add_argument(
@@ -77,6 +82,6 @@ def _serve(arguments: Arguments) -> None:
     from ds_finetune.inference.serve import Address, ServeOptions, serve
 
     address = Address(arguments.host, arguments.port)
-    limits = (arguments.queue, arguments.request_seconds, tuple(arguments.allow_host))
+    limits = (arguments.queue, arguments.request_seconds, tuple(arguments.allow_host), arguments.no_api_key)
     options = ServeOptions(arguments.engine, arguments.ready_seconds, *limits)
     serve(folder, address, options, show=show_line)

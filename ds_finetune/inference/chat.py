@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from ds_finetune.data.template_limits import TemplateLimits
 from ds_finetune.errors import ExportError
@@ -27,7 +28,38 @@ class ChatSession:
                 hint="ask it single questions with `ds-finetune ask`",
             )
         self._max_new_tokens = max_new_tokens
+        self._context: int | None = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
         self.messages: list[Message] = []
+
+    def make_room(self, text: str) -> str:
+        """Forget the earliest messages until `text` and its answer fit into the model's context.
+
+        Returns what to tell the user, which is empty where all messages fit; ExportError where `text` does not fit
+        without earlier messages.
+        """
+        if self._context is None:
+            return ""
+        kept = self.messages
+        while kept and self._num_tokens(kept, text) + self._max_new_tokens > self._context:
+            # A question and its answer.
+            kept = kept[2:]
+        tokens = self._num_tokens(kept, text)
+        if tokens >= self._context:
+            raise ExportError(
+                f"the message has {tokens} tokens, and the model's context is {self._context} tokens",
+                hint="send a shorter one",
+            )
+        dropped, self.messages = len(self.messages) - len(kept), kept
+        return f"({dropped} earlier messages left out: the context is {self._context} tokens)\n" if dropped else ""
+
+    def _num_tokens(self, messages: list[Message], text: str) -> int:
+        return int(self._inputs(messages, text)["input_ids"].shape[1])
+
+    def _inputs(self, messages: list[Message], text: str) -> Any:  # noqa: ANN401 - of transformers
+        asked = [*messages, {"role": "user", "content": text}]
+        with TemplateLimits(str(self._tokenizer.chat_template)):
+            rendered = self._tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+        return self._tokenizer(rendered, add_special_tokens=False, return_tensors="pt")
 
     def reply(self, text: str) -> Iterator[str]:
         """The model's answer to `text` after all earlier messages, in pieces, sampled by its generation config.
@@ -36,13 +68,12 @@ class ChatSession:
         """
         from transformers import TextIteratorStreamer
 
-        messages = [*self.messages, {"role": "user", "content": text}]
-        with TemplateLimits(str(self._tokenizer.chat_template)):
-            rendered = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        inputs = self._tokenizer(rendered, add_special_tokens=False, return_tensors="pt").to(self._model.device)
+        inputs = self._inputs(self.messages, text).to(self._model.device)
         streamer = TextIteratorStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
         ids, mask = inputs["input_ids"], inputs["attention_mask"]
-        settings = {"attention_mask": mask, "streamer": streamer, "max_new_tokens": self._max_new_tokens}
+        room = self._max_new_tokens if self._context is None else self._context - ids.shape[1]
+        limit = min(self._max_new_tokens, room)
+        settings = {"attention_mask": mask, "streamer": streamer, "max_new_tokens": limit}
         # A daemon thread, so that Ctrl-C during an answer ends the program at once.
         thread = threading.Thread(target=self._model.generate, args=(ids,), kwargs=settings, daemon=True)
         thread.start()
@@ -51,7 +82,8 @@ class ChatSession:
             pieces.append(piece)
             yield piece
         thread.join()
-        self.messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
+        answer = {"role": "assistant", "content": "".join(pieces)}
+        self.messages = [*self.messages, {"role": "user", "content": text}, answer]
 
 
 def run_chat(session: ChatSession, *, read: Callable[[], str], write: Callable[[str], None]) -> None:
@@ -64,6 +96,11 @@ def run_chat(session: ChatSession, *, read: Callable[[], str], write: Callable[[
         if text == EXIT_WORD:
             return
         if text:
+            try:
+                write(session.make_room(text))
+            except ExportError as too_long:
+                write(f"{too_long}\n")
+                continue
             for piece in session.reply(text):
                 write(piece)
             write("\n")

@@ -4,6 +4,7 @@ It checks each request and passes it to the handlers of `transformers serve`.
 """
 
 import asyncio
+import hmac
 import inspect
 import json
 import uuid
@@ -13,20 +14,23 @@ from typing import Any
 
 import jinja2
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
-from transformers.cli.serving.utils import GenerationState, Modality
+from transformers.cli.serving.utils import Modality
 
 from ds_finetune.auto_configs import AutoTokenizer
 from ds_finetune.auto_models import AutoModelForCausalLM
 from ds_finetune.export.verify.record import is_onnx
+from ds_finetune.inference.generation import AnswerManager, AnswerState, stop_position
 from ds_finetune.inference.openai_request import (
     AnswerRequest,
     ChatRequest,
@@ -44,6 +48,8 @@ MAX_NEW_TOKENS = 1024
 """
 _BODY_BYTES, _BYTES_PER_TOKEN = MIB, 64
 """Maximum size of a request's body: `_BODY_BYTES`, and `_BYTES_PER_TOKEN` for each token of the model's context."""
+_PIECE = 2**16
+"""Number of characters of a long prompt that are tokenised at a time."""
 
 
 class ServedModel(ModelManager):
@@ -87,10 +93,20 @@ class ServedModel(ModelManager):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self._folder, trust_remote_code=False)
         return tokenizer
 
+    @staticmethod
+    def process_model_name(model_id: str) -> str:
+        """The name that answers give the model; transformers adds `@main` to it, which requests do not accept."""
+        return model_id
+
     @property
     def name(self) -> str:
         """The path of the folder, which is the model's name in requests."""
         return str(self._folder)
+
+    def not_found(self, name: str) -> RequestError:
+        """The error for a request for another model."""
+        text = f"the model `{name}` was not found; this server serves `{self.name}`"
+        return RequestError(404, text, param="model", code="model_not_found")
 
     @property
     def body_bytes(self) -> int:
@@ -98,11 +114,27 @@ class ServedModel(ModelManager):
         return _BODY_BYTES + _BYTES_PER_TOKEN * (self.context or 0)
 
     def prompt_tokens(self, request: AnswerRequest) -> int:
-        """Number of tokens of the prompt; RequestError where the chat template fails or drops something."""
+        """Number of tokens of the prompt, or one above the context where it is much too long.
+
+        RequestError where the chat template fails or drops something.
+        """
         if isinstance(request, CompletionRequest):
-            return len(self.tokenizer(request.prompt)["input_ids"])
+            return self._count(request.prompt, add_special_tokens=True)
         assert isinstance(request, ChatRequest)
-        return len(self.tokenizer(self._render(request), add_special_tokens=False)["input_ids"])
+        return self._count(self._render(request), add_special_tokens=False)
+
+    def _count(self, text: str, *, add_special_tokens: bool) -> int:
+        """Number of tokens of `text`; of a text of megabytes only as many characters are tokenised as tell that it is
+        too long.
+        """
+        pieces = range(0, len(text), _PIECE) if self.context is not None and len(text) > _PIECE else ()
+        seen = 0
+        for begin in pieces:
+            seen += len(self.tokenizer(text[begin : begin + _PIECE], add_special_tokens=False)["input_ids"])
+            # Cut words have a few tokens more.
+            if self.context is not None and seen > 2 * self.context:
+                return seen
+        return len(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
     def _render(self, request: ChatRequest) -> str:
         template = self.tokenizer.chat_template
@@ -159,30 +191,34 @@ class AnswerRoute:
         """Answer one request."""
         try:
             self._queue.check_room()
-            body = await self._body(Request(scope, receive))
-            request_id = str(uuid.uuid4())
+            request = await self._request(Request(scope, receive))
 
             async def answer() -> None:
-                response = await self._handler.handle_request(body, request_id)
-                await response(scope, _never, send)
+                # Here and not before, so that many long prompts are not tokenised beside each other.
+                body = await self._body(request)
+                response = await self._handler.handle_request(body, str(uuid.uuid4()))
+                await _cut_answer(response, body["stop"])(scope, _never, send)
 
             await self._queue.run(answer, lambda: _disconnected(receive))
+        except ClientDisconnect:
+            return
         except RequestError as refused:
             await refused.response()(scope, receive, send)
 
-    async def _body(self, http_request: Request) -> dict[str, Any]:
-        """The checked request body in the form that transformers expects, with `max_tokens` filled in."""
+    async def _request(self, http_request: Request) -> AnswerRequest:
+        """The request, checked as far as that needs no tokens."""
         request = parse_request(self._kind, await self._read(http_request))
         if request.model != self._served.name:
-            raise RequestError(
-                404,
-                f"the model `{request.model}` was not found; this server serves `{self._served.name}`",
-                param="model",
-                code="model_not_found",
-            )
+            raise self._served.not_found(request.model)
         self._check_bias(request)
+        return request
+
+    async def _body(self, request: AnswerRequest) -> dict[str, Any]:
+        """The request in the form that transformers expects, with `max_tokens` and `stop` filled in."""
         length = await asyncio.to_thread(self._served.prompt_tokens, request)
+        stops = request.stop or self._served.model.generation_config.stop_strings or []
         body = request.body() | {"model": self._served.name, "max_tokens": self._max_tokens(request, length)}
+        body["stop"] = [stops] if isinstance(stops, str) else stops
         return ({"temperature": 0} if self._served.is_greedy else {}) | body
 
     async def _read(self, request: Request) -> object:
@@ -228,6 +264,17 @@ class AnswerRoute:
         return limit if context is None else min(limit, context - prompt)
 
 
+def _cut_answer(response: Response, stops: Sequence[str]) -> Response:
+    """A complete answer whose texts end before the first stop text; streams are cut while they are generated."""
+    if not stops or not isinstance(response, JSONResponse):
+        return response
+    answer = json.loads(bytes(response.body))
+    for part in (answer["choices"][0], answer["choices"][0].get("message", {})):
+        for name in part.keys() & {"text", "content", "reasoning_content"}:
+            part[name] = part[name][: stop_position(part[name], stops)]
+    return JSONResponse(answer)
+
+
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -246,15 +293,41 @@ async def _error_response(request: Request, error: Exception) -> JSONResponse:
     return RequestError(status, message).response()
 
 
-def make_app(folder: Path, limits: QueueLimits, *, device: str = "cpu") -> Starlette:
-    """Load the model of `folder` on `device` (`auto`: all GPUs) and return the application that serves it."""
-    served, state = ServedModel(folder, device), GenerationState()
-    manager = state.get_manager(served.process_model_name(served.name))
-    queue = RequestQueue(limits, GenerationStopper(served.model), lambda: manager.async_submit(lambda: None))
+class ApiKeyCheck:
+    """Refuses requests without the API key; `/health` needs none."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app, self._expected = app, f"Bearer {key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or refuse it."""
+        if scope["type"] == "http" and scope["path"] != "/health":
+            given = Headers(scope=scope).get("authorization", "").encode()
+            if not hmac.compare_digest(given, self._expected):
+                wrong = RequestError(401, "the API key is missing or wrong", code="invalid_api_key")
+                return await wrong.response()(scope, receive, send)
+        return await self._app(scope, receive, send)
+
+
+def make_app(folder: Path, limits: QueueLimits, *, device: str = "cpu", api_key: str = "") -> Starlette:
+    """Load the model of `folder` on `device` (`auto`: all GPUs) and return the application that serves it.
+
+    Where `api_key` is not empty, requests need it.
+    """
+    served = ServedModel(folder, device)
+    stopper = GenerationStopper(served.model)
+    manager = AnswerManager(stopper)
+    state = AnswerState(manager)
+    queue = RequestQueue(limits, stopper, lambda: manager.async_submit(lambda: None))
     entry = {"id": served.name, "object": "model", "created": 0, "owned_by": "ds_finetune"}
 
     async def models(request: Request) -> JSONResponse:
         return JSONResponse({"object": "list", "data": [entry]})
+
+    async def model(request: Request) -> JSONResponse:
+        if request.path_params["name"] != served.name:
+            return served.not_found(request.path_params["name"]).response()
+        return JSONResponse(entry)
 
     async def health(request: Request) -> JSONResponse:
         return JSONResponse({"status": "ok"})
@@ -265,6 +338,11 @@ def make_app(folder: Path, limits: QueueLimits, *, device: str = "cpu") -> Starl
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/v1/completions", plain, methods=["POST"]),
         Route("/v1/models", models),
+        Route("/v1/models/{name:path}", model),
         Route("/health", health),
     ]
-    return Starlette(routes=routes, exception_handlers={HTTPException: _error_response, Exception: _error_response})
+    errors = {HTTPException: _error_response, Exception: _error_response}
+    checks = [Middleware(ApiKeyCheck, key=api_key)] if api_key else []
+    app = Starlette(routes=routes, exception_handlers=errors, middleware=checks)
+    app.state.queue = queue
+    return app

@@ -38,6 +38,10 @@ def _joined_text(value: object) -> object:
     return "\n".join(str(part["text"]) for part in value)
 
 
+def _as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -80,6 +84,7 @@ class _StreamOptions(_Strict):
     include_usage: bool = True
 
 
+_StopText = Annotated[str, Field(min_length=1)]
 _Zero = Annotated[float, Field(ge=0, le=0)]
 
 
@@ -98,8 +103,7 @@ class AnswerRequest(_Strict):
     presence_penalty: _Zero = 0
     # transformers 5.23 uses it as a repetition penalty, which is another formula (cli/serving/chat_completion.py:355).
     frequency_penalty: _Zero = 0
-    # transformers 5.23 leaves the stop text in the answer (generation/stopping_criteria.py); OpenAI's API removes it.
-    stop: Annotated[list[str], Field(max_length=0)] = []
+    stop: Annotated[list[_StopText], BeforeValidator(_as_list), Field(max_length=4)] = []
 
     @model_validator(mode="after")
     def _is_computable(self) -> Self:

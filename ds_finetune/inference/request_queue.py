@@ -10,6 +10,9 @@ from torch import nn
 from ds_finetune.inference.openai_request import RequestError
 
 _POLL_SECONDS = 0.01
+_CLOSING_SECONDS = 3.0
+"""How long an answer may still take when the server stops."""
+_STOPPING = "the server is stopping"
 
 
 class GenerationStoppedError(RuntimeError):
@@ -63,9 +66,23 @@ class RequestQueue:
     def __init__(self, limits: QueueLimits, stopper: GenerationStopper, idle: Callable[[], Awaitable[Any]]) -> None:
         self._limits, self._stopper, self._idle = limits, stopper, idle
         self._waiting: list[object] = []
+        self._is_closed = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request waits or is answered."""
+        return not self._waiting
+
+    def close(self) -> None:
+        """Refuse the requests that wait and all later ones (503), and stop the current answer after a few seconds."""
+        if not self._is_closed:
+            self._is_closed = True
+            asyncio.get_running_loop().call_later(_CLOSING_SECONDS, self._stopper.stop, _STOPPING)
 
     def check_room(self) -> None:
-        """RequestError with status 429 where the queue is full."""
+        """RequestError with status 429 where the queue is full, and 503 where it is closed."""
+        if self._is_closed:
+            raise _stopping()
         waiting = len(self._waiting) - 1
         if waiting >= self._limits.queue:
             message = f"{waiting} requests wait, and --queue is {self._limits.queue}: send the request again later"
@@ -76,7 +93,7 @@ class RequestQueue:
     ) -> None:
         """Run `answer` when the earlier requests are done, and stop it when `disconnected` returns.
 
-        RequestError where the queue is full (429) or the request takes too long (504).
+        RequestError where the queue is full (429) or closed (503), or the request takes too long (504).
         """
         self.check_room()
         request = object()
@@ -96,6 +113,8 @@ class RequestQueue:
             await asyncio.wait({client_left}, timeout=_POLL_SECONDS)
             if client_left.done():
                 return False
+            if self._is_closed:
+                raise _stopping()
             if asyncio.get_running_loop().time() > until:
                 raise self._too_long()
         return True
@@ -114,8 +133,11 @@ class RequestQueue:
                 self._stopper.stop("the client disconnected" if client_left.done() else str(self._too_long()))
         await asyncio.wait({answer})
         await self._idle()
+        is_cut_off = self._stopper.reason == _STOPPING
         self._stopper.clear()
         error = answer.exception()
+        if error is not None and is_cut_off:
+            raise _stopping()
         if error is not None and not is_stopped:
             raise error
         if error is not None and not client_left.done():
@@ -127,3 +149,7 @@ class RequestQueue:
             f"the request took more than --request-seconds {self._limits.request_seconds:g}",
             code="request_timeout",
         )
+
+
+def _stopping() -> RequestError:
+    return RequestError(503, _STOPPING, code="server_stopping")

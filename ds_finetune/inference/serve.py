@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from ipaddress import ip_address
 from pathlib import Path
 
 from ds_finetune.errors import ServeError
@@ -26,6 +27,8 @@ from ds_finetune.model.folder_check import check_folder
 
 _SERVING = ("fastapi", "uvicorn", "pydantic", "openai")
 """What `transformers serve` imports (transformers 5.23, utils/import_utils.py:972)."""
+API_KEY = "DS_FINETUNE_API_KEY"
+"""Environment variable with the key that requests need; other users of a machine can read command lines."""
 QUEUE, REQUEST_SECONDS = 16, 600.0
 """Defaults of --queue and --request-seconds."""
 _POLL_SECONDS = 0.3
@@ -52,7 +55,8 @@ class ServeOptions:
     """Options of `ds-finetune serve`: `engine` is auto, vllm, transformers or onnx.
 
     `queue`, `request_seconds` and `allowed_hosts` are for the engines transformers and onnx only; None means the
-    default. Requests may name the server by its address, by the names of this machine, and by `allowed_hosts`.
+    default. Requests may name the server by its address, by the names of this machine, and by `allowed_hosts`. With
+    `no_api_key` other machines may send requests without a key.
     """
 
     engine: str = "auto"
@@ -60,6 +64,7 @@ class ServeOptions:
     queue: int | None = None
     request_seconds: float | None = None
     allowed_hosts: tuple[str, ...] = ()
+    no_api_key: bool = False
 
     def resolve(self, folder: Path) -> "ServeOptions":
         """The options with the engine chosen and defaults filled in; ServeError where they are not valid together."""
@@ -100,7 +105,7 @@ def serve(folder: Path, address: Address, options: ServeOptions, *, show: Callab
             f"`{folder}` holds a classifier, which generates no text",
             hint="`ds-finetune ask` prints the classes of texts; servers for classifiers are vLLM's and transformers'",
         )
-    _check_free(address)
+    _check_address(address, no_api_key=options.no_api_key)
     if (folder / UNVERIFIED).is_file():
         show(f"{folder} is UNVERIFIED: {(folder / UNVERIFIED).read_text(encoding='utf-8').strip()}")
     for line in _limit_lines(resolved):
@@ -186,12 +191,13 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def _check_free(address: Address) -> None:
-    """ServeError where another program listens on the address, or it is not an address of this host."""
+def _check_address(address: Address, *, no_api_key: bool) -> None:
+    """ServeError where another program listens on the address, it is not an address of this host, or other machines
+    could send requests without a key.
+    """
     try:
-        family, kind, protocol, _, socket_address = socket.getaddrinfo(
-            address.host, address.port, type=socket.SOCK_STREAM
-        )[0]
+        infos = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, socket_address = infos[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(socket_address)
@@ -199,6 +205,12 @@ def _check_free(address: Address) -> None:
         raise ServeError(
             f"cannot listen on {address.host} port {address.port}: {taken}", hint="name another --port or --host"
         ) from taken
+    is_reachable = not all(ip_address(str(info[4][0]).partition("%")[0]).is_loopback for info in infos)
+    if is_reachable and not no_api_key and not os.environ.get(API_KEY):
+        raise ServeError(
+            f"--host {address.host} lets other machines send requests, and {API_KEY} is not set",
+            hint=f"export {API_KEY}=$(openssl rand -hex 32), or add --no-api-key where something else checks who asks",
+        )
 
 
 @contextmanager
@@ -223,6 +235,8 @@ def _start_server(command: list[str], cache: str) -> Iterator["subprocess.Popen[
     In the terminal's session it would get the SIGINT of Ctrl-C twice, from the terminal and from this process.
     """
     environ = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": cache}
+    if API_KEY in environ:
+        environ["VLLM_API_KEY"] = environ[API_KEY]
     server = subprocess.Popen(command, env=environ, start_new_session=True)
     try:
         yield server

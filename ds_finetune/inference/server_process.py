@@ -4,19 +4,38 @@
 """
 
 import argparse
+import os
+from contextlib import suppress
 from pathlib import Path
 
-_SHUTDOWN_SECONDS = 5
-"""How long the request that is being answered may still take after a signal."""
+import uvicorn
+
+from ds_finetune.inference.http_app import make_app
+from ds_finetune.inference.http_guard import BoundedProtocol, HostCheck, HostRules
+from ds_finetune.inference.request_queue import QueueLimits, RequestQueue
+from ds_finetune.inference.serve import API_KEY
+
+_SHUTDOWN_SECONDS = 2
+"""How long connections may still send and receive when the last answer has ended."""
+
+
+class AnsweringServer(uvicorn.Server):
+    """After a signal it still listens, and refuses requests with status 503, until the current answer has ended."""
+
+    def __init__(self, config: uvicorn.Config, queue: RequestQueue) -> None:
+        super().__init__(config)
+        self._queue = queue
+
+    async def on_tick(self, counter: int) -> bool:
+        """Whether the server ends now; called ten times a second."""
+        if not await super().on_tick(counter):
+            return False
+        self._queue.close()
+        return self._queue.is_idle or self.force_exit
 
 
 def main() -> None:
     """Serve the folder until a signal."""
-    import uvicorn
-
-    from ds_finetune.inference.http_app import make_app
-    from ds_finetune.inference.http_guard import BoundedProtocol, HostCheck, HostRules
-    from ds_finetune.inference.request_queue import QueueLimits
 
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
@@ -27,8 +46,9 @@ def main() -> None:
     parser.add_argument("--request-seconds", type=float, required=True)
     parser.add_argument("--allow-host", action="append", default=[])
     arguments = parser.parse_args()
-    app = make_app(arguments.folder, QueueLimits(arguments.queue, arguments.request_seconds), device=arguments.device)
-    uvicorn.run(
+    limits = QueueLimits(arguments.queue, arguments.request_seconds)
+    app = make_app(arguments.folder, limits, device=arguments.device, api_key=os.environ.get(API_KEY, ""))
+    config = uvicorn.Config(
         HostCheck(app, HostRules(arguments.host, allowed=tuple(arguments.allow_host))),
         host=arguments.host,
         port=arguments.port,
@@ -37,6 +57,8 @@ def main() -> None:
         log_level="info",
         timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
     )
+    with suppress(KeyboardInterrupt):
+        AnsweringServer(config, app.state.queue).run()
 
 
 if __name__ == "__main__":

@@ -9,12 +9,15 @@ import shutil
 import socket
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models
 from torch import nn
 
 from tests.running import tiny_task
@@ -22,10 +25,11 @@ from tests.running import tiny_task
 for package in ("openai", "starlette", "uvicorn"):
     pytest.importorskip(package, reason=f"{package} is not installed (pip install 'ds_finetune[serve]')")
 
-from openai import APIError, APIStatusError, OpenAI
+from openai import APIError, APIStatusError, AuthenticationError, NotFoundError, OpenAI
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ds_finetune.inference import http_app as serving
+from ds_finetune.inference import request_queue
 from ds_finetune.inference.openai_request import RequestError
 from ds_finetune.inference.request_queue import GenerationStoppedError, GenerationStopper, QueueLimits, RequestQueue
 
@@ -38,7 +42,7 @@ TOOLS = [{"type": "function", "function": {"name": "day", "parameters": {"type":
 class Running:
     """A server in a thread: its client, its model's name, and how many forwards its model has done."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, api_key: str = "") -> None:
         import uvicorn
 
         torch.manual_seed(5)
@@ -51,13 +55,13 @@ class Running:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(serving.ServedModel, "__init__", remembered)
-            app = serving.make_app(folder, QueueLimits(QUEUE, request_seconds=2.0))
-        self.name, self.forwards = str(folder), 0
+            self.app = serving.make_app(folder, QueueLimits(QUEUE, request_seconds=2.0), api_key=api_key)
+        self.name, self.forwards, self.served = str(folder), 0, models[0]
         models[0].model.register_forward_pre_hook(self._count)
         self._listening = socket.socket()
         self._listening.bind(("127.0.0.1", 0))
         self.port: int = self._listening.getsockname()[1]
-        self._server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+        self._server = uvicorn.Server(uvicorn.Config(self.app, log_level="error"))
         self._thread = threading.Thread(target=self._server.run, args=([self._listening],), daemon=True)
         self._thread.start()
         self.client = OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", timeout=60, max_retries=0)
@@ -132,7 +136,8 @@ def _endless(running: Running) -> dict[str, Any]:
         ({"logprobs": True}, "logprobs", "should be False"),
         ({"top_logprobs": 3}, "top_logprobs", "less than or equal to 0"),
         ({"response_format": {"type": "json_object"}}, "response_format.type", "should be 'text'"),
-        ({"stop": ["\n"]}, "stop", "at most 0 items"),
+        ({"stop": ["a", "b", "c", "d", "e"]}, "stop", "at most 4 items"),
+        ({"stop": [""]}, "stop.0", "at least 1 character"),
         ({"frequency_penalty": 0.5}, "frequency_penalty", "less than or equal to 0"),
         ({"presence_penalty": 0.5}, "presence_penalty", "less than or equal to 0"),
         ({"tools": TOOLS}, "tools", "ignores `tools`"),
@@ -168,6 +173,11 @@ def test_only_the_served_model_answers(running: Running, folder: Path) -> None:
     status, error = running.refusal(model=str(folder.parent))
     assert (status, error["code"]) == (404, "model_not_found")
     assert [model.id for model in running.client.models.list()] == [running.name]
+    assert running.client.models.retrieve(running.name).id == running.name
+    assert running.client.models.retrieve(running.chat().model).id == running.name
+    assert {piece.model for piece in running.chat(stream=True)} == {running.name}
+    with pytest.raises(NotFoundError, match="this server serves"):
+        running.client.models.retrieve("other/model")
     for path in ("/load_model", "/reset", "/v1/responses"):
         with pytest.raises(APIStatusError) as refused:
             running.client.post(f"http://127.0.0.1:{running.port}{path}", body={"model": str(folder)}, cast_to=object)
@@ -192,6 +202,138 @@ def test_neutral_values_and_echoed_answers_are_accepted(running: Running) -> Non
     assert again.usage.completion_tokens <= 2
     pieces = list(running.chat(stream=True, stream_options={"include_usage": True}))
     assert pieces[-1].usage.completion_tokens == 2
+
+
+def _cut(text: str, stops: list[str]) -> str:
+    """`text` before the stop text that is complete first when it is read letter by letter."""
+    for end in range(len(text) + 1):
+        for stop in sorted(stops, key=len, reverse=True):
+            if text[:end].endswith(stop):
+                return text[: end - len(stop)]
+    return text
+
+
+def test_an_answer_ends_before_a_stop_text(running: Running) -> None:
+    """Also where the text spans several tokens, or ends within one."""
+    drawn = {"temperature": 3, "seed": 3, "max_tokens": 60, "logit_bias": _endless(running)["logit_bias"]}
+    whole = running.chat(**drawn).choices[0].message.content
+    cases: list[str | list[str]] = [whole[20:27], whole[9], whole[-3:], whole[:1], "not in it"]
+    cases += [[whole[30:33], whole[12:40], "not in it", whole[33:]], [whole[25:31], whole[27:29]]]
+    for stop in cases:
+        expected = _cut(whole, [stop] if isinstance(stop, str) else stop)
+        answer = running.chat(**drawn, stop=stop)
+        pieces = list(running.chat(**drawn, stop=stop, stream=True))
+        text = "".join(piece.choices[0].delta.content or "" for piece in pieces)
+        assert (answer.choices[0].message.content, text) == (expected, expected), stop
+        reasons = answer.choices[0].finish_reason, pieces[-1].choices[0].finish_reason
+        assert reasons == (("length",) * 2 if stop == "not in it" else ("stop",) * 2), stop
+        assert pieces[-1].usage == answer.usage
+        assert answer.usage.completion_tokens <= 60 - (expected == "")
+    plain = {"model": running.name, "prompt": "1969", "max_tokens": 30, "temperature": 3, "seed": 3}
+    whole = running.client.completions.create(**plain).choices[0].text
+    expected = _cut(whole, [whole[2:4]])
+    assert running.client.completions.create(**plain, stop=whole[2:4]).choices[0].text == expected
+    pieces = list(running.client.completions.create(**plain, stop=whole[2:4], stream=True))
+    assert "".join(piece.choices[0].text for piece in pieces) == expected
+
+
+def _bytes_tokenizer() -> Tokenizer:
+    """Bytes that begin and continue characters in UTF-8, digits and letters."""
+    names = [f"<0x{number:02X}>" for number in (*range(0x80, 0xA0), *range(0xD8, 0xF8))]
+    names += ["<|bos|>", "<|eos|>", *(chr(ord("!") + number) for number in range(50))]
+    tokenizer = Tokenizer(models.BPE({name: number for number, name in enumerate(names)}, [], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens(["<|bos|>", "<|eos|>"])
+    return tokenizer
+
+
+def test_broken_bytes_are_streamed(folder: Path, tmp_path: Path) -> None:
+    """A later byte can make bytes invalid that were a character, for which tokenizers raises an error."""
+    shutil.copytree(folder, tmp_path / "bytes")
+    _bytes_tokenizer().save(str(tmp_path / "bytes" / "tokenizer.json"))
+    server = Running(tmp_path / "bytes")
+    for seed in range(5):
+        drawn = {"model": server.name, "prompt": "1969", "temperature": 5, "seed": seed, "max_tokens": 40}
+        whole = server.client.completions.create(**drawn).choices[0].text
+        pieces = list(server.client.completions.create(**drawn, stream=True))
+        assert "\ufffd" in whole
+        assert pieces[-1].choices[0].finish_reason in ("stop", "length")
+        text = "".join(piece.choices[0].text for piece in pieces)
+        assert [letter for letter in text if letter < "~"] == [letter for letter in whole if letter < "~"]
+    server.close()
+
+
+def test_an_error_in_a_stream_is_json(running: Running) -> None:
+    text = 'a "quoted" text,\nof two lines'
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError(text)
+
+    hook = running.served.model.register_forward_pre_hook(fail)
+    with pytest.raises(APIError) as broken:
+        list(running.chat(stream=True))
+    hook.remove()
+    assert text in str(broken.value.body)
+
+
+def test_a_prompt_is_tokenised_in_its_turn(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other, and of one that is much too long only the beginning."""
+    active, most, sizes = [0], [0], []
+    plain_count, plain_tokenizer = running.served.prompt_tokens, running.served.tokenizer
+
+    def count(request: Any) -> int:
+        active[0] += 1
+        most[0] = max(most[0], active[0])
+        time.sleep(0.1)
+        tokens = plain_count(request)
+        active[0] -= 1
+        return tokens
+
+    monkeypatch.setattr(running.served, "prompt_tokens", count)
+    with ThreadPoolExecutor(QUEUE) as pool:
+        list(pool.map(lambda _: running.chat(), range(QUEUE)))
+    assert most == [1]
+
+    def tokenise(text: str, **given: Any) -> Any:
+        sizes.append(len(text))
+        return plain_tokenizer(text, **given)
+
+    class Counting:
+        chat_template = plain_tokenizer.chat_template
+        apply_chat_template = plain_tokenizer.apply_chat_template
+        __call__ = staticmethod(tokenise)
+
+    monkeypatch.setattr(running.served, "tokenizer", Counting())
+    status, error = running.refusal(messages=[{"role": "user", "content": "7" * 1_000_000}])
+    assert (status, error["code"]) == (400, "context_length_exceeded")
+    assert sum(sizes) < 200_000
+
+
+def test_a_client_that_goes_while_it_sends_is_no_error(running: Running) -> None:
+    """uvicorn would log a traceback."""
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
+    asyncio.run(running.app(scope, receive, send))
+    assert sent == []
+
+
+def test_requests_need_the_api_key(folder: Path) -> None:
+    server = Running(folder, api_key="secret")
+    with pytest.raises(AuthenticationError, match="API key"):
+        server.chat()
+    with pytest.raises(AuthenticationError, match="API key"):
+        server.client.models.list()
+    assert server.client.with_options(api_key="secret").models.retrieve(server.name).id == server.name
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/health") as healthy:
+        assert healthy.status == 200
+    server.close()
 
 
 def test_an_answer_has_the_tokens_that_the_context_leaves(running: Running) -> None:
@@ -350,3 +492,30 @@ def test_who_waits_too_long_or_goes_leaves_the_queue() -> None:
     assert isinstance(late, RequestError)
     assert late.status == 504
     assert len(stopped) == 1
+
+
+def test_a_closed_queue_refuses_and_ends_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_queue, "_CLOSING_SECONDS", 0.05)
+    stopped = asyncio.Event()
+
+    async def work() -> None:
+        await stopped.wait()
+        raise GenerationStoppedError("stopped")
+
+    async def all_of_them() -> list[Any]:
+        reasons: list[str] = []
+        queue = _queue(QueueLimits(queue=4, request_seconds=60), reasons)
+        stop = queue._stopper.stop
+        queue._stopper.stop = lambda reason: (stop(reason), stopped.set())[0]  # type: ignore[method-assign]
+        requests = [asyncio.create_task(queue.run(work, _never)) for _ in range(2)]
+        await asyncio.sleep(0)
+        assert not queue.is_idle
+        queue.close()
+        queue.close()
+        refused = await asyncio.gather(*requests, queue.run(work, _never), return_exceptions=True)
+        assert reasons == ["the server is stopping"]
+        assert queue.is_idle
+        return refused
+
+    refused = asyncio.run(all_of_them())
+    assert [(error.status, error.error["code"]) for error in refused] == [(503, "server_stopping")] * 3

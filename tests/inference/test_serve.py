@@ -1,12 +1,15 @@
 """An endpoint over an exported folder, used with the official client; and a chat in the terminal."""
 
 import http.client
+import json
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +21,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ds_finetune.cli.main import main
+from ds_finetune.errors import ServeError
+from ds_finetune.inference.chat import ChatSession, run_chat
 from ds_finetune.inference.serve import Address, ServeOptions, choose_engine, server_command
 from tests.conftest import ROOT
 from tests.running import start, tiny_task
@@ -221,14 +226,36 @@ def _descendants(pid: int) -> list[int]:
     return found
 
 
-def test_a_signal_ends_it_and_leaves_nothing(server: tuple[int, "subprocess.Popen[str]"]) -> None:
-    """Last of the tests that need the server."""
+def test_a_signal_ends_it_and_leaves_nothing(server: tuple[int, "subprocess.Popen[str]"], served: Path) -> None:
+    """Last of the tests that need the server: the requests that wait are refused, with no traceback."""
+    from openai import APIError, APIStatusError
+
     port, process = server
     children = _descendants(process.pid)
     assert children
-    process.send_signal(signal.SIGTERM)
+    client, begun = _client(port), threading.Event()
+    ends = {str(AutoTokenizer.from_pretrained(served).eos_token_id): -100}
+    asked = {"model": str(served), "messages": [{"role": "user", "content": TURNS[0]}], "logit_bias": ends}
+
+    def ask(number: int) -> int:
+        try:
+            for _ in client.chat.completions.create(**asked, max_tokens=400, stream=True):
+                begun.set()
+        except APIStatusError as refused:
+            return refused.status_code
+        except APIError as cut:
+            return 200 if "the server is stopping" in str(cut.body) else 500
+        return 200
+
+    with ThreadPoolExecutor(12) as pool:
+        answers = pool.map(ask, range(12))
+        assert begun.wait(60)
+        process.send_signal(signal.SIGTERM)
+        assert {200, 503} == set(answers)
     assert process.stdout is not None
-    assert process.stdout.read().endswith("stopped\n")
+    output = process.stdout.read()
+    assert output.endswith("stopped\n")
+    assert "Traceback" not in output
     assert process.wait(60) == 0
     assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
     with socket.socket() as probe:
@@ -326,6 +353,72 @@ def test_a_chat_keeps_earlier_messages(folder: Path, served: Path) -> None:
         messages.append({"role": "assistant", "content": answers[-1]})
     assert answers[0] != answers[1]
     assert done.stdout == f"`exit` ends the chat\n> {answers[0]}\n> {answers[1]}\n> > "
+
+
+def test_a_chat_leaves_out_what_its_context_does_not_hold(folder: Path) -> None:
+    session, printed = ChatSession(folder, max_new_tokens=100), []
+    turns = iter(["1" * 220, "2" * 220, "3" * 600, "4" * 500, "exit"])
+    run_chat(session, read=lambda: next(turns), write=printed.append)
+    notes = [piece for piece in printed if "context" in piece]
+    assert notes == [
+        "(2 earlier messages left out: the context is 512 tokens)\n",
+        "the message has 603 tokens, and the model's context is 512 tokens\n  hint: send a shorter one\n",
+        "(2 earlier messages left out: the context is 512 tokens)\n",
+    ]
+    question, answer = session.messages
+    assert question["content"] == "4" * 500
+    assert len(session._tokenizer(answer["content"])["input_ids"]) <= 12
+
+
+@pytest.mark.parametrize(
+    ("host", "key", "flags", "ok"),
+    [
+        ("0.0.0.0", "", [], False),
+        ("::", "", [], False),
+        ("0.0.0.0", "secret", [], True),
+        ("0.0.0.0", "", ["--no-api-key"], True),
+        ("localhost", "", [], True),
+    ],
+)
+def test_other_machines_need_an_api_key(
+    folder: Path,
+    host: str,
+    key: str,
+    flags: list[str],
+    ok: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _serving()
+    monkeypatch.setenv("DS_FINETUNE_API_KEY", key)
+    started: list[str] = []
+
+    def start_server(command: list[str], cache: str) -> Any:
+        started.extend(command)
+        raise ServeError("it would start")
+
+    monkeypatch.setattr("ds_finetune.inference.serve._start_server", start_server)
+    assert main(["serve", str(folder), "--host", host, "--port", str(_free_port()), *flags]) == 2
+    assert bool(started) is ok
+    assert ("DS_FINETUNE_API_KEY is not set" in capsys.readouterr().err) is not ok
+    assert "secret" not in " ".join(started)
+
+
+def test_the_image_is_pinned_and_has_no_rights_and_needs_a_key(tmp_path: Path) -> None:
+    lines = (ROOT / "docs" / "Dockerfile.serve").read_text().splitlines()
+    words = {line.split(maxsplit=1)[0]: line.split(maxsplit=1)[1] for line in lines if line and line[0] != "#"}
+    assert re.fullmatch(r"vllm/vllm-openai:v\d+\.\d+\.\d+", words["FROM"])
+    assert int(words["USER"]) > 0
+    (tmp_path / "vllm").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "vllm").chmod(0o755)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = [*json.loads(words["ENTRYPOINT"]), "--max-model-len", "64"]
+    refused = subprocess.run(command, env=path, capture_output=True, text=True, check=False)
+    assert refused.returncode != 0
+    assert "VLLM_API_KEY" in refused.stderr
+    done = subprocess.run(command, env=path | {"VLLM_API_KEY": "k"}, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("serve /model ")
+    assert done.stdout.endswith("--max-model-len 64\n")
 
 
 def test_a_folder_without_a_template_is_refused(
