@@ -8,6 +8,16 @@ MIB, GIB, TIB = 2**20, 2**30, 2**40
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": MIB, "GIB": GIB, "TIB": TIB}
 
 
+def share_text(share: float, digits: int = 1) -> str:
+    """A share as a percentage, which is never rounded up to 100% or down to 0%: `>99.9%`, `<0.1%`."""
+    least = 10.0 ** -(digits + 2)
+    if 0 < share < least / 2:
+        return f"<{least:.{digits}%}"
+    if 1 - least / 2 <= share < 1:
+        return f">{1 - least:.{digits}%}"
+    return f"{share:.{digits}%}"
+
+
 def parse_bytes(text: str, *, name: str) -> int:
     """A number of bytes from `5GB`, `500MB` or `2GiB`; ConfigError for any other text, under the option's `name`."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B)\s*", text, re.IGNORECASE)

@@ -7,6 +7,7 @@ from ds_finetune.data.documents import Counts
 from ds_finetune.data.row_report import dropped_row_lines, dropped_rows_hint
 from ds_finetune.data.sources import Source
 from ds_finetune.errors import DataError
+from ds_finetune.units import share_text
 
 
 def check_dropped_rows(counts: Counts, config: DataConfig, sources: Sequence[Source]) -> None:
@@ -25,7 +26,7 @@ def check_dropped_rows(counts: Counts, config: DataConfig, sources: Sequence[Sou
     if counts.truncated_ratio > config.max_truncated_ratio:
         raise DataError(
             f"{counts.truncated} of {counts.read} rows of {names} are longer than train.max_seq_len, and truncation "
-            f"cuts off {counts.truncated_ratio:.1%} of all tokens, more than data.max_truncated_ratio "
+            f"cuts off {share_text(counts.truncated_ratio)} of all tokens, more than data.max_truncated_ratio "
             f"{config.max_truncated_ratio:g}",
             hint="raise train.max_seq_len, set data.long_rows to drop (or split, for plain text), or raise the ratio",
         )

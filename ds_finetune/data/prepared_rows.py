@@ -12,6 +12,7 @@ from ds_finetune.data.mixture import Mixture
 from ds_finetune.data.row_kind import DIALOGUE, RowKind
 from ds_finetune.data.rows import Row, RowDocuments, next_token_labels
 from ds_finetune.labels import IGNORE_INDEX
+from ds_finetune.units import share_text
 
 _SHOWN_CLASSES = 8
 _ODD = np.uint64(0x9E3779B97F4A7C15)
@@ -108,8 +109,10 @@ class PreparedRows:
         """Rows, pairs or examples, tokens, the share of supervised tokens and what truncation cut off, as one line."""
         share = self.num_supervised_tokens / max(self.num_tokens, 1)
         units = f"{self.num_units:,} {self.kind.unit}, " if self.kind.documents_per_unit else ""
-        text = f"{len(self):,} rows, {units}{self.num_tokens:,} tokens"
-        text += "" if self.kind.name == "labelled" else f", {share:.1%} of them supervised"
+        is_packed = len(self) < self.num_units
+        rows = f"{len(self):,} packed rows of {self.counts.read:,} rows" if is_packed else f"{len(self):,} rows"
+        text = f"{rows}, {units}{self.num_tokens:,} tokens"
+        text += "" if self.kind.name == "labelled" else f", {share_text(share)} of them supervised"
         text += "".join(f"; {name} {line}" for name, line in self.label_lines())
         if self.counts.split:
             text += (
@@ -118,8 +121,8 @@ class PreparedRows:
             )
         if self.counts.truncated:
             text += (
-                f"; {self.counts.truncated:,} rows truncated, which cuts off {self.counts.truncated_ratio:.2%} of "
-                "all tokens"
+                f"; {self.counts.truncated:,} rows truncated, which cuts off "
+                f"{share_text(self.counts.truncated_ratio, 2)} of all tokens"
             )
         return text
 
@@ -217,7 +220,7 @@ class PreparedRows:
             return []
         shares = np.bincount(targets.astype(np.int64), minlength=self.num_labels) / max(len(targets), 1)
         names = self.class_names or tuple(map(str, range(self.num_labels)))
-        shown = [f"{name} {share:.1%}" for name, share in zip(names, shares.tolist(), strict=True)]
+        shown = [f"{name} {share_text(share)}" for name, share in zip(names, shares.tolist(), strict=True)]
         more = f" and {len(shown) - _SHOWN_CLASSES} more" if len(shown) > _SHOWN_CLASSES else ""
         return [("classes", f"{len(shown)} ({', '.join(shown[:_SHOWN_CLASSES])}{more})")]
 

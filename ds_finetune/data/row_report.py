@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from ds_finetune.data.documents import Counts
+from ds_finetune.units import share_text
 
 DROPPED = {
     "text": (
@@ -86,4 +87,4 @@ def server_prompt_line(counts: Counts) -> str:
     """
     rows = counts.server_prompt_differs
     share = rows / max(counts.read, 1)
-    return f"{rows:,} of {counts.read:,} rows ({share:.1%}) have a prompt that differs from a server's"
+    return f"{rows:,} of {counts.read:,} rows ({share_text(share)}) have a prompt that differs from a server's"

@@ -22,6 +22,7 @@ from ds_finetune.evaluation.preference_scores import sides_of
 from ds_finetune.model.encoder import max_positions
 from ds_finetune.objectives.kto import KahnemanTversky
 from ds_finetune.objectives.pairs import PairObjective
+from ds_finetune.units import share_text
 
 AnyDocument = TypeVar("AnyDocument", Document, LabelledDocument, MarkedDocument)
 
@@ -76,8 +77,8 @@ def read_documents(
         ]
         counts = rows.counts
     note = (
-        f"{counts.read} rows read, {counts.truncated} truncated to {length} tokens ({counts.truncated_ratio:.2%} "
-        "of all tokens cut off)"
+        f"{counts.read} rows read, {counts.truncated} truncated to {length} tokens "
+        f"({share_text(counts.truncated_ratio, 2)} of all tokens cut off)"
     )
     note += f", {counts.split} split, {counts.too_long_dropped} too long"
     note += f", {counts.nothing_supervised} without supervised tokens, {number} documents scored"

@@ -21,7 +21,6 @@ from ds_finetune.experiments.jobs import ExperimentJob, run_jobs
 from ds_finetune.experiments.places import places
 from ds_finetune.experiments.sweep_file import yaml_text
 from ds_finetune.phase_line import Say
-from ds_finetune.runs.curves import smooth
 
 RESULT = "lr_range.json"
 _SMOOTHING = 0.9
@@ -142,7 +141,7 @@ class _RangeJob(ExperimentJob):
         curve = child.metrics.curves.get("train/loss")
         if curve is None or len(curve) < _LEAST_STEPS or self.is_diverged:
             return
-        values = smooth(curve.values, _SMOOTHING)
+        values = _average(curve.values)
         if not np.isfinite(values).all() or values[-1] > _DIVERGED * values.min():
             self.is_diverged = True
             child.stop()
@@ -164,9 +163,23 @@ def _read(child: ChildRun) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     return rates, losses
 
 
+def _average(losses: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Exponential moving average of the losses [n], without the bias to zero of its beginning; NaN stays NaN.
+
+    It looks at no later step, so that the test knows where to end while it runs.
+    """
+    averages = np.full(len(losses), np.nan)
+    total = norm = 0.0
+    for index, value in enumerate(losses):
+        if np.isfinite(value):
+            total, norm = _SMOOTHING * total + (1 - _SMOOTHING) * value, _SMOOTHING * norm + 1 - _SMOOTHING
+            averages[index] = total / norm
+    return averages
+
+
 def evaluate(rates: NDArray[np.float64], losses: NDArray[np.float64], *, is_diverged: bool) -> LrRange:
     """What stands out of losses [n] over rising rates [n]."""
-    smoothed = smooth(losses, _SMOOTHING)
+    smoothed = _average(losses)
     slopes = np.gradient(smoothed, np.log(rates))
     lowest = int(np.argmin(smoothed))
     # Slopes of the first steps are those between averages of few steps; beyond the least loss, of one that has grown.

@@ -15,6 +15,7 @@ from ds_finetune.report.charts import Line, line_option
 from ds_finetune.report.number_texts import duration_text, number_text
 from ds_finetune.report.write import write_page
 from ds_finetune.report.xy_charts import CoordinateAxis, XyLine, parallel_option, xy_option
+from ds_finetune.units import share_text
 
 REPORT = "report.html"
 _MOST_CURVES = 40
@@ -71,7 +72,7 @@ def _search_section(tree: Mapping[str, Any], ranked: Sequence[Mapping[str, Any]]
         )
     blocks: list[Charts | DataTable] = [Charts(charts)]
     if tree["importances"]:
-        rows = [(key, f"{share:.1%}") for key, share in tree["importances"].items()]
+        rows = [(key, share_text(share)) for key, share in tree["importances"].items()]
         blocks.append(DataTable("Importance of keys (PED-ANOVA over completed trials)", ("key", "importance"), rows))
     return ReportSection("search", "Search", blocks)
 

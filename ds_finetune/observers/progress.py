@@ -53,7 +53,8 @@ class ProgressLine:
             f"{v['perf/tokens_per_second']:,.0f} tokens/s",
         ]
         parts += [f"mfu {v['perf/mfu']:.1%}"] if "perf/mfu" in v else []
-        parts += [f"mem {v['memory/peak_gib']:.2f} GiB", f"eta {time_text(self._left.seconds(record.step))}"]
+        parts += [f"mem {v['memory/peak_gib']:.2f} GiB"] if "memory/peak_gib" in v else []
+        parts += [f"eta {time_text(self._left.seconds(record.step))}"]
         parts += [f"skipped {v['train/skipped_steps']:.0f}"] if v["train/skipped_steps"] else []
         parts += [f"{name} {v[name]:.4f}" for name in v if _is_shown(name)]
         parts += [f"SKIPPED: {record.notice}"] if record.notice else []

@@ -50,9 +50,10 @@ class Chart:
 
 @dataclass(frozen=True)
 class Charts:
-    """Charts beside each other, as many in a row as fit."""
+    """Charts beside each other, as many in a row as fit; with a caption, which the reader has to open."""
 
     charts: Sequence[Chart]
+    caption: str = ""
     kind: ClassVar[str] = "charts"
 
 

@@ -11,9 +11,8 @@ from ds_finetune.report.number_texts import number_text
 from ds_finetune.report.run import MOST_POINTS, ReportedRun
 from ds_finetune.runs.curves import drawn_points, smooth
 
-_SMOOTHED_STEPS = 20
-"""A smoothed curve averages over about a twentieth of the run."""
-_MOST_SMOOTHING = 0.99
+_SMOOTHED_SHARE, _MOST_REACH = 40, 100
+"""A smoothed curve averages over a fortieth of the run before and after each step, and over 100 steps at most."""
 LEAST_SMOOTHED = 30
 """Shorter curves are not smoothed."""
 _PAGE_POINTS, _LEAST_POINTS = 60_000, 16
@@ -171,14 +170,14 @@ def _lines_of(run: ReportedRun, name: str, line: Line, *, smoothed: str, most: i
     curve = run.curves[name]
     if not smoothed or len(curve) < LEAST_SMOOTHED:
         return [line]
-    values = smooth(curve.values, smoothing_weight(len(curve)))
+    values = smooth(curve.values, smoothing_reach(len(curve)))
     kept = drawn_points(values, most // 2)
     return [replace(line, role="faint"), Line(smoothed, curve.steps[kept], values[kept], "line", line.colour)]
 
 
-def smoothing_weight(num_values: int) -> float:
-    """The weight of the average before, for a curve of so many values."""
-    return max(0.0, min(_MOST_SMOOTHING, 1 - _SMOOTHED_STEPS / num_values))
+def smoothing_reach(num_values: int) -> int:
+    """How many steps before and after each step are averaged, for a curve of so many values."""
+    return max(1, min(_MOST_REACH, num_values // _SMOOTHED_SHARE))
 
 
 def _course(run: ReportedRun, name: str, number: str) -> str:

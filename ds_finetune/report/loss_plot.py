@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from ds_finetune.report.charts import PALETTE
-from ds_finetune.report.curves import LEAST_SMOOTHED, smoothing_weight
+from ds_finetune.report.curves import LEAST_SMOOTHED, smoothing_reach
 from ds_finetune.report.run import ReportedRun
 from ds_finetune.runs.curves import smooth
 from ds_finetune.whole_file import replace_file
@@ -49,7 +49,7 @@ def _draw(run: ReportedRun, axes: Axes) -> None:
     curve = run.curves["train/loss"]
     steps, values = run.drawn("train/loss")
     if len(curve) >= LEAST_SMOOTHED:
-        smoothed = smooth(curve.values, smoothing_weight(len(curve)))
+        smoothed = smooth(curve.values, smoothing_reach(len(curve)))
         axes.plot(steps, values, color=PALETTE[0], linewidth=1, alpha=0.35, label="train/loss")
         axes.plot(curve.steps, smoothed, color=PALETTE[0], label="train/loss, smoothed")
     else:

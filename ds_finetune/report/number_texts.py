@@ -3,7 +3,7 @@
 import math
 from datetime import UTC, datetime
 
-from ds_finetune.units import GIB, MIB
+from ds_finetune.units import GIB, MIB, share_text
 
 NONE = "-"
 """Stands for a number that is not known."""
@@ -16,7 +16,7 @@ def number_text(value: float | None, kind: str = "number") -> str:
     if not math.isfinite(value):
         return "not finite"
     texts = {
-        "percent": f"{value:.1%}",
+        "percent": share_text(value),
         "seconds": f"{value:.3g} s",
         "gib": f"{value:.2f} GiB",
         "ratio": f"{value:.2f}x",

@@ -26,7 +26,10 @@ from ds_finetune.report.experts import expert_section
 from ds_finetune.report.number_texts import NONE, duration_text, number_text, size_text, time_text
 from ds_finetune.report.profiled_steps import profile_section
 from ds_finetune.report.run import ReportedRun
+from ds_finetune.units import share_text
 
+_COMMUNICATION = "comm/"
+"""Charts of these metrics, of which there are two for each kind of collective, have to be opened."""
 _MOST_EVENTS = 100
 _MOST_EVALUATIONS = 200
 _MOST_SAMPLES = 16
@@ -64,13 +67,16 @@ def _forecast_rows(run: ReportedRun) -> list[tuple[str, str]]:
 def curve_section(run: ReportedRun) -> ReportSection | None:
     """Curves with evaluations and restarts, and a table of the metrics."""
     markers = [(int(start["after_step"]), "restart") for start in _restarts(run)]
-    charts = run_charts(run, markers)
-    if not charts:
+    every = run_charts(run, markers)
+    if not every:
         return None
+    charts = [chart for chart in every if not chart.title.startswith(_COMMUNICATION)]
+    folded = [chart for chart in every if chart.title.startswith(_COMMUNICATION)]
     lead = "Points are evaluations on held-out data. Click a name to hide it; Ctrl and the wheel enlarge a part."
     blocks: list[Block] = [Charts(charts)]
     evaluations = _evaluation_table(run)
     blocks += [] if evaluations is None else [evaluations]
+    blocks += [Charts(folded, "Communication of rank 0 by kind of collective")] * bool(folded)
     return ReportSection("curves", "Curves", [*blocks, _metric_table(run)], lead)
 
 
@@ -154,6 +160,7 @@ def data_section(run: ReportedRun) -> ReportSection | None:
     held_out = _texts_by_name(data.get("held_out"))
     rows = [("training data", str(data.get("summary", NONE)))]
     rows += [(name if name != "eval" else "held-out data", text) for name, text in held_out]
+    rows += _used_tokens(run, data.get("tokens"))
     rows += [("mixture", str(line)) for line in data.get("mixture", [])]
     blocks: list[Block] = [Facts(rows)]
     counts = [(str(name), str(text)) for name, text in data.get("counts", [])]
@@ -166,6 +173,16 @@ def data_section(run: ReportedRun) -> ReportSection | None:
         blocks.append(MarkedText(f"Document {number}" + (f": {title}" if title else ""), spans))
     lead = "The coloured text of the documents is trained; the rest is context without a loss." if samples else ""
     return ReportSection("data", "Data", blocks, lead)
+
+
+def _used_tokens(run: ReportedRun, there_are: object) -> list[tuple[str, str]]:
+    """The tokens that were trained on against those of the data."""
+    seen = run.last("data/tokens_seen")
+    if not seen or not isinstance(there_are, int) or not there_are:
+        return []
+    times = seen / there_are
+    share = f"{share_text(times)} of" if times < 1 else f"{times:.2f} passes over"
+    return [("tokens used", f"{seen:,.0f}, {share} the {there_are:,} tokens of the training data")]
 
 
 def answer_section(run: ReportedRun) -> ReportSection | None:

@@ -1,6 +1,7 @@
-"""Fewer points of a curve for drawing, without losing a spike."""
+"""Curves for drawing: fewer points without losing a spike, and a smoothed line."""
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 POINTS_PER_BUCKET = 4
@@ -39,16 +40,23 @@ def drawn_points(values: NDArray[np.float64], most: int) -> NDArray[np.intp]:
     return np.unique(np.concatenate(kept))
 
 
-def smooth(values: NDArray[np.float64], weight: float) -> NDArray[np.float64]:
-    """Exponential moving average of the values [n], without the bias to zero of its beginning; NaN stays NaN.
+def smooth(values: NDArray[np.float64], reach: int) -> NDArray[np.float64]:
+    """Centred moving average of the values [n]: each is the mean of the finite ones up to `reach` before and after it.
 
-    Each average is `weight` (0 to less than 1) of the one before and the rest of the value, as in TensorBoard.
+    A centred average does not lag behind a falling curve. At both ends the window shrinks on both sides, so the first
+    and the last value stay. NaN and infinity become NaN.
     """
-    assert 0 <= weight < 1, weight
-    smoothed = np.full(len(values), np.nan)
-    total = norm = 0.0
-    for index, value in enumerate(values):
-        if np.isfinite(value):
-            total, norm = weight * total + (1 - weight) * value, weight * norm + 1 - weight
-            smoothed[index] = total / norm
+    n, is_finite = len(values), np.isfinite(values)
+    filled, reach = np.where(is_finite, values, 0.0), min(reach, max(n - 1, 0) // 2)
+    smoothed = np.where(is_finite, values, np.nan)
+    if not reach:
+        return smoothed
+    places = np.flatnonzero(is_finite)
+    for place in places[np.minimum(places, n - 1 - places) < reach]:
+        near = min(place, n - 1 - place)
+        window = slice(place - near, place + near + 1)
+        smoothed[place] = filled[window].sum() / is_finite[window].sum()
+    sums, counts = (sliding_window_view(part, 2 * reach + 1).sum(axis=1) for part in (filled, is_finite))
+    middle = slice(reach, n - reach)
+    smoothed[middle] = np.where(is_finite[middle], sums / np.maximum(counts, 1), np.nan)
     return smoothed

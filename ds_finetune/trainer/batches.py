@@ -20,6 +20,7 @@ from ds_finetune.plan.row_cost import RowCost
 from ds_finetune.schedule import Duration
 from ds_finetune.trainer.loop import BEGINNING, Progress
 from ds_finetune.trainer.prepare import PreparedRun, mismatched_answers
+from ds_finetune.units import share_text
 
 
 def batches_ahead(
@@ -60,8 +61,8 @@ def mixture_lines(run: PreparedRun) -> list[str]:
     passes = [number / size for number, size in zip(drawn, mixture.sizes, strict=True)]
     tokens = [number * times for number, times in zip(rows.tokens_of_sources, passes, strict=True)]
     return [
-        f"{name}: {number / total:.1%} of the rows and {of_source / sum(tokens):.1%} of the tokens of the run, "
-        f"{times:.2f} passes over {size:,} rows"
+        f"{name}: {share_text(number / total)} of the rows and {share_text(of_source / sum(tokens))} of the tokens of "
+        f"the run, {times:.2f} passes over {size:,} rows"
         for name, number, of_source, times, size in zip(
             mixture.names, drawn, tokens, passes, mixture.sizes, strict=True
         )

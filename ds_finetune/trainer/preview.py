@@ -16,6 +16,7 @@ from ds_finetune.data.row_report import row_notes, server_prompt_line
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.model.build import resolve_folder
 from ds_finetune.trainer.inputs import known_classes, model_config, token_limits
+from ds_finetune.units import share_text
 
 OPEN, CLOSE = "⟦", "⟧"
 """Put around supervised text, also where there are no colours."""
@@ -100,17 +101,19 @@ def count_lines(rows: PreparedRows, config: RunConfig) -> list[tuple[str, str]]:
     """Names and texts of the counts of rows, documents, labels and tokens."""
     counts = rows.counts
     has_answers = rows.kind.name != "labelled"
-    supervised = f", {counts.supervised / max(counts.tokens, 1):.1%} supervised" if has_answers else ""
-    filled = f", {rows.fill_ratio(config.train.max_seq_len):.2%} filled" if config.data.packing else ", padded"
+    supervised = f", {share_text(counts.supervised / max(counts.tokens, 1))} supervised" if has_answers else ""
+    filled = (
+        f", {share_text(rows.fill_ratio(config.train.max_seq_len), 2)} filled" if config.data.packing else ", padded"
+    )
     cut = f"{counts.truncated:,} truncated, {counts.too_long_dropped:,} dropped, {counts.split:,} split"
     return [
         ("rows read", f"{counts.read:,}"),
         *([("dropped, no supervised tokens", f"{counts.nothing_supervised:,}")] if has_answers else []),
         (f"longer than {config.train.max_seq_len}", cut),
-        ("tokens lost to truncation", f"{counts.truncated_tokens:,} ({counts.truncated_ratio:.2%})"),
+        ("tokens lost to truncation", f"{counts.truncated_tokens:,} ({share_text(counts.truncated_ratio, 2)})"),
         *([("prompts", server_prompt_line(counts))] if has_answers else []),
         (rows.kind.unit, f"{rows.num_units:,}"),
         *rows.label_lines(),
         ("tokens", f"{counts.tokens:,}{supervised}"),
-        ("training rows", f"{len(rows):,}{filled}"),
+        ("packed rows" if config.data.packing else "training rows", f"{len(rows):,}{filled}"),
     ]

@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import chain, islice
 
+from ds_finetune.engine.device_memory import restart_peak
 from ds_finetune.engine.phases import wrapped_phases
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.patches.foreign import replaced
@@ -16,6 +18,7 @@ from ds_finetune.trainer.observers import StartedRun
 
 FOLDER = "profile"
 """Folder of the run with the trace and the summary."""
+_PEAK = "memory/peak_gib"
 
 
 @contextmanager
@@ -33,13 +36,47 @@ def profiled(records: Iterator[StepRecord], started: StartedRun) -> Iterator[Ite
         say(f"profile.steps {settings.steps}: not profiled again, since {done} steps are done")
         yield records
         return
-    profiling = _Profiling(started, say)
+    profiling, peak = _Profiling(started, say), _PeakWithoutProfile(started.run.plan.device)
     try:
-        yield chain(islice(records, max(first - 1 - done, 0)), profiling.steps(records, last=last), records)
+        yield chain(
+            peak.before(islice(records, max(first - 1 - done, 0))),
+            peak.during(profiling.steps(records, last=last)),
+            peak.after(records),
+        )
         if not profiling.finish():
             say(f"profile.steps {settings.steps}: nothing was profiled, since the run ended before step {first}")
     finally:
         profiling.stop()
+
+
+class _PeakWithoutProfile:
+    """The peak memory of records without that of the profile, which a CPU's resident memory has in it.
+
+    Profiled steps have the peak of the steps before them, or none. Those after them count from the end of the profile.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._is_host = device == "cpu"
+        self._known: dict[str, float] = {}
+
+    def before(self, records: Iterator[StepRecord]) -> Iterator[StepRecord]:
+        """The records before the profile."""
+        for record in records:
+            self._known = {_PEAK: record.values[_PEAK]}
+            yield record
+
+    def during(self, records: Iterator[StepRecord]) -> Iterator[StepRecord]:
+        """The records of profiled steps."""
+        for record in records:
+            values = {name: value for name, value in record.values.items() if name != _PEAK} | self._known
+            yield replace(record, values=values) if self._is_host else record
+        if self._is_host:
+            restart_peak()
+
+    def after(self, records: Iterator[StepRecord]) -> Iterator[StepRecord]:
+        """The records after the profile."""
+        for record in records:
+            yield record.with_values({_PEAK: max(record.values[_PEAK], *self._known.values(), 0.0)})
 
 
 class _Profiling:

@@ -133,6 +133,7 @@ def _data_summary(run: PreparedRun) -> dict[str, Any]:
     prepared = rows if isinstance(rows, PreparedRows) else None
     return {
         "summary": rows.summary(),
+        "tokens": None if prepared is None else prepared.num_tokens,
         "counts": [] if prepared is None else count_lines(prepared, run.config),
         "mixture": mixture_lines(run),
         "held_out": {name: held_out.summary() for name, held_out in run.inputs.held_out.items()},

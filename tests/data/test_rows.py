@@ -310,6 +310,14 @@ def test_every_token_of_a_long_plain_text_is_predicted_once(
     assert "truncat" not in found.summary()
 
 
+def test_packed_rows_are_told_from_rows_of_the_data(
+    demo: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    packed = rows_of(demo, tokenizer, tmp_path, packing=True)
+    assert packed.summary().startswith(f"{len(packed):,} packed rows of 200 rows, ")
+    assert rows_of(demo, tokenizer, tmp_path, packing=False).summary().startswith("200 rows, ")
+
+
 def test_rows_without_anything_to_learn_are_counted_and_too_many_refused(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:

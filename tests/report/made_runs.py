@@ -60,7 +60,7 @@ def make_run(folder: Path, *, steps: int = 60, **config: Any) -> Path:
     starts = [START, START | {"time": START["time"] + 100, "after_step": 20}]
     (folder / "starts.jsonl").write_text("".join(json.dumps(start) + "\n" for start in starts))
     spans = [["the question ", False], [f"the answer {HOSTILE}", True]]
-    data = {"summary": "600 rows", "counts": [["rows read", "600"]], "mixture": [], "notes": []}
+    data = {"summary": "600 rows", "tokens": 60_000, "counts": [["rows read", "600"]], "mixture": [], "notes": []}
     data |= {"held_out": {"eval": "80 rows"}, "samples": [{"source": "", "title": "", "spans": spans}]}
     (folder / "data.json").write_text(json.dumps(data))
     answers = [

@@ -21,6 +21,7 @@ from ds_finetune.report.run import ReportedRun
 from ds_finetune.report.sections import repeat_command
 from ds_finetune.report.write import try_run_report, write_report, write_run_report
 from ds_finetune.trainer.run_records import report_failure
+from tests.conftest import ROOT
 from tests.report.made_runs import CONFIG, HOSTILE, make_run, metric_lines
 
 MOST_BYTES = 3_000_000
@@ -126,6 +127,69 @@ def test_the_curves_have_the_numbers_of_the_run_and_restarts(page: PageParser) -
     assert [line["xAxis"] for line in loss[0]["markLine"]["data"]] == [20]
     norms = next(chart for chart in charts if chart["option"]["series"][0]["name"] == "before clipping")
     assert norms["option"]["series"][0]["data"][4] == [5, None], "a step without a finite value is a gap"
+
+
+def test_the_smoothed_loss_does_not_lag_behind_the_loss(page: PageParser) -> None:
+    train, smoothed = json.loads(page.scripts[0])[0]["option"]["series"][:2]
+    assert smoothed["data"][-1] == train["data"][-1]
+    assert smoothed["data"][29][1] == pytest.approx(train["data"][29][1], rel=1e-3)
+
+
+def test_tokens_used_are_told_beside_those_of_the_data(page: PageParser) -> None:
+    assert "15,000, 25.0% of the 60,000 tokens of the training data" in page.sections["data"]
+
+
+def test_charts_of_collectives_have_to_be_opened(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    records = [json.loads(line) | {"comm/all_gather_mib": 2.0, "mtp/loss": 3.0} for line in metric_lines(60)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    html = write_run_report(folder).read_text()
+    folded = html[html.index("<summary>Communication of rank 0") :]
+    folded = folded[: folded.index("</details>")]
+    assert "comm/all_gather_mib" in folded
+    assert "mtp/loss" not in folded
+    assert html.count('<span class="chart-title">comm/') == 1
+    assert len(json.loads(PageParser(html).scripts[0])) == html.count('class="plot"')
+
+
+@pytest.mark.parametrize("path", ["report/templates/report.css", "watch/static/style.css"])
+def test_words_on_coloured_ground_can_be_read(path: str) -> None:
+    """Badges and messages have the contrast of 4.5 that WCAG 2.1 (1.4.3) asks for, in each theme."""
+    style = (ROOT / "ds_finetune" / path).read_text()
+    themes = [dict(re.findall(r"--([\w-]+): (#\w{6})", block)) for block in re.findall(r":root[^{]*\{([^}]*)\}", style)]
+    assert len(themes) == 3
+    low = {
+        (word, number): ratio
+        for number, theme in enumerate(themes)
+        for word, ground in _grounds(theme, style)
+        if (ratio := _contrast(theme[word], ground)) < 4.5
+    }
+    assert not low
+
+
+def _grounds(theme: dict[str, str], style: str) -> list[tuple[str, str]]:
+    """Names of the colours of words, and the grounds that they are on."""
+    shares = re.findall(r"color-mix\(in srgb, var\(--shade\) (\d+)%, transparent\)", style)
+    if not shares:
+        return [(word, theme[f"{word}-back"]) for word in ("good", "bad")] + [("mark-text", theme["mark"])]
+    words, papers = ("accent", "good", "warn", "bad", "calm"), (theme["panel"], theme["back"])
+    return [(word, _mixed(theme[word], paper, int(shares[0]) / 100)) for word in words for paper in papers]
+
+
+def _mixed(colour: str, paper: str, share: float) -> str:
+    parts = [(int(colour[at : at + 2], 16), int(paper[at : at + 2], 16)) for at in (1, 3, 5)]
+    return "#" + "".join(f"{round(share * top + (1 - share) * below):02x}" for top, below in parts)
+
+
+def _contrast(one: str, other: str) -> float:
+    light, dark = sorted((_luminance(one), _luminance(other)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+def _luminance(colour: str) -> float:
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
 def test_a_heat_map_has_the_loads_relative_to_the_mean(run: Path) -> None:

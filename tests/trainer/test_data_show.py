@@ -50,7 +50,7 @@ def test_both_sides_of_a_pair_are_shown(tmp_path: Path, capsys: pytest.CaptureFi
     assert "1 of 3 rows are dropped: rows whose chosen and rejected answers have the same tokens" in shown
     run, shown = prepared(config)
     assert "64 tokens a row at most, packed, for both sides of a pair together" in shown
-    assert "1 rows, 2 pairs, 37 tokens, 24.3% of them supervised" in shown
+    assert "1 packed rows of 3 rows, 2 pairs, 37 tokens, 24.3% of them supervised" in shown
     assert "data.eval repeats training data: 2 of 2 held-out pairs have the tokens of a training pair" in shown
     assert run.inputs.train.counts.read == 3
 

@@ -91,20 +91,25 @@
     };
   }
 
-  function draw() {
-    plots.forEach((plot, index) => {
-      plot.style.height = `${plot.dataset.height}px`;
-      const chart = echarts.init(plot, theme(isDark()));
-      chart.setOption(withFormats(charts[index]));
-      drawn.push(chart);
-      new ResizeObserver(() => chart.resize()).observe(plot);
-      const button = plot.parentElement.querySelector(".logarithmic");
-      if (button) button.addEventListener("click", () => {
-        const isLogarithmic = button.getAttribute("aria-pressed") !== "true";
-        button.setAttribute("aria-pressed", String(isLogarithmic));
-        chart.setOption({ yAxis: { type: isLogarithmic ? "log" : "value" } });
-      });
+  function draw(plot, index) {
+    plot.style.height = `${plot.dataset.height}px`;
+    const chart = echarts.init(plot, theme(isDark()));
+    chart.setOption(withFormats(charts[index]));
+    drawn.push(chart);
+    new ResizeObserver(() => chart.resize()).observe(plot);
+    const button = plot.parentElement.querySelector(".logarithmic");
+    if (button) button.addEventListener("click", () => {
+      const isLogarithmic = button.getAttribute("aria-pressed") !== "true";
+      button.setAttribute("aria-pressed", String(isLogarithmic));
+      chart.setOption({ yAxis: { type: isLogarithmic ? "log" : "value" } });
     });
+  }
+
+  // A chart in a closed part has no size; it is drawn when the part is opened.
+  function drawInSight(plot, index) {
+    const folded = plot.closest("details");
+    if (folded) folded.addEventListener("toggle", () => draw(plot, index), { once: true });
+    else draw(plot, index);
   }
 
   function recolour() {
@@ -120,7 +125,7 @@
     recolour();
   });
   prefersDark.addEventListener("change", recolour);
-  if (charts.length) draw();
+  if (charts.length) plots.forEach(drawInSight);
   recolour();
   root.dataset.drawn = String(drawn.length);
 })();

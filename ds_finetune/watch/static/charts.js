@@ -13,15 +13,15 @@ function themed() {
   return { text: of("--text"), faint: of("--faint"), line: of("--line"), panel: of("--panel") };
 }
 
-// An exponential moving average without the bias to zero of its beginning, as runs/curves.py has it.
+// The centred moving average of `smooth` in runs/curves.py, over about 1 / (1 - weight) points on both sides.
 export function smoothed(values, weight) {
-  if (!weight) return values;
-  let total = 0, norm = 0;
-  return values.map((value) => {
+  const most = Math.round(weight / (1 - weight));
+  if (!most) return values;
+  return values.map((value, place) => {
     if (value === null) return null;
-    total = weight * total + (1 - weight) * value;
-    norm = weight * norm + (1 - weight);
-    return total / norm;
+    const reach = Math.min(most, place, values.length - 1 - place);
+    const near = values.slice(place - reach, place + reach + 1).filter((each) => each !== null);
+    return near.reduce((total, each) => total + each, 0) / near.length;
   });
 }
 
