@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from ds_finetune.errors import INTERRUPTED_EXIT_CODE, RUN_ERROR_EXIT_CODE
 from ds_finetune.hostfile import Host
 from ds_finetune.hosts.check_result import label
+from ds_finetune.hosts.pauses import PauseDetector
 from ds_finetune.hosts.signals import echo_seconds
 from ds_finetune.hosts.unreachable import other_program_check, unreachable_check
 from ds_finetune.launch.messages import (
@@ -212,9 +213,13 @@ class Attempt:
     def _supervise(self) -> None:
         """Take messages until every host is done or lost."""
         killed_at, last_beat, passed_on = None, 0.0, 0
+        pauses = PauseDetector()
         while not all(each.is_over for each in self._hosts):
             with contextlib.suppress(queue.Empty):
                 self._handle_event(*self._events.get(timeout=HEARTBEAT_SECONDS / 4))
+            if pause := pauses.last_pause():
+                for each in self._hosts:
+                    each.last_heard += pause.monotonic_seconds
             now = time.monotonic()
             if now - last_beat >= HEARTBEAT_SECONDS:
                 last_beat = now

@@ -27,6 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ds_finetune.hosts.info import gather_host_info, interface_towards
+from ds_finetune.hosts.pauses import PauseDetector
 from ds_finetune.hosts.processes import began_at
 from ds_finetune.launch.messages import (
     FROM_LAUNCHER,
@@ -129,9 +130,12 @@ class Supervisor:
     def _serve(self, launcher: "subprocess.Popen[bytes]") -> None:
         last_beat = 0.0
         ended_since: float | None = None
+        pauses = PauseDetector()
         while not self._is_over:
             for key, _ in self._selector.select(timeout=HEARTBEAT_SECONDS / 4):
                 key.data()
+            if pause := pauses.last_pause():
+                self._last_heard += pause.monotonic_seconds
             now = time.monotonic()
             if now - last_beat >= HEARTBEAT_SECONDS:
                 _report(Heartbeat())

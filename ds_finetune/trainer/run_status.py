@@ -31,6 +31,8 @@ class RunLog:
         self._file: FileIO | None = None
         self._waiting: list[str] = []
         self._lines: Outage[bytes] | None = None
+        self._lock = threading.RLock()
+        """The watchdog adds lines from another thread."""
 
     def say(self, line: str) -> None:
         """Print a line, and add it."""
@@ -59,10 +61,11 @@ class RunLog:
             self._lines = self._file = None
 
     def _put(self, line: str) -> None:
-        if self._lines is None:
-            self._waiting = [*self._waiting[-_MOST_WAITING:], line]
-        else:
-            self._lines.put(f"{line}\n".encode(errors="replace"))
+        with self._lock:
+            if self._lines is None:
+                self._waiting = [*self._waiting[-_MOST_WAITING:], line]
+            else:
+                self._lines.put(f"{line}\n".encode(errors="replace"))
 
     def _write(self, line: bytes) -> None:
         assert self._file is not None

@@ -28,11 +28,17 @@ from ds_finetune.world import World
 
 
 @contextmanager
-def start_watchdog(watchdog: WatchdogConfig, world: World, output_dir: Path) -> Iterator[tuple[Monitor, dist.Store]]:
-    """Monitor every rank and its collectives from the moment the ranks have met; also yields the store they met at."""
+def start_watchdog(
+    watchdog: WatchdogConfig, world: World, output_dir: Path, log: Say
+) -> Iterator[tuple[Monitor, dist.Store]]:
+    """Monitor every rank and its collectives from the moment the ranks have met; also yields the store they met at.
+
+    `log` adds a line to the log of the run.
+    """
     progress = RankProgress(world.rank, HangLimits.of(watchdog))
     store = meet(world, timeout=timedelta(seconds=seconds_of(watchdog.meet)))
     with observe_collectives(progress), start_monitor(progress, world, store, output_dir) as monitor:
+        monitor.log = log
         yield monitor, store
 
 

@@ -74,7 +74,7 @@ def train(config: RunConfig, *, announce: Announce, say: Callable[[str], None]) 
         SignalInterruption(signal.SIGINT) as interruption,
         keep_status(folder, log) as status,
     ):
-        with start_watchdog(config.watchdog, world, folder) as (monitor, store):
+        with start_watchdog(config.watchdog, world, folder, log.add) as (monitor, store):
             run = finish_plan(prepare_run(config, world), store, monitor, log.say)
             if world.rank == 0:
                 announce(run)

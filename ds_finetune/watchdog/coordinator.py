@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ds_finetune.errors import RUN_ERROR_EXIT_CODE, USER_ERROR_EXIT_CODE
+from ds_finetune.hosts.pauses import PauseDetector
 from ds_finetune.process_messages import ProcessMessage
 from ds_finetune.runs.bounded import try_to_finish, try_to_read
 from ds_finetune.runs.status import mark_ended
@@ -89,6 +90,7 @@ class Coordinator(threading.Thread):
         self._ended_at = math.inf
         self._ending: RunEnding | None = None
         self._oom_kills = oom_kills()
+        self._pauses = PauseDetector()
         self._stacks_bytes = {rank: file_bytes(stacks_path(self._folder, rank)) for rank in range(size)}
 
     def run(self) -> None:
@@ -103,7 +105,10 @@ class Coordinator(threading.Thread):
 
     def _serve(self) -> None:
         sources = [self._listener, *self._unidentified, *self._connections.values()]
-        for source in wait_readable(sources, _TICK_SECONDS):
+        readable = wait_readable(sources, _TICK_SECONDS)
+        if pause := self._pauses.last_pause():
+            self._move_deadlines(pause.monotonic_seconds)
+        for source in readable:
             self._read(source)
         self._detect_dead_ranks()
         now = time.monotonic()
@@ -111,6 +116,17 @@ class Coordinator(threading.Thread):
             if connection.is_lost or now > connection.opened_at + UNIDENTIFIED_SECONDS:
                 self._dismiss(connection)
         self._act_on_time(now)
+
+    def _move_deadlines(self, seconds: float) -> None:
+        """Give everyone as much more time as this process was paused."""
+        self._ended_at += seconds
+        self._cut_off = {rank: since + seconds for rank, since in self._cut_off.items()}
+        failures = self._secondary_failures.items()
+        self._secondary_failures = {rank: (failure, until + seconds) for rank, (failure, until) in failures}
+        if self._status_round is not None:
+            self._status_round.until += seconds
+        for connection in self._unidentified:
+            connection.opened_at += seconds
 
     def _detect_dead_ranks(self) -> None:
         """Handle ranks whose connection is lost: the kernel closes it when their process dies (connection.py)."""

@@ -15,7 +15,9 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from ds_finetune.errors import RUN_ERROR_EXIT_CODE, USER_ERROR_EXIT_CODE, RunError
+from ds_finetune.hosts.pauses import PauseDetector
 from ds_finetune.hosts.processes import began_at, own_pid_namespace
+from ds_finetune.phase_line import Say, say_nothing
 from ds_finetune.process_messages import ProcessMessage, decode, encode
 from ds_finetune.runs.bounded import try_to_finish, try_to_read
 from ds_finetune.runs.status import mark_ended
@@ -51,7 +53,6 @@ _PREPARED_WAIT = timedelta(minutes=1)
 _MAX_NAMED_RANKS = 16
 _CONNECT_SECONDS, _CONNECT_TRIES = 60.0, 3
 _TICK_SECONDS = 0.2
-_FROZEN_SECONDS = 5.0
 _GRACE_SECONDS = 2.0
 """How long a rank that is told of the run's end has to end with an error of its own, before it is ended."""
 _COORDINATOR_SECONDS = STATUS_SECONDS + SECONDARY_ERROR_SECONDS + 3.0
@@ -81,7 +82,9 @@ class Monitor(threading.Thread):
         self._ending: RunEnding | None = None
         self._ends_at = self._reported_at = math.inf
         self._lost_before = 0
-        self._checked_at = math.inf
+        self._pauses = PauseDetector()
+        self.log: Say = say_nothing
+        """Adds a line to the log of the run."""
         self._is_failing = False
         self._has_written = False
 
@@ -193,9 +196,10 @@ class Monitor(threading.Thread):
 
     def _read(self) -> None:
         """Handle messages that have arrived; a lost connection means that the coordinator's process is dead."""
-        if self._connection.is_lost:
-            time.sleep(_TICK_SECONDS)
-        elif wait_readable([self._connection], _TICK_SECONDS):
+        readable = wait_readable([] if self._connection.is_lost else [self._connection], _TICK_SECONDS)
+        # Messages that have waited meanwhile set deadlines of their own, which are not to be moved.
+        self._exclude_pause()
+        if readable:
             for message in self._connection.receive():
                 self._handle(message)
         if self._connection.is_lost and self._ending is None and not self._closed.is_set():
@@ -223,16 +227,30 @@ class Monitor(threading.Thread):
         loss = self._connection.packet_loss()
         return loss.unacknowledged > 0 or loss.lost > self._lost_before
 
+    def _exclude_pause(self) -> None:
+        """Move every deadline by the pause since the last call, if there was one, and print that."""
+        pause = self._pauses.last_pause()
+        if pause is None:
+            return
+        self.progress.exclude_pause(pause.monotonic_seconds)
+        self._ends_at += pause.monotonic_seconds
+        self._reported_at += pause.monotonic_seconds
+        if (stacks := self._stacks) is not None:
+            try_to_finish(stacks.resume)
+        if not pause.is_of_process:
+            return
+        line = f"watchdog: rank {self._world.rank} was paused for {pause.seconds:,.0f} s and runs again"
+        if self._world.local_rank == 0:
+            _print(f"{line}\n")
+        try_to_finish(lambda: self.log(line))
+
     def _check_time(self, now: float) -> None:
         """Do what is due: report a hang of this rank, or end the process."""
-        if now - self._checked_at > _FROZEN_SECONDS:
-            # The whole process was stopped for a while, e.g. by a suspended job or machine. That is not a hang.
-            self.progress.restart_limit()
-        self._checked_at = now
         limit = self.progress.limit_seconds()
         until = self.progress.last_progress_at() + limit
         if self._stacks is not None:
-            self._stacks.arm(until)
+            # Past the limit, too, the timer only ends the process where this thread no longer runs.
+            self._stacks.arm(max(until, now))
         if now > self._ends_at and self._ending is not None:
             self._leave(self._ending)
         elif now > self._ends_at:

@@ -165,6 +165,12 @@ class RankProgress:
         """Note progress: the time without progress begins at zero again."""
         self._progress_at = time.monotonic()
 
+    def exclude_pause(self, seconds: float) -> None:
+        """Leave the `seconds` for which this process was paused out of the time without progress."""
+        now = time.monotonic()
+        self._progress_at = min(self._progress_at + seconds, now)
+        self._collective_at = min(self._collective_at + seconds, now)
+
     def limit_seconds(self) -> float:
         """Seconds that the phase may take without progress."""
         if self.phase == PREPARING:

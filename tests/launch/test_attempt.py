@@ -2,9 +2,11 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,9 @@ def _remote(folder: Path, script: str) -> Remote:
     return Remote(python=str(python), directory=str(ROOT))
 
 
-def _run(remote: Remote, folder: Path, argv: list[str], **env: str) -> tuple[Any, AttemptOutcome]:
+def _run(
+    remote: Remote, folder: Path, argv: list[str], *, silent_seconds: float = 60.0, **env: str
+) -> tuple[Any, AttemptOutcome]:
     order = StartRanks(
         argv=argv,
         env={"PYTHONPATH": str(ROOT), **env},
@@ -41,10 +45,10 @@ def _run(remote: Remote, folder: Path, argv: list[str], **env: str) -> tuple[Any
         earlier_tags=[],
         logs=str(folder / "logs"),
         watchdog=str(folder / "watchdog"),
-        silent_seconds=60.0,
+        silent_seconds=silent_seconds,
         meeting_address="",
     )
-    with Attempt([HERE], remote, TIMEOUTS) as attempt:
+    with Attempt([HERE], remote, replace(TIMEOUTS, silent=silent_seconds)) as attempt:
         greeting = attempt.greetings()[HERE]
         outcome = attempt.run({HERE: order}, lambda _: None)
     assert not tagged_processes([order.tag])
@@ -98,6 +102,45 @@ def test_memory_is_not_blamed_for_a_kill(tmp_path: Path) -> None:
     mark = f"record_kill(Path({str(tmp_path / 'watchdog')!r}), os.getpid(), began_at(os.getpid()), 'rank 0: does not answer')"
     told = "ended with its node launcher, which was killed by SIGKILL: by the watchdog, because rank 0: does not answer"
     assert _rank_that_is_killed(tmp_path, mark) == told
+
+
+PAUSED_LAUNCH = """
+import sys
+from pathlib import Path
+from tests.launch import test_attempt as module
+folder = Path(sys.argv[1])
+rank = "import sys, time; from pathlib import Path; folder = Path(sys.argv[1]); (folder / 'started').touch()"
+rank += "\\nwhile not (folder / 'go').exists(): time.sleep(0.05)"
+remote = module._remote(folder, f'exec {sys.executable} "$@"')
+_, outcome = module._run(remote, folder, [sys.executable, "-c", rank, str(folder)], silent_seconds=3.0)
+print(outcome)
+sys.exit(outcome.code)
+"""
+
+
+def test_a_launch_that_was_paused_goes_on(tmp_path: Path) -> None:
+    """Both ends are stopped for longer than a host may be silent, and the supervisor is the first to run again."""
+    with subprocess.Popen(
+        [sys.executable, "-c", PAUSED_LAUNCH, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        until = time.monotonic() + TIMEOUTS.greeting
+        while not (tmp_path / "started").exists():
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        both = [*map(int, children), process.pid]
+        for pid in reversed(both):
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(6)
+        for pid in both:
+            os.kill(pid, signal.SIGCONT)
+            time.sleep(0.5)
+        (tmp_path / "go").touch()
+        printed, _ = process.communicate(timeout=TIMEOUTS.greeting)
+    assert process.returncode == 0, printed
 
 
 def test_exit_codes_of_signals() -> None:

@@ -5,15 +5,19 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import torch.distributed as dist
 
 from ds_finetune.cli.main import run_and_exit
 from ds_finetune.engine.engine import Engine
 from ds_finetune.trainer import prepare
+from ds_finetune.watchdog import stacks
 
 LONG = 1000
 SLOW_SECONDS = 0.3
+CONTINUED = "TESTS_CONTINUED"
+"""In the environment: a file that exists once the ranks were continued."""
 
 
 def stop() -> None:
@@ -25,8 +29,10 @@ def sleep() -> None:
 
 
 def hold() -> None:
-    """PyDLL keeps Python's lock while C code runs."""
-    ctypes.PyDLL(None).sleep(LONG)
+    """Wait in C for a mutex that is never released; PyDLL keeps Python's lock meanwhile, and no signal ends the wait."""
+    mutex = ctypes.create_string_buffer(64)
+    for _ in range(2):
+        ctypes.PyDLL(None).pthread_mutex_lock(mutex)
 
 
 def another() -> None:
@@ -46,11 +52,19 @@ def slow() -> None:
     time.sleep(SLOW_SECONDS)
 
 
+def pause() -> None:
+    """Wait for the test, which stops both ranks and continues them."""
+    while not Path(os.environ[CONTINUED]).exists():
+        time.sleep(0.05)
+
+
 def main() -> None:
     # `deepspeed` puts its own before them.
     arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")]
     fault, rank, step = arguments[0], int(arguments[1]), int(arguments[2])
     is_mine = int(os.environ.get("RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0"))) == rank
+    if fault == "pause":
+        stacks.BACKSTOP_SECONDS = 1.0
     if fault in ("prepare", "full") and is_mine:
         read = prepare.read_inputs
         prepare.read_inputs = lambda *given: (time.sleep(step), fault == "full" and fail(), read(*given))[2]

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import pytest
 
+from ds_finetune.hosts.pauses import Pause, PauseDetector
 from ds_finetune.process_messages import ProcessMessage
 from ds_finetune.watchdog import coordinator as module
 from ds_finetune.watchdog.connection import (
@@ -146,6 +147,23 @@ def test_who_does_not_answer_is_ended_by_one_beside_it(tmp_path: Path) -> None:
     assert ending.at_fault == (1,)
     assert ending.killers == {"0": [(4001, "1")]}
     assert "rank 1 (host host-1, process 4001): no answer" in ending.report
+
+
+def test_a_pause_of_rank_zero_moves_what_it_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that were asked for their status before the pause are not said to be silent after it."""
+    pauses = PauseDetector()
+    monkeypatch.setattr(pauses, "last_pause", lambda: found.pop() if found else None)
+    found: list[Pause] = []
+    ranks = Ranks(tmp_path)
+    ranks.coordinator._pauses = pauses
+    ranks.connections[0].send(HangReport("no progress"))
+    _next(ranks.connections[2], StatusRequest)
+    asked = ranks.coordinator._status_round
+    assert asked is not None
+    before = asked.until
+    found.append(Pause(100.0, 90.0, is_of_process=True))
+    until(lambda: asked.until == before + 90.0)
+    assert ranks.coordinator._ending is None
 
 
 def test_a_stranger_is_not_heard(tmp_path: Path) -> None:

@@ -42,6 +42,19 @@ def test_a_rank_that_sleeps_before_a_collective(tmp_path: Path) -> None:
     assert " in all_reduce" in done.stacks(0)
 
 
+def test_a_paused_run_resumes_and_says_so(tmp_path: Path) -> None:
+    """All ranks are stopped for longer than the limit and the time of their own timers together."""
+    done = faulty(tmp_path, "pause", pause_seconds=LIMIT_SECONDS + 4)
+    assert done.codes == [0, 0], done.printed
+    assert len(metrics(tmp_path)) == 12
+    assert not (tmp_path / "run" / "watchdog").exists()
+    said = re.compile(r"watchdog: rank 0 was paused for (\d+) s and runs again")
+    assert said.search(done.printed[0])
+    logged = said.search((tmp_path / "run" / "log.txt").read_text())
+    assert logged
+    assert LIMIT_SECONDS + 3 <= int(logged[1]) < GIVEN_SECONDS
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("fault", ["stop", "hold"])

@@ -24,6 +24,17 @@ def _progress(**given: str) -> RankProgress:
     return RankProgress(0, HangLimits.of(WatchdogConfig(**given)))  # type: ignore[arg-type]
 
 
+def test_a_pause_is_no_time_without_progress() -> None:
+    progress = RankProgress(0, HangLimits(1, 1, 1))
+    progress.phase = "step"
+    progress._progress_at -= 1000
+    progress.exclude_pause(600)
+    assert 400 <= time.monotonic() - progress.last_progress_at() < 1000
+    # The training thread may have made progress between the pause and this call.
+    progress.exclude_pause(600)
+    assert progress.last_progress_at() <= time.monotonic()
+
+
 def test_the_limit_follows_the_phase() -> None:
     progress = _progress(start="10 minutes", other="20 minutes")
     assert math.isinf(progress.limit_seconds())
