@@ -9,6 +9,7 @@ and of memory start real ones.
 import atexit
 import contextlib
 import faulthandler
+import functools
 import gc
 import importlib
 import json
@@ -191,8 +192,10 @@ def _preload(names: Sequence[str]) -> None:
         importlib.import_module(name)
     sys.modules["torch"].set_num_threads(1)
     if "deepspeed" in sys.modules:
-        importlib.import_module("ds_finetune.patches.deepspeed_init").ask_for_processor_once()
-        sys.modules["cpuinfo"].get_cpu_info()
+        # DeepSpeed asks three times for an optimizer on the CPU, and each answer takes a process of more than a second.
+        cpuinfo = importlib.import_module("cpuinfo")
+        cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+        cpuinfo.get_cpu_info()
         importlib.import_module("tests.verifying").verify_in_forks()
     gc.collect()
     # Forks share these pages as long as nobody counts or moves what is on them.

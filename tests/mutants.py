@@ -47,7 +47,7 @@ TILES, ACTIVATIONS = "tests/model/test_tiled_mlp.py", "tests/estimate/test_activ
 COMMUNICATION, BALANCE = "tests/engine/test_communication.py", "tests/data/test_balance.py"
 REDUCTION = "tests/parity/test_reduction.py"
 INEXACT, LORA = "tests/parity/test_inexact.py", "tests/parity/test_lora.py"
-EXPERTS, HEAD = "tests/model/test_experts.py", "tests/model/test_head_chunks.py"
+HEAD = "tests/model/test_head_chunks.py"
 MUTANTS = (
     Mutant(
         "an all-reduce counted as one pass over the ring",
@@ -85,25 +85,11 @@ MUTANTS = (
         REDUCTION,
     ),
     Mutant(
-        "gradient of a choice's weight times that weight",
-        "model/experts.py",
-        "torch.linalg.vecdot(inner.to(dtype), d_inner.to(dtype))",
-        "torch.linalg.vecdot(inner.to(dtype) * weights, d_inner.to(dtype))",
-        EXPERTS,
-    ),
-    Mutant(
         "gradients of a head's weight from the last chunk of tokens alone",
         "model/head_chunks.py",
         "torch.addmm(total, left, right, out=total)",
         "torch.mm(left, right, out=total)",
         HEAD,
-    ),
-    Mutant(
-        "rows of a block of experts times weights of the first block",
-        "model/experts.py",
-        "inner = functional.silu(gate).mul_(up).mul_(weights[rows])",
-        "inner = functional.silu(gate).mul_(up).mul_(weights[: len(up)])",
-        EXPERTS,
     ),
     Mutant(
         "gradients of logits of a block left in its scratch memory",

@@ -2,7 +2,7 @@
 
 Counted is what transformers 5.23's modules and this program's attention hold; tests/estimate/test_activation_memory.py
 holds every family against the tensors that autograd saves, tests/estimate/test_tracked.py against torch's memory
-tracker. Experts on CPUs keep less (model/experts.py).
+tracker.
 """
 
 from collections.abc import Mapping

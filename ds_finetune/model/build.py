@@ -21,7 +21,6 @@ from ds_finetune.errors import ModelError
 from ds_finetune.families.table import family_of
 from ds_finetune.hub_access import hub_problem
 from ds_finetune.model.attention import BY_DOCUMENT, FLASH
-from ds_finetune.model.experts import BY_EXPERT, install_experts
 from ds_finetune.model.folder_check import check_folder
 from ds_finetune.model.indexed_attention import install_indexed_attention
 from ds_finetune.model.mtp import build_mtp_layers
@@ -283,11 +282,7 @@ def build_skeleton(  # noqa: PLR0913
     model.tie_weights()
     family = family_of(hf_config.model_type)
     if family.fused_experts or family.transposed_experts:
-        # A configuration with which a model on the CPU was built before keeps the implementation of CPUs.
-        legal = ("grouped_mm",) if device not in ("cpu", "meta") else ("grouped_mm", BY_EXPERT)
-        assert model.config._experts_implementation in legal, model.config._experts_implementation
-    if device == "cpu":
-        install_experts(model)
+        assert model.config._experts_implementation == "grouped_mm", model.config._experts_implementation
     _keep_buffers(model, device)
     install_indexed_attention(model)
     return model.train()

@@ -20,7 +20,6 @@ from ds_finetune.engine.default_group import process_group
 from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.start_engine import start_engine
-from ds_finetune.model import build
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.selftest.cells import rows
 from ds_finetune.selftest.steps import batch_plan, whole_batch
@@ -51,8 +50,6 @@ def _waits_of_a_step(config: RunConfig, world: World, device: str) -> dict[str, 
     with (
         imagined_accelerator() as waits,
         patch.object(rank_rows, "pins_memory", lambda _: True),
-        # Experts of a CPU read the number of their rows; a GPU has transformers' grouped product.
-        patch.object(build, "install_experts", lambda _: None),
         start_engine(plan, model) as engine,
     ):
         # A model for a GPU is built there; this one was built on the host.

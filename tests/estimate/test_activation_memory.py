@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from transformers import AutoConfig
 from ds_finetune.estimate.activation_memory import activation_bytes
 from ds_finetune.families.published import PUBLISHED
 from ds_finetune.families.table import FAMILIES
-from ds_finetune.model import build
 from ds_finetune.model.build import build_skeleton
 from ds_finetune.model.loss import TrainedModel
 from ds_finetune.model.tiled_mlp import install_tiled_mlps
@@ -34,13 +32,9 @@ def config(family: str) -> dict[str, Any]:
 
 
 def saved_by_layer(tree: dict[str, Any], dtype: torch.dtype, *, is_tiled: bool) -> list[float]:
-    """Bytes a token that autograd saves in each layer, but parameters, rotary tables and the layer's input.
-
-    Experts run as on GPUs: those of CPUs keep less (model/experts.py).
-    """
+    """Bytes a token that autograd saves in each layer, but parameters, rotary tables and the layer's input."""
     hf_config = AutoConfig.for_model(**tree)
-    with patch.object(build, "install_experts", lambda _: None):
-        lm = build_skeleton(hf_config, attention="sdpa", dtype=dtype, device="cpu")
+    lm = build_skeleton(hf_config, attention="sdpa", dtype=dtype, device="cpu")
     for param in lm.parameters():
         param.data.normal_(0, 0.05)
     if is_tiled:

@@ -20,7 +20,7 @@ from ds_finetune.auto_configs import AutoConfig
 from ds_finetune.config.objectives import ObjectiveConfig
 from ds_finetune.config.schema import LoraConfig
 from ds_finetune.families.tensors import model_tensors
-from ds_finetune.model import build, head_chunks
+from ds_finetune.model import head_chunks
 from ds_finetune.model.build import build_skeleton, whole
 from ds_finetune.model.cross_entropy import chunked_cross_entropy
 from ds_finetune.model.distillation import DistilledModel
@@ -63,7 +63,6 @@ def gpu_kernels() -> Iterator[None]:
     they are computed: what a GPU does, on fake tensors that are said to be on a CPU.
     """
     with ExitStack() as stack:
-        stack.enter_context(patch.object(build, "install_experts", lambda _: None))
         stack.enter_context(patch.object(head_chunks, "_BLOCK_NUMBERS", 2**62))
         stack.enter_context(patch.object(head_chunks, "_add_product", lambda *_: None))
         stack.enter_context(patch.object(mod_tracker, "register_multi_grad_hook", _hook_where_it_can))
