@@ -44,7 +44,10 @@ class ChatTemplate:
         self.source, self._limits = source, TemplateLimits(source)
         self._special_tokens = tokenizer.special_tokens_map
         self._ends = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        self._reasoning_key = "reasoning_content"
         self.probes = _probes(self)
+        if self.probes.reasoning == "thinking":
+            self._reasoning_key = "thinking"
 
     def render(self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None, *, opens: bool = False) -> str:
         """The messages as text; with `opens`, the header of an answer follows. RenderingError if the template fails."""
@@ -54,7 +57,7 @@ class ChatTemplate:
             # `message['content'] is none`.
             with self._limits:
                 (rendered,), _ = render_jinja_template(
-                    conversations=[list(messages)],
+                    conversations=[[self._named(message) for message in messages]],
                     tools=list(tools) if tools else None,
                     chat_template=self.source,
                     add_generation_prompt=opens,
@@ -63,6 +66,10 @@ class ChatTemplate:
         except _FAULTS as broken:
             raise RenderingError(str(broken) or type(broken).__name__) from broken
         return str(rendered)
+
+    def _named(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A message with the template's own name of the reasoning."""
+        return {self._reasoning_key if key == "reasoning_content" else key: value for key, value in message.items()}
 
     def turn_end(self, text: str) -> str:
         """The first special token of `text`; empty where there is none."""
@@ -85,15 +92,20 @@ class Probes:
     tools: bool
     """Whether it renders the list of tools."""
     reasoning: str
-    """`field` where it renders `reasoning_content`, `tags` where it handles `</think>` in contents, else empty."""
+    """The field that it renders, `reasoning_content` or `thinking`; `tags` if it handles `</think>` in contents."""
+    is_named_by_id: bool
+    """Whether it names a tool call by its id, as Kimi K2's does, not by the function's name."""
     fields: frozenset[str]
     """Fields of messages beside role, content, calls and reasoning that are rendered: `user.name`, `tool.name`, ..."""
 
 
 def _probes(template: ChatTemplate) -> Probes:
     answer = _try_render(template, [_QUESTION, {"role": "assistant", "content": placeholder(0)}])
-    thought = _try_render(
-        template, [_QUESTION, {"role": "assistant", "content": "x", "reasoning_content": placeholder("thought")}]
+    thoughts = (
+        key
+        for key in ("reasoning_content", "thinking")
+        if placeholder("thought")
+        in _try_render(template, [_QUESTION, {"role": "assistant", "content": "x", key: placeholder("thought")}])
     )
     named = _try_render(template, [{**_QUESTION, "name": placeholder("user.name")}])
     calls, object_arguments, no_content = _call_probes(template)
@@ -104,7 +116,8 @@ def _probes(template: ChatTemplate) -> Probes:
         calls=bool(calls),
         no_content=no_content,
         tools=placeholder("tool") in _try_render(template, [_QUESTION], with_tool=True),
-        reasoning="field" if placeholder("thought") in thought else "tags" if "</think>" in template.source else "",
+        reasoning=next(thoughts, "tags" if "</think>" in template.source else ""),
+        is_named_by_id=bool(calls) and placeholder("call") not in calls,
         fields=frozenset(name for name in known if placeholder(name) in calls + named),
     )
 
@@ -128,7 +141,8 @@ def _call_probes(template: ChatTemplate) -> tuple[str, bool, str | None]:
         rendered = _try_render(
             template, [_QUESTION, {"role": "assistant", "content": no_content, "tool_calls": [call]}, result]
         )
-        if placeholder("call") in rendered and placeholder("key") in rendered and "None" not in rendered:
+        is_named = placeholder("call") in rendered or call_id in rendered
+        if is_named and placeholder("key") in rendered and "None" not in rendered:
             return rendered, arguments is objects, no_content
     return "", False, None
 

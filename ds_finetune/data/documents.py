@@ -177,7 +177,8 @@ def make_documents(tokens: Sequence[Tokens], rules: Sequence[str], *, max_seq_le
     """
     kept: list[KeptDocument] = []
     changes, without_supervised = list[Counts](), 0
-    for document, rule in zip(tokens, rules, strict=True):
+    every = ((document, rule) for row, rule in zip(tokens, rules, strict=True) for document in (*row.earlier, row))
+    for document, rule in every:
         if document.dropped:
             continue
         pieces, change = _fit(document, rule, max_seq_len)

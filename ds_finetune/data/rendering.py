@@ -9,13 +9,12 @@ missing in the rendering, the row is dropped.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ds_finetune.data.chat_template import ChatTemplate, RenderingError, placeholder, template_error
 from ds_finetune.data.control_tokens import find_token
-from ds_finetune.data.messages import parse_json
-from ds_finetune.errors import DataError
+from ds_finetune.data.messages import RESERVED_CHARACTERS, parse_json
 
 _THINK_END = "</think>"
 
@@ -39,10 +38,15 @@ class UnrenderedTextError(Exception):
     """The template leaves out a text of the row; the argument is the reason, a key of `row_report.DROPPED`."""
 
 
+class RewrittenTurnError(Exception):
+    """The template writes an earlier turn in another way when a later one is added."""
+
+
 class RenderedConversation:
     """One conversation with one template; `messages` come from `chat_template.adapt_messages`.
 
     UnrenderedTextError where the template renders no tool calls or no reasoning, and the conversation has some.
+    `only` is the index of the one turn to find, with the messages before it as the template writes them there.
     """
 
     def __init__(
@@ -51,29 +55,53 @@ class RenderedConversation:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
         where: str,
+        *,
+        only: int | None = None,
     ) -> None:
-        self._template, self._tools, self._where = template, tools, where
-        self._messages = messages
+        self._template, self._tools, self._where, self._only = template, tools, where, only
+        self._messages = messages if only is None else messages[: only + 1]
         self._check_support()
         self._with_placeholders = [
-            _with_placeholders(message, number) if message["role"] == "assistant" else message
-            for number, message in enumerate(messages)
+            _with_placeholders(message, number, template) if self._is_found(number) else message
+            for number, message in enumerate(self._messages)
         ]
+
+    def prefixes(self, numbers: Sequence[int]) -> "list[RenderedConversation]":
+        """The conversation up to each of these assistant messages, of which only the last turn is found."""
+        return [RenderedConversation(self._template, self._messages, self._tools, self._where, only=n) for n in numbers]
+
+    def _is_found(self, number: int) -> bool:
+        return self._messages[number]["role"] == "assistant" and self._only in (None, number)
 
     def turns(self) -> list[Turn]:
         """The assistant turns in order; the prompt of each is all text after the turn before it.
 
         A conversation without an assistant message is one turn that has only a prompt.
 
-        UnrenderedTextError where the template leaves out a text; DataError where it fails, or changes an earlier turn.
+        UnrenderedTextError where the template leaves out a text; DataError where it fails; RewrittenTurnError where it
+        changes an earlier turn.
         """
         turns: list[Turn] = []
         done = ""
-        for number, message in enumerate(self._messages):
-            if message["role"] == "assistant":
+        for number in range(len(self._messages)):
+            if not self._is_found(number):
+                continue
+            try:
                 turn, done = self._turn(number, done)
-                turns.append(turn)
+            except RewrittenTurnError:
+                # Phi-3's template writes an end of the text behind the last turn only, after the end of the turn.
+                turns[-1], done = self._without_last_text(turns[-1], done)
+                turn, done = self._turn(number, done)
+            turns.append(turn)
         return turns or [Turn(len(self._messages), self._render(self._messages), "", "")]
+
+    def _without_last_text(self, turn: Turn, done: str) -> tuple[Turn, str]:
+        """A turn without the text behind its end token, and `done` without that text."""
+        token = self._template.turn_end(turn.ending)
+        ending = turn.ending.partition(token)[0] + token if token else turn.ending
+        if ending == turn.ending:
+            raise RewrittenTurnError
+        return replace(turn, ending=ending), done[: len(done) - len(turn.ending) + len(ending)]
 
     def check(self, turns: Sequence[Turn], *, is_protected: bool) -> None:
         """UnrenderedTextError where a text of the row is missing in `turns`, or the template reorders texts.
@@ -90,14 +118,15 @@ class RenderedConversation:
             raise UnrenderedTextError("text")
         try:
             rendered = self._template.render(
-                [_with_placeholders(message, number) for number, message in enumerate(messages)], self._tools
+                [_with_placeholders(message, n, self._template) for n, message in enumerate(messages)], self._tools
             )
         except RenderingError:
             return
         # A template may remove the reasoning of past turns; `turns()` found it in the rendering of each turn.
         names = [
-            [name for name, _, kind in _placeholders(message, n) if kind != "reasoning"]
+            [name for name, _, kind in _placeholders(message, n, self._template) if kind != "reasoning"]
             for n, message in enumerate(messages)
+            if message["role"] != "assistant" or self._is_found(n)
         ]
         positions = [min(map(rendered.find, of_message)) for of_message in names]
         if -1 in positions or positions != sorted(positions):
@@ -129,7 +158,7 @@ class RenderedConversation:
         probes = self._template.probes
         if not probes.calls and any(message.get("tool_calls") for message in self._messages):
             raise UnrenderedTextError("calls")
-        if probes.reasoning != "field" and any(message.get("reasoning_content") for message in self._messages):
+        if probes.reasoning in ("", "tags") and any(message.get("reasoning_content") for message in self._messages):
             raise UnrenderedTextError("reasoning")
 
     def _render(self, messages: Sequence[Mapping[str, Any]], *, opens: bool = False) -> str:
@@ -143,27 +172,50 @@ class RenderedConversation:
         _, separator, rest = rendered.partition(done) if done else ("", "", rendered)
         if separator == done:
             return rest
-        raise DataError(
-            f"{self._where}: the chat template changes an earlier turn when a later one is added: it no longer has "
-            f"{done!r:.80}",
-            hint="give a data.template that only appends",
-        )
+        raise RewrittenTurnError
 
     def _turn(self, number: int, done: str) -> tuple[Turn, str]:
         message = self._messages[number]
         closed = self._after(done, self._render(self._with_placeholders[: number + 1]))
-        places = sorted((closed.find(name), name, kind) for name, _, kind in _placeholders(message, number))
+        placeholders = _placeholders(message, number, self._template)
+        places = sorted((closed.find(name), name, kind) for name, _, kind in placeholders)
         (first, _, first_kind), (last, last_name, last_kind) = places[0], places[-1]
         if first < 0:
             raise UnrenderedTextError(first_kind)
         middle, tail = closed[first:last], closed[last + len(last_name) :]
         end, is_open = self._call_end(middle, tail) if last_kind == "calls" else (0, False)
-        texts = {name: text for name, text, _ in _placeholders(message, number)}
+        texts = {name: text for name, text, _ in placeholders}
         rest = _fill_in(middle + last_name + tail[:end], texts)
         prompt, body = self._split(number, done, closed[:first], rest)
-        if not all(_has_arguments(call, body) for call in message.get("tool_calls") or ()):
+        if not all(_is_whole(call, body) for call in message.get("tool_calls") or ()):
             raise UnrenderedTextError("calls")
-        return Turn(number, prompt, body, tail[end:], is_open), last_name + tail
+        stop = "" if self._template.probes.turn_end else self._next_header(number, last_name + tail)
+        turn = Turn(number, self._with_texts(prompt), body, tail[end:] + stop, is_open and not stop)
+        return turn, last_name + tail + stop
+
+    def _with_texts(self, prompt: str) -> str:
+        """A prompt with the texts of earlier calls, e.g. their names, which gpt-oss's template repeats with results."""
+        texts = {
+            name: text
+            for number, message in enumerate(self._messages)
+            if RESERVED_CHARACTERS[0] in prompt and self._is_found(number)
+            for name, text, _ in _placeholders(message, number, self._template)
+        }
+        return _fill_in(prompt, texts)
+
+    def _next_header(self, number: int, done: str) -> str:
+        """The text behind a turn up to the first special token of the next one, which GLM-4.5 stops at; empty where
+        there is none. The turn after the last one is a tool's result after calls, else the user's.
+        """
+        is_call = bool(self._messages[number].get("tool_calls"))
+        after = self._messages[number + 1 : number + 2] or [{"role": "tool" if is_call else "user", "content": "x"}]
+        try:
+            rendered = self._template.render([*self._with_placeholders[: number + 1], *after], self._tools)
+        except RenderingError:
+            return ""
+        header = rendered.partition(done)[2]
+        token = self._template.turn_end(header)
+        return header.partition(token)[0] + token if token else ""
 
     def _call_end(self, middle: str, tail: str) -> tuple[int, bool]:
         """The position in `tail` where a turn that calls tools ends, and whether the template writes no such end."""
@@ -202,7 +254,7 @@ class RenderedConversation:
             yield self._after(done, self._render(self._with_placeholders[:number]))
 
 
-def _placeholders(message: Mapping[str, Any], number: int) -> list[tuple[str, str, str]]:
+def _placeholders(message: Mapping[str, Any], number: int, template: ChatTemplate) -> list[tuple[str, str, str]]:
     """Placeholders for the texts of a message, each with its text and the reason to drop the row if it is missing."""
     thought = (
         [(placeholder(f"{number}r"), message["reasoning_content"], "reasoning")]
@@ -210,7 +262,7 @@ def _placeholders(message: Mapping[str, Any], number: int) -> list[tuple[str, st
         else []
     )
     calls = [
-        (placeholder(f"{number}c{place}"), call["function"]["name"], "calls")
+        (placeholder(f"{number}c{place}"), _call_name(call, template), "calls")
         for place, call in enumerate(message.get("tool_calls") or ())
     ]
     return [
@@ -220,7 +272,12 @@ def _placeholders(message: Mapping[str, Any], number: int) -> list[tuple[str, st
     ]
 
 
-def _with_placeholders(message: Mapping[str, Any], number: int) -> Mapping[str, Any]:
+def _call_name(call: Mapping[str, Any], template: ChatTemplate) -> str:
+    """The text by which the template names a call: the function's name, or the id, of which it is a part."""
+    return str(call.get("id", "") if template.probes.is_named_by_id else call["function"]["name"])
+
+
+def _with_placeholders(message: Mapping[str, Any], number: int, template: ChatTemplate) -> Mapping[str, Any]:
     turn = dict(message)
     if turn["content"] or not turn.get("tool_calls"):
         turn["content"] = placeholder(number)
@@ -229,7 +286,9 @@ def _with_placeholders(message: Mapping[str, Any], number: int) -> Mapping[str, 
     if turn.get("tool_calls"):
         calls = enumerate(turn["tool_calls"])
         turn["tool_calls"] = [
-            {**call, "function": {**call["function"], "name": placeholder(f"{number}c{place}")}}
+            {**call, "id": placeholder(f"{number}c{place}")}
+            if template.probes.is_named_by_id
+            else {**call, "function": {**call["function"], "name": placeholder(f"{number}c{place}")}}
             for place, call in calls
         ]
     return turn
@@ -241,8 +300,10 @@ def _fill_in(text: str, texts: Mapping[str, str]) -> str:
     return text
 
 
-def _has_arguments(call: Mapping[str, Any], text: str) -> bool:
-    """Whether `text` has the arguments of a call: as JSON, or each of their keys, texts and numbers."""
+def _is_whole(call: Mapping[str, Any], text: str) -> bool:
+    """Whether `text` has a call's name and its arguments: as JSON, or each of their keys, texts and numbers."""
+    if call["function"]["name"] not in text:
+        return False
     arguments = call["function"]["arguments"]
     if isinstance(arguments, str):
         if arguments in text:

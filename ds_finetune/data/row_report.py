@@ -37,10 +37,15 @@ NOTED = {
     "tools": "name tools that the prompt does not contain, so the model does not see them",
     "tools_partly": "name tools of which the chat template renders only a part",
     "open_call": (
-        "have a tool call that the chat template does not end as it ends other turns: the model may not stop after it"
+        "have a tool call that the chat template does not end as it ends other turns: the model stops after it only "
+        "where generation_config.json names the token that ends it as an eos_token_id"
     ),
     "empty_answer": "have an empty answer, of which only the end token is trained",
     "behind": "end with messages after the last answer, which are left out",
+    "rewritten": (
+        "have several answers that the chat template writes in another way once a turn follows: each is trained in a "
+        "document of its own, with the turns before it as a server sends them"
+    ),
     "control_text": "contain control tokens, which are tokenised as text (data.control_tokens text)",
     "control_keep": "contain control tokens, which stay control tokens (data.control_tokens keep)",
     "control_plain": "contain control tokens, which stay control tokens because no chat template is used",

@@ -4,7 +4,7 @@ Prompt and completion are tokenised separately, so that the ids of the prompt ar
 server, which tokenises the prompt alone.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
@@ -14,10 +14,10 @@ from ds_finetune.data.chat_template import ChatTemplate, adapt_messages, strip_r
 from ds_finetune.data.control_tokens import ControlTokens, strip_brackets
 from ds_finetune.data.layouts import Completion, PlainText, Sample
 from ds_finetune.data.messages import Conversation
-from ds_finetune.data.rendering import RenderedConversation, Turn, UnrenderedTextError
+from ds_finetune.data.rendering import RenderedConversation, RewrittenTurnError, Turn, UnrenderedTextError
 from ds_finetune.errors import DataError
 
-RULES_VERSION = 4
+RULES_VERSION = 5
 """Increased when the same row would become other tokens, so that tokens in older caches are not used."""
 
 
@@ -47,6 +47,7 @@ class Tokens:
     dropped: str = ""
     notes: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
+    earlier: "tuple[Tokens, ...]" = ()
 
     def loses_answers(self, most: int) -> bool:
         """Whether every token that carries loss is behind the first `most`; the first of a document never carries
@@ -110,26 +111,34 @@ class SampleTokeniser:
 
         The first of each pair names the row for messages (`file line 7`). DataError where a row cannot be tokenised.
         """
-        texts = [self._sample_text(sample, where) for where, sample in samples]
+        rows = [self._sample_texts(sample, where) for where, sample in samples]
+        texts = [text for row in rows for text in row]
         encoded = iter(
             self._control.ids(
                 [text for sample in texts for text in (*(s.text for s in sample.segments), sample.server_prompt)]
             )
         )
         results = []
-        for (where, sample), text in zip(samples, texts, strict=True):
-            parts = [(segment, next(encoded)) for segment in text.segments]
-            server_ids = next(encoded)
+        for (where, sample), row in zip(samples, rows, strict=True):
             is_chat = not isinstance(sample, PlainText) and self._template is not None
-            tokens = self._assemble(parts, is_chat=is_chat, where=where)
-            prompt_ids = [i for _, ids in parts[: text.prompt_segments] for i in ids]
-            differs = text.result.server_prompt_differs or (bool(text.server_prompt) and prompt_ids != server_ids)
-            results.append(replace(text.result, ids=tokens.ids, mask=tokens.mask, server_prompt_differs=differs))
+            *earlier, last = [self._tokens_of(text, encoded, is_chat=is_chat, where=where) for text in row]
+            differs = any(document.server_prompt_differs for document in (*earlier, last))
+            results.append(replace(last, earlier=tuple(earlier), server_prompt_differs=differs))
         return results
 
-    def _sample_text(self, sample: Sample, where: str) -> _SampleText:
+    def _tokens_of(self, text: _SampleText, encoded: Iterator[list[int]], *, is_chat: bool, where: str) -> Tokens:
+        """The tokens of a text, of whose segments and server's prompt `encoded` has the ids."""
+        parts = [(segment, next(encoded)) for segment in text.segments]
+        server_ids = next(encoded)
+        tokens = self._assemble(parts, is_chat=is_chat, where=where)
+        prompt_ids = [i for _, ids in parts[: text.prompt_segments] for i in ids]
+        differs = text.result.server_prompt_differs or (bool(text.server_prompt) and prompt_ids != server_ids)
+        return replace(text.result, ids=tokens.ids, mask=tokens.mask, server_prompt_differs=differs)
+
+    def _sample_texts(self, sample: Sample, where: str) -> list[_SampleText]:
+        """The documents of a sample as text."""
         if self._template is not None and not isinstance(sample, PlainText):
-            return self._chat_text(
+            return self._chat_texts(
                 sample.conversation if isinstance(sample, Completion) else sample, self._template, where
             )
         if isinstance(sample, Conversation):
@@ -145,7 +154,7 @@ class SampleTokeniser:
                 hint="set data.control_tokens to keep",
             )
         if isinstance(sample, Completion) and sample.conversation.messages[:-2] and not sample.has_all_turns:
-            return _SampleText((), Tokens([], [], dropped="plain"))
+            return [_SampleText((), Tokens([], [], dropped="plain"))]
         remarks = {
             "control_plain": has_control,
             "tools": isinstance(sample, Completion) and sample.conversation.tools,
@@ -153,7 +162,7 @@ class SampleTokeniser:
         }
         notes = tuple(name for name, applies in remarks.items() if applies)
         segments = [Segment(sample.text, "all")] if isinstance(sample, PlainText) else self._completion_segments(sample)
-        return _SampleText(tuple(segments), Tokens([], [], notes=notes))
+        return [_SampleText(tuple(segments), Tokens([], [], notes=notes))]
 
     def _completion_segments(self, sample: Completion) -> list[Segment]:
         completion = strip_reasoning(sample.completion) if self._settings.reasoning == "strip" else sample.completion
@@ -167,27 +176,44 @@ class SampleTokeniser:
             Segment(str(self._tokenizer.eos_token), "turn_end"),
         ]
 
-    def _chat_text(self, original: Conversation, template: ChatTemplate, where: str) -> _SampleText:
+    def _chat_texts(self, original: Conversation, template: ChatTemplate, where: str) -> list[_SampleText]:
         conversation, control_note = self._control.protect(original, where)
         messages = adapt_messages(conversation, template, self._settings.reasoning)
         unread = (*original.unread, *_unread_fields(conversation, template))
         try:
-            rendered = RenderedConversation(template, messages, conversation.tools, where)
-            turns = rendered.turns()
-            rendered.check(turns, is_protected=bool(control_note))
+            whole = RenderedConversation(template, messages, conversation.tools, where)
+            found = self._found_turns(whole, conversation)
+            for rendered, turns in found:
+                rendered.check(turns, is_protected=bool(control_note))
         except UnrenderedTextError as error:
-            return _SampleText((), Tokens([], [], dropped=str(error), unread=unread))
-        last = turns[-1].number
-        notes = [
-            control_note,
-            rendered.tools_note("".join(turn.prompt for turn in turns)),
-            "open_call" if any(t.is_open for t in turns) else "",
-        ]
-        notes += ["behind"] if last < len(messages) - 1 else []
-        supervised = self._supervised_messages(conversation, turns)
-        notes += ["empty_answer"] if any(not t.body.strip() for t in turns if t.number in supervised) else []
-        text = self._segments(turns, supervised, rendered)
-        return replace(text, result=replace(text.result, notes=tuple(note for note in notes if note), unread=unread))
+            return [_SampleText((), Tokens([], [], dropped=str(error), unread=unread))]
+        all_turns = [turn for _, turns in found for turn in turns]
+        supervised = self._supervised_messages(conversation, all_turns)
+        remarks = {
+            control_note: True,
+            whole.tools_note("".join(turn.prompt for turn in found[-1][1])): True,
+            "open_call": any(turn.is_open for turn in all_turns),
+            "behind": all_turns[-1].number < len(messages) - 1,
+            "empty_answer": any(not t.body.strip() for t in all_turns if t.number in supervised),
+            "rewritten": len(found) > 1,
+        }
+        notes = tuple(note for note, applies in remarks.items() if note and applies)
+        texts = [self._segments(turns, supervised, rendered) for rendered, turns in found]
+        return [replace(text, result=replace(text.result, notes=notes, unread=unread)) for text in texts]
+
+    def _found_turns(
+        self, whole: RenderedConversation, conversation: Conversation
+    ) -> list[tuple[RenderedConversation, list[Turn]]]:
+        """The renderings that become documents, with their turns: one, or one for each answer that carries loss where
+        the template changes earlier turns.
+        """
+        try:
+            return [(whole, whole.turns())]
+        except RewrittenTurnError:
+            numbers = [n for n, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+            wanted = [n for n in numbers if conversation.messages[n].get("weight", 1) != 0] or numbers
+            chosen = wanted if self._settings.train_on == "assistant" else numbers[-1:]
+            return [(prefix, prefix.turns()) for prefix in whole.prefixes(chosen)]
 
     def _supervised_messages(self, conversation: Conversation, turns: Sequence[Turn]) -> set[int]:
         """Indices of the messages that carry loss."""
@@ -244,7 +270,7 @@ class SampleTokeniser:
         if segment.supervised != "turn_end":
             return [segment.supervised == "all"] * len(ids)
         end = next((index for index, token in enumerate(ids) if token in self._special), None)
-        if segment.text and end is None:
+        if end is None:
             raise DataError(
                 f"{where}: the chat template ends an assistant turn with {segment.text!r}, which has no special token",
                 hint="a model trained on it would never stop; give a template that ends turns with the eos token",

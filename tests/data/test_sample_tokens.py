@@ -177,11 +177,7 @@ def test_plain_completion_and_text(llm: PreTrainedTokenizerBase) -> None:
             f"is a second {BOS}",
         ),
         (TURNS[1:3], "{{ raise_exception('no') }}", "row 1: the chat template refuses the row: no"),
-        (
-            TURNS[1:],
-            "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}{{ eos_token }}",
-            "changes an earlier turn",
-        ),
+        (TURNS[1:3], "{% for m in messages %}{{ m.content }}{% endfor %}", "ends an assistant turn with ''"),
     ],
 )
 def test_templates_that_cannot_be_trained_on(
