@@ -1,13 +1,17 @@
 """Writes the example of `ds-finetune demo`: a tiny DeepSeek-V3, and generated data that teach it to spell out dates."""
 
 import json
+import os
 import random
+import shutil
+import tempfile
 from collections.abc import Iterator
 from datetime import date, timedelta
 from itertools import islice
 from pathlib import Path
 
 from ds_finetune.errors import OutputError
+from ds_finetune.export.output_folder import as_output_errors
 
 DAYS = 36_500
 FIRST_DAY = date(1950, 1, 1)
@@ -83,23 +87,42 @@ def write_demo(folder: Path, *, ranks: int = 2, days: int = DAYS) -> Path:
     """Write `model/` (config and tokenizer, no weights), `train.jsonl`, `eval.jsonl` and `run.yaml`; returns the run
     file.
 
-    A step has 8 rows, or the next multiple of `ranks`. Of `days` rows, 200 are held out.
+    A step has 8 rows, or the next multiple of `ranks`. Of `days` rows, 200 are held out. OutputError where a file of
+    one of these names is there with another content: it may be the user's.
     """
-    model = folder / "model"
-    try:
-        model.mkdir(parents=True, exist_ok=True)
-    except OSError as refused:
-        raise OutputError(f"`{folder}` cannot be written: {refused.strerror}", hint="name another folder") from None
+    with tempfile.TemporaryDirectory() as scratch:
+        new = Path(scratch)
+        _write_example(new, folder, ranks=ranks, days=days)
+        names = [str(path.relative_to(new)) for path in sorted(new.rglob("*")) if path.is_file()]
+        kept = [name for name in names if not _may_write(folder / name, (new / name).read_bytes())]
+        if kept:
+            raise OutputError(
+                f"`{folder}` has other files than the example by these names: {', '.join(kept)}",
+                hint="name a new folder, or move these files away",
+            )
+        with as_output_errors(folder):
+            (folder / "model").mkdir(parents=True, exist_ok=True)
+            for name in names:
+                shutil.copyfile(new / name, folder / name)
+    return folder / "run.yaml"
+
+
+def _may_write(path: Path, content: bytes) -> bool:
+    return not os.path.lexists(path) or (path.is_file() and path.read_bytes() == content)
+
+
+def _write_example(new: Path, folder: Path, *, ranks: int, days: int) -> None:
+    """Write the files of the example to `new`; the run file names those of `folder`."""
+    model = new / "model"
+    model.mkdir()
     (model / "config.json").write_text(json.dumps(MODEL, indent=2) + "\n", encoding="utf-8")
     write_tokenizer(model)
     rows = [{"prompt": question, "completion": answer} for question, answer in islice(questions(), days)]
-    _write_lines(folder / "eval.jsonl", rows[:HELD_OUT])
-    _write_lines(folder / "train.jsonl", rows[HELD_OUT:])
-    run_file = folder / "run.yaml"
+    _write_lines(new / "eval.jsonl", rows[:HELD_OUT])
+    _write_lines(new / "train.jsonl", rows[HELD_OUT:])
     on_each = -(-_BATCH // ranks)
     text = RUN.format(folder=folder, batch=on_each * ranks, micro=min(on_each, _MICRO))
-    run_file.write_text(text, encoding="utf-8")
-    return run_file
+    (new / "run.yaml").write_text(text, encoding="utf-8")
 
 
 def write_tokenizer(folder: Path) -> None:

@@ -42,6 +42,8 @@ TINY |= {
 
 def tiny_task(folder: Path, **sections: Any) -> Path:
     """The embedded example cut down to seconds: two layers, 32 rows, three steps in fp32; returns the run file."""
+    for name in ("run.yaml", "train.jsonl", "eval.jsonl", "model/config.json"):
+        (folder / name).unlink(missing_ok=True)
     run_file = write_demo(folder)
     (folder / "model" / "config.json").write_text(json.dumps(MODEL | TINY))
     for name in ("train.jsonl", "eval.jsonl"):

@@ -9,7 +9,7 @@ from ds_finetune.console import OUT
 def add_commands(commands: Commands) -> None:
     """Add `demo`."""
     demo = commands.add_parser("demo", help="write an example (model config, tokenizer, data, run file) to a folder")
-    demo.add_argument("folder", metavar="FOLDER", help="folder to write")
+    demo.add_argument("folder", metavar="FOLDER", help="folder to write; no other file there is replaced")
     demo.add_argument(
         "--ranks",
         type=positive,

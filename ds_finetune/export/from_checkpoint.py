@@ -17,6 +17,7 @@ from ds_finetune.export.convert import Conversion, convert_source, num_workers, 
 from ds_finetune.export.folder import TOKENIZER_FILES, FolderParts
 from ds_finetune.export.fp8_section import writable_section
 from ds_finetune.export.model_config import config_changes
+from ds_finetune.export.output_folder import check_out_empty
 from ds_finetune.export.published_copy import is_in_fp4, published_copy
 from ds_finetune.export.readers.sources import OpenedSource, open_source
 from ds_finetune.export.source import ModelSpec, fit_source, read_model_spec
@@ -150,13 +151,6 @@ def _unbuilt_notes(path: Path, names: list[str]) -> list[str]:
         if names
         else []
     )
-
-
-def check_out_empty(out: Path) -> None:
-    """OutputError where `out` is a file, or a folder that is not empty."""
-    if out.is_file() or (out.is_dir() and any(out.iterdir())):
-        content = ", ".join(sorted(entry.name for entry in out.iterdir())[:5]) if out.is_dir() else "it is a file"
-        raise OutputError(f"`{out}` is not empty: {content}", hint="name a new folder, or move that one away")
 
 
 def check_free_space(out: Path, size: int) -> None:

@@ -1,12 +1,27 @@
-"""Folders that appear only when they are complete, and errors of the disk in the user's terms."""
+"""Folders that are written: only empty ones, with a name only when complete; errors of the disk in the user's terms."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from ds_finetune.errors import OutputError
 from ds_finetune.whole_file import synchronise
+
+_SHOWN = 5
+
+
+def check_out_empty(out: Path, said: str = "", *, may_hold: Callable[[Path], bool] | None = None) -> None:
+    """OutputError where `out` is a file, or a folder with any entry but those that it `may_hold`.
+
+    `said` begins the message in place of "OUT is not empty".
+    """
+    entries = out.iterdir() if out.is_dir() else ()
+    names = sorted(entry.name for entry in entries if not (may_hold and may_hold(entry)))
+    if names or out.is_file():
+        content = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "") if names else "it is a file"
+        said = said or f"`{out}` is not empty"
+        raise OutputError(f"{said}: {content}", hint="name a new folder, or move that one away")
 
 
 @contextmanager
@@ -38,5 +53,5 @@ def as_output_errors(folder: Path) -> Iterator[None]:
         yield
     except OSError as refused:
         raise OutputError(
-            f"{folder} cannot be written: {refused.strerror}", hint="free some space, or name another folder"
+            f"`{folder}` cannot be written: {refused.strerror}", hint="free some space, or name another folder"
         ) from refused

@@ -9,15 +9,69 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ds_finetune.checkpoint.locking import remove_own_lock
+from ds_finetune.checkpoint.locking import LOCK, remove_own_lock
+from ds_finetune.checkpoint.tools import CHECKPOINTS
 from ds_finetune.config.schema import RunConfig, dump_config
 from ds_finetune.errors import OutputError
 from ds_finetune.estimate.states import DiskNeed
+from ds_finetune.export.output_folder import as_output_errors, check_out_empty
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.observers.writers import line_of
 from ds_finetune.plan.plan import Plan
+from ds_finetune.runs.folder import PLAN
+from ds_finetune.runs.status import read_object
 from ds_finetune.units import GIB
+from ds_finetune.watchdog.death_cause import FOLDER
 from ds_finetune.whole_file import replace_file
+
+_LOGS = (".log", ".out", ".err")
+"""Endings of files to which a shell or a scheduler writes what a run prints; no run writes such a file itself."""
+
+
+def check_only_own_files(config: RunConfig) -> None:
+    """OutputError where `output_dir` holds an input of the run, or files and no run; called before a run writes."""
+    folder = Path(config.output_dir)
+    for key, path in _inputs(config):
+        if path.exists() and path.resolve().is_relative_to(folder.resolve()):
+            raise OutputError(
+                f"{key} `{path}` is in output_dir `{folder}`, where a run replaces files",
+                hint="name another output_dir, or move the input to another folder",
+            )
+    if folder.is_dir() and not _is_run(folder):
+        cache = Path(config.data.cache_dir).resolve()
+        said = f"output_dir `{folder}` is not empty and holds no run"
+        with as_output_errors(folder):
+            check_out_empty(folder, said, may_hold=lambda entry: _is_kept(entry, cache))
+
+
+def _inputs(config: RunConfig) -> Iterator[tuple[str, Path]]:
+    """Keys of the run file that name a file or folder to be read, with what they name: it may be an id of the hub."""
+    data, objective = config.data, config.objective
+    for purpose in ("train", "eval"):
+        for path in data.paths(purpose):
+            # It may end in `:split`.
+            yield f"data.{purpose}", Path(path if Path(path).exists() else path.partition(":")[0])
+    named = {"model.path": config.model.path, "model.tokenizer": config.model.tokenizer, "data.template": data.template}
+    named |= {f"objective.{key}": getattr(objective, key, None) for key in ("teacher", "scores")}
+    named["deepspeed"] = config.deepspeed if isinstance(config.deepspeed, str) else None
+    yield from ((key, Path(path)) for key, path in named.items() if path)
+
+
+def _is_run(folder: Path) -> bool:
+    """Whether a run has begun in `folder`: it has written its plan, or held the lock of its checkpoints.
+
+    A config.yaml is no sign of one, since users give that name to files of their own.
+    """
+    return read_object(folder / PLAN).keys() >= {"layout", "notes"} or (folder / CHECKPOINTS / LOCK).is_file()
+
+
+def _is_kept(entry: Path, cache: Path) -> bool:
+    """Whether a run leaves `entry` of its folder as it is, or adds to it: also what launcher and watchdog write first,
+    before there is a run.
+    """
+    if entry.name in ("logs", FOLDER) or entry.name.startswith(".") or entry.suffix in _LOGS:
+        return True
+    return cache.is_relative_to(entry.resolve()) or (entry.is_dir() and not any(entry.iterdir()))
 
 
 def check_run_folder(config: RunConfig) -> None:
@@ -133,7 +187,7 @@ def prepare_run_folder(config: RunConfig, plan: Plan, *, after_step: int = 0, la
 def _write_settings(config: RunConfig, plan: Plan, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     plan_text = json.dumps({**dict(plan.decisions), "notes": plan.notes}, indent=2) + "\n"
-    # First the plan, by which `check_run_folder` knows a run: then a user's config.yaml is never taken for that of one.
+    # First the plan, by which `_is_run` knows a run: then a user's config.yaml is never taken for that of one.
     replace_file(folder / "plan.json", plan_text, is_synced=True)
     replace_file(folder / "config.yaml", dump_config(config), is_synced=True)
     replace_file(folder / "deepspeed.json", json.dumps(plan.deepspeed, indent=2) + "\n", is_synced=True)

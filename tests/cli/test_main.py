@@ -264,3 +264,19 @@ def test_the_version_is_the_packages() -> None:
     from importlib.metadata import version
 
     assert version("ds_finetune") == __version__
+
+
+def test_the_demo_replaces_no_file_of_the_user(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It may be written again as it is."""
+    folder = tmp_path / "demo"
+    run_file = write_demo(folder, ranks=1, days=300)
+    assert write_demo(folder, ranks=1, days=300) == run_file
+    for name in ("train.jsonl", "run.yaml", "model/config.json"):
+        (tmp_path / "new" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "new" / name).write_text("mine")
+    assert cli.main(["demo", str(tmp_path / "new")]) == 2
+    assert "has other files than the example by these names: model/config.json, run.yaml, train.jsonl" in (
+        capsys.readouterr().err
+    )
+    kept = {str(path.relative_to(tmp_path / "new")): path.read_text() for path in (tmp_path / "new").rglob("*.*")}
+    assert kept == dict.fromkeys(("train.jsonl", "run.yaml", "model/config.json"), "mine")

@@ -1,16 +1,26 @@
 """The run directory is checked before anything is loaded."""
 
+import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ds_finetune import api
+from ds_finetune.checkpoint.locking import lock_folder
 from ds_finetune.config.schema import RunConfig, read_config
 from ds_finetune.errors import OutputError
 from ds_finetune.estimate.states import DiskNeed, ModelSizes, estimate_run
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.runs.samples import Sample, read_samples
-from ds_finetune.trainer.run_dir import check_run_disk, check_run_folder, prepare_run_folder
+from ds_finetune.trainer.run_dir import (
+    check_only_own_files,
+    check_run_disk,
+    check_run_folder,
+    prepare_run_folder,
+)
 from ds_finetune.world import World
 
 
@@ -92,6 +102,95 @@ def test_a_folder_that_holds_a_run_is_resumed_or_refused(tmp_path: Path) -> None
     check_run_folder(config_of(run))
     with pytest.raises(OutputError, match="already holds a run"):
         check_run_folder(config_of(run, checkpoint={"resume": "never"}))
+
+
+MINE = ("config.yaml", "plan.json", "data.json", "run.yaml", "checkpoints/a", "base/config.json", "watchdog.txt")
+
+
+@pytest.mark.parametrize("name", MINE)
+def test_files_that_no_run_wrote_are_never_replaced(name: str, tmp_path: Path) -> None:
+    (tmp_path / "run" / name).parent.mkdir(parents=True)
+    (tmp_path / "run" / name).write_text("{}")
+    with pytest.raises(
+        OutputError, match=rf"output_dir `.*run` is not empty and holds no run: {name.partition('/')[0]}\n"
+    ):
+        check_only_own_files(config_of(tmp_path / "run"))
+
+
+def test_what_is_there_before_a_run_is_kept(tmp_path: Path) -> None:
+    """Of a launcher, a watchdog, a scheduler, the shell, and an earlier start that was killed while it read its data."""
+    run = tmp_path / "run"
+    for name in ("logs/r1/attempt-1/rank-0.log", "watchdog/rank-00000.txt", "slurm-1.out", "train.log", ".trial-x/y"):
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).touch()
+    (run / "checkpoints").mkdir()
+    (run / "cache" / "rows").mkdir(parents=True)
+    config = config_of(run, data={"train": "a.jsonl", "cache_dir": str(run / "cache" / "rows")})
+    check_only_own_files(config)
+    (run / "notes.txt").touch()
+    with pytest.raises(OutputError, match=r"holds no run: notes\.txt\n"):
+        check_only_own_files(config)
+
+
+def test_a_folder_of_a_run_may_hold_anything_else(tmp_path: Path) -> None:
+    for name in ("begun", "killed before its first step"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "notes.txt").touch()
+    config = config_of(tmp_path / "begun")
+    prepare_run_folder(config, make_plan(config, world=World(0, 1, 0, 1, "python"), device="cpu"))
+    check_only_own_files(config)
+    lock_folder(make_folder(tmp_path / "killed before its first step" / "checkpoints"), seconds=1, say=print).close()
+    check_only_own_files(config_of(tmp_path / "killed before its first step"))
+
+
+@pytest.mark.parametrize("place", ["run", "link"])
+@pytest.mark.parametrize(
+    ("key", "sections"),
+    [
+        ("data.train", {"data": {"train": "{run}/a.jsonl:train"}}),
+        ("data.train", {"data": {"train": {"{run}/a.jsonl": 1.0, "b.jsonl": 2.0}}}),
+        ("data.eval", {"data": {"train": "a.jsonl", "eval": {"new": "{run}/a.jsonl"}}}),
+        ("model.path", {"model": "{run}"}),
+        ("model.path", {"model": "{run}/export"}),
+        ("model.tokenizer", {"model": {"path": "m", "tokenizer": "{run}/export"}}),
+        ("data.template", {"data": {"train": "a.jsonl", "template": "{run}/a.jsonl"}}),
+        ("objective.teacher", {"objective": {"name": "distill", "teacher": "{run}/export"}}),
+        ("objective.scores", {"objective": {"name": "distill", "scores": "{run}/export"}}),
+        ("deepspeed", {"deepspeed": "{run}/a.jsonl"}),
+    ],
+)
+def test_inputs_in_the_run_folder_are_refused_by_name(
+    key: str, sections: dict[str, Any], place: str, tmp_path: Path
+) -> None:
+    """Also where the folder holds a run, and where the input is named by a link to the folder."""
+    run = tmp_path / "run"
+    config = config_of(run)
+    prepare_run_folder(config, make_plan(config, world=World(0, 1, 0, 1, "python"), device="cpu"))
+    (run / "export").mkdir()
+    (run / "a.jsonl").touch()
+    (tmp_path / "link").symlink_to(run)
+    check_only_own_files(config)
+    tree = json.loads(json.dumps(sections).replace("{run}", str(tmp_path / place)))
+    with pytest.raises(
+        OutputError, match=rf"^{re.escape(key)} `.*` is in output_dir `{run}`, where a run replaces files"
+    ):
+        check_only_own_files(config_of(run, **tree))
+
+
+def test_training_keeps_rows_that_have_the_name_of_a_record(tmp_path: Path) -> None:
+    rows = make_folder(tmp_path / "m") / "data.json"
+    rows.write_text('[{"text": "mine"}]')
+    with pytest.raises(OutputError, match=r"data\.train `.*data\.json` is in output_dir"):
+        api.train(config_of(tmp_path / "m", data={"train": str(rows)}))
+    with pytest.raises(OutputError, match=r"holds no run: data\.json"):
+        api.train(config_of(tmp_path / "m"))
+    assert [path.name for path in (tmp_path / "m").iterdir()] == ["data.json"]
+    assert rows.read_text() == '[{"text": "mine"}]'
+
+
+def make_folder(path: Path) -> Path:
+    path.mkdir(parents=True)
+    return path
 
 
 def test_records_of_steps_that_are_done_again_go(tmp_path: Path) -> None:

@@ -19,8 +19,9 @@ from transformers import PreTrainedModel
 from ds_finetune.auto_configs import AutoConfig
 from ds_finetune.errors import ExportError, OutputError, VerificationError
 from ds_finetune.export.classifiers import auto_class
-from ds_finetune.export.from_checkpoint import COPIED_FILES, check_free_space, check_out_empty, export_checkpoint
+from ds_finetune.export.from_checkpoint import COPIED_FILES, check_free_space, export_checkpoint
 from ds_finetune.export.model_config import remove_code
+from ds_finetune.export.output_folder import check_out_empty
 from ds_finetune.export.readers.sources import is_model, is_peft_adapter
 from ds_finetune.export.verify.record import UNVERIFIED
 from ds_finetune.families.table import family_of
