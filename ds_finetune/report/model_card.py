@@ -8,6 +8,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ds_finetune import __version__
+from ds_finetune.families.table import BUILT_AS
 from ds_finetune.report.differences import flat_config
 from ds_finetune.report.number_texts import number_text
 from ds_finetune.report.run import ReportedRun
@@ -77,13 +78,15 @@ def model_card(run: ReportedRun, folder: Path) -> str:
     step = _step_of(run, folder)
     results = dict(_results_at(run, step))
     base, objective = _base_model(run.config), _objective(run.config)
+    task = _TASKS.get(objective, "text-generation")
+    is_scorer, built_as = task != "text-generation", _built_as(folder)
     data = ModelCardData(
         base_model=base if _is_hub_id(base) else None,
         base_model_relation=("adapter" if is_adapter else "finetune") if _is_hub_id(base) else None,
         datasets=[name for name in _training_data(run.config) if _is_hub_id(name)] or None,
         eval_results=[
             EvalResult(
-                task_type=_TASKS.get(objective, "text-generation"),
+                task_type=task,
                 dataset_type="held-out",
                 dataset_name="held-out rows of the run",
                 metric_type=name,
@@ -94,7 +97,7 @@ def model_card(run: ReportedRun, folder: Path) -> str:
         or None,
         library_name="peft" if is_adapter else "transformers",
         model_name=run.name,
-        pipeline_tag=_TASKS.get(objective, "text-generation"),
+        pipeline_tag=task,
         tags=["ds_finetune", "deepspeed", objective, *(["lora"] if run.config.get("lora") else [])],
     )
     environment = Environment(
@@ -109,8 +112,13 @@ def model_card(run: ReportedRun, folder: Path) -> str:
         name=run.name,
         base=base if _is_hub_id(base) else Path(base).name,
         objective=objective,
-        task=_TASKS.get(objective, "text-generation"),
+        task=task,
         is_adapter=is_adapter,
+        is_scorer=is_scorer,
+        auto_class="AutoModelForSequenceClassification" if is_scorer else "AutoModelForCausalLM",
+        built_as=built_as,
+        type_argument=f', model_type="{built_as}"' if built_as else "",
+        raw_score=', function_to_apply="none"' if objective == "reward" else "",
         step=step,
         ranks=run.starts[-1].get("ranks", 0) if run.starts else 0,
         results=[(name, _result_text(name, value)) for name, value in results.items()],
@@ -118,6 +126,14 @@ def model_card(run: ReportedRun, folder: Path) -> str:
         settings=_settings(run.config),
         versions=run.versions,
     )
+
+
+def _built_as(folder: Path) -> str:
+    """The model type that transformers has to be told, because it does not know the folder's own; else empty."""
+    # An adapter of a language model has no config.json, but the merged export beside it.
+    files = (folder / "config.json", folder.with_name(folder.name.replace("adapter", "export")) / "config.json")
+    types = [str(read_object(file).get("model_type")) for file in files]
+    return next((BUILT_AS[name] for name in types if name in BUILT_AS), "")
 
 
 def _settings(config: Mapping[str, Any]) -> list[tuple[str, str]]:
