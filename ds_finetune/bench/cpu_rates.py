@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,13 +39,20 @@ _NO_LINK = 1e12
 
 def this_cpu_machine(ranks: int, *, precision: str, threads: int | None = None) -> Machine:
     """This machine as `ranks` CPU ranks with `threads` each, an equal part of its cores by default; measured once and
-    then read from the user's cache folder. RunError where a rank of the measurement fails.
+    then read from the user's cache folder. Rates of a busy machine are measured again, and the less disturbed ones
+    kept. RunError where a rank of the measurement fails.
     """
     number = threads or max(1, (os.cpu_count() or 1) // ranks)
     file = rates_file(ranks, precision=precision, threads=number)
     rates = CpuRates.read(file)
-    if rates is None:
-        rates = measure_ranks(ranks, precision=precision, threads=number)
+    if rates is None and ranks > (os.cpu_count() or 1):
+        raise RunError(
+            f"{ranks} CPU ranks cannot be measured on the {os.cpu_count()} processors of this machine",
+            hint="plan for as many ranks as it has processors at most, or name another machine by --gpu",
+        )
+    if rates is None or rates.is_disturbed:
+        again = measure_ranks(ranks, precision=precision, threads=number)
+        rates = again if rates is None else min(rates, again, key=lambda each: each.others)
         rates.write(file)
     return cpu_machine(rates, ranks=ranks, memory_bytes=psutil.virtual_memory().total)
 
@@ -53,6 +60,7 @@ def this_cpu_machine(ranks: int, *, precision: str, threads: int | None = None) 
 def measure_ranks(ranks: int, *, precision: str, threads: int) -> CpuRates:
     """The medians over `ranks` processes that measure at the same time."""
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    began, before, own_before = time.perf_counter(), _busy_seconds(), _children_seconds()
     with tempfile.TemporaryDirectory() as folder:
         started = [
             subprocess.Popen(
@@ -66,6 +74,11 @@ def measure_ranks(ranks: int, *, precision: str, threads: int) -> CpuRates:
         ]
         try:
             texts = [process.communicate(timeout=_LIMIT_SECONDS) for process in started]
+        except subprocess.TimeoutExpired:
+            raise RunError(
+                f"measuring {ranks} CPU ranks was not done in {_LIMIT_SECONDS} s",
+                hint="try again when the machine is less busy, or name another machine by --gpu",
+            ) from None
         finally:
             for process in started:
                 process.kill()
@@ -77,16 +90,32 @@ def measure_ranks(ranks: int, *, precision: str, threads: int) -> CpuRates:
                 hint="name the machine that the run is planned for by --gpu",
             )
     found = [json.loads(out.splitlines()[-1]) for out, _ in texts]
-    return CpuRates(**{each.name: statistics.median(rank[each.name] for rank in found) for each in fields(CpuRates)})
+    others = _busy_seconds() - before - (_children_seconds() - own_before)
+    share = max(0.0, others) / (time.perf_counter() - began) / (os.cpu_count() or 1)
+    names = [each.name for each in fields(CpuRates) if each.name != "others"]
+    return CpuRates(**{name: statistics.median(rank[name] for rank in found) for name in names}, others=share)
+
+
+def _busy_seconds() -> float:
+    """Seconds that this machine's processors were busy since its start, also for other guests of its host."""
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0))
+
+
+def _children_seconds() -> float:
+    """Processor time of this process's children that have ended."""
+    times = os.times()
+    return times.children_user + times.children_system
 
 
 def main() -> None:
     """Measure as one rank, and print the rates."""
     rank, ranks, precision, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
-    sys.stdout.write(f"{json.dumps(asdict(_measure(rank, ranks, precision, folder)))}\n")
+    sys.stdout.write(f"{json.dumps(_measure(rank, ranks, precision, folder))}\n")
 
 
-def _measure(rank: int, ranks: int, precision: str, folder: Path) -> CpuRates:
+def _measure(rank: int, ranks: int, precision: str, folder: Path) -> dict[str, float]:
+    """All rates but the share of other processes, which the parent knows."""
     import torch
     import torch.distributed as dist
 
@@ -113,7 +142,7 @@ def _measure(rank: int, ranks: int, precision: str, folder: Path) -> CpuRates:
         value.sum().backward()
 
     sent, message = torch.zeros(_SENT // 4), torch.zeros(8)
-    rates = CpuRates(
+    rates = dict(
         matmul=2 * _ROWS * _COLUMNS * _ROWS / _seconds(lambda: torch.mm(rows, weight)),
         head=6 * _ROWS * _COLUMNS * _VOCABULARY / _seconds(_head_products(dtype)),
         grouped=6 * _EXPERT_ROWS * _COLUMNS * _ROWS / _seconds(_expert_products(dtype)),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ds_finetune.cli.arguments import Arguments, Commands, add_run_command, positive, read_run
 from ds_finetune.console import OUT, pairs
-from ds_finetune.errors import ConfigError
+from ds_finetune.errors import ConfigError, RunError
 from ds_finetune.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -62,6 +62,8 @@ def _plan(arguments: Arguments) -> None:
     elif arguments.tensors:
         _show_tensors(config, target)
     else:
+        if target.ranks.device == "cpu":
+            target = _with_time_or_reason(config, target, is_asked_for=arguments.gpu == "cpu")
         _show_forecast(config, target, is_json=arguments.json)
 
 
@@ -82,6 +84,25 @@ def _with_links(target: "Target", file: str | None) -> "Target":
     return replace(target, machine=with_measured_links(target.machine, Path(file)))
 
 
+def _with_measured_ranks(config: "RunConfig", target: "Target") -> "Target":
+    """The target with the rates of this machine's CPU ranks, which are measured where they are not known."""
+    from ds_finetune.bench.cpu_rates import this_cpu_machine
+
+    measured = this_cpu_machine(target.ranks.number, precision=config.train.precision)
+    return replace(target, machine=measured)
+
+
+def _with_time_or_reason(config: "RunConfig", target: "Target", *, is_asked_for: bool) -> "Target":
+    """The target with rates of CPU ranks, measured where the plan is asked for them, or a note why there is no time."""
+    if not is_asked_for:
+        reason = "the speed of this machine's CPU ranks has not been measured; `--gpu cpu` measures it"
+        return target if target.machine is not None else replace(target, notes=(f"no time is shown: {reason}",))
+    try:
+        return _with_measured_ranks(config, target)
+    except RunError as error:
+        return replace(target, machine=None, notes=(f"no time is shown: {error.message}",))
+
+
 def _check_options(arguments: Arguments) -> None:
     """ConfigError for options that are not valid together."""
     given = [f"--{name}" for name in ("search", "tensors") if getattr(arguments, name)]
@@ -96,13 +117,10 @@ def _check_options(arguments: Arguments) -> None:
 def _search(arguments: Arguments, config: "RunConfig", target: "Target") -> None:
     from ds_finetune.cli.search_table import search_tables
     from ds_finetune.search.run_file import write_run_file
-    from ds_finetune.search.search_run import result_tree, run_file_text, search_layouts
+    from ds_finetune.search.search_run import result_notes, result_tree, run_file_text, search_layouts
 
-    if target.ranks.device == "cpu" and target.machine is None:
-        from ds_finetune.bench.cpu_rates import this_cpu_machine
-
-        measured = this_cpu_machine(target.ranks.number, precision=config.train.precision)
-        target = replace(target, machine=measured)
+    if target.ranks.device == "cpu":
+        target = _with_measured_ranks(config, target)
     result = search_layouts(config, target)
     if arguments.write:
         text = run_file_text(Path(arguments.run), config, result, target, overrides=arguments.overrides)
@@ -111,7 +129,7 @@ def _search(arguments: Arguments, config: "RunConfig", target: "Target") -> None
         OUT.print_json(json.dumps(result_tree(result, target)))
         return
     OUT.print(search_tables(result))
-    for note in (*target.notes, *result.proposals[0].time.assumptions):
+    for note in result_notes(result, target):
         OUT.print(note, markup=False)
     if arguments.write:
         OUT.print(f"written: {arguments.write}", markup=False)

@@ -11,6 +11,13 @@ from typing import Self
 from ds_finetune.estimate.accelerators import Accelerator, Efficiency, Machine
 from ds_finetune.whole_file import replace_file
 
+_BUSY = (
+    "The machine was busy when the rates of its ranks were measured: other processes took {:.0%} of its processors, so "
+    "times are too long. `ds-finetune plan --gpu cpu` measures again."
+)
+_MOST_OF_OTHERS = 0.1
+"""Share of the processors."""
+
 
 @dataclass(frozen=True)
 class CpuRates:
@@ -36,6 +43,13 @@ class CpuRates:
     """Bytes that a rank sends to others of its machine."""
     message_seconds: float
     """Of a collective on a few numbers."""
+    others: float
+    """Share of the machine's processors that other processes took meanwhile."""
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether other processes took so much that the rates are too low."""
+        return self.others > _MOST_OF_OTHERS
 
     @classmethod
     def read(cls, file: Path) -> Self | None:
@@ -94,4 +108,5 @@ def cpu_machine(rates: CpuRates, *, ranks: int, memory_bytes: int) -> Machine:
         efficiency=efficiency,
         blocks_host=True,
         calls_each_document=True,
+        notes=(_BUSY.format(rates.others),) if rates.is_disturbed else (),
     )

@@ -6,6 +6,13 @@ from ds_finetune.estimate.accelerators import GB, Machine
 from ds_finetune.estimate.operations import Work
 from ds_finetune.estimate.teacher_time import teacher_config
 
+AGAINST_PUBLISHED = (0.41, 7.1)
+"""Least and most of predicted over published tokens/s of nine runs of other programs (docs/explanation/results.md)."""
+UNCONFIRMED = (
+    "No GPU has confirmed these figures. Against nine published runs of other programs, the predicted tokens/s are "
+    f"{AGAINST_PUBLISHED[0]:g} to {AGAINST_PUBLISHED[1]:g} times those that they had."
+)
+
 
 def assumptions(work: Work, machine: Machine) -> tuple[str, ...]:
     """Sentences about rates, rows, experts, what is hidden, and what is left out."""

@@ -102,12 +102,19 @@ class _Zero:
         and 2 (zero/stage_1_and_2.py:3254-3279), one at stage 3 (zero/stage3.py:782). They are as large as the option
         says on a GPU; a CPU gives them memory where gradients are written.
         """
-        if not self.option("contiguous_gradients"):
-            return 0
-        overlaps = self.plan.deepspeed["zero_optimization"].get("overlap_comm") and self.plan.zero_stage < 3
-        numel = int(self.option("reduce_bucket_size"))
-        numel = min(numel, self.own.trained) if self.home == "host" else numel
-        return numel * self.width * (2 if overlaps else 1)
+        most = bucket_bytes(self.plan)
+        if self.home != "host":
+            return most
+        return min(most, most // int(self.option("reduce_bucket_size")) * self.own.trained)
+
+
+def bucket_bytes(plan: Plan) -> int:
+    """Bytes of the address space of the buckets in which gradients are summed."""
+    options = _DEFAULTS | plan.deepspeed["zero_optimization"]
+    if not options["contiguous_gradients"] or not plan.zero_stage:
+        return 0
+    overlaps = options.get("overlap_comm") and plan.zero_stage < 3
+    return int(options["reduce_bucket_size"]) * WEIGHT_BYTES[plan.precision] * (2 if overlaps else 1)
 
 
 def zero_rows(plan: Plan, own: RankElements, weights: RankWeights) -> Iterator[MemoryRow]:

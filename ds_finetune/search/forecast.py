@@ -10,6 +10,7 @@ from ds_finetune.estimate.memory import MemoryEstimate, estimate_memory
 from ds_finetune.estimate.rank_weights import num_scores, weights_of_run
 from ds_finetune.estimate.row_shape import RowShape
 from ds_finetune.estimate.step_time import TimeEstimate, estimate_time
+from ds_finetune.estimate.time_assumptions import UNCONFIRMED
 from ds_finetune.families.table import family_of
 from ds_finetune.plan.activations import mlp_tiles
 from ds_finetune.plan.batch import AUTO, with_micro_batch
@@ -71,9 +72,10 @@ class Forecast:
     def notes(self) -> tuple[str, ...]:
         """What a user might not expect."""
         resized = "rows that model.resize_vocabulary may add to embedding and head are not counted"
-        found = (*self.plan.notes, *((resized,) if self.config.model.resize_vocabulary else ()))
-        assumed = (*self.target.notes, *self.time.assumptions) if self.time is not None else ()
-        return (*found, *self.fit(), *assumed)
+        unconfirmed = () if self.plan.device == "cpu" else (UNCONFIRMED,)
+        found = (*unconfirmed, *self.plan.notes, *((resized,) if self.config.model.resize_vocabulary else ()))
+        assumed = self.time.assumptions if self.time is not None else ()
+        return (*found, *self.fit(), *self.target.notes, *assumed)
 
     def time_lines(self) -> Iterator[tuple[str, str]]:
         """Name and text of the time of a step and its parts, the largest first; none where it is not known."""

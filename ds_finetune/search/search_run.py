@@ -10,6 +10,7 @@ from ds_finetune.errors import ConfigError, FinetuneError
 from ds_finetune.estimate.config_text import UnchangedConfig
 from ds_finetune.estimate.memory import MemoryEstimate
 from ds_finetune.estimate.row_shape import RowShape
+from ds_finetune.estimate.time_assumptions import UNCONFIRMED
 from ds_finetune.families.table import family_of
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.search.candidates import Candidate, Candidates, Ranks
@@ -209,8 +210,14 @@ def result_tree(result: SearchResult, target: Target) -> dict[str, Any]:
             | {"seconds": misfit.seconds, "why": result.budget.problem(misfit.memory)}
             for misfit in result.misfits
         ],
-        "assumptions": [*target.notes, *best.time.assumptions],
+        "assumptions": result_notes(result, target),
     }
+
+
+def result_notes(result: SearchResult, target: Target) -> list[str]:
+    """What is assumed, as sentences, and for GPUs how far the figures are confirmed."""
+    unconfirmed = () if target.ranks.device == "cpu" else (UNCONFIRMED,)
+    return [*unconfirmed, *target.notes, *result.proposals[0].time.assumptions]
 
 
 def _layout_tree(candidate: Candidate, memory: MemoryEstimate) -> dict[str, Any]:

@@ -80,7 +80,8 @@ def host_spans(recorder: Recorder, waits: Waits) -> RankSpans:
         phases=phases,
         computing=computing,
         communicating={phase: intersection(spans, blocked) for phase, spans in phases.items()},
-        under_way=union(made.span for made in recorder.communications),
+        # A call returns a moment after its collective ends, and blocks the rank until then.
+        under_way=union([*(made.span for made in recorder.communications), *blocked]),
         waiting=union(map(waits.span, recorder.communications)),
         offloading={phase: intersection(spans, offload) for phase, spans in phases.items()},
         is_compute_first=False,

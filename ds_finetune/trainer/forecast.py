@@ -25,7 +25,9 @@ def forecast_lines(run: PreparedRun) -> list[tuple[str, str]]:
     lines = [("memory of a rank", _memory_text(run, memory))] if memory is not None else []
     if time is not None:
         text = f"{time.seconds:.2f} s, {time.tokens_per_second:,.0f} tokens/s with padding, MFU {time.mfu:.1%}"
-        lines.append(("predicted step", text))
+        machine = _machine(run)
+        assert machine is not None
+        lines.append(("predicted step", "; ".join([text, *machine.notes])))
     return lines
 
 

@@ -1,5 +1,6 @@
 """Says what a run needs of a device's memory and what would fit, and turns an error that memory ran out into that."""
 
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -7,6 +8,7 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.device_memory import DeviceMemory, is_out_of_memory
 from ds_finetune.errors import FinetuneError, RunError
 from ds_finetune.estimate.memory import MemoryEstimate, estimate_memory
+from ds_finetune.estimate.zero_rows import bucket_bytes
 from ds_finetune.search.nearest import first_texts, fitting_changes
 from ds_finetune.trainer.distillation import with_local_teacher
 from ds_finetune.trainer.prepare import PreparedRun
@@ -78,10 +80,27 @@ def _out_of_memory(run: PreparedRun, error: Exception, device: DeviceMemory | No
     need = f"by the estimate a rank needs {estimate.device_bytes / GIB:.3f} GiB at most"
     has = f"the {device.name} had {device.free_bytes / GIB:.3f} GiB free for it when the run was prepared"
     text = "\n".join([message, f"{need}, and {has}:", *memory_table(estimate)])
+    bucket = _bucket_hint(run, device)
     if estimate.device_bytes >= device.free_bytes:
-        return OutOfMemoryError(text, hint=what_fits(run, budget=device.free_bytes))
+        fits = what_fits(run, budget=device.free_bytes)
+        return OutOfMemoryError(text, hint=f"{bucket}; then {fits}" if bucket else fits)
     less = what_fits(run, budget=estimate.device_bytes)
-    return OutOfMemoryError(
-        text,
-        hint=f"the estimate is less than what was free: look for other processes and limits, or take less; {less}",
+    other = "the estimate is less than what was free: look for other processes and limits, or take less"
+    return OutOfMemoryError(text, hint=bucket or f"{other}; {less}")
+
+
+def _bucket_hint(run: PreparedRun, device: DeviceMemory) -> str:
+    """What to do where a limit of the address space has no room for the bucket in which ZeRO sums gradients; empty
+    where there is none.
+
+    DeepSpeed allocates it in one piece, however small the model is (zero/stage_1_and_2.py and stage3.py of 0.19.8), and
+    the estimate counts what is written to it.
+    """
+    is_limited = run.plan.device == "cpu" and resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+    size = bucket_bytes(run.plan)
+    if not is_limited or 2 * size < device.free_bytes:
+        return ""
+    return (
+        f"under `ulimit -v` the bucket of ZeRO-{run.plan.zero_stage} counts in full, {size:,} bytes in one piece: set "
+        "deepspeed.zero_optimization.reduce_bucket_size to 10000000, or raise the limit"
     )

@@ -1,13 +1,20 @@
 """`ds-finetune plan`: what it prints, on which machines, and what it refuses."""
 
 import json
+import os
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from ds_finetune.bench import cpu_rates
 from ds_finetune.cli.main import main
+from ds_finetune.estimate.time_assumptions import AGAINST_PUBLISHED, UNCONFIRMED
+from tests.conftest import ROOT
+from tests.estimate.test_cpu_machine import RATES
 
 V3 = "configs/deepseek-ai--DeepSeek-V3"
 
@@ -78,11 +85,51 @@ def test_a_short_run_takes_more_than_no_time(run_file: str, capsys: pytest.Captu
     assert not {"0 hours", "0.0 hours"} & set(line.split(", ")), line
 
 
-def test_what_does_not_fit_is_said_once_with_what_stays_free(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_fit_is_said_once_with_what_stays_free(
+    run_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
     assert main(["plan", run_file, "--gpus", "8", "--gpu", "cpu", "parallel.ep=8"]) == 0
-    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("does not fit")]
+    shown = capsys.readouterr().out
+    assert "no time is shown: 8 CPU ranks cannot be measured on the 2 processors of this machine" in shown
+    [line] = [line for line in shown.splitlines() if line.startswith("does not fit")]
     assert line.count(" GiB of ") == 1
     assert "in its share of the host's memory (7% stay free)" in line
+
+
+def test_cpu_ranks_are_measured_where_a_plan_is_for_them(
+    run_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cpu_rates, "measure_ranks", lambda *_, **__: replace(RATES, others=0.4))
+    assert main(["plan", run_file, "--gpus", "1", "--gpu", "cpu", "parallel.ep=1"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^a step +[\d,.]+ s", shown, re.MULTILINE)
+    assert "The machine was busy when the rates of its ranks were measured: other processes took 40%" in shown
+    assert UNCONFIRMED not in shown
+
+
+def test_no_figure_of_a_gpu_is_shown_as_confirmed(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", run_file, "--gpus", "512", "--gpu", "h100-80g"]
+    for options in ([], ["--search"], ["--gpus", "8", "parallel.ep=8"]):
+        assert main([*command, *options]) == 0
+        assert UNCONFIRMED in " ".join(capsys.readouterr().out.split())
+    assert main([*command, "--json"]) == 0
+    assert UNCONFIRMED in json.loads(capsys.readouterr().out)["notes"]
+    assert main([*command, "--search", "--json"]) == 0
+    assert UNCONFIRMED in json.loads(capsys.readouterr().out)["assumptions"]
+
+
+def test_the_docs_have_the_range_against_published_runs() -> None:
+    least, most = AGAINST_PUBLISHED
+    table = (
+        (ROOT / "docs" / "explanation" / "results.md").read_text().split("| run | published | predicted | factor |")[1]
+    )
+    rows = [line.split("|")[4] for line in table.split("\n\n")[0].splitlines()[2:]]
+    assert (min(map(float, rows)), max(map(float, rows)), len(rows)) == (least, most, 9)
+    page = " ".join((ROOT / "docs" / "explanation" / "time-model.md").read_text().split())
+    assert f"{least:g} to {most:g} times" in page
 
 
 def test_measured_links_take_the_place_of_the_table(

@@ -1,12 +1,14 @@
 """This machine's CPU ranks as a machine: rates that were measured once are read again."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from ds_finetune.bench import cpu_rates
 from ds_finetune.bench.cpu_rates import this_cpu_machine
 from ds_finetune.errors import RunError
-from ds_finetune.estimate.cpu_machine import CpuRates, rates_file
+from ds_finetune.estimate.cpu_machine import CpuRates, cpu_machine, rates_file
 
 RATES = CpuRates(
     matmul=8e10,
@@ -18,6 +20,7 @@ RATES = CpuRates(
     kernel_seconds=2e-6,
     link=1e9,
     message_seconds=2e-4,
+    others=0.02,
 )
 
 
@@ -53,3 +56,19 @@ def test_two_ranks_are_measured_and_remembered(tmp_path: Path, monkeypatch: pyte
     assert 1e7 < machine.intra_node_bytes_per_s < 1e12
     with pytest.raises(RunError, match="measuring rank 0 of 1 CPU ranks"):
         this_cpu_machine(1, precision="fp8", threads=1)
+
+
+def test_rates_of_a_busy_machine_are_marked_and_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    file = rates_file(2, precision="fp32", threads=1)
+    busy = replace(RATES, matmul=1e10, others=0.4)
+    busy.write(file)
+    marked = cpu_machine(busy, ranks=2, memory_bytes=2**30)
+    assert any("other processes took 40% of its processors" in note for note in marked.notes)
+    measured = iter([replace(RATES, others=0.5), RATES])
+    monkeypatch.setattr(cpu_rates, "measure_ranks", lambda *_, **__: next(measured))
+    # A second measurement that is more disturbed is not kept.
+    assert this_cpu_machine(2, precision="fp32", threads=1).accelerator.fp32_flops == busy.matmul
+    again = this_cpu_machine(2, precision="fp32", threads=1)
+    assert (again.accelerator.fp32_flops, again.notes) == (RATES.matmul, ())
+    assert this_cpu_machine(2, precision="fp32", threads=1) == again

@@ -55,6 +55,17 @@ def test_a_host_computes_communicates_or_waits() -> None:
     assert (times.communicating * 1e9, times.hidden * 1e9) == pytest.approx((190, 90))
 
 
+def test_exposed_communication_is_a_part_of_all_of_it() -> None:
+    """A call that blocks the rank returns after its collective has ended."""
+    recorder = _recorder()
+    recorder.communications = [Communication("all_reduce", MEETING, 4000, 400, 590)]
+    recorder.blocked = [(400, 598)]
+    times = break_down(7, (0, 1000), host_spans(recorder, Waits({MEETING: (540, 1)})))
+    exposed = times.of_category("communication") + times.of_category("waiting")
+    assert (times.communicating * 1e9, times.hidden * 1e9) == pytest.approx((198, 0))
+    assert exposed == pytest.approx(times.communicating - times.hidden)
+
+
 def _event(cat: str, name: str, begin: int, end: int, **args: Any) -> dict[str, Any]:
     return {
         "ph": "X",

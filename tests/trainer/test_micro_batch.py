@@ -241,6 +241,21 @@ def test_no_memory_in_a_step_is_explained(tmp_path: Path) -> None:
     assert "train.activation_checkpointing true (" in errors
 
 
+def test_a_bucket_beyond_the_address_space_is_named(tmp_path: Path) -> None:
+    """ZeRO's bucket is one piece of 2e9 bytes, of which the resident memory has little."""
+    run_file = tiny_task(tmp_path, deepspeed={"zero_optimization": {"stage": 1}}, export={"at_end": False})
+    worker = str(Path(__file__).with_name("limited_worker.py"))
+    done = start([sys.executable, worker, "1500", str(run_file)])
+    assert done.returncode == 1, done.stdout + done.stderr
+    errors = " ".join(done.stderr.split())
+    assert "you tried to allocate 2000000000 bytes" in errors
+    assert "under `ulimit -v` the bucket of ZeRO-1 counts in full, 2,000,000,000 bytes in one piece" in errors
+    smaller = "deepspeed.zero_optimization.reduce_bucket_size=10000000"
+    assert smaller.replace("=", " to ") in errors
+    again = start([sys.executable, worker, "1500", str(run_file), smaller])
+    assert again.returncode == 0, again.stderr
+
+
 def _wide_task(folder: Path, *, ranks: int) -> Path:
     """Rows of 512 tokens in a model of six layers, all of whose activations are kept."""
     run_file = tiny_task(
