@@ -7,7 +7,6 @@ is, so the post-processor is replaced.
 
 import itertools
 import json
-import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from ds_finetune.auto_configs import AutoTokenizer
 from ds_finetune.export.classifiers import CONFIG
 from ds_finetune.export.model_config import TOKENIZER_CONFIG
 from ds_finetune.export.verify.record import TEXTS
+from ds_finetune.model.folder_check import copy_model_file
 from ds_finetune.model.score_config import NEW_PADDING
 
 Encode = Callable[[str, str | None], list[int]]
@@ -168,7 +168,7 @@ def _agreeing(
     with tempfile.TemporaryDirectory() as folder:
         for name, path in files.items():
             if "/" not in name:
-                shutil.copyfile(path, Path(folder) / name)
+                copy_model_file(path, Path(folder) / name)
         for name, text in changed.items():
             (Path(folder) / name).write_text(text, encoding="utf-8")
         plain = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

@@ -24,6 +24,7 @@ from ds_finetune.export.shards import HubTensor, ShardWriter, plan_shards
 from ds_finetune.export.verify.record import ExportRecord, mark_unverified
 from ds_finetune.families.family import Family
 from ds_finetune.model.dtypes import dtype_name
+from ds_finetune.model.folder_check import check_inside, copy_model_file
 from ds_finetune.model.fp8 import BYTE_SCALE, is_quantised
 from ds_finetune.model.hub_folder import HubFolder
 from ds_finetune.model.names import hub_pieces
@@ -218,9 +219,9 @@ def _write_config_and_files(folder: Path, parts: FolderParts, tensors: Collectio
         config[SECTION] = section_for(tensors, parts.base_section)
     (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     for file in parts.files:
-        text = served_tokenizer(file) if file.name == TOKENIZER_CONFIG else None
+        text = served_tokenizer(check_inside(file)) if file.name == TOKENIZER_CONFIG else None
         if text is None:
-            shutil.copyfile(file, folder / file.name)
+            copy_model_file(file, folder / file.name)
         else:
             (folder / file.name).write_text(text, encoding="utf-8")
     for name, text in parts.texts.items():

@@ -2,22 +2,27 @@
 run out of memory.
 """
 
+import shutil
 from pathlib import Path
 
 from ds_finetune.errors import ModelError
 from ds_finetune.model.safetensors_header import header_bytes
 from ds_finetune.plan.config_json import check_sizes
 
-_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
+_COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.codes", "additional_chat_templates/*.jinja")
+"""Files that are copied to checkpoints and exports, or whose content tokenizers and configurations repeat there."""
+_INDEX = ".index.json"
+"""Ending of the lists of weight files."""
 _SHOWN = 5
 
 
 def check_folder(folder: Path) -> None:
-    """ModelError where `folder` holds something that is neither file nor folder, a template outside it, or implausible
-    sizes.
+    """ModelError where `folder` holds something that is neither file nor folder, a link out of it in place of a file
+    that is copied, or implausible sizes.
 
-    Reading a FIFO would wait forever. A chat template that is a link out of the folder would render, and export, a
-    private file of this machine. The sizes are the number of layers and the lengths of safetensors headers.
+    Reading a FIFO would wait forever. A chat template, vocabulary or configuration that is a link out of the folder
+    would render, and export, a private file of this machine. Weights and their index may be links. The sizes are the
+    number of layers and the lengths of safetensors headers.
     """
     special = [
         entry.name
@@ -29,12 +34,9 @@ def check_folder(folder: Path) -> None:
             f"`{folder}` holds {', '.join(special[:_SHOWN])}, which is no regular file but a pipe, socket or device",
             hint="it may be harmful; remove it, or take another copy",
         )
-    for template in (template for pattern in _TEMPLATES for template in folder.glob(pattern)):
-        if not _is_inside(template, folder):
-            raise ModelError(
-                f"{template} is a link to {template.resolve()}, outside its folder",
-                hint="it may be harmful; put the template itself there",
-            )
+    for file in (file for pattern in _COPIED for file in sorted(folder.glob(pattern))):
+        if not file.name.endswith(_INDEX):
+            check_inside(file, folder)
     for file in (file for file in sorted(folder.glob("*.safetensors")) if file.is_file()):
         try:
             header_bytes(file)
@@ -44,8 +46,23 @@ def check_folder(folder: Path) -> None:
         check_sizes(folder / "config.json")
 
 
-def _is_inside(file: Path, folder: Path) -> bool:
-    """Whether a file lies in `folder`, or in the blobs of the same model in the hub's cache."""
-    real, target = folder.resolve(), file.resolve()
-    blobs = [real.parents[1] / "blobs"] if real.parent.name == "snapshots" else []
-    return any(target.is_relative_to(place) for place in (real, *blobs))
+def check_inside(file: Path, folder: Path | None = None) -> Path:
+    """The path of `file` without links; ModelError where it is neither in `folder` (default: its own) nor in the blobs
+    of the same model in the hub's cache.
+    """
+    real, target = (folder or file.parent).resolve(), file.resolve()
+    blobs = [above.parent / "blobs" for above in real.parents if above.name == "snapshots"]
+    if not any(target.is_relative_to(place) for place in (real, *blobs)):
+        raise ModelError(
+            f"{file} is a link to {target}, outside its folder",
+            hint="it may be harmful; where it is not, put the file itself there, e.g. with `cp -L`",
+        )
+    return target
+
+
+def copy_model_file(file: Path, out: Path) -> None:
+    """Copy a file of a model folder or checkpoint to the path `out`.
+
+    ModelError where it is a link out of its folder, whose target may be a private file of this machine.
+    """
+    shutil.copyfile(check_inside(file), out, follow_symlinks=False)

@@ -45,7 +45,8 @@ def files_beside(template: str, inputs: RunInputs) -> dict[str, Path]:
     sources = {name: inputs.tokenizer_folder / name for name in TOKENIZER_FILES}
     sources[GENERATION] = inputs.folder / GENERATION
     if template not in ("auto", "plain"):
-        sources["chat_template.jinja"] = Path(template)
+        # The user names this file, so that it may be a link.
+        sources["chat_template.jinja"] = Path(template).resolve()
     return {name: path for name, path in sources.items() if path.is_file()}
 
 

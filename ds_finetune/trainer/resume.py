@@ -35,6 +35,7 @@ from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.state import Slice, StateGroup
 from ds_finetune.errors import CheckpointError, FinetuneError, OutputError
 from ds_finetune.hosts.free_memory import available_bytes
+from ds_finetune.model.folder_check import copy_model_file
 from ds_finetune.observers.checkpointing import RunText
 from ds_finetune.observers.record import Resumable, StepRecord
 from ds_finetune.phase_line import Say, say_nothing
@@ -251,7 +252,7 @@ def _write_base(base: Path, sources: Mapping[str, Path], texts: Mapping[str, str
     base.mkdir(parents=True, exist_ok=True)
     for name, source in sources.items():
         (base / name).unlink(missing_ok=True)
-        shutil.copyfile(source, base / name)
+        copy_model_file(source, base / name)
     for name, text in texts.items():
         (base / name).unlink(missing_ok=True)
         (base / name).write_text(text, encoding="utf-8")

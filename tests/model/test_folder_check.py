@@ -4,6 +4,7 @@ is read.
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +13,12 @@ import pytest
 
 from ds_finetune.cli.main import main
 from ds_finetune.errors import ModelError
+from ds_finetune.export.folder import TOKENIZER_FILES
 from ds_finetune.model.build import read_hf_config
-from ds_finetune.model.folder_check import check_folder
+from ds_finetune.model.folder_check import check_folder, copy_model_file
 from ds_finetune.model.hub_folder import HubFolder
 from ds_finetune.plan.config_json import MAX_LAYERS
+from tests.conftest import ROOT
 from tests.model.fp8_folder import V3, in_fp8, master, publish
 
 SHARD = "model-00002-of-000003.safetensors"
@@ -56,15 +59,21 @@ def _header(folder: Path) -> None:
         file.truncate(600_000_100)
 
 
-def _linked(folder: Path) -> None:
-    (folder / "chat_template.jinja").symlink_to(folder.parent / "secret")
+def _linked(name: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(folder.parent / "secret")
+
+    return change
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "a pipe": (_pipe, "which is no regular file but a pipe, socket or device"),
     "layers": (_layers(10**9), f"num_hidden_layers is 1000000000, not a number from 1 to {MAX_LAYERS}"),
     "a header": (_header, "its header has 600,000,000 bytes, more than the 100,000,000 that safetensors allows"),
-    "a link": (_linked, "secret, outside its folder"),
+    "a link": (_linked("chat_template.jinja"), "secret, outside its folder"),
+    "a linked vocabulary": (_linked("merges.txt"), "merges.txt is a link to "),
+    "a linked configuration": (_linked("generation_config.json"), "generation_config.json is a link to "),
 }
 
 
@@ -136,6 +145,42 @@ def test_heads_share_keys_and_values_evenly(tmp_path: Path) -> None:
         check_folder(tmp_path)
 
 
+@pytest.mark.parametrize("name", TOKENIZER_FILES)
+def test_no_link_out_of_the_folder_is_copied(name: str, tmp_path: Path) -> None:
+    """Neither by the check before the folder is read, nor where the link is made after it."""
+    (tmp_path / "secret").write_text("mine")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for target in ("../secret", "via"):
+        (folder / "via").unlink(missing_ok=True)
+        (folder / "via").symlink_to("../secret")
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(target)
+        with pytest.raises(ModelError, match=rf"{name} is a link to .*secret, outside its folder"):
+            check_folder(folder)
+        with pytest.raises(ModelError, match=rf"{name} is a link to .*secret, outside its folder"):
+            copy_model_file(folder / name, tmp_path / "copy")
+        assert not (tmp_path / "copy").exists()
+
+
+def test_weights_may_be_links(tmp_path: Path, published: Path) -> None:
+    for file in (published / "out").iterdir():
+        is_weights = ".safetensors" in file.name
+        (tmp_path / file.name).symlink_to(file) if is_weights else shutil.copyfile(file, tmp_path / file.name)
+    check_folder(tmp_path)
+    assert HubFolder(tmp_path).shapes == HubFolder(published / "out").shapes
+
+
+def test_files_of_models_are_copied_in_one_place() -> None:
+    """`link_folder` copies an export that this process has just written, and the demo its own files."""
+    copying = {
+        str(path.relative_to(ROOT / "ds_finetune"))
+        for path in (ROOT / "ds_finetune").rglob("*.py")
+        if re.search(r"shutil\.copy|os\.link|copytree", path.read_text())
+    }
+    assert copying == {"model/folder_check.py", "export/folder.py", "demo.py", "checkpoint/files.py"}
+
+
 def test_links_within_the_folder_and_the_hubs_cache_are_followed(tmp_path: Path) -> None:
     """The cache keeps files by their digests, and links to them from the folder of each revision."""
     cached = tmp_path / "models--a--b"
@@ -145,6 +190,12 @@ def test_links_within_the_folder_and_the_hubs_cache_are_followed(tmp_path: Path)
     (cached / "blobs" / "456").write_text("x")
     (snapshot / "chat_template.jinja").symlink_to("../../blobs/456")
     check_folder(snapshot)
+    (snapshot / "part").mkdir()
+    (snapshot / "part" / "merges.txt").symlink_to("../../../blobs/456")
+    check_folder(snapshot / "part")
+    copy_model_file(snapshot / "part" / "merges.txt", tmp_path / "copy")
+    assert (tmp_path / "copy").read_text() == "x"
+    assert not (tmp_path / "copy").is_symlink()
     (snapshot / "chat_template.jinja").unlink()
     (snapshot / "other").write_text("x")
     (snapshot / "chat_template.jinja").symlink_to("other")

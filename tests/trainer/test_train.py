@@ -398,6 +398,9 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path: Path, capsys: py
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
     assert main(["train", str(run_file)]) == 2
+    assert "is not empty and holds no run: metrics.jsonl" in capsys.readouterr().err
+    (tmp_path / "run" / "plan.json").write_text('{"layout": "", "notes": []}')
+    assert main(["train", str(run_file)]) == 2
     assert "already holds a run" in capsys.readouterr().err
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == "{}\n"
 

@@ -25,7 +25,7 @@ from ds_finetune.export.output_folder import check_out_empty
 from ds_finetune.export.readers.sources import is_model, is_peft_adapter
 from ds_finetune.export.verify.record import UNVERIFIED
 from ds_finetune.families.table import family_of
-from ds_finetune.model.folder_check import check_folder
+from ds_finetune.model.folder_check import check_folder, copy_model_file
 from ds_finetune.model.score_config import is_classifier
 from ds_finetune.model.weights import open_weights
 from ds_finetune.units import GIB, MIB
@@ -206,5 +206,5 @@ def _write_graph(model: PreTrainedModel, folder: Path, out: Path, dtype: str, wi
     write_model(graph, ends, out, inline_bytes=INLINE_BYTES)
     for name in ("config.json", *COPIED_FILES):
         if (folder / name).is_file():
-            shutil.copyfile(folder / name, out / name)
+            copy_model_file(folder / name, out / name)
     remove_code(out)
