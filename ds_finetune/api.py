@@ -11,9 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from pydantic import ValidationError
+
+from ds_finetune.config.invalid_keys import explain
 from ds_finetune.config.objectives import read_objective
-from ds_finetune.config.schema import DataConfig, RunConfig
-from ds_finetune.config.value_types import SET_NAME
+from ds_finetune.config.schema import ConfigSource, DataConfig, read_config
+from ds_finetune.config.value_types import SET_NAME, check_whole_number
 from ds_finetune.console import show_line, show_next, show_plan, show_report, show_verifications
 from ds_finetune.errors import ConfigError, LaunchError, VerificationError
 from ds_finetune.quiet import quiet_packages
@@ -28,13 +31,24 @@ if TYPE_CHECKING:
     from ds_finetune.export.verify.verify import VerificationResult
     from ds_finetune.objectives.kto import KahnemanTversky
     from ds_finetune.objectives.pairs import PairObjective
+    from ds_finetune.trainer.memory_rows import Rows
     from ds_finetune.trainer.train import Report
 
 PathLike = str | Path
 
 
-def train(config: RunConfig) -> "Report":
+def train(
+    config: ConfigSource,
+    overrides: Sequence[str] = (),
+    *,
+    rows: "Rows | None" = None,
+    eval_rows: "Rows | None" = None,
+) -> "Report":
     """Fine-tune as `config` says, print what `ds-finetune train` prints, and return a report of the run.
+
+    `config` is the path of a run file, its nested dictionary, or a RunConfig; `overrides` as on the command line.
+    `rows` replace `data.train`, and `eval_rows` replace `data.eval`: dictionaries in any layout that a file may have,
+    as a list or a `datasets.Dataset`. They are written into `output_dir`, so that its config.yaml repeats the run.
 
     Without a launcher this function trains on one device of this machine; with a launcher, every rank has to call it.
     A process may call it again after it has returned. SIGINT (Ctrl-C), SIGHUP, SIGTERM and SIGUSR1 save a checkpoint
@@ -44,10 +58,13 @@ def train(config: RunConfig) -> "Report":
     _check_main_thread()
     quiet_packages()
     world = World.from_environment(os.environ)
+    from ds_finetune.trainer.memory_rows import with_rows
     from ds_finetune.trainer.train import train as train_run
 
+    given = {name: value for name, value in (("train", rows), ("eval", eval_rows)) if value is not None}
+    run = read_config(config, [*overrides, *(f"data.{name}=rows" for name in given)] if given else overrides)
     with _unchanged_environment(world):
-        report = train_run(config, announce=show_plan, say=show_line)
+        report = train_run(with_rows(run, given), announce=show_plan, say=show_line)
     if world.rank == 0:
         show_report(report)
         show_verifications(report.verdicts)
@@ -76,6 +93,9 @@ def export(  # noqa: PLR0913 - each is an option of the command
     without past keys and values) to onnx. With `verify` a new process loads `out` and compares it with the record of
     the run; VerificationError says how it differs. Without `verify` the folder stays marked UNVERIFIED.
     """
+    for name, path in (("source", source), ("out", out)):
+        if not isinstance(path, str | Path):
+            raise ConfigError(f"{name} is {path!r}", hint="give the path of a folder")
     if format not in ("safetensors", "onnx"):
         raise ConfigError(f"format is `{format}`", hint="name safetensors or onnx")
     trained = None if base is None else Path(base)
@@ -93,7 +113,7 @@ def export(  # noqa: PLR0913 - each is an option of the command
 
     if dtype is not None and dtype not in EXPORT_DTYPES:
         raise ConfigError(f"dtype is `{dtype}`", hint=f"name one of {', '.join(EXPORT_DTYPES)}")
-    max_shard_bytes = parse_bytes(max_shard_size or "5GB", name="--max-shard-size")
+    max_shard_bytes = parse_bytes(str(max_shard_size or "5GB"), name="--max-shard-size")
     exported = export_checkpoint(
         Path(source), Path(out), dtype=dtype or "bf16", max_shard_bytes=max_shard_bytes, base=trained
     )
@@ -157,8 +177,8 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
         "limit": (limit, 1),
     }
     for name, (value, bound) in least.items():
-        if value is not None and value < bound:
-            raise ConfigError(f"{name} is {value}", hint=f"give {bound} or more")
+        if value is not None:
+            check_whole_number(name, value, least=bound)
     from ds_finetune.evaluation.evaluate import EvalRequest, evaluate_model
     from ds_finetune.evaluation.extractors import EXTRACTORS
 
@@ -166,16 +186,12 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
         raise ConfigError(f"extract is `{extract}`", hint=f"name one of {', '.join(EXTRACTORS)}")
     if not isinstance(data, str | Path) and not data:
         raise ConfigError(f"eval of `{model}` has nothing to score on", hint="give at least one file of rows")
-    rows = DataConfig(
-        train=(),
-        eval=_held_out_paths(data),
-        columns=dict(columns or {}),
-        template=template,
-        train_on=train_on,
-        long_rows=long_rows,
-        max_truncated_ratio=1.0,
-        packing=False,
-    )
+    settings = {"columns": columns or {}, "template": template, "train_on": train_on, "long_rows": long_rows}
+    given = {"train": (), "eval": _held_out_paths(data), **settings, "max_truncated_ratio": 1.0, "packing": False}
+    try:
+        rows = DataConfig.model_validate(given)
+    except ValidationError as invalid:
+        raise explain(invalid, DataConfig, "evaluate", {}) from None
     base, (kind, preference) = None if baseline is None else str(baseline), _eval_objective(objective)
     return evaluate_model(
         EvalRequest(str(model), base, rows, extract, max_seq_len, max_new_tokens, batch_tokens, limit, kind, preference)
@@ -205,6 +221,8 @@ def _held_out_paths(
 ) -> tuple[str, ...] | dict[str, tuple[str, ...]]:
     """The value of `data.eval` in a run file; ConfigError for a name that is not valid."""
     sets = data if isinstance(data, Mapping) else {"": data}
+    if not all(isinstance(files, str | Path | Sequence) for files in sets.values()):
+        raise ConfigError(f"data is {data!r}", hint="give the path of a file of rows, or a list of paths")
     texts = {name: tuple(map(str, [files] if isinstance(files, str | Path) else files)) for name, files in sets.items()}
     if not isinstance(data, Mapping):
         return texts[""]

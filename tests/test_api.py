@@ -4,6 +4,8 @@ command line's.
 
 import ast
 import importlib
+import json
+import math
 import subprocess
 import sys
 import threading
@@ -11,15 +13,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from datasets import Dataset
+from transformers import AutoTokenizer
 
 import ds_finetune
 from ds_finetune import evaluate, export, plan_run, read_config, train
+from ds_finetune.config.schema import dump_config
+from ds_finetune.data.prepare import TokenLimits, prepare_rows
 from ds_finetune.demo import write_demo
 from ds_finetune.engine.default_group import process_group
-from ds_finetune.errors import ConfigError, LaunchError
+from ds_finetune.errors import ConfigError, DataError, LaunchError
+from ds_finetune.trainer.memory_rows import with_rows
 from ds_finetune.world import World
 from tests.conftest import ROOT
-from tests.running import metrics, start, tiny_task
+from tests.running import metrics, start, tiny_task, torchrun
+
+TREE = {"model": "m", "data": {"train": "a.jsonl"}, "output_dir": "o"}
 
 
 def test_every_name_is_there_and_no_other() -> None:
@@ -134,6 +144,104 @@ def test_another_accelerator_in_the_same_process_is_refused() -> None:
         raise AssertionError
 
 
+def _task_without_files(folder: Path) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
+    """The run file of the tiny task as a dictionary that names no data, and the rows of its files."""
+    tree = yaml.safe_load(tiny_task(folder, eval={"every": "3 steps"}).read_text())
+    files = {name: Path(tree["data"].pop(name)) for name in ("train", "eval")}
+    rows = {name: [json.loads(line) for line in file.read_text().splitlines()] for name, file in files.items()}
+    return tree | {"output_dir": folder / "run"}, rows
+
+
+def test_rows_in_memory_are_prepared_as_those_of_their_file(tmp_path: Path) -> None:
+    tree, rows = _task_without_files(tmp_path)
+    plain = read_config(tree, [f"data.{name}={tmp_path}/{name}.jsonl" for name in rows])
+    configs = [with_rows(plain, {"train": given}) for given in (rows["train"], Dataset.from_list(rows["train"]))]
+    assert configs[0] == configs[1] == read_config(yaml.safe_load(dump_config(configs[0])))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    prepared = [
+        prepare_rows(config.data, "train", tokenizer=tokenizer, limits=TokenLimits(64, 128))
+        for config in (plain, configs[0])
+    ]
+    assert prepared[0].content == prepared[1].content
+    (file,) = (tmp_path / "run" / "rows").iterdir()
+    before = file.stat()
+    assert configs[0].data.train == (str(file),)
+    assert with_rows(plain, {"train": iter(rows["train"])}) == configs[0]
+    assert (file.stat().st_ino, file.stat().st_mtime_ns) == (before.st_ino, 0)
+    assert with_rows(plain, {"train": rows["train"][:-1]}) != configs[0]
+
+
+def test_ranks_train_on_the_same_rows_in_memory(tmp_path: Path) -> None:
+    tree, rows = _task_without_files(tmp_path)
+    tree |= {"output_dir": str(tmp_path / "run"), "checkpoint": {"every": "3 steps"}}
+    program = tmp_path / "ranks.py"
+    call = f"train({tree!r}, rows={rows['train']!r}, eval_rows={rows['eval']!r})"
+    program.write_text(f"from ds_finetune import train\n{call}\n")
+    done = start(torchrun(str(program)))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert [record["step"] for record in metrics(tmp_path)] == [1, 2, 3]
+    assert "eval/loss" in metrics(tmp_path)[-1]
+    assert len(list((tmp_path / "run" / "rows").iterdir())) == len(list((tmp_path / "cache").iterdir())) == 2
+    again = read_config(tmp_path / "run" / "config.yaml", ["train.for=4 steps"])
+    assert with_rows(again, {"train": rows["train"], "eval": rows["eval"]}) == again
+
+
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        ("train.jsonl", "the rows of data.train are a `str`"),
+        ({"train": []}, "the rows of data.train are a `dict`"),
+        (5, "the rows of data.train are a `int`"),
+        ([], "data.train has 0 rows"),
+        (["a"], "row 1 of data.train is a `str`, not a dictionary"),
+        ([{"text": "a"}, {"text": b"a"}], "row 2 of data.train is not JSON: Object of type bytes"),
+        ([{"text": math.nan}], "row 1 of data.train is not JSON: Out of range float"),
+    ],
+)
+def test_rows_that_are_none(tmp_path: Path, rows: Any, told: str) -> None:
+    with pytest.raises(DataError) as caught:
+        train(TREE | {"output_dir": tmp_path / "run"}, rows=rows)
+    assert told in caught.value.message
+    assert caught.value.hint
+    assert not list((tmp_path / "run").glob("rows/*"))
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ((None,), "the configuration is None"),
+        (("none.yaml",), "run file `none.yaml` does not exist"),
+        (({"model": "m"},), "the configuration: `data` is missing"),
+        (({**TREE, "optim": {"lrr": 1}},), "the configuration: unknown key `optim.lrr`"),
+        ((TREE, "optim.lr=1"), "overrides are 'optim.lr=1'"),
+        ((TREE, [1]), "overrides are [1]"),
+        ((TREE, {"optim.lr": 1}), "overrides are {'optim.lr': 1}"),
+        ((TREE, None), "overrides are None"),
+        ((TREE, ["optim.lr=x"]), "`optim.lr` is 'x'"),
+        ((read_config(TREE), ["optim.lr=x"]), "`optim.lr` is 'x'"),
+    ],
+)
+@pytest.mark.parametrize("function", [train, read_config, lambda *given: plan_run(read_config(*given), gpus=1)])
+def test_configurations_that_are_none(function: Any, given: Any, told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        function(*given)
+    assert told in caught.value.message
+    assert caught.value.hint
+
+
+def test_a_configuration_has_several_forms(tmp_path: Path) -> None:
+    run_file = tiny_task(tmp_path)
+    tree = yaml.safe_load(run_file.read_text())
+    config = read_config(str(run_file), ["optim.lr=1e-4"])
+    assert config == read_config(tree, ["optim.lr=1e-4"]) == read_config(read_config(tree), ["optim.lr=1e-4"])
+    assert read_config(config) is config
+    assert tree == yaml.safe_load(run_file.read_text())
+    assert plan_run(tree, gpus=2).plan.dp == plan_run(run_file, gpus=2).plan.dp == 2
+    for gpus in ("2", 2.0, True, None, 0):
+        with pytest.raises(ConfigError, match="gpus is"):
+            plan_run(tree, gpus=gpus)  # type: ignore[arg-type]
+
+
 def test_a_plan_is_a_value(tmp_path: Path) -> None:
     run_file = tiny_task(tmp_path)
     planned = plan_run(read_config(run_file, ["parallel.tp=2"]), gpus=4)
@@ -149,6 +257,8 @@ def test_a_plan_is_a_value(tmp_path: Path) -> None:
     ("options", "told"),
     [
         ({"format": "gguf"}, "format is `gguf`"),
+        ({"source": None}, "source is None"),
+        ({"out": 5}, "out is 5"),
         ({"dtype": "int8"}, "dtype is `int8`"),
         ({"with_cache": False}, "--no-cache is not valid with --format safetensors"),
         ({"format": "onnx", "verify": False}, "--no-verify"),
@@ -157,7 +267,7 @@ def test_a_plan_is_a_value(tmp_path: Path) -> None:
 )
 def test_options_of_an_export_that_cannot_be_are_refused(tmp_path: Path, options: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        export(tmp_path, tmp_path / "out", **options)
+        export(**{"source": tmp_path, "out": tmp_path / "out"} | options)
 
 
 @pytest.mark.parametrize(
@@ -165,11 +275,16 @@ def test_options_of_an_export_that_cannot_be_are_refused(tmp_path: Path, options
     [
         ("rows.jsonl", {"extract": "regex"}, "extract is `regex`"),
         ("rows.jsonl", {"limit": 0}, "limit is 0"),
+        ("rows.jsonl", {"limit": "3"}, "limit is '3'"),
+        ("rows.jsonl", {"max_seq_len": 2.5}, "max_seq_len is 2.5"),
+        ("rows.jsonl", {"train_on": "user"}, "evaluate: `train_on` is 'user'"),
+        ("rows.jsonl", {"columns": "a=b"}, "evaluate: `columns` is 'a=b'"),
+        (5, {}, "data is 5"),
         ([], {}, "nothing to score on"),
     ],
 )
 def test_options_of_an_evaluation_that_cannot_be_are_refused(
-    tmp_path: Path, data: str | list[str], options: dict[str, Any], told: str
+    tmp_path: Path, data: Any, options: dict[str, Any], told: str
 ) -> None:
     with pytest.raises(ConfigError, match=told):
         evaluate(tmp_path, data, **options)

@@ -1,8 +1,9 @@
 """The schema of the run file: frozen pydantic models, in which an unknown key is an error, and `read_config`."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import yaml
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
@@ -32,6 +33,7 @@ from ds_finetune.config.value_types import (
     as_list,
     check_time,
 )
+from ds_finetune.errors import ConfigError
 from ds_finetune.schedule import Interval
 
 Precision = Literal["bf16", "fp16", "fp32"]
@@ -339,15 +341,40 @@ class RunConfig(Section):
     """Folder of the run; docs/reference/run-directory.md lists what it holds."""
 
 
-def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+ConfigSource: TypeAlias = "RunConfig | Mapping[str, Any] | str | Path"
+"""A configuration, the nested dictionary of one, or the path of a run file."""
+
+
+def read_config(source: ConfigSource, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a run file and apply `a.b=value` overrides; ConfigError names key, line and the nearest legal name.
 
     A key that has no effect with the values of the others is an error too.
     """
-    tree, lines = read_yaml(Path(path))
+    is_list = isinstance(overrides, Sequence) and not isinstance(overrides, str)
+    if not is_list or not all(isinstance(override, str) for override in overrides):
+        raise ConfigError(f"overrides are {overrides!r}", hint="give a list of texts, such as ['optim.lr=1e-5']")
+    if isinstance(source, RunConfig) and not overrides:
+        return source
+    lines: Lines = {}
+    if isinstance(source, str | Path):
+        tree, lines = read_yaml(Path(source))
+    elif isinstance(source, RunConfig):
+        tree = source.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    elif isinstance(source, Mapping):
+        tree = _plain(source)
+    else:
+        hint = "give the path of a run file, a dictionary, or a RunConfig"
+        raise ConfigError(f"the configuration is {source!r}", hint=hint)
     for override in overrides:
         apply_override(tree, lines, override)
-    return validate_tree(tree, lines, str(path))
+    return validate_tree(tree, lines, str(source) if isinstance(source, str | Path) else "the configuration")
+
+
+def _plain(value: Any) -> Any:  # noqa: ANN401 - any value
+    """A copy of a tree with the paths of Python programs as texts."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return str(value) if isinstance(value, Path) else deepcopy(value)
 
 
 def validate_tree(tree: dict[str, Any], lines: Lines, source: str) -> RunConfig:

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
+from ds_finetune.errors import ConfigError
 from ds_finetune.schedule import Duration, Interval, seconds_of, warmup_steps
 
 Layout = Literal[
@@ -27,6 +28,12 @@ Layout = Literal[
 ]
 SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 """Names of held-out sets."""
+
+
+def check_whole_number(name: str, value: object, *, least: int) -> None:
+    """ConfigError where an argument of a function is no whole number of at least `least`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{name} is {value!r}", hint=f"give a whole number of {least} or more")
 
 
 def as_list(value: object) -> object:

@@ -11,7 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ds_finetune.config.objectives import ClassificationObjective
-from ds_finetune.config.schema import RunConfig
+from ds_finetune.config.schema import ConfigSource, RunConfig, read_config
+from ds_finetune.config.value_types import check_whole_number
 from ds_finetune.errors import ConfigError
 from ds_finetune.estimate.states import RunEstimate, TensorKind, estimate_run, fullest_stage
 from ds_finetune.plan.mesh import AXES, Mesh
@@ -57,14 +58,19 @@ class PlannedRun:
         )
 
 
-def plan_run(config: RunConfig, *, gpus: int, gpus_per_node: int = 8) -> PlannedRun:
-    """The layout of `config` on `gpus` GPUs, without weights or data; ConfigError as a run would raise it."""
-    if gpus < 1 or gpus_per_node < 1 or gpus % min(gpus, gpus_per_node):
+def plan_run(config: ConfigSource, *, gpus: int, gpus_per_node: int = 8) -> PlannedRun:
+    """The layout of a run on `gpus` GPUs, without weights or data; ConfigError as a run would raise it.
+
+    `config` is the path of a run file, its nested dictionary, or a RunConfig.
+    """
+    check_whole_number("gpus", gpus, least=1)
+    check_whole_number("gpus_per_node", gpus_per_node, least=1)
+    if gpus % min(gpus, gpus_per_node):
         raise ConfigError(
             f"{gpus} GPUs do not fill nodes of {gpus_per_node}", hint="give a multiple of --gpus-per-node"
         )
     world = World(0, gpus, 0, min(gpus, gpus_per_node), "a dry run")
-    config = known_classes(config, is_config_alone=True)
+    config = known_classes(read_config(config), is_config_alone=True)
     plan = make_plan(config, world=world, device="cuda")
     model = make_model_plan(config, plan.mesh, is_config_alone=True)
     token_limits(config, model.hf_config)

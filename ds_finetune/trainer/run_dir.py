@@ -20,6 +20,7 @@ from ds_finetune.observers.writers import line_of
 from ds_finetune.plan.plan import Plan
 from ds_finetune.runs.folder import PLAN
 from ds_finetune.runs.status import read_object
+from ds_finetune.trainer.memory_rows import ROWS
 from ds_finetune.units import GIB
 from ds_finetune.watchdog.death_cause import FOLDER
 from ds_finetune.whole_file import replace_file
@@ -32,7 +33,8 @@ def check_only_own_files(config: RunConfig) -> None:
     """OutputError where `output_dir` holds an input of the run, or files and no run; called before a run writes."""
     folder = Path(config.output_dir)
     for key, path in _inputs(config):
-        if path.exists() and path.resolve().is_relative_to(folder.resolve()):
+        is_written_here = path.resolve().parent == (folder / ROWS).resolve()
+        if not is_written_here and path.exists() and path.resolve().is_relative_to(folder.resolve()):
             raise OutputError(
                 f"{key} `{path}` is in output_dir `{folder}`, where a run replaces files",
                 hint="name another output_dir, or move the input to another folder",
@@ -69,7 +71,7 @@ def _is_kept(entry: Path, cache: Path) -> bool:
     """Whether a run leaves `entry` of its folder as it is, or adds to it: also what launcher and watchdog write first,
     before there is a run.
     """
-    if entry.name in ("logs", FOLDER) or entry.name.startswith(".") or entry.suffix in _LOGS:
+    if entry.name in ("logs", FOLDER, ROWS) or entry.name.startswith(".") or entry.suffix in _LOGS:
         return True
     return cache.is_relative_to(entry.resolve()) or (entry.is_dir() and not any(entry.iterdir()))
 
