@@ -1,5 +1,6 @@
 """A chat with an exported folder in the terminal, by plain transformers or ONNX Runtime; answers are streamed."""
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,20 +38,17 @@ class ChatSession:
         Returns what to tell the user, which is empty where all messages fit; ExportError where `text` does not fit
         without earlier messages.
         """
-        if self._context is None:
-            return ""
-        kept = self.messages
-        while kept and self._num_tokens(kept, text) + self._max_new_tokens > self._context:
+        context, kept = self._context, self.messages
+        while context and kept and self._num_tokens(kept, text) + self._max_new_tokens > context:
             # A question and its answer.
             kept = kept[2:]
-        tokens = self._num_tokens(kept, text)
-        if tokens >= self._context:
+        if context and (tokens := self._num_tokens(kept, text)) >= context:
             raise ExportError(
-                f"the message has {tokens} tokens, and the model's context is {self._context} tokens",
+                f"the message has {tokens} tokens, and the model's context is {context} tokens",
                 hint="send a shorter one",
             )
         dropped, self.messages = len(self.messages) - len(kept), kept
-        return f"({dropped} earlier messages left out: the context is {self._context} tokens)\n" if dropped else ""
+        return f"({dropped} earlier messages left out: the context is {context} tokens)\n" if dropped else ""
 
     def _num_tokens(self, messages: list[Message], text: str) -> int:
         return int(self._inputs(messages, text)["input_ids"].shape[1])
@@ -71,8 +69,7 @@ class ChatSession:
         inputs = self._inputs(self.messages, text).to(self._model.device)
         streamer = TextIteratorStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
         ids, mask = inputs["input_ids"], inputs["attention_mask"]
-        room = self._max_new_tokens if self._context is None else self._context - ids.shape[1]
-        limit = min(self._max_new_tokens, room)
+        limit = min(self._max_new_tokens, (self._context or math.inf) - ids.shape[1])
         settings = {"attention_mask": mask, "streamer": streamer, "max_new_tokens": limit}
         # A daemon thread, so that Ctrl-C during an answer ends the program at once.
         thread = threading.Thread(target=self._model.generate, args=(ids,), kwargs=settings, daemon=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast, StoppingCriteria
 from transformers.cli.serving.utils import (
     DirectStreamer,
     GenerateManager,
@@ -115,70 +115,48 @@ class AnswerManager(GenerateManager):
         super().__init__()
         self._stopper = stopper
 
-    def generate_streaming(  # noqa: PLR0913 - as in transformers
-        self,
-        model: PreTrainedModel,
-        processor: PreTrainedTokenizerBase,
-        inputs: dict[str, Any],
-        gen_config: GenerationConfig,
-        request_id: str,
-        response_parser: Any = None,  # noqa: ANN401 - of transformers
-    ) -> tuple["asyncio.Queue[object]", DirectStreamer]:
+    def generate_streaming(self, *given: Any, response_parser: Any = None, **_: object) -> tuple[Any, AnswerStreamer]:  # noqa: ANN401 - of transformers
         """Start an answer; its pieces, an error, and None at its end come from the queue."""
         queue: asyncio.Queue[object] = asyncio.Queue()
-        future, streamer = self._start(model, processor, inputs, gen_config, (queue, response_parser))
-        future.add_done_callback(lambda done: self._report(done, queue))
+        done, streamer = self._start(*given, queue, response_parser)
+        done.add_done_callback(lambda done: self._report(done.exception(), queue))
         return queue, streamer
 
-    async def generate_non_streaming(
-        self,
-        model: PreTrainedModel,
-        processor: PreTrainedTokenizerBase,
-        inputs: dict[str, Any],
-        gen_config: GenerationConfig,
-        request_id: str,
-    ) -> tuple[str, int, torch.Tensor]:
+    async def generate_non_streaming(self, *given: Any, **_: object) -> tuple[str, int, torch.Tensor]:  # noqa: ANN401 - of transformers
         """The text of an answer, not cut yet, the number of tokens of the prompt, and the tokens of the answer."""
-        future, _ = self._start(model, processor, inputs, gen_config, (asyncio.Queue(), None))
-        length = inputs["input_ids"].shape[-1]
-        ids = (await future)[0, length:]
-        return processor.decode(ids, skip_special_tokens=True), length, ids
+        done, _streamer = self._start(*given, asyncio.Queue(), None)
+        length = given[2]["input_ids"].shape[-1]
+        ids = (await done)[0, length:]
+        return given[1].decode(ids, skip_special_tokens=True), length, ids
 
     def _start(
         self,
         model: PreTrainedModel,
-        processor: PreTrainedTokenizerBase,
+        tokenizer: PreTrainedTokenizerFast,
         inputs: dict[str, Any],
         settings: GenerationConfig,
-        sink: tuple["asyncio.Queue[object]", Any],
+        *sink: object,
     ) -> tuple["asyncio.Future[torch.Tensor]", AnswerStreamer]:
+        """Start `generate`; `sink` is the queue for pieces of text, and the parser of responses or None."""
         text = AnswerText(settings.stop_strings or (), skip_special_tokens=sink[1] is None)
         settings.stop_strings = None
-        streamer = AnswerStreamer(text, settings, processor._tokenizer, asyncio.get_running_loop(), *sink)
-        future = self.async_submit(
-            model.generate,
-            **inputs,
-            generation_config=settings,
-            streamer=streamer,
-            tokenizer=processor,
-            stopping_criteria=[_StopCriterion(text)],
-        )
-        return future, streamer
+        streamer = AnswerStreamer(text, settings, tokenizer._tokenizer, asyncio.get_running_loop(), *sink)
+        how = {"generation_config": settings, "streamer": streamer, "stopping_criteria": [_StopCriterion(text)]}
+        return self.async_submit(model.generate, **inputs, **how, tokenizer=tokenizer), streamer
 
-    def _report(self, done: "asyncio.Future[torch.Tensor]", queue: "asyncio.Queue[object]") -> None:
-        error = done.exception()
+    def _report(self, error: BaseException | None, queue: "asyncio.Queue[object]") -> None:
         if error is not None:
             # The handlers write the text between two quotation marks (cli/serving/chat_completion.py:229).
             queue.put_nowait(_StreamError(json.dumps(self._stopper.reason or str(error))[1:-1]))
 
 
 class AnswerState(GenerationState):
-    """Gives all handlers the same `AnswerManager`."""
+    """Gives all handlers the same manager."""
 
-    def __init__(self, manager: AnswerManager) -> None:
+    def __init__(self, stopper: GenerationStopper) -> None:
         super().__init__()
-        self._manager = manager
+        self.manager = AnswerManager(stopper)
 
-    def get_manager(self, model_id: str, use_cb: bool = False) -> AnswerManager:
+    def get_manager(self, *_: object, **__: object) -> AnswerManager:
         """The manager."""
-        return self._manager
+        return self.manager

@@ -30,7 +30,7 @@ from transformers.cli.serving.utils import Modality
 from ds_finetune.auto_configs import AutoTokenizer
 from ds_finetune.auto_models import AutoModelForCausalLM
 from ds_finetune.export.verify.record import is_onnx
-from ds_finetune.inference.generation import AnswerManager, AnswerState, stop_position
+from ds_finetune.inference.generation import AnswerState, stop_position
 from ds_finetune.inference.openai_request import (
     AnswerRequest,
     ChatRequest,
@@ -114,7 +114,7 @@ class ServedModel(ModelManager):
         return _BODY_BYTES + _BYTES_PER_TOKEN * (self.context or 0)
 
     def prompt_tokens(self, request: AnswerRequest) -> int:
-        """Number of tokens of the prompt, or one above the context where it is much too long.
+        """Number of tokens of the prompt, or of its beginning where that is already much longer than the context.
 
         RequestError where the chat template fails or drops something.
         """
@@ -124,15 +124,11 @@ class ServedModel(ModelManager):
         return self._count(self._render(request), add_special_tokens=False)
 
     def _count(self, text: str, *, add_special_tokens: bool) -> int:
-        """Number of tokens of `text`; of a text of megabytes only as many characters are tokenised as tell that it is
-        too long.
-        """
-        pieces = range(0, len(text), _PIECE) if self.context is not None and len(text) > _PIECE else ()
-        seen = 0
-        for begin in pieces:
+        seen, most = 0, 2 * self.context if self.context and len(text) > _PIECE else None
+        for begin in range(0, len(text) if most else 0, _PIECE):
             seen += len(self.tokenizer(text[begin : begin + _PIECE], add_special_tokens=False)["input_ids"])
-            # Cut words have a few tokens more.
-            if self.context is not None and seen > 2 * self.context:
+            # Words that are cut here have a few tokens more, hence twice the context.
+            if most and seen > most:
                 return seen
         return len(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
@@ -316,9 +312,8 @@ def make_app(folder: Path, limits: QueueLimits, *, device: str = "cpu", api_key:
     """
     served = ServedModel(folder, device)
     stopper = GenerationStopper(served.model)
-    manager = AnswerManager(stopper)
-    state = AnswerState(manager)
-    queue = RequestQueue(limits, stopper, lambda: manager.async_submit(lambda: None))
+    state = AnswerState(stopper)
+    queue = RequestQueue(limits, stopper, lambda: state.manager.async_submit(lambda: None))
     entry = {"id": served.name, "object": "model", "created": 0, "owned_by": "ds_finetune"}
 
     async def models(request: Request) -> JSONResponse:
