@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
+
+from ds_finetune.phase_line import CLEAR_LINE
 
 if TYPE_CHECKING:
     from ds_finetune.export.verify.verify import VerificationResult
@@ -24,14 +27,20 @@ OUT = Console(highlight=False, soft_wrap=True)
 ERR = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
-def pairs(title: str, rows: Iterable[tuple[str, str]]) -> Table:
-    """A table of names and texts."""
+def show_pairs(title: str, pairs: Iterable[tuple[str, str]]) -> None:
+    """Print names and texts: as a table that fits a terminal, and elsewhere a line for each, of any length."""
+    rows = list(pairs)
+    if not OUT.is_terminal:
+        width = max((len(name) for name, _ in rows), default=0)
+        show_line("\n".join([title, *(f"{name:{width}}  {text}" for name, text in rows)]))
+        return
     table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for name, text in rows:
-        table.add_row(name, text)
-    return table
+        table.add_row(name, Text(text))
+    with suppress(OSError):
+        OUT.print(table)
 
 
 def show_plan(run: "PreparedRun") -> None:
@@ -57,9 +66,9 @@ def show_plan(run: "PreparedRun") -> None:
         rows.append((f"held-out data{name.removeprefix('eval').replace('/', ' ')}", held_out.summary()))
         if limit and limit < len(held_out):
             rows.append(("evaluation", f"the first {limit:,} of {len(held_out):,} rows (eval.limit)"))
-    if run.config.objective.name != "classification":
+    if run.config.objective.name != "classification" and inputs.train.counts.server_prompt_differs:
         rows.append(("prompts", server_prompt_line(inputs.train.counts)))
-    OUT.print(pairs("plan", rows))
+    show_pairs("plan", rows)
     if inputs.model.has_random_weights:
         OUT.print(
             f"[bold]RANDOM WEIGHTS[/bold]: {inputs.model.path} is built from its config.json; nothing "
@@ -70,8 +79,12 @@ def show_plan(run: "PreparedRun") -> None:
 
 
 def show_line(text: str) -> None:
-    """Print a line without markup; a full disk behind standard output does not end the run."""
+    """Print a line without markup, on a terminal in place of a progress line that is there; a full disk behind standard
+    output does not end the run.
+    """
     with suppress(OSError):
+        if OUT.is_terminal:
+            OUT.file.write(CLEAR_LINE)
         OUT.print(text, markup=False)
 
 
@@ -83,20 +96,18 @@ def show_piece(text: str) -> None:
 
 def show_report(report: "Report") -> None:
     """Print the summary of a run at its end."""
-    rows = [("time", f"{report.seconds:.0f} s")]
+    rows = []
     if report.last is not None:
         values = report.last.values
-        rows += [("steps", f"{report.last.step} ({values['train/skipped_steps']:.0f} skipped)")]
-        rows += [
-            (name, f"{values[name]:.4f}")
-            for name in ("train/loss", *(name for name in values if name.startswith("eval/")))
-        ]
-        rows += [("best", f"step {report.last.best_step}")] if report.last.best_step else []
+        best = f", the best is step {report.last.best_step}" if report.last.best_step else ""
+        shown = ("train/loss", *(name for name in values if name.startswith("eval/")))
+        rows += [("steps", f"{report.last.step} ({values['train/skipped_steps']:.0f} skipped){best}")]
+        rows += [("metrics", "  ".join(f"{name} {values[name]:.4f}" for name in shown))]
         rows += [("stopped", report.last.stop)] if report.last.stop and not report.interrupted else []
     rows += [("interrupted", report.interrupted)] if report.interrupted else []
     rows += [("run", str(report.output_dir)), *(("export", str(path)) for path in report.exports)]
     rows += [("report", str(report.page))] if report.page else []
-    OUT.print(pairs("interrupted" if report.interrupted else "done", rows))
+    show_pairs(f"{'interrupted after' if report.interrupted else 'done in'} {report.seconds:.0f} s", rows)
 
 
 def show_next(report: "Report") -> None:
@@ -124,12 +135,14 @@ def has_chat_template(folder: Path) -> bool:
 
 
 def show_verifications(results: "Sequence[VerificationResult]") -> None:
-    """Print the results of verifying exported folders."""
+    """Print the results of verifying exported folders, once for those that share their files."""
+    said: dict[tuple[str, ...], list[str]] = {}
     for result in results:
         state = "verified" if result.is_verified else "not checked" if result.skipped else "UNVERIFIED"
-        OUT.print(f"{state}: {result.folder}", markup=False)
-        for text in (*result.lines, *result.problems, *([result.skipped] if result.skipped else [])):
-            OUT.print(f"  {text}", markup=False)
+        texts = (*result.lines, *result.problems, *([result.skipped] if result.skipped else []))
+        said.setdefault((state, *texts), []).append(str(result.folder))
+    for (state, *lines), folders in said.items():
+        show_line(f"{state}: {', '.join(folders)}\n  {'; '.join(lines)}")
 
 
 def show_error(text: str) -> None:

@@ -22,7 +22,7 @@ class PhaseLine:
     """Reports `what` with the parts done of `total` and the time left, on standard error of rank 0.
 
     On a terminal the line stays in place and is removed at the end of the phase. Elsewhere there is a line after five
-    seconds, at most one a minute after that, and one at the end. Without a `total` (0), or
+    seconds, at most one a minute after that, and after a minute or more one at the end. Without a `total` (0), or
     once more parts are done than an estimated `total`, the line shows the elapsed time.
     Without `is_rank_zero` the environment variable RANK decides.
     """
@@ -47,7 +47,9 @@ class PhaseLine:
         """Count `parts` as done (0 while one is in progress), and write the line if an update is due."""
         self._done += parts
         now = time.monotonic()
-        if self._is_silent or now < self._next:
+        # Nothing done yet of a known number: the line could not say how long it will take.
+        is_empty = not self._is_live and self._total and not self._done and now - self._began < _PLAIN_SECONDS
+        if self._is_silent or now < self._next or is_empty:
             return
         self._next = now + (_LIVE_SECONDS if self._is_live else _PLAIN_SECONDS)
         self._is_shown = True
@@ -66,9 +68,11 @@ class PhaseLine:
 
     def close(self) -> None:
         """Remove the line from a terminal; in other output that had a line, write how long the phase took."""
-        if self._is_shown:
-            seconds = time_text(time.monotonic() - self._began)
-            write_now(self._out, CLEAR_LINE if self._is_live else f"{self._what}: {seconds}\n")
+        seconds = time.monotonic() - self._began if self._is_shown else 0.0
+        if self._is_shown and self._is_live:
+            write_now(self._out, CLEAR_LINE)
+        elif seconds >= _PLAIN_SECONDS:
+            write_now(self._out, f"{self._what}: {time_text(seconds)}\n")
         self._is_shown = False
 
     def _state(self, seconds: float) -> str:

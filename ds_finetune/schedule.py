@@ -69,7 +69,7 @@ class Interval:
         for part in text.split(" or "):
             if _TIME.fullmatch(part.strip()) and seconds == math.inf:
                 seconds = seconds_of(part)
-            elif _TEXT.match(part) and Duration.parse(part).unit == "steps" and steps == math.inf:
+            elif is_steps(part) and steps == math.inf:
                 steps = Duration.parse(part).value
             else:
                 raise ValueError(
@@ -103,15 +103,23 @@ class LrSchedule:
         return self.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * _SHAPES[self.name](progress))
 
 
+def is_steps(text: str) -> bool:
+    """Whether a text has the form `N steps`."""
+    found = _TEXT.match(text)
+    return found is not None and found[2] == "step"
+
+
 def warmup_steps(text: str, steps: int) -> int:
     """Warm-up steps of `N steps` or of a share such as `3%` of `steps` (rounded down, so a short run has none)."""
     share = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", text)
     if share:
         return int(steps * float(share[1]) / 100)
-    duration = Duration(0, "steps") if text.strip() in ("0", "0 steps") else Duration.parse(text)
-    if duration.unit != "steps":
-        raise ValueError(f"`{text}` is not a warm-up; write `100 steps` or `3%`")
-    return int(duration.value)
+    if text.strip() in ("0", "0 steps"):
+        return 0
+    if not is_steps(text):
+        meant = f"{float(text) * 100:g}%" if re.fullmatch(r"\s*0?\.\d+\s*", text) else "3%"
+        raise ValueError(f"`{text}` is not a warm-up; write `{meant}` of the run or `100 steps`")
+    return int(Duration.parse(text).value)
 
 
 def seconds_of(text: str) -> float:

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from ds_finetune.cli.arguments import Arguments, Commands
-from ds_finetune.console import OUT, pairs
+from ds_finetune.console import OUT, show_pairs
 
 
 def add_commands(commands: Commands) -> None:
@@ -32,13 +32,13 @@ def add_commands(commands: Commands) -> None:
 def _list(arguments: Arguments) -> None:
     from ds_finetune.checkpoint.tools import list_checkpoints
 
-    OUT.print(pairs("checkpoints", list_checkpoints(Path(arguments.run))))
+    show_pairs("checkpoints", list_checkpoints(Path(arguments.run)))
 
 
 def _show(arguments: Arguments) -> None:
     from ds_finetune.checkpoint.tools import describe_checkpoint
 
-    OUT.print(pairs("checkpoint", describe_checkpoint(Path(arguments.folder))))
+    show_pairs("checkpoint", describe_checkpoint(Path(arguments.folder)))
 
 
 def _verify(arguments: Arguments) -> None:

@@ -2,7 +2,9 @@
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +14,7 @@ from ds_finetune import api
 from ds_finetune.cli.arguments import Arguments, Commands, positive, two_or_more
 from ds_finetune.config.run_file import parse_yaml
 from ds_finetune.console import OUT, show_line
-from ds_finetune.errors import ConfigError, OutputError
+from ds_finetune.errors import ConfigError, DataError, OutputError
 from ds_finetune.evaluation.extractors import EXTRACTORS
 from ds_finetune.plan.config_json import check_model_path
 
@@ -160,6 +162,30 @@ def _scored(arguments: Arguments) -> "EvalReport":
         raise ConfigError(
             f"--column is `{wrong[0]}`", hint="write e.g. --column prompt=question --column completion=answer"
         )
+    with _flags_named():
+        return _evaluated(arguments)
+
+
+@contextmanager
+def _flags_named() -> Iterator[None]:
+    """Name this command's options in errors about rows, which name keys of a run file."""
+    try:
+        yield
+    except (ConfigError, DataError) as error:
+        raise type(error)(_with_flags(error.message), hint=_with_flags(error.hint)) from error
+
+
+def _with_flags(text: str) -> str:
+    text = re.sub(r"(?:data\.)?columns:? \{(.+?)\}", lambda found: _column_flags(found[1]), text)
+    text = text.replace("under data.columns", "as `--column NAME=COLUMN`").replace("data.columns", "--column")
+    return re.sub(r"data\.(template|train_on|long_rows)", lambda found: f"--{found[1].replace('_', '-')}", text)
+
+
+def _column_flags(pairs: str) -> str:
+    return " ".join("--column " + re.sub(r"\s*:\s*", "=", pair.strip()) for pair in pairs.split(","))
+
+
+def _evaluated(arguments: Arguments) -> "EvalReport":
     return api.evaluate(
         arguments.model,
         _sets_of(arguments.data),

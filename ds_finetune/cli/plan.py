@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ds_finetune.cli.arguments import Arguments, Commands, add_run_command, positive, read_run
-from ds_finetune.console import OUT, pairs
+from ds_finetune.console import OUT, show_pairs
 from ds_finetune.errors import ConfigError, RunError
 from ds_finetune.units import parse_bytes
 
@@ -149,9 +149,9 @@ def _show_forecast(config: "RunConfig", target: "Target", *, is_json: bool) -> N
     if is_json:
         OUT.print_json(json.dumps(forecast.tree()))
         return
-    OUT.print(pairs("plan", forecast.lines()))
+    show_pairs("plan", forecast.lines())
     OUT.print(memory_table(forecast.memory))
     if forecast.time is not None:
-        OUT.print(pairs("time", forecast.time_lines()))
+        show_pairs("time", forecast.time_lines())
     for note in forecast.notes():
         OUT.print(note, markup=False)

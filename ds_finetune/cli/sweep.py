@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from ds_finetune.cli.arguments import Arguments, Commands, add_run_command, positive
-from ds_finetune.console import OUT, pairs, show_line
+from ds_finetune.console import show_line, show_pairs
 from ds_finetune.errors import INTERRUPTED_EXIT_CODE
 
 
@@ -31,7 +31,7 @@ def _sweep(arguments: Arguments) -> None:
     except JobsInterruptedError:
         show_line(f"interrupted; the same command continues the sweep in {sweep.output_dir}")
         raise SystemExit(INTERRUPTED_EXIT_CODE) from None
-    OUT.print(pairs("sweep", result.lines()))
+    show_pairs("sweep", result.lines())
 
 
 def _lr_range(arguments: Arguments) -> None:
@@ -53,4 +53,4 @@ def _lr_range(arguments: Arguments) -> None:
     except JobsInterruptedError:
         raise SystemExit(INTERRUPTED_EXIT_CODE) from None
     page = write_range_page(request.folder, arguments.run, found)
-    OUT.print(pairs("learning rates", [*found.lines(), ("report", str(page))]))
+    show_pairs("learning rates", [*found.lines(), ("report", str(page))])

@@ -1,10 +1,13 @@
 """Errors for a run file whose keys or values do not fit the schema."""
 
 import difflib
+import json
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from ds_finetune.config.invalid_objectives import explain_objective, objectives_with
 from ds_finetune.config.run_file import Lines
@@ -108,6 +111,7 @@ _MEANINGS = {
     "objective.loss": "a key of dpo and cpo",
     "objective.reference": "`cache` or `adapters_off`: the reference is the model before training",
 }
+_BOUNDS = (("ge", "at least"), ("gt", "above"), ("le", "at most"), ("lt", "below"))
 _KEY_OF = {word: key for key, words in KEYS_OF_OTHER_PROGRAMS.items() for word in words.split()}
 
 
@@ -115,14 +119,22 @@ def explain(invalid: ValidationError, root: type[BaseModel], source: str, lines:
     """The error for values that do not fit the tree of sections below `root`: each key with its line and the nearest
     legal name.
     """
-    errors = [_explain_one(error, root, source, lines) for error in invalid.errors()]
+    # A value that may have one of several types has an error of each.
+    firsts = {_keys_of(error): error for error in reversed(invalid.errors())}
+    errors = [_explain_one(error, root, source, lines) for error in reversed(firsts.values())]
     return ConfigError(
         "; ".join(message for message, _ in errors), hint="; ".join(dict.fromkeys(hint for _, hint in errors))
     )
 
 
+def _keys_of(error: Any) -> tuple[str, ...]:  # noqa: ANN401 - pydantic's ErrorDetails
+    """The keys of an error's place, without indices of lists and pydantic's names of types, as `dict[str,float]`."""
+    parts = [part for part in error["loc"] if isinstance(part, str)]
+    return tuple(part for part in parts if part != "str" and "[" not in part)
+
+
 def _explain_one(error: Any, root: type[BaseModel], source: str, lines: Lines) -> tuple[str, str]:  # noqa: ANN401 - pydantic's ErrorDetails
-    path, section = _located(root, [str(part) for part in error["loc"] if not isinstance(part, int)])
+    path, section = _located(root, _keys_of(error))
     line = lines.get(path)
     where = f"{source} line {line}" if line else source
     name = ".".join(path)
@@ -131,10 +143,31 @@ def _explain_one(error: Any, root: type[BaseModel], source: str, lines: Lines) -
         return f"{where}: {objective[0]}", objective[1]
     if error["type"] == "extra_forbidden":
         return f"{where}: unknown key `{name}`{_of_objective(path, section)}", _suggestion(path, section, root)
-    if error["type"] == "missing":
+    # Of a list of a fixed length, the place of a value that is missing is its index.
+    is_too_short = error["type"] == "missing" and isinstance(error["loc"][-1], int)
+    if error["type"] == "missing" and not is_too_short:
         return f"{where}: `{name}` is missing", f"add `{name}` to the run file"
-    hint = f"give `{name}` a value, or leave it out" if error["input"] is None else "see `ds-finetune config schema`"
-    return f"{where}: `{name}` is {error['input']!r}: {_plain_message(error['msg'])}", hint
+    message = _plain_message(error["msg"])
+    field = _field(section, path[-1])
+    if field is not None and (is_too_short or error["type"] == "too_long"):
+        message = f"it should have {len(get_args(field.annotation))} values"
+    hint = f"give `{name}` a value, or leave it out" if error["input"] is None else _value_hint(name, field)
+    return f"{where}: `{name}` is {error['input']!r}: {message}", hint
+
+
+def _field(section: type[BaseModel], key: str) -> FieldInfo | None:
+    return next((field for name, field in section.model_fields.items() if key in (name, field.alias)), None)
+
+
+def _value_hint(name: str, field: FieldInfo | None) -> str:
+    """The range of a key, its default and what it is for."""
+    if field is None:
+        return f"docs/reference/run-file.md describes `{name}`"
+    facts = [f"{word} {getattr(part, key)}" for part in field.metadata for key, word in _BOUNDS if hasattr(part, key)]
+    if isinstance(field.default, str | int | float | tuple):
+        facts.append(f"by default {json.dumps(field.default)}")
+    text = " ".join((field.description or "").split()).rstrip(".")
+    return f"`{name}`{' (' * bool(facts)}{', '.join(facts)}{')' * bool(facts)}: {text}"
 
 
 def _located(root: type[BaseModel], parts: Sequence[str]) -> tuple[tuple[str, ...], type[BaseModel]]:
@@ -195,7 +228,7 @@ def section_keys(root: type[BaseModel], key: str) -> list[str]:
 
 def _sections(parent: type[BaseModel], key: str) -> list[type[BaseModel]]:
     """The sections that `key` has one of; empty where it is a value, or no key of `parent`."""
-    field = next((f for n, f in parent.model_fields.items() if key in (n, f.alias)), None)
+    field = _field(parent, key)
     kinds = (field.annotation, *get_args(field.annotation)) if field is not None else ()
     return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
 
@@ -205,8 +238,13 @@ def _own_names(section: type[BaseModel]) -> list[str]:
 
 
 def _plain_message(message: str) -> str:
+    message = re.sub(r"a valid dictionary or instance of \w+", "a section", message)
+    message = re.sub(r"(?:Tuple|List) (should have .*) after validation, not \d+", r"it \1", message)
     return (
         message.removeprefix("Value error, ")
+        .replace("a valid dictionary", "a mapping")
         .replace("Input should be a valid tuple", "it should be a list")
         .replace("Input should", "it should")
+        .replace("greater than or equal to", "at least")
+        .replace("less than or equal to", "at most")
     )

@@ -22,6 +22,8 @@ NAMES_OF_OTHER_PROGRAMS: Mapping[str, str] = {
     "distill": "gkd distillation knowledge_distillation kd",
 }
 """Objectives, each with its names in TRL, LLaMA-Factory, ms-swift, OpenRLHF and papers."""
+_SAMPLING = ("grpo", "dr_grpo", "dapo", "gspo", "rloo", "ppo", "reinforce", "online_dpo", "nash_md", "xpo", "rlhf")
+"""Methods that train on answers which the model samples during the training."""
 _NAMES: tuple[str, ...] = get_args(ObjectiveName)
 _MEANT = {word: meant for meant, words in NAMES_OF_OTHER_PROGRAMS.items() for word in words.split()}
 
@@ -37,6 +39,11 @@ def explain_objective(error: Any) -> tuple[str, str] | None:  # noqa: ANN401 - p
         return f"`objective` is {error['input']!r}: it should be a name or a section with a name", names
     given = error["input"]["name"]
     word = str(given).lower().replace("-", "_")
+    if word in _SAMPLING:
+        return (
+            f"`objective` is {given!r}, which trains on sampled answers and is not available in this version",
+            f"TRL and verl have it; with pairs of answers train dpo (docs/how-to/preferences.md); {names}",
+        )
     near = _MEANT.get(word) or next(iter(difflib.get_close_matches(word, _NAMES, n=1)), None)
     hint = f"did you mean `{near}`? " if near else ""
     return f"`objective` is {given!r}, which is no objective", f"{hint}{names}"

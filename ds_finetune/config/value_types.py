@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from ds_finetune.errors import ConfigError
-from ds_finetune.schedule import Duration, Interval, seconds_of, warmup_steps
+from ds_finetune.schedule import Duration, Interval, is_steps, seconds_of, warmup_steps
 
 Layout = Literal[
     "auto",
@@ -91,7 +91,7 @@ DurationText = Annotated[str, BeforeValidator(_check_duration)]
 
 
 def _check_steps(text: object) -> object:
-    if Duration.parse(str(text)).unit != "steps":
+    if not is_steps(str(text)):
         raise ValueError(f"`{text}` is not a number of steps; write e.g. `100 steps`")
     return _check_duration(text)
 

@@ -68,8 +68,7 @@ def verify_run_exports(
         [folder for folder in folders if not twins or folder != best], available_bytes=available_bytes()
     )
     for result in [result for result in results if result.folder in twins]:
-        shared = f"the files of {result.folder}, whose weights it shares"
-        results.append(replace(result, folder=best, lines=(shared, *result.lines)))
+        results.append(replace(result, folder=best))
         mark_folder(results[-1])
     return tuple(results)
 
@@ -112,9 +111,7 @@ class Exports:
         """Write the weights at the end of a run, as links where they were written as the best; returns the folder."""
         out = self.run.output_dir / "export"
         names = ("export", "adapter") if self.run.config.lora else ("export",)
-        if self._best_step == step and self._links_to_best(names):
-            self._print([f"{out} has the weights of {out}-best, which are of the same step, as hard links"])
-        else:
+        if self._best_step != step or not self._links_to_best(names):
             self._print(export(self.run, self.engine, out, step=step))
         return out
 

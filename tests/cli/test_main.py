@@ -1,5 +1,6 @@
 """The command line: one error, the right exit code, launchers' extra arguments."""
 
+import io
 import os
 import signal
 import subprocess
@@ -8,11 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from ds_finetune import __version__
+from ds_finetune import __version__, console
+from ds_finetune.cli import evaluate
 from ds_finetune.cli import main as cli
+from ds_finetune.data.layouts import recognise_layout
 from ds_finetune.demo import questions, write_demo
-from ds_finetune.errors import ConfigError, RunError
+from ds_finetune.errors import ConfigError, DataError, RunError
+from ds_finetune.phase_line import CLEAR_LINE
 from tests.conftest import ROOT
 
 
@@ -72,6 +77,29 @@ def test_the_first_line_comes_before_what_takes_seconds_to_import(tmp_path: Path
     command = [sys.executable, "-c", FIRST_LINE, str(write_demo(tmp_path))]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert run.stdout.rstrip().endswith("importing torch, transformers and DeepSpeed []"), run.stderr
+
+
+def test_a_line_replaces_the_progress_line_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(console, "OUT", Console(file=terminal, force_terminal=True, highlight=False, soft_wrap=True))
+    terminal.write("step 19/40  loss 1.2")
+    console.show_line("after 20 steps: memory")
+    assert terminal.getvalue() == f"step 19/40  loss 1.2{CLEAR_LINE}after 20 steps: memory\n"
+
+
+def test_names_and_texts_are_not_wrapped_in_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    console.show_pairs("plan", [("model", "x" * 200), ("data", "[a] text")])
+    assert capsys.readouterr().out == f"plan\nmodel  {'x' * 200}\ndata   [a] text\n"
+
+
+def test_eval_names_its_options_where_rows_do_not_fit() -> None:
+    with pytest.raises(DataError) as caught, evaluate._flags_named():
+        recognise_layout({"q": "a", "a": "b"}, {"prompt": "question"}, "row 1 of a.json")
+    assert "--column" in str(caught.value)
+    assert "data." not in str(caught.value)
+    assert evaluate._with_flags("set data.columns: {prompt: q, completion: a} and data.train_on") == (
+        "set --column prompt=q --column completion=a and --train-on"
+    )
 
 
 def test_overrides_may_come_before_and_after_options() -> None:

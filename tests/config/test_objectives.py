@@ -42,6 +42,7 @@ def test_every_section_has_its_name_in_the_schema() -> None:
         ("IPO", "`objective` is 'IPO'", "did you mean `{name: dpo, loss: ipo}`?"),
         ("apo-zero", "`objective` is 'apo-zero'", "did you mean `{name: dpo, loss: apo_zero}`?"),
         ("rm", "`objective` is 'rm'", "did you mean `reward`?"),
+        ("GRPO", "`objective` is 'GRPO', which trains on sampled answers and is not", "TRL and verl have it; with pairs"),
         ("poetry", "`objective` is 'poetry'", "objectives are sft, pretrain, classification, reward, dpo, simpo"),
         (5, "`objective` is 5: it should be a name or a section", "objectives are sft"),
         (None, "`objective` is None: it should be a name or a section", "objectives are sft"),
@@ -54,8 +55,8 @@ def test_every_section_has_its_name_in_the_schema() -> None:
         ),
         ({"name": "dpo", "rpo_alpha": 1}, "unknown key `objective.rpo_alpha`", "did you mean `objective.nll_weight`?"),
         ({"name": "dpo", "lr": 1}, "unknown key `objective.lr` of objective dpo", "did you mean `optim.lr`?"),
-        ({"name": "dpo", "beta": 0}, "`objective.beta` is 0: it should be greater than 0", "config schema"),
-        ({"name": "dpo", "loss": "bco"}, "`objective.loss` is 'bco': it should be 'sigmoid', 'robust'", "schema"),
+        ({"name": "dpo", "beta": 0}, "`objective.beta` is 0: it should be greater than 0", "(above 0, by default 0.1)"),
+        ({"name": "dpo", "loss": "bco"}, "`objective.loss` is 'bco': it should be 'sigmoid', 'robust'", "(by default"),
         ({"name": "dpo", "beta": None}, "`objective.beta` is None: it should be a valid number", "or leave it out"),
     ],
 )  # fmt: skip

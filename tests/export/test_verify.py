@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from ds_finetune.cli.main import main
 from ds_finetune.config.schema import read_config
+from ds_finetune.console import show_verifications
 from ds_finetune.errors import ExportError
 from ds_finetune.export.folder import FolderParts, has_same_weights, link_folder, write_folder
 from ds_finetune.export.interruption import SignalInterruption
@@ -278,7 +279,7 @@ def test_a_folder_too_large_for_the_memory_is_skipped(tmp_path: Path) -> None:
     assert "loading it takes" in (out / UNVERIFIED).read_text()
 
 
-def test_folders_that_share_their_weights_are_verified_once(tmp_path: Path) -> None:
+def test_folders_that_share_their_weights_are_verified_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As at the end of a run whose last step is its best."""
     config = read_config(str(tiny_task(tmp_path, export={"verify": True})), [])
     last = tmp_path / "run" / "export"
@@ -295,7 +296,11 @@ def test_folders_that_share_their_weights_are_verified_once(tmp_path: Path) -> N
     assert (mine.folder, its.folder) == (last, best)
     assert mine.is_verified
     assert its.is_verified
-    assert its.lines == (f"the files of {last}, whose weights it shares", *mine.lines)
+    assert its.lines == mine.lines
+    show_verifications([mine, its])
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first == f"verified: {last}, {best}"
+    assert rest == [f"  {'; '.join(mine.lines)}"]
     assert not list((tmp_path / "run").glob(f"*/{UNVERIFIED}"))
 
 

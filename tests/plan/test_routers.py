@@ -65,11 +65,11 @@ def test_routers_without_a_section_are_known_and_not_mentioned() -> None:
 @pytest.mark.parametrize(
     ("section", "line"),
     [
-        ({"train": False}, "3 of 8 experts, frozen"),
+        ({"train": False}, "frozen in 3 layers, which send a token to 2 of 8 experts"),
         (
             {"balance": 0.01, "bias_update": 0.001},
-            "3 of 8 experts, trained, plus 0.01 x their balance loss, a mean over the documents of the global batch, "
-            "biases moved by 0.001 after each step",
+            "trained in 3 layers, which send a token to 2 of 8 experts, plus 0.01 x their balance loss, a mean over the "
+            "documents of the global batch, biases moved by 0.001 after each step",
         ),
     ],
 )
