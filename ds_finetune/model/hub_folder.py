@@ -7,10 +7,12 @@ process, and if another process shortened a mapped file, a signal would kill thi
 
 import json
 import math
+import shlex
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
+import transformers
 
 from ds_finetune.errors import ModelError
 from ds_finetune.model.fp4 import PACKED, Fp4Matrix, find_matrices
@@ -182,9 +184,30 @@ def _read_tensors(folder: Path) -> dict[str, StoredTensor]:
     if not files:
         raise ModelError(
             f"model folder `{folder}` has no safetensors weights",
-            hint="give a folder with weights, or set model.weights: random to build from config.json alone",
+            hint=bin_conversion(folder)
+            or "give a folder with weights, or set model.weights: random to build from config.json alone",
         )
     return _merge_files(files, {})
+
+
+def bin_conversion(folder: Path) -> str:
+    """A hint with the command that adds safetensors to a folder whose weights are pytorch_model*.bin; else empty.
+
+    Such files are pickles. The command lets transformers read them with `weights_only`, so that they run no code.
+    """
+    if not any(folder.glob("pytorch_model*.bin")):
+        return ""
+    try:
+        named = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"][0]
+    except (OSError, ValueError, LookupError, TypeError):
+        named = None
+    # The user copies the command to a shell, so that nothing of config.json but a name of transformers may be in it.
+    kind = named if named in dir(transformers) else "AutoModelForCausalLM"
+    code = (
+        f"from transformers import {kind} as M; p = {str(folder)!r}; "
+        "M.from_pretrained(p, dtype='auto', weights_only=True).save_pretrained(p)"
+    )
+    return f"convert its pytorch_model.bin: python -c {shlex.quote(code)}"
 
 
 def _read_indexed(folder: Path) -> dict[str, StoredTensor]:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 import shutil
 from pathlib import Path
 
@@ -10,9 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from ds_finetune.errors import ModelError
+from ds_finetune.errors import ExportError, ModelError
+from ds_finetune.export.readers.sources import open_source
 from ds_finetune.families.table import FAMILIES, family_of
 from ds_finetune.model.build import Fragment, build_skeleton, in_memory, read_hf_config
+from ds_finetune.model.hub_folder import bin_conversion
 from ds_finetune.model.weights import initialise_weights, load_weights
 from tests.model.tiny import CONFIGS
 
@@ -214,6 +217,34 @@ def test_multi_token_prediction_layers_are_declared_and_reported(copy: Path) -> 
     _rewrite(copy, lambda t: t.update({"model.layers.3.eh_proj.weight": torch.zeros(2)}))
     report = load_weights(skeleton(copy), copy, family=family_of("deepseek_v3"))
     assert report.skipped == ("model.layers.3.eh_proj.weight",)
+
+
+def test_the_hint_for_pickled_weights_converts_them(tmp_path: Path) -> None:
+    """The command is run as it is printed, for a folder with a tied head and a name that a shell would split."""
+    folder = tmp_path / "it's a model"
+    wanted = published("qwen2", folder, tie_word_embeddings=True).state_dict()
+    (folder / "model.safetensors").unlink()
+    torch.save(wanted, folder / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="has no safetensors weights") as caught:
+        load_weights(skeleton(folder), folder, family=family_of("qwen2"))
+    with pytest.raises(ExportError, match=r"holds no checkpoint: config\.json") as also:
+        open_source(folder)
+    assert also.value.hint == caught.value.hint
+    said, _, command = caught.value.hint.partition(": ")
+    words = shlex.split(command)
+    assert (said, words[:2]) == ("convert its pytorch_model.bin", ["python", "-c"])
+    assert words[2].startswith("from transformers import Qwen2ForCausalLM as M; ")
+    exec(words[2], {})
+    model = skeleton(folder)
+    load_weights(model, folder, family=family_of("qwen2"))
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("named", ["os.system", "'; import os; '", 7, ["x"], None])
+def test_a_command_to_copy_holds_no_text_of_config_json(named: object, tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model-00001-of-00002.bin").touch()
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [named]}))
+    assert "from transformers import AutoModelForCausalLM as M; " in bin_conversion(tmp_path)
 
 
 def test_folders_that_are_no_model(copy: Path, tmp_path: Path) -> None:

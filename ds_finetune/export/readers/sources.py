@@ -26,7 +26,7 @@ from ds_finetune.model.adapter_names import is_adapter, weight_of
 from ds_finetune.model.build import resolve_folder
 from ds_finetune.model.dtypes import PRECISION_DTYPES
 from ds_finetune.model.folder_check import check_folder
-from ds_finetune.model.hub_folder import HubFolder, has_weights
+from ds_finetune.model.hub_folder import HubFolder, bin_conversion, has_weights
 from ds_finetune.model.lora import Factors
 from ds_finetune.model.quantisation import check_config_readable, check_no_other_format
 from ds_finetune.model.weights import weights_digest
@@ -258,5 +258,5 @@ def open_source(path: Path, base: Path | None = None) -> OpenedSource:
     content = ", ".join(sorted(entry.name for entry in path.iterdir())[:10]) or "nothing"
     raise ExportError(
         f"`{path}` holds no checkpoint: {content}",
-        hint=f"name a folder that holds {' or '.join(kind.name for kind in KINDS)}",
+        hint=bin_conversion(path) or f"name a folder that holds {' or '.join(kind.name for kind in KINDS)}",
     )
