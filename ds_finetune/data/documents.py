@@ -61,6 +61,8 @@ class Counts:
     """Other rows by remark, a key of `row_report.NOTED`."""
     unread: NamedCounts = field(default_factory=NamedCounts)
     """Columns and fields that are not used, with the number of rows that have them."""
+    named: NamedCounts = field(default_factory=NamedCounts)
+    """Keys of `data.columns`, with the number of rows that have the column."""
     by_path: NamedCounts = field(default_factory=NamedCounts)
     """Documents by the number of the path that names their files, where there are several paths."""
 
@@ -165,7 +167,10 @@ def read_counts(folder: Path) -> Counts:
     return Counts(
         **{
             **written,
-            **{name: NamedCounts.from_json(written[name]) for name in ("dropped", "noted", "unread", "by_path")},
+            **{
+                name: NamedCounts.from_json(written[name])
+                for name in ("dropped", "noted", "unread", "named", "by_path")
+            },
         }
     )
 

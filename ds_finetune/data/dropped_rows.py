@@ -1,4 +1,4 @@
-"""Refuses data of which too much would not be trained."""
+"""Refuses data of which too much would not be trained, or in which no row has a column that the run file names."""
 
 from collections.abc import Sequence
 
@@ -29,4 +29,14 @@ def check_dropped_rows(counts: Counts, config: DataConfig, sources: Sequence[Sou
             f"cuts off {share_text(counts.truncated_ratio)} of all tokens, more than data.max_truncated_ratio "
             f"{config.max_truncated_ratio:g}",
             hint="raise train.max_seq_len, set data.long_rows to drop (or split, for plain text), or raise the ratio",
+        )
+
+
+def check_columns(counts: Counts, config: DataConfig) -> None:
+    """DataError where no row has a column that `data.columns` names."""
+    unused = [f"{key}: {column}" for key, column in config.columns.items() if key not in counts.named.entries]
+    if unused:
+        raise DataError(
+            f"data.columns {{{', '.join(unused)}}} has no effect: none of the {counts.read} rows has such a column",
+            hint=f"correct the name, or remove the entry; unread columns: {', '.join(counts.unread.entries) or 'none'}",
         )

@@ -94,24 +94,6 @@ def find_layout(record: Record, columns: Mapping[str, str], layouts: Mapping[str
     return next((name for name, layout in layouts.items() if layout.needed <= names), None)
 
 
-def recognise_layout(record: Record, columns: Mapping[str, str], where: str) -> str:
-    """The first layout whose columns the record has; DataError where no layout fits."""
-    found = find_layout(record, columns, LAYOUTS)
-    if found is not None:
-        return found
-    raise DataError(
-        f"{where} has columns {', '.join(sorted(record))}, which fit no layout{_absent_columns(record, columns)}",
-        hint=columns_line(record, "prompt", "completion")
-        or f"name them under data.columns; layouts are {known_layouts(LAYOUTS)}",
-    )
-
-
-def _absent_columns(record: Record, columns: Mapping[str, str]) -> str:
-    """What an error adds where data.columns names columns that a record does not have."""
-    absent = [f"{key}: {column}" for key, column in columns.items() if column not in record]
-    return f", and data.columns names others: {', '.join(absent)}" if absent else ""
-
-
 def known_layouts(layouts: Mapping[str, "LayoutColumns"]) -> str:
     """The layouts with their columns, for messages."""
     return "; ".join(f"{name}: {', '.join(sorted(layout.needed))}" for name, layout in layouts.items())

@@ -36,7 +36,7 @@ from ds_finetune.data.documents import (
     make_documents,
     read_counts,
 )
-from ds_finetune.data.dropped_rows import check_dropped_rows
+from ds_finetune.data.dropped_rows import check_columns, check_dropped_rows
 from ds_finetune.data.layouts import PlainText, Sample
 from ds_finetune.data.mixture import Mixture
 from ds_finetune.data.named_counts import NamedCounts
@@ -54,7 +54,7 @@ from ds_finetune.errors import ConfigError, DataError, RunError
 from ds_finetune.phase_line import PhaseLine
 from ds_finetune.units import MIB
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 """Increased when the format of the cache changes, so that an older cache is not read."""
 ROWS_PER_PART = 2000
 _Task = tuple[Path, list[tuple[str, Record]]]
@@ -108,6 +108,8 @@ def prepare_rows(
             _tokenise(sources, tokenisation, folder, workers=config.workers or os.cpu_count() or 1)
         counts = read_counts(whole)
         check_dropped_rows(counts, config, sources)
+        if purpose == "train":
+            check_columns(counts, config)
         documents = Documents.read(whole)
         parts = _units_of_paths(counts, weights, sources, kind)
         if config.packing and not packed.is_dir():
@@ -178,7 +180,9 @@ def tokenise_records(records: Sequence[tuple[str, Record]], tokenisation: Tokeni
     places = [where for where, _ in records]
     samples: list[tuple[str, Any]] = [(where, sample) for where, (sample, _) in zip(places, rows, strict=True)]
     documents, counts, remarks = _MAKERS[tokenisation.kind.name](samples, tokenisation)
-    return documents, counts + _named_counts(remarks, [unread for _, unread in rows], places)
+    present = ([key for key, column in columns.items() if column in record] for _, record in records)
+    named = NamedCounts.sum(NamedCounts.of(keys, where) for keys, where in zip(present, places, strict=True))
+    return documents, counts + _named_counts(remarks, [unread for _, unread in rows], places) + Counts(named=named)
 
 
 def _make_token_documents(samples: Sequence[tuple[str, Sample]], tokenisation: Tokenisation) -> Made:

@@ -23,7 +23,6 @@ from ds_finetune.data.layouts import (
     find_layout,
     known_layouts,
     published_columns,
-    recognise_layout,
     unread_columns,
     view_columns,
 )
@@ -103,18 +102,21 @@ def _check_used(record: Record, columns: Mapping[str, str], layout: LayoutColumn
 
 
 def _recognise(record: Record, kind: RowKind, columns: Mapping[str, str], where: str) -> str:
-    if kind.name == "dialogue":
-        return recognise_layout(record, columns, where)
-    found = find_layout(record, columns, LAYOUTS_OF[kind.name])
+    """The first layout of the kind whose columns the record has; DataError where no layout fits."""
+    layouts = LAYOUTS_OF[kind.name]
+    found = find_layout(record, columns, layouts)
     if found is not None:
         return found
+    absent = [f"{key}: {column}" for key, column in columns.items() if column not in record]
+    others = f", and data.columns names others: {', '.join(absent)}" if absent else ""
+    wanted = {"pairs": ("prompt", "chosen", "rejected"), "text": (), "labelled": ()}.get(
+        kind.name, ("prompt", "completion")
+    )
     raise DataError(
-        f"{where} has columns {', '.join(sorted(record))}, and {kind.description}",
-        hint=_other_objective(record, columns)
-        or columns_line(
-            record, *(("prompt", "chosen", "rejected") if kind.name == "pairs" else ("prompt", "completion"))
-        )
-        or f"name them under data.columns; layouts are {known_layouts(LAYOUTS_OF[kind.name])}",
+        f"{where} has columns {', '.join(sorted(record))}, which fit no layout{others}; {kind.description}",
+        hint=columns_line(record, *wanted)
+        or _other_objective(record, columns)
+        or f"name them under data.columns; layouts are {known_layouts(layouts)}",
     )
 
 

@@ -190,6 +190,9 @@ def test_columns_without_effect_are_refused(tokenizer: PreTrainedTokenizerBase, 
     assert "system" in (caught.value.hint or "")
     with pytest.raises(DataError, match=r"data.columns \{input: who\} has no effect on .*prompt_completion reads"):
         prepared({**row, "columns": {"input": "who"}}, "sft", tokenizer, tmp_path)
+    with pytest.raises(DataError, match=r"data.columns \{system: whom\} has no effect: none of the 2 rows") as absent:
+        prepared({**row, "columns": {"system": "whom"}}, "sft", tokenizer, tmp_path)
+    assert "unread columns: who" in (absent.value.hint or "")
     rows = prepared({**row, "columns": {"system": "who"}}, "sft", tokenizer, tmp_path)
     assert_documents(rows, [f"(S)Sys{ONE}"], tokenizer)
 

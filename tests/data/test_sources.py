@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from ds_finetune.data.layouts import Completion, Conversation, PlainText, recognise_layout
+from ds_finetune.data.layouts import LAYOUTS, Completion, Conversation, PlainText, find_layout
 from ds_finetune.data.sources import find_sources, read_records
 from ds_finetune.errors import DataError
 from tests.data.reading import sample_of
@@ -85,7 +85,7 @@ RECORDS: dict[str, tuple[dict[str, Any], type]] = {
 @pytest.mark.parametrize("layout", RECORDS)
 def test_layouts_are_recognised_by_their_columns(layout: str) -> None:
     record, kind = RECORDS[layout]
-    assert recognise_layout(record, {}, "row 1") == layout
+    assert find_layout(record, {}, LAYOUTS) == layout
     assert isinstance(sample_of(record, layout), kind)
 
 
@@ -108,7 +108,7 @@ def test_sharegpt_roles() -> None:
 def test_columns_by_other_names() -> None:
     columns = {"prompt": "question", "completion": "answer"}
     record = {"question": "q", "answer": "a"}
-    assert recognise_layout(record, columns, "row 1") == "prompt_completion"
+    assert find_layout(record, columns, LAYOUTS) == "prompt_completion"
     sample = sample_of(record, "prompt_completion", columns)
     assert isinstance(sample, Completion)
     assert (sample.prompt, sample.completion) == ("q", "a")
@@ -138,7 +138,7 @@ def test_real_instruction_files_are_recognised(shared_data: Path) -> None:
     layouts = {}
     for name in ("alpaca_en_demo", "glaive_toolcall_en_demo", "identity"):
         (source,) = find_sources([str(shared_data / "instruct" / f"{name}.json")])
-        samples = [(recognise_layout(record, {}, where), record, where) for where, record in read_records(source)]
+        samples = [(find_layout(record, {}, LAYOUTS), record, where) for where, record in read_records(source)]
         layouts[name] = {layout for layout, _, _ in samples}
         for layout, record, where in samples:
             sample_of(record, layout, where=where)
