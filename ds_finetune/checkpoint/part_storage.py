@@ -5,15 +5,15 @@ writes them. `read_state_groups` reads state from parts, which may be cut differ
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from ds_finetune.checkpoint.chunks import Chunk, flat_bounds, overlap
+from ds_finetune.checkpoint.chunks import Chunk, flat_bounds, flat_range_chunks, overlap
 from ds_finetune.checkpoint.part_file import PartFile, StoredChunk, part_header
-from ds_finetune.checkpoint.slices import chunks_of_slice, share_of_slice
 from ds_finetune.engine.state import WEIGHT, Read, Slice, StateGroup
 from ds_finetune.errors import CheckpointError
 
@@ -154,3 +154,18 @@ def num_weights(groups: Sequence[StateGroup], *, share: tuple[int, int]) -> int:
     pieces = (piece for group in groups for piece in group.slices)
     written = (share_of_slice(piece, *share) if piece.is_replicated else piece for piece in pieces)
     return sum(piece.numel for piece in written if piece.key.startswith(f"{WEIGHT}/"))
+
+
+def chunks_of_slice(piece: Slice) -> list[tuple[Chunk, int]]:
+    """The chunks of the global tensor that a slice covers, each with its offset among the slice's elements."""
+    chunks, position = [], 0
+    for chunk in flat_range_chunks(piece.local_shape or piece.shape, piece.start, piece.numel):
+        chunks.append((chunk.moved(piece.origin) if piece.origin else chunk, position))
+        position += chunk.numel
+    return chunks
+
+
+def share_of_slice(piece: Slice, index: int, count: int) -> Slice:
+    """Share `index` of a replicated slice that `count` ranks divide among them for writing."""
+    first, last = piece.numel * index // count, piece.numel * (index + 1) // count
+    return replace(piece, start=piece.start + first, numel=last - first)

@@ -11,8 +11,6 @@ from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 from ds_finetune.config.indexer import IndexerConfig
 from ds_finetune.config.ineffective_keys import check_keys_have_effect
 from ds_finetune.config.invalid_keys import explain
-from ds_finetune.config.launch import LaunchConfig
-from ds_finetune.config.mtp import MtpConfig
 from ds_finetune.config.objectives import ObjectiveField, SftObjective
 from ds_finetune.config.optim import OptimConfig
 from ds_finetune.config.parallel import ParallelConfig
@@ -293,6 +291,38 @@ class ExportConfig(Section):
     verify: bool = True
     """Record logits of fixed prompts with each export, and compare the folder with them in a fresh process of plain
     transformers.
+    """
+
+
+class MtpConfig(Section):
+    """Multi-token prediction: a layer after the last one that predicts the token after the next, from which servers
+    draft tokens.
+    """
+
+    train: bool = False
+    """Train the layer that the model is published with; false carries it to exports unchanged."""
+    weight: float = Field(default=0.1, gt=0)
+    """Weight of its loss beside that of the next token."""
+    detach: bool = True
+    """Its loss trains the layer alone: all other weights are the same bits as without it. False trains them too."""
+
+
+class LaunchConfig(Section):
+    """How `ds-finetune launch` supervises a run on its hosts; other launchers do not read it."""
+
+    restarts: int = Field(default=0, ge=0)
+    """Starts from the newest checkpoint after a rank or a host has failed, before the run is given up."""
+    min_hosts: int | None = Field(default=None, ge=1)
+    """Fewest hosts to resume with; left out, all of the hostfile. The global batch stays what it is."""
+    wait_seconds: float = Field(default=600, ge=0)
+    """How long a restart waits for hosts to come back where there are too few."""
+    greeting_seconds: float = Field(default=30, gt=0)
+    """How long a host has for its first message, with the start of ssh and Python; ssh tries to connect for two
+    seconds less.
+    """
+    silent_seconds: float = Field(default=10, ge=3)
+    """Seconds without a message after which a host is given up, and after which a host that hears nothing ends its
+    ranks.
     """
 
 

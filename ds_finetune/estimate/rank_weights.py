@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from math import prod
 
 from ds_finetune.config.objectives import ClassificationObjective, RewardObjective
 from ds_finetune.config.parallel import ParallelConfig
@@ -52,26 +51,11 @@ class RankWeights:
     """Numbers of its layers."""
     layer_kinds: tuple[LayerKind, ...]
     """The kind of each of them."""
-    layer_sizes: tuple[int, ...]
-    """Elements of each of them on a rank."""
 
     @cached_property
     def numel(self) -> int:
         """Elements of a rank."""
         return sum(kind.numel for kind in self.kinds)
-
-    @cached_property
-    def largest_layer(self) -> int:
-        """Elements of the layer that has most of them."""
-        return max(self.layer_sizes, default=0)
-
-    @cached_property
-    def by_part(self) -> Mapping[str, int]:
-        """Elements of a rank by part of the model."""
-        found: Counter[str] = Counter()
-        for kind in self.kinds:
-            found[part_of(kind.name)] += kind.numel
-        return found
 
 
 def rank_weights(
@@ -119,14 +103,7 @@ def _rank_weights(model: str, parallel: str, zero_ranks: int, mtp_layers: int, s
             is_cut = fused_experts_part(name) is not None and sizes.ep > 1
             kinds.append(TensorKind(name, count, whole, local, zero_ranks // (sizes.ep if is_cut else 1)))
         layer_kinds = tuple(tensors.layers[layer] for layer in layers)
-        of_kind = {
-            kind: sum(
-                prod(local_shape(f".{name}", shape, tp=sizes.tp, ep=sizes.ep, has_transposed_experts=is_transposed))
-                for name, shape in tensors.of_kind[kind].items()
-            )
-            for kind in set(layer_kinds)
-        }
-        found.append(RankWeights(tuple(kinds), layers, layer_kinds, tuple(of_kind[kind] for kind in layer_kinds)))
+        found.append(RankWeights(tuple(kinds), layers, layer_kinds))
     return tuple(found)
 
 

@@ -20,12 +20,8 @@ _REFUSED = "This Host header names another server. If the name is right, start t
 
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches an address that is given as `--host`."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    address = _address(host)
+    return host == "localhost" or (address is not None and address.is_loopback)
 
 
 @dataclass(frozen=True)
@@ -54,7 +50,9 @@ class HostRules:
         if len(hosts) != 1:
             return False
         name = _name_of(hosts[0])
-        return name in self.own_names or "*" in self.allowed or (_is_address(name) and not is_loopback(self.host))
+        return (
+            name in self.own_names or "*" in self.allowed or (_address(name) is not None and not is_loopback(self.host))
+        )
 
 
 class HostCheck:
@@ -82,7 +80,6 @@ class BoundedProtocol(H11Protocol):
     request is closed, which is the new one where all others are being answered.
     """
 
-    _timer: asyncio.TimerHandle | None = None
     _waits_since = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -92,11 +89,6 @@ class BoundedProtocol(H11Protocol):
         if len(self.connections) > CONNECTIONS:
             waiting = [other for other in self.connections if isinstance(other, BoundedProtocol) and other._is_waiting]
             min(waiting, key=lambda other: other._waits_since)._close()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """End the time limit."""
-        self._stop_timer()
-        super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
         """Start the time limit of the next request."""
@@ -109,16 +101,11 @@ class BoundedProtocol(H11Protocol):
         return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
 
     def _await_request(self) -> None:
-        self._stop_timer()
         self._waits_since = self.loop.time()
-        self._timer = self.loop.call_later(RECEIVE_SECONDS, self._close_if_waiting)
+        self.loop.call_later(RECEIVE_SECONDS, self._close_if_late, self._waits_since)
 
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _close_if_waiting(self) -> None:
-        if self._is_waiting:
+    def _close_if_late(self, waits_since: float) -> None:
+        if self._is_waiting and self._waits_since == waits_since:
             self._close()
 
     def _close(self) -> None:
@@ -133,9 +120,8 @@ def _name_of(header: str) -> str:
     return header.partition(":")[0].rstrip(".").lower()
 
 
-def _is_address(name: str) -> bool:
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        ipaddress.ip_address(name)
+        return ipaddress.ip_address(name)
     except ValueError:
-        return False
-    return True
+        return None

@@ -35,11 +35,10 @@ from ds_finetune.checkpoint.folder import CheckpointFolder
 from ds_finetune.checkpoint.messages import CommitJob, RemoveJob, ReserveJob, WriteJob
 from ds_finetune.checkpoint.part_file import PartFile
 from ds_finetune.checkpoint.part_sinks import FilePartSink, WriterProcess
-from ds_finetune.checkpoint.part_storage import PartReader, read_state_groups, serialise_part
+from ds_finetune.checkpoint.part_storage import PartReader, read_state_groups, serialise_part, share_of_slice
 from ds_finetune.checkpoint.random_state import random_state, restore_random_state
 from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.saver import superseded_checkpoints
-from ds_finetune.checkpoint.slices import share_of_slice
 from ds_finetune.checkpoint.tools import (
     describe_checkpoint,
     find_checkpoint,
