@@ -1,8 +1,9 @@
 """Prepares the same prompt/completion rows with ds_finetune and with TRL's functions over `datasets.map`.
 
-    python bench/preparation.py ROWS.jsonl TOKENIZER --peer-python PYTHON [--rounds 3] [--processes 1]
+    python bench/preparation.py ROWS.jsonl TOKENIZER --peer-python PYTHON [--rounds 3] [--processes 1] [--chat]
 
-ROWS.jsonl has a prompt and a completion in each line, by the names `prompt` and `completion`; PYTHON is that of an
+ROWS.jsonl has a prompt and a completion in each line, by the names `prompt` and `completion`; with --chat they are
+lists of messages, which get the tokenizer's chat template; PYTHON is that of an
 environment with trl 1.16.0. Timed is what lies between a raw file and packed rows that can be trained: reading,
 tokenising, the mask of supervised tokens, packing to --tokens, and writing the cache, but no import. Candidates take
 turns in fresh processes, each with an empty cache. Printed are MB of the raw file per second of CPU and of time, by
@@ -37,6 +38,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--chat", action="store_true", help="the rows hold lists of messages")
     parser.add_argument("--worker", choices=("ours", "peer"))
     asked = parser.parse_args()
     if asked.worker is None:
@@ -73,6 +75,7 @@ def say(text: str) -> None:
 def _run(python: str, worker: str, asked: argparse.Namespace) -> Measured:
     command = [python, __file__, str(asked.rows), str(asked.tokenizer), "--worker", worker]
     command += ["--processes", str(asked.processes), "--tokens", str(asked.tokens)]
+    command += ["--chat"] * asked.chat
     environ = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -102,9 +105,10 @@ def prepare_ours(asked: argparse.Namespace, cache: str) -> Candidate:
     from ds_finetune.data.tokenizer_files import load_tokenizer
 
     tokenizer = load_tokenizer(str(asked.tokenizer))
-    limits = TokenLimits(asked.tokens, len(tokenizer), None)
+    limits = TokenLimits(asked.tokens, len(tokenizer))
+    template = "auto" if asked.chat else "plain"
     config = DataConfig(
-        train=(str(asked.rows),), template="plain", separator="", cache_dir=cache, workers=asked.processes
+        train=(str(asked.rows),), template=template, separator="", cache_dir=cache, workers=asked.processes
     )
 
     def prepare() -> PreparedRows:

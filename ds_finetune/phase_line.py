@@ -24,17 +24,26 @@ class PhaseLine:
     On a terminal the line stays in place and is removed at the end of the phase. Elsewhere there is a line after five
     seconds, at most one a minute after that, and after a minute or more one at the end. Without a `total` (0), or
     once more parts are done than an estimated `total`, the line shows the elapsed time.
+    The speed is measured after the first `warmup` parts, which include the start of processes; the time left is shown
+    once as many parts have followed.
     Without `is_rank_zero` the environment variable RANK decides.
     """
 
     def __init__(
-        self, what: str, total: int = 0, *, out: TextIO | None = None, is_rank_zero: bool | None = None
+        self,
+        what: str,
+        total: int = 0,
+        *,
+        warmup: int = 0,
+        out: TextIO | None = None,
+        is_rank_zero: bool | None = None,
     ) -> None:
         self._what, self._total, self._out = what, total, out or sys.stderr
         self._is_live = self._out.isatty()
         self._is_silent = os.environ.get("RANK", "0") != "0" if is_rank_zero is None else not is_rank_zero
         self._done, self._is_shown = 0, False
         self._began = time.monotonic()
+        self._warmup, self._measured_from = warmup, (self._began, 0)
         self._next = self._began + (_LIVE_SECONDS if self._is_live else _FIRST_SECONDS)
 
     def __enter__(self) -> Self:
@@ -47,6 +56,8 @@ class PhaseLine:
         """Count `parts` as done (0 while one is in progress), and write the line if an update is due."""
         self._done += parts
         now = time.monotonic()
+        if 0 < self._done <= self._warmup:
+            self._measured_from = (now, self._done)
         # Nothing done yet of a known number: the line could not say how long it will take.
         is_empty = not self._is_live and self._total and not self._done and now - self._began < _PLAIN_SECONDS
         if self._is_silent or now < self._next or is_empty:
@@ -81,9 +92,11 @@ class PhaseLine:
         if self._done > self._total:
             return f" {self._done:,}  {time_text(seconds)}"
         done = f" {self._done:,}/{self._total:,}"
-        if self._done <= 0:
+        since, before = self._measured_from
+        if self._done <= 0 or self._done < before + self._warmup:
             return done
-        return f"{done}  eta {time_text(seconds / self._done * (self._total - self._done))}"
+        seconds_per_part = (self._began + seconds - since) / (self._done - before)
+        return f"{done}  eta {time_text(seconds_per_part * (self._total - self._done))}"
 
 
 def count_parts(what: str, parts: Iterable[T], total: int) -> Iterator[T]:

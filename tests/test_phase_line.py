@@ -92,3 +92,13 @@ def test_ranks_other_than_the_first_print_nothing(clock: SetTimes, monkeypatch: 
 
 def test_parts_are_passed_on() -> None:
     assert list(count_parts("loading weights", iter([1, 2]), 2)) == [1, 2]
+
+
+def test_the_time_left_does_not_count_the_start_of_processes(clock: SetTimes) -> None:
+    clock([0.0, 150.0, 156.0, 216.0, 220.0])
+    out = io.StringIO()
+    with PhaseLine("tokenising rows", 102, warmup=1, out=out) as line:
+        line.advance()
+        line.advance()
+        line.advance(10)
+    assert out.getvalue() == "tokenising rows 1/102\ntokenising rows 12/102  eta 9 min\ntokenising rows: 4 min\n"

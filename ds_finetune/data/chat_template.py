@@ -1,6 +1,7 @@
 """A chat template, and the fields of a message that it renders, which are found by rendering probe messages."""
 
 import json
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -17,6 +18,7 @@ from ds_finetune.errors import DataError
 Messages = Sequence[Mapping[str, Any]]
 _PLACEHOLDER = "\ue0f1{name}\ue0f2"
 """No template writes these private-use characters. Rows with them are refused (`messages.RESERVED_CHARACTERS`)."""
+_KEPT_RENDERINGS = 64
 
 
 def placeholder(name: object) -> str:
@@ -43,6 +45,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, source: str) -> None:
         self.source, self._limits = source, TemplateLimits(source)
         self._special_tokens = tokenizer.special_tokens_map
+        self._recent: OrderedDict[str, str] = OrderedDict()
         self._ends = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         self._reasoning_key = "reasoning_content"
         self.probes = _probes(self)
@@ -51,6 +54,18 @@ class ChatTemplate:
 
     def render(self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None, *, opens: bool = False) -> str:
         """The messages as text; with `opens`, the header of an answer follows. RenderingError if the template fails."""
+        # The prompt of a row is rendered twice, that of a pair four times, and conversations with as many turns are
+        # the same once their texts are placeholders. The text of a value, unlike the value, tells 1 from True.
+        key = repr((messages, tools, opens))
+        if key in self._recent:
+            self._recent.move_to_end(key)
+        else:
+            self._recent[key] = self._render(messages, tools, opens=opens)
+            if len(self._recent) > _KEPT_RENDERINGS:
+                self._recent.popitem(last=False)
+        return self._recent[key]
+
+    def _render(self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None, *, opens: bool) -> str:
         try:
             # Not `apply_chat_template`: transformers 5.23 drops keys whose value is None
             # (tokenization_utils_base.py:3144), and R1's own template recognises a tool call by

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from ds_finetune.config.schema import DataConfig
+from ds_finetune.data.chat_template import ChatTemplate
 from ds_finetune.data.documents import Counts
 from ds_finetune.data.layouts import Completion, Conversation, PlainText
 from ds_finetune.data.messages import read_conversation
@@ -293,3 +295,26 @@ def test_other_choices_are_other_caches(chat: Chat, chat_templates: dict[str, st
         config = DataConfig.model_validate({**given, **option, "cache_dir": str(tmp_path / "cache")})
         prepare_rows(config, "train", tokenizer=chat.tokenizer, limits=LIMITS)
     assert len(list((tmp_path / "cache").iterdir())) == 3
+
+
+def test_a_prompt_that_was_rendered_is_not_rendered_again(
+    monkeypatch: pytest.MonkeyPatch, chat_tokenizer: PreTrainedTokenizerBase, chat_templates: dict[str, str]
+) -> None:
+    template, count = ChatTemplate(chat_tokenizer, chat_templates[QWEN3]), 0
+
+    def counted(**given: Any) -> Any:
+        nonlocal count
+        count += 1
+        return render_jinja_template(**given)
+
+    monkeypatch.setattr("ds_finetune.data.chat_template.render_jinja_template", counted)
+    first, second = [ASKED], [{**ASKED, "content": "3+3?"}]
+    assert len({template.render(first, None, opens=True) for _ in range(2)}) == 1
+    assert count == 1
+    assert "3+3?" in template.render(second, None, opens=True)
+    one, true = ([ASKED, {**CALLS, "tool_calls": [_call_with(value)]}] for value in (1, True))
+    assert template.render(one, None) != template.render(true, None)
+
+
+def _call_with(value: object) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "add", "arguments": {"a": value}}}
