@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ds_finetune.checkpoint.files import complete_steps
 from ds_finetune.checkpoint.locking import LOCK, remove_own_lock
 from ds_finetune.checkpoint.tools import CHECKPOINTS
 from ds_finetune.config.schema import RunConfig, dump_config
@@ -72,6 +73,9 @@ def _is_kept(entry: Path, cache: Path) -> bool:
     before there is a run.
     """
     if entry.name in ("logs", FOLDER, ROWS) or entry.name.startswith(".") or entry.suffix in _LOGS:
+        return True
+    if entry.name == CHECKPOINTS and not complete_steps(entry):
+        # It may be a link to another disk, which holds other things.
         return True
     return cache.is_relative_to(entry.resolve()) or (entry.is_dir() and not any(entry.iterdir()))
 

@@ -104,7 +104,7 @@ def test_a_folder_that_holds_a_run_is_resumed_or_refused(tmp_path: Path) -> None
         check_run_folder(config_of(run, checkpoint={"resume": "never"}))
 
 
-MINE = ("config.yaml", "plan.json", "data.json", "run.yaml", "checkpoints/a", "base/config.json", "watchdog.txt")
+MINE = ("config.yaml", "plan.json", "data.json", "run.yaml", "checkpoints/step-000003/a", "base/config.json", "watchdog.txt")
 
 
 @pytest.mark.parametrize("name", MINE)
@@ -123,7 +123,8 @@ def test_what_is_there_before_a_run_is_kept(tmp_path: Path) -> None:
     for name in ("logs/r1/attempt-1/rank-0.log", "watchdog/rank-00000.txt", "slurm-1.out", "train.log", ".trial-x/y"):
         (run / name).parent.mkdir(parents=True, exist_ok=True)
         (run / name).touch()
-    (run / "checkpoints").mkdir()
+    (tmp_path / "disk" / "lost+found").mkdir(parents=True)
+    (run / "checkpoints").symlink_to(tmp_path / "disk")
     (run / "cache" / "rows").mkdir(parents=True)
     config = config_of(run, data={"train": "a.jsonl", "cache_dir": str(run / "cache" / "rows")})
     check_only_own_files(config)
