@@ -207,7 +207,7 @@ def check_not_continued(prompt: Sequence[object], answer: Sequence[object], wher
 
 def is_answer(turn: object) -> bool:
     """Whether a message, in any form, is the assistant's."""
-    return isinstance(turn, Mapping) and turn.get("role", turn.get("from")) in ("assistant", "gpt", "model")
+    return isinstance(turn, Mapping) and turn.get("role", turn.get("from")) in ("assistant", "gpt", "model", "bot")
 
 
 def _messages(view: Mapping[str, Any], where: str) -> Sample:

@@ -213,7 +213,8 @@ def _response_pair(view: Mapping[str, Any], where: str) -> Preference:
     """The rejected answer stands for the last turn, or as messages for all turns after the user's last."""
     chosen, rejected = _list_of_turns(view, "messages", where), view["rejected_response"]
     if isinstance(rejected, list | tuple):
-        after_user = [number for number, turn in enumerate(chosen, start=1) if _role(turn) in ("user", "human")]
+        users = ("user", "human", "prompter")
+        after_user = [number for number, turn in enumerate(chosen, start=1) if _role(turn) in users]
         other = [*chosen[: max(after_user, default=0)], *rejected]
     else:
         other = [*chosen[:-1], *_as_turns(rejected, "rejected_response", where)]

@@ -51,6 +51,7 @@ SFT: dict[str, tuple[dict[str, Any], str]] = {
     "ms-swift messages, loss": ({"messages": [ASKED, {**GOOD, "loss": False}, AGAIN, {**YES, "loss": True}]}, LAST),
     "ms-swift query, response, history": ({"system": "Sys", "query": "Sure?", "response": "Yes", "history": [["2+2?", "4"]]}, f"(S)Sys{TWO}"),
     "ms-swift query, response": ({"query": "2+2?", "response": "4"}, ONE),
+    "ms-swift role bot": ({"messages": [ASKED, {"role": "bot", "content": "4"}]}, ONE),
     "OpenRLHF input, output with columns": ({"input": "2+2?", "output": "4", "columns": {"prompt": "input", "completion": "output"}}, ONE),
     "OpenRLHF input as messages with columns": ({"input": DIALOGUE, "columns": {"messages": "input"}}, TWO),
     "verl prompt, response": ({"prompt": "2+2?", "response": "4"}, ONE),

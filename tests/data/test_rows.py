@@ -89,8 +89,16 @@ def test_gsm8k_fills_its_rows(shared_data: Path, tmp_path: Path) -> None:
         }
     )
     rows = prepare_rows(config, "train", tokenizer=tokenizer, limits=TokenLimits(2048, 102_400))
+    assert {name: number for name, (number, _) in rows.counts.named.entries.items()} == {
+        "prompt": 7473,
+        "completion": 7473,
+    }
     assert rows.counts == Counts(
-        read=7473, documents=7473, tokens=rows.num_tokens, supervised=rows.num_supervised_tokens
+        read=7473,
+        documents=7473,
+        tokens=rows.num_tokens,
+        supervised=rows.num_supervised_tokens,
+        named=rows.counts.named,
     )
     assert rows.fill_ratio(2048) >= 0.99
     lengths = [len(rows.document(number)[0]) for number in range(rows.counts.documents)]
