@@ -56,14 +56,14 @@ def given_choices(given: str | Mapping[str, Any] | None) -> tuple[Tree, str]:
     path = _choices_file(given)
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as unreadable:
-        raise ConfigError(
-            f"deepspeed file `{path}` cannot be read: {unreadable}", hint="name a JSON file in UTF-8"
-        ) from None
     except json.JSONDecodeError as broken:
         raise ConfigError(
             f"{given} line {broken.lineno} column {broken.colno} is not JSON: {broken.msg}",
             hint="check commas and quotes",
+        ) from None
+    except (OSError, ValueError, RecursionError) as unreadable:
+        raise ConfigError(
+            f"deepspeed file `{path}` cannot be read: {unreadable}", hint="name a JSON file in UTF-8"
         ) from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{given} holds {type(tree).__name__}, not an object", hint="see ds_configs/zero2.json")

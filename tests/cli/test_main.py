@@ -14,7 +14,8 @@ from rich.console import Console
 from ds_finetune import __version__, console
 from ds_finetune.cli import evaluate
 from ds_finetune.cli import main as cli
-from ds_finetune.data.layouts import recognise_layout
+from ds_finetune.data.row_kind import DIALOGUE
+from ds_finetune.data.samples import read_row
 from ds_finetune.demo import questions, write_demo
 from ds_finetune.errors import ConfigError, DataError, RunError
 from ds_finetune.phase_line import CLEAR_LINE
@@ -94,7 +95,7 @@ def test_names_and_texts_are_not_wrapped_in_a_file(capsys: pytest.CaptureFixture
 
 def test_eval_names_its_options_where_rows_do_not_fit() -> None:
     with pytest.raises(DataError) as caught, evaluate._flags_named():
-        recognise_layout({"q": "a", "a": "b"}, {"prompt": "question"}, "row 1 of a.json")
+        read_row({"q": "a", "a": "b"}, DIALOGUE, layout="auto", columns={"prompt": "question"}, where="row 1 of a.json")
     assert "--column" in str(caught.value)
     assert "data." not in str(caught.value)
     assert evaluate._with_flags("set data.columns: {prompt: q, completion: a} and data.train_on") == (
@@ -164,6 +165,8 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("demo")
     (folder / "latin.yaml").write_bytes("model: caf\u00e9".encode("latin-1"))
     (folder / "dir").mkdir()
+    (folder / "deep.json").write_text('{"a":' * 3000 + "1" + "}" * 3000)
+    (folder / "digits.json").write_text(f'{{"a": {"9" * 5000}}}')
     write_demo(folder)
     return folder
 
@@ -180,6 +183,14 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("plan dir --gpus 8 --dry-run", "run file `dir` cannot be read"),
         ("plan run.yaml --gpus 1 --dry-run deepspeed=dir", "deepspeed file `dir` cannot be read"),
         ("plan run.yaml --gpus 1 --dry-run deepspeed=latin.yaml", "deepspeed file `latin.yaml` cannot be read"),
+        (
+            "plan run.yaml --gpus 1 --dry-run deepspeed=deep.json",
+            "deepspeed file `deep.json` cannot be read: maximum rec",
+        ),
+        (
+            "plan run.yaml --gpus 1 --dry-run deepspeed=digits.json",
+            "deepspeed file `digits.json` cannot be read: Exceeds",
+        ),
         ("data show run.yaml data.template=dir", "data.template `dir` cannot be read"),
         ("demo run.yaml", "`run.yaml` cannot be written: Not a directory"),
         ("demo /proc/x", "`/proc/x` cannot be written"),

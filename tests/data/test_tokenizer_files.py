@@ -137,3 +137,10 @@ def test_a_folder_without_a_vocabulary_is_refused(kind: str, tmp_path: Path) -> 
 def test_each_file_of_a_vocabulary_is_fetched_from_the_hub() -> None:
     missing = [name for name in _VOCABULARIES if not any(fnmatch.fnmatch(name, kind) for kind in TOKENIZER_PATTERNS)]
     assert not missing
+
+
+def test_deep_settings_of_a_tokenizer_are_refused(tmp_path: Path) -> None:
+    write_demo(tmp_path)
+    (tmp_path / "model" / "tokenizer_config.json").write_text('{"a":' * 3000 + "1" + "}" * 3000)
+    with pytest.raises(DataError, match=r"no tokenizer in .* maximum recursion depth"):
+        load_tokenizer(str(tmp_path / "model"))
