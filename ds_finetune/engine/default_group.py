@@ -1,5 +1,6 @@
 """The default process group: ranks meet, check that their devices fit, and open it for torch and DeepSpeed."""
 
+import functools
 import gc
 import os
 from collections.abc import Iterator
@@ -37,13 +38,14 @@ def meet(world: World, *, timeout: timedelta = MEETING_TIMEOUT) -> dist.Store:
     PortInUseError on rank zero.
 
     A collective's timeout, which is also that of torch's own rendezvous (torch 2.13, distributed_c10d.py:1893), may be
-    far shorter.
+    far shorter. Runs that a process does one after another share a store, and each has a prefix of its own in it.
     """
     world.set_environment(os.environ)
     problem = f"rank {world.rank} has not met the others at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     hint = "another rank failed before, or starts later (raise watchdog.meet), or the address is not that of rank 0"
     try:
-        store, _, _ = next(dist.rendezvous("env://", world.rank, world.world_size, timeout=timeout))
+        address = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+        store = _store_at(*address, world.rank, world.world_size, timeout)
     except (dist.DistError, RuntimeError) as alone:
         if "EADDRINUSE" in str(alone):
             port = os.environ["MASTER_PORT"]
@@ -53,12 +55,23 @@ def meet(world: World, *, timeout: timedelta = MEETING_TIMEOUT) -> dist.Store:
                 "your launcher",
             ) from None
         raise RunError(f"{problem} within {timeout}: {alone}", hint=hint) from None
+    store = dist.PrefixStore(f"run {store.add(f'runs of rank {world.rank}', 1)}", store)
     store.set(f"met/{world.rank}", "")
     try:
         store.wait([f"met/{rank}" for rank in range(world.world_size)], timeout)
     except (dist.DistError, RuntimeError):
         missing = [str(rank) for rank in range(world.world_size) if not store.check([f"met/{rank}"])]
         raise RunError(f"{problem} within {timeout}: ranks {', '.join(missing)} are not there", hint=hint) from None
+    return store
+
+
+@functools.cache
+def _store_at(address: str, port: str, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """The store of all ranks, which rank 0 serves as long as its process lives (under torchrun its agent does).
+
+    A rank may begin its next run while rank 0 still ends the one before.
+    """
+    store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
     return store
 
 

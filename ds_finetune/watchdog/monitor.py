@@ -48,10 +48,11 @@ from ds_finetune.watchdog.run_secret import VARIABLE, agree_on_secret
 from ds_finetune.watchdog.stacks import StackFile, kill_process
 from ds_finetune.world import World
 
-_COORDINATOR_KEY, _PREPARED_KEY = "watchdog/coordinator", "watchdog/prepared"
+_COORDINATOR_KEY, _JOINED_KEY, _PREPARED_KEY = "watchdog/coordinator", "watchdog/joined", "watchdog/prepared"
 _PREPARED_WAIT = timedelta(minutes=1)
 _MAX_NAMED_RANKS = 16
 _CONNECT_SECONDS, _CONNECT_TRIES = 60.0, 3
+_JOIN_WAIT = timedelta(minutes=10)
 _TICK_SECONDS = 0.2
 _GRACE_SECONDS = 2.0
 """How long a rank that is told of the run's end has to end with an error of its own, before it is ended."""
@@ -320,20 +321,48 @@ def start_monitor(progress: RankProgress, world: World, store: dist.Store, outpu
     Every rank opens it, with the store of the process group. RunError where rank zero does not accept this rank.
     """
     process = RankProcess(world.rank, socket.gethostname(), os.getpid(), began_at(os.getpid()), own_pid_namespace())
-    secret = agree_on_secret(store, world, folder=output_dir, environ=os.environ, say=lambda line: _print(f"{line}\n"))
-    coordinator = _start_coordinator(process, world, store, secret, output_dir) if world.rank == 0 else None
-    location = decode(store.get(_COORDINATOR_KEY), [CoordinatorLocation], peer="rank 0")
-    connection = _join(process, (location.address or world.master_addr, location.port), secret)
+    coordinator = None
+    with _tell_whether_joined(world, store):
+        say = lambda line: _print(f"{line}\n")  # noqa: E731
+        secret = agree_on_secret(store, world, folder=output_dir, environ=os.environ, say=say)
+        if world.rank == 0:
+            coordinator = _start_coordinator(process, world, store, secret, output_dir)
+        location = decode(store.get(_COORDINATOR_KEY), [CoordinatorLocation], peer="rank 0")
+        connection = _join(process, (location.address or world.master_addr, location.port), secret)
     monitor = Monitor(progress, world, connection, location.process, output_dir)
     monitor.start()
     try:
         with monitor.announce_exits(), monitor.report_errors():
+            if world.rank == 0:
+                _check_joined(world, store)
             yield monitor
     finally:
         monitor.close()
         if coordinator is not None:
             # Keep serving while other ranks take longer to leave: they would take this rank for dead.
             coordinator.join()
+
+
+@contextmanager
+def _tell_whether_joined(world: World, store: dist.Store) -> Iterator[None]:
+    """Tell rank zero, through the store, that this rank has joined the watchdog, or why it has not."""
+    why = "it ended before"
+    try:
+        yield
+        why = ""
+    except RunError as refused:
+        why = str(refused)
+        raise
+    finally:
+        store.set(f"{_JOINED_KEY}/{world.rank}", why)
+
+
+def _check_joined(world: World, store: dist.Store) -> None:
+    """Wait for every rank to join; RunError where one was refused, as without it the run would wait for ever."""
+    keys = [f"{_JOINED_KEY}/{rank}" for rank in range(world.world_size)]
+    store.wait(keys, _JOIN_WAIT)
+    for refused in (text for key in keys if (text := store.get(key).decode())):
+        raise RunError(refused)
 
 
 def _start_coordinator(

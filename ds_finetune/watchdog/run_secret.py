@@ -54,6 +54,7 @@ def agree_on_secret(store: "dist.Store", world: World, *, folder: Path, environ:
     source = json.loads(store.get(_SOURCE_KEY))
     own = environ.get(VARIABLE)
     if (source["kind"] == "environment") != bool(own):
+        store.set(f"{_READ_KEY}/{world.rank}", "no")
         raise RunError(
             f"{VARIABLE} is {'set' if own else 'not set'} for rank {world.rank}, and "
             f"{'not set' if own else 'set'} for rank 0",

@@ -138,6 +138,16 @@ def test_a_slow_rank_is_named_and_ends_nothing(tmp_path: Path) -> None:
     assert max(ratios) > 1.5
 
 
+@pytest.mark.parametrize("with_torchrun", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_second_run_in_the_same_processes(with_torchrun: bool, tmp_path: Path) -> None:
+    """Both runs meet in one store: that of torchrun's agent, or that of rank zero."""
+    command = torchrun("tests/watchdog/twice.py", str(tiny_task(tmp_path)), str(tmp_path))
+    done = start(command, {"PYTHONPATH": str(ROOT)}, fork=not with_torchrun)
+    assert done.returncode == 0, done.stdout + done.stderr
+    ended = sorted(line for line in done.stdout.splitlines() if line.startswith("RUN"))
+    assert ended == ["RUN 0 3"] * 2 + ["RUN 1 3"] * 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "mpirun"])
 def test_under_launchers(launcher: str, tmp_path: Path) -> None:

@@ -135,6 +135,34 @@ def test_two_ranks_meet_and_say_goodbye(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_rank_that_is_refused_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank one has a secret in its environment, rank zero has none."""
+    store, errors = dist.HashStore(), dict[int, str]()
+
+    def work(rank: int) -> None:
+        world = World(rank, 2, rank, 2, "test")
+        try:
+            with start_monitor(RankProgress(rank, NEVER), world, store, tmp_path / "run") as monitor:
+                monitor.wait_until_prepared(store)
+        except RunError as error:
+            errors[rank] = str(error)
+
+    real = module.agree_on_secret
+
+    def with_variable(*args, **given):  # noqa: ANN002, ANN003, ANN202
+        return real(*args, **given | {"environ": {"DS_FINETUNE_SECRET": "another"} if args[1].rank else {}})
+
+    monkeypatch.setattr(module, "agree_on_secret", with_variable)
+    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(errors) == [0, 1]
+    assert errors[0] == errors[1]
+    assert "DS_FINETUNE_SECRET is set for rank 1, and not set for rank 0" in errors[0]
+
+
 def test_a_rank_with_another_secret_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(tmp_path)
     store = dist.HashStore()
