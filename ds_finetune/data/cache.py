@@ -1,5 +1,6 @@
 """Folders of the data cache: written with checksums, synced to disk, and verified before they are used."""
 
+import errno
 import io
 import json
 import os
@@ -50,7 +51,15 @@ def lock_folder(folder: Path) -> Iterator[None]:
     lock = FileLock(folder / "lock")
     with _write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
+        try:
+            lock.acquire()
+        except OSError as refused:
+            if refused.errno not in (errno.ENOLCK, errno.ENOTSUP):
+                raise
+            raise OutputError(
+                f"data cache {folder} cannot be locked: {refused.strerror}",
+                hint="set data.cache_dir to a folder on a file system with flock, such as a local disk",
+            ) from refused
     try:
         yield
     finally:

@@ -57,7 +57,11 @@ def test_override_replaces_and_creates(run_file: Path) -> None:
             "line 4: unknown key `train.micro_batchsize`",
             "did you mean `micro_batch_size`?",
         ),
-        ("optim: {lr: 0}\n", "line 4: `optim.lr` is 0: it should be greater than 0", "`optim.lr` (above 0, by default 1e-05): Peak"),
+        (
+            "optim: {lr: 0}\n",
+            "line 4: `optim.lr` is 0: it should be greater than 0",
+            "`optim.lr` (above 0, by default 1e-05): Peak",
+        ),
         (
             "eval: {every: }\ndeepspeed: {}\nlog: {trackers: }\n",
             "`log.trackers` is None: it should be a list",

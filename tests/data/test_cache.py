@@ -1,5 +1,7 @@
 """The data cache on a full disk, with damaged files, and its hash of the content of the rows."""
 
+import errno
+import fcntl
 import json
 import os
 import pickle
@@ -15,7 +17,7 @@ from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.same_run import RunIdentity, changes_since_checkpoint
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.data import prepare as preparation
-from ds_finetune.data.cache import ArrayParts, find_damage, remove_damaged, write_folder
+from ds_finetune.data.cache import ArrayParts, find_damage, lock_folder, remove_damaged, write_folder
 from ds_finetune.data.prepare import TokenLimits, prepare_rows
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.errors import CheckpointError, OutputError
@@ -71,6 +73,18 @@ def test_a_full_disk_is_one_clear_error(tokenizer: PreTrainedTokenizerBase, tmp_
     assert pickle.loads(pickle.dumps(caught.value)).hint == caught.value.hint
     assert not list(cache.glob("*/*.partial"))
     assert prepared(tokenizer, data, cache).counts.read == 500
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP])
+def test_a_file_system_without_locks_is_named(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(OutputError, match="cannot be locked") as refused, lock_folder(tmp_path / "cache"):
+        pass
+    assert "flock" in refused.value.hint
+    assert "space" not in refused.value.hint
 
 
 def test_a_cache_folder_that_cannot_be_made_is_named(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:

@@ -90,6 +90,19 @@ def test_ranks_with_disjoint_experts_finish(found: dict[str, Any], stage: int) -
     assert found[f"apart-{stage}"][-1] < found[f"apart-{stage}"][0]
 
 
+def test_a_run_whose_steps_were_all_skipped_ends_with_an_error() -> None:
+    def record(step: int, *, skipped: int, of: int) -> StepRecord:
+        values = {"train/skipped": 1.0, "train/skipped_steps": float(skipped)}
+        return StepRecord(step, values, is_last=step == of, notice="w on rank 1")
+
+    observer = SkippedSteps(10)
+    observer.after_step(record(1, skipped=1, of=2))
+    with pytest.raises(RunError, match="all 2 steps of the run were skipped for a non-finite gradient"):
+        observer.after_step(record(2, skipped=2, of=2))
+    # An earlier step was applied.
+    SkippedSteps(10).after_step(record(3, skipped=2, of=3))
+
+
 def test_too_many_skipped_steps_in_a_row_end_the_run() -> None:
     observer = SkippedSteps(limit=2)
     for step, skipped in enumerate((1, 0, 1), start=1):

@@ -104,7 +104,15 @@ def test_a_folder_that_holds_a_run_is_resumed_or_refused(tmp_path: Path) -> None
         check_run_folder(config_of(run, checkpoint={"resume": "never"}))
 
 
-MINE = ("config.yaml", "plan.json", "data.json", "run.yaml", "checkpoints/step-000003/a", "base/config.json", "watchdog.txt")
+MINE = (
+    "config.yaml",
+    "plan.json",
+    "data.json",
+    "run.yaml",
+    "checkpoints/step-000003/a",
+    "base/config.json",
+    "watchdog.txt",
+)
 
 
 @pytest.mark.parametrize("name", MINE)
