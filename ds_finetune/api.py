@@ -62,7 +62,8 @@ def train(
     from ds_finetune.trainer.train import train as train_run
 
     given = {name: value for name, value in (("train", rows), ("eval", eval_rows)) if value is not None}
-    run = read_config(config, [*overrides, *(f"data.{name}=rows" for name in given)] if given else overrides)
+    named = [f"data.{name}=rows" for name in given]
+    run = read_config(config, [*overrides, *named] if isinstance(overrides, list | tuple) else overrides)
     with _unchanged_environment(world):
         report = train_run(with_rows(run, given), announce=show_plan, say=show_line)
     if world.rank == 0:

@@ -9,6 +9,7 @@ import math
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -211,17 +212,19 @@ def test_rows_that_are_none(tmp_path: Path, rows: Any, told: str) -> None:
     [
         ((None,), "the configuration is None"),
         (("none.yaml",), "run file `none.yaml` does not exist"),
-        (({"model": "m"},), "the configuration: `data` is missing"),
+        (({"model": "m"},), "`output_dir` is missing"),
         (({**TREE, "optim": {"lrr": 1}},), "the configuration: unknown key `optim.lrr`"),
         ((TREE, "optim.lr=1"), "overrides are 'optim.lr=1'"),
-        ((TREE, [1]), "overrides are [1]"),
+        ((TREE, [1]), "overrides are [1"),
         ((TREE, {"optim.lr": 1}), "overrides are {'optim.lr': 1}"),
         ((TREE, None), "overrides are None"),
         ((TREE, ["optim.lr=x"]), "`optim.lr` is 'x'"),
         ((read_config(TREE), ["optim.lr=x"]), "`optim.lr` is 'x'"),
     ],
 )
-@pytest.mark.parametrize("function", [train, read_config, lambda *given: plan_run(read_config(*given), gpus=1)])
+@pytest.mark.parametrize(
+    "function", [train, partial(train, rows=[]), read_config, lambda *given: plan_run(read_config(*given), gpus=1)]
+)
 def test_configurations_that_are_none(function: Any, given: Any, told: str) -> None:
     with pytest.raises(ConfigError) as caught:
         function(*given)
