@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ds_finetune.data.messages import Conversation, parse_json
 from ds_finetune.data.template_limits import TemplateLimits
-from ds_finetune.errors import DataError
+from ds_finetune.errors import ConfigError, DataError
 
 Messages = Sequence[Mapping[str, Any]]
 _PLACEHOLDER = "\ue0f1{name}\ue0f2"
 """No template writes these private-use characters. Rows with them are refused (`messages.RESERVED_CHARACTERS`)."""
-_KEPT_RENDERINGS = 64
+_KEPT_RENDERINGS, _SHOWN_CHARACTERS = 64, 80
 
 
 def placeholder(name: object) -> str:
@@ -78,6 +78,13 @@ class ChatTemplate:
                     add_generation_prompt=opens,
                     **self._special_tokens,
                 )
+        except TemplateSyntaxError as broken:
+            line = self.source.splitlines()[broken.lineno - 1 : broken.lineno]
+            raise ConfigError(
+                f"the chat template is not valid Jinja: line {broken.lineno}: {broken.message}: "
+                f"{''.join(line).strip()[:_SHOWN_CHARACTERS]!r}",
+                hint="correct data.template, or without it the chat_template of the tokenizer",
+            ) from None
         except _FAULTS as broken:
             raise RenderingError(str(broken) or type(broken).__name__) from broken
         return str(rendered)

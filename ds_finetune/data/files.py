@@ -7,12 +7,13 @@ import json
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any, cast
 
+from ds_finetune.data.messages import unique_keys
 from ds_finetune.errors import DataError
 
 Record = Mapping[str, Any]
@@ -105,11 +106,27 @@ def _decode(content: bytes, where: str, *, offset: int) -> str:
         return content.decode("utf-8")
     except UnicodeDecodeError as broken:
         is_utf_16 = offset == 0 and content.startswith(_UTF_16)
-        encoding = "UTF-16" if is_utf_16 else "LATIN1"
+        encoding, iconv = ("UTF-16", "UTF-16") if is_utf_16 else _guess_encoding(content)
         raise DataError(
-            f"{where} is not UTF-8: byte 0x{content[broken.start]:02x} at offset {offset + broken.start} of the file",
-            hint=f"convert the file, e.g. `iconv -f {encoding} -t UTF-8 OLD > NEW` where it is in {encoding}",
+            f"{where} is not UTF-8: byte 0x{content[broken.start]:02x} at offset {offset + broken.start} of the file; "
+            f"it may be {encoding}",
+            hint=f"convert the file, e.g. `iconv -f {iconv} -t UTF-8 OLD > NEW`, and check the text of NEW",
         ) from None
+
+
+def _guess_encoding(content: bytes) -> tuple[str, str]:
+    """The likely encoding of bytes that are not UTF-8, for people and for `iconv`.
+
+    All bytes are valid in Latin-1, and many pairs of its letters in the others. So these are named only where all bytes
+    are valid in them and most of the characters are common: kana, or the ideographs of the first level of the standard.
+    """
+    shares = {("Latin-1", "LATIN1"): 0.5}
+    for name, iconv, standard, last_lead_byte in (("GBK", "GBK", "gb2312", 0xD7), ("Shift-JIS", "CP932", "sjis", 0x97)):
+        with suppress(UnicodeDecodeError):
+            foreign = [c for c in content.decode(iconv) if not c.isascii()]
+            common = [c for c in foreign if 0x80 < (c.encode(standard, "ignore") or b"\0")[0] <= last_lead_byte]
+            shares[name, iconv] = len(common) / len(foreign)
+    return max(shares, key=lambda encoding: shares[encoding])
 
 
 def _read_jsonl(path: str) -> Iterator[tuple[str, Record]]:
@@ -118,23 +135,31 @@ def _read_jsonl(path: str) -> Iterator[tuple[str, Record]]:
             continue
         where = f"{path} line {number}"
         try:
-            record = json.loads(line.rstrip())
+            record = json.loads(line.rstrip(), object_pairs_hook=unique_keys)
         except json.JSONDecodeError as broken:
             raise DataError(
-                f"{where} column {broken.colno} is not JSON: {broken.msg}: {line.strip()[:_SHOWN_CHARACTERS]}",
+                f"{where} column {broken.colno} is not JSON: {broken.msg}: {line.strip()[:_SHOWN_CHARACTERS]!r}",
+                hint="correct or remove that line",
+            ) from None
+        except (ValueError, RecursionError) as broken:
+            raise DataError(
+                f"{where} cannot be read: {broken}: {line.strip()[:_SHOWN_CHARACTERS]!r}",
                 hint="correct or remove that line",
             ) from None
         yield where, _as_record(record, where)
 
 
 def _read_json(path: str) -> Iterator[tuple[str, Record]]:
+    text = _whole_text(path)
     try:
-        records = json.loads(_whole_text(path))
+        records = json.loads(text, object_pairs_hook=unique_keys)
     except json.JSONDecodeError as broken:
         raise DataError(
             f"{path} line {broken.lineno} column {broken.colno} is not JSON: {broken.msg}",
             hint="a .json file is one list of objects",
         ) from None
+    except (ValueError, RecursionError) as broken:
+        raise DataError(f"{_first_bad_item(text, path)} cannot be read: {broken}", hint="correct that item") from None
     if not isinstance(records, list):
         raise DataError(
             f"{path} is {type(records).__name__}, not a list of objects",
@@ -143,6 +168,20 @@ def _read_json(path: str) -> Iterator[tuple[str, Record]]:
     for number, record in enumerate(records, start=1):
         where = f"{path} item {number}"
         yield where, _as_record(record, where)
+
+
+def _first_bad_item(text: str, path: str) -> str:
+    """The location of the first item of a list that cannot be read, where its syntax is correct."""
+    decoder, number, at = json.JSONDecoder(object_pairs_hook=unique_keys), 0, text.find("[") + 1
+    if not text.lstrip().startswith("["):
+        return path
+    while True:
+        number += 1
+        at = next(i for i in range(at, len(text)) if text[i] not in ", \t\r\n")
+        try:
+            _, at = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError):
+            return f"{path} item {number} (line {text.count(chr(10), 0, at) + 1})"
 
 
 def _as_record(record: object, where: str) -> Record:

@@ -272,7 +272,7 @@ def _arguments(inner: Mapping[str, Any], what: str) -> str:
 
 def parse_json(text: str) -> Json:
     """Parse JSON; ValueError for values that cannot be written as JSON: repeated keys, NaN, numbers out of range."""
-    return json.loads(text, object_pairs_hook=_unique, parse_float=_finite, parse_constant=_finite)
+    return json.loads(text, object_pairs_hook=unique_keys, parse_float=_finite, parse_constant=_finite)
 
 
 def _parse_row_json(text: str, what: str) -> Json:
@@ -291,11 +291,13 @@ def _json(value: object, what: str) -> str:
         ) from None
 
 
-def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    if len(set(keys)) != len(keys):
-        raise ValueError(f"a key is repeated in {', '.join(keys)}")
-    return dict(pairs)
+def unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these keys and values; ValueError where a key is repeated, of which `json` would keep the last."""
+    unique = dict(pairs)
+    if len(unique) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r:.60} is repeated in one object")
+    return unique
 
 
 def _finite(number: str) -> float:

@@ -183,7 +183,19 @@ def tokenise_records(records: Sequence[tuple[str, Record]], tokenisation: Tokeni
     documents, counts, remarks = _MAKERS[tokenisation.kind.name](samples, tokenisation)
     present = ([key for key, column in columns.items() if column in record] for _, record in records)
     named = NamedCounts.sum(NamedCounts.of(keys, where) for keys, where in zip(present, places, strict=True))
-    return documents, counts + _named_counts(remarks, [unread for _, unread in rows], places) + Counts(named=named)
+    windows = NamedCounts.sum(
+        NamedCounts.of(["windows_lines"], where) for where, record in records if _has_windows_lines(record)
+    )
+    counts += Counts(named=named, noted=windows)
+    return documents, counts + _named_counts(remarks, [unread for _, unread in rows], places)
+
+
+def _has_windows_lines(value: object) -> bool:
+    """Whether a text in `value`, a record or a part of one, has a carriage return before a line feed."""
+    if isinstance(value, str):
+        return "\r\n" in value
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return any(map(_has_windows_lines, parts))
 
 
 def _make_token_documents(samples: Sequence[tuple[str, Sample]], tokenisation: Tokenisation) -> Made:

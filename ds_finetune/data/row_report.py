@@ -48,6 +48,8 @@ NOTED = {
     ),
     "control_text": "contain control tokens, which are tokenised as text (data.control_tokens text)",
     "control_keep": "contain control tokens, which stay control tokens (data.control_tokens keep)",
+    "windows_lines": "have Windows line ends (a carriage return before the line feed) in a text, which are trained as "
+    "they are",
     "control_plain": "contain control tokens, which stay control tokens because no chat template is used",
 }
 """Remarks on rows that are trained, by name."""

@@ -34,7 +34,7 @@ def preview_of(config: RunConfig, *, samples: int) -> RenderableType:
         _shown_source(rows, name, units[:samples], tokenizer) for name, units in rows.units_of_sources().items()
     )
     notes = (*rows.notes, *row_notes(rows.counts))
-    return Group(*shown, counts_table(rows, config), *(Text(note) for note in notes))
+    return Group(*shown, counts_table(rows, config), *(Text(escaped(note)) for note in notes))
 
 
 def _shown_source(rows: PreparedRows, name: str, units: range, tokenizer: PreTrainedTokenizerBase) -> Iterator[Text]:
@@ -53,7 +53,7 @@ def _shown_unit(rows: PreparedRows, number: int, tokenizer: PreTrainedTokenizerB
     for document in range(number * size, (number + 1) * size):
         title = document_title(rows, document)
         if title:
-            yield Text(title, style="bold")
+            yield Text(escaped(title), style="bold")
         yield mark_supervised(*rows.document(document), tokenizer)
 
 
@@ -71,11 +71,19 @@ def document_title(rows: PreparedRows, document: int) -> str:
     return f"class {int(target)}{name}" if kind.name == "labelled" else ""
 
 
+def escaped(text: str) -> str:
+    """The text with Python's escapes for what a terminal would not show or would obey: carriage returns, tabs, control
+    characters, marks of direction and spaces of other widths. Line feeds stay.
+    """
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
 def mark_supervised(ids: list[int], mask: list[bool], tokenizer: PreTrainedTokenizerBase) -> Text:
     """A document as text, supervised text between OPEN and CLOSE and in colour."""
     text = Text()
     for piece, is_supervised in marked_spans(ids, mask, tokenizer):
-        text.append(f"{OPEN}{piece}{CLOSE}" if is_supervised else piece, style="green" if is_supervised else "dim")
+        shown = escaped(piece)
+        text.append(f"{OPEN}{shown}{CLOSE}" if is_supervised else shown, style="green" if is_supervised else "dim")
     return text.append("\n")
 
 
@@ -85,7 +93,7 @@ def marked_spans(ids: list[int], mask: list[bool], tokenizer: PreTrainedTokenize
     for end in range(1, len(ids) + 1):
         if end < len(ids) and mask[end] == mask[start]:
             continue
-        yield tokenizer.decode(ids[start:end]), mask[start]
+        yield tokenizer.decode(ids[start:end], clean_up_tokenization_spaces=False), mask[start]
         start = end
 
 
@@ -93,7 +101,7 @@ def counts_table(rows: PreparedRows, config: RunConfig) -> Table:
     """A table of how many rows were read, dropped, truncated and split, and of documents, labels and tokens."""
     table = Table(title="counts", title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, text in count_lines(rows, config):
-        table.add_row(name, text)
+        table.add_row(name, escaped(text))
     return table
 
 

@@ -105,3 +105,31 @@ def test_utf16_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         rows_of(tmp_path / "rows.txt")
     assert "iconv -f UTF-16" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("codec", "name", "iconv", "text"),
+    [
+        ("gbk", "GBK", "GBK", "请问图书馆几点开门？"),
+        ("cp932", "Shift-JIS", "CP932", "図書館は何時に開きますか。①"),
+        ("latin1", "Latin-1", "LATIN1", "Un élan naïf à Noël, ça va? Où? Éë"),
+    ],
+)
+def test_the_encoding_of_other_text_is_named(tmp_path: Path, codec: str, name: str, iconv: str, text: str) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(b'{"text": "ok"}\n' + f'{{"text": "{text}"}}\n'.encode(codec))
+    with pytest.raises(DataError, match=rf"line 2 is not UTF-8: byte .* of the file; it may be {name}\n") as caught:
+        rows_of(tmp_path / "rows.jsonl")
+    assert f"`iconv -f {iconv} -t UTF-8 OLD > NEW`" in caught.value.hint
+
+
+def test_a_repeated_key_is_refused_with_its_place(tmp_path: Path) -> None:
+    lines, items = tmp_path / "rows.jsonl", tmp_path / "rows.json"
+    lines.write_text('{"text": "a"}\n{"text": "b", "text": "c"}\n')
+    with pytest.raises(DataError, match=r"rows\.jsonl line 2 cannot be read: the key 'text' is repeated"):
+        rows_of(lines)
+    items.write_text('[{"text": "a"},\n {"turns": [{"role": "x", "role": "y"}]}]')
+    with pytest.raises(DataError, match=r"rows\.json item 2 \(line 2\) cannot be read: the key 'role' is repeated"):
+        rows_of(items)
+    items.write_text('{"text": 1, "text": 2}')
+    with pytest.raises(DataError, match=r"rows\.json .*cannot be read: the key 'text' is repeated"):
+        rows_of(items)

@@ -16,7 +16,7 @@ from ds_finetune.data.messages import read_conversation
 from ds_finetune.data.prepare import TokenLimits, prepare_rows
 from ds_finetune.data.row_report import row_notes, server_prompt_line
 from ds_finetune.data.sample_tokens import SampleTokeniser, TemplateSettings, Tokens
-from ds_finetune.errors import DataError
+from ds_finetune.errors import ConfigError, DataError
 from ds_finetune.trainer.preview import mark_supervised
 from tests.data.reading import sample_of
 
@@ -318,3 +318,10 @@ def test_a_prompt_that_was_rendered_is_not_rendered_again(
 
 def _call_with(value: object) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "add", "arguments": {"a": value}}}
+
+
+def test_a_syntax_error_blames_the_template_and_its_line(chat_tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(ConfigError, match=r"not valid Jinja: line 2: .*endfor.*: '\{\{ m \}\}\{% endif %\}'"):
+        ChatTemplate(chat_tokenizer, "{% for m in messages %}\n{{ m }}{% endif %}")
+    with pytest.raises(ConfigError, match=r"line 1: No filter named 'nothing'"):
+        ChatTemplate(chat_tokenizer, "{{ messages | nothing }}")

@@ -12,6 +12,7 @@ from ds_finetune.config.schema import RunConfig, read_config
 from ds_finetune.console import OUT, show_plan
 from ds_finetune.errors import DataError
 from ds_finetune.trainer.prepare import PreparedRun, prepare_run
+from ds_finetune.trainer.preview import escaped
 from ds_finetune.world import World
 from tests.running import tiny_task
 
@@ -77,3 +78,21 @@ def test_classes_of_the_rows_are_those_of_the_model(tmp_path: Path, capsys: pyte
     (tmp_path / "eval.jsonl").write_text(json.dumps({**LABELLED[0], "label": "new"}))
     with pytest.raises(DataError, match=r"eval\.jsonl line 1: column `label` is str 'new', which is no class"):
         prepared(config)
+
+
+def test_what_a_terminal_hides_or_obeys_is_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "a\r\nb\tc\x1b[31m\u202ed\x07\u00a0é"
+    config_of(tmp_path, "sft", [{"prompt": "2+2?", "completion": "4", "\x1b[2J": 1}])
+    capsys.readouterr()
+    assert escaped(text) == "a\\r\nb\\tc\\x1b[31m\\u202ed\\x07\\xa0é"
+    shown = shown_data(tmp_path, capsys)
+    assert "\\x1b[2J (1 rows)" in shown
+    assert not any(c in shown for c in "\x1b\r\t\x07\u202e")
+
+
+def test_texts_with_windows_line_ends_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": "2+2?", "chosen": "4", "rejected": "5"}, {"prompt": "2+2?\r\n", "chosen": "4", "rejected": "5"}]
+    config_of(tmp_path, "dpo", rows)
+    shown = " ".join(shown_data(tmp_path, capsys).split())
+    assert "1 of 2 rows have Windows line ends (a carriage return before the line feed)" in shown
+    assert "train.jsonl line 2" in shown
