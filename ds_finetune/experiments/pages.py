@@ -18,6 +18,11 @@ from ds_finetune.report.xy_charts import CoordinateAxis, XyLine, parallel_option
 from ds_finetune.units import share_text
 
 REPORT = "report.html"
+_TRIALS_OF_A_KEY = 20
+_ROUGH_IMPORTANCE = (
+    "The importances are of {} trials and rough: with other trials another key may come first. About {} trials are "
+    "needed for this many keys."
+)
 _MOST_CURVES = 40
 """Trials whose curves are drawn, the best ones."""
 
@@ -70,10 +75,12 @@ def _search_section(tree: Mapping[str, Any], ranked: Sequence[Mapping[str, Any]]
                 is_wide=True,
             )
         )
-    blocks: list[Charts | DataTable] = [Charts(charts)]
+    blocks: list[Charts | DataTable | Remark] = [Charts(charts)]
     if tree["importances"]:
         rows = [(key, share_text(share)) for key, share in tree["importances"].items()]
         blocks.append(DataTable("Importance of keys (PED-ANOVA over completed trials)", ("key", "importance"), rows))
+        if len(ranked) < _TRIALS_OF_A_KEY * len(rows):
+            blocks.append(Remark(_ROUGH_IMPORTANCE.format(len(ranked), _TRIALS_OF_A_KEY * len(rows))))
     return ReportSection("search", "Search", blocks)
 
 
@@ -81,7 +88,8 @@ def _parallel(tree: Mapping[str, Any], ranked: Sequence[Mapping[str, Any]]) -> d
     axes = []
     for key, space in tree["space"].items():
         choices = tuple(_text(choice) for choice in space.get("choices") or ())
-        axes.append(CoordinateAxis(key, is_log=bool(space.get("log")), choices=choices))
+        ends = (space.get("low"), space.get("high"))
+        axes.append(CoordinateAxis(key, is_log=bool(space.get("log")), choices=choices, ends=ends))
     rows = [
         [_text(trial["values"][axis.name]) if axis.choices else float(trial["values"][axis.name]) for axis in axes]
         + [trial["value"]]

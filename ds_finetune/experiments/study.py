@@ -6,6 +6,7 @@ processes create the study).
 
 import inspect
 import json
+import math
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 JOURNAL = "study.journal"
 _NAME = "sweep"
 _MADE_FROM = "made_from"
+_EXHAUSTIVE = ("BruteForceSampler", "GridSampler")
 _CONSTANT_SEED = ("BruteForceSampler", "GridSampler", "QMCSampler")
 """Samplers that walk through one sequence, which their seed sets."""
 
@@ -103,7 +105,7 @@ def _distribution(values: Range) -> "BaseDistribution":
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     if values.choices is not None:
-        return CategoricalDistribution([json.dumps(choice) for choice in values.choices])
+        return CategoricalDistribution(list(dict.fromkeys(json.dumps(choice) for choice in values.choices)))
     assert values.low is not None
     assert values.high is not None
     if values.is_whole:
@@ -160,7 +162,7 @@ def _grid(sweep: SweepConfig) -> dict[str, list[Any]]:
     grid: dict[str, list[Any]] = {}
     for key, values in sweep.space.items():
         if values.choices is not None:
-            grid[key] = [json.dumps(choice) for choice in values.choices]
+            grid[key] = list(dict.fromkeys(json.dumps(choice) for choice in values.choices))
             continue
         if values.log or (values.step is None and not values.is_whole):
             raise ConfigError(
@@ -169,6 +171,19 @@ def _grid(sweep: SweepConfig) -> dict[str, list[Any]]:
             )
         grid[key] = _steps(values)
     return grid
+
+
+def num_points(sweep: SweepConfig) -> float:
+    """Points of the space that a sampler which repeats none can draw; infinite for other samplers and spaces."""
+    if sweep.sampler.name not in _EXHAUSTIVE:
+        return math.inf
+    numbers = (
+        math.inf
+        if values.choices is None and (values.log or (values.step is None and not values.is_whole))
+        else len({json.dumps(choice) for choice in values.choices or _steps(values)})
+        for values in sweep.space.values()
+    )
+    return math.prod(numbers)
 
 
 def _steps(values: Range) -> list[float]:

@@ -20,7 +20,14 @@ from ds_finetune.experiments.child_run import RUN, ChildRun, is_stopped_code
 from ds_finetune.experiments.jobs import ExperimentJob, run_jobs
 from ds_finetune.experiments.pages import REPORT, write_sweep_page
 from ds_finetune.experiments.places import places
-from ds_finetune.experiments.study import check_choices, distributions, make_sampler, open_study, run_file_values
+from ds_finetune.experiments.study import (
+    check_choices,
+    distributions,
+    make_sampler,
+    num_points,
+    open_study,
+    run_file_values,
+)
 from ds_finetune.experiments.sweep_file import SweepConfig, best_tree, trial_tree, yaml_text
 from ds_finetune.phase_line import Say
 from ds_finetune.runs.metrics import MetricsReader
@@ -152,8 +159,12 @@ class _Trials:
             self.study.set_user_attr(_EXHAUSTED, True)
 
     def _is_done(self) -> bool:
-        begun = len(self.study.get_trials(deepcopy=False))
-        return begun >= self.sweep.trials or bool(self.study.user_attrs.get(_EXHAUSTED))
+        begun = self.study.get_trials(deepcopy=False)
+        if len(begun) >= self.sweep.trials or self.study.user_attrs.get(_EXHAUSTED):
+            return True
+        # While the last points of a list still run, optuna 5.0.0 would draw one of them again (samplers/_grid.py).
+        points = {json.dumps(each.params, sort_keys=True) for each in begun}
+        return len(points) >= num_points(self.sweep)
 
     def best(self) -> _Best:
         """The best trial; RunError where none has a value."""
@@ -248,8 +259,8 @@ class _TrialJob(ExperimentJob):
         elif code or value is None:
             reason = child.why_failed(code) if code else f"{sweep.metric} is missing"
             state, text = TrialState.FAIL, f"failed: {reason}"
-        if state == TrialState.FAIL:
-            trial.set_user_attr(_REASON, text.removeprefix("failed: "))
+        if state != TrialState.COMPLETE:
+            trial.set_user_attr(_REASON, text.removeprefix("failed: ").removeprefix("pruned "))
         self._trials.tell(trial, value if state == TrialState.COMPLETE else None, state)
         shutil.rmtree(self.folder / RUN / _CHECKPOINTS, ignore_errors=True)
         drawn = ", ".join(
@@ -280,9 +291,9 @@ class _Repeats:
         self.study.set_user_attr(_REPEATS, [asdict(each) for each in (*kept, repeat)])
 
     def jobs(self) -> Iterator[ExperimentJob]:
-        """The trainings that are left."""
+        """The trainings that are left, whose seeds are others than that of the trials."""
         known = {each.seed for each in self.done if not each.reason}
-        seeds = range(self._first_seed, self._first_seed + self.sweep.repeats)
+        seeds = range(self._first_seed + 1, self._first_seed + 1 + self.sweep.repeats)
         yield from (_RepeatJob(self, seed) for seed in seeds if seed not in known)
 
 

@@ -102,7 +102,7 @@ class SweepConfig(Section):
     seed: int = Field(default=0, ge=0)
     """Seed of the sampler. All trials have the run file's own `train.seed`."""
     repeats: int = Field(default=3, ge=0)
-    """Seeds with which the best run file is trained again, the run file's own first; 0 trains nothing again."""
+    """Seeds with which the best run file is trained again, those after the run file's own; 0 trains nothing again."""
     ranks: int = Field(default=1, ge=1)
     """Ranks of each trial."""
     parallel: int = Field(default=1, ge=1)

@@ -75,6 +75,8 @@ class CoordinateAxis:
     name: str
     is_log: bool = False
     choices: tuple[str, ...] = ()
+    ends: tuple[float | None, float | None] = (None, None)
+    """Least and greatest number; those of the rows where they are None."""
 
 
 def parallel_option(
@@ -113,4 +115,5 @@ def _parallel_axis(number: int, axis: CoordinateAxis) -> dict[str, Any]:
     shown: dict[str, Any] = {"dim": number, "name": axis.name, "nameTextStyle": {"fontSize": 11}}
     if axis.choices:
         return {**shown, "type": "category", "data": list(axis.choices)}
-    return {**shown, "type": "log" if axis.is_log else "value", "scale": True}
+    ends = {name: end for name, end in zip(("min", "max"), axis.ends, strict=True) if end is not None}
+    return {**shown, "type": "log" if axis.is_log else "value", "scale": True, **ends}

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
@@ -18,6 +19,7 @@ from ds_finetune.errors import ConfigError, LaunchError, OutputError, RunError
 from ds_finetune.experiments import places
 from ds_finetune.experiments.child_run import is_stopped_code
 from ds_finetune.experiments.jobs import JobsInterruptedError
+from ds_finetune.experiments.pages import write_sweep_page
 from ds_finetune.experiments.sweep import SweepResult, has_diverged, run_sweep
 from ds_finetune.experiments.sweep_file import SweepConfig, read_sweep
 from ds_finetune.runs.metrics import MetricsReader
@@ -73,14 +75,15 @@ def test_the_best_run_file_is_written_and_trained_with_seeds(tmp_path: Path) -> 
     assert best["optim"]["lr"] == result.best_values["optim.lr"]
     assert best["data"] == {"train": "t.jsonl", "eval": "e.jsonl"}
     # The stand-in adds its seed to the loss.
-    first = result.repeats[0].value
-    assert first == pytest.approx(result.best_value)
-    assert [each.value for each in result.repeats] == pytest.approx([first, first + 1, first + 2])
+    assert [each.seed for each in result.repeats] == [1, 2, 3], "the trials have seed 0"
+    assert [each.value for each in result.repeats] == pytest.approx([result.best_value + more for more in (1, 2, 3)])
     trial = yaml.safe_load((tmp_path / "out" / "trials" / "0000" / "run.yaml").read_text())
     assert trial["export"] == {"at_end": False}
     assert "export" not in best
     page = (tmp_path / "out" / "report.html").read_text()
     assert page.count('class="plot"') == 2
+    (axis, _) = json.loads(page[page.index('"parallelAxis":') + 15 : page.index(',"visualMap"')])
+    assert (axis["name"], axis["type"], axis["min"], axis["max"]) == ("optim.lr", "log", 1e-5, 0.1)
     assert "trial 0, seed 1" not in page or result.best_number == 0
     assert f"trial {result.best_number}, seed 2" in page
     assert "Its seeds differ by 2" in page
@@ -113,6 +116,26 @@ def test_a_list_of_values_ends_the_sweep_when_it_is_used_up(tmp_path: Path) -> N
     assert len(result_of(tmp_path)["trials"]) == 2
     run(sweep)
     assert len(result_of(tmp_path)["trials"]) == 2
+
+
+@pytest.mark.parametrize("sampler", ["GridSampler", "BruteForceSampler"])
+def test_no_point_is_trained_twice_while_others_run(tmp_path: Path, sampler: str) -> None:
+    choices = [1e-3, 1e-2, 1e-4, 1e-3]
+    run(sweep_of(tmp_path, space={"optim.lr": {"choices": choices}}, sampler=sampler, trials=9, parallel=2))
+    assert sorted(each["values"]["optim.lr"] for each in result_of(tmp_path)["trials"]) == sorted(set(choices))
+
+
+def test_importances_of_few_trials_have_a_caveat(tmp_path: Path) -> None:
+    trials = [
+        {"number": number, "state": "complete", "value": value, "values": {"optim.lr": value}, "steps": []}
+        | {"seconds": 1.0, "reason": ""}
+        for number, value in enumerate(np.linspace(0.01, 0.09, 20).tolist())
+    ]
+    tree = {"run": "r.yaml", "metric": "eval/loss", "direction": "minimize", "space": {"optim.lr": LR}, "best": 0}
+    tree |= {"importances": {"optim.lr": 1.0}, "repeats": []}
+    few = write_sweep_page(tmp_path, tree | {"trials": trials[:6]}).read_text()
+    assert "The importances are of 6 trials and rough" in few
+    assert "and rough" not in write_sweep_page(tmp_path, tree | {"trials": trials}).read_text()
 
 
 def test_failed_trials_are_passed_over_until_there_are_too_many(tmp_path: Path) -> None:
@@ -183,7 +206,9 @@ def test_diverged_trials_do_not_end_a_sweep(tmp_path: Path) -> None:
         sweep_of(tmp_path, space=choices, sampler={"name": "GridSampler", "seed": 3}, trials=4, max_failed=2)
     )
     assert result.best_values == {"optim.lr": 1e-3}
-    assert [each["state"] for each in result_of(tmp_path)["trials"]].count("pruned") == 3
+    diverged = [each for each in result_of(tmp_path)["trials"] if each["state"] == "pruned"]
+    assert len(diverged) == 3
+    assert all(each["reason"].startswith("diverged, eval/loss ") for each in diverged)
 
 
 def test_a_run_diverged_only_where_it_failed_or_has_no_number(tmp_path: Path) -> None:
@@ -327,5 +352,5 @@ def test_real_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     result, _ = run(sweep)
     assert result.best_values == {"optim.lr": 3e-3}
-    assert result.repeats[0].value == result.best_value
-    assert (tmp_path / "out" / f"best-{result.best_number:04}-seed-0" / "run" / "export" / "config.json").exists()
+    assert [each.seed for each in result.repeats] == [1]
+    assert (tmp_path / "out" / f"best-{result.best_number:04}-seed-1" / "run" / "export" / "config.json").exists()

@@ -67,7 +67,11 @@
         `layer ${option.yAxis.data[value[1]]}, ${word} ${option.xAxis.data[value[0]]}: <b>${text(value[3], number, 3)}</b>`;
       return { ...option, tooltip: { ...option.tooltip, formatter: lines } };
     }
-    if (option.parallelAxis) return option;
+    if (option.parallelAxis) {
+      const label = { formatter: (value) => text(value, "number", 3) };
+      const named = option.parallelAxis.map((axis) => (axis.type === "category" ? axis : { ...axis, axisLabel: label }));
+      return { ...option, parallelAxis: named };
+    }
     const axisText = (value) => text(value, number, 4);
     if (option.xAxis.name !== "step") {
       const named = { axisLabel: { ...option.xAxis.axisLabel, formatter: (value) => text(value, "number", 3) } };
