@@ -25,6 +25,7 @@ from ds_finetune.config.value_types import (
     InexactNames,
     Layout,
     MicroBatchSize,
+    SizeText,
     StepsText,
     TimeText,
     WeightedPaths,
@@ -286,7 +287,7 @@ class ExportConfig(Section):
 
     at_end: bool = True
     """Write `export/` when training ends."""
-    max_shard_size: str = "5GB"
+    max_shard_size: SizeText = "5GB"
     """Size of one safetensors file at most."""
     verify: bool = True
     """Record logits of fixed prompts with each export, and compare the folder with them in a fresh process of plain

@@ -4,10 +4,11 @@ import math
 import re
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from ds_finetune.errors import ConfigError
 from ds_finetune.schedule import Duration, Interval, is_steps, seconds_of, warmup_steps
+from ds_finetune.units import parse_bytes
 
 Layout = Literal[
     "auto",
@@ -74,8 +75,16 @@ def _check_duration(text: object) -> object:
 
 
 def _check_warmup(text: object) -> object:
+    if "%" in str(text) and warmup_steps(str(text), 100) > 100:
+        raise ValueError(f"`{text}` is more than the run; write at most `100%`")
     warmup_steps(str(text), 1)
     return str(text)
+
+
+def _check_size(text: str) -> str:
+    if parse_bytes(text, name="export.max_shard_size") < 1:
+        raise ValueError(f"`{text}` holds no tensor; write e.g. `5GB`")
+    return text
 
 
 def _check_micro_batch(value: object) -> object:
@@ -113,6 +122,7 @@ InexactName = Literal[
 ]
 InexactNames = Annotated[tuple[InexactName, ...], BeforeValidator(as_list)]
 
+SizeText = Annotated[str, AfterValidator(_check_size)]
 TimeText = Annotated[str, BeforeValidator(check_time)]
 StepsText = Annotated[str, BeforeValidator(_check_steps)]
 EveryText = Annotated[str, BeforeValidator(_check_every)]
