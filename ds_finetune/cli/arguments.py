@@ -14,13 +14,27 @@ from ds_finetune.errors import ExportError
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 """What `add_subparsers` returns; parsers of commands are added to it."""
 Arguments = argparse.Namespace
+BEGINNING = """\
+where to begin:
+  ds-finetune init ROWS       write a run file for your rows
+  ds-finetune demo FOLDER     write an example that trains in minutes
+  ds-finetune config schema   print every key of a run file
+  docs/index.md               of the repository leads to the documentation
+"""
+"""The end of what `--help` prints."""
 
 
 def add_run_command(
     commands: Commands, name: str, text: str, command: Callable[[Arguments], None]
 ) -> argparse.ArgumentParser:
     """Add a command that takes a run file and overrides; returns its parser for further options."""
-    parser = commands.add_parser(name, help=text, allow_abbrev=False)
+    parser = commands.add_parser(
+        name,
+        help=text,
+        epilog=BEGINNING,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     add_local_rank(parser)
     parser.add_argument("run", metavar="RUN.yaml", help="the run file")
     add_overrides(parser)

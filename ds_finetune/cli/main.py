@@ -16,12 +16,14 @@ from ds_finetune import __version__
 from ds_finetune.cli import (
     bench,
     checkpoint,
+    completion,
     config,
     data,
     demo,
     doctor,
     evaluate,
     export,
+    init,
     launch,
     plan,
     report,
@@ -33,6 +35,7 @@ from ds_finetune.cli import (
     train,
     watch,
 )
+from ds_finetune.cli.arguments import BEGINNING
 from ds_finetune.cli.interrupts import INTERRUPT_EXIT_CODE
 from ds_finetune.console import show_error
 from ds_finetune.errors import RUN_ERROR_EXIT_CODE, FinetuneError
@@ -57,7 +60,9 @@ _MODULES = (
     bench,
     scaling,
     sweep,
+    init,
     demo,
+    completion,
 )
 """In the order in which `--help` lists their commands."""
 _QUIET_SECONDS = 5.0
@@ -113,7 +118,11 @@ def exit_process(code: int = 0) -> NoReturn:
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the program with all its commands."""
     parser = argparse.ArgumentParser(
-        prog="ds-finetune", description="Fine-tune DeepSeek-style causal LMs with DeepSpeed.", allow_abbrev=False
+        prog="ds-finetune",
+        description="Fine-tune DeepSeek-style causal LMs with DeepSpeed.",
+        epilog=BEGINNING,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"ds-finetune {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

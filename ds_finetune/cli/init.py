@@ -1,0 +1,120 @@
+"""`ds-finetune init`: writes a run file for one's own rows."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+
+from ds_finetune.cli.arguments import Arguments, Commands
+from ds_finetune.console import show_line
+from ds_finetune.errors import DataError, OutputError
+
+if TYPE_CHECKING:
+    from ds_finetune.data.sources import Record
+
+_MODEL = "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"
+_RUN = """\
+# Written by `ds-finetune init`. Keys that are left out have defaults: docs/reference/run-file.md describes all of them,
+# and `ds-finetune config show` prints them with this file's values.
+model: {model}  # folder or hub id
+data:
+  train: [{rows}]{columns}
+  # eval: held_out.jsonl    # rows that are not trained: they show when more training no longer helps
+objective: {objective}
+train:
+  for: 3 epochs             # or e.g. 500 steps
+  global_batch_size: 32     # rows of one optimizer step over all GPUs
+  micro_batch_size: 1       # rows of one forward on one GPU; `auto` tries how many fit into its memory
+  max_seq_len: 2048         # tokens; longer rows are cut, and a run that would lose much text is refused
+optim: {{lr: {lr}}}
+# lora: {{rank: 16}}          # trains small adapters instead of all weights; set optim.lr to about 2.0e-4 with it
+# deepspeed: zero3          # shards the weights over the GPUs, where zero2 does not fit
+output_dir: {output_dir}  # checkpoints, metrics and the exported model; the same command resumes a run
+"""
+_RATES = {"dpo": "5.0e-7", "kto": "5.0e-7", "classification": "2.0e-5"}
+
+
+def add_commands(commands: Commands) -> None:
+    """Add `init`."""
+    parser = commands.add_parser(
+        "init", help="write a commented run file for your own rows; asks nothing", allow_abbrev=False
+    )
+    parser.add_argument("rows", nargs="+", metavar="ROWS", help="files, folders or hub ids with training rows")
+    parser.add_argument("--model", default=_MODEL, metavar="MODEL", help=f"folder or hub id (default {_MODEL})")
+    parser.add_argument("--out", default="run.yaml", metavar="RUN.yaml", help="file to write (default run.yaml)")
+    parser.set_defaults(command=_init)
+
+
+def _init(arguments: Arguments) -> None:
+    from ds_finetune.data.sources import find_sources, read_records
+
+    out = Path(arguments.out)
+    where, record = next(read_records(find_sources(arguments.rows)[0]), ("", {}))
+    if not record:
+        raise DataError(f"`{arguments.rows[0]}` has no rows", hint="write at least one row")
+    objective, columns = _recognised(record, where)
+    names = ", ".join(f"{key}: {_yaml(name)}" for key, name in columns.items())
+    text = _RUN.format(
+        model=_yaml(arguments.model),
+        rows=", ".join(map(_yaml, arguments.rows)),
+        columns=f"\n  columns: {{{names}}}    # guessed from the names of your columns" if names else "",
+        objective=objective,
+        lr=_RATES.get(objective, "1.0e-5"),
+        output_dir=_yaml(f"runs/{out.stem}"),
+    )
+    try:
+        with Path(arguments.out).open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise OutputError(f"`{arguments.out}` exists", hint="name another file with --out, or move it away") from None
+    except OSError as refused:
+        raise OutputError(
+            f"`{arguments.out}` cannot be written: {refused.strerror}", hint="name another file"
+        ) from None
+    show_line(f"wrote {out}: objective {objective}, from the columns {', '.join(record)}")
+    show_line(f"next: ds-finetune data show {out}")
+
+
+def _recognised(record: "Record", where: str) -> tuple[str, Mapping[str, str]]:
+    """The objective that such rows are for, and the names of its columns where they are other ones; DataError for rows
+    that fit none.
+    """
+    from ds_finetune.data.layouts import PlainText
+    from ds_finetune.data.row_kind import DIALOGUE, OBJECTIVES, RowKind
+    from ds_finetune.data.samples import LAYOUTS_OF, read_row
+
+    label = record.get("label")
+    for columns in ({}, *_guesses(record)):
+        for name in LAYOUTS_OF:
+            # The row's own label is a class: all of them are known only once all rows are read.
+            is_number = name == "labelled" and isinstance(label, float)
+            kind = RowKind(
+                name,
+                OBJECTIVES[name][0],
+                labels=(str(label),),
+                num_labels=1 if is_number else None,
+                has_known_classes=True,
+            )
+            with suppress(DataError):
+                sample, _ = read_row(record, kind, layout="auto", columns=columns, where=where)
+                objective = "{name: classification, num_labels: 1}" if is_number else kind.objective
+                return "pretrain" if isinstance(sample, PlainText) else objective, columns
+    read_row(record, DIALOGUE, layout="auto", columns={}, where=where)
+    raise AssertionError("the row was refused before")
+
+
+def _guesses(record: "Record") -> Iterator[Mapping[str, str]]:
+    from ds_finetune.data.layouts import columns_line
+
+    for keys in (("prompt", "chosen", "rejected"), ("prompt", "completion")):
+        if line := columns_line(record, *keys):
+            yield yaml.safe_load(line.partition(": ")[2])
+
+
+def _yaml(text: str) -> str:
+    """A text as YAML, quoted where that may be needed."""
+    return text if re.fullmatch(r"[A-Za-z][\w./-]*", text) else json.dumps(text)
