@@ -166,7 +166,12 @@ def read_objective(value: object) -> ObjectiveConfig:
     try:
         section: ObjectiveConfig = TypeAdapter(ObjectiveField).validate_python(value)
     except ValidationError as invalid:
+        # It imports this module.
+        from ds_finetune.config.invalid_objectives import explain_objective
+
         error = invalid.errors()[0]
+        if explained := explain_objective({**error, "loc": ("objective", *error["loc"])}):
+            raise ConfigError(explained[0], hint=explained[1]) from None
         key = ".".join(map(str, error["loc"][1:]))
         raise ConfigError(
             f"objective {value!r} is not valid: {f'{key}: ' if key else ''}{error['msg']}",

@@ -285,7 +285,7 @@ CALLS: tuple[tuple[Call, str], ...] = (
     (lambda at: ds_finetune.export(at, at / "out", max_shard_size="huge"), "`huge` is no number with a unit"),
     (lambda at: ds_finetune.evaluate("/no", at / "train.jsonl"), "model `/no` is not a folder"),
     (lambda at: ds_finetune.evaluate(at / "model", []), "has nothing to score on"),
-    (lambda at: ds_finetune.evaluate(at / "model", at / "train.jsonl", objective="grpo"), "objective 'grpo'"),
+    (lambda at: ds_finetune.evaluate(at / "model", at / "train.jsonl", objective="orpp"), "`objective` is 'orpp'"),
     (lambda at: ds_finetune.evaluate(at / "model", at / "train.jsonl", max_seq_len=0), "max_seq_len is 0"),
     (lambda at: ds_finetune.evaluate(at / "model", at / "train.jsonl", limit="x"), "limit is 'x'"),  # type: ignore[arg-type]
 )
