@@ -15,14 +15,12 @@ from ds_finetune.config.objectives import (
     SimpoObjective,
 )
 from ds_finetune.objectives.classification import Classification, Regression
-from ds_finetune.objectives.cpo import ContrastivePreference
 from ds_finetune.objectives.distill import Distillation
 from ds_finetune.objectives.dpo import DirectPreference
 from ds_finetune.objectives.kto import KahnemanTversky
 from ds_finetune.objectives.objective import Objective, TokenObjective
-from ds_finetune.objectives.orpo import OddsRatioPreference
+from ds_finetune.objectives.reference_free import ContrastivePreference, OddsRatioPreference, SimplePreference
 from ds_finetune.objectives.reward import Reward
-from ds_finetune.objectives.simpo import SimplePreference
 
 _MAKERS: Mapping[type, Callable[[Any], Objective]] = {
     DpoObjective: DirectPreference,

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from ds_finetune.config.objectives import KtoObjective
-from ds_finetune.objectives import classification, dpo, kto, orpo, pairs, reward, simpo
+from ds_finetune.objectives import classification, dpo, kto, pairs, reference_free, reward
 from ds_finetune.objectives.objective import DocumentLogProbs
 
 FAULTY: Mapping[str, dict[str, Any]] = {
@@ -56,9 +56,13 @@ def plant(name: str, put: Callable[[Any, str, Any], None] = setattr) -> None:
     faults: Mapping[str, tuple[Any, str, Any]] = {
         "dpo": (dpo, "logsigmoid", lambda margin: functional.logsigmoid(margin / 0.1)),
         "ipo": (dpo, "per_token", lambda ratios, _: ratios),
-        "simpo": (simpo, "per_token", _no_weights_of_tokens),
+        "simpo": (reference_free, "per_token", _no_weights_of_tokens),
         "cpo": (pairs, "Term", lambda unit, weight=1.0: _TERM(unit, 1.0 if unit == "pairs" else weight / 2)),
-        "orpo": (orpo.OddsRatioPreference, "scores", lambda _, documents: pairs.per_token(documents.logp, documents)),
+        "orpo": (
+            reference_free.OddsRatioPreference,
+            "scores",
+            lambda _, documents: pairs.per_token(documents.logp, documents),
+        ),
         "kto": (kto.KahnemanTversky, "__init__", _swaps_weights(kto.KahnemanTversky.__init__)),
         "reward": (reward.Reward, "loss", _without_margin(reward.Reward.loss)),
         "classification": (classification, "functional", _Functional("functional")),
