@@ -72,6 +72,8 @@ class AttemptFailure:
     reason: str = ""
     """Why the rank ended without an exit code, as far as the host knows."""
     pid: int = 0
+    cause: str = ""
+    """Why the run ended, where the rank ended because of it."""
 
 
 @dataclass(frozen=True)
@@ -318,7 +320,7 @@ class Attempt:
             return
         text = "" if ended.code is None else f"exited with code {ended.code}"
         failure = AttemptFailure(supervised.host, ended.rank, text, ended.code or 0, tuple(ended.tail))
-        self._add(time.monotonic(), replace(failure, reason=ended.reason, pid=ended.pid))
+        self._add(time.monotonic(), replace(failure, reason=ended.reason, pid=ended.pid, cause=ended.cause))
 
     def _fail_host(
         self, supervised: _SupervisedHost, text: str, *, at: float | None = None, tail: Sequence[str] = ()
@@ -341,6 +343,8 @@ class Attempt:
         reported = self._codes.get((failure.host, failure.pid))
         if reported is not None:
             return exit_code_of(reported), _exit_text(reported)
+        if failure.cause:
+            return RUN_ERROR_EXIT_CODE, "ended without reporting an exit code"
         launcher_code = next(each.launcher_code for each in self._hosts if each.host == failure.host)
         if launcher_code < 0:
             return exit_code_of(launcher_code), f"ended with its node launcher, which {_exit_text(launcher_code)}"

@@ -79,6 +79,8 @@ class RankEnded(ProcessMessage, kind="rank-ended"):
     """Last lines of its output; empty where it succeeded."""
     reason: str
     """Why the rank ended without an exit code; empty where the host does not know."""
+    cause: str = ""
+    """Why the run ended, where the rank ended because of it and has recorded it."""
 
 
 @dataclass(frozen=True)

@@ -303,7 +303,8 @@ def _failure_lines(outcome: AttemptOutcome, number: int, logs: Path) -> Iterator
     if outcome.code == INTERRUPTED_EXIT_CODE:
         yield f"attempt {number}: saved after a signal; the same command resumes the run"
         return
-    yield f"attempt {number} failed after {first.after:.1f} s: {who} failed first: {first.text}"
+    # The rank that ends first may only be the first that the watchdog has ended.
+    yield f"attempt {number} failed after {first.after:.1f} s: {first.cause or f'{who} failed first: {first.text}'}"
     if first.tail:
         source = f" of {logs}/attempt-{number}/{log_name(first.rank)}" if first.rank is not None else ""
         yield f"the last {len(first.tail)} lines{source or ' of its output'}:"

@@ -48,7 +48,7 @@ from ds_finetune.launch.messages import (
 )
 from ds_finetune.launch.process_tags import SUPERVISOR_VARIABLE, TAG_VARIABLE, die_with_parent, kill_tagged, log_name
 from ds_finetune.process_messages import MessageError, ProcessMessage, decode, encode
-from ds_finetune.watchdog.death_cause import oom_kills, why_killed
+from ds_finetune.watchdog.death_cause import oom_kills, recorded_cause, why_killed
 
 TAIL_LINES = 50
 """Last lines of a rank's output that are kept for a report."""
@@ -227,7 +227,9 @@ class Supervisor:
         self._ended_at[rank] = time.monotonic()
         tail = [] if code == 0 else list(self._tails.get(rank, ()))
         reason = self._reason(rank) if code is None else ""
-        _report(RankEnded(rank, self._pids.get(rank, 0), code, tail, reason))
+        pid, start_time = self._pids.get(rank, 0), self._start_times.get(rank, "")
+        cause = recorded_cause(Path(self._order.watchdog), pid, start_time) if code != 0 else ""
+        _report(RankEnded(rank, pid, code, tail, reason, cause))
 
     def _reason(self, rank: int) -> str:
         """Why a rank ended without an exit code: the watchdog, or a lack of memory; empty where unknown."""

@@ -4,9 +4,12 @@ The module imports little, because the supervisor of `ds-finetune launch` import
 """
 
 import json
+import os
 import re
 from contextlib import suppress
 from pathlib import Path
+
+from ds_finetune.hosts.processes import began_at
 
 FOLDER = "watchdog"
 """Folder in the run directory for the report, stacks and the records of kills."""
@@ -22,11 +25,27 @@ def record_kill(folder: Path, pid: int, began: str, why: str) -> None:
 
 def why_killed(folder: Path, pid: int, began: str) -> str:
     """The reason that `record_kill` recorded for a process; empty where there is no record that can be read."""
+    return _why(_kill_record(folder, pid), began)
+
+
+def _why(path: Path, began: str) -> str:
     try:
-        record = json.loads(_kill_record(folder, pid).read_text(encoding="utf-8"))
+        record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return ""
     return str(record.get("why", "")) if isinstance(record, dict) and record.get("began") == began else ""
+
+
+def record_cause(folder: Path, cause: str) -> None:
+    """Record why the run ends, just before this process ends for it."""
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"cause-{os.getpid()}.json").write_text(json.dumps({"began": began_at(os.getpid()), "why": cause}))
+
+
+def recorded_cause(folder: Path, pid: int, began: str) -> str:
+    """What a process recorded by `record_cause`; empty where it has recorded nothing."""
+    return _why(folder / f"cause-{pid}.json", began)
 
 
 def stacks_path(folder: Path, rank: int) -> Path:

@@ -10,10 +10,7 @@ from ds_finetune.watchdog.progress import CollectiveCall, RankStatus
 _MAX_NAMED_RANKS = 8
 _LONGEST_PATTERN = 16
 SILENT = "does not answer: it is stopped or dead, or native code holds Python's lock"
-LOSSY = (
-    "cannot be asked: packets between its machine and that of rank 0 are lost, so the network is at fault and "
-    "perhaps no rank"
-)
+LOSSY = "cannot be asked: packets to or from the machine of rank 0 are lost, so the network is at fault"
 
 
 @dataclass(frozen=True)
@@ -27,19 +24,22 @@ class Diagnosis:
 def diagnose(statuses: Mapping[int, RankStatus | None], *, cut_off: Collection[int] = ()) -> Diagnosis:
     """The ranks at fault in a run that hangs; None is the status of a rank that did not answer.
 
-    The first of these rules that finds a rank decides:
-    1. ranks that do not answer; ranks that the network has `cut_off` only where there are no others;
+    Where ranks have counted lost packets no rank is at fault: ranks advance at different speeds there, and what they do
+    was asked at different times. Else the first of these rules that finds a rank decides:
+    1. ranks that do not answer; no rank where all of these are ranks that the network has `cut_off`;
     2. ranks that have entered fewer collectives than other ranks of the same group; of these, only the ones in no
        collective if there are any, because the rest may wait for them;
     3. ranks in another collective than most ranks;
     4. ranks in no collective while others are in one.
     """
+    network = _network_problem(statuses)
     silent = tuple(rank for rank, status in statuses.items() if status is None)
     reachable = tuple(rank for rank in silent if rank not in cut_off)
-    if reachable:
-        return Diagnosis(reachable, SILENT)
+    if network:
+        return Diagnosis((), network)
     if silent:
-        return Diagnosis(silent, LOSSY)
+        who = ", ".join(map(str, silent[:_MAX_NAMED_RANKS]))
+        return Diagnosis(reachable, SILENT) if reachable else Diagnosis((), f"rank {who} {LOSSY}")
     known = {rank: status for rank, status in statuses.items() if status is not None}
     behind = {rank: text for rank, status in known.items() if (text := _lag(status, known))}
     idle = tuple(rank for rank in known if known[rank].inside is None)
@@ -52,6 +52,13 @@ def diagnose(statuses: Mapping[int, RankStatus | None], *, cut_off: Collection[i
     if idle and len(idle) < len(known):
         return Diagnosis(idle, "is in no collective while others wait in one")
     return Diagnosis((), "every rank waits at the same place")
+
+
+def _network_problem(statuses: Mapping[int, RankStatus | None]) -> str:
+    """A text with the connections that lose packets, as their ranks have counted them; empty where none does."""
+    losses = [f"rank {rank} {text}" for rank, status in statuses.items() if status for text in status.losses]
+    more = f"; and {len(losses) - _MAX_NAMED_RANKS} more" if len(losses) > _MAX_NAMED_RANKS else ""
+    return f"the network loses packets: {'; '.join(losses[:_MAX_NAMED_RANKS])}{more}" if losses else ""
 
 
 def _lag(status: RankStatus, known: Mapping[int, RankStatus]) -> str:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
@@ -30,7 +31,7 @@ from ds_finetune.watchdog.coordinator import (
     Coordinator,
 )
 from ds_finetune.watchdog.coordinator_address import coordinator_address
-from ds_finetune.watchdog.death_cause import FOLDER, why_killed
+from ds_finetune.watchdog.death_cause import FOLDER, record_cause, why_killed
 from ds_finetune.watchdog.diagnosis import SILENT
 from ds_finetune.watchdog.messages import (
     CoordinatorLocation,
@@ -42,7 +43,8 @@ from ds_finetune.watchdog.messages import (
     RankRefused,
     StatusRequest,
 )
-from ds_finetune.watchdog.progress import RankProgress
+from ds_finetune.watchdog.packet_loss import NO_PACKETS, packet_counts
+from ds_finetune.watchdog.progress import RankProgress, RankStatus
 from ds_finetune.watchdog.report import FailureReport, RankProcess, RunEnding
 from ds_finetune.watchdog.run_secret import VARIABLE, agree_on_secret
 from ds_finetune.watchdog.stacks import StackFile, kill_process
@@ -83,6 +85,7 @@ class Monitor(threading.Thread):
         self._ending: RunEnding | None = None
         self._ends_at = self._reported_at = math.inf
         self._lost_before = 0
+        self._packets, self._packets_at = NO_PACKETS, -math.inf
         self._pauses = PauseDetector()
         self.log: Say = say_nothing
         """Adds a line to the log of the run."""
@@ -109,6 +112,7 @@ class Monitor(threading.Thread):
             cause = self._report_failure(FailureReport.of(error))
             if cause is None:
                 raise
+            self._record_cause(cause)
             # torchrun reports the rank that exits first as the cause, so let the other rank exit first.
             time.sleep(_GRACE_SECONDS)
             secondary = RunError(
@@ -168,7 +172,9 @@ class Monitor(threading.Thread):
             # A forked process shares the connection but is not a rank.
             if os.getpid() == pid and not self._closed.is_set():
                 caller = sys._getframe(1)
-                self._announce_exit(f"called os._exit({code}) at {caller.f_code.co_filename}:{caller.f_lineno}")
+                why = f"called os._exit({code}) at {caller.f_code.co_filename}:{caller.f_lineno}"
+                try_to_finish(lambda: record_cause(self._folder, f"rank {self._world.rank} {why}"))
+                self._announce_exit(why)
             leave(code)
 
         os._exit = announce_and_leave  # type: ignore[assignment]
@@ -176,6 +182,12 @@ class Monitor(threading.Thread):
             yield
         finally:
             os._exit = leave
+
+    def _record_cause(self, ending: RunEnding) -> None:
+        """Record for `ds-finetune launch` that this rank ends because the run does."""
+        # A user's mistake leaves no files.
+        if ending.code != USER_ERROR_EXIT_CODE:
+            try_to_finish(lambda: record_cause(self._folder, ending.line))
 
     def _announce_exit(self, why: str) -> None:
         """Tell the coordinator why this rank ends, and wait until it has read the message."""
@@ -209,12 +221,15 @@ class Monitor(threading.Thread):
     def _handle(self, message: ProcessMessage) -> None:
         match message:
             case StatusRequest():
-                self._connection.send(self.progress.status())
+                self._connection.send(self._status())
                 self._write_stacks()
             case MoreTime() if self._reported_at < math.inf:
                 self._reported_at = time.monotonic() + LOSSY_SECONDS
             case RunEnding():
                 self._accept_ending(message)
+
+    def _status(self) -> RankStatus:
+        return replace(self.progress.status(), losses=packet_counts().losses_since(self._packets))
 
     def _why_coordinator_lost(self) -> str:
         why = self._connection.why_lost
@@ -249,6 +264,9 @@ class Monitor(threading.Thread):
         """Do what is due: report a hang of this rank, or end the process."""
         limit = self.progress.limit_seconds()
         until = self.progress.last_progress_at() + limit
+        if now > self._packets_at + limit / 4 and self.progress.last_progress_at() > self._packets_at:
+            # Losses are those since here: not much longer ago than the last progress.
+            self._packets, self._packets_at = packet_counts(), now
         if self._stacks is not None:
             # Past the limit, too, the timer only ends the process where this thread no longer runs.
             self._stacks.arm(max(until, now))
@@ -305,6 +323,7 @@ class Monitor(threading.Thread):
         if ending.killers:
             # Do not exit at once: a launcher that sees one rank exit may signal the others, which are still killing.
             time.sleep(1.5)
+        self._record_cause(ending)
         self._announce_exit(f"left: {ending.line}")
         os._exit(ending.code or RUN_ERROR_EXIT_CODE)
 

@@ -68,6 +68,8 @@ class RankStatus(ProcessMessage, kind="status"):
     recent: tuple[CollectiveCall, ...]
     queued: CollectiveCall | None = None
     """The first collective that the program has enqueued and the device has not yet reached."""
+    losses: tuple[str, ...] = ()
+    """Addresses to which this rank's packets were lost, with counters."""
 
     def __str__(self) -> str:
         """For people."""

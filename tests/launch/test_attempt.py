@@ -18,6 +18,7 @@ from ds_finetune.launch.attempt import Attempt, AttemptOutcome, HostTimeouts, ex
 from ds_finetune.launch.messages import StartRanks
 from ds_finetune.launch.process_tags import TAG_VARIABLE, kill_tagged, tagged_processes
 from ds_finetune.launch.remote import Remote
+from ds_finetune.launch.run import _failure_lines
 from ds_finetune.launch.screen import Screen
 from tests.conftest import ROOT
 from tests.running import tiny_task
@@ -102,6 +103,30 @@ def test_memory_is_not_blamed_for_a_kill(tmp_path: Path) -> None:
     mark = f"record_kill(Path({str(tmp_path / 'watchdog')!r}), os.getpid(), began_at(os.getpid()), 'rank 0: does not answer')"
     told = "ended with its node launcher, which was killed by SIGKILL: by the watchdog, because rank 0: does not answer"
     assert _rank_that_is_killed(tmp_path, mark) == told
+
+
+LEAVES = """
+import json, os, socket, time
+from pathlib import Path
+from ds_finetune.launch.messages import RankConnected
+from ds_finetune.process_messages import encode
+from ds_finetune.watchdog.death_cause import record_cause
+control = socket.socket(socket.AF_UNIX)
+control.connect("\\0" + os.environ["DS_FINETUNE_SUPERVISOR"])
+control.sendall(encode(RankConnected(0, os.getpid())))
+time.sleep(0.5)
+record_cause(Path(FOLDER), "rank 0 called os._exit(0) at x.py:7")
+os._exit(0)
+"""
+
+
+def test_a_rank_that_leaves_without_an_error_is_no_kill(tmp_path: Path) -> None:
+    code = LEAVES.replace("FOLDER", repr(str(tmp_path / "watchdog")))
+    _, outcome = _run(_remote(tmp_path, f'exec {sys.executable} "$@"'), tmp_path, [sys.executable, "-c", code])
+    assert outcome.code == 1
+    line = next(iter(_failure_lines(outcome, 1, tmp_path)))
+    assert line.endswith(" s: rank 0 called os._exit(0) at x.py:7")
+    assert "SIGKILL" not in line
 
 
 PAUSED_LAUNCH = """

@@ -1,8 +1,11 @@
 """`train` with a fault: FAULT RANK STEP RUN.yaml [section.key=value ...]; the rank does it when it begins that step."""
 
+import contextlib
 import ctypes
 import os
 import signal
+import socket
+import struct
 import sys
 import time
 from pathlib import Path
@@ -56,6 +59,22 @@ def pause() -> None:
     """Wait for the test, which stops both ranks and continues them."""
     while not Path(os.environ[CONTINUED]).exists():
         time.sleep(0.05)
+
+
+def lose_packets(connection: socket.socket, share: float) -> None:
+    """Drop this share of the packets that arrive: a classic BPF program with the kernel's random numbers."""
+    random = 0xFFFFF000 + 56
+    program = [(0x20, 0, 0, random), (0x35, 1, 0, int(share * 2**32)), (0x06, 0, 0, 0), (0x06, 0, 0, 0xFFFFFFFF)]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
+    attach = 26
+    connection.setsockopt(socket.SOL_SOCKET, attach, struct.pack("HP", len(program), ctypes.addressof(code)))
+
+
+def lose() -> None:
+    """30% of what arrives at this rank, over any of its connections."""
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(entry.name))) as connection:
+            lose_packets(connection, 0.3)
 
 
 def main() -> None:

@@ -1,5 +1,7 @@
 """Which rank is named, from what ranks say."""
 
+from dataclasses import replace
+
 import pytest
 
 from ds_finetune.process_messages import decode, encode
@@ -31,7 +33,17 @@ def test_a_rank_behind_a_lossy_network_is_not_taken_for_a_hung_one() -> None:
     statuses = {0: _status(0, _calls("all_reduce")), 1: None, 2: None}
     assert diagnose(statuses, cut_off=[1]).at_fault == (2,)
     found = diagnose(statuses, cut_off=[1, 2])
-    assert (found.at_fault, found.why) == ((1, 2), LOSSY)
+    assert (found.at_fault, found.why) == ((), f"rank 1, 2 {LOSSY}")
+
+
+def test_where_packets_are_lost_the_link_is_named_and_no_rank() -> None:
+    """What ranks do was asked at different times, because some questions and answers had to be sent again."""
+    waiting = _calls("all_reduce", "all_gather")
+    behind = replace(_status(0, waiting[:1]), losses=("to 10.0.0.2: 35 of 120 packets sent again (29%)",))
+    for other in (_status(1, waiting), None):
+        found = diagnose({0: behind, 1: other})
+        assert found.at_fault == ()
+        assert found.why == "the network loses packets: rank 0 to 10.0.0.2: 35 of 120 packets sent again (29%)"
 
 
 def test_a_rank_that_has_not_entered_is_behind() -> None:
