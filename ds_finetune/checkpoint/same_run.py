@@ -42,6 +42,7 @@ ON_RESUME: Mapping[str, OnResume] = {
     "data.separator": ROWS,
     "data.packing": ROWS,
     "data.long_rows": ROWS,
+    "data.bad_rows": PRINTED,
     "data.max_dropped_ratio": PRINTED,
     "data.max_truncated_ratio": PRINTED,
     "data.streaming": REFUSED,

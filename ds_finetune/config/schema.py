@@ -98,8 +98,14 @@ class DataConfig(Section):
     """Rows longer than `max_seq_len`: cut at the end, leave out, or (plain text alone) continue in the next row;
     `auto` splits plain text and truncates all else. Both sides of a pair are cut to a common length.
     """
+    bad_rows: Literal["error", "drop"] = "error"
+    """Rows that cannot be read or tokenised: an error that lists them before the run, or left out, listed, and counted
+    in `max_dropped_ratio`.
+    """
     max_dropped_ratio: float = Field(default=0.1, ge=0, le=1)
-    """Share of rows without a supervised token, too long, or lost in the chat template, above which no run starts."""
+    """Share of rows without a supervised token, too long, lost in the chat template, or dropped as bad, above which no
+    run starts.
+    """
     max_truncated_ratio: float = Field(default=0.1, ge=0, le=1)
     """Share of all tokens lost to truncation above which the run refuses to start."""
     streaming: bool = False

@@ -31,6 +31,9 @@ TOKEN_ARRAYS = ("ids", "mask", "offsets", "digests")
 """The arrays that decide what is trained where the loss is a sum over tokens."""
 
 
+BAD_ROWS_SHOWN = 20
+
+
 class KeptDocument(NamedTuple):
     """One document that is kept; see `Documents`. A `second` of None stands for the length."""
 
@@ -65,6 +68,11 @@ class Counts:
     """Keys of `data.columns`, with the number of rows that have the column."""
     by_path: NamedCounts = field(default_factory=NamedCounts)
     """Documents by the number of the path that names their files, where there are several paths."""
+
+    bad_rows: int = 0
+    """Rows that cannot be read or tokenised."""
+    bad: tuple[str, ...] = ()
+    """Errors of such rows, the first `BAD_ROWS_SHOWN` of each part."""
 
     def __add__(self, other: Self) -> Self:
         """The sum of both."""
@@ -167,6 +175,7 @@ def read_counts(folder: Path) -> Counts:
     return Counts(
         **{
             **written,
+            "bad": tuple(written.get("bad", ())),
             **{
                 name: NamedCounts.from_json(written[name])
                 for name in ("dropped", "noted", "unread", "named", "by_path")

@@ -4,16 +4,28 @@ from collections.abc import Sequence
 
 from ds_finetune.config.schema import DataConfig
 from ds_finetune.data.documents import Counts
-from ds_finetune.data.row_report import dropped_row_lines, dropped_rows_hint
+from ds_finetune.data.row_report import bad_row_lines, dropped_row_lines, dropped_rows_hint
 from ds_finetune.data.sources import Source
 from ds_finetune.errors import DataError
 from ds_finetune.units import share_text
 
 
+def check_bad_rows(counts: Counts, config: DataConfig) -> None:
+    """DataError that lists the rows that cannot be read or tokenised, unless data.bad_rows is drop."""
+    if config.bad_rows == "drop" or not counts.bad_rows:
+        return
+    message, _, hint = counts.bad[0].partition("\n  hint: ")
+    if counts.bad_rows > 1:
+        message = "\n  ".join([f"{counts.bad_rows:,} of {counts.read:,} rows are bad:", *bad_row_lines(counts)])
+        hint = f"{hint}; or set data.bad_rows: drop"
+    raise DataError(f"{message}", hint=hint)
+
+
 def check_dropped_rows(counts: Counts, config: DataConfig, sources: Sequence[Source]) -> None:
     """DataError where too many rows are dropped or too many tokens are cut off, or where no row is left."""
+    check_bad_rows(counts, config)
     names = ", ".join(source.path for source in sources)
-    dropped = counts.nothing_supervised + counts.too_long_dropped + counts.dropped.rows
+    dropped = counts.nothing_supervised + counts.too_long_dropped + counts.dropped.rows + counts.bad_rows
     reason = ", ".join(dropped_row_lines(counts))
     if not counts.documents:
         raise DataError(f"none of the {counts.read} rows of {names} is left ({reason})", hint=dropped_rows_hint(counts))

@@ -26,6 +26,17 @@ _SHOWN_CHARACTERS = 80
 _PARQUET_ROWS = 1000
 
 
+class UnreadableRecord(dict[str, Any]):
+    """Stands for a line or row of a file that cannot be read, with the error that says why."""
+
+    def __init__(self, error: DataError) -> None:
+        super().__init__()
+        self.error = error
+
+    def __reduce__(self) -> tuple[type, tuple[DataError]]:
+        return type(self), (self.error,)
+
+
 @dataclass(frozen=True)
 class FileFormat:
     """The format of a file: a value of FORMATS, and the ending of its compression, empty for none."""
@@ -49,9 +60,15 @@ def known_endings() -> str:
     return f"{', '.join(FORMATS)}; all but .parquet also with {' or '.join(_COMPRESSED)}"
 
 
-def read_file(path: str, file_format: str) -> Iterator[tuple[str, Record]]:
-    """Records of a file, each with its location (`file line 7`); DataError names the location of unreadable data."""
-    yield from _READERS[file_format](path)
+def read_file(path: str, file_format: str, *, passes_unreadable: bool = False) -> Iterator[tuple[str, Record]]:
+    """Records of a file, each with its location (`file line 7`); DataError names the location of unreadable data.
+
+    With `passes_unreadable`, a line or row that cannot be read is an UnreadableRecord, and the next ones follow.
+    """
+    for where, record in _READERS[file_format](path):
+        if isinstance(record, UnreadableRecord) and not passes_unreadable:
+            raise record.error
+        yield where, record
 
 
 @contextmanager
@@ -135,18 +152,19 @@ def _read_jsonl(path: str) -> Iterator[tuple[str, Record]]:
             continue
         where = f"{path} line {number}"
         try:
-            record = json.loads(line.rstrip(), object_pairs_hook=unique_keys)
-        except json.JSONDecodeError as broken:
-            raise DataError(
-                f"{where} column {broken.colno} is not JSON: {broken.msg}: {line.strip()[:_SHOWN_CHARACTERS]!r}",
-                hint="correct or remove that line",
-            ) from None
-        except (ValueError, RecursionError) as broken:
-            raise DataError(
-                f"{where} cannot be read: {broken}: {line.strip()[:_SHOWN_CHARACTERS]!r}",
-                hint="correct or remove that line",
-            ) from None
-        yield where, _as_record(record, where)
+            yield where, _as_record(_parse_line(line, where), where)
+        except DataError as broken:
+            yield where, UnreadableRecord(broken)
+
+
+def _parse_line(line: str, where: str) -> object:
+    try:
+        return json.loads(line.rstrip(), object_pairs_hook=unique_keys)
+    except json.JSONDecodeError as broken:
+        what = f"column {broken.colno} is not JSON: {broken.msg}"
+    except (ValueError, RecursionError) as broken:
+        what = f"cannot be read: {broken}"
+    raise DataError(f"{where} {what}: {line.strip()[:_SHOWN_CHARACTERS]!r}", hint="correct or remove that line")
 
 
 def _read_json(path: str) -> Iterator[tuple[str, Record]]:
@@ -208,12 +226,14 @@ def _read_csv(path: str) -> Iterator[tuple[str, Record]]:
             raise DataError(f"{path} has two columns named `{repeated[0]}`", hint="give each column its own name")
         for number, row in enumerate((row for row in rows if row), start=1):
             where = f"{path} row {number}"
-            if len(row) != len(header):
-                raise DataError(
-                    f"{where} (line {rows.line_num}) has {len(row)} values, and the header has {len(header)} columns",
-                    hint="put values with commas or line breaks in double quotes",
-                )
-            yield where, dict(zip(header, row, strict=True))
+            if len(row) == len(header):
+                yield where, dict(zip(header, row, strict=True))
+                continue
+            error = DataError(
+                f"{where} (line {rows.line_num}) has {len(row)} values, and the header has {len(header)} columns",
+                hint="put values with commas or line breaks in double quotes",
+            )
+            yield where, UnreadableRecord(error)
     except csv.Error as broken:
         raise DataError(
             f"{path} line {rows.line_num} is not CSV: {broken}", hint="check the double quotes of that line"

@@ -28,6 +28,7 @@ from ds_finetune.config.schema import DataConfig
 from ds_finetune.data.cache import ArrayParts, content_hash, find_damage, lock_folder, remove_damaged, write_folder
 from ds_finetune.data.classes import find_classes
 from ds_finetune.data.documents import (
+    BAD_ROWS_SHOWN,
     DOCUMENT_ARRAYS,
     TOKEN_ARRAYS,
     Counts,
@@ -38,6 +39,7 @@ from ds_finetune.data.documents import (
     read_counts,
 )
 from ds_finetune.data.dropped_rows import check_columns, check_dropped_rows
+from ds_finetune.data.files import UnreadableRecord
 from ds_finetune.data.layouts import PlainText, Sample
 from ds_finetune.data.mixture import Mixture
 from ds_finetune.data.named_counts import NamedCounts
@@ -45,7 +47,7 @@ from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.row_estimate import estimate_rows
 from ds_finetune.data.row_kind import DIALOGUE, KindName, RowKind
 from ds_finetune.data.sample_tokens import RULES_VERSION, SampleTokeniser, TemplateSettings, Tokens
-from ds_finetune.data.samples import check_layout_name, read_row
+from ds_finetune.data.samples import RowSample, check_layout_name, read_row
 from ds_finetune.data.sources import Record, Source, find_sources, read_records
 from ds_finetune.data.text_encoder import text_encoder
 from ds_finetune.data.tokenizer_files import largest_id, tokenizer_digest
@@ -173,21 +175,61 @@ def plan_tokenisation(
 
 
 def tokenise_records(records: Sequence[tuple[str, Record]], tokenisation: Tokenisation) -> tuple[Documents, Counts]:
-    """Documents of records, from one call of the tokenizer, and the counts of the records."""
-    layout, columns = tokenisation.layout, tokenisation.columns
-    rows = [
-        read_row(record, tokenisation.kind, layout=layout, columns=columns, where=where) for where, record in records
-    ]
+    """Documents of records, from one call of the tokenizer, and the counts of the records.
+
+    Rows that cannot be read or tokenised are counted with their errors. DataError where there are `ROWS_PER_PART` rows
+    and all of them are bad, as with a wrong data.layout.
+    """
+    columns, bad = tokenisation.columns, dict[str, DataError]()
+    rows = [row for where, record in records if (row := _read_row(where, record, tokenisation, bad)) is not None]
+    samples: list[tuple[str, Any]] = [(where, sample) for where, sample, _ in rows]
+    try:
+        made = _MAKERS[tokenisation.kind.name](samples, tokenisation)
+    except DataError:
+        bad |= _errors_of(samples, tokenisation)
+        made = _MAKERS[tokenisation.kind.name]([each for each in samples if each[0] not in bad], tokenisation)
+    if len(bad) >= ROWS_PER_PART:
+        raise bad[records[0][0]]
+    documents, counts, remarks = made
+    errors = [str(bad[where]) for where, _ in records if where in bad]
+    counts += Counts(read=len(errors), bad_rows=len(errors), bad=tuple(errors[:BAD_ROWS_SHOWN]))
+    records = [each for each in records if each[0] not in bad]
     places = [where for where, _ in records]
-    samples: list[tuple[str, Any]] = [(where, sample) for where, (sample, _) in zip(places, rows, strict=True)]
-    documents, counts, remarks = _MAKERS[tokenisation.kind.name](samples, tokenisation)
     present = ([key for key, column in columns.items() if column in record] for _, record in records)
     named = NamedCounts.sum(NamedCounts.of(keys, where) for keys, where in zip(present, places, strict=True))
     windows = NamedCounts.sum(
         NamedCounts.of(["windows_lines"], where) for where, record in records if _has_windows_lines(record)
     )
     counts += Counts(named=named, noted=windows)
-    return documents, counts + _named_counts(remarks, [unread for _, unread in rows], places)
+    unread = [names for where, _, names in rows if where not in bad]
+    return documents, counts + _named_counts(remarks, unread, places)
+
+
+def _read_row(
+    where: str, record: Record, tokenisation: Tokenisation, bad: dict[str, DataError]
+) -> tuple[str, RowSample, list[str]] | None:
+    """Location, sample and unused columns of a record; None for a bad one, whose error is added to `bad`."""
+    try:
+        if isinstance(record, UnreadableRecord):
+            raise record.error
+        kind, layout, columns = tokenisation.kind, tokenisation.layout, tokenisation.columns
+        return where, *read_row(record, kind, layout=layout, columns=columns, where=where)
+    except DataError as error:
+        bad[where] = error
+        return None
+
+
+def _errors_of(samples: Sequence[tuple[str, Any]], tokenisation: Tokenisation) -> dict[str, DataError]:
+    """The errors of samples that cannot be tokenised, by location, found by halving."""
+    try:
+        if samples:
+            _MAKERS[tokenisation.kind.name](samples, tokenisation)
+    except DataError as error:
+        if len(samples) == 1:
+            return {samples[0][0]: error}
+        middle = len(samples) // 2
+        return _errors_of(samples[:middle], tokenisation) | _errors_of(samples[middle:], tokenisation)
+    return {}
 
 
 def _has_windows_lines(value: object) -> bool:
@@ -348,7 +390,7 @@ def _open_parts(sources: Sequence[Source], folder: Path, parts: dict[Path, int])
     The folders of all parts are added to `parts`, in order, with the number of the path that names their file.
     """
     for source in sources:
-        records = read_records(source)
+        records = read_records(source, passes_unreadable=True)
         while chunk := list(islice(records, ROWS_PER_PART)):
             part = folder / f"part-{len(parts):06d}"
             parts[part] = source.entry

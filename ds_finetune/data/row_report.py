@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from ds_finetune.data.documents import Counts
+from ds_finetune.data.documents import BAD_ROWS_SHOWN, Counts
 from ds_finetune.units import share_text
 
 DROPPED = {
@@ -55,6 +55,12 @@ NOTED = {
 """Remarks on rows that are trained, by name."""
 
 
+def bad_row_lines(counts: Counts) -> list[str]:
+    """What is wrong with each bad row, for the first of them, and the number of others."""
+    lines = [error.partition("\n  hint: ")[0] for error in counts.bad[:BAD_ROWS_SHOWN]]
+    return lines + [f"and {counts.bad_rows - len(lines):,} more"] * (counts.bad_rows > len(lines))
+
+
 def dropped_row_lines(counts: Counts) -> list[str]:
     """The reasons for which rows were dropped, with numbers of rows; the first two are listed even at zero."""
     reasons = [f"{rows:,} {DROPPED[name][0]}" for name, (rows, _) in counts.dropped.entries.items()]
@@ -62,6 +68,7 @@ def dropped_row_lines(counts: Counts) -> list[str]:
         f"{counts.nothing_supervised:,} without supervised tokens",
         f"{counts.too_long_dropped:,} too long",
         *reasons,
+        *([f"{counts.bad_rows:,} bad"] if counts.bad_rows else []),
     ]
 
 
@@ -78,6 +85,9 @@ def dropped_rows_hint(counts: Counts) -> str:
 
 def row_notes(counts: Counts) -> Iterator[str]:
     """Lines about dropped rows, remarks and unused columns, for the user to see before training."""
+    if counts.bad_rows:
+        yield f"{counts.bad_rows:,} of {counts.read:,} rows are dropped as bad (data.bad_rows drop)"
+        yield from bad_row_lines(counts)
     for name, (rows, first) in counts.dropped.entries.items():
         yield f"{rows:,} of {counts.read:,} rows are dropped: rows {DROPPED[name][0]}; the first is {first}"
     for name, (rows, first) in counts.noted.entries.items():

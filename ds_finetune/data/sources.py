@@ -52,12 +52,12 @@ def find_sources(paths: Sequence[str], *, purpose: str = "train") -> list[Source
     return sources
 
 
-def read_records(source: Source) -> Iterator[tuple[str, Record]]:
-    """Records of a source, each with its location (`file line 7`) for messages."""
+def read_records(source: Source, *, passes_unreadable: bool = False) -> Iterator[tuple[str, Record]]:
+    """Records of a source, each with its location (`file line 7`) for messages; see `files.read_file`."""
     if source.format == "hub":
         yield from read_hub(source.path, source.subset, source.split, purpose=source.purpose)
     else:
-        yield from read_file(source.path, source.format)
+        yield from read_file(source.path, source.format, passes_unreadable=passes_unreadable)
 
 
 def _expand(path: str, purpose: str) -> Iterator[Source]:

@@ -14,7 +14,7 @@ from ds_finetune.config.schema import DataConfig
 from ds_finetune.data.batches import Batch, BatchPlan, Position, make_batch
 from ds_finetune.data.classes import find_classes
 from ds_finetune.data.documents import Counts, Documents
-from ds_finetune.data.dropped_rows import check_dropped_rows
+from ds_finetune.data.dropped_rows import check_bad_rows, check_dropped_rows
 from ds_finetune.data.prepare import Tokenisation, TokenLimits, plan_tokenisation, tokenise_records
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.row_kind import DIALOGUE, RowKind
@@ -82,6 +82,7 @@ def open_stream(
     kind = find_classes(config, kind)
     sources, tokenisation = plan_tokenisation(config, purpose, tokenizer=tokenizer, limits=limits, kind=kind)
     _, counts = tokenise_records(list(islice(_all_records(sources), SAMPLED_RECORDS)), tokenisation)
+    check_bad_rows(counts, config)
     return StreamedRows(sources, tokenisation, config, counts)
 
 
@@ -132,7 +133,7 @@ def _in_chunks(records: Iterator[Any]) -> Iterator[list[Any]]:
 
 def _all_records(sources: list[Source]) -> Iterator[tuple[str, Record]]:
     for source in sources:
-        yield from read_records(source)
+        yield from read_records(source, passes_unreadable=True)
 
 
 def _rows_of(chunk: list[tuple[str, Record]], rows: StreamedRows, plan: BatchPlan, *, seed: list[int]) -> Iterator[Row]:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,6 +21,7 @@ from ds_finetune.data.documents import Counts
 from ds_finetune.data.packing import pack
 from ds_finetune.data.prepare import Tokenisation, TokenLimits, _write_parts, prepare_rows
 from ds_finetune.data.prepared_rows import PreparedRows
+from ds_finetune.data.row_kind import KindName, RowKind
 from ds_finetune.data.row_report import row_notes
 from ds_finetune.data.rows import Row
 from ds_finetune.data.tokenizer_files import load_tokenizer
@@ -377,3 +379,50 @@ def test_padding_is_a_document_of_its_own_for_attention_in_both_directions() -> 
     assert joined.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]]
     assert separate.documents == ((5, 3),)
     assert separate.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2]]
+
+
+@pytest.mark.parametrize("kind", ["dialogue", "pairs"])
+def test_bad_rows_are_listed_or_dropped(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, kind: KindName) -> None:
+    good = {"prompt": "2+2?"} | ({"completion": "4"} if kind == "dialogue" else {"chosen": "4", "rejected": "5"})
+    lines = [json.dumps(good)] * 60
+    lines[3], lines[7], lines[9] = (
+        json.dumps(good | {"prompt": 5}),
+        '{"prompt": "2',
+        json.dumps(good | {"prompt": None}),
+    )
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    given = DataConfig(train=(str(tmp_path / "rows.jsonl"),), cache_dir=str(tmp_path / "cache"))
+    prepare = partial(prepare_rows, purpose="train", tokenizer=tokenizer, limits=LIMITS, kind=RowKind(kind))
+    with pytest.raises(DataError) as caught:
+        prepare(given)
+    first, *others = caught.value.message.splitlines()
+    assert first == "3 of 60 rows are bad:"
+    assert [line.split(str(tmp_path))[1].split(":")[0].split(" column")[0] for line in others] == [
+        f"/rows.jsonl line {number}" for number in (4, 8, 10)
+    ]
+    assert caught.value.hint.endswith("or set data.bad_rows: drop")
+    dropping = given.model_copy(update={"bad_rows": "drop"})
+    rows = prepare(dropping)
+    assert (rows.counts.read, rows.counts.bad_rows, rows.num_units) == (60, 3, 57)
+    assert [note for note in row_notes(rows.counts) if "line 8" in note]
+    with pytest.raises(
+        DataError, match=r"3 of 60 rows of .* are dropped \(.*3 bad\), more than data.max_dropped_ratio"
+    ):
+        prepare(dropping.model_copy(update={"max_dropped_ratio": 0.01}))
+
+
+def test_rows_that_the_template_refuses_are_bad_rows(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text(
+        "{% if messages[0].content == 'no' %}{{ raise_exception('refused') }}{% endif %}" + str(tokenizer.chat_template)
+    )
+    texts = ["yes"] * 40
+    texts[5] = texts[31] = "no"
+    rows = [{"prompt": text, "completion": "4"} for text in texts]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    given = DataConfig(
+        train=(str(tmp_path / "rows.jsonl"),), template=str(template), cache_dir=str(tmp_path / "c"), bad_rows="drop"
+    )
+    counts = prepare_rows(given, "train", tokenizer=tokenizer, limits=LIMITS).counts
+    assert [error.split(": ")[0][-7:] for error in counts.bad] == [" line 6", "line 32"]
+    assert counts.documents == 38
