@@ -32,7 +32,7 @@ def program_lines(text: str) -> list[str]:
 def styled(line: str) -> Text:
     """A line with its evaluation, title or question in bold."""
     text = Text(line)
-    text.highlight_regex(r"^(plan|done)$|^verified|^> .*", "bold green")
+    text.highlight_regex(r"^plan$|^done in .*|^verified|^> .*", "bold green")
     text.highlight_regex(r"loss [\d.]+|eval/exact_match +[\d.]+", "bold")
     return text
 
