@@ -55,6 +55,7 @@ _PREPARED_WAIT = timedelta(minutes=1)
 _MAX_NAMED_RANKS = 16
 _CONNECT_SECONDS, _CONNECT_TRIES = 60.0, 3
 _JOIN_WAIT = timedelta(minutes=10)
+_JOIN_HINT = f"{VARIABLE} must be the same on every rank or on none, and the program the same version"
 _TICK_SECONDS = 0.2
 _GRACE_SECONDS = 2.0
 """How long a rank that is told of the run's end has to end with an error of its own, before it is ended."""
@@ -370,7 +371,7 @@ def _tell_whether_joined(world: World, store: dist.Store) -> Iterator[None]:
         yield
         why = ""
     except RunError as refused:
-        why = str(refused)
+        why = refused.message
         raise
     finally:
         store.set(f"{_JOINED_KEY}/{world.rank}", why)
@@ -380,8 +381,9 @@ def _check_joined(world: World, store: dist.Store) -> None:
     """Wait for every rank to join; RunError where one was refused, as without it the run would wait for ever."""
     keys = [f"{_JOINED_KEY}/{rank}" for rank in range(world.world_size)]
     store.wait(keys, _JOIN_WAIT)
-    for refused in (text for key in keys if (text := store.get(key).decode())):
-        raise RunError(refused)
+    for rank, why in enumerate(store.get(key).decode() for key in keys):
+        if why:
+            raise RunError(f"rank {rank} has not joined the watchdog of rank 0: {why}", hint=_JOIN_HINT)
 
 
 def _start_coordinator(
@@ -412,7 +414,7 @@ def _join(process: RankProcess, address: tuple[str, int], secret: bytes) -> Conn
         connection.close()
     raise RunError(
         f"rank {process.rank} is not accepted by the watchdog of rank 0 at {address[0]}:{address[1]}: {why}",
-        hint=f"{VARIABLE} must be the same on every rank or on none, and the program the same version",
+        hint=_JOIN_HINT,
     )
 
 
