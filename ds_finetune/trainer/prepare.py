@@ -34,7 +34,7 @@ from ds_finetune.trainer.inputs import (
     with_classes,
 )
 from ds_finetune.trainer.rank_tensors import rank_tensors, sizes_of
-from ds_finetune.trainer.run_dir import check_run_disk, check_run_folder
+from ds_finetune.trainer.run_dir import check_only_own_files, check_run_disk, check_run_folder
 from ds_finetune.world import World, accelerate_choices
 
 
@@ -63,6 +63,9 @@ class PreparedRun:
 
 def prepare_run(config: RunConfig, world: World) -> PreparedRun:
     """Plan the run, read its model's config and tokenise its data, which takes as long as the data is large."""
+    if world.rank == 0:
+        # It writes what could replace files; other nodes may have a folder of their own, with checkpoints only.
+        check_only_own_files(config)
     plan = make_plan(config, world=world, device=choose_device(), accelerate=accelerate_choices(os.environ))
     check_trackers(config.log.trackers)
     config = with_classes(config)

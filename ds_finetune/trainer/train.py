@@ -33,7 +33,6 @@ from ds_finetune.trainer.resume import (
     saved_record,
     start_saver,
 )
-from ds_finetune.trainer.run_dir import check_only_own_files
 from ds_finetune.trainer.run_records import begin_run_folder, record_end, report_failure
 from ds_finetune.trainer.run_status import RunLog, StatusKeeper, keep_status
 from ds_finetune.trainer.startup import finish_plan, open_process_group, report_errors, start_watchdog
@@ -69,7 +68,6 @@ def train(config: RunConfig, *, announce: Announce, say: Callable[[str], None]) 
     world = World.from_environment(os.environ)
     world.set_environment(os.environ)
     check_deepspeed_hostfile()
-    check_only_own_files(config)
     folder = Path(config.output_dir)
     with (
         report_failure(folder, say),
