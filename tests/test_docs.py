@@ -23,7 +23,6 @@ from ds_finetune.families.table import FAMILIES
 from ds_finetune.plan.combinations import AXES, TESTED_LAYOUTS
 from tests.conftest import ROOT
 
-COLUMNS = 120
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
 FILE = re.compile(r"(?<![\w./*-])(?:tests|scripts|docs|ds_configs|hostfiles|ds_finetune)/[\w./-]*\w/?")
@@ -92,12 +91,6 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("page", PAGES[1:], ids=_name)
-def test_lines_are_at_most_120_columns_wide(page: Path) -> None:
-    lines = page.read_text(encoding="utf-8").splitlines()
-    assert [number for number, line in enumerate(lines, start=1) if len(line) > COLUMNS] == []
 
 
 def _messages() -> str:

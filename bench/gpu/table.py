@@ -1,4 +1,4 @@
-"""Turns the JSON files of slices into Markdown tables for `docs/explanation/results.md`."""
+"""Turns the JSON files of slices into Markdown tables."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -7,7 +7,7 @@ from ds_finetune.estimate.operations import Work
 from ds_finetune.estimate.teacher_time import teacher_config
 
 AGAINST_PUBLISHED = (0.41, 7.1)
-"""Least and most of predicted over published tokens/s of nine runs of other programs (docs/explanation/results.md)."""
+"""Least and most of predicted over published tokens/s of nine runs (docs/explanation/time-model.md)."""
 UNCONFIRMED = (
     "No GPU has confirmed these figures. Against nine published runs of other programs, the predicted tokens/s are "
     f"{AGAINST_PUBLISHED[0]:g} to {AGAINST_PUBLISHED[1]:g} times those that they had."

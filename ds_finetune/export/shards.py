@@ -212,8 +212,7 @@ class _ShardFile:
         """Write all of `data` at byte `offset`; the system may take it in several parts.
 
         From time to time, pages that are on the disk are removed from the page cache, and the others are queued for
-        writing: a model that fills the page cache slows every other program of the machine
-        (docs/explanation/results.md).
+        writing: a model that fills the page cache slows every other program of the machine.
         """
         assert self._descriptor is not None
         self._unreleased += len(data)
