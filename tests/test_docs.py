@@ -39,6 +39,7 @@ GPU_ROWS = {
     "R1-Distill-Qwen-1.5B": "deepseek-ai--DeepSeek-R1-Distill-Qwen-1.5B",
     "DeepSeek-V2-Lite (16B)": "deepseek-ai--DeepSeek-V2-Lite",
 }
+README_MODELS = ("R1-Distill-Qwen-1.5B", "R1-Distill-Qwen-32B", "DeepSeek-V3 (671B)")
 GPU_COLUMNS = (
     ("1", "deepspeed=zero3"),
     ("8", "deepspeed=zero3"),
@@ -210,8 +211,9 @@ def test_the_readmes_own_data_is_read_as_pasted(
     assert re.search(r"rows read +2\b", shown)
 
 
-def _rows_of_readme(first: str) -> list[str]:
-    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+def _row(page: str, first: str) -> list[str]:
+    """The cells of the table row of `page` whose first cell is `first`."""
+    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
     row = next(line for line in lines if line.startswith(f"| {first} |"))
     return [cell.strip() for cell in row.strip("|").split("|")]
 
@@ -224,17 +226,23 @@ def test_the_readmes_layouts_are_the_programs(family: str) -> None:
         for stages in ((0, 1, 2, 3), (0, 1))
     }
     assert sum(map(len, with_stages.values())) == len(rows)
-    assert _rows_of_readme(family)[2:4] == [", ".join(["dp", *with_stages[0, 1, 2, 3]]), ", ".join(with_stages[0, 1])]
+    cells = _row("README.md", "with experts" if "ep" in FAMILIES[family].parallel_axes else "dense")
+    assert cells[1:3] == [", ".join(["dp", *with_stages[0, 1, 2, 3]]), ", ".join(with_stages[0, 1])]
+
+
+@pytest.mark.parametrize("row", README_MODELS)
+def test_the_readmes_memory_is_that_of_the_page(row: str) -> None:
+    assert _row("README.md", row) == _row("docs/how-to/choose-layout.md", row)
 
 
 @pytest.mark.parametrize("row", GPU_ROWS)
-def test_the_readmes_memory_is_the_planners(
+def test_the_memory_of_published_models_is_the_planners(
     row: str, tmp_path: Path, shared_data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_file = tmp_path / "run.yaml"
     tree = MINIMAL | {"model": str(shared_data / "configs" / GPU_ROWS[row]), "train": {"global_batch_size": 256}}
     run_file.write_text(yaml.safe_dump(tree))
-    for (gpus, overrides), cell in zip(GPU_COLUMNS, _rows_of_readme(row)[1:], strict=True):
+    for (gpus, overrides), cell in zip(GPU_COLUMNS, _row("docs/how-to/choose-layout.md", row)[1:], strict=True):
         assert cli.main(["plan", str(run_file), "--gpus", gpus, "--tensors", *overrides.split()]) == 0
         printed = capsys.readouterr().out.split("state of a rank")[1].split("\n\n")[0]
         sizes = re.findall(r"(?:weights|gradients|optimizer)\s+([\d.,]+)\s+GiB", printed)
