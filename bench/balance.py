@@ -43,13 +43,13 @@ from ds_finetune.data.batches import Batch, BatchPlan, training_batches
 from ds_finetune.data.documents import Documents, KeptDocument
 from ds_finetune.data.packing import pack
 from ds_finetune.data.prepared_rows import PreparedRows
-from ds_finetune.engine.collectives import all_gather_scalar
-from ds_finetune.engine.default_group import process_group
 from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.engine import Engine
+from ds_finetune.engine.groups.collectives import all_gather_scalar
+from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.engine.start_engine import start_engine
-from ds_finetune.model.build import read_hf_config
-from ds_finetune.model.model_plan import plan_model
+from ds_finetune.model.build.model_plan import plan_model
+from ds_finetune.model.build.skeleton import read_hf_config
 from ds_finetune.plan.model_shape import Shape
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.row_cost import RowCost

@@ -29,12 +29,12 @@ from bench.small_v3 import SMALL_V3
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.batches import Batch, BatchPlan, training_batches
 from ds_finetune.data.rows import Row
-from ds_finetune.engine.default_group import process_group
 from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.engine import Engine
+from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.engine.start_engine import start_engine
-from ds_finetune.model.build import read_hf_config
-from ds_finetune.model.model_plan import plan_model
+from ds_finetune.model.build.model_plan import plan_model
+from ds_finetune.model.build.skeleton import read_hf_config
 from ds_finetune.model.parallel.expert import ExpertParallelExperts
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.world import World

@@ -30,15 +30,15 @@ from typing import Any
 import psutil
 import yaml
 
-from ds_finetune.bench.cpu_rates import measure_ranks
+from ds_finetune.cli.demo_files import MODEL, write_tokenizer
 from ds_finetune.config.schema import read_config
-from ds_finetune.demo import MODEL, write_tokenizer
-from ds_finetune.estimate.cpu_machine import CpuRates, cpu_machine
-from ds_finetune.estimate.row_shape import RowShape
-from ds_finetune.estimate.step_time import TimeEstimate, estimate_time
+from ds_finetune.plan.estimate.cpu_machine import CpuRates, cpu_machine
+from ds_finetune.plan.estimate.row_shape import RowShape
+from ds_finetune.plan.estimate.step_time import TimeEstimate, estimate_time
 from ds_finetune.plan.plan import make_plan
-from ds_finetune.search.machines import Request, target_of
-from ds_finetune.search.search_run import layout_text, run_file_text, search_layouts
+from ds_finetune.plan.search.machines import Request, target_of
+from ds_finetune.plan.search.search_run import layout_text, run_file_text, search_layouts
+from ds_finetune.reference.bench.cpu_rates import measure_ranks
 from ds_finetune.world import World
 
 ROWS, TOKENS, LIMIT = 8, 512, 0.8
@@ -196,8 +196,8 @@ def answer(pipes: list[Connection]) -> list[float]:
 
 def serve_steps(run_file: Path, world: World, pipe: Connection, folder: Path) -> None:
     """As one rank of a layout, take an optimizer step for each message, and answer with its seconds."""
-    from ds_finetune.engine.default_group import process_group
     from ds_finetune.engine.devices import choose_device
+    from ds_finetune.engine.groups.default_group import process_group
     from ds_finetune.engine.start_engine import start_engine
     from ds_finetune.trainer.batches import run_batches
     from ds_finetune.trainer.inputs import make_model_plan, read_inputs

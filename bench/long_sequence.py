@@ -5,7 +5,7 @@
 A small DeepSeek-V3 (hidden 256, 4 layers, latent attention, experts) with 4,096 positions is extended by
 `model.context`, and the ranks share the document by `parallel.sp`. Each rank takes one core. Two runs are compared: a
 document of 2,048 tokens, whose peak is that of imports, weights and optimizer, and the long one. Printed are the peak
-resident memory of the largest rank, in GiB, before and after; the activations that `estimate/activation_memory.py`
+resident memory of the largest rank, in GiB, before and after; the activations that `plan/estimate/activation_memory.py`
 computes for the tokens of a rank; and the seconds of the step. The stated limit is the short run's peak plus 1.25
 times the computed activations; the exit code is 1 where the long run needs more.
 
@@ -28,8 +28,8 @@ from typing import Any
 
 import yaml
 
-from ds_finetune.demo import MODEL, write_demo
-from ds_finetune.estimate.activation_memory import activation_bytes
+from ds_finetune.cli.demo_files import MODEL, write_demo
+from ds_finetune.plan.estimate.activation_memory import activation_bytes
 
 ROOT = Path(__file__).parents[1]
 SHORT = 2048

@@ -36,17 +36,17 @@ from ds_finetune.config.parallel import ParallelConfig
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.batches import Batch, BatchPlan, training_batches
 from ds_finetune.data.rows import Row
-from ds_finetune.engine.collectives import all_gather_scalar
-from ds_finetune.engine.default_group import process_group
 from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.engine import Engine
-from ds_finetune.engine.interleaved_schedule import run_pipeline
-from ds_finetune.engine.pipeline_schedule import StageForward
-from ds_finetune.engine.process_groups import open_groups
+from ds_finetune.engine.groups.collectives import all_gather_scalar
+from ds_finetune.engine.groups.default_group import process_group
+from ds_finetune.engine.groups.process_groups import open_groups
+from ds_finetune.engine.schedules.interleaved_schedule import run_pipeline
+from ds_finetune.engine.schedules.pipeline_schedule import StageForward
 from ds_finetune.engine.start_engine import start_engine
-from ds_finetune.model.build import read_hf_config
-from ds_finetune.model.forward_rows import ForwardRows
-from ds_finetune.model.model_plan import plan_model
+from ds_finetune.model.build.model_plan import plan_model
+from ds_finetune.model.build.skeleton import read_hf_config
+from ds_finetune.model.loss.forward_rows import ForwardRows
 from ds_finetune.model.parallel.pipeline import PipelineGroup
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.pipeline import idle_share

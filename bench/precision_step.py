@@ -87,7 +87,7 @@ def write_run(arguments: argparse.Namespace, folder: Path, precision: str) -> Pa
     """The model's configuration and tokenizer, and a run file."""
     from transformers import AutoTokenizer
 
-    from ds_finetune.demo import MODEL
+    from ds_finetune.cli.demo_files import MODEL
 
     shutil.copytree(arguments.model, folder / "model")
     hidden = arguments.hidden
@@ -116,8 +116,8 @@ def write_run(arguments: argparse.Namespace, folder: Path, precision: str) -> Pa
 def serve_steps(run_file: Path, steps: int) -> None:
     """Take one optimizer step for each line that is read, and print its CPU seconds, loss and supervised tokens."""
     from ds_finetune.config.schema import read_config
-    from ds_finetune.engine.default_group import process_group
     from ds_finetune.engine.devices import choose_device
+    from ds_finetune.engine.groups.default_group import process_group
     from ds_finetune.engine.start_engine import start_engine
     from ds_finetune.plan.plan import make_plan
     from ds_finetune.trainer.batches import run_batches

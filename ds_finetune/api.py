@@ -16,11 +16,12 @@ from pydantic import ValidationError
 from ds_finetune.config.invalid_keys import explain
 from ds_finetune.config.objectives import read_objective
 from ds_finetune.config.schema import ConfigSource, DataConfig, read_config
+from ds_finetune.config.units import parse_bytes
 from ds_finetune.config.value_types import SET_NAME, check_whole_number
-from ds_finetune.console import show_line, show_next, show_plan, show_report, show_verifications
+from ds_finetune.console.quiet import quiet_packages
+from ds_finetune.console.tables import show_line
 from ds_finetune.errors import ConfigError, LaunchError, VerificationError
-from ds_finetune.quiet import quiet_packages
-from ds_finetune.units import parse_bytes
+from ds_finetune.trainer.show import show_next, show_plan, show_report, show_verifications
 from ds_finetune.world import World
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ def export(  # noqa: PLR0913 - each is an option of the command
     if not with_cache:
         raise ConfigError(f"--no-cache is not valid with --format {format}", hint="it is an option of --format onnx")
     from ds_finetune.export.from_checkpoint import EXPORT_DTYPES, export_checkpoint
-    from ds_finetune.report.model_card import write_card_of_source
+    from ds_finetune.runs.report.model_card import write_card_of_source
 
     if dtype is not None and dtype not in EXPORT_DTYPES:
         raise ConfigError(f"dtype is `{dtype}`", hint=f"name one of {', '.join(EXPORT_DTYPES)}")
@@ -127,7 +128,7 @@ def export(  # noqa: PLR0913 - each is an option of the command
 def verify_folder(folder: Path, base: Path | None) -> "VerificationResult":
     """Verify an exported folder and print the result; VerificationError where it differs from its record."""
     from ds_finetune.export.verify.verify import verify_exports
-    from ds_finetune.hosts.free_memory import available_bytes
+    from ds_finetune.system.free_memory import available_bytes
 
     results = verify_exports([folder], base=base, available_bytes=available_bytes())
     show_verifications(results)

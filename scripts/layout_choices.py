@@ -2,7 +2,7 @@
 
     python scripts/layout_choices.py
 
-It takes about a minute. A slow test of tests/search/test_layout_choices.py fails where the page differs.
+It takes about a minute. A slow test of tests/plan/search/test_layout_choices.py fails where the page differs.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from ds_finetune.config.schema import read_config
+from ds_finetune.config.units import GIB
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.published import PUBLISHED
-from ds_finetune.search.machines import Request, target_of
-from ds_finetune.search.search_run import layout_text, search_layouts
-from ds_finetune.units import GIB
+from ds_finetune.plan.search.machines import Request, target_of
+from ds_finetune.plan.search.search_run import layout_text, search_layouts
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "reference" / "layout-choices.md"

@@ -3,7 +3,7 @@
     python scripts/plot_library.py 6.1.0
 
 It is taken from npm's registry by `npm pack`. Licences of what is built into the library come with it. Then write the
-printed version and digest into ds_finetune/report/library.py.
+printed version and digest into ds_finetune/runs/report/library.py.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-ASSETS = Path(__file__).parents[1] / "ds_finetune" / "report" / "assets"
+ASSETS = Path(__file__).parents[1] / "ds_finetune" / "runs" / "report" / "assets"
 FILES = {
     "dist/echarts.min.js": "echarts.min.js",
     "LICENSE": "LICENSE",

@@ -2,7 +2,7 @@
 
 import sys
 
-from ds_finetune.engine.deepspeed_ops import build_op
+from ds_finetune.engine.ops.deepspeed_ops import build_op
 
 for name in sys.argv[1:]:
     build_op(name)

@@ -21,12 +21,12 @@ _LONG = (
     "tests/cluster",
     "tests/checkpoint/test_layouts",
     "tests/parity",
-    "tests/launch/test_launchers",
+    "tests/cluster/launch/test_launchers",
     "tests/checkpoint",
     "tests/test_api",
     "tests/trainer",
     "tests/engine",
-    "tests/watchdog",
+    "tests/cluster/watchdog",
     "tests/export",
 )
 

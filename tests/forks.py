@@ -167,12 +167,12 @@ _IMPORTED = (
     "transformers.models.auto.modeling_auto",
 )
 _IMPORTED += (
-    "ds_finetune.bench.step_speed",
+    "ds_finetune.reference.bench.step_speed",
     "ds_finetune.cli.main",
-    "ds_finetune.console",
-    "ds_finetune.report.loss_plot",
+    "ds_finetune.console.tables",
+    "ds_finetune.runs.report.loss_plot",
     "ds_finetune.trainer.train",
-    "ds_finetune.selftest.run",
+    "ds_finetune.reference.selftest.run",
 )
 _IMPORTED += tuple(
     f"transformers.models.{family}.modeling_{family}"

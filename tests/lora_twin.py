@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ds_finetune.config.schema import LoraConfig
 from ds_finetune.export.adapter import AdapterBase, write_adapter
 from ds_finetune.families.table import family_of
-from ds_finetune.model.adapter_names import is_adapter
-from ds_finetune.model.build import whole
-from ds_finetune.model.lora import AdapterPlacement, factors_of, install_lora
-from ds_finetune.model.lora_plan import plan_lora
-from ds_finetune.selftest.cells import hf_config
-from ds_finetune.selftest.reference_loop import adamw
+from ds_finetune.model.adapters.adapter_names import is_adapter
+from ds_finetune.model.adapters.lora import AdapterPlacement, factors_of, install_lora
+from ds_finetune.model.adapters.lora_plan import plan_lora
+from ds_finetune.model.build.skeleton import whole
+from ds_finetune.reference.selftest.cells import hf_config
+from ds_finetune.reference.selftest.reference_loop import adamw
 
 RANK, SEED = 8, 0
 _NAMED = ("gate", "experts", r".*\.self_attn\..*_proj(_with_mqa)?")

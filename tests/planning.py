@@ -1,9 +1,9 @@
 """The model of a run file as the engine takes it, and a run as the trainer prepares it."""
 
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.model.build import read_hf_config
-from ds_finetune.model.model_plan import ModelPlan, plan_model, task_of
-from ds_finetune.model.score_config import set_classes
+from ds_finetune.model.build.model_plan import ModelPlan, plan_model, task_of
+from ds_finetune.model.build.skeleton import read_hf_config
+from ds_finetune.model.loss.score_config import set_classes
 from ds_finetune.objectives.objective import ScoreObjective
 from ds_finetune.objectives.table import make_objective
 from ds_finetune.plan.plan import Plan

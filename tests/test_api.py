@@ -20,10 +20,10 @@ from transformers import AutoTokenizer
 
 import ds_finetune
 from ds_finetune import evaluate, export, plan_run, read_config, train
+from ds_finetune.cli.demo_files import write_demo
 from ds_finetune.config.schema import dump_config
 from ds_finetune.data.prepare import TokenLimits, prepare_rows
-from ds_finetune.demo import write_demo
-from ds_finetune.engine.default_group import process_group
+from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.errors import ConfigError, DataError, LaunchError
 from ds_finetune.trainer.memory_rows import with_rows
 from ds_finetune.world import World

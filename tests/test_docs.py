@@ -16,11 +16,11 @@ import pytest
 import yaml
 
 from ds_finetune.cli import main as cli
+from ds_finetune.cli.demo_files import write_demo
 from ds_finetune.config.schema import read_config
-from ds_finetune.demo import write_demo
-from ds_finetune.experiments.sweep_file import SweepConfig
 from ds_finetune.families.table import FAMILIES
 from ds_finetune.plan.combinations import AXES, TESTED_LAYOUTS
+from ds_finetune.runs.experiments.sweep_file import SweepConfig
 from tests.conftest import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

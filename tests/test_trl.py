@@ -19,10 +19,10 @@ from ds_finetune.config.objectives import ObjectiveField
 from ds_finetune.data.batches import BatchPlan, MicroBatch, Position, make_batch
 from ds_finetune.data.rows import Row, RowDocuments
 from ds_finetune.engine.rank_rows import rank_rows
-from ds_finetune.labels import IGNORE_INDEX
-from ds_finetune.model.attention import BY_DOCUMENT
-from ds_finetune.model.forward_rows import ForwardRows
-from ds_finetune.model.loss import StepNumbers, TrainedModel, install_loss_head
+from ds_finetune.model.attention.by_document import BY_DOCUMENT
+from ds_finetune.model.loss.forward_rows import ForwardRows
+from ds_finetune.model.loss.token_loss import StepNumbers, TrainedModel, install_loss_head
+from ds_finetune.objectives.labels import IGNORE_INDEX
 from ds_finetune.objectives.objective import DocumentObjective, LossAndSums
 from ds_finetune.objectives.table import make_objective
 from tests.model.tiny import CONFIGS

@@ -14,12 +14,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from bench.gpu.machine import count_kernels, device, median_seconds
 from bench.gpu.models import DEEPSEEK_V2_LITE, QWEN2_1B
 from bench.gpu.results import Recorder, SkippedError, check_limit
-from ds_finetune.auto_configs import AutoConfig
 from ds_finetune.engine.attention_kernel import packs_documents
-from ds_finetune.model import narrow_values
-from ds_finetune.model.attention import attend_by_document
-from ds_finetune.model.narrow_values import ValueKernel
-from ds_finetune.model.packed_attention import pack_documents
+from ds_finetune.foreign.auto_configs import AutoConfig
+from ds_finetune.model.attention.by_document import attend_by_document
+from ds_finetune.model.attention.packed_attention import pack_documents
+from ds_finetune.model.quantised import narrow_values
+from ds_finetune.model.quantised.narrow_values import ValueKernel
 
 _HALF_LIMIT = 3e-2
 """Largest difference from fp32, relative to the largest number, of attention and its gradients in half precision."""
@@ -168,7 +168,7 @@ def _time(values: dict[str, Any], kind: str, inputs: _Inputs, heads: Heads) -> N
 def latent(recorder: Recorder, *, is_tiny: bool) -> None:
     """The kernels for values narrower than keys (192 and 128 columns) in one document: time and difference from fp32.
 
-    The package takes `padded` on GPUs (model/narrow_values.py).
+    The package takes `padded` on GPUs (model/quantised/narrow_values.py).
     """
     heads = Heads(2, 2, 24, 16) if is_tiny else HEADS["latent 16B"]
     kernels: tuple[tuple[ValueKernel, SDPBackend | None], ...] = (

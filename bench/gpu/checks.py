@@ -16,7 +16,7 @@ _TESTS = tuple(
 def run_selftest(recorder: Recorder, folder: Path, *, is_tiny: bool) -> None:
     """`ds-finetune selftest` with one rank, over NCCL on a GPU: how many layouts equal a plain loop."""
     from ds_finetune.families.table import STANDARD_SELFTEST
-    from ds_finetune.selftest.run import Extent, selftest
+    from ds_finetune.reference.selftest.run import Extent, selftest
 
     lines: list[str] = []
     with recorder.record("layouts of one rank against a plain loop") as values:

@@ -12,12 +12,12 @@ from bench.gpu.models import (
 )
 from bench.gpu.results import Recorder, SkippedError, check_limit
 from bench.gpu.training import BY_DOCUMENT, OPTIMIZER_ON_HOST, SUPEROFFLOAD, ZENFLOW, Sections, TrainingRun, deepspeed
+from ds_finetune.config.units import GIB
 from ds_finetune.data.batches import Batch
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.results import StepResult
-from ds_finetune.patches.foreign import replaced
+from ds_finetune.foreign.guard import replaced
 from ds_finetune.plan.model_shape import Shape
-from ds_finetune.units import GIB
 
 _MOST_WAITS = 3
 """Operations of a step that may wait for the GPU."""

@@ -10,10 +10,10 @@ from torch import nn
 from bench.gpu.machine import count_waits, device, median_seconds
 from bench.gpu.models import DEEPSEEK_V2_LITE, tiny
 from bench.gpu.results import Recorder, SkippedError, check_limit
-from ds_finetune.auto_configs import AutoConfig
-from ds_finetune.model.build import build_skeleton
-from ds_finetune.model.cross_entropy import KERNELS
-from ds_finetune.model.head_chunks import NeededGradients
+from ds_finetune.foreign.auto_configs import AutoConfig
+from ds_finetune.model.build.skeleton import build_skeleton
+from ds_finetune.model.loss.cross_entropy import KERNELS
+from ds_finetune.model.loss.head_chunks import NeededGradients
 
 _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

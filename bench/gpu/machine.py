@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import torch
 
-from ds_finetune.units import GIB
+from ds_finetune.config.units import GIB
 
 _PACKAGES = ("torch", "transformers", "deepspeed", "liger-kernel", "bitsandbytes", "triton", "peft")
 

@@ -10,9 +10,9 @@ from bench.gpu.models import DEEPSEEK_V2_LITE, QWEN2_1B
 from bench.gpu.results import Recorder, check_limit
 from bench.gpu.training import BY_DOCUMENT, OPTIMIZER_ON_HOST, TrainingRun, deepspeed
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.estimate.memory import MemoryEstimate, estimate_memory
+from ds_finetune.config.units import GIB
+from ds_finetune.plan.estimate.memory import MemoryEstimate, estimate_memory
 from ds_finetune.plan.plan import make_plan
-from ds_finetune.units import GIB
 from ds_finetune.world import World
 
 _LIMIT = 0.05

@@ -23,10 +23,10 @@ from bench.gpu.models import (
 )
 from bench.gpu.results import Recorder, SkippedError
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.estimate.activation_memory import activation_bytes
+from ds_finetune.config.units import GIB
 from ds_finetune.observers.utilisation import peak_flops
+from ds_finetune.plan.estimate.activation_memory import activation_bytes
 from ds_finetune.plan.model_shape import Shape
-from ds_finetune.units import GIB
 
 _TINY_TOKENS = 48
 _WARM_STEPS = 2

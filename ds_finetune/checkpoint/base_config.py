@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ds_finetune.auto_configs import CONFIG_MAPPING
 from ds_finetune.config.dotted_keys import set_values
 from ds_finetune.errors import CheckpointError
+from ds_finetune.foreign.auto_configs import CONFIG_MAPPING
 
 _WITHOUT_EFFECT = frozenset(
     [

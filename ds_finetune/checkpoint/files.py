@@ -16,9 +16,9 @@ from typing import Self
 
 import xxhash
 
+from ds_finetune.config.units import MIB
 from ds_finetune.errors import CheckpointError
-from ds_finetune.units import MIB
-from ds_finetune.whole_file import synchronise
+from ds_finetune.system.whole_file import synchronise
 
 FORMAT = 2
 MANIFEST = "manifest.json"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ds_finetune.engine.collectives import all_gather_object
+from ds_finetune.engine.groups.collectives import all_gather_object
 from ds_finetune.errors import FinetuneError, OutputError
 
 _SEEN_SECONDS = 5.0

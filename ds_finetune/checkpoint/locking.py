@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
+from ds_finetune.console.phase_line import Say
 from ds_finetune.errors import OutputError
-from ds_finetune.phase_line import Say
 
 LOCK = ".lock"
 """Name of the file in a checkpoint folder that the run which writes there keeps locked."""

@@ -6,7 +6,7 @@ The writer process imports this module, so it does not import torch.
 from dataclasses import dataclass
 
 from ds_finetune.checkpoint.files import Manifest
-from ds_finetune.process_messages import ProcessMessage
+from ds_finetune.system.process_messages import ProcessMessage
 
 
 @dataclass(frozen=True)

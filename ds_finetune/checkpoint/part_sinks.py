@@ -18,8 +18,8 @@ import ds_finetune
 from ds_finetune.checkpoint.files import ChecksummedFile, mark_part_written
 from ds_finetune.checkpoint.messages import JobDone, RemoveJob, StopWaiting
 from ds_finetune.checkpoint.pinned_memory import PinnedMap
-from ds_finetune.process_messages import MessageReader, ProcessMessage, send
-from ds_finetune.units import MIB
+from ds_finetune.config.units import MIB
+from ds_finetune.system.process_messages import MessageReader, ProcessMessage, send
 
 _BUFFER_BYTES = 16 * MIB
 _CLOSE_SECONDS = 5.0

@@ -14,7 +14,7 @@ import torch
 
 from ds_finetune.checkpoint.chunks import Chunk, flat_bounds, flat_range_chunks, overlap
 from ds_finetune.checkpoint.part_file import PartFile, StoredChunk, part_header
-from ds_finetune.engine.state import WEIGHT, Read, Slice, StateGroup
+from ds_finetune.engine.state.state import WEIGHT, Read, Slice, StateGroup
 from ds_finetune.errors import CheckpointError
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ds_finetune.checkpoint.files import byte_pieces, commit, mark_part_written, remove_checkpoint, write_checksummed
 from ds_finetune.checkpoint.messages import JOBS, CommitJob, JobDone, RemoveJob, ReserveJob, StopWaiting, WriteJob
-from ds_finetune.process_messages import MessageReader, ProcessMessage, send
+from ds_finetune.system.process_messages import MessageReader, ProcessMessage, send
 
 ORPHAN_SECONDS = 10.0
 """How long this process, once its rank has exited, waits for parts of other ranks that do not grow."""

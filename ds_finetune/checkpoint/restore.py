@@ -19,9 +19,9 @@ from ds_finetune.checkpoint.folder import CheckpointFolder, raise_on_every_rank
 from ds_finetune.checkpoint.part_storage import PartReader, read_state_groups
 from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.tools import CHECKPOINTS
-from ds_finetune.engine.collectives import all_gather_object
 from ds_finetune.engine.engine import Engine
-from ds_finetune.engine.state import BUFFER, WEIGHT
+from ds_finetune.engine.groups.collectives import all_gather_object
+from ds_finetune.engine.state.state import BUFFER, WEIGHT
 from ds_finetune.errors import CheckpointError
 
 

@@ -27,8 +27,8 @@ from ds_finetune.checkpoint.folder import CheckpointFolder
 from ds_finetune.checkpoint.messages import CommitJob, RemoveJob, ReserveJob, WriteJob
 from ds_finetune.checkpoint.part_sinks import FilePartSink, WriterProcess
 from ds_finetune.checkpoint.part_storage import serialise_part
-from ds_finetune.engine.collectives import all_reduce_max
-from ds_finetune.engine.state import StateGroup
+from ds_finetune.engine.groups.collectives import all_reduce_max
+from ds_finetune.engine.state.state import StateGroup
 from ds_finetune.errors import CheckpointError
 
 _POLL_SECONDS = 0.005

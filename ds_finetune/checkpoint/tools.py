@@ -18,9 +18,9 @@ from ds_finetune.checkpoint.files import (
     write_checksummed,
 )
 from ds_finetune.checkpoint.run_state import RunState
+from ds_finetune.config.units import GIB
 from ds_finetune.errors import CheckpointError
-from ds_finetune.units import GIB
-from ds_finetune.whole_file import synchronise
+from ds_finetune.system.whole_file import synchronise
 
 CHECKPOINTS = "checkpoints"
 """Folder of a run that holds its checkpoints."""

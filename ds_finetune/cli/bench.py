@@ -1,7 +1,7 @@
 """`ds-finetune bench`: the speed of the training step."""
 
 from ds_finetune.cli.arguments import Arguments, Commands, add_run_command, positive, read_run
-from ds_finetune.console import show_line, show_pairs
+from ds_finetune.console.tables import show_line, show_pairs
 
 
 def add_commands(commands: Commands) -> None:
@@ -14,7 +14,7 @@ def add_commands(commands: Commands) -> None:
 
 def _bench(arguments: Arguments) -> None:
     config = read_run(arguments)
-    from ds_finetune.bench.step_speed import compare_step_speed
+    from ds_finetune.reference.bench.step_speed import compare_step_speed
 
     contest = compare_step_speed(config, steps=arguments.steps, say=show_line)
     show_pairs("one optimizer step, supervised tokens a second", contest.lines())

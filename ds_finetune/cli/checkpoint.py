@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from ds_finetune.cli.arguments import Arguments, Commands
-from ds_finetune.console import OUT, show_pairs
+from ds_finetune.console.tables import OUT, show_pairs
 
 
 def add_commands(commands: Commands) -> None:

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Mapping
 
 from ds_finetune.cli.arguments import Arguments, Commands
-from ds_finetune.console import show_piece
+from ds_finetune.console.tables import show_piece
 
 
 def add_commands(commands: Commands) -> None:

@@ -4,7 +4,7 @@ import json
 
 from ds_finetune.cli.arguments import Arguments, Commands, add_run_command, read_run
 from ds_finetune.config.schema import RunConfig, dump_config
-from ds_finetune.console import OUT
+from ds_finetune.console.tables import OUT
 
 
 def add_commands(commands: Commands) -> None:

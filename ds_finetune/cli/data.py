@@ -1,7 +1,7 @@
 """`ds-finetune data`: the training data of a run."""
 
 from ds_finetune.cli.arguments import Arguments, Commands, add_run_command, positive, read_run
-from ds_finetune.console import OUT
+from ds_finetune.console.tables import OUT
 
 
 def add_commands(commands: Commands) -> None:

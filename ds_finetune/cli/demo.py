@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from ds_finetune.cli.arguments import Arguments, Commands, positive
-from ds_finetune.console import OUT
+from ds_finetune.console.tables import OUT
 
 
 def add_commands(commands: Commands) -> None:
@@ -19,7 +19,7 @@ def add_commands(commands: Commands) -> None:
 
 
 def _write_demo(arguments: Arguments) -> None:
-    from ds_finetune.demo import write_demo
+    from ds_finetune.cli.demo_files import write_demo
 
     run_file = write_demo(Path(arguments.folder), ranks=arguments.ranks or _num_gpus() or 2)
     OUT.print(f"wrote {run_file}", markup=False)

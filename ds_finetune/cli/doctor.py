@@ -11,14 +11,14 @@ from rich.table import Table
 from rich.text import Text
 
 from ds_finetune.cli.arguments import Arguments, Commands, add_overrides, port
+from ds_finetune.config.hostfile import Host, read_hostfile, select_hosts
 from ds_finetune.config.schema import read_config
-from ds_finetune.console import ERR, OUT
+from ds_finetune.console.tables import ERR, OUT
 from ds_finetune.errors import USER_ERROR_EXIT_CODE, ConfigError
-from ds_finetune.hostfile import Host, read_hostfile, select_hosts
 from ds_finetune.world import DEFAULT_PORT, master_port
 
 if TYPE_CHECKING:
-    from ds_finetune.hosts.check_result import Check
+    from ds_finetune.cluster.hosts.check_result import Check
 
 _SHOWN_HOSTS = 3
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
@@ -76,12 +76,12 @@ def _doctor(arguments: Arguments) -> None:
                 f"--simulate of `{arguments.run}` needs hosts, and --hostfile is not given",
                 hint="give --hostfile HOSTS",
             )
-        from ds_finetune.doctor.simulate import simulate
+        from ds_finetune.cluster.doctor.simulate import simulate
 
         _show(simulate(hosts_of(arguments), config), as_json=arguments.json)
         return
-    from ds_finetune.doctor.run import DoctorRequest, examine
-    from ds_finetune.launch.remote import Remote
+    from ds_finetune.cluster.doctor.run import DoctorRequest, examine
+    from ds_finetune.cluster.launch.remote import Remote
 
     hosts = hosts_of(arguments) if arguments.hostfile else (_this_machine(),)
     meeting = master_port(os.environ, DEFAULT_PORT) if arguments.port is None else arguments.port
@@ -90,7 +90,7 @@ def _doctor(arguments: Arguments) -> None:
 
 
 def _this_machine() -> Host:
-    from ds_finetune.hosts.info import gpu_models
+    from ds_finetune.system.info import gpu_models
 
     is_cuda = os.environ.get("DS_ACCELERATOR", "cuda") == "cuda"
     return Host("localhost", len(gpu_models()) or 1 if is_cuda else 1, 0)

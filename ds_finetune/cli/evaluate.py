@@ -13,7 +13,7 @@ from rich.table import Table
 from ds_finetune import api
 from ds_finetune.cli.arguments import Arguments, Commands, positive, two_or_more
 from ds_finetune.config.run_file import parse_yaml
-from ds_finetune.console import OUT, show_line
+from ds_finetune.console.tables import OUT, show_line
 from ds_finetune.errors import ConfigError, DataError, OutputError
 from ds_finetune.evaluation.extractors import EXTRACTORS
 from ds_finetune.plan.config_json import check_model_path

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from ds_finetune import api
 from ds_finetune.cli.arguments import Arguments, Commands
-from ds_finetune.console import show_verifications
 from ds_finetune.errors import ConfigError, ExportError
+from ds_finetune.trainer.show import show_verifications
 
 
 def add_commands(commands: Commands) -> None:
@@ -76,7 +76,7 @@ def _check(folder: Path, base: str | None) -> None:
     """Verify an exported folder; ConfigError or ExportError where it cannot be, VerificationError where it differs."""
     from ds_finetune.export.onnx.folder import check_packages
     from ds_finetune.export.verify.record import is_onnx
-    from ds_finetune.model.folder_check import check_folder
+    from ds_finetune.model.build.folder_check import check_folder
 
     for model in (folder, *([Path(base)] if base else [])):
         if model.is_dir():

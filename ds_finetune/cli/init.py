@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 from ds_finetune.cli.arguments import Arguments, Commands
-from ds_finetune.console import show_line
+from ds_finetune.console.tables import show_line
 from ds_finetune.errors import DataError, OutputError
 
 if TYPE_CHECKING:

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 
 from ds_finetune.cli.arguments import Arguments, Commands, add_overrides, port, positive
 from ds_finetune.cli.doctor import add_host_options, hosts_of
+from ds_finetune.config.hostfile import Host
 from ds_finetune.config.schema import RunConfig, read_config
-from ds_finetune.console import show_line
+from ds_finetune.console.phase_line import Say
+from ds_finetune.console.tables import show_line
 from ds_finetune.errors import LaunchError
-from ds_finetune.hostfile import Host
-from ds_finetune.phase_line import Say
 from ds_finetune.world import DEFAULT_PORT
 
 if TYPE_CHECKING:
-    from ds_finetune.launch.environment import CarriedVariables
-    from ds_finetune.launch.schedulers import Job
+    from ds_finetune.cluster.launch.environment import CarriedVariables
+    from ds_finetune.cluster.launch.schedulers import Job
 
 _NODE_LAUNCHERS, _SCHEDULERS = ("torchrun", "deepspeed"), ("mpirun", "slurm")
 
@@ -101,7 +101,7 @@ def _hosts(arguments: Arguments, nproc: int | None) -> tuple[Host, ...]:
 
 def _launch(arguments: Arguments) -> None:
     config = read_config(arguments.run, arguments.overrides)
-    from ds_finetune.launch.environment import carried_variables, environment_files
+    from ds_finetune.cluster.launch.environment import carried_variables, environment_files
 
     files = environment_files(os.environ, home=Path.home(), directory=Path.cwd())
     environment = carried_variables(os.environ, arguments.env, files)
@@ -116,7 +116,7 @@ def _launch(arguments: Arguments) -> None:
             show_line(line)
         _show(config, job, arguments)
         return
-    from ds_finetune.launch.screen import Screen
+    from ds_finetune.cluster.launch.screen import Screen
 
     with Screen(show_line) as screen:
         for line in environment.lines():
@@ -131,8 +131,8 @@ def _launch(arguments: Arguments) -> None:
 
 
 def _job(arguments: Arguments, hosts: tuple[Host, ...], environment: "CarriedVariables") -> "Job":
-    from ds_finetune.launch.schedulers import Job
-    from ds_finetune.watchdog.run_secret import new_secret
+    from ds_finetune.cluster.launch.schedulers import Job
+    from ds_finetune.cluster.watchdog.run_secret import new_secret
 
     return Job(
         arguments.run,
@@ -150,7 +150,7 @@ def _job(arguments: Arguments, hosts: tuple[Host, ...], environment: "CarriedVar
 
 
 def _emit(arguments: Arguments, job: "Job") -> None:
-    from ds_finetune.launch.emit import EmitRequest, render_file
+    from ds_finetune.cluster.launch.emit import EmitRequest, render_file
 
     named = frozenset(text.partition("=")[0] for text in arguments.env)
     request = EmitRequest(
@@ -174,9 +174,9 @@ def _emit(arguments: Arguments, job: "Job") -> None:
 
 
 def _show(config: RunConfig, job: "Job", arguments: Arguments) -> None:
-    from ds_finetune.launch.dry_run import dry_run_lines, rank_map
-    from ds_finetune.launch.remote import Remote
-    from ds_finetune.launch.run import plan_for
+    from ds_finetune.cluster.launch.dry_run import dry_run_lines, rank_map
+    from ds_finetune.cluster.launch.remote import Remote
+    from ds_finetune.cluster.launch.run import plan_for
     from ds_finetune.plan.mesh import Mesh
 
     remote = Remote.from_environment(arguments.ssh_args)
@@ -195,11 +195,11 @@ def _show(config: RunConfig, job: "Job", arguments: Arguments) -> None:
 
 
 def _run_with_supervisors(config: RunConfig, job: "Job", arguments: Arguments, say: Say) -> int:
-    from ds_finetune.launch.environment import interface_variables
-    from ds_finetune.launch.node_launchers import NODE_LAUNCHERS
-    from ds_finetune.launch.remote import Remote
-    from ds_finetune.launch.run import LaunchRequest, launch
-    from ds_finetune.watchdog.run_secret import VARIABLE
+    from ds_finetune.cluster.launch.environment import interface_variables
+    from ds_finetune.cluster.launch.node_launchers import NODE_LAUNCHERS
+    from ds_finetune.cluster.launch.remote import Remote
+    from ds_finetune.cluster.launch.run import LaunchRequest, launch
+    from ds_finetune.cluster.watchdog.run_secret import VARIABLE
 
     request = LaunchRequest(
         job.hosts,
@@ -214,9 +214,9 @@ def _run_with_supervisors(config: RunConfig, job: "Job", arguments: Arguments, s
 
 
 def _run_with_scheduler(job: "Job", arguments: Arguments, say: Say) -> int:
-    from ds_finetune.launch.remote import Remote
-    from ds_finetune.launch.run import run_scheduler
-    from ds_finetune.launch.schedulers import mpirun_command, srun_command, starting_environment
+    from ds_finetune.cluster.launch.remote import Remote
+    from ds_finetune.cluster.launch.run import run_scheduler
+    from ds_finetune.cluster.launch.schedulers import mpirun_command, srun_command, starting_environment
 
     is_slurm = arguments.launcher == "slurm"
     ssh_args = Remote.from_environment(arguments.ssh_args).ssh_args

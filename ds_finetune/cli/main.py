@@ -37,10 +37,10 @@ from ds_finetune.cli import (
 )
 from ds_finetune.cli.arguments import BEGINNING
 from ds_finetune.cli.interrupts import INTERRUPT_EXIT_CODE
-from ds_finetune.console import show_error
+from ds_finetune.cluster.launch.process_tags import SUPERVISOR_VARIABLE
+from ds_finetune.console.quiet import quiet_packages
+from ds_finetune.console.tables import show_error
 from ds_finetune.errors import RUN_ERROR_EXIT_CODE, FinetuneError
-from ds_finetune.launch.process_tags import SUPERVISOR_VARIABLE
-from ds_finetune.quiet import quiet_packages
 
 _MODULES = (
     train,

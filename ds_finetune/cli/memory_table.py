@@ -2,9 +2,9 @@
 
 from rich.table import Table
 
-from ds_finetune.estimate.memory import MemoryEstimate
-from ds_finetune.estimate.rows import MOMENTS, peak
-from ds_finetune.units import GIB
+from ds_finetune.config.units import GIB
+from ds_finetune.plan.estimate.memory import MemoryEstimate
+from ds_finetune.plan.estimate.rows import MOMENTS, peak
 
 _MOST_HELD = 16
 """Characters of a line of the times at which something is held."""

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ds_finetune.cli.arguments import Arguments, Commands, add_run_command, positive, read_run
-from ds_finetune.console import OUT, show_pairs
+from ds_finetune.config.units import parse_bytes
+from ds_finetune.console.tables import OUT, show_pairs
 from ds_finetune.errors import ConfigError, RunError
-from ds_finetune.units import parse_bytes
 
 if TYPE_CHECKING:
     from ds_finetune.config.schema import RunConfig
-    from ds_finetune.search.machines import Target
+    from ds_finetune.plan.search.machines import Target
 
 
 def add_commands(commands: Commands) -> None:
@@ -49,7 +49,7 @@ def add_commands(commands: Commands) -> None:
 
 def _plan(arguments: Arguments) -> None:
     config = read_run(arguments)
-    from ds_finetune.search.machines import Request, check_machine, target_of
+    from ds_finetune.plan.search.machines import Request, check_machine, target_of
 
     host = parse_bytes(arguments.host_memory, name="--host-memory") if arguments.host_memory else None
     here = _gpus_of_this_machine() if arguments.gpu is None else ()
@@ -68,7 +68,7 @@ def _plan(arguments: Arguments) -> None:
 
 
 def _gpus_of_this_machine() -> tuple[str, ...]:
-    from ds_finetune.hosts.info import gpu_models
+    from ds_finetune.system.info import gpu_models
 
     return tuple(gpu_models())
 
@@ -77,7 +77,7 @@ def _with_links(target: "Target", file: str | None) -> "Target":
     """The target with measured links; ConfigError where the file has none, or no accelerator is known."""
     if file is None:
         return target
-    from ds_finetune.estimate.accelerators import with_measured_links
+    from ds_finetune.plan.estimate.accelerators import with_measured_links
 
     if target.machine is None:
         raise ConfigError(f"--links {file} needs a known accelerator", hint="name it by --gpu")
@@ -86,7 +86,7 @@ def _with_links(target: "Target", file: str | None) -> "Target":
 
 def _with_measured_ranks(config: "RunConfig", target: "Target") -> "Target":
     """The target with the rates of this machine's CPU ranks, which are measured where they are not known."""
-    from ds_finetune.bench.cpu_rates import this_cpu_machine
+    from ds_finetune.reference.bench.cpu_rates import this_cpu_machine
 
     measured = this_cpu_machine(target.ranks.number, precision=config.train.precision)
     return replace(target, machine=measured)
@@ -116,8 +116,8 @@ def _check_options(arguments: Arguments) -> None:
 
 def _search(arguments: Arguments, config: "RunConfig", target: "Target") -> None:
     from ds_finetune.cli.search_table import search_tables
-    from ds_finetune.search.run_file import write_run_file
-    from ds_finetune.search.search_run import result_notes, result_tree, run_file_text, search_layouts
+    from ds_finetune.plan.search.run_file import write_run_file
+    from ds_finetune.plan.search.search_run import result_notes, result_tree, run_file_text, search_layouts
 
     if target.ranks.device == "cpu":
         target = _with_measured_ranks(config, target)
@@ -143,7 +143,7 @@ def _show_tensors(config: "RunConfig", target: "Target") -> None:
 
 def _show_forecast(config: "RunConfig", target: "Target", *, is_json: bool) -> None:
     from ds_finetune.cli.memory_table import memory_table
-    from ds_finetune.search.forecast import forecast_run
+    from ds_finetune.plan.search.forecast import forecast_run
 
     forecast = forecast_run(config, target)
     if is_json:

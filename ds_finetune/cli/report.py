@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from ds_finetune.cli.arguments import Arguments, Commands
-from ds_finetune.console import show_line
+from ds_finetune.console.tables import show_line
 from ds_finetune.errors import ConfigError
 
 
@@ -20,7 +20,7 @@ def add_commands(commands: Commands) -> None:
 
 
 def _report(arguments: Arguments) -> None:
-    from ds_finetune.report.write import write_report, write_run_report
+    from ds_finetune.runs.report.write import write_report, write_run_report
 
     runs = [Path(run) for run in arguments.runs]
     if arguments.out is not None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.table import Table
 
 from ds_finetune.cli.arguments import Arguments, Commands, add_run_command, positive
-from ds_finetune.console import OUT, show_line
+from ds_finetune.console.tables import OUT, show_line
 from ds_finetune.errors import INTERRUPTED_EXIT_CODE
 
 
@@ -46,9 +46,9 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 def _scaling(arguments: Arguments) -> None:
-    from ds_finetune.experiments.jobs import JobsInterruptedError
-    from ds_finetune.experiments.pages import write_scaling_page
-    from ds_finetune.experiments.scaling import COLUMNS, ScalingRequest, compare_scaling, table_row
+    from ds_finetune.runs.experiments.jobs import JobsInterruptedError
+    from ds_finetune.runs.experiments.pages import write_scaling_page
+    from ds_finetune.runs.experiments.scaling import COLUMNS, ScalingRequest, compare_scaling, table_row
 
     request = ScalingRequest(
         run_file=Path(arguments.run),

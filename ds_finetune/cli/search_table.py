@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from ds_finetune.search.forecast import seconds_text
-from ds_finetune.search.search import SearchResult
-from ds_finetune.search.search_run import layout_text, reason_text
-from ds_finetune.units import GIB
+from ds_finetune.config.units import GIB
+from ds_finetune.plan.search.forecast import seconds_text
+from ds_finetune.plan.search.search import SearchResult
+from ds_finetune.plan.search.search_run import layout_text, reason_text
 
 _NO_PADDING = (0, 2, 0, 0)
 _LEAST_TEXT = 11

@@ -11,7 +11,7 @@ from ds_finetune.cli.arguments import (
     read_run,
     two_or_more,
 )
-from ds_finetune.console import show_line
+from ds_finetune.console.tables import show_line
 from ds_finetune.families.table import STANDARD_SELFTEST
 
 
@@ -44,7 +44,7 @@ def add_commands(commands: Commands) -> None:
 
 def _selftest(arguments: Arguments) -> None:
     config = read_run(arguments) if arguments.run else None
-    from ds_finetune.selftest.run import Extent, selftest, start_world
+    from ds_finetune.reference.selftest.run import Extent, selftest, start_world
 
     extent = Extent(arguments.steps, tuple(arguments.families.split(",")))
     if "RANK" in os.environ or (arguments.hostfile is None and arguments.nproc == 1):

@@ -3,7 +3,7 @@
 import argparse
 
 from ds_finetune.cli.arguments import Arguments, Commands, add_allowed_hosts, exported_folder, port, positive
-from ds_finetune.console import OUT, show_line, show_piece
+from ds_finetune.console.tables import OUT, show_line, show_piece
 
 
 def add_commands(commands: Commands) -> None:
@@ -55,8 +55,8 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
 def _ask(arguments: Arguments) -> None:
     folder = exported_folder(arguments.folder)
     from ds_finetune.export.classifiers import holds_classifier
-    from ds_finetune.inference.ask import ask
-    from ds_finetune.inference.classify import classify
+    from ds_finetune.serving.ask import ask
+    from ds_finetune.serving.classify import classify
 
     if holds_classifier(folder):
         for text, scores in zip(arguments.prompts, classify(folder, arguments.prompts), strict=True):
@@ -70,7 +70,7 @@ def _ask(arguments: Arguments) -> None:
 
 def _chat(arguments: Arguments) -> None:
     folder = exported_folder(arguments.folder)
-    from ds_finetune.inference.chat import EXIT_WORD, ChatSession, run_chat
+    from ds_finetune.serving.chat import EXIT_WORD, ChatSession, run_chat
 
     session = ChatSession(folder, max_new_tokens=arguments.max_new_tokens)
     show_line(f"`{EXIT_WORD}` ends the chat")
@@ -79,7 +79,7 @@ def _chat(arguments: Arguments) -> None:
 
 def _serve(arguments: Arguments) -> None:
     folder = exported_folder(arguments.folder)
-    from ds_finetune.inference.serve import Address, ServeOptions, serve
+    from ds_finetune.serving.serve import Address, ServeOptions, serve
 
     address = Address(arguments.host, arguments.port)
     limits = (arguments.queue, arguments.request_seconds, tuple(arguments.allow_host), arguments.no_api_key)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from ds_finetune.cli.arguments import Arguments, Commands, add_run_command, positive
-from ds_finetune.console import show_line, show_pairs
+from ds_finetune.console.tables import show_line, show_pairs
 from ds_finetune.errors import INTERRUPTED_EXIT_CODE
 
 
@@ -21,9 +21,9 @@ def add_commands(commands: Commands) -> None:
 
 
 def _sweep(arguments: Arguments) -> None:
-    from ds_finetune.experiments.jobs import JobsInterruptedError
-    from ds_finetune.experiments.sweep import run_sweep
-    from ds_finetune.experiments.sweep_file import read_sweep
+    from ds_finetune.runs.experiments.jobs import JobsInterruptedError
+    from ds_finetune.runs.experiments.sweep import run_sweep
+    from ds_finetune.runs.experiments.sweep_file import read_sweep
 
     sweep = read_sweep(Path(arguments.sweep))
     try:
@@ -35,9 +35,9 @@ def _sweep(arguments: Arguments) -> None:
 
 
 def _lr_range(arguments: Arguments) -> None:
-    from ds_finetune.experiments.jobs import JobsInterruptedError
-    from ds_finetune.experiments.lr_range import RangeRequest, run_range_test
-    from ds_finetune.experiments.pages import write_range_page
+    from ds_finetune.runs.experiments.jobs import JobsInterruptedError
+    from ds_finetune.runs.experiments.lr_range import RangeRequest, run_range_test
+    from ds_finetune.runs.experiments.pages import write_range_page
 
     request = RangeRequest(
         run_file=Path(arguments.run),

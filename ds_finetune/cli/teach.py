@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from ds_finetune.cli.arguments import Arguments, Commands, add_local_rank, add_overrides, positive, read_run
-from ds_finetune.console import show_line
+from ds_finetune.console.tables import show_line
 
 
 def add_commands(commands: Commands) -> None:

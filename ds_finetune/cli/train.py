@@ -5,9 +5,9 @@ import os
 from ds_finetune import __version__, api
 from ds_finetune.cli.arguments import Arguments, Commands, add_run_command, read_run
 from ds_finetune.cli.interrupts import ended_by_interrupt
-from ds_finetune.console import show_line
+from ds_finetune.console.quiet import quiet_packages
+from ds_finetune.console.tables import show_line
 from ds_finetune.errors import INTERRUPTED_EXIT_CODE
-from ds_finetune.quiet import quiet_packages
 from ds_finetune.world import World
 
 

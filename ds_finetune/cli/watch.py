@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from ds_finetune.cli.arguments import Arguments, Commands, add_allowed_hosts, port
-from ds_finetune.console import show_line
+from ds_finetune.console.tables import show_line
 
 _PORT = 7117
 
@@ -27,7 +27,7 @@ def add_commands(commands: Commands) -> None:
 
 
 def _watch(arguments: Arguments) -> None:
-    from ds_finetune.watch.serve import watch
+    from ds_finetune.runs.watch.serve import watch
 
     folder, names = Path(arguments.folder), arguments.allow_host
     watch(folder, host=arguments.host, port=arguments.port, show=show_line, allowed_hosts=names)

@@ -171,7 +171,8 @@ def read_objective(value: object) -> ObjectiveConfig:
 
         error = invalid.errors()[0]
         if explained := explain_objective({**error, "loc": ("objective", *error["loc"])}):
-            raise ConfigError(explained[0], hint=explained[1]) from None
+            message, hint = explained
+            raise ConfigError(f"{message}", hint=hint) from None
         key = ".".join(map(str, error["loc"][1:]))
         raise ConfigError(
             f"objective {value!r} is not valid: {f'{key}: ' if key else ''}{error['msg']}",

@@ -4,9 +4,9 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
+from ds_finetune.config.schedule import SchedulerName
 from ds_finetune.config.section import Section
 from ds_finetune.config.value_types import WarmupText
-from ds_finetune.schedule import SchedulerName
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 

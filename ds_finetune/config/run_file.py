@@ -6,8 +6,8 @@ from typing import Any
 
 import yaml
 
+from ds_finetune.config.shipped import shipped_file
 from ds_finetune.errors import ConfigError
-from ds_finetune.shipped import shipped_file
 
 Lines = dict[tuple[str, ...], int]
 """Line of each key, by its path from the top."""

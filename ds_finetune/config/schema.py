@@ -17,6 +17,7 @@ from ds_finetune.config.parallel import ParallelConfig
 from ds_finetune.config.profiling import ProfileConfig
 from ds_finetune.config.routers import RouterConfig
 from ds_finetune.config.run_file import SHORT_FORMS, Lines, apply_override, read_yaml
+from ds_finetune.config.schedule import Interval
 from ds_finetune.config.section import Section, short_form
 from ds_finetune.config.value_types import (
     DurationText,
@@ -33,7 +34,6 @@ from ds_finetune.config.value_types import (
     check_time,
 )
 from ds_finetune.errors import ConfigError
-from ds_finetune.schedule import Interval
 
 Precision = Literal["bf16", "fp16", "fp32"]
 OWN_ATTENTIONS = ("sdpa", "by_document", "varlen")

@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from ds_finetune.config.schedule import Duration, Interval, is_steps, seconds_of, warmup_steps
+from ds_finetune.config.units import parse_bytes
 from ds_finetune.errors import ConfigError
-from ds_finetune.schedule import Duration, Interval, is_steps, seconds_of, warmup_steps
-from ds_finetune.units import parse_bytes
 
 Layout = Literal[
     "auto",

@@ -15,9 +15,9 @@ import xxhash
 from filelock import FileLock
 from numpy.typing import DTypeLike, NDArray
 
+from ds_finetune.config.units import MIB
 from ds_finetune.errors import OutputError
-from ds_finetune.units import MIB
-from ds_finetune.whole_file import synchronise
+from ds_finetune.system.whole_file import synchronise
 
 _SUMS = "sums.json"
 _CHECKED = "checked"

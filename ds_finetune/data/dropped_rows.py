@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 from ds_finetune.config.schema import DataConfig
+from ds_finetune.config.units import share_text
 from ds_finetune.data.documents import Counts
 from ds_finetune.data.row_report import bad_row_lines, dropped_row_lines, dropped_rows_hint
 from ds_finetune.data.sources import Source
 from ds_finetune.errors import DataError
-from ds_finetune.units import share_text
 
 
 def check_bad_rows(counts: Counts, config: DataConfig) -> None:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from ds_finetune.data.files import Record
 from ds_finetune.data.splits import DEFAULT_SPLITS, splits_of
 from ds_finetune.errors import DataError
-from ds_finetune.hub_access import hub_problem
-from ds_finetune.patches.datasets_offline import offline
+from ds_finetune.foreign.datasets_offline import offline
+from ds_finetune.foreign.hub_access import hub_problem
 
 if TYPE_CHECKING:
     from datasets import DatasetDict

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.rows import Row, RowDocuments, next_token_labels
 from ds_finetune.errors import DataError
-from ds_finetune.labels import IGNORE_INDEX
+from ds_finetune.objectives.labels import IGNORE_INDEX
 
 _SEED = 1
 """Keeps the order of the examples apart from the order of rows, which is drawn with the same seed and the epoch."""

@@ -25,6 +25,8 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from ds_finetune.config.schema import DataConfig
+from ds_finetune.config.units import MIB
+from ds_finetune.console.phase_line import PhaseLine
 from ds_finetune.data.cache import ArrayParts, content_hash, find_damage, lock_folder, remove_damaged, write_folder
 from ds_finetune.data.classes import find_classes
 from ds_finetune.data.documents import (
@@ -54,8 +56,6 @@ from ds_finetune.data.tokenizer_files import largest_id, tokenizer_digest
 from ds_finetune.data.unit_packing import one_unit_a_row, pack_units
 from ds_finetune.data.units import Made, make_labelled_texts, make_marked_answers, make_pairs
 from ds_finetune.errors import ConfigError, DataError, RunError
-from ds_finetune.phase_line import PhaseLine
-from ds_finetune.units import MIB
 
 FORMAT_VERSION = 7
 """Increased when the format of the cache changes, so that an older cache is not read."""

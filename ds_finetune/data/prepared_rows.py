@@ -7,12 +7,12 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from ds_finetune.config.units import share_text
 from ds_finetune.data.documents import Counts, Documents
 from ds_finetune.data.mixture import Mixture
 from ds_finetune.data.row_kind import DIALOGUE, RowKind
 from ds_finetune.data.rows import Row, RowDocuments, next_token_labels
-from ds_finetune.labels import IGNORE_INDEX
-from ds_finetune.units import share_text
+from ds_finetune.objectives.labels import IGNORE_INDEX
 
 _SHOWN_CLASSES = 8
 _ODD = np.uint64(0x9E3779B97F4A7C15)

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from ds_finetune.config.units import MIB
 from ds_finetune.data.files import FileFormat
 from ds_finetune.data.sources import Source
-from ds_finetune.units import MIB
 
 _BY_LINE = ("jsonl", "csv")
 """Formats with about one row per line."""

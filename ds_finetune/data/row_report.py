@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
+from ds_finetune.config.units import share_text
 from ds_finetune.data.documents import BAD_ROWS_SHOWN, Counts
-from ds_finetune.units import share_text
 
 DROPPED = {
     "text": (

@@ -23,9 +23,9 @@ from ds_finetune.data.documents import Documents
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.rows import Row, RowDocuments
 from ds_finetune.errors import DataError, OutputError
-from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.objectives.examples import TopLogProbs
-from ds_finetune.whole_file import replace_file
+from ds_finetune.objectives.labels import IGNORE_INDEX
+from ds_finetune.system.whole_file import replace_file
 
 FORMAT_VERSION = 1
 _MANIFEST = "scores.json"

@@ -8,8 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 from types import FrameType
 
+from ds_finetune.config.units import GIB
 from ds_finetune.errors import ConfigError
-from ds_finetune.units import GIB
 
 RENDER_SECONDS, _RENDER_BYTES = 10.0, GIB
 """CPU time and memory that one rendering may take."""

@@ -10,8 +10,8 @@ import transformers
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from ds_finetune.auto_configs import AutoTokenizer
 from ds_finetune.errors import DataError
+from ds_finetune.foreign.auto_configs import AutoTokenizer
 
 _PROBES = {
     "code": "def f(x):\n    return x[1:] != 0  # no\n\n\tpass\n#include <x>\r\n",

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from ds_finetune.engine.devices import visible_device
-from ds_finetune.hosts.free_memory import available_bytes, total_bytes
+from ds_finetune.system.free_memory import available_bytes, total_bytes
 from ds_finetune.world import World
 
 _WORDS = (

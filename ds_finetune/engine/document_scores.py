@@ -4,8 +4,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_finetune.data.batches import MicroBatch
-from ds_finetune.engine.collectives import all_gather_object
-from ds_finetune.model.forward_rows import StageOutput
+from ds_finetune.engine.groups.collectives import all_gather_object
+from ds_finetune.model.loss.forward_rows import StageOutput
 from ds_finetune.objectives.objective import LossAndSums
 from ds_finetune.plan.mesh import Mesh
 

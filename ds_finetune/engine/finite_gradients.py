@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ds_finetune.engine.collectives import all_gather_object
+from ds_finetune.engine.groups.collectives import all_gather_object
 from ds_finetune.plan.mesh import Mesh
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ds_finetune.engine.parameter_tags import is_copy, is_expert, loss_of
-from ds_finetune.engine.process_groups import Groups
+from ds_finetune.engine.groups.process_groups import Groups
+from ds_finetune.engine.state.parameter_tags import is_copy, is_expert, loss_of
 
 
 def clip_gradients(

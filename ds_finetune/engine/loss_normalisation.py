@@ -6,7 +6,7 @@ from typing import get_args
 import torch
 from torch.nn import functional
 
-from ds_finetune.model.forward_rows import StageOutput
+from ds_finetune.model.loss.forward_rows import StageOutput
 from ds_finetune.objectives.objective import LossAndSums, Term, Unit
 
 UNITS: tuple[str, ...] = get_args(Unit)

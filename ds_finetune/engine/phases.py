@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from ds_finetune.engine.engine import Engine
-from ds_finetune.engine.whole_tensors import named_parameters
-from ds_finetune.patches.foreign import Wrap, replaced
+from ds_finetune.engine.state.whole_tensors import named_parameters
+from ds_finetune.foreign.guard import Wrap, replaced
 
 STEP, FORWARD, BACKWARD, OPTIMIZER, EVALUATION, OFFLOAD = (
     "step",

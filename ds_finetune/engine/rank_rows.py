@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from ds_finetune.data.batches import Batch, MicroBatch
-from ds_finetune.model.forward_rows import ForwardRows, find_supervised, with_tensors
+from ds_finetune.model.loss.forward_rows import ForwardRows, find_supervised, with_tensors
+from ds_finetune.model.loss.real_tokens import RealTokens, find_real_tokens
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
-from ds_finetune.model.real_tokens import RealTokens, find_real_tokens
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ds_finetune.engine.communication import StepCommunication
 from ds_finetune.engine.document_scores import NO_SCORES, DocumentScores
+from ds_finetune.engine.groups.communication import StepCommunication
 from ds_finetune.engine.router_balance import RouterChoices
 from ds_finetune.engine.step_reading import StepReading
 from ds_finetune.objectives.extra import TotalLoss

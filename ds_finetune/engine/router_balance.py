@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ds_finetune.model.routers import RouterCollector
+from ds_finetune.model.experts.routers import RouterCollector
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.routers import RouterPlan
 

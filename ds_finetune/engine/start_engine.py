@@ -11,11 +11,19 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ds_finetune.console.quiet import deepspeed_level
 from ds_finetune.engine.attention_kernel import packs_documents
 from ds_finetune.engine.devices import device_of_rank
 from ds_finetune.engine.engine import Engine
-from ds_finetune.engine.nvme import check_buffers, check_nvme
-from ds_finetune.engine.parameter_tags import (
+from ds_finetune.engine.groups.process_groups import Groups, open_groups
+from ds_finetune.engine.ops.nvme import check_buffers, check_nvme
+from ds_finetune.engine.patches.deepspeed_clipping import OwnClipping
+from ds_finetune.engine.patches.deepspeed_engine import count_whole_experts_once, undo_constructor_step
+from ds_finetune.engine.patches.deepspeed_gathering import single_gathers_without_waits
+from ds_finetune.engine.patches.deepspeed_inexact import forget_second_copies, zenflow_keeps_matrices
+from ds_finetune.engine.patches.deepspeed_init import zero_init
+from ds_finetune.engine.patches.deepspeed_waits import HalfPrecisionNorms, ZeroNorms, has_zero_norms
+from ds_finetune.engine.state.parameter_tags import (
     experts_marker,
     is_copy,
     is_trained_expert,
@@ -26,26 +34,34 @@ from ds_finetune.engine.parameter_tags import (
     tag_apart,
     tag_expert,
 )
-from ds_finetune.engine.process_groups import Groups, open_groups
+from ds_finetune.engine.state.zero3_partition import partition
 from ds_finetune.engine.teacher import start_teacher
-from ds_finetune.engine.zero3_partition import partition
 from ds_finetune.families.table import family_of
-from ds_finetune.model.activation_offload import CudaTransfer, PlainTransfer, offload_layer_inputs
-from ds_finetune.model.balance_loss import BalanceLoss
-from ds_finetune.model.build import Where, build_skeleton, model_class, resolve_folder, whole
-from ds_finetune.model.cross_entropy import KERNELS, Kernel, chunked_cross_entropy, liger_cross_entropy
-from ds_finetune.model.distillation import DistilledModel
-from ds_finetune.model.dtypes import PRECISION_DTYPES
-from ds_finetune.model.encoder import encoder_of
-from ds_finetune.model.extra_loss import ExtraLoss
-from ds_finetune.model.four_bit import four_bit_or, install_four_bit
-from ds_finetune.model.indexed_attention import DivergenceCollector, expect_documents
-from ds_finetune.model.indexer_loss import IndexerLoss
-from ds_finetune.model.lora import AdapterPlacement, install_lora
-from ds_finetune.model.loss import HeadGroups, TrainedModel, install_loss_head
-from ds_finetune.model.model_plan import ModelPlan
-from ds_finetune.model.mtp import mtp_layers
-from ds_finetune.model.mtp_loss import MtpLoss
+from ds_finetune.foreign.torch_nn import linears_without_memory
+from ds_finetune.model.adapters.lora import AdapterPlacement, install_lora
+from ds_finetune.model.attention.indexed_attention import DivergenceCollector, expect_documents
+from ds_finetune.model.attention.indexer_loss import IndexerLoss
+from ds_finetune.model.build.dtypes import PRECISION_DTYPES
+from ds_finetune.model.build.encoder import encoder_of
+from ds_finetune.model.build.model_plan import ModelPlan
+from ds_finetune.model.build.skeleton import Where, build_skeleton, model_class, resolve_folder, whole
+from ds_finetune.model.experts.balance_loss import BalanceLoss
+from ds_finetune.model.experts.routers import RouterCollector
+from ds_finetune.model.loss.cross_entropy import KERNELS, Kernel, chunked_cross_entropy, liger_cross_entropy
+from ds_finetune.model.loss.distillation import DistilledModel
+from ds_finetune.model.loss.extra_loss import ExtraLoss
+from ds_finetune.model.loss.score_config import fresh_parameters
+from ds_finetune.model.loss.score_head import (
+    head_parameters,
+    initialise_score_head,
+    install_encoder_head,
+    install_score_head,
+)
+from ds_finetune.model.loss.token_loss import HeadGroups, TrainedModel, install_loss_head
+from ds_finetune.model.memory.activation_offload import CudaTransfer, PlainTransfer, offload_layer_inputs
+from ds_finetune.model.memory.tiled_mlp import install_tiled_mlps
+from ds_finetune.model.mtp.layer import mtp_layers
+from ds_finetune.model.mtp.mtp_loss import MtpLoss
 from ds_finetune.model.parallel.expert import (
     build_local_experts,
     install_expert_parallel,
@@ -62,33 +78,17 @@ from ds_finetune.model.parallel.pipeline import (
 )
 from ds_finetune.model.parallel.sharding import ModelShard
 from ds_finetune.model.parallel.tensor import install_tensor_parallel, local_config
-from ds_finetune.model.routers import RouterCollector
-from ds_finetune.model.score_config import fresh_parameters
-from ds_finetune.model.score_head import (
-    head_parameters,
-    initialise_score_head,
-    install_encoder_head,
-    install_score_head,
-)
-from ds_finetune.model.tiled_mlp import install_tiled_mlps
-from ds_finetune.model.vocabulary import Growth
-from ds_finetune.model.weights import clear_weights, initialise_weights, load_weights, seed_of
+from ds_finetune.model.quantised.four_bit import four_bit_or, install_four_bit
+from ds_finetune.model.weights.load import clear_weights, initialise_weights, load_weights, seed_of
+from ds_finetune.model.weights.vocabulary import Growth
 from ds_finetune.objectives.balance import Balance
 from ds_finetune.objectives.distill import Distillation
 from ds_finetune.objectives.extra import Extra
 from ds_finetune.objectives.indexing import Indexing
 from ds_finetune.objectives.multi_token import MultiTokenPrediction
 from ds_finetune.objectives.objective import ScoreObjective
-from ds_finetune.patches.deepspeed_clipping import OwnClipping
-from ds_finetune.patches.deepspeed_engine import count_whole_experts_once, undo_constructor_step
-from ds_finetune.patches.deepspeed_gathering import single_gathers_without_waits
-from ds_finetune.patches.deepspeed_inexact import forget_second_copies, zenflow_keeps_matrices
-from ds_finetune.patches.deepspeed_init import zero_init
-from ds_finetune.patches.deepspeed_waits import HalfPrecisionNorms, ZeroNorms, has_zero_norms
-from ds_finetune.patches.torch_nn import linears_without_memory
 from ds_finetune.plan.head_chunk import head_chunk
 from ds_finetune.plan.plan import Plan
-from ds_finetune.quiet import deepspeed_level
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from ds_finetune.engine.loss_normalisation import UNITS, unit_counts
 from ds_finetune.engine.rank_rows import copy_to_device
 from ds_finetune.engine.router_balance import RouterChoices, choices_of, table_of_choices
 from ds_finetune.errors import RunError
-from ds_finetune.model.routers import RouterCollector
+from ds_finetune.model.experts.routers import RouterCollector
 from ds_finetune.plan.mesh import Mesh
 
 

@@ -6,13 +6,13 @@ from typing import Any
 
 from ds_finetune.engine.attention_kernel import packs_documents
 from ds_finetune.engine.devices import device_of_rank
-from ds_finetune.engine.process_groups import Groups
-from ds_finetune.engine.zero3_partition import partition
-from ds_finetune.model.build import whole
-from ds_finetune.model.dtypes import PRECISION_DTYPES
-from ds_finetune.model.model_plan import ModelPlan
-from ds_finetune.model.teacher import HiddenStates, Teacher, load_teacher
-from ds_finetune.patches.deepspeed_init import zero_init
+from ds_finetune.engine.groups.process_groups import Groups
+from ds_finetune.engine.patches.deepspeed_init import zero_init
+from ds_finetune.engine.state.zero3_partition import partition
+from ds_finetune.model.build.dtypes import PRECISION_DTYPES
+from ds_finetune.model.build.model_plan import ModelPlan
+from ds_finetune.model.build.skeleton import whole
+from ds_finetune.model.loss.teacher import HiddenStates, Teacher, load_teacher
 from ds_finetune.plan.distillation import is_teacher_partitioned
 from ds_finetune.plan.plan import Plan
 

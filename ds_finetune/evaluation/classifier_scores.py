@@ -11,13 +11,13 @@ import torch
 from numpy.typing import NDArray
 from transformers import PretrainedConfig
 
-from ds_finetune.auto_configs import AutoConfig
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.row_kind import RowKind
 from ds_finetune.errors import ConfigError
 from ds_finetune.evaluation.model_scores import length_batches
 from ds_finetune.export.load import load_scorer
-from ds_finetune.model.score_config import REWARD, SETTINGS, is_classifier
+from ds_finetune.foreign.auto_configs import AutoConfig
+from ds_finetune.model.loss.score_config import REWARD, SETTINGS, is_classifier
 from ds_finetune.objectives.classification import Classification, Regression
 from ds_finetune.objectives.objective import ScoreObjective
 from ds_finetune.objectives.reward import Reward

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ds_finetune.auto_configs import AutoConfig
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.errors import ConfigError, DataError
 from ds_finetune.evaluation.classifier_scores import (
@@ -35,7 +34,8 @@ from ds_finetune.evaluation.model_scores import Document, Scores, generate_answe
 from ds_finetune.evaluation.preference_scores import PreferenceScores, check_reference
 from ds_finetune.export.classifiers import holds_classifier
 from ds_finetune.export.load import check_generates, check_loadable
-from ds_finetune.model.build import resolve_folder
+from ds_finetune.foreign.auto_configs import AutoConfig
+from ds_finetune.model.build.skeleton import resolve_folder
 from ds_finetune.objectives.kto import KahnemanTversky
 from ds_finetune.objectives.objective import DocumentObjective
 from ds_finetune.objectives.pairs import PairObjective

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from ds_finetune.auto_configs import AutoConfig
 from ds_finetune.config.schema import DataConfig
+from ds_finetune.config.units import share_text
 from ds_finetune.data.prepare import TokenLimits, prepare_rows
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.row_kind import DIALOGUE, RowKind
@@ -19,10 +19,10 @@ from ds_finetune.evaluation.classifier_scores import LabelledDocument, kind_of, 
 from ds_finetune.evaluation.marked_scores import MarkedDocument, marked_answers
 from ds_finetune.evaluation.model_scores import Document
 from ds_finetune.evaluation.preference_scores import sides_of
-from ds_finetune.model.encoder import max_positions
+from ds_finetune.foreign.auto_configs import AutoConfig
+from ds_finetune.model.build.encoder import max_positions
 from ds_finetune.objectives.kto import KahnemanTversky
 from ds_finetune.objectives.pairs import PairObjective
-from ds_finetune.units import share_text
 
 AnyDocument = TypeVar("AnyDocument", Document, LabelledDocument, MarkedDocument)
 

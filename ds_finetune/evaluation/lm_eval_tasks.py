@@ -6,7 +6,7 @@ from typing import Any
 
 from ds_finetune.errors import ConfigError
 from ds_finetune.evaluation.compare import Metric
-from ds_finetune.model.build import resolve_folder
+from ds_finetune.model.build.skeleton import resolve_folder
 
 METHOD = "normal approximation from the harness's standard errors, the two taken as independent"
 _Z = 1.96

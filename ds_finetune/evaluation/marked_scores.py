@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from ds_finetune.data.mismatched import MismatchedAnswers
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.evaluation.model_scores import Document, Scores
-from ds_finetune.labels import IGNORE_INDEX
 from ds_finetune.objectives.kto import KahnemanTversky
+from ds_finetune.objectives.labels import IGNORE_INDEX
 from ds_finetune.objectives.objective import DocumentLogProbs
 
 Numbers = NDArray[np.float64]

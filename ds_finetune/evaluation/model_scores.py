@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-from ds_finetune.auto_models import AutoModelForCausalLM
+from ds_finetune.console.quiet import show_loading_as_phase
 from ds_finetune.evaluation.drafts import Drafter, last_hidden_states
-from ds_finetune.labels import IGNORE_INDEX
-from ds_finetune.quiet import show_loading_as_phase
+from ds_finetune.foreign.auto_models import AutoModelForCausalLM
+from ds_finetune.objectives.labels import IGNORE_INDEX
 
 Sums = NDArray[np.float64]
 

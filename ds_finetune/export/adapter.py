@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from ds_finetune.config.schema import LoraConfig
 from ds_finetune.export.output_folder import as_output_errors, replaced_folder
 from ds_finetune.families.family import Family
-from ds_finetune.model.lora import Factors
+from ds_finetune.model.adapters.lora import Factors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MODEL_CONFIG = "config.json"

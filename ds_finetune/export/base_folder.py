@@ -17,9 +17,9 @@ from ds_finetune.export.folder import FolderParts
 from ds_finetune.export.readers.hub import HubSource
 from ds_finetune.export.source import ModelSpec, SelectedTensors
 from ds_finetune.families.family import layer_of
-from ds_finetune.model.build import HUB_FILES, IGNORED_HUB_FILES
-from ds_finetune.model.hub_folder import HubFolder, has_weights
-from ds_finetune.model.quantisation import check_config_readable, check_no_other_format
+from ds_finetune.model.build.hub_folder import HubFolder, has_weights
+from ds_finetune.model.build.skeleton import HUB_FILES, IGNORED_HUB_FILES
+from ds_finetune.model.quantised.quantisation import check_config_readable, check_no_other_format
 
 _SHOWN = 3
 _MATRIX = 2

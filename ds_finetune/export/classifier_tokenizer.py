@@ -15,12 +15,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ds_finetune.auto_configs import AutoTokenizer
 from ds_finetune.export.classifiers import CONFIG
 from ds_finetune.export.model_config import TOKENIZER_CONFIG
 from ds_finetune.export.verify.record import TEXTS
-from ds_finetune.model.folder_check import copy_model_file
-from ds_finetune.model.score_config import NEW_PADDING
+from ds_finetune.foreign.auto_configs import AutoTokenizer
+from ds_finetune.model.build.folder_check import copy_model_file
+from ds_finetune.model.loss.score_config import NEW_PADDING
 
 Encode = Callable[[str, str | None], list[int]]
 """Token ids that training makes of a text, or of a pair of texts."""

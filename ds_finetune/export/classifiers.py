@@ -11,8 +11,8 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from ds_finetune.auto_models import AutoModelForCausalLM, AutoModelForSequenceClassification
-from ds_finetune.model.score_config import is_classifier
+from ds_finetune.foreign.auto_models import AutoModelForCausalLM, AutoModelForSequenceClassification
+from ds_finetune.model.loss.score_config import is_classifier
 
 CONFIG = "config.json"
 

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import torch
 
+from ds_finetune.console.phase_line import PhaseLine
 from ds_finetune.errors import ExportError
 from ds_finetune.export.folder import FolderParts, folder_writer
 from ds_finetune.export.shards import HubTensor, ShardWriter
 from ds_finetune.export.source import TensorSource
-from ds_finetune.model.fp8 import BLOCK, FP8, SCALE, quantise, quantise_like, scale_shape
-from ds_finetune.model.names import hub_pieces
-from ds_finetune.phase_line import PhaseLine
+from ds_finetune.model.quantised.fp8 import BLOCK, FP8, SCALE, quantise, quantise_like, scale_shape
+from ds_finetune.model.weights.names import hub_pieces
 
 CHUNK_NUMEL = 2**20
 """Elements read, cast and written at a time by each thread: 4 MiB of fp32, which caches still hold when they are cast.

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ds_finetune.console.phase_line import PhaseLine
 from ds_finetune.errors import ExportError, OutputError
 from ds_finetune.export.fp8_section import SECTION, has_scales_of_two, section_for, section_of
 from ds_finetune.export.model_config import TOKENIZER_CONFIG, served_config, served_tokenizer
@@ -23,13 +24,12 @@ from ds_finetune.export.output_folder import as_output_errors, replaced_folder
 from ds_finetune.export.shards import HubTensor, ShardWriter, plan_shards
 from ds_finetune.export.verify.record import ExportRecord, mark_unverified
 from ds_finetune.families.family import Family
-from ds_finetune.model.dtypes import dtype_name
-from ds_finetune.model.folder_check import check_inside, copy_model_file
-from ds_finetune.model.fp8 import BYTE_SCALE, is_quantised
-from ds_finetune.model.hub_folder import HubFolder
-from ds_finetune.model.names import hub_pieces
-from ds_finetune.model.score_config import is_classifier
-from ds_finetune.phase_line import PhaseLine
+from ds_finetune.model.build.dtypes import dtype_name
+from ds_finetune.model.build.folder_check import check_inside, copy_model_file
+from ds_finetune.model.build.hub_folder import HubFolder
+from ds_finetune.model.loss.score_config import is_classifier
+from ds_finetune.model.quantised.fp8 import BYTE_SCALE, is_quantised
+from ds_finetune.model.weights.names import hub_pieces
 
 TOKENIZER_FILES = (
     "tokenizer.json",

@@ -7,7 +7,7 @@ from typing import Any
 
 from ds_finetune.errors import ExportError
 from ds_finetune.export.shards import HubTensor
-from ds_finetune.model.fp8 import FP8, QUANTIZATION_CONFIG
+from ds_finetune.model.quantised.fp8 import FP8, QUANTIZATION_CONFIG
 
 SECTION = "quantization_config"
 _SCALE_FORMAT, _POWERS_OF_TWO = "scale_fmt", "ue8m0"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ds_finetune.auto_configs import AutoConfig
+from ds_finetune.config.units import GIB
 from ds_finetune.errors import ExportError, OutputError
 from ds_finetune.export.base_folder import BaseFolder
 from ds_finetune.export.convert import Conversion, convert_source, num_workers, write_conversion
@@ -23,13 +23,13 @@ from ds_finetune.export.readers.sources import OpenedSource, open_source
 from ds_finetune.export.source import ModelSpec, fit_source, read_model_spec
 from ds_finetune.export.verify.record import ExportRecord, classifier_prompts, fixed_prompts
 from ds_finetune.families.table import family_of
-from ds_finetune.model.dtypes import PRECISION_DTYPES, dtype_name
-from ds_finetune.model.folder_check import check_folder
-from ds_finetune.model.fp8 import FP8 as FP8_DTYPE
-from ds_finetune.model.hub_folder import has_weights
-from ds_finetune.model.names import published_names
-from ds_finetune.model.score_config import is_classifier
-from ds_finetune.units import GIB
+from ds_finetune.foreign.auto_configs import AutoConfig
+from ds_finetune.model.build.dtypes import PRECISION_DTYPES, dtype_name
+from ds_finetune.model.build.folder_check import check_folder
+from ds_finetune.model.build.hub_folder import has_weights
+from ds_finetune.model.loss.score_config import is_classifier
+from ds_finetune.model.quantised.fp8 import FP8 as FP8_DTYPE
+from ds_finetune.model.weights.names import published_names
 
 if TYPE_CHECKING:
     from ds_finetune.export.verify.verify import VerificationResult

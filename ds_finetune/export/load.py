@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from ds_finetune.auto_models import AutoModelForCausalLM, AutoModelForSequenceClassification
+from ds_finetune.console.quiet import show_loading_as_phase
 from ds_finetune.errors import ExportError
 from ds_finetune.export.classifiers import holds_classifier
 from ds_finetune.export.onnx.folder import check_packages
 from ds_finetune.export.verify.record import is_onnx
-from ds_finetune.model.folder_check import check_folder
-from ds_finetune.quiet import show_loading_as_phase
+from ds_finetune.foreign.auto_models import AutoModelForCausalLM, AutoModelForSequenceClassification
+from ds_finetune.model.build.folder_check import check_folder
 
 _HINT = "name an exported folder, e.g. runs/r1/export"
 

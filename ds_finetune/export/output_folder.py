@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ds_finetune.errors import OutputError
-from ds_finetune.whole_file import synchronise
+from ds_finetune.system.whole_file import synchronise
 
 _SHOWN = 5
 

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import torch
 
-from ds_finetune.auto_configs import AutoConfig
 from ds_finetune.errors import ExportError
 from ds_finetune.export.convert import Conversion, num_workers
 from ds_finetune.export.folder import FolderParts
 from ds_finetune.export.readers.hub import HubSource
 from ds_finetune.export.verify.record import ExportRecord, fixed_prompts
 from ds_finetune.families.family import Family
-from ds_finetune.model.dtypes import dtype_name
-from ds_finetune.model.folder_check import check_folder
-from ds_finetune.model.hub_folder import HubFolder
-from ds_finetune.model.quantisation import has_fp4_experts
+from ds_finetune.foreign.auto_configs import AutoConfig
+from ds_finetune.model.build.dtypes import dtype_name
+from ds_finetune.model.build.folder_check import check_folder
+from ds_finetune.model.build.hub_folder import HubFolder
+from ds_finetune.model.quantised.quantisation import has_fp4_experts
 
 _WHOLE_NUMBERS = (torch.int64, torch.int32)
 """Dtypes of tables of V4's routers, which are copied as they are."""

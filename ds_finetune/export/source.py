@@ -8,14 +8,14 @@ from typing import Protocol
 
 import torch
 
-from ds_finetune.auto_configs import AutoConfig
 from ds_finetune.errors import ExportError
 from ds_finetune.export.classifiers import auto_class
 from ds_finetune.families.table import family_of
-from ds_finetune.model.folder_check import check_folder
-from ds_finetune.model.names import differences, hub_pieces
-from ds_finetune.model.quantisation import check_readable
-from ds_finetune.model.score_config import is_classifier
+from ds_finetune.foreign.auto_configs import AutoConfig
+from ds_finetune.model.build.folder_check import check_folder
+from ds_finetune.model.loss.score_config import is_classifier
+from ds_finetune.model.quantised.quantisation import check_readable
+from ds_finetune.model.weights.names import differences, hub_pieces
 
 _COMPARED_NUMEL = 2**20
 """Elements of two tensors that are compared at a time."""

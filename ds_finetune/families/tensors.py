@@ -1,6 +1,6 @@
 """Names and shapes of a model's parameters, computed from its config.json as transformers 5.23 builds them.
 
-tests/estimate/test_rank_weights.py holds every family against the model itself.
+tests/plan/estimate/test_rank_weights.py holds every family against the model itself.
 """
 
 from collections.abc import Iterator, Mapping

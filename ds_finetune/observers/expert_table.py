@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ds_finetune.config.units import MIB
+from ds_finetune.console.phase_line import Say
 from ds_finetune.engine.router_balance import RouterChoices
 from ds_finetune.errors import OutputError
 from ds_finetune.observers.line_file import append_whole
 from ds_finetune.observers.outage import Outage
 from ds_finetune.observers.record import StepRecord
-from ds_finetune.phase_line import Say
-from ds_finetune.units import MIB
 
 MOST_BYTES = 64 * MIB
 """The steps of a run take no more: a long run of a large model writes every second step, or every third, and so on.

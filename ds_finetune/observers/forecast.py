@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
+from ds_finetune.config.units import GIB
+from ds_finetune.console.phase_line import Say
 from ds_finetune.observers.record import Observer, StepRecord
-from ds_finetune.phase_line import Say
-from ds_finetune.units import GIB
 
 MEASURED_STEPS = 20
 _WARM_UP = 1

@@ -5,8 +5,8 @@ from functools import partial
 from io import FileIO
 from pathlib import Path
 
+from ds_finetune.console.phase_line import Say
 from ds_finetune.observers.outage import Outage
-from ds_finetune.phase_line import Say
 
 
 class LineFile:

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_finetune.config.schema import RunConfig
+from ds_finetune.console.phase_line import Say
 from ds_finetune.observers.expert_loads import Counts, max_violations, num_dead_experts
 from ds_finetune.observers.record import Observer, StepRecord
-from ds_finetune.phase_line import Say
 
 _MOST_STEPS = 50
 """Loads are added up over so many steps, or a tenth of the run where that is less."""

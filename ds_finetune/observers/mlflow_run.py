@@ -14,8 +14,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ds_finetune.phase_line import Say
-from ds_finetune.whole_file import replace_file
+from ds_finetune.console.phase_line import Say
+from ds_finetune.system.whole_file import replace_file
 
 Record = tuple[int, Mapping[str, float]]
 """A step and its finite values by name."""

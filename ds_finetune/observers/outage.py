@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from ds_finetune.phase_line import Say
+from ds_finetune.console.phase_line import Say
 
 T = TypeVar("T")
 MAX_WAITING = 10_000

@@ -4,9 +4,9 @@ import sys
 from collections.abc import Callable
 from typing import TextIO
 
+from ds_finetune.console.phase_line import CLEAR_LINE, time_text, write_now
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.observers.time_left import TimeLeft
-from ds_finetune.phase_line import CLEAR_LINE, time_text, write_now
 
 
 class ProgressLine:

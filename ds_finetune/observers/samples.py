@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ds_finetune.console.phase_line import Say
 from ds_finetune.observers.line_file import LineFile
 from ds_finetune.observers.record import StepRecord
-from ds_finetune.phase_line import Say
 from ds_finetune.runs.samples import Sample
 
 MOST_SAMPLES = 8

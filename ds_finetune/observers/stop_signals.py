@@ -11,9 +11,9 @@ from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from ds_finetune.engine.collectives import all_reduce_max
-from ds_finetune.hosts.signals import echo_seconds
-from ds_finetune.phase_line import CLEAR_LINE
+from ds_finetune.console.phase_line import CLEAR_LINE
+from ds_finetune.engine.groups.collectives import all_reduce_max
+from ds_finetune.system.signals import echo_seconds
 
 SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1)
 _STDERR = 2

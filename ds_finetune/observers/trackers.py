@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, Self
 
 from ds_finetune.config.dotted_keys import values_by_key
+from ds_finetune.config.units import MIB
+from ds_finetune.console.phase_line import Say
 from ds_finetune.errors import ConfigError
 from ds_finetune.observers.mlflow_run import MlflowRun, MlflowSender, Record, one_line
 from ds_finetune.observers.outage import Outage
 from ds_finetune.observers.record import StepRecord
-from ds_finetune.phase_line import Say
-from ds_finetune.units import MIB
 
 PACKAGES = {
     "aim": "aim",

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ds_finetune.config.units import MIB
 from ds_finetune.errors import ModelError
-from ds_finetune.units import MIB
 
 MAX_LAYERS = 1000
 """Maximum number of layers of a model: each is built as Python objects before its weights are read. The deepest
@@ -125,7 +125,7 @@ def _hub_file(path: str) -> Path:
     from huggingface_hub import constants, hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    from ds_finetune.hub_access import hub_problem
+    from ds_finetune.foreign.hub_access import hub_problem
 
     problem = hub_problem()
     try:

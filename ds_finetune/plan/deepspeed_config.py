@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from ds_finetune.config.schema import OptimConfig, RunConfig
+from ds_finetune.config.shipped import DS_CONFIGS, shipped_file, shipped_names
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.batch import rows_of_forward
 from ds_finetune.plan.known_keys import check_keys
 from ds_finetune.plan.options import Tree, offload_device
-from ds_finetune.shipped import DS_CONFIGS, shipped_file, shipped_names
 
 DEFAULT_CHOICES: Tree = {"zero_optimization": {"stage": 2}}
 """Used when neither the run file nor a launcher chooses: ZeRO-2 shards optimizer states and gradients, not weights."""

@@ -1,6 +1,6 @@
 """How many supervised tokens have logits at a time, and the memory of these."""
 
-from ds_finetune.units import GIB
+from ds_finetune.config.units import GIB
 
 CPU_TOKENS = 1024
 DISTILLATION_TOKENS = 512

@@ -29,7 +29,7 @@ from ds_finetune.plan.timeouts import check_watchdog_before_torch_timeout, colle
 from ds_finetune.world import AccelerateChoices, World
 
 LIGER = "0.8.5"
-"""Version of liger-kernel whose fused loss is called in model/cross_entropy.py; the function is private and may
+"""Version of liger-kernel whose fused loss is called in model/loss/cross_entropy.py; the function is private and may
 change.
 """
 

@@ -2,9 +2,9 @@
 
 import math
 
+from ds_finetune.config.schedule import Duration
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
-from ds_finetune.schedule import Duration
 
 
 def check_run_length(config: RunConfig, *, steps: int, warmup: int, rows: int | None) -> list[str]:

@@ -1,8 +1,8 @@
 """The time limits of the watchdog and of torch's collectives: the watchdog must expire before torch's timeout."""
 
+from ds_finetune.config.schedule import seconds_of
 from ds_finetune.config.schema import WatchdogConfig
 from ds_finetune.errors import ConfigError
-from ds_finetune.schedule import seconds_of
 
 REPORT_SECONDS = 60.0
 """Time the watchdog needs after a limit expires to ask all ranks and end the run, on a lossy network too."""

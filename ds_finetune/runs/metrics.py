@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_finetune.units import MIB
+from ds_finetune.config.units import MIB
 
 METRICS = "metrics.jsonl"
 CHUNK_BYTES = 4 * MIB

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_finetune.units import MIB
+from ds_finetune.config.units import MIB
 
 _MOST_BYTES = 8 * MIB
 _MOST_INTEGER = 2**53

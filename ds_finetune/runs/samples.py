@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ds_finetune.units import MIB
+from ds_finetune.config.units import MIB
 
 SAMPLES = "samples.jsonl"
 _MOST_BYTES = 8 * MIB

@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
-from ds_finetune.hosts.processes import began_at, has_ended, own_pid_namespace
 from ds_finetune.runs.bounded import try_to_finish
-from ds_finetune.whole_file import replace_file
+from ds_finetune.system.processes import began_at, has_ended, own_pid_namespace
+from ds_finetune.system.whole_file import replace_file
 
 STATUS = "status.json"
 FORMAT = 1

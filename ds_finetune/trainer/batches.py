@@ -8,6 +8,8 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from ds_finetune.config.schedule import Duration
+from ds_finetune.config.units import share_text
 from ds_finetune.data.batches import Batch, BatchPlan, Position, training_batches
 from ds_finetune.data.prefetch import prefetched
 from ds_finetune.data.prepared_rows import PreparedRows
@@ -15,12 +17,10 @@ from ds_finetune.data.rows import Row
 from ds_finetune.data.scores import NumberedRows, with_scores
 from ds_finetune.data.stream import START, StreamedRows, streaming_batches
 from ds_finetune.engine.engine import Engine
-from ds_finetune.model.encoder import encoder_of
+from ds_finetune.model.build.encoder import encoder_of
 from ds_finetune.plan.row_cost import RowCost
-from ds_finetune.schedule import Duration
 from ds_finetune.trainer.loop import BEGINNING, Progress
 from ds_finetune.trainer.prepare import PreparedRun, mismatched_answers
-from ds_finetune.units import share_text
 
 
 def batches_ahead(

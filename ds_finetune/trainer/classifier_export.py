@@ -20,8 +20,8 @@ from ds_finetune.export.classifier_tokenizer import (
 from ds_finetune.export.folder import TOKENIZER_FILES
 from ds_finetune.export.model_config import TOKENIZER_CONFIG
 from ds_finetune.export.verify.record import PROMPT_TOKENS, TEXTS, ExportRecord, classifier_prompts
-from ds_finetune.model.dtypes import PRECISION_DTYPES, dtype_name
-from ds_finetune.model.encoder import encoder_of
+from ds_finetune.model.build.dtypes import PRECISION_DTYPES, dtype_name
+from ds_finetune.model.build.encoder import encoder_of
 from ds_finetune.trainer.prepare import PreparedRun
 
 _LONGEST = 2 * PROMPT_TOKENS

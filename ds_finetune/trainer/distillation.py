@@ -10,10 +10,10 @@ from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.scores import StoredScores
 from ds_finetune.data.stream import StreamedRows
 from ds_finetune.data.tokenizer_files import load_tokenizer
-from ds_finetune.model.build import TOKENIZER_PATTERNS, resolve_folder
-from ds_finetune.model.model_plan import ModelPlan
-from ds_finetune.model.teacher_plan import check_same_tokens
-from ds_finetune.model.weights import weights_digest
+from ds_finetune.model.build.model_plan import ModelPlan
+from ds_finetune.model.build.skeleton import TOKENIZER_PATTERNS, resolve_folder
+from ds_finetune.model.loss.teacher_plan import check_same_tokens
+from ds_finetune.model.weights.load import weights_digest
 from ds_finetune.plan.distillation import is_teacher_partitioned
 from ds_finetune.plan.plan import Plan
 

@@ -11,9 +11,9 @@ from ds_finetune.config.schema import OWN_ATTENTIONS, RunConfig
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.stream import StreamedRows
 from ds_finetune.errors import ConfigError, DataError
-from ds_finetune.model.encoder import max_positions
-from ds_finetune.model.indexed_attention import longest_document
-from ds_finetune.model.model_plan import ModelPlan
+from ds_finetune.model.attention.indexed_attention import longest_document
+from ds_finetune.model.build.encoder import max_positions
+from ds_finetune.model.build.model_plan import ModelPlan
 
 
 @dataclass(frozen=True)

@@ -12,16 +12,16 @@ from rich.text import Text
 
 from ds_finetune.config.objectives import ClassificationObjective
 from ds_finetune.config.schema import ConfigSource, RunConfig, read_config
+from ds_finetune.config.units import GIB
 from ds_finetune.config.value_types import check_whole_number
 from ds_finetune.errors import ConfigError
-from ds_finetune.estimate.states import RunEstimate, TensorKind, estimate_run, fullest_stage
+from ds_finetune.plan.estimate.states import RunEstimate, TensorKind, estimate_run, fullest_stage
 from ds_finetune.plan.mesh import AXES, Mesh
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.trainer.document_lengths import length_notes
 from ds_finetune.trainer.inputs import known_classes, make_model_plan, token_limits, try_generic_type
 from ds_finetune.trainer.model_lines import model_lines
 from ds_finetune.trainer.rank_tensors import Stages, rank_tensors, sizes_of
-from ds_finetune.units import GIB
 from ds_finetune.world import World
 
 _SHOWN_NODES = 4

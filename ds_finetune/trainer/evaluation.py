@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from ds_finetune.console.phase_line import PhaseLine
 from ds_finetune.data.batches import BatchPlan, MicroBatch, eval_baseline, eval_batches, num_eval_rows
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.engine.engine import Engine
@@ -13,7 +14,6 @@ from ds_finetune.engine.results import HeldOutScores
 from ds_finetune.observers.evaluation import matches
 from ds_finetune.observers.samples import MOST_SAMPLES
 from ds_finetune.observers.stop_signals import StopSignals
-from ds_finetune.phase_line import PhaseLine
 from ds_finetune.runs.samples import Sample
 from ds_finetune.trainer.batches import batch_plan, eval_plan
 from ds_finetune.trainer.prepare import PreparedRun, mismatched_answers

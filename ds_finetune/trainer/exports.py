@@ -7,8 +7,10 @@ from pathlib import Path
 import torch
 
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.engine.collectives import all_gather_object
+from ds_finetune.config.units import parse_bytes
+from ds_finetune.console.phase_line import Say
 from ds_finetune.engine.engine import Engine
+from ds_finetune.engine.groups.collectives import all_gather_object
 from ds_finetune.errors import OutputError, RunError
 from ds_finetune.export.adapter import AdapterBase, write_adapter
 from ds_finetune.export.base_folder import BaseFolder, with_stored_weights
@@ -26,16 +28,14 @@ from ds_finetune.export.source import read_model_spec
 from ds_finetune.export.verify.record import RECORD, UNVERIFIED, ExportRecord, fixed_prompts, sampled_logits
 from ds_finetune.export.verify.verify import VerificationResult, mark_folder, verify_exports
 from ds_finetune.families.table import family_of
-from ds_finetune.hosts.free_memory import available_bytes
-from ds_finetune.model.dtypes import PRECISION_DTYPES, dtype_name
-from ds_finetune.model.hub_folder import has_weights
-from ds_finetune.model.lora import Factors, factors_of, merge_adapters
-from ds_finetune.model.names import published_names
-from ds_finetune.phase_line import Say
+from ds_finetune.model.adapters.lora import Factors, factors_of, merge_adapters
+from ds_finetune.model.build.dtypes import PRECISION_DTYPES, dtype_name
+from ds_finetune.model.build.hub_folder import has_weights
+from ds_finetune.model.weights.names import published_names
+from ds_finetune.system.free_memory import available_bytes
 from ds_finetune.trainer.classifier_export import adapt_tokenizer, record_scores
 from ds_finetune.trainer.inputs import RunInputs
 from ds_finetune.trainer.prepare import PreparedRun
-from ds_finetune.units import parse_bytes
 
 GENERATION = "generation_config.json"
 

@@ -2,19 +2,19 @@
 
 import torch
 
+from ds_finetune.config.units import GIB
+from ds_finetune.console.phase_line import Say
 from ds_finetune.data.prepared_rows import PreparedRows
-from ds_finetune.engine.collectives import all_reduce_max
+from ds_finetune.engine.groups.collectives import all_reduce_max
 from ds_finetune.errors import FinetuneError
-from ds_finetune.estimate.accelerators import Machine, accelerator_of_device, machine_of
-from ds_finetune.estimate.cpu_machine import CpuRates, cpu_machine, rates_file
-from ds_finetune.estimate.memory import MemoryEstimate
-from ds_finetune.estimate.row_shape import RowShape
-from ds_finetune.estimate.step_time import TimeEstimate, estimate_time
 from ds_finetune.observers.forecast import ForecastCheck, Predicted
-from ds_finetune.phase_line import Say
+from ds_finetune.plan.estimate.accelerators import Machine, accelerator_of_device, machine_of
+from ds_finetune.plan.estimate.cpu_machine import CpuRates, cpu_machine, rates_file
+from ds_finetune.plan.estimate.memory import MemoryEstimate
+from ds_finetune.plan.estimate.row_shape import RowShape
+from ds_finetune.plan.estimate.step_time import TimeEstimate, estimate_time
 from ds_finetune.trainer.memory_report import estimate_of, memory_table
 from ds_finetune.trainer.prepare import PreparedRun
-from ds_finetune.units import GIB
 
 _SHOWN_ROWS = 3
 

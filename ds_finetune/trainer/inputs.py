@@ -11,6 +11,7 @@ import numpy as np
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ds_finetune.config.objectives import ClassificationObjective
+from ds_finetune.config.schedule import Duration
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.classes import find_classes
 from ds_finetune.data.overlap import overlap_notes
@@ -22,14 +23,14 @@ from ds_finetune.data.scores import StoredScores
 from ds_finetune.data.stream import StreamedRows, open_stream
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.errors import ConfigError, DataError
-from ds_finetune.model.build import TOKENIZER_PATTERNS, model_class, read_hf_config, resolve_folder
-from ds_finetune.model.encoder import encoder_of, max_positions
-from ds_finetune.model.generic_check import check_generic_type
-from ds_finetune.model.model_plan import ModelPlan, plan_model, task_of
-from ds_finetune.model.mtp import mtp_layers
-from ds_finetune.model.score_config import score_settings, set_classes, set_padding_token, with_base_classes
-from ds_finetune.model.vocabulary import grow_vocabulary
-from ds_finetune.model.weights import weights_digest
+from ds_finetune.model.build.encoder import encoder_of, max_positions
+from ds_finetune.model.build.generic_check import check_generic_type
+from ds_finetune.model.build.model_plan import ModelPlan, plan_model, task_of
+from ds_finetune.model.build.skeleton import TOKENIZER_PATTERNS, model_class, read_hf_config, resolve_folder
+from ds_finetune.model.loss.score_config import score_settings, set_classes, set_padding_token, with_base_classes
+from ds_finetune.model.mtp.layer import mtp_layers
+from ds_finetune.model.weights.load import weights_digest
+from ds_finetune.model.weights.vocabulary import grow_vocabulary
 from ds_finetune.objectives.distill import Distillation
 from ds_finetune.objectives.objective import ScoreObjective, TokenObjective
 from ds_finetune.objectives.table import make_objective
@@ -38,7 +39,6 @@ from ds_finetune.plan.distillation import check_teacher
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.model_checks import check_model, check_positions
 from ds_finetune.plan.model_shape import Shape
-from ds_finetune.schedule import Duration
 from ds_finetune.trainer.distillation import check_teacher_tokens, open_scores, teacher_digest
 from ds_finetune.trainer.document_lengths import check_answers_fit, check_lengths
 

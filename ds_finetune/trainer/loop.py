@@ -4,13 +4,13 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 
+from ds_finetune.config.schedule import LrSchedule
+from ds_finetune.config.units import GIB
 from ds_finetune.data.batches import Batch
 from ds_finetune.engine.device_memory import peak_bytes
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.results import StepResult
 from ds_finetune.observers.record import Observer, StepRecord
-from ds_finetune.schedule import LrSchedule
-from ds_finetune.units import GIB
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ds_finetune.config.schema import RunConfig
+from ds_finetune.config.units import GIB
 from ds_finetune.engine.device_memory import DeviceMemory, is_out_of_memory
 from ds_finetune.errors import FinetuneError, RunError
-from ds_finetune.estimate.memory import MemoryEstimate, estimate_memory
-from ds_finetune.estimate.zero_rows import bucket_bytes
-from ds_finetune.search.nearest import first_texts, fitting_changes
+from ds_finetune.plan.estimate.memory import MemoryEstimate, estimate_memory
+from ds_finetune.plan.estimate.zero_rows import bucket_bytes
+from ds_finetune.plan.search.nearest import first_texts, fitting_changes
 from ds_finetune.trainer.distillation import with_local_teacher
 from ds_finetune.trainer.prepare import PreparedRun
-from ds_finetune.units import GIB
 
 _MOST_CHANGES = 5
 

@@ -19,25 +19,25 @@ import xxhash
 
 from ds_finetune import __version__
 from ds_finetune.checkpoint.run_state import versions
+from ds_finetune.cluster.watchdog.monitor import Monitor
 from ds_finetune.config.schema import RunConfig
+from ds_finetune.config.units import GIB
+from ds_finetune.console.phase_line import Say, say_nothing
 from ds_finetune.data.stream import StreamedRows
 from ds_finetune.engine.device_memory import DeviceMemory
 from ds_finetune.engine.devices import exchange
 from ds_finetune.errors import ConfigError, RunError
-from ds_finetune.estimate.memory import estimate_memory
-from ds_finetune.phase_line import Say, say_nothing
 from ds_finetune.plan.batch import AUTO, with_micro_batch
+from ds_finetune.plan.estimate.memory import estimate_memory
 from ds_finetune.plan.pipeline import forwards_together
 from ds_finetune.plan.plan import Plan, make_plan
-from ds_finetune.search.micro_batch import SPARE, bytes_of, fits, largest_micro_batch, legal_sizes, plan_with_rows
+from ds_finetune.plan.search.micro_batch import SPARE, bytes_of, fits, largest_micro_batch, legal_sizes, plan_with_rows
+from ds_finetune.system.whole_file import replace_file
 from ds_finetune.trainer.distillation import with_local_teacher
 from ds_finetune.trainer.memory_report import memory_table, what_fits
 from ds_finetune.trainer.prepare import PreparedRun, complete_plan, estimate_model
 from ds_finetune.trainer.trial import try_steps
 from ds_finetune.trainer.trial_rows import sizes_digest
-from ds_finetune.units import GIB
-from ds_finetune.watchdog.monitor import Monitor
-from ds_finetune.whole_file import replace_file
 from ds_finetune.world import accelerate_choices
 
 _FOLDER = "micro-batch"

@@ -1,6 +1,6 @@
 """What is decided about the model of a run, as lines of the plan."""
 
-from ds_finetune.model.model_plan import ModelPlan
+from ds_finetune.model.build.model_plan import ModelPlan
 from ds_finetune.plan.experts import experts_lines
 from ds_finetune.plan.head_chunk import head_line
 from ds_finetune.plan.objectives import CROSS_ENTROPY

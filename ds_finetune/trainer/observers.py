@@ -11,7 +11,11 @@ import torch
 import torch.distributed as dist
 
 from ds_finetune.checkpoint.saver import Saver
+from ds_finetune.cluster.watchdog.progress import RankProgress
+from ds_finetune.cluster.watchdog.stragglers import Stragglers
+from ds_finetune.config.schedule import Duration
 from ds_finetune.config.schema import RunConfig
+from ds_finetune.console.phase_line import Say, say_nothing
 from ds_finetune.data.batches import num_eval_rows
 from ds_finetune.data.stream import StreamedRows
 from ds_finetune.engine.engine import Engine
@@ -29,15 +33,11 @@ from ds_finetune.observers.time_left import ANSWERS, EVALUATION, EXPORT, SAVE, T
 from ds_finetune.observers.trackers import Trackers
 from ds_finetune.observers.utilisation import Utilisation, peak_flops
 from ds_finetune.observers.writers import MetricsFile, RankTimesFile
-from ds_finetune.phase_line import Say, say_nothing
-from ds_finetune.schedule import Duration
 from ds_finetune.trainer.evaluation import evaluation_functions
 from ds_finetune.trainer.exports import Exports
 from ds_finetune.trainer.forecast import forecast_check
 from ds_finetune.trainer.prepare import PreparedRun
 from ds_finetune.trainer.resume import ResumePoint, make_state_text, restore_observers
-from ds_finetune.watchdog.progress import RankProgress
-from ds_finetune.watchdog.stragglers import Stragglers
 
 P = ParamSpec("P")
 R = TypeVar("R")

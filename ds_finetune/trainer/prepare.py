@@ -8,23 +8,23 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from ds_finetune.config.schedule import Duration, LrSchedule, warmup_steps
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.mismatched import MismatchedAnswers
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.stream import StreamedRows
 from ds_finetune.engine.device_memory import DeviceMemory, PeakMemory, read_device_memory
 from ds_finetune.engine.devices import choose_device
-from ds_finetune.estimate.states import DiskNeed, RunEstimate, estimate_run
 from ds_finetune.families.table import family_of
-from ds_finetune.model.model_plan import ModelPlan
-from ds_finetune.model.mtp import mtp_layers
+from ds_finetune.model.build.model_plan import ModelPlan
+from ds_finetune.model.build.unused_parameters import patterns_of, unused_parameters
+from ds_finetune.model.mtp.layer import mtp_layers
 from ds_finetune.model.parallel.pipeline import build_meta_model
-from ds_finetune.model.unused_parameters import patterns_of, unused_parameters
 from ds_finetune.objectives.objective import Objective
 from ds_finetune.observers.trackers import check_trackers
+from ds_finetune.plan.estimate.states import DiskNeed, RunEstimate, estimate_run
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.run_length import check_run_length
-from ds_finetune.schedule import Duration, LrSchedule, warmup_steps
 from ds_finetune.trainer.document_lengths import length_notes
 from ds_finetune.trainer.inputs import (
     RunInputs,

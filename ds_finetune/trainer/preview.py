@@ -9,14 +9,14 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from ds_finetune.config.schema import RunConfig
+from ds_finetune.config.units import share_text
 from ds_finetune.data.prepare import prepare_rows
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.row_kind import RowKind
 from ds_finetune.data.row_report import row_notes, server_prompt_line
 from ds_finetune.data.tokenizer_files import load_tokenizer
-from ds_finetune.model.build import resolve_folder
+from ds_finetune.model.build.skeleton import resolve_folder
 from ds_finetune.trainer.inputs import known_classes, model_config, token_limits
-from ds_finetune.units import share_text
 
 OPEN, CLOSE = "⟦", "⟧"
 """Put around supervised text, also where there are no colours."""

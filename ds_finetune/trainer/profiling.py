@@ -5,15 +5,15 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import chain, islice
 
+from ds_finetune.console.phase_line import Say, say_nothing
 from ds_finetune.engine.device_memory import restart_peak
 from ds_finetune.engine.phases import wrapped_phases
+from ds_finetune.foreign.guard import replaced
 from ds_finetune.observers.record import StepRecord
-from ds_finetune.patches.foreign import replaced
-from ds_finetune.phase_line import Say, say_nothing
-from ds_finetune.timeline.clock import HostClock
-from ds_finetune.timeline.profiler import StepProfiler
-from ds_finetune.timeline.recorder import CHECKPOINT, Recorder
-from ds_finetune.timeline.summary import ProfiledRun
+from ds_finetune.runs.timeline.clock import HostClock
+from ds_finetune.runs.timeline.profiler import StepProfiler
+from ds_finetune.runs.timeline.recorder import CHECKPOINT, Recorder
+from ds_finetune.runs.timeline.summary import ProfiledRun
 from ds_finetune.trainer.observers import StartedRun
 
 FOLDER = "profile"

@@ -7,18 +7,18 @@ from dataclasses import replace
 import torch
 
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.estimate.rank_weights import rank_weights
-from ds_finetune.estimate.states import ModelSizes, TensorKind, fullest_stage, model_sizes
 from ds_finetune.families.table import family_of
-from ds_finetune.model.build import build_skeleton, model_class
-from ds_finetune.model.lora_plan import LoraPlan
-from ds_finetune.model.model_plan import ModelPlan
-from ds_finetune.model.mtp import mtp_layers
+from ds_finetune.model.adapters.lora_plan import LoraPlan
+from ds_finetune.model.build.model_plan import ModelPlan
+from ds_finetune.model.build.skeleton import build_skeleton, model_class
+from ds_finetune.model.loss.teacher_plan import TeacherPlan
+from ds_finetune.model.mtp.layer import mtp_layers
 from ds_finetune.model.parallel.expert import build_local_experts
 from ds_finetune.model.parallel.pipeline import PipelineGroup, build_only_layers, install_pipeline_stage
 from ds_finetune.model.parallel.sharding import ModelShard
 from ds_finetune.model.parallel.tensor import local_config
-from ds_finetune.model.teacher_plan import TeacherPlan
+from ds_finetune.plan.estimate.rank_weights import rank_weights
+from ds_finetune.plan.estimate.states import ModelSizes, TensorKind, fullest_stage, model_sizes
 from ds_finetune.plan.lora_targets import nf4_bytes
 from ds_finetune.plan.plan import Plan
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from ds_finetune.console.phase_line import PhaseLine
 from ds_finetune.data.batches import (
     Batch,
     Position,
@@ -28,11 +29,10 @@ from ds_finetune.data.batches import (
 )
 from ds_finetune.data.cache import ArrayParts, lock_folder, remove_damaged, write_folder
 from ds_finetune.data.prepared_rows import PreparedRows
-from ds_finetune.engine.collectives import all_gather_object
 from ds_finetune.engine.engine import Engine
+from ds_finetune.engine.groups.collectives import all_gather_object
 from ds_finetune.errors import RunError
-from ds_finetune.model.weights import weights_digest
-from ds_finetune.phase_line import PhaseLine
+from ds_finetune.model.weights.load import weights_digest
 from ds_finetune.trainer.batches import batch_plan
 from ds_finetune.trainer.prepare import PreparedRun, mismatched_answers
 

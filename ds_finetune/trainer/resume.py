@@ -29,23 +29,23 @@ from ds_finetune.checkpoint.run_state import RunState, layout_of, versions
 from ds_finetune.checkpoint.same_run import RunIdentity, changes_since_checkpoint
 from ds_finetune.checkpoint.saver import Saver
 from ds_finetune.checkpoint.tools import BASE, CHECKPOINTS
+from ds_finetune.config.units import GIB
+from ds_finetune.console.phase_line import Say, say_nothing
 from ds_finetune.data.batches import Position
 from ds_finetune.data.stream import START, StreamedRows
 from ds_finetune.engine.engine import Engine
-from ds_finetune.engine.state import Slice, StateGroup
+from ds_finetune.engine.state.state import Slice, StateGroup
 from ds_finetune.errors import CheckpointError, FinetuneError, OutputError
-from ds_finetune.hosts.free_memory import available_bytes
-from ds_finetune.model.folder_check import copy_model_file
+from ds_finetune.model.build.folder_check import copy_model_file
 from ds_finetune.observers.checkpointing import RunText
 from ds_finetune.observers.record import Resumable, StepRecord
-from ds_finetune.phase_line import Say, say_nothing
 from ds_finetune.plan.plan import Plan
+from ds_finetune.system.free_memory import available_bytes
+from ds_finetune.system.whole_file import synchronise_names
 from ds_finetune.trainer.classifier_export import adapt_tokenizer
 from ds_finetune.trainer.exports import files_beside
 from ds_finetune.trainer.loop import BEGINNING, Progress
 from ds_finetune.trainer.prepare import PreparedRun
-from ds_finetune.units import GIB
-from ds_finetune.whole_file import synchronise_names
 
 CONFIG = "config.json"
 _TEST_NUMBERS = 4096

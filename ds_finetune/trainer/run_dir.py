@@ -12,19 +12,19 @@ from pathlib import Path
 from ds_finetune.checkpoint.files import complete_steps
 from ds_finetune.checkpoint.locking import LOCK, remove_own_lock
 from ds_finetune.checkpoint.tools import CHECKPOINTS
+from ds_finetune.cluster.watchdog.death_cause import FOLDER
 from ds_finetune.config.schema import RunConfig, dump_config
+from ds_finetune.config.units import GIB
 from ds_finetune.errors import OutputError
-from ds_finetune.estimate.states import DiskNeed
 from ds_finetune.export.output_folder import as_output_errors, check_out_empty
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.observers.writers import line_of
+from ds_finetune.plan.estimate.states import DiskNeed
 from ds_finetune.plan.plan import Plan
 from ds_finetune.runs.folder import PLAN
 from ds_finetune.runs.status import read_object
+from ds_finetune.system.whole_file import replace_file
 from ds_finetune.trainer.memory_rows import ROWS
-from ds_finetune.units import GIB
-from ds_finetune.watchdog.death_cause import FOLDER
-from ds_finetune.whole_file import replace_file
 
 _LOGS = (".log", ".out", ".err")
 """Endings of files to which a shell or a scheduler writes what a run prints; no run writes such a file itself."""

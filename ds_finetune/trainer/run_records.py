@@ -16,17 +16,17 @@ from typing import Any
 import torch
 
 from ds_finetune.checkpoint.run_state import versions
+from ds_finetune.cluster.watchdog.progress import RankProgress
+from ds_finetune.console.phase_line import Say
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.export.verify.verify import VerificationResult
 from ds_finetune.observers.record import StepRecord
-from ds_finetune.phase_line import Say
-from ds_finetune.report.write import try_run_report
+from ds_finetune.runs.report.write import try_run_report
 from ds_finetune.trainer.batches import mixture_lines
 from ds_finetune.trainer.prepare import PreparedRun
 from ds_finetune.trainer.preview import count_lines, document_title, marked_spans
 from ds_finetune.trainer.run_dir import prepare_run_folder
 from ds_finetune.trainer.run_status import StatusKeeper
-from ds_finetune.watchdog.progress import RankProgress
 
 _SAMPLES = 4
 """Documents, pairs or examples of each source of the training data that are recorded."""

@@ -11,14 +11,14 @@ from dataclasses import replace
 from io import FileIO
 from pathlib import Path
 
+from ds_finetune.cluster.watchdog.progress import RankProgress
+from ds_finetune.console.phase_line import Say
 from ds_finetune.export.verify.verify import VerificationResult
-from ds_finetune.hosts.processes import began_at, own_pid_namespace
 from ds_finetune.observers.line_file import append_whole
 from ds_finetune.observers.outage import Outage
-from ds_finetune.phase_line import Say
 from ds_finetune.runs.folder import LOG
 from ds_finetune.runs.status import ALIVE_SECONDS, RunStatus, State, mark_ended, write_running
-from ds_finetune.watchdog.progress import RankProgress
+from ds_finetune.system.processes import began_at, own_pid_namespace
 
 _MOST_WAITING = 1_000
 

@@ -9,21 +9,21 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from ds_finetune.cluster.watchdog.collectives import observe_collectives
+from ds_finetune.cluster.watchdog.device import device_progress
+from ds_finetune.cluster.watchdog.monitor import Monitor, start_monitor
+from ds_finetune.cluster.watchdog.progress import HangLimits, RankProgress
+from ds_finetune.config.schedule import seconds_of
 from ds_finetune.config.schema import WatchdogConfig
-from ds_finetune.engine.default_group import meet, process_group
+from ds_finetune.console.phase_line import Say
 from ds_finetune.engine.devices import exchange
-from ds_finetune.engine.prepare_ops import build_ops, use_cores
-from ds_finetune.phase_line import Say
-from ds_finetune.schedule import seconds_of
+from ds_finetune.engine.groups.default_group import meet, process_group
+from ds_finetune.engine.ops.prepare_ops import build_ops, use_cores
 from ds_finetune.trainer.forecast import forecast_lines
 from ds_finetune.trainer.memory_report import explain_out_of_memory
 from ds_finetune.trainer.micro_batch import decide_micro_batch
 from ds_finetune.trainer.prepare import PreparedRun
 from ds_finetune.trainer.run_dir import remove_empty_on_failure
-from ds_finetune.watchdog.collectives import observe_collectives
-from ds_finetune.watchdog.device import device_progress
-from ds_finetune.watchdog.monitor import Monitor, start_monitor
-from ds_finetune.watchdog.progress import HangLimits, RankProgress
 from ds_finetune.world import World
 
 

@@ -13,6 +13,7 @@ import torch
 from ds_finetune.config.objectives import DistillObjective
 from ds_finetune.config.parallel import ParallelConfig
 from ds_finetune.config.schema import RunConfig
+from ds_finetune.console.phase_line import PhaseLine, Say
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.rows import Row
 from ds_finetune.data.scores import (
@@ -28,14 +29,13 @@ from ds_finetune.data.scores import (
 from ds_finetune.engine.attention_kernel import packs_documents
 from ds_finetune.engine.devices import choose_device, device_of_rank
 from ds_finetune.errors import ConfigError
-from ds_finetune.model.build import resolve_folder
-from ds_finetune.model.dtypes import PRECISION_DTYPES
-from ds_finetune.model.forward_rows import find_supervised
-from ds_finetune.model.model_plan import ModelPlan, plan_model
-from ds_finetune.model.soft_targets import top_log_probs
-from ds_finetune.model.teacher import HiddenStates, Teacher, load_teacher
-from ds_finetune.model.weights import weights_digest
-from ds_finetune.phase_line import PhaseLine, Say
+from ds_finetune.model.build.dtypes import PRECISION_DTYPES
+from ds_finetune.model.build.model_plan import ModelPlan, plan_model
+from ds_finetune.model.build.skeleton import resolve_folder
+from ds_finetune.model.loss.forward_rows import find_supervised
+from ds_finetune.model.loss.soft_targets import top_log_probs
+from ds_finetune.model.loss.teacher import HiddenStates, Teacher, load_teacher
+from ds_finetune.model.weights.load import weights_digest
 from ds_finetune.plan.distillation import check_teacher
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.trainer.inputs import RunInputs, model_config, read_inputs, try_generic_type

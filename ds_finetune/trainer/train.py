@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from ds_finetune.cluster.watchdog.monitor import Monitor
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.errors import RunError
@@ -36,7 +37,6 @@ from ds_finetune.trainer.resume import (
 from ds_finetune.trainer.run_records import begin_run_folder, record_end, report_failure
 from ds_finetune.trainer.run_status import RunLog, StatusKeeper, keep_status
 from ds_finetune.trainer.startup import finish_plan, open_process_group, report_errors, start_watchdog
-from ds_finetune.watchdog.monitor import Monitor
 from ds_finetune.world import World, check_deepspeed_hostfile
 
 Announce = Callable[[PreparedRun], None]

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import ds_finetune
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.devices import exchange
-from ds_finetune.process_messages import MessageReader, decode, encode
+from ds_finetune.system.process_messages import MessageReader, decode, encode
 from ds_finetune.trainer.trial_messages import DONE, ENDED, FAILED, OUT_OF_MEMORY, TrialEnd, TrialRequest
 from ds_finetune.world import World
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from ds_finetune.process_messages import ProcessMessage
+from ds_finetune.system.process_messages import ProcessMessage
 from ds_finetune.world import World
 
 DONE, OUT_OF_MEMORY, FAILED, ENDED = "done", "out_of_memory", "failed", "ended"

@@ -23,20 +23,20 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 
+from ds_finetune.cluster.watchdog.report import is_secondary
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.engine.default_group import PortInUseError, meet, process_group
+from ds_finetune.console.phase_line import say_nothing
+from ds_finetune.console.quiet import quiet_packages
 from ds_finetune.engine.device_memory import PeakMemory, is_out_of_memory
 from ds_finetune.engine.devices import exchange
-from ds_finetune.engine.prepare_ops import build_ops, use_cores
+from ds_finetune.engine.groups.default_group import PortInUseError, meet, process_group
+from ds_finetune.engine.ops.prepare_ops import build_ops, use_cores
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.errors import FinetuneError
-from ds_finetune.phase_line import say_nothing
-from ds_finetune.process_messages import decode, send
-from ds_finetune.quiet import quiet_packages
+from ds_finetune.system.process_messages import decode, send
 from ds_finetune.trainer.prepare import prepare_run
 from ds_finetune.trainer.trial_messages import DONE, FAILED, OUT_OF_MEMORY, TrialEnd, TrialRequest
 from ds_finetune.trainer.trial_rows import trial_batches
-from ds_finetune.watchdog.report import is_secondary
 from ds_finetune.world import World
 
 _STEPS = 2

@@ -22,13 +22,13 @@ from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.saver import Saver
 from ds_finetune.cli.main import exit_process
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.engine.default_group import process_group
 from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.engine import Engine
+from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.families.tiny import DENSE
 from ds_finetune.plan.plan import make_plan
-from ds_finetune.selftest.cells import Cell, run_tree
+from ds_finetune.reference.selftest.cells import Cell, run_tree
 from ds_finetune.world import World
 from tests.checkpoint.layouts import LR, batches
 from tests.planning import model_of

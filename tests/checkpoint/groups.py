@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import torch
 
-from ds_finetune.engine.state import Slice, StateGroup
+from ds_finetune.engine.state.state import Slice, StateGroup
 
 
 def reading(held: Mapping[Slice, torch.Tensor]) -> StateGroup:

@@ -11,7 +11,7 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.batches import Batch, BatchPlan, training_batches
 from ds_finetune.engine.engine import Engine
 from ds_finetune.families.tiny import DENSE
-from ds_finetune.selftest.cells import ROW_LEN, Cell, hf_config, rows, run_tree
+from ds_finetune.reference.selftest.cells import ROW_LEN, Cell, hf_config, rows, run_tree
 
 BEFORE, AFTER = 2, 3
 """Steps before a save and after it, beyond the end of the first epoch (four steps, packed two)."""

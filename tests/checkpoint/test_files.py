@@ -47,7 +47,7 @@ from ds_finetune.checkpoint.tools import (
     verify_checkpoint,
 )
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.engine.state import Slice, StateGroup, loss_scale, restore_loss_scale, scaler_of
+from ds_finetune.engine.state.state import Slice, StateGroup, loss_scale, restore_loss_scale, scaler_of
 from ds_finetune.errors import CheckpointError
 from ds_finetune.export.readers.checkpoint import CheckpointSource
 from ds_finetune.export.readers.sources import open_checkpoint

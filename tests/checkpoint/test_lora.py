@@ -13,9 +13,9 @@ from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.same_run import RunIdentity, changes_since_checkpoint
 from ds_finetune.config.schema import LoraConfig, RunConfig
 from ds_finetune.errors import CheckpointError
-from ds_finetune.model.adapter_names import is_adapter
-from ds_finetune.model.lora_plan import plan_lora
-from ds_finetune.selftest.cells import hf_config
+from ds_finetune.model.adapters.adapter_names import is_adapter
+from ds_finetune.model.adapters.lora_plan import plan_lora
+from ds_finetune.reference.selftest.cells import hf_config
 from tests.checkpoint.layouts import Layout
 from tests.checkpoint.test_layouts import assert_goes_on, name_of, run
 

@@ -12,15 +12,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ds_finetune import __version__, console
+from ds_finetune import __version__
 from ds_finetune.cli import evaluate
 from ds_finetune.cli import main as cli
+from ds_finetune.cli.demo_files import questions, write_demo
 from ds_finetune.config.schema import read_config
+from ds_finetune.console import tables as console
+from ds_finetune.console.phase_line import CLEAR_LINE
 from ds_finetune.data.row_kind import DIALOGUE
 from ds_finetune.data.samples import read_row
-from ds_finetune.demo import questions, write_demo
 from ds_finetune.errors import ConfigError, DataError, RunError
-from ds_finetune.phase_line import CLEAR_LINE
 from tests.conftest import ROOT
 
 
@@ -353,7 +354,7 @@ def test_numbers_out_of_range_are_wrong_usage(command: str, message: str, capsys
 
 
 def test_a_run_ends_by_printing_the_next_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from ds_finetune.console import show_next
+    from ds_finetune.trainer.show import show_next
     from ds_finetune.trainer.train import Report
 
     export = tmp_path / "my run" / "export"

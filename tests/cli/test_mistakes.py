@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import ds_finetune
+from ds_finetune.cli.demo_files import write_demo
 from ds_finetune.cli.main import main
-from ds_finetune.demo import write_demo
 from ds_finetune.errors import FinetuneError
 
 OVERRIDES: tuple[tuple[str, str], ...] = (
@@ -90,7 +90,7 @@ OVERRIDES: tuple[tuple[str, str], ...] = (
     ("data.streaming=maybe", "`data.streaming` is 'maybe'"),
     ("data.packing=2", "`data.packing` is 2"),
     ("data.separator=5", "`data.separator` is 5"),
-    ("data.bad_rows=ignore", "unknown key `data.bad_rows`"),
+    ("data.bad_rows=ignore", "`data.bad_rows` is 'ignore'"),
     ("objective=grpo", "`objective` is 'grpo'"),
     ("objective=DPO", "`objective` is 'DPO'"),
     ("objective=classification", "`eval.generate.max_new_tokens` is 24 and has no effect"),

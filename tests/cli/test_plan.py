@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from ds_finetune.bench import cpu_rates
 from ds_finetune.cli.main import main
-from ds_finetune.estimate.time_assumptions import AGAINST_PUBLISHED, UNCONFIRMED
+from ds_finetune.plan.estimate.time_assumptions import AGAINST_PUBLISHED, UNCONFIRMED
+from ds_finetune.reference.bench import cpu_rates
 from tests.conftest import ROOT
-from tests.estimate.test_cpu_machine import RATES
+from tests.plan.estimate.test_cpu_machine import RATES
 
 V3 = "configs/deepseek-ai--DeepSeek-V3"
 

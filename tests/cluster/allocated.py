@@ -4,8 +4,8 @@ import json
 import os
 import sys
 
-from ds_finetune.hostfile import Host
-from ds_finetune.launch.schedulers import Job, srun_command, starting_environment
+from ds_finetune.cluster.launch.schedulers import Job, srun_command, starting_environment
+from ds_finetune.config.hostfile import Host
 
 if __name__ == "__main__":
     values = json.loads(sys.argv[1])

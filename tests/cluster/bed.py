@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ds_finetune.hostfile import Host
+from ds_finetune.config.hostfile import Host
 
 NETWORK = "10.77.0"
 INTERFACE = "e0"

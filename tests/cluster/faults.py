@@ -21,7 +21,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ds_finetune.launch.process_tags import TAG_VARIABLE
+from ds_finetune.cluster.launch.process_tags import TAG_VARIABLE
 from tests.cluster.bed import Bed
 from tests.running import tiny_task
 
@@ -173,7 +173,7 @@ def fault_task(folder: Path, **sections: Any) -> Path:
 
 def kill_rank(run: Launched) -> None:
     """As the system does to a process when memory runs out."""
-    os.kill(run.processes(VICTIM, "ds_finetune.worker")[-1], signal.SIGKILL)
+    os.kill(run.processes(VICTIM, "ds_finetune.cluster.worker")[-1], signal.SIGKILL)
 
 
 def kill_node_launcher(run: Launched) -> None:
@@ -184,7 +184,7 @@ def kill_node_launcher(run: Launched) -> None:
 
 def kill_supervisor(run: Launched) -> None:
     """The supervisor of a host."""
-    os.kill(run.processes(VICTIM, "ds_finetune.launch.supervisor")[-1], signal.SIGKILL)
+    os.kill(run.processes(VICTIM, "ds_finetune.cluster.launch.supervisor")[-1], signal.SIGKILL)
 
 
 def kill_connection(run: Launched) -> None:
@@ -223,7 +223,7 @@ def use_up_memory(run: Launched) -> None:
     group = Path(_MEMORY) / f"ds-finetune-{os.getpid()}"
     group.mkdir(exist_ok=True)
     (group / "memory.limit_in_bytes").write_text("65536")
-    (group / "cgroup.procs").write_text(str(run.processes(VICTIM, "ds_finetune.worker")[-1]))
+    (group / "cgroup.procs").write_text(str(run.processes(VICTIM, "ds_finetune.cluster.worker")[-1]))
 
 
 _MEMORY = "/sys/fs/cgroup/memory"

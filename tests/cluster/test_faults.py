@@ -100,9 +100,9 @@ def test_a_lost_host_is_done_without_until_it_is_back(bed: Bed, task: Path, undi
         run.wait_for("resuming from")
         run.wait_for_step(run.step() + 5)
         assert "left out: 10.77.0.2" in run.said()
-        assert not run.processes(VICTIM, "ds_finetune.worker")
+        assert not run.processes(VICTIM, "ds_finetune.cluster.worker")
         repair(bed, "cable pulled")
-        run.bed.run(1, ["kill", "-9", str(run.processes(1, "ds_finetune.worker")[-1])], timeout=10)
+        run.bed.run(1, ["kill", "-9", str(run.processes(1, "ds_finetune.cluster.worker")[-1])], timeout=10)
         assert run.process.wait(PATIENCE_SECONDS) == 0, run.said()
         assert run.said().count(f"started on {bed.hosts[1].address}") == 2
         assert _losses(run) == pytest.approx(undisturbed, abs=TOLERANCE)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ds_finetune.launch.emit import EmitRequest, render_file
+from ds_finetune.cluster.launch.emit import EmitRequest, render_file
 from tests.cluster.bed import Bed
 from tests.cluster.training import ZERO3, Started, job_on, losses_of_two_ranks, name_hosts, started, traveling
 from tests.running import metrics, tiny_task

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from ds_finetune.hostfile import Host
-from ds_finetune.launch.emit import EmitRequest, render_file
-from ds_finetune.launch.schedulers import Job
+from ds_finetune.cluster.launch.emit import EmitRequest, render_file
+from ds_finetune.cluster.launch.schedulers import Job
+from ds_finetune.config.hostfile import Host
 from tests.cluster.bed import Bed
 from tests.cluster.slurm import Slurm, allocate, why_no_slurm
 from tests.cluster.training import ZERO3, job_on, losses_of_two_ranks, ranks_of, started, traveling

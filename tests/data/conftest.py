@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from ds_finetune.cli.demo_files import write_demo
 from ds_finetune.data.tokenizer_files import load_tokenizer
-from ds_finetune.demo import write_demo
 
 
 @pytest.fixture(scope="session")

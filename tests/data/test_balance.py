@@ -14,7 +14,7 @@ from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.families.tiny import VOCAB
 from ds_finetune.plan.model_shape import Shape
 from ds_finetune.plan.row_cost import RowCost
-from ds_finetune.selftest.cells import TINY_MODELS
+from ds_finetune.reference.selftest.cells import TINY_MODELS
 
 LONG_TAIL = np.random.default_rng(3).lognormal(0.0, 1.0, size=256)
 

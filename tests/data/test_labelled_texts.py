@@ -20,7 +20,7 @@ from ds_finetune.data.row_kind import RowKind
 from ds_finetune.data.stream import open_stream, streaming_batches
 from ds_finetune.data.tokenizer_files import is_encoder_tokenizer, load_tokenizer
 from ds_finetune.errors import ConfigError, DataError
-from ds_finetune.labels import IGNORE_INDEX
+from ds_finetune.objectives.labels import IGNORE_INDEX
 
 
 @pytest.fixture(scope="module")

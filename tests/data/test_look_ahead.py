@@ -5,7 +5,7 @@ import pytest
 
 from ds_finetune.data.batches import BatchPlan, Position, make_batch
 from ds_finetune.data.rows import Row
-from ds_finetune.labels import IGNORE_INDEX
+from ds_finetune.objectives.labels import IGNORE_INDEX
 
 NONE = IGNORE_INDEX
 DOCUMENTS = ([11, 12, 13, 14], [21], [31, 32], [41, 42, 43])

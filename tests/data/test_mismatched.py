@@ -12,7 +12,7 @@ from ds_finetune.data.mismatched import MismatchedAnswers
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.row_kind import RowKind
 from ds_finetune.errors import DataError
-from ds_finetune.labels import IGNORE_INDEX
+from ds_finetune.objectives.labels import IGNORE_INDEX
 
 MAX_SEQ_LEN = 16
 Example = tuple[list[int], list[int]]

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ds_finetune.cli.demo_files import write_demo
 from ds_finetune.config.schema import DataConfig
 from ds_finetune.data.batches import BatchPlan, Position, training_batches
 from ds_finetune.data.mixture import Mixture
 from ds_finetune.data.prepare import TokenLimits, prepare_rows
 from ds_finetune.data.rows import Row, empty_row
 from ds_finetune.data.tokenizer_files import load_tokenizer
-from ds_finetune.demo import write_demo
 from ds_finetune.errors import DataError
 
 MIXTURES = [

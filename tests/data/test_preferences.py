@@ -20,7 +20,7 @@ from ds_finetune.data.samples import read_row
 from ds_finetune.data.stream import open_stream, streaming_batches
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.errors import DataError
-from ds_finetune.labels import IGNORE_INDEX
+from ds_finetune.objectives.labels import IGNORE_INDEX
 from ds_finetune.objectives.table import make_objective
 
 PAIRS, MARKED = RowKind.of(RewardObjective(name="reward")), RowKind.of(KtoObjective(name="kto"))

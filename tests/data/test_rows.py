@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from ds_finetune.cli.demo_files import write_demo
 from ds_finetune.config.schema import DataConfig
 from ds_finetune.data.batches import BatchPlan, eval_batches, training_batches
 from ds_finetune.data.documents import Counts
@@ -25,9 +26,8 @@ from ds_finetune.data.row_kind import KindName, RowKind
 from ds_finetune.data.row_report import row_notes
 from ds_finetune.data.rows import Row
 from ds_finetune.data.tokenizer_files import load_tokenizer
-from ds_finetune.demo import write_demo
 from ds_finetune.errors import ConfigError, DataError, RunError
-from ds_finetune.labels import IGNORE_INDEX
+from ds_finetune.objectives.labels import IGNORE_INDEX
 
 LIMITS = TokenLimits(max_seq_len=64, vocab_size=128)
 

@@ -12,8 +12,8 @@ import pytest
 
 from ds_finetune.data.sources import find_sources, read_records
 from ds_finetune.errors import DataError, ModelError
-from ds_finetune.hub_access import hub_problem
-from ds_finetune.model.build import resolve_folder
+from ds_finetune.foreign.hub_access import hub_problem
+from ds_finetune.model.build.skeleton import resolve_folder
 
 
 def rows_of(path: str, purpose: str) -> list[str]:
@@ -137,7 +137,7 @@ def test_a_hub_that_does_not_answer_is_an_error_within_seconds(monkeypatch: pyte
     """A server that accepts connections and never answers, as behind a firewall: one probe for model, tokenizer and data."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
-        monkeypatch.setattr("ds_finetune.hub_access._REQUEST_SECONDS", 0.5)
+        monkeypatch.setattr("ds_finetune.foreign.hub_access._REQUEST_SECONDS", 0.5)
         began = time.monotonic()
         with pytest.raises(
             ModelError, match=r"neither a folder nor in the hub's cache .*, and http://127.* cannot be reached"

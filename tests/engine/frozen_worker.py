@@ -16,13 +16,13 @@ from transformers import AutoConfig
 
 from ds_finetune.cli.main import exit_process
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.engine.default_group import process_group
 from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.engine import Engine
+from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.plan.plan import make_plan
-from ds_finetune.selftest import compare
-from ds_finetune.selftest.cells import TINY_MODELS, Cell, run_tree
+from ds_finetune.reference.selftest import compare
+from ds_finetune.reference.selftest.cells import TINY_MODELS, Cell, run_tree
 from ds_finetune.trainer.prepare import freeze_parameters
 from ds_finetune.world import World
 from tests.planning import model_of

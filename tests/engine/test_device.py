@@ -18,20 +18,20 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.batches import eval_batches, training_batches
 from ds_finetune.engine import router_balance
 from ds_finetune.engine import start_engine as start
-from ds_finetune.engine.collectives import all_gather_object, all_gather_scalar, all_reduce_max
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.generation import GenerationLimits
-from ds_finetune.engine.process_groups import Groups
-from ds_finetune.model import packed_attention
-from ds_finetune.model.loss import TrainedModel
-from ds_finetune.model.model_plan import plan_model
+from ds_finetune.engine.groups.collectives import all_gather_object, all_gather_scalar, all_reduce_max
+from ds_finetune.engine.groups.process_groups import Groups
+from ds_finetune.model.attention import packed_attention
+from ds_finetune.model.build.model_plan import plan_model
+from ds_finetune.model.loss.token_loss import TrainedModel
 from ds_finetune.model.parallel.expert import ExpertParallelGroup
 from ds_finetune.model.parallel.pipeline import PipelineGroup
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
 from ds_finetune.model.parallel.tensor import TensorParallelGroup
 from ds_finetune.plan.plan import Plan, make_plan
-from ds_finetune.selftest.cells import Cell, enlarged_config, hf_config, rows, run_tree
-from ds_finetune.selftest.steps import batch_plan
+from ds_finetune.reference.selftest.cells import Cell, enlarged_config, hf_config, rows, run_tree
+from ds_finetune.reference.selftest.steps import batch_plan
 from ds_finetune.world import World
 from tests.device_checks import DEVICE, CpuTensor, ImaginaryGroup, OnDevice, on_device
 from tests.model.plain_varlen import plain_varlen_attn
@@ -201,7 +201,7 @@ def test_parts_of_experts_join_in_their_places() -> None:
 
 
 def test_moments_of_an_offloaded_optimizer_are_joined() -> None:
-    """As selftest/steps.py reads them."""
+    """As reference/selftest/steps.py reads them."""
     with engine_on_device("tp 2 x ep 2") as (engine, _):
         params = {
             name: param for name, param in engine.lm.named_parameters() if "experts" in name or "q_b_proj" in name

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from ds_finetune.config.units import GIB, MIB
 from ds_finetune.engine.device_memory import PeakMemory, is_out_of_memory, read_device_memory
-from ds_finetune.units import GIB, MIB
 from ds_finetune.world import World
 
 

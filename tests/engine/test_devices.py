@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from ds_finetune.engine import devices
-from ds_finetune.engine.default_group import process_group
 from ds_finetune.engine.devices import (
     check_same_devices,
     choose_device,
@@ -22,6 +21,7 @@ from ds_finetune.engine.devices import (
     present_gpus,
     visible_device,
 )
+from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.errors import ConfigError, LaunchError, RunError
 from ds_finetune.world import World
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from ds_finetune.auto_configs import AutoConfig
-from ds_finetune.selftest.cells import TINY_MODELS, Cell, run_tree
-from ds_finetune.selftest.compare import write_model
+from ds_finetune.foreign.auto_configs import AutoConfig
+from ds_finetune.reference.selftest.cells import TINY_MODELS, Cell, run_tree
+from ds_finetune.reference.selftest.compare import write_model
 from tests.lora_twin import lora_tree
 from tests.parity.mtp_cells import write_mtp_model
 from tests.parity.reference import asked_for

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from ds_finetune.selftest.cells import hf_config
+from ds_finetune.reference.selftest.cells import hf_config
 from tests.engine.logits_worker import LAYOUTS, PROMPTS
 from tests.running import start, torchrun
 

@@ -15,14 +15,14 @@ from ds_finetune.cli.main import exit_process
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.batches import Batch, training_batches
 from ds_finetune.engine import rank_rows
-from ds_finetune.engine.collectives import all_gather_object
-from ds_finetune.engine.default_group import process_group
 from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.engine import Engine
+from ds_finetune.engine.groups.collectives import all_gather_object
+from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.plan.plan import Plan, make_plan
-from ds_finetune.selftest.cells import rows
-from ds_finetune.selftest.steps import batch_plan, whole_batch
+from ds_finetune.reference.selftest.cells import rows
+from ds_finetune.reference.selftest.steps import batch_plan, whole_batch
 from ds_finetune.world import World
 from tests.host_waits import imagined_accelerator
 from tests.planning import model_of

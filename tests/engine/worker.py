@@ -15,18 +15,18 @@ from typing import Any
 import torch
 
 from ds_finetune.cli.main import exit_process
+from ds_finetune.config.schedule import LrSchedule
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.batches import Batch, training_batches
-from ds_finetune.engine.default_group import process_group
 from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.engine import Engine
+from ds_finetune.engine.groups.default_group import process_group
+from ds_finetune.engine.patches.deepspeed_engine import gradients_reduced_at_end
 from ds_finetune.engine.start_engine import start_engine
-from ds_finetune.model.mtp import mtp_layers
-from ds_finetune.patches.deepspeed_engine import gradients_reduced_at_end
+from ds_finetune.model.mtp.layer import mtp_layers
 from ds_finetune.plan.plan import make_plan
-from ds_finetune.schedule import LrSchedule
-from ds_finetune.selftest.cells import SAMPLES, Cell, rows, run_tree
-from ds_finetune.selftest.steps import batch_plan
+from ds_finetune.reference.selftest.cells import SAMPLES, Cell, rows, run_tree
+from ds_finetune.reference.selftest.steps import batch_plan
 from ds_finetune.trainer.loop import training_steps
 from ds_finetune.world import World
 from tests.planning import model_of

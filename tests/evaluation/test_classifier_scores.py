@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from ds_finetune import api
 from ds_finetune.cli.main import main
 from ds_finetune.errors import ConfigError
-from ds_finetune.model.score_config import SETTINGS
+from ds_finetune.model.loss.score_config import SETTINGS
 from tests.export.classifiers import CLASSES, EOS, WORDS, classifier, write_tokenizer
 
 NUMBERS = {word: number for number, word in enumerate(WORDS, start=4)}

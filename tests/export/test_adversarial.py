@@ -23,8 +23,8 @@ from ds_finetune.config.schema import LoraConfig
 from ds_finetune.errors import OutputError
 from ds_finetune.export.adapter import AdapterBase, write_adapter
 from ds_finetune.families.table import family_of
-from ds_finetune.model.lora import Factors
-from ds_finetune.model.weights import weights_digest
+from ds_finetune.model.adapters.lora import Factors
+from ds_finetune.model.weights.load import weights_digest
 from tests.conftest import ROOT
 from tests.model.fp8_folder import V3, master, publish
 from tests.running import start

@@ -16,10 +16,10 @@ from ds_finetune.export.convert import convert_source
 from ds_finetune.export.folder import FolderParts
 from ds_finetune.export.source import fit_source, read_model_spec
 from ds_finetune.families.table import family_of
-from ds_finetune.model.names import hub_pieces
+from ds_finetune.model.weights.names import hub_pieces
 from tests.json_files import read_json
-from tests.model.test_weights import published
 from tests.model.tiny import CONFIGS
+from tests.model.weights.test_weights import published
 from tests.running import start
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

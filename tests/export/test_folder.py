@@ -9,14 +9,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from ds_finetune.config.units import parse_bytes
 from ds_finetune.errors import ExportError
 from ds_finetune.export.folder import FolderParts, write_folder
 from ds_finetune.families.table import family_of
-from ds_finetune.model.names import hub_pieces
-from ds_finetune.units import parse_bytes
+from ds_finetune.model.weights.names import hub_pieces
 from tests.json_files import read_json
-from tests.model.test_weights import published
 from tests.model.tiny import CONFIGS
+from tests.model.weights.test_weights import published
 
 
 def tensors_of(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:

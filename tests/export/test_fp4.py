@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 from ds_finetune.cli.main import main
 from ds_finetune.errors import ExportError, ModelError
 from ds_finetune.export.from_checkpoint import export_checkpoint
-from ds_finetune.model.build import read_hf_config
-from ds_finetune.model.hub_folder import HubFolder
+from ds_finetune.model.build.hub_folder import HubFolder
+from ds_finetune.model.build.skeleton import read_hf_config
 from tests.model.fp4_folder import decoded_fp4, publish_v4
 from tests.model.fp8_folder import decoded, read_all
 

@@ -19,7 +19,7 @@ from ds_finetune.export.verify.record import UNVERIFIED, ExportRecord, sampled_l
 from ds_finetune.export.verify.verify import VerificationResult, verify_exports
 from tests.export.rewriting import rewrite
 from tests.model.fp8_folder import V3, decoded, dequantised, in_fp8, is_published_in_fp8, master, publish, read_all
-from tests.model.test_weights import published
+from tests.model.weights.test_weights import published
 
 SCALE = "model.layers.1.self_attn.kv_a_proj_with_mqa.weight_scale_inv"
 

@@ -28,8 +28,8 @@ from ds_finetune.export.verify.record import UNVERIFIED, ExportRecord
 from ds_finetune.export.verify.tensors import read_tensor_table
 from ds_finetune.export.verify.verify import verify_exports
 from ds_finetune.families.table import family_of
-from ds_finetune.model.lora import Factors
-from ds_finetune.model.weights import weights_digest
+from ds_finetune.model.adapters.lora import Factors
+from ds_finetune.model.weights.load import weights_digest
 from tests.model.fp8_folder import (
     V3,
     coded,
@@ -42,7 +42,7 @@ from tests.model.fp8_folder import (
     read_all,
     with_other_scales,
 )
-from tests.model.test_weights import published
+from tests.model.weights.test_weights import published
 from tests.running import metrics, start, tiny_task
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

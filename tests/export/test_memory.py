@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ds_finetune.config.schema import LoraConfig
 from ds_finetune.export.adapter import AdapterBase, write_adapter
 from ds_finetune.families.table import family_of
-from ds_finetune.model.lora import Factors
+from ds_finetune.model.adapters.lora import Factors
 from tests.running import start
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from ds_finetune.cli.main import main
 from ds_finetune.errors import ModelError
-from ds_finetune.model.build import read_hf_config
+from ds_finetune.model.build.skeleton import read_hf_config
 from tests.model.fp8_folder import V3, dequantised, in_fp8, master, publish, read_all
 from tests.running import start
 

@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from ds_finetune.cli.main import main
 from ds_finetune.config.schema import read_config
-from ds_finetune.console import show_verifications
 from ds_finetune.errors import ExportError
 from ds_finetune.export.folder import FolderParts, has_same_weights, link_folder, write_folder
 from ds_finetune.export.interruption import SignalInterruption
@@ -29,10 +28,11 @@ from ds_finetune.export.verify.tensors import in_ranges, read_tensor_table
 from ds_finetune.export.verify.verify import VerificationResult, verify_exports
 from ds_finetune.families.table import family_of
 from ds_finetune.trainer.exports import verify_run_exports
+from ds_finetune.trainer.show import show_verifications
 from tests.export.rewriting import rewrite
 from tests.export.test_folder import specs_of, tensors_of
 from tests.json_files import change_json, read_json
-from tests.model.test_weights import published
+from tests.model.weights.test_weights import published
 from tests.running import tiny_task
 
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"

@@ -10,14 +10,14 @@ import torch
 from transformers import AutoConfig
 
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.engine.parameter_tags import parameter_groups
+from ds_finetune.engine.state.parameter_tags import parameter_groups
 from ds_finetune.errors import FinetuneError
 from ds_finetune.families.tiny import GPT_OSS
-from ds_finetune.model.build import build_skeleton
-from ds_finetune.model.model_plan import plan_model
+from ds_finetune.model.build.model_plan import plan_model
+from ds_finetune.model.build.skeleton import build_skeleton
 from ds_finetune.plan.combinations import check_divides, check_optimizer
 from ds_finetune.plan.mesh import Mesh
-from ds_finetune.selftest.cells import Cell, run_tree
+from ds_finetune.reference.selftest.cells import Cell, run_tree
 
 CONFIG: Any = AutoConfig.for_model("gpt_oss", **GPT_OSS)
 

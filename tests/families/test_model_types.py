@@ -9,10 +9,10 @@ from safetensors.torch import load_file
 from transformers import AutoConfig as PlainAutoConfig
 from transformers import AutoModelForCausalLM as PlainAutoModel
 
-from ds_finetune.auto_configs import AutoConfig
-from ds_finetune.auto_models import AutoModelForCausalLM, AutoModelForSequenceClassification
 from ds_finetune.families.table import BUILT_AS
-from ds_finetune.selftest.cells import hf_config
+from ds_finetune.foreign.auto_configs import AutoConfig
+from ds_finetune.foreign.auto_models import AutoModelForCausalLM, AutoModelForSequenceClassification
+from ds_finetune.reference.selftest.cells import hf_config
 from tests.conftest import ROOT
 
 AUTO_CLASSES = {"AutoConfig", "AutoModelForCausalLM", "AutoModelForSequenceClassification", "AutoTokenizer"}

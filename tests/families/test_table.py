@@ -12,7 +12,7 @@ from ds_finetune.export.onnx.encoders import ENCODER_GRAPHS
 from ds_finetune.export.onnx.experts import ROUTERS
 from ds_finetune.families.family import Family
 from ds_finetune.families.table import FAMILIES, STANDARD_SELFTEST, family_of
-from ds_finetune.selftest.cells import TINY_MODELS, hf_config
+from ds_finetune.reference.selftest.cells import TINY_MODELS, hf_config
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.model_type)

@@ -12,8 +12,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
 from ds_finetune.errors import ModelError
 from ds_finetune.families.table import FAMILIES
-from ds_finetune.model.build import check_logits, check_vocabulary, model_class
-from ds_finetune.model.generic_check import check_trial, try_model_type
+from ds_finetune.model.build.generic_check import check_trial, try_model_type
+from ds_finetune.model.build.skeleton import check_logits, check_vocabulary, model_class
 
 ROW_TOKENS = 2048
 """`train.max_seq_len` of the table."""

@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ds_finetune.auto_configs import AutoConfig as OwnConfig
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.export.from_checkpoint import export_checkpoint
 from ds_finetune.export.model_config import served_config
 from ds_finetune.families.table import BUILT_AS, WITH_TINY_MODELS, family_of
-from ds_finetune.model.model_plan import ModelPlan
+from ds_finetune.foreign.auto_configs import AutoConfig as OwnConfig
+from ds_finetune.model.build.model_plan import ModelPlan
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.trainer.inputs import config_tree, make_model_plan, model_config, token_limits
 from ds_finetune.world import World

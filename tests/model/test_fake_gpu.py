@@ -10,21 +10,21 @@ import torch
 from torch import nn
 from torch.nn.attention import varlen
 
-from ds_finetune.auto_configs import AutoConfig
 from ds_finetune.config.schema import LoraConfig
 from ds_finetune.families.table import FAMILIES
-from ds_finetune.model.build import build_skeleton, whole
-from ds_finetune.model.cross_entropy import chunked_cross_entropy
-from ds_finetune.model.dtypes import PRECISION_DTYPES
-from ds_finetune.model.forward_rows import ForwardRows
-from ds_finetune.model.lora import AdapterPlacement, install_lora
-from ds_finetune.model.lora_plan import plan_lora
-from ds_finetune.model.loss import TrainedModel, install_loss_head
-from ds_finetune.model.tiled_mlp import install_tiled_mlps
+from ds_finetune.foreign.auto_configs import AutoConfig
+from ds_finetune.model.adapters.lora import AdapterPlacement, install_lora
+from ds_finetune.model.adapters.lora_plan import plan_lora
+from ds_finetune.model.build.dtypes import PRECISION_DTYPES
+from ds_finetune.model.build.skeleton import build_skeleton, whole
+from ds_finetune.model.loss.cross_entropy import chunked_cross_entropy
+from ds_finetune.model.loss.forward_rows import ForwardRows
+from ds_finetune.model.loss.token_loss import TrainedModel, install_loss_head
+from ds_finetune.model.memory.tiled_mlp import install_tiled_mlps
 from ds_finetune.plan.packed_attention import varlen_problem
-from ds_finetune.selftest.cells import TINY_MODELS
+from ds_finetune.reference.selftest.cells import TINY_MODELS
 from tests.fake_cuda import fake_cuda
-from tests.model.test_attention import CONFIGS, LENGTHS, WINDOW, WINDOWS
+from tests.model.attention.test_attention import CONFIGS, LENGTHS, WINDOW, WINDOWS
 
 MODELS = {**{name: {"model_type": name, **config} for name, config in CONFIGS.items()}, **TINY_MODELS}
 """The contents of config.json: a model of every family, and further ones."""

@@ -8,7 +8,7 @@ from huggingface_hub import constants
 
 from ds_finetune.errors import ModelError
 from ds_finetune.export.base_folder import find_base
-from ds_finetune.model.build import resolve_folder
+from ds_finetune.model.build.skeleton import resolve_folder
 
 COMMIT = "0" * 40
 READ = (

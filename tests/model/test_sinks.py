@@ -7,11 +7,11 @@ from transformers import AutoConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from ds_finetune.families.tiny import GPT_OSS
-from ds_finetune.model import attention
-from ds_finetune.model.attention import attend_by_document
-from ds_finetune.model.build import build_skeleton
-from ds_finetune.model.loss import TrainedModel
-from ds_finetune.model.weights import initialise_weights
+from ds_finetune.model.attention import by_document as attention
+from ds_finetune.model.attention.by_document import attend_by_document
+from ds_finetune.model.build.skeleton import build_skeleton
+from ds_finetune.model.loss.token_loss import TrainedModel
+from ds_finetune.model.weights.load import initialise_weights
 
 ROWS = ((5, 9, 2), (16,), (1, 1, 14))
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_finetune.console import OUT, show_line
+from ds_finetune.console.tables import OUT, show_line
 from ds_finetune.observers import outage, trackers
 from ds_finetune.observers.outage import Outage
 from ds_finetune.observers.progress import ProgressLine

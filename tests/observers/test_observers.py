@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from ds_finetune.config.schema import EvalConfig, RunConfig
+from ds_finetune.config.units import GIB
 from ds_finetune.data.batches import Batch, BatchPlan, MicroBatch, eval_batches
 from ds_finetune.data.rows import Row
 from ds_finetune.engine.results import HeldOutScores, StepResult
@@ -32,7 +33,6 @@ from ds_finetune.plan.plan import make_plan
 from ds_finetune.runs.samples import Sample
 from ds_finetune.trainer.evaluation import evaluation_functions
 from ds_finetune.trainer.loop import run_steps, step_values
-from ds_finetune.units import GIB
 from ds_finetune.world import World
 
 

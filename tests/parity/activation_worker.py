@@ -12,13 +12,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.start_engine import start_engine
-from ds_finetune.model.activation_offload import LayerInputOffload
-from ds_finetune.model.model_plan import ModelPlan
-from ds_finetune.model.tiled_mlp import tiled_modules
+from ds_finetune.model.build.model_plan import ModelPlan
+from ds_finetune.model.memory.activation_offload import LayerInputOffload
+from ds_finetune.model.memory.tiled_mlp import tiled_modules
 from ds_finetune.plan.activations import mlp_tiles
 from ds_finetune.plan.plan import Plan, make_plan
-from ds_finetune.selftest.cells import Cell, run_tree
-from ds_finetune.selftest.steps import take_steps
+from ds_finetune.reference.selftest.cells import Cell, run_tree
+from ds_finetune.reference.selftest.steps import take_steps
 from tests.lora_twin import lora_tree
 from tests.parity.serving import Launched, serve
 from tests.planning import model_of

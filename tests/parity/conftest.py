@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from ds_finetune.selftest.cells import TINY_MODELS, hf_config
-from ds_finetune.selftest.compare import write_model
+from ds_finetune.reference.selftest.cells import TINY_MODELS, hf_config
+from ds_finetune.reference.selftest.compare import write_model
 
 
 @pytest.fixture(scope="session")

@@ -16,9 +16,9 @@ from ds_finetune.config.schema import LoraConfig
 from ds_finetune.data.rows import Row, RowDocuments
 from ds_finetune.data.scores import DocumentScores, ScoreIdentity, StoredScores, write_manifest, write_shard
 from ds_finetune.families.tiny import VOCAB
-from ds_finetune.labels import IGNORE_INDEX
-from ds_finetune.selftest.cells import TINY_MODELS, Cell, hf_config, rows, samples
-from ds_finetune.selftest.reference_loop import Steps, adamw
+from ds_finetune.objectives.labels import IGNORE_INDEX
+from ds_finetune.reference.selftest.cells import TINY_MODELS, Cell, hf_config, rows, samples
+from ds_finetune.reference.selftest.reference_loop import Steps, adamw
 from tests.lora_twin import adapted, in_peft, lora_tree, write_adapter_of
 
 STEPS = 3

@@ -10,9 +10,9 @@ import numpy as np
 from ds_finetune.data.batches import Batch, BatchPlan, eval_batches, training_batches
 from ds_finetune.data.rows import Row, RowDocuments
 from ds_finetune.engine.engine import Engine
-from ds_finetune.labels import IGNORE_INDEX
+from ds_finetune.objectives.labels import IGNORE_INDEX
 from ds_finetune.plan.plan import Plan
-from ds_finetune.selftest.steps import batch_plan, first_moments
+from ds_finetune.reference.selftest.steps import batch_plan, first_moments
 from tests.parity.serving import Launched, serve
 
 STEPS, LR, BETAS = 3, 1e-3, (0.9, 0.95)

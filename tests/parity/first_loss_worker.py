@@ -13,13 +13,13 @@ import torch
 from ds_finetune.cli.main import exit_process
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.batches import Batch, MicroBatch, training_batches
-from ds_finetune.engine.default_group import process_group
 from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.engine import Engine
+from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.plan.plan import make_plan
-from ds_finetune.selftest.cells import Cell
-from ds_finetune.selftest.steps import batch_plan
+from ds_finetune.reference.selftest.cells import Cell
+from ds_finetune.reference.selftest.steps import batch_plan
 from ds_finetune.world import World
 from tests.parity.objective_cells import Layout, layout_tree, rows
 from tests.planning import model_of

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ds_finetune.selftest.cells import TINY_MODELS
+from ds_finetune.reference.selftest.cells import TINY_MODELS
 
 WIDE = "llama_wide"
 TWIN = f"{WIDE}-nf4"

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 from transformers.models.deepseek_v32 import modeling_deepseek_v32 as deepseek
 from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as glm
 
-from ds_finetune.labels import IGNORE_INDEX
-from ds_finetune.selftest.cells import Cell, hf_config, run_tree, samples
-from ds_finetune.selftest.reference_loop import BETAS, EPS
+from ds_finetune.objectives.labels import IGNORE_INDEX
+from ds_finetune.reference.selftest.cells import Cell, hf_config, run_tree, samples
+from ds_finetune.reference.selftest.reference_loop import BETAS, EPS
 from tests.parity.mtp_cells import clip
 
 WEIGHT = 0.5

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from ds_finetune.engine.engine import Engine
-from ds_finetune.engine.whole_tensors import gather_zero3
-from ds_finetune.model.four_bit import is_four_bit
-from ds_finetune.selftest.cells import Cell, run_tree
-from ds_finetune.selftest.reference_loop import BETAS
-from ds_finetune.selftest.steps import first_moments, of_all_stages, take_steps
+from ds_finetune.engine.state.whole_tensors import gather_zero3
+from ds_finetune.model.quantised.four_bit import is_four_bit
+from ds_finetune.reference.selftest.cells import Cell, run_tree
+from ds_finetune.reference.selftest.reference_loop import BETAS
+from ds_finetune.reference.selftest.steps import first_moments, of_all_stages, take_steps
 from tests.lora_twin import four_bit_tensors, lora_tree
 from tests.parity.serving import Launched, serve
 

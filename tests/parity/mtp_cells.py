@@ -19,13 +19,13 @@ from transformers.modeling_layers import MtpModel
 
 from ds_finetune.config.schema import TrainConfig
 from ds_finetune.families.table import family_of
-from ds_finetune.labels import IGNORE_INDEX
-from ds_finetune.model.build import build_skeleton
-from ds_finetune.model.lora import initial_factors
-from ds_finetune.model.mtp import set_mtp_layers
-from ds_finetune.model.names import hub_pieces
-from ds_finetune.selftest.cells import Cell, hf_config, run_tree, samples
-from ds_finetune.selftest.reference_loop import BETAS, EPS
+from ds_finetune.model.adapters.lora import initial_factors
+from ds_finetune.model.build.skeleton import build_skeleton
+from ds_finetune.model.mtp.layer import set_mtp_layers
+from ds_finetune.model.weights.names import hub_pieces
+from ds_finetune.objectives.labels import IGNORE_INDEX
+from ds_finetune.reference.selftest.cells import Cell, hf_config, run_tree, samples
+from ds_finetune.reference.selftest.reference_loop import BETAS, EPS
 
 WEIGHT = 0.3
 LR = 1e-2

@@ -18,9 +18,9 @@ from ds_finetune.data.mismatched import MismatchedAnswers
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.rows import Row, RowDocuments
 from ds_finetune.families.tiny import VOCAB
-from ds_finetune.labels import IGNORE_INDEX
+from ds_finetune.objectives.labels import IGNORE_INDEX
 from ds_finetune.plan.combinations import TESTED_LAYOUTS
-from ds_finetune.selftest.cells import ROW_LEN, Cell, run_tree
+from ds_finetune.reference.selftest.cells import ROW_LEN, Cell, run_tree
 
 LENGTHS = ((2, 3), (5, 4), (3, 30), (31, 9), (12, 12), (33, 31), (7, 2), (20, 24), (9, 16), (2, 2), (26, 6))
 """Tokens of the two documents of each pair, with the prompt; 11 pairs leave the last forwards short or empty."""

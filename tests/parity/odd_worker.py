@@ -17,13 +17,13 @@ from ds_finetune.data.batches import eval_batches, training_batches
 from ds_finetune.data.documents import make_documents
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.sample_tokens import Tokens
-from ds_finetune.engine.default_group import process_group
 from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.engine import Engine
+from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.plan.plan import make_plan
-from ds_finetune.selftest.reference_loop import BETAS
-from ds_finetune.selftest.steps import batch_plan, first_gradients
+from ds_finetune.reference.selftest.reference_loop import BETAS
+from ds_finetune.reference.selftest.steps import batch_plan, first_gradients
 from ds_finetune.world import World
 from tests.planning import model_of
 

@@ -15,15 +15,15 @@ import torch.distributed as dist
 
 from ds_finetune.cli.main import exit_process
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.engine.default_group import process_group
 from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.engine import Engine
+from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.engine.start_engine import start_engine
-from ds_finetune.engine.whole_tensors import named_parameters
+from ds_finetune.engine.state.whole_tensors import named_parameters
 from ds_finetune.plan.plan import make_plan
-from ds_finetune.selftest.cells import Cell, run_tree
-from ds_finetune.selftest.reference_loop import BETAS, LR
-from ds_finetune.selftest.steps import first_moments, whole_batch
+from ds_finetune.reference.selftest.cells import Cell, run_tree
+from ds_finetune.reference.selftest.reference_loop import BETAS, LR
+from ds_finetune.reference.selftest.steps import first_moments, whole_batch
 from ds_finetune.world import World
 from tests.planning import model_of
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from ds_finetune.selftest import reference_loop as reference
-from ds_finetune.selftest.cells import Cell
+from ds_finetune.reference.selftest import reference_loop as reference
+from ds_finetune.reference.selftest.cells import Cell
 from tests.parity.optimizers import plain_optimizer
 from tests.running import start, torchrun
 

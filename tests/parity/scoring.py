@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from ds_finetune.config.schema import LoraConfig
 from ds_finetune.data.rows import Row, RowDocuments
 from ds_finetune.families.tiny import VOCAB
-from ds_finetune.labels import IGNORE_INDEX
-from ds_finetune.selftest.cells import Cell, run_tree
-from ds_finetune.selftest.reference_loop import adamw
+from ds_finetune.objectives.labels import IGNORE_INDEX
+from ds_finetune.reference.selftest.cells import Cell, run_tree
+from ds_finetune.reference.selftest.reference_loop import adamw
 from tests.lora_twin import adapted, lora_tree
 from tests.parity.four_bit import TWIN, WIDE
 

@@ -9,7 +9,7 @@ import torch
 
 from ds_finetune.families.table import FAMILIES
 from ds_finetune.plan.combinations import TESTED_LAYOUTS, ParallelLayout
-from ds_finetune.selftest.cells import TINY_MODELS, Cell
+from ds_finetune.reference.selftest.cells import TINY_MODELS, Cell
 from tests.parity.reference import GRADIENT_TOLERANCE, LOSS_TOLERANCE, is_for, launch
 
 PLAIN = ParallelLayout(frozenset(), (0, 1, 2, 3))

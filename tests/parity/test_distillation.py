@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_finetune.selftest.cells import Cell
+from ds_finetune.reference.selftest.cells import Cell
 from tests.pairwise import each_value, pairwise
 from tests.parity.distillation import Distilled, data_parallel, plain_distillation, write_models
 from tests.parity.reference import ids_of, is_for, launch, relative

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.estimate.states import ModelSizes, estimate_run
+from ds_finetune.plan.estimate.states import ModelSizes, estimate_run
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.world import World
 from tests.parity.inexact_worker import CELLS

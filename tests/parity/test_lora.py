@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from ds_finetune.config.schema import LoraConfig
 from ds_finetune.families.table import FAMILIES
 from ds_finetune.plan.combinations import TESTED_LAYOUTS
-from ds_finetune.selftest.cells import TINY_MODELS, Cell
-from ds_finetune.selftest.reference_loop import reference_steps
+from ds_finetune.reference.selftest.cells import TINY_MODELS, Cell
+from ds_finetune.reference.selftest.reference_loop import reference_steps
 from tests.lora_twin import adapted, has_rounding, in_peft, lora_tree, recording_adamw, write_adapter_of
 from tests.parity.lora_worker import STEPS
 from tests.parity.reference import (

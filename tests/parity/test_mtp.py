@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ds_finetune.plan.combinations import TESTED_LAYOUTS
-from ds_finetune.selftest.cells import Cell
+from ds_finetune.reference.selftest.cells import Cell
 from tests.pairwise import pairwise
 from tests.parity.mtp_cells import MtpLayout, PlainSteps, plain_steps, write_mtp_model
 from tests.parity.reference import GRADIENT_TOLERANCE, LOSS_TOLERANCE, asked_for, is_for, launch, relative

@@ -17,9 +17,9 @@ from torch.func import functional_call
 from torch.nn.functional import logsigmoid, sigmoid
 from transformers import AutoModelForCausalLM
 
-from ds_finetune.labels import IGNORE_INDEX
-from ds_finetune.model.adapter_names import weight_of
-from ds_finetune.selftest.cells import Cell
+from ds_finetune.model.adapters.adapter_names import weight_of
+from ds_finetune.objectives.labels import IGNORE_INDEX
+from ds_finetune.reference.selftest.cells import Cell
 from tests.pairwise import pairwise
 from tests.parity.four_bit import HAS_FOUR_BIT, TWIN, WIDE, write_wide
 from tests.parity.objective_cells import (

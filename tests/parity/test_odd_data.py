@@ -23,12 +23,12 @@ from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.sample_tokens import Tokens
 from ds_finetune.engine.rank_rows import rank_rows
 from ds_finetune.families.table import family_of
-from ds_finetune.labels import IGNORE_INDEX
-from ds_finetune.model.build import build_skeleton, read_hf_config
-from ds_finetune.model.loss import TrainedModel, install_loss_head
-from ds_finetune.model.weights import load_weights
+from ds_finetune.model.build.skeleton import build_skeleton, read_hf_config
+from ds_finetune.model.loss.token_loss import TrainedModel, install_loss_head
+from ds_finetune.model.weights.load import load_weights
+from ds_finetune.objectives.labels import IGNORE_INDEX
 from ds_finetune.objectives.objective import LossAndSums
-from tests.model.test_weights import published
+from tests.model.weights.test_weights import published
 from tests.pairwise import pairwise
 from tests.parity.odd_worker import LAYOUTS, SHAPES, OddCell
 from tests.running import start, torchrun

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_finetune.selftest.cells import Cell
+from ds_finetune.reference.selftest.cells import Cell
 from tests.pairwise import pairwise
 from tests.parity.reference import Run, reference_steps, result_of, run_cells, runs_of
 from tests.running import EAGER

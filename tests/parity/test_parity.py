@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ds_finetune.families.table import FAMILIES as TABLE
-from ds_finetune.selftest.cells import Cell
+from ds_finetune.reference.selftest.cells import Cell
 from tests.pairwise import pairwise
 from tests.parity.reference import Run, assert_equals_plain_loop, ids_of, result_of, run_cells, runs_asked_for, runs_of
 

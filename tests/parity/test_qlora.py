@@ -16,11 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, P
 
 from ds_finetune.config.schema import LoraConfig
 from ds_finetune.families.table import FAMILIES
-from ds_finetune.model.lora_plan import plan_lora
+from ds_finetune.model.adapters.lora_plan import plan_lora
 from ds_finetune.plan.combinations import TESTED_LAYOUTS
 from ds_finetune.plan.lora_targets import nf4_bytes
-from ds_finetune.selftest.cells import TINY_MODELS, Cell
-from ds_finetune.selftest.reference_loop import reference_steps
+from ds_finetune.reference.selftest.cells import TINY_MODELS, Cell
+from ds_finetune.reference.selftest.reference_loop import reference_steps
 from tests.lora_twin import (
     adapted,
     four_bit_tensors,

@@ -11,8 +11,8 @@ from transformers import AutoConfig
 
 from ds_finetune.config.objectives import read_objective
 from ds_finetune.plan.routers import RouterPlan, plan_routers
-from ds_finetune.selftest.cells import samples
-from ds_finetune.selftest.reference_loop import Steps, reference_loop
+from ds_finetune.reference.selftest.cells import samples
+from ds_finetune.reference.selftest.reference_loop import Steps, reference_loop
 from tests.pairwise import each_value, pairwise
 from tests.parity.reference import GRADIENT_TOLERANCE, asked_for, launch, relative
 from tests.parity.router_cells import STEPS, RouterLayout, config_of, layouts, write_models

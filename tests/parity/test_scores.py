@@ -13,7 +13,7 @@ import torch
 
 from ds_finetune.objectives.classification import Regression
 from ds_finetune.plan.combinations import TESTED_LAYOUTS
-from ds_finetune.selftest.cells import hf_config
+from ds_finetune.reference.selftest.cells import hf_config
 from tests.pairwise import each_value, pairwise
 from tests.parity.four_bit import HAS_FOUR_BIT, write_wide
 from tests.parity.reference import GRADIENT_TOLERANCE, LOSS_TOLERANCE, ids_of, launch, relative

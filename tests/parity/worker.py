@@ -6,8 +6,8 @@ Started by the tests as `torchrun --nproc-per-node N worker.py MODELS_DIR OUT_DI
 from dataclasses import asdict
 from typing import Any
 
-from ds_finetune.selftest.cells import Cell, run_tree
-from ds_finetune.selftest.steps import take_steps
+from ds_finetune.reference.selftest.cells import Cell, run_tree
+from ds_finetune.reference.selftest.steps import take_steps
 from tests.parity.serving import Launched, serve
 
 STEPS = 3

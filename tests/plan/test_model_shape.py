@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import GptOssConfig, PretrainedConfig
 
-from ds_finetune.auto_configs import AutoConfig
-from ds_finetune.auto_models import AutoModelForCausalLM
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.tiny import DENSE
+from ds_finetune.foreign.auto_configs import AutoConfig
+from ds_finetune.foreign.auto_models import AutoModelForCausalLM
 from ds_finetune.plan.model_shape import Shape
 from tests.conftest import ROOT
 from tests.model.mxfp4_folder import GPT_OSS

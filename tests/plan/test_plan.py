@@ -9,8 +9,8 @@ from typing import Any, get_args
 import pytest
 import yaml
 
+from ds_finetune.cli.demo_files import write_demo
 from ds_finetune.config.schema import RunConfig, read_config
-from ds_finetune.demo import write_demo
 from ds_finetune.errors import ConfigError, ModelError
 from ds_finetune.plan import plan as layout
 from ds_finetune.plan.known_keys import COUNTS, KNOWN_IN_SECTIONS, NUMBERS, OTHER_TYPES, RENAMED

@@ -6,7 +6,7 @@ import pytest
 
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
-from ds_finetune.estimate.states import ModelSizes, estimate_run
+from ds_finetune.plan.estimate.states import ModelSizes, estimate_run
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.world import World
 

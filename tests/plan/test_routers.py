@@ -8,7 +8,7 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.table import FAMILIES
 from ds_finetune.plan.routers import RouterPlan, plan_routers
-from ds_finetune.selftest.cells import TINY_MODELS, hf_config
+from ds_finetune.reference.selftest.cells import TINY_MODELS, hf_config
 
 
 def planned(

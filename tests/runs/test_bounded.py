@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from ds_finetune.cluster.watchdog.coordinator import REPORT
+from ds_finetune.cluster.watchdog.death_cause import FOLDER
 from ds_finetune.runs import bounded
 from ds_finetune.runs.status import STATUS, RunStatus, mark_ended
-from ds_finetune.watchdog.coordinator import REPORT
-from ds_finetune.watchdog.death_cause import FOLDER
+from tests.cluster.watchdog.test_coordinator import Ranks
 from tests.runs.test_folder import own_status
-from tests.watchdog.test_coordinator import Ranks
 
 
 @pytest.fixture

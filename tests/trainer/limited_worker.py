@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from ds_finetune.cli.main import run_and_exit
-from ds_finetune.units import MIB
+from ds_finetune.config.units import MIB
 
 
 def main() -> None:

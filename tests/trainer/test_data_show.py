@@ -9,10 +9,11 @@ import pytest
 
 from ds_finetune.cli.main import main
 from ds_finetune.config.schema import RunConfig, read_config
-from ds_finetune.console import OUT, show_plan
+from ds_finetune.console.tables import OUT
 from ds_finetune.errors import DataError
 from ds_finetune.trainer.prepare import PreparedRun, prepare_run
 from ds_finetune.trainer.preview import escaped
+from ds_finetune.trainer.show import show_plan
 from ds_finetune.world import World
 from tests.running import tiny_task
 

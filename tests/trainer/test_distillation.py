@@ -18,7 +18,7 @@ from ds_finetune.config.schema import read_config
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.scores import StoredScores
 from ds_finetune.errors import FinetuneError
-from ds_finetune.labels import IGNORE_INDEX
+from ds_finetune.objectives.labels import IGNORE_INDEX
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.trainer.dry_run import plan_run
 from ds_finetune.trainer.prepare import PreparedRun, prepare_run

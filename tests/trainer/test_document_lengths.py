@@ -9,7 +9,7 @@ import pytest
 from ds_finetune.config.schema import RunConfig, read_config
 from ds_finetune.errors import FinetuneError
 from ds_finetune.plan.mesh import Mesh
-from ds_finetune.selftest.cells import TINY_MODELS
+from ds_finetune.reference.selftest.cells import TINY_MODELS
 from ds_finetune.trainer.document_lengths import length_notes
 from ds_finetune.trainer.inputs import make_model_plan, read_inputs
 from tests.running import tiny_task

@@ -22,7 +22,7 @@ from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.errors import ConfigError
 from ds_finetune.observers.forecast import MEASURED_STEPS
 from ds_finetune.plan.plan import Plan, make_plan
-from ds_finetune.search.micro_batch import legal_sizes
+from ds_finetune.plan.search.micro_batch import legal_sizes
 from ds_finetune.trainer.micro_batch import TriedSize, trial_config
 from ds_finetune.trainer.trial import judge
 from ds_finetune.trainer.trial_messages import DONE, ENDED, FAILED, OUT_OF_MEMORY, TrialEnd

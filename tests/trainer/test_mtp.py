@@ -16,10 +16,10 @@ from ds_finetune.cli.main import main
 from ds_finetune.config.schema import ModelConfig, MtpConfig, RunConfig
 from ds_finetune.errors import ConfigError, ModelError
 from ds_finetune.families.table import family_of
-from ds_finetune.model.build import read_hf_config
-from ds_finetune.model.mtp_plan import plan_mtp
+from ds_finetune.model.build.skeleton import read_hf_config
+from ds_finetune.model.mtp.mtp_plan import plan_mtp
 from ds_finetune.model.parallel.pipeline import build_meta_model
-from ds_finetune.model.weights import open_weights
+from ds_finetune.model.weights.load import open_weights
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.trainer.prepare import freeze_routers
 from ds_finetune.world import World

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from transformers.utils import logging
 
 from ds_finetune import evaluate
+from ds_finetune.cli.demo_files import write_demo
 from ds_finetune.config.schema import DataConfig, read_config
 from ds_finetune.data.batches import BatchPlan
 from ds_finetune.data.prepare import TokenLimits, prepare_rows
@@ -19,9 +20,8 @@ from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.row_kind import RowKind
 from ds_finetune.data.stream import open_stream, streaming_batches
 from ds_finetune.data.tokenizer_files import load_tokenizer
-from ds_finetune.demo import write_demo
 from ds_finetune.errors import ConfigError, DataError
-from ds_finetune.labels import IGNORE_INDEX
+from ds_finetune.objectives.labels import IGNORE_INDEX
 from tests.running import metrics, start, tiny_task, torchrun
 
 SIZE = 20

@@ -11,8 +11,8 @@ from ds_finetune import api
 from ds_finetune.checkpoint.locking import lock_folder
 from ds_finetune.config.schema import RunConfig, read_config
 from ds_finetune.errors import OutputError
-from ds_finetune.estimate.states import DiskNeed, ModelSizes, estimate_run
 from ds_finetune.observers.record import StepRecord
+from ds_finetune.plan.estimate.states import DiskNeed, ModelSizes, estimate_run
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.runs.samples import Sample, read_samples
 from ds_finetune.trainer.run_dir import (

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from ds_finetune.cluster.watchdog.progress import HangLimits, RankProgress
 from ds_finetune.config.schema import WatchdogConfig
 from ds_finetune.runs.status import mark_ended, seen_status
 from ds_finetune.trainer.run_status import RunLog, keep_status
-from ds_finetune.watchdog.progress import HangLimits, RankProgress
 
 
 def _progress(step: int) -> RankProgress:

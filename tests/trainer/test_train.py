@@ -15,15 +15,15 @@ import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ds_finetune.cli.demo_files import write_demo
 from ds_finetune.cli.main import main
 from ds_finetune.config.schema import read_config
-from ds_finetune.console import show_plan
-from ds_finetune.demo import write_demo
 from ds_finetune.export.folder import has_same_weights
 from ds_finetune.export.verify.record import ExportRecord
 from ds_finetune.observers.trackers import flatten
 from ds_finetune.runs.folder import RunFolder
 from ds_finetune.trainer.prepare import prepare_run
+from ds_finetune.trainer.show import show_plan
 from ds_finetune.world import World
 from tests.json_files import change_json, read_json
 from tests.observers.test_trackers import HAS_MLFLOW, in_mlflow, in_tensorboard, recorded, status_in_mlflow
@@ -290,8 +290,8 @@ def _lines(path: Path, *lines: str) -> None:
 
 
 def _poison(folder: Path) -> None:
-    from ds_finetune.model.build import build_skeleton, read_hf_config
-    from ds_finetune.model.weights import initialise_weights
+    from ds_finetune.model.build.skeleton import build_skeleton, read_hf_config
+    from ds_finetune.model.weights.load import initialise_weights
 
     model = build_skeleton(read_hf_config(str(folder / "model")), attention="sdpa", dtype=torch.float32, device="cpu")
     initialise_weights(model, seed=0)

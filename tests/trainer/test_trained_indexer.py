@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from ds_finetune import read_config, train
-from ds_finetune.auto_configs import AutoConfig
-from ds_finetune.selftest.cells import TINY_MODELS
+from ds_finetune.foreign.auto_configs import AutoConfig
+from ds_finetune.reference.selftest.cells import TINY_MODELS
 from tests.running import metrics, start, tiny_task, torchrun
 
 LEARNING = {"lr": 1e-2, "warmup": "0%", "min_lr_ratio": 1.0, "weight_decay": 0.1}

@@ -15,9 +15,9 @@ from ds_finetune.errors import DataError
 from ds_finetune.evaluation.evaluate import EvalRequest, evaluate_model
 from ds_finetune.export.from_checkpoint import export_checkpoint
 from ds_finetune.export.onnx.folder import export_onnx
-from tests.model.test_vocabulary import loaded
-from tests.model.test_weights import published
 from tests.model.vocabulary_worker import LAYOUTS, name_of
+from tests.model.weights.test_vocabulary import loaded
+from tests.model.weights.test_weights import published
 from tests.running import metrics, start, tiny_task, torchrun
 
 BEFORE, AFTER = 96, 101

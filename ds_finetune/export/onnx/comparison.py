@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from ds_finetune.auto_models import AutoModelForCausalLM
 from ds_finetune.export.onnx.runtime import OnnxModel
+from ds_finetune.foreign.auto_models import AutoModelForCausalLM
 
 TOLERANCES = {np.dtype(np.float32): 1e-4, np.dtype(np.float16): 2e-2}
 """Difference of logits, divided by the largest logit of the case, up to which they count as equal; by graph dtype."""

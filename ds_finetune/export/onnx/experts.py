@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 
 from ds_finetune.export.onnx.graph import Graph, body, value
 from ds_finetune.export.onnx.layers import Layers, array_of, parts_of, silu
-from ds_finetune.model.names import hub_pieces
+from ds_finetune.model.weights.names import hub_pieces
 
 _FP32 = np.dtype(np.float32)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedModel
 
-from ds_finetune.auto_configs import AutoConfig
+from ds_finetune.config.units import GIB, MIB
 from ds_finetune.errors import ExportError, OutputError, VerificationError
 from ds_finetune.export.classifiers import auto_class
 from ds_finetune.export.from_checkpoint import COPIED_FILES, check_free_space, export_checkpoint
@@ -25,10 +25,10 @@ from ds_finetune.export.output_folder import check_out_empty
 from ds_finetune.export.readers.sources import is_model, is_peft_adapter
 from ds_finetune.export.verify.record import UNVERIFIED
 from ds_finetune.families.table import family_of
-from ds_finetune.model.folder_check import check_folder, copy_model_file
-from ds_finetune.model.score_config import is_classifier
-from ds_finetune.model.weights import open_weights
-from ds_finetune.units import GIB, MIB
+from ds_finetune.foreign.auto_configs import AutoConfig
+from ds_finetune.model.build.folder_check import check_folder, copy_model_file
+from ds_finetune.model.loss.score_config import is_classifier
+from ds_finetune.model.weights.load import open_weights
 
 if TYPE_CHECKING:
     from ds_finetune.export.onnx.comparison import OnnxComparison

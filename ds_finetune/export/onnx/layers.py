@@ -12,7 +12,7 @@ from ds_finetune.errors import ExportError
 from ds_finetune.export.onnx.graph import Graph
 from ds_finetune.families.family import Family, OnnxGraph
 from ds_finetune.families.table import FAMILIES, family_of
-from ds_finetune.model.names import published_name
+from ds_finetune.model.weights.names import published_name
 
 Read = Callable[[str], torch.Tensor]
 """Reads the tensor of a published name, as a whole, on the CPU."""

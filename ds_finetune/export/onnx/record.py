@@ -11,6 +11,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from ds_finetune.config.units import GIB, MIB
 from ds_finetune.errors import ExportError
 from ds_finetune.export.classifiers import holds_classifier
 from ds_finetune.export.onnx.comparison import (
@@ -25,7 +26,6 @@ from ds_finetune.export.onnx.comparison import (
 from ds_finetune.export.onnx.scores import ScoreReference, compare_scores, make_score_reference
 from ds_finetune.export.verify.record import MODEL, ONNX_FORMAT, RECORD, UNVERIFIED
 from ds_finetune.export.verify.verify import VerificationResult, mark_folder
-from ds_finetune.units import GIB, MIB
 
 _SEGMENT_BYTES = MIB
 """Bytes with a digest of their own, so that a message can name the bytes that changed."""

@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 from transformers import PretrainedConfig
 
-from ds_finetune.auto_models import AutoModelForSequenceClassification
 from ds_finetune.export.onnx.comparison import (
     FLIPPED_SHARE,
     TOLERANCES,
@@ -23,6 +22,7 @@ from ds_finetune.export.onnx.comparison import (
 )
 from ds_finetune.export.verify.record import MODEL
 from ds_finetune.families.table import family_of
+from ds_finetune.foreign.auto_models import AutoModelForSequenceClassification
 
 Ints = NDArray[np.int64]
 SHAPES = (

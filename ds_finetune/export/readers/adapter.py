@@ -16,8 +16,8 @@ from ds_finetune.errors import ExportError
 from ds_finetune.export.adapter import BASE_DIGEST, CONFIG, DOWN, GATE_UP, KEY_PREFIX, WEIGHTS
 from ds_finetune.export.source import TensorSource
 from ds_finetune.families.family import Family
-from ds_finetune.model.lora import Factors
-from ds_finetune.model.names import hub_pieces
+from ds_finetune.model.adapters.lora import Factors
+from ds_finetune.model.weights.names import hub_pieces
 
 _KEY = re.compile(rf"^{re.escape(KEY_PREFIX)}(?P<module>.+?)(?P<inner>\.base_layer)?\.lora_(?P<side>[AB])\.weight$")
 _ONLY_SUPPORTED = {

@@ -8,7 +8,7 @@ import torch
 from ds_finetune.checkpoint.chunks import flat_range_chunks
 from ds_finetune.checkpoint.files import Manifest, part_name
 from ds_finetune.checkpoint.part_storage import PartReader
-from ds_finetune.engine.state import BUFFER, WEIGHT
+from ds_finetune.engine.state.state import BUFFER, WEIGHT
 from ds_finetune.errors import CheckpointError
 from ds_finetune.model.parallel.sharding import shape_in_model
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from ds_finetune.families.family import Family
-from ds_finetune.model.hub_folder import HubFolder
+from ds_finetune.model.build.hub_folder import HubFolder
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ds_finetune.console.phase_line import PhaseLine
 from ds_finetune.export.verify.record import ExportRecord, Floats
 from ds_finetune.families.table import BUILT_AS
-from ds_finetune.phase_line import PhaseLine
 
 _LIMIT = {"float32": 1e-5}
 _LIMIT_16_BIT, _NOISE_FACTOR, _HIGHEST_LIMIT = 1e-3, 3.0, 0.05

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ds_finetune.config.units import GIB
 from ds_finetune.export.interruption import SignalInterruption
 from ds_finetune.export.verify.logits import (
     LoadedFolder,
@@ -19,8 +20,7 @@ from ds_finetune.export.verify.logits import (
 from ds_finetune.export.verify.record import UNVERIFIED, ExportRecord
 from ds_finetune.export.verify.tensors import changed_tensors, compare_with_base, first_names, read_tensor_table
 from ds_finetune.families.table import family_of
-from ds_finetune.model.fp8 import FP8
-from ds_finetune.units import GIB
+from ds_finetune.model.quantised.fp8 import FP8
 
 _MEMORY_FP8, _MEMORY_FP32, _MEMORY_16_BIT = 6.0, 1.2, 2.4
 """Times the size of its files that loading a folder takes: FP8 weights are dequantised to fp32 and joined as bf16,

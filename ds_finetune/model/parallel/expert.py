@@ -16,8 +16,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ds_finetune.families.family import Family
+from ds_finetune.foreign.transformers_models import changed_experts
 from ds_finetune.model.parallel.rank_group import RankGroup
-from ds_finetune.patches.transformers_models import changed_experts
 
 
 class ExpertParallelGroup(RankGroup):

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from ds_finetune.errors import ModelError
 from ds_finetune.export.onnx import folder as onnx_folder
 from ds_finetune.families.table import family_of
-from ds_finetune.model.names import hub_pieces
+from ds_finetune.model.weights.names import hub_pieces
 from tests.model.tiny import CONFIGS
 
 onnx = pytest.importorskip("onnx", reason="the onnx extra is not installed: pip install 'ds_finetune[onnx]'")

@@ -15,8 +15,8 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from ds_finetune.cli.main import exit_process
-from ds_finetune.engine.default_group import process_group
 from ds_finetune.engine.devices import choose_device
+from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.world import World
 from tests.export.readers.cells import CELLS, Cell, fresh, hf_config
 

@@ -17,7 +17,7 @@ from ds_finetune.cli import main as cli
 from ds_finetune.errors import ExportError
 from ds_finetune.export.readers.deepspeed_native import read_deepspeed_checkpoint
 from ds_finetune.families.table import family_of
-from ds_finetune.model.names import hub_pieces
+from ds_finetune.model.weights.names import hub_pieces
 from tests.export.readers.cells import CELLS, Cell, fresh
 from tests.running import start, torchrun
 

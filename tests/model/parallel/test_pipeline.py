@@ -7,8 +7,8 @@ from transformers.cache_utils import DynamicCache
 
 from ds_finetune.config.parallel import ParallelConfig
 from ds_finetune.errors import ConfigError
-from ds_finetune.model.build import build_skeleton, model_class
-from ds_finetune.model.mtp import set_mtp_layers
+from ds_finetune.model.build.skeleton import build_skeleton, model_class
+from ds_finetune.model.mtp.layer import set_mtp_layers
 from ds_finetune.model.parallel.pipeline import (
     MissingLayer,
     PipelineGroup,
@@ -19,7 +19,7 @@ from ds_finetune.model.parallel.pipeline import (
     layers_of_stages,
 )
 from ds_finetune.plan.layer_stages import StageLayers
-from ds_finetune.selftest.cells import hf_config
+from ds_finetune.reference.selftest.cells import hf_config
 
 
 @pytest.mark.parametrize(

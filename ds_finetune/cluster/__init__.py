@@ -1,0 +1,1 @@
+"""Several processes and machines: starting them, watching them, checking them before a run."""

@@ -1,0 +1,1 @@
+"""Checks of one host, and hosts that cannot be reached."""

@@ -1,0 +1,133 @@
+"""Runs commands on a host: over ssh, or directly where the host is this machine."""
+
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import IO
+
+from ds_finetune.config.hostfile import Host
+from ds_finetune.errors import LaunchError
+
+_LOGIN = (
+    "PATH",
+    "HOME",
+    "USER",
+    "LOGNAME",
+    "SHELL",
+    "LANG",
+    "LC_ALL",
+    "TERM",
+    "TZ",
+    "TMPDIR",
+    "LD_LIBRARY_PATH",
+    "VIRTUAL_ENV",
+    "XDG_RUNTIME_DIR",
+)
+"""Variables that a login sets. A supervisor on this machine inherits only these, as one started over ssh does."""
+SSH_ARGS = "DS_FINETUNE_SSH_ARGS"
+"""Environment variable with further arguments of ssh, as a shell would split them."""
+CONNECT_SECONDS = 10
+_EARLIER_SECONDS = 2
+_SILENT_SECONDS = 5
+"""Interval of ssh's keep-alive messages to a silent host; ssh gives up after three."""
+
+
+@dataclass(frozen=True)
+class Remote:
+    """How to reach hosts, and the paths of Python and of the working directory, which are the same on all hosts."""
+
+    ssh_args: tuple[str, ...] = ()
+    python: str = sys.executable
+    directory: str = "."
+    connect_seconds: int = CONNECT_SECONDS
+    """How long ssh tries to connect."""
+
+    @classmethod
+    def from_environment(cls, ssh_args: str = "") -> "Remote":
+        """A Remote with `ssh_args` (default: DS_FINETUNE_SSH_ARGS) and the working directory of this process."""
+        text = ssh_args or os.environ.get(SSH_ARGS, "")
+        try:
+            words = tuple(shlex.split(text))
+        except ValueError as open_quote:
+            raise LaunchError(
+                f"arguments of ssh `{text}`: {open_quote}", hint="close the quotation, or escape it"
+            ) from None
+        return cls(words, sys.executable, str(Path.cwd()))
+
+    def with_greeting_limit(self, greeting_seconds: float) -> "Remote":
+        """This Remote with a connection timeout below `greeting_seconds`, so that ssh can report why it failed."""
+        return replace(self, connect_seconds=max(1, int(greeting_seconds) - _EARLIER_SECONDS))
+
+    def command(self, host: Host, argv: Sequence[str]) -> list[str]:
+        """The local command that runs `argv` on `host`, in the working directory, with this project importable.
+
+        ssh prompts for nothing, gives up on a host that does not answer, and forwards standard input, output and error.
+        """
+        if is_here(host):
+            return list(argv)
+        port = ["-p", str(host.port)] if host.port else []
+        options = {
+            "BatchMode": "yes",
+            "ConnectTimeout": self.connect_seconds,
+            "ServerAliveInterval": _SILENT_SECONDS,
+            "ServerAliveCountMax": 3,
+        }
+        settings = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
+        variables = f"PYTHONPATH={os.environ.get('PYTHONPATH', '')}"
+        # `env`, because the syntax of variables differs between login shells.
+        where = f"cd {shlex.quote(self.directory)} && exec {shlex.join(['env', variables, *argv])}"
+        # The user's own arguments come first: ssh takes the first value of an option.
+        return ["ssh", *self.ssh_args, *settings, "-T", *port, host.target, where]
+
+    def module(self, host: Host, name: str, *arguments: str) -> list[str]:
+        """`command` for a module of this project."""
+        return self.command(host, [self.python, "-u", "-m", name, *arguments])
+
+    def open(
+        self, host: Host, name: str, *arguments: str, stderr: int | IO[bytes] = subprocess.PIPE
+    ) -> "subprocess.Popen[bytes]":
+        """Start a module of this project on `host` with pipes to its standard input and output."""
+        # In its own session, so that Ctrl-C at the terminal reaches only this process, which passes it on.
+        env = (
+            {name: os.environ[name] for name in (*_LOGIN, "PYTHONPATH") if name in os.environ}
+            if is_here(host)
+            else None
+        )
+        command, pipe = self.module(host, name, *arguments), subprocess.PIPE
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=stderr, env=env, start_new_session=True)
+
+
+@cache
+def is_here(host: Host) -> bool:
+    """Whether `host` needs no ssh: it has no user and no port, and its name resolves to an address of this machine."""
+    if host.user or host.port:
+        return False
+    try:
+        entries = socket.getaddrinfo(host.name, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return any(_is_own_address(family, address) for family, _, _, _, address in entries)
+
+
+def address_of(host: Host) -> str:
+    """The first address that the name of `host` resolves to here; empty where only ssh's configuration knows it."""
+    try:
+        return str(socket.getaddrinfo(host.name, 0, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        return ""
+
+
+def _is_own_address(family: int, address: tuple[object, ...]) -> bool:
+    """Whether this machine owns the address: only then can a socket be bound to it."""
+    with socket.socket(family, socket.SOCK_STREAM) as listening:
+        try:
+            listening.bind((address[0], 0, *address[2:]))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,253 @@
+"""Authenticated messages over TCP between a rank and the coordinator.
+
+The kernel closes the connection at once when the process at its other end dies, and within seconds when that machine
+dies. `Connection.is_lost` then becomes true, and the coordinator takes the rank for dead (`_detect_dead_ranks`).
+
+Each side begins with a line that holds a random number. Every later line is an HMAC and a message
+(`process_messages.py`). The HMAC covers the message, its number and the direction. Its key is derived from the run's
+secret and both random numbers. So only messages of this run's ranks are parsed, and none can be replayed. Messages are
+not encrypted.
+"""
+
+import contextlib
+import errno
+import hashlib
+import hmac
+import secrets
+import select
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ds_finetune.cluster.watchdog.messages import FROM_COORDINATOR, FROM_RANK
+from ds_finetune.system.process_messages import MAX_LINE_BYTES, LineBuffer, MessageError, ProcessMessage, decode, encode
+
+UNREACHABLE_SECONDS = 12
+"""Seconds without an answer from the other machine's kernel after which a connection is lost. The kernel answers even
+while the process is stopped or busy.
+"""
+CLOSED = "ended without a message: its process was killed by a signal, or crashed in native code"
+UNREACHABLE = "cannot be reached over the network: its machine is down, or packets to it are lost"
+STUCK = "has stopped reading its messages: its process is stopped or overloaded"
+MALFORMED = "sent what is no message of this run: its connection was damaged, or it runs another version"
+_UNREACHABLE_ERRORS = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
+_IDLE_SECONDS, _PROBE_SECONDS = 3, 1
+"""The kernel probes an idle connection, and one that has not answered more often: where a third of all packets is lost,
+four probes in a row are lost within minutes, ten hardly ever.
+"""
+_SEND_SECONDS = 2.0
+_CLOSE_SECONDS = 2.0
+FIRST_BYTES = 4096
+"""Bytes of the longest line that is read before the other side has shown that it knows the secret. Later lines may have
+MAX_LINE_BYTES: a report with the last lines of a failure, or 128 collectives of a rank.
+"""
+_READ_BYTES = 2**16
+_NONCE_BYTES = 16
+_FROM_COORDINATOR, _FROM_RANK = b"ds_finetune watchdog 3, from the coordinator", b"ds_finetune watchdog 3, from a rank"
+_TCP_INFO_BYTES = 228
+_RETRANSMITS_AT, _UNACKED_AT, _RESENT_AT, _NEEDLESS_AT, _DISORDERED_AT = 2, 24, 100, 216, 224
+"""Offsets in struct tcp_info (Linux 5.4, include/uapi/linux/tcp.h): tcpi_retransmits (a byte), tcpi_unacked,
+tcpi_total_retrans, tcpi_dsack_dups, tcpi_rcv_ooopack.
+"""
+
+
+@dataclass(frozen=True)
+class PacketLoss:
+    """Packets of a connection: how many are overdue for an acknowledgement, and how many were lost so far."""
+
+    unacknowledged: int = 0
+    lost: int = 0
+
+
+class Connection:
+    """One connection between two ends that know `secret`.
+
+    `is_authenticated` becomes true once the other end has shown that it knows the secret. `is_lost` becomes true once
+    the other end has closed the connection or cannot be reached; `why_lost` is the reason. The coordinator sets `rank`
+    when it accepts the rank at the other end.
+    """
+
+    def __init__(self, connected: socket.socket, secret: bytes, *, is_coordinator: bool) -> None:
+        self._socket = connected
+        self._secret = secret
+        self._is_coordinator = is_coordinator
+        self._nonce, self._their_nonce = secrets.token_bytes(_NONCE_BYTES), b""
+        self._send_key = self._receive_key = b""
+        self._num_sent = self._num_received = 0
+        self._lines = LineBuffer(peer="the other end", max_bytes=FIRST_BYTES)
+        self._sending = threading.Lock()
+        self.is_authenticated = self.is_lost = False
+        self.why_lost = CLOSED
+        self.rank: int | None = None
+        self.opened_at = time.monotonic()
+        connected.settimeout(_SEND_SECONDS)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _set_keepalive(connected)
+        self._write(self._nonce.hex().encode() + b"\n")
+
+    @classmethod
+    def open(cls, address: str, port: int, secret: bytes, *, timeout: float) -> "Connection":
+        """Connect to the coordinator; OSError where that takes longer than `timeout` seconds."""
+        connection = cls(socket.create_connection((address, port), timeout=timeout), secret, is_coordinator=False)
+        until = time.monotonic() + timeout
+        while not connection._their_nonce and not connection.is_lost:
+            if time.monotonic() > until:
+                connection.close()
+                raise TimeoutError(errno.ETIMEDOUT, f"{address}:{port} sent nothing for {timeout:.0f} s")
+            if wait_readable([connection], 1.0):
+                connection.receive()
+        return connection
+
+    def fileno(self) -> int:
+        """For `poll`."""
+        return self._socket.fileno()
+
+    def send(self, message: ProcessMessage) -> None:
+        """Send a message; a failure sets `is_lost`."""
+        assert self._their_nonce, "nothing is sent before the other end's random number has arrived"
+        body = encode(message)
+        with self._sending:
+            tag = _tag(self._send_key, self._num_sent, body[:-1])
+            self._num_sent += 1
+            self._write(tag + b" " + body)
+
+    def receive(self) -> list[ProcessMessage]:
+        """Read once, and return the messages that are complete; waits if nothing has arrived."""
+        try:
+            piece = self._socket.recv(_READ_BYTES)
+        except OSError as error:
+            self._lose(error)
+            return []
+        if not piece:
+            self.is_lost = True
+            return []
+        return list(self._messages(piece))
+
+    def packet_loss(self) -> PacketLoss:
+        """The packet loss that the kernel has counted; zeros where it does not tell."""
+        if sys.platform != "linux" or self._socket.fileno() < 0:
+            return PacketLoss()
+        info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        info = info.ljust(_TCP_INFO_BYTES, b"\0")
+        offsets = (_UNACKED_AT, _RESENT_AT, _NEEDLESS_AT, _DISORDERED_AT)
+        unacknowledged, resent, needless, disordered = (struct.unpack_from("I", info, offset)[0] for offset in offsets)
+        # Every segment is unacknowledged for a while. The last one of a series is sent again after milliseconds, which
+        # the other end reports as needless (RFC 8985, tail loss probes).
+        return PacketLoss(unacknowledged if info[_RETRANSMITS_AT] else 0, max(resent - needless, 0) + disordered)
+
+    def close_after_reading(self) -> None:
+        """Send no more, and close once the other end has read everything, or after two seconds.
+
+        Closing at once with unread messages would make the kernel reset the connection (RFC 2525, 2.17), which
+        drops what the other end has not read yet, such as the reason for leaving.
+        """
+        until = time.monotonic() + _CLOSE_SECONDS
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+            while (left := until - time.monotonic()) > 0:
+                self._socket.settimeout(left)
+                if not self._socket.recv(_READ_BYTES):
+                    break
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection at once."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _write(self, line: bytes) -> None:
+        try:
+            self._socket.sendall(line)
+        except OSError as error:
+            self._lose(error)
+
+    def _messages(self, piece: bytes) -> Iterator[ProcessMessage]:
+        """Messages of the lines that are complete; the first line is the random number, not a message."""
+        try:
+            for line in self._lines.feed(piece):
+                if not self._their_nonce:
+                    self._agree_on_keys(line)
+                else:
+                    yield self._authenticated(line)
+        except MessageError as error:
+            # A report does not repeat what a stranger has sent.
+            self._refuse(f"{MALFORMED} ({error.reason})" if self.is_authenticated else MALFORMED)
+
+    def _authenticated(self, line: bytes) -> ProcessMessage:
+        """The message of a line; MessageError where its HMAC is wrong or it is no message."""
+        tag, _, body = line.partition(b" ")
+        if not hmac.compare_digest(tag, _tag(self._receive_key, self._num_received, body)):
+            raise MessageError(self._lines.peer, "its HMAC is wrong")
+        self._num_received += 1
+        self.is_authenticated, self._lines.max_bytes = True, MAX_LINE_BYTES
+        return decode(body, FROM_RANK if self._is_coordinator else FROM_COORDINATOR, peer=self._lines.peer)
+
+    def _agree_on_keys(self, line: bytes) -> None:
+        """Derive both keys from the random number in the other end's first line."""
+        try:
+            nonce = bytes.fromhex(line.decode("ascii"))
+        except ValueError:
+            nonce = b""
+        if len(nonce) != _NONCE_BYTES:
+            raise MessageError(self._lines.peer, f"its first line is not a number of {_NONCE_BYTES} bytes")
+        self._their_nonce = nonce
+        both = self._nonce + nonce if self._is_coordinator else nonce + self._nonce
+        keys = [hmac.digest(self._secret, label + both, hashlib.sha256) for label in (_FROM_COORDINATOR, _FROM_RANK)]
+        self._send_key, self._receive_key = keys if self._is_coordinator else keys[::-1]
+
+    def _refuse(self, why: str) -> None:
+        self.is_lost, self.why_lost = True, why
+
+    def _lose(self, error: OSError) -> None:
+        if self.is_lost:
+            return
+        self.is_lost = True
+        if isinstance(error, TimeoutError) and error.errno is None:
+            # Python's own timeout of `settimeout`: the kernel's buffer stays full.
+            self.why_lost = UNREACHABLE if self.packet_loss().unacknowledged else STUCK
+        else:
+            self.why_lost = UNREACHABLE if error.errno in _UNREACHABLE_ERRORS else CLOSED
+
+
+def wait_readable(readable: list[Any], seconds: float) -> list[Any]:
+    """Wait until one of `readable` has something to read, or `seconds` are over; returns those that have."""
+    if not readable:
+        time.sleep(seconds)
+        return []
+    poll = select.poll()
+    by_number = {each.fileno(): each for each in readable}
+    for number in by_number:
+        poll.register(number, select.POLLIN)
+    return [by_number[number] for number, _ in poll.poll(seconds * 1000)]
+
+
+def listen(address: str) -> socket.socket:
+    """A listening socket on a free port of `address`, or of all addresses where it is empty."""
+    if address:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return socket.create_server((address, 0), family=family, backlog=1024)
+    try:
+        return socket.create_server(("", 0), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
+    except (OSError, ValueError):
+        # A machine without IPv6.
+        return socket.create_server(("", 0), backlog=1024)
+
+
+def _tag(key: bytes, number: int, body: bytes) -> bytes:
+    return hmac.digest(key, number.to_bytes(8, "big") + body, hashlib.sha256).hex().encode()
+
+
+def _set_keepalive(connected: socket.socket) -> None:
+    """Let the kernel probe the other kernel (Linux tcp(7)); elsewhere the system's own times apply."""
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "linux":
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_SECONDS)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_SECONDS)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, UNREACHABLE_SECONDS // _PROBE_SECONDS)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREACHABLE_SECONDS * 1000)

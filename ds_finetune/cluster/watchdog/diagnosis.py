@@ -1,0 +1,110 @@
+"""Finds the ranks at fault in a run that hangs, from the status of every rank."""
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from ds_finetune.cluster.watchdog.collectives import POINT_TO_POINT
+from ds_finetune.cluster.watchdog.progress import CollectiveCall, RankStatus
+
+_MAX_NAMED_RANKS = 8
+_LONGEST_PATTERN = 16
+SILENT = "does not answer: it is stopped or dead, or native code holds Python's lock"
+LOSSY = "cannot be asked: packets to or from the machine of rank 0 are lost, so the network is at fault"
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The ranks at fault and why; no ranks where none differs from the others."""
+
+    at_fault: tuple[int, ...]
+    why: str
+
+
+def diagnose(statuses: Mapping[int, RankStatus | None], *, cut_off: Collection[int] = ()) -> Diagnosis:
+    """The ranks at fault in a run that hangs; None is the status of a rank that did not answer.
+
+    Where ranks have counted lost packets no rank is at fault: ranks advance at different speeds there, and what they do
+    was asked at different times. Else the first of these rules that finds a rank decides:
+    1. ranks that do not answer; no rank where all of these are ranks that the network has `cut_off`;
+    2. ranks that have entered fewer collectives than other ranks of the same group; of these, only the ones in no
+       collective if there are any, because the rest may wait for them;
+    3. ranks in another collective than most ranks;
+    4. ranks in no collective while others are in one.
+    """
+    network = _network_problem(statuses)
+    silent = tuple(rank for rank, status in statuses.items() if status is None)
+    reachable = tuple(rank for rank in silent if rank not in cut_off)
+    if network:
+        return Diagnosis((), network)
+    if silent:
+        who = ", ".join(map(str, silent[:_MAX_NAMED_RANKS]))
+        return Diagnosis(reachable, SILENT) if reachable else Diagnosis((), f"rank {who} {LOSSY}")
+    known = {rank: status for rank, status in statuses.items() if status is not None}
+    behind = {rank: text for rank, status in known.items() if (text := _lag(status, known))}
+    idle = tuple(rank for rank in known if known[rank].inside is None)
+    if behind:
+        roots = tuple(rank for rank in behind if rank in idle) or tuple(behind)
+        return Diagnosis(roots, behind[roots[0]])
+    mismatch = _first_mismatch(known)
+    if mismatch is not None:
+        return mismatch
+    if idle and len(idle) < len(known):
+        return Diagnosis(idle, "is in no collective while others wait in one")
+    return Diagnosis((), "every rank waits at the same place")
+
+
+def _network_problem(statuses: Mapping[int, RankStatus | None]) -> str:
+    """A text with the connections that lose packets, as their ranks have counted them; empty where none does."""
+    losses = [f"rank {rank} {text}" for rank, status in statuses.items() if status for text in status.losses]
+    more = f"; and {len(losses) - _MAX_NAMED_RANKS} more" if len(losses) > _MAX_NAMED_RANKS else ""
+    return f"the network loses packets: {'; '.join(losses[:_MAX_NAMED_RANKS])}{more}" if losses else ""
+
+
+def _lag(status: RankStatus, known: Mapping[int, RankStatus]) -> str:
+    """A text that says in how many collectives a rank is behind others of a group; empty where it is not behind."""
+    for ranks, count in status.counts.items():
+        most = max(other.counts.get(ranks, 0) for other in known.values())
+        if ranks != POINT_TO_POINT and count < most:
+            return f"has entered {count:,} collectives of {ranks}, others {most:,}"
+    return ""
+
+
+def _first_mismatch(known: Mapping[int, RankStatus]) -> Diagnosis | None:
+    """Ranks whose collective differs from that of most ranks, at the first number where collectives differ."""
+    calls: dict[tuple[str, int], dict[int, CollectiveCall]] = {}
+    for rank, call in _collectives(known):
+        calls.setdefault((call.ranks, call.number), {})[rank] = call
+    for (ranks, number), by_rank in sorted(calls.items(), key=lambda item: item[0][1]):
+        votes = Counter(call.signature for call in by_rank.values())
+        if len(votes) < 2:
+            continue
+        (common, num_votes), (_, next_votes) = votes.most_common(2)
+        expected = common if num_votes > next_votes else _expected(known[next(iter(by_rank))], ranks, number)
+        # If the expected collective is unknown, all sides are at fault.
+        at_fault = tuple(rank for rank, call in by_rank.items() if expected not in votes or call.signature != expected)
+        calls_text = "; ".join(
+            f"rank {rank} {by_rank[rank].name} of {by_rank[rank].size:,}" for rank in list(by_rank)[:_MAX_NAMED_RANKS]
+        )
+        return Diagnosis(
+            at_fault, f"differs at collective number {number:,} of {ranks}: {calls_text}; one was skipped or is another"
+        )
+    return None
+
+
+def _expected(status: RankStatus, ranks: str, number: int) -> tuple[str, int] | None:
+    """The signature of collective `number`, predicted from those before it: every step repeats the same collectives.
+
+    Takes the longest series of collectives just before `number` that has occurred earlier, and returns the signature
+    that followed it then.
+    """
+    before = [call.signature for call in status.recent if call.ranks == ranks and call.number < number]
+    for length in range(min(len(before) - 1, _LONGEST_PATTERN), 0, -1):
+        for end in range(len(before) - 1, length - 1, -1):
+            if before[end - length : end] == before[-length:]:
+                return before[end]
+    return None
+
+
+def _collectives(known: Mapping[int, RankStatus]) -> Iterator[tuple[int, CollectiveCall]]:
+    return ((rank, call) for rank, status in known.items() for call in status.recent if call.ranks != POINT_TO_POINT)

@@ -1,0 +1,174 @@
+"""Reads hostfiles, and selects hosts and devices as DeepSpeed's `--include` and `--exclude` do."""
+
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ds_finetune.config.shipped import shipped_file
+from ds_finetune.errors import LaunchError
+
+_EXAMPLE = "write e.g. `worker-1 slots=8`, `me@10.0.0.2:2222 slots=4` or `[fe80::1]:22 slots=8`"
+_TARGET = re.compile(
+    r"(?:(?P<user>[^@\s]*)@)?"
+    r"(?:\[(?P<v6>[^\]\s]*)\](?::(?P<port6>\S*))?|(?P<name>[^:\s]*)(?::(?P<port>[^:\s]*))?|(?P<bare>\S*))$"
+)
+
+
+@dataclass(frozen=True)
+class Host:
+    """One line of a hostfile: where ssh goes, and which devices of the host are used."""
+
+    name: str
+    """Host name or address, without user, port and brackets."""
+    slots: int
+    """Ranks on the host."""
+    line: int
+    """Line of the hostfile, from 1."""
+    user: str = ""
+    """User to log in as; empty where ssh decides."""
+    port: int = 0
+    """Port of the host's sshd; 0 where ssh decides."""
+    devices: tuple[int, ...] = ()
+    """Numbers of the devices that `--include` or `--exclude` left; empty for the first `slots` devices."""
+
+    @property
+    def target(self) -> str:
+        """Destination argument of ssh: `user@name`, or the name alone."""
+        return f"{self.user}@{self.name}" if self.user else self.name
+
+
+def read_hostfile(path: str | Path) -> tuple[Host, ...]:
+    """Hosts and slots of a hostfile; LaunchError with line and column.
+
+    A missing hostfile is an error: no run is started on this machine instead.
+
+    A line is `HOST slots=N`, HOST being `name`, `user@name`, `name:port`, an IPv6 address, or one in brackets with a
+    port; `#` begins a comment. DeepSpeed 0.19.8 reads the same lines (launcher/runner.py, `_parse_hostfile`), but gives
+    ports to ssh as part of the name.
+    """
+    try:
+        found = path if Path(path).exists() else shipped_file(str(path)) or path
+        lines = Path(found).read_text(encoding="utf-8-sig").splitlines()
+    except FileNotFoundError:
+        raise LaunchError(
+            f"hostfile `{path}` does not exist", hint="create it; a run is never started locally instead"
+        ) from None
+    except UnicodeDecodeError as binary:
+        raise LaunchError(
+            f"hostfile `{path}` is not text: {binary}", hint="name a file with lines such as `worker-1 slots=8`"
+        ) from None
+    except OSError as unreadable:
+        raise LaunchError(
+            f"hostfile `{path}` cannot be read: {unreadable.strerror}",
+            hint="name a file with lines such as `worker-1 slots=8`",
+        ) from None
+    hosts: dict[tuple[str, int], Host] = {}
+    for number, line in enumerate(lines, start=1):
+        text = line.split("#", 1)[0]
+        if not text.strip():
+            continue
+        host = _read_host(text, f"{path} line {number}", number)
+        # Two containers of a machine are two hosts with one name, told apart by the ports of their sshd.
+        same = hosts.get((host.name, host.port))
+        if same is not None:
+            raise LaunchError(
+                f"{path} line {number}: host `{host.name}` is already in line {same.line}", hint="write each host once"
+            )
+        hosts[host.name, host.port] = host
+    if not hosts:
+        raise LaunchError(
+            f"hostfile `{path}` names no host in {len(lines)} lines", hint="write lines such as `worker-1 slots=8`"
+        )
+    return tuple(hosts.values())
+
+
+def select_hosts(hosts: Sequence[Host], *, include: str = "", exclude: str = "") -> tuple[Host, ...]:
+    """`hosts` with what `include` names, or without what `exclude` names, in the order of the hostfile.
+
+    The form is DeepSpeed's: `host1@host2:0,2` is all of host1 and devices 0 and 2 of host2. LaunchError where both
+    are given, where a host or a device is not in `hosts`, or where nothing is left.
+    """
+    if include and exclude:
+        raise LaunchError(f"--include {include} and --exclude {exclude} are both given", hint="give one of them")
+    if not include and not exclude:
+        return tuple(hosts)
+    named = _named_devices(include or exclude, hosts, "--include" if include else "--exclude")
+    left = []
+    for host in hosts:
+        devices = [d for d in range(host.slots) if (d in named.get(host.name, ())) == bool(include)]
+        if devices:
+            left.append(
+                host if len(devices) == host.slots else replace(host, slots=len(devices), devices=tuple(devices))
+            )
+    if not left:
+        raise LaunchError(
+            f"--exclude {exclude} leaves none of {sum(host.slots for host in hosts)} devices", hint="exclude fewer"
+        )
+    return tuple(left)
+
+
+def _named_devices(text: str, hosts: Sequence[Host], option: str) -> dict[str, set[int]]:
+    slots = {host.name: host.slots for host in hosts}
+    named: dict[str, set[int]] = {}
+    for part in text.split("@"):
+        name, devices = part, ""
+        if part not in slots:
+            name, _, devices = part.rpartition(":") if ":" in part else (part, "", "")
+        name = name.removeprefix("[").removesuffix("]")
+        if name not in slots:
+            near = difflib.get_close_matches(name, slots, n=1)
+            raise LaunchError(
+                f"{option} names host `{name}`, which is not among the {len(slots)} of the hostfile",
+                hint=f"did you mean `{near[0]}`?" if near else f"known: {', '.join(list(slots)[:8])}",
+            )
+        if devices and not re.fullmatch(r"\d+(,\d+)*", devices):
+            raise LaunchError(
+                f"{option}: `{devices}` after host `{name}` is not a list of devices", hint="write e.g. `worker-1:0,2`"
+            )
+        wanted = {int(d) for d in devices.split(",")} if devices else set(range(slots[name]))
+        beyond = sorted(d for d in wanted if d >= slots[name])
+        if beyond:
+            raise LaunchError(
+                f"{option} names device {beyond[0]} of host `{name}`, which has slots={slots[name]}",
+                hint=f"name devices 0 to {slots[name] - 1}",
+            )
+        named.setdefault(name, set()).update(wanted)
+    return named
+
+
+def _read_host(text: str, where: str, number: int) -> Host:
+    found = re.match(r"^\s*(\S+)(\s*)(.*?)\s*$", text)
+    assert found
+    target, rest, at, column = found[1], found[3], found.start(1) + 1, found.start(3) + 1
+    if "=" in target:
+        raise LaunchError(f"{where} column {at}: `{target}` is where a host's name belongs", hint=_EXAMPLE)
+    name, user, port = _read_target(target, f"{where} column {at}")
+    slots = re.fullmatch(r"slots\s*=\s*(\d+)", rest)
+    if not slots:
+        raise LaunchError(f"{where} column {column}: `{rest}` after host `{target}` is not `slots=N`", hint=_EXAMPLE)
+    if not int(slots[1]):
+        raise LaunchError(
+            f"{where} column {column}: host `{target}` has slots=0", hint="leave the host out, or give it slots"
+        )
+    return Host(name, int(slots[1]), number, user, port)
+
+
+def _read_target(target: str, where: str) -> tuple[str, str, int]:
+    """Name, user and port of the first word of a line."""
+    found = _TARGET.match(target)
+    if not found:
+        raise LaunchError(f"{where}: `{target}` is not a host", hint=_EXAMPLE)
+    name = found["v6"] or found["name"] or found["bare"] or ""
+    port = found["port6"] if found["v6"] is not None else found["port"]
+    if (
+        found["user"] == ""
+        or not re.fullmatch(r"[A-Za-z0-9_.:%-]+", name)
+        or name.startswith("-")
+        or (found["user"] or "").startswith("-")
+    ):
+        raise LaunchError(f"{where}: `{target}` is not a host", hint=_EXAMPLE)
+    if port is not None and not (re.fullmatch(r"\d{1,5}", port) and 0 < int(port) < 65536):
+        raise LaunchError(f"{where}: port `{port}` of host `{name}` is not one of 1 to 65535", hint=_EXAMPLE)
+    return name, found["user"] or "", int(port or 0)

@@ -1,0 +1,1 @@
+"""Process groups, collectives, and what they send."""

@@ -1,0 +1,133 @@
+"""The default process group: ranks meet, check that their devices fit, and open it for torch and DeepSpeed."""
+
+import functools
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ds_finetune.engine.devices import (
+    check_same_devices,
+    deepspeed_local_rank,
+    exchange,
+    own_device,
+    visible_device,
+)
+from ds_finetune.engine.patches.deepspeed_groups import forget_groups
+from ds_finetune.engine.patches.deepspeed_init import without_shared_memory_op
+from ds_finetune.errors import ConfigError, RunError
+from ds_finetune.foreign.torch_distributed import default_timeout
+from ds_finetune.world import World
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+"""How long a rank waits for the others in a collective."""
+MEETING_TIMEOUT = timedelta(minutes=30)
+"""How long a rank waits for the others before there is a process group."""
+
+
+class PortInUseError(RunError):
+    """The port at which ranks are to meet is taken."""
+
+
+def meet(world: World, *, timeout: timedelta = MEETING_TIMEOUT) -> dist.Store:
+    """The store that the ranks of `world` share, once every rank has connected to it; RunError after `timeout`, and
+    PortInUseError on rank zero.
+
+    A collective's timeout, which is also that of torch's own rendezvous (torch 2.13, distributed_c10d.py:1893), may be
+    far shorter. Runs that a process does one after another share a store, and each has a prefix of its own in it.
+    """
+    world.set_environment(os.environ)
+    problem = f"rank {world.rank} has not met the others at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    hint = "another rank failed before, or starts later (raise watchdog.meet), or the address is not that of rank 0"
+    try:
+        address = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+        store = _store_at(*address, world.rank, world.world_size, timeout)
+    except (dist.DistError, RuntimeError) as alone:
+        if "EADDRINUSE" in str(alone):
+            port = os.environ["MASTER_PORT"]
+            raise PortInUseError(
+                f"port {port} of this host is in use: the ranks cannot meet there",
+                hint="another run may use it; choose a free port: `deepspeed --master_port PORT`, or the option of "
+                "your launcher",
+            ) from None
+        raise RunError(f"{problem} within {timeout}: {alone}", hint=hint) from None
+    store = dist.PrefixStore(f"run {store.add(f'runs of rank {world.rank}', 1)}", store)
+    store.set(f"met/{world.rank}", "")
+    try:
+        store.wait([f"met/{rank}" for rank in range(world.world_size)], timeout)
+    except (dist.DistError, RuntimeError):
+        missing = [str(rank) for rank in range(world.world_size) if not store.check([f"met/{rank}"])]
+        raise RunError(f"{problem} within {timeout}: ranks {', '.join(missing)} are not there", hint=hint) from None
+    return store
+
+
+@functools.cache
+def _store_at(address: str, port: str, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """The store of all ranks, which rank 0 serves as long as its process lives (under torchrun its agent does).
+
+    A rank may begin its next run while rank 0 still ends the one before.
+    """
+    store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
+    return store
+
+
+@contextmanager
+def process_group(
+    world: World, device: str, store: dist.Store | None = None, *, timeout: timedelta = COLLECTIVE_TIMEOUT
+) -> Iterator[None]:
+    """Open the default process group of `world` (NCCL on GPUs, gloo otherwise) with the `store` they met at, and close
+    it at the end.
+
+    LaunchError on every rank, before the group opens, where ranks use different accelerators or share a GPU;
+    ConfigError where this process has used another accelerator than `device` before. No engine may be referenced when
+    it closes: a reference to a group keeps its threads alive, and a thread that releases its last tensor while Python
+    ends aborts the process ("terminate called without an active exception", exit code -6).
+    """
+    import deepspeed
+
+    _check_accelerator(device)
+    world.set_environment(os.environ)
+    index = visible_device(world.local_rank) if device == "cuda" else world.local_rank
+    if device == "cuda":
+        torch.cuda.set_device(index)
+    backend = "nccl" if device == "cuda" else "gloo"
+    # Bound to its device, as DeepSpeed 0.19.8 does where it opens the group itself (comm/torch.py:262-276).
+    bound = torch.device("cuda", index) if device == "cuda" and world.world_size > 1 else None
+    met = store or meet(world)
+    check_same_devices(exchange(met, world, "device", own_device(world, device), timeout=timeout))
+    place = dist.PrefixStore("default_pg", met)
+    with default_timeout(timeout):
+        dist.init_process_group(
+            backend, store=place, rank=world.rank, world_size=world.world_size, timeout=timeout, device_id=bound
+        )
+        with without_shared_memory_op():
+            deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=timeout, verbose=False)
+        try:
+            with deepspeed_local_rank(index):
+                yield
+        except BaseException:
+            # Nothing here may wait for other ranks, which may never answer; releasing the groups that DeepSpeed keeps
+            # may wait. A run of one rank has no others to wait for, and its process can start another run.
+            dist.destroy_process_group()
+            if world.world_size == 1:
+                forget_groups()
+            raise
+    dist.destroy_process_group()
+    forget_groups()
+    gc.collect()
+
+
+def _check_accelerator(device: str) -> None:
+    """DeepSpeed 0.19.8 chooses its accelerator once for the life of a process (accelerator/real_accelerator.py:53)."""
+    from deepspeed.accelerator import get_accelerator
+
+    chosen = get_accelerator().device_name()
+    if chosen != device:
+        raise ConfigError(
+            f"this process uses {device}, and DeepSpeed has used {chosen} in it before (DS_ACCELERATOR has changed)",
+            hint="restart the process, in a notebook the kernel",
+        )

@@ -1,0 +1,178 @@
+"""Process groups of a mesh."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ds_finetune.engine.groups.default_group import COLLECTIVE_TIMEOUT
+from ds_finetune.engine.patches.deepspeed_groups import (
+    forget_model_parallel_unit,
+    register_expert_groups,
+    unregister_expert_groups,
+)
+from ds_finetune.model.parallel.expert import ExpertParallelGroup
+from ds_finetune.model.parallel.pipeline import Link, PipelineGroup
+from ds_finetune.model.parallel.sequence import SequenceParallelGroup
+from ds_finetune.model.parallel.tensor import TensorParallelGroup
+from ds_finetune.plan.mesh import Axis, Mesh
+
+
+class ModelParallel:
+    """The model parallel unit (`mpu`) that DeepSpeed asks for two groups: the ranks that together hold a model, and the
+    ranks that hold the same part of it.
+    """
+
+    def __init__(self, made: "_GroupMaker") -> None:
+        self._mesh = made.mesh
+        self._model: dist.ProcessGroup | None = made.line("pp", "tp")
+        self._data: dist.ProcessGroup | None = made.line("dp", "sp")
+
+    def close(self) -> None:
+        """Release the process groups, whatever still refers to this unit."""
+        forget_model_parallel_unit()
+        self._model = self._data = None
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup | None:
+        """The ranks that together hold the model."""
+        return self._model
+
+    def get_model_parallel_rank(self) -> int:
+        """This rank's part of its stage; only part 0 counts parameters that are not sharded."""
+        return self._mesh.place("tp")
+
+    def get_model_parallel_world_size(self) -> int:
+        """Parts of the model, of all stages."""
+        return self._mesh.pp * self._mesh.tp
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same part of the model."""
+        return self._data
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank's index in the data parallel group."""
+        return dist.get_rank(self._data)
+
+    def get_data_parallel_world_size(self) -> int:
+        """Size of the data parallel group."""
+        return self._mesh.dp * self._mesh.sp
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of this rank; None along an axis of one rank. DeepSpeed knows `same_experts` by `expert_name`."""
+
+    stage: PipelineGroup | None
+    sequence: SequenceParallelGroup | None
+    tensor: TensorParallelGroup | None
+    experts: ExpertParallelGroup | None
+    mpu: ModelParallel | None
+    same_experts: dist.ProcessGroup | None = None
+
+    @property
+    def expert_name(self) -> str:
+        """Name under which DeepSpeed finds the groups of experts."""
+        return f"ep_size_{self.experts.size if self.experts else 1}"
+
+    @property
+    def same_part(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same part of all parameters but experts; None for all ranks."""
+        return self.mpu.get_data_parallel_group() if self.mpu else None
+
+
+class _GroupMaker:
+    """Makes the process groups of a mesh and destroys them; each group has threads or a communicator of its own."""
+
+    def __init__(self, mesh: Mesh, timeout: timedelta) -> None:
+        self.mesh = mesh
+        self._timeout = timeout
+        self._groups: list[dist.ProcessGroup] = []
+        self._by_ranks: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
+
+    def line(self, *axes: Axis) -> dist.ProcessGroup:
+        """The group of this rank along `axes`; axes with the same ranks have one group."""
+        return self.shared(self.mesh.lines(*axes))
+
+    def shared(self, lines: list[list[int]]) -> dist.ProcessGroup:
+        """The group of this rank among `lines`, one for all who ask for these lines."""
+        ranks = tuple(map(tuple, lines))
+        if ranks not in self._by_ranks:
+            self._by_ranks[ranks] = self.own(lines)
+        return self._by_ranks[ranks]
+
+    def own(self, lines: list[list[int]]) -> dist.ProcessGroup:
+        """Make one group for each list of ranks, as every rank must, and return the one of this rank.
+
+        For collectives that run beside those of another group of the same ranks.
+        """
+        made = [(ranks, dist.new_group(ranks, timeout=self._timeout)) for ranks in lines]
+        self._groups += [group for ranks, group in made if self.mesh.rank in ranks]
+        return self._groups[-1]
+
+    def destroy(self) -> None:
+        """Destroy the groups of this rank."""
+        self._by_ranks.clear()
+        while self._groups:
+            dist.destroy_process_group(self._groups.pop())
+
+
+@contextmanager
+def open_groups(
+    mesh: Mesh, *, shares_embedding: bool = False, vpp: int = 1, timeout: timedelta = COLLECTIVE_TIMEOUT
+) -> Iterator[Groups]:
+    """Make the groups of `mesh`, collectively, and destroy them at the end.
+
+    With `shares_embedding` the first and the last pipeline stage have a group, because both hold the embedding. With
+    `vpp` chunks a rank, more than one, pipelines have a group for each `Link`.
+
+    They are destroyed here because DeepSpeed 0.19.8 keeps a ZeRO-3 model, and with it the groups, past `destroy`.
+    """
+    made = _GroupMaker(mesh, timeout)
+    groups = Groups(
+        stage=_stage(made, shares_embedding=shares_embedding, vpp=vpp) if mesh.pp > 1 else None,
+        sequence=SequenceParallelGroup(made.line("sp"), mesh.sp, mesh.place("sp")) if mesh.sp > 1 else None,
+        tensor=TensorParallelGroup(made.line("tp"), mesh.tp, mesh.place("tp")) if mesh.tp > 1 else None,
+        experts=ExpertParallelGroup(made.own(mesh.expert_lines()), mesh.ep, mesh.expert_place) if mesh.ep > 1 else None,
+        mpu=ModelParallel(made) if mesh.tp * mesh.pp > 1 else None,
+        same_experts=made.own(mesh.same_expert_lines()) if mesh.ep > 1 else None,
+    )
+    _register_with_deepspeed(groups, made)
+    yield groups
+    # Not after an error: destroying a group waits for ranks that may be gone.
+    for part in (groups.stage, groups.sequence, groups.tensor, groups.experts, groups.mpu):
+        if part is not None:
+            part.close()
+    if groups.experts is not None:
+        unregister_expert_groups(groups.expert_name)
+    made.destroy()
+
+
+def _stage(made: _GroupMaker, *, shares_embedding: bool, vpp: int) -> PipelineGroup:
+    mesh = made.mesh
+    stage = PipelineGroup(made.line("pp"), mesh.pp, mesh.place("pp"))
+    stage.num_chunks = vpp
+    if vpp > 1:
+        ways = (Link(is_forward, wraps) for is_forward in (True, False) for wraps in (True, False))
+        stage.links = {way: made.own(mesh.lines("pp")) for way in ways}
+    if shares_embedding:
+        ends = [
+            [rank for rank in line if mesh.place("pp", rank) in (0, mesh.pp - 1)]
+            for line in mesh.lines("pp", "dp", "sp")
+        ]
+        group = made.shared(ends)
+        stage.embedding_group = group if stage.is_end else None
+    return stage
+
+
+def _register_with_deepspeed(groups: Groups, made: _GroupMaker) -> None:
+    """Register the groups of experts where DeepSpeed 0.19.8 looks for them by name (utils/groups.py:37-44)."""
+    if groups.experts is None:
+        return
+    mesh = made.mesh
+    register_expert_groups(
+        groups.expert_name,
+        parts=(groups.experts.group, mesh.expert_lines()),
+        same_part=(groups.same_experts, mesh.same_expert_lines()),
+    )

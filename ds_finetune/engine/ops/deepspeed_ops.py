@@ -1,0 +1,198 @@
+"""DeepSpeed's compiled operators that a run needs: built, run once, and compared with torch."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_finetune.config.units import GIB
+from ds_finetune.console.phase_line import Say, say_nothing
+from ds_finetune.engine.ops.build_lock import reported_lock
+from ds_finetune.engine.ops.nvme import check_folder, measure_folder, nvme_folders
+from ds_finetune.errors import ConfigError
+from ds_finetune.plan.plan import Plan
+
+_BUILDERS = {
+    "cpu_adam": "CPUAdamBuilder",
+    "cpu_lion": "CPULionBuilder",
+    "cpu_adagrad": "CPUAdagradBuilder",
+    "fused_adam": "FusedAdamBuilder",
+    "fused_lion": "FusedLionBuilder",
+    "fused_lamb": "FusedLambBuilder",
+    "async_io": "AsyncIOBuilder",
+}
+_OFFLOADED = {"adam": "cpu_adam", "adamw": "cpu_adam", "muon": "cpu_adam", "lion": "cpu_lion", "adagrad": "cpu_adagrad"}
+"""Optimizers for which DeepSpeed 0.19.8 uses its own kernel when their state is offloaded (runtime/engine.py,
+_configure_basic_optimizer).
+"""
+_CAUSE = re.compile(
+    r"error:|cannot find -l|not found|No such file|[Uu]nsupported|does not match|No space left|Killed|Permission denied"
+)
+_LIBAIO = "#include <libaio.h>\nint main() { return io_submit(0, 0, 0); }\n"
+_TOLERANCE = 1e-6
+
+
+def needed_ops(plan: Plan) -> dict[str, dict[str, Any]]:
+    """Names of the operators that a run of `plan` will build, each with its settings for `check_op`.
+
+    The setting `substitute` names the replacement for an operator that cannot be built.
+    """
+    name = plan.optimizer.name
+    found: dict[str, dict[str, Any]] = {}
+    if plan.offload_optimizer != "none" and name in _OFFLOADED:
+        found[_OFFLOADED[name]] = {}
+    elif plan.needs_fused_adam:
+        found["fused_adam"] = {"substitute": "torch's fused AdamW"} if plan.may_take_torch_adam else {}
+    elif plan.device == "cuda" and name in ("lion", "lamb"):
+        found[f"fused_{name}"] = {}
+    folders = nvme_folders(plan)
+    if folders:
+        found["async_io"] = {"folders": folders, "aio": plan.deepspeed.get("aio") or {}}
+    return found
+
+
+def check_op(name: str, settings: Mapping[str, Any]) -> str:
+    """Build and run the operator and return the result as text. ConfigError says why it cannot be built, or how its
+    numbers differ.
+
+    The first build takes minutes. `settings` of async_io: `folders` to write in and DeepSpeed's `aio` section.
+    """
+    if name == "async_io":
+        build_op("async_io")
+        return "; ".join(_measure_disk(Path(folder), settings["aio"]) for folder in settings["folders"])
+    build_op(name)
+    if not name.endswith("adam"):
+        return "built"
+    return f"built; three steps are torch's AdamW to {_difference(name):.0e}"
+
+
+def _measure_disk(folder: Path, aio: Mapping[str, Any]) -> str:
+    check_folder(folder, f"probe-{os.getpid()}")
+    write, read = measure_folder(folder, aio)
+    return (
+        f"{folder}: {write / 1e9:.2f} GB/s written, {read / 1e9:.2f} GB/s read, "
+        f"{shutil.disk_usage(folder).free / GIB:,.0f} GiB free"
+    )
+
+
+def build_op(name: str, say: Say = say_nothing) -> None:
+    """Compile and load the operator, which takes minutes the first time; ConfigError gives the cause of a failure."""
+    import deepspeed.ops.op_builder as builders
+
+    if not (_folder(name) / f"{name}.so").exists():
+        _check_compiler(name)
+        if name == "async_io":
+            _check_libaio()
+    # A build fails in the compiler, the linker, on a full disk, in CUDA, or in DeepSpeed's own checks.
+    causes: tuple[type[Exception], ...] = (RuntimeError, OSError, ImportError, AssertionError)
+    try:
+        with reported_lock(name, say):
+            getattr(builders, _BUILDERS[name])().load(verbose=False)
+    except (*causes, builders.builder.CUDAMismatchException, builders.builder.MissingCUDAException) as failed:
+        text = "\n".join(filter(None, (str(failed), str(failed.__cause__ or ""))))
+        raise ConfigError(f"DeepSpeed's {name} cannot be built: {true_cause(text)}", hint=_hint(text)) from failed
+
+
+def true_cause(text: str) -> str:
+    """The line of a failed build's output that names the cause; the last line where none does."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return next(
+        (line for line in lines if _CAUSE.search(line) and not line.startswith("FAILED")),
+        lines[-1] if lines else "the build printed nothing",
+    )
+
+
+def _hint(text: str) -> str:
+    for word, hint in (
+        (
+            "does not match the version torch was compiled with",
+            "install the CUDA toolkit of torch's version, or a torch of the toolkit's",
+        ),
+        ("CUDA_HOME", "install the CUDA toolkit of torch's version and set CUDA_HOME"),
+        ("Python.h", "install Python's headers (Debian: python3-dev)"),
+        ("ninja", "install ninja (pip install ninja)"),
+        ("No space left", "free some space, or set TORCH_EXTENSIONS_DIR to another disk"),
+    ):
+        if word in text:
+            return hint
+    return "correct what the compiler reports and try again; an incomplete build in TORCH_EXTENSIONS_DIR can be removed"
+
+
+def _folder(name: str) -> Path:
+    """Where torch 2.13 keeps the compiled operator (utils/cpp_extension.py, _get_build_directory)."""
+    from torch.utils import cpp_extension
+
+    return Path(cpp_extension._get_build_directory(name, False))
+
+
+def _compiler() -> str:
+    """The compiler that torch 2.13 chooses (utils/cpp_extension.py, get_cxx_compiler)."""
+    return os.environ.get("CXX", "c++")
+
+
+def _check_compiler(name: str) -> None:
+    program = shlex.split(_compiler())[0]
+    if not shutil.which(program):
+        raise ConfigError(
+            f"DeepSpeed's {name} cannot be built: no compiler `{program}` on this host",
+            hint="install one (Debian: g++), or set CXX",
+        )
+
+
+def _check_libaio() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "libaio.cpp"
+        source.write_text(_LIBAIO)
+        command = [
+            *shlex.split(_compiler()),
+            *shlex.split(os.environ.get("CFLAGS", "")),
+            str(source),
+            "-o",
+            f"{folder}/out",
+        ]
+        done = subprocess.run(
+            [*command, *shlex.split(os.environ.get("LDFLAGS", "")), "-laio"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    if done.returncode:
+        raise ConfigError(
+            f"DeepSpeed's async_io cannot be built: {true_cause(done.stderr)}",
+            hint="install libaio with its headers (Debian: libaio-dev)",
+        )
+
+
+def _difference(name: str) -> float:
+    """Largest difference of three steps from torch's AdamW, relative to the largest weight; ConfigError above 1e-6."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+
+    device = "cpu" if name == "cpu_adam" else "cuda"
+    generator = torch.Generator().manual_seed(0)
+    start, *gradients = torch.randn(4, 1024, generator=generator).to(device)
+    ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    numbers: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    kernel = (
+        DeepSpeedCPUAdam([ours], adamw_mode=True, **numbers)
+        if name == "cpu_adam"
+        else FusedAdam([ours], adam_w_mode=True, **numbers)
+    )
+    reference = torch.optim.AdamW([theirs], **numbers)
+    for gradient in gradients:
+        ours.grad, theirs.grad = gradient.clone(), gradient.clone()
+        kernel.step()
+        reference.step()
+    difference = ((ours - theirs).abs().max() / theirs.abs().max()).item()
+    if not difference <= _TOLERANCE:
+        raise ConfigError(
+            f"DeepSpeed's {name} is {difference:.1e} off torch's AdamW after three steps",
+            hint="remove it from TORCH_EXTENSIONS_DIR to build it again",
+        )
+    return difference

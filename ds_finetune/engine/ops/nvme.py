@@ -1,0 +1,122 @@
+"""Checks of disks for NVMe offload: on some, a direct read returns without an error and has read nothing."""
+
+import copy
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ds_finetune.errors import ConfigError
+from ds_finetune.plan.nvme_buffers import check_largest_slice
+from ds_finetune.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from ds_finetune.model.build.model_plan import ModelPlan
+
+_ELEMENTS = 512 * 1024
+_MEASURED_BYTES = 128 * 2**20
+_AIO = {
+    "block_size": 1 << 20,
+    "queue_depth": 8,
+    "single_submit": False,
+    "overlap_events": True,
+    "intra_op_parallelism": 1,
+}
+"""Defaults of the `aio` section (DeepSpeed 0.19.8, swap_tensor/aio_config.py), in the order of `aio_handle`'s
+arguments.
+"""
+_OFFSET = 64
+"""Elements before the destination: 256 bytes, which is no multiple of a 512-byte sector."""
+
+
+def check_nvme(plan: Plan) -> None:
+    """Write, read back at an unaligned address and compare on each `nvme_path` of the plan; ConfigError where the bytes
+    differ.
+
+    DeepSpeed 0.19.8 reads gradients into `buffer.narrow(offset)`; where the disk's direct IO wants aligned addresses,
+    the read returns without an error and the gradient is stale.
+    """
+    for folder in nvme_folders(plan):
+        check_folder(Path(folder), f"probe-rank{plan.world.rank}")
+
+
+def nvme_folders(plan: Plan) -> list[str]:
+    """The folders to which the plan offloads, each once."""
+    zero = plan.deepspeed["zero_optimization"]
+    sections = (zero.get("offload_optimizer"), zero.get("offload_param"))
+    return sorted({str(section["nvme_path"]) for section in sections if section and section.get("device") == "nvme"})
+
+
+def check_buffers(plan: Plan, model: "ModelPlan") -> None:
+    """ConfigError as `check_largest_slice`, for the tensors of a rank's model."""
+    # Imported here, since the doctor's probes measure disks without ever needing a model.
+    from ds_finetune.model.build.skeleton import build_skeleton
+    from ds_finetune.model.parallel.tensor import local_config
+
+    if plan.offload_param != "nvme":
+        return
+    local = copy.deepcopy(local_config(model.hf_config, plan.mesh.tp))
+    skeleton = build_skeleton(local, attention=model.attention, dtype=torch.bfloat16, device="meta")
+    check_largest_slice(plan, ((param.numel(), name) for name, param in skeleton.named_parameters()))
+
+
+def check_folder(folder: Path, name: str = "probe") -> None:
+    """Write a file `name` to `folder`, read it back at an unaligned address and compare; ConfigError as
+    `check_nvme`.
+    """
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not folder.is_dir():
+        raise ConfigError(f"nvme_path `{folder}` is not a folder", hint="create it, or name another disk")
+    if not AsyncIOBuilder().is_compatible(verbose=False):
+        raise ConfigError(
+            f"nvme_path `{folder}` needs DeepSpeed's async_io, which cannot be built",
+            hint="install libaio (Debian: libaio-dev)",
+        )
+    handle = AsyncIOBuilder().load().aio_handle(*_AIO.values())
+    path = folder / f"{name}.swp"
+    written = handle.new_cpu_locked_tensor(_ELEMENTS, torch.empty(0, dtype=torch.float32))
+    written.copy_(torch.arange(_ELEMENTS) + 1)
+    handle.sync_pwrite(written, str(path), 0)
+    buffer = handle.new_cpu_locked_tensor(2 * _ELEMENTS, torch.empty(0, dtype=torch.float32))
+    buffer.zero_()
+    handle.async_pread(buffer.narrow(0, _OFFSET, _ELEMENTS), str(path), 0)
+    handle.wait()
+    path.unlink()
+    if not torch.equal(buffer[_OFFSET : _OFFSET + _ELEMENTS], written):
+        raise ConfigError(
+            f"nvme_path `{folder}` does not read back what was written to an address that is no multiple of 512 bytes: "
+            "DeepSpeed 0.19.8 would train on stale gradients there",
+            hint="use a disk whose direct IO takes unaligned buffers (tmpfs does), or offload to cpu",
+        )
+
+
+def measure_folder(folder: Path, aio: Mapping[str, Any]) -> tuple[float, float]:
+    """Bytes a second of writing and of reading 128 MiB in `folder` past the page cache, with DeepSpeed's `aio` section.
+
+    Needs the op built (`check_folder`). ConfigError where the bytes read are not those written.
+    """
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    given = {**_AIO, **{key: value for key, value in aio.items() if key in _AIO}}
+    handle = AsyncIOBuilder().load().aio_handle(*given.values())
+    path = folder / f"speed-{os.getpid()}.swp"
+    like = torch.empty(0, dtype=torch.float32)
+    written, back = (handle.new_cpu_locked_tensor(_MEASURED_BYTES // 4, like) for _ in range(2))
+    written.copy_(torch.arange(_MEASURED_BYTES // 4))
+    back.zero_()
+    began = time.perf_counter()
+    handle.sync_pwrite(written, str(path), 0)
+    middle = time.perf_counter()
+    handle.sync_pread(back, str(path), 0)
+    ended = time.perf_counter()
+    path.unlink()
+    if not torch.equal(written, back):
+        raise ConfigError(
+            f"nvme_path `{folder}` does not read back {_MEASURED_BYTES:,} bytes that were written",
+            hint="use another disk",
+        )
+    return _MEASURED_BYTES / (middle - began), _MEASURED_BYTES / (ended - middle)

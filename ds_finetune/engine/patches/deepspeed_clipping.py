@@ -1,0 +1,117 @@
+"""Clipping in DeepSpeed's ZeRO optimizers: groups with a loss of their own are clipped by the norm of its gradient."""
+
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_finetune.engine.patches.deepspeed_waits import ZeroNorms
+from ds_finetune.foreign.guard import Foreign, replaced
+
+_NORM = Foreign("deepspeed", "runtime/zero/stage_1_and_2.py:2943-2960")
+_NORM_GROUPS = Foreign("deepspeed", "runtime/zero/stage3.py:2573-2584")
+_CLIP = Foreign("deepspeed", "runtime/zero/stage_1_and_2.py:3193, stage3.py:2979")
+_GROUP_NORM = Foreign("deepspeed", "runtime/zero/stage_1_and_2.py:1914, 2648, stage3.py:1975, 2419")
+
+
+class OwnClipping:
+    """Clips the parameter groups of a ZeRO optimizer that only one auxiliary loss trains by the norm of its gradient,
+    and leaves them out of the norm of the others.
+
+    The loss of a group is what `loss_of` gives for its first parameter, None for the others, which come first. All
+    ranks know the same `losses`; pipeline stages may have different groups of each. `shards` are the tensor parallel
+    ranks of a stage, None for one rank. All norms are invalid where one is not finite, or `has_bad_gradient` is true,
+    which must be so on every rank or on none: by an invalid norm alone DeepSpeed skips a step in fp32
+    (zero/stage_1_and_2.py:3042) and at stage 3 (zero/stage3.py:2888). `norms` are those of the optimizer where each is
+    read once. `report` is called with the norms of each step by loss, the same on every rank.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        optimizer: Any,  # noqa: ANN401 - DeepSpeed's ZeRO optimizer
+        loss_of: Callable[[Any], str | None],
+        *,
+        losses: Sequence[str],
+        shards: dist.ProcessGroup | None,
+        norms: ZeroNorms | None,
+        has_bad_gradient: Callable[[], bool],
+        report: Callable[[Mapping[str, float]], None],
+    ) -> None:
+        self._optimizer, self._names, self._shards = optimizer, tuple(losses), shards
+        self._norms, self._has_bad_gradient, self._report = norms, has_bad_gradient, report
+        self._is_partitioned = hasattr(optimizer, "_get_norm_groups")
+        place, name, self._groups = (
+            (_NORM_GROUPS, "_get_norm_groups", "fp16_groups")
+            if self._is_partitioned
+            else (_NORM, "scaled_global_norm", "bit16_groups")
+        )
+        place.source(type(optimizer), f"for i, group in enumerate(self.{self._groups}):")
+        self._losses = [loss_of(group[0]) for group in place.attribute(optimizer, self._groups)]
+        self._first = sum(loss is None for loss in self._losses)
+        assert None not in self._losses[self._first :], "a group that counts follows one that does not"
+        self._others_norm = place.attribute(optimizer, name) if norms is None else norms.unread_norm
+        self._combine = place.attribute(sys.modules[type(optimizer).__module__], "combine_grad_norm_groups")
+        self._clip_group = _CLIP.attribute(optimizer, "unscale_and_clip_grads")
+        self._is_offloaded = optimizer.offload_optimizer if self._is_partitioned else optimizer.cpu_offload
+        self._own: dict[str, torch.Tensor] = {}
+        setattr(optimizer, name, self._norm)
+        optimizer.unscale_and_clip_grads = self._clip
+
+    def _norm(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - a norm, or a list of those of groups
+        """In place of DeepSpeed's function: the norm, or norms, of the groups of no loss of its own."""
+        from deepspeed.accelerator import get_accelerator
+
+        groups = getattr(self._optimizer, self._groups)
+        with replaced(self._optimizer, self._groups, groups[: self._first]):
+            found = self._others_norm(*args, **kwargs)
+        squares = torch.zeros(len(self._names), device=get_accelerator().current_device_name())
+        for loss, norm in zip(self._losses[self._first :], self._own_norms(), strict=True):
+            assert loss is not None
+            squares[self._names.index(loss)] += torch.where(norm < 0, float("inf"), norm).to(squares) ** 2
+        # The tensor parallel ranks of a stage have the same norms.
+        _GROUP_NORM.attribute(self._optimizer, "_model_parallel_all_reduce")(tensor=squares, op=dist.ReduceOp.SUM)
+        own = (squares / (1 if self._shards is None else dist.get_world_size(self._shards))).sqrt()
+        return self._read(self._combine(found) if self._is_partitioned else found, own)
+
+    def _read(self, norm: torch.Tensor, own: torch.Tensor) -> Any:  # noqa: ANN401 - a norm, or a list of one
+        """Read the norm of the others and those of each loss together; gives what DeepSpeed's step takes."""
+        norm = norm.to(own.device)
+        value, *values = torch.cat([norm[None], own.to(norm.dtype)]).tolist()
+        self._report({name: each / self._optimizer.loss_scale for name, each in zip(self._names, values, strict=True)})
+        if self._has_bad_gradient() or not all(map(math.isfinite, (value, *values))):
+            norm, value = torch.full_like(norm, math.inf), math.inf
+        if self._is_offloaded:
+            # Gradients are on the host, and multiplied there.
+            norm, own = (torch.tensor(number, dtype=norm.dtype) for number in (value, values))
+        self._own = dict(zip(self._names, own.unbind(), strict=True))
+        if self._norms is not None:
+            for each, number in ((norm, value), *zip(self._own.values(), values, strict=True)):
+                self._norms.remember(each, number)
+        return [norm] if self._is_partitioned else norm
+
+    def _own_norms(self) -> list[torch.Tensor]:
+        """The norm of each group of a loss of its own over the ranks of this stage, -1 where it is not finite."""
+        optimizer, norms = self._optimizer, []
+        is_offloaded = self._is_offloaded
+        name = "complete_grad_norm_calculation_for_cpu_offload" if is_offloaded else "get_grad_norm_direct"
+        norm_of = _GROUP_NORM.attribute(optimizer, name)
+        # Stages 1 and 2 would add up pipeline stages group by group; stage 3 does not run with them.
+        own_shards = replaced(optimizer, "model_parallel_group", self._shards)
+        with nullcontext() if self._is_partitioned else own_shards:
+            for i in range(self._first, len(self._losses)):
+                params = optimizer.fp16_groups[i] if self._is_partitioned else optimizer.params_in_partition[i]
+                norms.append(norm_of(params) if is_offloaded else norm_of(optimizer.averaged_gradients[i], params))
+        return norms
+
+    def _clip(self, given: Any, total_norm: torch.Tensor) -> None:  # noqa: ANN401 - a number of a group, or gradients
+        """In place of DeepSpeed's function, which takes the number of the group at stage 3, and else its gradients."""
+        loss = self._losses[given if self._is_partitioned else self._group_of(given[0])]
+        self._clip_group(given, total_norm if loss is None else self._own[loss].to(total_norm))
+
+    def _group_of(self, grad: torch.Tensor) -> int:
+        partitions = self._optimizer.single_partition_of_fp32_groups
+        return next(number for number, partition in enumerate(partitions) if partition.grad is grad)

@@ -1,0 +1,123 @@
+"""Attributes and optimizer groups by which DeepSpeed recognises experts, copies and parameters without weight decay."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ds_finetune.engine.groups.process_groups import Groups
+from ds_finetune.plan.plan import Plan
+
+_KINDS = ((False, True), (False, False), (True, True), (True, False))
+"""Whether the parameters of a group belong to experts, and whether they have weight decay."""
+
+
+def tag_expert(param: nn.Parameter, *, groups: Groups) -> None:
+    """Mark a parameter of this rank's experts, which only the ranks of `groups.same_experts` hold.
+
+    Below stage 3 by `allreduce` and `group_name` (DeepSpeed 0.19.8, moe/utils.py:29), at stage 3 by its placement,
+    which has to be there when `zero.Init` partitions it (zero/partition_parameters.py:1302, zero/stage3.py:675).
+    """
+    expert: Any = param
+    expert.allreduce, expert.group_name = False, groups.expert_name
+    expert.ds_zero_placement_family, expert.ds_zero_partition_group_name = "autoep_expert", groups.expert_name
+    expert.ds_zero_partition_process_group = groups.same_experts
+    expert.ds_zero_partition_rank, expert.ds_zero_partition_world_size = (
+        dist.get_rank(groups.same_experts),
+        dist.get_world_size(groups.same_experts),
+    )
+
+
+def is_expert(param: torch.Tensor) -> bool:
+    """Whether `tag_expert` marked it."""
+    return getattr(param, "ds_zero_placement_family", "") == "autoep_expert"
+
+
+def is_trained_expert(param: torch.Tensor) -> bool:
+    """Whether it is one that is trained; of adapters in a mixture of experts none may be."""
+    return is_expert(param) and param.requires_grad
+
+
+def tag_apart(param: nn.Parameter, loss: str) -> None:
+    """Mark a parameter that gets its gradient from the auxiliary loss of this name alone. Such parameters are clipped
+    by the norm of the gradient of this loss, and left out of that of the others.
+    """
+    param.ds_finetune_apart = loss  # type: ignore[attr-defined]
+
+
+def loss_of(param: torch.Tensor) -> str | None:
+    """The name that `tag_apart` gave it; None for others."""
+    return getattr(param, "ds_finetune_apart", None)
+
+
+def mark_copy(param: nn.Parameter) -> None:
+    """Mark a parameter that another stage also holds; norms (DeepSpeed 0.19.8, zero/stage_1_and_2.py:2680) and
+    checkpoints skip it.
+    """
+    param.ds_pipe_replicated = True  # type: ignore[attr-defined]
+
+
+def is_copy(param: torch.Tensor) -> bool:
+    """Whether `mark_copy` marked it."""
+    return getattr(param, "ds_pipe_replicated", False)
+
+
+def experts_marker(parts: int) -> nn.Module:
+    """A module without parameters of the class by which DeepSpeed's engine detects experts (0.19.8,
+    runtime/engine.py:2100).
+    """
+    from deepspeed.moe.layer import MoE
+
+    class Marker(MoE):  # type: ignore[misc]
+        def __init__(self) -> None:
+            nn.Module.__init__(self)
+            self.num_experts = parts
+
+        def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
+            """Do nothing: the groups are registered already."""
+
+    return Marker()
+
+
+def parameter_groups(model: nn.Module, plan: Plan, groups: Groups) -> list[dict[str, Any]]:
+    """Optimizer groups: matrices with weight decay, norms and biases without, each for experts and for the rest; and
+    then those of parameters that are apart, so that the flat partitions of all others are what they are without them.
+
+    The biases of experts are one tensor [experts, outputs]. The optimizer's other settings come from the DeepSpeed
+    section.
+    """
+    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    losses = sorted({loss for loss in map(loss_of, trained.values()) if loss is not None})
+    made = [
+        group
+        for loss in (None, *losses)
+        for group in _groups_of({name: p for name, p in trained.items() if loss_of(p) == loss}, plan)
+    ]
+    if groups.experts is not None and plan.zero_stage < 3:
+        for group in made:
+            is_moe = any(map(is_expert, group["params"]))
+            group |= {"moe": is_moe, "name": groups.expert_name if is_moe else "shared"}
+    return made
+
+
+def _groups_of(trained: Mapping[str, nn.Parameter], plan: Plan) -> list[dict[str, Any]]:
+    decay = plan.optimizer.weight_decay
+    made: list[dict[str, Any]] = [
+        {
+            "params": [p for name, p in trained.items() if is_expert(p) == of_experts and _decays(name, p) == decays],
+            "weight_decay": decay if decays else 0.0,
+        }
+        for of_experts, decays in _KINDS
+    ]
+    return [group for group in made if group["params"]]
+
+
+def _decays(name: str, param: torch.Tensor) -> bool:
+    return len(local_shape(param)) > 1 and not name.endswith("bias")
+
+
+def local_shape(param: torch.Tensor) -> tuple[int, ...]:
+    """Shape of a parameter on this rank before ZeRO-3 partitions it."""
+    return tuple(getattr(param, "ds_shape", param.shape))

@@ -1,0 +1,387 @@
+"""The state of a run under DeepSpeed as named pieces of whole tensors: what a checkpoint saves and restores."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_finetune.engine.groups.collectives import all_gather_object
+from ds_finetune.engine.patches.deepspeed_engine import link_optimizer_states
+from ds_finetune.engine.patches.deepspeed_inexact import forget_second_copies
+from ds_finetune.engine.state.master_weights import Master, Part, master_weights
+from ds_finetune.engine.state.parameter_tags import is_copy
+from ds_finetune.engine.state.zero3_partition import partition
+from ds_finetune.families.table import family_of
+from ds_finetune.model.build.skeleton import Fragment
+from ds_finetune.model.parallel.sharding import ModelShard, shape_in_model
+from ds_finetune.plan.mesh import Axis
+from ds_finetune.plan.plan import Plan
+
+WEIGHT, BUFFER = "weight", "buffer"
+_MUON = "momentum_buffer"
+_SAME_KIND = {"sum": "exp_avg_sq"}
+"""Names of optimizer state in torch by those of DeepSpeed's CPU kernels, where they are the same numbers (Adagrad)."""
+_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+"""Attributes that hold a dynamic loss scale (DeepSpeed 0.19.8, fp16/loss_scaler.py:74, 153)."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Elements `start` to `start + numel` of a row-major local tensor: the box of the global tensor `shape` that begins
+    at index `origin`.
+
+    `key` is `kind/name`, the same for any layout: `weight/model.norm.weight`, `exp_avg/...`, `buffer/...`. Without
+    tensor parallelism the local tensor is the global one. `is_replicated`: every rank holds the same elements. Fused
+    `gate_up_proj` has the shape [experts, 2, inner, hidden], in which a tensor parallel rank's part is one box.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    start: int
+    numel: int
+    dtype: torch.dtype
+    is_replicated: bool = False
+    origin: tuple[int, ...] | None = None
+    local_shape: tuple[int, ...] | None = None
+
+
+Read = Callable[[str], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class StateGroup:
+    """Slices that are in memory together: `opened(write)` gives a function from a slice's key to its elements (1-D)."""
+
+    slices: tuple[Slice, ...]
+    opened: Callable[[bool], AbstractContextManager[Read]]
+
+
+class EngineState:
+    """Weights, optimizer state, persistent buffers and counters of one rank."""
+
+    def __init__(self, wrapped: Any, plan: Plan) -> None:  # noqa: ANN401 - a DeepSpeedEngine
+        self._ds, self._plan = wrapped, plan
+        self._model_shard = ModelShard.of(plan.mesh, family_of(wrapped.module.lm.config.model_type))
+        self._masters = master_weights(wrapped, plan)
+        self._copies = {name.removeprefix("lm.") for name, param in wrapped.module.named_parameters() if is_copy(param)}
+        self._is_plain = plan.is_engine_clipping
+        self._is_fp16 = plan.precision == "fp16"
+        # With a ratio of offload below 1 part of the sub-groups have a second optimizer (zero/stage3.py:1253).
+        backup = getattr(wrapped.optimizer, "backup_optimizer", None)
+        base = wrapped.optimizer if self._is_plain else wrapped.optimizer.optimizer
+        self._optimizers = [base, *([backup] if backup is not None else [])]
+
+    def groups(self, *, restoring: bool = False, home: Sequence[int] = ()) -> list[StateGroup]:
+        """Every slice of this rank, weights before moments; each sub-group on NVMe is a separate group.
+
+        To save, each element belongs to exactly one of the ranks `home` that share a folder, all for none; with
+        `restoring` the slices are all that this rank needs.
+        """
+        self._home = frozenset(home or range(self._plan.mesh.world_size))
+        if self._plan.device == "cuda":
+            torch.cuda.synchronize()
+        swapped = [[master] for master in self._masters if master.is_swapped]
+        here = [master for master in self._masters if not master.is_swapped]
+        trained = [self._group(masters, restoring) for masters in [here, *swapped] if masters]
+        return [*trained, *self._frozen(restoring), self._buffers(restoring)]
+
+    def scalars(self) -> dict[str, Any]:
+        """Optimizer steps taken (`steps`; at stage 0 `steps_of` parameters that took fewer) and the loss scale, as
+        plain numbers.
+
+        Collective with pipeline stages, of which each knows its own parameters.
+        """
+        found = {part.name: self._steps(master) for master in self._masters for part in master.parts}
+        if self._plan.mesh.pp > 1:
+            found = {name: steps for of_stage in all_gather_object(found) for name, steps in of_stage.items()}
+        common = max(found.values(), default=0)
+        others = {name: steps for name, steps in found.items() if steps != common}
+        return {
+            "steps": common,
+            "steps_of": others if self._counts_each_parameter else {},
+            "loss_scale": loss_scale(self._scaler) if self._is_fp16 else {},
+        }
+
+    def create_optimizer_state(self, kinds_of: Mapping[str, set[str]]) -> None:
+        """Create the optimizer state for parameters by name and kind, by a step with zero gradient and learning
+        rate.
+        """
+        wanted = {
+            master: {kind for part in master.parts for kind in kinds_of.get(part.name, ())} for master in self._masters
+        }
+        fresh = [master for master, kinds in wanted.items() if kinds]
+        if not fresh:
+            return
+        with _learning_rate_zero(self._optimizers):
+            for masters in [[master] for master in fresh] if self._plan.zero_stage == 3 else [fresh]:
+                self._zero_step(masters)
+        for master in fresh:
+            for kind in wanted[master] - self._kinds(master).keys():
+                # Muon's momentum below stage 3, which its first step with a gradient would make; with the optimizer
+                # offloaded it is a part.
+                is_whole = kind == _MUON and master.wholes and self._plan.offload_optimizer == "none"
+                size = sum(part.numel for part in master.wholes) if is_whole else master.flat.numel()
+                self._optimizers[0].state[master.flat][kind] = torch.zeros(size, device=master.flat.device)
+
+    def finish(self, scalars: Mapping[str, Any]) -> None:
+        """Set counters to `scalars` and bring the weights the model computes with in line with the restored fp32
+        ones.
+        """
+        for master in self._masters:
+            self._set_steps(
+                master,
+                max(
+                    (scalars["steps_of"].get(part.name, scalars["steps"]) for part in master.parts),
+                    default=scalars["steps"],
+                ),
+            )
+        for group in (group for optimizer in self._optimizers for group in optimizer.param_groups):
+            if "step" in group:
+                group["step"] = scalars["steps"]
+        if self._is_fp16:
+            restore_loss_scale(self._scaler, scalars["loss_scale"])
+        self._update_model_weights()
+
+    def first_moment(self, param: nn.Parameter) -> torch.Tensor:
+        """Adam's first moment of a parameter as this rank computes with it, fp32; collective among ranks that
+        share it.
+        """
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        optimizer, stage = self._ds.optimizer, self._plan.zero_stage
+        if not stage:
+            return self._optimizers[0].state[param]["exp_avg"].detach().float()
+        if stage < 3:
+            link_optimizer_states(optimizer)
+        return safe_get_full_optimizer_state(param, "exp_avg").detach().float()
+
+    @property
+    def _scaler(self) -> Any:  # noqa: ANN401
+        return scaler_of(self._ds.optimizer)
+
+    @property
+    def _counts_each_parameter(self) -> bool:
+        """Whether the optimizer counts steps per parameter; DeepSpeed's fused kernels count only in a group's last
+        parameter (ops/adam/fused_adam.py).
+        """
+        return type(self._optimizers[0]).__module__.startswith("torch.")
+
+    def _state(self, master: Master) -> dict[str, Any]:
+        found = [optimizer.state[master.flat] for optimizer in self._optimizers if master.flat in optimizer.state]
+        return found[0] if found else {}
+
+    def _kinds(self, master: Master) -> dict[str, torch.Tensor]:
+        """State tensors with an element for each of the master's (or its `wholes`), by DeepSpeed's name; without
+        elements while on NVMe.
+        """
+        sizes = (master.flat.numel(), sum(part.numel for part in master.wholes))
+        tensors = {
+            kind: value for kind, value in self._state(master).items() if torch.is_tensor(value) and kind != "step"
+        }
+        return {_SAME_KIND.get(kind, kind): value for kind, value in tensors.items() if value.numel() in sizes}
+
+    def _group(self, masters: Sequence[Master], restoring: bool) -> StateGroup:
+        tensors = [(WEIGHT, master, master.flat) for master in masters]
+        kinds = {master: self._kinds(master) for master in masters}
+        for kind in sorted({kind for kinds_of_master in kinds.values() for kind in kinds_of_master}):
+            tensors += [(kind, master, kinds[master][kind]) for master in masters if kind in kinds[master]]
+        sources = {
+            f"{kind}/{part.name}": (kind, master, part)
+            for kind, master, value in tensors
+            for part in master.parts_in(value, restoring=restoring)
+        }
+        dtypes = {(kind, master): value.dtype for kind, master, value in tensors}
+        every = [self._slice(key, part, dtypes[kind, master]) for key, (kind, master, part) in sources.items()]
+        slices = [part for part in every if restoring or self._is_saved_here(part)]
+
+        def read(key: str) -> torch.Tensor:
+            kind, master, part = sources[key]
+            value = master.flat if kind == WEIGHT else self._kinds(master)[kind]
+            return value.detach().view(-1)[part.offset : part.offset + part.numel]
+
+        return StateGroup(tuple(slices), lambda write: self._open_masters(masters, read, write))
+
+    def _slice(self, key: str, part: Part, dtype: torch.dtype) -> Slice:
+        shard = self._model_shard.tensor_shard(part.name, part.shape)
+        is_replicated = self._plan.zero_stage == 0 and shard.is_whole and self._plan.mesh.pp == 1
+        return Slice(
+            key, shard.global_shape, part.start, part.numel, dtype, is_replicated, shard.offsets, shard.local_shape
+        )
+
+    def _is_saved_here(self, part: Slice) -> bool:
+        """Whether this rank saves elements that other ranks hold too: whole tensors under tensor parallelism, sharded
+        ones at stage 0.
+        """
+        name = part.key.partition("/")[2]
+        if part.is_replicated:
+            return True
+        if name in self._copies:
+            return False
+        shard = self._model_shard.tensor_shard(name, shape_in_model(part.local_shape or part.shape))
+        of_shards: tuple[Axis, ...] = ("tp",) if shard.dim is None else ()
+        of_rows: tuple[Axis, ...] = ("dp", "sp") if self._plan.zero_stage == 0 else ()
+        return self._is_first_here(*of_shards, *of_rows, same_experts=shard.is_expert_parallel)
+
+    def _is_first_here(self, *axes: Axis, same_experts: bool = False) -> bool:
+        """Whether no rank before this one, of those that share its folder, holds the same elements: ranks that differ
+        along `axes` alone, and have the same experts where these are held.
+        """
+        mesh = self._plan.mesh
+        line = next(line for line in mesh.lines(*axes) if mesh.rank in line)
+        holders = [rank for rank in line if not same_experts or mesh.expert_place_of(rank) == mesh.expert_place]
+        return min(self._home.intersection(holders)) == mesh.rank
+
+    def _buffers(self, restoring: bool) -> StateGroup:
+        mesh, found = self._plan.mesh, dict(persistent_buffers(self._ds.module))
+        is_saved = restoring or mesh.pp == 1 or self._is_first_here("dp", "sp", "tp")
+        slices = [
+            Slice(f"{BUFFER}/{name}", tuple(buffer.shape), 0, buffer.numel(), buffer.dtype, is_replicated=mesh.pp == 1)
+            for name, buffer in (found if is_saved else {}).items()
+        ]
+        return StateGroup(
+            tuple(slices), lambda write: nullcontext(lambda key: found[key.partition("/")[2]].detach().view(-1))
+        )
+
+    def _frozen(self, restoring: bool) -> Iterator[StateGroup]:
+        """Weights that are not trained and are saved with the run; with LoRA the base weights are not saved."""
+        mesh, stage = self._plan.mesh, self._plan.zero_stage
+        is_replicated = stage < 3 and mesh.pp == 1
+        # Below stage 3 all ranks of a pipeline stage hold the same elements, at stage 3 tensor parallel ranks do.
+        of_rows: tuple[Axis, ...] = () if stage == 3 else ("dp", "sp")
+        is_saved = restoring or is_replicated or self._is_first_here(*of_rows, "tp")
+        params = [(name, param) for name, param in self._ds.module.lm.named_parameters() if name in self._plan.frozen]
+        for name, param in params if is_saved else ():
+            fragment = partition(param)
+            numel = fragment.end - fragment.start
+            if numel > 0:
+                part = Slice(
+                    f"{WEIGHT}/{name}", fragment.shape, fragment.start, numel, param.dtype, is_replicated=is_replicated
+                )
+                yield StateGroup((part,), partial(_open_fragment, fragment, numel))
+
+    @contextmanager
+    def _open_masters(self, masters: Sequence[Master], read: Read, write: bool) -> Iterator[Read]:
+        if not masters[0].is_swapped:
+            yield read
+            return
+        with self._swap_in(masters[0], write):
+            yield read
+            if write:
+                # The parameters of this sub-group, perhaps on NVMe themselves, while its master is in memory.
+                self._ds.optimizer._reassign_or_swap_out_partitioned_parameters(masters[0].number)
+
+    @contextmanager
+    def _swap_in(self, master: Master, write: bool) -> Iterator[None]:
+        optimizer = self._ds.optimizer
+        optimizer._optimizer_states_and_gradient_swap_in(master.number)
+        try:
+            yield
+        finally:
+            if write:
+                optimizer._optimizer_states_and_gradient_swap_out(master.number)
+            else:
+                optimizer._release_swap_buffers(master.number)
+
+    def _zero_step(self, masters: Sequence[Master]) -> None:
+        """One step of the optimizer on `masters`; at stage 3 that is one sub-group, which may have to come from
+        NVMe.
+        """
+        with self._swap_in(masters[0], write=True) if masters[0].is_swapped else nullcontext():
+            grads = [master.flat.grad for master in masters]
+            for master in masters:
+                master.flat.grad = torch.zeros_like(master.flat)
+            if self._plan.zero_stage == 3:
+                self._ds.optimizer._optimizer_step(masters[0].number)
+            else:
+                self._optimizers[0].step()
+            for master, grad in zip(masters, grads, strict=True):
+                master.flat.grad = grad
+
+    def _steps(self, master: Master) -> int:
+        own = self._state(master).get("step")
+        shared = max((int(group["step"]) for group in self._optimizers[0].param_groups if "step" in group), default=0)
+        return shared if own is None else int(own)
+
+    def _set_steps(self, master: Master, steps: int) -> None:
+        state = self._state(master)
+        if torch.is_tensor(state.get("step")):
+            state["step"].fill_(steps)
+        elif "step" in state:
+            state["step"] = steps
+
+    def _update_model_weights(self) -> None:
+        optimizer, stage = self._ds.optimizer, self._plan.zero_stage
+        if stage == 3:
+            forget_second_copies(self._ds.module)
+            for master in self._masters:
+                if not master.is_swapped:
+                    optimizer._reassign_or_swap_out_partitioned_parameters(master.number)
+            if optimizer.persistent_parameters:
+                optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+        elif stage:
+            optimizer.update_lp_params()
+        elif not self._is_plain:
+            self._copy_masters_to_model()
+
+    def _copy_masters_to_model(self) -> None:
+        params = {name.removeprefix("lm."): param for name, param in self._ds.module.named_parameters()}
+        for master in self._masters:
+            for part in master.parts:
+                params[part.name].data.view(-1).copy_(
+                    master.flat.detach().view(-1)[part.offset : part.offset + part.numel]
+                )
+
+
+def scaler_of(optimizer: Any) -> Any:  # noqa: ANN401 - one of DeepSpeed's wrappers
+    """The object in which a wrapper keeps its loss scale: `loss_scale_config` at stage 0 (fp16/fused_optimizer.py,
+    unfused_optimizer.py), else `loss_scaler`.
+    """
+    return getattr(optimizer, "loss_scale_config", None) or optimizer.loss_scaler
+
+
+def is_dynamic(scaler: Any) -> bool:  # noqa: ANN401
+    """Whether the scale is adapted to the gradients; a static one comes from the run file."""
+    return bool(getattr(scaler, "dynamic_loss_scale", getattr(scaler, "dynamic", False)))
+
+
+def loss_scale(scaler: Any) -> dict[str, Any]:  # noqa: ANN401
+    """A dynamic loss scale as plain numbers, empty for a static one."""
+    return {name: getattr(scaler, name) for name in _SCALER if hasattr(scaler, name)} if is_dynamic(scaler) else {}
+
+
+def restore_loss_scale(scaler: Any, saved: Mapping[str, Any]) -> None:  # noqa: ANN401
+    """Set a dynamic loss scale to the values of `loss_scale` that this kind of scaler has."""
+    for name, value in saved.items() if is_dynamic(scaler) else ():
+        if hasattr(scaler, name):
+            setattr(scaler, name, value)
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers that belong to the weights, by Hugging Face name."""
+    for name, buffer in module.named_buffers():
+        owner, _, leaf = name.rpartition(".")
+        if leaf not in module.get_submodule(owner)._non_persistent_buffers_set:
+            yield name.removeprefix("lm."), buffer
+
+
+@contextmanager
+def _open_fragment(fragment: Fragment, numel: int, write: bool) -> Iterator[Read]:
+    with fragment.opened() as elements:
+        yield lambda key: elements.detach()[:numel]
+
+
+@contextmanager
+def _learning_rate_zero(optimizers: Sequence[Any]) -> Iterator[None]:
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    rates = [group["lr"] for group in groups]
+    for group in groups:
+        group["lr"] = 0.0
+    try:
+        yield
+    finally:
+        for group, lr in zip(groups, rates, strict=True):
+            group["lr"] = lr

@@ -1,0 +1,119 @@
+"""Whole tensors of a model that is distributed over ranks: gathered one at a time, on the CPU of rank zero."""
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ds_finetune.engine.groups.process_groups import Groups
+from ds_finetune.engine.state.parameter_tags import is_copy, local_shape
+from ds_finetune.engine.state.state import persistent_buffers
+from ds_finetune.families.table import family_of
+from ds_finetune.model.parallel.expert import ExpertParallelGroup
+from ds_finetune.model.parallel.sharding import ModelShard
+from ds_finetune.model.parallel.tensor import TensorParallelGroup
+from ds_finetune.model.quantised.four_bit import dequantised, dtype_of, is_four_bit, shape_of
+from ds_finetune.plan.plan import Plan
+
+_PIECE = 2**26
+"""Elements of a tensor that one stage sends to another at a time."""
+
+
+class WholeTensors:
+    """Gathers the parameters and persistent buffers of `module`, which is under DeepSpeed."""
+
+    def __init__(self, module: nn.Module, plan: Plan, groups: Groups, device: torch.device) -> None:
+        self._module, self._plan, self._groups, self._device = module, plan, groups, device
+        self._stage = groups.stage
+        lm: Any = module.lm
+        self._model_shard = ModelShard.of(plan.mesh, family_of(lm.config.model_type))
+        own = self._specs_of_stage()
+        self._specs = [own] if self._stage is None else self._stage.all_gather_object(own)
+
+    def specs(self) -> dict[str, torch.Tensor]:
+        """Shape and dtype of every whole tensor of all stages, by Hugging Face name, on the meta device."""
+        return {name: spec for specs in self._specs for name, spec in specs.items()}
+
+    def gather(self, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Each wanted tensor by name: whole on rank zero's CPU, None on other ranks.
+
+        Collective: every rank must run the iterator to its end. Ranks begin each tensor together, so that none waits
+        in a collective for longer than rank zero needs for one tensor.
+        """
+        here = dict(named_parameters(self._module)) | dict(persistent_buffers(self._module))
+        for stage, specs in enumerate(self._specs):
+            tensors = here if stage == self._plan.mesh.place("pp") else {}
+            for name, spec in ((name, spec) for name, spec in specs.items() if is_wanted(name)):
+                dist.barrier()
+                with gather_zero3(tensors.get(name)):
+                    whole = self.gather_shards(name, dequantised(tensors[name])) if name in tensors else None
+                    yield name, self._send_to_rank_zero(whole, spec, stage)
+
+    def gather_shards(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """The whole tensor of which `part` is sharded like parameter `name`, on the stage's first rank, perhaps on
+        the CPU. Other ranks return a part.
+        """
+        shard = self._model_shard.tensor_shard(name, tuple(part.shape))
+        box = part.reshape(shard.local_shape)
+        mesh = self._plan.mesh
+        if mesh.rank not in mesh.parts_of_leader():
+            return box
+        # NCCL takes only tensors on the device; the moments of an offloaded optimizer are on the CPU.
+        experts = self._groups.experts if shard.is_expert_parallel and mesh.place("tp") == 0 else None
+        if self._groups.tensor is not None and shard.dim is not None:
+            end = torch.device("cpu") if experts is None else self._device
+            box = _gather_on_first(box.to(self._device), self._groups.tensor, dim=shard.dim, end=end)
+        if experts is not None:
+            box = _gather_on_first(box.to(self._device), experts, dim=0, end=torch.device("cpu"))
+        return box.reshape(shard.whole_shape) if mesh.rank == mesh.leader else box
+
+    def _specs_of_stage(self) -> dict[str, torch.Tensor]:
+        specs = {}
+        for name, param in named_parameters(self._module):
+            if not is_copy(param):
+                shape = shape_of(param) if is_four_bit(param) else local_shape(param)
+                whole_shape = self._model_shard.tensor_shard(name, shape).whole_shape
+                specs[name] = torch.empty(whole_shape, dtype=dtype_of(param), device="meta")
+        return specs | {name: buffer.to("meta") for name, buffer in persistent_buffers(self._module)}
+
+    def _send_to_rank_zero(self, whole: torch.Tensor | None, spec: torch.Tensor, stage: int) -> torch.Tensor | None:
+        """The whole tensor of stage number `stage`, on rank zero's CPU; None on other ranks."""
+        mesh = self._plan.mesh
+        is_rank_zero = self._plan.world.rank == 0
+        if self._stage is not None and stage and mesh.rank == mesh.leader:
+            if mesh.place("pp") == stage:
+                assert whole is not None
+                for piece in whole.reshape(-1).split(_PIECE):
+                    self._stage.send(piece.to(self._device), to=0)
+            elif is_rank_zero:
+                whole = torch.empty_like(spec, device="cpu")
+                for piece in whole.view(-1).split(_PIECE):
+                    piece.copy_(self._stage.receive(torch.empty_like(piece, device=self._device), source=stage))
+        return whole.cpu() if is_rank_zero and whole is not None else None
+
+
+def named_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Parameters by Hugging Face name."""
+    return [(name.removeprefix("lm."), param) for name, param in module.named_parameters()]
+
+
+def gather_zero3(param: torch.Tensor | None) -> Any:  # noqa: ANN401 - a context manager of DeepSpeed
+    """Context in which a ZeRO-3 parameter is whole on every rank."""
+    if not hasattr(param, "ds_id"):
+        return nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters([param])
+
+
+def _gather_on_first(
+    part: torch.Tensor, group: TensorParallelGroup | ExpertParallelGroup, *, dim: int, end: torch.device
+) -> torch.Tensor:
+    """The parts of a group's ranks, joined along `dim` on the device `end` of its first rank; a part elsewhere."""
+    part = part.contiguous()
+    parts = [torch.empty_like(part) for _ in range(group.size)] if group.group_rank == 0 else None
+    dist.gather(part, parts, group=group.group, group_dst=0)
+    return part if parts is None else torch.cat([each.to(end) for each in parts], dim=dim)

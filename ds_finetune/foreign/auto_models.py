@@ -1,0 +1,13 @@
+"""transformers' Auto classes of models. They also know the model types of the table of families that transformers does
+not.
+"""
+
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from ds_finetune.families.table import BUILT_AS
+from ds_finetune.foreign.transformers_model_types import register_models
+
+__all__ = ["AutoModelForCausalLM", "AutoModelForSequenceClassification"]
+
+for _name, _built_as in BUILT_AS.items():
+    register_models(_name, built_as=_built_as)

@@ -1,0 +1,17 @@
+"""bitsandbytes' 4-bit linear modules on CPUs."""
+
+from typing import Any
+
+from ds_finetune.foreign.guard import Foreign
+
+_PACKING = Foreign("bitsandbytes", "nn/modules.py:573, 613")
+
+
+def without_cpu_packing(linear: Any) -> None:  # noqa: ANN401 - a Linear4bit
+    """Keep the weights of a Linear4bit as they are quantised.
+
+    On a CPU with AVX512-BF16 bitsandbytes packs them anew at the first evaluation, and what it computes with packed
+    weights has no gradient (autograd/_functions.py:422).
+    """
+    _PACKING.attribute(linear, "support_avx512bf16_for_cpu")
+    linear.support_avx512bf16_for_cpu = False

@@ -1,0 +1,74 @@
+"""transformers' attention: the registry of implementations, and the modules of latent attention."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+from transformers.masking_utils import flash_attention_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.deepseek_v3 import modeling_deepseek_v3
+
+from ds_finetune.foreign.guard import Foreign, replaced
+
+_REGISTRY = Foreign("transformers", "modeling_utils.py (AttentionInterface), masking_utils.py")
+
+_MASKS = Foreign("transformers", "masking_utils.py:750-781, 876-881")
+_LATENT = Foreign("transformers", "models/deepseek_v3/modeling_deepseek_v3.py:280, 385")
+_INDEXED = Foreign("transformers", "models/deepseek_v32/modeling_deepseek_v32.py:315-480")
+_PROJECTIONS = ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")
+_INPUTS = ("hidden_states", "position_embeddings", "attention_mask", "past_key_values")
+
+
+def register_attention(name: str, attend: Callable[..., Any]) -> None:
+    """Register `attend` as the attention `name`, for the life of the process.
+
+    Its mask is FlashAttention's: none for rows without masked tokens, and the mask itself otherwise.
+    """
+    _REGISTRY.parameters(flash_attention_mask, "attention_mask")
+    for registry, function in ((AttentionInterface, attend), (AttentionMaskInterface, flash_attention_mask)):
+        _REGISTRY.attribute(registry, "register")(name, function)
+
+
+@contextmanager
+def without_search_for_documents() -> Iterator[None]:
+    """While this is open transformers does not search positions for packed documents when it makes masks, for whose
+    result the host would wait for the device; a row counts as one document. For attention that knows its documents.
+    """
+    _MASKS.attribute(masking_utils, "find_packed_sequence_indices")
+    _check_masks()
+    with replaced(masking_utils, "find_packed_sequence_indices", lambda _: None):
+        yield
+
+
+@cache
+def _check_masks() -> None:
+    """Once, because reading source takes milliseconds and masks are made in every forward."""
+    _MASKS.source(masking_utils._preprocess_mask_arguments, "= find_packed_sequence_indices(position_ids)")
+
+
+def attention_function(name: str) -> Callable[..., Any]:
+    """The attention implementation `name` of latent attention, `eager` included."""
+    eager = _LATENT.attribute(modeling_deepseek_v3, "eager_attention_forward")
+    return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)  # type: ignore[no-any-return]
+
+
+def rotate_pairs() -> Callable[..., Any]:
+    """The function that rotates pairs of neighbouring columns of queries and keys by cosines and sines."""
+    return _LATENT.attribute(modeling_deepseek_v3, "apply_rotary_pos_emb_interleave")  # type: ignore[no-any-return]
+
+
+def rotate_halves() -> Callable[..., Any]:
+    """The function that rotates the first half of the columns against the second."""
+    return _LATENT.attribute(modeling_deepseek_v3, "apply_rotary_pos_emb")  # type: ignore[no-any-return]
+
+
+def replace_forward(attention: nn.Module, mixin: type[nn.Module]) -> None:
+    """Let latent attention with an indexer run the forward of `mixin` instead of its own, in place."""
+    kind = type(attention)
+    _INDEXED.parameters(kind.forward, *_INPUTS)
+    for name in (*_PROJECTIONS, "expand_kv", "scaling", "layer_idx"):
+        _INDEXED.attribute(attention, name)
+    attention.__class__ = type(f"{mixin.__name__}{kind.__name__}", (mixin, kind), {})

@@ -1,0 +1,67 @@
+"""transformers' model classes: how layers and experts are constructed, and which tensors stay in fp32."""
+
+import sys
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from ds_finetune.foreign.guard import Foreign, replaced
+
+_LAYERS = Foreign("transformers", "modeling_utils.py:1105 and the decoder layer of each model file")
+_EXPERTS = Foreign("transformers", "the experts class of each model file")
+_KEPT = Foreign("transformers", "modeling_utils.py:1112, 1303")
+
+LayerFactory = Callable[[type[nn.Module], PretrainedConfig, int], nn.Module]
+"""From the class of decoder layers, the configuration and a layer's index to a layer, or what takes its place."""
+ConfigChange = Callable[[Any], Any]
+"""From a configuration to the one that experts are constructed with."""
+
+
+@contextmanager
+def replaced_layers(model_class: type[PreTrainedModel], factory: LayerFactory) -> Iterator[None]:
+    """While this is open models of `model_class` get their decoder layers from `factory`.
+
+    transformers builds every layer; a pipeline stage holds some of them and would need memory for all.
+    """
+    module = sys.modules[model_class.__module__]
+    names = [name for name in model_class._no_split_modules or () if name.endswith("DecoderLayer")]
+    layer_class = _LAYERS.attribute(module, names[0] if len(names) == 1 else "DecoderLayer")
+    _LAYERS.parameters(layer_class, "config", "layer_idx")
+
+    def make(config: PretrainedConfig, layer_idx: int) -> nn.Module:
+        return factory(layer_class, config, layer_idx)
+
+    with replaced(module, names[0], make):
+        yield
+
+
+@contextmanager
+def changed_experts(
+    model_class: type[PreTrainedModel], name: str, change: ConfigChange, *, after: Callable[[nn.Module], None]
+) -> Iterator[None]:
+    """While this is open experts modules (class `name`) of `model_class` are constructed with a changed configuration
+    and then passed to `after`.
+
+    transformers builds all experts of a layer; under expert parallelism a rank holds some of them.
+    """
+    experts_class = _EXPERTS.attribute(sys.modules[model_class.__module__], name)
+    constructor = experts_class.__init__
+    _EXPERTS.parameters(constructor, "config")
+
+    def init(module: nn.Module, config: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        constructor(module, change(config), *args, **kwargs)
+        after(module)
+
+    with replaced(experts_class, "__init__", init):
+        yield
+
+
+def keep_in_fp32(model: PreTrainedModel, names: Collection[str]) -> None:
+    """Let buffers of `model` whose name contains one of `names` stay in fp32 under DeepSpeed, which reads the list
+    (0.19.8, runtime/keep_in_fp32.py) and casts what is not in it.
+    """
+    listed = _KEPT.attribute(model, "_keep_in_fp32_modules_strict")
+    model._keep_in_fp32_modules_strict = {*(listed or ()), *names}

@@ -1,0 +1,289 @@
+"""Low-rank adapters (Hu et al., LoRA, arXiv 2106.09685): their modules, and merging them into weights.
+
+A weight W [out, in] becomes W + alpha / rank x B A with A [rank, in] and B [out, rank]; fused experts [experts,
+out, in] have an A and a B per expert. W is frozen. All results equal those of peft 0.21, and `export/adapter.py`
+writes adapters in peft's format.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+from transformers.integrations.moe import _grouped_linear
+
+from ds_finetune.config.schema import LoraConfig
+from ds_finetune.model.adapters.adapter_names import weight_of
+from ds_finetune.model.build.skeleton import Where
+from ds_finetune.model.parallel.expert import ExpertParallelExperts, MarkParameter, rows_up_to
+from ds_finetune.model.parallel.rank_group import RankGroup
+from ds_finetune.model.parallel.sharding import UNSHARDED, ModelShard, TensorShard
+from ds_finetune.model.parallel.tensor import ParallelLinear
+from ds_finetune.model.quantised.four_bit import dtype_of, is_four_bit, shape_of
+from ds_finetune.model.weights.load import seed_of
+from ds_finetune.plan.lora_targets import ROUTED, ROUTER, LoraTarget, Shape
+
+_CHUNK_NUMEL = 2**20
+
+
+class _Adapted(nn.Module):
+    """Mixed into a module that has adapters."""
+
+    lora_scale: float
+
+
+class _LowRankLinear(_Adapted):
+    lora_A: torch.Tensor  # noqa: N815 - peft's name
+    lora_B: torch.Tensor  # noqa: N815
+
+    def _low_rank(self, hidden: torch.Tensor) -> torch.Tensor:
+        return functional.linear(functional.linear(hidden, self.lora_A), self.lora_B) * self.lora_scale
+
+
+class _AdaptedLinear(_LowRankLinear):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[..., in] -> [..., out]."""
+        return super().forward(hidden) + self._low_rank(hidden)  # type: ignore[no-any-return]
+
+
+class _AdaptedParallelLinear(_LowRankLinear):
+    """Of a `ParallelLinear`: its communication goes around weight and adapter together."""
+
+    def multiply(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What this rank computes of the product, without communication."""
+        return super().multiply(hidden) + self._low_rank(hidden)  # type: ignore[misc,no-any-return]
+
+
+class _AdaptedRouter(_Adapted):
+    weight: torch.Tensor
+    lora_A: torch.Tensor  # noqa: N815 - peft's name
+    lora_B: torch.Tensor  # noqa: N815
+
+    def forward(self, *args: Any) -> Any:  # noqa: ANN401 - the family's own
+        """The family's own forward, which reads `self.weight`. The weight is small enough to merge in each forward."""
+        merged = self.weight + (self.lora_B @ self.lora_A) * self.lora_scale
+        # Python finds this attribute first; nn.Module.__getattr__ returns the parameter only where there is none.
+        self.__dict__["weight"] = merged
+        try:
+            return super().forward(*args)
+        finally:
+            del self.__dict__["weight"]
+
+
+class _LowRankExperts(_Adapted):
+    num_experts: int
+    _apply_gate: Callable[[torch.Tensor], torch.Tensor]
+
+    def _run(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        """[tokens, width], chosen experts [tokens, k] and their weights -> [tokens, width].
+
+        The computation is that of transformers 5.23 (integrations/moe.py, grouped_mm_experts_forward). peft instead
+        merges a copy of all experts in each forward, and needs a gradient of that size.
+        """
+        tokens, k = top_k_index.shape
+        experts, order = top_k_index.reshape(-1).sort(stable=True)
+        ends = rows_up_to(experts, self.num_experts).int()
+        inner = self._apply_gate(self._project(hidden[order // k], ends, "gate_up_proj"))
+        out = self._project(inner, ends, "down_proj") * top_k_weights.reshape(-1)[order, None]
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(len(order), device=order.device)
+        return out[inverse].view(tokens, k, -1).sum(1).to(hidden.dtype)
+
+    def _project(self, rows: torch.Tensor, ends: torch.Tensor, leaf: str) -> torch.Tensor:
+        """`rows` [rows, in], sorted by expert and ending at `ends`, through each expert's weight `leaf` and its
+        adapter.
+        """
+        low = _grouped_linear(rows, getattr(self, f"{leaf}_lora_A"), ends)
+        low = _grouped_linear(low, getattr(self, f"{leaf}_lora_B"), ends)
+        return _grouped_linear(rows, getattr(self, leaf), ends) + low * self.lora_scale  # type: ignore[no-any-return]
+
+
+class _AdaptedExperts(_LowRankExperts):
+    def forward(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        """[tokens, width], chosen experts [tokens, k] and their weights -> [tokens, width]."""
+        return self._run(hidden, top_k_index, top_k_weights)
+
+
+class _AdaptedLocalExperts(_LowRankExperts):
+    """Of `ExpertParallelExperts`, which sends tokens to their experts' ranks and back."""
+
+    def run_experts(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        """The experts that this rank holds, without communication."""
+        return self._run(hidden, top_k_index, top_k_weights)
+
+
+def _adapted_class(module: nn.Module, kind: str) -> type[_Adapted]:
+    if kind == ROUTER:
+        return _AdaptedRouter
+    if kind == ROUTED:
+        return _AdaptedLocalExperts if isinstance(module, ExpertParallelExperts) else _AdaptedExperts
+    return _AdaptedParallelLinear if isinstance(module, ParallelLinear) else _AdaptedLinear
+
+
+def _leave_whole(_: list[nn.Parameter]) -> None:
+    """Below stage 3 every rank has adapters whole."""
+
+
+@dataclass(frozen=True)
+class AdapterPlacement:
+    """Where the adapters of a model lie: which part of them this rank holds, and how it is partitioned."""
+
+    where: Where
+    model_shard: ModelShard = UNSHARDED
+    tp_group: RankGroup | None = None
+    """Tensor parallel ranks; None for one."""
+    mark_expert: MarkParameter | None = None
+    """Called with each parameter of experts that only some ranks hold."""
+    share: Callable[[list[nn.Parameter]], None] = _leave_whole
+    """Called with the new parameters of one module at a time, to partition them."""
+
+    def prepare(self, param: nn.Parameter, shard: TensorShard, *, of: TensorShard) -> None:
+        """Mark a parameter of an adapter for the reduction and the norm of its gradient: it is `shard`, and its weight
+        is the shard `of`.
+        """
+        # DeepSpeed 0.19.8 counts other parameters once in norms (runtime/utils.py:134).
+        param.model_parallel = shard.dim is not None  # type: ignore[attr-defined]
+        if shard.is_expert_parallel and self.mark_expert is not None:
+            self.mark_expert(param)
+        if self.tp_group is not None and of.dim is not None and shard.dim is None:
+            # Each rank computes the gradient of the whole side from its shard of the other one.
+            param.register_hook(self.tp_group.all_reduce)
+
+
+def install_lora(
+    lm: PreTrainedModel, targets: Sequence[LoraTarget], lora: LoraConfig, *, seed: int, placement: AdapterPlacement
+) -> None:
+    """Freeze `lm` and add adapters to each of `targets` that it has, in the dtype of its weight: A is random, B is
+    zero. Pipeline stages have the targets of their own layers.
+
+    A is uniform within 1 / sqrt(in), which is kaiming_uniform with a = sqrt(5) (peft 0.21, tuners/lora/layer.py,
+    reset_lora_parameters), with a seed from `seed` and its name.
+    """
+    lm.requires_grad_(False)
+    here = dict(lm.named_modules())
+    for target in targets:
+        if target.name in here:
+            _adapt(here[target.name], target, lora, seed=seed, placement=placement)
+
+
+def _adapt(
+    module: Any,  # noqa: ANN401 - a module that can be adapted
+    target: LoraTarget,
+    lora: LoraConfig,
+    *,
+    seed: int,
+    placement: AdapterPlacement,
+) -> None:
+    kind = type(module)
+    module.__class__ = type(f"Adapted{kind.__name__}", (_adapted_class(module, target.kind), kind), {})
+    module.lora_scale = lora.alpha / lora.rank
+    made = []
+    for leaf, shape in target.shapes.items():
+        weight = module._parameters[leaf]
+        held = shape_of(weight) if is_four_bit(weight) else placement.where(weight).shape
+        of = placement.model_shard.tensor_shard(f"{target.name}.{leaf}", held)
+        assert of.whole_shape == shape, (target.name, leaf, of.whole_shape, shape)
+        for side, values in initial_factors(f"{target.name}.{leaf}", shape, lora.rank, seed).items():
+            own = f"{'' if leaf == 'weight' else leaf + '_'}lora_{side}"
+            name = f"{target.name}.{own}"
+            local = _local_shape(side, held, lora.rank)
+            shard = placement.model_shard.tensor_shard(name, local)
+            param = nn.Parameter(shard.slice(values).view(local).to(weight.device, dtype_of(weight)))
+            placement.prepare(param, shard, of=of)
+            module.register_parameter(own, param)
+            made.append(param)
+    placement.share(made)
+
+
+def _local_shape(side: str, held: Shape, rank: int) -> Shape:
+    """Shape of this rank's A or B for a weight of which it holds `held` [..., out, in]."""
+    *experts, out, width = held
+    return (*experts, rank, width) if side == "A" else (*experts, out, rank)
+
+
+def initial_factors(name: str, shape: Shape, rank: int, seed: int) -> dict[str, torch.Tensor]:
+    """A [..., rank, in] and B [..., out, rank] of the weight `name` of `shape` before the first step, fp32."""
+    *experts, out, width = shape
+    bound = width**-0.5
+    generator = torch.Generator().manual_seed(seed_of(seed, f"{name}.lora_A"))
+    return {
+        "A": torch.empty(*experts, rank, width).uniform_(-bound, bound, generator=generator),
+        "B": torch.zeros(*experts, out, rank),
+    }
+
+
+@contextmanager
+def adapters_off(lm: nn.Module) -> Iterator[None]:
+    """While this is open, `lm` computes what it would without its adapters, exactly.
+
+    Their scale is 0. All modules still run, so ZeRO-3 fetches the same parameters in the same order.
+    """
+    adapted = [module for module in lm.modules() if isinstance(module, _Adapted)]
+    assert adapted, "the model has no adapters"
+    scales = [module.lora_scale for module in adapted]
+    for module in adapted:
+        module.lora_scale = 0.0
+    try:
+        yield
+    finally:
+        for module, scale in zip(adapted, scales, strict=True):
+            module.lora_scale = scale
+
+
+@dataclass(frozen=True)
+class Factors:
+    """An adapter of one weight: A [..., rank, in], B [..., out, rank] and the scale of their product."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float
+
+    @property
+    def shape(self) -> Shape:
+        """Shape of the weight."""
+        return (*self.b.shape[:-1], self.a.shape[-1])
+
+    def delta(self, start: int, numel: int) -> torch.Tensor:
+        """Elements `start` to `start + numel` of the flattened scale x B A, fp32 [numel]; computes only the rows that
+        they are in.
+        """
+        rows, width = self.b.shape[-2], self.a.shape[-1]
+        first, last = start // width, -(-(start + numel) // width)
+        a, b = self.a.reshape(-1, *self.a.shape[-2:]), self.b.reshape(-1, *self.b.shape[-2:])
+        parts = [
+            b[expert, max(first - expert * rows, 0) : last - expert * rows].float() @ a[expert].float()
+            for expert in range(first // rows, -(-last // rows))
+        ]
+        begin = start - first * width
+        return torch.cat(parts).view(-1)[begin : begin + numel] * self.scale
+
+
+def factors_of(adapters: Mapping[str, torch.Tensor], scale: float) -> dict[str, Factors]:
+    """Adapters by the weight that they adapt, from the adapters' parameters by name."""
+    sides = {weight_of(name): tensor for name, tensor in adapters.items()}
+    return {
+        weight: Factors(tensor, sides[weight, "B"], scale) for (weight, side), tensor in sides.items() if side == "A"
+    }
+
+
+def merge_adapters(
+    tensors: Iterator[tuple[str, torch.Tensor | None]], factors: Mapping[str, Factors]
+) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Yield `tensors` (whole, on the CPU, by name) with their adapters added in fp32 and cast back. Copies one tensor
+    at a time.
+    """
+    for name, tensor in tensors:
+        yield name, tensor if tensor is None or name not in factors else _sum(tensor, factors[name])
+
+
+def _sum(tensor: torch.Tensor, adapter: Factors) -> torch.Tensor:
+    out = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    flat, source = out.view(-1), tensor.reshape(-1)
+    for start in range(0, flat.numel(), _CHUNK_NUMEL):
+        part = source[start : start + _CHUNK_NUMEL]
+        flat[start : start + len(part)] = part.float() + adapter.delta(start, len(part))
+    return out

@@ -1,0 +1,1 @@
+"""Attention by document, in packed rows, and sparse attention with an indexer."""

@@ -1,0 +1,252 @@
+"""Attention over each document of a packed row, without a mask over the whole row: causal, or in both directions."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+from transformers.integrations.sdpa_attention import repeat_kv
+
+from ds_finetune.errors import ModelError
+from ds_finetune.foreign.transformers_attention import register_attention, without_search_for_documents
+from ds_finetune.model.attention.packed_attention import Documents, PackedDocuments, attend_packed, pack_documents
+from ds_finetune.model.parallel.sequence import SequenceParallelGroup
+from ds_finetune.model.quantised import narrow_values
+from ds_finetune.model.quantised.narrow_values import value_kernel
+
+BY_DOCUMENT = "ds_finetune_by_document"
+"""Name of this attention in a model's configuration."""
+
+FLASH = "flash_attention_2"
+"""transformers' name of FlashAttention."""
+BY_LENGTHS = "ds_finetune_by_lengths"
+"""Name of a slow attention for trials on CPUs that takes the same arguments as FlashAttention."""
+
+KNOWS_DOCUMENTS = (BY_DOCUMENT, BY_LENGTHS, FLASH)
+"""Attention that is told where documents begin, so that nobody has to find them in positions."""
+
+ChosenTokens = tuple[tuple[torch.Tensor | None, ...], ...]
+"""The keys that each query of a document attends to, by row and document: bool [queries, keys], none of them later than
+the query; None for all earlier ones."""
+
+_WINDOW_BLOCK = 512
+"""Queries at a time, at least, where a document is longer than a model's window."""
+_SINK_COLUMNS = 8
+"""Columns that queries and keys get for attention sinks."""
+_WITHOUT_EFFECT = ("position_ids", "cache_position")
+"""Tensors that models pass to every attention and that do not change attention over whole documents."""
+
+
+@dataclass(frozen=True)
+class _DocumentAttention:
+    """Attention within one document."""
+
+    scaling: float
+    window: int | None
+    """A query attends to tokens that are fewer than this number of positions away; None for all."""
+    dropout: float
+    is_causal: bool = True
+    """Whether a query attends to no later tokens."""
+    sinks: torch.Tensor | None = None
+    """A further logit in the softmax of each head, whose value is zero: [heads]."""
+
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, chosen: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The queries are the last tokens of the document whose keys and values are given, all of them where attention
+        is not causal. With `chosen` they attend to these keys alone.
+        """
+        assert chosen is None or self.window is None
+        queries, keys, width = query.shape[2], key.shape[2], value.shape[3]
+        if self.window is not None and self.is_causal and queries > max(self.window, _WINDOW_BLOCK):
+            return self._in_blocks(query, key, value, max(self.window, _WINDOW_BLOCK))
+        mask, is_whole = chosen, queries == keys
+        assert is_whole or self.is_causal, (queries, keys)
+        has_window = self.window is not None and keys > self.window
+        if chosen is None and (has_window or not (is_whole or queries == 1)):
+            positions = torch.arange(keys, device=query.device)
+            distance = positions[keys - queries :, None] - positions
+            distance = distance if self.is_causal else distance.abs()
+            mask = (distance >= 0) & (distance < (self.window or keys))
+        if self.sinks is not None:
+            mask = None if mask is None else functional.pad(mask, (1, 0), value=True)
+            query, key, value = _with_sinks(query, key, value, self.sinks / self.scaling)
+            if mask is None and is_whole:
+                # A query of the sink's own, so that the causal mask is that of a whole document one token longer.
+                query = functional.pad(query, (0, 0, 1, 0))
+        out = narrow_values.attend(
+            query,
+            key,
+            value,
+            kernel=value_kernel(query, value, is_masked=mask is not None),
+            scale=self.scaling,
+            mask=mask,
+            dropout=self.dropout,
+            is_causal=self.is_causal and mask is None and is_whole,
+        )
+        return out[:, :, -queries:, :width]
+
+    def _in_blocks(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, size: int) -> torch.Tensor:
+        """The same for `size` queries at a time with the keys in their windows, so that no mask of all tokens by all
+        tokens is made."""
+        assert self.window is not None
+        earlier, outs = key.shape[2] - query.shape[2], []
+        for begin in range(0, query.shape[2], size):
+            part = query[:, :, begin : begin + size]
+            seen = slice(max(0, earlier + begin - self.window + 1), earlier + begin + part.shape[2])
+            outs.append(self(part, key[:, :, seen], value[:, :, seen]))
+        return torch.cat(outs, dim=2)
+
+
+def _with_sinks(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, logits: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values with a further key before the others, whose product with each query of head h is
+    `logits[h]` and whose value is zero.
+
+    It needs a further column in which queries are one and the other keys zero. So kernels without a mask compute
+    attention with sinks, and their gradients. Columns are added by eight, as kernels on GPUs want.
+    """
+    columns = _SINK_COLUMNS
+    query = functional.pad(functional.pad(query, (0, 1), value=1.0), (0, columns - 1))
+    sink = functional.pad(logits.to(key.dtype).view(1, -1, 1, 1), (key.shape[3], columns - 1))
+    key = torch.cat([sink.expand(len(key), -1, -1, -1), functional.pad(key, (0, columns))], dim=2)
+    return query, key, functional.pad(value, (0, key.shape[3] - value.shape[3], 1, 0))
+
+
+def attend_by_document(  # noqa: PLR0913 - transformers' interface
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float,
+    documents: tuple[Documents, ...] | None = None,
+    sp_group: SequenceParallelGroup | None = None,
+    sliding_window: int | None = None,
+    dropout: float = 0.0,
+    s_aux: torch.Tensor | None = None,
+    chosen: ChosenTokens | None = None,
+    packed: PackedDocuments | None = None,
+    **others: Any,  # noqa: ANN401 - what other implementations take
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface: query [rows, heads, tokens, width], key and value [rows, key heads, tokens,
+    width].
+
+    Returns [rows, tokens, heads, value width]. `documents` has one entry for each row; with None each row is one
+    document, and with fewer queries than keys the queries are its last tokens (decoding with a cache). With `sp_group`
+    the tensors have this rank's tokens, and `documents` describes whole rows. Without `sliding_window` the module's
+    own applies; in encoders it reaches as far in both directions. `s_aux` [heads] are attention sinks: a logit that
+    each head's softmax has beside those of the tokens (gpt_oss/modeling_gpt_oss.py:244). With `chosen` queries attend
+    to these keys alone. With `packed`, which describes the same documents, one call attends to all of them; a call for
+    each remains where the kernel lacks what is asked for: sinks, dropout, chosen keys. A module whose `is_causal` is
+    false attends in both directions, as in transformers 5.23 (integrations/sdpa_attention.py:143). ModelError where
+    another argument would change the result.
+    """
+    if unknown := _unknown(others):
+        raise ModelError(
+            f"{type(module).__name__} passes `{unknown[0]}` to its attention, "
+            "which attention by document does not implement",
+            hint="set model.attention: eager",
+        )
+    assert attention_mask is None, "attention by document does not support masked tokens inside a row"
+    if sp_group is not None:
+        query, key, value = sp_group.gather_tokens_scatter_heads(query, key, value)
+        # Each rank has the gradient of its own heads' sinks; the sum over ranks is that of all.
+        s_aux = None if s_aux is None else s_aux.chunk(sp_group.size)[sp_group.group_rank]
+    # transformers 5.23, qwen2_moe/modeling_qwen2_moe.py:226,254: the model applies its window only in the mask.
+    window, is_causal = sliding_window or getattr(module, "sliding_window", None), getattr(module, "is_causal", True)
+    if packed is not None and s_aux is None and chosen is None and not dropout:
+        out = attend_packed((query, key, value), packed, scaling=scaling, window=window, is_causal=is_causal)
+    else:
+        attend = _DocumentAttention(scaling, window, dropout, is_causal, s_aux)
+        out = _attend_to_rows(attend, (query, key, value), documents, chosen).transpose(1, 2)
+    out = out.contiguous()
+    return out if sp_group is None else sp_group.gather_heads_scatter_tokens(out), None
+
+
+def _attend_to_rows(
+    attend: _DocumentAttention,
+    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    documents: tuple[Documents, ...] | None,
+    chosen: ChosenTokens | None,
+) -> torch.Tensor:
+    """Attention of query, key and value [rows, heads, tokens, width], by document where rows have some."""
+    query, groups = parts[0], parts[0].shape[1] // parts[1].shape[1]
+    parts = (query, repeat_kv(parts[1], groups), repeat_kv(parts[2], groups))
+    if documents is None and chosen is None:
+        return attend(*parts)
+    of_rows = [None] * len(query) if documents is None else documents
+    rows = zip(*(tensor.split(1) for tensor in parts), of_rows, chosen or [None] * len(query), strict=True)
+    return torch.cat([_row(attend, row, lengths, of_row) for *row, lengths, of_row in rows])
+
+
+def _unknown(others: Mapping[str, Any]) -> list[str]:
+    """Names of arguments that change the result: tensors such as a bias of positions, a softcap, no causality."""
+    tensors = {name for name, value in others.items() if isinstance(value, torch.Tensor)} - set(_WITHOUT_EFFECT)
+    plain = {"softcap": (None,), "is_causal": (None, True)}
+    return sorted(tensors) + [name for name, values in plain.items() if others.get(name) not in values]
+
+
+def mask_context(lm: PreTrainedModel) -> AbstractContextManager[None]:
+    """What is open while `lm` makes masks for rows without masked tokens."""
+    is_told = lm.config._attn_implementation in KNOWS_DOCUMENTS
+    return without_search_for_documents() if is_told else nullcontext()
+
+
+def flash_arguments(documents: Sequence[Documents], device: torch.device) -> dict[str, Any]:
+    """Arguments that tell FlashAttention where documents begin; it concatenates the rows of a batch.
+
+    transformers 5.23 derives them only for batches of one row (modeling_flash_attention_utils.py:574). The bounds are
+    int32, and the maximum lengths plain numbers, as torch's kernels need them.
+    """
+    packed = pack_documents(documents, device)
+    bounds, longest = packed.bounds, packed.longest
+    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+
+
+def attend_by_lengths(  # noqa: PLR0913 - transformers' interface
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+    **others: Any,  # noqa: ANN401 - what other implementations take
+) -> tuple[torch.Tensor, None]:
+    """Attention that takes documents from `flash_arguments`, as FlashAttention does; without them each row is one."""
+    assert attention_mask is None, "this attention does not support masked tokens inside a row"
+    rows, _, tokens, width = query.shape
+    lengths = [tokens] * rows if cu_seq_lens_q is None else cu_seq_lens_q.diff().tolist()
+    groups = query.shape[1] // key.shape[1]
+    parts = (query, repeat_kv(key, groups), repeat_kv(value, groups))
+    flat = [part.transpose(0, 1).flatten(1, 2)[None] for part in parts]
+    if unknown := [name for name in _unknown(others) if name != "cu_seq_lens_k"]:
+        raise TypeError(f"{type(module).__name__} passes `{unknown[0]}` to its attention")
+    attend = _DocumentAttention(width**-0.5 if scaling is None else scaling, sliding_window, 0.0)
+    out = _row(attend, flat, tuple(lengths))
+    return out[0].unflatten(1, (rows, tokens)).permute(1, 2, 0, 3).contiguous(), None
+
+
+def _row(
+    attend: _DocumentAttention,
+    parts: Sequence[torch.Tensor],
+    lengths: Documents | None,
+    chosen: Sequence[torch.Tensor | None] | None = None,
+) -> torch.Tensor:
+    """Attention within the documents of one row, which is a document itself where `lengths` is None."""
+    split = [[tensor] if lengths is None else tensor.split(lengths, dim=2) for tensor in parts]
+    documents = zip(*split, chosen or [None] * len(split[0]), strict=True)
+    return torch.cat([attend(*document) for document in documents], dim=2)
+
+
+register_attention(BY_DOCUMENT, attend_by_document)
+register_attention(BY_LENGTHS, attend_by_lengths)

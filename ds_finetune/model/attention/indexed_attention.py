@@ -1,0 +1,314 @@
+"""DeepSeek sparse attention (DeepSeek-V3.2) by document.
+
+An indexer scores the earlier tokens of a document for each query, and the query attends to the `index_topk` best. In
+documents of at most `index_topk` tokens these are all tokens, so an indexer that is not trained is run only where some
+may be longer.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from ds_finetune.errors import ModelError
+from ds_finetune.families.table import family_of
+from ds_finetune.foreign.transformers_attention import attention_function, replace_forward, rotate_halves, rotate_pairs
+from ds_finetune.model.attention.by_document import BY_DOCUMENT, ChosenTokens, Documents
+from ds_finetune.model.attention.index_divergence import (
+    SCORES_AT_ONCE,
+    Attended,
+    ScoreInputs,
+    divergences,
+    index_scores,
+)
+from ds_finetune.model.parallel.rank_group import RankGroup
+from ds_finetune.model.parallel.sequence import SequenceParallelGroup
+
+
+class Choice(NamedTuple):
+    """What an indexer gives its layer and those that share its choice."""
+
+    tokens: ChosenTokens | None
+    """The chosen tokens; None where all are."""
+    scored: ScoreInputs | None
+    """What its scores are computed from, with a gradient; None where it is not trained."""
+
+
+class DivergenceCollector:
+    """Collects how far the scores of indexers are from the weights of attention, in each layer of a forward."""
+
+    def __init__(self, groups: tuple[RankGroup, ...], *, attends_to_all: bool) -> None:
+        self.groups = groups
+        self.attends_to_all = attends_to_all
+        """Whether attention is to all earlier tokens, whatever is chosen."""
+        self.is_listening = False
+        self.found: dict[int, torch.Tensor] = {}
+        """The divergence of each query in nats, fp32 [rows, tokens], by layer."""
+
+    def is_needed(self, *, in_training: bool) -> bool:
+        """Whether a layer has to compute its divergence: in the forwards of the loss, and where activation
+        checkpointing repeats one in backward, which must compute what the forward did.
+        """
+        return self.is_listening or (in_training and torch.is_grad_enabled())
+
+    def add(self, layer: int, values: torch.Tensor) -> None:
+        """Take the divergences of a layer, unless its forward is repeated."""
+        if self.is_listening:
+            self.found[layer] = values
+
+
+class IndexedAttention(nn.Module):
+    """Mixed into a family's attention: that of transformers 5.23 (deepseek_v32/modeling_deepseek_v32.py:410-480) with
+    the tokens chosen in each document instead of a mask over the row.
+    """
+
+    config: PretrainedConfig
+    layer_idx: int
+    attention_dropout: float
+    scaling: float
+    o_proj: nn.Linear
+    indexer: Any
+    expand_kv: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    rotates_pairs: bool
+    """Whether the indexer's rotary embedding turns pairs of neighbouring columns, not the two halves."""
+    chooses = False
+    """Whether documents may be longer than `index_topk`, or indexers are trained. Under ZeRO-3 the indexer's parameters
+    are gathered, which all ranks must do equally often, so this is not decided by the documents of a forward."""
+    collector: DivergenceCollector | None = None
+    """None where indexers are not trained."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None,
+        past_key_values: Any = None,  # noqa: ANN401 - transformers' Cache
+        **others: Any,  # noqa: ANN401 - what attention implementations take
+    ) -> tuple[Any, ...]:
+        """Hidden states [batch, tokens, width] before and after; None in place of attention weights."""
+        out, _ = self._attend(hidden_states, position_embeddings, attention_mask, past_key_values, None, others)
+        return out, None
+
+    def _attend(  # noqa: PLR0913
+        self,
+        hidden: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None,
+        cache: Any,  # noqa: ANN401
+        choice: Choice | None,
+        others: dict[str, Any],
+    ) -> tuple[torch.Tensor, Choice | None]:
+        """Hidden states after attention, and the choice: that of the layer before where this one has no indexer."""
+        low_rank, query, latent, rotary_key = _project(self, hidden, position_embeddings)
+        if cache is not None:
+            latent, rotary_key = cache.update(latent, rotary_key, self.layer_idx)
+        is_by_document = self.config._attn_implementation == BY_DOCUMENT
+        if self.indexer is not None and is_by_document and (self.chooses or cache is not None):
+            scored = _score_inputs(self, hidden, low_rank, position_embeddings)
+            if cache is not None:
+                scored = scored._replace(key=cache.update_indexer(scored.key, self.layer_idx))
+            if others.get("sp_group") is not None:
+                scored = ScoreInputs(*map(others["sp_group"].gather_tokens, scored))
+            choice = self._choice(scored, others.get("documents"))
+        elif choice is None and cache is not None:
+            _check_length(latent.shape[2], self.config.index_topk)
+        key, value = self.expand_kv(latent, rotary_key)
+        if self.collector is not None and cache is None and self.collector.is_needed(in_training=self.training):
+            self.collector.add(self.layer_idx, self._divergences(choice, query, key, others))
+        out, _ = attention_function(self.config._attn_implementation)(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            **others | ({} if choice is None or choice.tokens is None else {"chosen": choice.tokens}),
+        )
+        return self.o_proj(out.flatten(2)), choice
+
+    def _choice(self, scored: ScoreInputs, documents: tuple[Documents, ...] | None) -> Choice:
+        if self.collector is None:
+            return Choice(_choose(self, scored, documents), None)
+        return Choice(None if self.collector.attends_to_all else _choose(self, scored, documents), scored)
+
+    def _divergences(
+        self, choice: Choice | None, query: torch.Tensor, key: torch.Tensor, others: dict[str, Any]
+    ) -> torch.Tensor:
+        """The divergence of each of this rank's tokens in nats, fp32 [rows, tokens]."""
+        assert self.collector is not None
+        assert choice is not None, self.layer_idx
+        assert choice.scored is not None, self.layer_idx
+        query, key = query.detach(), key.detach()
+        sp_group: SequenceParallelGroup | None = others.get("sp_group")
+        if sp_group is not None:
+            query, key = sp_group.gather_tokens_scatter_heads(query, key)
+        values = divergences(
+            choice.scored,
+            self.config.index_head_dim**-0.5,
+            Attended(query, key, self.scaling, self.collector.groups),
+            documents=others.get("documents") or ((query.shape[2],),) * len(query),
+            chosen=choice.tokens,
+        )
+        return values if sp_group is None else sp_group.shard(values)
+
+
+class IndexedAttentionWithChoice(IndexedAttention):
+    """The same where attention returns the choice for the next layer."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None,
+        past_key_values: Any = None,  # noqa: ANN401
+        *,
+        prev_topk_indices: Choice | None = None,
+        **others: Any,  # noqa: ANN401
+    ) -> tuple[Any, ...]:
+        """As `IndexedAttention`, and the choice; None where no indexer is run."""
+        out, choice = self._attend(
+            hidden_states, position_embeddings, attention_mask, past_key_values, prev_topk_indices, others
+        )
+        return out, None, choice
+
+
+def _project(
+    attention: Any,  # noqa: ANN401 - latent attention of transformers
+    hidden: torch.Tensor,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of hidden states [batch, tokens, width]: low-rank queries [batch, tokens, rank], queries [batch, heads, tokens,
+    width], latents [batch, 1, tokens, rank] and rotated keys [batch, 1, tokens, rotary width].
+    """
+    nope, rope = attention.qk_nope_head_dim, attention.qk_rope_head_dim
+    low_rank = attention.q_a_layernorm(attention.q_a_proj(hidden))
+    query = attention.q_b_proj(low_rank).unflatten(-1, (-1, nope + rope)).transpose(1, 2)
+    plain, rotated = query.split([nope, rope], dim=-1)
+    latent, rotary_key = attention.kv_a_proj_with_mqa(hidden).split([attention.kv_lora_rank, rope], dim=-1)
+    rotated, rotary_key = rotate_pairs()(rotated, rotary_key[:, None], *position_embeddings)
+    return low_rank, torch.cat([plain, rotated], dim=-1), attention.kv_a_layernorm(latent)[:, None], rotary_key
+
+
+def _score_inputs(
+    attention: IndexedAttention,
+    hidden: torch.Tensor,
+    low_rank: torch.Tensor,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+) -> ScoreInputs:
+    """What the indexer scores tokens from, without a gradient to the model (DeepSeek-V3.2's report)."""
+    with torch.set_grad_enabled(torch.is_grad_enabled() and attention.collector is not None):
+        return _inputs_of_scores(attention, hidden.detach(), low_rank.detach(), position_embeddings)
+
+
+def _inputs_of_scores(
+    attention: IndexedAttention,
+    hidden: torch.Tensor,
+    low_rank: torch.Tensor,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+) -> ScoreInputs:
+    """transformers 5.23, deepseek_v32/modeling_deepseek_v32.py:212-235; glm_moe_dsa rotates pairs."""
+    indexer, rope = attention.indexer, attention.indexer.qk_rope_head_dim
+    query = indexer.wq_b(low_rank).unflatten(-1, (indexer.n_heads, indexer.head_dim))
+    key = indexer.k_norm(indexer.wk(hidden))[:, :, None]
+    rotate = rotate_pairs() if attention.rotates_pairs else rotate_halves()
+    turned = rotate(query[..., :rope], key[..., :rope], *position_embeddings, unsqueeze_dim=2)
+    query, key = (
+        torch.cat([part, whole[..., rope:]], dim=-1) for part, whole in zip(turned, (query, key), strict=True)
+    )
+    weight = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype)).float() * indexer.n_heads**-0.5
+    return ScoreInputs(query, key[:, :, 0], weight)
+
+
+@torch.no_grad()
+def _choose(
+    attention: IndexedAttention, scored: ScoreInputs, documents: tuple[Documents, ...] | None
+) -> ChosenTokens | None:
+    """The tokens that each query attends to, by row and document; None for a document of at most `index_topk` tokens,
+    or where all are.
+    """
+    if documents is None:
+        documents = ((scored.key.shape[1],),) * len(scored.key)
+    limit, scale = attention.config.index_topk, attention.indexer.softmax_scale
+    if all(length <= limit for row in documents for length in row):
+        return None
+    chosen = []
+    for row, lengths in enumerate(documents):
+        # With a cache the queries are the last tokens of the only document.
+        is_last = scored.query.shape[1] < sum(lengths)
+        parts = [part[row].split(lengths) if not is_last else (part[row],) for part in scored]
+        chosen.append(
+            tuple(
+                None if len(document.key) <= limit else _best(document, limit, scale)
+                for document in map(ScoreInputs._make, zip(*parts, strict=True))
+            )
+        )
+    return tuple(chosen)
+
+
+def _best(document: ScoreInputs, limit: int, scale: float) -> torch.Tensor:
+    """For each query of one document whether it attends to a key, bool [queries, keys]: to the `limit` best of the
+    earlier ones and itself.
+    """
+    queries, keys = len(document.query), len(document.key)
+    positions = torch.arange(keys, device=document.key.device)
+    found = torch.zeros(queries, keys, dtype=torch.bool, device=document.key.device)
+    at_once = max(1, SCORES_AT_ONCE // (keys * document.query.shape[1]))
+    for begin in range(0, queries, at_once):
+        part = slice(begin, begin + at_once)
+        index = index_scores(ScoreInputs(document.query[part], document.key, document.weight[part]), scale)
+        is_later = positions > positions[keys - queries :][part, None]
+        best = index.masked_fill(is_later, float("-inf")).topk(min(limit, keys)).indices
+        found[part] = found[part].scatter(1, best, value=True) & ~is_later
+    return found
+
+
+def _check_length(tokens: int, limit: int) -> None:
+    if tokens > limit:
+        raise ModelError(
+            f"a text of {tokens} tokens is longer than index_topk {limit}, and this layer does not know the tokens "
+            "that it may attend to",
+            hint="set model.attention: sdpa, and leave out parallel.pp",
+        )
+
+
+def install_indexed_attention(lm: PreTrainedModel) -> None:
+    """Make attention with an indexer work by document, in place; models without indexers stay as they are."""
+    indexer = family_of(lm.config.model_type).indexer
+    if indexer is None:
+        return
+    for name, module in lm.named_modules():
+        if name.endswith(".self_attn"):
+            replace_forward(module, IndexedAttentionWithChoice if indexer.is_shared else IndexedAttention)
+            module.rotates_pairs = indexer.rotates_pairs  # type: ignore[assignment]
+
+
+def expect_documents(lm: PreTrainedModel, *, longest: int) -> None:
+    """Let the indexers of a model choose, in place, where documents of `longest` tokens need it."""
+    limit = longest_document(lm.config)
+    if limit is None or longest <= limit:
+        return
+    for module in lm.modules():
+        if isinstance(module, IndexedAttention):
+            module.chooses = True
+
+
+def train_indexers(lm: PreTrainedModel, collector: DivergenceCollector) -> list[tuple[int, bool]]:
+    """Let the attention of each layer give `collector` its divergences, in place. Returns the numbers of the layers
+    that are here, and whether each has an indexer of its own.
+    """
+    found = []
+    for module in lm.modules():
+        if isinstance(module, IndexedAttention):
+            module.chooses, module.collector = True, collector
+            found.append((module.layer_idx, module.indexer is not None))
+    return found
+
+
+def longest_document(hf_config: PretrainedConfig) -> int | None:
+    """Maximum number of tokens of a document in which every token attends to all earlier ones: `index_topk` of the
+    configuration; None where documents of any length are such.
+    """
+    return None if family_of(hf_config.model_type).indexer is None else int(hf_config.index_topk)

@@ -1,0 +1,314 @@
+"""Tests a model type without a row in the table of families on a tiny copy before it is trained.
+
+Three results are compared: two documents in one row with each alone, a padded row with an unpadded one, and the loss
+with that of the model's own logits. Each is a relative difference, about 1e-6 in fp32 where the results agree.
+"""
+
+import copy
+import math
+import re
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+import transformers
+from torch.nn import functional
+from transformers import PretrainedConfig, PreTrainedModel
+
+from ds_finetune.errors import ModelError
+from ds_finetune.families.table import family_of
+from ds_finetune.objectives.labels import IGNORE_INDEX
+from ds_finetune.model.attention.by_document import BY_LENGTHS, FLASH
+from ds_finetune.model.build.skeleton import Task, build_skeleton, check_attention
+from ds_finetune.model.loss.forward_rows import ForwardRows
+from ds_finetune.model.loss.token_loss import TrainedModel, install_loss_head
+from ds_finetune.model.build.model_plan import task_of
+from ds_finetune.model.parallel.pipeline import build_meta_model
+from ds_finetune.model.loss.score_head import install_score_head
+from ds_finetune.model.build.tiny_config import Size, layer_kinds, layers_of_each_kind, tiny_config
+from ds_finetune.model.weights.load import initialise_weights
+from ds_finetune.objectives.objective import Objective, ScoreObjective, TokenObjective
+from ds_finetune.plan.combinations import ROW_BYTES, WEIGHT_BYTES, wider
+
+_LANGUAGE_MODEL = TokenObjective("sft")
+LIMIT = 1e-4
+"""Relative difference above which two results disagree; rounding errors are a hundredth of it."""
+_NO_PACKING = "set data.packing: false"
+_NO_PAIRS = "both answers of a pair are in one row; train pairs with a model of another type"
+_LENGTHS = (27, 21)
+"""Tokens of the two documents; more than the attention window of a tiny model."""
+_PADDING, _LAST = 11, 4
+_SEEN = 1e-3
+"""Minimum relative difference of hidden states after different earlier tokens."""
+_SEED = 5
+_HEADS = (4, 2, 1, 8)
+"""Numbers of attention heads that a tiny model may have, the likeliest to fit first."""
+_MORE_LAYERS = (1, 3)
+"""Multiples of the layers that include one of each kind; some models share weights between layers and need more."""
+_NOISE, _HEAD_GAIN = 0.1, 8.0
+_MAX_PARAMETERS = 60_000_000
+"""Parameters of a tiny model; with more the trial takes longer than it is worth."""
+_EXPERTS = re.compile(r"\.experts\.(gate_up_proj|up_proj|gate_proj|down_proj)$")
+_FAILURES = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    AssertionError,
+    ArithmeticError,
+    ImportError,
+)
+"""Errors that models raise when they are built or run in a way that they do not support."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Relative differences (fp32) between results that should be equal, or why there are none.
+
+    `packed`: two documents in a row against each alone. `padded`: a document followed by padding against the same
+    without. `loss`: the loss against that of the model's own logits.
+    """
+
+    packed: float = 0.0
+    padded: float = 0.0
+    loss: float = 0.0
+    untried: str = ""
+
+
+def check_generic_type(  # noqa: PLR0913
+    hf_config: PretrainedConfig,
+    *,
+    attention: str,
+    packing: bool,
+    row_tokens: int,
+    precision: str,
+    objective: Objective = _LANGUAGE_MODEL,
+) -> tuple[str, ...]:
+    """ModelError where a generic model type would be trained wrongly on such rows; otherwise lines on what was tested.
+
+    A pair is two documents of one row also without packing.
+
+    Families of the table are not tested here: the test suite compares their steps with plain loops.
+    """
+    kind = hf_config.model_type
+    if not family_of(kind).is_generic:
+        return ()
+    trial = try_model_type(hf_config, attention=attention, row_tokens=row_tokens, objective=objective)
+    _check_expert_widths(hf_config, precision, task_of(objective))
+    has_pairs = objective.documents_per_unit > 1
+    packing = packing or has_pairs
+    check_trial(kind, trial, packing=packing, hint=_NO_PAIRS if has_pairs else _NO_PACKING)
+    if trial.untried:
+        return (
+            f"model_type {kind} could not be tried on a tiny copy ({trial.untried}): its loss is not known to be right",
+        )
+    layout = f"packed rows {trial.packed:.0e}" if packing else f"padded rows {trial.padded:.0e}"
+    return (f"model_type {kind} was tried on a tiny copy, relative differences: loss {trial.loss:.0e}, {layout}",)
+
+
+def _check_expert_widths(hf_config: PretrainedConfig, precision: str, task: Task) -> None:
+    """ModelError where torch's grouped product rejects widths of experts; `plan.combinations` checks the families."""
+    lm = build_meta_model(hf_config, task)
+    if lm.config._experts_implementation != "grouped_mm":
+        return
+    for name, param in lm.named_parameters():
+        if _EXPERTS.search(name) and param.shape[-1] * WEIGHT_BYTES[precision] % ROW_BYTES:
+            raise ModelError(
+                f"`{name}` has rows of {param.shape[-1]} x {WEIGHT_BYTES[precision]} bytes in {precision}, "
+                f"no multiple of {ROW_BYTES} bytes, as torch's grouped product needs",
+                hint=wider(precision),
+            )
+
+
+def check_trial(kind: str, trial: Trial, *, packing: bool, hint: str = _NO_PACKING) -> None:
+    """ModelError where `trial` shows that rows (packed or padded) are trained wrongly, or where packed rows could
+    not be tested; `hint` is that of errors on packed rows.
+    """
+    subject = f"model_type `{kind}`"
+    if trial.loss > LIMIT:
+        raise ModelError(
+            f"{subject}: the loss is not that of the model's own logits, {_difference_text(trial.loss)}",
+            hint="it changes logits after its head, which the chunked loss does not see; train a model of another type",
+        )
+    if trial.untried and packing:
+        raise ModelError(f"{subject}: packing could not be tried, {trial.untried}", hint=hint)
+    if trial.packed > LIMIT and trial.padded > LIMIT:
+        raise ModelError(
+            f"{subject}: documents of a packed row see each other, {_difference_text(trial.packed)}, "
+            f"and padding changes a document, {_difference_text(trial.padded)}",
+            hint="train a model of another type",
+        )
+    if packing and trial.packed > LIMIT:
+        raise ModelError(
+            f"{subject}: documents of a packed row see each other, {_difference_text(trial.packed)}",
+            hint=hint,
+        )
+    if not packing and trial.padded > LIMIT:
+        raise ModelError(
+            f"{subject}: padding changes a document, {_difference_text(trial.padded)}", hint="set data.packing: true"
+        )
+
+
+def _difference_text(difference: float) -> str:
+    return f"relative difference {difference:.0e} on a tiny copy, limit {LIMIT:.0e}"
+
+
+def try_model_type(
+    hf_config: PretrainedConfig, *, attention: str, row_tokens: int, objective: Objective = _LANGUAGE_MODEL
+) -> Trial:
+    """Build a small model with a layer of each kind of the configured one, and compare results that should be equal.
+
+    ModelError where transformers cannot build the configured model.
+    """
+    task = task_of(objective)
+    check_attention(hf_config, attention, task)
+    # FlashAttention does not run on CPUs.
+    attention = BY_LENGTHS if attention == FLASH else attention
+    try:
+        whole = _build(hf_config, attention, task, device="meta")
+        layers, kinds = layers_of_each_kind(whole), layer_kinds(whole)
+    except _FAILURES as broken:
+        if attention == BY_LENGTHS:
+            return Trial(untried=f"without a GPU it fails with {_first_line(broken)}")
+        raise ModelError(
+            f"transformers {transformers.__version__} cannot build model_type `{hf_config.model_type}`: "
+            f"{_first_line(broken)}",
+            hint="check the model's config.json",
+        ) from broken
+    reason = "no smaller configuration has all its kinds of layers"
+    for more, heads in product(_MORE_LAYERS, _HEADS):
+        try:
+            tiny = tiny_config(hf_config, Size(heads, layers * more, row_tokens))
+            outline = _build(tiny, attention, task, device="meta")
+            if (
+                layer_kinds(outline) == kinds
+                and sum(param.numel() for param in outline.parameters()) <= _MAX_PARAMETERS
+            ):
+                lm, eager = (_build_initialised(tiny, kind, task) for kind in (attention, "eager"))
+                return _compare(lm, eager, objective)
+        except _FAILURES as broken:
+            reason = f"a tiny copy fails with {_first_line(broken)}"
+    return Trial(untried=reason)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}{f': {lines[0]}' if lines else ''}"
+
+
+def _build(config: PretrainedConfig, attention: str, task: Task, *, device: str) -> PreTrainedModel:
+    return build_skeleton(copy.deepcopy(config), attention=attention, dtype=torch.float32, device=device, task=task)
+
+
+def _build_initialised(config: PretrainedConfig, attention: str, task: Task) -> PreTrainedModel:
+    """A model with initial weights, enlarged so that differences show: most initial values are small or zero."""
+    lm = _build(config, attention, task, device="cpu")
+    initialise_weights(lm, seed=_SEED)
+    generator = torch.Generator().manual_seed(_SEED)
+    with torch.no_grad():
+        for param in lm.parameters():
+            if param.dim() > 1:
+                param.normal_(std=param.shape[-1] ** -0.5, generator=generator)
+            else:
+                param.add_(torch.randn(param.shape, generator=generator), alpha=_NOISE)
+        lm.get_input_embeddings().weight.normal_(generator=generator)
+        if lm.get_output_embeddings() is not None:
+            lm.get_output_embeddings().weight.mul_(_HEAD_GAIN)
+    return lm.eval()
+
+
+@torch.no_grad()
+def _compare(lm: PreTrainedModel, eager: PreTrainedModel, objective: Objective) -> Trial:
+    """Compare results of `lm`, and its loss with that of the logits of the same model with eager attention.
+
+    ModelError where `lm` does not run in the way it is trained.
+    """
+    first, second = _documents(lm)
+    logits = eager(input_ids=first, position_ids=_positions(first), use_cache=False).logits[0].float()
+    scored = objective if isinstance(objective, ScoreObjective) else None
+    wanted = logits if scored else _plain_loss(logits, first)
+    model = TrainedModel(lm)
+    try:
+        found = _score(model, scored, first) if scored else _token_loss(model, first)
+        alone = [model.hidden(ids, _positions(ids), None)[0] for ids in (first, second)]
+    except _FAILURES as broken:
+        raise ModelError(
+            f"model_type `{lm.config.model_type}` does not run without its head on token ids and positions alone: "
+            f"{_first_line(broken)}",
+            hint="train a model of another type",
+        ) from broken
+    _check_earlier_tokens_matter(model, first, second)
+    packed, padded = _packed_hidden(model, first, second), _padded_hidden(model, first, second)
+    return Trial(
+        packed=_difference(packed, torch.stack([torch.cat(alone), torch.cat(alone[::-1])])),
+        padded=max(_difference(row[: len(hidden)], hidden) for row, hidden in zip(padded, alone, strict=True)),
+        loss=_difference(found, wanted),
+    )
+
+
+def _plain_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """The sum over the tokens after the first, from logits [tokens, vocabulary]."""
+    return functional.cross_entropy(logits[:-1], ids[0, 1:], reduction="sum")
+
+
+def _token_loss(model: TrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    install_loss_head(model.lm)
+    labels = functional.pad(ids[:, 1:], (0, 1), value=IGNORE_INDEX)
+    return model(ForwardRows(ids, _positions(ids), labels)).loss  # type: ignore[no-any-return]
+
+
+def _score(model: TrainedModel, objective: ScoreObjective, ids: torch.Tensor) -> torch.Tensor:
+    """The scores [outputs] of one document."""
+    head = install_score_head(model.lm, objective)
+    return head.scores(model.hidden(ids, _positions(ids), None), torch.tensor([ids.shape[1] - 1]))[0]
+
+
+def _check_earlier_tokens_matter(model: TrainedModel, first: torch.Tensor, second: torch.Tensor) -> None:
+    """ArithmeticError where earlier tokens hardly change later ones, so that comparisons would detect nothing."""
+    same_end = [torch.cat([document[:, :_LAST], first[:, -_LAST:]], dim=1) for document in (first, second)]
+    ends = [model.hidden(ids, _positions(ids), None)[0, -_LAST:] for ids in same_end]
+    if _difference(*ends) < _SEEN:
+        raise ArithmeticError("earlier tokens hardly change later ones")
+
+
+def _documents(lm: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two documents [1, tokens] without special tokens."""
+    generator = torch.Generator().manual_seed(_SEED)
+    vocabulary = lm.get_input_embeddings().weight.shape[0]
+    tokens = (vocabulary // 16, vocabulary * 3 // 4)
+    first, second = (torch.randint(*tokens, (1, length), generator=generator) for length in _LENGTHS)
+    return first, second
+
+
+def _packed_hidden(model: TrainedModel, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Hidden states of two rows that have both documents, one row for each order."""
+    orders = (_LENGTHS, _LENGTHS[::-1])
+    ids = torch.cat([torch.cat([first, second], dim=1), torch.cat([second, first], dim=1)])
+    return model.hidden(
+        ids, torch.stack([torch.cat([torch.arange(length) for length in order]) for order in orders]), orders
+    )
+
+
+def _padded_hidden(model: TrainedModel, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Hidden states of two rows that have one document each, and padding."""
+    length = max(_LENGTHS) + _PADDING
+    ids = torch.cat(
+        [
+            functional.pad(document, (0, length - document.shape[1]), value=int(first[0, 0]))
+            for document in (first, second)
+        ]
+    )
+    return model.hidden(ids, _positions(ids).expand(2, -1), None)
+
+
+def _positions(ids: torch.Tensor) -> torch.Tensor:
+    return torch.arange(ids.shape[1])[None]
+
+
+def _difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Largest difference over largest magnitude."""
+    apart = float((found - wanted).abs().max() / wanted.abs().max())
+    if not math.isfinite(apart):
+        raise ArithmeticError("its results are not finite")
+    return apart

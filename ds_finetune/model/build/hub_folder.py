@@ -1,0 +1,296 @@
+"""Reads the safetensors files of a model folder by tensor name: checks headers, reads a bounded piece of a tensor at a
+time, and dequantises FP8, MXFP4 and FP4.
+
+Files are read, not memory-mapped as by safetensors' own reader (0.6, `safe_open`): mapped pages count as memory of this
+process, and if another process shortened a mapped file, a signal would kill this one.
+"""
+
+import json
+import math
+import shlex
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import torch
+import transformers
+
+from ds_finetune.errors import ModelError
+from ds_finetune.model.quantised.fp4 import PACKED, Fp4Matrix, find_matrices
+from ds_finetune.model.quantised.fp8 import BLOCK, FP8, SCALE, SCALE_DTYPES, dequantise, scale_shape
+from ds_finetune.model.quantised.mxfp4 import BLOCKS, SCALES, Mxfp4Experts, find_experts
+from ds_finetune.model.weights.names import differences
+from ds_finetune.model.weights.safetensors_header import Header, Shape, read_header
+from ds_finetune.model.weights.stored_tensor import SafetensorsFile, Scratch, StoredTensor
+
+INDEX = "model.safetensors.index.json"
+_WEIGHTS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, FP8)
+_SHOWN = 10
+_COMPARED_NUMEL = 2**20
+"""Elements that are compared at a time."""
+
+
+class HubFolder:
+    """The tensors of a folder of published weights by name. `shapes` has quantised weights as the model has them, and
+    does not contain their scales.
+
+    `rename` gives the names that the model has for them. ModelError where the folder has no safetensors, a file is
+    missing, incomplete or outside the folder, and where a quantised weight has no scale, or a scale has no weight.
+    """
+
+    def __init__(self, folder: Path, *, rename: Callable[[str], str] | None = None) -> None:
+        self.folder = folder
+        self._scratch = Scratch()
+        stored = _with_usual_scales(_read_tensors(folder))
+        self._stored = stored if rename is None else _renamed(stored, rename, folder)
+        fp8 = [key for key, stored in self._stored.items() if stored.dtype == FP8]
+        _check_scales(folder, self._stored, fp8)
+        self._scaled = frozenset(fp8)
+        experts, matrices = find_experts(self._stored, folder), find_matrices(self._stored, folder)
+        parts = {key + SCALE for key in (*fp8, *matrices)} | {key + end for key in experts for end in (BLOCKS, SCALES)}
+        self._packed: Mapping[str, Mxfp4Experts | Fp4Matrix] = {**experts, **matrices}
+        self.shapes: Mapping[str, Shape] = {
+            **{key: stored.shape for key, stored in self._stored.items() if key not in parts},
+            **{key: tensor.shape for key, tensor in self._packed.items()},
+        }
+
+    @property
+    def has_fp8(self) -> bool:
+        """Whether any tensor is stored in FP8 blocks."""
+        return bool(self._scaled)
+
+    def is_fp8(self, key: str) -> bool:
+        """Whether the tensor is stored in FP8 blocks."""
+        return key in self._scaled
+
+    def dtype(self, key: str) -> torch.dtype:
+        """Dtype of what is read: the stored one, or fp32 for FP8, MXFP4 and FP4."""
+        return torch.float32 if self.is_quantised(key) else self._stored[key].dtype
+
+    def is_quantised(self, key: str) -> bool:
+        """Whether the tensor is stored in FP8, MXFP4 or FP4."""
+        return self.is_fp8(key) or key in self._packed
+
+    def read(self, key: str, start: int, numel: int) -> torch.Tensor:
+        """Elements `start` to `start + numel` of the row-major flattened tensor, 1-D, valid until the same thread's
+        next read. For FP8 this reads whole rows, for MXFP4 whole experts.
+        """
+        if key in self._packed:
+            return self._packed[key].read(start, numel)
+        if not self.is_fp8(key):
+            return self._stored[key].read(start, numel, into=self._scratch)
+        width = self._stored[key].shape[1]
+        first, last = start // width, -(-(start + numel) // width)
+        return self.rows(key, first, last).view(-1)[start - first * width :][:numel]
+
+    def rows(self, key: str, first: int, last: int, within: tuple[slice, ...] = ()) -> torch.Tensor:
+        """Rows `first` to `last`, [rows, ...], valid until the same thread's next read.
+
+        With `within`, consecutive ranges of the next dimensions, only these are dequantised and returned.
+        """
+        if key in self._packed:
+            return self._packed[key].rows(first, last, within)
+        values = self._stored[key].rows(first, last, into=self._scratch)[(slice(None), *within)]
+        if not self.is_fp8(key):
+            return values
+        begin = within[0].start if within else 0
+        return dequantise(values, self.scales(key, first, last)[:, begin // BLOCK :], row=first, column=begin)
+
+    def whole(self, key: str) -> torch.Tensor:
+        """The whole tensor in new memory."""
+        rows = self.shapes[key][0] if self.shapes[key] else 1
+        if key in self._packed:
+            return self._packed[key].rows(0, rows)
+        stored = self._stored[key]
+        values = stored.read(0, math.prod(stored.shape)).view(stored.shape)
+        return dequantise(values, self.scales(key, 0, rows)) if self.is_fp8(key) else values
+
+    def scales(self, key: str, first: int, last: int) -> torch.Tensor:
+        """Scales of the blocks of rows `first` to `last` of an FP8 weight: fp32 [block rows, block columns]."""
+        return self._stored[key + SCALE].rows(first // BLOCK, -(-last // BLOCK)).float()
+
+    def scale_dtype(self, key: str) -> torch.dtype:
+        """Dtype in which the scales of an FP8 weight are stored."""
+        return self._stored[key + SCALE].dtype
+
+    def stored_rows(self, key: str, first: int, last: int) -> torch.Tensor:
+        """Rows `first` to `last` of an FP8 weight, in FP8."""
+        return self._stored[key].rows(first, last)
+
+    def left_over(self, expected: Mapping[str, Shape], *, model: str, may_be: Callable[[str], bool]) -> list[str]:
+        """Names of tensors that are not `expected` and that `may_be` allows to be left over, sorted.
+
+        ModelError lists what is missing, unexpected, of another shape, or not of a floating dtype.
+        """
+        left = [key for key in sorted(self.shapes.keys() - expected.keys()) if may_be(key)]
+        wrong = differences(expected, {key: shape for key, shape in self.shapes.items() if key not in set(left)})
+        if wrong:
+            raise ModelError(
+                f"{self.folder} does not fit {model}: {wrong}",
+                hint="it is incomplete or belongs to another model; download it again, or name the right folder",
+            )
+        self.check_dtypes(besides=left)
+        return left
+
+    def check_dtypes(self, *, besides: Iterable[str] = ()) -> None:
+        """ModelError where a tensor has a dtype that weights do not have; tensors in `besides` may have any."""
+        read = self.shapes.keys() - self._packed.keys() - set(besides)
+        others = [f"`{key}` is {self._stored[key].dtype}" for key in read if self._stored[key].dtype not in _WEIGHTS]
+        if others:
+            raise ModelError(
+                f"{self.folder} holds {len(others)} tensors of another kind: {', '.join(others[:_SHOWN])}",
+                hint="give a bf16 copy",
+            )
+
+    def is_same(self, key: str, other: str) -> bool:
+        """Whether two tensors have the same shape and values; reads some rows of both at a time."""
+        shape = self.shapes[key]
+        if shape != self.shapes[other]:
+            return False
+        step = max(1, _COMPARED_NUMEL // max(1, math.prod(shape[1:])))
+        ranges = ((first, min(first + step, shape[0])) for first in range(0, shape[0], step))
+        return all(torch.equal(self.rows(key, *some).clone(), self.rows(other, *some)) for some in ranges)
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether `folder` has published weights."""
+    return (folder / INDEX).is_file() or any(folder.glob("*.safetensors"))
+
+
+def _renamed(stored: Mapping[str, StoredTensor], rename: Callable[[str], str], folder: Path) -> dict[str, StoredTensor]:
+    """The tensors by their new names; ModelError where two have the same."""
+    tensors: dict[str, StoredTensor] = {}
+    for key, tensor in stored.items():
+        name = rename(key)
+        if name in tensors:
+            both = sorted(other for other in stored if rename(other) == name)
+            raise ModelError(
+                f"{folder} has the tensors `{both[0]}` and `{both[1]}`, which are both `{name}` of the model",
+                hint="remove one of them",
+            )
+        tensors[name] = tensor
+    return tensors
+
+
+def _with_usual_scales(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The tensors with `X.scale` of a quantised `X.weight`, as DeepSeek-V4 names it, by the name of V3."""
+    of_weights = {f"{key.removesuffix('.weight')}.scale": key for key, t in stored.items() if t.dtype in (FP8, PACKED)}
+    return {f"{of_weights[key]}{SCALE}" if key in of_weights else key: tensor for key, tensor in stored.items()}
+
+
+def _read_tensors(folder: Path) -> dict[str, StoredTensor]:
+    if (folder / INDEX).is_file():
+        return _read_indexed(folder)
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelError(
+            f"model folder `{folder}` has no safetensors weights",
+            hint=bin_conversion(folder)
+            or "give a folder with weights, or set model.weights: random to build from config.json alone",
+        )
+    return _merge_files(files, {})
+
+
+def bin_conversion(folder: Path) -> str:
+    """A hint with the command that adds safetensors to a folder whose weights are pytorch_model*.bin; else empty.
+
+    Such files are pickles. The command lets transformers read them with `weights_only`, so that they run no code.
+    """
+    if not any(folder.glob("pytorch_model*.bin")):
+        return ""
+    try:
+        named = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"][0]
+    except (OSError, ValueError, LookupError, TypeError):
+        named = None
+    # The user copies the command to a shell, so that nothing of config.json but a name of transformers may be in it.
+    kind = named if named in dir(transformers) else "AutoModelForCausalLM"
+    code = (
+        f"from transformers import {kind} as M; p = {str(folder)!r}; "
+        "M.from_pretrained(p, dtype='auto', weights_only=True).save_pretrained(p)"
+    )
+    return f"convert its pytorch_model.bin: python -c {shlex.quote(code)}"
+
+
+def _read_indexed(folder: Path) -> dict[str, StoredTensor]:
+    """The tensors of all files that the index names, which must lie in the folder itself."""
+    index = folder / INDEX
+    try:
+        weight_map = {
+            str(key): str(file) for key, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError) as broken:
+        raise ModelError(f"{index} is not an index of safetensors: {broken!r}", hint="download it again") from broken
+    names = sorted(set(weight_map.values()))
+    outside = [name for name in names if name != Path(name).name or name == ".."]
+    if outside:
+        raise ModelError(
+            f"{index} names files outside its folder: {', '.join(outside[:_SHOWN])}",
+            hint="it may be harmful; take another copy",
+        )
+    absent = [name for name in names if not (folder / name).is_file()]
+    if absent:
+        raise ModelError(
+            f"{index} names {len(absent)} files that are not there: {', '.join(absent[:_SHOWN])}",
+            hint="download the model again",
+        )
+    tensors = _merge_files([folder / name for name in names], weight_map)
+    lost = [
+        f"`{key}` in {file}"
+        for key, file in sorted(weight_map.items())
+        if key not in tensors or tensors[key].file.path.name != file
+    ]
+    if lost:
+        raise ModelError(
+            f"{index} names {len(lost)} tensors that are not there: {', '.join(lost[:_SHOWN])}",
+            hint="download the model again",
+        )
+    return tensors
+
+
+def _merge_files(files: Iterable[Path], weight_map: Mapping[str, str]) -> dict[str, StoredTensor]:
+    """The tensors of all files; where two files have the same name, `weight_map` decides."""
+    tensors: dict[str, StoredTensor] = {}
+    for path in files:
+        file = SafetensorsFile(path)
+        for key, entry in _read_header(path).tensors.items():
+            if key in tensors and key not in weight_map:
+                raise ModelError(
+                    f"`{key}` is in both {tensors[key].file.path} and {path}",
+                    hint=f"remove one of the files, or add {INDEX}",
+                )
+            if weight_map.get(key, path.name) == path.name:
+                tensors[key] = StoredTensor(file, entry.dtype, entry.shape, entry.begin)
+    return tensors
+
+
+def _read_header(path: Path) -> Header:
+    """The header of one file; ModelError where it does not describe all of it, as safetensors demands."""
+    try:
+        return read_header(path)
+    except (OSError, ValueError) as broken:
+        raise ModelError(f"{path} is not a whole safetensors file: {broken}", hint="download it again") from broken
+
+
+def _check_scales(folder: Path, stored: Mapping[str, StoredTensor], fp8: Iterable[str]) -> None:
+    """ModelError where an FP8 weight does not have one scale for each block, or a scale has no weight."""
+    weights = set(fp8)
+    alone = sorted(key for key in weights if key + SCALE not in stored)
+    if alone:
+        raise ModelError(
+            f"{folder} holds {len(alone)} FP8 weights without `{SCALE}`: {', '.join(alone[:_SHOWN])}",
+            hint="give a bf16 copy",
+        )
+    packed = {key for key, tensor in stored.items() if tensor.dtype == PACKED}
+    lost = sorted(key for key in stored if key.endswith(SCALE) and key.removesuffix(SCALE) not in weights | packed)
+    if lost:
+        raise ModelError(
+            f"{folder} holds {len(lost)} scales without an FP8 weight: {', '.join(lost[:_SHOWN])}",
+            hint="give a bf16 copy",
+        )
+    for key in sorted(weights):
+        weight, scale = stored[key], stored[key + SCALE]
+        if len(weight.shape) != 2 or scale.shape != scale_shape(weight.shape) or scale.dtype not in SCALE_DTYPES:
+            raise ModelError(
+                f"{folder}: `{key}` {weight.shape} has scales {scale.shape} of {scale.dtype}, not "
+                f"{scale_shape(weight.shape)} of {' or '.join(map(str, SCALE_DTYPES))}",
+                hint=f"blocks of {BLOCK} x {BLOCK} are read; give a bf16 copy",
+            )

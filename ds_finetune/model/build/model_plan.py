@@ -1,0 +1,156 @@
+"""The model that a run builds, worked out once from its config.json and the run file."""
+
+from dataclasses import dataclass, field
+
+from transformers import PretrainedConfig
+
+from ds_finetune.config.schema import RunConfig
+from ds_finetune.families.table import family_of
+from ds_finetune.model.build.skeleton import Task, read_hf_config
+from ds_finetune.model.build.encoder import check_encoder
+from ds_finetune.model.adapters.lora_plan import LoraPlan, check_stages, plan_lora
+from ds_finetune.model.mtp.layer import is_mtp_tensor
+from ds_finetune.model.mtp.mtp_plan import MtpPlan, check_adapted, plan_mtp
+from ds_finetune.model.parallel.pipeline import layers_of_stages
+from ds_finetune.model.loss.teacher_plan import TeacherPlan, plan_teacher
+from ds_finetune.objectives.balance import Balance
+from ds_finetune.objectives.extra import Extra
+from ds_finetune.objectives.indexing import Indexing
+from ds_finetune.objectives.objective import Objective, ScoreObjective
+from ds_finetune.objectives.table import make_objective
+from ds_finetune.plan.activations import mlp_tiles
+from ds_finetune.plan.context import ContextPlan
+from ds_finetune.plan.indexer import IndexerPlan, plan_indexer
+from ds_finetune.plan.layer_stages import StageLayers
+from ds_finetune.plan.model_checks import check_attention_kernel, check_model_stages, check_settings
+from ds_finetune.plan.routers import RouterPlan, plan_routers
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelPlan:
+    """What the engine builds: where the weights are, and which parts of the model are split, adapted and quantised."""
+
+    path: str
+    """Folder or hub id of the model."""
+    hf_config: PretrainedConfig = field(repr=False)
+    """The configuration of the model as it is trained, with the vocabulary it has then."""
+    attention: str
+    has_random_weights: bool
+    resizes_vocabulary: bool
+    published_vocab_size: int
+    """Tokens of the vocabulary in the published config.json; fewer than are trained where rows are added."""
+    stages: tuple[StageLayers | None, ...]
+    """Layers of each pipeline rank; one None where a rank holds all."""
+    lora: LoraPlan | None
+    objective: Objective
+    extras: tuple[Extra, ...] = ()
+    """Auxiliary losses beside the objective's."""
+    mtp: MtpPlan | None = None
+    """The multi-token prediction layer that is trained; None where none is."""
+    router: RouterPlan | None = None
+    """The routers of experts; None where there are none."""
+    indexer: IndexerPlan | None = None
+    """The indexers that are trained; None where none is."""
+    teacher: TeacherPlan | None = None
+    mlp_tiles: int = 1
+    """Parts of the tokens of a forward that MLPs compute by turns; 1 where they compute all at once."""
+    context: ContextPlan | None = None
+    """How many tokens the run file wants positions for; None where it does not say."""
+    padding: str = ""
+    """A text on the padding token of a classifier, for people."""
+
+    @property
+    def task(self) -> Task:
+        """What the model computes."""
+        return task_of(self.objective)
+
+    def is_untrained(self, name: str) -> bool:
+        """Whether no loss of the run reaches the parameter `name`: it is an indexer's, or none where they are trained
+        alone.
+        """
+        is_of_indexer = family_of(self.hf_config.model_type).is_of_indexer(name)
+        if self.indexer is None:
+            return is_of_indexer
+        return self.indexer.is_alone and not is_of_indexer
+
+    def loss_apart(self, name: str) -> str | None:
+        """Name of the auxiliary loss that alone trains the parameter `name`; None for others."""
+        if self.mtp is not None and self.mtp.detach and is_mtp_tensor(name, self.hf_config):
+            return self.mtp.extra.name
+        is_of_indexer = family_of(self.hf_config.model_type).is_of_indexer(name)
+        is_apart = self.indexer is not None and not self.indexer.is_alone and is_of_indexer
+        return Indexing.name if is_apart else None
+
+    @property
+    def apart_losses(self) -> tuple[str, ...]:
+        """Names of the auxiliary losses that train parameters of their own."""
+        prediction = (self.mtp.extra.name,) if self.mtp is not None and self.mtp.detach else ()
+        return (*prediction, *((Indexing.name,) if self.indexer is not None and not self.indexer.is_alone else ()))
+
+    @property
+    def head_outputs(self) -> int:
+        """Outputs of the head: scores of a document, or the tokens of the vocabulary."""
+        if isinstance(self.objective, ScoreObjective):
+            return self.objective.num_outputs
+        return int(self.hf_config.vocab_size)
+
+    @property
+    def quantised(self) -> tuple[str, ...]:
+        """Full names of the modules whose weights are held in four bits."""
+        return tuple(target.name for target in self.lora.quantised) if self.lora is not None else ()
+
+
+def task_of(objective: Objective) -> Task:
+    """What a model that is trained for the objective computes."""
+    return "sequence_classification" if isinstance(objective, ScoreObjective) else "causal_lm"
+
+
+def plan_model(hf_config: PretrainedConfig, config: RunConfig) -> ModelPlan:
+    """The model of `hf_config` as the run file says; ConfigError or ModelError where it does not fit the model."""
+    model, objective = config.model, config.objective
+    tree = hf_config.to_dict()
+    check_settings(config, tree)
+    check_encoder(hf_config, attention=model.attention, objective=objective.name)
+    router, indexer = plan_routers(config, tree), plan_indexer(config, tree)
+    resized = model.resize_vocabulary
+    runtime = make_objective(objective)
+    task = task_of(runtime)
+    teacher = plan_teacher(objective, hf_config)
+    if teacher is not None:
+        check_attention_kernel(config, teacher.hf_config.to_dict())
+    published = read_hf_config(model.path, files=("*.json",), task=task) if resized else hf_config
+    prediction = plan_mtp(hf_config, model, config.mtp)
+    lora = plan_lora(hf_config, config.lora, task) if config.lora is not None else None
+    if prediction is not None and lora is not None:
+        check_adapted(hf_config, lora)
+    stages = layers_of_stages(hf_config, config.parallel, task)
+    if lora is not None:
+        check_stages(lora, stages, ep_size=config.parallel.ep)
+    check_model_stages(config, tree, stages)
+    return ModelPlan(
+        path=model.path,
+        hf_config=hf_config,
+        attention=model.attention,
+        has_random_weights=model.weights == "random",
+        resizes_vocabulary=resized,
+        published_vocab_size=int(published.vocab_size),
+        stages=stages,
+        lora=lora,
+        objective=runtime,
+        extras=(*_balance(router), *_indexing(indexer), *((prediction.extra,) if prediction is not None else ())),
+        mtp=prediction,
+        router=router,
+        indexer=indexer,
+        teacher=teacher,
+        mlp_tiles=mlp_tiles(hf_config.to_dict()) if config.train.tiled_mlp else 1,
+    )
+
+
+def _balance(router: RouterPlan | None) -> tuple[Extra, ...]:
+    if router is None or not router.section.balance:
+        return ()
+    return (Balance(router.section.balance, layers=len(router.layers)),)
+
+
+def _indexing(indexer: IndexerPlan | None) -> tuple[Extra, ...]:
+    return () if indexer is None else (Indexing(indexer.section.weight, indexers=len(indexer.layers)),)

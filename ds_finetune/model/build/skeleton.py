@@ -1,0 +1,305 @@
+"""Builds a model without weights: its configuration, its modules, and the fragment of each tensor on this rank."""
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from ds_finetune.foreign.auto_configs import AutoConfig
+from ds_finetune.foreign.auto_models import AutoModelForCausalLM, AutoModelForSequenceClassification
+from ds_finetune.config.schema import OWN_ATTENTIONS
+from ds_finetune.errors import ModelError
+from ds_finetune.families.table import family_of
+from ds_finetune.foreign.hub_access import hub_problem
+from ds_finetune.model.attention.by_document import BY_DOCUMENT, FLASH
+from ds_finetune.model.build.folder_check import check_folder
+from ds_finetune.model.attention.indexed_attention import install_indexed_attention
+from ds_finetune.model.mtp.layer import build_mtp_layers
+from ds_finetune.model.quantised.quantisation import check_no_other_format, check_readable
+from ds_finetune.foreign.transformers_models import keep_in_fp32
+from ds_finetune.plan.config_json import check_model_path
+
+Task = Literal["causal_lm", "sequence_classification"]
+"""What a model computes: the logits of the next token, or scores of a document."""
+TOKENIZER_PATTERNS = ("*.json", "*.model", "*.jinja", "merges.txt", "vocab.txt")
+"""Files of a hub repository that a tokenizer is read from."""
+HUB_FILES = (*TOKENIZER_PATTERNS, "*.safetensors")
+"""Files of a hub repository that a model is read from; `*` matches `/` as well."""
+IGNORED_HUB_FILES = ("*/*.safetensors",)
+"""Weights in folders of a repository, which are never read; gpt-oss has all of its weights again in `original/`."""
+_LOGIT_TRANSFORMS = (
+    "final_logit_softcapping",
+    "logits_scaling",
+    "logit_scale",
+    "lm_head_multiplier",
+    "output_multiplier_scale",
+)
+"""Config keys that change the logits after `lm_head`; the chunked loss does not apply them."""
+_BALANCE_WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef")
+"""Config keys of the weight of the load balancing loss of experts."""
+_FACTORIES = {"causal_lm": AutoModelForCausalLM, "sequence_classification": AutoModelForSequenceClassification}
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """The part of a tensor that this rank holds: elements `start` to `start + numel` of the row-major flattened tensor
+    of `shape`.
+
+    It may reach past the end of the tensor, where ZeRO-3 pads. `opened()` gives those elements (1-D) to read and write.
+    Written values are stored when the context closes, so that a fragment on disk needs memory only while it is open.
+    """
+
+    start: int
+    numel: int
+    shape: tuple[int, ...]
+    opened: Callable[[], AbstractContextManager[torch.Tensor]]
+
+    @property
+    def end(self) -> int:
+        """End of the fragment's elements in the flattened tensor, without padding."""
+        return min(self.start + self.numel, math.prod(self.shape))
+
+
+Where = Callable[[torch.Tensor], Fragment]
+"""Returns, for a tensor of the model, the fragment that this rank holds."""
+
+
+def in_memory(flat: torch.Tensor, *, start: int, shape: tuple[int, ...]) -> Fragment:
+    """The fragment whose elements are `flat` (1-D)."""
+    return Fragment(start, flat.numel(), shape, lambda: nullcontext(flat))
+
+
+def whole(tensor: torch.Tensor) -> Fragment:
+    """The fragment of a tensor that this rank holds entirely."""
+    return in_memory(tensor.data.view(-1), start=0, shape=tuple(tensor.shape))
+
+
+def resolve_folder(path: str, *, files: Sequence[str] = HUB_FILES) -> Path:
+    """The folder of a model or tokenizer: a local one, or the hub's cache after downloading `files` of a hub id."""
+    folder = Path(path)
+    if folder.is_dir():
+        check_folder(folder)
+        return folder
+    check_model_path(path)
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    problem = hub_problem()
+    patterns = {"allow_patterns": list(files), "ignore_patterns": list(IGNORED_HUB_FILES)}
+    try:
+        folder = Path(snapshot_download(path, **patterns, local_files_only=bool(problem)))
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as missing:
+        if problem:
+            raise ModelError(
+                f"model `{path}` is neither a folder nor in the hub's cache {constants.HF_HUB_CACHE}, and {problem}",
+                hint="check the name, give a local folder, or start where the hub can be reached",
+            ) from missing
+        raise ModelError(
+            f"model `{path}` is neither a folder nor available from the hub: {missing}",
+            hint="check the name, or give a local folder",
+        ) from missing
+    check_folder(folder)
+    return folder
+
+
+def read_hf_config(path: str, *, files: Sequence[str] = HUB_FILES, task: Task = "causal_lm") -> PretrainedConfig:
+    """The transformers configuration of a model folder or hub id; ModelError where there is none, or transformers has
+    no model of its type for the `task`.
+
+    `quantization_config` is removed, since quantised weights are dequantised when they are read. ModelError where it
+    is of a kind that cannot be read.
+    """
+    folder = resolve_folder(path, files=files)
+    if not (folder / "config.json").is_file():
+        raise ModelError(
+            f"model folder `{folder}` has no config.json", hint="name the folder that holds the model's config.json"
+        )
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except ValueError as unknown:
+        raise ModelError(
+            f"{folder}/config.json: {unknown}", hint="model_type must be one that this transformers knows"
+        ) from unknown
+    except (OSError, TypeError, RecursionError, StrictDataclassError) as wrong:
+        reason = " ".join(str(wrong).split())
+        raise ModelError(
+            f"{folder}/config.json cannot be read: {reason}", hint="correct it, or get the published one"
+        ) from wrong
+    _check_task(config, task, f"{folder}/config.json")
+    check_vocabulary(config, f"{folder}/config.json")
+    if task == "causal_lm":
+        check_logits(config, f"{folder}/config.json")
+    _check_balance_loss(config, task, f"{folder}/config.json")
+    if getattr(config, "quantization_config", None) is not None:
+        check_readable(config.quantization_config, f"{folder}/config.json", ModelError)
+        del config.quantization_config
+    check_no_other_format(folder, ModelError)
+    return config
+
+
+def has_class(config: PretrainedConfig, task: Task) -> bool:
+    """Whether transformers has a model of this type for the task."""
+    return type(config) in _FACTORIES[task]._model_mapping
+
+
+def _check_task(config: PretrainedConfig, task: Task, label: str) -> None:
+    """ModelError where transformers has no model of this type for the task."""
+    if has_class(config, task):
+        return
+    if task == "causal_lm":
+        raise ModelError(
+            f"{label}: model_type `{config.model_type}` is not a causal LM",
+            hint="use a model with a language-model head",
+        )
+    raise ModelError(
+        f"{label}: transformers {transformers.__version__} has no class of model_type `{config.model_type}` for "
+        "sequence classification",
+        hint="train a model of another type, such as llama, qwen3 or deepseek_v3",
+    )
+
+
+def check_vocabulary(config: PretrainedConfig, label: str) -> None:
+    """ModelError for a multimodal model, whose vocabulary size is in the configuration of its text part."""
+    if not hasattr(config, "vocab_size"):
+        raise ModelError(
+            f"{label}: model_type `{config.model_type}` has no vocab_size of its own: it is a model of text and "
+            "other media",
+            hint="train a text model; transformers names the types of many `..._text`",
+        )
+
+
+def check_logits(config: PretrainedConfig, label: str) -> None:
+    """ModelError where the config sets a key that changes the logits after the head."""
+    transformed = [key for key in _LOGIT_TRANSFORMS if getattr(config, key, None) not in (None, 1, 1.0)]
+    if transformed:
+        raise ModelError(
+            f"{label}: `{transformed[0]}` = {getattr(config, transformed[0])} changes the logits after the head, "
+            f"which the chunked loss of model_type `{config.model_type}` would not see",
+            hint="train a model without it",
+        )
+
+
+def _check_balance_loss(config: PretrainedConfig, task: Task, label: str) -> None:
+    """ModelError where the model would add a load balancing loss of its experts, which is not implemented here."""
+    weight = next((getattr(config, key) for key in _BALANCE_WEIGHTS if hasattr(config, key)), 1.0)
+    has_loss = hasattr(sys.modules[model_class(config, task).__module__], "load_balancing_loss_func")
+    if getattr(config, "output_router_logits", False) and weight and has_loss:
+        raise ModelError(
+            f"{label}: `output_router_logits` = true asks for a balance loss of the experts, weight {weight}, "
+            "computed over the tokens of a micro-batch, which is not done here",
+            hint="set output_router_logits to false in config.json; in families of the table, `router.balance` of the "
+            "run file trains a balance loss",
+        )
+
+
+def model_class(hf_config: PretrainedConfig, task: Task = "causal_lm") -> type[PreTrainedModel]:
+    """The model that transformers builds from a configuration for the task."""
+    return _FACTORIES[task]._model_mapping[type(hf_config)]  # type: ignore[no-any-return]
+
+
+def head_of(lm: PreTrainedModel) -> Any:  # noqa: ANN401 - mostly a linear layer, whose class its users change
+    """What comes after the last hidden states: the language-model head, or the score head of a classifier."""
+    head = lm.get_output_embeddings()
+    if head is not None:
+        return head
+    return lm.encoder_head if hasattr(lm, "encoder_head") else lm.score
+
+
+def has_score_head(lm: PreTrainedModel) -> bool:
+    """Whether the model scores documents instead of next tokens."""
+    return lm.get_output_embeddings() is None
+
+
+def check_attention(hf_config: PretrainedConfig, attention: str, task: Task = "causal_lm") -> None:
+    """ModelError where transformers has no such attention for the model type."""
+    kind = model_class(hf_config, task)
+    family = family_of(hf_config.model_type)
+    has_sdpa = kind._supports_sdpa or family.has_sinks
+    legal = [*(["sdpa"] if has_sdpa else []), "eager", *([FLASH] if kind._supports_flash_attn else [])]
+    wanted = "sdpa" if attention in OWN_ATTENTIONS and not family.is_generic else attention
+    if wanted in (*OWN_ATTENTIONS, "eager", FLASH) and wanted not in legal:
+        raise ModelError(
+            f"model.attention {attention} with model_type `{hf_config.model_type}`, "
+            f"for which transformers has {' and '.join(legal)}",
+            hint=f"set model.attention: {legal[0]}",
+        )
+    has_window = "sliding_attention" in (getattr(hf_config, "layer_types", None) or ())
+    if attention == FLASH and has_window and family.window_in_mask:
+        raise ModelError(
+            f"model.attention {attention} with model_type `{hf_config.model_type}`: "
+            "transformers does not pass it the sliding window",
+            hint="set model.attention: sdpa",
+        )
+
+
+def build_skeleton(  # noqa: PLR0913
+    hf_config: PretrainedConfig,
+    *,
+    attention: str,
+    dtype: torch.dtype,
+    device: str,
+    task: Task = "causal_lm",
+    init_context: AbstractContextManager[object] | None = None,
+) -> PreTrainedModel:
+    """The modules of a model with uninitialised parameters in `dtype` on `device`; buffers have their values.
+
+    The model is constructed inside `init_context`, e.g. one that partitions each parameter as it is made. With an
+    `attention` of OWN_ATTENTIONS, the families of the table use attention by document. Experts use the grouped
+    implementation, on CPUs that of model/experts.py. The cache is off, since transformers separates packed documents
+    only without it (transformers 5.23, masking_utils.py:873).
+    """
+    check_attention(hf_config, attention, task)
+    hf_config.use_cache = False
+    is_by_document = attention in OWN_ATTENTIONS and not family_of(hf_config.model_type).is_generic
+    hf_config._attn_implementation = BY_DOCUMENT if is_by_document else attention
+    hf_config.dtype = dtype
+    # Imported before the context: DeepSpeed 0.19.8 drops decorators of classes that are defined inside zero.Init
+    # (partition_parameters.py:581-622).
+    kind = model_class(hf_config, task)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        building = build_mtp_layers(kind, hf_config)
+        with building, no_init_weights(), init_context or nullcontext(), torch.device(device):
+            model = kind(hf_config)
+    except ImportError as missing:
+        reason = str(missing).strip().splitlines()[0]
+        raise ModelError(
+            f"{kind.__name__} with model.attention {attention} cannot be built here: {reason}",
+            hint="install what is missing, or choose another model.attention",
+        ) from missing
+    finally:
+        torch.set_default_dtype(default)
+    model.tie_weights()
+    family = family_of(hf_config.model_type)
+    if family.fused_experts or family.transposed_experts:
+        assert model.config._experts_implementation == "grouped_mm", model.config._experts_implementation
+    _keep_buffers(model, device)
+    install_indexed_attention(model)
+    return model.train()
+
+
+def _keep_buffers(model: PreTrainedModel, device: str) -> None:
+    """Replace the tensors that a family keeps in fp32 by fp32 buffers, whatever the default dtype was in construction.
+
+    This includes untrained parameters (transformers 5.23, ernie4_5_moe/modeling_ernie4_5_moe.py:281): DeepSpeed 0.19.8
+    casts every parameter, but not the buffers that the model names (runtime/keep_in_fp32.py).
+    """
+    kept = family_of(model.config.model_type).fp32_buffers
+    for module in model.modules():
+        tensors = [*module.named_buffers(recurse=False), *module.named_parameters(recurse=False)]
+        for name, tensor in tensors:
+            if name in kept and not tensor.requires_grad:
+                module._parameters.pop(name, None)
+                shape = getattr(tensor, "ds_shape", tensor.shape)
+                module.register_buffer(name, torch.zeros(shape, dtype=torch.float32, device=device))
+    keep_in_fp32(model, kept)

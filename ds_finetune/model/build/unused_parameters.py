@@ -1,0 +1,59 @@
+"""Parameters that get no gradient from the loss, found by a forward and a backward on fake tensors."""
+
+import copy
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import PretrainedConfig
+from transformers.initialization import no_init_weights
+
+from ds_finetune.model.build.skeleton import Task, model_class
+
+_FEW_TOKENS = 16
+_NO_MEMORY_EXPERTS = "batched_mm"
+"""The implementation of experts in transformers 5.23 that does not depend on the values of router indices, which fake
+tensors do not have.
+"""
+
+
+def unused_parameters(hf_config: PretrainedConfig, *, tokens: int, task: Task = "causal_lm") -> tuple[str, ...]:
+    """Names of the parameters that get no gradient from a row of `tokens` tokens, in the model's order.
+
+    The whole model is built without memory, which takes some seconds. NotImplementedError where the model's code needs
+    the values of tensors.
+    """
+    # A long row uses every parameter that a short row uses, and may use more: some layers act from many tokens on.
+    names = _without_gradient(hf_config, _FEW_TOKENS, task)
+    if not names:
+        return ()
+    longest = getattr(hf_config, "max_position_embeddings", None) or tokens
+    used_later = set(names) - set(_without_gradient(hf_config, min(tokens, longest), task))
+    return tuple(name for name in names if name not in used_later)
+
+
+def _without_gradient(hf_config: PretrainedConfig, tokens: int, task: Task) -> list[str]:
+    config = copy.deepcopy(hf_config)
+    config.use_cache = False
+    config._attn_implementation = "eager"
+    try:
+        with FakeTensorMode():
+            with no_init_weights():
+                # In evaluation mode: some model types drop layers at random in training mode.
+                model = model_class(config, task)(config).eval()
+            if getattr(model.config, "_experts_implementation", None):
+                model.config._experts_implementation = _NO_MEMORY_EXPERTS
+            logits = model(input_ids=torch.zeros(1, tokens, dtype=torch.long), use_cache=False).logits
+            logits.float().sum().backward()
+            return [name for name, param in model.named_parameters() if param.grad is None]
+    except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as unknown:
+        lines = str(unknown).strip().splitlines() or [type(unknown).__name__]
+        raise NotImplementedError(lines[0]) from unknown
+
+
+def patterns_of(names: Sequence[str]) -> str:
+    """The names with `*` for numbers, each pattern once with the number of parameters that match it."""
+    counts = Counter(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names)
+    return ", ".join(f"{pattern} ({count})" if count > 1 else pattern for pattern, count in counts.items())

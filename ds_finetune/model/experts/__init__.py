@@ -1,0 +1,1 @@
+"""Routers of mixtures of experts, and their balance losses."""

@@ -1,0 +1,123 @@
+"""What the routers of a model give in a forward: which experts they chose for the tokens of each document."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ds_finetune.model.loss.forward_rows import ForwardRows
+from ds_finetune.model.loss.real_tokens import RealTokens
+from ds_finetune.model.parallel.pipeline import MissingLayer
+from ds_finetune.plan.routers import RouterPlan
+
+
+class RouterOutput(NamedTuple):
+    """What the router of a layer gives for the tokens of the flattened rows."""
+
+    logits: torch.Tensor
+    """[tokens, experts]."""
+    chosen: torch.Tensor
+    """Numbers of the chosen experts, int64 [tokens, chosen]."""
+
+
+class RouterCollector:
+    """Collects the outputs of this rank's routers in each forward, and counts the choices of a step.
+
+    Hooks are installed after DeepSpeed's, so that at ZeRO stage 3 a gradient of the logits gathers the weights.
+    """
+
+    counts: torch.Tensor
+    """How often each expert was chosen since `clear` for tokens that are no padding, int64 [layers, experts]."""
+    entropy: torch.Tensor
+    """Sum over the same tokens of the entropy in nats of the shares of the scores, fp64 [layers]."""
+    keeps_outputs: bool = False
+    """Whether the outputs of a forward are needed after it: they take [tokens, experts] numbers of each layer."""
+    num_tokens: torch.Tensor
+    """Number of these tokens, int64 scalar."""
+
+    def __init__(self, lm: nn.Module, plan: RouterPlan, *, device: torch.device) -> None:
+        self.plan, self._device = plan, device
+        self._outputs: dict[int, RouterOutput] = {}
+        self._is_listening = self._is_counting = False
+        self._tokens: RealTokens | None = None
+        layers = {layer: lm.get_submodule(f"model.layers.{layer}") for layer in plan.layers}
+        here = {layer: module for layer, module in layers.items() if not isinstance(module, MissingLayer)}
+        self.modules = {layer: module.get_submodule(plan.kind.module) for layer, module in here.items()}
+        for layer, module in self.modules.items():
+            module.register_forward_hook(self._hook(layer))
+        self.clear()
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Numbers of the layers of this rank that have a router, in the order of `counts`."""
+        return tuple(self.modules)
+
+    @property
+    def outputs(self) -> tuple[RouterOutput, ...]:
+        """Outputs of the routers that ran in the latest forward, in the order of `layers`, until `release`."""
+        return tuple(self._outputs[layer] for layer in self.modules if layer in self._outputs)
+
+    @property
+    def tokens(self) -> RealTokens:
+        """The documents of the latest forward."""
+        assert self._tokens is not None, "no forward was listened to"
+        return self._tokens
+
+    def clear(self) -> None:
+        """Forget what was counted."""
+        size = (len(self.modules), self.plan.experts)
+        self.counts = torch.zeros(size, dtype=torch.int64, device=self._device)
+        self.entropy = torch.zeros(size[0], dtype=torch.float64, device=self._device)
+        self.num_tokens = torch.zeros((), dtype=torch.int64, device=self._device)
+
+    @contextmanager
+    def listen(self, rows: ForwardRows, *, is_counting: bool, counts_tokens: bool = True) -> Iterator[None]:
+        """Collect the outputs of the forward of `rows` that runs inside; with `is_counting` add its choices to the
+        counts, and with `counts_tokens` too its tokens, which count once where several forwards run parts of a model.
+
+        Backward runs outside, so what activation checkpointing computes again is not collected.
+        """
+        assert rows.real is not None, "the rows do not say where padding begins"
+        self._tokens = rows.real
+        if is_counting and counts_tokens:
+            self.num_tokens += self._tokens.is_real.sum()
+        self._is_listening, self._is_counting = True, is_counting
+        try:
+            yield
+        finally:
+            self._is_listening = False
+
+    def release(self) -> None:
+        """Drop the outputs of the latest forward."""
+        self._outputs.clear()
+        self._tokens = None
+
+    def _hook(self, layer: int) -> Any:  # noqa: ANN401 - a forward hook
+        def hook(_: nn.Module, __: Any, output: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:  # noqa: ANN401
+            if self._is_listening:
+                found = RouterOutput(output[0], output[2])
+                if self._is_counting:
+                    self._count(self.layers.index(layer), found)
+                if self.keeps_outputs:
+                    self._outputs[layer] = found
+
+        return hook
+
+    @torch.no_grad()
+    def _count(self, number: int, output: RouterOutput) -> None:
+        logits, chosen = output
+        is_real = self.tokens.is_real
+        self.counts[number].index_add_(0, chosen.reshape(-1), is_real.long().repeat_interleave(chosen.shape[1]))
+        shares = score_shares(logits, self.plan.kind.scores)
+        entropy = -torch.xlogy(shares, shares).sum(-1, dtype=torch.float64)
+        self.entropy[number] += entropy.masked_fill(~is_real, 0.0).sum()
+
+
+def score_shares(logits: torch.Tensor, scores: str) -> torch.Tensor:
+    """Each expert's share of the scores of a token, fp32 [tokens, experts], which sum to 1."""
+    if scores == "softmax":
+        return logits.float().softmax(dim=-1)
+    sigmoids = logits.float().sigmoid()
+    return sigmoids / sigmoids.sum(dim=-1, keepdim=True)

@@ -1,0 +1,1 @@
+"""Losses computed chunk by chunk: tokens, log-probabilities, scores, a teacher's distribution."""

@@ -1,0 +1,163 @@
+"""Summed cross entropy and its gradients, for a chunk of tokens at a time: in plain PyTorch, and with Liger's fused
+kernel.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+
+from ds_finetune.model.loss.head_chunks import (
+    CHUNK_TOKENS,
+    ChunkBlocks,
+    HeadGradients,
+    NeededGradients,
+    softmax_of_chunk,
+    subtract_one_hot,
+)
+from ds_finetune.model.parallel.tensor import TensorParallelGroup
+from ds_finetune.objectives.labels import IGNORE_INDEX
+
+_LIGER_BLOCK = 32768
+"""Logits that Liger's kernel takes at a time (liger-kernel 0.8.5, ops/fused_linear_cross_entropy.py:26)."""
+
+
+class LossAndGradients(NamedTuple):
+    """Summed cross entropy in nats (fp32 scalar), number of tokens predicted right (int64 scalar), and the gradients of
+    the sum.
+
+    Gradients have the shapes of `hidden`, `weight` and `bias`; None where they are not needed.
+    """
+
+    loss_sum: torch.Tensor
+    num_correct: torch.Tensor
+    d_hidden: torch.Tensor | None
+    d_weight: torch.Tensor | None
+    d_bias: torch.Tensor | None
+
+
+Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, NeededGradients], LossAndGradients]
+"""From `hidden` [tokens, width], `weight` [vocabulary, width], `bias` [vocabulary] or None, `targets` [tokens] int64.
+"""
+
+
+def chunked_cross_entropy(  # noqa: PLR0913 - a Kernel, its chunk and its group of ranks
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    needed: NeededGradients,
+    *,
+    chunk: int = CHUNK_TOKENS,
+    tp_group: TensorParallelGroup | None = None,
+) -> LossAndGradients:
+    """The loss in plain PyTorch; softmax and the sums over chunks are fp32, as are `d_weight` and `d_bias`.
+
+    With `tp_group`, `weight` and `bias` are this rank's shard of the vocabulary, and `d_hidden` is its partial sum.
+    Only a few numbers per token are reduced over ranks, never the logits.
+    """
+    loss_sum = torch.zeros((), dtype=torch.float32, device=hidden.device)
+    num_correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
+    gradients = HeadGradients.zeros(hidden, weight, bias, needed)
+    # One buffer for the logits of every chunk: fresh pages cost a third of the product on a CPU (torch 2.13, [1024,
+    # 102400] fp32).
+    buffer = hidden.new_empty(min(chunk, len(hidden)), weight.shape[0])
+    blocks, logp = ChunkBlocks(buffer, bias, tp_group), loss_sum.new_empty(len(buffer))
+    for start in range(0, len(hidden), chunk):
+        part, labels = hidden[start : start + chunk], targets[start : start + chunk]
+        products = buffer[: len(part)]
+        torch.mm(part, weight.T, out=products)
+        for rows, logits in blocks.split(products):
+            softmax = softmax_of_chunk(logits, labels[rows], tp_group)
+            logp[rows] = softmax.logp
+            num_correct.add_(softmax.num_correct)
+            if any(needed):
+                d_logits = subtract_one_hot(softmax.exps.div_(softmax.norm[:, None]), labels[rows], tp_group)
+                gradients.add_bias(d_logits)
+                blocks.keep(d_logits, products[rows])
+        loss_sum.sub_(logp[: len(part)].sum())
+        if any(needed):
+            gradients.add_products(products, part, weight, start)
+    return LossAndGradients(loss_sum, num_correct, *gradients)
+
+
+def liger_cross_entropy(  # noqa: PLR0913 - a Kernel and its chunk
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    needed: NeededGradients,
+    *,
+    chunk: int = CHUNK_TOKENS,
+) -> LossAndGradients:
+    """The loss by the kernel of liger-kernel (0.8.5, ops/cross_entropy.py): softmax, loss and gradient of the logits in
+    one pass over them, in their memory.
+
+    Products and sums are those of `chunked_cross_entropy`. Liger's own function around the kernel reads the number of
+    supervised tokens, for which the host waits for the GPU in every forward, and chooses chunks of a hundred tokens or
+    so, each of which costs a pass over `d_weight`.
+    """
+    losses = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
+    predicted = torch.empty_like(targets)
+    gradients = HeadGradients.zeros(hidden, weight, bias, needed)
+    buffer = hidden.new_empty(min(chunk, len(hidden)), weight.shape[0])
+    for start in range(0, len(hidden), chunk):
+        here = slice(start, start + chunk)
+        part = hidden[here]
+        logits = torch.mm(part, weight.T, out=buffer[: len(part)])
+        logits = logits if bias is None else logits.add_(bias)
+        _run_liger_kernel(logits, targets[here], losses[here], predicted[here], has_gradients=any(needed))
+        if any(needed):
+            gradients.add_bias(logits)
+            gradients.add_products(logits, part, weight, start)
+    return LossAndGradients(losses.sum(), (predicted == targets).sum(), *gradients)
+
+
+def _run_liger_kernel(
+    logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor, predicted: torch.Tensor, *, has_gradients: bool
+) -> None:
+    """Write the loss and the most likely id of each row of `logits` [tokens, vocabulary]; with `has_gradients` their
+    gradient takes the place of the logits.
+
+    As in liger-kernel 0.8.5, ops/fused_linear_cross_entropy.py:240-272. A sum uses no number of tokens, and all targets
+    are ids.
+    """
+    import triton
+    from liger_kernel.ops.cross_entropy import liger_cross_entropy_kernel
+
+    columns = logits.shape[1]
+    liger_cross_entropy_kernel[(len(logits),)](
+        X_ptr=logits,
+        X_stride=logits.stride(0),
+        Y_ptr=targets,
+        Y_stride=targets.stride(0),
+        weight_ptr=None,
+        loss_ptr=losses,
+        z_loss_ptr=None,
+        loss_stride=losses.stride(0),
+        token_accuracy_ptr=None,
+        token_accuracy_stride=0,
+        predicted_tokens_ptr=predicted,
+        predicted_tokens_stride=predicted.stride(0),
+        n_cols=columns,
+        n_non_ignore=1,
+        sum_non_ignore_weight=1,
+        weight_sum=0.0,
+        ignore_index=IGNORE_INDEX,
+        lse_square_scale=0.0,
+        label_smoothing=0.0,
+        reduction="sum",
+        softcap=None,
+        RETURN_Z_LOSS=False,
+        RETURN_TOKEN_ACCURACY=False,
+        RETURN_PREDICTED_TOKENS=True,
+        HAS_WEIGHT=False,
+        HAS_SOFTCAPPING=False,
+        HAS_GRADIENTS=has_gradients,
+        BLOCK_SIZE=min(_LIGER_BLOCK, triton.next_power_of_2(columns)),
+        num_warps=32,
+    )
+
+
+KERNELS: Mapping[str, Kernel] = {"chunked": chunked_cross_entropy, "liger": liger_cross_entropy}
+"""Kernels by their name in a plan (`loss_kernel`)."""

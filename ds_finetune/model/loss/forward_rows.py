@@ -1,0 +1,73 @@
+"""What a forward of the model takes and gives."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from ds_finetune.model.attention.by_document import Documents
+from ds_finetune.model.loss.real_tokens import RealTokens
+from ds_finetune.objectives.examples import Examples, TopLogProbs
+from ds_finetune.objectives.labels import IGNORE_INDEX
+
+
+@dataclass(frozen=True)
+class ForwardRows:
+    """The rows of one forward as this rank has them; a sequence parallel rank has its tokens of them.
+
+    `input_ids`, `position_ids` and `labels` (already shifted) are int64 [rows, tokens].
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    labels: torch.Tensor
+    documents: tuple[Documents, ...] | None = None
+    """Lengths of the documents of each whole row; None where each row is one document."""
+    examples: Examples | None = None
+    """The documents as an objective sees them; their `index` has this rank's tokens."""
+    token_types: torch.Tensor | None = None
+    """1 in the second text of a pair of texts, int64 [rows, tokens], for encoders."""
+    next_ids: torch.Tensor | None = None
+    """The id after each of `input_ids` in its document, for multi-token prediction; anything at a document's end."""
+    next_labels: torch.Tensor | None = None
+    """The label after each of `labels` in its document, IGNORE_INDEX at its end."""
+    real: RealTokens | None = None
+    """The documents without padding; None where nothing asks for them."""
+    supervised: torch.Tensor | None = None
+    """Positions in the flattened rows whose label counts, int64 [supervised tokens]; found in `labels` where None."""
+    next_supervised: torch.Tensor | None = None
+    """The same of `next_labels`."""
+
+
+def with_tensors(rows: ForwardRows, change: Callable[[torch.Tensor], torch.Tensor]) -> ForwardRows:
+    """`rows` with `change` applied to each of their tensors."""
+
+    def changed(value: Any) -> Any:  # noqa: ANN401 - a field of the rows
+        if isinstance(value, torch.Tensor):
+            return change(value)
+        if isinstance(value, RealTokens):
+            return RealTokens(*map(change, value))
+        if isinstance(value, (ForwardRows, Examples, TopLogProbs)):
+            return replace(value, **{each.name: changed(getattr(value, each.name)) for each in fields(value)})
+        return value
+
+    return changed(rows)  # type: ignore[no-any-return]
+
+
+def find_supervised(labels: torch.Tensor) -> torch.Tensor:
+    """Positions in the flattened rows of labels that count, int64 [supervised tokens]. A GPU waits for their number, so
+    they are found before labels are copied to it.
+    """
+    return (labels.reshape(-1) != IGNORE_INDEX).nonzero().squeeze(1)
+
+
+class StageOutput(NamedTuple):
+    """Result of a forward on a pipeline stage before the last."""
+
+    hidden: torch.Tensor
+    """For the next stage, [rows, tokens, width]."""
+    loss: torch.Tensor | None
+    """Contribution of this stage's layers to the auxiliary losses, scalar; None where they have none."""
+    sums: torch.Tensor
+    """Sums of the auxiliary losses, fp64."""

@@ -1,0 +1,241 @@
+"""Log-probabilities of tokens and documents, and the gradients of any loss of them, without [tokens, vocabulary]
+logits.
+
+With logits z_t = W h_t + b and the log-probability lp_t = z_t[y_t] - log sum exp z_t, a loss L(lp) has the gradient
+dL/dz_t = g_t (onehot(y_t) - softmax(z_t)) with g_t = dL/dlp_t. The weights g_t are known only after the
+log-probabilities of whole documents are, so the tokens are visited twice, chunk by chunk.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import torch
+
+from ds_finetune.model.loss.head_chunks import (
+    CHUNK_TOKENS,
+    HeadGradients,
+    NeededGradients,
+    logits_of_chunk,
+    needed_gradients,
+    softmax_of_chunk,
+    subtract_one_hot,
+)
+from ds_finetune.model.parallel.sequence import SequenceParallelGroup
+from ds_finetune.model.parallel.tensor import TensorParallelGroup
+from ds_finetune.objectives.examples import Examples
+from ds_finetune.objectives.objective import DocumentLogProbs, DocumentObjective, LossAndSums, StepNumbers
+
+
+class HeadInputs(NamedTuple):
+    """What a head predicts `targets` int64 [tokens] from: `hidden` [tokens, width], `weight` [vocabulary, width] and
+    `bias` [vocabulary] or None.
+
+    With a tensor parallel group, `weight` and `bias` are this rank's shard of the vocabulary.
+    """
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    targets: torch.Tensor
+
+    def detach(self) -> Self:
+        """The same without a gradient."""
+        return self._replace(
+            hidden=self.hidden.detach(),
+            weight=self.weight.detach(),
+            bias=None if self.bias is None else self.bias.detach(),
+        )
+
+
+class TwoPassHead:
+    """The log-probabilities of tokens in a first pass over their chunks, and gradients in a second one.
+
+    The second pass goes backwards and so begins with the chunk whose softmax is still in memory. Where only the
+    gradient of `hidden` is needed, the first pass computes it up to the factor g_t of each token.
+    """
+
+    def __init__(
+        self, inputs: HeadInputs, *, chunk: int = CHUNK_TOKENS, tp_group: TensorParallelGroup | None = None
+    ) -> None:
+        self._inputs, self._chunk, self._tp_group = inputs, chunk, tp_group
+        tokens = len(inputs.targets)
+        self._starts = range(0, tokens, chunk)
+        self._buffer = inputs.hidden.new_empty(min(chunk, tokens), inputs.weight.shape[0])
+        self._log_sum = torch.zeros(tokens, dtype=torch.float32, device=inputs.hidden.device)
+        self._last: torch.Tensor | None = None
+
+    def log_probs(self) -> torch.Tensor:
+        """The log-probability of each target in nats, fp32 [tokens]; the first pass."""
+        return self._first_pass(directions=None)
+
+    def log_probs_and_directions(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same, and the gradient of each log-probability with respect to its row of `hidden` [tokens, width]; all
+        that a frozen head needs, in one pass.
+        """
+        directions = torch.zeros_like(self._inputs.hidden)
+        return self._first_pass(directions), directions
+
+    def gradients(self, d_logp: torch.Tensor, needed: NeededGradients) -> HeadGradients:
+        """The gradients of a loss with the gradient `d_logp` fp32 [tokens] of the log-probabilities; the second
+        pass.
+        """
+        hidden, weight, bias, targets = self._inputs
+        gradients = HeadGradients.zeros(hidden, weight, bias, needed)
+        for start in reversed(self._starts):
+            here = slice(start, start + self._chunk)
+            d_logits = subtract_one_hot(self._probabilities(start), targets[here], self._tp_group)
+            gradients.add_chunk(d_logits.mul_(-d_logp[here, None]), hidden[here], weight, start)
+        return gradients
+
+    def _first_pass(self, directions: torch.Tensor | None) -> torch.Tensor:
+        hidden, weight, _, targets = self._inputs
+        logp = torch.zeros_like(self._log_sum)
+        for start in self._starts:
+            here = slice(start, start + self._chunk)
+            softmax = softmax_of_chunk(self._logits(start), targets[here], self._tp_group)
+            logp[here], self._log_sum[here] = softmax.logp, softmax.log_sum
+            if directions is not None:
+                direction = subtract_one_hot(softmax.exps.div_(softmax.norm[:, None]), targets[here], self._tp_group)
+                torch.mm(direction.neg_().to(hidden.dtype), weight, out=directions[here])
+            elif start == self._starts[-1]:
+                self._last = softmax.exps.div_(softmax.norm[:, None])
+        return logp
+
+    def _probabilities(self, start: int) -> torch.Tensor:
+        """The softmax of the chunk that begins at `start`, fp32 in memory that may be overwritten."""
+        last, self._last = self._last, None
+        if last is not None:
+            return last
+        log_sum = self._log_sum[start : start + self._chunk, None]
+        return self._logits(start).sub_(log_sum).exp_()
+
+    def _logits(self, start: int) -> torch.Tensor:
+        hidden, weight, bias, _ = self._inputs
+        part = hidden[start : start + self._chunk]
+        return logits_of_chunk(part, weight, bias, self._buffer[: len(part)])
+
+
+@dataclass(frozen=True, eq=False)
+class DocumentTokens:
+    """The supervised tokens of a forward and the documents that they belong to.
+
+    With `sp_group`, tokens are those of this rank, and documents reach over its ranks.
+    """
+
+    index: torch.Tensor
+    """Number of each token's document within the forward, int64 [tokens]."""
+    examples: Examples
+    sp_group: SequenceParallelGroup | None = None
+
+    def sums(self, logp: torch.Tensor) -> DocumentLogProbs:
+        """The documents' log-probabilities from those of this rank's tokens, fp32 [tokens]; the same on every rank.
+
+        Collective in the sequence parallel group, also for a rank without a supervised token.
+        """
+        sums = torch.zeros(2, len(self.examples.numbers), dtype=torch.float64, device=logp.device)
+        sums.index_add_(1, self.index, torch.stack([logp.double(), torch.ones_like(logp, dtype=torch.float64)]))
+        if self.sp_group is not None:
+            sums = self.sp_group.all_reduce(sums)
+        return DocumentLogProbs(sums[0], sums[1], self.examples.targets, self.examples.reference)
+
+
+class LossOfDocuments:
+    """An objective at the numbers of one step: what a forward needs to turn log-probabilities into its loss."""
+
+    def __init__(self, objective: DocumentObjective, tokens: DocumentTokens, numbers: StepNumbers | None) -> None:
+        self._objective, self._tokens = objective, tokens
+        self._numbers = numbers
+
+    def of_tokens(self, logp: torch.Tensor, *, has_gradient: bool) -> tuple[LossAndSums, torch.Tensor | None]:
+        """Loss and sums from the log-probabilities of this rank's tokens, fp32 [tokens], and the gradient of the loss
+        with respect to them, fp64 [tokens]; None without `has_gradient`.
+
+        Sums are zeros on all sequence parallel ranks but the first, so that each document counts once.
+        """
+        documents = self._tokens.sums(logp)
+        weights, baseline = self._numbers or self._plain_sums(logp.device)
+        with torch.set_grad_enabled(has_gradient):
+            documents.logp.requires_grad_(has_gradient)
+            found = self._objective.loss(documents, weights, baseline)
+        d_logp = torch.autograd.grad(found.loss, documents.logp)[0] if has_gradient else None
+        sp_group = self._tokens.sp_group
+        sums = found.sums if sp_group is None or sp_group.group_rank == 0 else torch.zeros_like(found.sums)
+        result = LossAndSums(found.loss.detach().float(), sums.detach())
+        return result, None if d_logp is None else d_logp[self._tokens.index]
+
+    def _plain_sums(self, device: torch.device) -> StepNumbers:
+        one = torch.ones(len(self._objective.terms), dtype=torch.float64, device=device)
+        return StepNumbers(one, one.new_zeros(()))
+
+
+class _DocumentLoss(torch.autograd.Function):
+    """The loss of an objective over documents, with gradients of the head computed in forward and scaled in backward.
+
+    Nothing of the head is needed in backward, where ZeRO-3 may not hold it any more.
+    """
+
+    @staticmethod
+    def forward(  # noqa: PLR0913 - autograd passes its inputs by position
+        ctx: Any,  # noqa: ANN401
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        head: TwoPassHead,
+        loss: LossOfDocuments,
+        needed: NeededGradients,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.dtypes = (hidden.dtype, weight.dtype, bias.dtype if bias is not None else None)
+        gradients, factors = HeadGradients(None, None, None), None
+        if needed.weight or needed.bias:
+            found, d_logp = loss.of_tokens(head.log_probs(), has_gradient=True)
+            assert d_logp is not None
+            # Of size one, so that nothing is lost in the dtype of the hidden states.
+            factors = torch.cat([d_logp.abs(), d_logp.new_full((1,), torch.finfo(torch.float32).tiny)]).max()[None]
+            gradients = head.gradients((d_logp / factors).float(), needed)
+        elif needed.hidden:
+            logp, directions = head.log_probs_and_directions()
+            found, factors = loss.of_tokens(logp, has_gradient=True)
+            gradients = HeadGradients(directions, None, None)
+        else:
+            found, _ = loss.of_tokens(head.log_probs(), has_gradient=False)
+        ctx.save_for_backward(*gradients, factors)
+        ctx.mark_non_differentiable(found.sums)
+        return found.loss, found.sums
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
+        *gradients, factors = ctx.saved_tensors
+        scale = factors.float() * d_loss
+        return (
+            *(
+                None if grad is None else (grad * scale.view(-1, *[1] * (grad.ndim - 1))).to(dtype)
+                for grad, dtype in zip(gradients, ctx.dtypes, strict=True)
+            ),
+            None,
+            None,
+            None,
+        )
+
+
+def document_loss(
+    inputs: HeadInputs,
+    loss: LossOfDocuments,
+    *,
+    chunk: int = CHUNK_TOKENS,
+    tp_group: TensorParallelGroup | None = None,
+) -> LossAndSums:
+    """The loss of the documents of a forward, with gradients for `hidden`, `weight` and `bias` where they require one.
+
+    With `tp_group` the gradient of `hidden` is this rank's partial sum.
+    """
+    hidden, weight, bias, _ = inputs
+    needed = needed_gradients(hidden, weight, bias)
+    head = TwoPassHead(inputs.detach(), chunk=chunk, tp_group=tp_group)
+    return LossAndSums(*_DocumentLoss.apply(hidden, weight, bias, head, loss, needed))
+
+
+def document_log_probs(
+    inputs: HeadInputs, tokens: DocumentTokens, *, tp_group: TensorParallelGroup | None = None
+) -> torch.Tensor:
+    """The log-probabilities of the documents of a forward in nats, fp64 [documents], without a gradient."""
+    return tokens.sums(TwoPassHead(inputs.detach(), tp_group=tp_group).log_probs()).logp

@@ -1,0 +1,134 @@
+"""The parts of a model's configuration that belong to its scores: names of the classes, and the padding token."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from ds_finetune.config.objectives import ClassificationObjective, ObjectiveConfig
+from ds_finetune.errors import ModelError
+from ds_finetune.model.build.encoder import encoder_of
+from ds_finetune.model.build.skeleton import Task
+from ds_finetune.objectives.objective import Objective
+
+SETTINGS = "ds_finetune"
+"""Key of config.json under which a run writes its `objective`, and `pooled_token`: the token of a text that is scored,
+`last` or `first`, or `mean` where it is the mean of all."""
+REWARD = "reward"
+"""Name of the score of a reward model, and of its objective."""
+_CLASS_SUFFIX = "ForSequenceClassification"
+_SPARE = re.compile(r"pad|reserved|unused|placeholder|fim", re.IGNORECASE)
+"""Names of added tokens that no text contains and no template of dialogues ends in."""
+NEW_PADDING = "<|pad|>"
+"""Name of the padding token that a tokenizer without a spare token gets in an export."""
+_UNNAMED = re.compile(r"LABEL_\d+")
+_FRESH = ("score.weight", "score.bias")
+
+
+def is_classifier(config: PretrainedConfig | Mapping[str, Any]) -> bool:
+    """Whether a config.json names a class for sequence classification."""
+    names = config.get("architectures") if isinstance(config, Mapping) else config.architectures
+    return any(str(name).endswith(_CLASS_SUFFIX) for name in names or ())
+
+
+def fresh_parameters(base: PretrainedConfig, task: Task, head: Sequence[str] = ()) -> tuple[str, ...]:
+    """Names of the parameters that the base model of a training need not have: the head of a new classifier, with
+    the parameters `head` of this rank's.
+    """
+    return (*_FRESH, *head) if task == "sequence_classification" and not is_classifier(base) else ()
+
+
+def with_base_classes(section: ObjectiveConfig, base: PretrainedConfig) -> ObjectiveConfig:
+    """The section of a classification with number and names of the classes of `base`, where that is a classifier and
+    the section names none; other sections as they are. ModelError where the numbers differ, or the same names have
+    another order.
+    """
+    if not isinstance(section, ClassificationObjective) or not is_classifier(base):
+        return section
+    _check_number(base, section.num_labels or len(section.labels) or base.num_labels)
+    names = tuple(str(base.id2label[number]) for number in range(base.num_labels))
+    has_names = base.num_labels > 1 and not any(map(_UNNAMED.fullmatch, names))
+    if section.labels != names and set(section.labels) == set(names):
+        raise ModelError(
+            f"objective.labels {', '.join(section.labels)} has another order than the base model, a classifier of "
+            f"{', '.join(names)}",
+            hint="leave objective.labels out",
+        )
+    labels = section.labels or (names if has_names else ())
+    return section.model_copy(update={"labels": labels, "num_labels": base.num_labels})
+
+
+def _check_number(base: PretrainedConfig, outputs: int) -> None:
+    if is_classifier(base) and base.num_labels != outputs:
+        raise ModelError(
+            f"the base model is a classifier with {base.num_labels} labels, and {outputs} are trained",
+            hint="take its language model as model.path, or data with the same labels",
+        )
+
+
+def set_classes(hf_config: PretrainedConfig, section: ObjectiveConfig, *, outputs: int) -> None:
+    """Write number and names of the scores into `hf_config`; ModelError where it is that of a classifier with another
+    number.
+    """
+    _check_number(hf_config, outputs)
+    names = section.labels if isinstance(section, ClassificationObjective) else (REWARD,)
+    hf_config.num_labels = outputs
+    hf_config.id2label = dict(enumerate(names or (f"LABEL_{number}" for number in range(outputs))))
+    hf_config.label2id = {name: number for number, name in hf_config.id2label.items()}
+    # A pipeline returns the number itself for this problem type, without a sigmoid.
+    hf_config.problem_type = "regression" if outputs == 1 else "single_label_classification"
+
+
+def score_settings(hf_config: PretrainedConfig, objective: Objective) -> dict[str, Any]:
+    """Keys of an exported config.json on its scores: their number, and under `SETTINGS` what transformers has no key
+    for.
+    """
+    encoder = encoder_of(hf_config)
+    pooling = None if encoder is None else getattr(hf_config, encoder.pooling_key or "", "cls")
+    pooled = {None: "last", "cls": "first"}.get(pooling, str(pooling))
+    return {"num_labels": hf_config.num_labels, SETTINGS: {"objective": objective.name, "pooled_token": pooled}}
+
+
+def set_padding_token(hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Choose the padding token of a classifier and write it into `hf_config`; returns a text on it for people.
+
+    transformers 5.23 scores the last token that is not this one (modeling_layers.py:186), so it must never end a
+    document. It is the tokenizer's or the model's own where that is not an end of sequence, else an added token that
+    texts do not contain, else a new one, `NEW_PADDING`, with the first id of the model's vocabulary that the tokenizer
+    has no token for. ModelError where there is none.
+    """
+    given = hf_config.eos_token_id
+    ends = {*(given if isinstance(given, list) else [given]), tokenizer.eos_token_id, tokenizer.bos_token_id}
+    added = tokenizer.get_added_vocab()
+    template = str(tokenizer.chat_template or "")
+    spare = sorted(number for text, number in added.items() if _SPARE.search(text) and text not in template)
+    own = [tokenizer.pad_token_id, hf_config.pad_token_id]
+    fitting = [
+        number
+        for number in [*own, *spare, tokenizer.unk_token_id]
+        if number is not None and number not in ends and 0 <= number < hf_config.vocab_size
+    ]
+    number = int(fitting[0]) if fitting else _new_id(hf_config, tokenizer)
+    hf_config.pad_token_id = number
+    if number == tokenizer.pad_token_id:
+        return f"{tokenizer.pad_token} ({number})"
+    name = tokenizer.convert_ids_to_tokens(number) if fitting else f"{NEW_PADDING}, a new token"
+    reason = f"the tokenizer's own, {tokenizer.pad_token}, ends documents" if tokenizer.pad_token else "it has no own"
+    return f"{name} ({number}), since {reason}"
+
+
+def _new_id(hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
+    """The id of a new padding token; ModelError where the tokenizer has a token for every id of the vocabulary."""
+    tokens = tokenizer.get_vocab()
+    number = max(tokens.values()) + 1
+    if number < hf_config.vocab_size and NEW_PADDING not in tokens:
+        return number
+    own, pad = tokenizer.pad_token, tokenizer.pad_token_id
+    found = f"no padding token but {own!r}, which ends documents" if own else "no padding token"
+    found = f"the padding token {own!r} with id {pad}" if own and pad >= hf_config.vocab_size else found
+    raise ModelError(
+        f"the tokenizer has {found}, and its {number} ids take all {hf_config.vocab_size} of the model's vocabulary: "
+        "transformers would score another token than the last of a text",
+        hint=f'write "pad_token": "{NEW_PADDING}" in tokenizer_config.json and set model.resize_vocabulary: true',
+    )

@@ -1,0 +1,182 @@
+"""The head of a classifier or reward model: it scores the last token of each document.
+
+Documents are known by their ends, never by padding tokens: transformers' own classes find the last token that is not
+`pad_token_id`, which gives one score for a packed row, and drops the end of a document that ends in the padding token.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from ds_finetune.errors import ModelError
+from ds_finetune.model.build.encoder import encoder_of, encoder_scores
+from ds_finetune.model.build.skeleton import Where, has_score_head, head_of
+from ds_finetune.model.loss.token_loss import HeadGroups
+from ds_finetune.model.parallel.rank_group import sum_over_ranks
+from ds_finetune.model.weights.load import draw_normal, initialise_weights, seed_of
+from ds_finetune.objectives.examples import Examples
+from ds_finetune.objectives.objective import LossAndSums, Objective, ScoreObjective, StepNumbers
+from ds_finetune.objectives.reward import Reward
+
+SCORE_HEAD = "score"
+"""Name of the head in transformers' classes for sequence classification of causal models."""
+INITIAL_REWARD = 1e-4
+"""Standard deviation of the first rewards where hidden states have a mean square of 1: the first loss is then ln 2 to
+less than 1e-3, and hidden states still get a gradient, which they would not from a head of zeros.
+"""
+
+
+def loss_of_scores(
+    objective: ScoreObjective, scores: torch.Tensor, examples: Examples, numbers: StepNumbers | None
+) -> LossAndSums:
+    """The contribution of all documents of a forward to the loss of the step, from their scores fp32 [documents,
+    outputs]; without `numbers` plain sums.
+    """
+    device = scores.device
+    weights = torch.ones(len(objective.terms), dtype=torch.float64) if numbers is None else numbers.weights
+    found = objective.loss(scores, examples.targets.to(device), weights.to(device))
+    return LossAndSums(found.loss, found.sums, scores.detach())
+
+
+class ScoreHead(nn.Linear):
+    """A head that returns logits, or with `examples` the loss of the scores of their last tokens.
+
+    Tensor parallel ranks hold the same head and get the same hidden states; sequence parallel ranks score the documents
+    that end in their tokens, and share the scores.
+    """
+
+    objective: ScoreObjective
+    groups = HeadGroups()
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        numbers: StepNumbers | None = None,
+        examples: Examples | None = None,
+        *,
+        supervised: torch.Tensor | None = None,
+    ) -> Any:  # noqa: ANN401 - logits or LossAndSums
+        """`hidden` [rows, tokens, width] -> logits [rows, tokens, outputs]; with `examples` -> their LossAndSums, from
+        scores in fp32. `labels` and `supervised` are not used.
+
+        Without a document the loss is 0 and its gradients are zeros, so that every rank takes part in the reductions.
+        With sequence parallelism `hidden` has this rank's tokens of each row, and sums are zeros on all ranks but the
+        first, so that each document counts once.
+        """
+        if examples is None:
+            logits = super().forward(hidden)
+            return logits if self.groups.pp is None else self.groups.pp.broadcast_from_last(logits)
+        found = loss_of_scores(self.objective, self.scores(hidden, examples.ends), examples, numbers)
+        is_first = self.groups.sp is None or self.groups.sp.group_rank == 0
+        return found if is_first else found._replace(sums=torch.zeros_like(found.sums))
+
+    def scores(self, hidden: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """Scores of documents whose last tokens are at `ends` (int64 [documents]) of the flattened rows, fp32
+        [documents, outputs].
+        """
+        sp_group = self.groups.sp
+        ranks, rank = (1, 0) if sp_group is None else (sp_group.size, sp_group.group_rank)
+        ends, tokens = ends.to(hidden.device), hidden.shape[1]
+        row, place = ends // (tokens * ranks), ends % (tokens * ranks) - tokens * rank
+        is_own = (place >= 0) & (place < tokens)
+        # A list of the documents that end here would make a GPU wait for its length.
+        pooled = hidden.reshape(-1, hidden.shape[-1]).index_select(0, (row * tokens + place).where(is_own, 0))
+        bias = None if self.bias is None else self.bias.float()
+        scores = functional.linear(pooled.float(), self.weight.float(), bias)
+        return scores if sp_group is None else sum_over_ranks(scores.where(is_own[:, None], 0), sp_group)
+
+
+def logits_of_prompt(lm: PreTrainedModel, input_ids: torch.Tensor) -> torch.Tensor:
+    """Logits [tokens, vocabulary] of one prompt, int64 [1, tokens]; of a classifier its scores, [1, outputs].
+
+    A decoder's score is that of the last token, whatever the padding token is.
+    """
+    if not has_score_head(lm):
+        return lm(input_ids=input_ids, use_cache=False).logits[0]  # type: ignore[no-any-return]
+    if not hasattr(lm, SCORE_HEAD):
+        return lm(input_ids=input_ids).logits  # type: ignore[no-any-return]
+    hidden = lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+    return head_of(lm)(hidden)[0, -1:]  # type: ignore[no-any-return]
+
+
+def head_parameters(lm: PreTrainedModel) -> list[str]:
+    """Names of the parameters of a score head on this rank; none of a language model."""
+    encoder = encoder_of(lm.config)
+    modules = (SCORE_HEAD,) if encoder is None else encoder.head
+    prefixes = tuple(f"{module}." for module in modules)
+    return [name for name, _ in lm.named_parameters() if has_score_head(lm) and name.startswith(prefixes)]
+
+
+def initialise_score_head(
+    lm: PreTrainedModel, objective: Objective, names: Sequence[str], *, seed: int, where: Where
+) -> None:
+    """Draw the parameters `names` of the score head: by the model's own rule for classes, and small for rewards.
+
+    The values depend on the seed and the parameter's name alone.
+    """
+    if not isinstance(objective, Reward):
+        initialise_weights(lm, seed=seed, where=where, names=names)
+        return
+    for name in names:
+        param = lm.get_parameter(name)
+        deviation = INITIAL_REWARD / math.sqrt(where(param).shape[-1])
+        draw_normal(param, deviation=deviation, seed=seed_of(seed, name), where=where)
+
+
+class EncoderHead:
+    """The modules of an encoder that score documents, with the interface of a ScoreHead; it has no parameters of its
+    own.
+    """
+
+    def __init__(self, lm: PreTrainedModel, objective: ScoreObjective) -> None:
+        self.lm = lm
+        self.objective = objective
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        labels: torch.Tensor | None,
+        numbers: StepNumbers | None = None,
+        examples: Examples | None = None,
+        *,
+        supervised: torch.Tensor | None = None,
+    ) -> LossAndSums:
+        """The LossAndSums of `examples` from `hidden` [rows, tokens, width]; `labels` and `supervised` are not used.
+
+        Without a document the loss is 0 and its gradients are zeros, so that every rank takes part in the reductions.
+        """
+        assert examples is not None
+        return loss_of_scores(self.objective, encoder_scores(self.lm, hidden, examples), examples, numbers)
+
+
+def install_score_head(
+    lm: PreTrainedModel,
+    objective: ScoreObjective,
+    groups: HeadGroups = ScoreHead.groups,
+) -> ScoreHead:
+    """Turn the head `score` of `lm` into a ScoreHead in place: same module, same parameters, same name."""
+    head = getattr(lm, SCORE_HEAD, None)
+    if type(head) is not nn.Linear:
+        kind = "none" if head is None else f"a {type(head).__name__}"
+        raise ModelError(
+            f"{type(lm).__name__} needs a linear head `{SCORE_HEAD}` and has {kind}",
+            hint="train a classifier of another model type, such as llama, qwen3 or deepseek_v3",
+        )
+    assert head.out_features == objective.num_outputs, (head.out_features, objective.num_outputs)
+    head.__class__ = ScoreHead
+    assert isinstance(head, ScoreHead)
+    head.objective, head.groups = objective, groups
+    return head
+
+
+def install_encoder_head(lm: PreTrainedModel, objective: ScoreObjective) -> EncoderHead:
+    """Give the encoder `lm` an EncoderHead, `encoder_head`; its modules stay as they are."""
+    head = EncoderHead(lm, objective)
+    lm.encoder_head = head
+    return head

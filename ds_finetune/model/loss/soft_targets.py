@@ -1,0 +1,227 @@
+"""Distillation: summed divergence of a model's distributions of the next token from a teacher's, with its gradients.
+
+Logits of model and teacher exist for a chunk of tokens at a time. The divergence is KL(teacher || model). Its gradient
+by the model's logits is p_model - p_teacher, so that one pass with three matrix products is enough.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+from ds_finetune.model.loss.head_chunks import HeadGradients, NeededGradients, logits_of_chunk
+from ds_finetune.model.parallel.tensor import TensorParallelGroup
+from ds_finetune.plan.head_chunk import DISTILLATION_TOKENS
+
+CHUNK_TOKENS = DISTILLATION_TOKENS
+"""Supervised positions whose logits exist at a time."""
+
+
+@dataclass(frozen=True)
+class Mix:
+    """The loss of a token: `label_weight` x cross entropy + (1 - `label_weight`) x T^2 x divergence.
+
+    T is `temperature`, by which the logits of both are divided in the divergence. Its gradients are about 1 / T^2 as
+    large as at T = 1 (Hinton et al., arXiv 1503.02531, section 2.1); the factor keeps the balance of both parts, and
+    the learning rate that fits, when the temperature changes.
+    """
+
+    temperature: float = 1.0
+    label_weight: float = 0.0
+
+
+class VocabularyShard(NamedTuple):
+    """The ids from `start` on, as many as there are columns of logits; other ranks of `tp_group` hold the others."""
+
+    start: int
+    tp_group: TensorParallelGroup | None
+
+    def log_norm(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logarithm of the sum of exp(logits) over the whole vocabulary, [tokens, 1]."""
+        own = torch.logsumexp(logits, dim=-1, keepdim=True)
+        if self.tp_group is None:
+            return own
+        return torch.logsumexp(self.tp_group.all_gather_last_dim(own), dim=-1, keepdim=True)
+
+    def add_up(self, partial: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks."""
+        return partial if self.tp_group is None else self.tp_group.all_reduce(partial)
+
+    def most_likely(self, logits: torch.Tensor) -> torch.Tensor:
+        """The id of the largest logit of each token, int64 [tokens]."""
+        top, index = logits.max(-1)
+        return index if self.tp_group is None else self.tp_group.all_reduce_argmax(top, index + self.start)[1]
+
+    def find(self, ids: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Columns of `ids` here, and whether they are here; a column of an id that is not is 0."""
+        local = ids.long() - self.start
+        is_here = (local >= 0) & (local < columns)
+        return torch.where(is_here, local, 0), is_here
+
+
+class SoftTargets(Protocol):
+    """The teacher's distribution of each supervised token."""
+
+    def divergence(
+        self, log_probs: torch.Tensor, tokens: slice, shard: VocabularyShard
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sum of KL(teacher || model) over the supervised `tokens`, a scalar, and its gradient by the model's logits.
+
+        `log_probs` fp32 [tokens, columns of the shard] are the model's; the gradient has their shape.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class TeacherStates:
+    """Targets from a teacher's hidden states and head, whose width need not be the model's."""
+
+    hidden: torch.Tensor
+    """[supervised tokens, width of the teacher]."""
+    weight: torch.Tensor
+    """[vocabulary, width of the teacher]."""
+    bias: torch.Tensor | None
+    temperature: float
+
+    def divergence(
+        self, log_probs: torch.Tensor, tokens: slice, shard: VocabularyShard
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As in `SoftTargets`."""
+        columns = slice(shard.start, shard.start + log_probs.shape[1])
+        logits = (self.hidden[tokens] @ self.weight[columns].T).float()
+        if self.bias is not None:
+            logits += self.bias[columns]
+        wanted = logits.div_(self.temperature)
+        wanted -= shard.log_norm(wanted)
+        probs = wanted.exp()
+        divergence = shard.add_up((wanted.sub_(log_probs).mul_(probs)).sum(-1).sum())
+        return divergence, log_probs.exp().sub_(probs)
+
+
+@dataclass(frozen=True)
+class TopTargets:
+    """Targets from the teacher's k most likely tokens; all others are one bucket with the rest of its probability.
+
+    The model's probability of the bucket is what it gives to all tokens other than these k, from its softmax over the
+    whole vocabulary, so that no part of its distribution is free.
+    """
+
+    ids: torch.Tensor
+    """Token ids, integers [supervised tokens, k]; those of a token differ."""
+    log_probs: torch.Tensor
+    """Log-probabilities of these ids and, last, of the bucket, [supervised tokens, k + 1]; they are normalised here."""
+
+    def divergence(
+        self, log_probs: torch.Tensor, tokens: slice, shard: VocabularyShard
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As in `SoftTargets`."""
+        wanted = torch.log_softmax(self.log_probs[tokens].float(), dim=-1)
+        columns, is_here = shard.find(self.ids[tokens], log_probs.shape[1])
+        top = shard.add_up(torch.where(is_here, log_probs.gather(1, columns), 0.0))
+        # A list of the ids here would make a GPU wait for its length. Ids of other shards share column 0 with one here.
+        infinity = torch.full_like(top, float("inf"))
+        others = log_probs.scatter_reduce(1, columns, torch.where(is_here, -infinity, infinity), "amin")
+        bucket = shard.log_norm(others)
+        divergence = (wanted.exp() * (wanted - torch.cat([top, bucket], dim=-1))).sum(-1).sum()
+        gradient = log_probs.exp()
+        gradient.scatter_add_(1, columns, torch.where(is_here, -wanted[:, :-1].exp(), 0.0))
+        return divergence, gradient.sub_(others.add_(wanted[:, -1:] - bucket).exp_())
+
+
+class MixedLoss(NamedTuple):
+    """Sums over tokens, fp64 scalars, and the gradients of `loss_sum`.
+
+    `divergence_sum` and `label_loss_sum` are in nats, without the weights of `Mix`.
+    """
+
+    loss_sum: torch.Tensor
+    divergence_sum: torch.Tensor
+    label_loss_sum: torch.Tensor
+    num_correct: torch.Tensor
+    gradients: HeadGradients
+
+
+def chunked_mixed_loss(  # noqa: PLR0913 - a head, its targets, and how they are mixed
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    targets: SoftTargets | None,
+    needed: NeededGradients,
+    *,
+    mix: Mix,
+    chunk: int = CHUNK_TOKENS,
+    tp_group: TensorParallelGroup | None = None,
+) -> MixedLoss:
+    """The loss of `hidden` [tokens, width] with the head `weight` [vocabulary, width], `bias` [vocabulary] or None.
+
+    `labels` int64 [tokens]. Without `targets` it is the cross entropy of the labels alone. Softmax, sums and the
+    gradients of the head are fp32 at least. With `tp_group`, `weight` and `bias` are this rank's shard of the
+    vocabulary, and `d_hidden` is its partial sum.
+    """
+    shard = VocabularyShard(0 if tp_group is None else tp_group.group_rank * weight.shape[0], tp_group)
+    mix = mix if targets is not None else Mix(label_weight=1.0)
+    sums = torch.zeros(3, dtype=torch.float64, device=hidden.device)
+    gradients = HeadGradients.zeros(hidden, weight, bias, needed)
+    buffer = hidden.new_empty(min(chunk, len(hidden)), weight.shape[0])
+    for start in range(0, len(hidden), chunk):
+        tokens = slice(start, start + chunk)
+        part = hidden[tokens]
+        logits = logits_of_chunk(part, weight, bias, buffer[: len(part)])
+        found, d_logits = _chunk_loss(logits, labels[tokens], targets, tokens, shard=shard, mix=mix)
+        sums += found
+        gradients.add_chunk(d_logits, part, weight, start)
+    divergence, label_loss, correct = sums
+    loss = mix.label_weight * label_loss + (1 - mix.label_weight) * mix.temperature**2 * divergence
+    return MixedLoss(loss, divergence, label_loss, correct, gradients)
+
+
+def _chunk_loss(  # noqa: PLR0913 - the values of one chunk
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    targets: SoftTargets | None,
+    tokens: slice,
+    *,
+    shard: VocabularyShard,
+    mix: Mix,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums of divergence, label loss and right predictions, fp64 [3], and the gradient of the loss by the `logits`."""
+    correct = (shard.most_likely(logits) == labels).sum()
+    soft = None if mix.temperature == 1 else logits / mix.temperature
+    log_probs = logits.sub_(shard.log_norm(logits))
+    column, is_here = shard.find(labels[:, None], logits.shape[1])
+    label_loss = -shard.add_up(torch.where(is_here, log_probs.gather(1, column), 0.0)).sum()
+    soft = log_probs if soft is None else soft.sub_(shard.log_norm(soft))
+    divergence, gradient = label_loss.new_zeros(()), torch.zeros_like(logits) if targets is None else None
+    if targets is not None:
+        divergence, gradient = targets.divergence(soft, tokens, shard)
+        gradient *= (1 - mix.label_weight) * mix.temperature
+    assert gradient is not None
+    if mix.label_weight:
+        gradient.add_(log_probs.exp_(), alpha=mix.label_weight)
+        gradient.scatter_add_(1, column, -mix.label_weight * is_here.to(gradient.dtype))
+    return torch.stack([divergence.double(), label_loss.double(), correct.double()]), gradient
+
+
+@torch.no_grad()
+def top_log_probs(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, top_k: int, *, chunk: int = CHUNK_TOKENS
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `top_k` most likely token ids, int32 [tokens, top_k], with their log-probabilities and, last, that of all
+    other tokens together, fp16 [tokens, top_k + 1].
+
+    `hidden` [tokens, width], `weight` [vocabulary, width], `bias` [vocabulary] or None; softmax in fp32.
+    """
+    assert top_k < len(weight)
+    ids = torch.zeros(len(hidden), top_k, dtype=torch.int32, device=hidden.device)
+    log_probs = torch.zeros(len(hidden), top_k + 1, dtype=torch.float16, device=hidden.device)
+    buffer = hidden.new_empty(min(chunk, len(hidden)), weight.shape[0])
+    for start in range(0, len(hidden), chunk):
+        tokens = slice(start, start + chunk)
+        part = hidden[tokens]
+        logits = logits_of_chunk(part, weight, bias, buffer[: len(part)])
+        top, best = logits.topk(top_k, dim=-1)
+        others = logits.scatter_(1, best, float("-inf")).logsumexp(-1, keepdim=True)
+        buckets = torch.cat([top, others], dim=-1)
+        ids[tokens], log_probs[tokens] = best.int(), torch.log_softmax(buckets, dim=-1).half()
+    return ids, log_probs

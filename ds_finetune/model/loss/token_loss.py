@@ -1,0 +1,287 @@
+"""The loss over supervised positions, chunk by chunk: the [tokens, vocabulary] logits are never built."""
+
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ds_finetune.errors import ModelError
+from ds_finetune.model.attention.by_document import (
+    BY_DOCUMENT,
+    BY_LENGTHS,
+    FLASH,
+    Documents,
+    flash_arguments,
+    mask_context,
+)
+from ds_finetune.model.attention.packed_attention import PackedDocuments, pack_documents
+from ds_finetune.model.build.encoder import encoder_inputs, encoder_of
+from ds_finetune.model.build.skeleton import head_of
+from ds_finetune.model.experts.routers import RouterCollector
+from ds_finetune.model.loss.cross_entropy import Kernel, chunked_cross_entropy
+from ds_finetune.model.loss.extra_loss import ExtraLoss, add_extra_losses, numbers_of_parts
+from ds_finetune.model.loss.forward_rows import ForwardRows, StageOutput, find_supervised
+from ds_finetune.model.loss.head_chunks import (
+    HeadGradients,
+    LossSumsAndGradients,
+    loss_with_gradients,
+    needed_gradients,
+)
+from ds_finetune.model.loss.log_probs import (
+    DocumentTokens,
+    HeadInputs,
+    LossOfDocuments,
+    document_log_probs,
+    document_loss,
+)
+from ds_finetune.model.parallel.interleaving import ModelChunks
+from ds_finetune.model.parallel.pipeline import PipelineGroup
+from ds_finetune.model.parallel.sequence import SequenceParallelGroup
+from ds_finetune.model.parallel.tensor import TensorParallelGroup, copy_to_tensor_parallel_region
+from ds_finetune.objectives.examples import Examples
+from ds_finetune.objectives.objective import (
+    DocumentObjective,
+    LossAndSums,
+    Objective,
+    StepNumbers,
+    TokenObjective,
+)
+
+
+@dataclass(frozen=True)
+class HeadGroups:
+    """The ranks with which a head computes its loss; None along an axis of one rank."""
+
+    tp: TensorParallelGroup | None = None
+    """Ranks that hold the other shards of the vocabulary."""
+    sp: SequenceParallelGroup | None = None
+    """Ranks that hold the other tokens of the documents."""
+    pp: PipelineGroup | None = None
+    """Stages; the head is on the last one, which sends its logits to the others."""
+
+
+class LossHead(nn.Linear):
+    """A language-model head that returns logits, or with `labels` the loss without building all logits."""
+
+    kernel: Kernel = staticmethod(chunked_cross_entropy)
+    objective: Objective = TokenObjective("sft")
+    groups = HeadGroups()
+
+    def forward(  # noqa: PLR0913
+        self,
+        hidden: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        numbers: StepNumbers | None = None,
+        examples: Examples | None = None,
+        *,
+        supervised: torch.Tensor | None = None,
+        wants_log_probs: bool = False,
+        is_trained: bool = True,
+    ) -> Any:  # noqa: ANN401 - logits, LossAndSums or log-probabilities
+        """`hidden` [..., width] -> logits [..., vocabulary]; with `labels` [...] (already shifted, int64) -> the
+        LossAndSums of the objective.
+
+        With `wants_log_probs`: the sum of the log-probabilities of the supervised tokens of each document in `examples`
+        instead, fp64 [documents], without a gradient; the same on every tensor and sequence parallel rank.
+
+        Unless `is_trained` no gradient reaches the head's own weights from this call.
+
+        `supervised` are the positions whose label is not IGNORE_INDEX, int64 [supervised tokens]; others are not
+        computed. They are found in the labels where it is None, for which a GPU waits. Without a supervised position
+        the loss is 0 and its gradients are zeros, so that every rank takes part in the reductions.
+        """
+        if labels is None:
+            return self._logits(hidden)
+        supervised = find_supervised(labels) if supervised is None else supervised
+        part = hidden.reshape(-1, hidden.shape[-1]).index_select(0, supervised)
+        part = part if self.groups.tp is None else copy_to_tensor_parallel_region(part, self.groups.tp)
+        weight: torch.Tensor = self.weight
+        bias: torch.Tensor | None = self.bias
+        if not is_trained:
+            weight, bias = weight.detach(), None if bias is None else bias.detach()
+        inputs = HeadInputs(part, weight, bias, labels.reshape(-1).index_select(0, supervised))
+        if not wants_log_probs and isinstance(self.objective, TokenObjective):
+            return self._cross_entropy(inputs, numbers)
+        assert examples is not None, "the batch has no examples; set documents_per_unit in its BatchPlan"
+        index = examples.index.reshape(-1).index_select(0, supervised)
+        tokens = DocumentTokens(index, examples, self.groups.sp)
+        if wants_log_probs:
+            return document_log_probs(inputs, tokens, tp_group=self.groups.tp)
+        assert isinstance(self.objective, DocumentObjective), type(self.objective)
+        return document_loss(inputs, LossOfDocuments(self.objective, tokens, numbers), tp_group=self.groups.tp)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = super().forward(hidden)
+        logits = logits if self.groups.tp is None else self.groups.tp.all_gather_last_dim(logits)
+        return logits if self.groups.pp is None else self.groups.pp.broadcast_from_last(logits)
+
+    def _cross_entropy(self, inputs: HeadInputs, numbers: StepNumbers | None) -> LossAndSums:
+        hidden, weight, bias, targets = inputs
+        needed = needed_gradients(hidden, weight, bias)
+
+        def compute(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> LossSumsAndGradients:
+            found = self.kernel(hidden, weight, bias, targets, needed)
+            sums = torch.stack([found.loss_sum.double(), found.num_correct.double()])
+            return LossSumsAndGradients(found.loss_sum, sums, HeadGradients(*found[2:]))
+
+        loss_sum, sums = loss_with_gradients(hidden, weight, bias, compute)
+        return LossAndSums(loss_sum if numbers is None else loss_sum * numbers.weights[0].to(loss_sum.dtype), sums)
+
+
+def install_loss_head(
+    lm: PreTrainedModel,
+    *,
+    kernel: Kernel = chunked_cross_entropy,
+    objective: Objective = LossHead.objective,
+    groups: HeadGroups = LossHead.groups,
+) -> LossHead:
+    """Turn the head of `lm` into a LossHead in place: same module, same parameters, same name.
+
+    `kernel` computes the cross entropy; with a tensor parallel group it must handle a shard of the vocabulary.
+    """
+    head = lm.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        raise ModelError(
+            f"the head of {type(lm).__name__} is a {type(head).__name__}, not a Linear",
+            hint="train a model with a plain head",
+        )
+    head.__class__ = LossHead
+    assert isinstance(head, LossHead)
+    head.kernel, head.objective, head.groups = kernel, objective, groups
+    return head
+
+
+class TrainedModel(nn.Module):
+    """A model whose forward is the loss; the Hugging Face model is `lm`, or a stage of it."""
+
+    extras: tuple[ExtraLoss, ...] = ()
+    """Auxiliary losses beside that of the head."""
+    packs_documents = False
+    """Whether attention takes all documents of a forward in one call."""
+    _packed: tuple[tuple[Documents, ...], PackedDocuments] | None = None
+    routers: RouterCollector | None = None
+    """What the routers of this rank's layers give; None where there is none."""
+    chunks: ModelChunks | None = None
+    """The chunks of an interleaved pipeline rank; None where it has one."""
+
+    def __init__(
+        self, lm: PreTrainedModel, sp_group: SequenceParallelGroup | None = None, pp_group: PipelineGroup | None = None
+    ) -> None:
+        super().__init__()
+        self.lm = lm
+        self.sp_group = sp_group
+        self.pp_group = pp_group
+
+    @property
+    def has_head(self) -> bool:
+        """Whether a forward ends with the head on this rank; elsewhere it ends with hidden states."""
+        return self.pp_group is None or self.pp_group.runs_head
+
+    @property
+    def config(self) -> Any:  # noqa: ANN401 - a PretrainedConfig
+        """The model's configuration, where DeepSpeed looks for it."""
+        return self.lm.config
+
+    def forward(
+        self, rows: ForwardRows, numbers: StepNumbers | None = None, *, wants_log_probs: bool = False
+    ) -> LossAndSums | StageOutput | torch.Tensor:
+        """The loss of `rows`: that of the objective, and with `numbers` the auxiliary losses.
+
+        With `wants_log_probs` the result is that of the examples alone, fp64 [documents]. Pipeline stages before the
+        last return hidden states, and so do chunks before the last one of the model.
+        """
+        with self._running_chunk():
+            return self._loss(rows, numbers, wants_log_probs=wants_log_probs)
+
+    def _running_chunk(self) -> AbstractContextManager[None]:
+        chunk = self.pp_group.running_chunk if self.pp_group is not None else None
+        if chunk is None:
+            return nullcontext()
+        assert self.chunks is not None
+        return self.chunks.only(chunk)
+
+    def _loss(
+        self, rows: ForwardRows, numbers: StepNumbers | None, *, wants_log_probs: bool
+    ) -> LossAndSums | StageOutput | torch.Tensor:
+        inputs = self.head_inputs(rows)
+        # Score heads have no log-probabilities.
+        inputs |= {"wants_log_probs": True} if wants_log_probs else {}
+        extras = () if numbers is None or wants_log_probs else self.extras
+        with self._listening(rows, is_trained=self.training and numbers is not None, extras=extras):
+            hidden = self.hidden(rows.input_ids, rows.position_ids, rows.documents, rows.token_types)
+        weights: list[torch.Tensor] = []
+        if numbers is not None:
+            numbers, weights = numbers_of_parts(numbers, extras)
+        extra_loss, extra_sums = add_extra_losses(extras, rows, hidden, weights)
+        if self.routers is not None:
+            self.routers.release()
+        if not self.has_head:
+            return StageOutput(hidden, extra_loss, extra_sums)
+        out: LossAndSums | torch.Tensor = head_of(self.lm)(hidden, rows.labels, numbers, **inputs)
+        if not extras:
+            return out
+        assert isinstance(out, LossAndSums)
+        loss = out.loss if extra_loss is None else out.loss + extra_loss
+        return out._replace(loss=loss, sums=torch.cat([out.sums, extra_sums]))
+
+    def _listening(self, rows: ForwardRows, *, is_trained: bool, extras: tuple[ExtraLoss, ...]) -> ExitStack:
+        """What is open during the forward of the layers."""
+        stack = ExitStack()
+        for extra in extras:
+            stack.enter_context(extra.listen())
+        if self.routers is not None and (is_trained or extras):
+            is_first = self.pp_group is None or not self.pp_group.running_chunk
+            stack.enter_context(self.routers.listen(rows, is_counting=is_trained, counts_tokens=is_first))
+        return stack
+
+    def head_inputs(self, rows: ForwardRows) -> dict[str, Any]:
+        """What the head takes beside hidden states, labels and numbers; called while no activations are kept for
+        backward.
+        """
+        return {"examples": rows.examples, "supervised": rows.supervised}
+
+    def hidden(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        documents: tuple[Documents, ...] | None,
+        token_types: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Hidden states before the head, [batch, tokens, width].
+
+        Documents are separated by their lengths in attention by document and FlashAttention, and by positions that
+        restart in other implementations of transformers. No attention mask and no cache are passed: with either,
+        transformers 5.23 ignores the positions (masking_utils.py:873), and packed documents would attend to each
+        other.
+        """
+        lengths = self.document_arguments(documents, input_ids.device)
+        inputs = {"position_ids": position_ids, **self._first_inputs(input_ids)}
+        if encoder_of(self.lm.config) is not None:
+            inputs = {"input_ids": input_ids, **encoder_inputs(self.lm.config, position_ids, token_types)}
+        with mask_context(self.lm):
+            return self.lm.base_model(use_cache=False, **inputs, **lengths).last_hidden_state
+
+    def _first_inputs(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What the layers begin with: tokens, or hidden states that the schedule received for the running chunk."""
+        if self.pp_group is None or self.pp_group.running_chunk is None or self.pp_group.input_hidden_states is None:
+            return {"input_ids": input_ids}
+        return {"inputs_embeds": self.pp_group.input_hidden_states}
+
+    def document_arguments(self, documents: tuple[Documents, ...] | None, device: torch.device) -> dict[str, Any]:
+        """What tells attention where the documents of each row begin."""
+        attention = self.lm.config._attn_implementation
+        if attention == BY_DOCUMENT:
+            packed = self._pack(documents, device) if self.packs_documents and documents is not None else None
+            return {"documents": documents, "sp_group": self.sp_group, "packed": packed}
+        if attention in (FLASH, BY_LENGTHS) and documents is not None:
+            return flash_arguments(documents, device)
+        return {}
+
+    def _pack(self, documents: tuple[Documents, ...], device: torch.device) -> PackedDocuments:
+        """The documents on `device`; copied once for all layers, stages of a loss and extra losses of a forward."""
+        if self._packed is None or self._packed[0] is not documents:
+            self._packed = documents, pack_documents(documents, device)
+        return self._packed[1]

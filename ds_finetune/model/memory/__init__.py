@@ -1,0 +1,1 @@
+"""Less memory for activations: offload, and MLPs that take some tokens at a time."""

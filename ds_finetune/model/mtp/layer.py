@@ -1,0 +1,149 @@
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): a decoder layer after the last one that predicts
+the token after the next from a hidden state of the model and the embedding of the next token.
+
+The layer is built as `model.layers.N` of the model itself, where N is `num_hidden_layers`, so its tensors have their
+published names, and parallel modules, ZeRO and checkpoints treat it like the others. The model's own forward does not
+reach it (transformers 5.23 runs `layers[: config.num_hidden_layers]`, deepseek_v3/modeling_deepseek_v3.py:621).
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.masking_utils import create_causal_mask
+
+from ds_finetune.families.family import layer_of
+from ds_finetune.families.table import family_of
+from ds_finetune.families.tensors import PER_LAYER
+from ds_finetune.foreign.transformers_models import replaced_layers
+
+_BUILT = "ds_finetune_mtp_layers"
+"""Attribute of a configuration from which a model with such layers is built; never written to a config.json."""
+PREDICTION_LAYERS = "num_nextn_predict_layers"
+"""Key of the number of multi-token prediction layers after the last layer (DeepSeek-V3's config.json)."""
+
+
+def set_mtp_layers(hf_config: PretrainedConfig, layers: int) -> None:
+    """Let models of `hf_config` be built with this number of multi-token prediction layers."""
+    setattr(hf_config, _BUILT, layers)
+
+
+def mtp_layers(hf_config: PretrainedConfig) -> range:
+    """Numbers of the multi-token prediction layers that models of `hf_config` are built with.
+
+    The `num_mtp_layers` of transformers' configurations is no guide: it is 1 where config.json says nothing.
+    """
+    # Some types that have no such layers count their layers by another name (transformers 5.23, BltConfig).
+    first = getattr(hf_config, "num_hidden_layers", 0)
+    return range(first, first + getattr(hf_config, _BUILT, 0))
+
+
+def is_mtp_tensor(name: str, hf_config: PretrainedConfig) -> bool:
+    """Whether the model's tensor `name` belongs to such a layer."""
+    return layer_of(name) in mtp_layers(hf_config)
+
+
+def published_copies(hf_config: PretrainedConfig) -> dict[str, str]:
+    """Names of published tensors of these layers that are copies of the model's embedding and head, which the layers
+    use here, with the names of those.
+    """
+    return {
+        f"model.layers.{layer}.{copy}": original
+        for layer in mtp_layers(hf_config)
+        for copy, original in (
+            ("embed_tokens.weight", "model.embed_tokens.weight"),
+            ("shared_head.head.weight", "lm_head.weight"),
+        )
+    }
+
+
+@contextmanager
+def more_layers(hf_config: PretrainedConfig, number: int) -> Iterator[None]:
+    """While this is open, `hf_config` is that of a model with so many more layers, which are like its last one but have
+    indexers of their own.
+    """
+    changed: dict[str, Any] = {"num_hidden_layers": hf_config.num_hidden_layers}
+    changed |= {key: kinds for key in PER_LAYER if (kinds := getattr(hf_config, key, None))}
+    hf_config.num_hidden_layers += number
+    for key in changed.keys() - {"num_hidden_layers"}:
+        setattr(hf_config, key, [*changed[key], *[PER_LAYER[key] or changed[key][-1]] * number])
+    try:
+        yield
+    finally:
+        for key, value in changed.items():
+            setattr(hf_config, key, value)
+
+
+@contextmanager
+def build_mtp_layers(model_class: type[PreTrainedModel], hf_config: PretrainedConfig) -> Iterator[None]:
+    """A model of `hf_config` built inside gets its multi-token prediction layers."""
+    layers = mtp_layers(hf_config)
+    if not layers:
+        yield
+        return
+
+    def make(layer_class: Any, config: PretrainedConfig, layer_idx: int) -> nn.Module:  # noqa: ANN401 - a class or what stands for it
+        layer: nn.Module = layer_class(config, layer_idx)
+        if layer_idx in layers and hasattr(layer, "input_layernorm"):
+            add_mtp_modules(layer, config)
+        return layer
+
+    with more_layers(hf_config, len(layers)), replaced_layers(model_class, make):
+        yield
+
+
+def add_mtp_modules(layer: Any, config: PretrainedConfig) -> None:  # noqa: ANN401 - a decoder layer of any family
+    """Add what a multi-token prediction layer has beside a decoder layer, under the published names."""
+    width, norm_class = config.hidden_size, type(layer.input_layernorm)
+    layer.enorm = norm_class(width, eps=config.rms_norm_eps)
+    layer.hnorm = norm_class(width, eps=config.rms_norm_eps)
+    layer.eh_proj = nn.Linear(2 * width, width, bias=False)
+    layer.shared_head = nn.Module()
+    layer.shared_head.norm = norm_class(width, eps=config.rms_norm_eps)
+
+
+def mtp_layer_inputs(layer: Any, embedded: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
+    """The input [rows, tokens, width] of the decoder layer from the embeddings of the next tokens and hidden states of
+    the model after its final norm, [rows, tokens, width] each.
+
+    The published weights take the embedding first (transformers 5.23, modeling_layers.py:357; vLLM and SGLang too),
+    though the paper writes the hidden state first (eq. 21).
+    """
+    joined: torch.Tensor = layer.eh_proj(torch.cat([layer.enorm(embedded), layer.hnorm(hidden)], dim=-1))
+    return joined
+
+
+def run_mtp_layer(
+    lm: PreTrainedModel,
+    layer: Any,  # noqa: ANN401 - a decoder layer of any family
+    joined: torch.Tensor,
+    position_ids: torch.Tensor,
+    **arguments: Any,  # noqa: ANN401 - what attention takes
+) -> torch.Tensor:
+    """States [rows, tokens, width] of such a layer of `lm` before its head, from its input; it is run as the model runs
+    its own layers.
+    """
+    mask = create_causal_mask(
+        config=lm.config,
+        inputs_embeds=joined,
+        attention_mask=None,
+        past_key_values=None,
+        position_ids=position_ids,
+        # transformers' indexer reads the mask (deepseek_v32/modeling_deepseek_v32.py:729).
+        allow_is_causal_skip=family_of(lm.config.model_type).indexer is None,
+    )
+    states = layer(
+        joined,
+        position_embeddings=lm.base_model.rotary_emb(joined, position_ids),
+        attention_mask=mask,
+        position_ids=position_ids,
+        past_key_values=None,
+        use_cache=False,
+        **arguments,
+    )
+    # Layers that hand chosen tokens on return them too.
+    normed: torch.Tensor = layer.shared_head.norm(states[0] if isinstance(states, tuple) else states)
+    return normed

@@ -1,0 +1,1 @@
+"""Weights in FP8, FP4 and four bits."""

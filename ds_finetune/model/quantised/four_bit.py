@@ -1,0 +1,149 @@
+"""Frozen weights of linear modules in four bits (Dettmers et al., QLoRA, arXiv 2305.14314), stored and multiplied by
+bitsandbytes 0.50.
+
+The format is NF4 with a scale for each block of 64 numbers. The scales of 256 blocks are quantised to eight bits with
+a common scale (double quantisation, the default of `Linear4bit`). A weight is quantised on its final device as soon as
+its last number has been read. At ZeRO-3 every rank quantises the whole weight and keeps its part of the packed numbers;
+the scales are on all ranks.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ds_finetune.foreign.bitsandbytes_linear import without_cpu_packing
+from ds_finetune.model.build.skeleton import Fragment, Where
+
+
+def install_four_bit(lm: PreTrainedModel, names: Iterable[str], *, device: str) -> None:
+    """Replace the linear modules `names` of `lm` by modules that hold NF4 on `device` once their weights are written
+    through `four_bit_or`; pipeline stages have those of their own layers.
+
+    `lm` was built inside `linears_without_memory` (foreign/torch_nn.py), and its other linear modules get uninitialised
+    memory here; or ZeRO-3 partitioned its parameters as they were made.
+    """
+    here = dict(lm.named_modules())
+    for name in names:
+        if name in here:
+            lm.set_submodule(name, _four_bit(here[name], device))
+    for module in lm.modules():
+        for leaf, param in module.named_parameters(recurse=False):
+            if param.is_meta and not is_four_bit(param):
+                setattr(module, leaf, nn.Parameter(torch.empty_like(param, device=device)))
+
+
+def _four_bit(linear: Any, device: str) -> nn.Module:  # noqa: ANN401 - a linear module
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    assert type(linear) is nn.Linear, type(linear)
+    dtype, width, out = linear.weight.dtype, linear.in_features, linear.out_features
+    # ZeRO-3 holds the weight in parts.
+    is_partitioned = hasattr(linear.weight, "ds_tensor")
+    made = Linear4bit(width, out, bias=False, compute_dtype=dtype, quant_type="nf4", device="meta")
+    if is_partitioned:
+        made.__class__ = type("PartitionedLinear4bit", (_RegatheredLinear, Linear4bit), {})
+    empty = torch.empty(out, width, dtype=dtype, device="meta")
+    made.weight = Params4bit(empty, requires_grad=False, quant_type="nf4", module=made)
+    made.weight.meant_for = torch.device(device)
+    if linear.bias is not None:
+        made.bias = linear.bias if is_partitioned else nn.Parameter(torch.empty_like(linear.bias, device=device))
+    without_cpu_packing(made)
+    return made
+
+
+class _RegatheredProduct(torch.autograd.Function):
+    """`matmul_4bit`, which in backward reads the weight again from its parameter.
+
+    That of bitsandbytes keeps the gathered weight from forward to backward (0.50.2, autograd/_functions.py:321, 358),
+    so ZeRO-3 could not release it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: Any) -> torch.Tensor:  # noqa: ANN401
+        from bitsandbytes import matmul_4bit
+
+        ctx.weight = weight
+        product: torch.Tensor = matmul_4bit(hidden, weight.data, quant_state=weight.quant_state)
+        return product
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ANN401
+        return grad @ dequantised(ctx.weight).to(grad.dtype), None
+
+
+class _RegatheredLinear(nn.Module):
+    """Mixed into a `Linear4bit` whose weight ZeRO-3 gathers for each forward and backward."""
+
+    weight: Any
+    bias: torch.Tensor | None
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[..., in] -> [..., out], in the dtype of `hidden`, which is that of the module's computation."""
+        product: torch.Tensor = _RegatheredProduct.apply(hidden, self.weight)
+        return product if self.bias is None else product + self.bias
+
+
+def is_four_bit(param: torch.Tensor) -> bool:
+    """Whether a parameter is, or is to be, held in four bits."""
+    return hasattr(param, "quant_state")
+
+
+Share = Callable[[list[nn.Parameter]], None]
+"""Partitions parameters that are whole."""
+
+
+def four_bit_or(other: Where, share: Share | None = None) -> Where:
+    """A function that gives the fragment of a tensor that this rank holds.
+
+    Of a tensor that is to be in four bits it is the whole, which is quantised when the fragment is closed, and then
+    given to `share`; of others it is that of `other`.
+    """
+
+    def where(tensor: torch.Tensor) -> Fragment:
+        if not is_four_bit(tensor):
+            return other(tensor)
+        shape = shape_of(tensor)
+        return Fragment(0, prod(shape), shape, partial(_quantise_when_closed, tensor, share))
+
+    return where
+
+
+@contextmanager
+def _quantise_when_closed(param: Any, share: Share | None) -> Iterator[torch.Tensor]:  # noqa: ANN401 - bitsandbytes' Params4bit
+    assert param.quant_state is None, "a weight is quantised once"
+    from bitsandbytes.nn import Params4bit
+
+    values = torch.empty_like(param, device=param.meant_for).as_subclass(torch.Tensor)
+    yield values.view(-1)
+    module = param.module
+    module.weight = Params4bit(values, requires_grad=False, quant_type="nf4", module=module).to(param.meant_for)
+    module.weight.model_parallel = False
+    if share is not None:
+        share([module.weight])
+
+
+def shape_of(param: Any) -> tuple[int, ...]:  # noqa: ANN401 - bitsandbytes' Params4bit, or any tensor
+    """Shape of the weight that a parameter holds, in four bits or not."""
+    state = getattr(param, "quant_state", None)
+    return tuple(param.shape if state is None else state.shape)
+
+
+def dtype_of(param: Any) -> torch.dtype:  # noqa: ANN401
+    """The dtype in which a parameter takes part in computation."""
+    state = getattr(param, "quant_state", None)
+    return param.dtype if state is None else state.dtype  # type: ignore[no-any-return]
+
+
+def dequantised(param: Any) -> torch.Tensor:  # noqa: ANN401
+    """A parameter without its gradient; one in four bits is dequantised into a copy in its dtype."""
+    if getattr(param, "quant_state", None) is None:
+        return param.detach()  # type: ignore[no-any-return]
+    from bitsandbytes.functional import dequantize_4bit
+
+    return dequantize_4bit(param.data, param.quant_state)  # type: ignore[no-any-return]

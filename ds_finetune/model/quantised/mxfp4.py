@@ -1,0 +1,146 @@
+"""Weights in MXFP4 as gpt-oss publishes its experts: E2M1 numbers of four bits, 32 to a scale that is a power of two.
+
+The format is that of OCP's Microscaling Formats 1.0 (MXFP4), laid out as transformers 5.23 reads it
+(integrations/mxfp4.py:_convert_moe_packed_tensors). The tensor `X` [experts, inputs, outputs] of the model is published
+as bytes `X_blocks` [experts, outputs, inputs / 32, 16] and exponents `X_scales` [experts, outputs, inputs / 32]. A byte
+has the earlier number in its lower half.
+"""
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ds_finetune.errors import ModelError
+from ds_finetune.model.weights.safetensors_header import Shape
+from ds_finetune.model.weights.stored_tensor import StoredTensor
+
+GROUP = 32
+"""Numbers that share a scale."""
+BLOCKS, SCALES = "_blocks", "_scales"
+"""Suffixes that make the name of a weight the names of its bytes and of its scales."""
+QUANT_METHOD = "mxfp4"
+"""`quant_method` in the config.json published with gpt-oss."""
+_HALF_BYTE = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+_E2M1 = torch.cat([_HALF_BYTE, -_HALF_BYTE])
+_PAIRS = (
+    torch.stack([_E2M1.repeat(16), _E2M1.repeat_interleave(16)], dim=1).contiguous().view(torch.int64)[:, 0].numpy()
+)
+"""The two numbers of each byte, as the bits of two fp32 numbers in one int64."""
+_EXPONENTS = torch.arange(256, dtype=torch.uint8).view(torch.float8_e8m0fnu).float()
+"""The scale of each byte: 2^(byte - 127); 255 is NaN."""
+_BYTES = 2**18
+"""Bytes that are looked up at a time; numpy needs eight bytes for each index."""
+_BYTES_OF_GROUP = GROUP // 2
+_DIMENSIONS = 4
+_SHOWN = 10
+
+
+def dequantise(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Bytes [..., groups, 16] with exponents [..., groups], both uint8, as fp32 [..., groups x 32].
+
+    bf16 holds every result exactly, as it has two significant bits and bf16's range of exponents.
+    """
+    flat = np.ascontiguousarray(blocks.numpy()).reshape(-1)
+    pairs = np.empty(flat.size, dtype=np.int64)
+    for begin in range(0, flat.size, _BYTES):
+        np.take(_PAIRS, flat[begin : begin + _BYTES], out=pairs[begin : begin + _BYTES], mode="clip")
+    values = torch.from_numpy(pairs).view(torch.float32).view(*scales.shape, GROUP)
+    values *= _EXPONENTS[scales.int()][..., None]
+    return values.flatten(-2)
+
+
+class LastExpert(threading.local):
+    """The bytes of the expert that this thread read last, as neighbouring parts of a tensor share an expert."""
+
+    def __init__(self) -> None:
+        self._of: tuple[StoredTensor, int] | None = None
+        self._blocks = self._scales = torch.empty(0, dtype=torch.uint8)
+
+    def read(self, blocks: StoredTensor, scales: StoredTensor, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Blocks [outputs, groups, 16] and scales [outputs, groups] of one expert."""
+        if self._of != (blocks, expert):
+            self._of = None
+            self._blocks, self._scales = (part.rows(expert, expert + 1)[0] for part in (blocks, scales))
+            self._of = (blocks, expert)
+        return self._blocks, self._scales
+
+
+@dataclass(frozen=True)
+class Mxfp4Experts:
+    """The weights [experts, inputs, outputs] that `blocks` and `scales` hold; they are dequantised to fp32."""
+
+    blocks: StoredTensor
+    scales: StoredTensor
+    last: LastExpert
+    """Shared by all weights of a folder, so that a thread holds the bytes of one expert."""
+
+    @property
+    def shape(self) -> Shape:
+        """Shape in the model."""
+        experts, outputs, groups, _ = self.blocks.shape
+        return (experts, groups * GROUP, outputs)
+
+    def read(self, start: int, numel: int) -> torch.Tensor:
+        """Elements `start` to `start + numel` of the row-major flattened tensor, 1-D; reads whole experts."""
+        _, inputs, outputs = self.shape
+        first, last = start // outputs, -(-(start + numel) // outputs)
+        parts = [
+            self._part(e, slice(max(first - e * inputs, 0), min(last - e * inputs, inputs)), slice(0, outputs))
+            for e in range(first // inputs, -(-last // inputs))
+        ]
+        return torch.cat([part.reshape(-1) for part in parts])[start - first * outputs :][:numel]
+
+    def rows(self, first: int, last: int, within: tuple[slice, ...] = ()) -> torch.Tensor:
+        """Experts `first` to `last`, [experts, inputs, outputs]; with `within` some consecutive inputs and outputs."""
+        whole = tuple(slice(0, size) for size in self.shape[1:])
+        inputs, outputs = within + whole[len(within) :]
+        parts = [self._part(e, inputs, outputs) for e in range(first, last)]
+        return torch.stack(parts) if parts else torch.empty(0, *self.shape[1:])
+
+    def _part(self, expert: int, inputs: slice, outputs: slice) -> torch.Tensor:
+        """Some inputs and outputs of one expert, [inputs, outputs]."""
+        blocks, scales = self.last.read(self.blocks, self.scales, expert)
+        first, last = inputs.start // GROUP, -(-inputs.stop // GROUP)
+        values = dequantise(blocks[outputs, first:last], scales[outputs, first:last])
+        return values[:, inputs.start - first * GROUP : inputs.stop - first * GROUP].T
+
+
+def find_experts(stored: Mapping[str, StoredTensor], folder: Path) -> dict[str, Mxfp4Experts]:
+    """The weights of `folder` in MXFP4 by their names in the model.
+
+    ModelError where bytes have no scales or scales no bytes, or where their shapes or dtypes do not fit.
+    """
+    names = {
+        key.removesuffix(suffix)
+        for key, tensor in stored.items()
+        for suffix in (BLOCKS, SCALES)
+        if key.endswith(suffix) and tensor.dtype == torch.uint8
+    }
+    alone = sorted(name for name in names if name + BLOCKS not in stored or name + SCALES not in stored)
+    if alone:
+        raise ModelError(
+            f"{folder} holds {len(alone)} weights in MXFP4 without `{BLOCKS}` or `{SCALES}`: "
+            f"{', '.join(alone[:_SHOWN])}",
+            hint="download it again, or give a bf16 copy",
+        )
+    for name in sorted(names):
+        _check_parts(name, stored[name + BLOCKS], stored[name + SCALES], folder)
+        if name in stored:
+            raise ModelError(f"{folder} holds `{name}` in MXFP4 and not", hint="remove one of them")
+    last = LastExpert()
+    return {name: Mxfp4Experts(stored[name + BLOCKS], stored[name + SCALES], last) for name in sorted(names)}
+
+
+def _check_parts(name: str, blocks: StoredTensor, scales: StoredTensor, folder: Path) -> None:
+    fits = len(blocks.shape) == _DIMENSIONS and blocks.shape == (*scales.shape, _BYTES_OF_GROUP)
+    if not fits or {blocks.dtype, scales.dtype} != {torch.uint8}:
+        raise ModelError(
+            f"{folder}: `{name}` has blocks {blocks.shape} of {blocks.dtype} and scales {scales.shape} of "
+            f"{scales.dtype}, not [experts, outputs, groups, {_BYTES_OF_GROUP}] and [experts, outputs, groups] "
+            "of torch.uint8",
+            hint="the MXFP4 of gpt-oss is read; give a bf16 copy",
+        )

@@ -1,0 +1,326 @@
+"""Fills the fragments of a model on this rank: streams weights from safetensors and checks that no tensor is missing or
+left over, or initialises new ones.
+"""
+
+import hashlib
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ds_finetune.console.phase_line import count_parts
+from ds_finetune.errors import ModelError
+from ds_finetune.families.family import Family
+from ds_finetune.families.table import FAMILIES
+from ds_finetune.model.build.encoder import published_name
+from ds_finetune.model.build.hub_folder import HubFolder
+from ds_finetune.model.build.skeleton import Fragment, Where, has_score_head, whole
+from ds_finetune.model.mtp.layer import published_copies
+from ds_finetune.model.parallel.sharding import UNSHARDED, ModelShard, TensorShard
+from ds_finetune.model.weights.names import Piece, hub_pieces
+from ds_finetune.model.weights.vocabulary import GrownFolder, Growth
+
+_STRIP_NUMEL = 2**20
+"""Elements of a checkpoint tensor that are in memory at a time, in whole rows."""
+_ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
+_FUSED_EXPERTS = re.compile(r"\.experts\.\w+$")
+_LANGUAGE_MODEL_HEAD = re.compile(r"^(lm_head|embed_out|output)\.(weight|bias)$")
+_DIGESTED = 256
+"""Approximate number of tensors in a digest."""
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """Number of checkpoint tensors that were loaded, the keys of those that the model does not have, and the names of
+    this rank's parameters that the checkpoint does not have.
+    """
+
+    num_tensors: int
+    skipped: tuple[str, ...]
+    missing: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _ModelTensor:
+    """A tensor of the model: its name, its fragment, and the checkpoint tensors that it consists of."""
+
+    name: str
+    fragment: Fragment
+    pieces: tuple[Piece, ...]
+    offsets: tuple[int, ...] = ()
+    """Index of the first element of each piece in its checkpoint tensor, which other ranks hold the rest of."""
+
+
+def load_weights(  # noqa: PLR0913
+    model: PreTrainedModel,
+    folder: Path,
+    *,
+    family: Family,
+    where: Where = whole,
+    model_shard: ModelShard = UNSHARDED,
+    skeleton: PreTrainedModel | None = None,
+    growth: Growth | None = None,
+    may_be_missing: Collection[str] = (),
+) -> LoadReport:
+    """Copy the safetensors of `folder` into the fragments of `model` that `where` names, a bounded piece at a time.
+
+    Only the `model_shard` of each tensor is read. For a pipeline stage, `skeleton` is the whole model without memory,
+    which the checkpoint has to match. With `growth` the model has more tokens than the folder, and the missing rows are
+    initialised. Parameters that `may_be_missing` names are left as they are where the folder has none of their module.
+
+    Keys and shapes are compared from the headers before anything is written; ModelError lists what is missing,
+    unexpected or of another shape. Weights in FP8 blocks are dequantised in fp32, only the needed rows and columns.
+    Values are cast to the dtype of their target; a NaN or infinity is a ModelError.
+    """
+    targets = list(_model_tensors(model, family, where, model_shard))
+    expected = (
+        _expected_tensors(model, family, where, model_shard)
+        if skeleton is None
+        else _expected_tensors(skeleton, family, whole, UNSHARDED)
+    )
+    rename = partial(published_name, expected=expected, prefix=model.base_model_prefix) if family.encoder else None
+    hub = HubFolder(folder, rename=rename) if growth is None else GrownFolder(folder, growth, expected, rename=rename)
+    missing = _missing_modules(may_be_missing, hub.shapes)
+    skipped = _check_tensors(hub, {key: expected[key] for key in expected if key not in missing}, model, family)
+    stored = [target for target in targets if target.name not in missing]
+    for target in count_parts("loading weights", stored, len(stored)):
+        _load_tensor(hub, target)
+    return LoadReport(
+        num_tensors=sum(len(target.pieces) for target in stored),
+        skipped=tuple(skipped),
+        missing=tuple(target.name for target in targets if target.name in missing),
+    )
+
+
+def _missing_modules(names: Collection[str], stored: Collection[str]) -> set[str]:
+    """Those of `names` that belong to modules of which nothing is stored."""
+    present = {name.rpartition(".")[0] for name in names if name in stored}
+    return {name for name in names if name.rpartition(".")[0] not in present}
+
+
+def open_weights(model: PreTrainedModel, folder: Path, *, family: Family) -> HubFolder:
+    """Open the safetensors of `folder` for reading; ModelError as in `load_weights` where they do not fit `model`,
+    which may be on the meta device.
+    """
+    hub = HubFolder(folder)
+    _check_tensors(hub, _expected_tensors(model, family, whole, UNSHARDED), model, family)
+    return hub
+
+
+def weights_digest(folder: Path) -> str:
+    """Sixteen hexadecimal digits that identify the weights of `folder`: a hash of the first rows of tensors from all
+    over the model.
+
+    A copy in fp32 of a bf16 model has the same digest, and so has a bf16 copy of a model in FP8.
+    """
+    digest, hub = hashlib.sha256(), HubFolder(folder)
+    keys = sorted(hub.shapes)
+    for key in keys[:: -(-len(keys) // _DIGESTED)]:
+        row = hub.read(key, 0, math.prod(hub.shapes[key][1:]))
+        digest.update(key.encode() + row.to(torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def initialise_weights(
+    model: PreTrainedModel,
+    *,
+    seed: int,
+    where: Where = whole,
+    model_shard: ModelShard = UNSHARDED,
+    names: Collection[str] | None = None,
+) -> None:
+    """Initialise weights (those in `names`, or all) by the model's own rule (`_init_weights`), the same for any world
+    size, ZeRO stage and shard.
+
+    One module at a time is initialised in fp32 on the CPU, with a seed of (seed, module name), and its fragment kept.
+    """
+    tied = {name for name in (model.all_tied_weights_keys or {}) if model.config.tie_word_embeddings}
+    for name, module in model.named_modules():
+        full = {leaf: f"{name}.{leaf}".lstrip(".") for leaf in module._parameters}
+        own = [
+            (leaf, param)
+            for leaf, param in module.named_parameters(recurse=False)
+            if full[leaf] not in tied and (names is None or full[leaf] in names)
+        ]
+        if own:
+            shards = {leaf: model_shard.tensor_shard(f"{name}.{leaf}", where(param).shape) for leaf, param in own}
+            _initialise_module(model, module, own, seed_of(seed, name), where, shards)
+
+
+def draw_normal(param: nn.Parameter, *, deviation: float, seed: int, where: Where = whole) -> None:
+    """Fill a parameter that no rank shards with normally distributed values of `seed`, the same for any layout."""
+    fragment = where(param)
+    values = torch.randn(math.prod(fragment.shape), generator=torch.Generator().manual_seed(seed)) * deviation
+    if fragment.end > fragment.start:
+        with fragment.opened() as flat:
+            flat[: fragment.end - fragment.start].copy_(values[fragment.start : fragment.end])
+
+
+def clear_weights(model: PreTrainedModel, *, where: Where = whole) -> None:
+    """Set every parameter to zero until its values are restored; uninitialised memory may hold NaN."""
+    for param in model.parameters():
+        with where(param).opened() as flat:
+            flat.zero_()
+
+
+def seed_of(seed: int, name: str) -> int:
+    """The seed of the random values of `name` in a run with `seed`."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:7], "big")
+
+
+def _initialise_module(  # noqa: PLR0913
+    model: PreTrainedModel,
+    module: nn.Module,
+    own: list[tuple[str, nn.Parameter]],
+    seed: int,
+    where: Where,
+    shards: Mapping[str, TensorShard],
+) -> None:
+    initial = {leaf: torch.zeros(shards[leaf].whole_shape, dtype=torch.float32) for leaf, _ in own}
+    kept = dict(module._parameters)
+    buffers = dict(module._buffers)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        for leaf, tensor in initial.items():
+            module._parameters[leaf] = nn.Parameter(tensor)
+        module._buffers.update({leaf: b.clone() for leaf, b in buffers.items() if b is not None})
+        model._init_weights(module)
+        values = {
+            leaf: param.data for leaf, param in module._parameters.items() if leaf in initial and param is not None
+        }
+    module._parameters.update(kept)
+    module._buffers.update(buffers)
+    for leaf, param in own:
+        fragment = where(param)
+        if fragment.end > fragment.start:
+            with fragment.opened() as flat:
+                flat[: fragment.end - fragment.start].copy_(
+                    shards[leaf].slice(values[leaf])[fragment.start : fragment.end]
+                )
+
+
+def _expected_tensors(
+    model: PreTrainedModel, family: Family, where: Where, model_shard: ModelShard
+) -> dict[str, tuple[int, ...]]:
+    """Key and shape of every checkpoint tensor of the whole model."""
+    shards = {
+        target.name: model_shard.tensor_shard(target.name, target.fragment.shape)
+        for target in _model_tensors(model, family, where, model_shard)
+    }
+    return {
+        piece.key: piece.shape
+        for name, shard in shards.items()
+        for piece in hub_pieces(name, shard.whole_shape, family)
+    }
+
+
+def _model_tensors(
+    model: PreTrainedModel, family: Family, where: Where, model_shard: ModelShard
+) -> Iterator[_ModelTensor]:
+    for name, param in model.named_parameters():
+        fragment = where(param)
+        shard = model_shard.tensor_shard(name, fragment.shape)
+        first = shard.offsets[0] if shard.is_expert_parallel else 0
+        pieces = hub_pieces(name, fragment.shape, family, first_expert=first)
+        # The last dimensions of a tensor are those of its pieces.
+        offsets = shard.offsets[len(shard.offsets) - len(pieces[0].shape) :]
+        yield _ModelTensor(name, fragment, pieces, offsets)
+    for module_name, module in model.named_modules():
+        for leaf, buffer in module.named_buffers(recurse=False):
+            if leaf not in module._non_persistent_buffers_set:
+                name = f"{module_name}.{leaf}".lstrip(".")
+                shape = tuple(buffer.shape)
+                yield _ModelTensor(name, whole(buffer), hub_pieces(name, shape, family), (0,) * len(shape))
+
+
+def _check_tensors(
+    hub: HubFolder, expected: Mapping[str, tuple[int, ...]], model: PreTrainedModel, family: Family
+) -> list[str]:
+    """Compare the checkpoint with the `expected` tensors; returns the names of tensors that are not loaded: those that
+    the family's row allows, a tied head, the language-model head of a classifier's base, and layers past the last
+    one.
+    """
+    _check_layout_of_experts(hub, expected, model, family)
+    tied = dict(model.all_tied_weights_keys or {}) if model.config.tie_word_embeddings else {}
+    heads = {key for key in hub.shapes if _LANGUAGE_MODEL_HEAD.match(key)} if has_score_head(model) else set()
+    unused = tied.keys() | heads
+    layers = model.config.num_hidden_layers
+    left = hub.left_over(
+        expected, model=type(model).__name__, may_be=lambda key: key in unused or family.may_skip(key, layers=layers)
+    )
+    if isinstance(hub, GrownFolder):
+        hub.check_left(set(left) - unused)
+    for key in tied.keys() & set(left):
+        if not hub.is_same(key, tied[key]):
+            raise ModelError(
+                f"{hub.folder}: `{key}` differs from `{tied[key]}`, to which the config ties it",
+                hint="untie them: tie_word_embeddings false in config.json",
+            )
+    for key, original in published_copies(model.config).items():
+        if key in hub.shapes and not hub.is_same(key, original):
+            raise ModelError(
+                f"mtp.train true: `{key}` of {hub.folder} differs from `{original}`, with which its layer would be "
+                "trained",
+                hint="leave mtp out: the tensor is then carried to exports",
+            )
+    return left
+
+
+def _check_layout_of_experts(
+    hub: HubFolder, expected: Mapping[str, tuple[int, ...]], model: PreTrainedModel, family: Family
+) -> None:
+    """ModelError where experts are separate in the checkpoint and fused in the model, and the family has no mapping."""
+    one_by_one = sorted(key for key in hub.shapes if key not in expected and _ONE_EXPERT.search(key))
+    fused = sorted(key for key in expected if key not in hub.shapes and _FUSED_EXPERTS.search(key))
+    if not family.fused_experts and one_by_one and fused:
+        legal = ", ".join(kind for kind, row in FAMILIES.items() if row.fused_experts)
+        raise ModelError(
+            f"model_type `{family.model_type}` is not supported with a tensor for each expert, as {hub.folder} "
+            f"has them (`{one_by_one[0]}`): {type(model).__name__} has one for all (`{fused[0]}`), and only those "
+            f"of {legal} can be joined",
+            hint="load the weights with transformers, save them by "
+            "save_pretrained(folder, save_original_format=False) and name that folder",
+        )
+
+
+def _load_tensor(hub: HubFolder, target: _ModelTensor) -> None:
+    with target.fragment.opened() as flat:
+        for piece in target.pieces:
+            _copy_piece(hub, target, flat, piece)
+
+
+def _copy_piece(hub: HubFolder, target: _ModelTensor, flat: torch.Tensor, piece: Piece) -> None:
+    """Copy the elements of `piece` that this rank holds into `flat`; reads only the rows it needs, some at a time."""
+    fragment = target.fragment
+    begin, width = piece.first_element(fragment.shape), max(1, math.prod(piece.shape[1:]))
+    first = max(0, (fragment.start - begin) // width)
+    last = min(piece.shape[0] if piece.shape else 1, -(-(fragment.start + fragment.numel - begin) // width))
+    step = max(1, _STRIP_NUMEL // width)
+    for low in range(first, last, step):
+        values = _read_rows(hub, piece, slice(low, min(low + step, last)), target.offsets)
+        # Several times faster than isfinite over all elements. With a NaN, minimum and maximum are NaN.
+        if not all(map(math.isfinite, map(float, torch.aminmax(values)))):
+            raise ModelError(
+                f"tensor `{piece.key}` of {hub.folder} holds NaN or infinity",
+                hint="the checkpoint is damaged; download it again",
+            )
+        flat_values = values.reshape(-1)
+        offset = begin + low * width - fragment.start
+        source_from, target_from = max(0, -offset), max(0, offset)
+        count = min(flat_values.numel() - source_from, fragment.numel - target_from)
+        flat[target_from : target_from + count].copy_(flat_values[source_from : source_from + count])
+
+
+def _read_rows(hub: HubFolder, piece: Piece, rows: slice, offsets: tuple[int, ...]) -> torch.Tensor:
+    """`rows` of the box of `piece.shape` at `offsets` of the checkpoint tensor `piece.key`."""
+    if not piece.shape:
+        return hub.read(piece.key, 0, 1)
+    first, within = offsets[0], tuple(slice(at, at + size) for at, size in zip(offsets, piece.shape, strict=True))
+    is_part = hub.shapes[piece.key][1:] != piece.shape[1:]
+    return hub.rows(piece.key, first + rows.start, first + rows.stop, within[1:] if is_part else ())

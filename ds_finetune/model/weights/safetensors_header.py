@@ -1,0 +1,122 @@
+"""The header of a safetensors file, checked as it is read, and written: 8 bytes of length, then a JSON object."""
+
+import json
+import math
+import os
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_finetune.model.build.dtypes import SAFETENSORS_DTYPES, SAFETENSORS_NAMES
+
+MAX_HEADER_BYTES = 100_000_000
+"""Size of a header at most: MAX_HEADER_SIZE of safetensors 0.8 (tensor.rs)."""
+_METADATA = "__metadata__"
+_LENGTH = struct.Struct("<Q")
+_ALIGNMENT = 8
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class HeaderEntry:
+    """A tensor of a file: row-major, from byte `begin` of the file."""
+
+    dtype: torch.dtype
+    shape: Shape
+    begin: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its data."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Header:
+    """The tensors of a file by name in the order of their data, which follow each other without gaps."""
+
+    tensors: Mapping[str, HeaderEntry]
+    metadata: Mapping[str, str]
+    end: int
+    """The byte of the file where the data should end."""
+
+
+def header_bytes(path: Path) -> int:
+    """Size that a file gives for its header, 0 where it is too short for one; ValueError above `MAX_HEADER_BYTES`."""
+    with path.open("rb") as file:
+        prefix = file.read(_LENGTH.size)
+    size: int = _LENGTH.unpack(prefix)[0] if len(prefix) == _LENGTH.size else 0
+    if size > MAX_HEADER_BYTES:
+        raise ValueError(f"its header has {size:,} bytes, more than the {MAX_HEADER_BYTES:,} that safetensors allows")
+    return size
+
+
+def read_header(path: Path, *, is_whole: bool = True) -> Header:
+    """The header of the file at `path`.
+
+    OSError where it cannot be read. ValueError where it is no regular file, where the header is longer than
+    `MAX_HEADER_BYTES`, is not valid or names unknown dtypes, where tensors overlap or leave gaps, and, with
+    `is_whole`, where their data does not end with the file.
+    """
+    if not path.is_file():
+        raise ValueError("it is no regular file")
+    size = header_bytes(path)
+    with path.open("rb") as file:
+        file_bytes = os.fstat(file.fileno()).st_size
+        file.seek(_LENGTH.size)
+        text = file.read(min(size, file_bytes))
+    try:
+        header = _parse(json.loads(text), _LENGTH.size + size)
+    except (KeyError, TypeError, AttributeError, RecursionError) as invalid:
+        raise ValueError(f"its header is not valid: {invalid!r}") from invalid
+    if is_whole and header.end != file_bytes:
+        raise ValueError(f"its tensors end at byte {header.end}, the file at {file_bytes}")
+    return header
+
+
+def _parse(tree: Any, begin: int) -> Header:  # noqa: ANN401 - whatever a file holds
+    """The header `tree` of a file whose data begins at byte `begin`."""
+    metadata = tree.pop(_METADATA, None) or {}
+    tensors: dict[str, HeaderEntry] = {}
+    end = begin
+    for name, item in sorted(tree.items(), key=lambda entry: entry[1]["data_offsets"]):
+        tensors[name] = _parse_entry(name, item, begin, end)
+        end += tensors[name].num_bytes
+    return Header(tensors, metadata, end)
+
+
+def _parse_entry(name: str, item: Mapping[str, Any], data: int, end: int) -> HeaderEntry:
+    """The tensor that begins at byte `end` of a file whose data begins at byte `data`; ValueError where it does not."""
+    if item["dtype"] not in SAFETENSORS_DTYPES:
+        raise ValueError(f"`{name}` is {item['dtype']}, not one of {', '.join(SAFETENSORS_DTYPES)}")
+    entry, (begin, stop) = (
+        HeaderEntry(SAFETENSORS_DTYPES[item["dtype"]], tuple(item["shape"]), end),
+        item["data_offsets"],
+    )
+    is_shape = all(type(side) is int and side >= 0 for side in entry.shape)
+    if not is_shape or begin != end - data or stop - begin != entry.num_bytes:
+        raise ValueError(
+            f"`{name}`, {item['dtype']} {entry.shape}, lies from {begin} to {stop} where {end - data} bytes came before"
+        )
+    return entry
+
+
+def encode_header(
+    tensors: Iterable[tuple[str, torch.dtype, Shape]], metadata: Mapping[str, str]
+) -> tuple[bytes, list[int]]:
+    """The first bytes of a file whose tensors (name, dtype, shape) follow in order, and the byte where each begins."""
+    entries, begins, end = {}, [], 0
+    for name, dtype, shape in tensors:
+        assert name not in entries, name
+        begins.append(end)
+        end += math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": SAFETENSORS_NAMES[dtype], "shape": list(shape), "data_offsets": [begins[-1], end]}
+    text = json.dumps({_METADATA: dict(metadata), **entries}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    assert len(text) <= MAX_HEADER_BYTES, len(text)
+    head = _LENGTH.pack(len(text)) + text
+    return head, [len(head) + begin for begin in begins]

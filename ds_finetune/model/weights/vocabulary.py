@@ -1,0 +1,115 @@
+"""A vocabulary larger than the published one: embedding and head keep their rows and get new ones."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PretrainedConfig
+
+from ds_finetune.errors import ModelError
+from ds_finetune.model.build.hub_folder import HubFolder, Shape
+
+_STRIP_NUMEL = 2**20
+"""Elements of a published tensor that are in memory at a time, in whole rows."""
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Numbers of rows in the published weights and in the model, and the seed of a tensor by its name."""
+
+    before: int
+    after: int
+    seed_of: Callable[[str], int]
+
+
+def grow_vocabulary(hf_config: PretrainedConfig, ids: int) -> None:
+    """Enlarge the vocabulary to `ids` tokens where it is smaller; ModelError for a negative `pad_token_id`."""
+    if ids <= hf_config.vocab_size:
+        return
+    pad = hf_config.pad_token_id
+    if pad is not None and pad < 0:
+        raise ModelError(
+            f"pad_token_id {pad} of the model counts from the end of {hf_config.vocab_size} rows, "
+            f"which model.resize_vocabulary makes {ids}",
+            hint=f"write {pad + hf_config.vocab_size} in config.json",
+        )
+    hf_config.vocab_size = ids
+
+
+class GrownFolder(HubFolder):
+    """Published weights with the shapes of a model with more tokens: `rows` reads published rows and samples new ones.
+
+    Each column of the new rows is normally distributed with the mean and standard deviation that it has over the
+    published rows. The samples depend on the tensor's name and the seed, so they are the same for any layout. The
+    tensors that grow are recognised by their shapes.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        growth: Growth,
+        wanted: Mapping[str, Shape],
+        *,
+        rename: Callable[[str], str] | None = None,
+    ) -> None:
+        super().__init__(folder, rename=rename)
+        self._growth = growth
+        self._new_rows: dict[str, torch.Tensor] = {}
+        grown = {
+            key: shape
+            for key, shape in wanted.items()
+            if shape[:1] == (growth.after,) and self._is_published(key, shape)
+        }
+        self._grown = frozenset(grown)
+        self.shapes = {**self.shapes, **grown}
+
+    def rows(self, key: str, first: int, last: int, within: tuple[slice, ...] = ()) -> torch.Tensor:
+        """Rows `first` to `last`, perhaps some of their columns, valid until the same thread's next read."""
+        before = self._growth.before
+        if key not in self._grown or last <= before:
+            return super().rows(key, first, last, within)
+        new = self._new(key)[max(first - before, 0) : last - before]
+        new = new[(slice(None), *within)]
+        return new if first >= before else torch.cat([super().rows(key, first, before, within), new])
+
+    def is_same(self, key: str, other: str) -> bool:
+        """Whether the published rows of two tensors have the same values."""
+        return HubFolder(self.folder).is_same(key, other)
+
+    def check_left(self, keys: Iterable[str]) -> None:
+        """ModelError where one of `keys`, for which transformers' class has no module, has a row per published
+        token.
+        """
+        stuck = [key for key in keys if self.shapes[key][:1] == (self._growth.before,)]
+        if stuck:
+            raise ModelError(
+                f"model.resize_vocabulary makes {self._growth.after} rows of {self._growth.before}, and "
+                f"{self.folder} has {len(stuck)} tensors of {self._growth.before} rows for which transformers' class "
+                f"has no module and which an export would copy: {', '.join(stuck)}",
+                hint="train a copy of the model without its multi-token prediction layers",
+            )
+
+    def _is_published(self, key: str, shape: Shape) -> bool:
+        return self.shapes.get(key) == (self._growth.before, *shape[1:])
+
+    def _new(self, key: str) -> torch.Tensor:
+        if key not in self._new_rows:
+            mean, deviation = self._moments(key)
+            generator = torch.Generator().manual_seed(self._growth.seed_of(key))
+            shape = (self._growth.after - self._growth.before, *self.shapes[key][1:])
+            self._new_rows[key] = (mean + deviation * torch.randn(shape, generator=generator)).float()
+        return self._new_rows[key]
+
+    def _moments(self, key: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean and standard deviation of each column over the published rows, fp64."""
+        before, width = self._growth.before, self.shapes[key][1:]
+        sums, squares = torch.zeros(width, dtype=torch.float64), torch.zeros(width, dtype=torch.float64)
+        step = max(1, _STRIP_NUMEL // max(1, math.prod(width)))
+        for first in range(0, before, step):
+            values = super().rows(key, first, min(first + step, before)).double()
+            sums += values.sum(dim=0)
+            squares += values.square().sum(dim=0)
+        mean = sums / before
+        return mean, (squares / before - mean.square()).clamp_min(0).sqrt()

@@ -1,0 +1,331 @@
+"""The time of an optimizer step by a roofline: computation, memory and messages of each layout on given machines.
+
+A class of operators takes the longer of its FLOPs over the FLOP/s that it reaches and its bytes over the memory's
+bandwidth. Added are messages that are not hidden, the pipeline's bubble, and the optimizer. `TimeEstimate.assumptions`
+says what is assumed; docs/explanation/time-model.md explains the whole.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from ds_finetune.config.schedule import Duration
+from ds_finetune.config.schema import RunConfig
+from ds_finetune.families.parameters import ModelConfig
+from ds_finetune.plan.deepspeed_config import MOMENTS
+from ds_finetune.plan.estimate.accelerators import GB, Machine, check_precision
+from ds_finetune.plan.estimate.one_stage import as_one_stage
+from ds_finetune.plan.estimate.operations import Operation, Work, adapter_elements, operations, shape_of
+from ds_finetune.plan.estimate.rank_elements import is_trained
+from ds_finetune.plan.estimate.rank_weights import RankWeights, weights_of_run
+from ds_finetune.plan.estimate.row_shape import RowShape
+from ds_finetune.plan.estimate.teacher_time import teacher_config, teacher_flops
+from ds_finetune.plan.estimate.time_assumptions import assumptions
+from ds_finetune.plan.estimate.traffic import Beside, Group, GroupTraffic, between_chunks, traffic
+from ds_finetune.plan.plan import Plan
+
+_WIDE = 4
+_KERNELS = {False: 40, True: 70}
+"""Kernels of a layer's forward, without and with routed experts; a backward has twice as many. An assumption."""
+_BACKWARD_KERNELS = 2
+_GRADIENT_PASSES = 6
+"""A gradient of a micro-batch is copied to its bucket and back, and added: three reads and three writes."""
+_NVME_BYTES_PER_S = 5 * GB
+_SECONDS_PER_HOUR = 3600
+
+
+@dataclass(frozen=True)
+class TimeEstimate:
+    """How long an optimizer step takes, and the run where its number of steps is known without reading data."""
+
+    parts: Mapping[str, float]
+    """Seconds of a step by class of operators, kind of traffic, and so on; their sum is `seconds`."""
+    tokens_per_second: float
+    """Of all ranks, with padding."""
+    supervised_tokens_per_second: float
+    mfu: float
+    """As the metric `perf/mfu`: 6 FLOPs for each parameter and token, and causal attention, over the dense peak of the
+    run's precision; recomputation is not counted. With LoRA, where runs do not report it, 4 FLOPs for each parameter.
+    """
+    num_ranks: int
+    steps: int | None
+    """None where they depend on the number of rows."""
+    assumptions: tuple[str, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Of an optimizer step."""
+        return sum(self.parts.values())
+
+    @property
+    def hours(self) -> float | None:
+        """Of the run without evaluations and checkpoints."""
+        return None if self.steps is None else self.steps * self.seconds / _SECONDS_PER_HOUR
+
+    @property
+    def gpu_hours(self) -> float | None:
+        """Of all ranks together."""
+        return None if self.hours is None else self.hours * self.num_ranks
+
+    @property
+    def gpu_hours_per_billion_tokens(self) -> float:
+        """Of all ranks together, for a billion tokens with padding."""
+        return self.num_ranks * 1e9 / self.tokens_per_second / _SECONDS_PER_HOUR
+
+
+def estimate_time(
+    config: RunConfig, plan: Plan, model: ModelConfig, *, machine: Machine, rows: RowShape
+) -> TimeEstimate:
+    """The time of a step of `config` with the layout of `plan` on `machine`; `model` is the config.json of its model.
+
+    ConfigError where the machine has no products in the run's precision, or the model's arithmetic is not known.
+    """
+    check_precision(machine.accelerator, plan.precision)
+    work = Work(config, plan, model, rows)
+    parts = _slowest_stage(work, machine, weights_of_run(config, plan, model), is_detailed=True)
+    seconds, tokens = sum(parts.values()), plan.batch.global_batch_size * rows.num_tokens
+    per_second = tokens / seconds
+    shape, is_frozen = shape_of(work), config.lora is not None
+    flops = shape.flops_per_token(rows.num_tokens, mean_attended=rows.mean_attended, is_frozen=is_frozen)
+    ranks = plan.world.world_size
+    return TimeEstimate(
+        parts=parts,
+        tokens_per_second=per_second,
+        supervised_tokens_per_second=per_second * rows.num_supervised / rows.num_tokens,
+        mfu=per_second * flops / (ranks * _peak(machine, plan.precision)),
+        num_ranks=ranks,
+        steps=_steps(config, tokens),
+        assumptions=assumptions(work, machine),
+    )
+
+
+def step_seconds(config: RunConfig, plan: Plan, model: ModelConfig, *, machine: Machine, rows: RowShape) -> float:
+    """The seconds of `estimate_time` alone, in a part of its time."""
+    work = Work(config, plan, model, rows)
+    return sum(_slowest_stage(work, machine, weights_of_run(config, plan, model), is_detailed=False).values())
+
+
+@dataclass(frozen=True)
+class LeastSeconds:
+    """Seconds of a step that a pipeline takes at least, however its layers are divided over its stages."""
+
+    num_stages: int
+    forwards: float
+    """Of all stages together in all forwards of a step."""
+    end: float
+    """Of all stages together after them."""
+    send: float
+    """Of sending the hidden states of all forwards to the next chunk of layers, or their gradients to the one before.
+    """
+
+    def seconds(self, *, vpp: int, num_turns: int) -> float:
+        """With `vpp` chunks on each stage and `num_turns` forwards of a chunk in a step. The seconds that
+        `_slowest_stage` finds grow with those of the slowest stage, which are the mean at least, and with those of all
+        stages.
+        """
+        if self.num_stages == 1:
+            return self.forwards + self.end
+        forwards = self.forwards + 2 * (vpp * self.num_stages - 1) * self.send
+        return (1 - 1 / num_turns) * (forwards + self.end) / self.num_stages + forwards / num_turns
+
+
+def least_seconds(
+    config: RunConfig, plan: Plan, model: ModelConfig, *, machine: Machine, rows: RowShape
+) -> LeastSeconds:
+    """What `estimate_time` finds for the run at least, whatever `parallel.vpp` and the layers of its stages are.
+
+    Without a pipeline it is what `estimate_time` finds.
+    """
+    merged, merged_plan = as_one_stage(config, plan)
+    work = Work(merged, merged_plan, model, rows)
+    (weights,) = weights_of_run(merged, merged_plan, model)
+    stage = _stage_seconds(work, machine, weights, 0, is_detailed=False)
+    message = between_chunks(Work(config, plan, model, rows))
+    send = sum(_exposed(machine, [message], {}).values()) if plan.mesh.pp > 1 else 0.0
+    return LeastSeconds(plan.mesh.pp, sum(stage.forwards.values()), sum(stage.end.values()), send)
+
+
+def group_rate(machine: Machine, group: Group, kind: str) -> float:
+    """Bytes a second that a rank sends to its group by a kind of collective.
+
+    Rings leave and enter a node once, through the network cards of all ranks of the group on it. In an exchange of all
+    with all, each rank has its own share of the cards.
+    """
+    local = group.on_node(machine.gpus_per_node)
+    share = machine.efficiency.link
+    inside, outside = share * machine.intra_node_bytes_per_s, share * machine.inter_node_bytes_per_s
+    if local == group.size:
+        return inside
+    if kind in ("all_to_all", "send_recv"):
+        away = (group.size - local) / (group.size - 1) if kind == "all_to_all" else 1.0
+        return min(outside / away, inside / (1 - away) if away < 1 else outside)
+    return min(inside, local * outside)
+
+
+class _StageSeconds(NamedTuple):
+    """Seconds of a step on a rank of one pipeline stage, by part."""
+
+    forwards: dict[str, float]
+    """Of all micro-batches."""
+    end: dict[str, float]
+    """Of what is done once after them."""
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return sum(self.forwards.values()) + sum(self.end.values())
+
+
+def _slowest_stage(
+    work: Work, machine: Machine, stages: tuple[RankWeights, ...], *, is_detailed: bool
+) -> dict[str, float]:
+    """The parts of a step on the pipeline stage that takes longest. It waits while its first micro-batch is on the
+    stages before it, and the gradients of its last one on the same; with `parallel.vpp` while they are on one chunk of
+    each.
+    """
+    found: dict[object, _StageSeconds] = {}
+    order = []
+    for number, weights in enumerate(stages):
+        key = (frozenset(Counter(weights.layer_kinds).items()), number == 0, number == len(stages) - 1)
+        if key not in found:
+            found[key] = _stage_seconds(work, machine, weights, number, is_detailed=is_detailed)
+        order.append(found[key])
+    slowest = max(order, key=lambda stage: stage.total)
+    parts = slowest.forwards | slowest.end
+    if len(order) > 1:
+        every = sum(sum(stage.forwards.values()) for stage in order)
+        waits = every - sum(slowest.forwards.values())
+        chunks = work.config.parallel.vpp * work.plan.batch.gradient_accumulation_steps
+        parts["pipeline bubble"] = waits / chunks
+    return {name: seconds for name, seconds in parts.items() if seconds > 0}
+
+
+def _stage_seconds(
+    work: Work, machine: Machine, weights: RankWeights, stage: int, *, is_detailed: bool
+) -> _StageSeconds:
+    times, is_last = work.plan.batch.gradient_accumulation_steps, stage == work.plan.mesh.pp - 1
+    computed = _compute_seconds(work, machine, weights, is_last=is_last)
+    teacher = teacher_config(work) if is_last else None
+    if teacher is not None:
+        reached = machine.efficiency.matmul * _peak(machine, work.plan.precision)
+        computed["teacher"] = teacher_flops(work, teacher) / reached
+    parts = {name: times * seconds for name, seconds in computed.items()}
+    sent = traffic(work, weights, stage=stage)
+    share = 0.0 if machine.blocks_host else machine.efficiency.hidden
+    shared = parts.get("shared experts", 0.0)
+    budgets: dict[Beside, float] = {"computation": share * sum(parts.values()), "shared experts": share * shared}
+    if is_detailed and work.plan.activation_checkpointing:
+        parts |= _recomputation(work, machine, weights, is_last=is_last, found=parts)
+    parts |= _exposed(machine, [transfer for transfer in sent if transfer.is_each_forward], budgets)
+    # Only the backward of the last micro-batch is still to come when its gradients are ready.
+    last = {name: seconds / times * 2 / 3 for name, seconds in budgets.items()}
+    end = _exposed(machine, [transfer for transfer in sent if not transfer.is_each_forward], last)
+    return _StageSeconds(parts, end | _optimizer_seconds(work, machine, weights))
+
+
+def _exposed(machine: Machine, transfers: list[GroupTraffic], budgets: Mapping[Beside, float]) -> dict[str, float]:
+    """Seconds of transfers by name, less what is hidden beside so many seconds of computation: of all, and of shared
+    experts alone.
+    """
+    found: dict[str, float] = {}
+    left = dict(budgets)
+    for transfer in transfers:
+        latency = machine.efficiency.message_seconds * max(1.0, math.log2(transfer.group.size))
+        seconds = transfer.num_bytes / group_rate(machine, transfer.group, transfer.kind)
+        seconds += transfer.num_messages * latency
+        if transfer.beside:
+            hidden = min(left["computation"], left[transfer.beside], machine.efficiency.hidden * seconds)
+            for computed in {"computation", transfer.beside}:
+                left[computed] -= hidden
+            seconds -= hidden
+        found[transfer.name] = found.get(transfer.name, 0.0) + seconds
+    return found
+
+
+def _compute_seconds(work: Work, machine: Machine, weights: RankWeights, *, is_last: bool) -> dict[str, float]:
+    """Seconds of a micro-batch by class of operators, recomputation included."""
+    found = _roofline(work, machine, operations(work, weights, is_last=is_last))
+    passes = 1 + _BACKWARD_KERNELS + work.plan.activation_checkpointing + work.extra_forwards
+    kernels = passes * sum(_KERNELS[layer.is_sparse] for layer in weights.layer_kinds)
+    if machine.calls_each_document:
+        kernels += passes * len(weights.layers) * len(work.rows.documents) * work.num_rows
+    host = kernels * machine.efficiency.launch_seconds
+    found["kernel launches"] = host if machine.blocks_host else max(0.0, host - sum(found.values()))
+    return found
+
+
+def _recomputation(
+    work: Work, machine: Machine, weights: RankWeights, *, is_last: bool, found: Mapping[str, float]
+) -> dict[str, float]:
+    """The seconds `found` of all micro-batches by class of operators, with what recomputation adds apart."""
+    once = replace(work, plan=replace(work.plan, activation_checkpointing=False))
+    times = work.plan.batch.gradient_accumulation_steps
+    needed = {
+        name: times * seconds
+        for name, seconds in _roofline(work, machine, operations(once, weights, is_last=is_last)).items()
+    }
+    return {**needed, "recomputation": sum(found[name] - seconds for name, seconds in needed.items())}
+
+
+def _roofline(work: Work, machine: Machine, found: tuple[Operation, ...]) -> dict[str, float]:
+    seconds: dict[str, float] = {}
+    for operation in found:
+        share = getattr(machine.efficiency, operation.unit)
+        busy = operation.flops / (share * _peak(machine, work.plan.precision)) if operation.unit != "memory" else 0.0
+        moved = operation.num_bytes / (machine.efficiency.memory * machine.accelerator.memory_bandwidth)
+        moved /= machine.efficiency.new_memory if operation.unit == "memory" else 1.0
+        seconds[operation.name] = seconds.get(operation.name, 0.0) + max(busy, moved)
+    return seconds
+
+
+def _peak(machine: Machine, precision: str) -> float:
+    return machine.accelerator.fp32_flops if precision == "fp32" else machine.accelerator.bf16_flops
+
+
+def _optimizer_seconds(work: Work, machine: Machine, weights: RankWeights) -> dict[str, float]:
+    """Accumulation of gradients, the optimizer's update where its states are, and what is copied from and to hosts."""
+    plan, times, lora = work.plan, work.plan.batch.gradient_accumulation_steps, work.config.lora
+    whole = updated = 0.0
+    for kind in weights.kinds:
+        numel = adapter_elements(lora, kind) if lora else kind.numel * is_trained(work.config, work.model, kind)
+        whole += numel
+        updated += numel / (kind.sharers if plan.zero_stage else 1)
+    device = machine.efficiency.memory * machine.accelerator.memory_bandwidth
+    # Gradient and its fp32 copy, fp32 weight and moments read and written, and the weight written.
+    each = 2 * work.width + 3 * _WIDE + 2 * _WIDE * (1 + MOMENTS[plan.optimizer.name])
+    home = device if plan.offload_optimizer == "none" else machine.host_bandwidth / machine.gpus_per_node
+    found = {
+        "gradients in memory": times * _GRADIENT_PASSES * work.width * whole / device,
+        "optimizer": each * updated / home,
+    }
+    copied = dict(_copied_bytes(work, weights, updated))
+    rate = machine.efficiency.host_link * machine.accelerator.pcie_bytes_per_s
+    found["copies from and to the host"] = sum(copied.values()) / rate
+    if "nvme" in (plan.offload_optimizer, plan.offload_param):
+        states = 2 * _WIDE * (1 + MOMENTS[plan.optimizer.name]) * updated
+        found["NVMe"] = states * machine.gpus_per_node / _NVME_BYTES_PER_S
+    return found
+
+
+def _copied_bytes(work: Work, weights: RankWeights, updated: float) -> Iterator[tuple[str, float]]:
+    """Bytes of a step between device and host."""
+    plan, times = work.plan, work.plan.batch.gradient_accumulation_steps
+    if plan.offload_optimizer != "none":
+        reductions = 1 if plan.zero_stage < 2 or plan.reduces_once else times
+        yield "gradients", reductions * work.width * updated
+        yield "updated weights", work.width * updated
+    if plan.offload_param != "none":
+        # In forward and again in backward.
+        yield "weights", 2 * times * work.width * sum(kind.sharded for kind in weights.kinds)
+    if plan.activation_offload:
+        hidden = work.model["hidden_size"]
+        yield "inputs of layers", 2 * times * work.width * hidden * work.num_tokens * len(weights.layers)
+
+
+def _steps(config: RunConfig, tokens: int) -> int | None:
+    length = Duration.parse(config.train.duration)
+    if length.unit == "epochs":
+        return None
+    return int(length.value) if length.unit == "steps" else math.ceil(length.value / tokens)

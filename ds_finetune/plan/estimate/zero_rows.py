@@ -1,0 +1,295 @@
+"""What DeepSpeed 0.19.8 holds on a rank: weights, gradients, optimizer states and its buffers, by ZeRO stage.
+
+File names below are those of deepspeed/runtime.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ds_finetune.plan.combinations import WEIGHT_BYTES
+from ds_finetune.plan.deepspeed_config import HAS_TORCH_ADAM
+from ds_finetune.plan.deepspeed_config import MOMENTS as OPTIMIZER_MOMENTS
+from ds_finetune.plan.estimate.gathered_weights import (
+    DEFAULT_RULES,
+    FetchingRules,
+    arriving_copies,
+    gathered_weights,
+    num_persistent,
+)
+from ds_finetune.plan.estimate.rank_elements import RankElements
+from ds_finetune.plan.estimate.rank_weights import RankWeights
+from ds_finetune.plan.estimate.rows import BACKWARD, MICRO_BATCH, MOMENTS, MemoryRow, Moment, Place
+from ds_finetune.plan.estimate.states import second_parts_of
+from ds_finetune.plan.plan import Plan
+
+_WIDE = 4
+_ZERO, _TP = "deepspeed.zero_optimization", "parallel.tp"
+_STAGE, _OPTIMIZER, _PARAM = f"{_ZERO}.stage", f"{_ZERO}.offload_optimizer", f"{_ZERO}.offload_param"
+_HPZ, _SUB_GROUP = f"{_ZERO}.zero_hpz_partition_size", f"{_ZERO}.sub_group_size"
+_BUCKET = f"{_ZERO}.reduce_bucket_size"
+_DEFAULTS = {
+    "reduce_bucket_size": 500_000_000,
+    "sub_group_size": 1_000_000_000,
+    "stage3_prefetch_bucket_size": DEFAULT_RULES.prefetch_bucket,
+    "stage3_max_live_parameters": DEFAULT_RULES.max_live,
+    "stage3_max_reuse_distance": DEFAULT_RULES.max_reuse,
+    "stage3_param_persistence_threshold": DEFAULT_RULES.persistence,
+    "stage3_model_persistence_threshold": DEFAULT_RULES.persistent_of_model,
+    "contiguous_gradients": True,
+}
+"""zero/config.py:113-251."""
+_NVME_DEFAULTS = {
+    "offload_param": {"buffer_count": 5, "buffer_size": 100_000_000, "max_in_cpu": 1_000_000_000},
+    "offload_optimizer": {"buffer_count": 4},
+}
+"""zero/offload_config.py:33-67."""
+_UNTIL_REDUCED: tuple[Moment, ...] = (*MICRO_BATCH, "reduction")
+
+
+@dataclass(frozen=True)
+class _Zero:
+    """A run as DeepSpeed sees it on a rank."""
+
+    plan: Plan
+    own: RankElements
+    home: Place
+
+    @property
+    def width(self) -> int:
+        """Bytes of a weight."""
+        return WEIGHT_BYTES[self.plan.precision]
+
+    @property
+    def accumulated(self) -> int:
+        """Bytes of a number of the gradients that are accumulated."""
+        named = str((self.plan.deepspeed.get("data_types") or {}).get("grad_accum_dtype"))
+        return WEIGHT_BYTES.get(named, self.width)
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether a step has several forwards."""
+        return self.plan.batch.gradient_accumulation_steps > 1
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether optimizer states are not on the device."""
+        return self.plan.offload_optimizer != "none"
+
+    @property
+    def optimizer_place(self) -> Place:
+        """Where optimizer states are."""
+        return place_of(self.plan.offload_optimizer, self.home)
+
+    def option(self, name: str) -> Any:  # noqa: ANN401 - a number or a bool
+        """An option of `zero_optimization`, or DeepSpeed's default."""
+        return self.plan.deepspeed["zero_optimization"].get(name, _DEFAULTS[name])
+
+    def nvme_option(self, section: str, name: str) -> int:
+        """A number of `zero_optimization.SECTION`, or DeepSpeed's default."""
+        given = self.plan.deepspeed["zero_optimization"].get(section) or {}
+        return int(float(given.get(name, _NVME_DEFAULTS[section][name])))
+
+    @property
+    def sub_group(self) -> int:
+        """Elements of this rank's part that ZeRO-3 updates at a time."""
+        smallest = -(-self.own.largest // self.plan.zero_ranks)
+        return min(self.own.group_share, max(int(self.option("sub_group_size")), smallest))
+
+    @property
+    def buckets(self) -> int:
+        """Bytes of the buckets in which gradients are summed: two where communication overlaps backward at stages 1
+        and 2 (zero/stage_1_and_2.py:3254-3279), one at stage 3 (zero/stage3.py:782). They are as large as the option
+        says on a GPU; a CPU gives them memory where gradients are written.
+        """
+        most = bucket_bytes(self.plan)
+        if self.home != "host":
+            return most
+        return min(most, most // int(self.option("reduce_bucket_size")) * self.own.trained)
+
+
+def bucket_bytes(plan: Plan) -> int:
+    """Bytes of the address space of the buckets in which gradients are summed."""
+    options = _DEFAULTS | plan.deepspeed["zero_optimization"]
+    if not options["contiguous_gradients"] or not plan.zero_stage:
+        return 0
+    overlaps = options.get("overlap_comm") and plan.zero_stage < 3
+    return int(options["reduce_bucket_size"]) * WEIGHT_BYTES[plan.precision] * (2 if overlaps else 1)
+
+
+def zero_rows(plan: Plan, own: RankElements, weights: RankWeights) -> Iterator[MemoryRow]:
+    """Rows for what DeepSpeed holds on a rank."""
+    run = _Zero(plan, own, "host" if plan.device == "cpu" else "gpu")
+    yield from _four_bit_rows(run)
+    if plan.reduces_once:
+        size = run.width * own.trained
+        yield MemoryRow("gradients until they are reduced", run.home, size, "train.reduction_every", _UNTIL_REDUCED)
+    if plan.zero_stage == 3:
+        yield from _rows_of_stage_3(run, weights)
+        return
+    yield MemoryRow("weights", run.home, run.width * own.held, _STAGE)
+    yield from _optimizer_rows(run)
+    yield from _rows_of_stage_0(run) if plan.zero_stage == 0 else _rows_of_stages_1_and_2(run)
+
+
+def place_of(offload: str, home: Place) -> Place:
+    """Where an offloaded state is."""
+    places: dict[str, Place] = {"none": home, "cpu": "host", "nvme": "nvme"}
+    return places[offload]
+
+
+def _four_bit_rows(run: _Zero) -> Iterator[MemoryRow]:
+    own, parts = run.own, run.plan.zero_ranks if run.plan.zero_stage == 3 else 1
+    if own.packed_bytes:
+        size = own.scales_bytes + -(-own.packed_bytes // parts)
+        yield MemoryRow("weights in four bits", run.home, size, _STAGE if parts == 1 else "")
+        size = run.width * own.dequantised
+        yield MemoryRow("a weight of four bits while it is used", run.home, size, "", MICRO_BATCH)
+
+
+def _optimizer_rows(run: _Zero) -> Iterator[MemoryRow]:
+    """fp32 weights and moments. Stage 0 in fp32 updates the weights themselves; the others copy them at any precision
+    (zero/stage_1_and_2.py:560; zero/stage3.py:1162 means not to, but compares a torch.device with a text).
+    """
+    stage, own = run.plan.zero_stage, run.own
+    updated, option = (own.trained_share if stage else own.trained), _OPTIMIZER if stage else _STAGE
+    if stage or run.width < _WIDE:
+        yield MemoryRow("fp32 weights", run.optimizer_place, _WIDE * updated, option)
+    moments = _WIDE * OPTIMIZER_MOMENTS[run.plan.optimizer.name] * updated
+    yield MemoryRow("moments", run.optimizer_place, moments, option)
+    if run.is_offloaded:
+        yield MemoryRow("fp32 gradients for the update", run.optimizer_place, _WIDE * updated, _STAGE)
+
+
+def _rows_of_stage_0(run: _Zero) -> Iterator[MemoryRow]:
+    """Gradients of all weights; in 16 bits also fp32 copies one by one (fp16/unfused_optimizer.py:227), which
+    DeepSpeed's FusedAdam takes as one (fp16/fused_optimizer.py:286).
+    """
+    own, plan = run.own, run.plan
+    yield MemoryRow("gradients", run.home, run.width * own.trained, _STAGE)
+    if run.width < _WIDE:
+        size = (2 if _is_fused(plan) else 1) * _WIDE * own.trained
+        yield MemoryRow("fp32 gradients for the update", run.home, size, _STAGE, ("step",))
+    if plan.world.world_size > 1:
+        bucket = run.width * min(own.trained, _DEFAULTS["reduce_bucket_size"])
+        yield MemoryRow("bucket of gradients", run.home, int(bucket), _STAGE, ("reduction",))
+
+
+def _is_fused(plan: Plan) -> bool:
+    """Whether the optimizer is DeepSpeed's FusedAdam (engine.py, _configure_fp16_optimizer)."""
+    params = plan.deepspeed["optimizer"]["params"]
+    return plan.optimizer.name in HAS_TORCH_ADAM and plan.device != "cpu" and not params.get("torch_adam")
+
+
+def _rows_of_stages_1_and_2(run: _Zero) -> Iterator[MemoryRow]:
+    """Stage 1 keeps gradients of all weights until they are reduced after backward, stage 2 reduces them in it; each
+    copies those of its part (grads_in_partition, zero/stage_1_and_2.py:2192), and the update flattens them and makes
+    them fp32 (3117-3125). With offload they go to the host bucket by bucket.
+    """
+    own, share = run.own, run.own.trained_share
+    in_backward = run.plan.zero_stage == 2 and not run.plan.reduces_once
+    if not in_backward and not run.plan.reduces_once:
+        when = _UNTIL_REDUCED if run.is_accumulating else (*BACKWARD, "reduction")
+        yield MemoryRow("gradients", run.home, run.width * own.trained, _STAGE, when)
+    if run.home == "host" and run.plan.zero_ranks > 1:
+        # Gloo receives all parts of the weights in a buffer of its own (runtime/utils.py:1008).
+        size = run.width * run.own.trained
+        yield MemoryRow("updated weights as they arrive", run.home, size, _TP, ("exchange",))
+    moments: tuple[Moment, ...] = (*BACKWARD, "reduction") if in_backward else ("reduction",)
+    yield MemoryRow("buckets of gradients", run.home, run.buckets, _BUCKET, moments)
+    if run.is_offloaded:
+        yield from _offload_rows_of_stages_1_and_2(run)
+        return
+    kept: tuple[Moment, ...] = MOMENTS if run.is_accumulating and in_backward else (*moments, "step")
+    yield MemoryRow("gradients of this rank's part", run.home, run.accumulated * share, _TP, kept)
+    if run.is_accumulating and in_backward and run.accumulated == run.width:
+        # The part of each further forward is a new one, which is added to the first (1042-1045).
+        yield MemoryRow("gradients of this forward", run.home, run.width * share, _TP, (*BACKWARD, "reduction"))
+    group = run.own.group_share
+    flat = run.accumulated * group + (_WIDE * group if run.accumulated < _WIDE else 0)
+    if run.width < run.accumulated:
+        # They are summed in one fp32 tensor, which is the gradient of the update (1259-1321, 3107).
+        flat = 0
+    yield MemoryRow("fp32 gradients for the update", run.home, flat, _TP, ("step",))
+
+
+def _offload_rows_of_stages_1_and_2(run: _Zero) -> Iterator[MemoryRow]:
+    """Buffers of zero/stage_1_and_2.py:571 (updated weights), 653-659 (the largest gradient, on the host and on the
+    device), and 1824 (gradients of a rank's part, where a step has several forwards).
+    """
+    share, largest = run.width * run.own.trained_share, run.width * run.own.largest
+    yield MemoryRow("updated weights on their way", "host", share)
+    yield MemoryRow("a gradient on its way, on the host", "host", largest)
+    yield MemoryRow("a gradient on its way", run.home, largest)
+    if run.is_accumulating:
+        yield MemoryRow("gradients of this rank's part", "host", share, "train.micro_batch_size")
+
+
+def _rows_of_stage_3(run: _Zero, weights: RankWeights) -> Iterator[MemoryRow]:
+    """A part of each weight (lp_param_buffer) and its gradient (grad_partitions_flat_buffer, zero/stage3.py:791), whole
+    small weights, the weights that are gathered, and the fp32 gradients of a sub-group (stage3.py:2686).
+    """
+    plan, own, share = run.plan, run.own, run.own.trained_share
+    yield MemoryRow("weights", place_of(plan.offload_param, run.home), run.width * own.held_share, _PARAM)
+    if parts := second_parts_of(plan):
+        # A step drops them (zero/stage3.py:2846), and the next forward copies what it gathers.
+        size = run.width * -(-own.held // parts)
+        yield MemoryRow("second weights", place_of(plan.offload_param, run.home), size, _HPZ, _UNTIL_REDUCED)
+    yield from _gathered_rows(run, weights)
+    yield from _optimizer_rows(run)
+    gradients = "host" if run.is_offloaded else run.home
+    yield MemoryRow("gradients of this rank's part", gradients, run.accumulated * share, _OPTIMIZER)
+    yield MemoryRow("buckets of gradients", run.home, run.buckets, _BUCKET)
+    # The matrices of a bucket are sorted by rank in a copy (comm/coalesced_collectives.py:122).
+    copied = run.width * min(int(run.option("reduce_bucket_size")), own.trained) if plan.zero_ranks > 1 else 0
+    yield MemoryRow("gradients of a bucket by rank", run.home, copied, _BUCKET, BACKWARD)
+    yield from _nvme_rows(run)
+    if not run.is_offloaded:
+        flat = run.accumulated * run.sub_group + (_WIDE * run.sub_group if run.accumulated < _WIDE else 0)
+        yield MemoryRow("fp32 gradients for the update", run.home, flat, _SUB_GROUP, ("step",))
+
+
+def _nvme_rows(run: _Zero) -> Iterator[MemoryRow]:
+    """Host memory between NVMe and device: pinned fp32 buffers of the largest sub-group (swap_tensor/utils.py:192, from
+    zero/stage3.py:848), pinned buffers of weights (swap_tensor/partitioned_param_swapper.py:124), and the weights that
+    stay on the host (zero/stage3.py:897-907).
+    """
+    if run.plan.offload_optimizer == "nvme":
+        size = _WIDE * run.sub_group * run.nvme_option("offload_optimizer", "buffer_count")
+        yield MemoryRow("buffers between optimizer and NVMe", "host", size, _SUB_GROUP)
+    if run.plan.offload_param == "nvme":
+        count, numel = (run.nvme_option("offload_param", name) for name in ("buffer_count", "buffer_size"))
+        yield MemoryRow("buffers between weights and NVMe", "host", run.width * count * numel, f"{_PARAM}.buffer_count")
+        kept = min(run.own.trained_share, run.nvme_option("offload_param", "max_in_cpu"))
+        yield MemoryRow("weights of NVMe that stay on the host", "host", run.width * kept, f"{_PARAM}.max_in_cpu")
+
+
+def _fetching_rules(run: _Zero) -> FetchingRules:
+    def number(name: str) -> int:
+        return int(float(run.option(f"stage3_{name}")))
+
+    return FetchingRules(
+        prefetch_bucket=number("prefetch_bucket_size"),
+        max_live=number("max_live_parameters"),
+        max_reuse=number("max_reuse_distance"),
+        persistence=number("param_persistence_threshold"),
+        persistent_of_model=number("model_persistence_threshold"),
+    )
+
+
+def _gathered_rows(run: _Zero, weights: RankWeights) -> Iterator[MemoryRow]:
+    """Weights that are whole on a rank: small ones, those that are fetched, and the buffers in which these arrive
+    (zero/partition_parameters.py:795). With recomputation forward and backward pass a layer three times.
+    """
+    rules = _fetching_rules(run)
+    small = run.width * num_persistent(weights.kinds, rules)
+    yield MemoryRow("small weights, whole", run.home, small, f"{_ZERO}.stage3_param_persistence_threshold")
+    passes, copies = 3 if run.plan.activation_checkpointing else 2, arriving_copies(run.home)
+    # What one rank holds alone is there already (zero/partition_parameters.py:1563).
+    fetched = [kind for kind in weights.kinds if kind.sharers > 1 or run.plan.offload_param != "none"]
+    whole = gathered_weights(fetched, rules, passes=passes, copies=copies)
+    for held in whole:
+        name, option = f"gathered weights, {held.during}", f"{_ZERO}.stage3_max_live_parameters"
+        yield MemoryRow(name, run.home, run.width * held.numel, option, held.when)
+        name, option = f"weights that arrive, {held.during}", f"{_ZERO}.stage3_prefetch_bucket_size"
+        yield MemoryRow(name, run.home, run.width * held.arriving, option, held.when)

@@ -1,0 +1,286 @@
+"""Every layout of a run that the checks of `train` accept on a number of ranks."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+from ds_finetune.config.objectives import DistillObjective
+from ds_finetune.config.schema import RunConfig
+from ds_finetune.errors import ConfigError, ModelError
+from ds_finetune.families.table import family_of
+from ds_finetune.families.tensors import ModelTensors, model_tensors
+from ds_finetune.plan.activations import check_activations, check_model_type
+from ds_finetune.plan.batch import legal_micro_batches
+from ds_finetune.plan.combinations import TESTED_LAYOUTS
+from ds_finetune.plan.config_json import read_config_json
+from ds_finetune.plan.deepspeed_config import given_choices
+from ds_finetune.plan.distillation import check_teacher
+from ds_finetune.plan.estimate.rank_weights import num_scores
+from ds_finetune.plan.layer_stages import StageLayers, stages_of
+from ds_finetune.plan.mesh import Mesh
+from ds_finetune.plan.model_checks import (
+    check_attention_kernel,
+    check_model,
+    check_model_stages,
+    check_positions,
+    check_settings,
+    check_unknown_lengths,
+    max_positions,
+)
+from ds_finetune.plan.pipeline import check_interleaving
+from ds_finetune.plan.plan import Plan, make_plan
+from ds_finetune.plan.search.layout import OFFLOADS, Activations, Layout, Offload, Sizes, decided
+from ds_finetune.world import World
+
+STAGES = (0, 1, 2, 3)
+_OFFLOADS: Mapping[int, tuple[Offload, ...]] = {0: OFFLOADS[:1], 1: OFFLOADS[:2], 2: OFFLOADS[:2], 3: OFFLOADS}
+"""What DeepSpeed can offload, by ZeRO stage; `make_plan` refuses the rest, and is not asked."""
+ACTIVATIONS = (
+    Activations(recomputes=False),
+    Activations(recomputes=False, is_tiled=True),
+    Activations(),
+    Activations(is_tiled=True),
+    Activations(is_offloaded=True),
+    Activations(is_tiled=True, is_offloaded=True),
+)
+"""The fastest first."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that layouts are searched for."""
+
+    number: int
+    per_node: int
+    device: str
+    """`cuda` or `cpu`."""
+
+    @cached_property
+    def world(self) -> World:
+        """The world of rank 0."""
+        return World(0, self.number, 0, min(self.number, self.per_node), "a dry run")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout with the run file that has it and its plan, which the checks of `train` accept."""
+
+    layout: Layout
+    config: RunConfig
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The legal layouts of the run of `config`, whose model has the given config.json, on some ranks."""
+
+    config: RunConfig
+    model: Mapping[str, Any]
+    ranks: Ranks
+
+    def sizes(self) -> Iterator[Sizes]:
+        """Parallel sizes that a row of the tested layouts has and that divide ranks, batch and model. Tensor parallel
+        ranks are on one node, because they exchange activations several times in each layer.
+        """
+        axes = family_of(str(self.model.get("model_type"))).parallel_axes
+        no_axes: frozenset[str] = frozenset()
+        rows = {row.axes for row in TESTED_LAYOUTS if row.axes <= axes} | {no_axes}
+        for found in self._divided():
+            if found.axes in rows and self.fewest_chunks(found):
+                yield found
+
+    def _divided(self) -> Iterator[Sizes]:
+        """Parallel sizes that divide the ranks, the heads and the experts, with no more stages than layers."""
+        keys, ranks = family_of(str(self.model.get("model_type"))).expert_keys, self.ranks.number
+        heads, layers = (int(self.model.get(key) or 1) for key in ("num_attention_heads", "num_hidden_layers"))
+        experts = divisors(keys.number(self.model) if keys is not None else 1)
+        for tp in divisors(heads, most=min(ranks, self.ranks.per_node)):
+            for sp in (sp for sp in divisors(heads // tp) if ranks % (tp * sp) == 0):
+                stages = divisors(ranks // (tp * sp), most=layers)
+                found = (Sizes(tp, pp, sp, ep) for pp in stages for ep in experts)
+                yield from (sizes for sizes in found if ranks // (tp * sizes.pp) % sizes.ep == 0)
+
+    def chunks(self, sizes: Sizes) -> tuple[int, ...]:
+        """Legal numbers of chunks of layers on each pipeline rank with these sizes, ascending."""
+        if sizes not in self._chunks:
+            self._chunks[sizes] = tuple(self._legal_chunks(sizes))
+        return self._chunks[sizes]
+
+    def fewest_chunks(self, sizes: Sizes) -> int:
+        """The first of them; 0 where `train` would refuse the sizes."""
+        if sizes not in self._fewest_chunks:
+            self._fewest_chunks[sizes] = next(self._legal_chunks(sizes), 0)
+        return self._fewest_chunks[sizes]
+
+    def most_chunks(self, sizes: Sizes) -> int:
+        """Chunks of layers on a pipeline rank at most: several need forwards in groups of `parallel.pp`."""
+        if sizes.pp == 1 or self.rows_of_rank(sizes) % sizes.pp:
+            return 1
+        return max(1, int(self.model.get("num_hidden_layers") or 1) // sizes.pp)
+
+    def _legal_chunks(self, sizes: Sizes) -> Iterator[int]:
+        most = self.most_chunks(sizes)
+        return (vpp for vpp in range(1, most + 1) if self.refusal(sizes, vpp) is None)
+
+    def refusal(self, sizes: Sizes, vpp: int = 1) -> ConfigError | ModelError | None:
+        """Why `train` would refuse these sizes, whatever the ZeRO stage; None where it would not."""
+        batch, dp = self.config.train.global_batch_size, self._dp(sizes)
+        if batch % dp:
+            return ConfigError(f"train.global_batch_size {batch} is not a multiple of dp {dp}", hint="set a multiple")
+        config = self.config.model_copy(update={"parallel": sizes.section(self.config.parallel, vpp=vpp)})
+        return _refusal(self._check_search, config)
+
+    def zero_stages(self, sizes: Sizes) -> Iterator[tuple[int, Offload]]:
+        """ZeRO stages and offloads that are legal with these sizes."""
+        tested = next((row.stages for row in TESTED_LAYOUTS if row.axes == sizes.axes), STAGES)
+        for stage in tested:
+            legal = (offload for offload in _OFFLOADS[stage] if self.largest(sizes, stage, offload) is not None)
+            yield from ((stage, offload) for offload in legal)
+
+    def largest(self, sizes: Sizes, stage: int, offload: Offload) -> Candidate | None:
+        """The layout with all rows of a rank in one forward, where `make_plan` accepts any micro-batch."""
+        vpp = self.fewest_chunks(sizes)
+        rows = self.micro_batch_sizes(sizes, vpp)[-1]
+        return self.find(Layout(sizes, stage, offload, rows, self.activations[0], vpp))
+
+    def micro_batch_sizes(self, sizes: Sizes, vpp: int = 1) -> tuple[int, ...]:
+        """Rows of a forward that divide the rows of a data parallel rank, ascending."""
+        group, batch = sizes.pp if vpp > 1 else 1, self.config.train.global_batch_size
+        return legal_micro_batches(global_batch_size=batch, dp=self._dp(sizes), group=group)
+
+    def rows_of_rank(self, sizes: Sizes) -> int:
+        """Rows of a data parallel rank in a step."""
+        return self.config.train.global_batch_size // self._dp(sizes)
+
+    def _dp(self, sizes: Sizes) -> int:
+        return self.ranks.number // (sizes.tp * sizes.pp * sizes.sp)
+
+    @cached_property
+    def activations(self) -> tuple[Activations, ...]:
+        """Legal ways to hold activations, the fastest first."""
+
+        def check(config: RunConfig) -> None:
+            check_activations(config, device=self.ranks.device)
+            check_model_type(config, self.model)
+
+        train = self.config.train
+        runs = {each: train.model_copy(update=each.keys()) for each in ACTIVATIONS}
+        configs = {each: self.config.model_copy(update={"train": section}) for each, section in runs.items()}
+        return tuple(each for each, config in configs.items() if _refusal(check, config) is None)
+
+    def all_layouts(self) -> Iterator[Candidate]:
+        """Every legal layout; many, so this is for few ranks."""
+        for sizes in self.sizes():
+            rows = ((vpp, number) for vpp in self.chunks(sizes) for number in self.micro_batch_sizes(sizes, vpp))
+            beside = product(self.zero_stages(sizes), rows, self.activations)
+            layouts = (Layout(sizes, *stage, number, each, vpp) for stage, (vpp, number), each in beside)
+            yield from (found for layout in layouts if (found := self.find(layout)) is not None)
+
+    def find(self, layout: Layout) -> Candidate | None:
+        """The layout with its plan; None where `make_plan` refuses it. Its way to hold activations is a legal one."""
+        base = self._with_fastest_activations(replace(layout, activations=self.activations[0]))
+        if base is None or base.layout == layout:
+            return base
+        # Nothing else of a plan depends on them but the texts of its decisions.
+        keys = layout.activations.keys()
+        train = base.config.train.model_copy(update=keys)
+        plan = replace(
+            base.plan,
+            activation_checkpointing=keys["activation_checkpointing"],
+            activation_offload=keys["activation_offload"],
+        )
+        return Candidate(layout, base.config.model_copy(update={"train": train}), plan)
+
+    def _with_fastest_activations(self, layout: Layout) -> Candidate | None:
+        if layout not in self._planned:
+            config = layout.apply(self._decided)
+            try:
+                plan = make_plan(config, world=self.ranks.world, device=self.ranks.device)
+            except ConfigError:
+                self._planned[layout] = None
+            else:
+                self._planned[layout] = Candidate(layout, config, plan)
+        return self._planned[layout]
+
+    @cached_property
+    def _chunks(self) -> dict[Sizes, tuple[int, ...]]:
+        return {}
+
+    @cached_property
+    def _fewest_chunks(self) -> dict[Sizes, int]:
+        return {}
+
+    @cached_property
+    def _planned(self) -> dict[Layout, Candidate | None]:
+        """Layouts that were asked for."""
+        return {}
+
+    def check(self, config: RunConfig) -> tuple[StageLayers | None, ...]:
+        """Layers of each pipeline stage of a run of these ranks; ConfigError or ModelError where its model cannot be
+        divided as the section `parallel` says.
+        """
+        mesh = Mesh.of(config.parallel, world_size=self.ranks.number, rank=0)
+        check_model(config, mesh, self.model)
+        if self._teacher is not None:
+            path, tree = self._teacher
+            check_teacher(mesh, path, tree, max_seq_len=config.train.max_seq_len)
+            check_attention_kernel(config, tree)
+        stages = stages_of(self._tensors, config.parallel) if mesh.pp > 1 else (None,)
+        check_model_stages(config, self.model, stages)
+        return stages
+
+    def _check_search(self, config: RunConfig) -> None:
+        """The same, and ConfigError where chunks of stages are refused, or where the data or the built model decides
+        whether a layout is legal.
+        """
+        stages = self.check(config)
+        mesh = Mesh.of(config.parallel, world_size=self.ranks.number, rank=0)
+        # The number of forwards is decided later, and fits.
+        check_interleaving(mesh, config, accumulation=mesh.pp)
+        check_unknown_lengths(config, self.model, stages)
+        if len(stages) > 1 and config.lora is not None and config.lora.target_modules is not None:
+            raise ConfigError(
+                f"lora.target_modules {list(config.lora.target_modules)} with parallel.pp {len(stages)}: which stages "
+                "have adapters is known once the model is built",
+                hint="set parallel.pp in the run file, and leave --search out",
+            )
+
+    @cached_property
+    def _decided(self) -> RunConfig:
+        """The run with its DeepSpeed choices as a section, so that no file is read for each layout."""
+        return self.config.model_copy(update={"deepspeed": decided(given_choices(self.config.deepspeed)[0])})
+
+    @cached_property
+    def _tensors(self) -> ModelTensors:
+        mtp_layers = 1 if self.config.mtp.train else 0
+        return model_tensors(self.model, mtp_layers=mtp_layers, scores=num_scores(self.config))
+
+    @cached_property
+    def _teacher(self) -> tuple[str, Mapping[str, Any]] | None:
+        objective = self.config.objective
+        if not isinstance(objective, DistillObjective) or objective.teacher is None:
+            return None
+        return objective.teacher, read_config_json(objective.teacher)
+
+
+def check_run(config: RunConfig, model: Mapping[str, Any]) -> None:
+    """ConfigError or ModelError where `train` would refuse the run with any layout."""
+    check_settings(config, model)
+    # Where model.context is given, the model gets as many positions.
+    allowed = None if config.model.context is not None else max_positions(model)
+    check_positions(config, str(model.get("model_type")), allowed)
+
+
+def divisors(number: int, *, most: int | None = None) -> list[int]:
+    """The divisors of `number` up to `most`, ascending."""
+    return [n for n in range(1, min(number, most or number) + 1) if number % n == 0]
+
+
+def _refusal(check: Callable[[RunConfig], object], config: RunConfig) -> ConfigError | ModelError | None:
+    try:
+        check(config)
+    except (ConfigError, ModelError) as refused:
+        return refused
+    return None

@@ -1,0 +1,198 @@
+"""A run on machines that need not be here, by arithmetic alone: its layout, memory and time."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ds_finetune.config.schema import RunConfig
+from ds_finetune.errors import ConfigError
+from ds_finetune.families.table import family_of
+from ds_finetune.plan.activations import mlp_tiles
+from ds_finetune.plan.batch import AUTO, with_micro_batch
+from ds_finetune.plan.config_json import read_config_json
+from ds_finetune.plan.estimate.memory import MemoryEstimate, estimate_memory
+from ds_finetune.plan.estimate.rank_weights import num_scores, weights_of_run
+from ds_finetune.plan.estimate.row_shape import RowShape
+from ds_finetune.plan.estimate.step_time import TimeEstimate, estimate_time
+from ds_finetune.plan.estimate.time_assumptions import UNCONFIRMED
+from ds_finetune.plan.head_chunk import head_line
+from ds_finetune.plan.indexer import plan_indexer
+from ds_finetune.plan.layer_stages import StageLayers
+from ds_finetune.plan.model_shape import Shape
+from ds_finetune.plan.nvme_buffers import check_largest_slice
+from ds_finetune.plan.objectives import CROSS_ENTROPY
+from ds_finetune.plan.packed_attention import attention_lines
+from ds_finetune.plan.plan import Plan, make_plan
+from ds_finetune.plan.routers import plan_routers
+from ds_finetune.plan.search.candidates import Candidates, check_run
+from ds_finetune.plan.search.machines import Target
+from ds_finetune.plan.search.micro_batch import SPARE, largest_micro_batch
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a run decides and needs on some ranks."""
+
+    config: RunConfig
+    model: Mapping[str, Any]
+    """Its config.json."""
+    plan: Plan
+    stages: tuple[StageLayers | None, ...]
+    """Layers of each pipeline stage."""
+    memory: MemoryEstimate
+    target: Target
+    time: TimeEstimate | None = None
+    """Of a step; None where nothing is known of the accelerator."""
+    micro_batch: str = ""
+    """How `train.micro_batch_size: auto` was decided; empty where the run file has a number."""
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """Name and text of each decision, for people."""
+        model, plan, config = self.model, self.plan, self.config
+        yield from plan.decisions
+        if self.micro_batch:
+            yield "micro batch", self.micro_batch
+        yield from attention_lines(config.model.attention, model, device=plan.device, precision=plan.precision)
+        if plan.device != "cpu" and plan.loss_kernel == "chunked" and config.objective.name in CROSS_ENTROPY:
+            yield head_line(int(model["vocab_size"]) // plan.mesh.tp, precision=plan.precision, device=plan.device)
+        if config.train.tiled_mlp:
+            yield "MLPs", f"tokens in {mlp_tiles(model)} tiles"
+        yield from plan.stage_lines(self.stages)
+        for decided in (plan_routers(config, model), plan_indexer(config, model)):
+            yield from decided.lines() if decided is not None else ()
+        yield "parameters", self._parameters()
+
+    def _parameters(self) -> str:
+        shape = Shape.of(self.model, mtp_layers=1 if self.config.mtp.train else 0)
+        shape = shape.with_scores(scores) if (scores := num_scores(self.config)) else shape
+        unit, name = (1e9, "B") if shape.total_params >= 1e9 else (1e6, "M")
+        total, active = shape.total_params / unit, shape.active_params / unit
+        return f"{total:,.3f} {name}, {active:,.3f} {name} of them used for a token"
+
+    def notes(self) -> tuple[str, ...]:
+        """What a user might not expect."""
+        resized = "rows that model.resize_vocabulary may add to embedding and head are not counted"
+        unconfirmed = () if self.plan.device == "cpu" else (UNCONFIRMED,)
+        found = (*unconfirmed, *self.plan.notes, *((resized,) if self.config.model.resize_vocabulary else ()))
+        assumed = self.time.assumptions if self.time is not None else ()
+        return (*found, *self.fit(), *self.target.notes, *assumed)
+
+    def time_lines(self) -> Iterator[tuple[str, str]]:
+        """Name and text of the time of a step and its parts, the largest first; none where it is not known."""
+        time = self.time
+        if time is None:
+            return
+        rates = f"{time.tokens_per_second:,.0f} tokens/s, {time.gpu_hours_per_billion_tokens:,.0f} GPU-hours"
+        yield "a step", f"{seconds_text(time.seconds)} s, {rates} for a billion tokens, MFU {time.mfu:.1%}"
+        if time.hours is not None:
+            yield "the run", f"{time.steps:,} steps, {_hours(time.hours)} hours, {_hours(time.gpu_hours)} GPU-hours"
+        for name, seconds in sorted(time.parts.items(), key=lambda part: -part[1]):
+            yield f"  {name}", f"{seconds_text(seconds)} s"
+
+    def fit(self) -> tuple[str, ...]:
+        """Whether the run fits the machines, where their memory is known."""
+        budget = self.target.budget
+        if budget is None:
+            return ("whether it fits is known with --gpu NAME, e.g. --gpu h100-80g",)
+        problem = budget.problem(self.memory)
+        if not problem:
+            return (budget.text(self.memory),)
+        return (f"does not fit: {problem} ({SPARE:.0%} stay free); --search lists layouts that fit",)
+
+    def tree(self) -> dict[str, Any]:
+        """The same for programs."""
+        memory, budget = self.memory, self.target.budget
+        return {
+            "decisions": dict(self.lines()),
+            "parallel": self.config.parallel.model_dump(mode="json"),
+            "dp": self.plan.dp,
+            "zero_stage": self.plan.zero_stage,
+            "micro_batch_size": self.plan.batch.micro_batch_size,
+            "memory": memory_tree(memory),
+            "fits": None if budget is None else not budget.excess(memory),
+            "time": None if self.time is None else time_tree(self.time),
+            "deepspeed": self.plan.deepspeed,
+            "notes": list(self.notes()),
+        }
+
+
+def seconds_text(seconds: float) -> str:
+    """Seconds with three digits, or as a whole number where it has more; never as a power of ten for a long step."""
+    return f"{seconds:,.0f}" if seconds >= 1000 else f"{seconds:.3g}"
+
+
+def _hours(hours: float | None) -> str:
+    """Hours with two digits, or as a whole number where it has more."""
+    assert hours is not None
+    return f"{hours:,.0f}" if hours >= 10 else f"{hours:.2g}"
+
+
+def time_tree(time: TimeEstimate) -> dict[str, Any]:
+    """An estimate of time for programs."""
+    names = ("seconds", "tokens_per_second", "mfu", "steps", "hours", "gpu_hours", "gpu_hours_per_billion_tokens")
+    return {name: getattr(time, name) for name in names} | {"parts": dict(time.parts)}
+
+
+def memory_tree(memory: MemoryEstimate) -> dict[str, Any]:
+    """An estimate of memory for programs."""
+    totals = ("stage", "device_bytes", "host_bytes", "disk_bytes")
+    return {name: getattr(memory, name) for name in totals} | {"rows": [asdict(row) for row in memory.rows]}
+
+
+def read_model(config: RunConfig) -> dict[str, Any]:
+    """config.json of the model of a run; ModelError or ConfigError where it is not that of a model whose memory is
+    known by arithmetic, or where `train` would refuse the run whatever its layout.
+    """
+    model = read_config_json(config.model.path)
+    check_arithmetic(model)
+    check_run(config, model)
+    return model
+
+
+def check_arithmetic(model: Mapping[str, Any]) -> None:
+    """ConfigError where a part of what a model needs is not known from its config.json; it names the part."""
+    kind = str(model["model_type"])
+    family = family_of(kind)
+    if family.parameters is None:
+        experts = (
+            f"sizes of its {family.expert_keys.number(model)} experts are known, but " if family.expert_keys else ""
+        )
+        raise ConfigError(
+            f"model_type {kind} cannot be planned by arithmetic: {experts}the parameters and activations of its layers "
+            "are not known",
+            hint="--tensors builds the model without memory instead, and shows what a rank holds of it but activations",
+        )
+
+
+def forecast_run(config: RunConfig, target: Target) -> Forecast:
+    """The run of `config` on the machines of `target`; ConfigError or ModelError as `train` raises it before it loads
+    anything.
+    """
+    plan = make_plan(config, world=target.ranks.world, device=target.ranks.device)
+    model = read_model(config)
+    text = ""
+    if config.train.micro_batch_size == AUTO:
+        number, text = _largest_rows(config, plan, model, target)
+        config = with_micro_batch(config, number)
+        plan = make_plan(config, world=target.ranks.world, device=target.ranks.device)
+    stages = Candidates(config, model, target.ranks).check(config)
+    kinds = (kind for stage in weights_of_run(config, plan, model) for kind in stage.kinds)
+    check_largest_slice(plan, ((kind.numel // kind.count, kind.name) for kind in kinds))
+    time = None
+    if target.machine is not None:
+        rows = RowShape.full(config.train.max_seq_len)
+        time = estimate_time(config, plan, model, machine=target.machine, rows=rows)
+    return Forecast(config, model, plan, stages, estimate_memory(config, plan, model), target, time, text)
+
+
+def _largest_rows(config: RunConfig, plan: Plan, model: Mapping[str, Any], target: Target) -> tuple[int, str]:
+    """The rows of a forward that `auto` stands for on the machines, and how they were found; one where none fits."""
+    if target.budget is None:
+        return 1, "1 (auto: how many rows fit is known with --gpu NAME)"
+    rows = largest_micro_batch(config, plan, model, budget=target.budget.device_bytes)
+    if not rows:
+        return 1, "1 (auto: not even forwards of one row fit)"
+    return (
+        rows,
+        f"{rows} (auto: the largest that leaves {SPARE:.0%} of the device free by this estimate; train tries it)",
+    )

@@ -1,0 +1,232 @@
+"""Searches layouts for a run and says why none is found: what is missing, and what would provide it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ds_finetune.config.schema import LoraConfig, RunConfig
+from ds_finetune.config.units import GIB
+from ds_finetune.errors import ConfigError, FinetuneError
+from ds_finetune.families.table import family_of
+from ds_finetune.plan.estimate.config_text import UnchangedConfig
+from ds_finetune.plan.estimate.memory import MemoryEstimate
+from ds_finetune.plan.estimate.row_shape import RowShape
+from ds_finetune.plan.estimate.time_assumptions import UNCONFIRMED
+from ds_finetune.plan.plan import make_plan
+from ds_finetune.plan.search.candidates import Candidate, Candidates, Ranks
+from ds_finetune.plan.search.forecast import memory_tree, read_model, seconds_text
+from ds_finetune.plan.search.layout import OFFLOAD_TEXTS, Layout, Sizes
+from ds_finetune.plan.search.machines import Target
+from ds_finetune.plan.search.micro_batch import SPARE
+from ds_finetune.plan.search.run_file import layout_keys, override_values, written_run_file
+from ds_finetune.plan.search.search import Misfit, Proposal, Search, SearchResult
+
+MOST_GPUS = 4096
+_SHORTEST_ROW = 512
+
+
+def search_layouts(config: RunConfig, target: Target, *, model: Mapping[str, Any] | None = None) -> SearchResult:
+    """The best layouts of a run on the machines of `target`; `model` is its config.json, read where it is None.
+
+    ConfigError where no layout is legal or none fits, with what is missing and what would provide it.
+    """
+    config = without_layout(config)
+    search = make_search(config, target, read_model(config) if model is None else model)
+    result = search.run()
+    if not result.num_groups:
+        raise _no_legal_layout(search)
+    if not result.proposals:
+        raise _none_fits(search, target, result.misfits[0])
+    return result
+
+
+def make_search(config: RunConfig, target: Target, model: Mapping[str, Any]) -> Search:
+    """The search for a run; ConfigError where nothing is known of the accelerator."""
+    if target.machine is None or target.budget is None:
+        raise ConfigError(
+            f"--search for {target.ranks.number} GPUs, and no accelerator is named or found on this machine",
+            hint="name one, as --gpu h100-80g, or --gpu cpu for ranks on this machine's cores",
+        )
+    rows = RowShape.full(config.train.max_seq_len)
+    candidates = Candidates(config, UnchangedConfig(model), target.ranks)
+    return Search(candidates, target.machine, target.budget, rows)
+
+
+def without_layout(config: RunConfig) -> RunConfig:
+    """The run with one row in a forward where its number is open; the search chooses it."""
+    if config.train.micro_batch_size != "auto":
+        return config
+    return config.model_copy(update={"train": config.train.model_copy(update={"micro_batch_size": 1})})
+
+
+def _no_legal_layout(search: Search) -> FinetuneError:
+    """Why no layout is legal: the run file refuses all of them, or no layout can use so many ranks."""
+    candidates = search.candidates
+    config, number = candidates.config, candidates.ranks.number
+    alone = replace(candidates, ranks=replace(candidates.ranks, number=1))
+    refusal = alone.refusal(Sizes()) or _refusal_of_stages(candidates)
+    if refusal is not None:
+        return refusal
+    numbers = (n for n in range(number, 0, -1) if n % min(n, candidates.ranks.per_node) == 0)
+    usable = next(n for n in numbers if any(replace(candidates, ranks=_with(candidates, n)).sizes()))
+    batch, tree = config.train.global_batch_size, candidates.model
+    return ConfigError(
+        f"no layout of {config.model.path} uses {number} ranks: its {tree.get('num_attention_heads')} heads and "
+        f"{tree.get('num_hidden_layers')} layers, and train.global_batch_size {batch}, cannot be divided so",
+        hint=f"use {usable} ranks, or set train.global_batch_size to a multiple of {number}",
+    )
+
+
+def _refusal_of_stages(candidates: Candidates) -> ConfigError | None:
+    """What the run file refuses with every ZeRO stage; None where it accepts one, or no sizes are legal."""
+    sizes = next(candidates.sizes(), None)
+    if sizes is None or any(candidates.zero_stages(sizes)):
+        return None
+    layout = Layout(sizes, 1, "none", 1, candidates.activations[0])
+    try:
+        make_plan(layout.apply(candidates.config), world=candidates.ranks.world, device=candidates.ranks.device)
+    except ConfigError as refused:
+        return refused
+    return None
+
+
+def _none_fits(search: Search, target: Target, nearest: Misfit) -> ConfigError:
+    """What the nearest layout needs beyond the memory, and what would provide it."""
+    config, budget = search.candidates.config, search.budget
+    missing = budget.excess(nearest.memory) / GIB
+    found = [text for text, other, machines in _remedies(search, target) if _fits(search, other, machines)]
+    hint = f"any of these fits: {'; '.join(found)}" if found else "take accelerators or hosts with more memory"
+    return ConfigError(
+        f"no layout of {config.model.path} fits {_ranks(target.ranks.number)}: {layout_text(nearest.candidate)} comes "
+        f"nearest and {budget.problem(nearest.memory)} ({SPARE:.0%} stay free), so {missing:,.1f} GiB of a rank are "
+        "missing",
+        hint=hint,
+    )
+
+
+def _remedies(search: Search, target: Target) -> Iterator[tuple[str, RunConfig, Target]]:
+    """Changes of a run or its machines, each alone, after which a layout may fit."""
+    config, ranks = search.candidates.config, target.ranks
+    family = family_of(str(search.candidates.model["model_type"]))
+    if config.lora is None and family.has_lora and not config.mtp.train and not config.indexer.train:
+        yield "lora: {rank: 16}", config.model_copy(update={"lora": LoraConfig(), "router": None}), target
+    if config.lora is not None and config.lora.quantize is None:
+        lora = config.lora.model_copy(update={"quantize": "nf4"})
+        yield "lora.quantize: nf4", config.model_copy(update={"lora": lora}), target
+    if config.train.max_seq_len // 2 >= _SHORTEST_ROW:
+        train = config.train.model_copy(update={"max_seq_len": config.train.max_seq_len // 2})
+        yield f"train.max_seq_len: {train.max_seq_len}", config.model_copy(update={"train": train}), target
+    if ranks.device == "cpu":
+        return
+    more = _more_gpus(search, target)
+    if more is not None:
+        yield f"{more.ranks.number} GPUs", config, more
+
+
+def _more_gpus(search: Search, target: Target) -> Target | None:
+    """The smallest power of two times the GPUs that fits the run; None up to `MOST_GPUS`."""
+    number = target.ranks.number * 2
+    while number <= MOST_GPUS:
+        other = enlarged(target, number)
+        if _fits(search, search.candidates.config, other):
+            return other
+        number *= 2
+    return None
+
+
+def enlarged(target: Target, number: int) -> Target:
+    """The same kind of machines with `number` GPUs."""
+    assert target.machine is not None, target
+    usual = max(target.ranks.per_node, target.machine.accelerator.gpus_per_node)
+    per_node = min(number, usual)
+    return replace(target, ranks=Ranks(number, per_node, target.ranks.device))
+
+
+def _fits(search: Search, config: RunConfig, target: Target) -> bool:
+    candidates = replace(search.candidates, config=config, ranks=target.ranks)
+    return replace(search, candidates=candidates).has_fitting()
+
+
+def _ranks(number: int) -> str:
+    return "1 rank" if number == 1 else f"{number:,} ranks"
+
+
+def _with(candidates: Candidates, number: int) -> Ranks:
+    return replace(candidates.ranks, number=number)
+
+
+def layout_text(candidate: Candidate) -> str:
+    """A layout for people, such as `dp 8 x ep 8, ZeRO-3, micro-batch 2, activations recomputed`."""
+    layout, offload = candidate.layout, OFFLOAD_TEXTS[candidate.layout.offload]
+    chunks = f", vpp {layout.vpp}" if layout.vpp > 1 else ""
+    text = f"{candidate.plan.mesh}{chunks}, ZeRO-{layout.zero_stage}{offload}, micro-batch {layout.micro_batch_size}"
+    return f"{text}, activations {layout.activations}"
+
+
+def reason_text(best: Proposal, other: Proposal) -> str:
+    """Why another layout loses: its time over that of the best, and the part of the time that is larger by most."""
+    if other is best:
+        return "the fastest"
+    names = {**best.time.parts, **other.time.parts}
+    more = {name: other.time.parts.get(name, 0.0) - best.time.parts.get(name, 0.0) for name in names}
+    name = max(more, key=lambda part: more[part])
+    return f"{other.time.seconds / best.time.seconds:.2f} x the time: {more[name]:+.3g} s for {name}"
+
+
+def run_file_text(
+    source: Path, given: RunConfig, result: SearchResult, target: Target, *, overrides: Sequence[str]
+) -> str:
+    """The run file `source`, with overrides, and with the best layout of a search."""
+    best = result.proposals[0]
+    wanted = best.layout.apply(given)
+    values = {**dict(override_values(overrides)), **layout_keys(best.layout, wanted, given)}
+    gpu = target.machine.accelerator.name if target.machine is not None else target.ranks.device
+    header = (
+        f"Layout for {target.ranks.number} x {gpu}, {target.ranks.per_node} in a node, by ds-finetune plan --search:",
+        f"{layout_text(best.candidate)};",
+        f"{best.memory.device_bytes / GIB:,.1f} GiB on the device and {seconds_text(best.time.seconds)} s a step are "
+        "estimated.",
+        f"The rest is {source} with these choices; its comments were written for other ones.",
+    )
+    return written_run_file(source, values, wanted, header=header)
+
+
+def result_tree(result: SearchResult, target: Target) -> dict[str, Any]:
+    """A result for programs."""
+    best = result.proposals[0]
+    return {
+        "gpus": target.ranks.number,
+        "gpus_per_node": target.ranks.per_node,
+        "device_bytes": result.budget.device_bytes,
+        "layouts": [
+            _layout_tree(found.candidate, found.memory)
+            | {"seconds": found.time.seconds, "tokens_per_second": found.time.tokens_per_second}
+            | {"mfu": found.time.mfu, "parts": dict(found.time.parts), "why": reason_text(best, found)}
+            for found in result.proposals
+        ],
+        "too_large": [
+            _layout_tree(misfit.candidate, misfit.memory)
+            | {"seconds": misfit.seconds, "why": result.budget.problem(misfit.memory)}
+            for misfit in result.misfits
+        ],
+        "assumptions": result_notes(result, target),
+    }
+
+
+def result_notes(result: SearchResult, target: Target) -> list[str]:
+    """What is assumed, as sentences, and for GPUs how far the figures are confirmed."""
+    unconfirmed = () if target.ranks.device == "cpu" else (UNCONFIRMED,)
+    return [*unconfirmed, *target.notes, *result.proposals[0].time.assumptions]
+
+
+def _layout_tree(candidate: Candidate, memory: MemoryEstimate) -> dict[str, Any]:
+    config = candidate.config
+    keys = ("micro_batch_size", *candidate.layout.activations.keys())
+    return {
+        "text": layout_text(candidate),
+        "parallel": config.parallel.model_dump(mode="json"),
+        "deepspeed": config.deepspeed,
+        "train": {key: getattr(config.train, key) for key in keys},
+        "memory": memory_tree(memory),
+    }

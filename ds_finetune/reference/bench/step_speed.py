@@ -1,0 +1,146 @@
+"""Times the training step beside plain PyTorch loops on the same documents, by turns in one process."""
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import islice
+
+import torch
+
+from ds_finetune.config.schema import RunConfig
+from ds_finetune.console.phase_line import Say
+from ds_finetune.data.batches import Batch, MicroBatch
+from ds_finetune.engine.devices import choose_device
+from ds_finetune.engine.engine import Engine
+from ds_finetune.engine.groups.collectives import all_gather_object
+from ds_finetune.engine.groups.default_group import process_group
+from ds_finetune.engine.ops.prepare_ops import build_ops, use_cores
+from ds_finetune.engine.start_engine import start_engine
+from ds_finetune.errors import ConfigError
+from ds_finetune.plan.plan import make_plan
+from ds_finetune.reference.bench.plain_forwards import packed_forwards, padded_forwards
+from ds_finetune.reference.bench.plain_loop import LR, Layout, PlainLoop
+from ds_finetune.reference.bench.plain_models import check_peft, load_plain_teacher
+from ds_finetune.trainer.batches import run_batches
+from ds_finetune.trainer.inputs import make_model_plan, read_inputs, with_classes
+from ds_finetune.trainer.prepare import PreparedRun, check_baseline, estimate_model, freeze_parameters, make_schedule
+from ds_finetune.world import World
+
+_LAYOUTS: dict[str, Layout] = {"plain loop, padded": padded_forwards, "plain loop, packed": packed_forwards}
+
+
+@dataclass(frozen=True)
+class SpeedComparison:
+    """Seconds of each timed step of each candidate, tokens of these steps, and the difference of losses.
+
+    The tokens are the supervised ones, or all where an objective has none.
+    """
+
+    seconds: dict[str, list[float]]
+    tokens: int
+    largest_loss_difference: float
+
+    def lines(self) -> list[tuple[str, str]]:
+        """Median seconds, tokens a second, and the speed relative to the first candidate: more is faster."""
+        first_name = next(iter(self.seconds))
+        first = statistics.median(next(iter(self.seconds.values())))
+        found = [
+            ("speed (x)", f"that of {first_name} is 1; more is faster"),
+            ("losses differ by", f"{self.largest_loss_difference:.1e}, relative"),
+        ]
+        for name, seconds in self.seconds.items():
+            median = statistics.median(seconds)
+            rate = self.tokens / sum(seconds)
+            found.append((name, f"{median:.3f} s/step, {rate:,.0f} tokens/s, {first / median:.2f} x"))
+        return found
+
+
+def compare_step_speed(config: RunConfig, *, steps: int, say: Say) -> SpeedComparison:
+    """Time `steps` optimizer steps of `config` by turns with plain loops over the same documents.
+
+    One step before them warms up.
+
+    The plain loops are transformers' model with all logits and torch's AdamW: over documents padded to the longest of
+    eight, and, for language models, over the same packed rows. All start from the same weights, and adapters are
+    peft's. Log-probabilities of a reference model are computed before, or by all with their adapters off. ConfigError
+    for several processes, and for adapters without peft.
+    """
+    world = World.from_environment(os.environ)
+    world.set_environment(os.environ)
+    if world.world_size > 1:
+        raise ConfigError(
+            f"bench compares one process with a plain loop, and this is rank {world.rank} of {world.world_size}",
+            hint="start one process",
+        )
+    plan = make_plan(config, world=world, device=choose_device())
+    config = with_classes(config)
+    model = make_model_plan(config, plan.mesh)
+    check_peft(model)
+    inputs = read_inputs(config, model)
+    check_baseline(plan, inputs)
+    plan, schedule = freeze_parameters(plan, model), make_schedule(config, inputs)
+    run = PreparedRun(config, plan, inputs, schedule, estimate_model(config, plan, model))
+    with ExitStack() as stack:
+        stack.enter_context(process_group(world, run.plan.device))
+        plan = build_ops(use_cores(run.plan, os.environ), all_gather_object, say)
+        for note in plan.notes:
+            say(note)
+        engine = stack.enter_context(start_engine(plan, run.inputs.model))
+        # transformers pools one token of a row, whatever documents it has.
+        layouts = _LAYOUTS if model.task == "causal_lm" else {"plain loop, padded": padded_forwards}
+        teacher = load_plain_teacher(model.teacher, plan.device)
+        loops = {name: PlainLoop(engine, model, layout, teacher=teacher) for name, layout in layouts.items()}
+        candidates: dict[str, Callable[[Batch], float]] = {"ds_finetune": lambda batch: engine.step(batch, lr=LR).loss}
+        candidates |= {name: loop.step for name, loop in loops.items()}
+        finish = torch.cuda.synchronize if plan.device == "cuda" else _nothing
+        batches = with_reference(engine, islice(run_batches(run), steps + 1))
+        return time_by_turns(candidates, batches, finish=finish)
+
+
+def with_reference(engine: Engine, batches: Iterator[Batch]) -> Iterator[Batch]:
+    """The batches with the log-probabilities of the reference where the objective has one: the model as it is now."""
+    if not engine.objective.needs_reference or engine.objective.reference_from_adapters:
+        return batches
+    every = list(batches)
+    numbers, logps = engine.document_log_probs(replace(batch, micro=(*batch.baseline, *batch.micro)) for batch in every)
+    of_document = dict(zip(numbers.tolist(), logps.tolist(), strict=True))
+
+    def refer(micro: MicroBatch) -> MicroBatch:
+        assert micro.examples is not None
+        reference = [of_document[number] for number in micro.examples.numbers.tolist()]
+        return replace(micro, examples=replace(micro.examples, reference=torch.tensor(reference, dtype=torch.float64)))
+
+    return (
+        replace(batch, micro=tuple(map(refer, batch.micro)), baseline=tuple(map(refer, batch.baseline)))
+        for batch in every
+    )
+
+
+def _nothing() -> None:
+    """A CPU's work is done when the call returns."""
+
+
+def time_by_turns(
+    candidates: dict[str, Callable[[Batch], float]], batches: Iterator[Batch], *, finish: Callable[[], None]
+) -> SpeedComparison:
+    """Time each candidate on each batch, the first one to warm up.
+
+    `finish` waits until the device has finished the work queued before.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    tokens, largest_difference = 0, 0.0
+    for number, batch in enumerate(batches):
+        losses = []
+        for name, step in candidates.items():
+            finish()
+            began = time.perf_counter()
+            losses.append(step(batch))
+            finish()
+            if number:
+                seconds[name].append(time.perf_counter() - began)
+        tokens += (batch.num_supervised_tokens or batch.num_tokens) if number else 0
+        largest_difference = max(largest_difference, (max(losses) - min(losses)) / min(losses))
+    return SpeedComparison(seconds, tokens, largest_difference)

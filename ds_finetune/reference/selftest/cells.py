@@ -1,0 +1,246 @@
+"""Cells: settings under which the same optimizer step is taken; with the tiny models and samples that they train on.
+
+A cell names a model family, ZeRO stage, precision, parallel sizes and so on. All cells must give the same results.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import TypeAdapter
+from transformers import PretrainedConfig
+
+from ds_finetune.config.objectives import ObjectiveField
+from ds_finetune.config.parallel import ParallelConfig
+from ds_finetune.data.rows import Row, RowDocuments
+from ds_finetune.families.table import FAMILIES
+from ds_finetune.families.tiny import VOCAB
+from ds_finetune.foreign.auto_configs import AutoConfig
+from ds_finetune.objectives.labels import IGNORE_INDEX
+from ds_finetune.objectives.objective import Objective
+from ds_finetune.objectives.table import make_objective
+
+SAMPLES, ROW_LEN, PACKED_ROWS = 64, 64, 32
+TINY_MODELS: Mapping[str, dict[str, Any]] = {
+    name: {"model_type": family.model_type, **config}
+    for family in FAMILIES.values()
+    if family.tiny_models is not None
+    for name, config in {family.model_type: family.tiny_models.config, **family.tiny_models.variants}.items()
+}
+"""The contents of config.json by name: a model type, or a variant of one."""
+OBJECTIVES: Mapping[str, dict[str, Any]] = {
+    "dpo": {"label_smoothing": 0.1, "nll_weight": 0.3},
+    "orpo": {},
+    "kto": {"desirable_weight": 1.3},
+    "reward": {"center_weight": 0.1},
+    "classification": {"label_smoothing": 0.1},
+    "distill": {"temperature": 2.0, "label_weight": 0.3},
+    "simpo": {},
+    "cpo": {},
+}
+"""Objectives of the standard set, with numbers other than those that leave a part of the loss out."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The settings of one way to take the optimizer step."""
+
+    family: str
+    stage: int
+    accumulation: int
+    packing: bool
+    offload: str = "none"
+    start: int = 0
+    precision: str = "fp32"
+    max_grad_norm: float = 0.0
+    checkpointing: bool = False
+    optimizer: str = "AdamW"
+    weight_decay: float = 0.0
+    pp: int = 1
+    sp: int = 1
+    tp: int = 1
+    ep: int = 1
+    pp_layers: str = ""
+    vpp: int = 1
+    objective: str = "sft"
+    balances: bool = False
+    """Whether routers are trained with all policies that those of the family can have."""
+    reduces_once: bool = False
+    """Whether gradients are summed over ranks once a step at every ZeRO stage."""
+    has_lora: bool = False
+    """Whether adapters of every linear module are trained instead of the weights."""
+
+    @property
+    def layout(self) -> str:
+        """A text of the parallel sizes other than data parallelism, e.g. `pp 2 x tp 2`; `dp` for none."""
+        sizes = {axis: getattr(self, axis) for axis in ("pp", "vpp", "sp", "tp", "ep")}
+        return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "dp"
+
+    @property
+    def sharing(self) -> int:
+        """Number of ranks that process the same rows."""
+        return self.pp * self.sp * self.tp
+
+    @property
+    def name(self) -> str:
+        """A name for files and test ids: all settings that differ from their default."""
+        defaults = {each.name: each.default for each in fields(self)}
+        return "-".join(f"{key}={value}" for key, value in asdict(self).items() if value != defaults[key])
+
+
+def hf_config(family: str) -> PretrainedConfig:
+    """The tiny model of a family."""
+    return AutoConfig.for_model(**TINY_MODELS[family])
+
+
+def enlarged_config(config: PretrainedConfig, parallel: ParallelConfig) -> PretrainedConfig:
+    """A tiny model with enough heads, experts, columns and layers for the sizes of `parallel` to divide."""
+    tree = config.to_dict()
+    keys = math.lcm(tree["num_key_value_heads"], parallel.tp)
+    heads = math.lcm(tree["num_attention_heads"], parallel.tp * parallel.sp, keys)
+    tree["hidden_size"] = tree["hidden_size"] // tree["num_attention_heads"] * heads
+    tree |= {"num_attention_heads": heads, "num_key_value_heads": heads if "kv_lora_rank" in tree else keys}
+    experts = FAMILIES[config.model_type].expert_keys
+    for name in {"intermediate_size", "vocab_size", *([experts.width_key] if experts else [])}:
+        tree[name] = math.lcm(tree[name], parallel.tp)
+    if experts:
+        tree[experts.number_key(tree)] = math.lcm(experts.number(tree), parallel.ep)
+    if parallel.pp > 1:
+        tree["num_hidden_layers"] = parallel.pp * max(parallel.vpp, 2)
+    for derived in {"layer_types", "head_dim", "mlp_layer_types", "indexer_types"} - TINY_MODELS[
+        tree["model_type"]
+    ].keys():
+        tree.pop(derived, None)
+    return AutoConfig.for_model(**tree)
+
+
+@cache
+def samples() -> list[tuple[np.ndarray, np.ndarray]]:
+    """64 documents of 3 to 30 tokens as (ids, shifted labels); about a third of the tokens is not supervised."""
+    rng = np.random.default_rng(7)
+    documents = []
+    for _ in range(SAMPLES):
+        ids = rng.integers(3, VOCAB, size=int(rng.integers(3, 31))).astype(np.int32)
+        labels = np.concatenate([ids[1:], [IGNORE_INDEX]]).astype(np.int32)
+        labels[: int(rng.integers(0, len(ids) - 1))] = IGNORE_INDEX
+        documents.append((ids, labels))
+    return documents
+
+
+def units(documents_per_unit: int = 0) -> list[list[int]]:
+    """Numbers of the samples of each unit that stays in one row: single samples, or pairs."""
+    size = max(documents_per_unit, 1)
+    return [[*range(first, first + size)] for first in range(0, SAMPLES, size)]
+
+
+def targets() -> np.ndarray:
+    """A target of each sample, fp64: 1 for a half of all samples, and for a half of those with an even number.
+
+    KTO reads 1 as a good answer, and a reward model reads those of even numbers as margins of pairs.
+    """
+    return ((np.arange(SAMPLES) + 1) // 2 % 2).astype(np.float64)
+
+
+@cache
+def reference_log_probs() -> np.ndarray:
+    """A log-probability of each sample under an imagined reference model, fp64; near that of random weights."""
+    noise = np.random.default_rng(13).normal(size=SAMPLES)
+    return np.array([log_prob_of_random_weights(labels) for _, labels in samples()]) + noise
+
+
+def log_prob_of_random_weights(labels: np.ndarray) -> float:
+    """About the log-probability that small random weights give to a sample with these labels."""
+    return -math.log(VOCAB) * int((labels != IGNORE_INDEX).sum())
+
+
+def rows(packing: bool, documents_per_unit: int = 0) -> list[Row]:
+    """One unit per row, or with `packing` several units per row; each sample starts at position 0.
+
+    With `documents_per_unit`, rows know their documents.
+    """
+    bins = row_numbers(packing, documents_per_unit)
+    return [_row(numbers, samples(), has_documents=documents_per_unit > 0) for numbers in bins]
+
+
+def row_numbers(packing: bool, documents_per_unit: int = 0) -> list[list[int]]:
+    """Numbers of the samples of each row."""
+    bins: list[list[int]] = []
+    for unit in units(documents_per_unit):
+        if not packing or not bins or sum(len(samples()[n][0]) for n in [*bins[-1], *unit]) > ROW_LEN:
+            bins.append([])
+        bins[-1] += unit
+    return bins
+
+
+def _row(numbers: list[int], documents: list[tuple[np.ndarray, np.ndarray]], *, has_documents: bool) -> Row:
+    ids, labels = (np.concatenate(parts) for parts in zip(*(documents[number] for number in numbers), strict=True))
+    lengths = np.array([len(documents[number][0]) for number in numbers])
+    of_row = RowDocuments(lengths, np.array(numbers), targets()[numbers], lengths) if has_documents else None
+    return Row(
+        input_ids=ids,
+        position_ids=np.concatenate([np.arange(length) for length in lengths]).astype(np.int32),
+        labels=labels,
+        supervised=int((labels != IGNORE_INDEX).sum()),
+        documents=of_row,
+    )
+
+
+def objective_of(section: object) -> Objective:
+    """The objective of a section of the run file, or with the default numbers of its name."""
+    return make_objective(TypeAdapter(ObjectiveField).validate_python(section))
+
+
+def router_section(family: str) -> dict[str, float]:
+    """`router` of the run file with all that routers of a family can have, strong enough to change choices."""
+    kind = FAMILIES[TINY_MODELS[family]["model_type"]].router
+    assert kind is not None, family
+    return {"balance": 0.5} | ({"bias_update": 0.03} if kind.bias else {})
+
+
+def run_tree(cell: Cell, model: Path, out: Path, *, dp: int) -> dict[str, Any]:
+    """The run file of a cell with data parallel size `dp`.
+
+    One optimizer step has all samples, and empty rows where the batch is larger.
+    """
+    share = dp * cell.accumulation
+    per_unit = objective_of(cell.objective).documents_per_unit
+    size = -(-(PACKED_ROWS if cell.packing else len(units(per_unit))) // share)
+    zero: dict[str, Any] = {"stage": cell.stage, "stage3_param_persistence_threshold": 40}
+    if cell.stage == 3 and cell.optimizer == "Muon":
+        zero["reduce_scatter"] = False
+    if cell.offload != "none":
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if cell.offload == "param":
+        zero["offload_param"] = {"device": "cpu"}
+    return {
+        "model": str(model),
+        "data": {"train": "none.jsonl", "packing": cell.packing, "shuffle": False},
+        "deepspeed": {"zero_optimization": zero},
+        "objective": cell.objective,
+        "router": router_section(cell.family) if cell.balances else None,
+        "lora": {"rank": 8, "alpha": 32} if cell.has_lora else None,
+        "parallel": {
+            "pp": cell.pp,
+            "pp_layers": [int(layers) for layers in cell.pp_layers.split()],
+            "vpp": cell.vpp,
+            "sp": cell.sp,
+            "tp": cell.tp,
+            "ep": cell.ep,
+        },
+        "train": {
+            "for": "1 steps",
+            "global_batch_size": size * share,
+            "micro_batch_size": size,
+            "max_seq_len": -(-ROW_LEN // cell.sp) * cell.sp,
+            "precision": cell.precision,
+            "max_grad_norm": cell.max_grad_norm,
+            "activation_checkpointing": cell.checkpointing,
+            "reduction_every": "step" if cell.reduces_once else "auto",
+        },
+        "optim": {"name": cell.optimizer, "lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": cell.weight_decay},
+        "output_dir": str(out),
+    }

@@ -1,0 +1,251 @@
+"""Compares one layout with the reference loop: differences of loss, gradients, norm, resume and export."""
+
+import json
+from collections.abc import Iterable
+from contextlib import closing
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PretrainedConfig
+
+from ds_finetune.checkpoint.folder import open_checkpoint_folder
+from ds_finetune.checkpoint.restore import newest_checkpoint, restore_engine
+from ds_finetune.checkpoint.run_state import RunState
+from ds_finetune.checkpoint.saver import Saver
+from ds_finetune.config.objectives import ObjectiveConfig
+from ds_finetune.config.schema import RunConfig
+from ds_finetune.config.units import GIB
+from ds_finetune.engine.engine import Engine
+from ds_finetune.engine.groups.collectives import all_gather_object
+from ds_finetune.engine.ops.prepare_ops import build_ops
+from ds_finetune.engine.start_engine import start_engine
+from ds_finetune.errors import CheckpointError
+from ds_finetune.export.folder import FolderParts, write_folder
+from ds_finetune.families.table import family_of
+from ds_finetune.model.adapters.lora import factors_of, merge_adapters
+from ds_finetune.model.build.dtypes import PRECISION_DTYPES
+from ds_finetune.model.build.model_plan import plan_model, task_of
+from ds_finetune.model.build.skeleton import read_hf_config
+from ds_finetune.objectives.table import make_objective
+from ds_finetune.plan.combinations import check_divides
+from ds_finetune.plan.plan import make_plan
+from ds_finetune.plan.routers import RouterPlan
+from ds_finetune.reference.selftest.plain_adapters import PlainAdapters
+from ds_finetune.reference.selftest.reference_loop import SFT, Steps, auto_class, mean_loss, reference_loop
+from ds_finetune.reference.selftest.steps import eval_loss, take_steps
+from ds_finetune.trainer.prepare import freeze_routers
+from ds_finetune.world import World
+
+_FEW_STEPS = 3
+_LONG_RUN = 2e-4
+"""Limit of the difference in loss over more than _FEW_STEPS steps, because rounding errors grow."""
+_EXACT = {"loss": 1e-5, "gradient": 1e-4, "norm": 1e-4, "resume": 1e-5, "export": 1e-5, "answers": 0.0}
+_OF_ROUTERS = {"balance": 1e-4, "choices": 0.0}
+_OF_ADAPTERS = {"adapters": 2e-3}
+"""B is zero at first, so A has a gradient from the second step on. AdamW divides by |gradient| + 1e-8: where B's first
+gradient is of a rounding's size, its first step is any, and A's second gradient differs.
+"""
+_ROUNDED = {"loss": 1.5e-2, "norm": 2e-2, "resume": 1e-3, "export": 1.5e-2}
+"""In 16 bits, rounding of weights changes the third digit of a loss; a missing gradient would change the second."""
+
+
+@dataclass(frozen=True)
+class LayoutComparison:
+    """The differences between a layout and the reference loop, and their limits, by name.
+
+    `loss` (the largest of all steps), `resume` and `export` are in nats. `gradient` and `norm` are relative; `adapters`
+    is the gradient of adapters in the second step. `answers` is the number of answers that differ. `balance` is the
+    largest difference of the balance loss of all steps, and `choices` how often a router chose another expert in the
+    first one.
+    """
+
+    differences: dict[str, float]
+    limits: dict[str, float]
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether no difference is above its limit; NaN counts as above."""
+        return all(self.differences[name] <= limit for name, limit in self.limits.items())
+
+    def text(self) -> str:
+        """All differences in one line, with the limits that are exceeded, and the wide one of adapters."""
+        limits = {
+            name: f" (limit {limit:.0e})" if self.differences[name] > limit or name in _OF_ADAPTERS else ""
+            for name, limit in self.limits.items()
+        }
+        return ", ".join(f"{name} {self.differences[name]:.1g}{limits[name]}" for name in self.limits)
+
+
+def write_model(config: PretrainedConfig, folder: Path, *, objective: ObjectiveConfig = SFT) -> None:
+    """Write a model of `config` for the objective to `folder`; its random weights are the same on every machine."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(11)
+        model = auto_class(objective).from_config(config).float()
+        for name, param in model.named_parameters():
+            if name.endswith("_proj.bias"):
+                # transformers draws zeros, with which a bias that is left out or added twice would not show.
+                nn.init.normal_(param, std=0.1)
+        model.save_pretrained(folder)
+
+
+def compare_layout(
+    config: RunConfig, world: World, device: str, folder: Path, *, steps: int
+) -> LayoutComparison | None:
+    """Take `steps` (2 or more) in the layout of `config` on its tiny model, and compare them with the reference loop.
+
+    All ranks call this with a shared `folder`; rank zero returns the comparison, the others None.
+    """
+    plan = make_plan(config, world=world, device=device)
+    hf_config = read_hf_config(config.model.path, task=task_of(make_objective(config.objective)))
+    sizes = config.parallel
+    check_divides(plan.mesh, hf_config.to_dict(), pp_layers=sizes.pp_layers, vpp=sizes.vpp)
+    # Before any engine: the rotary frequencies of the first model that from_pretrained builds after DeepSpeed 0.19.8's
+    # zero.Init are unset memory.
+    is_leader = world.rank == 0
+    model = plan_model(hf_config, config)
+    plan = freeze_routers(build_ops(plan, all_gather_object, _ignore), model)
+    router = model.router if config.router is not None else None
+    adapters = PlainAdapters(config.lora, plan.seed) if config.lora is not None else None
+    reference = _reference_steps(config, steps, router, adapters) if is_leader else Steps()
+    with start_engine(plan, model) as engine:
+        taken = _steps_with_checkpoint(engine, folder, steps)
+        loss = eval_loss(engine)
+        _export(engine, config, folder / "export")
+    with start_engine(plan, model, loads_weights=False) as engine:
+        resumed = _steps_after_resume(engine, folder, steps - 1)
+    if world.rank:
+        return None
+    base = (Path(config.model.path), adapters) if adapters is not None else None
+    reloaded = mean_loss(folder / "export", PRECISION_DTYPES[config.train.precision], config.objective, base=base)
+    return compare_steps(reference, taken, resumed, abs(reloaded - loss))
+
+
+def _ignore(_: str) -> None:
+    """Drop notes on compiled ops, which were printed before the first layout."""
+
+
+def compare_steps(reference: Steps, steps: Steps, resumed: Steps, export: float) -> LayoutComparison:
+    """Compare `steps` with the `reference`, and the steps `resumed` after the first with the same uninterrupted steps.
+
+    `export` is the difference between the losses of the model and of its export.
+    """
+    differences = {
+        "loss": _largest_difference(steps.losses, reference.losses),
+        "norm": _largest(abs(norm - other) / other for norm, other in zip(steps.norms, reference.norms, strict=True)),
+        "resume": _largest_difference(resumed.losses, steps.losses[1:]),
+        "export": export,
+        "answers": float(sum(one != other for one, other in zip(steps.answers, reference.answers, strict=True))),
+    }
+    is_exact = bool(steps.gradients)
+    if is_exact:
+        differences["gradient"] = _gradient_difference(steps.gradients, reference.gradients)
+    limits = _EXACT if is_exact else _ROUNDED
+    if is_exact and reference.later_gradients:
+        differences["adapters"] = _gradient_difference(steps.later_gradients, reference.later_gradients)
+        limits = limits | _OF_ADAPTERS
+    if is_exact and reference.choices:
+        of_routers = _router_differences(steps, reference)
+        differences |= of_routers
+        limits = limits | {name: _OF_ROUTERS[name] for name in of_routers}
+    if len(steps.losses) > _FEW_STEPS:
+        limits = limits | {"loss": max(limits["loss"], _LONG_RUN), "norm": max(limits["norm"], _LONG_RUN * 10)}
+    return LayoutComparison(differences, limits)
+
+
+def _gradient_difference(gradients: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
+    """The largest relative difference of a parameter's gradient."""
+    assert gradients.keys() == reference.keys(), "the layout has other parameters"
+    pairs = ((gradients[name], other) for name, other in reference.items())
+    return _largest(float((grad - other).norm() / other.norm().clamp_min(1e-12)) for grad, other in pairs)
+
+
+def _router_differences(steps: Steps, reference: Steps) -> dict[str, float]:
+    found = {"choices": float((steps.choices[0] - reference.choices[0]).abs().sum() / 2)}
+    if steps.balances:
+        found["balance"] = _largest_difference(steps.balances, reference.balances)
+    return found
+
+
+def _reference_steps(config: RunConfig, steps: int, router: RouterPlan | None, adapters: PlainAdapters | None) -> Steps:
+    return _cached_steps(
+        config.model.path, steps, config.train.max_grad_norm, config.objective, router=router, adapters=adapters
+    )
+
+
+@cache
+def _cached_steps(  # noqa: PLR0913 - the key of the cache
+    model: str,
+    steps: int,
+    max_grad_norm: float,
+    objective: ObjectiveConfig,
+    *,
+    router: RouterPlan | None,
+    adapters: PlainAdapters | None,
+) -> Steps:
+    return reference_loop(
+        Path(model),
+        steps=steps,
+        max_grad_norm=max_grad_norm,
+        objective=objective,
+        router=router,
+        adapters=adapters,
+    )
+
+
+def _largest_difference(values: list[float], reference: list[float]) -> float:
+    return _largest(abs(one - other) for one, other in zip(values, reference, strict=True))
+
+
+def _largest(values: Iterable[float]) -> float:
+    """The largest value; NaN if any value is NaN."""
+    return float(torch.tensor([*values], dtype=torch.float64).max())
+
+
+def _steps_with_checkpoint(engine: Engine, folder: Path, steps: int) -> Steps:
+    """Take the steps, and save a checkpoint after the first one in `folder`."""
+    saver = Saver(
+        engine.state.groups, open_checkpoint_folder(folder, rank=engine.plan.world.rank, node_local=False), False, {}
+    )
+    with closing(saver):
+        taking = take_steps(engine, steps)
+        next(taking)
+        state = RunState(1, 0, 0, (0, 0), engine.state.scalars(), {}, {}, "", {}, {}, {})
+        saver.save(1, state.text(), rank_state={})
+        outcome = saver.settle(wait=True)
+        if outcome is None or outcome.has_failed:
+            raise CheckpointError(
+                f"nothing could be saved in {folder}: {outcome}",
+                hint="name a folder that all hosts share and may write to",
+            )
+        return list(taking)[-1]
+
+
+def _steps_after_resume(engine: Engine, folder: Path, steps: int) -> Steps:
+    """Restore the checkpoint after the first step, and take the steps that follow."""
+    place = open_checkpoint_folder(folder, rank=engine.plan.world.rank, node_local=False)
+    checkpoint = newest_checkpoint(place, folder)
+    assert checkpoint is not None
+    restore_engine(engine, place, checkpoint)
+    return list(take_steps(engine, steps))[-1]
+
+
+def _export(engine: Engine, config: RunConfig, out: Path) -> None:
+    """Write the weights, with adapters added, to `out`; those in four bits are written as they are read from there."""
+    tree = json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8"))
+    parts = FolderParts(
+        family=family_of(tree["model_type"]),
+        config=tree,
+        architecture=type(engine.lm).__name__,
+        dtype=PRECISION_DTYPES[engine.plan.precision],
+        files=(),
+    )
+    tensors = engine.tensors()
+    if config.lora is not None:
+        adapters = {name: tensor.clone() for name, tensor in engine.adapters() if tensor is not None}
+        tensors = merge_adapters(tensors, factors_of(adapters, config.lora.alpha / config.lora.rank))
+    write_folder(tensors, engine.tensor_specs(), out, parts, max_shard_bytes=GIB)
+    dist.barrier()

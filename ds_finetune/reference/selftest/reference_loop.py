@@ -1,0 +1,271 @@
+"""The reference for every layout: a plain PyTorch training loop in one process on the CPU."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ds_finetune.config.objectives import DistillObjective, KtoObjective, ObjectiveConfig, SftObjective
+from ds_finetune.engine.generation import GenerationLimits
+from ds_finetune.foreign.auto_models import AutoModelForCausalLM, AutoModelForSequenceClassification
+from ds_finetune.model.adapters.adapter_names import is_adapter
+from ds_finetune.model.build.skeleton import Task
+from ds_finetune.objectives.labels import IGNORE_INDEX
+from ds_finetune.plan.routers import RouterPlan
+from ds_finetune.reference.selftest.cells import SAMPLES, samples, targets, units
+from ds_finetune.reference.selftest.mismatched import all_reference_log_probs, mismatched_samples
+from ds_finetune.reference.selftest.plain_adapters import PlainAdapters, trained_name
+from ds_finetune.reference.selftest.plain_losses import (
+    Answer,
+    Preference,
+    distill_loss,
+    is_scored,
+    kto_baseline,
+    kto_loss,
+    nll_weight,
+    pair_loss,
+    reads_own_reference,
+    samples_per_unit,
+    score_loss,
+)
+from ds_finetune.reference.selftest.plain_routers import PlainRouters
+from ds_finetune.reference.selftest.plain_teacher import soft_targets
+
+SFT = SftObjective()
+LR, BETAS, EPS = 1e-3, (0.9, 0.95), 1e-8
+PROMPTS = [ids[: 3 + 2 * number].tolist() for number, (ids, _) in enumerate(samples()[:5])]
+LIMITS = GenerationLimits(max_new_tokens=3, stop_ids=[1], pad_id=0)
+
+
+@dataclass
+class Steps:
+    """Results of some optimizer steps.
+
+    Each step has a loss and a gradient norm before clipping. `gradients` are those of the first step after clipping
+    (fp32 on the CPU), `later_gradients` those of the second one in a model with adapters, and `answers` greedy answers
+    to `PROMPTS` after the last step. Of a model with routers, each step has the mean balance of documents and the
+    choices of experts, int64 [layers, experts].
+    """
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    answers: list[list[int]] = field(default_factory=list)
+    balances: list[float] = field(default_factory=list)
+    choices: list[torch.Tensor] = field(default_factory=list)
+    later_gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW without weight decay."""
+    return torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=0.0)
+
+
+def auto_class(objective: ObjectiveConfig) -> Any:  # noqa: ANN401 - a class of transformers
+    """The class that loads a model for the objective: one with a score of documents, or a language model."""
+    return AutoModelForSequenceClassification if is_scored(objective) else AutoModelForCausalLM
+
+
+def _task(objective: ObjectiveConfig) -> Task:
+    return "sequence_classification" if is_scored(objective) else "causal_lm"
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """The objective, the units of all samples, and log-probabilities under the reference model, fp64, of the samples
+    and then of the mismatched ones.
+    """
+
+    objective: ObjectiveConfig
+    counts: Mapping[str, int]
+    reference: np.ndarray
+
+
+def reference_loop(  # noqa: PLR0913
+    folder: Path,
+    *,
+    steps: int,
+    max_grad_norm: float = 0.0,
+    optimizer: Callable[[nn.Module], Any] = adamw,
+    objective: ObjectiveConfig = SFT,
+    router: RouterPlan | None = None,
+    adapters: PlainAdapters | None = None,
+) -> Steps:
+    """Take steps on all samples with the model that transformers loads from `folder`."""
+    model = _load(folder, objective, adapters)
+    reference = _reference(model, objective)
+    if adapters is not None:
+        adapters.add(model, _task(objective))
+    return reference_steps(
+        model, steps, max_grad_norm, optimizer, objective=objective, router=router, reference=reference
+    )
+
+
+def _load(folder: Path, objective: ObjectiveConfig, adapters: PlainAdapters | None) -> Any:  # noqa: ANN401 - of transformers
+    """The model in fp32; before adapters are added, those with `adapters` have their frozen weights."""
+    model = auto_class(objective).from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+    if adapters is not None:
+        adapters.freeze(model, _task(objective))
+    return model
+
+
+def _reference(model: nn.Module, objective: ObjectiveConfig) -> np.ndarray:
+    """What the objective reads as log-probabilities of the reference: those of `model`, or of an imagined one."""
+    if not reads_own_reference(objective):
+        return all_reference_log_probs()
+    with torch.no_grad():
+        every = [*samples(), *(mismatched_samples() if isinstance(objective, KtoObjective) else ())]
+        return np.array([_log_probs(model, *sample).double().sum().item() for sample in every])
+
+
+def reference_steps(  # noqa: PLR0913
+    model: nn.Module,
+    steps: int,
+    max_grad_norm: float,
+    optimizer: Callable[[nn.Module], Any],
+    *,
+    objective: ObjectiveConfig = SFT,
+    router: RouterPlan | None = None,
+    reference: np.ndarray | None = None,
+) -> Steps:
+    """Take steps on all samples, one unpadded sample per forward, with transformers' logits and torch's loss."""
+    model.train()
+    routers = None if router is None else PlainRouters(model, router)
+    optim = optimizer(model)
+    problem = _Problem(objective, _counts(objective), all_reference_log_probs() if reference is None else reference)
+    results = Steps()
+    for _ in range(steps):
+        loss = balance = 0.0
+        baseline = _baseline(model, problem)
+        for unit in units(samples_per_unit(objective)):
+            out = _unit_loss(model, unit, problem, baseline=baseline)
+            loss += out.item()
+            if router is not None and routers is not None:
+                of_documents = routers.take_loss() / problem.counts["documents"]
+                balance += of_documents.item() / len(router.layers)
+                out = out + router.section.balance * of_documents
+            out.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf"))
+        results.losses.append(loss)
+        results.norms.append(float(norm))
+        _keep_gradients(model, results)
+        optim.step()
+        optim.zero_grad()
+        if router is not None and routers is not None:
+            results.balances.append(balance)
+            results.choices.append(routers.take_counts())
+            if router.section.bias_update:
+                routers.update_biases(results.choices[-1])
+    if not is_scored(objective):
+        results.answers = [_answer(model, prompt) for prompt in PROMPTS]
+    return results
+
+
+def _keep_gradients(model: nn.Module, results: Steps) -> None:
+    """Copy the gradients of the first step, and those of the second one of a model with adapters."""
+    if len(results.losses) > 2:
+        return
+    grads = {trained_name(name): param.grad for name, param in model.named_parameters() if param.grad is not None}
+    found = {name: grad.clone() for name, grad in grads.items() if len(results.losses) == 1 or is_adapter(name)}
+    if len(results.losses) == 1:
+        results.gradients = found
+    else:
+        results.later_gradients = found
+
+
+def _counts(objective: ObjectiveConfig) -> dict[str, int]:
+    """Units of all samples."""
+    tokens = [int((labels != IGNORE_INDEX).sum()) for _, labels in samples()]
+    whole = units(samples_per_unit(objective))
+    return {
+        "supervised_tokens": sum(tokens),
+        "chosen_tokens": sum(tokens[::2]),
+        "units": len(whole),
+        "documents": len(samples()),
+    }
+
+
+@torch.no_grad()
+def _baseline(model: nn.Module, problem: _Problem) -> float:
+    """z0 of KTO over all samples, else 0."""
+    if not isinstance(problem.objective, KtoObjective):
+        return 0.0
+    logps = [_log_probs(model, *sample).double().sum().item() for sample in mismatched_samples()]
+    return kto_baseline([logp - float(of) for logp, of in zip(logps, problem.reference[SAMPLES:], strict=True)])
+
+
+def _unit_loss(model: nn.Module, unit: Sequence[int], problem: _Problem, *, baseline: float) -> torch.Tensor:
+    """The contribution of the samples of a unit to the mean loss over all samples (scalar)."""
+    objective, counts = problem.objective, problem.counts
+    if is_scored(objective):
+        rows = [torch.from_numpy(samples()[number][0]).long()[None] for number in unit]
+        scores = torch.cat([model(input_ids=row, use_cache=False).logits.float() for row in rows])
+        return score_loss(objective, scores, targets()[[*unit]].tolist()) / counts["units"]
+    if isinstance(objective, DistillObjective):
+        return _divergence(model, unit[0], objective) / counts["supervised_tokens"]
+    logps = [_log_probs(model, *samples()[number]) for number in unit]
+    if not isinstance(objective, Preference | KtoObjective):
+        return -logps[0].sum() / counts["supervised_tokens"]
+    answers = [
+        Answer(logp.double().sum(), len(logp), float(problem.reference[number]), float(targets()[number]))
+        for number, logp in zip(unit, logps, strict=True)
+    ]
+    if isinstance(objective, KtoObjective):
+        return kto_loss(objective, answers[0], baseline) / counts["units"]
+    cross_entropy = -nll_weight(objective) * answers[0].logp / counts["chosen_tokens"]
+    return pair_loss(objective, answers[0], answers[1]) / counts["units"] + cross_entropy
+
+
+def _log_probs(model: nn.Module, ids: np.ndarray, labels: np.ndarray) -> torch.Tensor:
+    """Log-probabilities of the supervised tokens of a sample in nats, fp32 [tokens]."""
+    logits, wanted = _supervised_logits(model, ids, labels)
+    return -functional.cross_entropy(logits, wanted, reduction="none")
+
+
+def _divergence(model: nn.Module, number: int, objective: DistillObjective) -> torch.Tensor:
+    """The loss of distillation, summed over the supervised tokens of a sample (scalar)."""
+    return distill_loss(objective, *_supervised_logits(model, *samples()[number]), *soft_targets(objective)[number])
+
+
+def _supervised_logits(model: nn.Module, ids: np.ndarray, labels: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits, fp32 [tokens, vocabulary], and labels, int64 [tokens], of the supervised tokens of a sample."""
+    logits = model(input_ids=torch.from_numpy(ids).long()[None], use_cache=False).logits[0].float()
+    wanted = torch.from_numpy(labels).long()
+    is_supervised = wanted != IGNORE_INDEX
+    return logits[is_supervised], wanted[is_supervised]
+
+
+def _answer(model: Any, prompt: list[int]) -> list[int]:  # noqa: ANN401 - a causal LM
+    ids, options = (
+        torch.tensor([prompt]),
+        {"max_new_tokens": LIMITS.max_new_tokens, "eos_token_id": LIMITS.stop_ids, "pad_token_id": LIMITS.pad_id},
+    )
+    with torch.no_grad():
+        out = model.eval().generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **options)
+    return [token for token in out[0, len(prompt) :].tolist() if token not in LIMITS.stop_ids]
+
+
+def mean_loss(
+    folder: Path,
+    dtype: torch.dtype,
+    objective: ObjectiveConfig = SFT,
+    *,
+    base: tuple[Path, PlainAdapters] | None = None,
+) -> float:
+    """Loss over the samples of the model that plain transformers loads from `folder`.
+
+    With `base`, the folder and the adapters that a run started from, which may be the objective's reference.
+    """
+    model = auto_class(objective).from_pretrained(folder, dtype=dtype, trust_remote_code=False).eval()
+    reference = _reference(_load(base[0], objective, base[1]) if base is not None else model, objective)
+    problem = _Problem(objective, _counts(objective), reference)
+    with torch.no_grad():
+        baseline = _baseline(model, problem)
+        return sum(
+            _unit_loss(model, unit, problem, baseline=baseline).item() for unit in units(samples_per_unit(objective))
+        )

@@ -1,0 +1,399 @@
+"""`ds-finetune selftest`: compares the layout of a run, or a standard set of layouts, with a plain PyTorch loop.
+
+`start_world` starts the ranks, and `selftest` runs on each of them.
+"""
+
+import copy
+import gc
+import hashlib
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from ds_finetune.config.objectives import DistillObjective, read_objective
+from ds_finetune.config.parallel import ParallelConfig
+from ds_finetune.config.schema import LoraConfig, RunConfig
+from ds_finetune.console.phase_line import Say
+from ds_finetune.console.quiet import quiet_packages, show_loading_as_phase
+from ds_finetune.engine.devices import choose_device
+from ds_finetune.engine.groups.collectives import all_gather_object
+from ds_finetune.engine.groups.default_group import process_group
+from ds_finetune.engine.ops.prepare_ops import build_ops
+from ds_finetune.errors import ConfigError, LaunchError, RunError
+from ds_finetune.families.table import FAMILIES, STANDARD_SELFTEST, WITH_TINY_MODELS
+from ds_finetune.model.adapters.lora_plan import plan_lora
+from ds_finetune.model.build.model_plan import task_of
+from ds_finetune.model.build.skeleton import has_class, read_hf_config
+from ds_finetune.objectives.objective import ScoreObjective
+from ds_finetune.objectives.table import make_objective
+from ds_finetune.plan.combinations import TESTED_LAYOUTS
+from ds_finetune.plan.deepspeed_choice import choose_deepspeed
+from ds_finetune.plan.deepspeed_config import read_choices
+from ds_finetune.plan.inexact import without_inexact
+from ds_finetune.plan.mesh import Mesh
+from ds_finetune.plan.model_checks import check_lora_type
+from ds_finetune.plan.plan import Plan, make_plan
+from ds_finetune.reference.selftest.cells import (
+    OBJECTIVES,
+    TINY_MODELS,
+    Cell,
+    enlarged_config,
+    hf_config,
+    objective_of,
+    run_tree,
+)
+from ds_finetune.reference.selftest.compare import compare_layout, write_model
+from ds_finetune.reference.selftest.plain_teacher import with_teacher, write_teacher
+from ds_finetune.world import World, accelerate_choices
+
+_DERIVED = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "optimizer",
+    "bf16",
+    "fp16",
+)
+"""Keys of a DeepSpeed configuration that are derived from the run file; the tiny run derives its own values."""
+_ROUNDING = ("data_types",)
+"""Keys whose purpose is to change rounding; they are left out, as are the options that `inexact` allows."""
+_SMALL = {
+    "stage3_param_persistence_threshold": 40,
+    "reduce_bucket_size": 20_000,
+    "allgather_bucket_size": 20_000,
+    "stage3_prefetch_bucket_size": 5_000,
+}
+_STRUCTURE = (
+    "tie_word_embeddings",
+    "attention_bias",
+    "mlp_bias",
+    "use_qk_norm",
+    "topk_method",
+    "scoring_func",
+    "norm_topk_prob",
+    "routed_scaling_factor",
+)
+_WHOLE_BLOCKS = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 64,
+    "v_head_dim": 16,
+    "num_attention_heads": 4,
+}
+"""Sizes of a tiny model whose rows are blocks of 64 numbers, but for its experts'."""
+_ACCUMULATION = 2
+
+
+@dataclass(frozen=True)
+class LayoutCase:
+    """A layout to compare with the reference loop.
+
+    `model` is its tiny model before it is enlarged for the parallel sizes, and `tree` the run file without the model's
+    path.
+    """
+
+    name: str
+    model: PretrainedConfig
+    tree: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How much to compare: the optimizer steps per layout, and the families of the standard set.
+
+    The first family is compared in every layout.
+    """
+
+    steps: int = 3
+    families: tuple[str, ...] = STANDARD_SELFTEST
+
+    @property
+    def arguments(self) -> list[str]:
+        """The command-line arguments that give this extent."""
+        return ["--steps", str(self.steps), "--families", ",".join(self.families)]
+
+
+def start_world(arguments: list[str], config: RunConfig | None, *, nproc: int, hostfile: str | None) -> int:
+    """Run `ds-finetune selftest` with `arguments` in `nproc` processes on this machine, or on the hosts of `hostfile`.
+
+    Returns the exit code. Without a hostfile, errors in the run file are reported before a process is started.
+    """
+    if hostfile is not None:
+        if not Path(hostfile).is_file():
+            raise LaunchError(
+                f"hostfile `{hostfile}` does not exist", hint="name an existing file with lines like `host1 slots=8`"
+            )
+        command = [
+            sys.executable,
+            "-m",
+            "deepspeed.launcher.runner",
+            "--hostfile",
+            hostfile,
+            "--no_local_rank",
+            "--module",
+            "ds_finetune",
+        ]
+    else:
+        world = World(0, nproc, 0, nproc, "selftest")
+        for case in _cases_of_run(config, world) if config is not None else []:
+            make_plan(_run_file(case, Path(), Path()), world=world, device=choose_device())
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={nproc}",
+            "-m",
+            "ds_finetune",
+        ]
+    return subprocess.run([*command, "selftest", *arguments], check=False).returncode
+
+
+def selftest(config: RunConfig | None, extent: Extent, *, say: Say) -> None:
+    """Compare every case on these ranks and print a line for each; RunError where one differs.
+
+    The cases are the layout of the run `config`, or the standard set where that is None.
+    """
+    # The tiny models are loaded and gathered hundreds of times, each time with a progress bar or a warning.
+    quiet_packages()
+    show_loading_as_phase()
+    # A launcher sends this signal to the other ranks when one fails; rank zero has a folder to remove.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    world = World.from_environment(os.environ)
+    world.set_environment(os.environ)
+    device = choose_device()
+    cases = (
+        _standard_cases(world.world_size, extent.families, device) if config is None else _cases_of_run(config, world)
+    )
+    left_out = _left_out(config) if config is not None else []
+    if left_out and world.rank == 0:
+        say(f"not compared: {', '.join(left_out)}")
+    wrong, began = 0, time.monotonic()
+    with process_group(world, device), _shared_folder(world) as folder:
+        _build_first(make_plan(_run_file(cases[0], folder, folder), world=world, device=device), say)
+        for number, case in enumerate(cases):
+            wrong += not _is_equal(case, world, device, folder / str(number), extent.steps, say)
+            if number == 0:
+                # ZeRO-3 collects garbage at each start. Exclude all objects so far, to make that faster.
+                gc.freeze()
+    if world.rank == 0:
+        right, seconds = len(cases) - wrong, time.monotonic() - began
+        say(
+            f"{right} of {len(cases)} layouts equal a plain loop on {world.world_size} ranks ({device}), "
+            f"{seconds:.0f} s"
+        )
+    if wrong:
+        raise RunError(
+            f"{wrong} of {len(cases)} layouts are off",
+            hint="do not train with them here; compare versions with constraints.txt",
+        )
+
+
+def _build_first(plan: Plan, say: Say) -> None:
+    """Compile the ops that the layouts need, and print notes on those that cannot be compiled and their replacement."""
+    built = build_ops(plan, all_gather_object, say)
+    for note in built.notes[len(plan.notes) :] if plan.world.rank == 0 else ():
+        say(note)
+
+
+def _is_equal(case: LayoutCase, world: World, device: str, folder: Path, steps: int, say: Say) -> bool:  # noqa: PLR0913
+    model = enlarged_config(case.model, ParallelConfig.model_validate(case.tree["parallel"]))
+    section = read_objective(case.tree["objective"])
+    objective = make_objective(section)
+    if isinstance(objective, ScoreObjective):
+        # The samples have no such token: transformers pools the last one that is another.
+        model.num_labels, model.pad_token_id = objective.num_outputs, 0
+    # One folder for a model in all layouts: the reference loop runs once for each model.
+    text = f"{task_of(objective)} {model.to_json_string()}"
+    where = folder.parent / f"model-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    if world.rank == 0 and not where.exists():
+        write_model(model, where, objective=section)
+    config = _run_file(case, where, folder)
+    if world.rank == 0 and isinstance(config.objective, DistillObjective):
+        write_teacher(model, config.objective)
+    all_gather_object(None)
+    comparison = compare_layout(config, world, device, folder, steps=steps)
+    if comparison is not None:
+        say(f"{'equal' if comparison.is_equal else 'WRONG'}  {case.name:44} {comparison.text()}")
+    return all_gather_object(comparison)[0].is_equal  # type: ignore[union-attr]
+
+
+def _run_file(case: LayoutCase, model_folder: Path, folder: Path) -> RunConfig:
+    model = case.tree["model"] | {"path": str(model_folder)}
+    config = RunConfig.model_validate(case.tree | {"model": model, "output_dir": str(folder)})
+    if not isinstance(config.objective, DistillObjective):
+        return config
+    return config.model_copy(update={"objective": with_teacher(config.objective, model_folder)})
+
+
+def _standard_cases(world_size: int, families: Sequence[str], device: str) -> list[LayoutCase]:
+    """The standard set: data parallelism at every ZeRO stage, and the tested combinations of parallel axes, in fp32.
+
+    Each axis of a combination has two ranks; combinations that do not fit `world_size` ranks are left out. Two ZeRO
+    stages are compared in bf16 too, and on GPUs in fp16.
+    """
+    unknown = [family for family in families if family not in TINY_MODELS]
+    if unknown:
+        raise ConfigError(f"--families {','.join(unknown)} is not known", hint=f"use some of {','.join(TINY_MODELS)}")
+    cells = [Cell(family, stage, _ACCUMULATION, packing=True) for family in families for stage in range(4)]
+    for row, family in itertools.product(TESTED_LAYOUTS, families):
+        sizes: dict[str, Any] = dict.fromkeys(row.axes, 2)
+        cell = Cell(family, 0, _ACCUMULATION, packing=True, max_grad_norm=0.5, checkpointing=True, **sizes)
+        if (
+            world_size % cell.sharing == 0
+            and world_size // (cell.tp * cell.pp) % cell.ep == 0
+            and hf_config(family).model_type in row.families
+        ):
+            cells += [
+                replace(cell, stage=stage) for stage in (row.stages if family == families[0] else row.stages[-1:])
+            ]
+    for precision in ("bf16", "fp16") if device == "cuda" else ("bf16",):
+        cells += [Cell(families[0], stage, _ACCUMULATION, packing=True, precision=precision) for stage in (1, 3)]
+    cells += [
+        Cell(families[0], stage, _ACCUMULATION, packing=True, objective=name)
+        for stage, name in zip(itertools.cycle((1, 3, 2)), OBJECTIVES, strict=False)
+        if has_class(hf_config(families[0]), task_of(objective_of(name)))
+    ]
+    if FAMILIES[hf_config(families[0]).model_type].has_lora:
+        cells += [Cell(families[0], stage, _ACCUMULATION, packing=True, has_lora=True) for stage in (2, 3)]
+    if FAMILIES[hf_config(families[0]).model_type].router is not None:
+        cells += [Cell(families[0], stage, _ACCUMULATION, packing=True, balances=True) for stage in (1, 3)]
+    return [_case(cell, world_size) for cell in cells]
+
+
+def _case(cell: Cell, world_size: int) -> LayoutCase:
+    tree = run_tree(cell, Path(), Path(), dp=world_size // cell.sharing) | {"model": {"path": ""}}
+    if cell.objective in OBJECTIVES:
+        tree["objective"] = {"name": cell.objective} | OBJECTIVES[cell.objective]
+    name = f"{cell.family} {cell.layout} ZeRO-{cell.stage} {cell.precision}{_objective_text(cell)}"
+    return LayoutCase(name, hf_config(cell.family), tree)
+
+
+def _objective_text(cell: Cell) -> str:
+    objective = "" if cell.objective == "sft" else f" {cell.objective}"
+    return f"{objective}{' routers' if cell.balances else ''}{' LoRA' if cell.has_lora else ''}"
+
+
+def _cases_of_run(config: RunConfig, world: World) -> list[LayoutCase]:
+    """The layout of a run with a tiny model of its family and structure, in fp32 and in the run's precision.
+
+    Gradients can only be compared in fp32.
+    """
+    hub = read_hf_config(config.model.path, files=("*.json",))
+    if hub.model_type not in TINY_MODELS:
+        raise ConfigError(
+            f"model_type {hub.model_type} has no tiny model",
+            hint=f"known: {', '.join(WITH_TINY_MODELS)}",
+        )
+    mesh = Mesh.of(config.parallel, world_size=world.world_size, rank=world.rank)
+    given, _ = read_choices(choose_deepspeed(config, accelerate_choices(os.environ)))
+    choices = _scale_choices(
+        {key: value for key, value in without_inexact(copy.deepcopy(given)).items() if key not in _DERIVED}
+    )
+    stage = choices["zero_optimization"].get("stage", 0)
+    found = []
+    for precision in dict.fromkeys(("fp32", config.train.precision)):
+        cell = Cell(
+            hub.model_type,
+            stage,
+            config.parallel.pp if config.parallel.vpp > 1 else _ACCUMULATION,
+            config.data.packing,
+            precision=precision,
+            max_grad_norm=0.5,
+            sp=config.parallel.sp,
+            objective=config.objective.name,
+            reduces_once=config.train.reduction_every == "step",
+            has_lora=config.lora is not None,
+        )
+        tree = run_tree(replace(cell, checkpointing=config.train.activation_checkpointing), Path(), Path(), dp=mesh.dp)
+        tree["parallel"] = config.parallel.model_copy(update={"pp_layers": ()}).model_dump()
+        attention = config.model.attention if precision == config.train.precision else "sdpa"
+        tree |= {"model": {"path": "", "attention": attention, "loss": config.model.loss}, "deepspeed": choices}
+        tree |= {"objective": config.objective.model_dump(), "router": config.router and config.router.model_dump()}
+        tree |= {"lora": config.lora and config.lora.model_dump()}
+        tree["train"] |= {name: getattr(config.train, name) for name in ("activation_offload", "tiled_mlp")}
+        if precision == config.train.precision and config.train.reduction_dtype == "fp32":
+            tree["train"]["reduction_dtype"] = "fp32"
+        tiny = _tiny_model_like(hub, cell.family, is_quantised=config.lora is not None and bool(config.lora.quantize))
+        found.append(LayoutCase(f"{hub.model_type} {mesh} ZeRO-{stage} {precision}{_objective_text(cell)}", tiny, tree))
+    if config.lora is not None:
+        _check_targets(tiny, config.lora)
+    return found
+
+
+def _left_out(config: RunConfig) -> list[str]:
+    """What the run trains with and its layout is compared without."""
+    settings = (
+        (config.mtp.train, "mtp.train true"),
+        (config.indexer.train, "indexer.train true"),
+        (bool(config.inexact), f"inexact {', '.join(config.inexact)}"),
+        (config.optim.name.lower() != "adamw", f"optim.name {config.optim.name}"),
+        (config.train.reduction_dtype == "bf16", "train.reduction_dtype bf16"),
+    )
+    return [text for is_set, text in settings if is_set]
+
+
+def _check_targets(tiny: PretrainedConfig, lora: LoraConfig) -> None:
+    """ConfigError where a run's patterns name modules that the tiny model does not have, such as those of layer 20."""
+    check_lora_type(tiny.model_type)
+    try:
+        plan_lora(tiny, lora)
+    except ConfigError as refused:
+        raise ConfigError(
+            f"selftest adapts a tiny {tiny.model_type} of {tiny.num_hidden_layers} layers: {refused.message}",
+            hint=f"{refused.hint}; for the selftest, name modules without numbers of layers",
+        ) from refused
+
+
+def _tiny_model_like(hub: PretrainedConfig, family: str, *, is_quantised: bool) -> PretrainedConfig:
+    """The tiny model of a family, with the structure of `hub`: ties, biases, latent queries, routing, padding.
+
+    Where weights are to be held in four bits, with rows of whole blocks.
+    """
+    tiny = hf_config(family)
+    for name, size in _WHOLE_BLOCKS.items() if is_quantised else ():
+        if hasattr(tiny, name):
+            setattr(tiny, name, size)
+    for name in _STRUCTURE:
+        if hasattr(hub, name):
+            setattr(tiny, name, getattr(hub, name))
+    if getattr(hub, "q_lora_rank", 0) is None:
+        tiny.q_lora_rank = None
+    tiny.pad_token_id = None if hub.pad_token_id is None else 0
+    return tiny
+
+
+def _scale_choices(choices: dict[str, Any]) -> dict[str, Any]:
+    """A run's DeepSpeed choices, with small buckets and thresholds.
+
+    With those of a real model, all tensors of the tiny model would fit in one bucket.
+    """
+    zero = (choices.get("zero_optimization") or {}) | _SMALL
+    return {key: value for key, value in choices.items() if key not in _ROUNDING} | {"zero_optimization": zero}
+
+
+@contextmanager
+def _shared_folder(world: World) -> Iterator[Path]:
+    """A new folder for all ranks; with several hosts it is in the working directory, which the hosts must share."""
+    is_one_host = world.local_world_size == world.world_size
+    mine = tempfile.mkdtemp(prefix="selftest-", dir=None if is_one_host else Path.cwd()) if world.rank == 0 else ""
+    folder = Path(all_gather_object(mine)[0])
+    try:
+        yield folder
+    finally:
+        if world.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,190 @@
+"""The curves of one run or of several over each other, as charts."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ds_finetune.runs.curves import drawn_points, smooth
+from ds_finetune.runs.report.blocks import Chart
+from ds_finetune.runs.report.charts import Line, line_option
+from ds_finetune.runs.report.number_texts import number_text
+from ds_finetune.runs.report.run import MOST_POINTS, ReportedRun
+
+_SMOOTHED_SHARE, _MOST_REACH = 40, 100
+"""A smoothed curve averages over a fortieth of the run before and after each step, and over 100 steps at most."""
+LEAST_SMOOTHED = 30
+"""Shorter curves are not smoothed."""
+_PAGE_POINTS, _LEAST_POINTS = 60_000, 16
+"""Points of all lines of a page, and of a line however many there are; a smoothed line adds half as many."""
+_MOST_OTHERS = 24
+
+
+@dataclass(frozen=True)
+class CurveGroup:
+    """Metrics that share a chart, each with its label there. Evaluations are drawn as points."""
+
+    title: str
+    labels: Mapping[str, str]
+    number: str = "number"
+    is_smoothed: bool = False
+    can_be_logarithmic: bool = False
+
+
+def _trained_and_held_out(metric: str) -> dict[str, str]:
+    return {f"train/{metric}": "train", f"eval/{metric}": "eval"}
+
+
+GROUPS = (
+    CurveGroup("Loss", _trained_and_held_out("loss"), is_smoothed=True, can_be_logarithmic=True),
+    CurveGroup(
+        "Accuracy", _trained_and_held_out("accuracy") | {"eval/exact_match": "exact match"}, "percent", is_smoothed=True
+    ),
+    CurveGroup("Reward accuracy", _trained_and_held_out("reward_accuracy"), "percent", is_smoothed=True),
+    CurveGroup("Reward margin", _trained_and_held_out("reward_margin"), is_smoothed=True),
+    CurveGroup("Gradient norm", {"train/grad_norm": "before clipping"}, is_smoothed=True, can_be_logarithmic=True),
+    CurveGroup("Learning rate", {"optim/lr": "learning rate"}),
+    CurveGroup(
+        "Throughput (per second, all ranks)",
+        {
+            "perf/tokens_per_second": "tokens",
+            "perf/supervised_tokens_per_second": "supervised tokens",
+            "perf/examples_per_second": "examples",
+        },
+    ),
+    CurveGroup(
+        "Time of a step", {"perf/step_seconds": "whole step", "perf/data_wait_seconds": "wait for data"}, "seconds"
+    ),
+    CurveGroup("Peak memory of rank 0", {"memory/peak_gib": "peak so far"}, "gib"),
+    CurveGroup("Model FLOPs utilisation", {"perf/mfu": "MFU"}, "percent"),
+    CurveGroup("Slowest rank over the median", {"perf/straggler_ratio": "step time"}, "ratio"),
+    CurveGroup(
+        "Largest load of an expert over the mean, less 1",
+        {"router/max_violation_mean": "mean of layers", "router/max_violation_max": "least even layer"},
+    ),
+    CurveGroup(
+        "Effective experts of a layer",
+        {"router/effective_experts_mean": "mean of layers", "router/effective_experts_min": "layer with the fewest"},
+    ),
+    CurveGroup("Entropy of the routers (nats)", {"router/entropy": "mean of layers"}),
+    CurveGroup("Experts without a token", {"router/dead_experts": "all layers"}),
+    CurveGroup("Tokens of a step with a loss", {"data/supervised_tokens": "supervised tokens"}),
+    CurveGroup("Wait for a checkpoint", {"checkpoint/blocked_seconds": "blocked"}, "seconds"),
+)
+"""Charts that a report has where the run has one of their metrics."""
+_WITHOUT_CHART = (
+    "skipped",
+    "skipped_steps",
+    "tokens_seen",
+    "perplexity",
+    "predicted_gib",
+    "measured_gib",
+    "predicted_step_seconds",
+)
+"""Last parts of the names of metrics that are told elsewhere on the page, or follow from another."""
+
+
+def run_charts(run: ReportedRun, markers: Sequence[tuple[int, str]]) -> list[Chart]:
+    """The charts of a run; `markers` are steps with a word, such as restarts."""
+    most = _points_of_a_line([run])
+    return [_run_chart(run, group, markers, most=most) for group in _groups_of([run])]
+
+
+def overlay_charts(runs: Sequence[ReportedRun]) -> list[Chart]:
+    """A chart for each metric of two or more runs, with a line for each of them."""
+    most = _points_of_a_line(runs)
+    return [_overlay_chart(runs, group, name, most=most) for group in _groups_of(runs) for name in group.labels]
+
+
+def _points_of_a_line(runs: Sequence[ReportedRun]) -> int:
+    """The points that each line may have, so that the page stays small."""
+    lines = sum(len(run.curves) for run in runs)
+    return max(_LEAST_POINTS, min(MOST_POINTS, _PAGE_POINTS // max(lines, 1)))
+
+
+def _groups_of(runs: Sequence[ReportedRun]) -> list[CurveGroup]:
+    """The groups with the metrics that the runs have, and a group for each further metric."""
+    names = list(dict.fromkeys(name for run in runs for name, curve in run.curves.items() if len(curve)))
+    groups, known = [], set[str]()
+    for group in GROUPS:
+        labels = {name: label for name in names if (label := _label_in(group, name))}
+        known |= labels.keys()
+        ordered = sorted(labels, key=lambda name: (name not in group.labels, [*group.labels, name].index(name)))
+        groups += [replace(group, labels={name: labels[name] for name in ordered})] if labels else []
+    others = [name for name in names if name not in known and name.rpartition("/")[2] not in _WITHOUT_CHART]
+    return [*groups, *(CurveGroup(name, {name: name}) for name in others[:_MOST_OTHERS])]
+
+
+def _label_in(group: CurveGroup, name: str) -> str:
+    """The label of a metric in a group; empty where it is not of the group. Each held-out set has its own metrics."""
+    place, *of_set, metric = name.split("/")
+    whole = f"{place}/{metric}"
+    label = group.labels.get(whole, "") if place == "eval" or not of_set else ""
+    return f"{label} {'/'.join(of_set)}" if of_set and label else label
+
+
+def _run_chart(run: ReportedRun, group: CurveGroup, markers: Sequence[tuple[int, str]], *, most: int) -> Chart:
+    lines: list[Line] = []
+    for colour, (name, label) in enumerate(group.labels.items()):
+        smoothed = "smoothed" if group.is_smoothed else ""
+        lines += _lines_of(run, name, Line(label, *run.drawn(name, most), colour=colour), smoothed=smoothed, most=most)
+    texts = [f"{label}: {_course(run, name, group.number)}" for name, label in group.labels.items()]
+    return _chart(group.title, group, lines, summary="; ".join(texts), markers=markers)
+
+
+def _overlay_chart(runs: Sequence[ReportedRun], group: CurveGroup, name: str, *, most: int) -> Chart:
+    lines: list[Line] = []
+    texts = []
+    for colour, (label, run) in enumerate(zip(run_labels(runs), runs, strict=True)):
+        if name in run.curves:
+            line = Line(label, *run.drawn(name, most), colour=colour)
+            lines += _lines_of(run, name, line, smoothed=label * group.is_smoothed, most=most)
+            texts.append(f"{label}: {_course(run, name, group.number)}")
+    label = group.labels[name]
+    title = group.title if len(group.labels) == 1 else f"{group.title}: {label}"
+    return _chart(title, group, lines, summary="; ".join(texts))
+
+
+def _chart(
+    title: str, group: CurveGroup, lines: Sequence[Line], *, summary: str, markers: Sequence[tuple[int, str]] = ()
+) -> Chart:
+    is_positive = all(bool((line.values[np.isfinite(line.values)] > 0).all()) for line in lines)
+    option = line_option(lines, markers=markers)
+    return Chart(title, option, summary, group.number, can_be_logarithmic=group.can_be_logarithmic and is_positive)
+
+
+def run_labels(runs: Sequence[ReportedRun]) -> list[str]:
+    """A name for each run that no other has: its folder's, with those above where two have the same."""
+    depth = 1
+    while True:
+        labels = ["/".join(run.folder.path.parts[-depth:]) for run in runs]
+        if len(set(labels)) == len(labels) or depth >= max(len(run.folder.path.parts) for run in runs):
+            return labels
+        depth += 1
+
+
+def _lines_of(run: ReportedRun, name: str, line: Line, *, smoothed: str, most: int) -> list[Line]:
+    """What is drawn of a metric: points of an evaluation or save, else a line, faint behind one named `smoothed`."""
+    if name.startswith(("eval/", "checkpoint/")):
+        return [replace(line, role="points")]
+    curve = run.curves[name]
+    if not smoothed or len(curve) < LEAST_SMOOTHED:
+        return [line]
+    values = smooth(curve.values, smoothing_reach(len(curve)))
+    kept = drawn_points(values, most // 2)
+    return [replace(line, role="faint"), Line(smoothed, curve.steps[kept], values[kept], "line", line.colour)]
+
+
+def smoothing_reach(num_values: int) -> int:
+    """How many steps before and after each step are averaged, for a curve of so many values."""
+    return max(1, min(_MOST_REACH, num_values // _SMOOTHED_SHARE))
+
+
+def _course(run: ReportedRun, name: str, number: str) -> str:
+    """First, last, lowest and highest value of a metric as text."""
+    curve = run.curves[name]
+    values = curve.values[np.isfinite(curve.values)]
+    if not len(values):
+        return "no finite value"
+    texts = [number_text(float(value), number) for value in (values[0], values[-1], values.min(), values.max())]
+    return f"from {texts[0]} to {texts[1]}, lowest {texts[2]}, highest {texts[3]}, {len(values):,} values"

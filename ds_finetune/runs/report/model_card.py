@@ -1,0 +1,190 @@
+"""The model card of an exported folder: its `README.md` in the format of the Hugging Face Hub."""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from ds_finetune import __version__
+from ds_finetune.families.table import BUILT_AS
+from ds_finetune.runs.folder import is_run
+from ds_finetune.runs.report.differences import flat_config
+from ds_finetune.runs.report.number_texts import number_text
+from ds_finetune.runs.report.run import ReportedRun
+from ds_finetune.runs.status import read_object
+from ds_finetune.system.whole_file import replace_file
+
+CARD = "README.md"
+MARK = "<!-- written by ds_finetune"
+"""A card without this line was edited by a person, and is left as it is."""
+_TEMPLATES = Path(__file__).parent / "templates"
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst")
+_TASKS = {"classification": "text-classification", "reward": "text-classification"}
+_SHARES = ("accuracy", "exact_match", "reward_accuracy")
+_HYPERPARAMETERS = (
+    "objective.name",
+    "train.for",
+    "train.global_batch_size",
+    "train.max_seq_len",
+    "train.precision",
+    "train.max_grad_norm",
+    "train.seed",
+    "optim.name",
+    "optim.lr",
+    "optim.lr_scheduler",
+    "optim.warmup",
+    "optim.weight_decay",
+    "optim.betas",
+    "data.packing",
+    "lora.rank",
+    "lora.alpha",
+    "lora.target_modules",
+)
+"""Keys of the run file that a card shows."""
+
+
+def write_model_cards(run: ReportedRun) -> list[Path]:
+    """Write the card of each export of a run; returns the cards that were written."""
+    folders = [run.folder.path / name for name in run.folder.exports]
+    return [card for folder in folders if (card := write_model_card(run, folder)) is not None]
+
+
+def write_card_of_source(source: Path, folder: Path) -> Path | None:
+    """Write the card of a folder that was exported from a run, or from a checkpoint or an adapter inside of one.
+
+    None where `source` belongs to no run, or a person has written a card.
+    """
+    found = next((each for each in (source, *source.absolute().parents[:2]) if is_run(each)), None)
+    return None if found is None else write_model_card(ReportedRun.read(found), folder)
+
+
+def write_model_card(run: ReportedRun, folder: Path) -> Path | None:
+    """Write `README.md` into an exported folder of a run; None where a person has written one."""
+    card = folder / CARD
+    if card.exists() and MARK not in card.read_text(encoding="utf-8", errors="replace"):
+        return None
+    replace_file(card, model_card(run, folder).encode(errors="backslashreplace"))
+    return card
+
+
+def model_card(run: ReportedRun, folder: Path) -> str:
+    """The card of an exported folder; it names no path of the machine and no time, so that equal exports are equal."""
+    from huggingface_hub import EvalResult, ModelCardData
+
+    is_adapter = (folder / "adapter_config.json").is_file()
+    step = _step_of(run, folder)
+    results = dict(_results_at(run, step))
+    base, objective = _base_model(run.config), _objective(run.config)
+    task = _TASKS.get(objective, "text-generation")
+    is_scorer, built_as = task != "text-generation", _built_as(folder)
+    data = ModelCardData(
+        base_model=base if _is_hub_id(base) else None,
+        base_model_relation=("adapter" if is_adapter else "finetune") if _is_hub_id(base) else None,
+        datasets=[name for name in _training_data(run.config) if _is_hub_id(name)] or None,
+        eval_results=[
+            EvalResult(
+                task_type=task,
+                dataset_type="held-out",
+                dataset_name="held-out rows of the run",
+                metric_type=name,
+                metric_value=float(f"{value:.6g}"),
+            )
+            for name, value in results.items()
+        ]
+        or None,
+        library_name="peft" if is_adapter else "transformers",
+        model_name=run.name,
+        pipeline_tag=task,
+        tags=["ds_finetune", "deepspeed", objective, *(["lora"] if run.config.get("lora") else [])],
+    )
+    environment = Environment(
+        loader=FileSystemLoader(_TEMPLATES),
+        autoescape=False,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+    )
+    return environment.get_template("model_card.md.j2").render(
+        metadata=data.to_yaml(),
+        mark=f"{MARK} {__version__} -->",
+        name=run.name,
+        base=base if _is_hub_id(base) else Path(base).name,
+        objective=objective,
+        task=task,
+        is_adapter=is_adapter,
+        is_scorer=is_scorer,
+        auto_class="AutoModelForSequenceClassification" if is_scorer else "AutoModelForCausalLM",
+        built_as=built_as,
+        type_argument=f', model_type="{built_as}"' if built_as else "",
+        raw_score=', function_to_apply="none"' if objective == "reward" else "",
+        step=step,
+        ranks=run.starts[-1].get("ranks", 0) if run.starts else 0,
+        results=[(name, _result_text(name, value)) for name, value in results.items()],
+        data=str(run.data.get("summary", "")),
+        settings=_settings(run.config),
+        versions=run.versions,
+    )
+
+
+def _built_as(folder: Path) -> str:
+    """The model type that transformers has to be told, because it does not know the folder's own; else empty."""
+    # An adapter of a language model has no config.json, but the merged export beside it.
+    files = (folder / "config.json", folder.with_name(folder.name.replace("adapter", "export")) / "config.json")
+    types = [str(read_object(file).get("model_type")) for file in files]
+    return next((BUILT_AS[name] for name in types if name in BUILT_AS), "")
+
+
+def _settings(config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    flat = flat_config(config)
+    return [(key, flat[key]) for key in _HYPERPARAMETERS if flat.get(key, "null") != "null"]
+
+
+def _step_of(run: ReportedRun, folder: Path) -> int:
+    """The step of the weights: of the folder's record, else the last one."""
+    step = read_object(folder / "verification.json").get("step")
+    if isinstance(step, int):
+        return step
+    best = run.best("eval/loss")
+    if folder.name.endswith("-best") and best is not None:
+        return best[0]
+    return run.metrics.last_step
+
+
+def _results_at(run: ReportedRun, step: int) -> Iterator[tuple[str, float]]:
+    """Metrics on all held-out rows after `step`, by their last name."""
+    for name, curve in run.curves.items():
+        metric = name.removeprefix("eval/")
+        if metric == name or "/" in metric:
+            continue
+        for at, value in zip(curve.steps.tolist(), curve.values.tolist(), strict=True):
+            if at == step and value == value:
+                yield metric, value
+
+
+def _result_text(name: str, value: float) -> str:
+    return number_text(value, "percent" if name in _SHARES else "number")
+
+
+def _objective(config: Mapping[str, Any]) -> str:
+    objective = config.get("objective", {})
+    return str(objective.get("name", "sft")) if isinstance(objective, dict) else str(objective)
+
+
+def _base_model(config: Mapping[str, Any]) -> str:
+    model = config.get("model", {})
+    return str(model.get("path", "") if isinstance(model, dict) else model)
+
+
+def _training_data(config: Mapping[str, Any]) -> list[str]:
+    """The sources of the training data, with or without names."""
+    section = config.get("data", {})
+    given = section.get("train", []) if isinstance(section, dict) else []
+    given = list(given.values()) if isinstance(given, dict) else given if isinstance(given, list) else [given]
+    return [str(source) for source in given if isinstance(source, str)]
+
+
+def _is_hub_id(name: str) -> bool:
+    """Whether a path or id of a run file names a repository of the Hub."""
+    return bool(_HUB_ID.fullmatch(name)) and not name.endswith(_FILES) and not Path(name).exists()

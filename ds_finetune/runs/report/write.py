@@ -1,0 +1,95 @@
+"""Writes the files of a report: the page of one run or several, and what a run gets at its end."""
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from ds_finetune.console.phase_line import Say
+from ds_finetune.errors import OutputError
+from ds_finetune.runs.report.blocks import Page
+from ds_finetune.runs.report.model_card import write_model_cards
+from ds_finetune.runs.report.page import overlay_page, render_page, run_page
+from ds_finetune.runs.report.run import ReportedRun
+from ds_finetune.runs.status import State
+from ds_finetune.system.whole_file import replace_file
+
+REPORT, PICTURE = "report.html", "loss.png"
+_MARK = b'<meta name="generator" content="ds_finetune '
+_HEAD_BYTES = 1024
+
+
+def write_run_report(run_folder: Path, *, state: State | None = None) -> Path:
+    """Write `report.html` and `loss.png` into a run folder, and model cards into its exports; returns the page.
+
+    `state` is the state of a run that ends with this report; left out, it is what an observer sees.
+
+    Raises:
+        OutputError: the folder holds no run, or the page cannot be written.
+    """
+    # matplotlib takes half a second to import, and one rank needs it once.
+    from ds_finetune.runs.report.loss_plot import write_loss_plot
+
+    run = ReportedRun.read(run_folder)
+    path = run_folder / REPORT
+    _check_replaceable(path)
+    # Cards first: they are what a failure of the others must not leave out.
+    write_model_cards(run)
+    _write_html(render_page(run_page(run, state=state)), path)
+    write_loss_plot(run, run_folder / PICTURE)
+    return path
+
+
+def write_report(run_folders: Sequence[Path], out: Path) -> Path:
+    """Write the page of one run, or of several over each other, to `out`; nothing else is written.
+
+    Raises:
+        OutputError: a folder holds no run, or `out` is a file that no report is in, or it cannot be written.
+    """
+    runs = [ReportedRun.read(folder) for folder in run_folders]
+    _check_replaceable(out)
+    page = run_page(runs[0]) if len(runs) == 1 else overlay_page(runs)
+    _write_html(render_page(page), out)
+    return out
+
+
+def write_page(page: Page, path: Path) -> Path:
+    """Write a page of any content, such as that of an experiment; returns `path`.
+
+    Raises:
+        OutputError: `path` is a file that no report is in, or it cannot be written.
+    """
+    _check_replaceable(path)
+    _write_html(render_page(page), path)
+    return path
+
+
+def try_run_report(run_folder: Path, say: Say, *, state: State) -> Path | None:
+    """Write the report of a run that ends. Whatever fails here is one line, since the run itself is done."""
+    try:
+        return write_run_report(run_folder, state=state)
+    except Exception as failed:  # noqa: BLE001 - a run that is trained and exported must not fail for its report
+        reason = " ".join(str(failed).split()) or type(failed).__name__
+        say(f"REPORT NOT WRITTEN: {reason}; `ds-finetune report {shlex.quote(str(run_folder))}` tries again")
+        return None
+
+
+def _check_replaceable(path: Path) -> None:
+    """OutputError where `path` is something other than a report, which would be lost."""
+    if path.is_dir():
+        raise OutputError(f"`{path}` is a folder", hint="name a file such as report.html")
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        head = file.read(_HEAD_BYTES)
+    if head and _MARK not in head:
+        raise OutputError(f"`{path}` exists and is not a report", hint="name another file, or move that one away")
+
+
+def _write_html(html: str, path: Path) -> None:
+    try:
+        # A text of the run may hold half of a surrogate pair, which JSON can write and UTF-8 cannot.
+        replace_file(path, html.encode(errors="backslashreplace"))
+    except OSError as refused:
+        raise OutputError(
+            f"`{path}` cannot be written: {refused.strerror or refused}", hint="name a file that can be written with -o"
+        ) from refused

@@ -1,0 +1,343 @@
+"""The HTTP application that serves the model in one folder.
+
+It checks each request and passes it to the handlers of `transformers serve`.
+"""
+
+import asyncio
+import hmac
+import inspect
+import json
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cli.serving.chat_completion import ChatCompletionHandler
+from transformers.cli.serving.completion import CompletionHandler
+from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.serving.utils import Modality
+
+from ds_finetune.config.units import MIB
+from ds_finetune.console.quiet import show_loading_as_phase
+from ds_finetune.export.verify.record import is_onnx
+from ds_finetune.foreign.auto_configs import AutoTokenizer
+from ds_finetune.foreign.auto_models import AutoModelForCausalLM
+from ds_finetune.serving.generation import AnswerState, stop_position
+from ds_finetune.serving.openai_request import (
+    AnswerRequest,
+    ChatRequest,
+    CompletionRequest,
+    RequestError,
+    parse_request,
+)
+from ds_finetune.serving.request_queue import GenerationStopper, QueueLimits, RequestQueue
+
+MAX_NEW_TOKENS = 1024
+"""Maximum number of tokens of an answer where neither request nor generation_config.json sets it, as in transformers
+5.23 (cli/serving/utils.py:1178).
+"""
+_BODY_BYTES, _BYTES_PER_TOKEN = MIB, 64
+"""Maximum size of a request's body: `_BODY_BYTES`, and `_BYTES_PER_TOKEN` for each token of the model's context."""
+_PIECE = 2**16
+"""Number of characters of a long prompt that are tokenised at a time."""
+
+
+class ServedModel(ModelManager):
+    """The model of the server, in the form that the handlers of `transformers serve` expect.
+
+    The handlers load no other model.
+    """
+
+    def __init__(self, folder: Path, device: str) -> None:
+        self._folder = folder
+        super().__init__(device=device, force_model=str(folder))
+        self.model, self.tokenizer = self.load_model_and_processor(self.process_model_name(str(folder)))
+        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        self.context: int | None = limit
+
+    def _load_model(self, name: str, *_: Any, **__: Any) -> PreTrainedModel:  # noqa: ANN401 - of transformers
+        """Load the model of the folder.
+
+        `do_sample` is set because transformers 5.23 otherwise ignores the temperature of requests
+        (cli/serving/utils.py:1181).
+        """
+        model = self._load_weights()
+        settings = model.generation_config
+        self.is_greedy = settings.do_sample is False
+        settings.do_sample = True
+        settings.top_k = 0 if settings.top_k is None else settings.top_k
+        return model
+
+    def _load_weights(self) -> PreTrainedModel:
+        if is_onnx(self._folder):
+            from ds_finetune.export.onnx.runtime import OnnxCausalLM
+
+            return OnnxCausalLM.from_pretrained(self._folder)
+        show_loading_as_phase()
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            self._folder, dtype="auto", device_map=self.device, trust_remote_code=False
+        )
+        return model.eval()
+
+    def _load_processor(self, name: str, *_: Any, **__: Any) -> PreTrainedTokenizerBase:  # noqa: ANN401 - as above
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self._folder, trust_remote_code=False)
+        return tokenizer
+
+    @staticmethod
+    def process_model_name(model_id: str) -> str:
+        """The name that answers give the model; transformers adds `@main` to it, which requests do not accept."""
+        return model_id
+
+    @property
+    def name(self) -> str:
+        """The path of the folder, which is the model's name in requests."""
+        return str(self._folder)
+
+    def not_found(self, name: str) -> RequestError:
+        """The error for a request for another model."""
+        text = f"the model `{name}` was not found; this server serves `{self.name}`"
+        return RequestError(404, text, param="model", code="model_not_found")
+
+    @property
+    def body_bytes(self) -> int:
+        """Maximum number of bytes of a request's body."""
+        return _BODY_BYTES + _BYTES_PER_TOKEN * (self.context or 0)
+
+    def prompt_tokens(self, request: AnswerRequest) -> int:
+        """Number of tokens of the prompt, or of its beginning where that is already much longer than the context.
+
+        RequestError where the chat template fails or drops something.
+        """
+        if isinstance(request, CompletionRequest):
+            return self._count(request.prompt, add_special_tokens=True)
+        assert isinstance(request, ChatRequest)
+        return self._count(self._render(request), add_special_tokens=False)
+
+    def _count(self, text: str, *, add_special_tokens: bool) -> int:
+        seen, most = 0, 2 * self.context if self.context and len(text) > _PIECE else None
+        for begin in range(0, len(text) if most else 0, _PIECE):
+            seen += len(self.tokenizer(text[begin : begin + _PIECE], add_special_tokens=False)["input_ids"])
+            # Words that are cut here have a few tokens more, hence twice the context.
+            if most and seen > most:
+                return seen
+        return len(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+
+    def _render(self, request: ChatRequest) -> str:
+        template = self.tokenizer.chat_template
+        if not template:
+            raise RequestError(400, f"`{self.name}` has no chat template: ask /v1/completions", param="messages")
+        own_parameters = inspect.signature(self.tokenizer.apply_chat_template).parameters
+        for name in request.chat_template_kwargs:
+            if name in own_parameters or name not in str(template):
+                raise RequestError(400, f"the chat template does not use `{name}`", param="chat_template_kwargs")
+        try:
+            messages = ChatCompletionHandler.get_processor_inputs_from_messages(request.conversation(), Modality.LLM)
+            texts = [
+                self._apply_template(messages, request, tools)
+                for tools in ((request.tools, None) if request.tools else (None,))
+            ]
+        except (jinja2.TemplateError, ValueError, TypeError, KeyError) as wrong:
+            raise RequestError(400, f"the chat template refuses these messages: {wrong}", param="messages") from wrong
+        if len(set(texts)) < len(texts):
+            raise RequestError(400, "the chat template ignores `tools`", param="tools")
+        _check_complete(texts[0], messages)
+        return texts[0]
+
+    def _apply_template(
+        self, messages: list[dict[str, Any]], request: ChatRequest, tools: list[dict[str, Any]] | None
+    ) -> str:
+        settings = {"add_generation_prompt": True, "tokenize": False, **request.chat_template_kwargs}
+        return str(self.tokenizer.apply_chat_template(messages, tools=tools, **settings))
+
+
+def _check_complete(rendered: str, messages: Sequence[dict[str, Any]]) -> None:
+    """RequestError where the text of a message is not in the prompt.
+
+    Messages of assistants and tools are not checked: many templates leave out reasoning, and write results as JSON.
+    """
+    for number, message in enumerate(messages):
+        if message["role"] not in ("assistant", "tool") and message["content"].strip() not in rendered:
+            text = f"the chat template drops the text of message {number}, role `{message['role']}`"
+            raise RequestError(400, text, param=f"messages.{number}")
+
+
+class AnswerRoute:
+    """A route for one kind of request; all routes share one queue."""
+
+    def __init__(
+        self,
+        kind: type[AnswerRequest],
+        handler: Any,  # noqa: ANN401 - of transformers
+        served: ServedModel,
+        queue: RequestQueue,
+    ) -> None:
+        self._kind, self._handler, self._served, self._queue = kind, handler, served, queue
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        try:
+            self._queue.check_room()
+            request = await self._request(Request(scope, receive))
+
+            async def answer() -> None:
+                # Here and not before, so that many long prompts are not tokenised beside each other.
+                body = await self._body(request)
+                response = await self._handler.handle_request(body, str(uuid.uuid4()))
+                await _cut_answer(response, body["stop"])(scope, _never, send)
+
+            await self._queue.run(answer, lambda: _disconnected(receive))
+        except ClientDisconnect:
+            return
+        except RequestError as refused:
+            await refused.response()(scope, receive, send)
+
+    async def _request(self, http_request: Request) -> AnswerRequest:
+        """The request, checked as far as that needs no tokens."""
+        request = parse_request(self._kind, await self._read(http_request))
+        if request.model != self._served.name:
+            raise self._served.not_found(request.model)
+        self._check_bias(request)
+        return request
+
+    async def _body(self, request: AnswerRequest) -> dict[str, Any]:
+        """The request in the form that transformers expects, with `max_tokens` and `stop` filled in."""
+        length = await asyncio.to_thread(self._served.prompt_tokens, request)
+        stops = request.stop or self._served.model.generation_config.stop_strings or []
+        body = request.body() | {"model": self._served.name, "max_tokens": self._max_tokens(request, length)}
+        body["stop"] = [stops] if isinstance(stops, str) else stops
+        return ({"temperature": 0} if self._served.is_greedy else {}) | body
+
+    async def _read(self, request: Request) -> object:
+        raw = bytearray()
+        async for chunk in request.stream():
+            raw += chunk
+            if len(raw) > self._served.body_bytes:
+                raise RequestError(
+                    413, f"the body has more than {self._served.body_bytes} bytes", code="context_length_exceeded"
+                )
+        try:
+            body = json.loads(raw)
+            # Lone surrogates (`"\\ud800"`) are valid JSON, but no tokenizer accepts them.
+            json.dumps(body, ensure_ascii=False).encode()
+        except (ValueError, RecursionError) as broken:
+            raise RequestError(400, f"the body is not valid JSON, or has a lone surrogate: {broken}") from broken
+        return body
+
+    def _check_bias(self, request: AnswerRequest) -> None:
+        size = int(self._served.model.config.get_text_config().vocab_size)
+        beyond = [token for token in getattr(request, "logit_bias", {}) if int(token) >= size]
+        if beyond:
+            raise RequestError(400, f"token {beyond[0]} is not in the vocabulary of {size}", param="logit_bias")
+
+    def _max_tokens(self, request: AnswerRequest, prompt: int) -> int:
+        """Maximum number of tokens of the answer; RequestError where prompt and answer do not fit into the model's
+        context.
+        """
+        if not prompt:
+            raise RequestError(400, "the prompt has no tokens", param="prompt")
+        context, requested = self._served.context, request.max_new_tokens
+        if context is not None and prompt + (requested or 1) > context:
+            answer = f" and {requested} of the answer" if requested else ""
+            text = f"this model's maximum context length is {context} tokens; the request has "
+            text += f"{prompt} tokens of the prompt{answer}"
+            raise RequestError(
+                400,
+                text,
+                param="messages" if isinstance(request, ChatRequest) else "prompt",
+                code="context_length_exceeded",
+            )
+        limit = requested or self._served.model.generation_config.max_new_tokens or MAX_NEW_TOKENS
+        return limit if context is None else min(limit, context - prompt)
+
+
+def _cut_answer(response: Response, stops: Sequence[str]) -> Response:
+    """A complete answer whose texts end before the first stop text; streams are cut while they are generated."""
+    if not stops or not isinstance(response, JSONResponse):
+        return response
+    answer = json.loads(bytes(response.body))
+    for part in (answer["choices"][0], answer["choices"][0].get("message", {})):
+        for name in part.keys() & {"text", "content", "reasoning_content"}:
+            part[name] = part[name][: stop_position(part[name], stops)]
+    return JSONResponse(answer)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _never() -> Message:
+    """Wait forever: given to handlers as `receive`, because `RequestQueue` already reads the client's messages."""
+    return await asyncio.get_running_loop().create_future()
+
+
+async def _error_response(request: Request, error: Exception) -> JSONResponse:
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    message = (
+        f"{request.method} {request.url.path}: {error.detail if isinstance(error, HTTPException) else repr(error)}"
+    )
+    return RequestError(status, message).response()
+
+
+class ApiKeyCheck:
+    """Refuses requests without the API key; `/health` needs none."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app, self._expected = app, f"Bearer {key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or refuse it."""
+        if scope["type"] == "http" and scope["path"] != "/health":
+            given = Headers(scope=scope).get("authorization", "").encode()
+            if not hmac.compare_digest(given, self._expected):
+                wrong = RequestError(401, "the API key is missing or wrong", code="invalid_api_key")
+                return await wrong.response()(scope, receive, send)
+        return await self._app(scope, receive, send)
+
+
+def make_app(folder: Path, limits: QueueLimits, *, device: str = "cpu", api_key: str = "") -> Starlette:
+    """Load the model of `folder` on `device` (`auto`: all GPUs) and return the application that serves it.
+
+    Where `api_key` is not empty, requests need it.
+    """
+    served = ServedModel(folder, device)
+    stopper = GenerationStopper(served.model)
+    state = AnswerState(stopper)
+    queue = RequestQueue(limits, stopper, lambda: state.manager.async_submit(lambda: None))
+    entry = {"id": served.name, "object": "model", "created": 0, "owned_by": "ds_finetune"}
+
+    async def models(request: Request) -> JSONResponse:
+        return JSONResponse({"object": "list", "data": [entry]})
+
+    async def model(request: Request) -> JSONResponse:
+        if request.path_params["name"] != served.name:
+            return served.not_found(request.path_params["name"]).response()
+        return JSONResponse(entry)
+
+    async def health(request: Request) -> JSONResponse:
+        return JSONResponse({"status": "ok"})
+
+    chat = AnswerRoute(ChatRequest, ChatCompletionHandler(served, state), served, queue)
+    plain = AnswerRoute(CompletionRequest, CompletionHandler(served, state), served, queue)
+    routes = [
+        Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/v1/completions", plain, methods=["POST"]),
+        Route("/v1/models", models),
+        Route("/v1/models/{name:path}", model),
+        Route("/health", health),
+    ]
+    errors = {HTTPException: _error_response, Exception: _error_response}
+    checks = [Middleware(ApiKeyCheck, key=api_key)] if api_key else []
+    app = Starlette(routes=routes, exception_handlers=errors, middleware=checks)
+    app.state.queue = queue
+    return app

@@ -1,0 +1,289 @@
+"""Starts a server of the model in an exported folder, waits until it is healthy, and stops it.
+
+The server is vLLM, or this package's own (`server_process`, with the request handling in `http_app`).
+"""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from ipaddress import ip_address
+from pathlib import Path
+
+from ds_finetune.errors import ServeError
+from ds_finetune.export.classifiers import holds_classifier
+from ds_finetune.export.verify.record import UNVERIFIED, is_onnx
+from ds_finetune.model.build.folder_check import check_folder
+
+_SERVING = ("fastapi", "uvicorn", "pydantic", "openai")
+"""What `transformers serve` imports (transformers 5.23, utils/import_utils.py:972)."""
+API_KEY = "DS_FINETUNE_API_KEY"
+"""Environment variable with the key that requests need; other users of a machine can read command lines."""
+QUEUE, REQUEST_SECONDS = 16, 600.0
+"""Defaults of --queue and --request-seconds."""
+_POLL_SECONDS = 0.3
+_STOP_SECONDS = 30.0
+"""How long a server may take to end after SIGINT."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """The address on which a server listens."""
+
+    host: str
+    port: int
+
+    @property
+    def url(self) -> str:
+        """The URL under which this host reaches it."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """Options of `ds-finetune serve`: `engine` is auto, vllm, transformers or onnx.
+
+    `queue`, `request_seconds` and `allowed_hosts` are for the engines transformers and onnx only; None means the
+    default. Requests may name the server by its address, by the names of this machine, and by `allowed_hosts`. With
+    `no_api_key` other machines may send requests without a key.
+    """
+
+    engine: str = "auto"
+    ready_seconds: float = 1800.0
+    queue: int | None = None
+    request_seconds: float | None = None
+    allowed_hosts: tuple[str, ...] = ()
+    no_api_key: bool = False
+
+    def resolve(self, folder: Path) -> "ServeOptions":
+        """The options with the engine chosen and defaults filled in; ServeError where they are not valid together."""
+        engine = choose_engine(self.engine, folder)
+        limits = {"--queue": self.queue, "--request-seconds": self.request_seconds}
+        named = [f"{name} {value:g}" for name, value in limits.items() if value is not None]
+        if engine == "vllm" and named:
+            raise ServeError(f"{named[0]} is not valid with --engine vllm", hint="leave it out: vLLM has its own queue")
+        if engine == "vllm" and self.allowed_hosts:
+            raise ServeError(
+                f"--allow-host {self.allowed_hosts[0]} is not valid with --engine vllm",
+                hint="leave it out: vLLM answers whatever the Host header names",
+            )
+        wrong = [f"{name} {value:g}" for name, value in limits.items() if value is not None and value <= 0]
+        if wrong:
+            example = f"e.g. --queue {QUEUE} --request-seconds {REQUEST_SECONDS:g}"
+            raise ServeError(f"{wrong[0]} is not more than 0", hint=example)
+        seconds = self.request_seconds or REQUEST_SECONDS
+        return replace(self, engine=engine, queue=self.queue or QUEUE, request_seconds=seconds)
+
+
+def serve(folder: Path, address: Address, options: ServeOptions, *, show: Callable[[str], None]) -> None:
+    """Serve `folder` until SIGINT or SIGTERM; no process is left afterwards.
+
+    ServeError where the folder, the engine or the address cannot be used, where the server ends by itself, and
+    where it is not healthy after `options.ready_seconds`.
+    """
+    if not (folder / "config.json").is_file():
+        raise ServeError(f"`{folder}` has no config.json", hint="name an exported folder, e.g. runs/r1/export")
+    check_folder(folder)
+    resolved = options.resolve(folder)
+    if resolved.engine != "vllm":
+        from ds_finetune.export.load import check_loadable
+
+        check_loadable(folder)
+    if holds_classifier(folder):
+        raise ServeError(
+            f"`{folder}` holds a classifier, which generates no text",
+            hint="`ds-finetune ask` prints the classes of texts; servers for classifiers are vLLM's and transformers'",
+        )
+    _check_address(address, no_api_key=options.no_api_key)
+    if (folder / UNVERIFIED).is_file():
+        show(f"{folder} is UNVERIFIED: {(folder / UNVERIFIED).read_text(encoding='utf-8').strip()}")
+    for line in _limit_lines(resolved):
+        show(line)
+    with (
+        tempfile.TemporaryDirectory() as cache,
+        _catch_signals() as signals,
+        _start_server(server_command(resolved, folder, address), cache) as server,
+    ):
+        _wait_until_healthy(server, address, signals, resolved.ready_seconds)
+        if not signals:
+            show(f"ready: {address.url}/v1, model `{folder}`, by {resolved.engine}; Ctrl-C ends it")
+        while not signals:
+            _check_running(server)
+            time.sleep(_POLL_SECONDS)
+    show("stopped")
+
+
+def _limit_lines(options: ServeOptions) -> list[str]:
+    """Lines about the limits of an engine that answers one request at a time."""
+    if options.engine == "vllm":
+        return []
+    return [
+        f"--engine {options.engine} answers one request at a time: {options.queue} more may wait,"
+        f" each for {options.request_seconds:g} s at most; for more traffic install vLLM and use --engine vllm"
+    ]
+
+
+def choose_engine(engine: str, folder: Path) -> str:
+    """The engine of a folder.
+
+    `auto` is onnx for an ONNX folder. For others it is vllm where that is installed and there is a GPU, else
+    transformers. ServeError where the engine is not installed or cannot read the folder.
+    """
+    if engine == "auto" and is_onnx(folder):
+        engine = "onnx"
+    if engine == "auto":
+        engine = "vllm" if shutil.which("vllm") and _has_gpu() else "transformers"
+    if (engine == "onnx") != is_onnx(folder):
+        kind, hint = (
+            ("an ONNX folder", "use --engine onnx")
+            if engine != "onnx"
+            else ("no ONNX folder", "make one: ds-finetune export --format onnx")
+        )
+        raise ServeError(f"--engine {engine}: `{folder}` is {kind}", hint=hint)
+    if engine == "vllm" and not shutil.which("vllm"):
+        raise ServeError(
+            f"--engine {engine}: there is no `vllm` on the path", hint="pip install vllm, or use --engine transformers"
+        )
+    needed = {"vllm": (), "transformers": _SERVING, "onnx": (*_SERVING, "onnxruntime")}[engine]
+    absent = [name for name in needed if find_spec(name) is None]
+    if absent:
+        raise ServeError(
+            f"--engine {engine} needs {', '.join(absent)}",
+            hint=f"pip install 'ds_finetune[serve{',onnx' if engine == 'onnx' else ''}]'",
+        )
+    return engine
+
+
+def server_command(options: ServeOptions, folder: Path, address: Address) -> list[str]:
+    """The command that starts the server; the model's name is the path of `folder`."""
+    listen = ["--host", address.host, "--port", str(address.port)]
+    if options.engine == "vllm":
+        return ["vllm", "serve", str(folder), "--served-model-name", str(folder), *listen]
+    device = "auto" if options.engine == "transformers" and _has_gpu() else "cpu"
+    limits = ["--queue", str(options.queue), "--request-seconds", str(options.request_seconds)]
+    return [
+        sys.executable,
+        "-m",
+        "ds_finetune.serving.server_process",
+        str(folder),
+        "--device",
+        device,
+        *limits,
+        *(f"--allow-host={name}" for name in options.allowed_hosts),
+        *listen,
+    ]
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _check_address(address: Address, *, no_api_key: bool) -> None:
+    """ServeError where another program listens on the address, it is not an address of this host, or other machines
+    could send requests without a key.
+    """
+    try:
+        infos = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, socket_address = infos[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(socket_address)
+    except OSError as taken:
+        raise ServeError(
+            f"cannot listen on {address.host} port {address.port}: {taken}", hint="name another --port or --host"
+        ) from taken
+    is_reachable = not all(ip_address(str(info[4][0]).partition("%")[0]).is_loopback for info in infos)
+    if is_reachable and not no_api_key and not os.environ.get(API_KEY):
+        raise ServeError(
+            f"--host {address.host} lets other machines send requests, and {API_KEY} is not set",
+            hint=f"export {API_KEY}=$(openssl rand -hex 32), or add --no-api-key where something else checks who asks",
+        )
+
+
+@contextmanager
+def _catch_signals() -> Iterator[list[int]]:
+    """A list to which SIGINT and SIGTERM are appended when they arrive."""
+    signals: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, _: signals.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield signals
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _start_server(command: list[str], cache: str) -> Iterator["subprocess.Popen[bytes]"]:
+    """Start the server in a new session, and end all its processes afterwards.
+
+    In the terminal's session it would get the SIGINT of Ctrl-C twice, from the terminal and from this process.
+    """
+    environ = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": cache}
+    if API_KEY in environ:
+        environ["VLLM_API_KEY"] = environ[API_KEY]
+    server = subprocess.Popen(command, env=environ, start_new_session=True)
+    try:
+        yield server
+    finally:
+        _stop_server(server)
+
+
+def _stop_server(server: "subprocess.Popen[bytes]") -> None:
+    """Send SIGINT to the server, wait, and kill the rest of its process group."""
+    if server.poll() is None:
+        server.send_signal(signal.SIGINT)
+    try:
+        server.wait(_STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        server.wait()
+    try:
+        os.killpg(server.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _wait_until_healthy(
+    server: "subprocess.Popen[bytes]", address: Address, signals: list[int], ready_seconds: float
+) -> None:
+    began = time.monotonic()
+    while not signals and not _is_healthy(address):
+        _check_running(server)
+        if time.monotonic() - began > ready_seconds:
+            raise ServeError(
+                f"{address.url}/health does not answer after {ready_seconds:.0f} s",
+                hint="raise --ready-seconds for a large model",
+            )
+        time.sleep(_POLL_SECONDS)
+
+
+def _is_healthy(address: Address) -> bool:
+    try:
+        with urllib.request.urlopen(f"{address.url}/health", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _check_running(server: "subprocess.Popen[bytes]") -> None:
+    """ServeError where the server has ended."""
+    if server.poll() is not None:
+        raise ServeError(
+            f"the server ended with exit code {server.returncode}", hint="the reason is in its output above"
+        )

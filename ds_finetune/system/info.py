@@ -1,0 +1,207 @@
+"""What a host reports about itself: versions, GPUs, network interfaces and the port where rank 0 listens.
+
+This module imports no torch, so that a host answers in a fraction of a second.
+"""
+
+import csv
+import hashlib
+import os
+import platform
+import runpy
+import shutil
+import socket
+import subprocess
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distributions, version
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+
+import ds_finetune
+from ds_finetune.config.units import MIB
+from ds_finetune.system.processes import boot_id
+
+PACKAGES = ("torch", "deepspeed", "transformers", "accelerate")
+"""Packages whose versions must be the same on every host."""
+_SMI_SECONDS = 30
+_DIGITS = 10
+
+
+@dataclass(frozen=True)
+class HostInfo:
+    """The facts of a host that decide whether a run can start on it."""
+
+    hostname: str
+    network_identity: str
+    """Boot id and network namespace: equal for two names of one host, different for two containers of one machine."""
+    versions: dict[str, str]
+    """Python, this program with a hash of its source, packages, CUDA of torch, NCCL and driver; "" where not installed.
+    """
+    gpus: list[str]
+    """Model of each GPU."""
+    cores: int
+    interfaces: dict[str, list[str]]
+    """Addresses of each network interface that is up."""
+    ssh_client: str
+    """Address of the ssh client; empty without ssh."""
+    ssh_server_address: str
+    """Address of this host at which the ssh connection arrived; empty without ssh."""
+    port: int
+    """The requested port, or any free port where none was requested; 0 where the requested port is taken."""
+    port_holder: str | None
+    """The process that holds the requested port; None where the port is free or none was requested."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU as nvidia-smi lists it; memory in bytes, None where it does not say.
+
+    It says neither of GPUs that share the host's memory, and no use of a GPU in MIG mode to users who may not see it.
+    """
+
+    name: str
+    uuid: str
+    total_bytes: int | None
+    used_bytes: int | None
+
+
+def gather_host_info(port: int = 0) -> HostInfo:
+    """The facts of this host; `port` is the requested port, 0 for none."""
+    client, _, address = (os.environ.get("SSH_CONNECTION", "").split() + [""] * 3)[:3]
+    holder = _port_holder(port) if port else None
+    return HostInfo(
+        hostname=socket.gethostname(),
+        network_identity=f"{boot_id()} {_link('/proc/self/ns/net')}",
+        versions=_versions(),
+        gpus=gpu_models(),
+        cores=len(os.sched_getaffinity(0)),
+        interfaces=interfaces(),
+        ssh_client=client,
+        ssh_server_address=address,
+        port=0 if holder else port or free_port(),
+        port_holder=holder,
+    )
+
+
+def gpu_models() -> list[str]:
+    """Model of each GPU, from the driver's files, or from nvidia-smi where there are none, as in WSL."""
+    files = sorted(Path("/proc/driver/nvidia/gpus").glob("*"))
+    if not files:
+        return [gpu.name for gpu in query_gpus()]
+    texts = [_read(str(file / "information")) for file in files]
+    return [
+        next((line[6:].strip() for line in text.splitlines() if line.startswith("Model:")), "GPU") for text in texts
+    ]
+
+
+def query_gpus() -> list[Gpu]:
+    """GPUs with their memory by nvidia-smi; none where it is not installed or finds no driver."""
+    if not shutil.which("nvidia-smi"):
+        return []
+    query = ["nvidia-smi", "--query-gpu=name,uuid,memory.total,memory.used", "--format=csv,noheader,nounits"]
+    done = subprocess.run(query, capture_output=True, text=True, timeout=_SMI_SECONDS, check=False)
+    rows = csv.reader(done.stdout.splitlines(), skipinitialspace=True) if done.returncode == 0 else ()
+    return [Gpu(name, uuid, _mib(total), _mib(used)) for name, uuid, total, used in rows]
+
+
+def _mib(text: str) -> int | None:
+    """Bytes of a number of MiB; None for `[N/A]` and other words in brackets."""
+    return int(text) * MIB if text.isdigit() else None
+
+
+def interfaces() -> dict[str, list[str]]:
+    """Addresses of each network interface that is up."""
+    is_up = {name: state.isup for name, state in psutil.net_if_stats().items()}
+    families = (socket.AF_INET, socket.AF_INET6)
+    addresses = {
+        name: [entry.address.partition("%")[0] for entry in entries if entry.family in families]
+        for name, entries in psutil.net_if_addrs().items()
+    }
+    return {name: known for name, known in addresses.items() if is_up.get(name)}
+
+
+def interface_towards(address: str) -> str:
+    """Name of the interface by which this host reaches `address`, or that owns `address`; empty without a route.
+
+    Nothing is sent.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as connection:
+        try:
+            # Connecting a datagram socket chooses the source address and sends no packet.
+            connection.connect((address, 9))
+        except OSError:
+            return ""
+        own = str(connection.getsockname()[0])
+    # For an address of this host, the kernel uses the loopback interface and that same address as the source.
+    return next((name for name, addresses in interfaces().items() if own in addresses), "")
+
+
+def free_port() -> int:
+    """A port that no process listens on at this moment."""
+    with socket.socket() as listening:
+        listening.bind(("", 0))
+        return int(listening.getsockname()[1])
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version(), "ds_finetune": _source_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = ""
+    spec = find_spec("torch")
+    about = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
+    versions["CUDA of torch"] = str(runpy.run_path(str(about)).get("cuda") or "") if about and about.is_file() else ""
+    # torch's wheels bring NCCL as nvidia-nccl-cu12 or -cu13.
+    versions["NCCL"] = next(
+        (str(d.version) for d in distributions() if str(d.metadata["Name"]).startswith("nvidia-nccl-cu")), ""
+    )
+    versions["driver"] = _read("/sys/module/nvidia/version")
+    return versions
+
+
+def _source_version() -> str:
+    """The version of ds_finetune and a hash of its files, because hosts may have one version with different files."""
+    folder = Path(ds_finetune.__file__).parent
+    content = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(folder.rglob("*.py"))))
+    return f"{ds_finetune.__version__} (source {content.hexdigest()[:_DIGITS]})"
+
+
+def _port_holder(port: int) -> str | None:
+    with socket.socket() as listening:
+        # As TCPStore listens: a port with connections in TIME_WAIT alone is free.
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind(("", port))
+        except OSError as taken:
+            return _process_at(port) or str(taken.strerror)
+    return None
+
+
+def _process_at(port: int) -> str:
+    try:
+        pids = [
+            c.pid
+            for c in psutil.net_connections("tcp")
+            if c.status == psutil.CONN_LISTEN and c.laddr.port == port and c.pid
+        ]
+        return f"process {pids[0]}, {psutil.Process(pids[0]).name()}" if pids else ""
+    except (psutil.AccessDenied, psutil.NoSuchProcess):
+        return ""
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
+def _link(path: str) -> str:
+    try:
+        return str(Path(path).readlink())
+    except OSError:
+        return ""

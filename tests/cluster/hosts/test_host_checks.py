@@ -1,0 +1,118 @@
+"""The checks that `launch` and `doctor` share: exact states and words, without machines."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ds_finetune.cluster.hosts import host_checks
+from ds_finetune.cluster.hosts.check_result import Check
+from ds_finetune.cluster.hosts.unreachable import unreachable_check
+from ds_finetune.config.hostfile import Host
+from ds_finetune.system.info import HostInfo, gather_host_info
+
+HOSTS = {"a": Host("a", 8, 1), "b": Host("b", 4, 2)}
+
+
+@pytest.fixture(scope="module")
+def here() -> HostInfo:
+    return gather_host_info()
+
+
+def _states(found: Any) -> dict[str, str]:
+    return {check.host: check.state for check in found}
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "name", "found"),
+    [
+        (255, "ssh: connect to host h port 22: Connection timed out", "ssh", "it does not answer"),
+        (255, "ssh: connect to host h port 22: No route to host", "ssh", "it does not answer"),
+        (255, "Timeout, server h not responding.", "ssh", "it does not answer"),
+        (255, "ssh: connect to host h port 22: Connection refused", "ssh", "no sshd listens"),
+        (255, "ssh: Could not resolve hostname h: Name or service not known", "ssh", "does not resolve"),
+        (255, "root@h: Permission denied (publickey).", "ssh", "does not accept our key"),
+        (
+            255,
+            "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.",
+            "ssh",
+            "its host key has changed",
+        ),
+        (255, "No ED25519 host key is known for h\nHost key verification failed.", "ssh", "not known here"),
+        (127, "sh: 1: exec: /opt/p/bin/python: not found", "python", "no Python at /opt/p/bin/python"),
+        (2, "sh: 1: cd: can't cd to /home/me/run", "python", "working folder does not exist"),
+        (1, "/opt/p/bin/python: No module named ds_finetune", "python", "No module named"),
+        (None, "", "ssh", "no answer in time"),
+    ],
+)
+def test_why_a_host_is_lost_is_told_apart(code: int | None, said: str, name: str, found: str) -> None:
+    check = unreachable_check("h", code, said, "/opt/p/bin/python")
+    assert (check.name, check.host, check.state) == (name, "h", "fail")
+    assert found in check.found
+    assert check.hint
+
+
+def test_versions(here: HostInfo) -> None:
+    other = replace(here, versions=here.versions | {"torch": "9.9", "NCCL": "2.99"})
+    patch = replace(here, versions=here.versions | {"python": here.versions["python"] + "9"})
+    driver = replace(here, versions=here.versions | {"driver": "570.1"})
+    found = list(host_checks.version_checks(here, {"a": here, "b": other, "c": patch, "d": driver}))
+    assert _states(found) == {"a": "ok", "b": "fail", "c": "warn", "d": "ok", "": "warn"}
+    assert f"torch 9.9 (here {here.versions['torch']}), NCCL 2.99 (here missing)" in found[1].found
+    assert found[-1].found == "NVIDIA drivers 570.1, none"
+    absent = replace(here, versions=here.versions | {"deepspeed": ""})
+    assert "deepspeed missing" in next(host_checks.version_checks(here, {"a": absent})).found
+
+
+def test_two_lines_for_one_host(here: HostInfo) -> None:
+    elsewhere = replace(here, network_identity="other")
+
+    def found(infos: dict[str, HostInfo], *addresses: str, port: int = 0) -> list[str]:
+        hosts = {"a": HOSTS["a"], "b": replace(HOSTS["b"], port=port)}
+        return [
+            check.found
+            for check in host_checks.identity_checks(hosts, infos, addresses=dict(zip("ab", addresses, strict=True)))
+        ]
+
+    assert not found({"a": here, "b": elsewhere}, "10.0.0.1", "10.0.0.2")
+    assert found({}, "10.0.0.1", "10.0.0.1") == ["the same address as a: 10.0.0.1"]
+    assert found({"a": here, "b": here}, "", "10.0.0.2") == [f"the same machine as a: {here.hostname}"]
+    # Two containers of one machine, each with an sshd of its own.
+    assert not found({"a": here, "b": elsewhere}, "10.0.0.1", "10.0.0.1", port=2222)
+
+
+def test_slots_beside_devices(here: HostInfo) -> None:
+    infos = {"a": replace(here, gpus=["H100"] * 4, cores=64), "b": replace(here, gpus=["H100"] * 4, cores=2)}
+    found = list(host_checks.device_checks(HOSTS, infos, device="cuda"))
+    assert found[0] == Check("devices", "a", "fail", "slots=8, 4 H100", "write slots=4, or find the missing GPUs")
+    assert found[1] == Check("devices", "b", "ok", "slots=4, 4 H100")
+    assert _states(host_checks.device_checks(HOSTS, infos, device="cpu")) == {"a": "ok", "b": "warn"}
+    chosen = {"a": Host("a", 1, 1, devices=(7,))}
+    assert _states(host_checks.device_checks(chosen, {"a": infos["a"]}, device="cuda")) == {"a": "fail"}
+    assert host_checks.rank_device(infos, {}) == "cuda"
+    assert host_checks.rank_device(infos, {"DS_ACCELERATOR": "cpu"}) == "cpu"
+    assert host_checks.rank_device({"a": replace(here, gpus=[])}, {}) == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "state"),
+    [
+        ("GLOO_SOCKET_IFNAME", "eth0", "ok"),
+        ("GLOO_SOCKET_IFNAME", "eth", "fail"),
+        ("NCCL_SOCKET_IFNAME", "eth", "ok"),
+        ("NCCL_SOCKET_IFNAME", "=eth", "fail"),
+        ("NCCL_SOCKET_IFNAME", "=eth0,ib0", "ok"),
+        ("NCCL_SOCKET_IFNAME", "ib,bond", "fail"),
+        ("NCCL_SOCKET_IFNAME", "^docker,lo", "ok"),
+        ("NCCL_SOCKET_IFNAME", "^eth,lo,down", "fail"),
+    ],
+)
+def test_interfaces_that_variables_name(here: HostInfo, variable: str, value: str, state: str) -> None:
+    facts = replace(here, interfaces={"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"], "down0": []})
+    assert [check.state for check in host_checks.interface_checks({"a": facts}, {variable: value})] == [state]
+
+
+def test_ports(here: HostInfo) -> None:
+    assert host_checks.port_check("a", here, 1).state == "ok"
+    taken = host_checks.port_check("a", replace(here, port_holder="process 7, python"), 29_500)
+    assert (taken.state, taken.found) == ("fail", "port 29500 is taken: process 7, python")

@@ -1,0 +1,275 @@
+"""Which variables travel to the hosts, and which never do."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from ds_finetune.cluster.launch.environment import (
+    CarriedVariables,
+    carried_variables,
+    environment_files,
+    interface_variables,
+    looks_secret,
+    read_environment_file,
+    redacted,
+)
+from ds_finetune.errors import LaunchError
+
+TOKEN = "hf_" + "a" * 30
+
+
+def test_the_list_travels_and_nothing_else() -> None:
+    travels = {
+        "CUDA_HOME": "/cuda",
+        "NCCL_SOCKET_IFNAME": "ib0",
+        "DS_ACCELERATOR": "cpu",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": "/here",
+        "PATH": "/bin",
+        "WANDB_PROJECT": "p",
+        "no_proxy": "a,b",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    }
+    stays = {
+        "HOME": "/root",
+        "EDITOR": "vi",
+        "PWD": "/",
+        "TMPDIR": "/tmp/job",
+        "PATHS": "x",
+        "DS_ENV_FILE": "e",
+        "DS_FINETUNE_SSH_ARGS": "-i key",
+    }
+    assert carried_variables(travels | stays) == CarriedVariables(dict(sorted(travels.items())), ())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "GROUP_RANK",
+        "CROSS_SIZE",
+        "SLURM_JOB_ID",
+        "SSH_AUTH_SOCK",
+        "OMPI_COMM_WORLD_RANK",
+        "PMIX_RANK",
+        "PET_NNODES",
+        "TORCHELASTIC_RUN_ID",
+        "ACCELERATE_USE_DEEPSPEED",
+    ],
+)
+def test_what_a_launcher_says_to_its_own_ranks_never_travels(name: str, tmp_path: Path) -> None:
+    assert carried_variables({name: "7"}) == CarriedVariables({}, ())
+    (tmp_path / "env").write_text(f"\n{name}=7\n")
+    for ask in (
+        lambda: carried_variables({name: "7"}, [name]),
+        lambda: carried_variables({}, [f"{name}=7"]),
+        lambda: carried_variables({}, files=[tmp_path / "env"]),
+    ):
+        with pytest.raises(LaunchError, match=f"{name} is set by the launcher for each rank"):
+            ask()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("HF_TOKEN", "x"),
+        ("WANDB_API_KEY", "x"),
+        ("MLFLOW_TRACKING_PASSWORD", "x"),
+        ("DS_SECRET_NAME", "x"),
+        ("NCCL_AUTH", "x"),
+        ("MLFLOW_ACCESSKEY", "x"),
+        ("MLFLOW_TRACKING_URI", "https://me:pass@host/"),
+        ("https_proxy", "http://me:pass@proxy:3128"),
+        ("HF_ENDPOINT", f"https://mirror/?{TOKEN}"),
+        ("HF_PASS", "x"),
+        ("WANDB_PWD", "x"),
+        ("MLFLOW_CREDENTIALS", "x"),
+        ("MLFLOW_USERPASS", "x"),
+        ("MLFLOW_HEADERS", "Authorization: Basic abc"),
+        ("MLFLOW_HEADER", "Bearer abcdefghij"),
+        ("HF_ENDPOINT", "https://mirror/?api_key=abc"),
+        ("HF_ENDPOINT", "https://0123456789abcdef0123@mirror"),
+        ("MLFLOW_DB", "host=a password=b"),
+    ],
+)
+def test_secrets_travel_only_by_name_and_are_never_shown(name: str, value: str) -> None:
+    assert carried_variables({name: value}) == CarriedVariables({}, (name,))
+    assert carried_variables({name: value}).lines() == [f"withheld: {name} (looks secret; --env {name} carries it)"]
+    by_name = carried_variables({name: value}, [name])
+    assert by_name == CarriedVariables({name: value}, ())
+    assert by_name.lines() == [f"{name} (its value is not shown)"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "TOKENIZERS_PARALLELISM",
+        "NCCL_IB_PKEY",
+        "UCX_IB_PKEY",
+        "PYTHONPATH",
+        "NCCL_DEBUG",
+        "PYTHONUNBUFFERED",
+        "HF_HUB_DISABLE_TELEMETRY",
+        "PATH",
+        "PWD",
+        "NCCL_BYPASS",
+    ],
+)
+def test_what_is_no_secret(name: str) -> None:
+    assert not looks_secret(name, "https://user@host/path:1")
+
+
+@pytest.mark.parametrize(
+    ("word", "shown"),
+    [
+        ("train.micro_batch_size=4", "train.micro_batch_size=4"),
+        ("eval.generate.max_new_tokens=4", "eval.generate.max_new_tokens=4"),
+        ("data.train=s3://key:hunter2@bucket/x", "data.train=***"),
+        ("MY_PASS=hunter2", "MY_PASS=***"),
+        ("https://me:hunter2@host/run.yaml", "***"),
+        ("--export=HOME,HF_TOKEN", "--export=HOME,HF_TOKEN"),
+        ("Bearer hunter2hunter2", "***"),
+    ],
+)
+def test_words_of_a_command_line_are_printed_without_secrets(word: str, shown: str) -> None:
+    assert redacted([word]) == [shown]
+
+
+def test_values_of_names_that_nobody_knows_are_not_printed(tmp_path: Path) -> None:
+    (tmp_path / "env").write_text("FROM_FILE=hunter2\n")
+    assert carried_variables({}, ["NAME=hunter2", "NCCL_DEBUG=INFO"], [tmp_path / "env"]).lines() == [
+        *["FROM_FILE (its value is not shown)", "NAME (its value is not shown)", "NCCL_DEBUG=INFO"]
+    ]
+    with pytest.raises(LaunchError) as caught:
+        carried_variables({}, [TOKEN])
+    assert TOKEN not in str(caught.value)
+
+
+def test_devices_of_this_host_stay_here() -> None:
+    assert carried_variables({"CUDA_VISIBLE_DEVICES": "2,3"}).withheld == ("CUDA_VISIBLE_DEVICES",)
+    assert "--include" in carried_variables({"CUDA_VISIBLE_DEVICES": "2,3"}).lines()[0]
+    with pytest.raises(LaunchError, match="would choose the same devices on every host"):
+        carried_variables({"CUDA_VISIBLE_DEVICES": "2,3"}, ["CUDA_VISIBLE_DEVICES"])
+
+
+def test_named_variables_win_over_files_and_files_over_the_environment(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.write_text("NCCL_DEBUG=WARN\nA=1\nB=1\nC=1\n")
+    second.write_text("B=2\nC=2\n")
+    found = carried_variables({"NCCL_DEBUG": "INFO", "MINE": "x=y", "C": "0"}, ["MINE", "C=3=3"], [first, second])
+    assert found.values == {"A": "1", "B": "2", "C": "3=3", "MINE": "x=y", "NCCL_DEBUG": "WARN"}
+    assert list(found.values) == sorted(found.values)
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ("GONE", "GONE is not set here"),
+        ("a-b=1", "`a-b` is not the name of a variable"),
+        ("=1", "`` is not the name of a variable"),
+    ],
+)
+def test_names_that_cannot_be_carried(named: str, message: str) -> None:
+    with pytest.raises(LaunchError) as caught:
+        carried_variables({}, [named])
+    assert message in caught.value.message
+
+
+LINES = """\ufeff# a comment, on which DeepSpeed's own reader fails
+
+  # another
+PLAIN=1
+export  EXPORTED=/a/b:/c
+SPACED = two words
+SINGLE='$HOME is "kept"'   # with a comment
+DOUBLE="say \\"hi\\" to \\\\ and \\$1"
+EMPTY=
+EQUALS=a=b
+HASH=a#b
+"""
+
+
+def test_environment_file(tmp_path: Path) -> None:
+    path = tmp_path / ".deepspeed_env"
+    path.write_text(LINES + "CRLF=1\r\n", newline="")
+    assert read_environment_file(path) == {
+        "PLAIN": "1",
+        "EXPORTED": "/a/b:/c",
+        "SPACED": "two words",
+        "SINGLE": '$HOME is "kept"',
+        "DOUBLE": 'say "hi" to \\ and $1',
+        "EMPTY": "",
+        "EQUALS": "a=b",
+        "HASH": "a#b",
+        "CRLF": "1",
+    }
+
+
+def test_quotes_mean_what_a_shell_says(tmp_path: Path) -> None:
+    lines = [line for line in LINES.splitlines()[1:] if not line.startswith("SPACED")]
+    (tmp_path / "env").write_text("\n".join(lines))
+    shown = subprocess.run(
+        ["env", "-i", "bash", "-c", "set -a; . ./env; env -0"], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    shell = dict(entry.split("=", 1) for entry in shown.stdout.split("\0") if entry)
+    read = read_environment_file(tmp_path / "env")
+    assert read == {name: shell[name] for name in read}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("A=1\nnonsense\n", "line 2: `nonsense` is not `NAME=VALUE`"),
+        ("\n\n1A=1\n", "line 3: `1A` is not the name of a variable"),
+        ("A='open\n", "line 1: the value of A has an unmatched quote"),
+        ('A="x" y\n', "line 1: the value of A has an unmatched quote"),
+        ("A=b # c\n", "line 1: the value of A has an unmatched quote, or a `#`"),
+        ("A=/x:$PATH\n", "line 1: the value of A has `$`"),
+        ('A="$HOME"\n', "line 1: the value of A has `$`"),
+        ("A=`id`\n", "line 1: the value of A has `$` or a backtick"),
+    ],
+)
+def test_bad_environment_files(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "env").write_text(text)
+    with pytest.raises(LaunchError) as caught:
+        read_environment_file(tmp_path / "env")
+    assert message in caught.value.message
+    assert str(tmp_path / "env") in caught.value.message
+
+
+def test_errors_of_files_do_not_show_values(tmp_path: Path) -> None:
+    (tmp_path / "env").write_text("HF TOKEN=hunter2\n")
+    with pytest.raises(LaunchError) as caught:
+        read_environment_file(tmp_path / "env")
+    assert "hunter2" not in str(caught.value)
+
+
+def test_places_of_environment_files(tmp_path: Path) -> None:
+    home, here = tmp_path / "home", tmp_path / "here"
+    for folder in (home, here):
+        folder.mkdir()
+    assert environment_files({}, home=home, directory=here) == ()
+    for path in (home / ".deepspeed_env", here / ".deepspeed_env", here / "mine"):
+        path.write_text("A=1\n")
+    assert environment_files({}, home=home, directory=here) == (home / ".deepspeed_env", here / ".deepspeed_env")
+    assert environment_files({}, home=here, directory=here) == (here / ".deepspeed_env",)
+    assert environment_files({"DS_ENV_FILE": "mine"}, home=home, directory=here) == (here / "mine",)
+    assert environment_files({"DS_ENV_FILE": str(here / "mine")}, home=home, directory=here) == (here / "mine",)
+    with pytest.raises(LaunchError, match="DS_ENV_FILE is `none`, which is not a file"):
+        environment_files({"DS_ENV_FILE": "none"}, home=home, directory=here)
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="cannot be read"):
+        carried_variables({}, files=[tmp_path])
+
+
+def test_one_interface_for_both_libraries() -> None:
+    assert interface_variables("ib0") == {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib0"}
+    assert interface_variables("") == {}

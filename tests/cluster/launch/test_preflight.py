@@ -1,0 +1,135 @@
+"""Which hosts a launch refuses, from the facts that they report, in the same words as the doctor."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ds_finetune.cluster.doctor.run import shared_checks
+from ds_finetune.cluster.hosts.check_result import Check, label
+from ds_finetune.cluster.hosts.unreachable import unreachable_check
+from ds_finetune.cluster.launch.node_launchers import NODE_LAUNCHERS, Rendezvous, torchrun
+from ds_finetune.cluster.launch.preflight import describe, meeting_address, preflight_checks
+from ds_finetune.cluster.launch.remote import Remote
+from ds_finetune.cluster.launch.run import LaunchRequest, fit_hosts, largest_fit
+from ds_finetune.config.hostfile import Host, read_hostfile
+from ds_finetune.config.schema import RunConfig
+from ds_finetune.errors import LaunchError
+from ds_finetune.system.info import HostInfo
+from tests.conftest import ROOT
+
+A, B, C = Host("a", 4, 1), Host("b", 4, 2), Host("c", 2, 3)
+
+
+HERE = HostInfo(
+    hostname="here",
+    network_identity="here",
+    versions={"torch": "2.13.0", "deepspeed": "0.19.8"},
+    gpus=[],
+    cores=8,
+    interfaces={"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"]},
+    ssh_client="",
+    ssh_server_address="",
+    port=1,
+    port_holder=None,
+)
+
+
+def _info(machine: str, **other: Any) -> HostInfo:
+    return replace(HERE, **({"hostname": machine, "network_identity": machine} | other))
+
+
+UNREACHABLE = unreachable_check("b", 255, "ssh: connect to host b port 22: No route to host", "python")
+CASES: list[tuple[dict[Host, Any], dict[str, str], list[tuple[Host, str]]]] = [
+    ({A: _info("a"), B: _info("b")}, {}, []),
+    ({A: _info("a"), B: UNREACHABLE}, {}, [(B, UNREACHABLE.found)]),
+    (
+        {A: _info("a"), B: _info("b"), C: _info("c", versions=HERE.versions | {"torch": "2.11.0"})},
+        {},
+        [(C, "torch 2.11.0 (here 2.13.0)")],
+    ),
+    ({A: _info("a"), B: _info("a")}, {}, [(B, "the same machine as a: a")]),
+    ({A: _info("a", gpus=["H100"] * 4), B: _info("b", gpus=["H100"] * 3)}, {}, [(B, "slots=4, 3 H100")]),
+    ({A: _info("a", gpus=["H100"] * 4), B: _info("b", gpus=["H100"] * 3)}, {"DS_ACCELERATOR": "cpu"}, []),
+    (
+        {Host("a", 1, 1, devices=(5,)): _info("a", gpus=["H100"] * 5)},
+        {},
+        [(Host("a", 1, 1, devices=(5,)), "slots=1, 5 H100, devices 5 chosen")],
+    ),
+    (
+        {A: _info("a"), B: _info("b", interfaces={"ib0": ["10.0.0.2"]})},
+        {"GLOO_SOCKET_IFNAME": "eth0"},
+        [(B, "GLOO_SOCKET_IFNAME eth0: no interface `eth0` that is up and has an address")],
+    ),
+    ({A: _info("a")}, {"NCCL_SOCKET_IFNAME": "^docker0"}, []),
+    ({A: _info("a")}, {"NCCL_SOCKET_IFNAME": "eth"}, []),
+]
+
+
+@pytest.mark.parametrize(("answers", "env", "wanted"), CASES)
+def test_hosts_that_are_refused(answers: dict[Host, Any], env: dict[str, str], wanted: list[tuple[Host, str]]) -> None:
+    found = preflight_checks(answers, HERE, env)
+    failed = [(host, check.found) for host, checks in found.items() for check in checks if check.state == "fail"]
+    assert failed == wanted
+
+
+@pytest.mark.parametrize(("answers", "env", "wanted"), [case for case in CASES if case[2]])
+def test_the_refusal_of_a_launch_is_what_the_doctor_finds(
+    answers: dict[Host, Any], env: dict[str, str], wanted: list[tuple[Host, str]]
+) -> None:
+    """The doctor's own assembly of its checks for the same answers has the same text and hint for each fault."""
+    request = LaunchRequest(tuple(answers), torchrun, (), env, Remote(), "r-1")
+    with pytest.raises(LaunchError) as refused:
+        fit_hosts(answers, HERE, request, print, is_first=True)
+    names = {label(host): host for host in answers}
+    infos = {label(host): answer for host, answer in answers.items() if isinstance(answer, HostInfo)}
+    reached = [answer for answer in answers.values() if isinstance(answer, Check)]
+    for check in [*reached, *shared_checks(names, infos, here=HERE, environ=env)]:
+        if check.state == "fail":
+            assert describe(names[check.host], check) in refused.value.message
+            assert check.hint
+    assert refused.value.message.count("hint: ") == len(wanted)
+
+
+def test_the_meeting_address_is_one_that_others_reach() -> None:
+    local = Host("localhost", 2, 1)
+    assert meeting_address((local,), {local: _info("a")}) == "127.0.0.1"
+    assert meeting_address((local, B), {local: _info("a"), B: _info("b")}) == "10.0.0.1"
+    link_local = _info("a", interfaces={"lo": ["127.0.0.1"], "eth0": ["169.254.1.1"]})
+    assert meeting_address((local, B), {local: link_local, B: _info("b")}) == ""
+    # The address that the ssh connections of the others came from goes before a bridge that is there by chance.
+    bridge = _info("a", interfaces={"lo": ["127.0.0.1"], "docker0": ["172.17.0.1"], "eth0": ["10.0.0.7"]})
+    assert meeting_address((local, B), {local: bridge, B: _info("b", ssh_client="10.0.0.7")}) == "10.0.0.7"
+    # An address in the hostfile goes before those of the host; a name of ssh's own configuration does not resolve.
+    named = Host("10.9.9.9", 2, 1)
+    assert meeting_address((named, B), {named: _info("a"), B: _info("b")}) == "10.9.9.9"
+    alias = Host("an-alias.invalid", 2, 1)
+    assert meeting_address((alias, B), {alias: _info("a", ssh_server_address="10.5.5.5"), B: _info("b")}) == "10.5.5.5"
+
+
+def _config(**sections: Any) -> RunConfig:
+    tree = {"model": "m", "data": {"train": "t"}, "output_dir": "o", "deepspeed": {"zero_optimization": {"stage": 2}}}
+    return RunConfig.model_validate(tree | sections)
+
+
+def test_the_most_hosts_that_the_layout_allows() -> None:
+    batch = {"global_batch_size": 16, "micro_batch_size": 1}
+    config = _config(train=batch, launch={"min_hosts": 1})
+    four = tuple(Host(name, 4, line) for line, name in enumerate("abcd", start=1))
+    assert largest_fit(config, four, four, device="cpu") == four
+    # Sixteen rows are not to be had from twelve ranks.
+    assert largest_fit(config, four, four[1:], device="cpu") == four[1:3]
+    assert largest_fit(_config(train=batch), four, four[1:], device="cpu") == ()
+    assert largest_fit(_config(train=batch, launch={"min_hosts": 3}), four, four[1:], device="cpu") == ()
+
+
+@pytest.mark.parametrize("launcher", NODE_LAUNCHERS)
+def test_commands_of_many_hosts(launcher: str) -> None:
+    hosts = read_hostfile(ROOT / "hostfiles" / "nodes64")
+    commands = [
+        NODE_LAUNCHERS[launcher](Rendezvous(hosts, index, "node01", 29500), ["RUN.yaml"], "python")
+        for index in range(64)
+    ]
+    assert len({tuple(command) for command in commands}) == 64
+    assert all(command[-2:] == ["ds_finetune.cluster.worker", "RUN.yaml"] for command in commands)
+    assert sum(len(word) for word in commands[0]) < 10_000

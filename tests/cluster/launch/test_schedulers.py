@@ -1,0 +1,242 @@
+"""The commands of every launcher, as values; that they start what they say is held in tests/cluster."""
+
+import importlib.util
+import os
+import shlex
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ds_finetune.cluster.launch.process_tags import RUN_ID
+from ds_finetune.cluster.launch.schedulers import (
+    ENTRY,
+    Job,
+    allocated_nodes,
+    deepspeed_command,
+    mpirun_command,
+    srun_command,
+    starting_environment,
+    torchrun_commands,
+)
+from ds_finetune.config.hostfile import Host, read_hostfile, select_hosts
+from ds_finetune.errors import LaunchError
+from tests.conftest import ROOT
+
+HOSTS = (Host("b", 2, 1), Host("a", 1, 2))
+JOB = Job(
+    "run.yaml",
+    ("optim.lr=1e-5",),
+    HOSTS,
+    "r-1",
+    "10.0.0.2",
+    29_500,
+    {"NCCL_DEBUG": "INFO", "HF_TOKEN": "hunter2"},
+    "ib0",
+    "/there",
+    "python",
+)
+RANK = ["python", "-u", *ENTRY, "run.yaml", "optim.lr=1e-5"]
+NAMES = ["GLOO_SOCKET_IFNAME", "HF_TOKEN", "MASTER_ADDR", "MASTER_PORT", "NCCL_DEBUG", "NCCL_SOCKET_IFNAME", RUN_ID]
+ALLOCATION = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a,b,c", "SLURM_CPUS_PER_TASK": "6"}
+MAX_ARGUMENT, MAX_COMMAND = 128 * 1024, os.sysconf("SC_ARG_MAX")
+"""Of Linux: one argument, and all of them with the environment."""
+
+
+def test_what_every_rank_gets() -> None:
+    assert sorted(JOB.environment) == sorted(NAMES)
+    assert JOB.environment[RUN_ID] == "r-1"
+    assert JOB.environment["GLOO_SOCKET_IFNAME"] == JOB.environment["NCCL_SOCKET_IFNAME"] == "ib0"
+    left_to_slurm = replace(JOB, hosts=(), master_addr="", master_port=0, interface="")
+    assert set(left_to_slurm.environment) == {RUN_ID, "NCCL_DEBUG", "HF_TOKEN"}
+    assert left_to_slurm.world_size == 0
+
+
+def test_an_interface_that_a_variable_contradicts() -> None:
+    with pytest.raises(LaunchError, match="--interface ib0 contradicts NCCL_SOCKET_IFNAME=eth1"):
+        replace(JOB, variables={"NCCL_SOCKET_IFNAME": "eth1"})
+    assert (
+        replace(JOB, variables={"NCCL_SOCKET_IFNAME": "eth1"}, interface="").environment["NCCL_SOCKET_IFNAME"] == "eth1"
+    )
+
+
+def test_mpirun() -> None:
+    argv = mpirun_command(JOB, ["-F", "cfg"])
+    assert argv[: argv.index("--wdir")] == [
+        *["mpirun", "--allow-run-as-root", "-np", "3", "--host", "b,b,a", "--map-by", "seq", "--bind-to", "none"],
+        *["--mca", "plm_rsh_agent", "ssh -F cfg", "--mca", "plm_rsh_no_tree_spawn", "1"],
+        *[
+            "--mca",
+            "oob_tcp_keepalive_time",
+            "5",
+            "--mca",
+            "oob_tcp_keepalive_intvl",
+            "5",
+            "--mca",
+            "oob_tcp_keepalive_probes",
+            "2",
+        ],
+        *["--mca", "oob_tcp_if_include", "ib0"],
+    ]
+    assert argv[argv.index("--wdir") :] == [
+        "--wdir",
+        "/there",
+        *[word for name in sorted(NAMES) for word in ("-x", name)],
+        *RANK,
+    ]
+
+
+def test_no_value_stands_in_a_command() -> None:
+    for argv in (
+        mpirun_command(JOB),
+        srun_command(JOB, ALLOCATION),
+        deepspeed_command(JOB, "hosts"),
+        *torchrun_commands(JOB),
+    ):
+        assert "hunter2" not in shlex.join(argv)
+
+
+@pytest.mark.parametrize(
+    ("host", "message"),
+    [
+        (Host("a", 1, 4, user="me"), "mpirun cannot be told to reach `me@a` with user `me` and port 0 (line 4"),
+        (Host("a", 1, 4, port=22), "port 22"),
+        (Host("a", 2, 4, devices=(0, 3)), "devices 0,3 of `a`"),
+        (Host("fe80::1", 1, 4), "mpirun takes `fe80::1` for a host with slots"),
+    ],
+)
+def test_what_mpirun_cannot_be_told(host: Host, message: str) -> None:
+    with pytest.raises(LaunchError) as caught:
+        mpirun_command(replace(JOB, hosts=(host,)))
+    assert message in caught.value.message
+    assert "torchrun" in caught.value.hint
+
+
+def test_arguments_of_ssh_that_mpirun_would_split() -> None:
+    with pytest.raises(LaunchError, match="splits the arguments of ssh at blanks"):
+        mpirun_command(JOB, ["-o", "ProxyCommand=ssh gate"])
+
+
+def test_srun_on_chosen_hosts_and_on_all() -> None:
+    exported = "--export=HOME,USER,LOGNAME," + ",".join(sorted(NAMES))
+    fixed = ["--kill-on-bad-exit=1", "--overlap", "--unbuffered", "--mpi=none", "--chdir=/there", exported]
+    placed = ["--ntasks=3", "--nodelist=b,b,a", "--distribution=arbitrary", "--cpus-per-task=6"]
+    assert srun_command(JOB, ALLOCATION) == ["srun", *placed, *fixed, *RANK]
+    everywhere = srun_command(replace(JOB, hosts=()), {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a"})
+    assert everywhere == ["srun", "--distribution=block", *fixed, *RANK]
+
+
+@pytest.mark.parametrize(
+    ("host", "environ", "message"),
+    [
+        (HOSTS[0], {}, "needs an allocation, and SLURM_JOB_ID is not among 0 variables"),
+        (Host("d", 1, 1), ALLOCATION, "host `d` is not among the 3 nodes of the allocation: a, b, c"),
+        (Host("a", 1, 3, user="me"), ALLOCATION, "cannot be told line 3 of the hostfile for `me@a`"),
+        (Host("a", 1, 3, devices=(1,)), ALLOCATION, "devices (1,)"),
+        (
+            HOSTS[0],
+            {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[a-b]"},
+            "SLURM_JOB_NODELIST `n[a-b]` is not a list of nodes",
+        ),
+        (HOSTS[0], {"SLURM_JOB_ID": "7"}, "SLURM_JOB_NODELIST `` is not a list of nodes"),
+    ],
+)
+def test_what_slurm_cannot_be_told(host: Host, environ: dict[str, str], message: str) -> None:
+    with pytest.raises(LaunchError) as caught:
+        srun_command(replace(JOB, hosts=(host,)), environ)
+    assert message in caught.value.message
+
+
+_WRITTEN_OUT = {
+    "n1": ["n1"],
+    "n[1-3]": ["n1", "n2", "n3"],
+    "n[01-03,7],gpu2": ["n01", "n02", "n03", "n7", "gpu2"],
+    "rack[1-2]n[08-10]": ["rack1n08", "rack1n09", "rack1n10", "rack2n08", "rack2n09", "rack2n10"],
+    "a,b,c": ["a", "b", "c"],
+    "n[099-101]": ["n099", "n100", "n101"],
+    "x-1-[3,5-6],y": ["x-1-3", "x-1-5", "x-1-6", "y"],
+}
+
+
+@pytest.mark.parametrize("text", _WRITTEN_OUT)
+def test_allocated_nodes(text: str) -> None:
+    assert allocated_nodes({"SLURM_JOB_NODELIST": text}) == _WRITTEN_OUT[text]
+
+
+@pytest.mark.parametrize("text", _WRITTEN_OUT)
+def test_node_lists_are_what_slurm_says(text: str, tmp_path: Path) -> None:
+    if not shutil.which("scontrol"):
+        pytest.skip("Slurm's scontrol is not installed (Debian: slurm-client)")
+    (tmp_path / "slurm.conf").write_text("ClusterName=none\nSlurmctldHost=none\n")
+    environ = os.environ | {"SLURM_CONF": str(tmp_path / "slurm.conf")}
+    said = subprocess.run(
+        ["scontrol", "show", "hostnames", text], capture_output=True, text=True, check=True, env=environ
+    )
+    assert said.stdout.split() == _WRITTEN_OUT[text]
+
+
+def test_the_program_itself_gets_no_more_than_it_needs() -> None:
+    here = {
+        "HOME": "/root",
+        "SSH_AUTH_SOCK": "/s",
+        "RANK": "0",
+        "AWS_SECRET": "x",
+        "SLURM_JOB_ID": "7",
+        "OMPI_MCA_btl": "tcp",
+        "NCCL_DEBUG": "WARN",
+    }
+    for_mpi = starting_environment(JOB, here)
+    assert for_mpi == {"HOME": "/root", "SSH_AUTH_SOCK": "/s", "OMPI_MCA_btl": "tcp", **JOB.environment}
+    assert starting_environment(JOB, here, slurm=True) == for_mpi | {"SLURM_JOB_ID": "7"}
+
+
+def test_deepspeed_and_torchrun_as_typed() -> None:
+    assert shlex.join(deepspeed_command(JOB, "hosts")) == (
+        "deepspeed --hostfile hosts --master_addr 10.0.0.2 --master_port 29500 --no_local_rank --module ds_finetune.cluster.worker run.yaml optim.lr=1e-5"
+    )
+    some = replace(JOB, hosts=select_hosts((Host("b", 4, 1), Host("a", 1, 2)), include="b:0,2@a"))
+    assert deepspeed_command(some, "hosts")[3:5] == ["--include", "b:0,2@a"]
+    first, second = map(shlex.join, torchrun_commands(JOB))
+    assert first == (
+        "torchrun --nnodes=2 --node-rank=0 --nproc-per-node=2 --master-addr=10.0.0.2 --master-port=29500 -m ds_finetune.cluster.worker run.yaml optim.lr=1e-5"
+    )
+    assert second == first.replace("--node-rank=0 --nproc-per-node=2", "--node-rank=1 --nproc-per-node=1")
+
+
+def _source(package: str, path: str) -> str:
+    """Text of an installed module, without importing it, which takes seconds."""
+    found = importlib.util.find_spec(package)
+    assert found
+    assert found.submodule_search_locations
+    return (Path(found.submodule_search_locations[0]) / path).read_text()
+
+
+def test_torchrun_and_deepspeed_know_the_options() -> None:
+    """A renamed option of theirs would be shown to people who then type it."""
+    sources = {
+        "torchrun": _source("torch", "distributed/run.py"),
+        "deepspeed": _source("deepspeed", "launcher/runner.py"),
+    }
+    for argv in (torchrun_commands(JOB)[0], deepspeed_command(JOB, "hosts")):
+        options = [word.split("=")[0] for word in argv if word.startswith("--")]
+        assert options
+        assert [option for option in options if f'"{option}"' not in sources[argv[0]]] == []
+
+
+def test_sixty_four_hosts_of_eight() -> None:
+    hosts = read_hostfile(ROOT / "hostfiles" / "nodes64")
+    job = replace(JOB, hosts=hosts)
+    names = [f"node{n:02}" for n in range(1, 65) for _ in range(8)]
+    mpi, slurm = mpirun_command(job), srun_command(job, {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[01-64]"})
+    assert (mpi[mpi.index("-np") + 1], mpi[mpi.index("--host") + 1].split(",")) == ("512", names)
+    assert "--ntasks=512" in slurm
+    assert next(word for word in slurm if word.startswith("--nodelist="))[len("--nodelist=") :].split(",") == names
+    every = torchrun_commands(job)
+    assert len(every) == 64
+    assert sum(int(argv[3].removeprefix("--nproc-per-node=")) for argv in every) == job.world_size == 512
+    for argv in (mpi, slurm, deepspeed_command(job, "hosts"), *every):
+        assert max(map(len, argv)) < MAX_ARGUMENT
+        assert sum(map(len, argv)) < MAX_COMMAND / 2
+        assert subprocess.run(["true", *argv[1:]], check=False).returncode == 0

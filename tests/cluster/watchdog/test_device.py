@@ -1,0 +1,219 @@
+"""Asynchronous collectives, with a double of NCCL: a call returns once it is enqueued, and reading a result waits for
+the peers.
+"""
+
+import queue
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_finetune.cluster.watchdog.device import DeviceProgress
+from ds_finetune.cluster.watchdog.diagnosis import Diagnosis, diagnose
+from ds_finetune.cluster.watchdog.progress import HangLimits, RankProgress, RankStatus
+from ds_finetune.cluster.watchdog.stragglers import straggler
+from ds_finetune.config.parallel import ParallelConfig
+from ds_finetune.config.schema import RunConfig, WatchdogConfig
+from ds_finetune.engine.groups.process_groups import open_groups
+from ds_finetune.errors import ConfigError
+from ds_finetune.foreign.torch_distributed import default_timeout
+from ds_finetune.observers.record import StepRecord
+from ds_finetune.plan.mesh import Mesh
+from ds_finetune.plan.plan import make_plan
+from ds_finetune.plan.timeouts import REPORT_SECONDS, collective_seconds, longest_limit
+from ds_finetune.world import World
+
+SECONDS = 60.0
+NEVER = HangLimits(100.0, 100.0, 100.0)
+
+
+class Stream(threading.Thread):
+    """A device's queue, whose work is done in order."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self._work: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            self._work.get()()
+
+    def enqueue(self, work: Callable[[], object]) -> None:
+        self._work.put(work)
+
+    def synchronize(self) -> None:
+        """What `tolist` and `item` do."""
+        done = threading.Event()
+        self.enqueue(done.set)
+        assert done.wait(SECONDS)
+
+
+class StreamMarks:
+    """Marks in a stream: a list that holds the time once it is reached."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+
+    def mark(self) -> list[float]:
+        found: list[float] = []
+        self.stream.enqueue(lambda: found.append(time.monotonic()))
+        return found
+
+    def is_reached(self, mark: list[float]) -> bool:
+        return bool(mark)
+
+    def seconds(self, begin: list[float], end: list[float]) -> float:
+        return end[0] - begin[0]
+
+    def is_computing(self) -> bool:
+        return True
+
+
+class Rank:
+    """A rank's progress, device and share of the collectives."""
+
+    def __init__(self, number: int, peers: threading.Barrier) -> None:
+        self.stream, self.peers = Stream(), peers
+        self.progress = RankProgress(number, NEVER)
+        self.progress.device = DeviceProgress(StreamMarks(self.stream))
+
+    def all_reduce(self) -> None:
+        began = self.progress.enter("all_reduce", 2, "all")
+        self.stream.enqueue(lambda: self.peers.wait(SECONDS))
+        self.progress.leave(began)
+
+    def steps(self, count: int, seconds: float) -> Iterator[StepRecord]:
+        for number in range(1, count + 1):
+            began = time.monotonic()
+            self.stream.enqueue(lambda: time.sleep(seconds))
+            self.all_reduce()
+            self.stream.synchronize()
+            yield StepRecord(number, {"perf/step_seconds": time.monotonic() - began})
+
+
+def _on_threads(*work: Callable[[], object]) -> None:
+    threads = [threading.Thread(target=each) for each in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+
+
+def test_a_slow_device_is_found_although_collectives_return_at_once() -> None:
+    peers = threading.Barrier(2)
+    ranks = [Rank(number, peers) for number in (0, 1)]
+    _on_threads(
+        *(
+            lambda rank=rank, seconds=seconds: list(rank.progress.count_steps(rank.steps(5, seconds)))
+            for rank, seconds in zip(ranks, (0.01, 0.3), strict=True)
+        )
+    )
+    fast, slow = (statistics.median(rank.progress.own_seconds) for rank in ranks)
+    # Both take as long for a step; what the fast one waits is not its own.
+    assert slow > 0.25
+    number, ratio = straggler([fast, slow])
+    assert number == 1
+    assert ratio > 2
+
+
+def _asked(answers: dict[int, RankStatus]) -> Diagnosis:
+    return diagnose(dict(answers))
+
+
+def test_a_hung_kernel_names_its_rank() -> None:
+    peers, released = threading.Barrier(2), threading.Event()
+    ranks = [Rank(number, peers) for number in (0, 1)]
+    for rank in ranks:
+        rank.all_reduce()
+    _on_threads(*(rank.stream.synchronize for rank in ranks))
+    ranks[1].stream.enqueue(lambda: released.wait(SECONDS))
+    for rank in ranks:
+        # The program goes on to ask for both, on each rank.
+        rank.all_reduce()
+        rank.all_reduce()
+    until = time.monotonic() + SECONDS
+    while ranks[0].progress.status().inside is None and time.monotonic() < until:
+        time.sleep(0.01)
+    answers = {number: rank.progress.status() for number, rank in enumerate(ranks)}
+    found = _asked(answers)
+    released.set()
+    assert (found.at_fault, found.why) == ((1,), "has entered 1 collectives of all, others 2")
+    assert str(answers[0]).startswith("waits in all_reduce of 2 elements (number 2 of all)")
+    assert str(answers[1]).startswith("has not reached all_reduce of 2 elements (number 2 of all) on its device")
+
+
+def test_what_a_device_is_done_with_is_forgotten() -> None:
+    rank = Rank(0, threading.Barrier(1))
+    for _ in range(200):
+        rank.all_reduce()
+        rank.stream.synchronize()
+    assert rank.progress.device is not None
+    rank.progress.device.take_waited()
+    assert not rank.progress.device._pending
+    assert rank.progress.status().counts == {"all": 200}
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    if dist.is_initialized():
+        # Of another test's single process.
+        dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def _timeout(group: dist.ProcessGroup) -> timedelta:
+    return group._get_backend(torch.device("cpu")).options._timeout
+
+
+def test_a_timeout_holds_for_groups_whose_makers_pass_none(one_process: None) -> None:
+    from deepspeed.comm.torch import TorchBackend
+
+    wanted = timedelta(minutes=35)
+    with default_timeout(wanted):
+        plain = dist.new_group([0])
+        of_deepspeed = TorchBackend.new_group(None, [0])  # type: ignore[arg-type]
+        (mesh,) = dist.device_mesh.init_device_mesh("cpu", (1,)).get_all_groups()
+        with open_groups(Mesh.of(ParallelConfig(), world_size=1, rank=0), timeout=wanted):
+            pass
+    assert {_timeout(group) for group in (plain, of_deepspeed)} == {wanted}
+    assert mesh is not None
+    assert _timeout(dist.new_group([0])) != wanted
+
+
+def test_the_watchdog_reports_before_torch_aborts() -> None:
+    defaults = WatchdogConfig()
+    assert collective_seconds(defaults) >= longest_limit(defaults) + REPORT_SECONDS
+    long = WatchdogConfig(limit="2 hours")
+    assert collective_seconds(long) >= 7200 + REPORT_SECONDS
+    # A limit that follows from slow steps is cut off.
+    progress = RankProgress(0, HangLimits.of(defaults))
+    assert list(progress.count_steps(iter([StepRecord(1, {"perf/step_seconds": 600.0})])))
+    assert progress.limit_seconds() == collective_seconds(defaults) - REPORT_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("given", "is_refused"),
+    [
+        ({"collective": "30 minutes"}, True),
+        ({"collective": "31 minutes"}, False),
+        ({"collective": "31 minutes", "limit": "31 minutes"}, True),
+        ({"collective": "4 seconds", "limit": "never"}, False),
+    ],
+)
+def test_a_watchdog_that_would_come_too_late_is_refused(given: dict[str, str], is_refused: bool) -> None:
+    tree = {"model": {"path": "m"}, "data": {"train": "d"}, "output_dir": "o", "watchdog": given}
+    config, world = RunConfig.model_validate(tree), World(0, 1, 0, 1, "test")
+    if not is_refused:
+        make_plan(config, world=world, device="cpu")
+        return
+    with pytest.raises(ConfigError, match="torch would abort a collective before the watchdog reports") as refused:
+        make_plan(config, world=world, device="cpu")
+    assert "leave watchdog.collective out" in refused.value.hint

@@ -1,0 +1,44 @@
+"""Lost packets between real sockets: the receiver's own filter drops a share of what arrives, as a bad link does."""
+
+import socket
+import sys
+
+import pytest
+
+from ds_finetune.cluster.watchdog.packet_loss import PacketCounts, packet_counts
+from tests.cluster.watchdog.faulty import lose_packets
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counters and filters of Linux")
+
+
+def _echo(share: float, times: int) -> tuple[str, ...]:
+    """What this process counts while a message goes to and fro."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        near = socket.create_connection(listening.getsockname())
+        far, _ = listening.accept()
+        with near, far:
+            before = packet_counts()
+            if share:
+                lose_packets(near, share)
+                lose_packets(far, share)
+            for _ in range(times):
+                for one, other in ((near, far), (far, near)):
+                    one.sendall(b"x")
+                    assert other.recv(1) == b"x"
+            return packet_counts().losses_since(before)
+
+
+def test_lost_packets_are_counted_by_address() -> None:
+    (loss,) = _echo(0.3, 30)
+    assert loss.startswith("to 127.0.0.1: ")
+    assert "packets sent again" in loss
+
+
+def test_a_network_without_losses_has_none() -> None:
+    assert _echo(0, 100) == ()
+
+
+def test_a_few_lost_packets_are_no_bad_link() -> None:
+    before, after = PacketCounts({"a": 100}, {"a": 40}), PacketCounts({"a": 10_100}, {"a": 140})
+    assert after.losses_since(before) == ()
+    assert PacketCounts({"a": 200}, {"a": 70}).losses_since(before) == ("to a: 30 of 100 packets sent again (30%)",)

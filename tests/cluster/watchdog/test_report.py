@@ -1,0 +1,73 @@
+"""Report of an error, and of many ranks that hang."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_finetune.cluster.watchdog.death_cause import why_killed
+from ds_finetune.cluster.watchdog.diagnosis import Diagnosis
+from ds_finetune.cluster.watchdog.progress import CollectiveCall, RankStatus
+from ds_finetune.cluster.watchdog.report import FailureReport, RankProcess, is_secondary, status_lines
+from ds_finetune.cluster.watchdog.stacks import kill_process
+from ds_finetune.errors import ConfigError, RunError
+from ds_finetune.system.processes import began_at
+
+
+@pytest.mark.parametrize(
+    ("error", "wanted"),
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:54500"), True),
+        (dist.DistBackendError("NCCL error in: remote process exited"), True),
+        (dist.DistNetworkError("Connection reset by peer"), True),
+        (torch.OutOfMemoryError("CUDA out of memory"), False),
+        (OSError(28, "No space left on device"), False),
+        (RunError("NCCL is named in a message of ours", hint=""), False),
+    ],
+)
+def test_what_follows_from_another_rank_is_told_from_what_does_not(error: Exception, wanted: bool) -> None:
+    assert is_secondary(error) is wanted
+
+
+def test_a_failure_brings_its_line_its_code_and_its_last_lines() -> None:
+    assert FailureReport.of(ConfigError("tp 3 does not divide 8", hint="try 2")) == FailureReport(
+        "ConfigError: tp 3 does not divide 8", "tp 3 does not divide 8\n  hint: try 2", 2, False
+    )
+    with pytest.raises(KeyError) as raised:
+        {}["layer"]
+    failure = FailureReport.of(raised.value)
+    assert failure.line == "KeyError: 'layer'"
+    assert failure.code == 1
+    assert "test_report.py" in failure.text
+
+
+def test_ranks_that_do_the_same_are_one_line() -> None:
+    members = {rank: RankProcess(rank, f"host-{rank // 8}", 100 + rank, "1", "") for rank in range(64)}
+    call = CollectiveCall("all_reduce", 2, "all", 9)
+    answers: dict[int, RankStatus | None] = {
+        rank: RankStatus(rank, "step", 4, 60.0, call, call, {"all": 9}, (call,)) for rank in range(64)
+    }
+    answers[5] = None
+    lines = status_lines(members, answers, Diagnosis((5,), ""))
+    assert lines[0] == "  rank 5 (host host-0, process 105): no answer"
+    assert lines[1].startswith(
+        "  rank 0 (host host-0, process 100) and 62 more: waits in all_reduce of 2 elements (number 9 of all)"
+    )
+    assert len(lines) == 2
+
+
+@pytest.mark.skipif(not began_at(os.getpid()), reason="processes are told apart by /proc")
+def test_another_process_of_the_same_id_is_left_alone(tmp_path: Path) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    kill_process(child.pid, "1", folder=tmp_path, why="")
+    assert not list(tmp_path.iterdir())
+    assert child.poll() is None
+    child.send_signal(signal.SIGSTOP)
+    kill_process(child.pid, began := began_at(child.pid), folder=tmp_path, why="it did not answer")
+    assert why_killed(tmp_path, child.pid, began) == "it did not answer"
+    assert child.wait(60) in (-signal.SIGKILL, -signal.SIGQUIT)

@@ -1,0 +1,122 @@
+"""Durations and learning rates are exact."""
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from ds_finetune.config.schedule import Duration, Interval, LrSchedule, warmup_steps
+from ds_finetune.config.schema import read_config
+from ds_finetune.data.batches import BatchPlan, training_batches
+from ds_finetune.data.rows import Row, empty_row
+from ds_finetune.plan.plan import make_plan
+from ds_finetune.trainer.batches import run_batches
+from ds_finetune.world import World
+from tests.planning import prepared_run
+from tests.running import tiny_task
+
+
+@pytest.mark.parametrize(
+    ("text", "steps"),
+    [("200 steps", 200), ("1 step", 1), ("3 epochs", 15), ("0.5 epochs", 3), ("1_000 tokens", 3), ("2e3 tokens", 5)],
+)
+def test_duration_in_steps(text: str, steps: int) -> None:
+    assert Duration.parse(text).in_steps(rows=20, tokens=2000, global_batch_size=4) == steps
+
+
+@pytest.mark.parametrize("text", ["", "steps", "3", "0 steps", "-1 epochs", "1.5 steps", "3 weeks"])
+def test_what_is_no_duration(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a duration"):
+        Duration.parse(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["2.5 epochs", "1000000 steps", "1234567 steps", "1e9 tokens", "0.3333333 epochs", "0.0000001 epochs"]
+)
+def test_a_text_is_read_back_as_the_same_number(text: str) -> None:
+    """The run file is kept in this form, and read from it again."""
+    duration = Duration.parse(text)
+    assert Duration.parse(str(duration)) == duration
+    assert str(Duration.parse("2.5 epochs")) == "2.5 epochs"
+
+
+@pytest.mark.parametrize("global_batch_size", [1, 2, 4, 100])
+def test_a_run_in_epochs_has_batches_for_all_of_its_steps(global_batch_size: int) -> None:
+    """The last step evaluates, saves and exports: with a batch fewer none of it happened."""
+    for rows, epochs in product((1, 2, 3, 5, 7, 10, 17, 1001), (0.1, 0.3, 0.5, 1, 1.5, 2.3, 3)):
+        length = Duration(epochs, "epochs")
+        steps = length.in_steps(rows=rows, tokens=10 * rows, global_batch_size=global_batch_size)
+        plan = BatchPlan(global_batch_size, 1, 0, 1, 0, shuffle=True, pad_token_id=0, row_len=None)
+        batches = training_batches(_Rows(rows), plan, start_step=0, total_rows=length.in_rows(rows))
+        found = [len(batch.row_ids) for batch in batches]
+        assert len(found) == steps, (rows, epochs)
+        assert rows * epochs - 1e-6 <= sum(found) < rows * epochs + 1, (rows, epochs)
+
+
+def test_the_batches_of_a_run_are_as_many_as_its_schedule_says(tmp_path: Path) -> None:
+    run_file = tiny_task(tmp_path / "t", data={"workers": 1, "eval": []})
+    config = read_config(run_file, ["train.for=0.29 epochs", "train.global_batch_size=9", "train.micro_batch_size=1"])
+    run = prepared_run(config, make_plan(config, world=World(0, 1, 0, 1, "a test"), device="cpu"))
+    assert (len(run.inputs.train), run.schedule.steps) == (32, 2)
+    assert [len(batch.row_ids) for batch in run_batches(run)] == [9, 1]
+
+
+class _Rows:
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __len__(self) -> int:
+        return self._number
+
+    def __getitem__(self, index: int) -> Row:
+        return empty_row(index)
+
+
+def test_warmup() -> None:
+    assert [warmup_steps(t, 200) for t in ("3%", "10 steps", "0", "0%")] == [6, 10, 0, 0]
+    with pytest.raises(ValueError, match="is not a warm-up"):
+        warmup_steps("2 epochs", 200)
+
+
+@pytest.mark.parametrize(
+    ("text", "interval"),
+    [
+        ("500 steps", Interval(steps=500)),
+        ("15 minutes", Interval(seconds=900)),
+        ("1e3 steps or 2 hours", Interval(1000, 7200)),
+        ("90 seconds or 20 steps", Interval(20, 90)),
+    ],
+)
+def test_an_interval_is_steps_or_a_time_or_both(text: str, interval: Interval) -> None:
+    assert Interval.parse(text) == interval
+
+
+@pytest.mark.parametrize("text", ["2 epochs", "5", "", "1 steps or 2 steps", "1 hours or 2 hours", "never", "0 steps"])
+def test_no_interval(text: str) -> None:
+    with pytest.raises(ValueError, match=f"`{text}`"):
+        Interval.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 0.55, 0.1]),
+        ("cosine", [0.5, 1.0, 0.55, 0.1]),
+        ("wsd", [0.5, 1.0, 1.0, 0.1]),
+    ],
+)
+def test_shapes_at_warmup_peak_middle_and_end(name: str, expected: list[float]) -> None:
+    schedule = LrSchedule(name=name, lr=1.0, min_lr_ratio=0.1, warmup_steps=2, steps=12)  # type: ignore[arg-type]
+    assert [schedule.at(step) for step in (1, 2, 7, 12)] == pytest.approx(expected)
+    assert schedule.at(13) == schedule.at(12)
+
+
+def test_a_run_that_is_all_warmup_does_not_divide_by_zero() -> None:
+    schedule = LrSchedule(name="cosine", lr=1.0, min_lr_ratio=0.0, warmup_steps=2, steps=2)
+    assert [schedule.at(1), schedule.at(2)] == [0.5, 1.0]
+
+
+def test_exponential_rise_goes_from_the_first_rate_to_the_last() -> None:
+    schedule = LrSchedule(name="exponential_rise", lr=0.1, min_lr_ratio=1e-4, warmup_steps=3, steps=5)
+    assert [schedule.at(step) for step in range(1, 7)] == pytest.approx([1e-5, 1e-4, 1e-3, 1e-2, 0.1, 0.1])

@@ -1,0 +1,137 @@
+"""DeepSpeed's operators: which a plan needs, that they compute what torch does, and why they cannot be built, in the
+compiler's own words.
+"""
+
+import os
+import re
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_finetune.cluster.doctor.messages import RequestRefused
+from ds_finetune.cluster.doctor.run import op_check
+from ds_finetune.config.schema import RunConfig
+from ds_finetune.engine.ops.deepspeed_ops import check_op, needed_ops, true_cause
+from ds_finetune.errors import ConfigError
+from ds_finetune.plan.plan import make_plan
+from ds_finetune.world import World
+
+NVME = {"device": "nvme", "nvme_path": "/nvme"}
+
+
+@pytest.fixture(autouse=True)
+def ninja(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ninja, which torch builds with, lies beside Python."""
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "device", "zero", "ops"),
+    [
+        ("AdamW", "cpu", {"stage": 2}, set()),
+        ("AdamW", "cuda", {"stage": 2}, {"fused_adam"}),
+        ("Muon", "cuda", {"stage": 0}, {"fused_adam"}),
+        ("Lion", "cuda", {"stage": 0}, {"fused_lion"}),
+        ("Lamb", "cuda", {"stage": 0}, {"fused_lamb"}),
+        ("SGD", "cuda", {"stage": 0}, set()),
+        ("AdamW", "cuda", {"stage": 2, "offload_optimizer": {"device": "cpu"}}, {"cpu_adam"}),
+        ("Lion", "cpu", {"stage": 3, "offload_optimizer": {"device": "cpu"}}, {"cpu_lion"}),
+        ("AdamW", "cuda", {"stage": 3, "offload_optimizer": NVME}, {"cpu_adam", "async_io"}),
+        ("AdamW", "cuda", {"stage": 3, "offload_param": NVME}, {"fused_adam", "async_io"}),
+    ],
+)
+def test_which_operators_a_plan_needs(optimizer: str, device: str, zero: dict[str, Any], ops: set[str]) -> None:
+    tree = {
+        "model": "m",
+        "data": {"train": "t"},
+        "output_dir": "o",
+        "optim": {"name": optimizer},
+        "deepspeed": {"zero_optimization": zero},
+    }
+    found = needed_ops(make_plan(RunConfig.model_validate(tree), world=World(0, 2, 0, 2, "test"), device=device))
+    assert set(found) == ops
+    assert found.get("async_io", {"folders": ["/nvme"]})["folders"] == ["/nvme"]
+
+
+def test_an_operator_with_a_substitute_is_a_warning_of_the_doctor() -> None:
+    tree = {"model": "m", "data": {"train": "t"}, "output_dir": "o"}
+    plan = make_plan(RunConfig.model_validate(tree), world=World(0, 1, 0, 1, "test"), device="cuda")
+    (settings,) = needed_ops(plan).values()
+    answer = RequestRefused("DeepSpeed's fused_adam cannot be built: CUDA_HOME does not exist", "install CUDA")
+    found = op_check("a", "fused_adam", answer, settings)
+    assert (found.state, found.hint) == ("warn", "install CUDA")
+    assert found.found.endswith("CUDA_HOME does not exist; the run will use torch's fused AdamW")
+    assert op_check("a", "cpu_adam", answer, {}).state == "fail"
+
+
+def test_cpu_adam_is_torchs() -> None:
+    assert check_op("cpu_adam", {}).startswith("built; three steps are torch's AdamW to ")
+
+
+def test_async_io_writes_and_reads_with_its_speed() -> None:
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not AsyncIOBuilder().is_compatible(verbose=False):
+        pytest.skip("async_io cannot be built here: libaio is missing (Debian: libaio-dev)")
+    if not Path("/dev/shm").is_dir():
+        pytest.skip("no /dev/shm on this machine")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        assert re.search(
+            r"[\d.]+ GB/s written, [\d.]+ GB/s read, [\d,]+ GiB free",
+            check_op("async_io", {"folders": [folder], "aio": {"queue_depth": 4}}),
+        )
+        assert not list(Path(folder).iterdir())
+
+
+def test_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(
+        ConfigError, match="DeepSpeed's cpu_adam cannot be built: no compiler `no-such-compiler` on this host"
+    ):
+        check_op("cpu_adam", {})
+
+
+def test_what_the_compiler_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an operator that no other test loads: a process loads each once."""
+    if not shutil.which("c++"):
+        pytest.skip("no C++ compiler here")
+    wrapper = tmp_path / "cxx"
+    wrapper.write_text('#!/bin/sh\nexec c++ -include absent_header.h "$@"\n')
+    wrapper.chmod(0o755)
+    monkeypatch.setenv("CXX", str(wrapper))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "ops"))
+    with pytest.raises(
+        ConfigError, match=r"cpu_adagrad cannot be built: .*fatal error: absent_header.h: No such file or directory"
+    ):
+        check_op("cpu_adagrad", {})
+
+
+def test_no_libaio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not shutil.which("c++"):
+        pytest.skip("no C++ compiler here")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setenv("CFLAGS", "-nostdinc")
+    with pytest.raises(ConfigError, match=r"async_io cannot be built: .*libaio.h"):
+        check_op("async_io", {"folders": [], "aio": {}})
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("Error building extension 'x': [1/2] c++ ...\nFAILED: x.o \nc++ -c x.cpp\nx.cpp:3:10: fatal error: omp.h: No such file or directory\nninja: stopped",
+         "x.cpp:3:10: fatal error: omp.h: No such file or directory"),
+        ("FAILED: y.so\nc++ y.o\n/usr/bin/ld: cannot find -laio: No such file or directory\ncollect2: error: ld", "/usr/bin/ld: cannot find -laio: No such file or directory"),
+        (">- DeepSpeed Op Builder: Installed CUDA version 12.4 does not match the version torch was compiled with 13.0, unable",
+         ">- DeepSpeed Op Builder: Installed CUDA version 12.4 does not match the version torch was compiled with 13.0, unable"),
+        ("nothing known\nlast words", "last words"),
+        ("", "the build printed nothing"),
+    ],
+)  # fmt: skip
+def test_the_true_cause_of_a_failed_build(text: str, cause: str) -> None:
+    assert true_cause(text) == cause

@@ -1,0 +1,142 @@
+"""Adapters: which modules have them, that they are peft's numbers in forward and backward, and what they add to
+weights.
+"""
+
+import copy
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from ds_finetune.config.schema import LoraConfig
+from ds_finetune.errors import ConfigError
+from ds_finetune.families.table import FAMILIES as TABLE
+from ds_finetune.families.tiny import VOCAB
+from ds_finetune.model.adapters.adapter_names import is_adapter
+from ds_finetune.model.adapters.lora import Factors, factors_of, merge_adapters
+from ds_finetune.model.adapters.lora_plan import plan_lora
+from ds_finetune.model.build.skeleton import build_skeleton
+from ds_finetune.reference.selftest.cells import hf_config
+from tests.lora_twin import adapted, base_model, by_our_names, in_peft, named_in, write_adapter_of
+
+LORA = LoraConfig(rank=8, alpha=32)
+FAMILIES = tuple(name for name, family in TABLE.items() if family.has_lora)
+MIXED = [name for name in FAMILIES if TABLE[name].expert_keys]
+"""Families with routed experts."""
+
+
+def _ids() -> torch.Tensor:
+    return torch.randint(0, VOCAB, (3, 17), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize(
+    ("family", "is_named"), [*((family, False) for family in FAMILIES), *((family, True) for family in MIXED)]
+)
+def test_forward_and_gradients_are_those_of_peft(family: str, is_named: bool, tmp_path: Path) -> None:
+    lora = LORA.model_copy(update={"target_modules": named_in(family) if is_named else None})
+    base = base_model(family)
+    base.save_pretrained(tmp_path / "base")
+    ours = adapted(copy.deepcopy(base), lora)
+    write_adapter_of(ours, lora, tmp_path / "adapter", base=tmp_path / "base")
+    theirs = in_peft(base, tmp_path / "adapter", trainable=True)
+    logits = [model(input_ids=_ids(), use_cache=False).logits for model in (ours, theirs)]
+    assert torch.allclose(*logits, atol=1e-5, rtol=0)
+    for each in logits:
+        each.logsumexp(-1).square().mean().backward()
+    gradients = {name: param.grad for name, param in ours.named_parameters() if param.grad is not None}
+    assert gradients.keys() == {name for name, _ in ours.named_parameters() if is_adapter(name)}
+    peft_gradients = {name: param.grad for name, param in theirs.named_parameters() if param.grad is not None}
+    wanted = by_our_names(peft_gradients, gradients)
+    assert len(peft_gradients) == len(wanted)
+    for name, gradient in gradients.items():
+        assert (gradient - wanted[name]).norm() <= 1e-4 * wanted[name].norm(), name
+        assert gradient.norm() > 0, name
+
+
+@pytest.mark.parametrize("shape", [(6, 5), (4, 6, 5)])
+def test_the_sum_in_pieces_is_the_whole_sum(shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    *experts, out, width = shape
+    adapter = Factors(
+        torch.randn(*experts, 3, width, generator=generator), torch.randn(*experts, out, 3, generator=generator), 0.5
+    )
+    assert adapter.shape == shape
+    whole = (0.5 * adapter.b @ adapter.a).view(-1)
+    for start in range(whole.numel()):
+        for end in range(start + 1, whole.numel() + 1):
+            assert torch.allclose(adapter.delta(start, end - start), whole[start:end], atol=1e-6)
+
+
+def test_merged_weights_compute_as_adapters_do_and_the_model_stays() -> None:
+    model = adapted(base_model("deepseek_v3"), LORA)
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    factors = factors_of(
+        {name: param.detach() for name, param in model.named_parameters() if is_adapter(name)}, LORA.alpha / LORA.rank
+    )
+    weights = dict(
+        merge_adapters(
+            ((name, param.detach()) for name, param in model.named_parameters() if not is_adapter(name)), factors
+        )
+    )
+    plain = base_model("deepseek_v3")
+    plain.load_state_dict(weights, strict=False)
+    assert torch.allclose(plain(input_ids=_ids()).logits, model(input_ids=_ids()).logits, atol=1e-5, rtol=0)
+    assert all(torch.equal(param, before[name]) for name, param in model.named_parameters())
+
+
+def test_new_adapters_change_nothing_and_are_initialised_as_in_peft() -> None:
+    model = adapted(base_model("deepseek_v3"), LORA, trained=False)
+    assert torch.equal(
+        model(input_ids=_ids()).logits, adapted(base_model("deepseek_v3"), LORA, trained=False)(input_ids=_ids()).logits
+    )
+    assert torch.allclose(model(input_ids=_ids()).logits, base_model("deepseek_v3")(input_ids=_ids()).logits, atol=1e-6)
+    for name, param in model.named_parameters():
+        if name.endswith("lora_A"):
+            bound = param.shape[-1] ** -0.5
+            assert 0.7 * bound < param.detach().abs().max().item() <= bound
+            assert param.detach().std().item() == pytest.approx(bound / 3**0.5, rel=0.2)
+    skeleton = build_skeleton(hf_config("llama"), attention="sdpa", dtype=torch.bfloat16, device="cpu")
+    assert {param.dtype for param in adapted(skeleton, LORA).parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("patterns", "kinds"),
+    [
+        (None, {"attention": 10, "dense MLP": 3, "shared experts": 3, "routed experts": 1}),
+        (("q_b_proj",), {"attention": 2}),
+        (("gate_proj", "experts"), {"dense MLP": 1, "shared experts": 1, "routed experts": 1}),
+        ((r"model\.layers\.1\..*",), {"attention": 5, "shared experts": 3, "routed experts": 1}),
+        ((r".*gate",), None),
+        (("gate",), {"router": 1}),
+        ((r".*\.mlp\.gate",), {"router": 1}),
+        (("lm_head",), None),
+        (("embed_tokens",), None),
+        (("q_proj",), None),
+        (("o_proj", "o_prj"), None),
+    ],
+)
+def test_what_patterns_adapt(patterns: tuple[str, ...] | None, kinds: dict[str, int] | None) -> None:
+    lora = LoraConfig(rank=8, target_modules=patterns)
+    if kinds is None:
+        with pytest.raises(ConfigError, match="matches no module") as refused:
+            plan_lora(hf_config("deepseek_v3"), lora)
+        assert "q_b_proj" in refused.value.hint
+        return
+    assert Counter(target.kind for target in plan_lora(hf_config("deepseek_v3"), lora).targets) == kinds
+
+
+def test_the_lines_count_what_is_trained() -> None:
+    model = adapted(base_model("deepseek_v3"), LORA)
+    rows = plan_lora(model.config, LORA).lines()
+    assert f"{sum(param.numel() for param in model.parameters() if param.requires_grad):,} parameters" in rows[0][1]
+    assert ("  router", "none of 1 modules") in rows
+
+
+def test_models_and_ranks_that_are_not_compared_are_refused() -> None:
+    with pytest.raises(ConfigError, match="qwen2_moe is not tested"):
+        plan_lora(AutoConfig.for_model("qwen2_moe"), LORA)
+    with pytest.raises(ConfigError, match="not a multiple of 8"):
+        plan_lora(hf_config("deepseek_v3"), LoraConfig(rank=4))
+    assert plan_lora(hf_config("llama"), LoraConfig(rank=3)).targets

@@ -1,0 +1,192 @@
+"""Inputs of recomputed layers in host memory: the same bits, the right tensors, and one input ahead in backward."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ds_finetune.config.schema import RunConfig
+from ds_finetune.errors import ConfigError
+from ds_finetune.model.memory.activation_offload import (
+    Arrival,
+    CudaTransfer,
+    LayerInputOffload,
+    PlainTransfer,
+    offload_layer_inputs,
+)
+from ds_finetune.plan.activations import check_model_type
+from ds_finetune.plan.plan import make_plan
+from ds_finetune.world import World
+from tests.model.tiny import CONFIGS
+
+LAYERS, TOKENS = 4, 12
+
+
+class SlowTransfer(PlainTransfer):
+    """Stands in for a device: a tensor on its way holds NaN until someone waits for it."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, ...]] = []
+        self.moves: list[str] = []
+        self.on_the_way = self.most_on_the_way = 0
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.sent.append(tuple(tensor.shape))
+        return super().to_host(tensor)
+
+    def to_device(self, host: torch.Tensor) -> Arrival:
+        tensor = torch.full_like(host, math.nan)
+        self.on_the_way += 1
+        self.most_on_the_way = max(self.most_on_the_way, self.on_the_way)
+        self.moves.append("begin")
+
+        def wait() -> None:
+            self.on_the_way -= 1
+            self.moves.append("wait")
+            tensor.copy_(host)
+
+        return Arrival(tensor, wait)
+
+
+def lm(family: str, device: str = "cpu") -> Any:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **CONFIGS[family] | {"num_hidden_layers": LAYERS})
+    model = AutoModelForCausalLM.from_config(config).float().to(device).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def losses_and_gradients(model: Any, rounds: int = 1) -> list[torch.Tensor]:
+    """Losses and gradients of `rounds` forwards that are all alive before the first backward, as in a pipeline."""
+    device = model.lm_head.weight.device
+    rows = [torch.arange(1 + n, 1 + n + TOKENS, device=device)[None] for n in range(rounds)]
+    losses = [model(ids, labels=ids).loss for ids in rows]
+    for loss in losses:
+        loss.backward()
+    return [*(loss.detach() for loss in losses), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_losses_and_gradients_have_the_same_bits(family: str, rounds: int) -> None:
+    wanted = losses_and_gradients(lm(family), rounds)
+    model, transfer = lm(family), SlowTransfer()
+    offload = offload_layer_inputs(model, transfer)
+    found = losses_and_gradients(model, rounds)
+    assert len(found) == len(wanted)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    # Layer inputs alone, but that of the last layer; neither weights nor what is within a layer.
+    assert transfer.sent == [(1, TOKENS, model.config.hidden_size)] * (LAYERS - 1) * rounds
+    assert offload.num_stored == offload.num_fetched == (LAYERS - 1) * rounds
+
+
+def test_the_next_input_is_on_its_way_while_a_layer_is_computed() -> None:
+    model, transfer = lm("llama"), SlowTransfer()
+    offload_layer_inputs(model, transfer)
+    losses_and_gradients(model)
+    # The last layer's input never left, and the one before is sent for at once.
+    assert transfer.moves == ["begin", "wait", "begin", "wait", "begin", "wait"]
+    assert transfer.on_the_way == 0
+    assert transfer.most_on_the_way == 1
+
+
+def test_other_arguments_of_a_layer_stay_where_they_are() -> None:
+    transfer = SlowTransfer()
+    offload = LayerInputOffload(transfer, layers=2)
+    hidden, weight = torch.randn(3, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    out = offload.checkpoint(0, lambda given, other: (given @ other).square(), hidden, weight)
+    out.sum().backward()
+    assert transfer.sent == [(3, 4)]
+    assert torch.allclose(weight.grad, 2 * hidden.T @ (hidden @ weight))
+
+
+def test_nothing_is_kept_of_a_forward_without_a_backward() -> None:
+    model, transfer = lm("llama"), SlowTransfer()
+    offload = offload_layer_inputs(model, transfer)
+    ids = torch.arange(TOKENS)[None]
+    with torch.no_grad():
+        model(ids)
+    assert not transfer.sent
+    loss = model(ids, labels=ids).loss
+    assert offload._latest is not None
+    assert offload._latest() is not None
+    del loss
+    assert offload._latest() is None
+
+
+def test_frozen_layers_before_the_first_adapter() -> None:
+    models = [lm("llama"), lm("llama")]
+    for model in models:
+        for name, param in model.named_parameters():
+            param.requires_grad_("layers.2." in name)
+    offload_layer_inputs(models[1], SlowTransfer())
+    wanted, found = map(losses_and_gradients, models)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def _run(**train: Any) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "model": "none",
+            "data": {"train": "none"},
+            "train": train,
+            "output_dir": "out",
+            "checkpoint": {"every": "never"},
+        }
+    )
+
+
+def test_a_cpu_has_nothing_to_offload() -> None:
+    with pytest.raises(ConfigError, match=r"activation_offload true with device cpu: activations are in host memory"):
+        make_plan(_run(activation_offload=True), world=World(0, 1, 0, 1, "a test"), device="cpu")
+    plan = make_plan(_run(activation_offload=True), world=World(0, 1, 0, 1, "a test"), device="cuda")
+    assert ("activations", "inputs of recomputed layers in host memory") in plan.decisions
+
+
+@pytest.mark.parametrize("key", ["activation_offload", "tiled_mlp"])
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({"mtp": {"train": True}}, r"mtp\.train true"),
+        ({"indexer": {"train": True}}, r"indexer\.train true"),
+        ({"lora": {"quantize": "nf4"}}, r"lora\.quantize nf4"),
+    ],
+)
+def test_what_no_test_covers_is_refused(key: str, section: dict[str, Any], said: str) -> None:
+    tree = _run(**{key: True}).model_dump(by_alias=True) | section
+    with pytest.raises(ConfigError, match=rf"train\.{key} true with {said} is not tested"):
+        make_plan(RunConfig.model_validate(tree), world=World(0, 1, 0, 1, "a test"), device="cuda")
+
+
+def test_types_without_a_comparison_are_refused() -> None:
+    with pytest.raises(ConfigError, match="activation_offload true of model_type gemma3_text is not tested"):
+        check_model_type(_run(activation_offload=True), {"model_type": "gemma3_text"})
+    check_model_type(_run(), {"model_type": "gemma3_text"})
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: copies on a stream of their own")
+def test_on_a_gpu_the_bits_are_the_same_and_less_memory_is_held() -> None:
+    wanted = losses_and_gradients(lm("llama", "cuda"), 2)
+    model = lm("llama", "cuda")
+    offload_layer_inputs(model, CudaTransfer(torch.device("cuda")))
+    found = losses_and_gradients(model, 2)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: its memory is measured")
+def test_on_a_gpu_the_inputs_of_layers_leave_its_memory() -> None:
+    held = []
+    for transfer in (None, CudaTransfer(torch.device("cuda"))):
+        model: Any = lm("llama", "cuda")
+        if transfer is not None:
+            offload_layer_inputs(model, transfer)
+        ids = (torch.arange(8192, device="cuda") % 90).view(64, 128)
+        before = torch.cuda.memory_allocated()
+        loss = model(ids, labels=ids).loss
+        torch.cuda.synchronize()
+        held.append(torch.cuda.memory_allocated() - before)
+        del loss
+    inputs = 8192 * 32 * 4
+    assert held[0] - held[1] >= (LAYERS - 1) * inputs

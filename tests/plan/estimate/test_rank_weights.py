@@ -1,0 +1,174 @@
+"""Tensors of a rank by arithmetic equal those of the model itself, in every family and layout."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_finetune.config.schema import RunConfig
+from ds_finetune.errors import ConfigError
+from ds_finetune.families.table import FAMILIES
+from ds_finetune.foreign.auto_configs import AutoConfig
+from ds_finetune.model.build.model_plan import plan_model
+from ds_finetune.model.mtp.layer import set_mtp_layers
+from ds_finetune.model.parallel.pipeline import layers_of_stages
+from ds_finetune.plan.estimate.rank_weights import RankWeights, part_of, weights_of_run
+from ds_finetune.plan.estimate.states import TensorKind
+from ds_finetune.plan.model_shape import Shape
+from ds_finetune.plan.plan import Plan, make_plan
+from ds_finetune.reference.selftest.cells import TINY_MODELS
+from ds_finetune.trainer.rank_tensors import built_tensors
+from ds_finetune.world import World
+from tests.model.tiny import CONFIGS
+
+MODELS: dict[str, dict[str, Any]] = {
+    **{name: {"model_type": name, **tree} for name, tree in CONFIGS.items()},
+    **{f"{name} of the selftest": tree for name, tree in TINY_MODELS.items()},
+    "qwen3_moe with a dense layer by steps": {"model_type": "qwen3_moe", **CONFIGS["qwen3_moe"]}
+    | {"decoder_sparse_step": 2},
+}
+LAYOUTS: tuple[dict[str, Any], ...] = ({}, {"tp": 2}, {"pp": 2}, {"ep": 2}, {"tp": 2, "ep": 2}, {"pp": 2, "tp": 2})
+RANKS = 8
+
+
+def run_of(parallel: dict[str, Any], *, stage: int = 1, **sections: Any) -> tuple[RunConfig, Plan]:
+    tree = {"model": "m", "data": {"train": "t.jsonl"}, "parallel": parallel, "output_dir": "o", **sections}
+    tree |= {"deepspeed": {"zero_optimization": {"stage": stage}}}
+    tree |= {"train": {"for": "1 steps", "global_batch_size": 64, "max_seq_len": 64}}
+    config = RunConfig.model_validate(tree)
+    return config, make_plan(config, world=World(0, RANKS, 0, RANKS, "a test"), device="cpu")
+
+
+def legal(tree: dict[str, Any], parallel: dict[str, Any]) -> bool:
+    return set(parallel) <= FAMILIES[tree["model_type"]].parallel_axes
+
+
+def compare(tree: dict[str, Any], parallel: dict[str, Any], *, mtp_layers: int = 0) -> None:
+    config, plan = run_of(parallel, **({"mtp": {"train": True}} if mtp_layers else {}))
+    hf_config = AutoConfig.for_model(tree["model_type"], **{k: v for k, v in tree.items() if k != "model_type"})
+    model = plan_model(hf_config, config.model_copy(update={"mtp": type(config.mtp)()}))
+    if mtp_layers:
+        set_mtp_layers(hf_config, mtp_layers)
+        model = replace(model, stages=tuple(layers_of_stages(hf_config, config.parallel)))
+    built = built_tensors(plan, model)
+    for source in (tree, hf_config.to_dict()):
+        computed = weights_of_run(config, plan, source)
+        assert [counted(stage.kinds) for stage in computed] == [counted(stage) for stage in built]
+
+
+def counted(kinds: tuple[TensorKind, ...]) -> Counter[TensorKind]:
+    """Tensors by all but their number; two kinds of layers may have some in common."""
+    found: Counter[TensorKind] = Counter()
+    for kind in kinds:
+        found[replace(kind, count=0)] += kind.count
+    return found
+
+
+def cases() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each model with one layout, so that each family has several."""
+    for number, (name, tree) in enumerate(MODELS.items()):
+        fitting = [parallel for parallel in LAYOUTS if legal(tree, parallel)]
+        yield name, fitting[number % len(fitting)]
+
+
+@pytest.mark.parametrize(("name", "parallel"), cases())
+def test_tensors_of_a_rank(name: str, parallel: dict[str, Any]) -> None:
+    compare(MODELS[name], parallel)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3_deep", "qwen2_deep", "llama_deep"])
+def test_tensors_of_a_rank_with_several_chunks(name: str) -> None:
+    compare(TINY_MODELS[name], {"pp": 2, "vpp": 2})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_tensors_of_a_rank_in_every_layout(name: str, parallel: dict[str, Any]) -> None:
+    if legal(MODELS[name], parallel):
+        compare(MODELS[name], parallel)
+
+
+@pytest.mark.parametrize("parallel", [{}, {"pp": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite"])
+def test_tensors_with_a_prediction_layer(name: str, parallel: dict[str, Any]) -> None:
+    compare(MODELS[name], parallel, mtp_layers=1)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen2", "llama"])
+def test_tensors_of_a_reward_model(name: str) -> None:
+    config, plan = run_of({"pp": 2}, objective={"name": "reward"})
+    tree = MODELS[name]
+    hf_config = AutoConfig.for_model(name, **{k: v for k, v in tree.items() if k != "model_type"}, num_labels=1)
+    built = built_tensors(plan, plan_model(hf_config, config))
+    assert [counted(s.kinds) for s in weights_of_run(config, plan, tree)] == [counted(stage) for stage in built]
+
+
+PUBLISHED = (
+    ("deepseek-ai--DeepSeek-V3", {"pp": 2, "tp": 2}),
+    ("deepseek-ai--DeepSeek-V3.2", {"ep": 4}),
+    ("deepseek-ai--DeepSeek-V2-Lite", {"tp": 2, "ep": 2}),
+    ("deepseek-ai--DeepSeek-R1-Distill-Qwen-1.5B", {"pp": 2}),
+    ("Qwen--Qwen3-30B-A3B", {"ep": 8}),
+)
+
+
+@pytest.mark.parametrize(("name", "parallel"), [PUBLISHED[3]], ids=str)
+def test_tensors_of_a_published_model(shared_data: Path, name: str, parallel: dict[str, Any]) -> None:
+    compare(json.loads((shared_data / "configs" / name / "config.json").read_text()), parallel)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "parallel"), PUBLISHED, ids=str)
+def test_tensors_of_published_models(shared_data: Path, name: str, parallel: dict[str, Any]) -> None:
+    compare(json.loads((shared_data / "configs" / name / "config.json").read_text()), parallel)
+
+
+def _by_part(weights: RankWeights) -> Counter[str]:
+    """Elements of a rank by part of the model."""
+    found: Counter[str] = Counter()
+    for kind in weights.kinds:
+        found[part_of(kind.name)] += kind.numel
+    return found
+
+
+def test_totals_of_published_models(shared_data: Path) -> None:
+    for folder in sorted((shared_data / "configs").iterdir()):
+        tree = json.loads((folder / "config.json").read_text())
+        if tree["model_type"] not in FAMILIES or FAMILIES[tree["model_type"]].parameters is None:
+            continue
+        config, plan = run_of({})
+        (whole,) = weights_of_run(config, plan, tree)
+        assert whole.numel == Shape.of(tree).total_params, folder.name
+        assert sum(_by_part(whole).values()) == whole.numel
+
+
+def test_parts_of_a_model() -> None:
+    config, plan = run_of({})
+    (whole,) = weights_of_run(config, plan, MODELS["deepseek_v3"])
+    shape = Shape.of(MODELS["deepseek_v3"])
+    parts = _by_part(whole)
+    assert parts["routed experts"] == shape.routed_experts
+    assert parts["shared experts"] == shape.shared_experts
+    assert parts["attention"] == shape.attention
+    assert parts["dense MLP"] == shape.dense_mlp
+    assert parts["router"] == shape.router
+    assert part_of("model.layers.N.self_attn.q_a_layernorm.weight") == "norms"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "part"),
+    [
+        ("qwen2_moe", "attention and the MLPs between its experts"),
+        ("bert", "the layers"),
+        ("deepseek_v4", "the layers"),
+    ],
+)
+def test_a_type_that_is_not_known_names_the_part(model_type: str, part: str) -> None:
+    config, plan = run_of({})
+    with pytest.raises(ConfigError, match=f"of model_type {model_type} {part} are not known"):
+        weights_of_run(config, plan, {**CONFIGS["llama"], "model_type": model_type})

@@ -1,0 +1,75 @@
+"""One estimate of what a run needs: train, `plan --dry-run` and the doctor have the same numbers."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ds_finetune.cluster.doctor.need import need_of
+from ds_finetune.config.hostfile import Host
+from ds_finetune.config.schema import read_config
+from ds_finetune.plan.estimate.states import DiskNeed, ModelSizes, RunEstimate
+from ds_finetune.plan.model_shape import Shape
+from ds_finetune.trainer.dry_run import plan_run
+from ds_finetune.trainer.prepare import prepare_run
+from ds_finetune.world import World
+from tests.model.tiny import CONFIGS
+from tests.running import tiny_task
+
+RANKS = 4
+OFFLOAD = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+LAYOUTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "dense, ZeRO-0": ("llama", {"stage": 0}, {}),
+    "dense, ZeRO-1, tp": ("llama", {"stage": 1}, {"parallel": {"tp": 2}}),
+    "dense, offloaded": ("llama", OFFLOAD, {}),
+    "experts, ZeRO-2, ep": ("deepseek_v3", {"stage": 2}, {"parallel": {"ep": 2}}),
+    "experts, ZeRO-3, ep": ("deepseek_v3", {"stage": 3}, {"parallel": {"ep": 4}}),
+    "experts, pp": ("deepseek_v3", {"stage": 1}, {"parallel": {"pp": 2}}),
+    "experts, LoRA": ("deepseek_v3", {"stage": 2}, {"lora": {"rank": 8}, "model": {"weights": "load"}}),
+    "experts, node-local": ("deepseek_v3", {"stage": 3}, {"checkpoint": {"node_local": True}}),
+    "nothing saved": ("llama", {"stage": 2}, {"checkpoint": {"every": "never"}}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_train_plan_and_doctor_agree(tmp_path: Path, layout: str) -> None:
+    family, zero, sections = LAYOUTS[layout]
+    run_file = tiny_task(tmp_path, deepspeed={"zero_optimization": zero}, **sections)
+    published = json.loads((tmp_path / "model" / "config.json").read_text())
+    vocabulary = {key: published[key] for key in ("vocab_size", "max_position_embeddings") if key in published}
+    tree = CONFIGS[family] | {"model_type": family} | vocabulary
+    (tmp_path / "model" / "config.json").write_text(json.dumps(tree))
+    if "lora" in sections:
+        # Adapters belong to weights, of which a digest is taken.
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "model")).save_pretrained(
+            tmp_path / "model"
+        )
+    config = read_config(run_file)
+    hosts = [Host("a", 3, 1), Host("b", 1, 2)]
+    trained = prepare_run(config, World(0, RANKS, 0, 3, "a test")).estimate
+    planned = plan_run(config, gpus=RANKS, gpus_per_node=RANKS).estimate
+    need, check = need_of(config, hosts, "cpu")
+    assert need is not None, check
+    assert trained.sizes == planned.sizes
+    assert trained.files == planned.files
+    assert trained.state_bytes == planned.state_bytes
+    assert trained.sizes.total == Shape.of(tmp_path / "model").total_params
+    assert (need.rank_bytes, need.gpu_bytes) == (trained.host_bytes, trained.gpu_bytes)
+    disks = [trained.disk(ranks=host.slots, is_first_host=host is hosts[0]).num_bytes for host in hosts]
+    assert list(need.disk_bytes.values()) == disks
+    places = {"cpu" if place == "cuda" else place for place in planned.places.values()}
+    assert places == {"cpu"}, "a rank without a GPU keeps everything in host memory"
+
+
+def test_what_each_host_writes() -> None:
+    files = DiskNeed(exports=2, export_bytes=10, checkpoints=4, checkpoint_bytes=120)
+    sizes = ModelSizes(total=5, rank=5, rank_sharded=2)
+    shared = RunEstimate(sizes, {}, {}, 0, files, world_size=4, is_node_local=False)
+    assert shared.disk(ranks=2, is_first_host=True) == files
+    assert shared.disk(ranks=2, is_first_host=False).num_bytes == 0
+    local = replace(shared, is_node_local=True)
+    assert local.disk(ranks=3, is_first_host=True).num_bytes == 2 * 10 + 4 * 90
+    assert local.disk(ranks=1, is_first_host=False).num_bytes == 4 * 30

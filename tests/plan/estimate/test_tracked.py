@@ -1,0 +1,166 @@
+"""Memory by arithmetic against torch's tracker of the program's own modules, on fake tensors."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_finetune.config.objectives import read_objective
+from ds_finetune.config.schema import LoraConfig, RunConfig
+from ds_finetune.families.table import FAMILIES
+from ds_finetune.plan.estimate.memory import MemoryEstimate, estimate_memory
+from ds_finetune.plan.estimate.rows import BACKWARD, FORWARD, Moment
+from ds_finetune.plan.plan import make_plan
+from ds_finetune.world import World
+from tests.model.tiny import CONFIGS
+from tests.plan.estimate.test_activation_memory import config as wider_config
+from tests.plan.estimate.tracked import Tracked, track
+
+UPDATED = ("fp32 weights", "moments")
+"""States that the tracked forward and backward do not have."""
+MOMENTS: tuple[Moment, ...] = ("teacher", *FORWARD, *BACKWARD)
+
+
+def estimate(
+    tree: Mapping[str, Any],
+    rows: int,
+    tokens: int,
+    lora: Mapping[str, Any] | None = None,
+    *,
+    objective: Mapping[str, Any] | None = None,
+    teacher: Mapping[str, Any] | None = None,
+    **train: Any,
+) -> MemoryEstimate:
+    section = {"max_seq_len": tokens, "micro_batch_size": rows, "global_batch_size": 2 * rows, **train}
+    run = {"model": "m", "data": {"train": "t.jsonl"}, "output_dir": "o", "train": section}
+    run |= {"deepspeed": {"zero_optimization": {"stage": 0}}, "lora": lora}
+    run |= {} if objective is None else {"objective": objective}
+    config = RunConfig.model_validate(run)
+    plan = make_plan(config, world=World(0, 1, 0, 1, "a test"), device="cuda")
+    return estimate_memory(config, plan, tree, teacher=teacher)
+
+
+def bytes_at(planned: MemoryEstimate, moment: Moment) -> int:
+    return sum(
+        row.num_bytes for row in planned.rows if row.place == "gpu" and moment in row.when and row.name not in UPDATED
+    )
+
+
+def compare(
+    tree: Mapping[str, Any], *, tokens: int = 4096, lora: Mapping[str, Any] | None = None, **train: Any
+) -> tuple[Tracked, int]:
+    """What is tracked of two rows of two documents, and the bytes of the same by arithmetic."""
+    planned = estimate(tree, 2, tokens, lora, **train)
+    precision, recomputes = train.get("precision", "bf16"), train.get("activation_checkpointing", True)
+    documents = [(tokens // 4, tokens - tokens // 4)] * 2
+    tracked = track(
+        tree,
+        documents,
+        precision=precision,
+        recomputes=recomputes,
+        is_tiled=train.get("tiled_mlp", False),
+        lora=LoraConfig.model_validate(lora) if lora else None,
+    )
+    return tracked, max(bytes_at(planned, moment) for moment in MOMENTS)
+
+
+def published(shared_data: Path, name: str, **changes: Any) -> dict[str, Any]:
+    tree: dict[str, Any] = json.loads((shared_data / "configs" / name / "config.json").read_text())
+    return tree | changes
+
+
+LITE, DISTILL = "deepseek-ai--DeepSeek-V2-Lite", "deepseek-ai--DeepSeek-R1-Distill-Qwen-7B"
+QWEN = "Qwen--Qwen3-30B-A3B"
+WAYS: dict[str, dict[str, Any]] = {
+    "recomputed": {},
+    "kept": {"activation_checkpointing": False},
+    "tiled": {"tiled_mlp": True},
+}
+
+
+WIDER = {
+    "gpt_oss": {
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+    }
+}
+"""Widths of gpt-oss-20b: the copies that its attention makes are not counted, and are much of a narrow layer."""
+
+
+@pytest.mark.parametrize("name", [LITE, DISTILL, QWEN])
+def test_published_sizes_with_few_layers(shared_data: Path, name: str) -> None:
+    tracked, planned = compare(published(shared_data, name, num_hidden_layers=2))
+    assert planned == pytest.approx(tracked.peak, rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", [LITE, DISTILL, QWEN])
+def test_published_models(shared_data: Path, name: str, way: str) -> None:
+    tracked, planned = compare(published(shared_data, name), **WAYS[way])
+    assert planned == pytest.approx(tracked.peak, rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_every_family(family: str, way: str) -> None:
+    tree = wider_config(family) | {"model_type": family, "vocab_size": 1024} | WIDER.get(family, {})
+    assert FAMILIES[family].parameters is not None
+    tracked, planned = compare(tree, **WAYS[way])
+    assert planned == pytest.approx(tracked.peak, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["recomputed", "kept"])
+@pytest.mark.parametrize("targets", [[], ["q_proj", "o_proj"]], ids=["all", "two"])
+@pytest.mark.parametrize("name", [LITE, DISTILL, QWEN])
+def test_adapters(shared_data: Path, name: str, targets: list[str], way: str) -> None:
+    lora = {"rank": 16} | ({"target_modules": targets} if targets else {})
+    tracked, planned = compare(published(shared_data, name, num_hidden_layers=3), lora=lora, **WAYS[way])
+    assert planned == pytest.approx(tracked.peak, rel=0.05)
+
+
+STUDENT, TEACHER = (f"deepseek-ai--DeepSeek-R1-Distill-Qwen-{size}" for size in ("1.5B", "32B"))
+DISTILLATION = {"name": "distill", "teacher": "a teacher"}
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "one teacher": DISTILLATION,
+    "temperature": DISTILLATION | {"temperature": 2.0, "label_weight": 0.5},
+    "dpo": {"name": "dpo"},
+}
+
+
+def compare_objective(
+    shared_data: Path, objective: Mapping[str, Any], *, tokens: int, precision: str = "bf16"
+) -> tuple[Tracked, MemoryEstimate]:
+    """One layer of a student, beside two of a teacher of three times its width."""
+    student = published(shared_data, STUDENT, num_hidden_layers=1, vocab_size=32768)
+    teacher = None
+    if objective["name"] == "distill":
+        teacher = published(shared_data, TEACHER, num_hidden_layers=2, vocab_size=32768)
+    planned = estimate(student, 2, tokens, objective=objective, teacher=teacher, precision=precision)
+    documents = [(tokens // 4, tokens - tokens // 4)] * 2
+    section = read_objective(dict(objective))
+    return track(student, documents, objective=section, teacher=teacher, precision=precision), planned
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
+def test_objectives_with_another_model(shared_data: Path, objective: Mapping[str, Any]) -> None:
+    tracked, planned = compare_objective(shared_data, objective, tokens=2048)
+    until_loss = max(bytes_at(planned, moment) for moment in ("teacher", *FORWARD))
+    assert until_loss == pytest.approx(tracked.head, rel=0.02)
+    assert max(bytes_at(planned, moment) for moment in MOMENTS) == pytest.approx(tracked.peak, rel=0.02)
+
+
+def test_the_forward_of_a_wide_teacher_is_the_fullest_moment(shared_data: Path) -> None:
+    tracked, planned = compare_objective(shared_data, DISTILLATION, tokens=16384)
+    assert planned.moment == "teacher"
+    assert bytes_at(planned, "teacher") == pytest.approx(tracked.peak, rel=0.02)

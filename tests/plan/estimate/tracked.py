@@ -1,0 +1,171 @@
+"""Forward and backward of this program's own modules on fake tensors, whose memory torch's tracker counts: models of
+any size on a CPU, with the kernels of GPUs.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import register_multi_grad_hook
+from torch.distributed._tools import mod_tracker
+from torch.distributed._tools.mem_tracker import MemTracker
+from transformers import PreTrainedModel
+
+from ds_finetune.config.objectives import ObjectiveConfig
+from ds_finetune.config.schema import LoraConfig
+from ds_finetune.families.tensors import model_tensors
+from ds_finetune.foreign.auto_configs import AutoConfig
+from ds_finetune.model.adapters.lora import AdapterPlacement, install_lora
+from ds_finetune.model.build.skeleton import build_skeleton, whole
+from ds_finetune.model.loss import head_chunks
+from ds_finetune.model.loss.cross_entropy import chunked_cross_entropy
+from ds_finetune.model.loss.distillation import DistilledModel
+from ds_finetune.model.loss.forward_rows import ForwardRows
+from ds_finetune.model.loss.teacher import HiddenStates, Teacher
+from ds_finetune.model.loss.token_loss import LossHead, TrainedModel, install_loss_head
+from ds_finetune.model.memory.tiled_mlp import install_tiled_mlps
+from ds_finetune.objectives.distill import Distillation
+from ds_finetune.objectives.examples import Examples
+from ds_finetune.objectives.objective import DocumentObjective, Objective
+from ds_finetune.objectives.table import make_objective
+from ds_finetune.plan.activations import mlp_tiles
+from ds_finetune.plan.head_chunk import head_chunk
+from ds_finetune.plan.lora_targets import adapted_targets, targets_among
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Tracked:
+    """Bytes at most while one micro-batch is computed, with weights and gradients that are there before."""
+
+    states: int
+    """Weights, gradients and buffers."""
+    head: int
+    """All bytes at most until the loss is computed."""
+    peak: int
+    """All bytes at most."""
+
+    @property
+    def activations(self) -> int:
+        """Bytes at most beside weights and gradients."""
+        return self.peak - self.states
+
+
+@contextmanager
+def gpu_kernels() -> Iterator[None]:
+    """Experts by torch's grouped product, blocks of logits as large as the chunk, and products that are added where
+    they are computed: what a GPU does, on fake tensors that are said to be on a CPU.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(head_chunks, "_BLOCK_NUMBERS", 2**62))
+        stack.enter_context(patch.object(head_chunks, "_add_product", lambda *_: None))
+        stack.enter_context(patch.object(mod_tracker, "register_multi_grad_hook", _hook_where_it_can))
+        # Those hooks name gradients, which the sum of all bytes does not need; frozen weights have none.
+        stack.enter_context(patch.object(MemTracker, _FOLLOWED, _follow_without_hooks))
+        yield
+
+
+def track(
+    tree: Mapping[str, Any],
+    documents: Sequence[Sequence[int]],
+    *,
+    precision: str = "bf16",
+    recomputes: bool = True,
+    is_tiled: bool = False,
+    supervised: int | None = None,
+    lora: LoraConfig | None = None,
+    objective: ObjectiveConfig | None = None,
+    teacher: Mapping[str, Any] | None = None,
+) -> Tracked:
+    """One micro-batch of a model with the config.json `tree`; `documents` are the lengths of those of each row. So many
+    tokens are `supervised`, or all. With `lora` adapters are trained. A `teacher` runs beside the model of an
+    `objective` that distils.
+    """
+    wanted = LossHead.objective if objective is None else make_objective(objective)
+    with FakeTensorMode(), gpu_kernels():
+        lm = _with_head(tree, precision, lora, wanted)
+        lm.train()
+        if recomputes:
+            lm.gradient_checkpointing_enable({"use_reentrant": False})
+        if is_tiled:
+            install_tiled_mlps(lm, tiles=mlp_tiles(tree))
+        model, other = TrainedModel(lm), None if teacher is None else _teacher(teacher, precision)
+        if isinstance(wanted, Distillation):
+            model = DistilledModel(model, wanted, other)
+        model.packs_documents = precision != "fp32"
+        trained = [param for param in model.parameters() if param.requires_grad]
+        for param in trained:
+            param.grad = torch.zeros_like(param)
+        rows = _rows(documents, supervised)
+        if isinstance(wanted, DocumentObjective):
+            rows = replace(rows, examples=_examples(rows))
+        tracker, beside = MemTracker(), () if other is None else (other.run,)
+        tracker.track_external(model, *beside, *(param.grad for param in trained))
+        with tracker:
+            loss = model(rows).loss
+            head = _total(tracker)
+            loss.backward()
+        kept = (*model.parameters(), *trained, *(param for each in beside for param in each.parameters()))
+        states = sum(param.numel() * param.element_size() for param in kept)
+        return Tracked(states, head, _total(tracker))
+
+
+def _with_head(
+    tree: Mapping[str, Any], precision: str, lora: LoraConfig | None, objective: Objective
+) -> PreTrainedModel:
+    hf_config = AutoConfig.for_model(**tree)
+    lm = build_skeleton(hf_config, attention="sdpa", dtype=DTYPES[precision], device="cpu")
+    chunk = head_chunk(hf_config.vocab_size, precision=precision, device="cuda")
+    if lora is not None:
+        every = targets_among(model_tensors(dict(tree)).named())
+        install_lora(lm, adapted_targets(every, lora), lora, seed=0, placement=AdapterPlacement(whole))
+    install_loss_head(lm, kernel=partial(chunked_cross_entropy, chunk=chunk), objective=objective)
+    return lm
+
+
+_FOLLOWED = "_track_module_params_and_buffers"
+_follow: Any = getattr(MemTracker, _FOLLOWED)
+
+
+def _follow_without_hooks(tracker: MemTracker, module: torch.nn.Module, **_: bool) -> Any:
+    return _follow(tracker, module, install_grad_hooks=False)
+
+
+def _hook_where_it_can(tensors: Sequence[torch.Tensor], *others: Any, **named: Any) -> Any:
+    """torch's hook, by which the tracker names modules; it refuses what runs without gradients, as tiles do."""
+    try:
+        return register_multi_grad_hook(tensors, *others, **named)
+    except AssertionError:
+        return None
+
+
+def _rows(documents: Sequence[Sequence[int]], supervised: int | None) -> ForwardRows:
+    shape = len(documents), sum(documents[0])
+    ids = torch.zeros(shape, dtype=torch.int64)
+    places = torch.zeros(shape[0] * shape[1] if supervised is None else supervised, dtype=torch.int64)
+    return ForwardRows(ids, ids, ids, tuple(map(tuple, documents)), supervised=places)
+
+
+def _teacher(tree: Mapping[str, Any], precision: str) -> Teacher:
+    hf_config = AutoConfig.for_model(**tree)
+    lm = build_skeleton(hf_config, attention="sdpa", dtype=DTYPES[precision], device="cpu")
+    states = HiddenStates(lm.requires_grad_(requires_grad=False).eval())
+    states.packs_documents = precision != "fp32"
+    head: Any = lm.get_output_embeddings()
+    return Teacher(states, head, nullcontext)
+
+
+def _examples(rows: ForwardRows) -> Examples:
+    numbers = torch.zeros(2, dtype=torch.int64)
+    return Examples(rows.input_ids, numbers, numbers, numbers, numbers.double(), numbers.double())
+
+
+def _total(tracker: MemTracker) -> int:
+    (device,) = tracker.get_tracker_snapshot("peak").values()
+    return int(device["Total"])

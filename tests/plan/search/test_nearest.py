@@ -1,0 +1,68 @@
+"""The largest micro-batch that fits, and the changes of a run file with which a run fits."""
+
+import pytest
+
+from ds_finetune.cli.demo_files import MODEL
+from ds_finetune.config.schema import RunConfig
+from ds_finetune.plan.batch import with_micro_batch
+from ds_finetune.plan.estimate.memory import estimate_memory
+from ds_finetune.plan.plan import Plan, make_plan
+from ds_finetune.plan.search.micro_batch import SPARE, bytes_of, fits, largest_micro_batch
+from ds_finetune.plan.search.nearest import fitting_changes
+from ds_finetune.world import World
+
+_WIDE = MODEL | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8}
+_LARGE = MODEL | {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32}
+_RANKS = 4
+
+
+def _config(rows: int = 24, **train: object) -> RunConfig:
+    given = {"global_batch_size": 96, "micro_batch_size": rows, "max_seq_len": 512, "activation_checkpointing": False}
+    tree = {"model": "m", "data": {"train": "t"}, "output_dir": "o", "deepspeed": {"zero_optimization": {"stage": 1}}}
+    return RunConfig.model_validate(tree | {"train": given | train})
+
+
+def _plan(config: RunConfig) -> Plan:
+    return make_plan(config, world=World(0, _RANKS, 0, _RANKS, "a test"), device="cuda")
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 6, 8, 12, 24])
+def test_the_largest_micro_batch_is_the_largest_divisor_that_leaves_enough_free(rows: int) -> None:
+    config = _config()
+    plan = _plan(config)
+    exact = bytes_of(config, plan, _WIDE, rows)
+    needed = with_micro_batch(config, rows)
+    assert exact == estimate_memory(needed, _plan(needed), _WIDE).device_bytes
+    budget = round(exact / (1 - SPARE)) + 1
+    sizes = [size for size in (1, 2, 3, 4, 6, 8, 12, 24) if fits(bytes_of(config, plan, _WIDE, size), budget)]
+    assert rows in sizes
+    assert largest_micro_batch(config, plan, _WIDE, budget=budget) == max(sizes)
+
+
+def test_every_change_that_is_named_fits() -> None:
+    config = _config()
+    plan = _plan(config)
+    budget = round(0.7 * estimate_memory(config, plan, _WIDE).device_bytes)
+    changes = {change.text: change.device_bytes for change in fitting_changes(config, plan, _WIDE, budget=budget)}
+    assert {"train.micro_batch_size 12", "train.activation_checkpointing true"} <= changes.keys()
+    assert all(fits(num_bytes, budget) for num_bytes in changes.values())
+    recomputed = _config(activation_checkpointing=True)
+    expected = estimate_memory(recomputed, _plan(recomputed), _WIDE).device_bytes
+    assert changes["train.activation_checkpointing true"] == expected
+
+
+def test_changes_add_up_where_none_is_enough() -> None:
+    config = _config(rows=1, max_seq_len=4096)
+    plan = _plan(config)
+    whole = estimate_memory(config, plan, _LARGE).device_bytes
+    single = fitting_changes(config, plan, _LARGE, budget=whole)
+    # No change alone leaves enough of this free.
+    budget = min(change.device_bytes for change in single)
+    (both,) = fitting_changes(config, plan, _LARGE, budget=budget)
+    assert both.text == "train.activation_offload true, offload_optimizer.device cpu"
+    assert fits(both.device_bytes, budget)
+    zero = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+    changed = _config(rows=1, max_seq_len=4096, activation_checkpointing=True, activation_offload=True)
+    changed = changed.model_copy(update={"deepspeed": {"zero_optimization": zero}})
+    assert both.device_bytes == estimate_memory(changed, _plan(changed), _LARGE).device_bytes
+    assert not fitting_changes(config, plan, _LARGE, budget=whole // 20)

@@ -1,0 +1,77 @@
+"""The range test of learning rates: its run file, where it ends, and what it reports."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from ds_finetune.errors import ConfigError, OutputError, RunError
+from ds_finetune.runs.experiments.lr_range import LrRange, RangeRequest, evaluate, run_range_test
+from ds_finetune.runs.experiments.pages import write_range_page
+
+FAKE = (sys.executable, str(Path(__file__).with_name("fake_range.py")))
+
+
+def run_test(folder: Path, **keys: object) -> LrRange:
+    """A range test of a run file that evaluates and saves."""
+    tree = {
+        "model": "m",
+        "data": {"train": "t.jsonl", "eval": "e.jsonl"},
+        "optim": {"lr": 1e-5, "warmup": "3%", "weight_decay": 0.1},
+        "eval": {"every": "1 steps"},
+        "output_dir": "unused",
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(tree))
+    request = {"low": 1e-5, "high": 10.0, "steps": 60, "ranks": 1, "folder": folder / "out", "overrides": ()}
+    return run_range_test(RangeRequest(**{"run_file": folder / "run.yaml", **request, **keys}), lambda _: None)  # type: ignore[arg-type]
+
+
+def test_the_steepest_and_the_lowest_rate_are_found_and_a_growing_loss_ends_it(tmp_path: Path) -> None:
+    found = run_test(tmp_path)
+    # The stand-in's loss is least at 1e-2, and grows beyond it without end.
+    assert 1e-2 <= found.lowest < 0.2
+    assert found.steepest < found.lowest
+    assert found.diverged is not None
+    assert found.diverged < 10
+    run = yaml.safe_load((tmp_path / "out" / "run.yaml").read_text())
+    assert run["optim"] == {
+        "lr": 10.0,
+        "weight_decay": 0.1,
+        "lr_scheduler": "exponential_rise",
+        "min_lr_ratio": pytest.approx(1e-6),
+    }
+    assert run["checkpoint"] == {"every": "never"}
+    assert "eval" not in run
+    assert "eval" not in run["data"]
+    written = json.loads((tmp_path / "out" / "lr_range.json").read_text())
+    assert written["losses"] == list(found.losses)
+    page = write_range_page(tmp_path / "out", "run.yaml", found).read_text()
+    assert f"{found.steepest:.2e}" in page
+    assert page.count('class="plot"') == 1
+
+
+def test_noise_of_the_first_steps_is_no_fall() -> None:
+    rates = np.geomspace(1e-6, 1.0, 60)
+    losses = np.full(60, 5.0)
+    losses[0] = 6.0
+    losses[30:40] = np.linspace(5.0, 3.0, 10)
+    losses[40:] = 3.0
+    found = evaluate(rates, losses, is_diverged=False)
+    assert rates[30] <= found.steepest <= rates[45]
+
+
+def test_wrong_requests_are_refused_and_failed_runs_reported(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"would rise from 1 to 0\.1"):
+        run_test(tmp_path, low=1.0, high=0.1)
+    with pytest.raises(ConfigError, match="--steps is 3"):
+        run_test(tmp_path, steps=3)
+    with pytest.raises(ConfigError, match=r"unknown key `optim\.rate`"):
+        run_test(tmp_path, overrides=("optim.rate=1",))
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(RunError, match="exit code 1: no weight decay"):
+        run_test(tmp_path, overrides=("optim.weight_decay=0",))
+    with pytest.raises(OutputError, match="exists already"):
+        run_test(tmp_path)

@@ -1,0 +1,110 @@
+"""The comparison of ranks and layouts: what is run, what is computed from it, and what is refused."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ds_finetune.errors import ConfigError, OutputError, RunError
+from ds_finetune.runs.experiments.pages import write_scaling_page
+from ds_finetune.runs.experiments.scaling import Comparison, ScalingRequest, compare_scaling, largest_difference
+
+FAKE = (sys.executable, str(Path(__file__).with_name("fake_scaling.py")))
+
+
+def compare(folder: Path, **keys: object) -> Comparison:
+    """A comparison of a run file that evaluates and saves."""
+    tree = {
+        "model": "m",
+        "data": {"train": "t.jsonl", "eval": "e.jsonl"},
+        "train": {"global_batch_size": 12, "micro_batch_size": 2},
+        "deepspeed": "zero2_offload",
+        "eval": {"every": "1 steps"},
+        "output_dir": "unused",
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(tree))
+    request = {
+        "overrides": (),
+        "ranks": (1, 2, 3),
+        "layouts": (),
+        "steps": 8,
+        "hostfile": None,
+        "folder": folder / "out",
+    }
+    return compare_scaling(ScalingRequest(**{"run_file": folder / "run.yaml", **request, **keys}), lambda _: None)  # type: ignore[arg-type]
+
+
+def test_speed_efficiency_shares_memory_and_losses(tmp_path: Path) -> None:
+    compared = compare(tmp_path)
+    rows = compared.rows
+    assert [row.variant.ranks for row in rows] == [1, 2, 3]
+    assert [row.seconds for row in rows] == pytest.approx([1, 2**-0.5, 3**-0.5])
+    assert [row.tokens_per_second for row in rows] == pytest.approx([1000, 1000 * 2**0.5, 1000 * 3**0.5])
+    assert [row.speedup for row in rows] == pytest.approx([1, 2**0.5, 3**0.5])
+    assert [row.efficiency for row in rows] == pytest.approx([1, 2**-0.5, 3**-0.5])
+    assert [row.communication for row in rows] == pytest.approx([0.25] * 3)
+    assert [row.waiting for row in rows] == pytest.approx([0.05, 0.1, 0.15])
+    assert [row.memory_gib for row in rows] == pytest.approx([4, 2, 4 / 3])
+    assert [row.loss_difference for row in rows] == pytest.approx([0, 0.003, 0])
+    run = yaml.safe_load((tmp_path / "out" / "2-ranks" / "run.yaml").read_text())
+    assert run["train"] == {"global_batch_size": 12, "micro_batch_size": 2, "for": "8 steps"}
+    assert run["profile"] == {"steps": "7-8"}
+    assert "eval" not in run
+    page = write_scaling_page(tmp_path / "out", "run.yaml", compared).read_text()
+    assert "<td" in page
+    assert page.count('class="plot"') == 2
+    assert "3 ranks" in page
+    written = json.loads((tmp_path / "out" / "scaling.json").read_text())
+    assert [row["variant"] for row in written["rows"]] == [{"ranks": n, "layout": ""} for n in (1, 2, 3)]
+
+
+def test_layouts_change_the_run_file(tmp_path: Path) -> None:
+    compare(tmp_path, ranks=(2,), layouts=("zero2", "tp2+zero3"))
+    files = [
+        yaml.safe_load((tmp_path / "out" / name / "run.yaml").read_text())
+        for name in ("2-ranks-zero2", "2-ranks-tp2+zero3")
+    ]
+    assert files[0]["deepspeed"]["zero_optimization"]["stage"] == 2
+    assert "offload_optimizer" in files[0]["deepspeed"]["zero_optimization"]
+    assert files[1]["deepspeed"]["zero_optimization"]["stage"] == 3
+    assert files[1]["parallel"] == {"tp": 2}
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"ranks": (5,)}, "5 ranks: .*12.*"),
+        ({"layouts": ("tp4",)}, "1 rank, tp4: "),
+        ({"layouts": ("fast",)}, "`fast` is no layout"),
+        ({"steps": 5}, "--steps is 5"),
+        ({"overrides": ("optim.rate=1",)}, r"unknown key `optim\.rate`"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_before_anything_starts(
+    tmp_path: Path, keys: dict[str, object], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        compare(tmp_path, **keys)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_failed_run_is_a_reason_and_a_folder_is_not_overwritten(tmp_path: Path) -> None:
+    compared = compare(tmp_path, ranks=(2,), layouts=("tp2+zero2", "zero1"))
+    assert [row.variant.name for row in compared.rows] == ["2 ranks, zero1"]
+    assert compared.failed == (("2 ranks, tp2+zero2", "exit code 1: it fails"),)
+    assert "it fails" in write_scaling_page(tmp_path / "out", "run.yaml", compared).read_text()
+    with pytest.raises(OutputError, match="exists already"):
+        compare(tmp_path)
+    other = tmp_path / "other"
+    other.mkdir()
+    with pytest.raises(RunError, match=r"all runs failed; 2 ranks, tp2\+zero2: exit code 1: it fails"):
+        compare(other, ranks=(2,), layouts=("tp2+zero2",))
+
+
+def test_a_loss_that_is_no_number_differs_without_bounds() -> None:
+    assert largest_difference([1.0, 1.1], [1.0, 1.0]) == pytest.approx(0.1)
+    assert largest_difference([1.0, math.nan], [1.0, 1.0]) == math.inf
+    assert largest_difference([0.0], [0.0]) == 0

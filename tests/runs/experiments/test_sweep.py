@@ -1,0 +1,356 @@
+"""Sweeps: the sweep file, what is started, pruned, failed, resumed and refused."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from ds_finetune.cli.demo_files import write_demo
+from ds_finetune.errors import ConfigError, LaunchError, OutputError, RunError
+from ds_finetune.runs.experiments import places
+from ds_finetune.runs.experiments.child_run import is_stopped_code
+from ds_finetune.runs.experiments.jobs import JobsInterruptedError
+from ds_finetune.runs.experiments.pages import write_sweep_page
+from ds_finetune.runs.experiments.sweep import SweepResult, has_diverged, run_sweep
+from ds_finetune.runs.experiments.sweep_file import SweepConfig, read_sweep
+from ds_finetune.runs.metrics import MetricsReader
+
+FAKE = (sys.executable, str(Path(__file__).with_name("fake_program.py")))
+LR = {"low": 1e-5, "high": 0.1, "log": True}
+
+
+def sweep_of(folder: Path, run: Mapping[str, Any] | None = None, **keys: object) -> SweepConfig:
+    """A sweep over the learning rate, with `keys` set, and `run` added to its run file."""
+    tree: dict[str, Any] = {
+        "model": "m",
+        "data": {"train": "t.jsonl", "eval": "e.jsonl"},
+        "train": {"for": "4 steps"},
+        "eval": {"every": "1 steps"},
+        "output_dir": "unused",
+    }
+    for name, value in (run or {}).items():
+        tree[name] = {**tree.get(name, {}), **value}
+    (folder / "run.yaml").write_text(yaml.safe_dump(tree))
+    sweep = {
+        "run": str(folder / "run.yaml"),
+        "output_dir": str(folder / "out"),
+        "space": {"optim.lr": LR},
+        "trials": 3,
+        "repeats": 0,
+        **keys,
+    }
+    (folder / "sweep.yaml").write_text(yaml.safe_dump(sweep))
+    return read_sweep(folder / "sweep.yaml")
+
+
+def result_of(folder: Path) -> dict[str, Any]:
+    """What `sweep.json` holds."""
+    tree: dict[str, Any] = json.loads((folder / "out" / "sweep.json").read_text())
+    return tree
+
+
+def run(sweep: SweepConfig) -> tuple[SweepResult, list[str]]:
+    """The result of a sweep and what it said."""
+    said: list[str] = []
+    return run_sweep(sweep, said.append), said
+
+
+def test_the_best_run_file_is_written_and_trained_with_seeds(tmp_path: Path) -> None:
+    sweep = sweep_of(tmp_path, trials=5, repeats=3, parallel=2)
+    result, _ = run(sweep)
+    trials = result_of(tmp_path)["trials"]
+    assert [each["number"] for each in trials] == list(range(5))
+    assert {each["state"] for each in trials} == {"complete"}
+    assert result.best_value == min(each["value"] for each in trials)
+    best = yaml.safe_load((tmp_path / "out" / "best.yaml").read_text())
+    assert best["optim"]["lr"] == result.best_values["optim.lr"]
+    assert best["data"] == {"train": "t.jsonl", "eval": "e.jsonl"}
+    # The stand-in adds its seed to the loss.
+    assert [each.seed for each in result.repeats] == [1, 2, 3], "the trials have seed 0"
+    assert [each.value for each in result.repeats] == pytest.approx([result.best_value + more for more in (1, 2, 3)])
+    trial = yaml.safe_load((tmp_path / "out" / "trials" / "0000" / "run.yaml").read_text())
+    assert trial["export"] == {"at_end": False}
+    assert "export" not in best
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert page.count('class="plot"') == 2
+    (axis, _) = json.loads(page[page.index('"parallelAxis":') + 15 : page.index(',"visualMap"')])
+    assert (axis["name"], axis["type"], axis["min"], axis["max"]) == ("optim.lr", "log", 1e-5, 0.1)
+    assert "trial 0, seed 1" not in page or result.best_number == 0
+    assert f"trial {result.best_number}, seed 2" in page
+    assert "Its seeds differ by 2" in page
+
+
+def test_the_median_pruner_ends_bad_trials_and_their_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECONDS_OF_A_STEP", "0.01")
+    sweep = sweep_of(
+        tmp_path,
+        {"train": {"for": "80 steps"}},
+        space={"optim.lr": {"low": 1e-3, "high": 0.1, "log": True}},
+        sampler={"name": "QMCSampler"},
+        pruner={"name": "MedianPruner", "n_startup_trials": 1},
+        trials=5,
+    )
+    run(sweep)
+    trials = result_of(tmp_path)["trials"]
+    pruned = [each for each in trials if each["state"] == "pruned"]
+    worst = max(trials, key=lambda each: each["values"]["optim.lr"])
+    assert worst in pruned
+    assert all(len(each["steps"]) < 80 for each in pruned)
+    assert not list((tmp_path / "out").glob("trials/*/run/checkpoints"))
+
+
+def test_a_list_of_values_ends_the_sweep_when_it_is_used_up(tmp_path: Path) -> None:
+    sweep = sweep_of(tmp_path, space={"optim.lr": {"choices": [1e-3, 1e-2]}}, sampler="GridSampler", trials=9)
+    run(sweep)
+    assert len(result_of(tmp_path)["trials"]) == 2
+    run(sweep)
+    assert len(result_of(tmp_path)["trials"]) == 2
+
+
+@pytest.mark.parametrize("sampler", ["GridSampler", "BruteForceSampler"])
+def test_no_point_is_trained_twice_while_others_run(tmp_path: Path, sampler: str) -> None:
+    choices = [1e-3, 1e-2, 1e-4, 1e-3]
+    run(sweep_of(tmp_path, space={"optim.lr": {"choices": choices}}, sampler=sampler, trials=9, parallel=2))
+    assert sorted(each["values"]["optim.lr"] for each in result_of(tmp_path)["trials"]) == sorted(set(choices))
+
+
+def test_importances_of_few_trials_have_a_caveat(tmp_path: Path) -> None:
+    trials = [
+        {"number": number, "state": "complete", "value": value, "values": {"optim.lr": value}, "steps": []}
+        | {"seconds": 1.0, "reason": ""}
+        for number, value in enumerate(np.linspace(0.01, 0.09, 20).tolist())
+    ]
+    tree = {"run": "r.yaml", "metric": "eval/loss", "direction": "minimize", "space": {"optim.lr": LR}, "best": 0}
+    tree |= {"importances": {"optim.lr": 1.0}, "repeats": []}
+    few = write_sweep_page(tmp_path, tree | {"trials": trials[:6]}).read_text()
+    assert "The importances are of 6 trials and rough" in few
+    assert "and rough" not in write_sweep_page(tmp_path, tree | {"trials": trials}).read_text()
+
+
+def test_failed_trials_are_passed_over_until_there_are_too_many(tmp_path: Path) -> None:
+    choices = {"optim.lr": {"choices": [5.0, 1e-3, 7.0]}}
+    result, said = run(sweep_of(tmp_path, space=choices, sampler="GridSampler"))
+    assert result.best_values == {"optim.lr": 1e-3}
+    assert sum("failed: exit code 1: error: the learning rate is above 1" in line for line in said) == 2
+    other = tmp_path / "other"
+    other.mkdir()
+    with pytest.raises(RunError, match=r"the last 2 trials have failed; trial 1: exit code 1: error: the learning"):
+        run(sweep_of(other, space={"optim.lr": {"low": 2.0, "high": 3.0}}, trials=9, max_failed=2))
+
+
+def test_a_signal_saves_and_the_same_sweep_goes_on(tmp_path: Path) -> None:
+    undisturbed = tmp_path / "undisturbed"
+    undisturbed.mkdir()
+    run(sweep_of(undisturbed))
+    sweep = sweep_of(tmp_path)
+
+    def interrupt(line: str) -> None:
+        if line.startswith("trial 0"):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(JobsInterruptedError):
+        run_sweep(sweep, interrupt)
+    states = [each["state"] for each in result_of(tmp_path)["trials"]]
+    run(sweep)
+    assert states[0] == "complete"
+    values = [[each["value"] for each in result_of(folder)["trials"]] for folder in (tmp_path, undisturbed)]
+    assert values[0] == values[1]
+
+
+_KILLED = """
+import sys
+from pathlib import Path
+from ds_finetune.experiments import places
+from ds_finetune.experiments.child_run import is_stopped_code
+from ds_finetune.experiments.sweep import run_sweep
+from ds_finetune.experiments.sweep_file import read_sweep
+places._PROGRAM = tuple(sys.argv[2:])
+run_sweep(read_sweep(Path(sys.argv[1])), print)
+"""
+
+
+def test_a_killed_sweep_leaves_no_run_and_resumes_its_trial(tmp_path: Path) -> None:
+    sweep_of(tmp_path, {"train": {"for": "150 steps"}}, trials=2)
+    process = subprocess.Popen(
+        [sys.executable, "-c", _KILLED, str(tmp_path / "sweep.yaml"), *FAKE],
+        env={**os.environ, "SECONDS_OF_A_STEP": "0.01"},
+    )
+    metrics = tmp_path / "out" / "trials" / "0000" / "run" / "metrics.jsonl"
+    until = time.monotonic() + 300
+    while not (metrics.exists() and metrics.read_text().count("\n") > 5):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    result, _ = run(read_sweep(tmp_path / "sweep.yaml"))
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    assert steps == list(range(1, 151))
+    assert len(result_of(tmp_path)["trials"]) == 2
+    assert result.best_number in (0, 1)
+
+
+def test_diverged_trials_do_not_end_a_sweep(tmp_path: Path) -> None:
+    choices = {"optim.lr": {"choices": [0.6, 0.7, 0.8, 1e-3]}}
+    result, _ = run(
+        sweep_of(tmp_path, space=choices, sampler={"name": "GridSampler", "seed": 3}, trials=4, max_failed=2)
+    )
+    assert result.best_values == {"optim.lr": 1e-3}
+    diverged = [each for each in result_of(tmp_path)["trials"] if each["state"] == "pruned"]
+    assert len(diverged) == 3
+    assert all(each["reason"].startswith("diverged, eval/loss ") for each in diverged)
+
+
+def test_a_run_diverged_only_where_it_failed_or_has_no_number(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/skipped": 0.0}\n{"step": 2, "train/skipped": 1.0}\n')
+    metrics = MetricsReader(tmp_path / "metrics.jsonl")
+    metrics.update_all()
+    assert has_diverged(metrics, 1, 2.5)
+    assert not has_diverged(metrics, 0, 2.5)
+    assert has_diverged(metrics, 0, float("nan"))
+
+
+@pytest.mark.parametrize("code", [0, 3, -signal.SIGTERM, 128 + signal.SIGTERM])
+def test_a_pruned_trial_may_end_in_several_ways(code: int) -> None:
+    assert is_stopped_code(code) == (code != 0)
+
+
+def test_half_a_line_of_the_journal_is_removed(tmp_path: Path) -> None:
+    sweep = sweep_of(tmp_path)
+    run(sweep)
+    before = result_of(tmp_path)
+    with (tmp_path / "out" / "study.journal").open("a") as journal:
+        journal.write('{"op_code": 4, "wor')
+    _, said = run(sweep)
+    assert any("the last line is incomplete; 19 bytes are removed" in line for line in said)
+    assert result_of(tmp_path) == before
+
+
+def test_only_visible_gpus_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DS_ACCELERATOR")
+    monkeypatch.setattr(places, "query_gpus", lambda: [None] * 4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+
+    def here(ranks: int, parallel: int) -> list[places.Place]:
+        return places.places(ranks=ranks, parallel=parallel, hostfile=None, folder=tmp_path)
+
+    assert [place.environment()["CUDA_VISIBLE_DEVICES"] for place in here(1, 2)] == ["2", "3"]
+    assert [place.include for place in here(2, 1)] == ["localhost:2,3"]
+    assert (tmp_path / "hosts").read_text() == "localhost slots=4\n"
+    with pytest.raises(LaunchError, match="need 3 GPUs, and 2 are visible"):
+        here(3, 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert here(1, 1)[0].devices == ()
+
+
+def test_two_sweeps_do_not_share_a_folder(tmp_path: Path) -> None:
+    sweep = sweep_of(tmp_path)
+
+    def start_again(line: str) -> None:
+        if line.startswith("trial 0"):
+            with pytest.raises(OutputError, match="is being written by process"):
+                run(sweep)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_sweep(sweep, start_again)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"space": {"optim.rate": LR}}, r"sweep.yaml line \d+: with `optim.rate: 1e-05`, .*unknown key `optim.rate`"),
+        ({"space": {"optim.lr": {"low": 1, "high": 0.5}}}, "low is 1 and high is 0.5: high should be greater"),
+        ({"space": {"optim.lr": {"low": 0, "high": 1, "log": True}}}, "`low` should be above 0"),
+        ({"space": {"optim.lr": {"low": 1}}}, "either `choices`, or `low` and `high`"),
+        ({"space": {"optim.lr": {"low": 0, "high": 1}}}, r"with `optim.lr: 0`, .*greater than 0"),
+        ({"space": {"output_dir": {"choices": ["a"]}}}, "the sweep sets `output_dir` itself"),
+        ({"space": {}}, "space"),
+        ({"metrics": "eval/loss"}, "unknown key `metrics`"),
+        ({"trials": 0}, "trials"),
+    ],
+)
+def test_wrong_sweep_files_are_refused(tmp_path: Path, keys: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        sweep_of(tmp_path, **keys)
+
+
+@pytest.mark.parametrize(
+    ("keys", "run_keys", "said"),
+    [
+        ({"sampler": "TPE"}, {}, "`sampler: TPE` is not in optuna.samplers"),
+        ({"pruner": {"name": "MedianPruner", "startup": 3}}, {}, "`pruner: MedianPruner` does not take"),
+        ({"sampler": "GridSampler"}, {}, "needs a list of values, and `optim.lr`"),
+        ({"pruner": "MedianPruner"}, {"eval": {"every": None}}, "has no `eval.every`"),
+        ({}, {"data": {"eval": ()}, "eval": {"every": None}}, "has no `data.eval`"),
+    ],
+)
+def test_wrong_choices_are_refused_before_anything_is_written(
+    tmp_path: Path, keys: dict[str, object], run_keys: dict[str, Any], said: str
+) -> None:
+    sweep = sweep_of(tmp_path, run_keys, **keys)
+    with pytest.raises(ConfigError, match=said):
+        run(sweep)
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_space_does_not_go_into_the_same_folder(tmp_path: Path) -> None:
+    run(sweep_of(tmp_path))
+    before = (tmp_path / "out" / "study.journal").read_bytes()
+    with pytest.raises(ConfigError, match=r"holds a sweep whose `space` was different.*0.1.*0.2"):
+        run(sweep_of(tmp_path, space={"optim.lr": {**LR, "high": 0.2}}))
+    with pytest.raises(ConfigError, match=r"whose the run file was different"):
+        run(sweep_of(tmp_path, {"optim": {"weight_decay": 0.1}}))
+    assert (tmp_path / "out" / "study.journal").read_bytes() == before
+
+
+def test_slots_of_hosts_are_shared_out(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("a slots=4\nb slots=4\nc slots=4\n")
+
+    def includes(ranks: int) -> list[str]:
+        found = places.places(ranks=ranks, parallel=1, hostfile=str(hosts), folder=tmp_path)
+        return [place.include for place in found]
+
+    assert includes(2) == ["a:0,1", "a:2,3", "b:0,1", "b:2,3", "c:0,1", "c:2,3"]
+    assert includes(3) == ["a:0,1,2", "b:0,1,2", "c:0,1,2"]
+    assert includes(8) == ["a@b"]
+    assert places.places(ranks=2, parallel=1, hostfile=None, folder=tmp_path)[0].command(Path("r"))[-2:] == [
+        "--nproc",
+        "2",
+    ]
+
+
+@pytest.mark.slow
+def test_real_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two trials of the demo and one more training of the better one, by the ordinary command."""
+    monkeypatch.setattr(places, "_PROGRAM", (sys.executable, "-u", "-m", "ds_finetune"))
+    monkeypatch.chdir(tmp_path)
+    write_demo(Path("demo"), ranks=1)
+    tree = {
+        "model": {"path": "demo/model", "weights": "random"},
+        "data": {"train": "demo/train.jsonl", "eval": "demo/eval.jsonl"},
+        "train": {"for": "6 steps", "global_batch_size": 4, "max_seq_len": 256, "precision": "fp32"},
+        "eval": {"every": "3 steps", "limit": 4},
+        "log": {"trackers": []},
+        "output_dir": "unused",
+    }
+    Path("run.yaml").write_text(yaml.safe_dump(tree))
+    sweep = SweepConfig.model_validate(
+        {"run": "run.yaml", "output_dir": "out", "trials": 2, "repeats": 1, "sampler": "GridSampler"}
+        | {"space": {"optim.lr": {"choices": [1e-6, 3e-3]}}}
+    )
+    result, _ = run(sweep)
+    assert result.best_values == {"optim.lr": 3e-3}
+    assert [each.seed for each in result.repeats] == [1]
+    assert (tmp_path / "out" / f"best-{result.best_number:04}-seed-1" / "run" / "export" / "config.json").exists()

@@ -1,0 +1,89 @@
+"""Files beside the page: the picture of the loss, model cards, and the plot library."""
+
+import hashlib
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from huggingface_hub import ModelCard
+from PIL import Image
+
+from ds_finetune.runs.report.library import ASSETS, ECHARTS, ECHARTS_SHA256, ECHARTS_VERSION
+from ds_finetune.runs.report.loss_plot import write_loss_plot
+from ds_finetune.runs.report.model_card import write_card_of_source, write_model_cards
+from ds_finetune.runs.report.run import ReportedRun
+from tests.runs.report.made_runs import make_run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return make_run(tmp_path / "run-$a")
+
+
+def test_the_loss_is_drawn(run: Path) -> None:
+    assert write_loss_plot(ReportedRun.read(run), run / "loss.png")
+    with Image.open(run / "loss.png") as picture:
+        assert (picture.format, picture.size) == ("PNG", (1200, 675))
+        pixels = np.asarray(picture.convert("RGB")).reshape(-1, 3)
+    for colour in ((0x3B, 0x7D, 0xDD), (0xE0, 0x70, 0x1A)):
+        assert (pixels == colour).all(axis=1).sum() > 200, "lines of training and of evaluations"
+    (run / "metrics.jsonl").write_text("")
+    assert not write_loss_plot(ReportedRun.read(run), run / "none.png")
+    assert not (run / "none.png").exists()
+
+
+def test_model_cards_are_those_of_the_hub(run: Path) -> None:
+    assert write_model_cards(ReportedRun.read(run)) == [run / "export" / "README.md", run / "export-best" / "README.md"]
+    card = ModelCard.load(run / "export" / "README.md")
+    data = card.data
+    assert (data.base_model, data.base_model_relation) == ("deepseek-ai/DeepSeek-V2-Lite", "finetune")
+    assert (data.library_name, data.pipeline_tag) == ("transformers", "text-generation")
+    assert data.datasets == ["openai/gsm8k"], "a file is no data set of the Hub"
+    assert {result.metric_type: result.metric_value for result in data.eval_results} == pytest.approx(
+        {"loss": 2 + 4 / 60 + 0.25, "accuracy": 0.5, "perplexity": math.exp(2 + 4 / 60 + 0.25)}, rel=1e-4
+    )
+    assert "for 60 steps" in card.text
+    assert "| `optim.lr` | 0.001 |" in card.text
+    assert str(run.parent) not in card.content, "a card is published, and names no folder of this machine"
+    best = ModelCard.load(run / "export-best" / "README.md")
+    losses = [result.metric_value for result in best.data.eval_results if result.metric_type == "loss"]
+    assert losses == [pytest.approx(2 + 4 / 50 + 0.25)], "of the step of its weights"
+
+
+def test_the_best_step_is_that_of_a_finite_loss(run: Path) -> None:
+    lines = [{"step": 10, "eval/loss": 0.5}, {"step": 20, "eval/loss": 0.4}]
+    lines += [{"step": 30, "eval/loss": None, "non_finite": ["eval/loss"]}]  # type: ignore[dict-item]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run / "export-best" / "verification.json").unlink()
+    write_model_cards(ReportedRun.read(run))
+    data = ModelCard.load(run / "export-best" / "README.md").data
+    assert [result.metric_value for result in data.eval_results] == [0.4]
+
+
+def test_an_adapter_has_the_card_of_peft_and_an_edited_card_stays(run: Path) -> None:
+    adapter = run / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    (run / "export" / "README.md").write_text("# mine\n")
+    assert adapter / "README.md" in write_model_cards(ReportedRun.read(run))
+    data = ModelCard.load(adapter / "README.md").data
+    assert (data.library_name, data.base_model_relation) == ("peft", "adapter")
+    assert (run / "export" / "README.md").read_text() == "# mine\n"
+
+
+def test_an_export_of_a_checkpoint_has_the_card_of_its_run(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "verification.json").write_text('{"step": 60}')
+    write_model_cards(ReportedRun.read(run))
+    assert write_card_of_source(run / "checkpoints" / "step-000060", out) == out / "README.md"
+    assert (out / "README.md").read_bytes() == (run / "export" / "README.md").read_bytes()
+    assert write_card_of_source(tmp_path / "a-model", out) is None
+
+
+def test_the_plot_library_is_that_of_its_package() -> None:
+    assert hashlib.sha256(ECHARTS.read_bytes()).hexdigest() == ECHARTS_SHA256
+    assert f'"{ECHARTS_VERSION}"' in ECHARTS.read_text()
+    assert {"LICENSE", "LICENSE-d3", "LICENSE-zrender", "NOTICE"} <= {path.name for path in ASSETS.iterdir()}

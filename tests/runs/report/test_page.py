@@ -1,0 +1,387 @@
+"""The page of a report: its content, what it refers to, its size, and bad run folders."""
+
+import base64
+import hashlib
+import json
+import os
+import re
+import shlex
+import socket
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_finetune.cli.main import main
+from ds_finetune.errors import OutputError
+from ds_finetune.runs.report.experts import expert_section
+from ds_finetune.runs.report.page import overlay_page, render_page, run_page
+from ds_finetune.runs.report.run import ReportedRun
+from ds_finetune.runs.report.sections import repeat_command
+from ds_finetune.runs.report.write import try_run_report, write_report, write_run_report
+from ds_finetune.trainer.run_records import report_failure
+from tests.conftest import ROOT
+from tests.runs.report.made_runs import CONFIG, HOSTILE, make_run, metric_lines
+
+MOST_BYTES = 3_000_000
+VOID = {"meta", "link", "br", "img", "input", "hr"}
+
+
+class PageParser(HTMLParser):
+    """The texts of a page by the headings of its sections, and what it has of tags and addresses."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.sections: dict[str, str] = {}
+        self.tags: list[str] = []
+        self.addresses: list[str] = []
+        self.handlers: list[str] = []
+        self.scripts: list[str] = []
+        self.marked: list[str] = []
+        self._open: list[str] = []
+        self._heading = "top"
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.addresses += [value or "" for name, value in attributes if name in ("src", "href", "action", "srcset")]
+        self.handlers += [name for name, _ in attributes if name.startswith("on")]
+        if tag == "h2":
+            self._heading = dict(attributes)["id"] or ""
+            self.sections[self._heading] = ""
+        if tag == "script":
+            self.scripts.append("")
+        if tag == "mark":
+            self.marked.append("")
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, text: str) -> None:
+        if self._open and self._open[-1] == "script":
+            self.scripts[-1] += text
+            return
+        if self._open and self._open[-1] == "mark":
+            self.marked[-1] += text
+        self.sections[self._heading] = self.sections.get(self._heading, "") + text
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("report") / "run-a")
+
+
+@pytest.fixture(scope="module")
+def page(run: Path) -> PageParser:
+    return PageParser(write_run_report(run).read_text())
+
+
+def test_a_report_has_each_part_of_the_run(page: PageParser) -> None:
+    parts = {
+        "curves": "Loss Gradient norm Model FLOPs utilisation 2.3167",
+        "plan": "dp 2, ZeRO-1 a note",
+        "events": "node1 w of layer 3 on rank 1 2.0x the median",
+        "experts": "5 of layer 2 8.00 times the mean load",
+        "data": "600 rows rows read",
+        "answers": "answer at 10 answer at 60",
+        "export": "export: verified 47 tensors tensor x differs",
+        "repeat": "2.13.0 torchrun --standalone --nproc-per-node 2 -m ds_finetune train global_batch_size: 8",
+    }
+    assert list(page.sections) == ["top", *parts]
+    for name, words in parts.items():
+        missing = [word for word in words.split() if word not in page.sections[name]]
+        assert not missing, name
+    assert "best eval loss" in page.sections["top"]
+
+
+def test_trained_tokens_are_marked_and_texts_of_the_data_stay_texts(page: PageParser) -> None:
+    assert page.marked == [f"the answer {HOSTILE}", "2"]
+    assert "img" not in page.tags
+    assert "the question" in page.sections["data"]
+
+
+def test_the_page_fetches_nothing_and_runs_its_own_scripts_alone(run: Path, page: PageParser) -> None:
+    assert [address for address in page.addresses if not address.startswith(("#", "data:,"))] == []
+    assert page.handlers == []
+    html = (run / "report.html").read_text()
+    policy = re.search(r'Content-Security-Policy" content="([^"]+)"', html)
+    assert policy is not None
+    hashes = re.findall(r"'sha256-([^']+)'", policy[1])
+    own = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in page.scripts[1:]]
+    assert own == hashes
+    assert "default-src 'none'; base-uri 'none'; form-action 'none';" in policy[1]
+    style = html[html.index("<style>") : html.index("</style>")]
+    assert not re.search(r"url\(|@import|@font-face", style)
+
+
+def test_the_curves_have_the_numbers_of_the_run_and_restarts(page: PageParser) -> None:
+    charts = json.loads(page.scripts[0])
+    loss = charts[0]["option"]["series"]
+    names = [series["name"] for series in loss]
+    assert names == ["train", "smoothed", "eval", "eval math"]
+    assert loss[0]["data"][0] == [1, 6.0]
+    assert loss[2]["data"][:2] == [[10, 2.65], [20, 2.45]]
+    assert [line["xAxis"] for line in loss[0]["markLine"]["data"]] == [20]
+    norms = next(chart for chart in charts if chart["option"]["series"][0]["name"] == "before clipping")
+    assert norms["option"]["series"][0]["data"][4] == [5, None], "a step without a finite value is a gap"
+
+
+def test_the_smoothed_loss_does_not_lag_behind_the_loss(page: PageParser) -> None:
+    train, smoothed = json.loads(page.scripts[0])[0]["option"]["series"][:2]
+    assert smoothed["data"][-1] == train["data"][-1]
+    assert smoothed["data"][29][1] == pytest.approx(train["data"][29][1], rel=1e-3)
+
+
+def test_tokens_used_are_told_beside_those_of_the_data(page: PageParser) -> None:
+    assert "15,000, 25.0% of the 60,000 tokens of the training data" in page.sections["data"]
+
+
+def test_charts_of_collectives_have_to_be_opened(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    records = [json.loads(line) | {"comm/all_gather_mib": 2.0, "mtp/loss": 3.0} for line in metric_lines(60)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    html = write_run_report(folder).read_text()
+    folded = html[html.index("<summary>Communication of rank 0") :]
+    folded = folded[: folded.index("</details>")]
+    assert "comm/all_gather_mib" in folded
+    assert "mtp/loss" not in folded
+    assert html.count('<span class="chart-title">comm/') == 1
+    assert len(json.loads(PageParser(html).scripts[0])) == html.count('class="plot"')
+
+
+@pytest.mark.parametrize("path", ["report/templates/report.css", "watch/static/style.css"])
+def test_words_on_coloured_ground_can_be_read(path: str) -> None:
+    """Badges and messages have the contrast of 4.5 that WCAG 2.1 (1.4.3) asks for, in each theme."""
+    style = (ROOT / "ds_finetune" / path).read_text()
+    themes = [dict(re.findall(r"--([\w-]+): (#\w{6})", block)) for block in re.findall(r":root[^{]*\{([^}]*)\}", style)]
+    assert len(themes) == 3
+    low = {
+        (word, number): ratio
+        for number, theme in enumerate(themes)
+        for word, ground in _grounds(theme, style)
+        if (ratio := _contrast(theme[word], ground)) < 4.5
+    }
+    assert not low
+
+
+def _grounds(theme: dict[str, str], style: str) -> list[tuple[str, str]]:
+    """Names of the colours of words, and the grounds that they are on."""
+    shares = re.findall(r"color-mix\(in srgb, var\(--shade\) (\d+)%, transparent\)", style)
+    if not shares:
+        return [(word, theme[f"{word}-back"]) for word in ("good", "bad")] + [("mark-text", theme["mark"])]
+    words, papers = ("accent", "good", "warn", "bad", "calm"), (theme["panel"], theme["back"])
+    return [(word, _mixed(theme[word], paper, int(shares[0]) / 100)) for word in words for paper in papers]
+
+
+def _mixed(colour: str, paper: str, share: float) -> str:
+    parts = [(int(colour[at : at + 2], 16), int(paper[at : at + 2], 16)) for at in (1, 3, 5)]
+    return "#" + "".join(f"{round(share * top + (1 - share) * below):02x}" for top, below in parts)
+
+
+def _contrast(one: str, other: str) -> float:
+    light, dark = sorted((_luminance(one), _luminance(other)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+def _luminance(colour: str) -> float:
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def test_a_heat_map_has_the_loads_relative_to_the_mean(run: Path) -> None:
+    section = expert_section(ReportedRun.read(run))
+    assert section is not None
+    first, last, course = (chart.option["series"][0]["data"] for chart in section.blocks)  # type: ignore[union-attr]
+    assert {cell[3] for cell in first} == {1.0}
+    assert [cell for cell in last if cell[3] == 8.0] == [[5, 1, 2.0, 8.0]], "expert, row of layer 2, colour, load"
+    assert course[0][3] == 0.0
+    assert course[-2][3] == 7.0, "the row of layer 2 in the last column"
+
+
+@pytest.mark.parametrize("steps", [10_000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_a_long_run_stays_small_and_keeps_its_spike(tmp_path: Path, steps: int) -> None:
+    run = make_run(tmp_path / "long")
+    lines = metric_lines(steps, every=steps // 100)
+    lines[4_321] = lines[4_321].replace('"train/grad_norm": 1.5', '"train/grad_norm": 99.5')
+    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    html = render_page(run_page(ReportedRun.read(run)))
+    assert len(html.encode()) < MOST_BYTES
+    assert "[4322,99.5]" in html
+
+
+def test_long_texts_and_many_curves_are_shortened(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    sample = {"step": 10, "name": "eval", "answer": "a", "expected": "e" * 100_000}
+    samples = [sample | {"prompt": f"{number} " + "p" * 100_000} for number in range(12)]
+    (run / "samples.jsonl").write_text("".join(json.dumps(each) + "\n" for each in samples))
+    (run / "config.yaml").write_text((run / "config.yaml").read_text() + "# " + "c" * 2_000_000)
+    records = [{"step": step} | {f"train/m{n}": step / 7 + n for n in range(20)} for step in range(1, 601)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert len(render_page(run_page(ReportedRun.read(run))).encode()) < MOST_BYTES
+    runs = [ReportedRun.read(run)] * 12
+    assert len(render_page(overlay_page(runs)).encode()) < MOST_BYTES
+
+
+def test_the_command_that_repeats_a_run_is_quoted(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "my run; touch pwned")
+    words = shlex.split(repeat_command(ReportedRun.read(run)))
+    assert words[-2:] == [f"{run}/config.yaml", f"output_dir={run}-again"]
+
+
+def test_layers_of_a_table_of_experts_are_numbers(tmp_path: Path) -> None:
+    """They become HTML in a tooltip."""
+    run = make_run(tmp_path / "run")
+    table = (run / "experts.bin").read_bytes()
+    (run / "experts.bin").write_bytes(table.replace(b"[1, 2, 3]", b'[1,2,"b"]'))
+    page = PageParser(render_page(run_page(ReportedRun.read(run))))
+    assert "experts" not in page.sections
+    assert "the expert section is left out" in page.sections["top"]
+
+
+def test_profiled_steps_are_tabulated_and_an_unknown_form_is_told(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    mean = {"seconds": 0.5, "categories": {"compute": 0.3, "waiting": 0.2}, "communication": {"hidden_seconds": 0.125}}
+    made = {"kind": "all_reduce", "ranks": [0, 1], "phase": "backward", "calls": 3, "bytes": 2048, "seconds": 0.25}
+    summary = {"steps": [10, 11], "categories": ["compute", "waiting"], "ranks": [{"rank": 0, "mean": mean}]}
+    summary |= {"mean": mean, "collectives": [made | {"waiting_seconds": 0.2}]}
+    (run / "profile").mkdir()
+    (run / "profile" / "summary.json").write_text(json.dumps(summary))
+    text = PageParser(render_page(run_page(ReportedRun.read(run)))).sections["profile"]
+    assert all(
+        word in text for word in ("rank 0", "0.3000", "0.1250", "all_reduce, 2 ranks, backward", "2.0", "0.2500")
+    )
+    (run / "profile" / "summary.json").write_text('{"steps": []}')
+    assert "the profile section is left out" in " ".join(run_page(ReportedRun.read(run)).warnings)
+
+
+def test_a_forecast_is_beside_what_was_measured(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    forecast = {"memory/predicted_gib": 3.0, "memory/measured_gib": 2.5, "perf/predicted_step_seconds": 0.5}
+    lines[19] = json.dumps(json.loads(lines[19]) | forecast)
+    (run / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    text = PageParser(render_page(run_page(ReportedRun.read(run)))).sections["plan"]
+    assert "3.00 GiB predicted, 2.50 GiB measured" in text
+    assert "0.5 s predicted, 0.25 s measured (median)" in text
+
+
+def test_sections_without_content_are_left_out(tmp_path: Path) -> None:
+    """As in a folder of an earlier version, which has metrics and a configuration alone."""
+    run = make_run(tmp_path / "old")
+    for name in ("starts.jsonl", "data.json", "samples.jsonl", "exports.json", "experts.bin", "plan.json"):
+        (run / name).unlink()
+    page = PageParser(render_page(run_page(ReportedRun.read(run))))
+    assert list(page.sections) == ["top", "curves", "events", "export", "repeat"]
+    assert "ds-finetune train" in page.sections["repeat"]
+
+
+def test_a_folder_that_is_being_written_is_shown(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    lines = metric_lines(3)
+    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n" + lines[0][:40])
+    (run / "samples.jsonl").write_text('{"step": 10, "na')
+    (run / "starts.jsonl").write_text((run / "starts.jsonl").read_text()[:-60])
+    with (run / "experts.bin").open("ab") as file:
+        file.write(b"torn")
+    page = PageParser(render_page(run_page(ReportedRun.read(run))))
+    assert re.search(r"steps\s*3of 60", page.sections["top"])
+    assert "answers" not in page.sections
+
+
+def test_damaged_lines_and_another_version_are_told(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    (run / "metrics.jsonl").write_text("\n".join(["damaged", *metric_lines(3)]) + "\n")
+    start = json.loads((run / "starts.jsonl").read_text().splitlines()[0])
+    (run / "starts.jsonl").write_text(json.dumps(start | {"versions": {"ds_finetune": "9.9"}, "unknown": [1]}) + "\n")
+    top = PageParser(render_page(run_page(ReportedRun.read(run)))).sections["top"]
+    assert "lines of metrics.jsonl are no records of a step" in top
+    assert "written by ds_finetune 9.9" in top
+
+
+def test_files_of_another_form_are_told_and_the_rest_is_shown(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run-\udcff")
+    start = json.loads((run / "starts.jsonl").read_text().splitlines()[0])
+    start |= {"ranks": None, "after_step": None, "steps": "1 epoch", "time": 1e30}
+    (run / "starts.jsonl").write_text(json.dumps(start) + "\n")
+    (run / "data.json").write_text(json.dumps({"samples": [{"source": "a"}], "counts": {"rows": 1}}))
+    sample = {"step": 10, "name": "eval", "prompt": "half a pair: \ud800", "answer": "a", "expected": "b"}
+    (run / "samples.jsonl").write_text(json.dumps(sample) + "\n")
+    page = PageParser(write_run_report(run).read_text())
+    assert list(page.sections) == ["top", "curves", "plan", "experts", "answers", "export", "repeat"]
+    for text in ("ranks is None", "steps is '1 epoch'", "the data section is left out", "the event section is left"):
+        assert text in page.sections["top"], text
+    assert "half a pair: \\ud800" in page.sections["answers"]
+    assert (run / "loss.png").exists()
+    assert not list(run.glob(".report*"))
+    assert write_report([run, run], tmp_path / "both.html").exists()
+
+
+def test_what_is_no_run_is_refused_and_other_files_stay(
+    tmp_path: Path, run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    assert main(["report", str(tmp_path / "empty"), "-o", str(tmp_path / "r.html")]) == 2
+    assert "holds no run" in capfd.readouterr().err
+    assert not (tmp_path / "r.html").exists()
+    kept = tmp_path / "mine.html"
+    kept.write_text("<p>mine</p>")
+    assert main(["report", str(run), "-o", str(kept)]) == 2
+    assert kept.read_text() == "<p>mine</p>"
+    assert main(["report", str(run), str(run)]) == 2
+    assert "-o FILE" in capfd.readouterr().err
+    with pytest.raises(OutputError, match=r"cannot be written"):
+        write_report([run], tmp_path / "nowhere" / "r.html")
+
+
+def test_a_report_that_fails_is_one_line_with_its_reason(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "my run")
+    (run / "report.html").write_text("mine")
+    said: list[str] = []
+    assert try_run_report(run, said.append, state="finished") is None
+    (line,) = said
+    assert line.startswith("REPORT NOT WRITTEN: ")
+    assert "is not a report" in line
+    assert f"ds-finetune report '{run}'" in line
+    assert (run / "report.html").read_text() == "mine"
+
+
+def test_a_run_that_fails_gets_its_report_and_the_run_of_another_process_keeps_its_own(tmp_path: Path) -> None:
+    run, said = make_run(tmp_path / "run"), list[str]()
+    with pytest.raises(RuntimeError, match="boom"), report_failure(run, said.append):
+        raise RuntimeError("boom")
+    assert not (run / "report.html").exists(), "the last start in the folder is another process"
+    start = {"host": socket.gethostname(), "pid": os.getpid()}
+    with (run / "starts.jsonl").open("a") as file:
+        file.write(json.dumps(start) + "\n")
+    with pytest.raises(RuntimeError, match="boom"), report_failure(run, said.append):
+        raise RuntimeError("boom")
+    assert re.search(r'class="state bad">failed<', (run / "report.html").read_text())
+    assert said == []
+
+
+def test_runs_are_overlaid_with_the_differences_of_their_configuration(tmp_path: Path) -> None:
+    optim: dict[str, Any] = CONFIG["optim"]
+    runs = [
+        make_run(tmp_path / "x" / "run"),
+        make_run(tmp_path / "y" / "run", steps=40, optim=optim | {"lr": 0.002}, output_dir="runs/b", lora={"rank": 8}),
+    ]
+    out = tmp_path / "both.html"
+    assert main(["report", *map(str, runs), "-o", str(out)]) == 0
+    html = out.read_text()
+    page = PageParser(html)
+    assert list(page.sections) == ["top", "results", "differences", "curves", "repeat"]
+    rows = re.findall(r'<tr><th scope="row">(.*?)</th>(.*?)</tr>', html)
+    cells = {name: re.findall(r">([^<]*)</td>", row) for name, row in rows}
+    assert cells["optim.lr"] == ["0.001", "0.002"]
+    assert cells["lora.rank"] == ["-", "8"]
+    assert "output_dir" not in cells
+    assert "train.for" not in cells, "it is the same in both"
+    assert cells["steps"] == ["60", "40"]
+    loss = json.loads(page.scripts[0])[0]["option"]["series"]
+    assert [series["name"] for series in loss] == ["x/run", "x/run", "y/run", "y/run"], "faint, and smoothed"
+    assert {len(series["data"]) for series in loss} == {60, 40}
+    assert main(["report", *map(str, runs), "-o", str(out)]) == 0, "a report may be written again"

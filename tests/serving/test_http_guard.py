@@ -1,0 +1,117 @@
+"""Servers under clients that send half a request, too many connections, or the name of another server."""
+
+import http.client
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+from starlette.testclient import TestClient
+
+from ds_finetune.serving import http_guard
+from ds_finetune.serving.http_guard import BoundedProtocol, HostCheck, HostRules
+
+PATIENCE_SECONDS = 30
+HALF = b"GET / HTTP/1.1\r\nHost: a\r\nX-Slow: "
+
+
+async def _length(request: Request) -> PlainTextResponse:
+    return PlainTextResponse(str(len(await request.body())))
+
+
+APP = Starlette(routes=[Route("/", _length, methods=["GET", "POST"])])
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(APP, http=BoundedProtocol, ws="none", lifespan="off", log_level="error"))
+    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+    thread.start()
+    yield listener.getsockname()[1]
+    server.should_exit = True
+    thread.join(PATIENCE_SECONDS)
+
+
+def _opened(port: int, begin: bytes) -> socket.socket:
+    client = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_SECONDS)
+    client.sendall(begin)
+    return client
+
+
+def _answer(port: int) -> str:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_SECONDS)
+    connection.request("POST", "/", body="abc")
+    return connection.getresponse().read().decode()
+
+
+def _is_closed(client: socket.socket) -> bool:
+    try:
+        return client.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def _drip(client: socket.socket, until: float) -> None:
+    while time.monotonic() < until:
+        client.sendall(b"a")
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("begin", [b"", HALF, b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\nabc"])
+def test_half_a_request_is_closed(port: int, begin: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_guard, "RECEIVE_SECONDS", 0.2)
+    assert _is_closed(_opened(port, begin))
+
+
+def test_bytes_that_drip_do_not_extend_the_time(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_guard, "RECEIVE_SECONDS", 0.5)
+    client, until = _opened(port, HALF), time.monotonic() + PATIENCE_SECONDS
+    with pytest.raises((ConnectionResetError, BrokenPipeError)):
+        _drip(client, until)
+
+
+def test_the_next_request_of_a_connection_has_a_time_limit_too(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_SECONDS)
+    for seconds in (PATIENCE_SECONDS, 0.2):
+        # It holds for the request after the one that is answered now.
+        monkeypatch.setattr(http_guard, "RECEIVE_SECONDS", seconds)
+        connection.request("GET", "/")
+        assert connection.getresponse().read() == b"0"
+    connection.sock.sendall(HALF)
+    assert _is_closed(connection.sock)
+
+
+def test_connections_that_wait_make_room(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_guard, "CONNECTIONS", 8)
+    clients = [_opened(port, HALF) for _ in range(40)]
+    assert _answer(port) == "3"
+    assert all([_is_closed(client) for client in clients[:32]])
+
+
+@pytest.mark.parametrize(
+    ("host", "allowed", "sent", "code"),
+    [
+        ("127.0.0.1", (), "127.0.0.1:8000", 200),
+        ("127.0.0.1", (), "localhost:8000", 200),
+        ("127.0.0.1", (), "evil.example", 421),
+        ("127.0.0.1", (), "10.0.0.5", 421),
+        ("0.0.0.0", (), "10.0.0.5:8000", 200),
+        ("0.0.0.0", (), socket.gethostname(), 200),
+        ("0.0.0.0", (), "evil.example", 421),
+        ("0.0.0.0", ("Model.example",), "model.example:443", 200),
+        ("0.0.0.0", ("model.example",), "evil.example", 421),
+        ("0.0.0.0", ("*",), "evil.example", 200),
+    ],
+)
+def test_hosts(host: str, allowed: tuple[str, ...], sent: str, code: int) -> None:
+    client = TestClient(HostCheck(APP, HostRules(host, allowed=allowed)), base_url="http://127.0.0.1")
+    answer = client.get("/", headers={"Host": sent})
+    assert answer.status_code == code
+    assert ("--allow-host" in answer.text) == (code == 421)
