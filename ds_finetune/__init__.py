@@ -4,43 +4,25 @@ The names of `__all__` are the Python API (docs/reference/python-api.md). Each i
 `import ds_finetune` alone loads none of them.
 """
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ds_finetune.api import evaluate, export, train
+    from ds_finetune.api import evaluate, export_model, train
     from ds_finetune.config.schema import RunConfig, read_config
     from ds_finetune.trainer.dry_run import plan_run
 
 __version__ = "0.1.0"
-__all__ = ["RunConfig", "evaluate", "export", "plan_run", "read_config", "train"]
+__all__ = ["RunConfig", "evaluate", "export_model", "plan_run", "read_config", "train"]
 
 _MODULES = {
     "RunConfig": "config.schema",
     "read_config": "config.schema",
     "plan_run": "trainer.dry_run",
     "evaluate": "api",
-    "export": "api",
+    "export_model": "api",
     "train": "api",
 }
-
-
-class _Package(ModuleType):
-    """The type of this module: keeps the submodules `export` and `train` from replacing the functions of these names.
-
-    Importing `ds_finetune.export` or `ds_finetune.train` makes Python set the module as an attribute of this package
-    (3.11, importlib/_bootstrap.py, `_find_and_load_unlocked`), and `from ds_finetune import export` would then give the
-    module.
-    """
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if not (name in _MODULES and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
 
 if not TYPE_CHECKING:
     # Hidden from type checkers: they would take any name for an attribute of this module.

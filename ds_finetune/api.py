@@ -75,7 +75,7 @@ def train(
     return report
 
 
-def export(  # noqa: PLR0913 - each is an option of the command
+def export_model(  # noqa: PLR0913 - each is an option of the command
     source: PathLike,
     out: PathLike,
     *,

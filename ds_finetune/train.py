@@ -1,11 +1,15 @@
 """The script that launchers start; it has the arguments of `ds-finetune train`.
 
 Python puts the folder of a started file first on `sys.path`, where this package's modules would hide others of the
-same name, so the folder is replaced by the repository's.
+same name, so the folder is replaced by the repository's. The module is never imported: Python would then set it as the
+attribute `train` of the package, and `from ds_finetune import train` would no longer give the function of the API.
 """
 
 import sys
 from pathlib import Path
+
+# The children of `multiprocessing` run it as `__mp_main__`.
+assert __name__ != "ds_finetune.train", "start this file; the function is `from ds_finetune import train`"
 
 _HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(_HERE.parent)] + [

@@ -5,7 +5,7 @@ examples/python_api.py FOLDER`.
 import sys
 from pathlib import Path
 
-from ds_finetune import evaluate, export, plan_run, read_config, train
+from ds_finetune import evaluate, export_model, plan_run, read_config, train
 from ds_finetune.cli.demo_files import write_demo
 
 
@@ -35,7 +35,7 @@ def main(folder: Path) -> None:
         f"eval/loss {report.last.values['eval/loss']:.3f}"
     )
 
-    exported = export(report.output_dir, folder / "exported", dtype="fp32")
+    exported = export_model(report.output_dir, folder / "exported", dtype="fp32")
     print(f"exported {exported.folder}")
 
     scored = evaluate(exported.folder, folder / "eval.jsonl", limit=50)

@@ -60,7 +60,7 @@ def _export(arguments: Arguments) -> None:
         raise ExportError(
             f"`{arguments.source}` is not a folder", hint="name the folder of a run, a checkpoint or a model"
         )
-    api.export(
+    api.export_model(
         arguments.source,
         arguments.out,
         format=arguments.format,

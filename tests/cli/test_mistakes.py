@@ -278,11 +278,11 @@ CALLS: tuple[tuple[Call, str], ...] = (
     (lambda at: ds_finetune.train(at / "run.yaml", rows=5), "are a `int`"),  # type: ignore[arg-type]
     (lambda at: ds_finetune.train(at / "run.yaml", rows=[]), "data.train has 0 rows"),
     (lambda at: ds_finetune.train(at / "run.yaml", rows=[5]), "row 1 of data.train is a `int`"),  # type: ignore[list-item]
-    (lambda at: ds_finetune.export("/no", at / "out"), "`/no` is not a folder"),
-    (lambda at: ds_finetune.export(5, at / "out"), "source is 5"),  # type: ignore[arg-type]
-    (lambda at: ds_finetune.export(at, at / "out", format="gguf"), "format is `gguf`"),  # type: ignore[arg-type]
-    (lambda at: ds_finetune.export(at, at / "out", dtype="int8"), "dtype is `int8`"),
-    (lambda at: ds_finetune.export(at, at / "out", max_shard_size="huge"), "`huge` is no number with a unit"),
+    (lambda at: ds_finetune.export_model("/no", at / "out"), "`/no` is not a folder"),
+    (lambda at: ds_finetune.export_model(5, at / "out"), "source is 5"),  # type: ignore[arg-type]
+    (lambda at: ds_finetune.export_model(at, at / "out", format="gguf"), "format is `gguf`"),  # type: ignore[arg-type]
+    (lambda at: ds_finetune.export_model(at, at / "out", dtype="int8"), "dtype is `int8`"),
+    (lambda at: ds_finetune.export_model(at, at / "out", max_shard_size="huge"), "`huge` is no number with a unit"),
     (lambda at: ds_finetune.evaluate("/no", at / "train.jsonl"), "model `/no` is not a folder"),
     (lambda at: ds_finetune.evaluate(at / "model", []), "has nothing to score on"),
     (lambda at: ds_finetune.evaluate(at / "model", at / "train.jsonl", objective="orpp"), "`objective` is 'orpp'"),
