@@ -1,15 +1,23 @@
 """Queue the records of a log whose disk is full, so that training continues."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Generic, TypeVar
 
 from ds_finetune.console.phase_line import Say
 
 T = TypeVar("T")
+Record = tuple[int, Mapping[str, float]]
+"""A step and its finite values by name."""
 MAX_WAITING = 10_000
 """Maximum number of queued lines; older ones are lost."""
 _LONGEST_PAUSE = 16
+
+
+def one_line(failed: Exception) -> str:
+    """The reason of an exception: the first line of its text."""
+    text = (getattr(failed, "strerror", None) or str(failed)).strip()
+    return text.splitlines()[0][:300] if text else type(failed).__name__
 
 
 class Outage(Generic[T]):
@@ -52,9 +60,7 @@ class Outage(Generic[T]):
                 self._waiting.popleft()
         except OSError as full:
             if not self._pause:
-                self._say(
-                    f"{self._name} CANNOT BE WRITTEN: {full.strerror or full}; training continues, and its records wait"
-                )
+                self._say(f"{self._name} CANNOT BE WRITTEN: {one_line(full)}; training continues, and its records wait")
             self._pause = min(max(2 * self._pause, 1), _LONGEST_PAUSE)
             self._until_next = self._pause
             return

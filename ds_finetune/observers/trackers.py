@@ -13,8 +13,8 @@ from ds_finetune.config.dotted_keys import values_by_key
 from ds_finetune.config.units import MIB
 from ds_finetune.console.phase_line import Say
 from ds_finetune.errors import ConfigError
-from ds_finetune.observers.mlflow_run import MlflowRun, MlflowSender, Record, one_line
-from ds_finetune.observers.outage import Outage
+from ds_finetune.observers.mlflow_run import MlflowRun
+from ds_finetune.observers.outage import Outage, Record, one_line
 from ds_finetune.observers.record import StepRecord
 
 PACKAGES = {
@@ -54,7 +54,7 @@ def check_trackers(names: Sequence[str]) -> None:
 class Trackers:
     """Trackers that accelerate knows, by name. One that fails does not end the run."""
 
-    def __init__(self, trackers: "Sequence[_Direct | MlflowSender]") -> None:
+    def __init__(self, trackers: "Sequence[_Direct | MlflowRun]") -> None:
         self._trackers = trackers
 
     @classmethod
@@ -68,13 +68,14 @@ class Trackers:
         """
         parameters = flatten(config)
         earlier = read_records(folder / "metrics.jsonl") if is_resumed else []
-        trackers: list[_Direct | MlflowSender] = []
+        trackers: list[_Direct | MlflowRun] = []
         for name in names:
-            kind = MlflowRun if name == "mlflow" else _Tracker
-            tracker = kind(name, folder, parameters, earlier)
+            if name == "mlflow":
+                trackers.append(MlflowRun(folder, parameters, earlier, say))
+            else:
+                trackers.append(_Direct(_Tracker(name, folder, parameters, earlier), say))
             with _opening(name, say, is_resumed=is_resumed):
-                tracker.start()
-            trackers.append(MlflowSender(tracker, say) if isinstance(tracker, MlflowRun) else _Direct(tracker, say))
+                trackers[-1].start()
         return cls(trackers)
 
     def after_step(self, record: StepRecord) -> StepRecord:
@@ -131,7 +132,7 @@ class _Direct:
     def __init__(self, tracker: "_Tracker", say: Say) -> None:
         self._tracker = tracker
         self._outage = Outage(tracker.name, self._log, say)
-        self.put = self._outage.put
+        self.start, self.put = tracker.start, self._outage.put
 
     def _log(self, record: Record) -> None:
         try:
