@@ -27,10 +27,10 @@ LONG_ROW = 131072
 FOLDER = Path(__file__).parent.parent / "docs" / "reference"
 WIDTH = 120
 RESUME = {
-    OnResume.REFUSED: "refused if changed",
-    OnResume.ROWS: "refused if it changes the training rows",
-    OnResume.PRINTED: "may change, printed",
-    OnResume.FREE: "may change",
+    OnResume.REFUSED: "refused",
+    OnResume.ROWS: "refused (rows)",
+    OnResume.PRINTED: "printed",
+    OnResume.FREE: "free",
 }
 RUN_FILE = """\
 # Run-file keys
@@ -59,8 +59,9 @@ These are errors that name the key and its line:
 - a value of a wrong type or out of range;
 - a key that is set to another value than its default and has no effect, for example `eval.every` without `data.eval`.
 
-*On resume* says what happens when the value differs from that in the checkpoint
-([resume a run](../how-to/resume.md)).
+*Resume* says what happens when the value differs from that in the checkpoint
+([resume a run](../how-to/resume.md)): the run is *refused*, or *refused (rows)* where the change makes other training
+rows; the change is *printed*; or the key is *free* to change.
 """
 COMMANDS = """\
 # Commands
@@ -74,9 +75,12 @@ ds-finetune train RUN.yaml                      # one process; see "several GPUs
 ds-finetune chat runs/r1/export                 # talk to the result
 ```
 
-Commands that take a run file also take overrides, `section.key=value`, before or after options.
+`RUN.yaml` is the run file. Commands that take one also take overrides, `section.key=value`, which replace its values,
+before or after options.
 [Exit codes](exit-codes.md) are the same for all commands.
 """
+INTRODUCED = ("the run file", "values that replace those of the run file")
+"""Helps of arguments that the introduction of the page explains."""
 LAYOUTS = """\
 # Tested layouts
 
@@ -115,7 +119,7 @@ What a plan knows of each accelerator, by the name that it is given. This page i
 from `plan/estimate/accelerators.py`; [the time model](../explanation/time-model.md) says what the numbers are used for.
 
 ```python
-from ds_finetune.estimate.accelerators import accelerator
+from ds_finetune.plan.estimate.accelerators import accelerator
 
 accelerator("h100-80g").bf16_flops  # 9.89e14
 ```
@@ -267,7 +271,7 @@ def _objective_section(name: str, key: Mapping[str, Any], objectives: Sequence[M
         default = " (default)" if key["default"] == {"name": title} else ""
         text = f"- `{title}`{default}: {section['description']} {fields['name']['description']}{names}"
         yield f"{_wrapped(text, indent='  ')}\n"
-    yield f"\nOn resume, another objective is {RESUME[on_resume(f'{name}.name')].removesuffix(' if changed')}.\n"
+    yield f"\nOn resume, another objective is {RESUME[on_resume(f'{name}.name')]}.\n"
     for field, uses in keys.items():
         yield _objective_key(f"{name}.{field}", uses)
 
@@ -276,17 +280,17 @@ def _objective_key(name: str, uses: Sequence[tuple[str, Mapping[str, Any]]]) -> 
     """A heading for a key, and a line for each meaning that it has in objectives."""
     meanings: dict[str, list[str]] = {}
     for objective, key in uses:
-        text = f"{_type(key)} · default {_value(key['default'])}. {key['description']}"
+        text = f"{_type(key)}; default {_value(key['default'])}. {key['description']}"
         meanings.setdefault(text, []).append(f"`{objective}`")
     lines = [_wrapped(f"- {', '.join(names)}: {text}", indent="  ") for text, names in meanings.items()]
-    return f"\n### `{name}`\n\non resume: {RESUME[on_resume(name)]}\n\n{chr(10).join(lines)}\n"
+    return f"\n### `{name}`\n\nresume: {RESUME[on_resume(name)]}\n\n{chr(10).join(lines)}\n"
 
 
 def _keys(schema: Mapping[str, Any], section: Mapping[str, Any], *, prefix: str) -> Iterator[str]:
     for name, key in section["properties"].items():
         inner = _target(schema, key)
         if inner:
-            yield f"\n### `{prefix}{name}`\n\n{_wrapped('mapping · ' + inner['description'])}\n"
+            yield f"\n### `{prefix}{name}`\n\n{_wrapped('mapping: ' + inner['description'])}\n"
             yield from _keys(schema, inner, prefix=f"{prefix}{name}.")
         else:
             yield _key(f"{prefix}{name}", key, is_required=name in section.get("required", ()))
@@ -303,7 +307,7 @@ def _target(schema: Mapping[str, Any], key: Mapping[str, Any]) -> Mapping[str, A
 
 def _key(name: str, key: Mapping[str, Any], *, is_required: bool) -> str:
     default = "required" if is_required else f"default {_value(key.get('default', {}))}"
-    facts = f"{_type(key)} · {default} · on resume: {RESUME[on_resume(name)]}"
+    facts = f"{_type(key)}; {default}; resume: {RESUME[on_resume(name)]}"
     return f"\n### `{name}`\n\n{_wrapped(facts)}\n\n{_wrapped(key.get('description', ''))}\n"
 
 
@@ -345,8 +349,9 @@ def _commands(parser: argparse.ArgumentParser, name: str = "ds-finetune", text: 
     options = [" [options]"] if any(action.option_strings for action in arguments) else []
     usage = f"{name} {' '.join(words)}".rstrip() + "".join(options)
     yield f"\n## `{name}`\n\n{_wrapped(_sentence(text))}\n\n```text\nusage: {usage}\n```\n"
-    yield "\n" if arguments else ""
-    for action in arguments:
+    explained = [action for action in arguments if action.help not in (None, *INTRODUCED)]
+    yield "\n" if explained else ""
+    for action in explained:
         yield f"{_wrapped(_argument(action), indent='  ')}\n"
 
 
