@@ -9,7 +9,13 @@ from bench.gpu.results import Recorder
 
 ROOT = Path(__file__).resolve().parents[2]
 _TESTS = tuple(
-    f"tests/model/test_{name}.py" for name in ("packed_attention", "head_chunks", "activation_offload", "liger", "loss")
+    f"tests/model/{folder}/test_{name}.py"
+    for folder, names in {
+        "attention": ("packed_attention",),
+        "loss": ("head_chunks", "loss", "liger"),
+        "memory": ("activation_offload",),
+    }.items()
+    for name in names
 )
 
 

@@ -15,7 +15,7 @@ PRINTS = """
 import logging, warnings
 import torch.distributed as dist
 from deepspeed.utils import logger
-from ds_finetune.quiet import quiet_packages
+from ds_finetune.console.quiet import quiet_packages
 quiet_packages()
 for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
     try:

@@ -18,11 +18,11 @@ from ds_finetune.errors import LaunchError
 from tests.conftest import ROOT
 
 WAITING = """
-from ds_finetune.doctor.cluster import Cluster
-from ds_finetune.doctor.messages import ChildReplies, FreePortReply, FreePortRequest, MeasureNetwork, RunInChildren
-from ds_finetune.doctor.network import NetworkRank
-from ds_finetune.hostfile import Host
-from ds_finetune.launch.remote import Remote
+from ds_finetune.cluster.doctor.cluster import Cluster
+from ds_finetune.cluster.doctor.messages import ChildReplies, FreePortReply, FreePortRequest, MeasureNetwork, RunInChildren
+from ds_finetune.cluster.doctor.network import NetworkRank
+from ds_finetune.config.hostfile import Host
+from ds_finetune.cluster.launch.remote import Remote
 
 with Cluster([Host("localhost", 1, 1)], Remote(directory="."), print) as cluster:
     port = cluster.ask({"localhost": FreePortRequest()}, FreePortReply, seconds=30)["localhost"].port

@@ -59,9 +59,9 @@ class Divide(ProcessMessage, kind="divide"):
 
 ANSWERING = """
 import subprocess, time
-from ds_finetune.doctor.session import answer_requests
+from ds_finetune.cluster.doctor.session import answer_requests
 from ds_finetune.errors import ConfigError
-from tests.doctor.test_session import Add, Divide, Number, Print, Refuse, StartChild, Sum, Wait
+from tests.cluster.doctor.test_session import Add, Divide, Number, Print, Refuse, StartChild, Sum, Wait
 
 def refuse(request):
     raise ConfigError(f"{request.value} is wrong", hint="another")

@@ -81,10 +81,10 @@ def _rank_that_is_killed(folder: Path, before: str) -> str:
     code = f"""
 import json, os, socket, signal
 from pathlib import Path
-from ds_finetune.launch.messages import RankConnected
-from ds_finetune.process_messages import encode
-from ds_finetune.hosts.processes import began_at
-from ds_finetune.watchdog.death_cause import record_kill
+from ds_finetune.cluster.launch.messages import RankConnected
+from ds_finetune.system.process_messages import encode
+from ds_finetune.system.processes import began_at
+from ds_finetune.cluster.watchdog.death_cause import record_kill
 control = socket.socket(socket.AF_UNIX)
 control.connect("\\0" + os.environ["DS_FINETUNE_SUPERVISOR"])
 control.sendall(encode(RankConnected(0, os.getpid())))
@@ -108,9 +108,9 @@ def test_memory_is_not_blamed_for_a_kill(tmp_path: Path) -> None:
 LEAVES = """
 import json, os, socket, time
 from pathlib import Path
-from ds_finetune.launch.messages import RankConnected
-from ds_finetune.process_messages import encode
-from ds_finetune.watchdog.death_cause import record_cause
+from ds_finetune.cluster.launch.messages import RankConnected
+from ds_finetune.system.process_messages import encode
+from ds_finetune.cluster.watchdog.death_cause import record_cause
 control = socket.socket(socket.AF_UNIX)
 control.connect("\\0" + os.environ["DS_FINETUNE_SUPERVISOR"])
 control.sendall(encode(RankConnected(0, os.getpid())))
@@ -132,7 +132,7 @@ def test_a_rank_that_leaves_without_an_error_is_no_kill(tmp_path: Path) -> None:
 PAUSED_LAUNCH = """
 import sys
 from pathlib import Path
-from tests.launch import test_attempt as module
+from tests.cluster.launch import test_attempt as module
 folder = Path(sys.argv[1])
 rank = "import sys, time; from pathlib import Path; folder = Path(sys.argv[1]); (folder / 'started').touch()"
 rank += "\\nwhile not (folder / 'go').exists(): time.sleep(0.05)"

@@ -289,7 +289,7 @@ def test_container_file() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     (extras,) = re.findall(r'-e "\.\[([^]]*)\]"', text)
     assert set(extras.split(",")) <= set(project["project"]["optional-dependencies"])
-    assert "launch/Dockerfile.train" in project["tool"]["setuptools"]["package-data"]["ds_finetune"]
+    assert "cluster/launch/Dockerfile.train" in project["tool"]["setuptools"]["package-data"]["ds_finetune"]
 
 
 def test_the_shells_of_the_container_file(tmp_path: Path) -> None:

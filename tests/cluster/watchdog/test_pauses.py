@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pauses are told
 SECONDS = 120
 LOOK = """
 import ctypes, sys, time
-from ds_finetune.hosts.pauses import PauseDetector
+from ds_finetune.system.pauses import PauseDetector
 detector, until = PauseDetector(), time.monotonic() + float(sys.argv[1])
 print("ready", flush=True)
 while time.monotonic() < until:
@@ -34,7 +34,7 @@ threading.Thread(target=ctypes.PyDLL(None).sleep, args=(6,), daemon=True).start(
 ARM = """
 import sys, time, ctypes
 from pathlib import Path
-from ds_finetune.watchdog import stacks
+from ds_finetune.cluster.watchdog import stacks
 stacks.BACKSTOP_SECONDS = stacks._SECOND_SECONDS + 1
 file = stacks.StackFile(Path(sys.argv[1]), 0)
 file.arm(time.monotonic() + 0.5)

@@ -15,8 +15,8 @@ PROGRAM = """
 import os
 from pathlib import Path
 
-from ds_finetune.engine.collectives import all_gather_object
-from ds_finetune.engine.default_group import process_group
+from ds_finetune.engine.groups.collectives import all_gather_object
+from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.world import World
 
 

@@ -150,7 +150,7 @@ lora._adapt = _adapt
 """
 BROKEN_FIRST_FACTOR = """
 from torch.nn import functional
-from ds_finetune.model.lora import _LowRankLinear
+from ds_finetune.model.adapters.lora import _LowRankLinear
 def _low_rank(self, hidden):
     return functional.linear(functional.linear(hidden, self.lora_A.detach()), self.lora_B) * self.lora_scale + 0 * (
         self.lora_A.sum()
@@ -158,8 +158,8 @@ def _low_rank(self, hidden):
 _LowRankLinear._low_rank = _low_rank
 """
 BROKEN_EXPORT = """
-from ds_finetune.selftest import compare
-from ds_finetune.model.lora import factors_of
+from ds_finetune.reference.selftest import compare
+from ds_finetune.model.adapters.lora import factors_of
 compare.factors_of = lambda adapters, scale: factors_of(adapters, 1.5 * scale)
 """
 BROKEN_REFERENCE = """

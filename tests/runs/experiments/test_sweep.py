@@ -171,10 +171,10 @@ def test_a_signal_saves_and_the_same_sweep_goes_on(tmp_path: Path) -> None:
 _KILLED = """
 import sys
 from pathlib import Path
-from ds_finetune.experiments import places
-from ds_finetune.experiments.child_run import is_stopped_code
-from ds_finetune.experiments.sweep import run_sweep
-from ds_finetune.experiments.sweep_file import read_sweep
+from ds_finetune.runs.experiments import places
+from ds_finetune.runs.experiments.child_run import is_stopped_code
+from ds_finetune.runs.experiments.sweep import run_sweep
+from ds_finetune.runs.experiments.sweep_file import read_sweep
 places._PROGRAM = tuple(sys.argv[2:])
 run_sweep(read_sweep(Path(sys.argv[1])), print)
 """
