@@ -65,7 +65,7 @@ def test_the_page_of_watch_smooths_as_reports_do(tmp_path: Path) -> None:
     node = shutil.which("node")
     if node is None:
         pytest.skip("no node: apt install nodejs")
-    source = (ROOT / "ds_finetune" / "watch" / "static" / "charts.js").read_text()
+    source = (ROOT / "ds_finetune" / "runs" / "watch" / "static" / "charts.js").read_text()
     start = source.index("export function smoothed")
     script = source[start : source.index("\n}\n", start) + 2].removeprefix("export ")
     values = [6.0, None, 3.0, 9.0, 1.0, 4.0, 2.0]

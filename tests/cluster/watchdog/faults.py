@@ -18,7 +18,7 @@ from tests.running import tiny_task
 
 SECONDS = 200
 LIMIT_SECONDS = 4
-FAULTY = str(ROOT / "tests" / "watchdog" / "faulty.py")
+FAULTY = str(ROOT / "tests" / "cluster" / "watchdog" / "faulty.py")
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

@@ -98,6 +98,6 @@ def test_a_fault_in_an_objective_is_a_difference(name: str, monkeypatch: pytest.
     "module", ["plain_losses", "plain_routers", "plain_adapters", "plain_teacher", "reference_loop"]
 )
 def test_the_reference_loop_imports_no_objective(module: str) -> None:
-    tree = ast.parse((ROOT / "ds_finetune" / "selftest" / f"{module}.py").read_text())
+    tree = ast.parse((ROOT / "ds_finetune" / "reference" / "selftest" / f"{module}.py").read_text())
     imported = {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert not [name for name in imported if name.startswith("ds_finetune.objectives")]

@@ -152,7 +152,7 @@ def test_charts_of_collectives_have_to_be_opened(tmp_path: Path) -> None:
     assert len(json.loads(PageParser(html).scripts[0])) == html.count('class="plot"')
 
 
-@pytest.mark.parametrize("path", ["report/templates/report.css", "watch/static/style.css"])
+@pytest.mark.parametrize("path", ["runs/report/templates/report.css", "runs/watch/static/style.css"])
 def test_words_on_coloured_ground_can_be_read(path: str) -> None:
     """Badges and messages have the contrast of 4.5 that WCAG 2.1 (1.4.3) asks for, in each theme."""
     style = (ROOT / "ds_finetune" / path).read_text()
