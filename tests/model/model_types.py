@@ -55,31 +55,19 @@ Results count as equal up to a relative difference of 1e-4; rounding makes 1e-7 
 must the rows that the run asks for, packed or padded. Otherwise the run ends on every rank with exit code 2 before
 anything is loaded. The differences are printed under the plan.
 
-The tiny copy has the first layers of the model, as many as hold one of each kind (attention with and without a
-window, recurrent, dense, with experts ...). The kinds are read off the modules that transformers builds. Attention
-windows shorter than `train.max_seq_len` become so short that tiny documents exceed them; longer ones have no effect on
-rows of that length and stay. Where no such copy can be built, packing is refused; without packing, a line under the
-plan says that the loss is not known to be right.
+The tiny copy has the first layers of the model, as many as hold one of each kind. Where no such copy can be built,
+packing is refused; without packing, a line under the plan says that the loss is not known to be right.
 
 The encoders `{encoders}` have rows too. They attend in both directions and are trained with
 `objective: classification` alone; tests compare documents of packed rows with each document alone in plain
 transformers.
 
-DeepSeek sparse attention (`deepseek_v32`, `glm_moe_dsa`) attends to all of a document of at most `index_topk` tokens
-(2,048 in the published models), and in longer ones to the tokens that an indexer chooses. The indexer is
-[trained](../how-to/sparse-attention.md) where the run file says so, and otherwise exported as it was; it is never
-adapted. With `train.max_seq_len` up to `index_topk` an indexer that is not trained is not run. Longer documents, but
-not rows, are refused before step 1 with `model.attention: eager`, in teachers, and where a pipeline stage of GLM
-begins with a layer without an indexer. There is no ONNX graph. In bf16 runs the indexer's `weights_proj` is bf16
-as published, by a comment in DeepSeek's own code for V3.2; transformers 5.23 keeps it in fp32 for fp16 alone.
+DeepSeek sparse attention (`deepseek_v32`, `glm_moe_dsa`) attends to all of a document of at most `index_topk` tokens,
+and in longer ones to the tokens that an [indexer](../how-to/sparse-attention.md) chooses. Longer documents are refused
+with `model.attention: eager`, in teachers, and where a pipeline stage of GLM begins with a layer without an indexer.
 
 Router biases (`e_score_correction_bias`, `expert_bias`) stay fp32 in every type. A balance loss that a config asks for
-by `output_router_logits: true` is refused; [routers](../how-to/routers.md) says which one is computed. Experts that are
-published one by one are joined for the families with fused experts alone; the error for other types says how to save
-them fused.
-
-With `model.attention: flash_attention_2` the lengths of the documents go to the kernel, for any number of rows in a
-forward. The trial then uses a slow attention that reads those lengths, since FlashAttention does not run on CPUs.
+by `output_router_logits: true` is refused; [routers](../how-to/routers.md) says which one is computed.
 
 ## What each type allows
 
