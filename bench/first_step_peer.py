@@ -15,13 +15,13 @@ def save_rows(run_file: str, folder: str) -> None:
     from datasets import Dataset
 
     from ds_finetune.config.schema import read_config
-    from ds_finetune.plan.plan import make_plan
-    from ds_finetune.trainer.inputs import make_model_plan, read_inputs
+    from ds_finetune.trainer.prepare import read_run
+    from ds_finetune.trainer.resolve import resolve
     from ds_finetune.world import World
 
     config = read_config(run_file)
-    plan = make_plan(config, world=World(0, 1, 0, 1, "python"), device="cpu")
-    rows, size = read_inputs(config, make_model_plan(config, plan.mesh)).train, config.train.max_seq_len
+    run = read_run(resolve(config, world=World(0, 1, 0, 1, "python"), device="cpu"))
+    rows, size = run.inputs.train, config.train.max_seq_len
     columns: dict[str, list[list[int]]] = {"input_ids": [], "labels": [], "attention_mask": []}
     for number in range(len(rows)):
         row = rows[number]

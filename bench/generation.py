@@ -26,7 +26,7 @@ from ds_finetune.engine.generation import GenerationLimits
 from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.plan.plan import make_plan
-from ds_finetune.trainer.inputs import make_model_plan
+from ds_finetune.trainer.resolve import make_model_plan
 from ds_finetune.world import World
 
 STAGES = (2, 3)

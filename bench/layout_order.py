@@ -200,21 +200,18 @@ def serve_steps(run_file: Path, world: World, pipe: Connection, folder: Path) ->
     from ds_finetune.engine.groups.default_group import process_group
     from ds_finetune.engine.start_engine import start_engine
     from ds_finetune.trainer.batches import run_batches
-    from ds_finetune.trainer.inputs import make_model_plan, read_inputs
-    from ds_finetune.trainer.prepare import PreparedRun, estimate_model, freeze_parameters, make_schedule
+    from ds_finetune.trainer.prepare import read_run
+    from ds_finetune.trainer.resolve import resolve
 
     with (folder / f"{run_file.stem}-{world.rank}.log").open("w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     config = read_config(run_file)
     world.set_environment(os.environ)
-    plan = make_plan(config, world=world, device=choose_device())
-    model = make_model_plan(config, plan.mesh)
-    with process_group(world, plan.device):
-        inputs = read_inputs(config, model)
-        plan = freeze_parameters(plan, model)
-        run = PreparedRun(config, plan, inputs, make_schedule(config, inputs), estimate_model(config, plan, model))
-        with start_engine(plan, model) as engine:
+    resolved = resolve(config, world=world, device=choose_device())
+    with process_group(world, resolved.plan.device):
+        run = read_run(resolved)
+        with start_engine(run.plan, run.inputs.model) as engine:
             pipe.send(0.0)
             for batch in run_batches(run):
                 pipe.recv()

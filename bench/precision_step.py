@@ -119,20 +119,15 @@ def serve_steps(run_file: Path, steps: int) -> None:
     from ds_finetune.engine.devices import choose_device
     from ds_finetune.engine.groups.default_group import process_group
     from ds_finetune.engine.start_engine import start_engine
-    from ds_finetune.plan.plan import make_plan
     from ds_finetune.trainer.batches import run_batches
-    from ds_finetune.trainer.inputs import make_model_plan, read_inputs
-    from ds_finetune.trainer.prepare import PreparedRun, estimate_model, freeze_parameters, make_schedule
+    from ds_finetune.trainer.prepare import read_run
+    from ds_finetune.trainer.resolve import resolve
     from ds_finetune.world import World
 
     config, world = read_config(run_file), World.from_environment(os.environ)
     world.set_environment(os.environ)
-    plan = make_plan(config, world=world, device=choose_device())
-    model = make_model_plan(config, plan.mesh)
-    inputs = read_inputs(config, model)
-    plan = freeze_parameters(plan, model)
-    run = PreparedRun(config, plan, inputs, make_schedule(config, inputs), estimate_model(config, plan, model))
-    with process_group(world, plan.device), start_engine(plan, model) as engine:
+    run = read_run(resolve(config, world=world, device=choose_device()))
+    with process_group(world, run.plan.device), start_engine(run.plan, run.inputs.model) as engine:
         for batch in islice(run_batches(run), steps):
             sys.stdin.readline()
             began = time.process_time()

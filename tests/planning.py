@@ -7,8 +7,8 @@ from ds_finetune.model.loss.score_config import set_classes
 from ds_finetune.objectives.objective import ScoreObjective
 from ds_finetune.objectives.table import make_objective
 from ds_finetune.plan.plan import Plan
-from ds_finetune.trainer.inputs import read_inputs
-from ds_finetune.trainer.prepare import PreparedRun, estimate_model, make_schedule
+from ds_finetune.trainer.prepare import PreparedRun, read_run
+from ds_finetune.trainer.resolve import ResolvedRun
 
 
 def model_of(config: RunConfig) -> ModelPlan:
@@ -21,6 +21,4 @@ def model_of(config: RunConfig) -> ModelPlan:
 
 def prepared_run(config: RunConfig, plan: Plan) -> PreparedRun:
     """The run of `config` with this plan, without the checks that a real start does."""
-    model = model_of(config)
-    inputs = read_inputs(config, model)
-    return PreparedRun(config, plan, inputs, make_schedule(config, inputs), estimate_model(config, plan, model))
+    return read_run(ResolvedRun(config, plan, model_of(config)))

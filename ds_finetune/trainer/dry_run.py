@@ -10,18 +10,17 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ds_finetune.config.objectives import ClassificationObjective
-from ds_finetune.config.schema import ConfigSource, RunConfig, read_config
+from ds_finetune.config.objectives import ClassificationObjective, ObjectiveConfig
+from ds_finetune.config.schema import ConfigSource, read_config
 from ds_finetune.config.units import GIB
 from ds_finetune.config.value_types import check_whole_number
 from ds_finetune.errors import ConfigError
-from ds_finetune.plan.estimate.states import RunEstimate, TensorKind, estimate_run, fullest_stage
+from ds_finetune.plan.estimate.states import RunEstimate, TensorKind, fullest_stage
 from ds_finetune.plan.mesh import AXES, Mesh
-from ds_finetune.plan.plan import Plan, make_plan
-from ds_finetune.trainer.document_lengths import length_notes
-from ds_finetune.trainer.inputs import known_classes, make_model_plan, token_limits, try_generic_type
+from ds_finetune.plan.plan import Plan
 from ds_finetune.trainer.model_lines import model_lines
-from ds_finetune.trainer.rank_tensors import Stages, rank_tensors, sizes_of
+from ds_finetune.trainer.rank_tensors import Stages
+from ds_finetune.trainer.resolve import resolve
 from ds_finetune.world import World
 
 _SHOWN_NODES = 4
@@ -70,22 +69,13 @@ def plan_run(config: ConfigSource, *, gpus: int, gpus_per_node: int = 8) -> Plan
             f"{gpus} GPUs do not fill nodes of {gpus_per_node}", hint="give a multiple of --gpus-per-node"
         )
     world = World(0, gpus, 0, min(gpus, gpus_per_node), "a dry run")
-    config = known_classes(read_config(config), is_config_alone=True)
-    plan = make_plan(config, world=world, device="cuda")
-    model = make_model_plan(config, plan.mesh, is_config_alone=True)
-    token_limits(config, model.hf_config)
-    tried = try_generic_type(config, model)
-    stages = rank_tensors(config, plan, model)
-    estimate = estimate_run(config, plan, sizes_of(stages, model.lora, model.teacher))
-    lines = (*plan.decisions, *model_lines(model, plan), *_totals(stages, estimate))
-    context = model.context.notes() if model.context is not None else ()
-    notes = (*context, *tried, *length_notes(config, model), *_assumed_classes(config))
-    return PlannedRun(plan, stages, estimate, lines, notes)
+    run = resolve(read_config(config), world=world, device="cuda", is_config_only=True)
+    lines = (*run.plan.decisions, *model_lines(run.model, run.plan), *_totals(run.tensors, run.estimate))
+    return PlannedRun(run.plan, run.tensors, run.estimate, lines, (*run.notes, *_assumed_classes(run.config.objective)))
 
 
-def _assumed_classes(config: RunConfig) -> list[str]:
+def _assumed_classes(objective: ObjectiveConfig) -> list[str]:
     """A note where the number of classes is that of the data, which a dry run does not read."""
-    objective = config.objective
     if not isinstance(objective, ClassificationObjective) or objective.num_labels or objective.labels:
         return []
     return ["2 classes are assumed: their number is found in the training rows, which are not read here"]

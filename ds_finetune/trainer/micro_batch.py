@@ -35,7 +35,8 @@ from ds_finetune.plan.search.micro_batch import SPARE, bytes_of, fits, largest_m
 from ds_finetune.system.whole_file import replace_file
 from ds_finetune.trainer.distillation import with_local_teacher
 from ds_finetune.trainer.memory_report import memory_table, what_fits
-from ds_finetune.trainer.prepare import PreparedRun, complete_plan, estimate_model
+from ds_finetune.trainer.prepare import PreparedRun
+from ds_finetune.trainer.resolve import ResolvedRun, complete_plan
 from ds_finetune.trainer.trial import try_steps
 from ds_finetune.trainer.trial_rows import sizes_digest
 from ds_finetune.world import accelerate_choices
@@ -174,8 +175,9 @@ def _decided(run: PreparedRun, rows: int, how: str) -> PreparedRun:
     """The run with forwards of `rows` rows, and a line of its plan that says how they were chosen."""
     config, old = with_micro_batch(run.config, rows), run.plan
     plan = make_plan(config, world=old.world, device=old.device, accelerate=accelerate_choices(os.environ))
-    plan = _with_line(complete_plan(config, plan, run.inputs.model), f"{rows} (auto: {how})")
-    return replace(run, config=config, plan=plan, estimate=estimate_model(config, plan, run.inputs.model))
+    resolved = complete_plan(ResolvedRun(config, plan, run.inputs.model, run.notes))
+    plan = _with_line(resolved.plan, f"{rows} (auto: {how})")
+    return replace(run, config=config, plan=plan, estimate=resolved.estimate)
 
 
 def _with_line(plan: Plan, text: str) -> Plan:

@@ -38,7 +38,8 @@ from ds_finetune.model.loss.teacher import HiddenStates, Teacher, load_teacher
 from ds_finetune.model.weights.load import weights_digest
 from ds_finetune.plan.distillation import check_teacher
 from ds_finetune.plan.mesh import Mesh
-from ds_finetune.trainer.inputs import RunInputs, model_config, read_inputs, try_generic_type
+from ds_finetune.trainer.inputs import RunInputs, read_inputs
+from ds_finetune.trainer.resolve import model_config, try_generic_type
 from ds_finetune.world import World
 
 SHARD_DOCUMENTS = 256

@@ -11,7 +11,8 @@ from ds_finetune.errors import FinetuneError
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.reference.selftest.cells import TINY_MODELS
 from ds_finetune.trainer.document_lengths import length_notes
-from ds_finetune.trainer.inputs import make_model_plan, read_inputs
+from ds_finetune.trainer.inputs import read_inputs
+from ds_finetune.trainer.resolve import make_model_plan
 from tests.running import tiny_task
 
 ONE_RANK = Mesh(0, 1)

@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from ds_finetune.cli.main import main
 from ds_finetune.config.schema import read_config
 from ds_finetune.errors import ConfigError
-from ds_finetune.trainer.inputs import token_limits
+from ds_finetune.trainer.resolve import token_limits
 from tests.encoder_task import encoder_task
 from tests.model.encoders import ENCODERS, encoder_config
 from tests.running import start, torchrun

@@ -42,8 +42,12 @@ def files_of(config: RunConfig | None) -> tuple[str, ...]:
 
 def plan_of(config: RunConfig, hosts: Sequence[Host], device: str) -> Plan:
     """The plan of `config` on all slots of `hosts`; raises the FinetuneError that a run would raise before loading."""
+    return make_plan(config, world=_world(hosts), device=device)
+
+
+def _world(hosts: Sequence[Host]) -> World:
     slots = [host.slots for host in hosts]
-    return make_plan(config, world=World(0, sum(slots), 0, slots[0], "the doctor"), device=device)
+    return World(0, sum(slots), 0, slots[0], "the doctor")
 
 
 def need_of(config: RunConfig, hosts: Sequence[Host], device: str) -> tuple[Need | None, Check]:
@@ -52,8 +56,7 @@ def need_of(config: RunConfig, hosts: Sequence[Host], device: str) -> tuple[Need
 
     logging.set_verbosity_error()
     try:
-        plan = plan_of(config, hosts, device)
-        need = _need(config, plan, hosts)
+        need, plan = _need(config, hosts, device)
     except FinetuneError as refused:
         return None, Check("plan", "", "fail", refused.message, refused.hint)
     return need, Check(
@@ -61,17 +64,14 @@ def need_of(config: RunConfig, hosts: Sequence[Host], device: str) -> tuple[Need
     )
 
 
-def _need(config: RunConfig, plan: Plan, hosts: Sequence[Host]) -> Need:
+def _need(config: RunConfig, hosts: Sequence[Host], device: str) -> tuple[Need, Plan]:
     from ds_finetune.engine.ops.deepspeed_ops import needed_ops
-    from ds_finetune.trainer.inputs import known_classes, make_model_plan, token_limits
-    from ds_finetune.trainer.prepare import estimate_model
+    from ds_finetune.trainer.resolve import resolve
 
-    config = known_classes(config, is_config_alone=True)
-    model = make_model_plan(config, plan.mesh, is_config_alone=True)
-    token_limits(config, model.hf_config)
-    estimate = estimate_model(config, plan, model)
+    run = resolve(config, world=_world(hosts), device=device, is_config_only=True)
+    estimate, plan = run.estimate, run.plan
     disks = {
         label(host): estimate.disk(ranks=host.slots, is_first_host=number == 0).num_bytes
         for number, host in enumerate(hosts)
     }
-    return Need(estimate.host_bytes, estimate.gpu_bytes, disks, needed_ops(plan))
+    return Need(estimate.host_bytes, estimate.gpu_bytes, disks, needed_ops(plan)), plan

@@ -20,13 +20,12 @@ from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.engine.ops.prepare_ops import build_ops, use_cores
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.errors import ConfigError
-from ds_finetune.plan.plan import make_plan
 from ds_finetune.reference.bench.plain_forwards import packed_forwards, padded_forwards
 from ds_finetune.reference.bench.plain_loop import LR, Layout, PlainLoop
 from ds_finetune.reference.bench.plain_models import check_peft, load_plain_teacher
 from ds_finetune.trainer.batches import run_batches
-from ds_finetune.trainer.inputs import make_model_plan, read_inputs, with_classes
-from ds_finetune.trainer.prepare import PreparedRun, check_baseline, estimate_model, freeze_parameters, make_schedule
+from ds_finetune.trainer.prepare import read_run
+from ds_finetune.trainer.resolve import resolve
 from ds_finetune.world import World
 
 _LAYOUTS: dict[str, Layout] = {"plain loop, padded": padded_forwards, "plain loop, packed": packed_forwards}
@@ -75,14 +74,9 @@ def compare_step_speed(config: RunConfig, *, steps: int, say: Say) -> SpeedCompa
             f"bench compares one process with a plain loop, and this is rank {world.rank} of {world.world_size}",
             hint="start one process",
         )
-    plan = make_plan(config, world=world, device=choose_device())
-    config = with_classes(config)
-    model = make_model_plan(config, plan.mesh)
-    check_peft(model)
-    inputs = read_inputs(config, model)
-    check_baseline(plan, inputs)
-    plan, schedule = freeze_parameters(plan, model), make_schedule(config, inputs)
-    run = PreparedRun(config, plan, inputs, schedule, estimate_model(config, plan, model))
+    resolved = resolve(config, world=world, device=choose_device())
+    check_peft(model := resolved.model)
+    run = read_run(resolved)
     with ExitStack() as stack:
         stack.enter_context(process_group(world, run.plan.device))
         plan = build_ops(use_cores(run.plan, os.environ), all_gather_object, say)

@@ -37,7 +37,7 @@ from ds_finetune.plan.routers import RouterPlan
 from ds_finetune.reference.selftest.plain_adapters import PlainAdapters
 from ds_finetune.reference.selftest.reference_loop import SFT, Steps, auto_class, mean_loss, reference_loop
 from ds_finetune.reference.selftest.steps import eval_loss, take_steps
-from ds_finetune.trainer.prepare import freeze_routers
+from ds_finetune.trainer.resolve import freeze_routers
 from ds_finetune.world import World
 
 _FEW_STEPS = 3

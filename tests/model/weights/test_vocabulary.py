@@ -27,10 +27,11 @@ from ds_finetune.plan.combinations import check_divides
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.model_shape import Shape
 from ds_finetune.plan.plan import make_plan
-from ds_finetune.trainer.inputs import config_tree, make_model_plan, model_config
+from ds_finetune.trainer.inputs import config_tree
 from ds_finetune.trainer.model_lines import model_lines
 from ds_finetune.trainer.preview import preview_of
 from ds_finetune.trainer.rank_tensors import rank_tensors, sizes_of
+from ds_finetune.trainer.resolve import make_model_plan, model_config
 from ds_finetune.world import World
 from tests.model.fp8_folder import MTP, V3, dequantised, in_fp8, master, publish
 from tests.model.tiny import CONFIGS
@@ -206,10 +207,10 @@ def test_without_the_key_the_tokenizer_is_refused_and_the_key_named(demo: Path) 
 
 def test_the_plan_counts_the_new_rows(demo: Path) -> None:
     config = run_of(demo, model={"resize_vocabulary": True})
-    hf_config = model_config(config, is_config_alone=True)
+    hf_config = model_config(config, is_config_only=True)
     assert hf_config.vocab_size == 101
     plan = make_plan(config, world=World(0, 1, 0, 1, "a test"), device="cpu")
-    model = make_model_plan(config, plan.mesh, is_config_alone=True)
+    model = make_model_plan(config, plan.mesh, is_config_only=True)
     tree = config_tree(demo / "model", model)
     assert tree == json.loads((demo / "model" / "config.json").read_text()) | {"vocab_size": 101}
     added = Shape.of(tree).total_params - Shape.of(demo / "model").total_params

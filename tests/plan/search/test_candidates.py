@@ -17,7 +17,7 @@ from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.search.candidates import ACTIVATIONS, STAGES, Candidate, Candidates, Ranks, check_run
 from ds_finetune.plan.search.layout import OFFLOADS, Layout, Sizes, layout_of
 from ds_finetune.reference.selftest.cells import TINY_MODELS, hf_config
-from ds_finetune.trainer.inputs import make_model_plan
+from ds_finetune.trainer.resolve import make_model_plan
 
 NAMES = [name for name, family in FAMILIES.items() if family.tiny_models]
 VARIANTS: list[dict[str, Any]] = [

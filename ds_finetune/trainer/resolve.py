@@ -1,0 +1,258 @@
+"""Resolves a run file: everything that follows from it and from the model's config.json, before weights and rows are
+read.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from ds_finetune.config.objectives import ClassificationObjective
+from ds_finetune.config.schema import RunConfig
+from ds_finetune.data.classes import find_classes
+from ds_finetune.data.prepare import TokenLimits
+from ds_finetune.data.row_kind import RowKind
+from ds_finetune.data.tokenizer_files import load_tokenizer
+from ds_finetune.errors import ConfigError
+from ds_finetune.families.table import family_of
+from ds_finetune.model.build.encoder import encoder_of, max_positions
+from ds_finetune.model.build.generic_check import check_generic_type
+from ds_finetune.model.build.model_plan import ModelPlan, plan_model, task_of
+from ds_finetune.model.build.skeleton import TOKENIZER_PATTERNS, read_hf_config, resolve_folder
+from ds_finetune.model.build.unused_parameters import patterns_of, unused_parameters
+from ds_finetune.model.loss.score_config import set_classes, set_padding_token, with_base_classes
+from ds_finetune.model.mtp.layer import mtp_layers
+from ds_finetune.model.parallel.pipeline import build_meta_model
+from ds_finetune.model.weights.vocabulary import grow_vocabulary
+from ds_finetune.objectives.distill import Distillation
+from ds_finetune.objectives.objective import ScoreObjective, TokenObjective
+from ds_finetune.objectives.table import make_objective
+from ds_finetune.plan.context import ContextPlan, plan_context
+from ds_finetune.plan.distillation import check_teacher
+from ds_finetune.plan.estimate.states import RunEstimate, estimate_run
+from ds_finetune.plan.mesh import Mesh
+from ds_finetune.plan.model_checks import check_model, check_positions
+from ds_finetune.plan.plan import Plan, make_plan
+from ds_finetune.trainer.document_lengths import length_notes
+from ds_finetune.trainer.rank_tensors import Stages, rank_tensors, sizes_of
+from ds_finetune.world import AccelerateChoices, World
+
+
+@dataclass(frozen=True)
+class ResolvedRun:
+    """A run file with what is decided from it and from the model's config.json; nothing of it is decided again."""
+
+    config: RunConfig
+    """The run file, with the number and the names of classes."""
+    plan: Plan
+    """Layout, batch and DeepSpeed configuration."""
+    model: ModelPlan
+    """What the engine builds."""
+    notes: tuple[str, ...] = ()
+    """What follows from the model and a user might not expect."""
+
+    @cached_property
+    def tensors(self) -> Stages:
+        """The tensors of a rank, by pipeline stage."""
+        return rank_tensors(self.config, self.plan, self.model)
+
+    @cached_property
+    def estimate(self) -> RunEstimate:
+        """What the run needs, from the shapes of the tensors that its ranks hold."""
+        sizes = sizes_of(self.tensors, self.model.lora, self.model.teacher)
+        return estimate_run(self.config, self.plan, sizes)
+
+
+def resolve(
+    config: RunConfig,
+    *,
+    world: World,
+    device: str,
+    accelerate: AccelerateChoices | None = None,
+    is_config_only: bool = False,
+) -> ResolvedRun:
+    """Decide what `config` means on the ranks of `world` with accelerator `device`; ConfigError, ModelError or
+    DataError where it cannot be trained so.
+
+    With `is_config_only`, only configuration and tokenizer files of a model on the hub are downloaded, and no rows are
+    read: the number of classes is that of the base model, and parameters that no loss reaches are not looked for.
+    """
+    plan = make_plan(config, world=world, device=device, accelerate=accelerate)
+    config = known_classes(config, is_config_only=True) if is_config_only else with_classes(config)
+    model = make_model_plan(config, plan.mesh, is_config_only=is_config_only)
+    token_limits(config, model.hf_config)
+    context = model.context.notes() if model.context is not None else ()
+    notes = (*context, *try_generic_type(config, model), *length_notes(config, model))
+    run = ResolvedRun(config, plan, model, notes)
+    return run if is_config_only else complete_plan(run)
+
+
+def complete_plan(run: ResolvedRun) -> ResolvedRun:
+    """The run whose plan has what follows from the model: notes, and parameters that are not trained."""
+    plan = replace(run.plan, notes=(*run.plan.notes, *run.notes))
+    return replace(run, plan=freeze_parameters(plan, run.model))
+
+
+def make_model_plan(config: RunConfig, mesh: Mesh, *, is_config_only: bool = False) -> ModelPlan:
+    """The model that `config` trains, checked against `mesh`; ConfigError or ModelError where it cannot be built so.
+
+    With `is_config_only`, only configuration and tokenizer files of a model on the hub are downloaded.
+    """
+    hf_config, context = _config_and_context(config, is_config_only=is_config_only)
+    padding = _set_up_scores(config, hf_config)
+    check_model(config, mesh, hf_config.to_dict())
+    planned = plan_model(hf_config, config)
+    if planned.teacher is not None:
+        teacher = planned.teacher.hf_config.to_dict()
+        check_teacher(mesh, planned.teacher.path, teacher, max_seq_len=config.train.max_seq_len)
+    return replace(planned, padding=padding, context=context)
+
+
+def _set_up_scores(config: RunConfig, hf_config: PretrainedConfig) -> str:
+    """Write classes and padding token into the configuration of a classifier or reward model; returns a text on the
+    padding token, empty for a causal LM.
+    """
+    objective = make_objective(config.objective)
+    if not isinstance(objective, ScoreObjective):
+        return ""
+    _check_optimizer_of_scores(config)
+    set_classes(hf_config, config.objective, outputs=objective.num_outputs)
+    if encoder_of(hf_config) is not None:
+        return f"{hf_config.pad_token_id}, as published"
+    return set_padding_token(hf_config, _tokenizer(config))
+
+
+def _check_optimizer_of_scores(config: RunConfig) -> None:
+    """ConfigError for Muon, which would orthogonalise the score head: DeepSpeed 0.19.8 knows heads by the name
+    `lm_head` (__init__.py:369).
+    """
+    if config.optim.name.lower() == "muon":
+        raise ConfigError(
+            f"optim.name {config.optim.name} with objective {config.objective.name} would orthogonalise the score head",
+            hint="set optim.name: AdamW",
+        )
+
+
+def with_classes(config: RunConfig) -> RunConfig:
+    """The run file with number and names of the classes filled in: those of a base model that is a classifier, else
+    those of the training rows, which are read where it is necessary.
+    """
+    section = known_classes(config).objective
+    if not isinstance(section, ClassificationObjective):
+        return config
+    kind = find_classes(config.data, RowKind.of(section))
+    named = section.model_copy(update={"labels": kind.labels, "num_labels": kind.num_labels})
+    return config.model_copy(update={"objective": named})
+
+
+def known_classes(config: RunConfig, *, is_config_only: bool = False) -> RunConfig:
+    """The same without reading rows: from the base model alone."""
+    if not isinstance(config.objective, ClassificationObjective):
+        return config
+    files = {"files": ("*.json",)} if is_config_only else {}
+    base = read_hf_config(config.model.path, **files, task="sequence_classification")
+    return config.model_copy(update={"objective": with_base_classes(config.objective, base)})
+
+
+def try_generic_type(config: RunConfig, model: ModelPlan) -> tuple[str, ...]:
+    """Lines on what a generic model type did on a tiny copy; ModelError where it would be trained wrongly, or where a
+    teacher would not keep documents apart.
+    """
+    # What is tried of a distillation is the model; its loss is that of targets beside the labels.
+    objective = TokenObjective("sft") if isinstance(model.objective, Distillation) else model.objective
+    tried = [(model.hf_config, objective)]
+    tried += [(model.teacher.hf_config, objective)] if model.teacher is not None else []
+    found = [
+        check_generic_type(
+            hf_config,
+            objective=objective,
+            attention=config.model.attention,
+            packing=config.data.packing,
+            row_tokens=config.train.max_seq_len,
+            precision=config.train.precision,
+        )
+        for hf_config, objective in tried
+    ]
+    return tuple(dict.fromkeys(line for lines in found for line in lines))
+
+
+def token_limits(config: RunConfig, hf_config: PretrainedConfig) -> TokenLimits:
+    """The numbers of the model that rows must respect; ConfigError where `max_seq_len` is more than the model
+    allows.
+    """
+    check_positions(config, hf_config.model_type, max_positions(hf_config))
+    return TokenLimits(max_seq_len=config.train.max_seq_len, vocab_size=hf_config.vocab_size)
+
+
+def model_config(config: RunConfig, *, is_config_only: bool = False) -> PretrainedConfig:
+    """The configuration of the model as it is trained, with the vocabulary that `model.resize_vocabulary` gives it, and
+    the positions and rotary scaling of `model.context`.
+
+    With `is_config_only`, only configuration and tokenizer files of a model on the hub are downloaded.
+    """
+    return _config_and_context(config, is_config_only=is_config_only)[0]
+
+
+def _config_and_context(config: RunConfig, *, is_config_only: bool) -> tuple[PretrainedConfig, ContextPlan | None]:
+    """The configuration of the model as it is trained, and what `model.context` does to it; None without that key."""
+    task = task_of(make_objective(config.objective))
+    hf_config = read_hf_config(config.model.path, **({"files": ("*.json",)} if is_config_only else {}), task=task)
+    context = plan_context(hf_config.to_dict(), config.model.context) if config.model.context is not None else None
+    if context is not None and context.is_extended:
+        for key, value in {**context.settings(), "rope_parameters": dict(context.rope)}.items():
+            setattr(hf_config, key, value)
+    if config.model.resize_vocabulary:
+        grow_vocabulary(hf_config, max(_tokenizer(config).get_vocab().values()) + 1)
+    return hf_config, context
+
+
+def _tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer, for which only its own files are downloaded."""
+    return load_tokenizer(str(resolve_folder(config.model.tokenizer or config.model.path, files=TOKENIZER_PATTERNS)))
+
+
+def freeze_parameters(plan: Plan, model: ModelPlan) -> Plan:
+    """Freeze what is not trained: parameters that no loss reaches, and routers where the run file says so."""
+    return freeze_routers(freeze_unreached(plan, model), model)
+
+
+def freeze_unreached(plan: Plan, model: ModelPlan) -> Plan:
+    """Freeze parameters that get no gradient from the loss, since weight decay would shrink them; a note names them.
+
+    In the model types of the family table these are indexers, or all others where indexers are trained alone.
+    """
+    hf_config = model.hf_config
+    family = family_of(hf_config.model_type)
+    if model.lora is not None:
+        return plan
+    if family.indexer is not None:
+        every = build_meta_model(hf_config, model.task).named_parameters()
+        return _with_frozen(plan, tuple(name for name, _ in every if model.is_untrained(name)))
+    if not family.is_generic:
+        return plan
+    decay = plan.optimizer.weight_decay
+    try:
+        names = unused_parameters(hf_config, tokens=plan.batch.max_seq_len, task=model.task)
+    except NotImplementedError as unknown:
+        note = (
+            f"not examined: whether the loss reaches every parameter of model_type {hf_config.model_type} ({unknown}); "
+            f"optim.weight_decay {decay} would shrink one that it does not reach"
+        )
+        return replace(plan, notes=(*plan.notes, note)) if decay else plan
+    return _with_frozen(plan, names)
+
+
+def _with_frozen(plan: Plan, names: tuple[str, ...]) -> Plan:
+    if not names:
+        return plan
+    note = f"frozen: {len(names)} parameters that the loss does not reach, kept as they are: {patterns_of(names)}"
+    return replace(plan, frozen=names, notes=(*plan.notes, note))
+
+
+def freeze_routers(plan: Plan, model: ModelPlan) -> Plan:
+    """Freeze the weights of routers where the run file says so; a note names them."""
+    if model.router is None or model.router.section.train:
+        return plan
+    names = model.router.parameters(mtp_layers(model.hf_config))
+    note = f"frozen: {len(names)} weights of routers, since router.train is false: {patterns_of(names)}"
+    return replace(plan, frozen=(*plan.frozen, *names), notes=(*plan.notes, note))
