@@ -8,7 +8,9 @@ import hmac
 import inspect
 import json
 import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Sequence
+from contextlib import aclosing
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -29,9 +31,12 @@ from transformers.cli.serving.utils import Modality
 
 from ds_finetune.config.units import MIB
 from ds_finetune.console.quiet import show_loading_as_phase
+from ds_finetune.data.template_limits import TemplateLimits
+from ds_finetune.errors import ConfigError
 from ds_finetune.export.verify.record import is_onnx
 from ds_finetune.foreign.auto_configs import AutoTokenizer
 from ds_finetune.foreign.auto_models import AutoModelForCausalLM
+from ds_finetune.foreign.guard import Foreign
 from ds_finetune.serving.generation import AnswerState, stop_position
 from ds_finetune.serving.openai_request import (
     AnswerRequest,
@@ -50,6 +55,7 @@ _BODY_BYTES, _BYTES_PER_TOKEN = MIB, 64
 """Maximum size of a request's body: `_BODY_BYTES`, and `_BYTES_PER_TOKEN` for each token of the model's context."""
 _PIECE = 2**16
 """Number of characters of a long prompt that are tokenised at a time."""
+_PARSING = Foreign("transformers", "cli/serving/utils.py:313, parse_response")
 
 
 class ServedModel(ModelManager):
@@ -91,6 +97,8 @@ class ServedModel(ModelManager):
 
     def _load_processor(self, name: str, *_: Any, **__: Any) -> PreTrainedTokenizerBase:  # noqa: ANN401 - as above
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self._folder, trust_remote_code=False)
+        for name, changed in (("parse_response", _parse_or_text), ("apply_chat_template", _within_limits)):
+            setattr(tokenizer, name, changed(tokenizer))
         return tokenizer
 
     @staticmethod
@@ -113,17 +121,18 @@ class ServedModel(ModelManager):
         """Maximum number of bytes of a request's body."""
         return _BODY_BYTES + _BYTES_PER_TOKEN * (self.context or 0)
 
-    def prompt_tokens(self, request: AnswerRequest) -> int:
-        """Number of tokens of the prompt, or of its beginning where that is already much longer than the context.
+    def prompt_text(self, request: AnswerRequest) -> str:
+        """The prompt as text; RequestError where the chat template fails, drops something or computes for too long.
 
-        RequestError where the chat template fails or drops something.
+        It has to be called in the main thread, since the time of a template is limited there only.
         """
         if isinstance(request, CompletionRequest):
-            return self._count(request.prompt, add_special_tokens=True)
+            return request.prompt
         assert isinstance(request, ChatRequest)
-        return self._count(self._render(request), add_special_tokens=False)
+        return self._render(request)
 
-    def _count(self, text: str, *, add_special_tokens: bool) -> int:
+    def prompt_tokens(self, text: str, *, add_special_tokens: bool) -> int:
+        """Number of tokens of the prompt, or of its beginning where that is already much longer than the context."""
         seen, most = 0, 2 * self.context if self.context and len(text) > _PIECE else None
         for begin in range(0, len(text) if most else 0, _PIECE):
             seen += len(self.tokenizer(text[begin : begin + _PIECE], add_special_tokens=False)["input_ids"])
@@ -146,6 +155,8 @@ class ServedModel(ModelManager):
                 self._apply_template(messages, request, tools)
                 for tools in ((request.tools, None) if request.tools else (None,))
             ]
+        except ConfigError as beyond:
+            raise RequestError(400, beyond.message, param="messages") from beyond
         except (jinja2.TemplateError, ValueError, TypeError, KeyError) as wrong:
             raise RequestError(400, f"the chat template refuses these messages: {wrong}", param="messages") from wrong
         if len(set(texts)) < len(texts):
@@ -158,6 +169,35 @@ class ServedModel(ModelManager):
     ) -> str:
         settings = {"add_generation_prompt": True, "tokenize": False, **request.chat_template_kwargs}
         return str(self.tokenizer.apply_chat_template(messages, tools=tools, **settings))
+
+
+def _parse_or_text(tokenizer: PreTrainedTokenizerBase) -> Callable[..., dict[str, Any]]:
+    """`parse_response` of the tokenizer, which returns an answer that it cannot parse as text, as vLLM does.
+
+    That is an answer with a tool call that `max_tokens` cuts, or that is not valid JSON; transformers 5.23 raises an
+    error for it, except in streams (cli/serving/utils.py:545).
+    """
+    parse = _PARSING.attribute(tokenizer, "parse_response")
+
+    def parse_or_text(ids: Any, *given: Any, **named: Any) -> dict[str, Any]:  # noqa: ANN401 - of transformers
+        try:
+            return dict(parse(ids, *given, **named))
+        except (ValueError, RuntimeError):
+            return {"content": tokenizer.decode(ids, skip_special_tokens=True)}
+
+    return parse_or_text
+
+
+def _within_limits(tokenizer: PreTrainedTokenizerBase) -> Callable[..., Any]:
+    """`apply_chat_template` of the tokenizer, with limits of time and memory: the template may be of unknown origin."""
+    render = tokenizer.apply_chat_template
+
+    @wraps(render)
+    def render_within_limits(*given: Any, **named: Any) -> Any:  # noqa: ANN401 - of transformers
+        with TemplateLimits(str(tokenizer.chat_template)):
+            return render(*given, **named)
+
+    return render_within_limits
 
 
 def _check_complete(rendered: str, messages: Sequence[dict[str, Any]]) -> None:
@@ -193,7 +233,7 @@ class AnswerRoute:
                 # Here and not before, so that many long prompts are not tokenised beside each other.
                 body = await self._body(request)
                 response = await self._handler.handle_request(body, str(uuid.uuid4()))
-                await _cut_answer(response, body["stop"])(scope, _never, send)
+                await _finish_answer(response, body["stop"])(scope, _never, send)
 
             await self._queue.run(answer, lambda: _disconnected(receive))
         except ClientDisconnect:
@@ -211,7 +251,8 @@ class AnswerRoute:
 
     async def _body(self, request: AnswerRequest) -> dict[str, Any]:
         """The request in the form that transformers expects, with `max_tokens` and `stop` filled in."""
-        length = await asyncio.to_thread(self._served.prompt_tokens, request)
+        text, has_specials = self._served.prompt_text(request), isinstance(request, ChatRequest)
+        length = await asyncio.to_thread(self._served.prompt_tokens, text, add_special_tokens=not has_specials)
         stops = request.stop or self._served.model.generation_config.stop_strings or []
         body = request.body() | {"model": self._served.name, "max_tokens": self._max_tokens(request, length)}
         body["stop"] = [stops] if isinstance(stops, str) else stops
@@ -260,8 +301,13 @@ class AnswerRoute:
         return limit if context is None else min(limit, context - prompt)
 
 
-def _cut_answer(response: Response, stops: Sequence[str]) -> Response:
-    """A complete answer whose texts end before the first stop text; streams are cut while they are generated."""
+def _finish_answer(response: Response, stops: Sequence[str]) -> Response:
+    """The answer as clients expect it: the end of a stream is marked, and other texts end before the first stop text.
+
+    Streams are cut while they are generated.
+    """
+    if isinstance(response, StreamingResponse):
+        response.body_iterator = _with_end(response.body_iterator)
     if not stops or not isinstance(response, JSONResponse):
         return response
     answer = json.loads(bytes(response.body))
@@ -269,6 +315,16 @@ def _cut_answer(response: Response, stops: Sequence[str]) -> Response:
         for name in part.keys() & {"text", "content", "reasoning_content"}:
             part[name] = part[name][: stop_position(part[name], stops)]
     return JSONResponse(answer)
+
+
+async def _with_end(pieces: AsyncIterable[Any]) -> AsyncGenerator[Any, None]:
+    """The pieces of a stream, and OpenAI's mark of its end, which transformers 5.23 leaves out."""
+    assert isinstance(pieces, AsyncGenerator)
+    # Closed with this one, since transformers then ends the generation (cli/serving/chat_completion.py:271).
+    async with aclosing(pieces):
+        async for piece in pieces:
+            yield piece
+    yield "data: [DONE]\n\n"
 
 
 async def _disconnected(receive: Receive) -> None:

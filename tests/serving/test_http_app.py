@@ -5,6 +5,7 @@ what it stops.
 
 import asyncio
 import json
+import re
 import shutil
 import socket
 import threading
@@ -28,9 +29,10 @@ for package in ("openai", "starlette", "uvicorn"):
 from openai import APIError, APIStatusError, AuthenticationError, NotFoundError, OpenAI
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from ds_finetune.data import template_limits
 from ds_finetune.serving import http_app as serving
 from ds_finetune.serving import request_queue
-from ds_finetune.serving.openai_request import RequestError
+from ds_finetune.serving.openai_request import ChatRequest, RequestError
 from ds_finetune.serving.request_queue import GenerationStoppedError, GenerationStopper, QueueLimits, RequestQueue
 
 CONTEXT = 2048
@@ -276,16 +278,69 @@ def test_an_error_in_a_stream_is_json(running: Running) -> None:
     assert text in str(broken.value.body)
 
 
+def _stream(running: Running, path: str, **given: Any) -> list[str]:
+    """The lines of a streamed answer as they are sent."""
+    body = json.dumps({"model": running.name, "max_tokens": 2, "stream": True} | given).encode()
+    asked = urllib.request.Request(
+        f"http://127.0.0.1:{running.port}/v1/{path}", body, {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(asked, timeout=60) as answer:
+        return [line for line in answer.read().decode().splitlines() if line]
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt"), [("chat/completions", {"messages": USER}), ("completions", {"prompt": "1"})]
+)
+def test_a_stream_ends_with_the_protocol_s_mark(running: Running, path: str, prompt: dict[str, Any]) -> None:
+    lines = _stream(running, path, **prompt)
+    assert lines.count("data: [DONE]") == 1
+    assert lines[-1] == "data: [DONE]"
+    assert json.loads(lines[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_tool_call_that_max_tokens_cuts_is_returned_as_text(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompt opens the call, so that the first tokens of the answer are an incomplete one."""
+    call = {"open": "<|assistant|>", "close": "</tool_call>", "repeats": True, "content": "json"}
+    fields = {"tool_calls": call, "content": {"content": "text"}}
+    template = {"defaults": {"role": "assistant"}, "start_anchor": "<|user|>", "fields": fields}
+    whole = running.chat().choices[0].message.content
+    monkeypatch.setattr(running.served.tokenizer, "response_template", template, raising=False)
+    answer = running.chat().choices[0]
+    assert (answer.message.content, answer.message.tool_calls, answer.finish_reason) == (whole, None, "length")
+
+
+@pytest.mark.parametrize(
+    ("body", "said"), [("for b in range(99999)", "computes for more than 0.2 s"), ("if 9**9", "uses `**`")]
+)
+def test_a_template_that_computes_without_an_end_is_refused(
+    body: str, said: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the main thread, where the server renders: here without a server, whose thread would be another."""
+    monkeypatch.setattr(template_limits, "RENDER_SECONDS", 0.2)
+    served = serving.ServedModel(folder, "cpu")
+    kind = body.partition(" ")[0]
+    loop = "{% for a in range(99999) %}{% " + body + " %}{% end" + kind + " %}{% endfor %}"
+    served.tokenizer.chat_template = (
+        "{{ messages[0].content }}{% if messages[0].content == 'loop' %}" + loop + "{% endif %}"
+    )
+    requests = [ChatRequest(model="m", messages=[{"role": "user", "content": text}]) for text in ("other", "loop")]
+    assert said == "uses `**`" or served.prompt_text(requests[0]) == "other"
+    with pytest.raises(RequestError, match=re.escape(said)):
+        served.prompt_text(requests[1])
+
+
 def test_a_prompt_is_tokenised_in_its_turn(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """One after the other, and of one that is much too long only the beginning."""
     active, most, sizes = [0], [0], []
     plain_count, plain_tokenizer = running.served.prompt_tokens, running.served.tokenizer
 
-    def count(request: Any) -> int:
+    def count(*given: Any, **named: Any) -> int:
         active[0] += 1
         most[0] = max(most[0], active[0])
         time.sleep(0.1)
-        tokens = plain_count(request)
+        tokens = plain_count(*given, **named)
         active[0] -= 1
         return tokens
 
@@ -300,7 +355,7 @@ def test_a_prompt_is_tokenised_in_its_turn(running: Running, monkeypatch: pytest
 
     class Counting:
         chat_template = plain_tokenizer.chat_template
-        apply_chat_template = plain_tokenizer.apply_chat_template
+        apply_chat_template = staticmethod(plain_tokenizer.apply_chat_template)
         __call__ = staticmethod(tokenise)
 
     monkeypatch.setattr(running.served, "tokenizer", Counting())

@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ds_finetune.checkpoint.locking import lock_folder
+from ds_finetune.checkpoint.locking import LOCK, lock_folder
 from ds_finetune.config.run_file import read_yaml
 from ds_finetune.config.schema import validate_tree
 from ds_finetune.console.phase_line import Say
 from ds_finetune.errors import ConfigError, RunError
+from ds_finetune.export.output_folder import check_out_empty
 from ds_finetune.runs.experiments.child_run import RUN, ChildRun, is_stopped_code
 from ds_finetune.runs.experiments.jobs import ExperimentJob, run_jobs
 from ds_finetune.runs.experiments.pages import REPORT, write_sweep_page
 from ds_finetune.runs.experiments.places import places
 from ds_finetune.runs.experiments.study import (
+    JOURNAL,
     check_choices,
     distributions,
     make_sampler,
@@ -82,12 +84,18 @@ def run_sweep(sweep: SweepConfig, say: Say) -> SweepResult:
 
     A sweep that was interrupted, also by kill -9, goes on: trials that were running are resumed in their folders.
     JobsInterruptedError after a signal, once all runs have saved; RunError where trials fail one after another or none
-    has a value; ConfigError before anything is written.
+    has a value; ConfigError and OutputError before anything is written, the latter where `output_dir` holds files and
+    no sweep.
     """
     folder = Path(sweep.output_dir)
     places_of_trials = places(ranks=sweep.ranks, parallel=sweep.parallel, hostfile=sweep.hostfile, folder=folder)
     check_metric(sweep)
     check_choices(sweep)
+    if not (folder / JOURNAL).is_file():
+        # A sweep that was killed before it began its journal has left nothing but its lock.
+        check_out_empty(
+            folder, f"output_dir `{folder}` is not empty and holds no sweep", may_hold=lambda entry: entry.name == LOCK
+        )
     folder.mkdir(parents=True, exist_ok=True)
     with lock_folder(folder, seconds=_LOCK_SECONDS, say=say):
         study = open_study(sweep, say)

@@ -253,6 +253,16 @@ def test_only_visible_gpus_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert here(1, 1)[0].devices == ()
 
 
+def test_files_of_the_user_are_not_replaced(tmp_path: Path) -> None:
+    sweep = sweep_of(tmp_path)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "best.yaml").write_text("mine")
+    with pytest.raises(OutputError, match=r"out` is not empty and holds no sweep: best.yaml"):
+        run(sweep)
+    assert (tmp_path / "out" / "best.yaml").read_text() == "mine"
+    assert len(list((tmp_path / "out").iterdir())) == 1
+
+
 def test_two_sweeps_do_not_share_a_folder(tmp_path: Path) -> None:
     sweep = sweep_of(tmp_path)
 
