@@ -49,6 +49,9 @@ ds-finetune plan ds_configs/runs/qwen3_8b.yaml --gpus 8 --gpu {GPU} --search
 
 The batch of a run file stays as it is. On many GPUs a small batch leaves each of them little work: see MFU. GiB are
 those of a GPU.
+
+| run file, rows of a step | GPUs | layout | s a step | MFU | GiB |
+| --- | ---: | --- | ---: | ---: | ---: |
 """
 
 
@@ -58,12 +61,11 @@ def page() -> str:
 
 
 def section(name: str) -> Iterator[str]:
-    """The heading and the table of one run file."""
-    config = read_config(ROOT / "ds_configs" / "runs" / f"{name}.yaml")
-    train = config.train
-    yield f"\n## {name}.yaml\n\n{config.model.path}, {train.global_batch_size} rows of {train.max_seq_len} tokens.\n"
-    yield "\n| GPUs | layout | s a step | MFU | GiB |\n| ---: | --- | ---: | ---: | ---: |\n"
-    yield from (row(name, number) for number in NUMBERS)
+    """The rows of one run file; the first one names it."""
+    train = read_config(ROOT / "ds_configs" / "runs" / f"{name}.yaml").train
+    title = f"`{name}`, {train.global_batch_size} of {train.max_seq_len}"
+    for number in NUMBERS:
+        yield f"| {title if number == NUMBERS[0] else ''} {row(name, number)}".replace("|  |", "| |")
 
 
 def row(name: str, number: int) -> str:
