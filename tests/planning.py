@@ -4,8 +4,7 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.model.build.model_plan import ModelPlan, plan_model, task_of
 from ds_finetune.model.build.skeleton import read_hf_config
 from ds_finetune.model.loss.score_config import set_classes
-from ds_finetune.objectives.objective import ScoreObjective
-from ds_finetune.objectives.table import make_objective
+from ds_finetune.objectives.objective import ScoreObjective, make_objective
 from ds_finetune.plan.plan import Plan
 from ds_finetune.trainer.prepare import PreparedRun, read_run
 from ds_finetune.trainer.resolve import ResolvedRun

@@ -23,8 +23,7 @@ from ds_finetune.model.attention.by_document import BY_DOCUMENT
 from ds_finetune.model.loss.forward_rows import ForwardRows
 from ds_finetune.model.loss.token_loss import StepNumbers, TrainedModel, install_loss_head
 from ds_finetune.objectives.labels import IGNORE_INDEX
-from ds_finetune.objectives.objective import DocumentObjective, LossAndSums
-from ds_finetune.objectives.table import make_objective
+from ds_finetune.objectives.objective import DocumentObjective, LossAndSums, make_objective
 from tests.model.tiny import CONFIGS
 
 TRL = "1.16.0"

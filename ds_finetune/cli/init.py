@@ -84,7 +84,7 @@ def _recognised(record: "Record", where: str) -> tuple[str, Mapping[str, str]]:
     that fit none.
     """
     from ds_finetune.data.layouts import PlainText
-    from ds_finetune.data.row_kind import DIALOGUE, OBJECTIVES, RowKind
+    from ds_finetune.data.row_kind import DIALOGUE, RowKind, objectives_of
     from ds_finetune.data.samples import LAYOUTS_OF, read_row
 
     label = record.get("label")
@@ -94,7 +94,7 @@ def _recognised(record: "Record", where: str) -> tuple[str, Mapping[str, str]]:
             is_number = name == "labelled" and isinstance(label, float)
             kind = RowKind(
                 name,
-                OBJECTIVES[name][0],
+                objectives_of(name)[0],
                 labels=(str(label),),
                 num_labels=1 if is_number else None,
                 has_known_classes=True,

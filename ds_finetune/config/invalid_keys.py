@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from ds_finetune.config.invalid_objectives import explain_objective, objectives_with
+from ds_finetune.config.objectives import OBJECTIVES, ObjectiveConfig
 from ds_finetune.config.run_file import Lines
 from ds_finetune.errors import ConfigError
 
@@ -230,6 +231,8 @@ def _sections(parent: type[BaseModel], key: str) -> list[type[BaseModel]]:
     """The sections that `key` has one of; empty where it is a value, or no key of `parent`."""
     field = _field(parent, key)
     kinds = (field.annotation, *get_args(field.annotation)) if field is not None else ()
+    if ObjectiveConfig in kinds:
+        return [row.section for row in OBJECTIVES.values()]
     return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
 
 

@@ -2,9 +2,9 @@
 
 import difflib
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any
 
-from ds_finetune.config.objectives import ObjectiveConfig, ObjectiveName
+from ds_finetune.config.objectives import OBJECTIVES
 
 NAMES_OF_OTHER_PROGRAMS: Mapping[str, str] = {
     "sft": "lm instruct instruction_tuning",
@@ -24,7 +24,6 @@ NAMES_OF_OTHER_PROGRAMS: Mapping[str, str] = {
 """Objectives, each with its names in TRL, LLaMA-Factory, ms-swift, OpenRLHF and papers."""
 _SAMPLING = ("grpo", "dr_grpo", "dapo", "gspo", "rloo", "ppo", "reinforce", "online_dpo", "nash_md", "xpo", "rlhf")
 """Methods that train on answers which the model samples during the training."""
-_NAMES: tuple[str, ...] = get_args(ObjectiveName)
 _MEANT = {word: meant for meant, words in NAMES_OF_OTHER_PROGRAMS.items() for word in words.split()}
 
 
@@ -32,7 +31,7 @@ def explain_objective(error: Any) -> tuple[str, str] | None:  # noqa: ANN401 - p
     """What is wrong with the objective, and a hint; None where the error is about one of its keys."""
     if tuple(error["loc"]) != ("objective",):
         return None
-    names = f"objectives are {', '.join(_NAMES)}"
+    names = f"objectives are {', '.join(OBJECTIVES)}"
     if error["type"] == "union_tag_not_found":
         return "`objective` has no `name`", f"write e.g. `objective: {{name: dpo, beta: 0.1}}`; {names}"
     if error["type"] != "union_tag_invalid":
@@ -44,12 +43,11 @@ def explain_objective(error: Any) -> tuple[str, str] | None:  # noqa: ANN401 - p
             f"`objective` is {given!r}, which trains on sampled answers and is not available in this version",
             f"TRL and verl have it; with pairs of answers train dpo (docs/how-to/preferences.md); {names}",
         )
-    near = _MEANT.get(word) or next(iter(difflib.get_close_matches(word, _NAMES, n=1)), None)
+    near = _MEANT.get(word) or next(iter(difflib.get_close_matches(word, OBJECTIVES, n=1)), None)
     hint = f"did you mean `{near}`? " if near else ""
     return f"`objective` is {given!r}, which is no objective", f"{hint}{names}"
 
 
 def objectives_with(key: str) -> list[str]:
     """Names of the objectives that have a key `key`."""
-    sections = get_args(ObjectiveConfig)
-    return [get_args(part.model_fields["name"].annotation)[0] for part in sections if key in part.model_fields]
+    return [name for name, row in OBJECTIVES.items() if key in row.section.model_fields]

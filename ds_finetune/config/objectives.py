@@ -1,8 +1,17 @@
-"""Sections of the run file for the training objective: which loss is minimised, and its numbers."""
+"""The training objectives: one section of the run file and one row for each, and what all of them have in common.
 
-from typing import Annotated, Literal
+A new objective is a section and a row, here or in another package, and a loss (CONTRIBUTING.md, "Adding an objective").
+"""
 
-from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Annotated, Any, Literal, TypeGuard, Union, get_args
+
+from pydantic import BeforeValidator, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, TypeAdapter, ValidationError
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, core_schema
 
 from ds_finetune.config.run_file import SHORT_FORMS
 from ds_finetune.config.section import Section, short_form
@@ -10,16 +19,60 @@ from ds_finetune.errors import ConfigError
 
 BosRule = Literal["auto", "always", "never"]
 Reference = Literal["cache", "adapters_off"]
+KindName = Literal["dialogue", "text", "pairs", "marked", "labelled"]
+"""What the training rows of an objective are; data/row_kind.py describes each kind."""
+Unit = Literal["supervised tokens", "pairs", "examples"]
+Head = Literal["tokens", "documents", "scores"]
+"""What a loss reads: the logits of tokens, the log-probabilities of whole documents, or the scores of a classifier."""
+Need = Literal["reference", "teacher", "baseline"]
+"""`reference`: log-probabilities of a reference model. `teacher`: its distributions of the next token. `baseline`: a
+number of the global batch that is computed before the loss.
+"""
+ENTRY_POINTS = "ds_finetune.objectives"
+"""Group of the entry points by which an installed package offers an objective: its name, and the module that calls
+`register`.
+"""
 
 
-class SftObjective(Section):
+class ObjectiveConfig(Section):
+    """The base of the sections of all objectives."""
+
+    name: str
+
+    @property
+    def row(self) -> "ObjectiveRow":
+        """The row of the objective."""
+        return OBJECTIVES[self.name]
+
+    @property
+    def reference_source(self) -> Reference | None:
+        """Where the log-probabilities of the reference model come from; None where the loss has no reference."""
+        return getattr(self, "reference", "cache") if "reference" in self.row.needs else None
+
+    @property
+    def chosen_weight(self) -> float:
+        """Weight of the cross entropy of the chosen answers beside the loss of pairs."""
+        return float(getattr(self, "nll_weight", 0.0))
+
+    @property
+    def num_outputs(self) -> int:
+        """Outputs of the head of a classifier; 0 for a language model."""
+        return 0
+
+    @property
+    def row_settings(self) -> Mapping[str, Any]:
+        """Keys of data.row_kind.RowKind that the section decides."""
+        return {}
+
+
+class SftObjective(ObjectiveConfig):
     """Supervised fine-tuning."""
 
     name: Literal["sft"] = "sft"
     """Cross entropy of the supervised tokens of dialogue, prompts with completions, or plain text."""
 
 
-class PretrainObjective(Section):
+class PretrainObjective(ObjectiveConfig):
     """Continued pre-training."""
 
     name: Literal["pretrain"]
@@ -29,8 +82,13 @@ class PretrainObjective(Section):
     eos: bool = True
     """Whether each text ends with the end-of-sequence token, which is predicted too."""
 
+    @property
+    def row_settings(self) -> Mapping[str, Any]:
+        """How a text begins and ends."""
+        return {"bos": self.bos, "has_eos": self.eos}
 
-class ClassificationObjective(Section):
+
+class ClassificationObjective(ObjectiveConfig):
     """Classification or regression of texts and pairs of texts."""
 
     name: Literal["classification"]
@@ -42,8 +100,18 @@ class ClassificationObjective(Section):
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     """Share of the target that is spread over all classes."""
 
+    @property
+    def num_outputs(self) -> int:
+        """The number of classes; 2 until the trainer has filled in the number of the data."""
+        return self.num_labels or len(self.labels) or 2
 
-class RewardObjective(Section):
+    @property
+    def row_settings(self) -> Mapping[str, Any]:
+        """The classes."""
+        return {"labels": self.labels, "num_labels": self.num_labels}
+
+
+class RewardObjective(ObjectiveConfig):
     """A reward model, trained on pairs of answers."""
 
     name: Literal["reward"]
@@ -51,8 +119,18 @@ class RewardObjective(Section):
     center_weight: float = Field(default=0.0, ge=0)
     """Weight of the squared sum of both rewards, which keeps rewards centred at zero; 0.01 is usual."""
 
+    @property
+    def num_outputs(self) -> int:
+        """The reward."""
+        return 1
 
-class DpoObjective(Section):
+    @property
+    def row_settings(self) -> Mapping[str, Any]:
+        """Pairs may have a margin."""
+        return {"has_margin": True}
+
+
+class DpoObjective(ObjectiveConfig):
     """Direct preference optimisation (Rafailov et al., arXiv 2305.18290) and its variants."""
 
     name: Literal["dpo"]
@@ -69,7 +147,7 @@ class DpoObjective(Section):
     """Log-probabilities of the reference: computed once and cached, or with the adapters off at each step."""
 
 
-class SimpoObjective(Section):
+class SimpoObjective(ObjectiveConfig):
     """SimPO (Meng et al., arXiv 2405.14734)."""
 
     name: Literal["simpo"]
@@ -80,7 +158,7 @@ class SimpoObjective(Section):
     """Margin by which the scaled difference should be larger."""
 
 
-class CpoObjective(Section):
+class CpoObjective(ObjectiveConfig):
     """Contrastive preference optimisation (Xu et al., arXiv 2401.08417)."""
 
     name: Literal["cpo"]
@@ -93,7 +171,7 @@ class CpoObjective(Section):
     """Weight of the cross entropy of the chosen answers, its mean over their tokens in the global batch."""
 
 
-class OrpoObjective(Section):
+class OrpoObjective(ObjectiveConfig):
     """Odds ratio preference optimisation (Hong et al., arXiv 2403.07691)."""
 
     name: Literal["orpo"]
@@ -101,8 +179,13 @@ class OrpoObjective(Section):
     beta: float = Field(default=0.1, gt=0)
     """Weight of the odds ratio term."""
 
+    @property
+    def chosen_weight(self) -> float:
+        """The loss of ORPO is this cross entropy and a term of pairs."""
+        return 1.0
 
-class KtoObjective(Section):
+
+class KtoObjective(ObjectiveConfig):
     """Kahneman-Tversky optimisation (Ethayarajh et al., arXiv 2402.01306)."""
 
     name: Literal["kto"]
@@ -117,7 +200,7 @@ class KtoObjective(Section):
     """Log-probabilities of the reference: computed once and cached, or with the adapters off at each step."""
 
 
-class DistillObjective(Section):
+class DistillObjective(ObjectiveConfig):
     """Distillation: forward KL divergence from a teacher's distribution of the next token."""
 
     name: Literal["distill"]
@@ -136,28 +219,97 @@ class DistillObjective(Section):
     """Share of the cross entropy of the labels in the loss; the rest is the divergence."""
 
 
-ObjectiveConfig = (
-    SftObjective
-    | PretrainObjective
-    | ClassificationObjective
-    | RewardObjective
-    | DpoObjective
-    | SimpoObjective
-    | CpoObjective
-    | OrpoObjective
-    | KtoObjective
-    | DistillObjective
-)
+@dataclass(frozen=True)
+class ObjectiveRow:
+    """What the program knows of an objective; it needs no torch."""
+
+    section: type[ObjectiveConfig]
+    """Its section of the run file, whose `name` is a literal."""
+    maker: str | Callable[[Any], Any]
+    """Makes an objectives.objective.Objective of a section. As a text it is `module:name` in `ds_finetune.objectives`,
+    which is imported when an objective is made, because it needs torch.
+    """
+    kind: KindName
+    """The kind of rows that it is trained on."""
+    unit: Unit
+    """What the first term of its loss is a mean over."""
+    head: Head
+    needs: tuple[Need, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The name of the objective in the run file."""
+        return str(get_args(self.section.model_fields["name"].annotation)[0])
+
+    @property
+    def is_cross_entropy(self) -> bool:
+        """Whether the loss is the mean cross entropy of tokens, which fused kernels compute."""
+        return self.head == "tokens" and "teacher" not in self.needs
 
 
-ObjectiveName = Literal[
-    "sft", "pretrain", "classification", "reward", "dpo", "simpo", "cpo", "orpo", "kto", "distill"
-]  # fmt: skip
-_Section = Annotated[ObjectiveConfig, Field(discriminator="name")]
-ObjectiveField = Annotated[
-    _Section,
-    BeforeValidator(short_form(SHORT_FORMS["objective"]), json_schema_input_type=ObjectiveName | _Section),
-]
+OBJECTIVES: dict[str, ObjectiveRow] = {
+    row.name: row
+    for row in (
+        ObjectiveRow(SftObjective, "objective:token_objective", "dialogue", "supervised tokens", "tokens"),
+        ObjectiveRow(PretrainObjective, "objective:token_objective", "text", "supervised tokens", "tokens"),
+        ObjectiveRow(ClassificationObjective, "classification:make_classification", "labelled", "examples", "scores"),
+        ObjectiveRow(DpoObjective, "dpo:DirectPreference", "pairs", "pairs", "documents", ("reference",)),
+        ObjectiveRow(SimpoObjective, "reference_free:SimplePreference", "pairs", "pairs", "documents"),
+        ObjectiveRow(CpoObjective, "reference_free:ContrastivePreference", "pairs", "pairs", "documents"),
+        ObjectiveRow(OrpoObjective, "reference_free:OddsRatioPreference", "pairs", "pairs", "documents"),
+        ObjectiveRow(RewardObjective, "reward:make_reward", "pairs", "pairs", "scores"),
+        ObjectiveRow(KtoObjective, "kto:KahnemanTversky", "marked", "examples", "documents", ("reference", "baseline")),
+        ObjectiveRow(DistillObjective, "distill:Distillation", "dialogue", "supervised tokens", "tokens", ("teacher",)),
+    )
+}
+"""The objectives by name, in the order in which the docs and messages list them."""
+
+
+def register(row: ObjectiveRow) -> None:
+    """Add an objective of another package, which run files may then name."""
+    assert row.name not in OBJECTIVES, row.name
+    OBJECTIVES[row.name] = row
+    _sections.cache_clear()
+
+
+def is_distillation(section: ObjectiveConfig) -> TypeGuard[DistillObjective]:
+    """Whether the model learns from a teacher."""
+    return "teacher" in section.row.needs
+
+
+def cross_entropies() -> Iterator[str]:
+    """Names of the objectives whose loss is the mean cross entropy of tokens."""
+    return (name for name, row in OBJECTIVES.items() if row.is_cross_entropy)
+
+
+@cache
+def _sections() -> TypeAdapter[ObjectiveConfig]:
+    sections: Any = Union[tuple(row.section for row in OBJECTIVES.values())]  # noqa: UP007 - of a tuple
+    return TypeAdapter(Annotated[sections, Field(discriminator="name")])
+
+
+def _read_section(value: object) -> ObjectiveConfig:
+    """A section as the class of its row; an unknown name is looked for among the entry points of installed packages."""
+    if isinstance(value, ObjectiveConfig):
+        return value
+    name = value.get("name") if isinstance(value, Mapping) else None
+    if isinstance(name, str) and name not in OBJECTIVES:
+        for entry in entry_points(group=ENTRY_POINTS, name=name):
+            entry.load()
+    return _sections().validate_python(value)
+
+
+class _SectionOfRow:
+    """How pydantic reads and describes a section that is one of the rows' at that time."""
+
+    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(_read_section)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {"anyOf": [{"enum": [*OBJECTIVES], "type": "string"}, handler(_sections().core_schema)]}
+
+
+ObjectiveField = Annotated[ObjectiveConfig, _SectionOfRow(), BeforeValidator(short_form(SHORT_FORMS["objective"]))]
 """The objective as its name, or a section with the name and its numbers."""
 
 

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
+from ds_finetune.config.objectives import KindName
 from ds_finetune.config.schema import DataConfig
 from ds_finetune.config.units import MIB
 from ds_finetune.console.phase_line import PhaseLine
@@ -47,7 +48,7 @@ from ds_finetune.data.mixture import Mixture
 from ds_finetune.data.named_counts import NamedCounts
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.row_estimate import estimate_rows
-from ds_finetune.data.row_kind import DIALOGUE, KindName, RowKind
+from ds_finetune.data.row_kind import DIALOGUE, RowKind
 from ds_finetune.data.sample_tokens import RULES_VERSION, SampleTokeniser, TemplateSettings, Tokens
 from ds_finetune.data.samples import RowSample, check_layout_name, read_row
 from ds_finetune.data.sources import Record, Source, find_sources, read_records

@@ -2,26 +2,24 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, NamedTuple, Self
 
-from ds_finetune.config.objectives import BosRule, ClassificationObjective, ObjectiveConfig, PretrainObjective
+from ds_finetune.config.objectives import OBJECTIVES, BosRule, KindName, ObjectiveConfig
 from ds_finetune.errors import ConfigError
 
-KindName = Literal["dialogue", "text", "pairs", "marked", "labelled"]
-OBJECTIVES: Mapping[KindName, tuple[str, ...]] = {
-    "dialogue": ("sft", "distill"),
-    "text": ("pretrain",),
-    "pairs": ("dpo", "simpo", "cpo", "orpo", "reward"),
-    "marked": ("kto",),
-    "labelled": ("classification",),
-}
-"""The objectives that are trained on each kind of rows."""
-_NAMES: Mapping[KindName, str] = {
-    "dialogue": "dialogue, prompts with completions, or plain text",
-    "text": "plain text",
-    "pairs": "pairs of a chosen and a rejected answer",
-    "marked": "answers that are marked as good or bad",
-    "labelled": "texts with a label",
+
+class _Kind(NamedTuple):
+    text: str
+    """What the rows are, for messages."""
+    documents_per_unit: int = 0
+
+
+_KINDS: Mapping[KindName, _Kind] = {
+    "dialogue": _Kind("dialogue, prompts with completions, or plain text"),
+    "text": _Kind("plain text"),
+    "pairs": _Kind("pairs of a chosen and a rejected answer", 2),
+    "marked": _Kind("answers that are marked as good or bad", 1),
+    "labelled": _Kind("texts with a label", 1),
 }
 
 
@@ -48,32 +46,27 @@ class RowKind:
     @classmethod
     def of(cls, section: ObjectiveConfig) -> Self:
         """The kind of rows of an objective; ConfigError where numbers of the section contradict."""
-        name = next(kind for kind, objectives in OBJECTIVES.items() if section.name in objectives)
-        if isinstance(section, PretrainObjective):
-            return cls(name, section.name, bos=section.bos, has_eos=section.eos)
-        if not isinstance(section, ClassificationObjective):
-            return cls(name, section.name, has_margin=section.name == "reward")
-        if len(set(section.labels)) != len(section.labels):
+        kind = cls(section.row.kind, section.name, **section.row_settings)
+        labels = kind.labels
+        if len(set(labels)) != len(labels):
+            raise ConfigError(f"objective.labels has a name twice: {', '.join(labels)}", hint="name each class once")
+        if len(labels) == 1:
             raise ConfigError(
-                f"objective.labels has a name twice: {', '.join(section.labels)}", hint="name each class once"
-            )
-        if len(section.labels) == 1:
-            raise ConfigError(
-                f"objective.labels names one class: {section.labels[0]}",
+                f"objective.labels names one class: {labels[0]}",
                 hint="name two or more; for regression set objective.num_labels to 1 and name none",
             )
-        if section.labels and section.num_labels not in (None, len(section.labels)):
+        if labels and kind.num_labels not in (None, len(labels)):
             raise ConfigError(
-                f"objective.num_labels is {section.num_labels}, and objective.labels names {len(section.labels)} "
-                f"classes: {', '.join(section.labels)}",
+                f"objective.num_labels is {kind.num_labels}, and objective.labels names {len(labels)} classes: "
+                f"{', '.join(labels)}",
                 hint="leave one of them out",
             )
-        return cls(name, section.name, labels=section.labels, num_labels=section.num_labels)
+        return kind
 
     @property
     def documents_per_unit(self) -> int:
         """Consecutive documents that are one unit: 2 for pairs; 0 where the loss is a sum over tokens."""
-        return {"dialogue": 0, "text": 0, "pairs": 2, "marked": 1, "labelled": 1}[self.name]
+        return _KINDS[self.name].documents_per_unit
 
     @property
     def unit(self) -> str:
@@ -88,7 +81,7 @@ class RowKind:
     @property
     def description(self) -> str:
         """The kind of rows in words, with the objective."""
-        return f"objective {self.objective} is trained on {_NAMES[self.name]}"
+        return f"objective {self.objective} is trained on {_KINDS[self.name].text}"
 
     @property
     def fingerprint(self) -> list[Any]:
@@ -97,9 +90,9 @@ class RowKind:
         return [self.name, self.has_margin, list(self.labels), self.num_labels, *ends]
 
 
-def objectives_of(kind: KindName) -> str:
-    """The objectives that are trained on rows of this kind, for messages."""
-    return ", ".join(OBJECTIVES[kind])
+def objectives_of(kind: KindName) -> list[str]:
+    """The objectives that are trained on rows of this kind."""
+    return [name for name, row in OBJECTIVES.items() if row.kind == kind]
 
 
 DIALOGUE = RowKind()

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from ds_finetune.config.objectives import KindName
 from ds_finetune.data.classes import target_of
 from ds_finetune.data.labelled import (
     LABELLED_LAYOUTS,
@@ -27,7 +28,7 @@ from ds_finetune.data.layouts import (
     view_columns,
 )
 from ds_finetune.data.preferences import PAIR_LAYOUTS, Preference
-from ds_finetune.data.row_kind import KindName, RowKind, objectives_of
+from ds_finetune.data.row_kind import RowKind, objectives_of
 from ds_finetune.errors import ConfigError, DataError
 
 RowSample = Sample | Preference | MarkedAnswer | LabelledText
@@ -131,4 +132,4 @@ def _other_objective(record: Record, columns: Mapping[str, str]) -> str:
         ),
         None,
     )
-    return f"such rows are for objective {objectives_of(fitting)}" if fitting else ""
+    return f"such rows are for objective {', '.join(objectives_of(fitting))}" if fitting else ""

@@ -52,7 +52,7 @@ from ds_finetune.model.mtp.layer import mtp_layers
 from ds_finetune.model.parallel.pipeline import PipelineGroup, has_tied_head
 from ds_finetune.objectives.examples import Examples
 from ds_finetune.objectives.extra import TotalLoss
-from ds_finetune.objectives.objective import LossAndSums, Objective, ScoreObjective, StepNumbers
+from ds_finetune.objectives.objective import LossAndSums, Objective, StepNumbers
 from ds_finetune.plan.plan import Plan
 
 
@@ -163,12 +163,12 @@ class Engine:
                 for micro, rows in zip(batch.micro, self.prepare(batch).rows, strict=True):
                     out = self._forward(self._with_reference(rows), numbers)
                     sums += detached_sums(out, len(sums))
-                    scores.append(scores_of(out, micro) if self._gathers_scores else NO_SCORES)
+                    scores.append(scores_of(out, micro) if self.objective.gathers_scores else NO_SCORES)
                 counts.update(batch.counts)
         totals = self._sum_over_ranks(sums, copies=self.plan.mesh.tp)
         units = self._sum_over_ranks(unit_counts(counts).to(self._device), copies=self.plan.mesh.sharing)
         everywhere = dict(zip(UNITS, units, strict=True))
-        together = gather_scores(scores, self.plan.mesh) if self._gathers_scores else NO_SCORES
+        together = gather_scores(scores, self.plan.mesh) if self.objective.gathers_scores else NO_SCORES
         return self._scores(self._total_loss.named(totals), everywhere, together)
 
     def pool(self, scores: Iterable[HeldOutScores]) -> HeldOutScores:
@@ -343,15 +343,11 @@ class Engine:
     def _total_loss(self) -> TotalLoss:
         return TotalLoss(self.objective, tuple(each.extra for each in self._ds.module.extras))
 
-    @property
-    def _gathers_scores(self) -> bool:
-        return isinstance(self.objective, ScoreObjective) and self.objective.gathers_scores
-
     def _scores(
         self, sums: Mapping[str, float], counts: Mapping[str, float], together: DocumentScores
     ) -> HeldOutScores:
         metrics = self._total_loss.metrics(sums, counts)
-        if isinstance(self.objective, ScoreObjective) and self.objective.gathers_scores:
+        if self.objective.gathers_scores:
             metrics |= self.objective.score_metrics(together[:, 0], together[:, 1])
         return HeldOutScores(metrics, counts, self.objective.is_per_token, sums, together)
 

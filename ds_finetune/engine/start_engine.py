@@ -86,7 +86,7 @@ from ds_finetune.objectives.distill import Distillation
 from ds_finetune.objectives.extra import Extra
 from ds_finetune.objectives.indexing import Indexing
 from ds_finetune.objectives.multi_token import MultiTokenPrediction
-from ds_finetune.objectives.objective import ScoreObjective
+from ds_finetune.objectives.objective import is_of_scores
 from ds_finetune.plan.head_chunk import head_chunk
 from ds_finetune.plan.plan import Plan
 
@@ -290,9 +290,9 @@ def _extra_loss(extra: Extra, trained: TrainedModel, model: ModelPlan, groups: G
 
 def _install_head(lm: PreTrainedModel, model: ModelPlan, groups: Groups, kernel: Kernel) -> None:
     head_groups = HeadGroups(tp=groups.tensor, sp=groups.sequence, pp=groups.stage)
-    if isinstance(model.objective, ScoreObjective) and encoder_of(model.hf_config) is not None:
+    if is_of_scores(model.objective) and encoder_of(model.hf_config) is not None:
         install_encoder_head(lm, model.objective)
-    elif isinstance(model.objective, ScoreObjective):
+    elif is_of_scores(model.objective):
         install_score_head(lm, model.objective, head_groups)
     else:
         install_loss_head(lm, kernel=kernel, objective=model.objective, groups=head_groups)

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PretrainedConfig
 
+from ds_finetune.config.objectives import RewardObjective
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.row_kind import RowKind
 from ds_finetune.errors import ConfigError
@@ -61,7 +62,7 @@ class LabelledScores:
         number = float(counts.sum())
         sums = dict(zip(self.objective.sum_names, totals.tolist(), strict=True))
         metrics = self.objective.metrics(sums, {"pairs": number, "examples": number})
-        if not isinstance(self.objective, Regression):
+        if not self.objective.gathers_scores:
             return metrics
         drawn = np.repeat(np.arange(len(counts)), counts.astype(np.int64))
         return metrics | self.objective.score_metrics(self.scores[drawn, 0], self.targets[drawn])
@@ -88,8 +89,8 @@ def objective_of(config: PretrainedConfig) -> ScoreObjective:
 def kind_of(config: PretrainedConfig) -> RowKind:
     """The rows that score a classifier with this config.json; labels are its classes, by name or number."""
     objective = objective_of(config)
-    if isinstance(objective, Reward):
-        return RowKind("pairs", REWARD, has_margin=True)
+    if objective.name == REWARD:
+        return RowKind.of(RewardObjective(name="reward"))
     names = tuple(str(config.id2label[number]) for number in range(config.num_labels))
     labels = names if config.num_labels > 1 else ()
     return RowKind("labelled", objective.name, labels=labels, num_labels=config.num_labels, has_known_classes=True)

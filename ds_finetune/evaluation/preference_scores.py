@@ -11,9 +11,8 @@ from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.errors import ConfigError
 from ds_finetune.evaluation.model_scores import Document, Scores
 from ds_finetune.objectives.kto import KahnemanTversky
-from ds_finetune.objectives.objective import DocumentLogProbs, DocumentObjective
+from ds_finetune.objectives.objective import DocumentLogProbs, DocumentObjective, make_objective
 from ds_finetune.objectives.pairs import PairObjective
-from ds_finetune.objectives.table import make_objective
 
 Numbers = NDArray[np.float64]
 

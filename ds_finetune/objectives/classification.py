@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
+from ds_finetune.config.objectives import ClassificationObjective
 from ds_finetune.objectives.objective import LossAndSums, ScoreObjective, Term
 
 Floats = NDArray[np.float64]
@@ -114,3 +115,9 @@ def _ranks(values: Floats) -> Floats:
     _, where, counts = np.unique(values, return_inverse=True, return_counts=True)
     ends = np.cumsum(counts)
     return (ends - (counts - 1) / 2)[where]
+
+
+def make_classification(section: ClassificationObjective) -> Classification | Regression:
+    """The objective of a section of the run file: with one label a regression."""
+    number = section.num_outputs
+    return Regression() if number == 1 else Classification(number, label_smoothing=section.label_smoothing)

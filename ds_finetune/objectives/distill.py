@@ -10,6 +10,7 @@ class Distillation(Objective):
     """Mean over supervised tokens of label_weight x cross entropy + (1 - label_weight) x T^2 x KL(teacher || model)."""
 
     name = "distill"
+    head = "tokens"
     terms = (Term("supervised_tokens"),)
     sum_names = ("loss", "divergence", "label_loss", "correct", "tokens_of_teacher")
 

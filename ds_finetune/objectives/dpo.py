@@ -16,8 +16,6 @@ MEAN_VARIANTS = ("ipo", "sigmoid_norm")
 class DirectPreference(PairObjective):
     """A loss of the log-ratios to the reference model of both answers of a pair."""
 
-    needs_reference = True
-
     def __init__(self, section: DpoObjective) -> None:
         super().__init__(section.name, beta=section.beta, nll_weight=section.nll_weight)
         self.reference_from_adapters = section.reference == "adapters_off"

@@ -18,8 +18,6 @@ class KahnemanTversky(DocumentObjective):
 
     terms = (Term("examples"),)
     sum_names = ("examples", "good", "bad", "reward_good", "reward_bad", "kl")
-    needs_reference = True
-    needs_baseline = True
 
     def __init__(self, section: KtoObjective) -> None:
         self.name = section.name

@@ -8,11 +8,14 @@ known before the first forward, so a forward returns its contribution to these m
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from pkgutil import resolve_name
+from typing import ClassVar, Literal, NamedTuple, TypeGuard
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from ds_finetune.config.objectives import OBJECTIVES, Head, ObjectiveConfig
 
 Unit = Literal["supervised_tokens", "chosen_tokens", "pairs", "examples", "documents", "tokens"]
 """What a term is a mean over. `chosen_tokens` are the supervised tokens of the chosen answers of pairs. `documents` are
@@ -70,6 +73,7 @@ class Objective(ABC):
     """What the engine knows of an objective: its terms, and the metrics that follow from its sums."""
 
     name: str
+    head: ClassVar[Head]
     terms: tuple[Term, ...]
     sum_names: tuple[str, ...]
     """Names of the numbers that a forward adds up, for `metrics`."""
@@ -77,12 +81,22 @@ class Objective(ABC):
     """Documents that are packed together: 2 for pairs; 0 where documents do not matter."""
     is_per_token: bool = False
     """Whether the loss is the mean cross entropy of tokens."""
-    needs_reference: bool = False
-    """Whether its loss compares with the log-probabilities of a reference model."""
     reference_from_adapters: bool = False
     """Whether the reference is the model with its adapters off, computed in each step."""
-    needs_baseline: bool = False
-    """Whether its loss needs a number of the global batch that is computed first, from documents of their own."""
+    num_outputs: int = 0
+    """Outputs of the classification head that is trained; 0 for a language model's."""
+    gathers_scores: bool = False
+    """Whether some metric of an evaluation needs the scores of all documents together."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether its loss compares with the log-probabilities of a reference model."""
+        return "reference" in OBJECTIVES[self.name].needs
+
+    @property
+    def needs_baseline(self) -> bool:
+        """Whether its loss needs a number of the global batch that is computed first, from documents of their own."""
+        return "baseline" in OBJECTIVES[self.name].needs
 
     def baseline(self, log_ratio_sum: float, count: float) -> float:
         """The number of the global batch that the loss needs, from the sum and the number of the log-ratios to the
@@ -90,6 +104,10 @@ class Objective(ABC):
         """
         assert not self.needs_baseline, f"{self.name} does not say how its baseline is computed"
         return 0.0
+
+    def score_metrics(self, scores: NDArray[np.float64], targets: NDArray[np.float64]) -> dict[str, float]:
+        """Metrics by name that need the first score of every document, and its target, together: fp64 [documents]."""
+        return {}
 
     @abstractmethod
     def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
@@ -101,6 +119,7 @@ class Objective(ABC):
 class TokenObjective(Objective):
     """The cross entropy of supervised tokens, computed by a fused kernel."""
 
+    head = "tokens"
     terms = (Term("supervised_tokens"),)
     sum_names = ("loss", "correct")
     documents_per_unit = 0
@@ -118,6 +137,8 @@ class TokenObjective(Objective):
 class DocumentObjective(Objective):
     """A loss of the log-probabilities of whole documents: preferences and marked answers."""
 
+    head = "documents"
+
     @abstractmethod
     def loss(self, documents: DocumentLogProbs, weights: torch.Tensor, baseline: torch.Tensor) -> LossAndSums:
         """The contribution of these documents to the loss of the step.
@@ -130,20 +151,40 @@ class DocumentObjective(Objective):
 class ScoreObjective(Objective):
     """A loss of the outputs of a classification head, one row of outputs for each document."""
 
-    num_outputs: int
-    gathers_scores: bool = False
-    """Whether some metric of an evaluation needs the scores of all documents together."""
-
-    def score_metrics(
-        self,
-        scores: NDArray[np.float64],
-        targets: NDArray[np.float64],
-    ) -> dict[str, float]:
-        """Metrics by name that need the first score of every document, and its target, together: fp64 [documents]."""
-        return {}
+    head = "scores"
+    starts_small: bool = False
+    """Whether the first scores are close to 0, instead of what the model's own rule for classes gives."""
 
     @abstractmethod
     def loss(self, scores: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> LossAndSums:
         """The contribution of `scores` fp32 [documents, num_outputs] with `targets` fp64 [documents] to the loss of the
         step; `weights` fp64 [terms] multiply the sums of the terms over their units.
         """
+
+
+def token_objective(section: ObjectiveConfig) -> TokenObjective:
+    """The cross entropy of tokens, by the name of the section."""
+    return TokenObjective(section.name)
+
+
+def make_objective(section: ObjectiveConfig) -> Objective:
+    """The objective that `section` describes, made by the maker of its row.
+
+    A classification whose number of classes is left out gets two; the trainer fills in the number of the data.
+    """
+    row = section.row
+    make = resolve_name(f"ds_finetune.objectives.{row.maker}") if isinstance(row.maker, str) else row.maker
+    objective: Objective = make(section)
+    unit = objective.terms[0].unit.replace("_", " ")
+    assert (objective.name, objective.head, unit) == (row.name, row.head, row.unit), row
+    return objective
+
+
+def is_of_documents(objective: Objective) -> TypeGuard[DocumentObjective]:
+    """Whether the loss reads the log-probabilities of documents."""
+    return objective.head == "documents"
+
+
+def is_of_scores(objective: Objective) -> TypeGuard[ScoreObjective]:
+    """Whether the loss reads the scores of a classification head."""
+    return objective.head == "scores"

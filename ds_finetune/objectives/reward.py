@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch.nn import functional
 
+from ds_finetune.config.objectives import RewardObjective
 from ds_finetune.objectives.objective import LossAndSums, ScoreObjective, Term
 
 _MEANS = ("reward_margin", "reward_accuracy", "reward_chosen", "reward_rejected")
@@ -21,6 +22,7 @@ class Reward(ScoreObjective):
     sum_names = ("loss", *_MEANS)
     num_outputs = 1
     documents_per_unit = 2
+    starts_small = True
 
     def __init__(self, *, center_weight: float = 0.0) -> None:
         self.center_weight = center_weight
@@ -41,3 +43,8 @@ class Reward(ScoreObjective):
         answer has the higher one (equal rewards are no win), and the rewards.
         """
         return {name: sums[name] / max(counts["pairs"], 1) for name in self.sum_names}
+
+
+def make_reward(section: RewardObjective) -> Reward:
+    """The objective of a section of the run file."""
+    return Reward(center_weight=section.center_weight)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ds_finetune.config.objectives import DistillObjective
+from ds_finetune.config.objectives import DistillObjective, is_distillation
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.table import family_of
@@ -13,7 +13,7 @@ from ds_finetune.plan.mesh import Mesh
 def check_distillation(config: RunConfig, mesh: Mesh) -> None:
     """ConfigError where `objective` asks for a distillation that contradicts itself or is not tested."""
     section = config.objective
-    if not isinstance(section, DistillObjective):
+    if not is_distillation(section):
         return
     for what, hint in (*_contradictions(config, section), *_untested(config, mesh, section)):
         raise ConfigError(f"objective distill with {what}", hint=hint)

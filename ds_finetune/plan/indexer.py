@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_finetune.config.indexer import IndexerConfig
+from ds_finetune.config.objectives import cross_entropies
 from ds_finetune.config.schema import OWN_ATTENTIONS, RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.parameters import indexed_layers
@@ -12,7 +13,6 @@ from ds_finetune.families.table import FAMILIES, family_of
 from ds_finetune.plan.combinations import untested_training
 from ds_finetune.plan.layer_stages import StageLayers
 from ds_finetune.plan.mesh import Mesh
-from ds_finetune.plan.objectives import CROSS_ENTROPY
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ def check_indexer(mesh: Mesh, config: RunConfig, *, stage: int, offloads: Sequen
 def _untested(mesh: Mesh, config: RunConfig, stage: int, offloads: Sequence[str]) -> Iterator[tuple[str, str]]:
     if config.lora is not None:
         yield "lora", "leave lora or indexer out; with adapters indexers stay as they are"
-    if config.objective.name not in CROSS_ENTROPY:
-        legal = " or ".join(CROSS_ENTROPY)
+    if not config.objective.row.is_cross_entropy:
+        legal = " or ".join(cross_entropies())
         yield f"objective {config.objective.name}", f"set objective to {legal}, or leave indexer out"
     if config.model.attention not in OWN_ATTENTIONS:
         yield f"model.attention {config.model.attention}", "set model.attention to sdpa"

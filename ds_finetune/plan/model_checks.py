@@ -13,7 +13,6 @@ from ds_finetune.plan.indexer import check_stages_begin_with_indexers, plan_inde
 from ds_finetune.plan.inexact import check_inexact_model
 from ds_finetune.plan.layer_stages import StageLayers
 from ds_finetune.plan.mesh import Mesh
-from ds_finetune.plan.objectives import SCORES
 from ds_finetune.plan.packed_attention import check_sinks, check_varlen
 
 
@@ -64,7 +63,7 @@ def check_lora_type(model_type: str) -> None:
 
 def check_model_stages(config: RunConfig, model: Mapping[str, Any], stages: Sequence[StageLayers | None]) -> None:
     """ConfigError where the layers of pipeline stages do not fit what is trained of the model."""
-    is_tied = bool(model.get("tie_word_embeddings")) and config.objective.name not in SCORES
+    is_tied = bool(model.get("tie_word_embeddings")) and config.objective.row.head != "scores"
     if config.lora is None and (config.mtp.train or is_tied):
         _check_folder_of_ends(config)
     indexer = plan_indexer(config, model)

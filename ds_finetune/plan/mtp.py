@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 
+from ds_finetune.config.objectives import cross_entropies
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.combinations import untested_training
-from ds_finetune.plan.objectives import CROSS_ENTROPY
 
 
 def check_mtp(config: RunConfig, *, stage: int, offloads: Sequence[str]) -> None:
@@ -20,8 +20,9 @@ def _untested(config: RunConfig, stage: int, offloads: Sequence[str]) -> Iterato
     if config.indexer.train:
         # No test compares both losses together; the indexer of the prediction layer has no loss.
         yield "indexer.train true", "train indexers first, and then mtp on the export of that run"
-    if config.objective.name not in CROSS_ENTROPY:
-        yield f"objective {config.objective.name}", f"set objective to {' or '.join(CROSS_ENTROPY)}, or leave mtp out"
+    if not config.objective.row.is_cross_entropy:
+        legal = " or ".join(cross_entropies())
+        yield f"objective {config.objective.name}", f"set objective to {legal}, or leave mtp out"
     if config.model.attention == "flash_attention_2":
         yield f"model.attention {config.model.attention}", "set model.attention to sdpa"
     if config.model.resize_vocabulary:

@@ -1,62 +1,39 @@
 """Which objectives may be trained with which settings, and the lines of the plan about them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-from ds_finetune.config.objectives import DistillObjective, DpoObjective, KtoObjective, ObjectiveConfig
+from ds_finetune.config.objectives import ObjectiveConfig, is_distillation
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
-
-UNITS: Mapping[str, str] = {
-    "sft": "supervised tokens",
-    "pretrain": "supervised tokens",
-    "classification": "examples",
-    "reward": "pairs",
-    "dpo": "pairs",
-    "simpo": "pairs",
-    "cpo": "pairs",
-    "orpo": "pairs",
-    "kto": "examples",
-    "distill": "supervised tokens",
-}
-"""What the loss of each objective is a mean over."""
-CROSS_ENTROPY = ("sft", "pretrain")
-"""Objectives whose loss is the mean cross entropy of tokens, which fused kernels compute."""
-
-DOCUMENT_LOSSES = ("dpo", "simpo", "cpo", "orpo", "kto")
-"""Objectives whose loss is one of the log-probabilities of whole documents."""
-
-SCORES = ("classification", "reward")
-"""Objectives of models with a head for scores in place of the one for tokens."""
 
 
 def check_objective(config: RunConfig) -> None:
     """ConfigError where the objective contradicts other keys of the run file."""
     objective = config.objective
-    if config.model.loss == "liger" and objective.name not in CROSS_ENTROPY:
+    if config.model.loss == "liger" and not objective.row.is_cross_entropy:
         raise ConfigError(
             f"model.loss liger with objective {objective.name}: its kernel sums the cross entropy of tokens",
             hint="set model.loss to auto",
         )
-    if isinstance(objective, DistillObjective) and (objective.teacher is None) == (objective.scores is None):
+    if is_distillation(objective) and (objective.teacher is None) == (objective.scores is None):
         raise ConfigError(
             f"objective distill has objective.teacher {objective.teacher!r} and objective.scores {objective.scores!r}",
             hint="give one of them: a teacher that runs beside the model, or scores that `ds-finetune teach` wrote",
         )
     _check_reference(config)
-    if isinstance(objective, KtoObjective):
-        _check_kto(config)
+    if "baseline" in objective.row.needs:
+        _check_baseline(config)
 
 
 def _check_reference(config: RunConfig) -> None:
     objective = config.objective
-    if not isinstance(objective, DpoObjective | KtoObjective):
-        return
-    if objective.reference == "adapters_off" and config.lora is None:
+    source = objective.reference_source
+    if source == "adapters_off" and config.lora is None:
         raise ConfigError(
-            f"objective.reference {objective.reference} without lora: there are no adapters to turn off",
+            f"objective.reference {source} without lora: there are no adapters to turn off",
             hint="add `lora`, or set objective.reference to cache",
         )
-    if objective.reference == "cache" and config.data.streaming:
+    if source == "cache" and config.data.streaming:
         raise ConfigError(
             f"objective {objective.name} with objective.reference cache and data.streaming true: log-probabilities "
             "are cached for prepared rows",
@@ -64,7 +41,7 @@ def _check_reference(config: RunConfig) -> None:
         )
 
 
-def _check_kto(config: RunConfig) -> None:
+def _check_baseline(config: RunConfig) -> None:
     name, rows = config.objective.name, config.train.global_batch_size
     if config.data.streaming:
         raise ConfigError(
@@ -86,11 +63,7 @@ def objective_lines(config: RunConfig) -> list[tuple[str, str]]:
     numbers = ", ".join(f"{name} {value}" for name, value in _numbers(objective))
     return [
         ("objective", f"{objective.name}{f' ({numbers})' if numbers else ''}"),
-        *(
-            [("reference", _REFERENCES[objective.reference])]
-            if isinstance(objective, DpoObjective | KtoObjective)
-            else []
-        ),
+        *([] if objective.reference_source is None else [("reference", _REFERENCES[objective.reference_source])]),
     ]
 
 
@@ -111,8 +84,7 @@ def _numbers(objective: ObjectiveConfig) -> Iterator[tuple[str, object]]:
 def loss_text(config: RunConfig, *, kernel: str) -> str:
     """What the loss is a mean over, and the kernel of the head where the model predicts tokens."""
     objective = config.objective
-    text = f"mean over the {UNITS[objective.name]} of the global batch"
-    weight = 1.0 if objective.name == "orpo" else getattr(objective, "nll_weight", 0.0)
-    if weight:
-        text += f", plus {weight:g} x the mean cross entropy of its chosen tokens"
-    return text if objective.name in SCORES else f"{kernel} kernel, {text}"
+    text = f"mean over the {objective.row.unit} of the global batch"
+    if objective.chosen_weight:
+        text += f", plus {objective.chosen_weight:g} x the mean cross entropy of its chosen tokens"
+    return text if objective.row.head == "scores" else f"{kernel} kernel, {text}"

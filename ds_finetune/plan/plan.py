@@ -19,7 +19,7 @@ from ds_finetune.plan.inexact import InexactRun, check_inexact
 from ds_finetune.plan.layer_stages import StageLayers
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.mtp import check_mtp
-from ds_finetune.plan.objectives import CROSS_ENTROPY, UNITS, check_objective, loss_text, objective_lines
+from ds_finetune.plan.objectives import check_objective, loss_text, objective_lines
 from ds_finetune.plan.options import Situation, apply_rules, offload_device
 from ds_finetune.plan.packed_attention import check_device
 from ds_finetune.plan.pipeline import check_interleaving, idle_share
@@ -275,7 +275,7 @@ def make_plan(config: RunConfig, *, world: World, device: str, accelerate: Accel
             config.model.loss,
             device=device,
             tp=mesh.tp,
-            is_cross_entropy=config.objective.name in CROSS_ENTROPY,
+            is_cross_entropy=config.objective.row.is_cross_entropy,
         ),
         activation_checkpointing=train.activation_checkpointing,
         activation_offload=train.activation_offload,
@@ -300,7 +300,7 @@ def _decisions(plan: Plan, config: RunConfig) -> tuple[tuple[str, str], ...]:
         else f"micro {batch.micro_batch_size} x accumulation {batch.gradient_accumulation_steps} x dp {plan.dp}"
     )
     tokens = f"{batch.max_seq_len} tokens a row at most{', packed' if batch.is_packed else ''}"
-    tokens += ", for both sides of a pair together" if UNITS[config.objective.name] == "pairs" else ""
+    tokens += ", for both sides of a pair together" if config.objective.row.unit == "pairs" else ""
     return (
         ("model", f"{model.path} ({model.weights} weights, {plan.precision})"),
         ("ranks", f"{plan.world.world_size} on {plan.device}, started by {plan.world.launcher}"),

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from ds_finetune.config.objectives import DistillObjective
+from ds_finetune.config.objectives import is_distillation
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.scores import StoredScores
@@ -41,7 +41,7 @@ def open_scores(
 ) -> StoredScores | None:
     """The stored scores that the objective names; DataError where they are damaged or do not belong to `rows`."""
     section = config.objective
-    if not isinstance(section, DistillObjective) or section.scores is None:
+    if not is_distillation(section) or section.scores is None:
         return None
     assert isinstance(rows, PreparedRows)
     scores = StoredScores.open(Path(section.scores))

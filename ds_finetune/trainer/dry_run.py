@@ -10,10 +10,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ds_finetune.config.objectives import ClassificationObjective, ObjectiveConfig
+from ds_finetune.config.objectives import ObjectiveConfig
 from ds_finetune.config.schema import ConfigSource, read_config
 from ds_finetune.config.units import GIB
 from ds_finetune.config.value_types import check_whole_number
+from ds_finetune.data.row_kind import RowKind
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.estimate.states import RunEstimate, TensorKind, fullest_stage
 from ds_finetune.plan.mesh import AXES, Mesh
@@ -76,7 +77,8 @@ def plan_run(config: ConfigSource, *, gpus: int, gpus_per_node: int = 8) -> Plan
 
 def _assumed_classes(objective: ObjectiveConfig) -> list[str]:
     """A note where the number of classes is that of the data, which a dry run does not read."""
-    if not isinstance(objective, ClassificationObjective) or objective.num_labels or objective.labels:
+    kind = RowKind.of(objective)
+    if kind.name != "labelled" or kind.num_labels or kind.labels:
         return []
     return ["2 classes are assumed: their number is found in the training rows, which are not read here"]
 

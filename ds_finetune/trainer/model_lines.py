@@ -3,7 +3,6 @@
 from ds_finetune.model.build.model_plan import ModelPlan
 from ds_finetune.plan.experts import experts_lines
 from ds_finetune.plan.head_chunk import head_line
-from ds_finetune.plan.objectives import CROSS_ENTROPY
 from ds_finetune.plan.packed_attention import attention_lines
 from ds_finetune.plan.plan import Plan
 from ds_finetune.trainer.distillation import teacher_lines
@@ -50,7 +49,7 @@ def _score_lines(model: ModelPlan) -> list[tuple[str, str]]:
 
 def _head_lines(model: ModelPlan, plan: Plan) -> list[tuple[str, str]]:
     """The logits that exist at a time on a GPU, where the head of a language model has this program's kernel."""
-    if plan.device == "cpu" or plan.loss_kernel != "chunked" or model.objective.name not in CROSS_ENTROPY:
+    if plan.device == "cpu" or plan.loss_kernel != "chunked" or not model.objective.is_per_token:
         return []
     rows = int(model.hf_config.vocab_size) // plan.mesh.tp
     return [head_line(rows, precision=plan.precision, device=plan.device)]

@@ -7,7 +7,6 @@ from functools import cached_property
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from ds_finetune.config.objectives import ClassificationObjective
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.classes import find_classes
 from ds_finetune.data.prepare import TokenLimits
@@ -24,9 +23,6 @@ from ds_finetune.model.loss.score_config import set_classes, set_padding_token, 
 from ds_finetune.model.mtp.layer import mtp_layers
 from ds_finetune.model.parallel.pipeline import build_meta_model
 from ds_finetune.model.weights.vocabulary import grow_vocabulary
-from ds_finetune.objectives.distill import Distillation
-from ds_finetune.objectives.objective import ScoreObjective, TokenObjective
-from ds_finetune.objectives.table import make_objective
 from ds_finetune.plan.context import ContextPlan, plan_context
 from ds_finetune.plan.distillation import check_teacher
 from ds_finetune.plan.estimate.states import RunEstimate, estimate_run
@@ -112,11 +108,10 @@ def _set_up_scores(config: RunConfig, hf_config: PretrainedConfig) -> str:
     """Write classes and padding token into the configuration of a classifier or reward model; returns a text on the
     padding token, empty for a causal LM.
     """
-    objective = make_objective(config.objective)
-    if not isinstance(objective, ScoreObjective):
+    if config.objective.row.head != "scores":
         return ""
     _check_optimizer_of_scores(config)
-    set_classes(hf_config, config.objective, outputs=objective.num_outputs)
+    set_classes(hf_config, config.objective, outputs=config.objective.num_outputs)
     if encoder_of(hf_config) is not None:
         return f"{hf_config.pad_token_id}, as published"
     return set_padding_token(hf_config, _tokenizer(config))
@@ -138,7 +133,7 @@ def with_classes(config: RunConfig) -> RunConfig:
     those of the training rows, which are read where it is necessary.
     """
     section = known_classes(config).objective
-    if not isinstance(section, ClassificationObjective):
+    if section.row.kind != "labelled":
         return config
     kind = find_classes(config.data, RowKind.of(section))
     named = section.model_copy(update={"labels": kind.labels, "num_labels": kind.num_labels})
@@ -147,7 +142,7 @@ def with_classes(config: RunConfig) -> RunConfig:
 
 def known_classes(config: RunConfig, *, is_config_only: bool = False) -> RunConfig:
     """The same without reading rows: from the base model alone."""
-    if not isinstance(config.objective, ClassificationObjective):
+    if config.objective.row.kind != "labelled":
         return config
     files = {"files": ("*.json",)} if is_config_only else {}
     base = read_hf_config(config.model.path, **files, task="sequence_classification")
@@ -158,20 +153,17 @@ def try_generic_type(config: RunConfig, model: ModelPlan) -> tuple[str, ...]:
     """Lines on what a generic model type did on a tiny copy; ModelError where it would be trained wrongly, or where a
     teacher would not keep documents apart.
     """
-    # What is tried of a distillation is the model; its loss is that of targets beside the labels.
-    objective = TokenObjective("sft") if isinstance(model.objective, Distillation) else model.objective
-    tried = [(model.hf_config, objective)]
-    tried += [(model.teacher.hf_config, objective)] if model.teacher is not None else []
+    tried = [model.hf_config, *([model.teacher.hf_config] if model.teacher is not None else [])]
     found = [
         check_generic_type(
             hf_config,
-            objective=objective,
+            objective=model.objective,
             attention=config.model.attention,
             packing=config.data.packing,
             row_tokens=config.train.max_seq_len,
             precision=config.train.precision,
         )
-        for hf_config, objective in tried
+        for hf_config in tried
     ]
     return tuple(dict.fromkeys(line for lines in found for line in lines))
 
@@ -195,7 +187,7 @@ def model_config(config: RunConfig, *, is_config_only: bool = False) -> Pretrain
 
 def _config_and_context(config: RunConfig, *, is_config_only: bool) -> tuple[PretrainedConfig, ContextPlan | None]:
     """The configuration of the model as it is trained, and what `model.context` does to it; None without that key."""
-    task = task_of(make_objective(config.objective))
+    task = task_of(config.objective)
     hf_config = read_hf_config(config.model.path, **({"files": ("*.json",)} if is_config_only else {}), task=task)
     context = plan_context(hf_config.to_dict(), config.model.context) if config.model.context is not None else None
     if context is not None and context.is_extended:

@@ -22,6 +22,7 @@ from ds_finetune.checkpoint.same_run import (
     RunIdentity,
     changes_since_checkpoint,
 )
+from ds_finetune.config.objectives import OBJECTIVES, ObjectiveConfig
 from ds_finetune.config.schema import RunConfig, read_config
 from ds_finetune.errors import CheckpointError
 from ds_finetune.plan.plan import make_plan
@@ -41,7 +42,12 @@ def keys_of(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
     for name, field in section.model_fields.items():
         key = f"{prefix}{field.alias or name}"
         kinds = (field.annotation, *getattr(field.annotation, "__args__", ()))
-        sections = [kind for kind in kinds if _is_section(kind)]
+        is_objective = field.annotation is ObjectiveConfig
+        sections = (
+            [row.section for row in OBJECTIVES.values()]
+            if is_objective
+            else [kind for kind in kinds if _is_section(kind)]
+        )
         yield from [] if sections else [key]
         for inner in sections:
             yield from keys_of(inner, f"{key}.")

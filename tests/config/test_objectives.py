@@ -1,7 +1,6 @@
 """The section `objective`: its short form, and the errors for names and keys that it does not have."""
 
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import yaml
@@ -9,7 +8,7 @@ from pydantic import ValidationError
 
 from ds_finetune.config.invalid_keys import explain
 from ds_finetune.config.invalid_objectives import NAMES_OF_OTHER_PROGRAMS
-from ds_finetune.config.objectives import ObjectiveConfig, ObjectiveName
+from ds_finetune.config.objectives import OBJECTIVES
 from ds_finetune.config.schema import RunConfig, dump_config, read_config
 from ds_finetune.errors import ConfigError
 
@@ -30,11 +29,6 @@ def test_a_name_alone_is_a_section_with_defaults(tmp_path: Path) -> None:
     assert read(tmp_path, "dpo", "objective=kto").objective.name == "kto"
 
 
-def test_every_section_has_its_name_in_the_schema() -> None:
-    names = [get_args(part.model_fields["name"].annotation)[0] for part in get_args(ObjectiveConfig)]
-    assert names == list(get_args(ObjectiveName))
-
-
 @pytest.mark.parametrize(
     ("objective", "message", "hint"),
     [
@@ -43,7 +37,7 @@ def test_every_section_has_its_name_in_the_schema() -> None:
         ("apo-zero", "`objective` is 'apo-zero'", "did you mean `{name: dpo, loss: apo_zero}`?"),
         ("rm", "`objective` is 'rm'", "did you mean `reward`?"),
         ("GRPO", "`objective` is 'GRPO', which trains on sampled answers and is not", "TRL and verl have it; with pairs"),
-        ("poetry", "`objective` is 'poetry'", "objectives are sft, pretrain, classification, reward, dpo, simpo"),
+        ("poetry", "`objective` is 'poetry'", "objectives are sft, pretrain, classification, dpo, simpo, cpo, orpo, reward"),
         (5, "`objective` is 5: it should be a name or a section", "objectives are sft"),
         (None, "`objective` is None: it should be a name or a section", "objectives are sft"),
         ({"beta": 0.1}, "`objective` has no `name`", "write e.g. `objective: {name: dpo, beta: 0.1}`"),
@@ -102,4 +96,4 @@ def test_the_names_of_other_programs_mean_objectives_that_exist(tmp_path: Path) 
 
 def test_an_editor_accepts_the_short_form() -> None:
     schema = RunConfig.model_json_schema(by_alias=True)["properties"]["objective"]
-    assert schema["anyOf"][0]["enum"] == list(get_args(ObjectiveName))
+    assert schema["anyOf"][0]["enum"] == [*OBJECTIVES]

@@ -6,22 +6,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pydantic import TypeAdapter
 from transformers import PreTrainedTokenizerBase
 
-from ds_finetune.config.objectives import DpoObjective, KtoObjective, ObjectiveField, RewardObjective, SftObjective
+from ds_finetune.config.objectives import DpoObjective, KtoObjective, RewardObjective, SftObjective
 from ds_finetune.config.schema import DataConfig
 from ds_finetune.data.batches import BatchPlan, Position, make_batch
 from ds_finetune.data.documents import Counts
 from ds_finetune.data.prepare import TokenLimits, prepare_rows
 from ds_finetune.data.prepared_rows import PreparedRows
-from ds_finetune.data.row_kind import OBJECTIVES, RowKind
+from ds_finetune.data.row_kind import RowKind
 from ds_finetune.data.samples import read_row
 from ds_finetune.data.stream import open_stream, streaming_batches
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.errors import DataError
 from ds_finetune.objectives.labels import IGNORE_INDEX
-from ds_finetune.objectives.table import make_objective
 
 PAIRS, MARKED = RowKind.of(RewardObjective(name="reward")), RowKind.of(KtoObjective(name="kto"))
 ASKED, GOOD, BAD = (
@@ -347,12 +345,6 @@ def test_a_stream_has_whole_pairs(tokenizer: PreTrainedTokenizerBase, tmp_path: 
         limits=TokenLimits(64, 128),
     )
     assert dialogue.fingerprint() != rows.fingerprint()
-
-
-@pytest.mark.parametrize("name", [name for names in OBJECTIVES.values() for name in names])
-def test_units_are_those_of_the_objective(name: str) -> None:
-    section: Any = TypeAdapter(ObjectiveField).validate_python(name)
-    assert RowKind.of(section).documents_per_unit == make_objective(section).documents_per_unit
 
 
 def test_generation_answers_the_prompts_of_chosen_and_good_answers(

@@ -12,9 +12,8 @@ from torch.nn import functional
 
 from ds_finetune.config.objectives import ClassificationObjective, RewardObjective
 from ds_finetune.objectives.classification import Classification, Regression
-from ds_finetune.objectives.objective import ScoreObjective
+from ds_finetune.objectives.objective import ScoreObjective, make_objective
 from ds_finetune.objectives.reward import Reward
-from ds_finetune.objectives.table import make_objective
 
 ONE = torch.ones(1, dtype=torch.float64)
 

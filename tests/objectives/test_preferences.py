@@ -9,8 +9,7 @@ import torch
 from pydantic import TypeAdapter
 
 from ds_finetune.config.objectives import ObjectiveField
-from ds_finetune.objectives.objective import DocumentLogProbs, DocumentObjective, Unit
-from ds_finetune.objectives.table import make_objective
+from ds_finetune.objectives.objective import DocumentLogProbs, DocumentObjective, Unit, make_objective
 
 Answer = tuple[float, int, float]
 """Log-probability, number of tokens, log-probability of the reference."""

@@ -12,8 +12,7 @@ from ds_finetune.data.batches import Batch, BatchPlan, MicroBatch, eval_baseline
 from ds_finetune.data.rows import Row
 from ds_finetune.engine.engine import Engine
 from ds_finetune.model.loss.token_loss import LossHead
-from ds_finetune.objectives.objective import Objective
-from ds_finetune.objectives.table import make_objective
+from ds_finetune.objectives.objective import Objective, make_objective
 from ds_finetune.reference.selftest.cells import Cell
 from ds_finetune.reference.selftest.reference_loop import BETAS
 from ds_finetune.reference.selftest.steps import batch_plan, first_gradients

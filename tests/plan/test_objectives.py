@@ -3,12 +3,8 @@
 from typing import Any
 
 import pytest
-from pydantic import TypeAdapter
 
-from ds_finetune.config.objectives import ObjectiveField
 from ds_finetune.errors import ConfigError
-from ds_finetune.objectives.table import make_objective
-from ds_finetune.plan.objectives import CROSS_ENTROPY, UNITS
 from tests.plan.test_plan import plan_of
 
 LORA: dict[str, Any] = {"lora": {}}
@@ -68,10 +64,3 @@ def test_lines_name_objective_unit_and_reference() -> None:
     assert lines["loss"].endswith("mean over the examples of the global batch")
     assert lines_of("reward")["loss"] == "mean over the pairs of the global batch"
     assert "reference" not in lines_of("orpo")
-
-
-@pytest.mark.parametrize("name", ["sft", "pretrain", "dpo", "simpo", "cpo", "orpo", "kto"])
-def test_units_are_those_of_the_objectives(name: str) -> None:
-    objective = make_objective(TypeAdapter(ObjectiveField).validate_python(name))
-    assert objective.terms[0].unit == UNITS[name].replace(" ", "_")
-    assert objective.is_per_token == (name in CROSS_ENTROPY)

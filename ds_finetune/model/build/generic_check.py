@@ -27,7 +27,7 @@ from ds_finetune.model.parallel.pipeline import build_meta_model
 from ds_finetune.model.loss.score_head import install_score_head
 from ds_finetune.model.build.tiny_config import Size, layer_kinds, layers_of_each_kind, tiny_config
 from ds_finetune.model.weights.load import initialise_weights
-from ds_finetune.objectives.objective import Objective, ScoreObjective, TokenObjective
+from ds_finetune.objectives.objective import Objective, ScoreObjective, TokenObjective, is_of_scores
 from ds_finetune.plan.combinations import ROW_BYTES, WEIGHT_BYTES, wider
 
 _LANGUAGE_MODEL = TokenObjective("sft")
@@ -226,7 +226,7 @@ def _compare(lm: PreTrainedModel, eager: PreTrainedModel, objective: Objective) 
     """
     first, second = _documents(lm)
     logits = eager(input_ids=first, position_ids=_positions(first), use_cache=False).logits[0].float()
-    scored = objective if isinstance(objective, ScoreObjective) else None
+    scored = objective if is_of_scores(objective) else None
     wanted = logits if scored else _plain_loss(logits, first)
     model = TrainedModel(lm)
     try:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from transformers import PretrainedConfig
 
+from ds_finetune.config.objectives import ObjectiveConfig
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.families.table import family_of
 from ds_finetune.model.build.skeleton import Task, read_hf_config
@@ -16,8 +17,7 @@ from ds_finetune.model.loss.teacher_plan import TeacherPlan, plan_teacher
 from ds_finetune.objectives.balance import Balance
 from ds_finetune.objectives.extra import Extra
 from ds_finetune.objectives.indexing import Indexing
-from ds_finetune.objectives.objective import Objective, ScoreObjective
-from ds_finetune.objectives.table import make_objective
+from ds_finetune.objectives.objective import Objective, make_objective
 from ds_finetune.plan.activations import mlp_tiles
 from ds_finetune.plan.context import ContextPlan
 from ds_finetune.plan.indexer import IndexerPlan, plan_indexer
@@ -90,9 +90,7 @@ class ModelPlan:
     @property
     def head_outputs(self) -> int:
         """Outputs of the head: scores of a document, or the tokens of the vocabulary."""
-        if isinstance(self.objective, ScoreObjective):
-            return self.objective.num_outputs
-        return int(self.hf_config.vocab_size)
+        return self.objective.num_outputs or int(self.hf_config.vocab_size)
 
     @property
     def quantised(self) -> tuple[str, ...]:
@@ -100,9 +98,9 @@ class ModelPlan:
         return tuple(target.name for target in self.lora.quantised) if self.lora is not None else ()
 
 
-def task_of(objective: Objective) -> Task:
+def task_of(objective: Objective | ObjectiveConfig) -> Task:
     """What a model that is trained for the objective computes."""
-    return "sequence_classification" if isinstance(objective, ScoreObjective) else "causal_lm"
+    return "sequence_classification" if objective.num_outputs else "causal_lm"
 
 
 def plan_model(hf_config: PretrainedConfig, config: RunConfig) -> ModelPlan:

@@ -20,8 +20,7 @@ from ds_finetune.model.loss.token_loss import HeadGroups
 from ds_finetune.model.parallel.rank_group import sum_over_ranks
 from ds_finetune.model.weights.load import draw_normal, initialise_weights, seed_of
 from ds_finetune.objectives.examples import Examples
-from ds_finetune.objectives.objective import LossAndSums, Objective, ScoreObjective, StepNumbers
-from ds_finetune.objectives.reward import Reward
+from ds_finetune.objectives.objective import LossAndSums, Objective, ScoreObjective, StepNumbers, is_of_scores
 
 SCORE_HEAD = "score"
 """Name of the head in transformers' classes for sequence classification of causal models."""
@@ -120,7 +119,7 @@ def initialise_score_head(
 
     The values depend on the seed and the parameter's name alone.
     """
-    if not isinstance(objective, Reward):
+    if not (is_of_scores(objective) and objective.starts_small):
         initialise_weights(lm, seed=seed, where=where, names=names)
         return
     for name in names:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PretrainedConfig
 
-from ds_finetune.config.objectives import DistillObjective, ObjectiveConfig
+from ds_finetune.config.objectives import ObjectiveConfig, is_distillation
 from ds_finetune.errors import ModelError
 from ds_finetune.model.build.skeleton import TOKENIZER_PATTERNS, build_skeleton, read_hf_config
 
@@ -32,7 +32,7 @@ def plan_teacher(objective: ObjectiveConfig, hf_config: PretrainedConfig) -> Tea
     """The teacher that `objective` names, None where it names none; ModelError where its vocabulary has another size
     than that of the model with `hf_config`.
     """
-    if not isinstance(objective, DistillObjective) or objective.teacher is None:
+    if not is_distillation(objective) or objective.teacher is None:
         return None
     teacher = read_hf_config(objective.teacher, files=TOKENIZER_PATTERNS)
     check_vocabulary_sizes(objective.teacher, int(teacher.vocab_size), int(hf_config.vocab_size))

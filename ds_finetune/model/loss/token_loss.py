@@ -43,11 +43,11 @@ from ds_finetune.model.parallel.sequence import SequenceParallelGroup
 from ds_finetune.model.parallel.tensor import TensorParallelGroup, copy_to_tensor_parallel_region
 from ds_finetune.objectives.examples import Examples
 from ds_finetune.objectives.objective import (
-    DocumentObjective,
     LossAndSums,
     Objective,
     StepNumbers,
     TokenObjective,
+    is_of_documents,
 )
 
 
@@ -103,14 +103,14 @@ class LossHead(nn.Linear):
         if not is_trained:
             weight, bias = weight.detach(), None if bias is None else bias.detach()
         inputs = HeadInputs(part, weight, bias, labels.reshape(-1).index_select(0, supervised))
-        if not wants_log_probs and isinstance(self.objective, TokenObjective):
+        if not wants_log_probs and self.objective.is_per_token:
             return self._cross_entropy(inputs, numbers)
         assert examples is not None, "the batch has no examples; set documents_per_unit in its BatchPlan"
         index = examples.index.reshape(-1).index_select(0, supervised)
         tokens = DocumentTokens(index, examples, self.groups.sp)
         if wants_log_probs:
             return document_log_probs(inputs, tokens, tp_group=self.groups.tp)
-        assert isinstance(self.objective, DocumentObjective), type(self.objective)
+        assert is_of_documents(self.objective), type(self.objective)
         return document_loss(inputs, LossOfDocuments(self.objective, tokens, numbers), tp_group=self.groups.tp)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -3,25 +3,16 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ds_finetune.config.objectives import (
-    CpoObjective,
-    DistillObjective,
-    DpoObjective,
-    KtoObjective,
-    OrpoObjective,
-    SimpoObjective,
-)
+from ds_finetune.config.objectives import DistillObjective, is_distillation
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.plan.combinations import WEIGHT_BYTES
 from ds_finetune.plan.estimate.activation_memory import ActivationBytes, HeadBytes
-from ds_finetune.plan.estimate.rank_weights import num_scores
 from ds_finetune.plan.estimate.rows import MemoryRow, Place
 from ds_finetune.plan.head_chunk import CPU_TOKENS, DISTILLATION_TOKENS
 from ds_finetune.plan.plan import Plan
 
 _WIDE = 4
 _MICRO_BATCH = "train.micro_batch_size"
-_OF_DOCUMENTS = (DpoObjective, SimpoObjective, CpoObjective, OrpoObjective, KtoObjective)
 
 
 class _Logits(NamedTuple):
@@ -44,9 +35,9 @@ def head_rows(config: RunConfig, plan: Plan, own: ActivationBytes, tokens: int) 
     home: Place = "host" if plan.device == "cpu" else "gpu"
     head, is_frozen, width = own.head, config.lora is not None, WEIGHT_BYTES[plan.precision]
     yield MemoryRow("last norm", home, head.by_token * tokens, _MICRO_BATCH, ("head", "head backward"))
-    if num_scores(config):
+    if config.objective.row.head == "scores":
         return
-    is_of_documents = isinstance(config.objective, _OF_DOCUMENTS)
+    is_of_documents = config.objective.row.head == "documents"
     yield MemoryRow("hidden states of supervised tokens", home, head.by_supervised * tokens, _MICRO_BATCH, ("head",))
     yield MemoryRow("logits of a chunk", home, _logits_bytes(config, head, tokens, width), "parallel.tp", ("head",))
     gradient = 0 if is_frozen else head.gradient
@@ -62,9 +53,9 @@ def head_rows(config: RunConfig, plan: Plan, own: ActivationBytes, tokens: int) 
 
 
 def _logits_bytes(config: RunConfig, head: HeadBytes, tokens: int, width: int) -> int:
-    if isinstance(config.objective, _OF_DOCUMENTS):
+    if config.objective.row.head == "documents":
         return _of_documents(width).num_bytes(tokens, head.columns)
-    if isinstance(config.objective, DistillObjective):
+    if is_distillation(config.objective):
         return _of_distillation(config.objective, width).num_bytes(tokens, head.columns)
     return head.logits_of(tokens)
 

@@ -14,7 +14,7 @@ from ds_finetune.plan.estimate.activation_rows import activation_rows, stage_act
 from ds_finetune.plan.estimate.config_text import config_text
 from ds_finetune.plan.estimate.one_stage import as_one_stage
 from ds_finetune.plan.estimate.rank_elements import count_adapters, rank_elements
-from ds_finetune.plan.estimate.rank_weights import RankWeights, num_scores, weights_of_run
+from ds_finetune.plan.estimate.rank_weights import RankWeights, weights_of_run
 from ds_finetune.plan.estimate.rows import MOMENTS, MemoryRow, Moment, Place, fullest_moment, peak
 from ds_finetune.plan.estimate.states import ModelSizes, estimate_run
 from ds_finetune.plan.estimate.teacher_rows import teacher_rows
@@ -150,7 +150,7 @@ def _rows(
 
 def _file_rows(config: RunConfig, plan: Plan, model: ModelConfig) -> Iterator[MemoryRow]:
     text = config_text(model)
-    total = _total_params(text, 1 if config.mtp.train else 0, num_scores(config))
+    total = _total_params(text, 1 if config.mtp.train else 0, config.objective.num_outputs)
     adapters = count_adapters(config, model) if config.lora is not None else None
     run = estimate_run(config, plan, ModelSizes(total, total, total, adapters=adapters))
     yield MemoryRow("checkpoints", "disk", run.files.checkpoints * run.files.checkpoint_bytes, "checkpoint.keep")

@@ -27,7 +27,6 @@ from ds_finetune.plan.estimate.row_shape import RowShape
 from ds_finetune.plan.estimate.states import TensorKind
 from ds_finetune.plan.head_chunk import head_chunk
 from ds_finetune.plan.model_shape import Shape
-from ds_finetune.plan.objectives import DOCUMENT_LOSSES
 from ds_finetune.plan.plan import Plan
 
 Unit = Literal["matmul", "head", "grouped", "attention", "memory"]
@@ -217,7 +216,7 @@ def _logits_again(work: Work, kind: TensorKind) -> float:
     """Share of the logits that are computed a second time: where the loss is one of documents' log-probabilities, all
     but those of the last chunk (model/loss/log_probs.py).
     """
-    if work.config.objective.name not in DOCUMENT_LOSSES:
+    if work.config.objective.row.head != "documents":
         return 0
     chunk = head_chunk(kind.local[0], precision=work.plan.precision, device=work.plan.device)
     before_last = math.ceil(work.num_supervised / chunk) - 1

@@ -12,7 +12,7 @@ from ds_finetune.families.parameters import ModelConfig
 from ds_finetune.families.table import family_of
 from ds_finetune.families.tensors import model_tensors
 from ds_finetune.plan.estimate.config_text import config_text
-from ds_finetune.plan.estimate.rank_weights import RankWeights, num_scores, part_of
+from ds_finetune.plan.estimate.rank_weights import RankWeights, part_of
 from ds_finetune.plan.estimate.states import TensorKind
 from ds_finetune.plan.lora_targets import adapted_targets, nf4_bytes, quantised_targets, targets_among
 from ds_finetune.plan.plan import Plan
@@ -67,7 +67,7 @@ def _group_share(trained: list[TensorKind]) -> int:
 def count_adapters(config: RunConfig, model: ModelConfig) -> int:
     """Parameters of all adapters of a run with LoRA, and of a score head."""
     assert config.lora is not None
-    text, scores = config_text(model), num_scores(config)
+    text, scores = config_text(model), config.objective.num_outputs
     mtp_layers = 1 if config.mtp.train else 0
     layers = tuple(range(model["num_hidden_layers"] + mtp_layers))
     adapters = _adapters(text, config.lora.model_dump_json(), (1, 1, mtp_layers, scores), layers)
@@ -90,7 +90,7 @@ def is_trained(config: RunConfig, model: ModelConfig, kind: TensorKind) -> bool:
 def _with_adapters(config: RunConfig, plan: Plan, model: ModelConfig, weights: RankWeights) -> RankElements:
     assert config.lora is not None
     text = config_text(model)
-    sizes = (plan.mesh.tp, plan.mesh.ep, 1 if config.mtp.train else 0, num_scores(config))
+    sizes = (plan.mesh.tp, plan.mesh.ep, 1 if config.mtp.train else 0, config.objective.num_outputs)
     adapters = _adapters(text, config.lora.model_dump_json(), sizes, weights.layers)
     score = sum(kind.numel for kind in weights.kinds if kind.name.startswith("score."))
     numel, share = weights.numel - adapters.quantised, sum(kind.sharded for kind in weights.kinds)

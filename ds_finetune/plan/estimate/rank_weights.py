@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from ds_finetune.config.objectives import ClassificationObjective, RewardObjective
 from ds_finetune.config.parallel import ParallelConfig
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.families.parameters import ModelConfig
@@ -21,7 +20,6 @@ from ds_finetune.plan.layer_stages import stages_of
 from ds_finetune.plan.plan import Plan
 from ds_finetune.plan.tensor_cuts import fused_experts_part, local_shape
 
-_ASSUMED_CLASSES = 2
 _PARTS = (
     ("indexer", re.compile(r"\.self_attn\.indexer\.")),
     ("attention", re.compile(r"\.self_attn\.\w+_proj(_with_mqa)?\.|\.self_attn\.sinks$")),
@@ -75,16 +73,8 @@ def weights_of_run(config: RunConfig, plan: Plan, model: ModelConfig) -> tuple[R
         config.parallel,
         zero_ranks=plan.zero_ranks,
         mtp_layers=1 if config.mtp.train else 0,
-        scores=num_scores(config),
+        scores=config.objective.num_outputs,
     )
-
-
-def num_scores(config: RunConfig) -> int:
-    """Outputs of the score head of a run; 0 where it has a language model's head."""
-    section = config.objective
-    if isinstance(section, ClassificationObjective):
-        return section.num_labels or len(section.labels) or _ASSUMED_CLASSES
-    return 1 if isinstance(section, RewardObjective) else 0
 
 
 @lru_cache(maxsize=1024)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from ds_finetune.config.objectives import DistillObjective
+from ds_finetune.config.objectives import is_distillation
 from ds_finetune.config.parallel import ParallelConfig
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError, ModelError
@@ -29,7 +29,7 @@ def teacher_rows(config: RunConfig, plan: Plan, given: ModelConfig | None) -> It
     where the arithmetic of its model type is not known.
     """
     section = config.objective
-    if not isinstance(section, DistillObjective) or section.teacher is None:
+    if not is_distillation(section) or section.teacher is None:
         return
     teacher = given if given is not None else _read_config(section.teacher)
     is_cut = is_teacher_partitioned(plan.zero_stage, section.teacher_offload)

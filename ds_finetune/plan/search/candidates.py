@@ -6,7 +6,7 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
-from ds_finetune.config.objectives import DistillObjective
+from ds_finetune.config.objectives import is_distillation
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError, ModelError
 from ds_finetune.families.table import family_of
@@ -17,7 +17,6 @@ from ds_finetune.plan.combinations import TESTED_LAYOUTS
 from ds_finetune.plan.config_json import read_config_json
 from ds_finetune.plan.deepspeed_config import given_choices
 from ds_finetune.plan.distillation import check_teacher
-from ds_finetune.plan.estimate.rank_weights import num_scores
 from ds_finetune.plan.layer_stages import StageLayers, stages_of
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.model_checks import (
@@ -255,12 +254,12 @@ class Candidates:
     @cached_property
     def _tensors(self) -> ModelTensors:
         mtp_layers = 1 if self.config.mtp.train else 0
-        return model_tensors(self.model, mtp_layers=mtp_layers, scores=num_scores(self.config))
+        return model_tensors(self.model, mtp_layers=mtp_layers, scores=self.config.objective.num_outputs)
 
     @cached_property
     def _teacher(self) -> tuple[str, Mapping[str, Any]] | None:
         objective = self.config.objective
-        if not isinstance(objective, DistillObjective) or objective.teacher is None:
+        if not is_distillation(objective) or objective.teacher is None:
             return None
         return objective.teacher, read_config_json(objective.teacher)
 

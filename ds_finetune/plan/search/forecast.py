@@ -11,7 +11,7 @@ from ds_finetune.plan.activations import mlp_tiles
 from ds_finetune.plan.batch import AUTO, with_micro_batch
 from ds_finetune.plan.config_json import read_config_json
 from ds_finetune.plan.estimate.memory import MemoryEstimate, estimate_memory
-from ds_finetune.plan.estimate.rank_weights import num_scores, weights_of_run
+from ds_finetune.plan.estimate.rank_weights import weights_of_run
 from ds_finetune.plan.estimate.row_shape import RowShape
 from ds_finetune.plan.estimate.step_time import TimeEstimate, estimate_time
 from ds_finetune.plan.estimate.time_assumptions import UNCONFIRMED
@@ -20,7 +20,6 @@ from ds_finetune.plan.indexer import plan_indexer
 from ds_finetune.plan.layer_stages import StageLayers
 from ds_finetune.plan.model_shape import Shape
 from ds_finetune.plan.nvme_buffers import check_largest_slice
-from ds_finetune.plan.objectives import CROSS_ENTROPY
 from ds_finetune.plan.packed_attention import attention_lines
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.routers import plan_routers
@@ -53,7 +52,7 @@ class Forecast:
         if self.micro_batch:
             yield "micro batch", self.micro_batch
         yield from attention_lines(config.model.attention, model, device=plan.device, precision=plan.precision)
-        if plan.device != "cpu" and plan.loss_kernel == "chunked" and config.objective.name in CROSS_ENTROPY:
+        if plan.device != "cpu" and plan.loss_kernel == "chunked" and config.objective.row.is_cross_entropy:
             yield head_line(int(model["vocab_size"]) // plan.mesh.tp, precision=plan.precision, device=plan.device)
         if config.train.tiled_mlp:
             yield "MLPs", f"tokens in {mlp_tiles(model)} tiles"
@@ -64,7 +63,7 @@ class Forecast:
 
     def _parameters(self) -> str:
         shape = Shape.of(self.model, mtp_layers=1 if self.config.mtp.train else 0)
-        shape = shape.with_scores(scores) if (scores := num_scores(self.config)) else shape
+        shape = shape.with_scores(scores) if (scores := self.config.objective.num_outputs) else shape
         unit, name = (1e9, "B") if shape.total_params >= 1e9 else (1e6, "M")
         total, active = shape.total_params / unit, shape.active_params / unit
         return f"{total:,.3f} {name}, {active:,.3f} {name} of them used for a token"

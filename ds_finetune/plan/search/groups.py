@@ -7,7 +7,6 @@ from math import inf
 from typing import NamedTuple
 
 from ds_finetune.plan.estimate.step_time import LeastSeconds
-from ds_finetune.plan.objectives import DOCUMENT_LOSSES
 from ds_finetune.plan.search.candidates import Candidate, Candidates
 from ds_finetune.plan.search.estimates import Estimates
 from ds_finetune.plan.search.layout import Activations, Layout, Offload, Sizes
@@ -76,7 +75,7 @@ class GroupSearch:
         fewest = self.candidates.fewest_chunks(group.sizes)
         rows = self.candidates.micro_batch_sizes(group.sizes, fewest)
         # The heads of losses of documents compute more logits a second time where a forward has more tokens.
-        if self.candidates.config.objective.name not in DOCUMENT_LOSSES:
+        if self.candidates.config.objective.row.head != "documents":
             rows = rows[-1:]
         fastest = self.candidates.activations[0]
         found = (self.candidates.find(group.layout(each, fastest, fewest)) for each in rows)

@@ -21,8 +21,7 @@ from ds_finetune.families.table import FAMILIES
 from ds_finetune.families.tiny import VOCAB
 from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.objectives.labels import IGNORE_INDEX
-from ds_finetune.objectives.objective import Objective
-from ds_finetune.objectives.table import make_objective
+from ds_finetune.objectives.objective import Objective, make_objective
 
 SAMPLES, ROW_LEN, PACKED_ROWS = 64, 64, 32
 TINY_MODELS: Mapping[str, dict[str, Any]] = {

@@ -30,7 +30,7 @@ from ds_finetune.model.adapters.lora import factors_of, merge_adapters
 from ds_finetune.model.build.dtypes import PRECISION_DTYPES
 from ds_finetune.model.build.model_plan import plan_model, task_of
 from ds_finetune.model.build.skeleton import read_hf_config
-from ds_finetune.objectives.table import make_objective
+from ds_finetune.objectives.objective import make_objective
 from ds_finetune.plan.combinations import check_divides
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.routers import RouterPlan

@@ -36,8 +36,7 @@ from ds_finetune.families.table import FAMILIES, STANDARD_SELFTEST, WITH_TINY_MO
 from ds_finetune.model.adapters.lora_plan import plan_lora
 from ds_finetune.model.build.model_plan import task_of
 from ds_finetune.model.build.skeleton import has_class, read_hf_config
-from ds_finetune.objectives.objective import ScoreObjective
-from ds_finetune.objectives.table import make_objective
+from ds_finetune.objectives.objective import ScoreObjective, make_objective
 from ds_finetune.plan.combinations import TESTED_LAYOUTS
 from ds_finetune.plan.deepspeed_choice import choose_deepspeed
 from ds_finetune.plan.deepspeed_config import read_choices

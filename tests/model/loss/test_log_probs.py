@@ -16,8 +16,13 @@ from ds_finetune.model.loss.log_probs import (
     document_loss,
 )
 from ds_finetune.objectives.examples import Examples
-from ds_finetune.objectives.objective import DocumentLogProbs, DocumentObjective, LossAndSums, StepNumbers
-from ds_finetune.objectives.table import make_objective
+from ds_finetune.objectives.objective import (
+    DocumentLogProbs,
+    DocumentObjective,
+    LossAndSums,
+    StepNumbers,
+    make_objective,
+)
 
 WIDTH, VOCABULARY = 16, 50
 LENGTHS = (5, 9, 1, 4, 33, 2, 17, 40)

@@ -31,8 +31,7 @@ from ds_finetune.model.loss.token_loss import LossHead, TrainedModel, install_lo
 from ds_finetune.model.memory.tiled_mlp import install_tiled_mlps
 from ds_finetune.objectives.distill import Distillation
 from ds_finetune.objectives.examples import Examples
-from ds_finetune.objectives.objective import DocumentObjective, Objective
-from ds_finetune.objectives.table import make_objective
+from ds_finetune.objectives.objective import DocumentObjective, Objective, make_objective
 from ds_finetune.plan.activations import mlp_tiles
 from ds_finetune.plan.head_chunk import head_chunk
 from ds_finetune.plan.lora_targets import adapted_targets, targets_among

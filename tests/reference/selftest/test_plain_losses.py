@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from ds_finetune.config.objectives import KtoObjective, read_objective
-from ds_finetune.objectives.objective import DocumentLogProbs, DocumentObjective, ScoreObjective
-from ds_finetune.objectives.table import make_objective
+from ds_finetune.objectives.objective import DocumentLogProbs, DocumentObjective, ScoreObjective, make_objective
 from ds_finetune.reference.selftest.plain_losses import (
     Answer,
     is_scored,
