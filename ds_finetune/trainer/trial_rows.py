@@ -1,12 +1,10 @@
 """The batches on which a micro-batch is tried: forwards of the longest rows of the training data."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from ds_finetune.data.batches import Batch, training_batches
@@ -34,15 +32,6 @@ def longest_rows(rows: PreparedRows, number: int) -> NDArray[np.int64]:
     supervised = np.array([rows.sizes(int(row))[1] for row in most])
     chosen: NDArray[np.int64] = most[np.lexsort((most, -supervised, -tokens[most]))][:number]
     return chosen
-
-
-def sizes_digest(rows: PreparedRows, number: int) -> str:
-    """A digest of what the memory of the `number` longest rows depends on: the lengths of their documents, and their
-    supervised tokens.
-    """
-    sizes = (rows.sizes(int(row)) for row in longest_rows(rows, number))
-    text = json.dumps([(lengths.tolist(), supervised) for lengths, supervised in sizes])
-    return xxhash.xxh3_64_hexdigest(text.encode())
 
 
 def rows_again(rows: PreparedRows, numbers: NDArray[np.int64]) -> PreparedRows:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from ds_finetune.config.schema import RunConfig, read_config
 from ds_finetune.data.documents import Documents, KeptDocument
@@ -23,10 +24,10 @@ from ds_finetune.errors import ConfigError
 from ds_finetune.observers.forecast import MEASURED_STEPS
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.search.micro_batch import legal_sizes
-from ds_finetune.trainer.micro_batch import TriedSize, trial_config
-from ds_finetune.trainer.trial import judge
-from ds_finetune.trainer.trial_messages import DONE, ENDED, FAILED, OUT_OF_MEMORY, TrialEnd
-from ds_finetune.trainer.trial_rows import longest_rows, rows_again, sizes_digest
+from ds_finetune.trainer.micro_batch import trial_config
+from ds_finetune.trainer.trial import DONE, END, ENDED, FAILED, OUT_OF_MEMORY, TrialEnd, judge
+from ds_finetune.trainer.trial_process import end_on_error
+from ds_finetune.trainer.trial_rows import longest_rows, rows_again
 from ds_finetune.world import AccelerateChoices, World
 from tests.forks import Forkserver
 from tests.json_files import change_json
@@ -69,7 +70,7 @@ def test_auto_trains_like_a_fixed_micro_batch(tmp_path: Path) -> None:
     assert line in log
     auto = _losses(tmp_path)
     [remembered] = (tmp_path / "cache" / "micro-batch").glob("*.json")
-    assert json.loads(remembered.read_text())["choice"]["rows"] == 4
+    assert json.loads(remembered.read_text())["rows"] == 4
     fixed = ["train.micro_batch_size=1", f"output_dir={tmp_path / 'fixed' / 'run'}"]
     done = start(["ds-finetune", "train", str(run_file), *fixed])
     assert done.returncode == 0, done.stdout + done.stderr
@@ -145,38 +146,27 @@ def test_the_longest_rows_are_tried() -> None:
     assert [again[number].num_tokens for number in range(len(again))] == [12, 9, 12]
 
 
-def _digest(*documents: KeptDocument) -> str:
-    """Of one row that holds the documents."""
-    kept = Documents.of(documents)
-    rows = PreparedRows(kept, np.arange(len(documents)), np.array([0, len(documents)]), kept.counts)
-    return sizes_digest(rows, 1)
-
-
-def test_what_is_remembered_depends_on_documents_and_supervised_tokens() -> None:
-    """Attention needs memory for each document, and the head for each supervised token, at equal lengths of rows."""
-    whole = KeptDocument(range(8), [True] * 8)
-    assert _digest(whole) == _digest(KeptDocument(range(1, 9), [True] * 8))
-    assert _digest(whole) != _digest(KeptDocument(range(8), [False] * 6 + [True] * 2))
-    half = KeptDocument(range(4), [True] * 4)
-    assert _digest(whole) != _digest(half, half)
-
-
-def test_what_is_remembered_holds_until_less_or_more_fits() -> None:
-    choice = TriedSize(rows=2, largest_rows=4, peak_bytes=90, when="", host="")
-    assert choice.still_holds(largest_rows=4, budget=100)
-    assert choice.still_holds(largest_rows=1, budget=100)
-    assert not choice.still_holds(largest_rows=4, budget=95)
-    assert not choice.still_holds(largest_rows=8, budget=200)
+def test_a_trial_that_fails_waits_for_no_other_rank(tmp_path: Path) -> None:
+    """Leaving the groups of a rank without memory hangs where the others are in a collective (NCCL)."""
+    pid = os.fork()
+    if not pid:
+        with contextlib.ExitStack() as groups:
+            groups.callback(time.sleep, SECONDS)
+            with end_on_error(tmp_path):
+                raise torch.OutOfMemoryError("CUDA out of memory")
+    assert os.waitpid(pid, 0) == (pid, 0)
+    end = TrialEnd(**json.loads((tmp_path / END).read_text()))
+    assert end == TrialEnd(OUT_OF_MEMORY, error="CUDA out of memory")
 
 
 def test_the_trial_of_all_ranks() -> None:
-    done = TrialEnd(DONE, peak_bytes=10, step_seconds=2.0)
+    done = TrialEnd(DONE, peak_bytes=10)
     lost = TrialEnd(FAILED, error="Connection closed by peer", is_secondary=True)
-    assert judge([done, replace(done, peak_bytes=12)]).peak_bytes == 12
+    assert judge([done, replace(done, peak_bytes=12)]) == TrialEnd(DONE, peak_bytes=12)
     killed = judge([lost, TrialEnd(OUT_OF_MEMORY, error="killed"), TrialEnd(ENDED, error="ended")])
-    assert (killed.is_done, killed.is_out_of_memory, killed.error) == (False, True, "rank 1: killed")
+    assert (killed.outcome, killed.error) == (OUT_OF_MEMORY, "rank 1: killed")
     wrong = judge([lost, TrialEnd(FAILED, error="a bug"), done])
-    assert (wrong.is_done, wrong.is_out_of_memory, wrong.error) == (False, False, "rank 1: a bug")
+    assert (wrong.outcome, wrong.error) == (FAILED, "rank 1: a bug")
 
 
 def _plan(accelerate: AccelerateChoices | None = None, **deepspeed: object) -> Plan:

@@ -29,13 +29,9 @@ MEETING_TIMEOUT = timedelta(minutes=30)
 """How long a rank waits for the others before there is a process group."""
 
 
-class PortInUseError(RunError):
-    """The port at which ranks are to meet is taken."""
-
-
 def meet(world: World, *, timeout: timedelta = MEETING_TIMEOUT) -> dist.Store:
-    """The store that the ranks of `world` share, once every rank has connected to it; RunError after `timeout`, and
-    PortInUseError on rank zero.
+    """The store that the ranks of `world` share, once every rank has connected to it; RunError after `timeout`, and on
+    rank zero where the port is taken.
 
     A collective's timeout, which is also that of torch's own rendezvous (torch 2.13, distributed_c10d.py:1893), may be
     far shorter. Runs that a process does one after another share a store, and each has a prefix of its own in it.
@@ -49,7 +45,7 @@ def meet(world: World, *, timeout: timedelta = MEETING_TIMEOUT) -> dist.Store:
     except (dist.DistError, RuntimeError) as alone:
         if "EADDRINUSE" in str(alone):
             port = os.environ["MASTER_PORT"]
-            raise PortInUseError(
+            raise RunError(
                 f"port {port} of this host is in use: the ranks cannot meet there",
                 hint="another run may use it; choose a free port: `deepspeed --master_port PORT`, or the option of "
                 "your launcher",

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ds_finetune.engine.groups.default_group import PortInUseError, meet
+from ds_finetune.engine.groups.default_group import meet
+from ds_finetune.errors import RunError
 from ds_finetune.world import World
 from tests.running import start
 
@@ -53,5 +54,5 @@ def test_a_port_in_use_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         for name, value in {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
             monkeypatch.setenv(name, value)
-        with pytest.raises(PortInUseError, match=f"port {port} of this host is in use"):
+        with pytest.raises(RunError, match=f"port {port} of this host is in use"):
             meet(World.from_environment(os.environ))
