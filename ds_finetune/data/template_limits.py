@@ -17,7 +17,7 @@ _STATM = Path("/proc/self/statm")
 
 
 class _TimeIsUpError(BaseException):
-    """Not an Exception: jinja2 3.1.6 ignores those while it computes constant expressions (nodes.py:545)."""
+    """Not an Exception: jinja2 3.1.6 ignores those while it computes constant expressions (nodes.py:511)."""
 
 
 class TemplateLimits:

@@ -16,8 +16,8 @@ from ds_finetune.foreign.guard import Foreign, replaced
 _REGISTRY = Foreign("transformers", "modeling_utils.py (AttentionInterface), masking_utils.py")
 
 _MASKS = Foreign("transformers", "masking_utils.py:750-781, 876-881")
-_LATENT = Foreign("transformers", "models/deepseek_v3/modeling_deepseek_v3.py:280, 385")
-_INDEXED = Foreign("transformers", "models/deepseek_v32/modeling_deepseek_v32.py:315-480")
+_LATENT = Foreign("transformers", "models/deepseek_v3/modeling_deepseek_v3.py:310, 349")
+_INDEXED = Foreign("transformers", "models/deepseek_v32/modeling_deepseek_v32.py:296-478")
 _PROJECTIONS = ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")
 _INPUTS = ("hidden_states", "position_embeddings", "attention_mask", "past_key_values")
 

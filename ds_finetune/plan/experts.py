@@ -12,7 +12,7 @@ _FUSED = (9, 10)
 """Major compute capabilities that have it (the same file, `_scaled_mm_allowed_device`)."""
 _OLDEST = (8, 0)
 """Compute capability from which transformers calls torch's grouped product; it loops over experts itself on older GPUs
-(transformers 5.23, integrations/moe.py:286-293)."""
+(transformers 5.23, integrations/moe.py:338-348)."""
 _LOOP = "a product for each expert, whose numbers of rows the host reads first"
 
 

@@ -279,7 +279,7 @@ def check_inexact_model(names: Sequence[InexactName], model: Mapping[str, Any]) 
     """ConfigError for ZenFlow with a model whose experts are tensors of three dimensions.
 
     `model` is the model's config.json. DeepSpeed 0.19.8 takes those for vectors
-    (zenflow/zenflow_stage_1_and_2.py:211): it would choose and update the wrong elements.
+    (zenflow/zenflow_stage_1_and_2.py:216): it would choose and update the wrong elements.
     """
     kind = str(model.get("model_type"))
     if "zenflow" in names and family_of(kind).expert_keys is not None:

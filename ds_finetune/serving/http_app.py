@@ -320,7 +320,7 @@ def _finish_answer(response: Response, stops: Sequence[str]) -> Response:
 async def _with_end(pieces: AsyncIterable[Any]) -> AsyncGenerator[Any, None]:
     """The pieces of a stream, and OpenAI's mark of its end, which transformers 5.23 leaves out."""
     assert isinstance(pieces, AsyncGenerator)
-    # Closed with this one, since transformers then ends the generation (cli/serving/chat_completion.py:271).
+    # Closed with this one, since transformers then ends the generation (cli/serving/chat_completion.py:278).
     async with aclosing(pieces):
         async for piece in pieces:
             yield piece

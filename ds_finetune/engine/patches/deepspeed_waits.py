@@ -19,7 +19,9 @@ from ds_finetune.foreign.guard import Foreign, replaced
 
 _INVALID = Foreign("deepspeed", "runtime/utils.py:231, zero/stage_1_and_2.py:3043, 3203, stage3.py:2888")
 _OVERFLOW = Foreign("deepspeed", "runtime/zero/stage_1_and_2.py:3029-3044, 3234, stage3.py:2811-2820, 2881-2889")
-_HALF = Foreign("deepspeed", "runtime/fp16/unfused_optimizer.py:197-226, fused_optimizer.py:270-330, utils.py:440, 540")
+_HALF = Foreign(
+    "deepspeed", "runtime/fp16/unfused_optimizer.py:197-226, fused_optimizer.py:270-330, runtime/utils.py:431, 537"
+)
 _NORM_1_2 = Foreign("deepspeed", "runtime/zero/stage_1_and_2.py:2648-2702")
 _NORM_3 = Foreign("deepspeed", "runtime/zero/stage3.py:2419-2486")
 _NORM_NUMBERS = 2**18

@@ -26,7 +26,7 @@ _MUON = "momentum_buffer"
 _SAME_KIND = {"sum": "exp_avg_sq"}
 """Names of optimizer state in torch by those of DeepSpeed's CPU kernels, where they are the same numbers (Adagrad)."""
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-"""Attributes that hold a dynamic loss scale (DeepSpeed 0.19.8, fp16/loss_scaler.py:74, 153)."""
+"""Attributes that hold a dynamic loss scale (DeepSpeed 0.19.8, fp16/loss_scaler.py:74, 193)."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ class FetchingRules(NamedTuple):
 
 
 DEFAULT_RULES = FetchingRules(50_000_000, 1_000_000_000, 1_000_000_000, 100_000, 2**63 - 1)
-"""config.py:113-251."""
+"""Defaults of DeepSpeed 0.19.8, zero/config.py:113-251."""
 
 
 _GLOO_THREADS = 2

@@ -99,7 +99,7 @@ class _Zero:
     @property
     def buckets(self) -> int:
         """Bytes of the buckets in which gradients are summed: two where communication overlaps backward at stages 1
-        and 2 (zero/stage_1_and_2.py:3254-3279), one at stage 3 (zero/stage3.py:782). They are as large as the option
+        and 2 (zero/stage_1_and_2.py:3256-3279), one at stage 3 (zero/stage3.py:782). They are as large as the option
         says on a GPU; a CPU gives them memory where gradients are written.
         """
         most = bucket_bytes(self.plan)
