@@ -12,10 +12,9 @@ from ds_finetune.config.units import share_text
 from ds_finetune.runs.experiments.lr_range import LrRange
 from ds_finetune.runs.experiments.scaling import COLUMNS, Comparison, Measurement, table_row
 from ds_finetune.runs.report.blocks import Chart, Charts, DataTable, Facts, Page, Remark, ReportSection, Tile
-from ds_finetune.runs.report.charts import Line, line_option
+from ds_finetune.runs.report.charts import CoordinateAxis, Line, NumberAxis, line_plot, parallel_plot
 from ds_finetune.runs.report.number_texts import duration_text, number_text
 from ds_finetune.runs.report.write import write_page
-from ds_finetune.runs.report.xy_charts import CoordinateAxis, XyLine, parallel_option, xy_option
 
 REPORT = "report.html"
 _TRIALS_OF_A_KEY = 20
@@ -70,7 +69,7 @@ def _search_section(tree: Mapping[str, Any], ranked: Sequence[Mapping[str, Any]]
         charts.append(
             Chart(
                 f"{tree['metric']} while trials ran",
-                line_option([_curve(trial, place) for place, trial in enumerate(curves)]),
+                line_plot([_curve(trial, place) for place, trial in enumerate(curves)]),
                 f"curves of {len(curves)} trials",
                 is_wide=True,
             )
@@ -95,7 +94,7 @@ def _parallel(tree: Mapping[str, Any], ranked: Sequence[Mapping[str, Any]]) -> d
         + [trial["value"]]
         for trial in ranked
     ]
-    return parallel_option([*axes, CoordinateAxis(tree["metric"])], rows, is_maximized=tree["direction"] == "maximize")
+    return parallel_plot([*axes, CoordinateAxis(tree["metric"])], rows, is_maximized=tree["direction"] == "maximize")
 
 
 def _curve(trial: Mapping[str, Any], place: int) -> Line:
@@ -139,17 +138,17 @@ def _text(value: object) -> str:
 def write_range_page(folder: Path, run: str, found: LrRange) -> Path:
     """Write the report of a range test; returns the file."""
     lines = [
-        XyLine("train/loss", found.rates, found.losses, role="faint"),
-        XyLine("smoothed", found.rates, found.smoothed),
+        Line("train/loss", found.rates, found.losses, role="faint"),
+        Line("smoothed", found.rates, found.smoothed),
     ]
     ends = (min(found.losses), max(found.losses))
     lines += [
-        XyLine("steepest fall", (found.steepest, found.steepest), ends, role="dashed", colour=2),
-        XyLine("least loss", (found.lowest, found.lowest), ends, role="dashed", colour=4),
+        Line("steepest fall", (found.steepest, found.steepest), ends, role="dashed", colour=2),
+        Line("least loss", (found.lowest, found.lowest), ends, role="dashed", colour=4),
     ]
     chart = Chart(
         "Loss over the learning rate",
-        xy_option(lines, x_name="learning rate", is_log=True),
+        line_plot(lines, NumberAxis("learning rate", is_log=True, is_whole=False)),
         f"steepest fall at {found.steepest:.2e}, least loss at {found.lowest:.2e}",
         is_wide=True,
         height=380,
@@ -190,15 +189,15 @@ def _speed_charts(rows: Sequence[Measurement]) -> list[Chart]:
     for colour, layout in enumerate(layouts):
         own = sorted((row for row in rows if row.variant.layout == layout), key=lambda row: row.variant.ranks)
         ranks = [row.variant.ranks for row in own]
-        lines.append(XyLine(layout or "measured", ranks, [row.speedup for row in own], role="points", colour=colour))
+        lines.append(Line(layout or "measured", ranks, [row.speedup for row in own], role="points", colour=colour))
     ranks = sorted({row.variant.ranks for row in rows})
     if len(ranks) < 2:
         return []
-    ideal = XyLine("ideal", ranks, [number / rows[0].variant.ranks for number in ranks], role="dashed", colour=7)
+    ideal = Line("ideal", ranks, [number / rows[0].variant.ranks for number in ranks], role="dashed", colour=7)
     return [
         Chart(
             "Speed-up",
-            xy_option([*lines, ideal], x_name="ranks", is_whole=True),
+            line_plot([*lines, ideal], NumberAxis("ranks")),
             f"up to {max(r.speedup for r in rows):.2f}",
         )
     ]
@@ -210,4 +209,4 @@ def _loss_chart(rows: Sequence[Measurement]) -> Chart:
         for colour, row in enumerate(rows)
     ]
     difference = max(row.loss_difference for row in rows)
-    return Chart("train/loss", line_option(lines), f"curves differ by at most {difference:.1e}")
+    return Chart("train/loss", line_plot(lines), f"curves differ by at most {difference:.1e}")

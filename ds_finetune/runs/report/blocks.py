@@ -30,14 +30,14 @@ class DataTable:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart: an option of ECharts without colours of text and lines, which the page's theme has.
+    """A chart, with what `runs/report/charts.py` made for `templates/plots.js` to draw.
 
     `number` says how numbers are printed: `number`, `percent`, `seconds`, `gib` or `ratio`. `summary` is read by screen
     readers in place of the picture.
     """
 
     title: str
-    option: Mapping[str, Any]
+    plot: Mapping[str, Any]
     summary: str
     number: str = "number"
     is_wide: bool = False

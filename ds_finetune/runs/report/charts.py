@@ -1,108 +1,84 @@
-"""Options of Apache ECharts as plain values: lines over steps, and heat maps.
+"""What the charts of a page hold, as plain values that `templates/plots.js` draws: lines, heat maps and parallel
+coordinates.
 
-They have no colours of text, grid and background: those are the theme of the page that draws them, so that light and
-dark need one option. Numbers are formatted by the page too, since an option cannot hold functions.
+They have no colours of text, grid and background: those are the page's, so that light and dark need one chart.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 PALETTE = ("#3b7ddd", "#e0701a", "#17966b", "#9460d8", "#d8446a", "#128fa6", "#a67c1b", "#6b7685")
 """Each has a contrast of 3 or more with the page's light and dark background."""
 _SIGNIFICANT = 6
 _DIVERGING = ("#2c5fa8", "#7fa8d9", "#d9dce2", "#eda36e", "#c2410c")
 _SEQUENTIAL = ("#e8edf5", "#a9c4ea", "#5f93dc", "#2f63b8", "#173a78")
+_BEST_TO_WORST = ("#2563eb", "#12a594", "#f2b134", "#d8446a")
+"""Of the values of trials."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """Values [n] over steps [n], ascending; NaN leaves a gap.
+    """Values [n] over numbers [n], which ascend; NaN leaves a gap.
 
-    `role` is `line`, `faint` (behind a smoothed line) or `points` (joined by a thin line). `colour` is a number of the
-    palette.
+    `role` is `line`, `faint` (behind a smoothed line), `points` (joined by a line) or `dashed`. `colour` is a number of
+    the palette.
     """
 
     name: str
-    steps: NDArray[np.int64]
-    values: NDArray[np.float64]
+    x: ArrayLike
+    y: ArrayLike
     role: str = "line"
     colour: int = 0
 
 
-def line_option(lines: Sequence[Line], *, markers: Sequence[tuple[int, str]] = ()) -> dict[str, Any]:
-    """Lines over steps; each marker is a vertical line at a step with a word."""
-    names = [line.name for line in lines]
-    series = [_series(line, has_twin=names.count(line.name) > 1) for line in lines]
-    if markers and series:
-        series[0]["markLine"] = _vertical_lines(markers)
-    last = max((int(line.steps[-1]) for line in lines if len(line.steps)), default=1)
-    first = min((int(line.steps[0]) for line in lines if len(line.steps)), default=0)
+@dataclass(frozen=True)
+class NumberAxis:
+    """The horizontal axis of lines: its name, whether it is logarithmic, and whether its labels are whole numbers."""
+
+    name: str = "step"
+    is_log: bool = False
+    is_whole: bool = True
+
+
+STEPS = NumberAxis()
+
+
+def line_plot(
+    lines: Sequence[Line], axis: NumberAxis = STEPS, *, markers: Iterable[tuple[int, str]] = ()
+) -> dict[str, Any]:
+    """Lines over steps or another number; each marker is a vertical line at a step with a word."""
     return {
-        "animation": False,
-        "grid": {"left": 8, "right": 20, "top": 34, "bottom": 26, "containLabel": True},
-        "legend": {"top": 0, "left": 0, "type": "scroll", "itemWidth": 16, "itemHeight": 8, "itemGap": 14},
-        "tooltip": {"trigger": "axis", "confine": True, "axisPointer": {"type": "line"}},
-        "xAxis": {
-            "type": "value",
-            "name": "step",
-            "nameLocation": "middle",
-            "nameGap": 24,
-            "min": first,
-            "max": max(last, first + 1),
-            "minInterval": 1,
-            "splitLine": {"show": False},
-            "splitNumber": 6,
-            "axisLabel": {"hideOverlap": True, "alignMinLabel": "left", "alignMaxLabel": "right"},
-        },
-        "yAxis": {"type": "value", "scale": True, "splitNumber": 4, "axisLabel": {"hideOverlap": True}},
-        "dataZoom": [{"type": "inside", "zoomOnMouseWheel": "ctrl", "moveOnMouseWheel": False}],
-        "series": series,
+        "kind": "lines",
+        "x": {"name": axis.name, "is_log": axis.is_log, "is_whole": axis.is_whole},
+        "lines": [
+            {
+                "name": line.name,
+                "role": line.role,
+                "colour": PALETTE[line.colour % len(PALETTE)],
+                "points": _points(np.asarray(line.x), np.asarray(line.y, dtype=np.float64)),
+            }
+            for line in lines
+        ],
+        "markers": list(markers),
     }
 
 
-def _series(line: Line, *, has_twin: bool) -> dict[str, Any]:
-    """A line; of two lines of one name, which the legend shows once, a faint one has no text below the pointer."""
-    colour = PALETTE[line.colour % len(PALETTE)]
-    is_faint, has_points = line.role == "faint", line.role == "points"
-    return {
-        "type": "line",
-        "name": line.name,
-        "data": _points(line),
-        "showSymbol": has_points or len(line.steps) == 1,
-        "symbol": "circle",
-        "symbolSize": 7 if has_points else 5,
-        "connectNulls": has_points,
-        "itemStyle": {"color": colour},
-        "lineStyle": {"color": colour, "width": 1 if is_faint else 2, "opacity": 0.45 if is_faint else 1.0},
-        "emphasis": {"disabled": True},
-        "tooltip": {"show": not (is_faint and has_twin)},
-        "z": 2 if is_faint else 4 if has_points else 3,
-    }
+def _points(x: NDArray[Any], y: NDArray[np.float64]) -> list[list[float | None]]:
+    """Pairs of a number and a value of six significant digits; steps are exact."""
+    numbers = x.tolist() if np.issubdtype(x.dtype, np.integer) else [_rounded(number) for number in x.tolist()]
+    values = [_rounded(value) if np.isfinite(value) else None for value in y.tolist()]
+    return [[number, value] for number, value in zip(numbers, values, strict=True)]
 
 
-def _points(line: Line) -> list[list[float | None]]:
-    """Pairs of a step and a value of six significant digits."""
-    return [
-        [int(step), float(f"{value:.{_SIGNIFICANT}g}") if np.isfinite(value) else None]
-        for step, value in zip(line.steps.tolist(), line.values.tolist(), strict=True)
-    ]
+def _rounded(number: float) -> float:
+    return float(f"{number:.{_SIGNIFICANT}g}")
 
 
-def _vertical_lines(markers: Sequence[tuple[int, str]]) -> dict[str, Any]:
-    return {
-        "silent": True,
-        "symbol": "none",
-        "lineStyle": {"type": "dashed", "width": 1},
-        "label": {"show": True, "formatter": "{b}", "position": "insideEndTop", "fontSize": 10},
-        "data": [{"xAxis": step, "name": word} for step, word in markers],
-    }
-
-
-def load_map_option(loads: NDArray[np.float64], layers: Sequence[int]) -> dict[str, Any]:
+def load_map_plot(loads: NDArray[np.float64], layers: Sequence[int]) -> dict[str, Any]:
     """A heat map of the loads [layers, experts] relative to the mean load of their layer, on a scale of 1/4 to 4."""
     shades = np.log2(np.clip(loads, 0.25, 4.0))
     cells = [
@@ -110,59 +86,51 @@ def load_map_option(loads: NDArray[np.float64], layers: Sequence[int]) -> dict[s
         for row in range(loads.shape[0])
         for expert in range(loads.shape[1])
     ]
-    option = _heat_map([str(expert) for expert in range(loads.shape[1])], [str(layer) for layer in layers], cells)
-    option["visualMap"] |= {"min": -2, "max": 2, "text": ["4x the mean load", "1/4"], "inRange": {"color": _DIVERGING}}
-    option["xAxis"]["name"] = "expert"
-    return option
+    scale = {"low": -2, "high": 2, "texts": ["1/4", "4x the mean load"], "colours": _DIVERGING}
+    return _heat_map("expert", [str(expert) for expert in range(loads.shape[1])], layers, cells) | {"scale": scale}
 
 
-def value_map_option(values: NDArray[np.float64], layers: Sequence[int], steps: Sequence[int]) -> dict[str, Any]:
+def value_map_plot(values: NDArray[np.float64], layers: Sequence[int], steps: Sequence[int]) -> dict[str, Any]:
     """A heat map of values [steps, layers] of 0 or more: a column for each step and a row for each layer."""
     cells = [
         [column, row, round(float(values[column, row]), 3), round(float(values[column, row]), 3)]
         for column in range(values.shape[0])
         for row in range(values.shape[1])
     ]
-    option = _heat_map([f"{step:,}" for step in steps], [str(layer) for layer in layers], cells)
     most = float(np.nanmax(values)) if values.size else 0.0
     top = max(round(most, 2), 0.1)
-    option["visualMap"] |= {"min": 0, "max": top, "text": [f"{top:g}", "0"], "inRange": {"color": _SEQUENTIAL}}
-    option["xAxis"]["name"] = "step"
-    return option
+    scale = {"low": 0, "high": top, "texts": ["0", f"{top:g}"], "colours": _SEQUENTIAL}
+    return _heat_map("step", [f"{step:,}" for step in steps], layers, cells) | {"scale": scale}
 
 
-def _heat_map(columns: list[str], rows: list[str], cells: list[list[float]]) -> dict[str, Any]:
+def _heat_map(x: str, columns: list[str], layers: Sequence[int], cells: list[list[float]]) -> dict[str, Any]:
+    """Each cell is a column, a row, its shade on the scale and its value."""
+    return {"kind": "map", "x": x, "columns": columns, "rows": [str(layer) for layer in layers], "cells": cells}
+
+
+@dataclass(frozen=True)
+class CoordinateAxis:
+    """One axis of parallel coordinates: numbers, on a logarithmic scale where `is_log`, or texts of `choices`."""
+
+    name: str
+    is_log: bool = False
+    choices: tuple[str, ...] = ()
+    ends: tuple[float | None, float | None] = (None, None)
+    """Least and greatest number; those of the rows where they are None."""
+
+
+def parallel_plot(
+    axes: Sequence[CoordinateAxis], rows: Sequence[Sequence[float | str]], *, is_maximized: bool
+) -> dict[str, Any]:
+    """A line for each row over the axes; the last axis holds the value by which lines are coloured.
+
+    Readers narrow each axis by dragging along it.
+    """
     return {
-        "animation": False,
-        "grid": {"left": 28, "right": 20, "top": 36, "bottom": 30, "containLabel": True},
-        "tooltip": {"confine": True},
-        "visualMap": {
-            "type": "continuous",
-            "dimension": 2,
-            "orient": "horizontal",
-            "right": 12,
-            "top": 0,
-            "itemHeight": 120,
-            "itemWidth": 12,
-            "calculable": False,
-            "hoverLink": False,
-        },
-        "xAxis": {
-            "type": "category",
-            "data": columns,
-            "nameLocation": "middle",
-            "nameGap": 26,
-            "axisLabel": {"hideOverlap": True},
-            "axisTick": {"show": False},
-        },
-        "yAxis": {
-            "type": "category",
-            "data": rows,
-            "name": "layer",
-            "nameLocation": "end",
-            "inverse": False,
-            "axisLabel": {"hideOverlap": True},
-            "axisTick": {"show": False},
-        },
-        "series": [{"type": "heatmap", "data": cells, "progressive": 0, "emphasis": {"disabled": True}}],
+        "kind": "parallel",
+        "axes": [
+            {"name": axis.name, "is_log": axis.is_log, "choices": axis.choices, "ends": axis.ends} for axis in axes
+        ],
+        "rows": [list(row) for row in rows],
+        "colours": _BEST_TO_WORST[::-1] if is_maximized else _BEST_TO_WORST,
     }

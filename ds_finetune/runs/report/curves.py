@@ -7,7 +7,7 @@ import numpy as np
 
 from ds_finetune.runs.curves import drawn_points, smooth
 from ds_finetune.runs.report.blocks import Chart
-from ds_finetune.runs.report.charts import Line, line_option
+from ds_finetune.runs.report.charts import Line, line_plot
 from ds_finetune.runs.report.number_texts import number_text
 from ds_finetune.runs.report.run import MOST_POINTS, ReportedRun
 
@@ -148,9 +148,10 @@ def _overlay_chart(runs: Sequence[ReportedRun], group: CurveGroup, name: str, *,
 def _chart(
     title: str, group: CurveGroup, lines: Sequence[Line], *, summary: str, markers: Sequence[tuple[int, str]] = ()
 ) -> Chart:
-    is_positive = all(bool((line.values[np.isfinite(line.values)] > 0).all()) for line in lines)
-    option = line_option(lines, markers=markers)
-    return Chart(title, option, summary, group.number, can_be_logarithmic=group.can_be_logarithmic and is_positive)
+    values = np.concatenate([np.asarray(line.y) for line in lines])
+    is_positive = bool((values[np.isfinite(values)] > 0).all())
+    plot = line_plot(lines, markers=markers)
+    return Chart(title, plot, summary, group.number, can_be_logarithmic=group.can_be_logarithmic and is_positive)
 
 
 def run_labels(runs: Sequence[ReportedRun]) -> list[str]:

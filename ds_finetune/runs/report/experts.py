@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_finetune.runs.report.blocks import Block, Chart, ReportSection
-from ds_finetune.runs.report.charts import load_map_option, value_map_option
+from ds_finetune.runs.report.charts import load_map_plot, value_map_plot
 from ds_finetune.runs.report.run import ReportedRun
 
 _MOST_CELLS = 16_384
@@ -21,7 +21,7 @@ def expert_section(run: ReportedRun) -> ReportSection | None:
     found = run.folder.experts
     if found is None or not len(found[1]):
         return None
-    # Their numbers are put into the tooltips as HTML, and a table of another origin may have texts here.
+    # A table of another origin may have texts here.
     layers, records = [int(layer) for layer in found[0]], found[1]
     counts, steps = records["counts"].astype(np.float64), records["step"]
     tenth = max(len(counts) // 10, 1)
@@ -58,7 +58,7 @@ def _load_map(title: str, counts: NDArray[np.float64], layers: list[int], height
         f"The busiest expert is {expert} of layer {layers[row]}, with {loads.max():.2f} times the mean load; "
         f"{int((loads == 0).sum()):,} of {loads.size:,} experts had no token."
     )
-    return Chart(title, load_map_option(loads, layers), summary, "ratio", is_wide=True, height=height, note=summary)
+    return Chart(title, load_map_plot(loads, layers), summary, "ratio", is_wide=True, height=height, note=summary)
 
 
 def _violation_map(counts: NDArray[np.float64], layers: list[int], steps: NDArray[Any], height: int) -> Chart:
@@ -70,6 +70,6 @@ def _violation_map(counts: NDArray[np.float64], layers: list[int], steps: NDArra
         f"At the end layer {layers[least_even]} is the least even one: its busiest expert has "
         f"{values[-1].max() + 1:.2f} times the mean load."
     )
-    option = value_map_option(np.maximum(values, 0.0), layers, [int(steps[span[0]]) for span in spans])
+    plot = value_map_plot(np.maximum(values, 0.0), layers, [int(steps[span[0]]) for span in spans])
     title = "Busiest expert of each layer over the run (largest load over the mean, less 1)"
-    return Chart(title, option, summary, "number", is_wide=True, height=height, note=summary)
+    return Chart(title, plot, summary, "number", is_wide=True, height=height, note=summary)

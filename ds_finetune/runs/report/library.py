@@ -1,17 +1,34 @@
-"""The plot library that comes with this package: Apache ECharts, which draws in the reader's browser.
+"""The chart library of reports and of the page of `watch`: BokehJS, one script that the package bokeh installs."""
 
-`assets/` holds one file of its npm package with the licences of what is in it. `scripts/plot_library.py` replaces them.
-"""
-
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-ECHARTS_VERSION = "6.1.0"
-ECHARTS_SHA256 = "b66b25aeb4df84e33199dc21694014d336d222cbd9deb0e5a7c14bd6aa0d0fd0"
-"""Digest of `dist/echarts.min.js` in the npm package of that version."""
-ASSETS = Path(__file__).parent / "assets"
-ECHARTS = ASSETS / "echarts.min.js"
+from ds_finetune.errors import DependencyError
+
+TEMPLATES = Path(__file__).parent / "templates"
+PLOTS = TEMPLATES / "plots.js"
+"""Draws with BokehJS what `charts.py` describes."""
+_MAJOR, _LEAST_MINOR = 3, 7
+"""The versions of bokeh whose script it draws with."""
 
 
-def echarts_source() -> str:
-    """The JavaScript of the library, which defines the global `echarts`."""
-    return ECHARTS.read_text(encoding="utf-8")
+def bokehjs() -> Path:
+    """The script, which defines the global `Bokeh`. It is found without an import of bokeh.
+
+    Raises:
+        DependencyError: bokeh is missing or too old or new, or was installed without its scripts.
+    """
+    hint = f"pip install 'bokeh>={_MAJOR}.{_LEAST_MINOR},<{_MAJOR + 1}'"
+    try:
+        bokeh = distribution("bokeh")
+    except PackageNotFoundError as missing:
+        raise DependencyError("charts need the package bokeh, which is not installed", hint=hint) from missing
+    major, minor = (int(part) for part in bokeh.version.split(".")[:2])
+    if major != _MAJOR or minor < _LEAST_MINOR:
+        wanted = f"{_MAJOR}.{_LEAST_MINOR} or a later {_MAJOR}.x"
+        raise DependencyError(f"charts need bokeh {wanted}, and {bokeh.version} is installed", hint=hint)
+    script = Path(str(bokeh.locate_file("bokeh/server/static/js/bokeh.min.js")))
+    if not script.is_file():
+        reason = f"bokeh {bokeh.version} is installed without `{script}`"
+        raise DependencyError(reason, hint=f"{hint} --force-reinstall")
+    return script

@@ -5,7 +5,6 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -13,13 +12,12 @@ from ds_finetune import __version__
 from ds_finetune.runs.report.blocks import Block, Charts, DataTable, Facts, Page, ReportSection, Tile
 from ds_finetune.runs.report.curves import overlay_charts, run_labels
 from ds_finetune.runs.report.differences import differing_keys
-from ds_finetune.runs.report.library import echarts_source
+from ds_finetune.runs.report.library import PLOTS, TEMPLATES, bokehjs
 from ds_finetune.runs.report.number_texts import NONE, duration_text, number_text
 from ds_finetune.runs.report.run import ReportedRun
 from ds_finetune.runs.report.sections import SECTIONS, repeat_command, run_seconds, seconds_text
 from ds_finetune.runs.status import State
 
-TEMPLATES = Path(__file__).parent / "templates"
 _UNKNOWN_FORM = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, OSError)
 """What files that another version wrote, or that cannot be read, raise in the functions of `SECTIONS`."""
 
@@ -88,9 +86,9 @@ def render_page(page: Page) -> str:
 
     A policy in it forbids every request, and every script but these two.
     """
-    script = (TEMPLATES / "report.js").read_text(encoding="utf-8")
-    library = echarts_source() if page.charts else ""
-    charts = [{"option": chart.option, "number": chart.number} for chart in page.charts]
+    script = "".join(path.read_text(encoding="utf-8") for path in (PLOTS, TEMPLATES / "report.js"))
+    library = bokehjs().read_text(encoding="utf-8") if page.charts else ""
+    charts = [{"plot": chart.plot, "number": chart.number} for chart in page.charts]
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )

@@ -15,12 +15,11 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from ds_finetune.runs.folder import RunFolder
+from ds_finetune.runs.report.library import PLOTS, bokehjs
 from ds_finetune.runs.watch.access import AccessCheck, AccessRules
 from ds_finetune.runs.watch.store import MOST_COMPARED, RunStore, Tree
 
 STATIC = Path(__file__).parent / "static"
-ECHARTS = Path(__file__).parents[1] / "report" / "assets" / "echarts.min.js"
-_FILES = {path.name: path for path in (*sorted(STATIC.iterdir()), ECHARTS)}
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _POINTS, _LEAST_POINTS, _MOST_POINTS = 800, 16, 4_000
 _LOOK_SECONDS = 0.4
@@ -32,26 +31,31 @@ _SILENT_SECONDS = 15.0
 
 
 def make_app(store: RunStore, rules: AccessRules, is_closing: Callable[[], bool] = lambda: False) -> AccessCheck:
-    """The application over the runs of `store`; its streams end once `is_closing` is true."""
+    """The application over the runs of `store`; its streams end once `is_closing` is true.
+
+    Raises:
+        DependencyError: the chart library is not installed.
+    """
     watcher = _Watcher(store, is_closing)
+    files = {path.name: path for path in (*STATIC.iterdir(), PLOTS, bokehjs())}
+
+    async def static_file(request: Request) -> Response:
+        path = files.get(request.path_params.get("name", "index.html"))
+        if path is None:
+            raise HTTPException(404)
+        # The browser asks each time whether the file has changed, so that an upgrade is seen at once.
+        headers = {"Cache-Control": "no-cache"}
+        return FileResponse(path, media_type=_TYPES[path.suffix], headers=headers)
+
     routes = [
-        Route("/", _static_file),
-        Route("/static/{name}", _static_file),
+        Route("/", static_file),
+        Route("/static/{name}", static_file),
         Route("/api/runs", watcher.runs),
         Route("/api/run", watcher.run),
         Route("/api/curves", watcher.curves),
         Route("/api/stream", watcher.stream),
     ]
     return AccessCheck(Starlette(routes=routes), rules)
-
-
-async def _static_file(request: Request) -> Response:
-    path = _FILES.get(request.path_params.get("name", "index.html"))
-    if path is None:
-        raise HTTPException(404)
-    # The browser asks each time whether the file has changed, so that an upgrade is seen at once.
-    headers = {"Cache-Control": "no-cache"}
-    return FileResponse(path, media_type=_TYPES[path.suffix], headers=headers)
 
 
 class _Watcher:

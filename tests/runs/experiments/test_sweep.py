@@ -82,8 +82,8 @@ def test_the_best_run_file_is_written_and_trained_with_seeds(tmp_path: Path) -> 
     assert "export" not in best
     page = (tmp_path / "out" / "report.html").read_text()
     assert page.count('class="plot"') == 2
-    (axis, _) = json.loads(page[page.index('"parallelAxis":') + 15 : page.index(',"visualMap"')])
-    assert (axis["name"], axis["type"], axis["min"], axis["max"]) == ("optim.lr", "log", 1e-5, 0.1)
+    (axis, _) = json.JSONDecoder().raw_decode(page, page.index('"axes":') + 7)[0]
+    assert axis == {"name": "optim.lr", "is_log": True, "choices": [], "ends": [1e-5, 0.1]}
     assert "trial 0, seed 1" not in page or result.best_number == 0
     assert f"trial {result.best_number}, seed 2" in page
     assert "Its seeds differ by 2" in page

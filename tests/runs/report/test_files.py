@@ -1,8 +1,11 @@
 """Files beside the page: the picture of the loss, model cards, and the plot library."""
 
-import hashlib
 import json
 import math
+import re
+import subprocess
+import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +13,12 @@ import pytest
 from huggingface_hub import ModelCard
 from PIL import Image
 
-from ds_finetune.runs.report.library import ASSETS, ECHARTS, ECHARTS_SHA256, ECHARTS_VERSION
+from ds_finetune.errors import DependencyError
+from ds_finetune.runs.report.library import bokehjs
 from ds_finetune.runs.report.loss_plot import write_loss_plot
 from ds_finetune.runs.report.model_card import write_card_of_source, write_model_cards
 from ds_finetune.runs.report.run import ReportedRun
+from tests.conftest import ROOT
 from tests.runs.report.made_runs import make_run
 
 
@@ -83,7 +88,32 @@ def test_an_export_of_a_checkpoint_has_the_card_of_its_run(run: Path, tmp_path: 
     assert write_card_of_source(tmp_path / "a-model", out) is None
 
 
-def test_the_plot_library_is_that_of_its_package() -> None:
-    assert hashlib.sha256(ECHARTS.read_bytes()).hexdigest() == ECHARTS_SHA256
-    assert f'"{ECHARTS_VERSION}"' in ECHARTS.read_text()
-    assert {"LICENSE", "LICENSE-d3", "LICENSE-zrender", "NOTICE"} <= {path.name for path in ASSETS.iterdir()}
+def test_the_chart_library_is_that_of_the_installed_package() -> None:
+    assert f'"{version("bokeh")}"' in bokehjs().read_text()
+
+
+def test_the_chart_library_is_found_without_an_import_of_its_package() -> None:
+    code = (
+        "import sys; from ds_finetune.runs.report.library import bokehjs; bokehjs(); sys.exit('bokeh' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("version", "reason"),
+    [
+        ("2.4.3", "bokeh 3.7 or a later 3.x, and 2.4.3 is installed"),
+        ("4.0.0", "bokeh 3.7 or a later 3.x, and 4.0.0 is installed"),
+        ("3.9.2", "bokeh 3.9.2 is installed without"),
+    ],
+)
+def test_another_chart_library_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, reason: str
+) -> None:
+    folder = tmp_path / f"bokeh-{version}.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: bokeh\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(DependencyError, match=re.escape(reason)) as refused:
+        bokehjs()
+    assert refused.value.hint.startswith("pip install 'bokeh>=3.7,<4'")

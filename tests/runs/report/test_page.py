@@ -119,20 +119,20 @@ def test_the_page_fetches_nothing_and_runs_its_own_scripts_alone(run: Path, page
 
 def test_the_curves_have_the_numbers_of_the_run_and_restarts(page: PageParser) -> None:
     charts = json.loads(page.scripts[0])
-    loss = charts[0]["option"]["series"]
-    names = [series["name"] for series in loss]
+    loss = charts[0]["plot"]["lines"]
+    names = [line["name"] for line in loss]
     assert names == ["train", "smoothed", "eval", "eval math"]
-    assert loss[0]["data"][0] == [1, 6.0]
-    assert loss[2]["data"][:2] == [[10, 2.65], [20, 2.45]]
-    assert [line["xAxis"] for line in loss[0]["markLine"]["data"]] == [20]
-    norms = next(chart for chart in charts if chart["option"]["series"][0]["name"] == "before clipping")
-    assert norms["option"]["series"][0]["data"][4] == [5, None], "a step without a finite value is a gap"
+    assert loss[0]["points"][0] == [1, 6.0]
+    assert loss[2]["points"][:2] == [[10, 2.65], [20, 2.45]]
+    assert charts[0]["plot"]["markers"] == [[20, "restart"]]
+    norms = next(chart for chart in charts if chart["plot"]["lines"][0]["name"] == "before clipping")
+    assert norms["plot"]["lines"][0]["points"][4] == [5, None], "a step without a finite value is a gap"
 
 
 def test_the_smoothed_loss_does_not_lag_behind_the_loss(page: PageParser) -> None:
-    train, smoothed = json.loads(page.scripts[0])[0]["option"]["series"][:2]
-    assert smoothed["data"][-1] == train["data"][-1]
-    assert smoothed["data"][29][1] == pytest.approx(train["data"][29][1], rel=1e-3)
+    train, smoothed = json.loads(page.scripts[0])[0]["plot"]["lines"][:2]
+    assert smoothed["points"][-1] == train["points"][-1]
+    assert smoothed["points"][29][1] == pytest.approx(train["points"][29][1], rel=1e-3)
 
 
 def test_tokens_used_are_told_beside_those_of_the_data(page: PageParser) -> None:
@@ -195,7 +195,7 @@ def _luminance(colour: str) -> float:
 def test_a_heat_map_has_the_loads_relative_to_the_mean(run: Path) -> None:
     section = expert_section(ReportedRun.read(run))
     assert section is not None
-    first, last, course = (chart.option["series"][0]["data"] for chart in section.blocks)  # type: ignore[union-attr]
+    first, last, course = (chart.plot["cells"] for chart in section.blocks)  # type: ignore[union-attr]
     assert {cell[3] for cell in first} == {1.0}
     assert [cell for cell in last if cell[3] == 8.0] == [[5, 1, 2.0, 8.0]], "expert, row of layer 2, colour, load"
     assert course[0][3] == 0.0
@@ -233,7 +233,6 @@ def test_the_command_that_repeats_a_run_is_quoted(tmp_path: Path) -> None:
 
 
 def test_layers_of_a_table_of_experts_are_numbers(tmp_path: Path) -> None:
-    """They become HTML in a tooltip."""
     run = make_run(tmp_path / "run")
     table = (run / "experts.bin").read_bytes()
     (run / "experts.bin").write_bytes(table.replace(b"[1, 2, 3]", b'[1,2,"b"]'))
@@ -381,7 +380,7 @@ def test_runs_are_overlaid_with_the_differences_of_their_configuration(tmp_path:
     assert "output_dir" not in cells
     assert "train.for" not in cells, "it is the same in both"
     assert cells["steps"] == ["60", "40"]
-    loss = json.loads(page.scripts[0])[0]["option"]["series"]
-    assert [series["name"] for series in loss] == ["x/run", "x/run", "y/run", "y/run"], "faint, and smoothed"
-    assert {len(series["data"]) for series in loss} == {60, 40}
+    loss = json.loads(page.scripts[0])[0]["plot"]["lines"]
+    assert [line["name"] for line in loss] == ["x/run", "x/run", "y/run", "y/run"], "faint, and smoothed"
+    assert {len(line["points"]) for line in loss} == {60, 40}
     assert main(["report", *map(str, runs), "-o", str(out)]) == 0, "a report may be written again"

@@ -120,7 +120,7 @@ def test_the_list_shows_runs_as_text_and_new_ones(page: Page, runs: Path) -> Non
 
 def test_a_new_step_appears_in_the_curve(page: Page, runs: Path) -> None:
     page.open("#run=a")
-    page.wait_for(lambda: page.run("return document.querySelectorAll('.chart canvas').length"))
+    page.wait_for(lambda: page.run("return document.querySelectorAll('.chart .bk-Plot').length"))
     assert page.text("[data-metric='train/loss'] .last") == "0.1"
     assert page.text("pre.log").endswith("x\n")
     with (runs / "a" / "metrics.jsonl").open("a") as file:

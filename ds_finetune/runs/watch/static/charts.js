@@ -1,16 +1,10 @@
-// Curves over steps, drawn by Apache ECharts. Tooltips are drawn on the canvas, so no text of a run becomes HTML.
+// Curves over steps, drawn by plots.js, which reports have too.
 import { number } from "./page.js";
 
 const PALETTE = ["#3b7ddd", "#e0701a", "#17966b", "#9460d8", "#d8446a", "#128fa6", "#a67c1b", "#6b7685"];
 
 export function colour(place) {
   return PALETTE[place % PALETTE.length];
-}
-
-function themed() {
-  const style = getComputedStyle(document.documentElement);
-  const of = (name) => style.getPropertyValue(name).trim();
-  return { text: of("--text"), faint: of("--faint"), line: of("--line"), panel: of("--panel") };
 }
 
 // The centred moving average of `smooth` in runs/curves.py, over about 1 / (1 - weight) points on both sides.
@@ -25,111 +19,84 @@ export function smoothed(values, weight) {
   });
 }
 
-function points(steps, values) {
-  return steps.map((step, place) => [step, values[place]]);
-}
-
 // Whether single points are shown: evaluations are few and far between, and a line needs two points.
 function isSparse(steps) {
   const span = steps.length > 2 ? (steps.at(-1) - steps[0]) / (steps.length - 1) : Infinity;
   return steps.length < 60 && span > 1.5;
 }
 
-function seriesOf(line, weight) {
-  const shade = colour(line.place);
-  const sparse = isSparse(line.steps);
-  const base = {
-    type: "line", name: line.name, symbol: "circle", symbolSize: sparse ? 5 : 3, showSymbol: sparse,
-    color: shade, connectNulls: false, emphasis: { disabled: true },
-  };
-  const drawn = smoothed(line.values, weight);
-  const main = {
-    ...base, z: 3, data: points(line.steps, drawn),
-    lineStyle: { width: 1.8, color: shade, type: line.dashed ? "dashed" : "solid" },
-  };
-  if (!weight || line.dashed) return [main];
-  const raw = points(line.steps, line.values);
-  return [
-    { ...base, z: 1, data: raw, silent: true, showSymbol: false, tooltip: { show: false },
-      lineStyle: { width: 1, color: shade, opacity: 0.28 } },
-    main,
-  ];
-}
-
-function optionOf(lines, settings) {
-  const { text, faint, line, panel } = themed();
-  const axis = {
-    axisLine: { lineStyle: { color: line } }, axisTick: { show: false }, splitLine: { lineStyle: { color: line } },
-    axisLabel: { color: faint, hideOverlap: true, fontSize: 11 },
-  };
+function shapeOf(lines, settings) {
   return {
-    animation: false,
-    textStyle: { fontFamily: "system-ui, sans-serif" },
-    grid: { left: 4, right: 14, top: 10, bottom: 2, containLabel: true },
-    tooltip: {
-      trigger: "axis", renderMode: "richText", confine: true, backgroundColor: panel, borderColor: line,
-      textStyle: { color: text, fontSize: 12 }, axisPointer: { lineStyle: { color: faint } },
-      order: "valueDesc",
-      formatter: (found) => tooltipText(found),
-    },
-    xAxis: { type: "value", min: "dataMin", max: "dataMax", minInterval: 1, splitNumber: 4, ...axis,
-      splitLine: { show: false } },
-    yAxis: { type: settings.log ? "log" : "value", scale: true, splitNumber: 4, ...axis,
-      axisLabel: { ...axis.axisLabel, formatter: (value) => number(value, 3) } },
-    dataZoom: [{ type: "inside", zoomOnMouseWheel: "ctrl", moveOnMouseWheel: false, moveOnMouseMove: true,
-      filterMode: "none" }],
-    series: lines.flatMap((each) => seriesOf(settings.log ? positive(each) : each, settings.smoothing)),
+    kind: "lines", x: { name: "step", is_log: false, is_whole: true },
+    lines: lines.flatMap((line) => rolesOf(line, settings.smoothing)),
   };
 }
 
-function positive(line) {
-  return { ...line, values: line.values.map((value) => (value !== null && value > 0 ? value : null)) };
+// A line, and its values behind it where it is smoothed.
+function rolesOf(line, weight) {
+  const rolled = (role, values) => ({
+    name: shortened(line.name, 44), role, colour: colour(line.place), points: line.steps.map((step, at) => [step, values[at]]),
+  });
+  const main = rolled(isSparse(line.steps) ? "points" : "line", smoothed(line.values, weight));
+  return weight ? [rolled("faint", line.values), main] : [main];
 }
 
-function tooltipText(found) {
-  if (!found.length) return "";
-  const seen = new Map();
-  for (const each of found) seen.set(each.seriesName, each.value[1]);
-  const rows = [...seen].slice(0, 12).map(([name, value]) => `${shortened(name, 44)}   ${number(value)}`);
-  return [`step ${found[0].value[0].toLocaleString("en")}`, ...rows].join("\n");
+function look(settings) {
+  const style = getComputedStyle(document.documentElement);
+  const of = (name) => style.getPropertyValue(name).trim();
+  return {
+    text: of("--text"), muted: of("--faint"), line: of("--line"), font: "system-ui, sans-serif", legend: false,
+    logarithmic: settings.log, hidden: new Set(), tick: (value) => number(value, 3), value: number,
+    number: (value) => value.toLocaleString("en"),
+  };
 }
 
 export function shortened(name, most) {
   return name.length > most ? `…${name.slice(1 - most)}` : name;
 }
 
-// One chart in a box. `lines` are {name, steps, values, place, dashed}; a box that is out of sight is drawn once it
-// comes into sight.
+// One chart in a box. `lines` are {name, steps, values, place}; a box that is out of sight is drawn once it comes into
+// sight. New points are added to what is drawn; other lines, settings or colours are drawn anew.
 export class Chart {
   constructor(box) {
     this.box = box;
-    this.inSight = false;
+    this.inSight = this.isClosed = false;
     this.waiting = null;
-    this.chart = null;
+    this.drawn = null;
+    this.drawing = Promise.resolve();
     this.observer = new IntersectionObserver(([entry]) => {
       this.inSight = entry.isIntersecting;
       if (this.inSight && this.waiting) this.draw(...this.waiting);
     }, { rootMargin: "200px" });
     this.observer.observe(box);
-    this.resizer = new ResizeObserver(() => this.chart && this.chart.resize());
-    this.resizer.observe(box);
   }
 
   draw(lines, settings) {
     this.waiting = [lines, settings];
-    if (!this.inSight || !this.box.clientWidth) return;
+    if (this.inSight && this.box.clientWidth) this.drawing = this.drawing.then(() => this.drawLatest());
+  }
+
+  async drawLatest() {
+    if (!this.waiting || this.isClosed) return;
+    const [lines, settings] = this.waiting;
     this.waiting = null;
-    this.chart ??= echarts.init(this.box, null, { renderer: "canvas" });
-    const zoom = this.chart.getOption()?.dataZoom?.[0];
-    const option = optionOf(lines, settings);
-    if (zoom) Object.assign(option.dataZoom[0], { start: zoom.start, end: zoom.end });
-    this.chart.setOption(option, { notMerge: true, lazyUpdate: false });
+    const shape = shapeOf(lines, settings), colours = look(settings);
+    const kind = JSON.stringify([colours, shape.lines.map(({ points, ...line }) => line)]);
+    if (kind === this.kind) {
+      this.drawn.update(shape.lines);
+      return;
+    }
+    const part = this.drawn?.zoom();
+    this.drawn?.close();
+    this.drawn = await plots.draw(this.box, shape, colours);
+    this.kind = kind;
+    if (part) this.drawn.enlarge(part);
   }
 
   close() {
+    this.isClosed = true;
     this.observer.disconnect();
-    this.resizer.disconnect();
-    this.chart?.dispose();
+    this.drawing.then(() => this.drawn?.close());
   }
 }
 
