@@ -1,8 +1,10 @@
 """The keys that a DeepSpeed JSON may have, at the top and in its sections, and the types of their values."""
 
 import difflib
+import json
 import math
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ds_finetune.errors import ConfigError
@@ -80,78 +82,12 @@ RENAMED = {
 
 DeepSpeed 0.19.8 would replace them only after this program has read the configuration.
 """
-_STAGE3_ALIASES = (
-    "prefetch_bucket_size",
-    "param_persistence_threshold",
-    "model_persistence_threshold",
-    "max_live_parameters",
-    "max_reuse_distance",
-    "gather_16bit_weights_on_model_save",
-    "module_granularity_threshold",
-    "use_all_reduce_for_fetch_params",
-    "allgather_sequential",
+_TYPES: Mapping[str, Mapping[str, str]] = json.loads(
+    Path(__file__).with_name("deepspeed_keys.json").read_text(encoding="utf-8")
 )
-_ZERO_KEYS = (
-    "stage",
-    "contiguous_gradients",
-    "reduce_scatter",
-    "reduce_bucket_size",
-    "use_multi_rank_bucket_allreduce",
-    "allgather_partitions",
-    "allgather_bucket_size",
-    "overlap_comm",
-    "compute_grad_norm",
-    "load_from_fp32_weights",
-    "elastic_checkpoint",
-    "offload_param",
-    "offload_optimizer",
-    "zenflow",
-    "sub_group_size",
-    *_STAGE3_ALIASES,
-    *(f"stage3_{name}" for name in _STAGE3_ALIASES),
-    "ignore_unused_parameters",
-    "legacy_stage1",
-    "round_robin_gradients",
-    "parameter_alignment",
-    "zero_hpz_partition_size",
-    "zero_quantized_weights",
-    "zero_quantized_nontrainable_weights",
-    "zero_quantized_gradients",
-    "memory_efficient_linear",
-    "pipeline_loading_checkpoint",
-    "override_module_apply",
-    "log_trace_cache_warnings",
-    "enable_sanity_checks",
-    "save_muon_momentum_buffer_in_memory",
-    "leaf_module",
-)
-_OFFLOAD_KEYS = ("device", "nvme_path", "buffer_count", "buffer_size", "pin_memory")
-KNOWN_IN_SECTIONS: Mapping[str, Collection[str]] = {
-    "zero_optimization": _ZERO_KEYS,
-    "zero_optimization.offload_param": (*_OFFLOAD_KEYS, "max_in_cpu"),
-    "zero_optimization.offload_optimizer": (
-        *("device", "nvme_path", "buffer_count", "pin_memory", "pipeline_read", "pipeline_write", "fast_init", "ratio"),
-        *("super_offload", "cpuadam_cores_perc"),
-    ),
-    "zero_optimization.zenflow": (
-        *("topk_ratio", "select_strategy", "select_interval", "update_interval", "overlap_step", "offload"),
-        *("auto_ratio", "full_warm_up_rounds", "pt_reserved_cores_perc", "steps_per_epoch"),
-    ),
-    "zero_optimization.leaf_module": ("classes", "names", "name_suffixes"),
-    "bf16": (
-        "enabled",
-        "immediate_grad_update",
-        "check_grad_overflow",
-        "bf16_master_weights_and_grads",
-        "bf16_optimizer_states",
-    ),
-    "fp16": (
-        *("enabled", "auto_cast", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis"),
-        *("consecutive_hysteresis", "min_loss_scale", "fp16_master_weights_and_grads"),
-    ),
-}
-"""Keys of sections that DeepSpeed 0.19.8 checks only when it builds the engine, by a traceback (zero/config.py,
-zero/offload_config.py, precision_config.py)."""
+"""By section, the keys that DeepSpeed 0.19.8 checks only when it builds the engine, by a traceback, with their types:
+int, float, bool or other. Written by scripts/deepspeed_keys.py from DeepSpeed's own models.
+"""
 _SECTIONS = (
     "optimizer",
     "optimizer.params",
@@ -162,25 +98,6 @@ _SECTIONS = (
     "flops_profiler",
 )
 """Sections whose keys are checked elsewhere, or nowhere."""
-COUNTS = frozenset(
-    [
-        *("reduce_bucket_size", "allgather_bucket_size", "sub_group_size", "zero_hpz_partition_size"),
-        *(prefix + name for prefix in ("", "stage3_") for name in _STAGE3_ALIASES[:5]),
-        *("module_granularity_threshold", "stage3_module_granularity_threshold"),
-        *("buffer_count", "buffer_size", "max_in_cpu"),
-        *("initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"),
-        *("select_interval", "update_interval", "full_warm_up_rounds", "steps_per_epoch"),
-    ]
-)
-"""Keys of `KNOWN_IN_SECTIONS` that DeepSpeed reads as whole numbers."""
-NUMBERS = frozenset(["loss_scale", "ratio", "cpuadam_cores_perc", "topk_ratio", "auto_ratio", "pt_reserved_cores_perc"])
-OTHER_TYPES = frozenset(
-    [
-        *("stage", "offload_param", "offload_optimizer", "zenflow", "leaf_module"),
-        *("device", "nvme_path", "classes", "names", "name_suffixes", "select_strategy"),
-    ]
-)
-"""Keys that are neither numbers nor true or false; all other keys are true or false."""
 _DEVICES = ("none", "cpu", "nvme")
 
 
@@ -193,7 +110,7 @@ def check_keys(tree: Mapping[str, Any], source: str) -> None:
                 hint=OWNED_ELSEWHERE[key],
             )
         _check_key(f"{source}: ", key, tree[key], KNOWN_KEYS)
-    for section, known in KNOWN_IN_SECTIONS.items():
+    for section, types in _TYPES.items():
         given = _section(tree, section.split("."), source)
         for key, value in given.items():
             if key in RENAMED:
@@ -201,27 +118,27 @@ def check_keys(tree: Mapping[str, Any], source: str) -> None:
                     f"{source}: `{section}.{key}` = {value!r} is deprecated in DeepSpeed 0.19.8",
                     hint=f"write {RENAMED[key]}",
                 )
-            _check_key(f"{source}: in {section}: ", key, value, known)
-            if wanted := _expected_value(key, value):
+            _check_key(f"{source}: in {section}: ", key, value, types)
+            if wanted := _expected_value(key, value, types[key]):
                 raise ConfigError(f"{source}: `{section}.{key}` is {value!r}", hint=f"write {wanted}")
     for section in _SECTIONS:
         _section(tree, section.split("."), source)
 
 
-def _expected_value(key: str, value: object) -> str:
+def _expected_value(key: str, value: object, kind: str) -> str:
     """A description of the values that DeepSpeed takes for `key`; empty where it takes `value`."""
     if value == "auto" or (value is None and key in ("overlap_comm", "device", "nvme_path")):
         return ""
     number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else -1.0
-    if key in COUNTS:
+    if kind == "int":
         return "" if number >= 0 and number.is_integer() else "a whole number, e.g. 500000000 (YAML reads 5e8 as text)"
-    if key in NUMBERS:
+    if kind == "float":
         return "" if 0 <= number < math.inf else "a number from 0 on"
     if key == "device":
         return "" if value in _DEVICES else f"one of {', '.join(_DEVICES)}"
     if key == "nvme_path":
         return "" if isinstance(value, str) else "a folder"
-    return "" if key in OTHER_TYPES or isinstance(value, bool) else "true or false"
+    return "" if kind == "other" or isinstance(value, bool) else "true or false"
 
 
 def _section(tree: Mapping[str, Any], path: Sequence[str], source: str) -> Mapping[str, Any]:

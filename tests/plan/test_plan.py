@@ -3,8 +3,9 @@
 import json
 import math
 import re
+import runpy
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import yaml
@@ -13,7 +14,6 @@ from ds_finetune.cli.demo_files import write_demo
 from ds_finetune.config.schema import RunConfig, read_config
 from ds_finetune.errors import ConfigError, ModelError
 from ds_finetune.plan import plan as layout
-from ds_finetune.plan.known_keys import COUNTS, KNOWN_IN_SECTIONS, NUMBERS, OTHER_TYPES, RENAMED
 from ds_finetune.plan.model_checks import check_settings
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.world import AccelerateChoices, World
@@ -306,35 +306,8 @@ def test_torch_adam_false_is_the_default_on_a_gpu_alone() -> None:
 
 
 def test_the_known_keys_are_those_of_the_installed_deepspeed() -> None:
-    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
-    fields = DeepSpeedZeroConfig.model_fields
-    names = {*fields, *(field.alias for field in fields.values() if field.alias)}
-    assert set(KNOWN_IN_SECTIONS["zero_optimization"]) == names - RENAMED.keys()
-    for section in ("offload_param", "offload_optimizer", "leaf_module", "zenflow"):
-        kind = next(
-            kind
-            for kind in (fields[section].annotation, *get_args(fields[section].annotation))
-            if hasattr(kind, "model_fields")
-        )
-        assert set(KNOWN_IN_SECTIONS[f"zero_optimization.{section}"]) == set(kind.model_fields)
-        _assert_kinds(kind)
-    _assert_kinds(DeepSpeedZeroConfig)
-    for section, kind in (("bf16", DeepSpeedBF16Config), ("fp16", DeepSpeedFP16Config)):
-        assert set(KNOWN_IN_SECTIONS[section]) == set(kind.model_fields)
-        _assert_kinds(kind)
-
-
-def _assert_kinds(kind: Any) -> None:
-    """Whole numbers, other numbers and switches of a section are what DeepSpeed declares them as."""
-    for name, field in kind.model_fields.items():
-        if name in RENAMED:
-            continue
-        found = int if name in COUNTS else float if name in NUMBERS else None if name in OTHER_TYPES else bool
-        declared = {int, float, bool} & {field.annotation, *get_args(field.annotation)}
-        assert declared == ({found} if found else set()), name
-        assert not field.alias or (field.alias in COUNTS) == (name in COUNTS), name
+    script = runpy.run_path(str(ROOT / "scripts" / "deepspeed_keys.py"))
+    assert script["FILE"].read_text() == script["text"](), "run: python scripts/deepspeed_keys.py"
 
 
 def test_the_users_tree_is_not_changed() -> None:
