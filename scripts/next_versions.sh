@@ -1,0 +1,73 @@
+#!/usr/bin/env bash
+# Run the quick tests with other releases of the packages this one is built on, and write what fails.
+#
+#     bash scripts/next_versions.sh [newest|oldest] [TEST...]
+#
+# `newest` takes the newest releases, whatever pyproject.toml allows, and `oldest` the lowest it allows. Both go into an
+# environment of their own below .cache/next_versions; torch is the one that is there. The list is
+# .cache/next_versions/MODE.txt: the releases that differ from constraints.txt, the cited places of foreign source that
+# have moved or changed, and the tests that fail. Exit code 1 where there is any of the last two.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+mode="${1:-newest}"
+case "$mode" in newest | oldest) ;; *) sed -n '2,9s/^# \{0,1\}//p' "$0"; exit 2 ;; esac
+tests=("${@:2}")
+[ ${#tests[@]} -gt 0 ] || tests=(tests/foreign tests/config tests/model tests/data tests/objectives tests/serving tests/console)
+folder="$PWD/.cache/next_versions"
+environment="$folder/$mode" list="$folder/$mode.txt"
+rm -rf "$environment"
+mkdir -p "$folder"
+python3 -m venv "$environment"
+own="$("$environment/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+# What is not installed below comes from the environment that this was started in.
+python3 -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$own/started_in.pth"
+"$environment/bin/python" - "$mode" > "$folder/wanted.txt" <<'PYTHON'
+import re, subprocess, sys, tomllib
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
+extras = project["optional-dependencies"]
+lines = project["dependencies"] + [line for name in ("serve", "onnx", "quantize", "sweep") for line in extras[name]]
+for line in lines:
+    wanted = Requirement(line)
+    if wanted.name == "torch":
+        continue
+    if sys.argv[1] == "newest":
+        print(wanted.name)
+        continue
+    done = subprocess.run([sys.executable, "-m", "pip", "index", "versions", wanted.name], capture_output=True, text=True)
+    known = re.search(r"Available versions: (.*)", done.stdout)
+    allowed = [each for each in (known[1].split(", ") if known else []) if wanted.specifier.contains(each)]
+    print(f"{wanted.name}=={min(allowed, key=Version)}" if allowed else wanted.name)
+PYTHON
+torch="$(python3 -c 'import torch; print(torch.__version__)')"
+echo "torch==$torch" > "$folder/kept.txt"
+"$environment/bin/python" -m pip install --quiet --upgrade -c "$folder/kept.txt" -r "$folder/wanted.txt"
+export PYTHONPATH="$PWD" DS_ACCELERATOR="${DS_ACCELERATOR:-cpu}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PATH="$environment/bin:$PATH"
+{
+    echo "# releases other than those of constraints.txt ($mode, torch $torch kept)"
+    python - <<'PYTHON'
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+for line in Path("constraints.txt").read_text().splitlines():
+    name, _, tested = line.partition("==")
+    try:
+        found = version(name)
+    except PackageNotFoundError:
+        continue
+    if found.partition("+")[0] != tested:
+        print(f"{name} {tested} -> {found}")
+PYTHON
+    echo "# cited places of foreign source"
+    python scripts/check_citations.py && echo "all as cited" || echo "READ THESE AGAIN"
+    echo "# tests: ${tests[*]}"
+    python -m pytest -q -rfE --tb=no --no-header --show-capture=no "${tests[@]}" > "$folder/pytest.txt" && passed=1 || passed=0
+    grep -E "^(FAILED|ERROR)|passed|failed" "$folder/pytest.txt" || tail -20 "$folder/pytest.txt"
+    [ "$passed" = 1 ] || echo "TESTS FAILED"
+} | tee "$list"
+echo "written: $list"
+! grep -qE "^(READ THESE AGAIN|TESTS FAILED)$" "$list"
