@@ -100,7 +100,7 @@ MUTANTS = (
     ),
     Mutant(
         "second copies of weights from before they were loaded",
-        "engine/start_engine.py",
+        "engine/deepspeed_start.py",
         "        forget_second_copies(trained)\n",
         "        pass\n",
         INEXACT,
@@ -254,7 +254,7 @@ MUTANTS = (
     ),
     Mutant(
         "divergence of padding counted",
-        "model/attention/indexer_loss.py",
+        "features/indexer.py",
         "each.masked_fill(~rows.real.is_real, 0.0).sum()",
         "each.sum()",
         f"{TRAINED_INDEXER} -k padded",
@@ -282,7 +282,7 @@ MUTANTS = (
     ),
     Mutant(
         "losses of layers that share a choice added",
-        "model/attention/indexer_loss.py",
+        "features/indexer.py",
         "return {layer: 1 / served[indexer] for",
         "return {layer: 1.0 for",
         f"{TRAINED_INDEXER} -k dp-z3",
@@ -296,14 +296,14 @@ MUTANTS = (
     ),
     Mutant(
         "indexers count in the norm",
-        "model/build/model_plan.py",
-        "is_apart = self.indexer is not None and not self.indexer.is_alone and is_of_indexer",
-        "is_apart = False",
+        "features/indexer.py",
+        "return bool(self.own_loss) and self._family.is_of_indexer(name)",
+        "return False",
         f"{TRAINED_INDEXER} -k dp-z0",
     ),
     Mutant(
         "indexer trained",
-        "engine/start_engine.py",
+        "engine/rank_model.py",
         "if name in plan.frozen or model.is_untrained(name):",
         "if name in plan.frozen:",
         PARALLEL,
@@ -352,7 +352,7 @@ MUTANTS = (
     ),
     Mutant(
         "multi-token prediction from hidden states before the final norm",
-        "model/mtp/mtp_loss.py",
+        "features/mtp.py",
         "hidden.detach() if self._detach else hidden)",
         "hidden.detach() / self._lm.base_model.norm.weight)",
         f"{MTP} -k dp-z0",
@@ -401,9 +401,9 @@ MUTANTS = (
     ),
     Mutant(
         "the embedding's gradient of multi-token prediction stays on the last stage",
-        "model/mtp/mtp_loss.py",
-        "trains_embedding=not detach",
-        "trains_embedding=False",
+        "features/mtp.py",
+        "self.trains_embedding = not detach",
+        "self.trains_embedding = False",
         f"{MTP} -k pp2",
     ),
     Mutant(
@@ -579,7 +579,7 @@ MUTANTS = (
     ),
     Mutant(
         "score head frozen beside adapters",
-        "engine/start_engine.py",
+        "features/adapters.py",
         "lm.get_parameter(name).requires_grad_(True)",
         "lm.get_parameter(name).requires_grad_(False)",
         SCORES,
@@ -818,7 +818,7 @@ MUTANTS = (
     ),
     Mutant(
         "balance of the biased choice",
-        "model/experts/balance_loss.py",
+        "features/routers.py",
         "chosen = logits.float().topk(chosen.shape[1], dim=-1).indices",
         "pass",
         ROUTERS,
@@ -839,7 +839,7 @@ MUTANTS = (
     ),
     Mutant(
         "shares of choices on one sequence parallel rank",
-        "model/experts/balance_loss.py",
+        "features/routers.py",
         "counts = self._sp_group.all_reduce(counts)",
         "pass",
         ROUTERS,

@@ -124,6 +124,7 @@ ON_RESUME: Mapping[str, OnResume] = {
     "indexer.train": REFUSED,
     "indexer.stage": REFUSED,
     "indexer.weight": PRINTED,
+    "features": REFUSED,
     "log.every": FREE,
     "log.trackers": FREE,
     "profile.steps": FREE,

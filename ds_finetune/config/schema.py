@@ -364,6 +364,8 @@ class RunConfig(Section):
     """Routers of experts."""
     indexer: IndexerConfig = IndexerConfig()
     """Indexers of sparse attention."""
+    features: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Settings of features that other packages add, as in `features: {name: {weight: 0.1}}`."""
     log: LogConfig = LogConfig()
     """Logging."""
     profile: ProfileConfig | None = None

@@ -341,7 +341,7 @@ class Engine:
 
     @property
     def _total_loss(self) -> TotalLoss:
-        return TotalLoss(self.objective, tuple(each.extra for each in self._ds.module.extras))
+        return TotalLoss(self.objective, self._ds.module.extras)
 
     def _scores(
         self, sums: Mapping[str, float], counts: Mapping[str, float], together: DocumentScores

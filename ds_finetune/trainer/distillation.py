@@ -14,8 +14,6 @@ from ds_finetune.model.build.model_plan import ModelPlan
 from ds_finetune.model.build.skeleton import TOKENIZER_PATTERNS, resolve_folder
 from ds_finetune.model.loss.teacher_plan import check_same_tokens
 from ds_finetune.model.weights.load import weights_digest
-from ds_finetune.plan.distillation import is_teacher_partitioned
-from ds_finetune.plan.plan import Plan
 
 
 def with_local_teacher(config: RunConfig, model: ModelPlan) -> RunConfig:
@@ -54,16 +52,3 @@ def teacher_digest(model: ModelPlan, scores: StoredScores | None) -> str:
     if scores is not None:
         return scores.identity.teacher
     return weights_digest(resolve_folder(model.teacher.path)) if model.teacher is not None else ""
-
-
-def teacher_lines(model: ModelPlan, plan: Plan) -> list[tuple[str, str]]:
-    """What is decided about the teacher of a distillation, for people."""
-    if model.teacher is None:
-        return []
-    offload = model.teacher.offload
-    where = "host memory" if offload == "cpu" or plan.device == "cpu" else "GPU memory"
-    held = f"whole in {where} of each rank"
-    if is_teacher_partitioned(plan.zero_stage, offload):
-        held = f"partitioned by ZeRO-3 over {plan.world.world_size} ranks, in {where}"
-    params = model.teacher.count_params() / 1e6
-    return [("teacher", f"{model.teacher.path}, {params:,.3f} M parameters in {plan.precision}, {held}")]

@@ -1,23 +1,18 @@
 """What is decided about the model of a run, as lines of the plan."""
 
+from ds_finetune.features.table import features_of
 from ds_finetune.model.build.model_plan import ModelPlan
 from ds_finetune.plan.experts import experts_lines
 from ds_finetune.plan.head_chunk import head_line
 from ds_finetune.plan.packed_attention import attention_lines
 from ds_finetune.plan.plan import Plan
-from ds_finetune.trainer.distillation import teacher_lines
 
 
 def model_lines(model: ModelPlan, plan: Plan, *, capability: tuple[int, int] | None = None) -> list[tuple[str, str]]:
-    """Name and text of what is decided about the model, for people: vocabulary, scores, stages, LoRA, teacher.
+    """Name and text of what is decided about the model, for people: vocabulary, scores, stages, features.
 
     `capability` is the compute capability of this rank's GPU; None on CPUs and in a dry run.
     """
-    lora = model.lora.lines() if model.lora is not None else []
-    stages, teacher = plan.stage_lines(model.stages), teacher_lines(model, plan)
-    routers = model.router.lines() if model.router is not None else []
-    mtp = model.mtp.lines(model.hf_config) if model.mtp is not None else []
-    indexers = model.indexer.lines() if model.indexer is not None else []
     tree = model.hf_config.to_dict()
     kernel = attention_lines(model.attention, tree, device=plan.device, precision=plan.precision)
     experts = experts_lines(tree, device=plan.device, precision=plan.precision, capability=capability)
@@ -30,12 +25,8 @@ def model_lines(model: ModelPlan, plan: Plan, *, capability: tuple[int, int] | N
         *experts,
         *_head_lines(model, plan),
         *([("MLPs", f"tokens in {model.mlp_tiles} tiles")] if model.mlp_tiles > 1 else []),
-        *stages,
-        *routers,
-        *indexers,
-        *lora,
-        *mtp,
-        *teacher,
+        *plan.stage_lines(model.stages),
+        *(line for feature in features_of(model, plan) for line in feature.lines()),
     ]
 
 

@@ -14,13 +14,13 @@ from ds_finetune.data.row_kind import RowKind
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.table import family_of
+from ds_finetune.features.table import features_of
 from ds_finetune.model.build.encoder import encoder_of, max_positions
 from ds_finetune.model.build.generic_check import check_generic_type
 from ds_finetune.model.build.model_plan import ModelPlan, plan_model, task_of
 from ds_finetune.model.build.skeleton import TOKENIZER_PATTERNS, read_hf_config, resolve_folder
 from ds_finetune.model.build.unused_parameters import patterns_of, unused_parameters
 from ds_finetune.model.loss.score_config import set_classes, set_padding_token, with_base_classes
-from ds_finetune.model.mtp.layer import mtp_layers
 from ds_finetune.model.parallel.pipeline import build_meta_model
 from ds_finetune.model.weights.vocabulary import grow_vocabulary
 from ds_finetune.plan.context import ContextPlan, plan_context
@@ -204,8 +204,8 @@ def _tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
 
 
 def freeze_parameters(plan: Plan, model: ModelPlan) -> Plan:
-    """Freeze what is not trained: parameters that no loss reaches, and routers where the run file says so."""
-    return freeze_routers(freeze_unreached(plan, model), model)
+    """Freeze what is not trained: parameters that no loss reaches, and those that features freeze."""
+    return complete_features(freeze_unreached(plan, model), model)
 
 
 def freeze_unreached(plan: Plan, model: ModelPlan) -> Plan:
@@ -241,10 +241,8 @@ def _with_frozen(plan: Plan, names: tuple[str, ...]) -> Plan:
     return replace(plan, frozen=names, notes=(*plan.notes, note))
 
 
-def freeze_routers(plan: Plan, model: ModelPlan) -> Plan:
-    """Freeze the weights of routers where the run file says so; a note names them."""
-    if model.router is None or model.router.section.train:
-        return plan
-    names = model.router.parameters(mtp_layers(model.hf_config))
-    note = f"frozen: {len(names)} weights of routers, since router.train is false: {patterns_of(names)}"
-    return replace(plan, frozen=(*plan.frozen, *names), notes=(*plan.notes, note))
+def complete_features(plan: Plan, model: ModelPlan) -> Plan:
+    """The plan with what follows from the features that are on."""
+    for feature in features_of(model, plan):
+        plan = feature.complete(plan)
+    return plan

@@ -22,6 +22,8 @@ from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.generation import GenerationLimits
 from ds_finetune.engine.groups.collectives import all_gather_object, all_gather_scalar, all_reduce_max
 from ds_finetune.engine.groups.process_groups import Groups
+from ds_finetune.engine.rank_model import build_rank_model
+from ds_finetune.features.table import features_of
 from ds_finetune.model.attention import packed_attention
 from ds_finetune.model.build.model_plan import plan_model
 from ds_finetune.model.loss.token_loss import TrainedModel
@@ -113,7 +115,8 @@ def engine_on_device(
         groups = _groups(plan)
         enlarged = enlarged_config(hf_config(family), config.parallel)
         model = plan_model(enlarged, config)
-        lm, _ = start._build(plan, model, groups, loads_weights=True)
+        features = features_of(model, plan)
+        lm, _ = build_rank_model(plan, model, groups, features, loads_weights=True)
         trained = TrainedModel(lm, groups.sequence, groups.stage)
         trained.packs_documents = True
 
@@ -122,7 +125,8 @@ def engine_on_device(
             return plain_varlen_attn(*args, **options)
 
         checks.setattr(packed_attention, "varlen_attn", attend)
-        start._add_extra_losses(trained, model, groups, DEVICE)
+        parts = replace(start._rank_parts(plan, model, groups), device=DEVICE)
+        start._add_extra_losses(trained, features, parts)
         engine = Engine(_Ranks(trained), plan, groups, model.objective)
         # Imagined ranks all have this rank's tokens and layers, whatever they share.
         checks.setattr(router_balance, "check_each_counted", lambda *_, **__: None)

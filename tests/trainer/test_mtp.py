@@ -21,7 +21,7 @@ from ds_finetune.model.mtp.mtp_plan import plan_mtp
 from ds_finetune.model.parallel.pipeline import build_meta_model
 from ds_finetune.model.weights.load import open_weights
 from ds_finetune.plan.plan import make_plan
-from ds_finetune.trainer.resolve import freeze_routers
+from ds_finetune.trainer.resolve import complete_features
 from ds_finetune.world import World
 from tests.json_files import change_json
 from tests.parity.mtp_cells import write_mtp_model
@@ -152,7 +152,7 @@ def test_a_frozen_router_is_frozen_in_the_layer_too(tmp_path: Path) -> None:
     config = RunConfig.model_validate(_tree(tmp_path, **sections))
     plan = make_plan(config, world=World(0, 1, 0, 1, "a test"), device="cpu")
     gates = [f"model.layers.{layer}.mlp.gate.weight" for layer in (1, 2)]
-    assert list(freeze_routers(plan, model_of(config)).frozen) == gates
+    assert list(complete_features(plan, model_of(config)).frozen) == gates
 
 
 def test_adapters_elsewhere_alone_are_refused(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """The model that a run builds, worked out once from its config.json and the run file."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from transformers import PretrainedConfig
 
@@ -10,13 +12,9 @@ from ds_finetune.families.table import family_of
 from ds_finetune.model.build.skeleton import Task, read_hf_config
 from ds_finetune.model.build.encoder import check_encoder
 from ds_finetune.model.adapters.lora_plan import LoraPlan, check_stages, plan_lora
-from ds_finetune.model.mtp.layer import is_mtp_tensor
 from ds_finetune.model.mtp.mtp_plan import MtpPlan, check_adapted, plan_mtp
 from ds_finetune.model.parallel.pipeline import layers_of_stages
 from ds_finetune.model.loss.teacher_plan import TeacherPlan, plan_teacher
-from ds_finetune.objectives.balance import Balance
-from ds_finetune.objectives.extra import Extra
-from ds_finetune.objectives.indexing import Indexing
 from ds_finetune.objectives.objective import Objective, make_objective
 from ds_finetune.plan.activations import mlp_tiles
 from ds_finetune.plan.context import ContextPlan
@@ -43,8 +41,6 @@ class ModelPlan:
     """Layers of each pipeline rank; one None where a rank holds all."""
     lora: LoraPlan | None
     objective: Objective
-    extras: tuple[Extra, ...] = ()
-    """Auxiliary losses beside the objective's."""
     mtp: MtpPlan | None = None
     """The multi-token prediction layer that is trained; None where none is."""
     router: RouterPlan | None = None
@@ -56,6 +52,8 @@ class ModelPlan:
     """Parts of the tokens of a forward that MLPs compute by turns; 1 where they compute all at once."""
     context: ContextPlan | None = None
     """How many tokens the run file wants positions for; None where it does not say."""
+    features: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Settings of features that other packages add, by their names."""
     padding: str = ""
     """A text on the padding token of a classifier, for people."""
 
@@ -72,20 +70,6 @@ class ModelPlan:
         if self.indexer is None:
             return is_of_indexer
         return self.indexer.is_alone and not is_of_indexer
-
-    def loss_apart(self, name: str) -> str | None:
-        """Name of the auxiliary loss that alone trains the parameter `name`; None for others."""
-        if self.mtp is not None and self.mtp.detach and is_mtp_tensor(name, self.hf_config):
-            return self.mtp.extra.name
-        is_of_indexer = family_of(self.hf_config.model_type).is_of_indexer(name)
-        is_apart = self.indexer is not None and not self.indexer.is_alone and is_of_indexer
-        return Indexing.name if is_apart else None
-
-    @property
-    def apart_losses(self) -> tuple[str, ...]:
-        """Names of the auxiliary losses that train parameters of their own."""
-        prediction = (self.mtp.extra.name,) if self.mtp is not None and self.mtp.detach else ()
-        return (*prediction, *((Indexing.name,) if self.indexer is not None and not self.indexer.is_alone else ()))
 
     @property
     def head_outputs(self) -> int:
@@ -135,20 +119,10 @@ def plan_model(hf_config: PretrainedConfig, config: RunConfig) -> ModelPlan:
         stages=stages,
         lora=lora,
         objective=runtime,
-        extras=(*_balance(router), *_indexing(indexer), *((prediction.extra,) if prediction is not None else ())),
         mtp=prediction,
         router=router,
         indexer=indexer,
         teacher=teacher,
         mlp_tiles=mlp_tiles(hf_config.to_dict()) if config.train.tiled_mlp else 1,
+        features=config.features,
     )
-
-
-def _balance(router: RouterPlan | None) -> tuple[Extra, ...]:
-    if router is None or not router.section.balance:
-        return ()
-    return (Balance(router.section.balance, layers=len(router.layers)),)
-
-
-def _indexing(indexer: IndexerPlan | None) -> tuple[Extra, ...]:
-    return () if indexer is None else (Indexing(indexer.section.weight, indexers=len(indexer.layers)),)

@@ -1,6 +1,6 @@
-"""How a model computes its auxiliary losses (`objectives/extra.py`)."""
+"""Auxiliary losses, which are trained beside the loss of an objective."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -11,14 +11,11 @@ from ds_finetune.objectives.extra import Extra
 from ds_finetune.objectives.objective import LossAndSums, StepNumbers
 
 
-class ExtraLoss(ABC):
-    """Computes an `Extra` with the layers that this rank holds.
+class ExtraLoss(Extra):
+    """An auxiliary loss, computed with the layers that this rank holds."""
 
-    `trains_embedding` says whether its gradient reaches the embedding, of which the last pipeline stage has a copy.
-    """
-
-    def __init__(self, extra: Extra, *, trains_embedding: bool = False) -> None:
-        self.extra, self.trains_embedding = extra, trains_embedding
+    trains_embedding: bool = False
+    """Whether its gradient reaches the embedding, of which the last pipeline stage has a copy."""
 
     def listen(self) -> AbstractContextManager[None]:
         """What is open during the forward of the layers whose part of the loss is asked for afterwards."""
@@ -29,14 +26,14 @@ class ExtraLoss(ABC):
         """The contribution of a forward to the loss of the step, after the forward of the layers.
 
         `hidden` [rows, tokens, width] are the states after the final norm, or what a pipeline stage sends on. `weights`
-        fp64 [terms of the extra] multiply the sums of the terms over their units. None where the layers of this stage
+        fp64 [terms] multiply the sums of the terms over their units. None where the layers of this stage
         have no part in it.
         """
 
 
 def numbers_of_parts(numbers: StepNumbers, extras: Sequence[ExtraLoss]) -> tuple[StepNumbers, list[torch.Tensor]]:
-    """The numbers for the objective alone, and the factors of the terms of each extra."""
-    sizes = [len(extra.extra.terms) for extra in extras]
+    """The numbers for the objective alone, and the factors of the terms of each extra loss."""
+    sizes = [len(extra.terms) for extra in extras]
     own, *others = numbers.weights.split([len(numbers.weights) - sum(sizes), *sizes])
     return numbers._replace(weights=own), others
 
@@ -49,7 +46,7 @@ def add_extra_losses(
     for extra, factors in zip(extras, weights, strict=True):
         found = extra.loss(rows, hidden, factors)
         if found is None:
-            sums.append(sums[0].new_zeros(len(extra.extra.sum_names)))
+            sums.append(sums[0].new_zeros(len(extra.sum_names)))
             continue
         total = found.loss if total is None else total + found.loss
         sums.append(found.sums)

@@ -14,7 +14,6 @@ from ds_finetune.model.adapters.lora_plan import LoraPlan
 from ds_finetune.model.build.hub_folder import INDEX, HubFolder, has_weights
 from ds_finetune.model.build.skeleton import TOKENIZER_PATTERNS, resolve_folder
 from ds_finetune.model.mtp.layer import PREDICTION_LAYERS, is_mtp_tensor, mtp_layers, set_mtp_layers
-from ds_finetune.objectives.multi_token import MultiTokenPrediction
 
 
 @dataclass(frozen=True)
@@ -24,11 +23,6 @@ class MtpPlan:
     weight: float
     detach: bool
     """Whether its loss trains the layer alone."""
-
-    @property
-    def extra(self) -> MultiTokenPrediction:
-        """Its loss."""
-        return MultiTokenPrediction(self.weight)
 
     def lines(self, hf_config: PretrainedConfig) -> list[tuple[str, str]]:
         """Name and text of the decision, for people."""

@@ -37,7 +37,7 @@ from ds_finetune.plan.routers import RouterPlan
 from ds_finetune.reference.selftest.plain_adapters import PlainAdapters
 from ds_finetune.reference.selftest.reference_loop import SFT, Steps, auto_class, mean_loss, reference_loop
 from ds_finetune.reference.selftest.steps import eval_loss, take_steps
-from ds_finetune.trainer.resolve import freeze_routers
+from ds_finetune.trainer.resolve import complete_features
 from ds_finetune.world import World
 
 _FEW_STEPS = 3
@@ -107,7 +107,7 @@ def compare_layout(
     # zero.Init are unset memory.
     is_leader = world.rank == 0
     model = plan_model(hf_config, config)
-    plan = freeze_routers(build_ops(plan, all_gather_object, _ignore), model)
+    plan = complete_features(build_ops(plan, all_gather_object, _ignore), model)
     router = model.router if config.router is not None else None
     adapters = PlainAdapters(config.lora, plan.seed) if config.lora is not None else None
     reference = _reference_steps(config, steps, router, adapters) if is_leader else Steps()

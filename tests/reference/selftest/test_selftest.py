@@ -167,9 +167,9 @@ from ds_finetune.objectives import dpo
 dpo.log_ratios = lambda documents: documents.logp
 """
 BROKEN_BALANCE = """
-from ds_finetune.objectives.balance import Balance
-begin = Balance.__init__
-Balance.__init__ = lambda balance, weight, *, layers: begin(balance, weight / 2, layers=layers)
+from ds_finetune.features.routers import BalanceLoss
+loss = BalanceLoss.loss
+BalanceLoss.loss = lambda balance, rows, hidden, weights: loss(balance, rows, hidden, weights / 2)
 """
 BROKEN_TEMPERATURE = """
 from ds_finetune.model import soft_targets

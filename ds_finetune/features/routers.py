@@ -1,25 +1,46 @@
-"""Computes the balance loss of experts from what the routers of this rank's layers gave in a forward."""
+"""Routers of experts as a feature: their choices are collected, and balanced by a loss (DeepSeek-V2, arXiv 2405.04434,
+eq. 23-25; DeepSeek-V3, arXiv 2412.19437, eq. 17-20; Switch Transformer, arXiv 2101.03961, eq. 4-6).
+"""
 
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Self
 
 import torch
 from torch.nn import functional
 
+from ds_finetune.features.feature import Feature, RankParts
+from ds_finetune.model.build.model_plan import ModelPlan
+from ds_finetune.model.build.unused_parameters import patterns_of
 from ds_finetune.model.experts.routers import RouterCollector, RouterOutput, score_shares
 from ds_finetune.model.loss.extra_loss import ExtraLoss
 from ds_finetune.model.loss.forward_rows import ForwardRows
+from ds_finetune.model.loss.token_loss import TrainedModel
+from ds_finetune.model.mtp.layer import mtp_layers
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
-from ds_finetune.objectives.extra import Extra
-from ds_finetune.objectives.objective import LossAndSums
+from ds_finetune.objectives.objective import LossAndSums, Term
+from ds_finetune.plan.plan import Plan
+from ds_finetune.plan.routers import RouterPlan
 
 
 class BalanceLoss(ExtraLoss):
-    """The loss of `objectives/balance.py` for the layers of this rank."""
+    """The sum over layers of `sum_i f_i P_i` of a document, as a mean over documents.
 
-    def __init__(self, extra: Extra, routers: RouterCollector, sp_group: SequenceParallelGroup | None) -> None:
-        super().__init__(extra)
+    f_i is the share of its choices that fall on expert i, times the number of experts; P_i is the mean share of expert
+    i in its scores. Where all experts are chosen alike it is 1 for each layer.
+    """
+
+    name = "balance"
+    sum_names = ("balance",)
+
+    def __init__(self, routers: RouterCollector, sp_group: SequenceParallelGroup | None) -> None:
+        self.terms = (Term("documents", routers.plan.section.balance),)
         self._routers, self._sp_group = routers, sp_group
         routers.keeps_outputs = True
+
+    def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
+        """`balance_loss`: the mean over documents and layers, without the weight."""
+        return {"balance_loss": sums["balance"] / max(counts["documents"], 1) / len(self._routers.plan.layers)}
 
     def loss(self, rows: ForwardRows, hidden: torch.Tensor, weights: torch.Tensor) -> LossAndSums | None:
         """The contribution of the documents of `rows`; sequence parallel ranks contribute the parts of their tokens."""
@@ -82,3 +103,34 @@ class _SumOfLayer(torch.autograd.Function):
             leaf = logits.detach().requires_grad_()
             (d_logits,) = torch.autograd.grad(score_shares(leaf, ctx.scores), leaf, d_shares)
         return d_logits, None, None, None
+
+
+class RouterFeature(Feature):
+    """Counts what routers choose, for metrics and the update of biases, and balances it where the run file says so."""
+
+    name = "routers"
+
+    def __init__(self, plan: RouterPlan, beyond: range) -> None:
+        self._plan, self._beyond = plan, beyond
+
+    @classmethod
+    def of(cls, model: ModelPlan, plan: Plan) -> Self | None:
+        """Where the model has routers."""
+        return None if model.router is None else cls(model.router, mtp_layers(model.hf_config))
+
+    def complete(self, plan: Plan) -> Plan:
+        """Freeze the weights of routers where the run file says so; a note names them."""
+        if self._plan.section.train:
+            return plan
+        names = self._plan.parameters(self._beyond)
+        note = f"frozen: {len(names)} weights of routers, since router.train is false: {patterns_of(names)}"
+        return replace(plan, frozen=(*plan.frozen, *names), notes=(*plan.notes, note))
+
+    def lines(self) -> list[tuple[str, str]]:
+        """How they are trained; nothing where they are trained as all else."""
+        return self._plan.lines()
+
+    def extra_loss(self, trained: TrainedModel, parts: RankParts) -> ExtraLoss | None:
+        """The balance loss, where it has a weight."""
+        trained.routers = RouterCollector(trained.lm, self._plan, device=parts.device)
+        return BalanceLoss(trained.routers, parts.groups.sp) if self._plan.section.balance else None

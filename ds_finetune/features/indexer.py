@@ -1,0 +1,101 @@
+"""Training of indexers as a feature: their loss, from the divergences of this rank's layers in a forward."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Self
+
+import torch
+from transformers import PreTrainedModel
+
+from ds_finetune.families.family import Family
+from ds_finetune.families.table import family_of
+from ds_finetune.features.feature import Feature, RankParts
+from ds_finetune.model.attention.indexed_attention import DivergenceCollector, train_indexers
+from ds_finetune.model.build.model_plan import ModelPlan
+from ds_finetune.model.loss.extra_loss import ExtraLoss
+from ds_finetune.model.loss.forward_rows import ForwardRows
+from ds_finetune.model.loss.token_loss import TrainedModel
+from ds_finetune.objectives.objective import LossAndSums, Term
+from ds_finetune.plan.indexer import IndexerPlan
+from ds_finetune.plan.plan import Plan
+
+
+class IndexerLoss(ExtraLoss):
+    """The divergence D_KL(p || softmax(I)) of a query, summed over indexers, as a mean over all tokens.
+
+    I are an indexer's scores of the tokens that the query may attend to. p are the weights that attention gives them,
+    summed over heads and divided by their sum; they get no gradient. An indexer whose choice several layers share gets
+    the mean over those layers (arXiv 2603.12201).
+    """
+
+    name = "indexer"
+    sum_names = ("indexer",)
+
+    def __init__(self, lm: PreTrainedModel, collector: DivergenceCollector, plan: IndexerPlan) -> None:
+        self.terms = (Term("tokens", plan.section.weight),)
+        self._indexers = len(plan.layers)
+        self._collector = collector
+        self._shares = _shares(train_indexers(lm, collector))
+
+    def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
+        """`indexer_loss`: the mean over tokens and indexers in nats, without the weight."""
+        return {"indexer_loss": sums["indexer"] / max(counts["tokens"], 1) / self._indexers}
+
+    @contextmanager
+    def listen(self) -> Iterator[None]:
+        """Collect the divergences of the forward that runs inside."""
+        self._collector.is_listening = True
+        try:
+            yield
+        finally:
+            self._collector.is_listening = False
+
+    def loss(self, rows: ForwardRows, hidden: torch.Tensor, weights: torch.Tensor) -> LossAndSums | None:
+        """The contribution of the real tokens of `rows`; sequence parallel ranks contribute their tokens' parts."""
+        found = dict(self._collector.found)
+        self._collector.found.clear()
+        if not found:
+            return None
+        assert found.keys() == self._shares.keys(), (found.keys(), self._shares.keys())
+        each = torch.stack([found[layer].reshape(-1) * share for layer, share in self._shares.items()])
+        assert rows.real is not None, "the rows do not say where padding begins"
+        total = each.masked_fill(~rows.real.is_real, 0.0).sum()
+        return LossAndSums(total * weights[0].to(total.dtype), total.detach().double()[None])
+
+
+def _shares(layers: Sequence[tuple[int, bool]]) -> dict[int, float]:
+    """What the divergence of each layer counts: one over the number of layers that share its indexer's choice."""
+    indexers, served = list[int](), dict[int, int]()
+    for _, has_indexer in layers:
+        indexers.append(len(served) if has_indexer else len(served) - 1)
+        served[indexers[-1]] = served.get(indexers[-1], 0) + 1
+    return {layer: 1 / served[indexer] for (layer, _), indexer in zip(layers, indexers, strict=True)}
+
+
+class IndexerFeature(Feature):
+    """Trains the indexers of sparse attention, beside the other weights or without them."""
+
+    name = "indexer"
+
+    def __init__(self, plan: IndexerPlan, family: Family) -> None:
+        self._plan, self._family = plan, family
+        self.own_loss = "" if plan.is_alone else IndexerLoss.name
+
+    @classmethod
+    def of(cls, model: ModelPlan, plan: Plan) -> Self | None:
+        """With `indexer.train`."""
+        return None if model.indexer is None else cls(model.indexer, family_of(model.hf_config.model_type))
+
+    def lines(self) -> list[tuple[str, str]]:
+        """How many are trained, and how."""
+        return self._plan.lines()
+
+    def owns(self, name: str) -> bool:
+        """The indexers' parameters, where other parameters are trained too."""
+        return bool(self.own_loss) and self._family.is_of_indexer(name)
+
+    def extra_loss(self, trained: TrainedModel, parts: RankParts) -> ExtraLoss:
+        """The divergence of their scores from attention."""
+        ranks = tuple(group for group in (parts.groups.tp, parts.groups.sp) if group is not None)
+        collector = DivergenceCollector(ranks, attends_to_all=self._plan.is_alone)
+        return IndexerLoss(trained.lm, collector, self._plan)

@@ -1,0 +1,46 @@
+"""The features in their order, and registration of those of other packages."""
+
+from functools import cache
+from importlib.metadata import entry_points
+
+from ds_finetune.errors import ConfigError
+from ds_finetune.features.adapters import AdapterFeature
+from ds_finetune.features.feature import Feature
+from ds_finetune.features.indexer import IndexerFeature
+from ds_finetune.features.mtp import MtpFeature
+from ds_finetune.features.routers import RouterFeature
+from ds_finetune.features.teacher import TeacherFeature
+from ds_finetune.model.build.model_plan import ModelPlan
+from ds_finetune.plan.plan import Plan
+
+FEATURES: list[type[Feature]] = [RouterFeature, IndexerFeature, AdapterFeature, MtpFeature, TeacherFeature]
+"""In the order in which they are installed, and in which their losses are added."""
+_BUILT_IN = len(FEATURES)
+ENTRY_POINTS = "ds_finetune.features"
+"""Group of entry points by which an installed package adds its features."""
+
+
+def register_feature(feature: type[Feature]) -> None:
+    """Add a feature of another package after those that are there; `features.NAME` of the run file are its settings."""
+    assert feature.name not in {other.name for other in FEATURES}, feature.name
+    FEATURES.append(feature)
+
+
+def features_of(model: ModelPlan, plan: Plan) -> tuple[Feature, ...]:
+    """The features that are on, in their order; ConfigError where the run file has settings of one that is unknown."""
+    _load_entry_points()
+    known = [feature.name for feature in FEATURES[_BUILT_IN:]]
+    for name, settings in model.features.items():
+        if name not in known:
+            raise ConfigError(
+                f"features.{name} is {dict(settings)}, and no package has registered a feature of this name",
+                hint=f"registered: {', '.join(known) or 'none'}; install the package that adds it",
+            )
+    every = (feature.of(model, plan) for feature in FEATURES)
+    return tuple(feature for feature in every if feature is not None)
+
+
+@cache
+def _load_entry_points() -> None:
+    for entry in entry_points(group=ENTRY_POINTS):
+        register_feature(entry.load())
