@@ -232,7 +232,7 @@ def predict(run_file: Path, layout: str, rates: list[dict[int, CpuRates]]) -> Ti
     machine = cpu_machine(usual, ranks=ranks, memory_bytes=psutil.virtual_memory().total)
     plan = make_plan(config, world=World(0, ranks, 0, ranks, "bench"), device="cpu")
     model = json.loads((Path(config.model.path) / "config.json").read_text())
-    return estimate_time(config, plan, model, machine=machine, rows=RowShape.full(TOKENS))
+    return estimate_time(plan, model, machine=machine, rows=RowShape.full(TOKENS))
 
 
 def spearman(first: list[float], second: list[float]) -> float:

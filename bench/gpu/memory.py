@@ -55,4 +55,4 @@ def memory(recorder: Recorder, folder: Path, *, is_tiny: bool) -> None:
 def estimate_of(run: TrainingRun, config: RunConfig) -> MemoryEstimate:
     """The estimate of a run on one rank with the device that is here."""
     plan = make_plan(config, world=World(0, 1, 0, 1, "one rank"), device=device().type)
-    return estimate_memory(config, plan, run.model)
+    return estimate_memory(plan, run.model)

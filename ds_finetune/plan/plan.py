@@ -6,7 +6,11 @@ from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from ds_finetune.config.schema import CheckpointConfig, RunConfig
+from ds_finetune.config.indexer import IndexerConfig
+from ds_finetune.config.objectives import ObjectiveConfig
+from ds_finetune.config.parallel import ParallelConfig
+from ds_finetune.config.routers import RouterConfig
+from ds_finetune.config.schema import CheckpointConfig, LoraConfig, MtpConfig, RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.activations import check_activations
 from ds_finetune.plan.batch import AUTO, accumulation_steps, check_auto, rows_of_forward
@@ -23,7 +27,7 @@ from ds_finetune.plan.objectives import check_objective, loss_text, objective_li
 from ds_finetune.plan.options import Situation, apply_rules, offload_device
 from ds_finetune.plan.packed_attention import check_device
 from ds_finetune.plan.pipeline import check_interleaving, idle_share
-from ds_finetune.plan.reduction import check_reduction, reduces_once, with_reduction_dtype
+from ds_finetune.plan.reduction import check_reduction, with_reduction_dtype
 from ds_finetune.plan.run_length import check_profiled_ranks
 from ds_finetune.plan.timeouts import check_watchdog_before_torch_timeout, collective_seconds
 from ds_finetune.world import AccelerateChoices, World
@@ -55,6 +59,16 @@ class OptimizerNumbers:
     max_grad_norm: float
 
 
+@dataclass(frozen=True)
+class KeptFiles:
+    """The most exports and checkpoints of a run that are on disk at one time."""
+
+    exports: int
+    checkpoints: int
+    is_node_local: bool
+    """Whether each host has the checkpoints of its own ranks."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """The numbers of a run that are decided before anything is loaded: `make_plan` computes them from the run file."""
@@ -69,12 +83,22 @@ class Plan:
     zero_stage: int
     offload_optimizer: str
     offload_param: str
-    reduces_once: bool = False
-    """Whether gradients are summed over ranks once a step, where the ZeRO stage would do it in each forward."""
+    reduction_every: str
+    """How often gradients are summed over ranks, as `train.reduction_every` says."""
     loss_kernel: str
     activation_checkpointing: bool
     activation_offload: bool
     """Whether the inputs of recomputed layers are in host memory."""
+    tiled_mlp: bool
+    attention: str
+    duration: str
+    parallel: ParallelConfig
+    objective: ObjectiveConfig
+    lora: LoraConfig | None
+    mtp: MtpConfig
+    router: RouterConfig | None
+    indexer: IndexerConfig
+    kept_files: KeptFiles
     collective_seconds: float
     """How long torch lets a rank wait in a collective."""
     saves_asynchronously: bool
@@ -99,6 +123,13 @@ class Plan:
     def zero_ranks(self) -> int:
         """Number of ranks with one part of the model, over which DeepSpeed averages gradients and shards states."""
         return self.mesh.dp * self.mesh.sp
+
+    @property
+    def reduces_once(self) -> bool:
+        """Whether gradients of several forwards stay on their rank until the last one, although the ZeRO stage would
+        sum them over ranks in each.
+        """
+        return self.reduction_every == "step" and self.zero_stage >= 2 and self.batch.gradient_accumulation_steps > 1
 
     @property
     def meets_each_forward(self) -> bool:
@@ -270,7 +301,7 @@ def make_plan(config: RunConfig, *, world: World, device: str, accelerate: Accel
         zero_stage=stage,
         offload_optimizer=offloads[0],
         offload_param=offloads[1],
-        reduces_once=reduces_once(config, stage=stage, accumulation=accumulation),
+        reduction_every=train.reduction_every,
         loss_kernel=loss_kernel(
             config.model.loss,
             device=device,
@@ -279,6 +310,16 @@ def make_plan(config: RunConfig, *, world: World, device: str, accelerate: Accel
         ),
         activation_checkpointing=train.activation_checkpointing,
         activation_offload=train.activation_offload,
+        tiled_mlp=train.tiled_mlp,
+        attention=config.model.attention,
+        duration=train.duration,
+        parallel=config.parallel,
+        objective=config.objective,
+        lora=config.lora,
+        mtp=config.mtp,
+        router=config.router,
+        indexer=config.indexer,
+        kept_files=_kept_files(config),
         collective_seconds=collective_seconds(config.watchdog),
         # A state on NVMe may be larger than the host's memory.
         saves_asynchronously=config.checkpoint.asynchronous and offloads[0] != "nvme",
@@ -287,6 +328,14 @@ def make_plan(config: RunConfig, *, world: World, device: str, accelerate: Accel
         notes=tuple(notes),
     )
     return replace(plan, decisions=_decisions(plan, config))
+
+
+def _kept_files(config: RunConfig) -> KeptFiles:
+    has_best, checkpoint = bool(config.data.eval), config.checkpoint
+    # A checkpoint is written before the oldest one that is kept is removed.
+    checkpoints = checkpoint.keep + 1 + (checkpoint.keep_best and has_best) if checkpoint.saves else 0
+    exports = config.export.at_end + (config.eval.keep_best and has_best)
+    return KeptFiles(exports, checkpoints, checkpoint.node_local)
 
 
 def _decisions(plan: Plan, config: RunConfig) -> tuple[tuple[str, str], ...]:

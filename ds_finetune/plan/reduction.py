@@ -11,13 +11,6 @@ _FIRST_STAGE = 2
 _COMMUNICATION, _ACCUMULATION = "communication_data_type", "grad_accum_dtype"
 
 
-def reduces_once(config: RunConfig, *, stage: int, accumulation: int) -> bool:
-    """Whether gradients of several forwards stay on their rank until the last one, although the stage would sum them
-    in each.
-    """
-    return config.train.reduction_every == "step" and stage >= _FIRST_STAGE and accumulation > 1
-
-
 def with_reduction_dtype(tree: Mapping[str, Any], config: RunConfig, *, stage: int, source: str) -> dict[str, Any]:
     """DeepSpeed's choices with the keys that `train.reduction_dtype` stands for.
 

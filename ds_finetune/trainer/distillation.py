@@ -4,8 +4,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from ds_finetune.config.objectives import is_distillation
-from ds_finetune.config.schema import RunConfig
+from ds_finetune.config.objectives import ObjectiveConfig, is_distillation
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.scores import StoredScores
 from ds_finetune.data.stream import StreamedRows
@@ -16,14 +15,14 @@ from ds_finetune.model.loss.teacher_plan import check_same_tokens
 from ds_finetune.model.weights.load import weights_digest
 
 
-def with_local_teacher(config: RunConfig, model: ModelPlan) -> RunConfig:
-    """The run with the folder on this machine of its live teacher, which the run file may name by a hub id: estimates
-    read its config.json.
+def with_local_teacher(objective: ObjectiveConfig, model: ModelPlan) -> ObjectiveConfig:
+    """The objective with the folder on this machine of a live teacher, which the run file may name by a hub id:
+    estimates read its config.json.
     """
     if model.teacher is None:
-        return config
+        return objective
     folder = str(resolve_folder(model.teacher.path, files=TOKENIZER_PATTERNS))
-    return config.model_copy(update={"objective": config.objective.model_copy(update={"teacher": folder})})
+    return objective.model_copy(update={"teacher": folder})
 
 
 def check_teacher_tokens(model: ModelPlan, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -35,10 +34,9 @@ def check_teacher_tokens(model: ModelPlan, tokenizer: PreTrainedTokenizerBase) -
 
 
 def open_scores(
-    config: RunConfig, model: ModelPlan, tokenizer: PreTrainedTokenizerBase, rows: PreparedRows | StreamedRows
+    section: ObjectiveConfig, model: ModelPlan, tokenizer: PreTrainedTokenizerBase, rows: PreparedRows | StreamedRows
 ) -> StoredScores | None:
     """The stored scores that the objective names; DataError where they are damaged or do not belong to `rows`."""
-    section = config.objective
     if not is_distillation(section) or section.scores is None:
         return None
     assert isinstance(rows, PreparedRows)

@@ -51,7 +51,7 @@ def time_of(run: PreparedRun) -> TimeEstimate | None:
         machine, rows = _machine(run), row_shape(run)
         if machine is None or rows is None:
             return None
-        return estimate_time(run.config, run.plan, run.inputs.config_tree, machine=machine, rows=rows)
+        return estimate_time(run.plan, run.inputs.config_tree, machine=machine, rows=rows)
     except FinetuneError:
         return None
 

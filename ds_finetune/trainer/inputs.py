@@ -125,7 +125,7 @@ def read_inputs(config: RunConfig, model: ModelPlan) -> RunInputs:
         check_padding(rows, model, tokenizer)
     held_out_notes = [note for rows in held_out.values() for note in rows.notes]
     held_out_notes += overlap_notes(train, held_out) if held_out else []
-    scores = open_scores(config, model, tokenizer, train)
+    scores = open_scores(config.objective, model, tokenizer, train)
     return RunInputs(
         folder=folder,
         model=model,

@@ -4,14 +4,12 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.units import GIB
 from ds_finetune.engine.device_memory import DeviceMemory, is_out_of_memory
 from ds_finetune.errors import FinetuneError, RunError
 from ds_finetune.plan.estimate.memory import MemoryEstimate, estimate_memory
 from ds_finetune.plan.estimate.zero_rows import bucket_bytes
 from ds_finetune.plan.search.nearest import first_texts, fitting_changes
-from ds_finetune.trainer.distillation import with_local_teacher
 from ds_finetune.trainer.prepare import PreparedRun
 
 _MOST_CHANGES = 5
@@ -35,18 +33,15 @@ def memory_table(estimate: MemoryEstimate) -> list[str]:
 def estimate_of(run: PreparedRun) -> MemoryEstimate | None:
     """The estimate of the run, or None where the arithmetic of its model is not known."""
     try:
-        return estimate_memory(_config(run), run.plan, run.inputs.config_tree)
+        return estimate_memory(run.plan, run.inputs.config_tree)
     except FinetuneError:
         return None
 
 
-def _config(run: PreparedRun) -> RunConfig:
-    return with_local_teacher(run.config, run.inputs.model)
-
-
 def what_fits(run: PreparedRun, *, budget: int) -> str:
     """The nearest settings that fit into `budget` bytes, as a hint."""
-    changes = fitting_changes(_config(run), run.plan, run.inputs.config_tree, budget=budget)
+    config = run.config.model_copy(update={"objective": run.plan.objective})
+    changes = fitting_changes(config, run.plan, run.inputs.config_tree, budget=budget)
     if not changes:
         return "by the estimate no change of the run file fits: take more ranks, or devices with more memory"
     return f"by the estimate these fit, each with its need: {first_texts(changes, _MOST_CHANGES)}"

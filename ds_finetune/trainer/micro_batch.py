@@ -28,7 +28,6 @@ from ds_finetune.plan.pipeline import forwards_together
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.search.micro_batch import SPARE, bytes_of, fits, legal_sizes, plan_with_rows
 from ds_finetune.system.whole_file import replace_file
-from ds_finetune.trainer.distillation import with_local_teacher
 from ds_finetune.trainer.memory_report import memory_table, what_fits
 from ds_finetune.trainer.prepare import PreparedRun
 from ds_finetune.trainer.resolve import ResolvedRun, complete_plan
@@ -63,9 +62,7 @@ def decide_micro_batch(run: PreparedRun, store: dist.Store, monitor: Monitor, sa
         )
     texts = exchange(store, world, "free memory", json.dumps(asdict(run.memory)), timeout=_TIMEOUT)
     budget = min(json.loads(text)["free_bytes"] for text in texts)
-    config = with_local_teacher(run.config, run.inputs.model)
-    sizes = legal_sizes(config, run.plan)
-    estimates = {rows: bytes_of(config, run.plan, run.inputs.config_tree, rows) for rows in sizes}
+    estimates = {rows: bytes_of(run.plan, run.inputs.config_tree, rows) for rows in legal_sizes(run.plan)}
     file = _file(run, estimates, [json.loads(text)["total_bytes"] for text in texts])
     # Rank zero decides what is remembered: hosts may have other caches.
     remembered = exchange(
@@ -136,9 +133,8 @@ def _took(tried: TriedSize, budget: int) -> str:
 
 
 def _nothing_fits(run: PreparedRun, budget: int, tried: str) -> ConfigError:
-    plan = plan_with_rows(run.config, run.plan, 1)
-    config = with_local_teacher(with_micro_batch(run.config, 1), run.inputs.model)
-    estimate = estimate_memory(config, plan, run.inputs.config_tree)
+    plan = plan_with_rows(run.plan, 1)
+    estimate = estimate_memory(plan, run.inputs.config_tree)
     need, has = estimate.device_bytes / GIB, budget / GIB
     lines = [
         f"train.micro_batch_size auto: not even forwards of one row leave {SPARE:.0%} of the memory free; a rank needs "

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import torch
 
-from ds_finetune.config.schema import RunConfig
 from ds_finetune.families.table import family_of
 from ds_finetune.model.adapters.lora_plan import LoraPlan
 from ds_finetune.model.build.model_plan import ModelPlan
@@ -27,7 +26,7 @@ Stages = tuple[tuple[TensorKind, ...], ...]
 _LAYER = re.compile(r"(?:(?<=\.layers\.)|(?<=\.layer\.))\d+(?=\.)")
 
 
-def rank_tensors(config: RunConfig, plan: Plan, model: ModelPlan) -> Stages:
+def rank_tensors(plan: Plan, model: ModelPlan) -> Stages:
     """What a rank of each pipeline stage holds of `model`; the other ranks of the stage hold as much. Types whose
     arithmetic is not known are built.
     """
@@ -37,7 +36,7 @@ def rank_tensors(config: RunConfig, plan: Plan, model: ModelPlan) -> Stages:
     scores = 0 if model.task == "causal_lm" else model.head_outputs
     layers = len(mtp_layers(hf_config))
     stages = rank_weights(
-        hf_config.to_dict(), config.parallel, zero_ranks=plan.zero_ranks, mtp_layers=layers, scores=scores
+        hf_config.to_dict(), plan.parallel, zero_ranks=plan.zero_ranks, mtp_layers=layers, scores=scores
     )
     return tuple(stage.kinds for stage in stages)
 

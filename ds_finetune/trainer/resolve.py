@@ -29,6 +29,7 @@ from ds_finetune.plan.estimate.states import RunEstimate, estimate_run
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.model_checks import check_model, check_positions
 from ds_finetune.plan.plan import Plan, make_plan
+from ds_finetune.trainer.distillation import with_local_teacher
 from ds_finetune.trainer.document_lengths import length_notes
 from ds_finetune.trainer.rank_tensors import Stages, rank_tensors, sizes_of
 from ds_finetune.world import AccelerateChoices, World
@@ -50,13 +51,13 @@ class ResolvedRun:
     @cached_property
     def tensors(self) -> Stages:
         """The tensors of a rank, by pipeline stage."""
-        return rank_tensors(self.config, self.plan, self.model)
+        return rank_tensors(self.plan, self.model)
 
     @cached_property
     def estimate(self) -> RunEstimate:
         """What the run needs, from the shapes of the tensors that its ranks hold."""
         sizes = sizes_of(self.tensors, self.model.lora, self.model.teacher)
-        return estimate_run(self.config, self.plan, sizes)
+        return estimate_run(self.plan, sizes)
 
 
 def resolve(
@@ -79,13 +80,14 @@ def resolve(
     token_limits(config, model.hf_config)
     context = model.context.notes() if model.context is not None else ()
     notes = (*context, *try_generic_type(config, model), *length_notes(config, model))
-    run = ResolvedRun(config, plan, model, notes)
+    run = ResolvedRun(config, replace(plan, objective=config.objective), model, notes)
     return run if is_config_only else complete_plan(run)
 
 
 def complete_plan(run: ResolvedRun) -> ResolvedRun:
     """The run whose plan has what follows from the model: notes, and parameters that are not trained."""
-    plan = replace(run.plan, notes=(*run.plan.notes, *run.notes))
+    objective = with_local_teacher(run.config.objective, run.model)
+    plan = replace(run.plan, objective=objective, notes=(*run.plan.notes, *run.notes))
     return replace(run, plan=freeze_parameters(plan, run.model))
 
 

@@ -44,7 +44,7 @@ def test_the_second_weights_of_hierarchical_partitions_are_estimated(results: Pa
     config = RunConfig.model_validate(tree)
     plan = make_plan(config, world=World(0, 4, 0, 4, "torchrun"), device="cpu")
     sizes = ModelSizes(result["numel"], result["numel"], -(-result["numel"] // 4))
-    estimated = estimate_run(config, plan, sizes)
+    estimated = estimate_run(plan, sizes)
     assert estimated.state_bytes["second weights"] == pytest.approx(result["second_bytes"], rel=0.02)
     assert estimated.places["second weights"] == "cpu"
 

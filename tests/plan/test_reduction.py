@@ -109,7 +109,7 @@ def test_the_estimate_counts_what_each_choice_keeps(stage: int, own: int) -> Non
     def estimated(**train: Any) -> dict[str, int]:
         config = config_of(stage, **train)
         plan = make_plan(config, world=World(0, 2, 0, 2, "torchrun"), device="cpu")
-        return dict(estimate_run(config, plan, sizes).state_bytes)
+        return dict(estimate_run(plan, sizes).state_bytes)
 
     plain = estimated()
     assert plain["gradients"] == own

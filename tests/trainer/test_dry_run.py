@@ -49,7 +49,7 @@ def test_every_parameter_of_deepseek_v3_is_somewhere(
     config = _config(deepseek_v3, parallel, stage)
     plan = make_plan(config, world=World(0, 256, 0, 8, "test"), device="cuda")
     model = make_model_plan(config, plan.mesh)
-    stages = rank_tensors(config, plan, model)
+    stages = rank_tensors(plan, model)
     kinds = [kind for stage in stages for kind in stage]
     assert sum(kind.count * math.prod(kind.whole) for kind in kinds) == 671_026_404_352
     everywhere = sum(kind.numel * plan.mesh.world_size / len(stages) / kind.sharers for kind in kinds)
@@ -62,7 +62,7 @@ def test_every_parameter_of_deepseek_v3_is_somewhere(
         assert sum(kind.numel for kind in kinds) == on_a_rank
     sizes = sizes_of(stages, None)
     assert sizes.total == 671_026_404_352
-    size = estimate_run(config, plan, sizes).state_bytes
+    size = estimate_run(plan, sizes).state_bytes
     assert size["optimizer"] == 12 * sizes.rank_sharded
     assert (size["weights"] == 2 * sizes.rank) == (stage < 3)
 
@@ -99,9 +99,9 @@ def test_with_lora_adapters_alone_have_gradients_and_moments(deepseek_v3: Path) 
     adapters = model.lora.num_params
     # Of 61 layers 58 have 256 experts with weights [4096, 7168] and [7168, 2048].
     assert adapters > 58 * 256 * 16 * (4096 + 7168 + 7168 + 2048)
-    stages = rank_tensors(config, plan, model)
-    whole = estimate_run(config, plan, sizes_of(stages, None)).state_bytes
-    sizes = estimate_run(config, plan, sizes_of(stages, model.lora)).state_bytes
+    stages = rank_tensors(plan, model)
+    whole = estimate_run(plan, sizes_of(stages, None)).state_bytes
+    sizes = estimate_run(plan, sizes_of(stages, model.lora)).state_bytes
     assert sizes["gradients"] == 2 * -(-adapters // 256)
     assert sizes["optimizer"] == 12 * -(-adapters // 256)
     assert sizes["weights"] == whole["weights"] + 2 * -(-adapters // 256)

@@ -188,8 +188,8 @@ def test_sizes_and_trials_have_whole_groups_of_forwards_where_ranks_have_several
     config = RunConfig.model_validate(tree | {"train": {"micro_batch_size": "auto", "global_batch_size": 36}})
     world = World(0, 3, 0, 3, "torchrun")
     plan = make_plan(config, world=world, device="cpu")
-    assert legal_sizes(config, plan) == (1, 2, 3, 4, 6, 12)
-    trials = [trial_config(config, plan, rows) for rows in legal_sizes(config, plan)]
+    assert legal_sizes(plan) == (1, 2, 3, 4, 6, 12)
+    trials = [trial_config(config, plan, rows) for rows in legal_sizes(plan)]
     forwards = [make_plan(trial, world=world, device="cpu").batch.gradient_accumulation_steps for trial in trials]
     assert forwards == [6, 6, 6, 6, 6, 3]
 

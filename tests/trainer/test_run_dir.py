@@ -33,7 +33,7 @@ def need_of(folder: Path, total: int, **sections: object) -> DiskNeed:
     """What a run of a model of `total` parameters writes."""
     config = config_of(folder, **sections)
     plan = make_plan(config, world=World(0, 1, 0, 1, "a test"), device="cpu")
-    return estimate_run(config, plan, ModelSizes(total, total, total)).disk(ranks=1, is_first_host=True)
+    return estimate_run(plan, ModelSizes(total, total, total)).disk(ranks=1, is_first_host=True)
 
 
 def test_a_disk_that_is_too_small_is_named_with_both_sizes(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-from ds_finetune.config.schema import OWN_ATTENTIONS, LoraConfig, RunConfig
+from ds_finetune.config.schema import OWN_ATTENTIONS, LoraConfig
 from ds_finetune.families.family import layer_of
 from ds_finetune.families.parameters import ModelConfig
 from ds_finetune.families.tensors import EMBEDDING, model_tensors
@@ -27,27 +27,27 @@ EXPERT_IMBALANCE = 1.25
 
 
 def activation_rows(
-    config: RunConfig, plan: Plan, model: ModelConfig, stages: tuple[RankWeights, ...], number: int
+    plan: Plan, model: ModelConfig, stages: tuple[RankWeights, ...], number: int
 ) -> Iterator[MemoryRow]:
     """Rows for the activations of a rank of pipeline stage `number`. All tokens of its rows are counted as supervised,
     and rows as full.
     """
     home: Place = "host" if plan.device == "cpu" else "gpu"
-    own = stage_activations(config, plan, model, stages[number])
+    own = stage_activations(plan, model, stages[number])
     tokens = tokens_of_rank(plan)
-    flying = in_flight(config, plan, number)
-    yield from _layer_rows(config, plan, own, tokens, flying=flying)
+    flying = in_flight(plan, number)
+    yield from _layer_rows(plan, own, tokens, flying=flying)
     if plan.mesh.pp > 1:
         # What each held forward gave, and one gradient.
-        between = int(own.layer_input * tokens * (flying * config.parallel.vpp + 1))
+        between = int(own.layer_input * tokens * (flying * plan.parallel.vpp + 1))
         yield MemoryRow("hidden states between stages", home, between, _MICRO_BATCH, KEPT_FOR_BACKWARD)
     if number == plan.mesh.pp - 1:
-        yield from head_rows(config, plan, own, tokens)
-    if number == 0 and config.lora is None:
+        yield from head_rows(plan, own, tokens)
+    if number == 0 and plan.lora is None:
         (size,) = (kind.numel for kind in stages[0].kinds if kind.name == EMBEDDING)
         gradient = WEIGHT_BYTES[plan.precision] * size + 2 * own.layer_input * tokens
         yield MemoryRow("gradient of the embedding", home, gradient, "parallel.tp", ("embedding",))
-    yield from _exchange_rows(config, plan, model, own, tokens)
+    yield from _exchange_rows(plan, model, own, tokens)
 
 
 def tokens_of_rank(plan: Plan) -> int:
@@ -55,43 +55,43 @@ def tokens_of_rank(plan: Plan) -> int:
     return plan.batch.micro_batch_size * -(-plan.batch.max_seq_len // plan.mesh.sp)
 
 
-def in_flight(config: RunConfig, plan: Plan, stage: int) -> float:
+def in_flight(plan: Plan, stage: int) -> float:
     """Micro-batches whose activations a pipeline rank holds at a time; with `parallel.vpp` forwards run a part of its
     layers.
     """
-    vpp, accumulation = config.parallel.vpp, plan.batch.gradient_accumulation_steps
+    vpp, accumulation = plan.parallel.vpp, plan.batch.gradient_accumulation_steps
     return num_held_forwards(pp=plan.mesh.pp, vpp=vpp, micro_batches=accumulation, rank=stage) / vpp
 
 
-def stage_activations(config: RunConfig, plan: Plan, model: ModelConfig, weights: RankWeights) -> ActivationBytes:
+def stage_activations(plan: Plan, model: ModelConfig, weights: RankWeights) -> ActivationBytes:
     """The activations of the layers of a pipeline stage."""
     text = config_text(model)
-    lora = config.lora.model_dump_json() if config.lora is not None else ""
-    sizes, is_packed = (plan.mesh.tp, plan.mesh.ep, 1 if config.mtp.train else 0), _packs_documents(config, plan, model)
+    lora = plan.lora.model_dump_json() if plan.lora is not None else ""
+    sizes, is_packed = (plan.mesh.tp, plan.mesh.ep, 1 if plan.mtp.train else 0), _packs_documents(plan, model)
     return _of_stage(text, plan.precision, sizes, lora, weights.layers, is_packed=is_packed, device=plan.device)
 
 
-def model_activations(config: RunConfig, plan: Plan, model: ModelConfig) -> ActivationBytes:
+def model_activations(plan: Plan, model: ModelConfig) -> ActivationBytes:
     """The activations of a whole `model` that a rank runs beside that of the run, in its precision."""
-    text, is_packed = config_text(model), _packs_documents(config, plan, model)
+    text, is_packed = config_text(model), _packs_documents(plan, model)
     return _activations(text, plan.precision, (1, 1, 0), "", is_packed=is_packed, device=plan.device)
 
 
-def _packs_documents(config: RunConfig, plan: Plan, model: ModelConfig) -> bool:
+def _packs_documents(plan: Plan, model: ModelConfig) -> bool:
     """Whether attention to all documents of a forward is one call."""
     return (
         plan.device == "cuda"
-        and config.model.attention in OWN_ATTENTIONS
-        and config.model.attention != "by_document"
+        and plan.attention in OWN_ATTENTIONS
+        and plan.attention != "by_document"
         and not varlen_problem(model, precision=plan.precision)
     )
 
 
 def _layer_rows(
-    config: RunConfig, plan: Plan, own: ActivationBytes, tokens: int, *, flying: float
+    plan: Plan, own: ActivationBytes, tokens: int, *, flying: float
 ) -> Iterator[MemoryRow]:
     home: Place = "host" if plan.device == "cpu" else "gpu"
-    is_tiled = config.train.tiled_mlp
+    is_tiled = plan.tiled_mlp
     if not plan.activation_checkpointing:
         kept = own.kept_by_layers(is_tiled=is_tiled) * tokens
         yield MemoryRow(
@@ -120,7 +120,7 @@ def _layer_rows(
 
 
 def _exchange_rows(
-    config: RunConfig, plan: Plan, model: ModelConfig, own: ActivationBytes, tokens: int
+    plan: Plan, model: ModelConfig, own: ActivationBytes, tokens: int
 ) -> Iterator[MemoryRow]:
     home: Place = "host" if plan.device == "cpu" else "gpu"
     width = WEIGHT_BYTES[plan.precision]
@@ -134,7 +134,7 @@ def _exchange_rows(
         yield MemoryRow("exchange of sequence parallelism", home, size, _LENGTH, ("forward", "layers"))
     if plan.mesh.ep > 1:
         sparse = next((layer for layer in own.layers if layer.router), None)
-        assert config.parallel.ep == plan.mesh.ep
+        assert plan.parallel.ep == plan.mesh.ep
         if sparse is not None:
             rows = own.layer_input * _chosen(model) * tokens
             # Rows that leave and arrive, and what their experts get beyond the mean.

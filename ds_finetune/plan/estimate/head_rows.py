@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ds_finetune.config.objectives import DistillObjective, is_distillation
-from ds_finetune.config.schema import RunConfig
+from ds_finetune.config.objectives import DistillObjective, ObjectiveConfig, is_distillation
 from ds_finetune.plan.combinations import WEIGHT_BYTES
 from ds_finetune.plan.estimate.activation_memory import ActivationBytes, HeadBytes
 from ds_finetune.plan.estimate.rows import MemoryRow, Place
@@ -30,16 +29,17 @@ class _Logits(NamedTuple):
         return each * min(tokens, self.chunk) * columns
 
 
-def head_rows(config: RunConfig, plan: Plan, own: ActivationBytes, tokens: int) -> Iterator[MemoryRow]:
+def head_rows(plan: Plan, own: ActivationBytes, tokens: int) -> Iterator[MemoryRow]:
     """Rows for the last norm, the head and the loss on a rank with `tokens`, all of them supervised."""
     home: Place = "host" if plan.device == "cpu" else "gpu"
-    head, is_frozen, width = own.head, config.lora is not None, WEIGHT_BYTES[plan.precision]
+    head, is_frozen, width = own.head, plan.lora is not None, WEIGHT_BYTES[plan.precision]
     yield MemoryRow("last norm", home, head.by_token * tokens, _MICRO_BATCH, ("head", "head backward"))
-    if config.objective.row.head == "scores":
+    if plan.objective.row.head == "scores":
         return
-    is_of_documents = config.objective.row.head == "documents"
+    is_of_documents = plan.objective.row.head == "documents"
     yield MemoryRow("hidden states of supervised tokens", home, head.by_supervised * tokens, _MICRO_BATCH, ("head",))
-    yield MemoryRow("logits of a chunk", home, _logits_bytes(config, head, tokens, width), "parallel.tp", ("head",))
+    logits = _logits_bytes(plan.objective, head, tokens, width)
+    yield MemoryRow("logits of a chunk", home, logits, "parallel.tp", ("head",))
     gradient = 0 if is_frozen else head.gradient
     yield MemoryRow("fp32 gradient of the head", home, gradient, "parallel.tp", ("head", "head backward"))
     # The loss of documents multiplies that by its factor in a copy (model/loss/log_probs.py), the others in place.
@@ -52,11 +52,11 @@ def head_rows(config: RunConfig, plan: Plan, own: ActivationBytes, tokens: int) 
         yield MemoryRow("gradient of the head by a chunk", "host", size, "", ("head",))
 
 
-def _logits_bytes(config: RunConfig, head: HeadBytes, tokens: int, width: int) -> int:
-    if config.objective.row.head == "documents":
+def _logits_bytes(objective: ObjectiveConfig, head: HeadBytes, tokens: int, width: int) -> int:
+    if objective.row.head == "documents":
         return _of_documents(width).num_bytes(tokens, head.columns)
-    if is_distillation(config.objective):
-        return _of_distillation(config.objective, width).num_bytes(tokens, head.columns)
+    if is_distillation(objective):
+        return _of_distillation(objective, width).num_bytes(tokens, head.columns)
     return head.logits_of(tokens)
 
 

@@ -8,11 +8,10 @@ one stage with all layers or more, and the fullest of `pp` stages as much as the
 
 from dataclasses import replace
 
-from ds_finetune.config.schema import RunConfig
 from ds_finetune.plan.plan import Plan
 
 
-def as_one_stage(config: RunConfig, plan: Plan) -> tuple[RunConfig, Plan]:
+def as_one_stage(plan: Plan) -> Plan:
     """The run with all layers on each stage, and nothing sent between stages."""
-    parallel = config.parallel.model_copy(update={"pp": 1, "vpp": 1, "pp_layers": ()})
-    return config.model_copy(update={"parallel": parallel}), replace(plan, mesh=replace(plan.mesh, pp=1))
+    parallel = plan.parallel.model_copy(update={"pp": 1, "vpp": 1, "pp_layers": ()})
+    return replace(plan, parallel=parallel, mesh=replace(plan.mesh, pp=1))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
 
-from ds_finetune.config.schema import LoraConfig, RunConfig
+from ds_finetune.config.schema import LoraConfig
 from ds_finetune.families.parameters import ModelConfig
 from ds_finetune.families.table import family_of
 from ds_finetune.families.tensors import EMBEDDING
@@ -66,7 +66,6 @@ class Operation(NamedTuple):
 class Work:
     """A planned run and a typical row of its data."""
 
-    config: RunConfig
     plan: Plan
     model: ModelConfig
     rows: RowShape
@@ -107,7 +106,7 @@ class Work:
         """Forwards of the model itself that a step does beside the trained one: that of a reference, which is the model
         without its adapters.
         """
-        return int(getattr(self.config.objective, "reference", "cache") == "adapters_off")
+        return int(getattr(self.plan.objective, "reference", "cache") == "adapters_off")
 
 
 class Passes(NamedTuple):
@@ -136,7 +135,7 @@ def operations(work: Work, weights: RankWeights, *, is_last: bool) -> tuple[Oper
 
 def shape_of(work: Work) -> Shape:
     """The parameters of the model and the cost of its attention."""
-    return _shape(work.text, 1 if work.config.mtp.train else 0)
+    return _shape(work.text, 1 if work.plan.mtp.train else 0)
 
 
 def is_head(kind: TensorKind, weights: RankWeights, *, is_last: bool) -> bool:
@@ -162,16 +161,16 @@ def _products(work: Work, weights: RankWeights, *, is_last: bool) -> Iterator[Op
         columns = sum(kind.local[-2:]) * kind.count
         moved = kind.numel * passes.total + rows * columns * passes.total
         yield Operation(_NAMES.get(part, part), unit, 2 * rows * numel * passes.total, work.width * moved)
-        if adapter_parts(work.config.lora, kind):
+        if adapter_parts(work.plan.lora, kind):
             yield _adapters(work, kind, unit, rows=rows, below=passes)
-        if is_quantised(work.config.lora, part):
+        if is_quantised(work.plan.lora, part):
             # Four bits are read, and numbers of 16 bits are written, for each product but that of the weight gradient.
             yield Operation("dequantised weights", "memory", 0, passes.total * kind.numel * (0.5 + work.width))
 
 
 def _adapters(work: Work, kind: TensorKind, unit: Unit, *, rows: float, below: Passes) -> Operation:
     """The products of adapters with so many rows; those of their weights are computed as often as `below` says."""
-    lora = work.config.lora
+    lora = work.plan.lora
     assert lora is not None
     # A reference is the model without them, and has no backward.
     passes = below.forward - work.extra_forwards + 2
@@ -186,12 +185,12 @@ def _passes(work: Work, kind: TensorKind, weights: RankWeights) -> Passes:
     adapters no gradient goes back to embeddings.
     """
     part = part_of(kind.name)
-    is_frozen = work.config.lora is not None or not is_trained(work.config, work.model, kind)
+    is_frozen = work.plan.lora is not None or not is_trained(work.plan, work.model, kind)
     forward = 1.0 + work.plan.activation_checkpointing + work.extra_forwards
-    forward += work.config.train.tiled_mlp and part in ("dense MLP", "routed experts", "shared experts")
+    forward += work.plan.tiled_mlp and part in ("dense MLP", "routed experts", "shared experts")
     if part == "indexer":
         return Passes(forward, 0 if is_frozen else 2) if _runs_indexers(work) else Passes(0, 0)
-    if work.config.lora is not None and 0 in weights.layers and _READS_INPUT.search(kind.name):
+    if work.plan.lora is not None and 0 in weights.layers and _READS_INPUT.search(kind.name):
         return Passes(forward, 1 - 1 / kind.count)
     return Passes(forward, 1 if is_frozen else 2)
 
@@ -200,9 +199,9 @@ def _head(work: Work, kind: TensorKind) -> Iterator[Operation]:
     """Logits and their gradients; a score head takes one token of each document."""
     is_score = kind.name.startswith("score")
     rows = len(work.rows.documents) * work.num_rows / work.plan.mesh.sp if is_score else work.num_supervised
-    is_frozen = work.config.lora is not None and not is_score
+    is_frozen = work.plan.lora is not None and not is_score
     passes = 1 + work.extra_forwards + (1 if is_frozen else 2 + _logits_again(work, kind))
-    mtp = work.config.mtp
+    mtp = work.plan.mtp
     # The loss of a prediction layer trains the head where its gradient is not detached.
     passes += (3 - mtp.detach) if mtp.train else 0
     flops = 2 * rows * kind.numel * passes
@@ -216,7 +215,7 @@ def _logits_again(work: Work, kind: TensorKind) -> float:
     """Share of the logits that are computed a second time: where the loss is one of documents' log-probabilities, all
     but those of the last chunk (model/loss/log_probs.py).
     """
-    if work.config.objective.row.head != "documents":
+    if work.plan.objective.row.head != "documents":
         return 0
     chunk = head_chunk(kind.local[0], precision=work.plan.precision, device=work.plan.device)
     before_last = math.ceil(work.num_supervised / chunk) - 1
@@ -236,7 +235,7 @@ def _attention(work: Work, weights: RankWeights) -> Iterator[Operation]:
     chooser = _indexer_width(work.model)
     if chooser and _runs_indexers(work):
         scored = work.num_rows * work.rows.pairs(None) * sum(kind.has_indexer for kind in weights.layer_kinds)
-        backward = 2 if work.config.indexer.train else 0
+        backward = 2 if work.plan.indexer.train else 0
         # Scores of all pairs, those of later tokens too (model/attention/indexed_attention.py).
         yield Operation("indexers", "matmul", 4 * chooser * scored * (forward + backward), 0)
 
@@ -244,7 +243,7 @@ def _attention(work: Work, weights: RankWeights) -> Iterator[Operation]:
 def _runs_indexers(work: Work) -> bool:
     """Whether some document is longer than what its tokens may attend to, or indexers are trained."""
     chosen = work.model.get("index_topk")
-    return chosen is not None and (work.config.indexer.train or max(work.rows.documents) > chosen)
+    return chosen is not None and (work.plan.indexer.train or max(work.rows.documents) > chosen)
 
 
 def _executed_pairs(work: Work, limit: int | None) -> float:

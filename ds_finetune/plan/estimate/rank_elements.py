@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-from ds_finetune.config.schema import LoraConfig, RunConfig
+from ds_finetune.config.schema import LoraConfig
 from ds_finetune.families.family import layer_of
 from ds_finetune.families.parameters import ModelConfig
 from ds_finetune.families.table import family_of
@@ -40,12 +40,12 @@ class RankElements:
     """Elements of the largest weight in four bits, which is one in the run's precision while it is used."""
 
 
-def rank_elements(config: RunConfig, plan: Plan, model: ModelConfig, weights: RankWeights) -> RankElements:
+def rank_elements(plan: Plan, model: ModelConfig, weights: RankWeights) -> RankElements:
     """The numbers of a rank of one pipeline stage."""
     held, share = weights.numel, sum(kind.sharded for kind in weights.kinds)
-    if config.lora is not None:
-        return _with_adapters(config, plan, model, weights)
-    trained = [kind for kind in weights.kinds if is_trained(config, model, kind)]
+    if plan.lora is not None:
+        return _with_adapters(plan, model, weights)
+    trained = [kind for kind in weights.kinds if is_trained(plan, model, kind)]
     return RankElements(
         held=held,
         held_share=share,
@@ -64,34 +64,34 @@ def _group_share(trained: list[TensorKind]) -> int:
     return max(shares.values(), default=0)
 
 
-def count_adapters(config: RunConfig, model: ModelConfig) -> int:
+def count_adapters(plan: Plan, model: ModelConfig) -> int:
     """Parameters of all adapters of a run with LoRA, and of a score head."""
-    assert config.lora is not None
-    text, scores = config_text(model), config.objective.num_outputs
-    mtp_layers = 1 if config.mtp.train else 0
+    assert plan.lora is not None
+    text, scores = config_text(model), plan.objective.num_outputs
+    mtp_layers = 1 if plan.mtp.train else 0
     layers = tuple(range(model["num_hidden_layers"] + mtp_layers))
-    adapters = _adapters(text, config.lora.model_dump_json(), (1, 1, mtp_layers, scores), layers)
+    adapters = _adapters(text, plan.lora.model_dump_json(), (1, 1, mtp_layers, scores), layers)
     return adapters.numel + scores * int(model["hidden_size"])
 
 
-def is_trained(config: RunConfig, model: ModelConfig, kind: TensorKind) -> bool:
+def is_trained(plan: Plan, model: ModelConfig, kind: TensorKind) -> bool:
     """Whether a run without LoRA trains a tensor: indexers are trained by a loss of their own, routers unless the run
     file says otherwise.
     """
     part = part_of(kind.name)
-    if family_of(str(model["model_type"])).indexer is not None and config.indexer.train:
-        if config.indexer.stage == "dense_warmup":
+    if family_of(str(model["model_type"])).indexer is not None and plan.indexer.train:
+        if plan.indexer.stage == "dense_warmup":
             return part == "indexer"
     elif part == "indexer":
         return False
-    return part != "router" or config.router is None or config.router.train
+    return part != "router" or plan.router is None or plan.router.train
 
 
-def _with_adapters(config: RunConfig, plan: Plan, model: ModelConfig, weights: RankWeights) -> RankElements:
-    assert config.lora is not None
+def _with_adapters(plan: Plan, model: ModelConfig, weights: RankWeights) -> RankElements:
+    assert plan.lora is not None
     text = config_text(model)
-    sizes = (plan.mesh.tp, plan.mesh.ep, 1 if config.mtp.train else 0, config.objective.num_outputs)
-    adapters = _adapters(text, config.lora.model_dump_json(), sizes, weights.layers)
+    sizes = (plan.mesh.tp, plan.mesh.ep, 1 if plan.mtp.train else 0, plan.objective.num_outputs)
+    adapters = _adapters(text, plan.lora.model_dump_json(), sizes, weights.layers)
     score = sum(kind.numel for kind in weights.kinds if kind.name.startswith("score."))
     numel, share = weights.numel - adapters.quantised, sum(kind.sharded for kind in weights.kinds)
     trained = adapters.numel + score

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from ds_finetune.config.parallel import ParallelConfig
-from ds_finetune.config.schema import RunConfig
 from ds_finetune.families.parameters import ModelConfig
 from ds_finetune.families.table import family_of
 from ds_finetune.families.tensors import EMBEDDING, FINAL_NORM, HEAD, SCORE_HEAD, LayerKind, ModelTensors, model_tensors
@@ -66,14 +65,14 @@ def rank_weights(
     return _rank_weights(text, parallel.model_dump_json(), zero_ranks, mtp_layers, scores)
 
 
-def weights_of_run(config: RunConfig, plan: Plan, model: ModelConfig) -> tuple[RankWeights, ...]:
+def weights_of_run(plan: Plan, model: ModelConfig) -> tuple[RankWeights, ...]:
     """`rank_weights` of a run; the number of classes is assumed to be 2 where the run file does not have it."""
     return rank_weights(
         model,
-        config.parallel,
+        plan.parallel,
         zero_ranks=plan.zero_ranks,
-        mtp_layers=1 if config.mtp.train else 0,
-        scores=config.objective.num_outputs,
+        mtp_layers=1 if plan.mtp.train else 0,
+        scores=plan.objective.num_outputs,
     )
 
 

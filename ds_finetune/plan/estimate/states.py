@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ds_finetune.config.schema import RunConfig
 from ds_finetune.plan.combinations import WEIGHT_BYTES
 from ds_finetune.plan.deepspeed_config import MOMENTS
 from ds_finetune.plan.distillation import is_teacher_partitioned
@@ -120,14 +119,14 @@ class RunEstimate:
         return DiskNeed(exports, self.files.export_bytes, self.files.checkpoints, share)
 
 
-def estimate_run(config: RunConfig, plan: Plan, sizes: ModelSizes) -> RunEstimate:
-    """What the run of `config` needs, with the layout of `plan` and a model of `sizes`."""
+def estimate_run(plan: Plan, sizes: ModelSizes) -> RunEstimate:
+    """What the run of `plan` needs with a model of `sizes`."""
     home = "cpu" if plan.device == "cpu" else "cuda"
     devices = {"weights": plan.offload_param, "gradients": plan.offload_optimizer, "optimizer": plan.offload_optimizer}
     devices |= {"teacher": sizes.teacher_offload} if sizes.teacher else {}
     devices |= {"unreduced gradients": "none"} if plan.reduces_once else {}
     devices |= {"second weights": plan.offload_param} if second_parts_of(plan) else {}
-    files = _files(config, plan, sizes)
+    files = _files(plan, sizes)
     return RunEstimate(
         sizes=sizes,
         state_bytes=_state_bytes(plan, sizes),
@@ -135,7 +134,7 @@ def estimate_run(config: RunConfig, plan: Plan, sizes: ModelSizes) -> RunEstimat
         staging_bytes=files.checkpoint_bytes // plan.world.world_size if plan.saves_asynchronously else 0,
         files=files,
         world_size=plan.world.world_size,
-        is_node_local=config.checkpoint.node_local,
+        is_node_local=plan.kept_files.is_node_local,
     )
 
 
@@ -198,14 +197,11 @@ def _gradient_width(plan: Plan) -> int:
     return WEIGHT_BYTES.get(accumulated, WEIGHT_BYTES[plan.precision])
 
 
-def _files(config: RunConfig, plan: Plan, sizes: ModelSizes) -> DiskNeed:
-    keeps_best = bool(config.data.eval)
-    saves = config.checkpoint.saves
-    # A checkpoint is written before the oldest one that is kept is removed.
-    checkpoints = config.checkpoint.keep + 1 + (config.checkpoint.keep_best and keeps_best)
+def _files(plan: Plan, sizes: ModelSizes) -> DiskNeed:
+    kept = plan.kept_files
     return DiskNeed(
-        exports=config.export.at_end + (config.eval.keep_best and keeps_best),
+        exports=kept.exports,
         export_bytes=sizes.total * WEIGHT_BYTES[plan.precision],
-        checkpoints=checkpoints if saves else 0,
-        checkpoint_bytes=sizes.trained * plan.checkpoint_bytes_per_parameter if saves else 0,
+        checkpoints=kept.checkpoints,
+        checkpoint_bytes=sizes.trained * plan.checkpoint_bytes_per_parameter if kept.checkpoints else 0,
     )

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ds_finetune.config.schedule import Duration
-from ds_finetune.config.schema import RunConfig
 from ds_finetune.families.parameters import ModelConfig
 from ds_finetune.plan.deepspeed_config import MOMENTS
 from ds_finetune.plan.estimate.accelerators import GB, Machine, check_precision
@@ -76,18 +75,18 @@ class TimeEstimate:
 
 
 def estimate_time(
-    config: RunConfig, plan: Plan, model: ModelConfig, *, machine: Machine, rows: RowShape
+    plan: Plan, model: ModelConfig, *, machine: Machine, rows: RowShape
 ) -> TimeEstimate:
-    """The time of a step of `config` with the layout of `plan` on `machine`; `model` is the config.json of its model.
+    """The time of a step of the run of `plan` on `machine`; `model` is the config.json of its model.
 
     ConfigError where the machine has no products in the run's precision, or the model's arithmetic is not known.
     """
     check_precision(machine.accelerator, plan.precision)
-    work = Work(config, plan, model, rows)
-    parts = _slowest_stage(work, machine, weights_of_run(config, plan, model), is_detailed=True)
+    work = Work(plan, model, rows)
+    parts = _slowest_stage(work, machine, weights_of_run(plan, model), is_detailed=True)
     seconds, tokens = sum(parts.values()), plan.batch.global_batch_size * rows.num_tokens
     per_second = tokens / seconds
-    shape, is_frozen = shape_of(work), config.lora is not None
+    shape, is_frozen = shape_of(work), plan.lora is not None
     flops = shape.flops_per_token(rows.num_tokens, mean_attended=rows.mean_attended, is_frozen=is_frozen)
     ranks = plan.world.world_size
     return TimeEstimate(
@@ -96,15 +95,15 @@ def estimate_time(
         supervised_tokens_per_second=per_second * rows.num_supervised / rows.num_tokens,
         mfu=per_second * flops / (ranks * _peak(machine, plan.precision)),
         num_ranks=ranks,
-        steps=_steps(config, tokens),
+        steps=_steps(plan.duration, tokens),
         assumptions=assumptions(work, machine),
     )
 
 
-def step_seconds(config: RunConfig, plan: Plan, model: ModelConfig, *, machine: Machine, rows: RowShape) -> float:
+def step_seconds(plan: Plan, model: ModelConfig, *, machine: Machine, rows: RowShape) -> float:
     """The seconds of `estimate_time` alone, in a part of its time."""
-    work = Work(config, plan, model, rows)
-    return sum(_slowest_stage(work, machine, weights_of_run(config, plan, model), is_detailed=False).values())
+    work = Work(plan, model, rows)
+    return sum(_slowest_stage(work, machine, weights_of_run(plan, model), is_detailed=False).values())
 
 
 @dataclass(frozen=True)
@@ -132,17 +131,17 @@ class LeastSeconds:
 
 
 def least_seconds(
-    config: RunConfig, plan: Plan, model: ModelConfig, *, machine: Machine, rows: RowShape
+    plan: Plan, model: ModelConfig, *, machine: Machine, rows: RowShape
 ) -> LeastSeconds:
     """What `estimate_time` finds for the run at least, whatever `parallel.vpp` and the layers of its stages are.
 
     Without a pipeline it is what `estimate_time` finds.
     """
-    merged, merged_plan = as_one_stage(config, plan)
-    work = Work(merged, merged_plan, model, rows)
-    (weights,) = weights_of_run(merged, merged_plan, model)
+    merged = as_one_stage(plan)
+    work = Work(merged, model, rows)
+    (weights,) = weights_of_run(merged, model)
     stage = _stage_seconds(work, machine, weights, 0, is_detailed=False)
-    message = between_chunks(Work(config, plan, model, rows))
+    message = between_chunks(Work(plan, model, rows))
     send = sum(_exposed(machine, [message], {}).values()) if plan.mesh.pp > 1 else 0.0
     return LeastSeconds(plan.mesh.pp, sum(stage.forwards.values()), sum(stage.end.values()), send)
 
@@ -197,7 +196,7 @@ def _slowest_stage(
     if len(order) > 1:
         every = sum(sum(stage.forwards.values()) for stage in order)
         waits = every - sum(slowest.forwards.values())
-        chunks = work.config.parallel.vpp * work.plan.batch.gradient_accumulation_steps
+        chunks = work.plan.parallel.vpp * work.plan.batch.gradient_accumulation_steps
         parts["pipeline bubble"] = waits / chunks
     return {name: seconds for name, seconds in parts.items() if seconds > 0}
 
@@ -286,10 +285,10 @@ def _peak(machine: Machine, precision: str) -> float:
 
 def _optimizer_seconds(work: Work, machine: Machine, weights: RankWeights) -> dict[str, float]:
     """Accumulation of gradients, the optimizer's update where its states are, and what is copied from and to hosts."""
-    plan, times, lora = work.plan, work.plan.batch.gradient_accumulation_steps, work.config.lora
+    plan, times, lora = work.plan, work.plan.batch.gradient_accumulation_steps, work.plan.lora
     whole = updated = 0.0
     for kind in weights.kinds:
-        numel = adapter_elements(lora, kind) if lora else kind.numel * is_trained(work.config, work.model, kind)
+        numel = adapter_elements(lora, kind) if lora else kind.numel * is_trained(work.plan, work.model, kind)
         whole += numel
         updated += numel / (kind.sharers if plan.zero_stage else 1)
     device = machine.efficiency.memory * machine.accelerator.memory_bandwidth
@@ -324,8 +323,8 @@ def _copied_bytes(work: Work, weights: RankWeights, updated: float) -> Iterator[
         yield "inputs of layers", 2 * times * work.width * hidden * work.num_tokens * len(weights.layers)
 
 
-def _steps(config: RunConfig, tokens: int) -> int | None:
-    length = Duration.parse(config.train.duration)
+def _steps(duration: str, tokens: int) -> int | None:
+    length = Duration.parse(duration)
     if length.unit == "epochs":
         return None
     return int(length.value) if length.unit == "steps" else math.ceil(length.value / tokens)

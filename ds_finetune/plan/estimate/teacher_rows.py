@@ -8,7 +8,6 @@ from pathlib import Path
 
 from ds_finetune.config.objectives import is_distillation
 from ds_finetune.config.parallel import ParallelConfig
-from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError, ModelError
 from ds_finetune.families.parameters import ModelConfig
 from ds_finetune.families.tensors import EMBEDDING, HEAD
@@ -23,12 +22,12 @@ from ds_finetune.plan.plan import Plan
 _OFFLOAD, _LENGTH = "objective.teacher_offload", "train.max_seq_len"
 
 
-def teacher_rows(config: RunConfig, plan: Plan, given: ModelConfig | None) -> Iterator[MemoryRow]:
+def teacher_rows(plan: Plan, given: ModelConfig | None) -> Iterator[MemoryRow]:
     """Rows for the teacher of a run on a rank that has the head; none where it has no teacher. Its config.json is read
     from its folder unless it is `given`. ModelError and ConfigError, which name the teacher, where it is not there or
     where the arithmetic of its model type is not known.
     """
-    section = config.objective
+    section = plan.objective
     if not is_distillation(section) or section.teacher is None:
         return
     teacher = given if given is not None else _read_config(section.teacher)
@@ -44,12 +43,12 @@ def teacher_rows(config: RunConfig, plan: Plan, given: ModelConfig | None) -> It
     yield MemoryRow("weights of the teacher", place, width * held, _OFFLOAD)
     if is_cut:
         yield from _gathered_rows(weights, home, width)
-    yield from _activation_rows(config, plan, teacher, home)
+    yield from _activation_rows(plan, teacher, home)
 
 
-def _activation_rows(config: RunConfig, plan: Plan, teacher: ModelConfig, home: Place) -> Iterator[MemoryRow]:
+def _activation_rows(plan: Plan, teacher: ModelConfig, home: Place) -> Iterator[MemoryRow]:
     """The forward of one layer at a time, and hidden states until the head of the model has read them."""
-    activations, tokens = model_activations(config, plan, teacher), tokens_of_rank(plan)
+    activations, tokens = model_activations(plan, teacher), tokens_of_rank(plan)
     working = max(layer.forward for layer in activations.kinds) + activations.layer_input
     yield MemoryRow("one layer of the teacher", home, working * tokens, _LENGTH, ("teacher",))
     yield MemoryRow("hidden states of the teacher", home, activations.layer_input * tokens, _LENGTH, FORWARD)

@@ -11,7 +11,7 @@ from ds_finetune.plan.model_shape import Shape
 
 def teacher_config(work: Work) -> ModelConfig | None:
     """The config.json of the run's teacher; None without a teacher, or where its folder is not on this machine."""
-    folder = getattr(work.config.objective, "teacher", None)
+    folder = getattr(work.plan.objective, "teacher", None)
     file = Path(folder or "") / "config.json"
     if not folder or not file.is_file():
         return None

@@ -58,7 +58,7 @@ def _work(work: Work) -> Iterator[str]:
             "The row of a token is sent once for each of its experts, also to several on one rank or node; the way to "
             "them is hidden beside shared experts alone, and the way back is not."
         )
-    if work.config.lora is not None:
+    if work.plan.lora is not None:
         yield (
             "The MFU counts 4 FLOPs for each frozen parameter and token: forward and the gradients of inputs. Adapters "
             "are not counted; runs with LoRA report no perf/mfu."
@@ -66,7 +66,7 @@ def _work(work: Work) -> Iterator[str]:
 
 
 def _left_out(work: Work) -> Iterator[str]:
-    teacher = getattr(work.config.objective, "teacher", None)
+    teacher = getattr(work.plan.objective, "teacher", None)
     if teacher and teacher_config(work) is None:
         yield f"The teacher's forward is not counted: {teacher} is no folder with a config.json here."
     elif teacher:

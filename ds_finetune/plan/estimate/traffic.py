@@ -99,10 +99,10 @@ def _times(kind: Kind, group: Group, whole: float) -> float:
 
 def _zero(work: Work, weights: RankWeights) -> Iterator[GroupTraffic]:
     """Gradients and weights over the ranks that have the same part of the model."""
-    groups, lora = RankGroups.of(work.plan.mesh), work.config.lora
+    groups, lora = RankGroups.of(work.plan.mesh), work.plan.lora
     for group, has_experts in ((groups.zero, False), (groups.same_experts, True)):
         kinds = [kind for kind in weights.kinds if _is_cut(work, kind) == has_experts]
-        trained = [kind for kind in kinds if lora is None and is_trained(work.config, work.model, kind)]
+        trained = [kind for kind in kinds if lora is None and is_trained(work.plan, work.model, kind)]
         num_trained = sum(kind.numel for kind in trained) + (_adapters(work, kinds) if lora else 0)
         yield from _reductions(work, group, num_trained)
         if work.plan.zero_stage >= _FIRST_PARTITIONED:
@@ -118,7 +118,7 @@ def _is_cut(work: Work, kind: TensorKind) -> bool:
 
 def _adapters(work: Work, kinds: list[TensorKind]) -> float:
     """Elements of the adapters of some tensors."""
-    return sum(adapter_elements(work.config.lora, kind) for kind in kinds)
+    return sum(adapter_elements(work.plan.lora, kind) for kind in kinds)
 
 
 def _reductions(work: Work, group: Group, numel: float) -> Iterator[GroupTraffic]:
@@ -164,9 +164,9 @@ def _gathers(work: Work, group: Group, kinds: list[TensorKind]) -> Iterator[Grou
     for kind in kinds:
         whole = _Tensor(math.prod(kind.local), work.width)
         # Of four bits, two numbers are in a byte.
-        is_packed = is_quantised(work.config.lora, part_of(kind.name))
+        is_packed = is_quantised(work.plan.lora, part_of(kind.name))
         tensors[_Tensor(-(-whole.numel // 2), 1) if is_packed else whole] += kind.count
-        for part in adapter_parts(work.config.lora, kind):
+        for part in adapter_parts(work.plan.lora, kind):
             tensors[_Tensor(part.numel, work.width)] += kind.count
     threshold = zero.get("stage3_param_persistence_threshold", _PERSISTENT)
     kept = [(each, count) for each, count in tensors.items() if each.numel <= threshold]
@@ -199,12 +199,12 @@ def _tensor(work: Work, weights: RankWeights, stage: int) -> Iterator[GroupTraff
     # Recomputation of a layer ends before its last sum.
     sums = (2 + work.plan.activation_checkpointing) * layers + (stage == 0)
     columns = hidden * sums + _copied_columns(work, weights)
-    if stage == 0 and work.config.lora is not None and work.model.get("kv_lora_rank") is None:
+    if stage == 0 and work.plan.lora is not None and work.model.get("kv_lora_rank") is None:
         # Embeddings are frozen, and so need no gradient.
         columns -= hidden
     num_bytes = times * _times("all_reduce", group, work.width * columns * work.num_tokens)
     yield GroupTraffic("activations over tp", "all_reduce", group, num_bytes, times * (sums + 2 * layers), True)
-    parts = [(kind.count, part) for kind in weights.kinds for part in adapter_parts(work.config.lora, kind)]
+    parts = [(kind.count, part) for kind in weights.kinds for part in adapter_parts(work.plan.lora, kind)]
     shared = sum(count * part.numel for count, part in parts if part.is_whole)
     # Of parts of adapters that all ranks have, each computes a part of the gradient (model/adapters/lora.py).
     num_bytes, messages = times * _times("all_reduce", group, work.width * shared), times * len(parts) / 2
@@ -296,14 +296,14 @@ def _pipeline(work: Work, weights: RankWeights, stage: int) -> Iterator[GroupTra
         return
     one = between_chunks(work)
     # Every chunk of a rank but the model's first and last one has two neighbours.
-    neighbours = 2 * work.config.parallel.vpp - (stage == 0) - (stage == mesh.pp - 1)
+    neighbours = 2 * work.plan.parallel.vpp - (stage == 0) - (stage == mesh.pp - 1)
     yield replace(one, num_bytes=neighbours * one.num_bytes, num_messages=neighbours * one.num_messages)
     shared = [kind for kind in weights.kinds if kind.name == EMBEDDING]
-    if stage in (0, mesh.pp - 1) and shared and _has_tied_ends(work) and work.config.lora is None:
+    if stage in (0, mesh.pp - 1) and shared and _has_tied_ends(work) and work.plan.lora is None:
         ends = Group(2 * mesh.dp * mesh.sp, 1)
         num_bytes = _times("all_reduce", ends, work.width * shared[0].numel)
         yield GroupTraffic("tied embedding over pp", "all_reduce", ends, num_bytes, 1, False)
 
 
 def _has_tied_ends(work: Work) -> bool:
-    return bool(work.model.get("tie_word_embeddings", False)) or work.config.mtp.train
+    return bool(work.model.get("tie_word_embeddings", False)) or work.plan.mtp.train

@@ -185,12 +185,8 @@ class Candidates:
         # Nothing else of a plan depends on them but the texts of its decisions.
         keys = layout.activations.keys()
         train = base.config.train.model_copy(update=keys)
-        plan = replace(
-            base.plan,
-            activation_checkpointing=keys["activation_checkpointing"],
-            activation_offload=keys["activation_offload"],
-        )
-        return Candidate(layout, base.config.model_copy(update={"train": train}), plan)
+        config = base.config.model_copy(update={"train": train})
+        return Candidate(layout, config, replace(base.plan, **keys))  # type: ignore[arg-type]
 
     def _with_fastest_activations(self, layout: Layout) -> Candidate | None:
         if layout not in self._planned:

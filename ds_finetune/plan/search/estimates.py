@@ -35,7 +35,7 @@ class Estimates:
     def memory(self, candidate: Candidate) -> MemoryEstimate:
         """What it needs."""
         if candidate.layout not in self._memory:
-            self._memory[candidate.layout] = estimate_memory(candidate.config, candidate.plan, self.model)
+            self._memory[candidate.layout] = estimate_memory(candidate.plan, self.model)
         return self._memory[candidate.layout]
 
     def excess(self, candidate: Candidate) -> int:
@@ -50,7 +50,7 @@ class Estimates:
 
     def _is_fitting(self, candidate: Candidate) -> bool:
         fitting: list[MemoryEstimate] = []
-        for stage in estimate_stages(candidate.config, candidate.plan, self.model):
+        for stage in estimate_stages(candidate.plan, self.model):
             if self.budget.device_excess(stage) > 0:
                 return False
             fitting.append(stage)
@@ -60,19 +60,19 @@ class Estimates:
         """Bytes that its states need beyond the budget, however its layers are divided over the stages of a
         pipeline.
         """
-        return self.budget.least_excess(least_bytes_of_stages(candidate.config, candidate.plan, self.model))
+        return self.budget.least_excess(least_bytes_of_stages(candidate.plan, self.model))
 
     def seconds(self, candidate: Candidate) -> float:
         """Of a step; a part of the time of `time`."""
-        return step_seconds(candidate.config, candidate.plan, self.model, machine=self.machine, rows=self.rows)
+        return step_seconds(candidate.plan, self.model, machine=self.machine, rows=self.rows)
 
     def time(self, candidate: Candidate) -> TimeEstimate:
         """The time of a step by parts."""
-        return estimate_time(candidate.config, candidate.plan, self.model, machine=self.machine, rows=self.rows)
+        return estimate_time(candidate.plan, self.model, machine=self.machine, rows=self.rows)
 
     def least_seconds(self, candidate: Candidate) -> LeastSeconds:
         """Seconds of a step at least, however the layers are divided over the stages of a pipeline."""
         if candidate.layout not in self._least_seconds:
-            run = candidate.config, candidate.plan, self.model
+            run = candidate.plan, self.model
             self._least_seconds[candidate.layout] = least_seconds(*run, machine=self.machine, rows=self.rows)
         return self._least_seconds[candidate.layout]

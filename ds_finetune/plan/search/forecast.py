@@ -171,24 +171,24 @@ def forecast_run(config: RunConfig, target: Target) -> Forecast:
     model = read_model(config)
     text = ""
     if config.train.micro_batch_size == AUTO:
-        number, text = _largest_rows(config, plan, model, target)
+        number, text = _largest_rows(plan, model, target)
         config = with_micro_batch(config, number)
         plan = make_plan(config, world=target.ranks.world, device=target.ranks.device)
     stages = Candidates(config, model, target.ranks).check(config)
-    kinds = (kind for stage in weights_of_run(config, plan, model) for kind in stage.kinds)
+    kinds = (kind for stage in weights_of_run(plan, model) for kind in stage.kinds)
     check_largest_slice(plan, ((kind.numel // kind.count, kind.name) for kind in kinds))
     time = None
     if target.machine is not None:
         rows = RowShape.full(config.train.max_seq_len)
-        time = estimate_time(config, plan, model, machine=target.machine, rows=rows)
-    return Forecast(config, model, plan, stages, estimate_memory(config, plan, model), target, time, text)
+        time = estimate_time(plan, model, machine=target.machine, rows=rows)
+    return Forecast(config, model, plan, stages, estimate_memory(plan, model), target, time, text)
 
 
-def _largest_rows(config: RunConfig, plan: Plan, model: Mapping[str, Any], target: Target) -> tuple[int, str]:
+def _largest_rows(plan: Plan, model: Mapping[str, Any], target: Target) -> tuple[int, str]:
     """The rows of a forward that `auto` stands for on the machines, and how they were found; one where none fits."""
     if target.budget is None:
         return 1, "1 (auto: how many rows fit is known with --gpu NAME)"
-    rows = largest_micro_batch(config, plan, model, budget=target.budget.device_bytes)
+    rows = largest_micro_batch(plan, model, budget=target.budget.device_bytes)
     if not rows:
         return 1, "1 (auto: not even forwards of one row fit)"
     return (

@@ -51,7 +51,7 @@ def fitting_changes(config: RunConfig, plan: Plan, model: ModelConfig, *, budget
 
 def _most_helpful(config: RunConfig, plan: Plan, model: ModelConfig, budget: int) -> _Change | None:
     """The change after which least is needed; None where no change lowers it."""
-    now = estimate_memory(config, plan, model).device_bytes
+    now = estimate_memory(plan, model).device_bytes
     found = [change for change in _changes(config, plan, model, budget) if change.device_bytes < now]
     return min(found, key=lambda change: change.device_bytes, default=None)
 
@@ -62,7 +62,7 @@ def _changes(config: RunConfig, plan: Plan, model: ModelConfig, budget: int) -> 
         changed = _changed(config, plan, train, zero)
         try:
             planned = make_plan(changed, world=plan.world, device=plan.device)
-            yield _Change(text, changed, planned, estimate_memory(changed, planned, model).device_bytes)
+            yield _Change(text, changed, planned, estimate_memory(planned, model).device_bytes)
         except FinetuneError:
             # The combination is refused, so it would not help.
             continue
@@ -73,7 +73,7 @@ def _candidates(
 ) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
     """Text of a change, keys of the section `train`, and keys of DeepSpeed's `zero_optimization`."""
     train = config.train
-    rows = largest_micro_batch(config, plan, model, budget=budget) or 1
+    rows = largest_micro_batch(plan, model, budget=budget) or 1
     if rows < plan.batch.micro_batch_size:
         yield f"train.micro_batch_size {rows}", {"micro_batch_size": rows}, {}
     for stage in range(plan.zero_stage + 1, _HIGHEST_STAGE + 1 if plan.world.world_size > 1 else 0):

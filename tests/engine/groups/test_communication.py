@@ -149,10 +149,10 @@ def _compare(measured: dict[str, Any], tree: dict[str, Any], cell: Cell, rank: i
     config = RunConfig.model_validate(tree)
     plan = make_plan(config, world=World(rank, 2, rank, 2, "a test"), device="cpu")
     rows = RowShape(ROW_LEN, measured["supervised"] / PACKED_ROWS, (ROW_LEN,))
-    work = Work(config, plan, TINY_MODELS[cell.family], rows)
+    work = Work(plan, TINY_MODELS[cell.family], rows)
     stage = plan.mesh.place("pp", rank)
     sent: Counter[str] = Counter()
-    for transfer in traffic(work, weights_of_run(config, plan, work.model)[stage], stage=stage):
+    for transfer in traffic(work, weights_of_run(plan, work.model)[stage], stage=stage):
         # The worker's routers choose experts of the other rank alone, where half of the rows is expected.
         sent[transfer.kind] += transfer.num_bytes * (2 if transfer.name == "rows over ep" else 1)
     assert sent.keys() <= measured["bytes"].keys() <= sent.keys() | {"all_reduce"}

@@ -215,7 +215,7 @@ def test_the_plan_counts_the_new_rows(demo: Path) -> None:
     assert tree == json.loads((demo / "model" / "config.json").read_text()) | {"vocab_size": 101}
     added = Shape.of(tree).total_params - Shape.of(demo / "model").total_params
     assert added == 2 * 5 * CONFIGS["deepseek_v3"]["hidden_size"]
-    assert sizes_of(rank_tensors(config, plan, model), None).total == Shape.of(tree).total_params
+    assert sizes_of(rank_tensors(plan, model), None).total == Shape.of(tree).total_params
     text = dict(model_lines(model, plan))["vocabulary"]
     assert text.startswith("96 -> 101 tokens; 5 new rows")
 

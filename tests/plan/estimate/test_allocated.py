@@ -22,7 +22,7 @@ NOT_MEASURED = ("a checkpoint that is written",)
 def estimated(cell: AllocationCell, folder: Path) -> MemoryEstimate:
     config = cell.config(folder)
     plan = make_plan(config, world=World(0, RANKS, 0, RANKS, "a test"), device="cpu")
-    return estimate_memory(config, plan, cell.model)
+    return estimate_memory(plan, cell.model)
 
 
 def planned_bytes(cell: AllocationCell, folder: Path) -> int:

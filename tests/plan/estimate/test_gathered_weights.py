@@ -40,17 +40,17 @@ def test_a_teacher_that_is_not_known_is_named(tmp_path: Path) -> None:
     config = cell.config(tmp_path)
     plan = make_plan(config, world=World(0, 2, 0, 2, "a test"), device="cpu")
     with pytest.raises(ModelError, match=r"the teacher .*teacher has no config.json"):
-        list(estimate_stages(config, plan, LLAMA))
+        list(estimate_stages(plan, LLAMA))
     (tmp_path / "teacher").mkdir()
     (tmp_path / "teacher" / "config.json").write_text(json.dumps({"model_type": "gemma2", "hidden_size": 8}))
     with pytest.raises(ConfigError, match=r"the teacher .*teacher: .*gemma2"):
-        list(estimate_stages(config, plan, LLAMA))
+        list(estimate_stages(plan, LLAMA))
 
 
 def test_the_last_stage_has_the_teacher(tmp_path: Path) -> None:
     cell = AllocationCell(1, "bf16", axis="pp", teacher=LLAMA, title="teacher")
     config = cell.config(tmp_path)
     plan = make_plan(config, world=World(0, 2, 0, 2, "a test"), device="cpu")
-    first, last = estimate_stages(config, plan, LLAMA, teacher=LLAMA)
+    first, last = estimate_stages(plan, LLAMA, teacher=LLAMA)
     names = {row.name for row in last.rows} - {row.name for row in first.rows}
     assert {"weights of the teacher", "one layer of the teacher", "hidden states of the teacher"} <= names

@@ -28,7 +28,7 @@ def test_states_of_deepseek_v3_over_512_ranks(shared_data: Path) -> None:
     tree |= {"deepspeed": {"zero_optimization": {"stage": 3}}, "train": {"global_batch_size": 512}}
     config = RunConfig.model_validate(tree)
     plan = make_plan(config, world=World(0, 512, 0, 8, "a test"), device="cuda")
-    estimate = estimate_memory(config, plan, published(shared_data, "deepseek-ai--DeepSeek-V3"))
+    estimate = estimate_memory(plan, published(shared_data, "deepseek-ai--DeepSeek-V3"))
     sizes = {row.name: row.num_bytes for row in estimate.rows}
     assert sizes["fp32 weights"] == pytest.approx(4 * 671_026_404_352 / 512, rel=1e-3)
     assert sizes["moments"] == 2 * sizes["fp32 weights"]
@@ -50,10 +50,10 @@ def test_the_first_of_equal_stages_needs_most(
     config = RunConfig.model_validate(tree)
     plan = make_plan(config, world=World(0, 8, 0, 8, "a test"), device="cuda")
     model = published(shared_data, "deepseek-ai--DeepSeek-R1-Distill-Qwen-7B")
-    kinds = list(memory.estimate_stages(config, plan, model))
+    kinds = list(memory.estimate_stages(plan, model))
     # No stage is known to be equal to another.
     monkeypatch.setattr(memory, "stage_activations", lambda *_: object())
-    every = list(memory.estimate_stages(config, plan, model))
+    every = list(memory.estimate_stages(plan, model))
     assert len(kinds) < len(every) == 8
     for fullest in (lambda each: each.device_bytes, lambda each: each.host_bytes):
         assert max(map(fullest, kinds)) == max(map(fullest, every))
@@ -71,8 +71,8 @@ def test_hierarchical_partitions_hold_second_weights(shared_data: Path) -> None:
     config = RunConfig.model_validate(tree)
     plan = make_plan(config, world=World(0, 4, 0, 4, "a test"), device="cuda")
     model = published(shared_data, "deepseek-ai--DeepSeek-R1-Distill-Qwen-1.5B")
-    (row,) = (row for row in estimate_memory(config, plan, model).rows if row.name == "second weights")
-    (weights,) = weights_of_run(config, plan, model)
+    (row,) = (row for row in estimate_memory(plan, model).rows if row.name == "second weights")
+    (weights,) = weights_of_run(plan, model)
     assert (row.num_bytes, row.place) == (2 * weights.numel // 2, "gpu")
 
 
@@ -84,7 +84,7 @@ def test_nvme_needs_buffers_on_the_host(shared_data: Path) -> None:
     tree |= {"deepspeed": {"zero_optimization": zero}, "train": {"global_batch_size": 8, "precision": "bf16"}}
     config = RunConfig.model_validate(tree)
     plan = make_plan(config, world=World(0, 8, 0, 8, "a test"), device="cuda")
-    rows = estimate_memory(config, plan, published(shared_data, "Qwen--Qwen3-8B")).rows
+    rows = estimate_memory(plan, published(shared_data, "Qwen--Qwen3-8B")).rows
     sizes = {row.name: row.num_bytes for row in rows if row.place == "host"}
     assert sizes["buffers between optimizer and NVMe"] == 4 * 4 * 10**9
     assert sizes["buffers between weights and NVMe"] == 2 * 2 * 10**8
@@ -97,7 +97,7 @@ def planned(shared_data: Path, *, ranks: int = 16, stage: int = 2, parallel: Tre
     tree |= {"deepspeed": {"zero_optimization": {"stage": stage}}, "train": {"global_batch_size": 64, **train}}
     config = RunConfig.model_validate(tree)
     plan = make_plan(config, world=World(0, ranks, 0, 8, "a test"), device="cuda")
-    return estimate_memory(config, plan, published(shared_data, "deepseek-ai--DeepSeek-V2-Lite")).device_bytes
+    return estimate_memory(plan, published(shared_data, "deepseek-ai--DeepSeek-V2-Lite")).device_bytes
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -45,13 +45,13 @@ def work_of(tree: dict[str, Any], *, supervised: float = 0, **sections: Any) -> 
     run |= {"deepspeed": {"zero_optimization": {"stage": 1}}}
     found = RunConfig.model_validate(run)
     plan = make_plan(found, world=World(0, 1, 0, 1, "a test"), device="cpu")
-    return Work(found, plan, tree, RowShape.full(TOKENS, supervised_share=supervised))
+    return Work(plan, tree, RowShape.full(TOKENS, supervised_share=supervised))
 
 
 def planned(tree: dict[str, Any], *, supervised: float = 0, **sections: Any) -> dict[str, float]:
     """FLOPs of the estimate."""
     work = work_of(tree, supervised=supervised, **sections)
-    (weights,) = weights_of_run(work.config, work.plan, tree)
+    (weights,) = weights_of_run(work.plan, tree)
     flops = dict.fromkeys(("attention", "products", "adapters"), 0.0)
     for operation in operations(work, weights, is_last=True):
         flops[operation.name if operation.name in flops else "products"] += operation.flops

@@ -56,7 +56,7 @@ def compare(tree: dict[str, Any], parallel: dict[str, Any], *, mtp_layers: int =
         model = replace(model, stages=tuple(layers_of_stages(hf_config, config.parallel)))
     built = built_tensors(plan, model)
     for source in (tree, hf_config.to_dict()):
-        computed = weights_of_run(config, plan, source)
+        computed = weights_of_run(plan, source)
         assert [counted(stage.kinds) for stage in computed] == [counted(stage) for stage in built]
 
 
@@ -105,7 +105,7 @@ def test_tensors_of_a_reward_model(name: str) -> None:
     tree = MODELS[name]
     hf_config = AutoConfig.for_model(name, **{k: v for k, v in tree.items() if k != "model_type"}, num_labels=1)
     built = built_tensors(plan, plan_model(hf_config, config))
-    assert [counted(s.kinds) for s in weights_of_run(config, plan, tree)] == [counted(stage) for stage in built]
+    assert [counted(s.kinds) for s in weights_of_run(plan, tree)] == [counted(stage) for stage in built]
 
 
 PUBLISHED = (
@@ -141,15 +141,15 @@ def test_totals_of_published_models(shared_data: Path) -> None:
         tree = json.loads((folder / "config.json").read_text())
         if tree["model_type"] not in FAMILIES or FAMILIES[tree["model_type"]].parameters is None:
             continue
-        config, plan = run_of({})
-        (whole,) = weights_of_run(config, plan, tree)
+        _, plan = run_of({})
+        (whole,) = weights_of_run(plan, tree)
         assert whole.numel == Shape.of(tree).total_params, folder.name
         assert sum(_by_part(whole).values()) == whole.numel
 
 
 def test_parts_of_a_model() -> None:
-    config, plan = run_of({})
-    (whole,) = weights_of_run(config, plan, MODELS["deepseek_v3"])
+    _, plan = run_of({})
+    (whole,) = weights_of_run(plan, MODELS["deepseek_v3"])
     shape = Shape.of(MODELS["deepseek_v3"])
     parts = _by_part(whole)
     assert parts["routed experts"] == shape.routed_experts
@@ -169,6 +169,6 @@ def test_parts_of_a_model() -> None:
     ],
 )
 def test_a_type_that_is_not_known_names_the_part(model_type: str, part: str) -> None:
-    config, plan = run_of({})
+    _, plan = run_of({})
     with pytest.raises(ConfigError, match=f"of model_type {model_type} {part} are not known"):
-        weights_of_run(config, plan, {**CONFIGS["llama"], "model_type": model_type})
+        weights_of_run(plan, {**CONFIGS["llama"], "model_type": model_type})

@@ -57,7 +57,7 @@ def estimate(
     tree |= {"deepspeed": {"zero_optimization": {"stage": stage, **(zero or {})}}}
     config = RunConfig.model_validate(tree)
     plan = make_plan(config, world=World(0, ranks, 0, min(ranks, 8), "a test"), device="cuda")
-    return estimate_time(config, plan, model, machine=machine, rows=rows or RowShape.full(SEQ))
+    return estimate_time(plan, model, machine=machine, rows=rows or RowShape.full(SEQ))
 
 
 def test_products_take_their_flops_over_what_the_peak_gives() -> None:

@@ -39,7 +39,7 @@ def estimate(
     run |= {} if objective is None else {"objective": objective}
     config = RunConfig.model_validate(run)
     plan = make_plan(config, world=World(0, 1, 0, 1, "a test"), device="cuda")
-    return estimate_memory(config, plan, tree, teacher=teacher)
+    return estimate_memory(plan, tree, teacher=teacher)
 
 
 def bytes_at(planned: MemoryEstimate, moment: Moment) -> int:

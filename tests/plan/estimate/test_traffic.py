@@ -50,8 +50,8 @@ def test_four_bits_are_gathered_as_bytes_of_two_numbers() -> None:
         tree |= {"deepspeed": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 100_000}}}
         config = RunConfig.model_validate(tree | {"train": {"global_batch_size": 2, "max_seq_len": 64}})
         plan = make_plan(config, world=World(0, 2, 0, 2, "a test"), device="cuda")
-        work = Work(config, plan, model, RowShape.full(64))
-        (weights,) = weights_of_run(config, plan, model)
+        work = Work(plan, model, RowShape.full(64))
+        (weights,) = weights_of_run(plan, model)
         found.append(next(each for each in traffic(work, weights, stage=0) if each.name == "gathered weights"))
         large = [kind for kind in weights.kinds if ".layers." in kind.name and len(kind.local) > 1]
     numel = sum(kind.numel for kind in large if kind.numel // kind.count > 200_000)

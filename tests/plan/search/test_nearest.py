@@ -30,31 +30,31 @@ def _plan(config: RunConfig) -> Plan:
 def test_the_largest_micro_batch_is_the_largest_divisor_that_leaves_enough_free(rows: int) -> None:
     config = _config()
     plan = _plan(config)
-    exact = bytes_of(config, plan, _WIDE, rows)
+    exact = bytes_of(plan, _WIDE, rows)
     needed = with_micro_batch(config, rows)
-    assert exact == estimate_memory(needed, _plan(needed), _WIDE).device_bytes
+    assert exact == estimate_memory(_plan(needed), _WIDE).device_bytes
     budget = round(exact / (1 - SPARE)) + 1
-    sizes = [size for size in (1, 2, 3, 4, 6, 8, 12, 24) if fits(bytes_of(config, plan, _WIDE, size), budget)]
+    sizes = [size for size in (1, 2, 3, 4, 6, 8, 12, 24) if fits(bytes_of(plan, _WIDE, size), budget)]
     assert rows in sizes
-    assert largest_micro_batch(config, plan, _WIDE, budget=budget) == max(sizes)
+    assert largest_micro_batch(plan, _WIDE, budget=budget) == max(sizes)
 
 
 def test_every_change_that_is_named_fits() -> None:
     config = _config()
     plan = _plan(config)
-    budget = round(0.7 * estimate_memory(config, plan, _WIDE).device_bytes)
+    budget = round(0.7 * estimate_memory(plan, _WIDE).device_bytes)
     changes = {change.text: change.device_bytes for change in fitting_changes(config, plan, _WIDE, budget=budget)}
     assert {"train.micro_batch_size 12", "train.activation_checkpointing true"} <= changes.keys()
     assert all(fits(num_bytes, budget) for num_bytes in changes.values())
     recomputed = _config(activation_checkpointing=True)
-    expected = estimate_memory(recomputed, _plan(recomputed), _WIDE).device_bytes
+    expected = estimate_memory(_plan(recomputed), _WIDE).device_bytes
     assert changes["train.activation_checkpointing true"] == expected
 
 
 def test_changes_add_up_where_none_is_enough() -> None:
     config = _config(rows=1, max_seq_len=4096)
     plan = _plan(config)
-    whole = estimate_memory(config, plan, _LARGE).device_bytes
+    whole = estimate_memory(plan, _LARGE).device_bytes
     single = fitting_changes(config, plan, _LARGE, budget=whole)
     # No change alone leaves enough of this free.
     budget = min(change.device_bytes for change in single)
@@ -64,5 +64,5 @@ def test_changes_add_up_where_none_is_enough() -> None:
     zero = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
     changed = _config(rows=1, max_seq_len=4096, activation_checkpointing=True, activation_offload=True)
     changed = changed.model_copy(update={"deepspeed": {"zero_optimization": zero}})
-    assert both.device_bytes == estimate_memory(changed, _plan(changed), _LARGE).device_bytes
+    assert both.device_bytes == estimate_memory(_plan(changed), _LARGE).device_bytes
     assert not fitting_changes(config, plan, _LARGE, budget=whole // 20)

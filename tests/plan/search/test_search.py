@@ -52,18 +52,18 @@ def test_nothing_better_is_missed(name: str, ranks: int, per_node: int, tmp_path
     model = search.candidates.model
     every = [
         (
-            estimate_memory(found.config, found.plan, model),
-            estimate_time(found.config, found.plan, model, machine=search.machine, rows=search.rows).seconds,
+            estimate_memory(found.plan, model),
+            estimate_time(found.plan, model, machine=search.machine, rows=search.rows).seconds,
             found.layout,
         )
         for found in search.candidates.all_layouts()
     ]
     for found, (memory, seconds, layout) in zip(search.candidates.all_layouts(), every, strict=True):
         for least in (least_bytes, least_bytes_of_stages):
-            states = least(found.config, found.plan, model)
+            states = least(found.plan, model)
             assert 0 < states.device <= memory.device_bytes, layout
             assert states.host <= memory.host_bytes, layout
-        bound = least_seconds(found.config, found.plan, model, machine=search.machine, rows=search.rows)
+        bound = least_seconds(found.plan, model, machine=search.machine, rows=search.rows)
         forwards = found.plan.batch.gradient_accumulation_steps
         assert 0 < bound.seconds(vpp=layout.vpp, num_turns=layout.vpp * forwards) <= seconds * (1 + 1e-9), layout
     needs = sorted(memory.device_bytes for memory, _, _ in every)
