@@ -99,7 +99,7 @@ def _cpu_seconds() -> float:
 
 def prepare_ours(asked: argparse.Namespace, cache: str) -> Candidate:
     """ds_finetune's preparation of a run's training rows."""
-    from ds_finetune.config.schema import DataConfig
+    from ds_finetune.config.sections import DataConfig
     from ds_finetune.data.prepare import TokenLimits, prepare_rows
     from ds_finetune.data.prepared_rows import PreparedRows
     from ds_finetune.data.tokenizer_files import load_tokenizer

@@ -15,7 +15,8 @@ from pydantic import ValidationError
 
 from ds_finetune.config.invalid_keys import explain
 from ds_finetune.config.objectives import read_objective
-from ds_finetune.config.schema import ConfigSource, DataConfig, read_config
+from ds_finetune.config.schema import ConfigSource, read_config
+from ds_finetune.config.sections import DataConfig
 from ds_finetune.config.units import parse_bytes
 from ds_finetune.config.value_types import SET_NAME, check_whole_number
 from ds_finetune.console.quiet import quiet_packages

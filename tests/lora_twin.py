@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ds_finetune.config.schema import LoraConfig
+from ds_finetune.config.sections import LoraConfig
 from ds_finetune.export.adapter import AdapterBase, write_adapter
 from ds_finetune.families.table import family_of
 from ds_finetune.model.adapters.adapter_names import is_adapter

@@ -97,6 +97,11 @@ def _lines_of_code(path: Path) -> int:
     )
 
 
+def test_each_folder_of_modules_is_a_package() -> None:
+    """setuptools leaves a folder without `__init__.py` out of the wheel, and import-linter does not see its imports."""
+    assert [path.parent for path in PACKAGE if not (path.parent / "__init__.py").exists()] == []
+
+
 def test_tests_are_at_least_six_tenths_of_the_source() -> None:
     """The selftest counts with the tests, which it is when a user runs it."""
     inside = set((ROOT / "ds_finetune" / "reference" / "selftest").glob("*.py"))

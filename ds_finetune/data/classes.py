@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from ds_finetune.config.schema import DataConfig
+from ds_finetune.config.sections import DataConfig
 from ds_finetune.data.cache import lock_folder, remove_damaged, write_folder
 from ds_finetune.data.labelled import LABELLED_LAYOUTS, default_columns, read_number, whole_number
 from ds_finetune.data.layouts import Record, view_columns

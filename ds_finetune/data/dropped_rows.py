@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ds_finetune.config.schema import DataConfig
+from ds_finetune.config.sections import DataConfig
 from ds_finetune.config.units import share_text
 from ds_finetune.data.documents import Counts
 from ds_finetune.data.row_report import bad_row_lines, dropped_row_lines, dropped_rows_hint

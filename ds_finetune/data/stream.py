@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 from transformers import PreTrainedTokenizerBase
 
-from ds_finetune.config.schema import DataConfig
+from ds_finetune.config.sections import DataConfig
 from ds_finetune.data.batches import Batch, BatchPlan, Position, make_batch
 from ds_finetune.data.classes import find_classes
 from ds_finetune.data.documents import Counts, Documents

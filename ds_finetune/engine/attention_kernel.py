@@ -3,7 +3,7 @@
 import torch
 from transformers import PretrainedConfig
 
-from ds_finetune.config.schema import OWN_ATTENTIONS
+from ds_finetune.config.sections import OWN_ATTENTIONS
 from ds_finetune.errors import ModelError
 from ds_finetune.plan.packed_attention import varlen_problem
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from ds_finetune.config.schema import DataConfig
+from ds_finetune.config.sections import DataConfig
 from ds_finetune.config.units import share_text
 from ds_finetune.data.prepare import TokenLimits, prepare_rows
 from ds_finetune.data.prepared_rows import PreparedRows

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from ds_finetune.config.schema import LoraConfig
+from ds_finetune.config.sections import LoraConfig
 from ds_finetune.export.output_folder import as_output_errors, replaced_folder
 from ds_finetune.families.family import Family
 from ds_finetune.model.adapters.lora import Factors

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ds_finetune.config.schema import EvalConfig
+from ds_finetune.config.sections import EvalConfig
 from ds_finetune.engine.results import HeldOutScores
 from ds_finetune.observers.record import Observer, StepRecord
 

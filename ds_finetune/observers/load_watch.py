@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ds_finetune.config.schema import RunConfig
+from ds_finetune.config.routers import RouterConfig
+from ds_finetune.config.sections import LoraConfig
 from ds_finetune.console.phase_line import Say
 from ds_finetune.observers.expert_loads import Counts, max_violations, num_dead_experts
 from ds_finetune.observers.record import Observer, StepRecord
@@ -76,11 +77,10 @@ class LoadWatch(Observer):
         )
 
 
-def load_advice(config: RunConfig) -> str:
+def load_advice(lora: LoraConfig | None, router: RouterConfig | None) -> str:
     """What can be done about uneven loads, as the end of a line."""
-    if config.lora is not None:
+    if lora is not None:
         return "other data, fewer steps or a lower optim.lr would change it"
-    router = config.router
     if router is not None and not router.train:
         return "routers are frozen: other data, or fewer steps, would change it"
     if router is None or not router.balance:

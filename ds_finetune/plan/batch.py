@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
-from ds_finetune.config.schema import RunConfig, TrainConfig
+from ds_finetune.config.schema import RunConfig
+from ds_finetune.config.sections import TrainConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.world import AccelerateChoices
 

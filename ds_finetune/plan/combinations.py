@@ -12,7 +12,8 @@ from itertools import chain
 from textwrap import wrap
 from typing import Any
 
-from ds_finetune.config.schema import OWN_ATTENTIONS, RunConfig
+from ds_finetune.config.schema import RunConfig
+from ds_finetune.config.sections import OWN_ATTENTIONS
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.table import FAMILIES, family_of
 from ds_finetune.plan.mesh import Mesh

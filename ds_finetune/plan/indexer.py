@@ -6,7 +6,8 @@ from typing import Any
 
 from ds_finetune.config.indexer import IndexerConfig
 from ds_finetune.config.objectives import cross_entropies
-from ds_finetune.config.schema import OWN_ATTENTIONS, RunConfig
+from ds_finetune.config.schema import RunConfig
+from ds_finetune.config.sections import OWN_ATTENTIONS
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.parameters import indexed_layers
 from ds_finetune.families.table import FAMILIES, family_of

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from ds_finetune.config.schema import LoraConfig
+from ds_finetune.config.sections import LoraConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.parameters import Shape
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ds_finetune.config.schema import OWN_ATTENTIONS, ModelConfig
+from ds_finetune.config.sections import OWN_ATTENTIONS, ModelConfig
 from ds_finetune.errors import ConfigError, ModelError
 from ds_finetune.families.table import family_of
 

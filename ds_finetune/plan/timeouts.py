@@ -1,7 +1,7 @@
 """The time limits of the watchdog and of torch's collectives: the watchdog must expire before torch's timeout."""
 
 from ds_finetune.config.schedule import seconds_of
-from ds_finetune.config.schema import WatchdogConfig
+from ds_finetune.config.sections import WatchdogConfig
 from ds_finetune.errors import ConfigError
 
 REPORT_SECONDS = 60.0

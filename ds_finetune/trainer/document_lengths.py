@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ds_finetune.config.schema import OWN_ATTENTIONS, RunConfig
+from ds_finetune.config.sections import OWN_ATTENTIONS, GenerateConfig
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.stream import StreamedRows
 from ds_finetune.errors import ConfigError, DataError
@@ -27,14 +27,14 @@ class DocumentLimit:
     """Whether prompts with their answers have the limit too."""
 
 
-def length_notes(config: RunConfig, model: ModelPlan) -> tuple[str, ...]:
+def length_notes(model: ModelPlan, *, max_seq_len: int) -> tuple[str, ...]:
     """A line on how documents are attended to, for people; none for models without an indexer."""
     tokens = longest_document(model.hf_config)
     if tokens is None:
         return ()
     if model.indexer is not None and model.indexer.is_alone:
         return (f"documents are attended to whole, also those longer than index_topk {tokens}: indexers alone train",)
-    if config.train.max_seq_len > tokens and next(_limits(config, model), None) is None:
+    if max_seq_len > tokens and next(_limits(model), None) is None:
         trained = "not trained" if model.indexer is None else "trained"
         return (f"in documents longer than index_topk {tokens} the indexer chooses tokens; it is {trained}",)
     run = "not run" if model.indexer is None else "trained"
@@ -42,28 +42,33 @@ def length_notes(config: RunConfig, model: ModelPlan) -> tuple[str, ...]:
 
 
 def check_lengths(
-    config: RunConfig, model: ModelPlan, train: PreparedRows | StreamedRows, held_out: Mapping[str, PreparedRows]
+    model: ModelPlan,
+    train: PreparedRows | StreamedRows,
+    held_out: Mapping[str, PreparedRows],
+    *,
+    max_seq_len: int,
+    generate: GenerateConfig,
 ) -> None:
     """DataError or ConfigError where a document is longer than a limit. Rows may be longer, and so may padding."""
     named = {"train": train, **{name.replace("/", "."): rows for name, rows in held_out.items()}}
-    for limit in _limits(config, model):
-        _check_unknown_lengths(config, model, train, limit)
+    for limit in _limits(model):
+        _check_unknown_lengths(model, train, limit, max_seq_len)
         for name, rows in named.items():
             if isinstance(rows, PreparedRows):
                 _check_documents(f"data.{name}", rows, limit)
         for name, rows in held_out.items() if limit.holds_for_answers else ():
-            _check_prompts(config, name, rows, limit)
+            _check_prompts(generate, name, rows, limit)
 
 
-def _limits(config: RunConfig, model: ModelPlan) -> Iterator[DocumentLimit]:
+def _limits(model: ModelPlan) -> Iterator[DocumentLimit]:
     """Limits of a run: where no test compares sparse attention with transformers' own."""
     tokens = longest_document(model.hf_config)
     if tokens is not None:
-        if config.model.attention not in OWN_ATTENTIONS:
-            given = f"with model.attention {config.model.attention}"
+        if model.attention not in OWN_ATTENTIONS:
+            given = f"with model.attention {model.attention}"
             yield DocumentLimit(tokens, given, "model.attention: sdpa", holds_for_answers=True)
         for layer in _first_layers_without_choice(model):
-            given = f"where a stage of parallel.pp {config.parallel.pp} begins with layer {layer}, without an indexer"
+            given = f"where a stage of parallel.pp {len(model.stages)} begins with layer {layer}, without an indexer"
             yield DocumentLimit(tokens, given, "parallel.pp: 1, or other parallel.pp_layers", holds_for_answers=True)
     if model.teacher is not None:
         tokens = longest_document(model.teacher.hf_config)
@@ -79,14 +84,14 @@ def _first_layers_without_choice(model: ModelPlan) -> Iterator[int]:
 
 
 def _check_unknown_lengths(
-    config: RunConfig, model: ModelPlan, train: PreparedRows | StreamedRows, limit: DocumentLimit
+    model: ModelPlan, train: PreparedRows | StreamedRows, limit: DocumentLimit, max_seq_len: int
 ) -> None:
-    """ConfigError where documents are made during training, and `train.max_seq_len` alone limits them."""
+    """ConfigError where documents are made during training, and only `train.max_seq_len` limits them."""
     is_streamed = isinstance(train, StreamedRows)
-    if config.train.max_seq_len > limit.tokens and (is_streamed or model.objective.needs_baseline):
+    if max_seq_len > limit.tokens and (is_streamed or model.objective.needs_baseline):
         source = "data.streaming" if is_streamed else f"objective {model.objective.name}"
         raise ConfigError(
-            f"train.max_seq_len {config.train.max_seq_len} is more than index_topk {limit.tokens}, the documents of "
+            f"train.max_seq_len {max_seq_len} is more than index_topk {limit.tokens}, the documents of "
             f"{source} are not known before the run, and sparse attention {limit.reason} is not tested",
             hint=f"set train.max_seq_len: {limit.tokens}, or {limit.hint}",
         )
@@ -104,30 +109,30 @@ def _check_documents(key: str, rows: PreparedRows, limit: DocumentLimit) -> None
         )
 
 
-def check_answers_fit(config: RunConfig, model: ModelPlan, held_out: Mapping[str, PreparedRows]) -> None:
+def check_answers_fit(generate: GenerateConfig, model: ModelPlan, held_out: Mapping[str, PreparedRows]) -> None:
     """ConfigError where a held-out prompt with its answer may have more tokens than the model has positions."""
-    generate, allowed = config.eval.generate, max_positions(model.hf_config)
+    allowed = max_positions(model.hf_config)
     for name, rows in held_out.items():
-        longest = _longest_prompt(config, rows)
+        longest = _longest_prompt(generate, rows)
         if allowed and longest and longest + generate.max_new_tokens > allowed:
             raise ConfigError(
                 f"eval.generate: a prompt of {longest} tokens in {name} and max_new_tokens {generate.max_new_tokens} "
-                f"are more than the {allowed} positions of {config.model.path}",
+                f"are more than the {allowed} positions of {model.path}",
                 hint=f"set eval.generate.max_new_tokens to {allowed - longest} or less"
                 if longest < allowed
                 else "leave eval.generate out",
             )
 
 
-def _longest_prompt(config: RunConfig, rows: PreparedRows) -> int:
+def _longest_prompt(generate: GenerateConfig, rows: PreparedRows) -> int:
     """Tokens of the longest prompt that is answered; 0 where none is."""
-    number = config.eval.generate.prompts
+    number = generate.prompts
     return max((len(prompt) for prompt, _ in rows.prompts_and_answers(number)), default=0) if number else 0
 
 
-def _check_prompts(config: RunConfig, name: str, rows: PreparedRows, limit: DocumentLimit) -> None:
+def _check_prompts(generate: GenerateConfig, name: str, rows: PreparedRows, limit: DocumentLimit) -> None:
     """ConfigError where a prompt with its answer may become too long."""
-    generate, longest = config.eval.generate, _longest_prompt(config, rows)
+    longest = _longest_prompt(generate, rows)
     if longest and longest + generate.max_new_tokens > limit.tokens:
         raise ConfigError(
             f"eval.generate: a prompt of {longest} tokens in {name} and max_new_tokens {generate.max_new_tokens} are "

@@ -119,8 +119,9 @@ def read_inputs(config: RunConfig, model: ModelPlan) -> RunInputs:
         name: prepare(config.data.model_copy(update={"eval": paths}), "eval")
         for name, paths in config.data.held_out_sets.items()
     }
-    check_lengths(config, model, train, held_out)
-    check_answers_fit(config, model, held_out)
+    generate = config.eval.generate
+    check_lengths(model, train, held_out, max_seq_len=config.train.max_seq_len, generate=generate)
+    check_answers_fit(generate, model, held_out)
     for rows in (train, *held_out.values()):
         check_padding(rows, model, tokenizer)
     held_out_notes = [note for rows in held_out.values() for note in rows.notes]

@@ -117,7 +117,7 @@ def _router_observers(started: StartedRun) -> dict[str, RouterMetrics | LoadWatc
     say = started.say if started.engine.is_rank_zero else say_nothing
     return {
         "router_metrics": RouterMetrics(run.plan.mesh.ep, router.section.bias_update),
-        "load_watch": LoadWatch(run.schedule.steps, load_advice(run.config), say),
+        "load_watch": LoadWatch(run.schedule.steps, load_advice(run.plan.lora, run.plan.router), say),
     }
 
 

@@ -79,7 +79,7 @@ def resolve(
     model = make_model_plan(config, plan.mesh, is_config_only=is_config_only)
     token_limits(config, model.hf_config)
     context = model.context.notes() if model.context is not None else ()
-    notes = (*context, *try_generic_type(config, model), *length_notes(config, model))
+    notes = (*context, *try_generic_type(config, model), *length_notes(model, max_seq_len=plan.batch.max_seq_len))
     run = ResolvedRun(config, replace(plan, objective=config.objective), model, notes)
     return run if is_config_only else complete_plan(run)
 

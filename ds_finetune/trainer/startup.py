@@ -14,7 +14,7 @@ from ds_finetune.cluster.watchdog.device import device_progress
 from ds_finetune.cluster.watchdog.monitor import Monitor, start_monitor
 from ds_finetune.cluster.watchdog.progress import HangLimits, RankProgress
 from ds_finetune.config.schedule import seconds_of
-from ds_finetune.config.schema import WatchdogConfig
+from ds_finetune.config.sections import WatchdogConfig
 from ds_finetune.console.phase_line import Say
 from ds_finetune.engine.devices import exchange
 from ds_finetune.engine.groups.default_group import meet, process_group

@@ -11,7 +11,8 @@ from ds_finetune.checkpoint.files import Manifest, part_name
 from ds_finetune.checkpoint.part_storage import PartReader
 from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.same_run import RunIdentity, changes_since_checkpoint
-from ds_finetune.config.schema import LoraConfig, RunConfig
+from ds_finetune.config.schema import RunConfig
+from ds_finetune.config.sections import LoraConfig
 from ds_finetune.errors import CheckpointError
 from ds_finetune.model.adapters.adapter_names import is_adapter
 from ds_finetune.model.adapters.lora_plan import plan_lora

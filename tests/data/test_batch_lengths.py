@@ -8,7 +8,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from ds_finetune.config.objectives import ClassificationObjective, KtoObjective, RewardObjective
-from ds_finetune.config.schema import DataConfig
+from ds_finetune.config.sections import DataConfig
 from ds_finetune.data.batches import Batch, BatchPlan, eval_batches, training_batches
 from ds_finetune.data.prepare import TokenLimits, prepare_rows
 from ds_finetune.data.row_kind import RowKind

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import BertTokenizerFast, PreTrainedTokenizerBase
 
 from ds_finetune.config.objectives import ClassificationObjective
-from ds_finetune.config.schema import DataConfig
+from ds_finetune.config.sections import DataConfig
 from ds_finetune.data.batches import BatchPlan, eval_batches, training_batches
 from ds_finetune.data.classes import find_classes
 from ds_finetune.data.prepare import TokenLimits, prepare_rows

@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 from transformers import PreTrainedTokenizerBase
 
 from ds_finetune.config.objectives import ObjectiveField
-from ds_finetune.config.schema import DataConfig
+from ds_finetune.config.sections import DataConfig
 from ds_finetune.data.prepare import TokenLimits, prepare_rows
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.row_kind import RowKind

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ds_finetune.cli.demo_files import write_demo
-from ds_finetune.config.schema import DataConfig
+from ds_finetune.config.sections import DataConfig
 from ds_finetune.data.batches import BatchPlan, Position, training_batches
 from ds_finetune.data.mixture import Mixture
 from ds_finetune.data.prepare import TokenLimits, prepare_rows

@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from ds_finetune.config.objectives import DpoObjective, KtoObjective, RewardObjective, SftObjective
-from ds_finetune.config.schema import DataConfig
+from ds_finetune.config.sections import DataConfig
 from ds_finetune.data.batches import BatchPlan, Position, make_batch
 from ds_finetune.data.documents import Counts
 from ds_finetune.data.prepare import TokenLimits, prepare_rows

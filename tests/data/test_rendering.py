@@ -8,7 +8,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from ds_finetune.config.schema import DataConfig
+from ds_finetune.config.sections import DataConfig
 from ds_finetune.data.chat_template import ChatTemplate
 from ds_finetune.data.documents import Counts
 from ds_finetune.data.layouts import Completion, Conversation, PlainText

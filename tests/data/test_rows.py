@@ -16,7 +16,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from ds_finetune.cli.demo_files import write_demo
-from ds_finetune.config.schema import DataConfig
+from ds_finetune.config.sections import DataConfig
 from ds_finetune.data.batches import BatchPlan, eval_batches, training_batches
 from ds_finetune.data.documents import Counts
 from ds_finetune.data.packing import pack
@@ -161,7 +161,7 @@ def test_the_second_start_reads_no_raw_data(demo: Path, tokenizer: PreTrainedTok
 
 KILLED = """
 import sys
-from ds_finetune.config.schema import DataConfig
+from ds_finetune.config.sections import DataConfig
 from ds_finetune.data.prepare import TokenLimits, prepare_rows
 from ds_finetune.data.tokenizer_files import load_tokenizer
 if __name__ == "__main__":

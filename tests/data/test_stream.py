@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from ds_finetune.config.schema import DataConfig
+from ds_finetune.config.sections import DataConfig
 from ds_finetune.data import stream as streaming
 from ds_finetune.data.batches import Batch, BatchPlan, MicroBatch
 from ds_finetune.data.prepare import TokenLimits

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from ds_finetune.config.schema import DataConfig
+from ds_finetune.config.sections import DataConfig
 from ds_finetune.data import template_limits as limits
 from ds_finetune.data.chat_template import ChatTemplate, RenderingError
 from ds_finetune.data.prepare import TokenLimits, plan_tokenisation

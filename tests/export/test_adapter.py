@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from ds_finetune.config.schema import LoraConfig
+from ds_finetune.config.sections import LoraConfig
 from ds_finetune.errors import ExportError, ModelError
 from ds_finetune.export.adapter import CONFIG, WEIGHTS
 from ds_finetune.export.from_checkpoint import export_checkpoint

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ds_finetune.cli.main import main
-from ds_finetune.config.schema import LoraConfig
+from ds_finetune.config.sections import LoraConfig
 from ds_finetune.errors import OutputError
 from ds_finetune.export.adapter import AdapterBase, write_adapter
 from ds_finetune.families.table import family_of

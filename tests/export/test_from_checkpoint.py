@@ -16,7 +16,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Quantize
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from ds_finetune.cli.main import main
-from ds_finetune.config.schema import LoraConfig
+from ds_finetune.config.sections import LoraConfig
 from ds_finetune.errors import ExportError
 from ds_finetune.export.adapter import AdapterBase, write_adapter
 from ds_finetune.export.base_folder import BaseFolder

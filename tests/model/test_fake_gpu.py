@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.attention import varlen
 
-from ds_finetune.config.schema import LoraConfig
+from ds_finetune.config.sections import LoraConfig
 from ds_finetune.families.table import FAMILIES
 from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.model.adapters.lora import AdapterPlacement, install_lora

@@ -13,7 +13,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from ds_finetune.config.schema import EvalConfig, RunConfig
+from ds_finetune.config.schema import RunConfig
+from ds_finetune.config.sections import EvalConfig
 from ds_finetune.config.units import GIB
 from ds_finetune.data.batches import Batch, BatchPlan, MicroBatch, eval_batches
 from ds_finetune.data.rows import Row

@@ -131,4 +131,4 @@ def test_even_loads_and_few_tokens_are_not_worth_a_line() -> None:
 )
 def test_advice_follows_the_run_file(sections: dict[str, object], said: str) -> None:
     config = RunConfig.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "output_dir": "o", **sections})
-    assert load_advice(config).startswith(said)
+    assert load_advice(config.lora, config.router).startswith(said)

@@ -17,7 +17,7 @@ from torch.nn.utils.parametrize import register_parametrization
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
-from ds_finetune.config.schema import TrainConfig
+from ds_finetune.config.sections import TrainConfig
 from ds_finetune.families.table import family_of
 from ds_finetune.model.adapters.lora import initial_factors
 from ds_finetune.model.build.skeleton import build_skeleton

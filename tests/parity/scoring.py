@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
-from ds_finetune.config.schema import LoraConfig
+from ds_finetune.config.sections import LoraConfig
 from ds_finetune.data.rows import Row, RowDocuments
 from ds_finetune.families.tiny import VOCAB
 from ds_finetune.objectives.labels import IGNORE_INDEX

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from ds_finetune.config.schema import ModelConfig
+from ds_finetune.config.sections import ModelConfig
 from ds_finetune.errors import ConfigError, ModelError
 from ds_finetune.families.table import FAMILIES
 from ds_finetune.plan.packed_attention import (

@@ -34,7 +34,7 @@ def _read(config: RunConfig, mesh: Mesh = ONE_RANK) -> tuple[str, ...]:
     """Check the documents of a run; returns the note on them."""
     model = make_model_plan(config, mesh)
     read_inputs(config, model)
-    return length_notes(config, model)
+    return length_notes(model, max_seq_len=config.train.max_seq_len)
 
 
 @pytest.mark.parametrize(

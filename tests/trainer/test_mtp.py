@@ -13,7 +13,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3PreTr
 
 from ds_finetune import read_config, train
 from ds_finetune.cli.main import main
-from ds_finetune.config.schema import ModelConfig, MtpConfig, RunConfig
+from ds_finetune.config.schema import RunConfig
+from ds_finetune.config.sections import ModelConfig, MtpConfig
 from ds_finetune.errors import ConfigError, ModelError
 from ds_finetune.families.table import family_of
 from ds_finetune.model.build.skeleton import read_hf_config

@@ -13,7 +13,8 @@ from transformers.utils import logging
 
 from ds_finetune import evaluate
 from ds_finetune.cli.demo_files import write_demo
-from ds_finetune.config.schema import DataConfig, read_config
+from ds_finetune.config.schema import read_config
+from ds_finetune.config.sections import DataConfig
 from ds_finetune.data.batches import BatchPlan
 from ds_finetune.data.prepare import TokenLimits, prepare_rows
 from ds_finetune.data.prepared_rows import PreparedRows

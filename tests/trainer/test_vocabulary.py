@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ds_finetune.config.schema import DataConfig
+from ds_finetune.config.sections import DataConfig
 from ds_finetune.errors import DataError
 from ds_finetune.evaluation.evaluate import EvalRequest, evaluate_model
 from ds_finetune.export.from_checkpoint import export_checkpoint

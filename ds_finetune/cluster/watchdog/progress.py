@@ -15,7 +15,7 @@ from typing import Self
 from ds_finetune.cluster.watchdog.collective_call import CollectiveCall
 from ds_finetune.cluster.watchdog.device import DeviceProgress
 from ds_finetune.config.schedule import seconds_of
-from ds_finetune.config.schema import WatchdogConfig
+from ds_finetune.config.sections import WatchdogConfig
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.plan.timeouts import REPORT_SECONDS, collective_seconds
 from ds_finetune.system.process_messages import ProcessMessage

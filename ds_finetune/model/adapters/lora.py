@@ -16,7 +16,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.integrations.moe import _grouped_linear
 
-from ds_finetune.config.schema import LoraConfig
+from ds_finetune.config.sections import LoraConfig
 from ds_finetune.model.adapters.adapter_names import weight_of
 from ds_finetune.model.build.skeleton import Where
 from ds_finetune.model.parallel.expert import ExpertParallelExperts, MarkParameter, rows_up_to

@@ -8,7 +8,7 @@ from math import prod
 from torch import nn
 from transformers import PretrainedConfig
 
-from ds_finetune.config.schema import LoraConfig
+from ds_finetune.config.sections import LoraConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.family import layer_of
 from ds_finetune.model.build.skeleton import Task, has_score_head, head_of

@@ -5,7 +5,7 @@ from collections.abc import Collection
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ds_finetune.config.schema import OWN_ATTENTIONS
+from ds_finetune.config.sections import OWN_ATTENTIONS
 from ds_finetune.errors import ModelError
 from ds_finetune.families.family import Encoder
 from ds_finetune.families.table import family_of

@@ -17,16 +17,16 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ds_finetune.errors import ModelError
 from ds_finetune.families.table import family_of
-from ds_finetune.objectives.labels import IGNORE_INDEX
 from ds_finetune.model.attention.by_document import BY_LENGTHS, FLASH
-from ds_finetune.model.build.skeleton import Task, build_skeleton, check_attention
-from ds_finetune.model.loss.forward_rows import ForwardRows
-from ds_finetune.model.loss.token_loss import TrainedModel, install_loss_head
 from ds_finetune.model.build.model_plan import task_of
-from ds_finetune.model.parallel.pipeline import build_meta_model
-from ds_finetune.model.loss.score_head import install_score_head
+from ds_finetune.model.build.skeleton import Task, build_skeleton, check_attention
 from ds_finetune.model.build.tiny_config import Size, layer_kinds, layers_of_each_kind, tiny_config
+from ds_finetune.model.loss.forward_rows import ForwardRows
+from ds_finetune.model.loss.score_head import install_score_head
+from ds_finetune.model.loss.token_loss import TrainedModel, install_loss_head
+from ds_finetune.model.parallel.pipeline import build_meta_model
 from ds_finetune.model.weights.load import initialise_weights
+from ds_finetune.objectives.labels import IGNORE_INDEX
 from ds_finetune.objectives.objective import Objective, ScoreObjective, TokenObjective, is_of_scores
 from ds_finetune.plan.combinations import ROW_BYTES, WEIGHT_BYTES, wider
 

@@ -14,18 +14,18 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from ds_finetune.foreign.auto_configs import AutoConfig
-from ds_finetune.foreign.auto_models import AutoModelForCausalLM, AutoModelForSequenceClassification
-from ds_finetune.config.schema import OWN_ATTENTIONS
+from ds_finetune.config.sections import OWN_ATTENTIONS
 from ds_finetune.errors import ModelError
 from ds_finetune.families.table import family_of
+from ds_finetune.foreign.auto_configs import AutoConfig
+from ds_finetune.foreign.auto_models import AutoModelForCausalLM, AutoModelForSequenceClassification
 from ds_finetune.foreign.hub_access import hub_problem
+from ds_finetune.foreign.transformers_models import keep_in_fp32
 from ds_finetune.model.attention.by_document import BY_DOCUMENT, FLASH
-from ds_finetune.model.build.folder_check import check_folder
 from ds_finetune.model.attention.indexed_attention import install_indexed_attention
+from ds_finetune.model.build.folder_check import check_folder
 from ds_finetune.model.mtp.layer import build_mtp_layers
 from ds_finetune.model.quantised.quantisation import check_no_other_format, check_readable
-from ds_finetune.foreign.transformers_models import keep_in_fp32
 from ds_finetune.plan.config_json import check_model_path
 
 Task = Literal["causal_lm", "sequence_classification"]

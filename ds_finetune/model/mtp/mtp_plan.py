@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from ds_finetune.config.schema import ModelConfig, MtpConfig
+from ds_finetune.config.sections import ModelConfig, MtpConfig
 from ds_finetune.errors import ConfigError, ModelError
 from ds_finetune.families.table import FAMILIES, family_of
 from ds_finetune.model.adapters.lora_plan import LoraPlan

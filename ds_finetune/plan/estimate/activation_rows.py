@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-from ds_finetune.config.schema import OWN_ATTENTIONS, LoraConfig
+from ds_finetune.config.sections import OWN_ATTENTIONS, LoraConfig
 from ds_finetune.families.family import layer_of
 from ds_finetune.families.parameters import ModelConfig
 from ds_finetune.families.tensors import EMBEDDING, model_tensors

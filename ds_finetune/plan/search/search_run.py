@@ -5,7 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ds_finetune.config.schema import LoraConfig, RunConfig
+from ds_finetune.config.schema import RunConfig
+from ds_finetune.config.sections import LoraConfig
 from ds_finetune.config.units import GIB
 from ds_finetune.errors import ConfigError, FinetuneError
 from ds_finetune.families.table import family_of

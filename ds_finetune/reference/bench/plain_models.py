@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_finetune.config.schema import LoraConfig
+from ds_finetune.config.sections import LoraConfig
 from ds_finetune.engine.engine import Engine
 from ds_finetune.errors import ConfigError
 from ds_finetune.export.adapter import AdapterBase, write_adapter

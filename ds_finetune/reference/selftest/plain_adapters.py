@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
-from ds_finetune.config.schema import LoraConfig
+from ds_finetune.config.sections import LoraConfig
 from ds_finetune.model.adapters.lora import initial_factors
 from ds_finetune.model.adapters.lora_plan import plan_lora
 from ds_finetune.model.build.skeleton import Task

@@ -12,7 +12,7 @@ from ds_finetune.cluster.watchdog.collectives import observe_collectives
 from ds_finetune.cluster.watchdog.progress import HangLimits, RankProgress
 from ds_finetune.cluster.watchdog.stragglers import straggler
 from ds_finetune.config.schedule import seconds_of
-from ds_finetune.config.schema import WatchdogConfig
+from ds_finetune.config.sections import WatchdogConfig
 from ds_finetune.observers.record import StepRecord
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from ds_finetune.config.schema import LoraConfig
+from ds_finetune.config.sections import LoraConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.table import FAMILIES as TABLE
 from ds_finetune.families.tiny import VOCAB

@@ -11,8 +11,8 @@ from transformers import AutoModelForSequenceClassification, PretrainedConfig, P
 from ds_finetune.errors import ModelError
 from ds_finetune.families.table import FAMILIES, family_of
 from ds_finetune.model.attention.by_document import BY_DOCUMENT
-from ds_finetune.model.build.skeleton import build_skeleton, read_hf_config, whole
 from ds_finetune.model.build.encoder import check_encoder, encoder_inputs, encoder_of, encoder_scores, max_positions
+from ds_finetune.model.build.skeleton import build_skeleton, read_hf_config, whole
 from ds_finetune.model.loss.score_config import fresh_parameters
 from ds_finetune.model.loss.score_head import head_parameters, initialise_score_head
 from ds_finetune.model.weights.load import LoadReport, load_weights

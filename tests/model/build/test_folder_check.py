@@ -14,9 +14,9 @@ import pytest
 from ds_finetune.cli.main import main
 from ds_finetune.errors import ModelError
 from ds_finetune.export.folder import TOKENIZER_FILES
-from ds_finetune.model.build.skeleton import read_hf_config
 from ds_finetune.model.build.folder_check import check_folder, copy_model_file
 from ds_finetune.model.build.hub_folder import HubFolder
+from ds_finetune.model.build.skeleton import read_hf_config
 from ds_finetune.plan.config_json import MAX_LAYERS
 from tests.conftest import ROOT
 from tests.model.fp8_folder import V3, in_fp8, master, publish

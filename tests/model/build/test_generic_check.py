@@ -13,10 +13,10 @@ from transformers import AutoConfig
 from ds_finetune.errors import ModelError
 from ds_finetune.families.tiny import DENSE, GROUPED_ROUTING
 from ds_finetune.model.attention.by_document import BY_LENGTHS, FLASH
-from ds_finetune.model.build.skeleton import build_skeleton, read_hf_config
 from ds_finetune.model.build.generic_check import LIMIT, Trial, check_generic_type, check_trial, try_model_type
-from ds_finetune.model.parallel.pipeline import build_meta_model
+from ds_finetune.model.build.skeleton import build_skeleton, read_hf_config
 from ds_finetune.model.build.tiny_config import Size, layer_kinds, layers_of_each_kind, tiny_config
+from ds_finetune.model.parallel.pipeline import build_meta_model
 from ds_finetune.objectives.classification import Classification, Regression
 from ds_finetune.objectives.reward import Reward
 from tests.model import model_types

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop, sdpa_flop
 
-from ds_finetune.config.schema import LoraConfig, RunConfig
+from ds_finetune.config.schema import RunConfig
+from ds_finetune.config.sections import LoraConfig
 from ds_finetune.families.table import FAMILIES
 from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.model.adapters.lora_plan import plan_lora

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from ds_finetune.config.objectives import read_objective
-from ds_finetune.config.schema import LoraConfig, RunConfig
+from ds_finetune.config.schema import RunConfig
+from ds_finetune.config.sections import LoraConfig
 from ds_finetune.families.table import FAMILIES
 from ds_finetune.plan.estimate.memory import MemoryEstimate, estimate_memory
 from ds_finetune.plan.estimate.rows import BACKWARD, FORWARD, Moment

@@ -17,7 +17,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import PreTrainedModel
 
 from ds_finetune.config.objectives import ObjectiveConfig
-from ds_finetune.config.schema import LoraConfig
+from ds_finetune.config.sections import LoraConfig
 from ds_finetune.families.tensors import model_tensors
 from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.model.adapters.lora import AdapterPlacement, install_lora
