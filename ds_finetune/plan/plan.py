@@ -39,6 +39,20 @@ change.
 """
 
 
+_TRAIN_KEYS = (
+    "precision",
+    "seed",
+    "duration",
+    "reduction_every",
+    "activation_checkpointing",
+    "activation_offload",
+    "tiled_mlp",
+)
+"""Keys of `train` that a plan has as they are written."""
+_SECTIONS = ("parallel", "objective", "lora", "mtp", "router", "indexer")
+"""Sections of the run file that a plan has as they are written; memory and time depend on them."""
+
+
 @dataclass(frozen=True)
 class BatchSizes:
     """Rows of an optimizer step and of a forward, and the tokens of a row."""
@@ -295,31 +309,20 @@ def make_plan(config: RunConfig, *, world: World, device: str, accelerate: Accel
         world=world,
         mesh=mesh,
         device=device,
-        precision=train.precision,
-        seed=train.seed,
         batch=BatchSizes(train.global_batch_size, rows, accumulation, train.max_seq_len, config.data.packing),
         optimizer=OptimizerNumbers(optim.name.lower(), optim.weight_decay, optim.betas, train.max_grad_norm),
         zero_stage=stage,
         offload_optimizer=offloads[0],
         offload_param=offloads[1],
-        reduction_every=train.reduction_every,
         loss_kernel=loss_kernel(
             config.model.loss,
             device=device,
             tp=mesh.tp,
             is_cross_entropy=config.objective.row.is_cross_entropy,
         ),
-        activation_checkpointing=train.activation_checkpointing,
-        activation_offload=train.activation_offload,
-        tiled_mlp=train.tiled_mlp,
         attention=config.model.attention,
-        duration=train.duration,
-        parallel=config.parallel,
-        objective=config.objective,
-        lora=config.lora,
-        mtp=config.mtp,
-        router=config.router,
-        indexer=config.indexer,
+        **{name: getattr(train, name) for name in _TRAIN_KEYS},
+        **{name: getattr(config, name) for name in _SECTIONS},
         kept_files=_kept_files(config),
         collective_seconds=collective_seconds(config.watchdog),
         # A state on NVMe may be larger than the host's memory.
