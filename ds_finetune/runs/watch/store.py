@@ -13,7 +13,7 @@ import yaml
 from numpy.typing import NDArray
 
 from ds_finetune.runs.curves import drawn_points
-from ds_finetune.runs.folder import CONFIG, RANK_TIMES, RunFolder, find_runs
+from ds_finetune.runs.folder import RANK_TIMES, RunFolder, find_runs
 from ds_finetune.runs.metrics import METRICS, MetricsReader, last_record, sampled_values
 from ds_finetune.runs.rank_times import read_rank_times
 
@@ -23,7 +23,6 @@ _SEARCH_SECONDS = 2.0
 _PREVIEW_POINTS, _PREVIEW_SECONDS = 48, 5.0
 _SHOWN_SAMPLES, _SHOWN_NOTICES = 24, 50
 _DIGITS = 6
-_MOST_NODES, _MOST_DEPTH = 20_000, 32
 LOSS = "train/loss"
 Tree = dict[str, Any]
 
@@ -57,8 +56,6 @@ class RunStore:
         run.problems.clear()
         row = _row_of(run.name, _RunRow(run))
         config = run.config
-        problems = [] if _is_small(config) else [f"{CONFIG} has too many values or levels, and is not shown"]
-        config = {} if problems else config
         metrics = self.reader(run)
         metrics.update()
         return {
@@ -75,7 +72,7 @@ class RunStore:
             "log": run.log_tail(),
             "watchdog": run.watchdog_report() if row["state"] in ("hung", "failed") else "",
             "notices": metrics.notices(),
-            "problems": [*run.problems, *problems, *([metrics.problem] if metrics.problem else [])],
+            "problems": [*run.problems, *([metrics.problem] if metrics.problem else [])],
         }
 
     def reader(self, run: RunFolder) -> "_SharedReader":
@@ -249,19 +246,6 @@ def flat_settings(tree: object, path: str = "") -> dict[str, str]:
             found |= flat_settings(value, f"{path}.{name}" if path else str(name))
         return found
     return {path: str(tree)}
-
-
-def _is_small(tree: object) -> bool:
-    """Whether a YAML tree can be written out: aliases may make a short file endless, or as deep as one likes."""
-    waiting, num_nodes = [(tree, 0)], 0
-    while waiting:
-        node, depth = waiting.pop()
-        children = [*node, *node.values()] if isinstance(node, dict) else node if isinstance(node, list | tuple) else []
-        num_nodes += 1 + len(children)
-        if num_nodes > _MOST_NODES or depth > _MOST_DEPTH:
-            return False
-        waiting += [(child, depth + 1) for child in children]
-    return True
 
 
 def _start(start: Any) -> Tree:  # noqa: ANN401 - a mapping from a file
