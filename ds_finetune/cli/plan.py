@@ -115,7 +115,7 @@ def _check_options(arguments: Arguments) -> None:
 
 
 def _search(arguments: Arguments, config: "RunConfig", target: "Target") -> None:
-    from ds_finetune.cli.search_table import search_tables
+    from ds_finetune.cli.plan_tables import search_tables
     from ds_finetune.plan.search.run_file import write_run_file
     from ds_finetune.plan.search.search_run import result_notes, result_tree, run_file_text, search_layouts
 
@@ -142,7 +142,7 @@ def _show_tensors(config: "RunConfig", target: "Target") -> None:
 
 
 def _show_forecast(config: "RunConfig", target: "Target", *, is_json: bool) -> None:
-    from ds_finetune.cli.memory_table import memory_table
+    from ds_finetune.cli.plan_tables import memory_table
     from ds_finetune.plan.search.forecast import forecast_run
 
     forecast = forecast_run(config, target)

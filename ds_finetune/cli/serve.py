@@ -55,8 +55,7 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
 def _ask(arguments: Arguments) -> None:
     folder = exported_folder(arguments.folder)
     from ds_finetune.export.classifiers import holds_classifier
-    from ds_finetune.serving.ask import ask
-    from ds_finetune.serving.classify import classify
+    from ds_finetune.serving.in_process import ask, classify
 
     if holds_classifier(folder):
         for text, scores in zip(arguments.prompts, classify(folder, arguments.prompts), strict=True):

@@ -15,13 +15,13 @@ from ds_finetune.data.batches import Batch, BatchPlan, Position, make_batch
 from ds_finetune.data.classes import find_classes
 from ds_finetune.data.documents import Counts, Documents
 from ds_finetune.data.dropped_rows import check_bad_rows, check_dropped_rows
+from ds_finetune.data.packing import one_unit_a_row, pack_units
 from ds_finetune.data.prepare import Tokenisation, TokenLimits, plan_tokenisation, tokenise_records
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.row_kind import DIALOGUE, RowKind
 from ds_finetune.data.rows import Row
 from ds_finetune.data.sample_tokens import RULES_VERSION
 from ds_finetune.data.sources import Record, Source, read_records
-from ds_finetune.data.unit_packing import one_unit_a_row, pack_units
 from ds_finetune.errors import DataError
 
 START = Position(0, 0)

@@ -1,4 +1,4 @@
-"""What a search of layouts prints: the best ones, and those that would be faster and do not fit."""
+"""The tables that `plan` prints: what a rank needs, and what a search of layouts found."""
 
 from collections.abc import Iterator
 
@@ -6,13 +6,45 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from ds_finetune.config.units import GIB
+from ds_finetune.plan.estimate.memory import MemoryEstimate
+from ds_finetune.plan.estimate.rows import MOMENTS, peak
 from ds_finetune.plan.search.forecast import seconds_text
 from ds_finetune.plan.search.search import SearchResult
 from ds_finetune.plan.search.search_run import layout_text, reason_text
 
-_NO_PADDING = (0, 2, 0, 0)
+_PADDING = (0, 2, 0, 0)
+_MOST_HELD = 16
+"""Characters of a line of the times at which something is held."""
 _LEAST_TEXT = 11
 """Characters of a column of texts at least, such as `micro-batch`."""
+
+
+def memory_table(memory: MemoryEstimate) -> Table:
+    """What, where, how much, when it is held if not always, and what lowers it; then the most of each place."""
+    table = Table(title="memory of a rank", title_justify="left", box=None, padding=_PADDING)
+    for head in ("what", "where", "GiB", "held", "lowered by"):
+        # A name that does not fit goes on in the next line: a user has to write it.
+        table.add_column(
+            head,
+            justify="right" if head == "GiB" else "left",
+            overflow="fold",
+            no_wrap=head in ("where", "GiB"),
+            max_width=_MOST_HELD if head == "held" else None,
+        )
+    for row in memory.rows:
+        held = "" if row.when == MOMENTS else ", ".join(row.when)
+        table.add_row(row.name, row.place, f"{row.num_bytes / GIB:,.2f}", held, row.option)
+    totals = {
+        memory.device: memory.device_bytes,
+        "nvme": peak(memory.rows, "nvme"),
+        "host": memory.host_bytes,
+        "disk": memory.disk_bytes,
+    }
+    for place, num_bytes in totals.items():
+        if num_bytes:
+            what = "files of the run" if place == "disk" else "at most"
+            table.add_row(what, place, f"{num_bytes / GIB:,.2f}", "", "", style="bold")
+    return table
 
 
 def search_tables(result: SearchResult) -> RenderableType:
@@ -22,7 +54,7 @@ def search_tables(result: SearchResult) -> RenderableType:
 
 def _tables(result: SearchResult) -> Iterator[RenderableType]:
     best = result.proposals[0]
-    table = Table(title=f"best of {result.num_groups} layouts", title_justify="left", box=None, padding=_NO_PADDING)
+    table = Table(title=f"best of {result.num_groups} layouts", title_justify="left", box=None, padding=_PADDING)
     for head in ("", "layout", "s a step", "tokens/s", "MFU", "GiB", "host GiB", "why"):
         is_text = head in ("layout", "why")
         table.add_column(head, justify="left" if is_text else "right", overflow="fold", min_width=_LEAST_TEXT * is_text)
@@ -37,7 +69,7 @@ def _tables(result: SearchResult) -> Iterator[RenderableType]:
 
 
 def _misfits(result: SearchResult) -> Table:
-    table = Table(title="faster, but too large", title_justify="left", box=None, padding=_NO_PADDING)
+    table = Table(title="faster, but too large", title_justify="left", box=None, padding=_PADDING)
     for head in ("layout, where it needs least", "s a step", "why not"):
         table.add_column(head, overflow="fold")
     for misfit in result.misfits:
