@@ -101,13 +101,18 @@ def _decompress(path: str, compression: str) -> IO[bytes]:
     return io.BufferedReader(pyarrow.input_stream(path, compression="zstd"))
 
 
-def _lines(path: str) -> Iterator[tuple[int, str]]:
-    """Numbered lines with their line ends; DataError names the line and byte that is not UTF-8."""
+def _lines(path: str) -> Iterator[tuple[int, str | DataError]]:
+    """Numbered lines with their line ends; in place of one that is not UTF-8 the error that names its line and byte."""
     offset = 0
     with _open(path) as file:
         for number, line in enumerate(file, start=1):
             start = len(_BOM) if number == 1 and line.startswith(_BOM) else 0
-            yield number, _decode(line[start:], f"{path} line {number}", offset=offset + start)
+            try:
+                yield number, _decode(line[start:], f"{path} line {number}", offset=offset + start)
+            except DataError as broken:
+                if number == 1 and line.startswith(_UTF_16):
+                    raise
+                yield number, broken
             offset += len(line)
 
 
@@ -148,13 +153,19 @@ def _guess_encoding(content: bytes) -> tuple[str, str]:
 
 def _read_jsonl(path: str) -> Iterator[tuple[str, Record]]:
     for number, line in _lines(path):
-        if not line.strip():
-            continue
         where = f"{path} line {number}"
-        try:
-            yield where, _as_record(_parse_line(line, where), where)
-        except DataError as broken:
-            yield where, UnreadableRecord(broken)
+        if isinstance(line, DataError):
+            yield where, UnreadableRecord(line)
+        elif line.strip():
+            yield where, _record_or_error(_parse_line, line, where)
+
+
+def _record_or_error(read: Callable[[Any, str], object], value: object, where: str) -> Record:
+    """What `read` makes of a value, or an UnreadableRecord with its DataError."""
+    try:
+        return _as_record(read(value, where), where)
+    except DataError as broken:
+        return UnreadableRecord(broken)
 
 
 def _parse_line(line: str, where: str) -> object:
@@ -177,7 +188,10 @@ def _read_json(path: str) -> Iterator[tuple[str, Record]]:
             hint="a .json file is one list of objects",
         ) from None
     except (ValueError, RecursionError) as broken:
-        raise DataError(f"{_first_bad_item(text, path)} cannot be read: {broken}", hint="correct that item") from None
+        if not text.lstrip().startswith("["):
+            raise DataError(f"{path} cannot be read: {broken}", hint="a .json file is one list of objects") from None
+        yield from _items_one_by_one(text, path)
+        return
     if not isinstance(records, list):
         raise DataError(
             f"{path} is {type(records).__name__}, not a list of objects",
@@ -185,21 +199,32 @@ def _read_json(path: str) -> Iterator[tuple[str, Record]]:
         )
     for number, record in enumerate(records, start=1):
         where = f"{path} item {number}"
-        yield where, _as_record(record, where)
+        yield where, _record_or_error(lambda value, _: value, record, where)
 
 
-def _first_bad_item(text: str, path: str) -> str:
-    """The location of the first item of a list that cannot be read, where its syntax is correct."""
-    decoder, number, at = json.JSONDecoder(object_pairs_hook=unique_keys), 0, text.find("[") + 1
-    if not text.lstrip().startswith("["):
-        return path
+def _items_one_by_one(text: str, path: str) -> Iterator[tuple[str, Record]]:
+    """The items of a list of which one has correct syntax and cannot be read, as where it has a key twice.
+
+    DataError where the syntax of a later one is wrong, or the end of one cannot be found.
+    """
+    strict, lenient = json.JSONDecoder(object_pairs_hook=unique_keys), json.JSONDecoder(parse_int=str)
+    number, at = 0, text.find("[") + 1
     while True:
-        number += 1
         at = next(i for i in range(at, len(text)) if text[i] not in ", \t\r\n")
+        if text[at] == "]":
+            return
+        number += 1
+        where = f"{path} item {number} (line {text.count(chr(10), 0, at) + 1})"
         try:
-            _, at = decoder.raw_decode(text, at)
-        except (ValueError, RecursionError):
-            return f"{path} item {number} (line {text.count(chr(10), 0, at) + 1})"
+            record, at = strict.raw_decode(text, at)
+            yield where, _record_or_error(lambda value, _: value, record, where)
+        except (ValueError, RecursionError) as broken:
+            error = DataError(f"{where} cannot be read: {broken}", hint="correct that item")
+            yield where, UnreadableRecord(error)
+            try:
+                _, at = lenient.raw_decode(text, at)
+            except (ValueError, RecursionError):
+                raise error from None
 
 
 def _as_record(record: object, where: str) -> Record:
@@ -218,26 +243,55 @@ def _read_text(path: str) -> Iterator[tuple[str, Record]]:
 def _read_csv(path: str) -> Iterator[tuple[str, Record]]:
     """Records of CSV rows. All values stay texts, even `NA`, `null` and `007`."""
     csv.field_size_limit(sys.maxsize)
-    rows = csv.reader((line for _, line in _lines(path)), strict=True)
-    try:
-        header = next(rows, [])
-        repeated = sorted({name for name in header if header.count(name) > 1})
-        if repeated:
-            raise DataError(f"{path} has two columns named `{repeated[0]}`", hint="give each column its own name")
-        for number, row in enumerate((row for row in rows if row), start=1):
-            where = f"{path} row {number}"
-            if len(row) == len(header):
-                yield where, dict(zip(header, row, strict=True))
-                continue
-            error = DataError(
+    undecodable: list[DataError] = []
+    rows = csv.reader(_csv_lines(path, undecodable), strict=True)
+    header = _next_row(rows, path, undecodable) or []
+    if isinstance(header, DataError):
+        raise header
+    repeated = sorted({name for name in header if header.count(name) > 1})
+    if repeated:
+        raise DataError(f"{path} has two columns named `{repeated[0]}`", hint="give each column its own name")
+    number = 0
+    while (row := _next_row(rows, path, undecodable)) is not None:
+        if not row:
+            continue
+        number += 1
+        where = f"{path} row {number}"
+        if not isinstance(row, DataError) and len(row) != len(header):
+            row = DataError(
                 f"{where} (line {rows.line_num}) has {len(row)} values, and the header has {len(header)} columns",
                 hint="put values with commas or line breaks in double quotes",
             )
-            yield where, UnreadableRecord(error)
+        yield where, UnreadableRecord(row) if isinstance(row, DataError) else dict(zip(header, row, strict=True))
+
+
+def _csv_lines(path: str, undecodable: list[DataError]) -> Iterator[str]:
+    """The lines of the file; for one that is not UTF-8 an empty field, and its error is added to `undecodable`."""
+    for _, line in _lines(path):
+        if isinstance(line, DataError):
+            undecodable.append(line)
+            line = '""\n'
+        yield line
+
+
+def _next_row(rows: Any, path: str, undecodable: list[DataError]) -> list[str] | DataError | None:  # noqa: ANN401 - a csv.reader
+    """The next row, the error of one that cannot be read, or None at the end.
+
+    DataError where the row takes several lines: where quotes are wrong, nobody knows which of them belong to it.
+    """
+    before = rows.line_num
+    try:
+        row: list[str] | DataError | None = next(rows, None)
     except csv.Error as broken:
-        raise DataError(
+        row = DataError(
             f"{path} line {rows.line_num} is not CSV: {broken}", hint="check the double quotes of that line"
-        ) from None
+        )
+    if undecodable:
+        row = undecodable.pop()
+        undecodable.clear()
+    if isinstance(row, DataError) and rows.line_num > before + 1:
+        raise row
+    return row
 
 
 def _read_parquet(path: str) -> Iterator[tuple[str, Record]]:

@@ -2,11 +2,13 @@
 
 import gzip
 import json
+import re
 from pathlib import Path
 
 import pyarrow
 import pytest
 
+from ds_finetune.data.files import FileFormat, UnreadableRecord, read_file
 from ds_finetune.data.sources import find_sources, read_records
 from ds_finetune.errors import DataError
 
@@ -133,3 +135,55 @@ def test_a_repeated_key_is_refused_with_its_place(tmp_path: Path) -> None:
     items.write_text('{"text": 1, "text": 2}')
     with pytest.raises(DataError, match=r"rows\.json .*cannot be read: the key 'text' is repeated"):
         rows_of(items)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "bad"),
+    [
+        ("a.jsonl", b'{"a": "1"}\n{"a": "\xe9"}\n{"a": "3"}\n', {1: "line 2 is not UTF-8: byte 0xe9 at offset 18"}),
+        ("a.json", b'[{"a": "1"}, 2, {"a": "3"}]', {1: "item 2 is int, not an object"}),
+        (
+            "a.json",
+            b'[{"a": "1"},\n {"a": "2", "a": "4"}, {"a": "3"}]',
+            {1: r"item 2 (line 2) cannot be read: the key 'a'"},
+        ),
+        ("a.csv", b'a\n1\n"x"y\n3\n', {1: "line 3 is not CSV"}),
+        ("a.csv", b"a\n1\n\xe9\n3\n", {1: "line 3 is not UTF-8: byte 0xe9"}),
+    ],
+    ids=["encoding", "item", "key", "quotes", "encoding of csv"],
+)
+def test_rows_that_cannot_be_read_are_passed_over_one_by_one(
+    tmp_path: Path, name: str, content: bytes, bad: dict[int, str]
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    file_format = FileFormat.of(path)
+    assert file_format is not None
+    records = [record for _, record in read_file(str(path), file_format.name, passes_unreadable=True)]
+    assert [number for number, record in enumerate(records) if isinstance(record, UnreadableRecord)] == list(bad)
+    assert [record["a"] for number, record in enumerate(records) if number not in bad] == ["1", "3"]
+    for number, message in bad.items():
+        unreadable = records[number]
+        assert isinstance(unreadable, UnreadableRecord)
+        assert re.search(message.replace("(", r"\(").replace(")", r"\)"), str(unreadable.error))
+    with pytest.raises(DataError):
+        list(read_file(str(path), file_format.name))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", b'a\n1\n"2\n3\n4\n', "line 5 is not CSV: unexpected end of data"),
+        ("a.csv", b'a\n1\n"2\n3"x\n4\n', "line 4 is not CSV"),
+        ("a.json", b'[{"a": 1, "a": 2}, {"a": }]', "item 2 (line 1) cannot be read"),
+    ],
+    ids=["open quote", "quote of a later line", "syntax"],
+)
+def test_rows_whose_end_is_not_known_are_never_passed_over(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        list(read_file(str(path), name.partition(".")[2], passes_unreadable=True))
+    assert message in caught.value.message
