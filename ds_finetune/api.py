@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from ds_finetune.export.from_checkpoint import ExportResult
     from ds_finetune.export.onnx.folder import OnnxExportResult
     from ds_finetune.export.verify.verify import VerificationResult
-    from ds_finetune.objectives.kto import KahnemanTversky
-    from ds_finetune.objectives.pairs import PairObjective
+    from ds_finetune.objectives.objective import DocumentObjective
     from ds_finetune.trainer.memory_rows import Rows
     from ds_finetune.trainer.train import Report
 
@@ -203,7 +202,7 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
 
 def _eval_objective(
     objective: str | Mapping[str, object],
-) -> tuple["RowKind", "PairObjective | KahnemanTversky | None"]:
+) -> tuple["RowKind", "DocumentObjective | None"]:
     """The kind of rows that are scored, and the objective on answers whose metrics score them."""
     from ds_finetune.data.row_kind import RowKind
     from ds_finetune.evaluation.preference_scores import preference_of

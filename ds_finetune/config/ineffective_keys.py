@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ds_finetune.config.objectives import OBJECTIVES, ObjectiveRow
 from ds_finetune.config.run_file import Lines
 from ds_finetune.errors import ConfigError
 
@@ -30,6 +31,10 @@ class _KeyRule:
             any(key == own or (own.endswith(".") and key.startswith(own)) for own in self.keys)
             and value not in self.harmless
         )
+
+
+def _row(run: Values) -> ObjectiveRow:
+    return OBJECTIVES[run["objective.name"]]
 
 
 _RULES = (
@@ -99,20 +104,20 @@ _RULES = (
     ),
     _KeyRule(
         ("data.train_on",),
-        lambda run: run["objective.name"] in ("classification", "reward"),
+        lambda run: _row(run).head == "scores",
         "the objective scores whole texts: no token is supervised",
         "set objective to sft",
     ),
     _KeyRule(
         ("data.train_on",),
-        lambda run: run["objective.name"] in ("dpo", "simpo", "cpo", "orpo", "kto"),
+        lambda run: _row(run).head == "documents",
         "the objective compares answers, which are the last turn of the assistant",
         "set objective to sft",
         harmless=("last_assistant",),
     ),
     _KeyRule(
         ("eval.generate.",),
-        lambda run: run["objective.name"] in ("classification", "reward"),
+        lambda run: _row(run).head == "scores",
         "the objective trains a model that scores texts and writes none",
         "set objective to sft",
     ),

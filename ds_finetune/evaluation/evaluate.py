@@ -36,9 +36,7 @@ from ds_finetune.export.classifiers import holds_classifier
 from ds_finetune.export.load import check_generates, check_loadable
 from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.model.build.skeleton import resolve_folder
-from ds_finetune.objectives.kto import KahnemanTversky
 from ds_finetune.objectives.objective import DocumentObjective
-from ds_finetune.objectives.pairs import PairObjective
 
 
 @dataclass(frozen=True)
@@ -81,10 +79,9 @@ def evaluate_model(request: EvalRequest) -> EvalReport:
     base = None if request.baseline is None else _model_folder(request.baseline)
     if holds_classifier(folder):
         return _evaluate_classifier(request, folder, base)
-    if isinstance(request.preference, KahnemanTversky):
-        return _evaluate_marked(request, request.preference, folder, base)
     if request.preference is not None:
-        return _evaluate_preferences(request, request.preference, folder, base)
+        evaluate_answers = _evaluate_marked if request.kind.name == "marked" else _evaluate_preferences
+        return evaluate_answers(request, request.preference, folder, base)
     tokenizer = load_tokenizer(str(folder))
     sets, notes = held_out_sets(request, folder, tokenizer, read_documents)
     documents = list(chain.from_iterable(sets.values()))
@@ -146,7 +143,7 @@ def _evaluate_classifier(request: EvalRequest, folder: Path, base: Path | None) 
 
 
 def _evaluate_preferences(
-    request: EvalRequest, objective: PairObjective, folder: Path, base: Path | None
+    request: EvalRequest, objective: DocumentObjective, folder: Path, base: Path | None
 ) -> EvalReport:
     """Score a language model on pairs of answers, by the metrics of training.
 
@@ -176,7 +173,7 @@ def _evaluate_preferences(
     )
 
 
-def _evaluate_marked(request: EvalRequest, objective: KahnemanTversky, folder: Path, base: Path | None) -> EvalReport:
+def _evaluate_marked(request: EvalRequest, objective: DocumentObjective, folder: Path, base: Path | None) -> EvalReport:
     """Score a language model on marked answers, by the metrics of training; the baseline is the reference model."""
     _check_preference(request, objective)
     assert base is not None

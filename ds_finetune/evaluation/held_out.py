@@ -21,8 +21,7 @@ from ds_finetune.evaluation.model_scores import Document
 from ds_finetune.evaluation.preference_scores import sides_of
 from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.model.build.encoder import max_positions
-from ds_finetune.objectives.kto import KahnemanTversky
-from ds_finetune.objectives.pairs import PairObjective
+from ds_finetune.objectives.objective import DocumentObjective
 
 AnyDocument = TypeVar("AnyDocument", Document, LabelledDocument, MarkedDocument)
 
@@ -44,7 +43,7 @@ class EvalRequest:
     batch_tokens: int = 4096
     limit: int | None = None
     kind: RowKind = DIALOGUE
-    preference: PairObjective | KahnemanTversky | None = None
+    preference: DocumentObjective | None = None
     """The objective whose metrics score pairs of answers, or marked ones."""
 
 

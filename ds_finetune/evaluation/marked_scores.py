@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 from ds_finetune.data.mismatched import MismatchedAnswers
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.evaluation.model_scores import Document, Scores
-from ds_finetune.objectives.kto import KahnemanTversky
 from ds_finetune.objectives.labels import IGNORE_INDEX
-from ds_finetune.objectives.objective import DocumentLogProbs
+from ds_finetune.objectives.objective import DocumentLogProbs, DocumentObjective
 
 Numbers = NDArray[np.float64]
 
@@ -31,12 +30,12 @@ class MarkedDocument:
 class MarkedScores:
     """What an objective adds up over answers: `sums` [answers, sums]."""
 
-    objective: KahnemanTversky
+    objective: DocumentObjective
     sums: Numbers
 
     @classmethod
     def of(
-        cls, objective: KahnemanTversky, sets: Sequence[Sequence[MarkedDocument]], scores: Scores, reference: Scores
+        cls, objective: DocumentObjective, sets: Sequence[Sequence[MarkedDocument]], scores: Scores, reference: Scores
     ) -> Self:
         """From the scores, by the model and by its reference, of all answers of all sets and then of all mismatched
         ones. Each set has a z0 of its own.

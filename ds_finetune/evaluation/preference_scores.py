@@ -10,9 +10,7 @@ from ds_finetune.config.objectives import ObjectiveConfig
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.errors import ConfigError
 from ds_finetune.evaluation.model_scores import Document, Scores
-from ds_finetune.objectives.kto import KahnemanTversky
-from ds_finetune.objectives.objective import DocumentLogProbs, DocumentObjective, make_objective
-from ds_finetune.objectives.pairs import PairObjective
+from ds_finetune.objectives.objective import DocumentLogProbs, DocumentObjective, is_of_documents, make_objective
 
 Numbers = NDArray[np.float64]
 
@@ -21,12 +19,12 @@ Numbers = NDArray[np.float64]
 class PreferenceScores:
     """What an objective adds up over pairs: `sums` [pairs, sums], and the tokens of chosen answers [pairs]."""
 
-    objective: PairObjective
+    objective: DocumentObjective
     sums: Numbers
     chosen_tokens: Numbers
 
     @classmethod
-    def of(cls, objective: PairObjective, scores: Scores, reference: Scores | None) -> "PreferenceScores":
+    def of(cls, objective: DocumentObjective, scores: Scores, reference: Scores | None) -> "PreferenceScores":
         """From the scores of both sides of each pair, and those of a reference model where the objective needs one."""
         assert (reference is not None) == objective.needs_reference
         logps = -scores.loss
@@ -65,10 +63,10 @@ class PreferenceScores:
         return {name: np.array([each[name] for each in found]) for name in found[0]}
 
 
-def preference_of(section: ObjectiveConfig) -> PairObjective | KahnemanTversky | None:
+def preference_of(section: ObjectiveConfig) -> DocumentObjective | None:
     """The objective of a section of the run file where it compares the answers of a language model, else None."""
     objective = make_objective(section)
-    return objective if isinstance(objective, PairObjective | KahnemanTversky) else None
+    return objective if is_of_documents(objective) else None
 
 
 def check_reference(objective: DocumentObjective, baseline: str | None) -> None:

@@ -17,7 +17,7 @@ from ds_finetune.model.build.dtypes import PRECISION_DTYPES
 from ds_finetune.model.build.model_plan import ModelPlan
 from ds_finetune.objectives.distill import Distillation
 from ds_finetune.objectives.labels import IGNORE_INDEX
-from ds_finetune.objectives.objective import DocumentLogProbs, DocumentObjective, ScoreObjective
+from ds_finetune.objectives.objective import DocumentLogProbs, is_of_documents, is_of_scores
 from ds_finetune.reference.bench.plain_forwards import PlainForward
 from ds_finetune.reference.bench.plain_models import plain_model
 
@@ -75,18 +75,16 @@ class PlainLoop:
     def _loss(self, part: PlainForward, weights: torch.Tensor, baseline: torch.Tensor) -> torch.Tensor:
         """The contribution of a forward to the loss of the batch."""
         logits = self._logits(part)
-        if isinstance(self._objective, ScoreObjective):
+        if is_of_scores(self._objective):
             return self._objective.loss(logits, part.targets.to(self._device), weights).loss
-        if isinstance(self._objective, DocumentObjective):
+        if is_of_documents(self._objective):
             return self._objective.loss(self._documents(logits, part), weights, baseline).loss
         labels = part.labels.to(self._device)
         if isinstance(self._objective, Distillation):
             is_supervised = labels != IGNORE_INDEX
-            targets = self._targets(part, is_supervised)
-            return (
-                _distillation(self._objective.section, logits[is_supervised], labels[is_supervised], *targets)
-                * weights[0]
-            )
+            section = self._objective.section
+            targets = self._targets(part, is_supervised, section)
+            return _distillation(section, logits[is_supervised], labels[is_supervised], *targets) * weights[0]
         return (
             functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
             * weights[0].float()
@@ -95,7 +93,7 @@ class PlainLoop:
     def _logits(self, part: PlainForward) -> torch.Tensor:
         """Logits of all tokens, fp32 [rows, tokens, vocabulary], or the scores of the rows, fp32 [rows, outputs]."""
         inputs = {name: tensor.to(self._device) for name, tensor in part.inputs.items()}
-        if isinstance(self._objective, ScoreObjective):
+        if is_of_scores(self._objective):
             # transformers pools the last token that is not this one (5.23, modeling_layers.py:170).
             is_padding = part.index.to(self._device) < 0
             inputs["input_ids"] = inputs["input_ids"].masked_fill(is_padding, self._lm.config.pad_token_id)
@@ -121,17 +119,18 @@ class PlainLoop:
         )
 
     @torch.no_grad()
-    def _targets(self, part: PlainForward, is_supervised: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _targets(
+        self, part: PlainForward, is_supervised: torch.Tensor, section: DistillObjective
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The teacher's log-probabilities of the supervised tokens, and their ids where only some are stored."""
         if part.top is not None:
             top = part.top.to(torch.device(self._device))
             return top.log_probs[is_supervised].float(), top.ids[is_supervised].long()
         assert self._teacher is not None
-        assert isinstance(self._objective, Distillation)
         inputs = {name: tensor.to(self._device) for name, tensor in part.inputs.items()}
         with self._autocast():
             logits = self._teacher(**inputs, use_cache=False).logits.float()[is_supervised]
-        return torch.log_softmax(logits / self._objective.section.temperature, dim=-1), None
+        return torch.log_softmax(logits / section.temperature, dim=-1), None
 
 
 def _distillation(

@@ -30,7 +30,6 @@ from ds_finetune.model.adapters.lora import factors_of, merge_adapters
 from ds_finetune.model.build.dtypes import PRECISION_DTYPES
 from ds_finetune.model.build.model_plan import plan_model, task_of
 from ds_finetune.model.build.skeleton import read_hf_config
-from ds_finetune.objectives.objective import make_objective
 from ds_finetune.plan.combinations import check_divides
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.routers import RouterPlan
@@ -100,7 +99,7 @@ def compare_layout(
     All ranks call this with a shared `folder`; rank zero returns the comparison, the others None.
     """
     plan = make_plan(config, world=world, device=device)
-    hf_config = read_hf_config(config.model.path, task=task_of(make_objective(config.objective)))
+    hf_config = read_hf_config(config.model.path, task=task_of(config.objective))
     sizes = config.parallel
     check_divides(plan.mesh, hf_config.to_dict(), pp_layers=sizes.pp_layers, vpp=sizes.vpp)
     # Before any engine: the rotary frequencies of the first model that from_pretrained builds after DeepSpeed 0.19.8's

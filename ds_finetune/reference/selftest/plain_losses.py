@@ -3,6 +3,7 @@
 They import nothing that computes an objective in the program, so that a fault there shows as a difference.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,6 @@ from ds_finetune.config.objectives import (
     SimpoObjective,
 )
 
-Preference = DpoObjective | SimpoObjective | CpoObjective | OrpoObjective
 _LOG = torch.nn.functional.logsigmoid
 
 
@@ -43,28 +43,12 @@ class Answer(NamedTuple):
 
 def samples_per_unit(section: ObjectiveConfig) -> int:
     """2 for pairs of answers, else 1."""
-    return 2 if isinstance(section, Preference | RewardObjective) else 1
+    return 2 if section.row.unit == "pairs" else 1
 
 
-def is_scored(section: ObjectiveConfig) -> bool:
-    """Whether the loss reads the outputs of a classification head instead of log-probabilities of tokens."""
-    return isinstance(section, ClassificationObjective | RewardObjective)
-
-
-def reads_own_reference(section: ObjectiveConfig) -> bool:
-    """Whether the reference is the model without its adapters."""
-    return isinstance(section, DpoObjective | KtoObjective) and section.reference == "adapters_off"
-
-
-def nll_weight(section: ObjectiveConfig) -> float:
-    """Weight of the mean cross entropy of the chosen answers' tokens beside the loss of pairs."""
-    if isinstance(section, OrpoObjective):
-        return 1.0
-    return section.nll_weight if isinstance(section, DpoObjective | CpoObjective) else 0.0
-
-
-def pair_loss(section: Preference, w: Answer, r: Answer) -> torch.Tensor:
-    """The loss of a pair, of the chosen answer `w` and the rejected answer `r`, without cross entropy."""
+def answers_loss(section: ObjectiveConfig, answers: Sequence[Answer], z0: float) -> torch.Tensor:
+    """The loss of a unit without the cross entropy of its chosen answer; a pair has the chosen answer first."""
+    w, r = answers[0], answers[-1]
     match section:
         case DpoObjective():
             return _dpo_loss(section, w, r)
@@ -77,6 +61,9 @@ def pair_loss(section: Preference, w: Answer, r: Answer) -> torch.Tensor:
             # Hong et al., arXiv 2403.07691, eq. 4, 6 and 7: odds(y) = P / (1 - P), P the geometric mean over tokens
             p_w, p_r = torch.exp(w.logp / w.tokens), torch.exp(r.logp / r.tokens)
             return -section.beta * _LOG(torch.log(p_w / (1 - p_w)) - torch.log(p_r / (1 - p_r)))
+        case KtoObjective():
+            return _kto_loss(section, w, z0)
+    raise AssertionError(f"no formula for {section.name}")
 
 
 def _dpo_loss(section: DpoObjective, w: Answer, r: Answer) -> torch.Tensor:
@@ -116,7 +103,7 @@ def _cpo_loss(section: CpoObjective, w: Answer, r: Answer) -> torch.Tensor:
             return (w.logp / w.tokens - r.logp / r.tokens - 1 / (2 * section.beta)) ** 2
 
 
-def kto_loss(section: KtoObjective, answer: Answer, z0: float) -> torch.Tensor:
+def _kto_loss(section: KtoObjective, answer: Answer, z0: float) -> torch.Tensor:
     """The loss of an answer (Ethayarajh et al., arXiv 2402.01306, eq. 8): lambda - v(x, y)."""
     if answer.target:
         return section.desirable_weight * (1 - torch.sigmoid(section.beta * (answer.ratio - z0)))
@@ -131,14 +118,16 @@ def kto_baseline(ratios: list[float]) -> float:
 def score_loss(section: ObjectiveConfig, scores: torch.Tensor, targets: list[float]) -> torch.Tensor:
     """The loss of a unit from its scores [samples, outputs]: cross entropy, squared error, or Bradley and Terry's."""
     scores = scores.double()
-    if isinstance(section, RewardObjective):
-        w, r = scores[:, 0]
-        return torch.log1p(torch.exp(-(w - r - targets[0]))) + section.center_weight * (w + r) ** 2
-    assert isinstance(section, ClassificationObjective)
-    if scores.shape[1] == 1:
-        return (scores[0, 0] - targets[0]) ** 2
-    logp, e = torch.log_softmax(scores[0], dim=0), section.label_smoothing
-    return -(1 - e) * logp[int(targets[0])] - e * logp.mean()
+    match section:
+        case RewardObjective():
+            w, r = scores[:, 0]
+            return torch.log1p(torch.exp(-(w - r - targets[0]))) + section.center_weight * (w + r) ** 2
+        case ClassificationObjective() if scores.shape[1] == 1:
+            return (scores[0, 0] - targets[0]) ** 2
+        case ClassificationObjective():
+            logp, e = torch.log_softmax(scores[0], dim=0), section.label_smoothing
+            return -(1 - e) * logp[int(targets[0])] - e * logp.mean()
+    raise AssertionError(f"no formula for {section.name}")
 
 
 def distill_loss(

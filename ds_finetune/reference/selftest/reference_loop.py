@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ds_finetune.config.objectives import DistillObjective, KtoObjective, ObjectiveConfig, SftObjective
+from ds_finetune.config.objectives import DistillObjective, ObjectiveConfig, SftObjective, is_distillation
 from ds_finetune.engine.generation import GenerationLimits
 from ds_finetune.foreign.auto_models import AutoModelForCausalLM, AutoModelForSequenceClassification
 from ds_finetune.model.adapters.adapter_names import is_adapter
@@ -22,14 +22,9 @@ from ds_finetune.reference.selftest.mismatched import all_reference_log_probs, m
 from ds_finetune.reference.selftest.plain_adapters import PlainAdapters, trained_name
 from ds_finetune.reference.selftest.plain_losses import (
     Answer,
-    Preference,
+    answers_loss,
     distill_loss,
-    is_scored,
     kto_baseline,
-    kto_loss,
-    nll_weight,
-    pair_loss,
-    reads_own_reference,
     samples_per_unit,
     score_loss,
 )
@@ -68,11 +63,11 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 def auto_class(objective: ObjectiveConfig) -> Any:  # noqa: ANN401 - a class of transformers
     """The class that loads a model for the objective: one with a score of documents, or a language model."""
-    return AutoModelForSequenceClassification if is_scored(objective) else AutoModelForCausalLM
+    return AutoModelForSequenceClassification if objective.row.head == "scores" else AutoModelForCausalLM
 
 
 def _task(objective: ObjectiveConfig) -> Task:
-    return "sequence_classification" if is_scored(objective) else "causal_lm"
+    return "sequence_classification" if objective.row.head == "scores" else "causal_lm"
 
 
 @dataclass(frozen=True)
@@ -116,10 +111,10 @@ def _load(folder: Path, objective: ObjectiveConfig, adapters: PlainAdapters | No
 
 def _reference(model: nn.Module, objective: ObjectiveConfig) -> np.ndarray:
     """What the objective reads as log-probabilities of the reference: those of `model`, or of an imagined one."""
-    if not reads_own_reference(objective):
+    if objective.reference_source != "adapters_off":
         return all_reference_log_probs()
     with torch.no_grad():
-        every = [*samples(), *(mismatched_samples() if isinstance(objective, KtoObjective) else ())]
+        every = [*samples(), *(mismatched_samples() if "baseline" in objective.row.needs else ())]
         return np.array([_log_probs(model, *sample).double().sum().item() for sample in every])
 
 
@@ -161,7 +156,7 @@ def reference_steps(  # noqa: PLR0913
             results.choices.append(routers.take_counts())
             if router.section.bias_update:
                 routers.update_biases(results.choices[-1])
-    if not is_scored(objective):
+    if objective.row.head != "scores":
         results.answers = [_answer(model, prompt) for prompt in PROMPTS]
     return results
 
@@ -193,7 +188,7 @@ def _counts(objective: ObjectiveConfig) -> dict[str, int]:
 @torch.no_grad()
 def _baseline(model: nn.Module, problem: _Problem) -> float:
     """z0 of KTO over all samples, else 0."""
-    if not isinstance(problem.objective, KtoObjective):
+    if "baseline" not in problem.objective.row.needs:
         return 0.0
     logps = [_log_probs(model, *sample).double().sum().item() for sample in mismatched_samples()]
     return kto_baseline([logp - float(of) for logp, of in zip(logps, problem.reference[SAMPLES:], strict=True)])
@@ -202,23 +197,21 @@ def _baseline(model: nn.Module, problem: _Problem) -> float:
 def _unit_loss(model: nn.Module, unit: Sequence[int], problem: _Problem, *, baseline: float) -> torch.Tensor:
     """The contribution of the samples of a unit to the mean loss over all samples (scalar)."""
     objective, counts = problem.objective, problem.counts
-    if is_scored(objective):
+    if objective.row.head == "scores":
         rows = [torch.from_numpy(samples()[number][0]).long()[None] for number in unit]
         scores = torch.cat([model(input_ids=row, use_cache=False).logits.float() for row in rows])
         return score_loss(objective, scores, targets()[[*unit]].tolist()) / counts["units"]
-    if isinstance(objective, DistillObjective):
+    if is_distillation(objective):
         return _divergence(model, unit[0], objective) / counts["supervised_tokens"]
     logps = [_log_probs(model, *samples()[number]) for number in unit]
-    if not isinstance(objective, Preference | KtoObjective):
+    if objective.row.head == "tokens":
         return -logps[0].sum() / counts["supervised_tokens"]
     answers = [
         Answer(logp.double().sum(), len(logp), float(problem.reference[number]), float(targets()[number]))
         for number, logp in zip(unit, logps, strict=True)
     ]
-    if isinstance(objective, KtoObjective):
-        return kto_loss(objective, answers[0], baseline) / counts["units"]
-    cross_entropy = -nll_weight(objective) * answers[0].logp / counts["chosen_tokens"]
-    return pair_loss(objective, answers[0], answers[1]) / counts["units"] + cross_entropy
+    cross_entropy = -objective.chosen_weight * answers[0].logp / counts["chosen_tokens"]
+    return answers_loss(objective, answers, baseline) / counts["units"] + cross_entropy
 
 
 def _log_probs(model: nn.Module, ids: np.ndarray, labels: np.ndarray) -> torch.Tensor:

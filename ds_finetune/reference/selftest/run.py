@@ -22,7 +22,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from ds_finetune.config.objectives import DistillObjective, read_objective
+from ds_finetune.config.objectives import is_distillation, read_objective
 from ds_finetune.config.parallel import ParallelConfig
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.sections import LoraConfig
@@ -37,7 +37,6 @@ from ds_finetune.families.table import FAMILIES, STANDARD_SELFTEST, WITH_TINY_MO
 from ds_finetune.model.adapters.lora_plan import plan_lora
 from ds_finetune.model.build.model_plan import task_of
 from ds_finetune.model.build.skeleton import has_class, read_hf_config
-from ds_finetune.objectives.objective import ScoreObjective, make_objective
 from ds_finetune.plan.combinations import TESTED_LAYOUTS
 from ds_finetune.plan.deepspeed_choice import choose_deepspeed
 from ds_finetune.plan.deepspeed_config import read_choices
@@ -213,17 +212,16 @@ def _build_first(plan: Plan, say: Say) -> None:
 def _is_equal(case: LayoutCase, world: World, device: str, folder: Path, steps: int, say: Say) -> bool:  # noqa: PLR0913
     model = enlarged_config(case.model, ParallelConfig.model_validate(case.tree["parallel"]))
     section = read_objective(case.tree["objective"])
-    objective = make_objective(section)
-    if isinstance(objective, ScoreObjective):
+    if section.row.head == "scores":
         # The samples have no such token: transformers pools the last one that is another.
-        model.num_labels, model.pad_token_id = objective.num_outputs, 0
+        model.num_labels, model.pad_token_id = section.num_outputs, 0
     # One folder for a model in all layouts: the reference loop runs once for each model.
-    text = f"{task_of(objective)} {model.to_json_string()}"
+    text = f"{task_of(section)} {model.to_json_string()}"
     where = folder.parent / f"model-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     if world.rank == 0 and not where.exists():
         write_model(model, where, objective=section)
     config = _run_file(case, where, folder)
-    if world.rank == 0 and isinstance(config.objective, DistillObjective):
+    if world.rank == 0 and is_distillation(config.objective):
         write_teacher(model, config.objective)
     all_gather_object(None)
     comparison = compare_layout(config, world, device, folder, steps=steps)
@@ -235,7 +233,7 @@ def _is_equal(case: LayoutCase, world: World, device: str, folder: Path, steps: 
 def _run_file(case: LayoutCase, model_folder: Path, folder: Path) -> RunConfig:
     model = case.tree["model"] | {"path": str(model_folder)}
     config = RunConfig.model_validate(case.tree | {"model": model, "output_dir": str(folder)})
-    if not isinstance(config.objective, DistillObjective):
+    if not is_distillation(config.objective):
         return config
     return config.model_copy(update={"objective": with_teacher(config.objective, model_folder)})
 

@@ -14,7 +14,7 @@ from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.groups.collectives import all_gather_object
 from ds_finetune.model.adapters.adapter_names import is_adapter
 from ds_finetune.objectives.distill import Distillation
-from ds_finetune.objectives.objective import Objective, ScoreObjective
+from ds_finetune.objectives.objective import Objective
 from ds_finetune.plan.plan import Plan
 from ds_finetune.reference.selftest.cells import rows
 from ds_finetune.reference.selftest.mismatched import all_reference_log_probs, mismatched_answers
@@ -57,7 +57,7 @@ def take_steps(engine: Engine, steps: int) -> Iterator[Steps]:
             results.gradients = first_gradients(engine)
         if step == 1 and has_gradients:
             results.later_gradients = _later_gradients(engine, results.gradients)
-        if step == steps - 1 and not isinstance(engine.objective, ScoreObjective):
+        if step == steps - 1 and engine.objective.head != "scores":
             answers = engine.generate(PROMPTS, LIMITS)
             assert answers is not None
             results.answers = answers

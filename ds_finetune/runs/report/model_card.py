@@ -8,6 +8,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ds_finetune import __version__
+from ds_finetune.config.objectives import OBJECTIVES
 from ds_finetune.families.table import BUILT_AS
 from ds_finetune.runs.folder import is_run
 from ds_finetune.runs.report.differences import flat_config
@@ -22,7 +23,6 @@ MARK = "<!-- written by ds_finetune"
 _TEMPLATES = Path(__file__).parent / "templates"
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst")
-_TASKS = {"classification": "text-classification", "reward": "text-classification"}
 _SHARES = ("accuracy", "exact_match", "reward_accuracy")
 _HYPERPARAMETERS = (
     "objective.name",
@@ -78,8 +78,8 @@ def model_card(run: ReportedRun, folder: Path) -> str:
     step = _step_of(run, folder)
     results = dict(_results_at(run, step))
     base, objective = _base_model(run.config), _objective(run.config)
-    task = _TASKS.get(objective, "text-generation")
-    is_scorer, built_as = task != "text-generation", _built_as(folder)
+    is_scorer, built_as = objective in OBJECTIVES and OBJECTIVES[objective].head == "scores", _built_as(folder)
+    task = "text-classification" if is_scorer else "text-generation"
     data = ModelCardData(
         base_model=base if _is_hub_id(base) else None,
         base_model_relation=("adapter" if is_adapter else "finetune") if _is_hub_id(base) else None,

@@ -6,14 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from ds_finetune.config.objectives import KtoObjective, read_objective
+from ds_finetune.config.objectives import read_objective
 from ds_finetune.objectives.objective import DocumentLogProbs, DocumentObjective, ScoreObjective, make_objective
 from ds_finetune.reference.selftest.plain_losses import (
     Answer,
-    is_scored,
-    kto_loss,
-    nll_weight,
-    pair_loss,
+    answers_loss,
     samples_per_unit,
     score_loss,
 )
@@ -39,7 +36,7 @@ TARGETS = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0], dtype=torch.flo
 def _inputs(tree: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores or log-probabilities of eight answers, which have a gradient, and log-probabilities of the reference."""
     torch.manual_seed(3)
-    if is_scored(read_objective(tree)):
+    if read_objective(tree).row.head == "scores":
         return torch.randn(2 * PAIRS, tree.get("num_labels", 1 + (tree["name"] == "classification"))), torch.zeros(0)
     logps = -TOKENS * (1 + torch.rand(2 * PAIRS, dtype=torch.float64))
     return logps, logps + torch.randn(2 * PAIRS, dtype=torch.float64)
@@ -60,14 +57,12 @@ def _plain(tree: dict[str, Any], inputs: torch.Tensor, reference: torch.Tensor) 
     section = read_objective(tree)
     size = samples_per_unit(section)
     units = [slice(first, first + size) for first in range(0, 2 * PAIRS, size)]
-    if is_scored(section):
+    if section.row.head == "scores":
         return torch.stack([score_loss(section, inputs[unit], TARGETS[unit].tolist()) for unit in units]).mean()
     numbers = zip(inputs, TOKENS.int().tolist(), reference.tolist(), TARGETS.tolist(), strict=True)
     answers = [Answer(*each) for each in numbers]
-    if isinstance(section, KtoObjective):
-        return torch.stack([kto_loss(section, answer, Z0) for answer in answers]).mean()
-    pairs = torch.stack([pair_loss(section, *answers[unit]) for unit in units]).mean()  # type: ignore[arg-type]
-    return pairs - nll_weight(section) * inputs[::2].sum() / TOKENS[::2].sum()
+    mean = torch.stack([answers_loss(section, answers[unit], Z0) for unit in units]).mean()
+    return mean - section.chosen_weight * inputs[::2].sum() / TOKENS[::2].sum()
 
 
 def _difference(tree: dict[str, Any]) -> float:

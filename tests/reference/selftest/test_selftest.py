@@ -141,7 +141,7 @@ scaled = Engine._scaled
 Engine._scaled = lambda engine, loss: 2 * scaled(engine, loss)
 """
 BROKEN_SCALE = """
-from ds_finetune.model import lora
+from ds_finetune.model.adapters import lora
 adapt = lora._adapt
 def _adapt(module, target, section, **rest):
     adapt(module, target, section, **rest)
@@ -172,9 +172,9 @@ loss = BalanceLoss.loss
 BalanceLoss.loss = lambda balance, rows, hidden, weights: loss(balance, rows, hidden, weights / 2)
 """
 BROKEN_TEMPERATURE = """
-from ds_finetune.model import soft_targets
+from ds_finetune.model.loss import soft_targets
 Mix = soft_targets.Mix
-from ds_finetune.model import distillation
+from ds_finetune.model.loss import distillation
 distillation.Mix = lambda temperature, label_weight: Mix(1.0, label_weight)
 """
 DISTILLED = {"name": "distill", "teacher": "none", "temperature": 2.0}

@@ -1,6 +1,6 @@
 // Charts of BokehJS for reports and for the page of `watch`: lines, heat maps and parallel coordinates.
-// `look` has the page's colours (text, muted, line, surface) and font, how numbers are printed (tick, value, number),
-// whether there is a legend, whether the vertical axis is logarithmic, and `hidden`, the set of names that are not shown.
+// `look` has the page's colours (text, muted, line) and font, how numbers are printed (tick, value, number), whether there
+// is a legend, whether the vertical axis is logarithmic, and `hidden`, the set of names that are not shown.
 "use strict";
 const plots = (() => {
   const field = (name) => ({ field: name });
@@ -306,7 +306,7 @@ const plots = (() => {
       const font = { text_color: look.muted, text_font: look.font, text_font_size: "11px", text_baseline: "middle" };
       plot.add_glyph(new Text({ x: field("x"), y: field("y"), text: field("text"), ...font, ...style }), new ColumnDataSource({ data }));
     };
-    write(labels, { x_offset: 6, background_fill_color: look.surface, background_fill_alpha: 0.8 });
+    write(labels, { x_offset: 6 });
     write(axes.map(({ name }, at) => [at, 1.1, name]), { text_align: "center", text_color: look.text });
     narrow(plot, { heights, lines, look });
     tellAtPointer(parts, plot, (x, y) => {

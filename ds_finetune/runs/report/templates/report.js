@@ -28,7 +28,7 @@
     const style = getComputedStyle(root);
     const colour = (name) => style.getPropertyValue(name).trim();
     return {
-      text: colour("--text"), muted: colour("--muted"), line: colour("--line"), surface: colour("--surface"),
+      text: colour("--text"), muted: colour("--muted"), line: colour("--line"),
       font: getComputedStyle(document.body).fontFamily, legend: true,
       tick: (value) => text(value, number, 4), value: (value) => text(value, number, 5),
       number: (value, most) => (Number.isInteger(value) ? whole.format(value) : text(value, "number", most ?? 3)),

@@ -45,7 +45,7 @@ function look(settings) {
   const style = getComputedStyle(document.documentElement);
   const of = (name) => style.getPropertyValue(name).trim();
   return {
-    text: of("--text"), muted: of("--faint"), line: of("--line"), surface: of("--panel"), font: "system-ui, sans-serif", legend: false,
+    text: of("--text"), muted: of("--faint"), line: of("--line"), font: "system-ui, sans-serif", legend: false,
     logarithmic: settings.log, hidden: new Set(), tick: (value) => number(value, 3), value: number,
     number: (value) => value.toLocaleString("en"),
   };
