@@ -48,11 +48,10 @@ from ds_finetune.data.mixture import Mixture
 from ds_finetune.data.named_counts import NamedCounts
 from ds_finetune.data.packing import one_unit_a_row, pack_units
 from ds_finetune.data.prepared_rows import PreparedRows
-from ds_finetune.data.row_estimate import estimate_rows
 from ds_finetune.data.row_kind import DIALOGUE, RowKind
 from ds_finetune.data.sample_tokens import RULES_VERSION, SampleTokeniser, TemplateSettings, Tokens
 from ds_finetune.data.samples import RowSample, check_layout_name, read_row
-from ds_finetune.data.sources import Record, Source, find_sources, read_records
+from ds_finetune.data.sources import Record, Source, estimate_rows, find_sources, read_records
 from ds_finetune.data.text_encoder import text_encoder
 from ds_finetune.data.tokenizer_files import largest_id, tokenizer_digest
 from ds_finetune.data.units import Made, make_labelled_texts, make_marked_answers, make_pairs

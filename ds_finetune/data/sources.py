@@ -1,15 +1,19 @@
 """Finds the files and hub data sets that a run file names, and chooses the split to read of each."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ds_finetune.config.units import MIB
 from ds_finetune.data.files import FileFormat, Record, known_endings, read_file
 from ds_finetune.data.hub import read_hub
 from ds_finetune.data.splits import DEFAULT_SPLITS, split_of_file
 from ds_finetune.errors import DataError
 
-__all__ = ["Record", "Source", "find_sources", "read_records"]
+__all__ = ["Record", "Source", "estimate_rows", "find_sources", "read_records"]
+_BY_LINE = ("jsonl", "csv")
+"""Formats with about one row per line."""
 
 
 @dataclass(frozen=True)
@@ -156,3 +160,30 @@ def _choose_split(purpose: str, splits: Sequence[str], path: str) -> str:
 
 def _split_names(splits: Iterable[str]) -> str:
     return ", ".join(sorted({split for split in splits if split})) or "none, since no file name contains a split"
+
+
+def estimate_rows(sources: Sequence[Source]) -> int:
+    """Estimated number of rows in `sources`, to show the time left of their tokenisation; 0 if one of them is unknown
+    (a hub data set, a compressed file).
+    """
+    numbers = [_estimate_rows_of(source) for source in sources]
+    return sum(numbers) if all(numbers) else 0
+
+
+def _estimate_rows_of(source: Source) -> int:
+    """Estimate from the lines in the first MiB of a file, or read the number in a Parquet file's footer."""
+    path = Path(source.path)
+    if source.format == "parquet":
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        # A damaged file is reported when its rows are read.
+        with suppress(OSError, pa.ArrowException):
+            return int(pq.read_metadata(path).num_rows)
+        return 0
+    file_format = None if source.format == "hub" else FileFormat.of(path)
+    if file_format is None or file_format.compression or source.format not in _BY_LINE:
+        return 0
+    with path.open("rb") as file:
+        start = file.read(MIB)
+    return round(max(start.count(b"\n"), 1) / max(len(start), 1) * path.stat().st_size)

@@ -7,8 +7,7 @@ import pandas as pd
 import pytest
 
 from ds_finetune.config.units import MIB
-from ds_finetune.data.row_estimate import estimate_rows
-from ds_finetune.data.sources import Source
+from ds_finetune.data.sources import Source, estimate_rows
 
 
 def test_lines_of_the_first_mib_stand_for_the_file(tmp_path: Path) -> None:

@@ -87,9 +87,7 @@ def _packs_documents(plan: Plan, model: ModelConfig) -> bool:
     )
 
 
-def _layer_rows(
-    plan: Plan, own: ActivationBytes, tokens: int, *, flying: float
-) -> Iterator[MemoryRow]:
+def _layer_rows(plan: Plan, own: ActivationBytes, tokens: int, *, flying: float) -> Iterator[MemoryRow]:
     home: Place = "host" if plan.device == "cpu" else "gpu"
     is_tiled = plan.tiled_mlp
     if not plan.activation_checkpointing:
@@ -119,9 +117,7 @@ def _layer_rows(
     yield MemoryRow("one layer in backward", home, working, option, ("layers",))
 
 
-def _exchange_rows(
-    plan: Plan, model: ModelConfig, own: ActivationBytes, tokens: int
-) -> Iterator[MemoryRow]:
+def _exchange_rows(plan: Plan, model: ModelConfig, own: ActivationBytes, tokens: int) -> Iterator[MemoryRow]:
     home: Place = "host" if plan.device == "cpu" else "gpu"
     width = WEIGHT_BYTES[plan.precision]
     if plan.mesh.sp > 1:

@@ -55,9 +55,7 @@ class MemoryEstimate:
         return peak(self.rows, "disk")
 
 
-def estimate_memory(
-    plan: Plan, model: ModelConfig, *, teacher: ModelConfig | None = None
-) -> MemoryEstimate:
+def estimate_memory(plan: Plan, model: ModelConfig, *, teacher: ModelConfig | None = None) -> MemoryEstimate:
     """What the run of `plan` needs, where `model` is the config.json of its model, and
     `teacher` that of a teacher, which is read from its folder where it is not given.
 
@@ -71,9 +69,7 @@ def fullest_stage(stages: Iterable[MemoryEstimate]) -> MemoryEstimate:
     return max(stages, key=lambda estimate: estimate.device_bytes)
 
 
-def estimate_stages(
-    plan: Plan, model: ModelConfig, *, teacher: ModelConfig | None = None
-) -> Iterator[MemoryEstimate]:
+def estimate_stages(plan: Plan, model: ModelConfig, *, teacher: ModelConfig | None = None) -> Iterator[MemoryEstimate]:
     """What a rank of each pipeline stage needs, in their order; of stages that hold the same, the first alone, which
     has the most forwards in flight. Errors as those of `estimate_memory`.
     """
@@ -139,9 +135,7 @@ def _home(plan: Plan) -> Place:
     return "host" if plan.device == "cpu" else "gpu"
 
 
-def _rows(
-    plan: Plan, model: ModelConfig, stages: tuple[RankWeights, ...], number: int
-) -> Iterator[MemoryRow]:
+def _rows(plan: Plan, model: ModelConfig, stages: tuple[RankWeights, ...], number: int) -> Iterator[MemoryRow]:
     own = rank_elements(plan, model, stages[number])
     yield from zero_rows(plan, own, stages[number])
     yield from activation_rows(plan, model, stages, number)

@@ -74,9 +74,7 @@ class TimeEstimate:
         return self.num_ranks * 1e9 / self.tokens_per_second / _SECONDS_PER_HOUR
 
 
-def estimate_time(
-    plan: Plan, model: ModelConfig, *, machine: Machine, rows: RowShape
-) -> TimeEstimate:
+def estimate_time(plan: Plan, model: ModelConfig, *, machine: Machine, rows: RowShape) -> TimeEstimate:
     """The time of a step of the run of `plan` on `machine`; `model` is the config.json of its model.
 
     ConfigError where the machine has no products in the run's precision, or the model's arithmetic is not known.
@@ -130,9 +128,7 @@ class LeastSeconds:
         return (1 - 1 / num_turns) * (forwards + self.end) / self.num_stages + forwards / num_turns
 
 
-def least_seconds(
-    plan: Plan, model: ModelConfig, *, machine: Machine, rows: RowShape
-) -> LeastSeconds:
+def least_seconds(plan: Plan, model: ModelConfig, *, machine: Machine, rows: RowShape) -> LeastSeconds:
     """What `estimate_time` finds for the run at least, whatever `parallel.vpp` and the layers of its stages are.
 
     Without a pipeline it is what `estimate_time` finds.
