@@ -46,12 +46,12 @@ from ds_finetune.errors import RunError
 from ds_finetune.model.adapters.adapter_names import is_adapter
 from ds_finetune.model.adapters.lora import adapters_off
 from ds_finetune.model.experts.routers import RouterCollector
+from ds_finetune.model.loss.extra_loss import TotalLoss
 from ds_finetune.model.loss.forward_rows import ForwardRows, StageOutput
 from ds_finetune.model.loss.score_head import SCORE_HEAD, logits_of_prompt
 from ds_finetune.model.mtp.layer import mtp_layers
 from ds_finetune.model.parallel.pipeline import PipelineGroup, has_tied_head
 from ds_finetune.objectives.examples import Examples
-from ds_finetune.objectives.extra import TotalLoss
 from ds_finetune.objectives.objective import LossAndSums, Objective, StepNumbers
 from ds_finetune.plan.plan import Plan
 

@@ -8,7 +8,7 @@ from ds_finetune.engine.document_scores import NO_SCORES, DocumentScores
 from ds_finetune.engine.groups.communication import StepCommunication
 from ds_finetune.engine.router_balance import RouterChoices
 from ds_finetune.engine.step_reading import StepReading
-from ds_finetune.objectives.extra import TotalLoss
+from ds_finetune.model.loss.extra_loss import TotalLoss
 
 
 @dataclass(frozen=True)

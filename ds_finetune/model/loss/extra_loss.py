@@ -1,21 +1,34 @@
-"""Auxiliary losses, which are trained beside the loss of an objective."""
+"""Auxiliary losses, which are trained beside the loss of an objective.
 
-from abc import abstractmethod
-from collections.abc import Sequence
+As in objectives, each term is the mean over its units of the global batch.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 
 from ds_finetune.model.loss.forward_rows import ForwardRows
-from ds_finetune.objectives.extra import Extra
-from ds_finetune.objectives.objective import LossAndSums, StepNumbers
+from ds_finetune.objectives.objective import LossAndSums, Objective, StepNumbers, Term
 
 
-class ExtraLoss(Extra):
+class ExtraLoss(ABC):
     """An auxiliary loss, computed with the layers that this rank holds."""
 
+    name: str
+    terms: tuple[Term, ...]
+    sum_names: tuple[str, ...]
+    """Names of the numbers that a forward adds up, for `metrics`; no other part of the loss has the same names."""
     trains_embedding: bool = False
     """Whether its gradient reaches the embedding, of which the last pipeline stage has a copy."""
+
+    @abstractmethod
+    def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
+        """Metrics by name from the sums and the numbers of units of a global batch, or of all held-out rows. `sums` has
+        those of the whole loss. Without a unit every metric is 0.
+        """
 
     def listen(self) -> AbstractContextManager[None]:
         """What is open during the forward of the layers whose part of the loss is asked for afterwards."""
@@ -51,3 +64,36 @@ def add_extra_losses(
         total = found.loss if total is None else total + found.loss
         sums.append(found.sums)
     return total, torch.cat(sums)
+
+
+@dataclass(frozen=True)
+class TotalLoss:
+    """An objective and its auxiliary losses: their terms and sums, the objective's first, then those of the others."""
+
+    objective: Objective
+    extras: tuple[ExtraLoss, ...] = ()
+
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        """Terms of all parts."""
+        return tuple(term for part in self._parts for term in part.terms)
+
+    @property
+    def sum_names(self) -> tuple[str, ...]:
+        """Names of the sums of all parts."""
+        return tuple(name for part in self._parts for name in part.sum_names)
+
+    def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
+        """Metrics by name, the objective's `loss` first, which has no auxiliary loss in it."""
+        found = self.objective.metrics(sums, counts)
+        for extra in self.extras:
+            found |= extra.metrics(sums, counts)
+        return found
+
+    def named(self, sums: Sequence[float]) -> dict[str, float]:
+        """Sums by name."""
+        return dict(zip(self.sum_names, sums, strict=True))
+
+    @property
+    def _parts(self) -> tuple[Objective | ExtraLoss, ...]:
+        return (self.objective, *self.extras)
