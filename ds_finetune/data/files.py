@@ -106,14 +106,18 @@ def _lines(path: str) -> Iterator[tuple[int, str | DataError]]:
     offset = 0
     with _open(path) as file:
         for number, line in enumerate(file, start=1):
+            if number == 1 and line.startswith(_UTF_16):
+                _decode(line, path, offset=0)
             start = len(_BOM) if number == 1 and line.startswith(_BOM) else 0
-            try:
-                yield number, _decode(line[start:], f"{path} line {number}", offset=offset + start)
-            except DataError as broken:
-                if number == 1 and line.startswith(_UTF_16):
-                    raise
-                yield number, broken
+            yield number, _text_or_error(line[start:], f"{path} line {number}", offset=offset + start)
             offset += len(line)
+
+
+def _text_or_error(line: bytes, where: str, *, offset: int) -> str | DataError:
+    try:
+        return _decode(line, where, offset=offset)
+    except DataError as broken:
+        return broken
 
 
 def _whole_text(path: str) -> str:
