@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ds_finetune.config.schema import RunConfig
+from ds_finetune.config.sections import TrainConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.table import WITH_TINY_MODELS, family_of
 
@@ -28,11 +29,11 @@ def check_activations(config: RunConfig, *, device: str) -> None:
         )
 
 
-def check_model_type(config: RunConfig, model: Mapping[str, Any]) -> None:
+def check_model_type(train: TrainConfig, model: Mapping[str, Any]) -> None:
     """ConfigError where no test covers a setting with the type of the model, whose config.json is given."""
     kind = str(model.get("model_type"))
     for key in ("activation_offload", "tiled_mlp"):
-        if getattr(config.train, key) and kind not in WITH_TINY_MODELS:
+        if getattr(train, key) and kind not in WITH_TINY_MODELS:
             raise ConfigError(
                 f"train.{key} true of model_type {kind} is not tested",
                 hint=f"leave it out; tested: {', '.join(WITH_TINY_MODELS)}",

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ds_finetune.config.schema import RunConfig
+from ds_finetune.config.sections import CheckpointConfig, TrainConfig
 from ds_finetune.errors import ConfigError, ModelError
 from ds_finetune.families.parameters import indexed_layers
 from ds_finetune.families.table import FAMILIES, WITH_TINY_MODELS, family_of
@@ -28,10 +29,10 @@ def check_model(config: RunConfig, mesh: Mesh, model: Mapping[str, Any]) -> None
 
 def check_settings(config: RunConfig, model: Mapping[str, Any]) -> None:
     """ConfigError or ModelError where settings of the run that do not depend on its ranks do not fit the model."""
-    check_model_type(config, model)
+    check_model_type(config.train, model)
     if config.lora is not None:
         check_lora_type(str(model.get("model_type")))
-    check_attention_kernel(config, model)
+    check_attention_kernel(config.model.attention, config.train, model)
     _check_complex_heads(model)
 
 
@@ -48,10 +49,10 @@ def _check_complex_heads(model: Mapping[str, Any]) -> None:
         )
 
 
-def check_attention_kernel(config: RunConfig, model: Mapping[str, Any]) -> None:
+def check_attention_kernel(attention: str, train: TrainConfig, model: Mapping[str, Any]) -> None:
     """ModelError where the attention of the run file cannot compute a model, or that of a teacher."""
-    check_sinks(config.model.attention, model)
-    check_varlen(config.model.attention, model, precision=config.train.precision, longest=config.train.max_seq_len)
+    check_sinks(attention, model)
+    check_varlen(attention, model, precision=train.precision, longest=train.max_seq_len)
 
 
 def check_lora_type(model_type: str) -> None:
@@ -65,7 +66,7 @@ def check_model_stages(config: RunConfig, model: Mapping[str, Any], stages: Sequ
     """ConfigError where the layers of pipeline stages do not fit what is trained of the model."""
     is_tied = bool(model.get("tie_word_embeddings")) and config.objective.row.head != "scores"
     if config.lora is None and (config.mtp.train or is_tied):
-        _check_folder_of_ends(config)
+        _check_folder_of_ends(config.parallel.pp, config.checkpoint)
     indexer = plan_indexer(config, model)
     if indexer is not None:
         check_stages_begin_with_indexers(indexer, stages)
@@ -114,13 +115,13 @@ def max_positions(model: Mapping[str, Any]) -> int | None:
     return int(positions) - first
 
 
-def _check_folder_of_ends(config: RunConfig) -> None:
+def _check_folder_of_ends(pp: int, checkpoint: CheckpointConfig) -> None:
     """ConfigError where the last stage of a pipeline holds the embedding too, and would look for its state in a folder
     that only the ranks of the first stage may see.
     """
-    if config.parallel.pp > 1 and config.checkpoint.node_local:
+    if pp > 1 and checkpoint.node_local:
         raise ConfigError(
-            f"checkpoint.node_local true with parallel.pp {config.parallel.pp} of a model whose first and last stage "
+            f"checkpoint.node_local true with parallel.pp {pp} of a model whose first and last stage "
             "both hold the embedding is not tested",
             hint="save to a folder that all hosts share",
         )

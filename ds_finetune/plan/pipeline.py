@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from ds_finetune.config.indexer import IndexerConfig
 from ds_finetune.config.parallel import ParallelConfig
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
@@ -46,7 +47,7 @@ def check_interleaving(mesh: Mesh, config: RunConfig, *, accumulation: int) -> N
         return
     if pp == 1:
         raise ConfigError(f"parallel.vpp {vpp} with parallel.pp 1", hint="set parallel.pp, or leave parallel.vpp out")
-    for what, hint in _untested(config):
+    for what, hint in _untested(config.indexer):
         raise ConfigError(f"parallel.vpp {vpp} with {what} is not tested", hint=hint)
     if accumulation % pp:
         rows = rows_of_forward(config.train) * mesh.dp
@@ -64,8 +65,8 @@ def forwards_together(parallel: ParallelConfig) -> int:
     return parallel.pp if parallel.vpp > 1 else 1
 
 
-def _untested(config: RunConfig) -> Iterator[tuple[str, str]]:
-    if config.indexer.train:
+def _untested(indexer: IndexerConfig) -> Iterator[tuple[str, str]]:
+    if indexer.train:
         yield "indexer.train true", "set parallel.vpp to 1"
 
 

@@ -257,7 +257,7 @@ def _check_combinations(
 ) -> None:
     """ConfigError for parts of a run file that are not tested together."""
     check_layout(mesh, config, stage=stage, offloads=offloads, tree=tree)
-    check_reduction(config, tree, stage=stage, offloads=offloads)
+    check_reduction(config.train, config.optim.name, tree, stage=stage, offloads=offloads)
     check_lora(mesh, config, stage=stage, offloads=offloads, tree=tree)
     check_interleaving(mesh, config, accumulation=tree["gradient_accumulation_steps"])
     check_distillation(config, mesh)
@@ -271,7 +271,7 @@ def _deepspeed_choices(config: RunConfig, accelerate: AccelerateChoices | None) 
     check_auto(config, tree, source, accelerate)
     stage = stage_of(tree, source)
     _check_grad_accum_dtype(tree, stage, config.train.precision)
-    return with_reduction_dtype(tree, config, stage=stage, source=source), source, stage
+    return with_reduction_dtype(tree, config.train, stage=stage, source=source), source, stage
 
 
 def make_plan(config: RunConfig, *, world: World, device: str, accelerate: AccelerateChoices | None = None) -> Plan:
@@ -284,7 +284,7 @@ def make_plan(config: RunConfig, *, world: World, device: str, accelerate: Accel
     check_objective(config)
     check_activations(config, device=device)
     check_device(config.model, device=device)
-    check_profiled_ranks(config, world_size=world.world_size)
+    check_profiled_ranks(config.profile, world_size=world.world_size)
     mesh, rows = Mesh.of(config.parallel, world_size=world.world_size, rank=world.rank), rows_of_forward(config.train)
     accumulation = accumulation_steps(
         global_batch_size=config.train.global_batch_size, micro_batch_size=rows, dp=mesh.dp

@@ -6,6 +6,7 @@ from typing import Any
 
 from ds_finetune.config.routers import RouterConfig
 from ds_finetune.config.schema import RunConfig
+from ds_finetune.config.sections import LoraConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.family import RouterKind
 from ds_finetune.families.table import FAMILIES, family_of
@@ -56,30 +57,30 @@ def plan_routers(config: RunConfig, model: Mapping[str, Any]) -> RouterPlan | No
     if kind is not None and rules is not None:
         layers = tuple(number for number in range(int(model["num_hidden_layers"])) if rules.is_sparse(model, number))
     if kind is None or keys is None or not layers:
-        _refuse_router(config, model)
+        _refuse_router(config.router, model)
         return None
     if config.router is not None:
-        _check_router(config, config.router, kind, str(model["model_type"]))
+        _check_router(config.lora, config.router, kind, str(model["model_type"]))
     section = RouterConfig() if config.router is None else config.router
     return RouterPlan(kind, layers, keys.number(model), keys.per_token(model), section)
 
 
-def _refuse_router(config: RunConfig, model: Mapping[str, Any]) -> None:
-    if config.router is None:
+def _refuse_router(section: RouterConfig | None, model: Mapping[str, Any]) -> None:
+    if section is None:
         return
     name = str(model.get("model_type"))
     known = [other for other, family in FAMILIES.items() if family.router is not None]
     what = "has no routed experts" if name in FAMILIES else "is not in the table of model families"
     raise ConfigError(
-        f"{_given(config.router)} with model_type {name}, which {what}",
+        f"{_given(section)} with model_type {name}, which {what}",
         hint=f"leave `router` out; it is for {', '.join(known)}",
     )
 
 
-def _check_router(config: RunConfig, section: RouterConfig, kind: RouterKind, model_type: str) -> None:
-    if config.lora is not None:
+def _check_router(lora: LoraConfig | None, section: RouterConfig, kind: RouterKind, model_type: str) -> None:
+    if lora is not None:
         raise ConfigError(
-            f"{_given(section)} with lora.rank {config.lora.rank}: adapters leave routers as they are",
+            f"{_given(section)} with lora.rank {lora.rank}: adapters leave routers as they are",
             hint="leave `router` out, or train all weights; lora.target_modules adapts routers where it names `gate`",
         )
     if section.bias_update and kind.bias is None:

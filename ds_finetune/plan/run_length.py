@@ -2,8 +2,10 @@
 
 import math
 
+from ds_finetune.config.profiling import ProfileConfig
 from ds_finetune.config.schedule import Duration
 from ds_finetune.config.schema import RunConfig
+from ds_finetune.config.sections import EvalConfig, TrainConfig
 from ds_finetune.errors import ConfigError
 
 
@@ -17,13 +19,13 @@ def check_run_length(config: RunConfig, *, steps: int, warmup: int, rows: int | 
             "never be reached",
             hint=f"shorten optim.warmup to at most {steps} steps, or give a share such as `3%`",
         )
-    _check_patience(config, steps)
-    _check_profile(config, steps)
-    return _batch_notes(config, rows) if rows is not None else []
+    _check_patience(config.eval, steps)
+    _check_profile(config.profile, steps)
+    return _batch_notes(config.train, config.data.packing, rows) if rows is not None else []
 
 
-def _check_patience(config: RunConfig, steps: int) -> None:
-    patience, every = config.eval.patience, config.eval.every
+def _check_patience(evaluation: EvalConfig, steps: int) -> None:
+    patience, every = evaluation.patience, evaluation.every
     if not patience or every is None:
         return
     evaluations = math.ceil(steps / Duration.parse(every).value)
@@ -35,9 +37,9 @@ def _check_patience(config: RunConfig, steps: int) -> None:
         )
 
 
-def check_profiled_ranks(config: RunConfig, *, world_size: int) -> None:
+def check_profiled_ranks(profile: ProfileConfig | None, *, world_size: int) -> None:
     """ConfigError where `profile.ranks` names a rank that the run does not have."""
-    ranks = config.profile.ranks if config.profile else "all"
+    ranks = profile.ranks if profile else "all"
     unknown = [str(rank) for rank in ranks if rank >= world_size] if ranks != "all" else []
     if unknown:
         raise ConfigError(
@@ -46,25 +48,25 @@ def check_profiled_ranks(config: RunConfig, *, world_size: int) -> None:
         )
 
 
-def _check_profile(config: RunConfig, steps: int) -> None:
-    if config.profile is None:
+def _check_profile(profile: ProfileConfig | None, steps: int) -> None:
+    if profile is None:
         return
-    last = config.profile.first_and_last[1]
+    last = profile.first_and_last[1]
     if last > steps:
         raise ConfigError(
-            f"profile.steps `{config.profile.steps}` ends at step {last}, and the run has {steps} steps",
+            f"profile.steps `{profile.steps}` ends at step {last}, and the run has {steps} steps",
             hint=f"profile steps up to {steps}",
         )
 
 
-def _batch_notes(config: RunConfig, rows: int) -> list[str]:
-    batch, kind = config.train.global_batch_size, "packed rows" if config.data.packing else "rows"
+def _batch_notes(train: TrainConfig, is_packed: bool, rows: int) -> list[str]:
+    batch, kind = train.global_batch_size, "packed rows" if is_packed else "rows"
     if batch <= rows:
         return []
     text = f"train.global_batch_size {batch} is more than the {rows} {kind} of an epoch"
-    if Duration.parse(config.train.duration).unit == "steps":
+    if Duration.parse(train.duration).unit == "steps":
         return [f"{text}: each step sees rows more than once"]
     raise ConfigError(
-        f"{text}: the epochs of `{config.train.duration}` would be joined in fewer steps",
+        f"{text}: the epochs of `{train.duration}` would be joined in fewer steps",
         hint=f"set train.global_batch_size to at most {rows}, or give train.for in steps",
     )

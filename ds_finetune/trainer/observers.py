@@ -14,7 +14,7 @@ from ds_finetune.checkpoint.saver import Saver
 from ds_finetune.cluster.watchdog.progress import RankProgress
 from ds_finetune.cluster.watchdog.stragglers import Stragglers
 from ds_finetune.config.schedule import Duration
-from ds_finetune.config.schema import RunConfig
+from ds_finetune.config.sections import EvalConfig
 from ds_finetune.console.phase_line import Say, say_nothing
 from ds_finetune.data.batches import num_eval_rows
 from ds_finetune.data.stream import StreamedRows
@@ -93,7 +93,7 @@ def make_time_left(run: PreparedRun) -> TimeLeft:
     every = {SAVE: 0 if math.isinf(saves) else int(saves)} if config.checkpoint.saves else {}
     steps = 0.0
     if held_out:
-        every |= {EVALUATION: _evaluates_every(config), ANSWERS: _evaluates_every(config)}
+        every |= {EVALUATION: _evaluates_every(config.eval), ANSWERS: _evaluates_every(config.eval)}
         # A forward is about a third of a step's work on a row.
         num_rows = sum(num_eval_rows(rows, config.eval.limit) for rows in held_out.values())
         steps = num_rows / config.train.global_batch_size / 3
@@ -146,7 +146,7 @@ def _evaluation(
     collect = None if samples is None else samples.collect
     evaluate, exact_match = evaluation_functions(started.run, started.engine, signals, collect=collect)
     evaluation = Evaluation(
-        _evaluates_every(config),
+        _evaluates_every(config.eval),
         left.measure(EVALUATION, _in_phase(progress, "evaluation", evaluate)),
         exact_match and left.measure(ANSWERS, _in_phase(progress, "evaluation", exact_match)),
     )
@@ -192,9 +192,9 @@ def _saving(progress: RankProgress, left: TimeLeft) -> Iterator[None]:
         yield
 
 
-def _evaluates_every(config: RunConfig) -> int:
+def _evaluates_every(section: EvalConfig) -> int:
     """Steps between evaluations; 0 where there is one at the end alone."""
-    return int(Duration.parse(config.eval.every).value) if config.eval.every else 0
+    return int(Duration.parse(section.every).value) if section.every else 0
 
 
 def _utilisation(run: PreparedRun) -> list[Observer]:

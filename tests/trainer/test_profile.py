@@ -244,9 +244,9 @@ def test_ranges_beyond_the_run_and_unknown_ranks_are_refused(tmp_path: Path) -> 
     with pytest.raises(ConfigError, match="`10-12` ends at step 12, and the run has 11 steps"):
         check_run_length(config, steps=11, warmup=1, rows=None)
     with pytest.raises(ConfigError, match=r"profile.ranks names 5, and the run has 2 ranks, from 0 to 1"):
-        check_profiled_ranks(config, world_size=2)
+        check_profiled_ranks(config.profile, world_size=2)
     check_run_length(config, steps=12, warmup=1, rows=None)
-    check_profiled_ranks(config, world_size=6)
+    check_profiled_ranks(config.profile, world_size=6)
 
 
 def _run_file(folder: Path, profile: dict[str, Any]) -> Path:

@@ -99,7 +99,7 @@ def plan_model(hf_config: PretrainedConfig, config: RunConfig) -> ModelPlan:
     task = task_of(runtime)
     teacher = plan_teacher(objective, hf_config)
     if teacher is not None:
-        check_attention_kernel(config, teacher.hf_config.to_dict())
+        check_attention_kernel(model.attention, config.train, teacher.hf_config.to_dict())
     published = read_hf_config(model.path, files=("*.json",), task=task) if resized else hf_config
     prediction = plan_mtp(hf_config, model, config.mtp)
     lora = plan_lora(hf_config, config.lora, task) if config.lora is not None else None

@@ -162,7 +162,7 @@ class Candidates:
 
         def check(config: RunConfig) -> None:
             check_activations(config, device=self.ranks.device)
-            check_model_type(config, self.model)
+            check_model_type(config.train, self.model)
 
         train = self.config.train
         runs = {each: train.model_copy(update=each.keys()) for each in ACTIVATIONS}
@@ -221,7 +221,7 @@ class Candidates:
         if self._teacher is not None:
             path, tree = self._teacher
             check_teacher(mesh, path, tree, max_seq_len=config.train.max_seq_len)
-            check_attention_kernel(config, tree)
+            check_attention_kernel(config.model.attention, config.train, tree)
         stages = stages_of(self._tensors, config.parallel) if mesh.pp > 1 else (None,)
         check_model_stages(config, self.model, stages)
         return stages

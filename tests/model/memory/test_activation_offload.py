@@ -162,8 +162,8 @@ def test_what_no_test_covers_is_refused(key: str, section: dict[str, Any], said:
 
 def test_types_without_a_comparison_are_refused() -> None:
     with pytest.raises(ConfigError, match="activation_offload true of model_type gemma3_text is not tested"):
-        check_model_type(_run(activation_offload=True), {"model_type": "gemma3_text"})
-    check_model_type(_run(), {"model_type": "gemma3_text"})
+        check_model_type(_run(activation_offload=True).train, {"model_type": "gemma3_text"})
+    check_model_type(_run().train, {"model_type": "gemma3_text"})
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: copies on a stream of their own")
