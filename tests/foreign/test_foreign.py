@@ -2,6 +2,7 @@
 
 import re
 import sys
+import tomllib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups
+from packaging.requirements import Requirement
 from torch import nn
 from torch.utils import cpp_extension
 from torch.utils.file_baton import FileBaton
@@ -348,3 +350,19 @@ def test_a_source_guard_looks_at_the_text() -> None:
     foreign.source(no_parameters, "another version")
     with pytest.raises(DependencyError, match="`no_parameters` no longer contains `a line`"):
         foreign.source(no_parameters, "a line")
+
+
+def test_the_tested_versions_are_allowed_by_the_project() -> None:
+    root = Path(__file__).parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    extras = [line for lines in project["optional-dependencies"].values() for line in lines]
+    tested = dict(line.split("==") for line in (root / "constraints.txt").read_text().splitlines())
+    names = {name.lower().replace("_", "-"): version for name, version in tested.items()}
+    wanted = [Requirement(line) for line in [*project["dependencies"], *extras]]
+    refused = [
+        str(each)
+        for each in wanted
+        if (version := names.get(each.name.lower().replace("_", "-"))) and version not in each.specifier
+    ]
+    assert not refused
+    assert {each.name for each in wanted} >= set(TESTED)
