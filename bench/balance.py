@@ -53,7 +53,7 @@ from ds_finetune.model.build.skeleton import read_hf_config
 from ds_finetune.plan.model_shape import Shape
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.row_cost import RowCost
-from ds_finetune.world import World
+from ds_finetune.system.world import World
 
 Lengths = list[tuple[int, int]]
 """Tokens of each document, and the supervised ones at its end."""

@@ -37,7 +37,7 @@ from ds_finetune.model.build.model_plan import plan_model
 from ds_finetune.model.build.skeleton import read_hf_config
 from ds_finetune.model.parallel.expert import ExpertParallelExperts
 from ds_finetune.plan.plan import make_plan
-from ds_finetune.world import World
+from ds_finetune.system.world import World
 
 ROUNDS, ROWS, TOKENS = 4, 4, 512
 MODEL = SMALL_V3 | {"n_shared_experts": 4}

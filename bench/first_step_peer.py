@@ -15,9 +15,9 @@ def save_rows(run_file: str, folder: str) -> None:
     from datasets import Dataset
 
     from ds_finetune.config.schema import read_config
+    from ds_finetune.system.world import World
     from ds_finetune.trainer.prepare import read_run
     from ds_finetune.trainer.resolve import resolve
-    from ds_finetune.world import World
 
     config = read_config(run_file)
     run = read_run(resolve(config, world=World(0, 1, 0, 1, "python"), device="cpu"))

@@ -26,8 +26,8 @@ from ds_finetune.engine.generation import GenerationLimits
 from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.system.world import World
 from ds_finetune.trainer.resolve import make_model_plan
-from ds_finetune.world import World
 
 STAGES = (2, 3)
 

@@ -39,7 +39,7 @@ from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.search.machines import Request, target_of
 from ds_finetune.plan.search.search_run import layout_text, run_file_text, search_layouts
 from ds_finetune.reference.bench.cpu_rates import measure_ranks
-from ds_finetune.world import World
+from ds_finetune.system.world import World
 
 ROWS, TOKENS, LIMIT = 8, 512, 0.8
 LAYERS = {"num_hidden_layers": 4, "first_k_dense_replace": 1, "num_attention_heads": 8, "num_key_value_heads": 8}

@@ -51,7 +51,7 @@ from ds_finetune.model.parallel.pipeline import PipelineGroup
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.pipeline import idle_share
 from ds_finetune.plan.plan import make_plan
-from ds_finetune.world import World
+from ds_finetune.system.world import World
 
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.08, 0.16
 """Of all chunks of a rank together."""

@@ -119,10 +119,10 @@ def serve_steps(run_file: Path, steps: int) -> None:
     from ds_finetune.engine.devices import choose_device
     from ds_finetune.engine.groups.default_group import process_group
     from ds_finetune.engine.start_engine import start_engine
+    from ds_finetune.system.world import World
     from ds_finetune.trainer.batches import run_batches
     from ds_finetune.trainer.prepare import read_run
     from ds_finetune.trainer.resolve import resolve
-    from ds_finetune.world import World
 
     config, world = read_config(run_file), World.from_environment(os.environ)
     world.set_environment(os.environ)

@@ -22,8 +22,8 @@ from ds_finetune.config.value_types import SET_NAME, check_whole_number
 from ds_finetune.console.quiet import quiet_packages
 from ds_finetune.console.tables import show_line
 from ds_finetune.errors import ConfigError, LaunchError, VerificationError
+from ds_finetune.system.world import World
 from ds_finetune.trainer.show import show_next, show_plan, show_report, show_verifications
-from ds_finetune.world import World
 
 if TYPE_CHECKING:
     from ds_finetune.data.row_kind import RowKind

@@ -13,7 +13,7 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.units import GIB
 from ds_finetune.plan.estimate.memory import MemoryEstimate, estimate_memory
 from ds_finetune.plan.plan import make_plan
-from ds_finetune.world import World
+from ds_finetune.system.world import World
 
 _LIMIT = 0.05
 """Largest difference of planned and measured bytes, relative."""

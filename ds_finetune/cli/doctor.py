@@ -15,7 +15,7 @@ from ds_finetune.config.hostfile import Host, read_hostfile, select_hosts
 from ds_finetune.config.schema import read_config
 from ds_finetune.console.tables import ERR, OUT
 from ds_finetune.errors import USER_ERROR_EXIT_CODE, ConfigError
-from ds_finetune.world import DEFAULT_PORT, master_port
+from ds_finetune.system.world import DEFAULT_PORT, master_port
 
 if TYPE_CHECKING:
     from ds_finetune.cluster.hosts.check_result import Check

@@ -13,7 +13,7 @@ from ds_finetune.config.schema import RunConfig, read_config
 from ds_finetune.console.phase_line import Say
 from ds_finetune.console.tables import show_line
 from ds_finetune.errors import LaunchError
-from ds_finetune.world import DEFAULT_PORT
+from ds_finetune.system.world import DEFAULT_PORT
 
 if TYPE_CHECKING:
     from ds_finetune.cluster.launch.environment import CarriedVariables

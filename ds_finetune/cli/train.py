@@ -8,7 +8,7 @@ from ds_finetune.cli.interrupts import ended_by_interrupt
 from ds_finetune.console.quiet import quiet_packages
 from ds_finetune.console.tables import show_line
 from ds_finetune.errors import INTERRUPTED_EXIT_CODE
-from ds_finetune.world import World
+from ds_finetune.system.world import World
 
 
 def add_commands(commands: Commands) -> None:

@@ -15,7 +15,7 @@ from ds_finetune.cluster.launch.process_tags import RUN_ID, SUPERVISOR_VARIABLE,
 from ds_finetune.config.schema import read_config
 from ds_finetune.errors import FinetuneError
 from ds_finetune.system.process_messages import ProcessMessage, encode
-from ds_finetune.world import World
+from ds_finetune.system.world import World
 
 
 def main() -> NoReturn:

@@ -12,7 +12,7 @@ import torch
 
 from ds_finetune.engine.devices import visible_device
 from ds_finetune.system.free_memory import available_bytes, total_bytes
-from ds_finetune.world import World
+from ds_finetune.system.world import World
 
 _WORDS = (
     "DefaultCPUAllocator: can't allocate memory",

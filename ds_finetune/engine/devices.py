@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ds_finetune.errors import ConfigError, LaunchError, RunError
-from ds_finetune.world import World
+from ds_finetune.system.world import World
 
 _HIDDEN = ("", "-1", "NoDevFiles")
 """Values of CUDA_VISIBLE_DEVICES that hide every GPU."""

@@ -7,7 +7,7 @@ from typing import Any
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.sections import TrainConfig
 from ds_finetune.errors import ConfigError
-from ds_finetune.world import AccelerateChoices
+from ds_finetune.system.world import AccelerateChoices
 
 AUTO = "auto"
 

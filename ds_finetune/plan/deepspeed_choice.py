@@ -8,7 +8,7 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.deepspeed_config import read_choices
 from ds_finetune.plan.options import offload_device
-from ds_finetune.world import AccelerateChoices
+from ds_finetune.system.world import AccelerateChoices
 
 
 def choose_deepspeed(config: RunConfig, accelerate: AccelerateChoices | None) -> str | Mapping[str, Any] | None:

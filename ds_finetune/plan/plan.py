@@ -31,7 +31,7 @@ from ds_finetune.plan.pipeline import check_interleaving, idle_share
 from ds_finetune.plan.reduction import check_reduction, with_reduction_dtype
 from ds_finetune.plan.run_length import check_profiled_ranks
 from ds_finetune.plan.timeouts import check_watchdog_before_torch_timeout, collective_seconds
-from ds_finetune.world import AccelerateChoices, World
+from ds_finetune.system.world import AccelerateChoices, World
 
 LIGER = "0.8.5"
 """Version of liger-kernel whose fused loss is called in model/loss/cross_entropy.py; the function is private and may

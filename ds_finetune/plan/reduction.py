@@ -71,8 +71,7 @@ def _conflicts(
     if stage >= _FIRST_STAGE and accumulated == "fp32" and train.precision != "fp32":
         key = "train.reduction_dtype" if train.reduction_dtype == "fp32" else f"data_types.{_ACCUMULATION}"
         yield (
-            f"{key} fp32 in {train.precision}: ranks would accumulate their own gradients in "
-            f"{train.precision}",
+            f"{key} fp32 in {train.precision}: ranks would accumulate their own gradients in {train.precision}",
             "leave one of them out",
         )
     if stage >= _FIRST_STAGE and optimizer.lower() == "muon":

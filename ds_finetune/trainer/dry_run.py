@@ -19,10 +19,10 @@ from ds_finetune.errors import ConfigError
 from ds_finetune.plan.estimate.states import RunEstimate, TensorKind, fullest_stage
 from ds_finetune.plan.mesh import AXES, Mesh
 from ds_finetune.plan.plan import Plan
+from ds_finetune.system.world import World
 from ds_finetune.trainer.model_lines import model_lines
 from ds_finetune.trainer.rank_tensors import Stages
 from ds_finetune.trainer.resolve import resolve
-from ds_finetune.world import World
 
 _SHOWN_NODES = 4
 

@@ -21,10 +21,10 @@ from ds_finetune.observers.trackers import check_trackers
 from ds_finetune.plan.estimate.states import DiskNeed, RunEstimate
 from ds_finetune.plan.plan import Plan
 from ds_finetune.plan.run_length import check_run_length
+from ds_finetune.system.world import World, accelerate_choices
 from ds_finetune.trainer.inputs import RunInputs, read_inputs
 from ds_finetune.trainer.resolve import ResolvedRun, resolve
 from ds_finetune.trainer.run_dir import check_only_own_files, check_run_disk, check_run_folder
-from ds_finetune.world import World, accelerate_choices
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,10 @@ from ds_finetune.plan.estimate.states import RunEstimate, estimate_run
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.model_checks import check_model, check_positions
 from ds_finetune.plan.plan import Plan, make_plan
+from ds_finetune.system.world import AccelerateChoices, World
 from ds_finetune.trainer.distillation import with_local_teacher
 from ds_finetune.trainer.document_lengths import length_notes
 from ds_finetune.trainer.rank_tensors import Stages, rank_tensors, sizes_of
-from ds_finetune.world import AccelerateChoices, World
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,12 @@ from ds_finetune.console.phase_line import Say
 from ds_finetune.engine.devices import exchange
 from ds_finetune.engine.groups.default_group import meet, process_group
 from ds_finetune.engine.ops.prepare_ops import build_ops, use_cores
+from ds_finetune.system.world import World
 from ds_finetune.trainer.forecast import forecast_lines
 from ds_finetune.trainer.memory_report import explain_out_of_memory
 from ds_finetune.trainer.micro_batch import decide_micro_batch
 from ds_finetune.trainer.prepare import PreparedRun
 from ds_finetune.trainer.run_dir import remove_empty_on_failure
-from ds_finetune.world import World
 
 
 @contextmanager

@@ -38,9 +38,9 @@ from ds_finetune.model.loss.teacher import HiddenStates, Teacher, load_teacher
 from ds_finetune.model.weights.load import weights_digest
 from ds_finetune.plan.distillation import check_teacher
 from ds_finetune.plan.mesh import Mesh
+from ds_finetune.system.world import World
 from ds_finetune.trainer.inputs import RunInputs, read_inputs
 from ds_finetune.trainer.resolve import model_config, try_generic_type
-from ds_finetune.world import World
 
 SHARD_DOCUMENTS = 256
 """Documents of a shard, which is written at once."""

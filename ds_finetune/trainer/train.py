@@ -18,6 +18,7 @@ from ds_finetune.export.interruption import SignalInterruption
 from ds_finetune.export.verify.verify import VerificationResult
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.observers.stop_signals import StopSignals
+from ds_finetune.system.world import World, check_deepspeed_hostfile
 from ds_finetune.trainer.batches import batches_ahead
 from ds_finetune.trainer.exports import Exports, verify_run_exports
 from ds_finetune.trainer.loop import run_steps, training_steps
@@ -37,7 +38,6 @@ from ds_finetune.trainer.resume import (
 from ds_finetune.trainer.run_records import begin_run_folder, record_end, report_failure
 from ds_finetune.trainer.run_status import RunLog, StatusKeeper, keep_status
 from ds_finetune.trainer.startup import finish_plan, open_process_group, report_errors, start_watchdog
-from ds_finetune.world import World, check_deepspeed_hostfile
 
 Announce = Callable[[PreparedRun], None]
 

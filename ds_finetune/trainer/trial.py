@@ -22,7 +22,7 @@ import torch.distributed as dist
 import ds_finetune
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.devices import exchange
-from ds_finetune.world import World
+from ds_finetune.system.world import World
 
 DONE, OUT_OF_MEMORY, FAILED, ENDED = "done", "out_of_memory", "failed", "ended"
 REQUEST, END = "request.json", "end.json"

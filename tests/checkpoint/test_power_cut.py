@@ -21,8 +21,8 @@ from ds_finetune.checkpoint.files import (
 )
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.system.world import World
 from ds_finetune.trainer.run_dir import prepare_run_folder
-from ds_finetune.world import World
 
 SETTINGS = ("config.yaml", "plan.json", "deepspeed.json")
 

@@ -26,9 +26,9 @@ from ds_finetune.config.objectives import OBJECTIVES, ObjectiveConfig
 from ds_finetune.config.schema import RunConfig, read_config
 from ds_finetune.errors import CheckpointError
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.system.world import World
 from ds_finetune.trainer.prepare import PreparedRun
 from ds_finetune.trainer.resume import ResumePoint, check_not_past_end, find_resume_point, inputs_of
-from ds_finetune.world import World
 from tests.json_files import change_json
 from tests.model.tiny import CONFIGS
 from tests.planning import prepared_run

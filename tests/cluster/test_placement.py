@@ -22,7 +22,7 @@ from tests.cluster.training import job_on, processes_with, started
 WHO = """
 import json, os, subprocess, sys
 from pathlib import Path
-from ds_finetune.world import World
+from ds_finetune.system.world import World
 world = World.from_environment(os.environ)
 here = subprocess.run(["hostname", "-I"], capture_output=True, text=True).stdout.strip()
 names = ("MASTER_ADDR", "GLOO_SOCKET_IFNAME", "MINE", "SECRET_OF_THE_SHELL", "DS_FINETUNE_RUN_ID", "HOME")
@@ -32,7 +32,7 @@ Path(os.environ["TOLD"], str(os.getpid())).write_text(json.dumps(told))
 """Each process writes what it is to a file of its own: srun mixes lines that ranks print at the same time, of 900 lines
 of three ranks 45.
 """
-FAIL = "import os, sys, time; from ds_finetune.world import World; rank = World.from_environment(os.environ).rank; rank == 2 and sys.exit(7); time.sleep(200)"
+FAIL = "import os, sys, time; from ds_finetune.system.world import World; rank = World.from_environment(os.environ).rank; rank == 2 and sys.exit(7); time.sleep(200)"
 LEFT = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "elsewhere", "SECRET_OF_THE_SHELL": "x"}
 """What a shell has left from another launch; ranks that took it would each be a run of their own."""
 

@@ -10,8 +10,8 @@ from ds_finetune.config.schema import read_config
 from ds_finetune.data.batches import BatchPlan, training_batches
 from ds_finetune.data.rows import Row, empty_row
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.system.world import World
 from ds_finetune.trainer.batches import run_batches
-from ds_finetune.world import World
 from tests.planning import prepared_run
 from tests.running import tiny_task
 

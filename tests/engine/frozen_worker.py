@@ -23,8 +23,8 @@ from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.reference.selftest import compare
 from ds_finetune.reference.selftest.cells import TINY_MODELS, Cell, run_tree
+from ds_finetune.system.world import World
 from ds_finetune.trainer.resolve import freeze_parameters
-from ds_finetune.world import World
 from tests.planning import model_of
 
 MODELS = {

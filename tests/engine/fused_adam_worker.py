@@ -24,7 +24,7 @@ from ds_finetune.plan import options
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.reference.selftest import compare
 from ds_finetune.reference.selftest.cells import Cell, hf_config, run_tree
-from ds_finetune.world import World
+from ds_finetune.system.world import World
 
 Tensors = list[torch.Tensor]
 

@@ -34,7 +34,7 @@ from ds_finetune.model.parallel.tensor import TensorParallelGroup
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.reference.selftest.cells import Cell, enlarged_config, hf_config, rows, run_tree
 from ds_finetune.reference.selftest.steps import batch_plan
-from ds_finetune.world import World
+from ds_finetune.system.world import World
 from tests.device_checks import DEVICE, CpuTensor, ImaginaryGroup, OnDevice, on_device
 from tests.model.plain_varlen import plain_varlen_attn
 from tests.parity import objective_cells

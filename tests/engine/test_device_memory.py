@@ -6,7 +6,7 @@ import torch
 
 from ds_finetune.config.units import GIB, MIB
 from ds_finetune.engine.device_memory import PeakMemory, is_out_of_memory, read_device_memory
-from ds_finetune.world import World
+from ds_finetune.system.world import World
 
 
 def _error_of(num_bytes: int) -> RuntimeError:

@@ -23,7 +23,7 @@ from ds_finetune.engine.devices import (
 )
 from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.errors import ConfigError, LaunchError, RunError
-from ds_finetune.world import World
+from ds_finetune.system.world import World
 
 SOON = timedelta(seconds=0.2)
 

@@ -27,8 +27,8 @@ from ds_finetune.model.mtp.layer import mtp_layers
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.reference.selftest.cells import SAMPLES, Cell, rows, run_tree
 from ds_finetune.reference.selftest.steps import batch_plan
+from ds_finetune.system.world import World
 from ds_finetune.trainer.loop import training_steps
-from ds_finetune.world import World
 from tests.planning import model_of
 
 STEPS = 4

@@ -16,7 +16,7 @@ from ds_finetune.objectives.labels import IGNORE_INDEX
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.reference.selftest.cells import samples
 from ds_finetune.reference.selftest.reference_loop import adamw
-from ds_finetune.world import World
+from ds_finetune.system.world import World
 from tests.features.toy_feature import ToyFeature
 from tests.planning import model_of
 from tests.running import start, tiny_task, torchrun

@@ -16,9 +16,9 @@ from ds_finetune.families.table import BUILT_AS, WITH_TINY_MODELS, family_of
 from ds_finetune.foreign.auto_configs import AutoConfig as OwnConfig
 from ds_finetune.model.build.model_plan import ModelPlan
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.system.world import World
 from ds_finetune.trainer.inputs import config_tree
 from ds_finetune.trainer.resolve import make_model_plan, model_config, token_limits
-from ds_finetune.world import World
 from tests.model.tiny import CONFIGS
 from tests.running import metrics, start, tiny_task
 

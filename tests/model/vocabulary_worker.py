@@ -22,7 +22,7 @@ from ds_finetune.model.build.model_plan import plan_model
 from ds_finetune.model.build.skeleton import read_hf_config
 from ds_finetune.model.weights.vocabulary import grow_vocabulary
 from ds_finetune.plan.plan import make_plan
-from ds_finetune.world import World
+from ds_finetune.system.world import World
 
 AFTER = 102
 LAYOUTS: tuple[tuple[str, int, dict[str, int]], ...] = (

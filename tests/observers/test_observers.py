@@ -32,9 +32,9 @@ from ds_finetune.observers.utilisation import Utilisation, peak_flops
 from ds_finetune.observers.writers import MetricsFile
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.runs.samples import Sample
+from ds_finetune.system.world import World
 from ds_finetune.trainer.evaluation import evaluation_functions
 from ds_finetune.trainer.loop import run_steps, step_values
-from ds_finetune.world import World
 
 
 def values(**more: float) -> dict[str, float]:

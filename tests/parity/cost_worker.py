@@ -27,7 +27,7 @@ from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.plan.plan import make_plan
-from ds_finetune.world import World
+from ds_finetune.system.world import World
 from tests.planning import model_of
 
 EVEN = {

@@ -24,7 +24,7 @@ from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.reference.selftest.reference_loop import BETAS
 from ds_finetune.reference.selftest.steps import batch_plan, first_gradients
-from ds_finetune.world import World
+from ds_finetune.system.world import World
 from tests.planning import model_of
 
 ROW = 16

@@ -24,7 +24,7 @@ from ds_finetune.plan.plan import make_plan
 from ds_finetune.reference.selftest.cells import Cell, run_tree
 from ds_finetune.reference.selftest.reference_loop import BETAS, LR
 from ds_finetune.reference.selftest.steps import first_moments, whole_batch
-from ds_finetune.world import World
+from ds_finetune.system.world import World
 from tests.planning import model_of
 
 FORWARDS = 4

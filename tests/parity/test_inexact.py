@@ -9,7 +9,7 @@ import torch
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.plan.estimate.states import ModelSizes, estimate_run
 from ds_finetune.plan.plan import make_plan
-from ds_finetune.world import World
+from ds_finetune.system.world import World
 from tests.parity.inexact_worker import CELLS
 from tests.parity.reference import assert_equals_plain_loop, reference_steps
 from tests.running import start, torchrun

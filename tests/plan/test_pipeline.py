@@ -19,7 +19,7 @@ from ds_finetune.plan.pipeline import (
     num_held_forwards,
 )
 from ds_finetune.plan.plan import make_plan
-from ds_finetune.world import World
+from ds_finetune.system.world import World
 
 SIZES = [(pp, vpp, times * pp) for pp in (2, 3, 4, 8) for vpp in (1, 2, 3) for times in (1, 2, 3)]
 FORWARD_TIME, BACKWARD_TIME = 1, 2

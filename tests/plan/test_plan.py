@@ -16,7 +16,7 @@ from ds_finetune.errors import ConfigError, ModelError
 from ds_finetune.plan import plan as layout
 from ds_finetune.plan.model_checks import check_settings
 from ds_finetune.plan.plan import Plan, make_plan
-from ds_finetune.world import AccelerateChoices, World
+from ds_finetune.system.world import AccelerateChoices, World
 from tests.conftest import ROOT
 
 DEEPSPEED_FILES = sorted((ROOT / "ds_configs").glob("*.json"))

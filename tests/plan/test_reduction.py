@@ -8,7 +8,7 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.estimate.states import ModelSizes, estimate_run
 from ds_finetune.plan.plan import Plan, make_plan
-from ds_finetune.world import World
+from ds_finetune.system.world import World
 
 
 def config_of(stage: int, *, zero: dict[str, Any] | None = None, **train: Any) -> RunConfig:

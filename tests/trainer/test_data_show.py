@@ -11,10 +11,10 @@ from ds_finetune.cli.main import main
 from ds_finetune.config.schema import RunConfig, read_config
 from ds_finetune.console.tables import OUT
 from ds_finetune.errors import DataError
+from ds_finetune.system.world import World
 from ds_finetune.trainer.prepare import PreparedRun, prepare_run
 from ds_finetune.trainer.preview import escaped
 from ds_finetune.trainer.show import show_plan
-from ds_finetune.world import World
 from tests.running import tiny_task
 
 PAIRS = [{"prompt": "2+2?", "chosen": "4", "rejected": answer, "margin": 1.5} for answer in ("5", "22", "4")]

@@ -20,11 +20,11 @@ from ds_finetune.data.scores import StoredScores
 from ds_finetune.errors import FinetuneError
 from ds_finetune.objectives.labels import IGNORE_INDEX
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.system.world import World
 from ds_finetune.trainer.dry_run import plan_run
 from ds_finetune.trainer.prepare import PreparedRun, prepare_run
 from ds_finetune.trainer.resume import inputs_of
 from ds_finetune.trainer.teach import teach
-from ds_finetune.world import World
 from tests.running import start, tiny_task, torchrun
 from tests.teachers import write_teacher
 

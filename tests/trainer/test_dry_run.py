@@ -11,9 +11,9 @@ from ds_finetune.cli.main import main
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.plan.estimate.states import estimate_run
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.system.world import World
 from ds_finetune.trainer.rank_tensors import rank_tensors, sizes_of
 from ds_finetune.trainer.resolve import make_model_plan
-from ds_finetune.world import World
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,12 @@ from ds_finetune.config.schema import read_config
 from ds_finetune.console.tables import OUT
 from ds_finetune.errors import ConfigError, DataError
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.system.world import World
 from ds_finetune.trainer.batches import mixture_lines
 from ds_finetune.trainer.inputs import RunInputs
 from ds_finetune.trainer.prepare import PreparedRun
 from ds_finetune.trainer.preview import preview_of
 from ds_finetune.trainer.show import show_plan
-from ds_finetune.world import World
 from tests.planning import prepared_run
 from tests.running import ROWS, tiny_task
 

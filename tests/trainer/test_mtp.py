@@ -22,8 +22,8 @@ from ds_finetune.model.mtp.mtp_plan import plan_mtp
 from ds_finetune.model.parallel.pipeline import build_meta_model
 from ds_finetune.model.weights.load import open_weights
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.system.world import World
 from ds_finetune.trainer.resolve import complete_features
-from ds_finetune.world import World
 from tests.json_files import change_json
 from tests.parity.mtp_cells import write_mtp_model
 from tests.planning import model_of

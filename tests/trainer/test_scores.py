@@ -15,10 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ds_finetune.config.schema import read_config
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.errors import ConfigError, DataError
+from ds_finetune.system.world import World
 from ds_finetune.trainer.dry_run import plan_run
 from ds_finetune.trainer.inputs import check_padding
 from ds_finetune.trainer.prepare import PreparedRun, prepare_run
-from ds_finetune.world import World
 from tests.running import metrics, start, tiny_task, torchrun
 
 CLASSES = ("away", "home", "work")

@@ -22,9 +22,9 @@ from ds_finetune.export.folder import has_same_weights
 from ds_finetune.export.verify.record import ExportRecord
 from ds_finetune.observers.trackers import flatten
 from ds_finetune.runs.folder import RunFolder
+from ds_finetune.system.world import World
 from ds_finetune.trainer.prepare import prepare_run
 from ds_finetune.trainer.show import show_plan
-from ds_finetune.world import World
 from tests.json_files import change_json, read_json
 from tests.observers.test_trackers import HAS_MLFLOW, in_mlflow, in_tensorboard, recorded, status_in_mlflow
 from tests.running import metrics, start, tiny_task, torchrun

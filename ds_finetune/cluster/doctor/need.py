@@ -10,7 +10,7 @@ from ds_finetune.config.hostfile import Host
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import FinetuneError
 from ds_finetune.plan.plan import Plan, make_plan
-from ds_finetune.world import World
+from ds_finetune.system.world import World
 
 
 @dataclass(frozen=True)

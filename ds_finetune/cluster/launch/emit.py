@@ -14,7 +14,7 @@ from ds_finetune.cluster.launch.process_tags import RUN_ID
 from ds_finetune.cluster.launch.schedulers import Job, srun_options
 from ds_finetune.cluster.watchdog.run_secret import VARIABLE
 from ds_finetune.errors import INTERRUPTED_EXIT_CODE, LaunchError
-from ds_finetune.world import DEFAULT_PORT
+from ds_finetune.system.world import DEFAULT_PORT
 
 SAVE_SECONDS = 300
 """Time between the signal on which a run saves, and its time limit."""

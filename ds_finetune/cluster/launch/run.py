@@ -41,7 +41,7 @@ from ds_finetune.plan.plan import make_plan
 from ds_finetune.system.info import HostInfo, gather_host_info
 from ds_finetune.system.process_messages import decode, without_token
 from ds_finetune.system.signals import echo_seconds
-from ds_finetune.world import World
+from ds_finetune.system.world import World
 
 _RANK_VARIABLES = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
 """Variables removed from the environment of ranks: the shell may still have them from another launch."""

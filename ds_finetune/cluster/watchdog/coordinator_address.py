@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import psutil
 
-from ds_finetune.world import World
+from ds_finetune.system.world import World
 
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 

@@ -48,7 +48,7 @@ from ds_finetune.runs.status import mark_ended
 from ds_finetune.system.pauses import PauseDetector
 from ds_finetune.system.process_messages import ProcessMessage, decode, encode
 from ds_finetune.system.processes import began_at, own_pid_namespace
-from ds_finetune.world import World
+from ds_finetune.system.world import World
 
 _COORDINATOR_KEY, _JOINED_KEY, _PREPARED_KEY = "watchdog/coordinator", "watchdog/joined", "watchdog/prepared"
 _PREPARED_WAIT = timedelta(minutes=1)

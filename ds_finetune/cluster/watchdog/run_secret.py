@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from ds_finetune.console.phase_line import Say
 from ds_finetune.errors import RunError
-from ds_finetune.world import World
+from ds_finetune.system.world import World
 
 if TYPE_CHECKING:
     import torch.distributed as dist

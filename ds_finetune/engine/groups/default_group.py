@@ -21,7 +21,7 @@ from ds_finetune.engine.patches.deepspeed_groups import forget_groups
 from ds_finetune.engine.patches.deepspeed_init import without_shared_memory_op
 from ds_finetune.errors import ConfigError, RunError
 from ds_finetune.foreign.torch_distributed import default_timeout
-from ds_finetune.world import World
+from ds_finetune.system.world import World
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """How long a rank waits for the others in a collective."""

@@ -12,7 +12,7 @@ from ds_finetune.console.phase_line import Say
 from ds_finetune.engine.ops.deepspeed_ops import build_op, needed_ops
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.plan import Plan
-from ds_finetune.world import World
+from ds_finetune.system.world import World
 
 Agree = Callable[[str], list[str]]
 """From this rank's text to the texts of all ranks, by rank; every rank calls it equally often."""

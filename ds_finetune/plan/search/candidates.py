@@ -31,7 +31,7 @@ from ds_finetune.plan.model_checks import (
 from ds_finetune.plan.pipeline import check_interleaving
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.search.layout import OFFLOADS, Activations, Layout, Offload, Sizes, decided
-from ds_finetune.world import World
+from ds_finetune.system.world import World
 
 STAGES = (0, 1, 2, 3)
 _OFFLOADS: Mapping[int, tuple[Offload, ...]] = {0: OFFLOADS[:1], 1: OFFLOADS[:2], 2: OFFLOADS[:2], 3: OFFLOADS}

@@ -23,10 +23,10 @@ from ds_finetune.errors import ConfigError
 from ds_finetune.reference.bench.plain_forwards import packed_forwards, padded_forwards
 from ds_finetune.reference.bench.plain_loop import LR, Layout, PlainLoop
 from ds_finetune.reference.bench.plain_models import check_peft, load_plain_teacher
+from ds_finetune.system.world import World
 from ds_finetune.trainer.batches import run_batches
 from ds_finetune.trainer.prepare import read_run
 from ds_finetune.trainer.resolve import resolve
-from ds_finetune.world import World
 
 _LAYOUTS: dict[str, Layout] = {"plain loop, padded": padded_forwards, "plain loop, packed": packed_forwards}
 

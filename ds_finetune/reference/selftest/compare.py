@@ -36,8 +36,8 @@ from ds_finetune.plan.routers import RouterPlan
 from ds_finetune.reference.selftest.plain_adapters import PlainAdapters
 from ds_finetune.reference.selftest.reference_loop import SFT, Steps, auto_class, mean_loss, reference_loop
 from ds_finetune.reference.selftest.steps import eval_loss, take_steps
+from ds_finetune.system.world import World
 from ds_finetune.trainer.resolve import complete_features
-from ds_finetune.world import World
 
 _FEW_STEPS = 3
 _LONG_RUN = 2e-4

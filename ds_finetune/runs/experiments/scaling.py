@@ -21,7 +21,7 @@ from ds_finetune.runs.experiments.places import Place, places
 from ds_finetune.runs.experiments.sweep_file import yaml_text
 from ds_finetune.runs.metrics import MetricsReader
 from ds_finetune.runs.status import read_object
-from ds_finetune.world import World
+from ds_finetune.system.world import World
 
 RESULT = "scaling.json"
 LEAST_STEPS = 6

@@ -27,7 +27,7 @@ from ds_finetune.observers.record import StepRecord
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.timeouts import REPORT_SECONDS, collective_seconds, longest_limit
-from ds_finetune.world import World
+from ds_finetune.system.world import World
 
 SECONDS = 60.0
 NEVER = HangLimits(100.0, 100.0, 100.0)

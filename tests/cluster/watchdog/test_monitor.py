@@ -19,7 +19,7 @@ from ds_finetune.cluster.watchdog.progress import HangLimits, RankProgress
 from ds_finetune.cluster.watchdog.report import RankProcess
 from ds_finetune.errors import RunError
 from ds_finetune.system.process_messages import encode
-from ds_finetune.world import World
+from ds_finetune.system.world import World
 from tests.cluster.watchdog.test_connection import connected
 from tests.cluster.watchdog.test_coordinator import SECRET, Ranks, until
 

@@ -13,7 +13,7 @@ from ds_finetune.cluster.watchdog import run_secret
 from ds_finetune.cluster.watchdog.coordinator_address import coordinator_address
 from ds_finetune.cluster.watchdog.run_secret import VARIABLE, agree_on_secret, new_secret
 from ds_finetune.errors import FinetuneError, RunError
-from ds_finetune.world import World
+from ds_finetune.system.world import World
 
 SECONDS = 60
 

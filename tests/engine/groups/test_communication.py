@@ -19,7 +19,7 @@ from ds_finetune.plan.estimate.row_shape import RowShape
 from ds_finetune.plan.estimate.traffic import traffic
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.reference.selftest.cells import PACKED_ROWS, ROW_LEN, TINY_MODELS, Cell, hf_config, run_tree
-from ds_finetune.world import World
+from ds_finetune.system.world import World
 from tests.engine.groups.communication_worker import CELLS, MORE, MORE_WITH_OPTIONS, WITH_OPTIONS, options_tree
 from tests.running import start, torchrun
 

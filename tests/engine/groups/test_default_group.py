@@ -9,7 +9,7 @@ import pytest
 
 from ds_finetune.engine.groups.default_group import meet
 from ds_finetune.errors import RunError
-from ds_finetune.world import World
+from ds_finetune.system.world import World
 from tests.running import start
 
 PROGRAM = """
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ds_finetune.engine.groups.collectives import all_gather_object
 from ds_finetune.engine.groups.default_group import process_group
-from ds_finetune.world import World
+from ds_finetune.system.world import World
 
 
 def threads():

@@ -18,7 +18,7 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.ops.deepspeed_ops import check_op, needed_ops, true_cause
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.plan import make_plan
-from ds_finetune.world import World
+from ds_finetune.system.world import World
 
 NVME = {"device": "nvme", "nvme_path": "/nvme"}
 

@@ -11,7 +11,7 @@ from ds_finetune.engine.ops import prepare_ops
 from ds_finetune.engine.ops.prepare_ops import build_ops, cores_of_rank, use_cores
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.plan import Plan, make_plan
-from ds_finetune.world import World
+from ds_finetune.system.world import World
 
 NO_NVCC = ("DeepSpeed's fused_adam cannot be built: CUDA_HOME does not exist", "install the CUDA toolkit")
 OFFLOADED = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}

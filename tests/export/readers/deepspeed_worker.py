@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from ds_finetune.cli.main import exit_process
 from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.groups.default_group import process_group
-from ds_finetune.world import World
+from ds_finetune.system.world import World
 from tests.export.readers.cells import CELLS, Cell, fresh, hf_config
 
 

@@ -18,7 +18,7 @@ from ds_finetune.model.memory.activation_offload import (
 )
 from ds_finetune.plan.activations import check_model_type
 from ds_finetune.plan.plan import make_plan
-from ds_finetune.world import World
+from ds_finetune.system.world import World
 from tests.model.tiny import CONFIGS
 
 LAYERS, TOKENS = 4, 12

@@ -27,12 +27,12 @@ from ds_finetune.plan.combinations import check_divides
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.model_shape import Shape
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.system.world import World
 from ds_finetune.trainer.inputs import config_tree
 from ds_finetune.trainer.model_lines import model_lines
 from ds_finetune.trainer.preview import preview_of
 from ds_finetune.trainer.rank_tensors import rank_tensors, sizes_of
 from ds_finetune.trainer.resolve import make_model_plan, model_config
-from ds_finetune.world import World
 from tests.model.fp8_folder import MTP, V3, dequantised, in_fp8, master, publish
 from tests.model.tiny import CONFIGS
 from tests.model.weights.test_weights import published

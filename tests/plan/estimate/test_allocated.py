@@ -10,7 +10,7 @@ from ds_finetune.plan.estimate.memory import MemoryEstimate, estimate_memory
 from ds_finetune.plan.estimate.rows import peak
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.reference.selftest.compare import write_model
-from ds_finetune.world import World
+from ds_finetune.system.world import World
 from tests.plan.estimate.allocated_cells import DEFAULT, OTHERS, AllocationCell
 from tests.running import start, torchrun
 

@@ -11,7 +11,7 @@ from ds_finetune.plan.estimate.gathered_weights import DEFAULT_RULES, gathered_w
 from ds_finetune.plan.estimate.memory import estimate_stages
 from ds_finetune.plan.estimate.rank_weights import rank_weights
 from ds_finetune.plan.plan import make_plan
-from ds_finetune.world import World
+from ds_finetune.system.world import World
 from tests.plan.estimate.allocated_cells import LLAMA, AllocationCell
 
 TRACED = [

@@ -13,7 +13,7 @@ from ds_finetune.plan.estimate import memory
 from ds_finetune.plan.estimate.memory import estimate_memory
 from ds_finetune.plan.estimate.rank_weights import weights_of_run
 from ds_finetune.plan.plan import make_plan
-from ds_finetune.world import World
+from ds_finetune.system.world import World
 
 Tree = dict[str, Any]
 

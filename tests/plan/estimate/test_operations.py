@@ -29,7 +29,7 @@ from ds_finetune.plan.estimate.rank_weights import weights_of_run
 from ds_finetune.plan.estimate.row_shape import RowShape
 from ds_finetune.plan.estimate.teacher_time import teacher_flops
 from ds_finetune.plan.plan import make_plan
-from ds_finetune.world import World
+from ds_finetune.system.world import World
 from tests.lora_twin import adapted
 from tests.model.tiny import CONFIGS
 from tests.plan.estimate.test_activation_memory import config

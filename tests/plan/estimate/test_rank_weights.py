@@ -21,8 +21,8 @@ from ds_finetune.plan.estimate.states import TensorKind
 from ds_finetune.plan.model_shape import Shape
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.reference.selftest.cells import TINY_MODELS
+from ds_finetune.system.world import World
 from ds_finetune.trainer.rank_tensors import built_tensors
-from ds_finetune.world import World
 from tests.model.tiny import CONFIGS
 
 MODELS: dict[str, dict[str, Any]] = {

@@ -13,9 +13,9 @@ from ds_finetune.config.hostfile import Host
 from ds_finetune.config.schema import read_config
 from ds_finetune.plan.estimate.states import DiskNeed, ModelSizes, RunEstimate
 from ds_finetune.plan.model_shape import Shape
+from ds_finetune.system.world import World
 from ds_finetune.trainer.dry_run import plan_run
 from ds_finetune.trainer.prepare import prepare_run
-from ds_finetune.world import World
 from tests.model.tiny import CONFIGS
 from tests.running import tiny_task
 

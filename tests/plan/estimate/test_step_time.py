@@ -15,7 +15,7 @@ from ds_finetune.plan.estimate.step_time import TimeEstimate, estimate_time, gro
 from ds_finetune.plan.estimate.traffic import Group
 from ds_finetune.plan.model_shape import Shape
 from ds_finetune.plan.plan import make_plan
-from ds_finetune.world import World
+from ds_finetune.system.world import World
 from tests.model.tiny import CONFIGS
 
 H100 = machine_of(accelerator("h100-80g"))

@@ -14,7 +14,7 @@ from ds_finetune.families.table import FAMILIES
 from ds_finetune.plan.estimate.memory import MemoryEstimate, estimate_memory
 from ds_finetune.plan.estimate.rows import BACKWARD, FORWARD, Moment
 from ds_finetune.plan.plan import make_plan
-from ds_finetune.world import World
+from ds_finetune.system.world import World
 from tests.model.tiny import CONFIGS
 from tests.plan.estimate.test_activation_memory import config as wider_config
 from tests.plan.estimate.tracked import Tracked, track

@@ -9,7 +9,7 @@ from ds_finetune.plan.estimate.row_shape import RowShape
 from ds_finetune.plan.estimate.traffic import Group, RankGroups, traffic
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.plan import make_plan
-from ds_finetune.world import World
+from ds_finetune.system.world import World
 from tests.model.tiny import CONFIGS
 
 MESHES = [

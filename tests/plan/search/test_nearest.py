@@ -9,7 +9,7 @@ from ds_finetune.plan.estimate.memory import estimate_memory
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.search.micro_batch import SPARE, bytes_of, fits, largest_micro_batch
 from ds_finetune.plan.search.nearest import fitting_changes
-from ds_finetune.world import World
+from ds_finetune.system.world import World
 
 _WIDE = MODEL | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8}
 _LARGE = MODEL | {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ds_finetune.errors import LaunchError
-from ds_finetune.world import World, accelerate_choices, master_port
+from ds_finetune.system.world import World, accelerate_choices, master_port
 from tests.conftest import ROOT
 
 MPI = {
@@ -34,7 +34,7 @@ def test_without_a_launcher_the_world_is_one() -> None:
 
 def test_two_plain_runs_on_one_machine_do_not_want_the_same_port() -> None:
     """Each opens its process group while the other still has its own; torch's default would be port 29500 for both."""
-    code = "import os, sys, torch.distributed as d; from ds_finetune.world import World; World.from_environment(os.environ).set_environment(os.environ); "
+    code = "import os, sys, torch.distributed as d; from ds_finetune.system.world import World; World.from_environment(os.environ).set_environment(os.environ); "
     code += "d.init_process_group('gloo'); print('open', flush=True); sys.stdin.readline()"
     clean = {
         k: v
@@ -195,7 +195,7 @@ def test_the_hostfile_of_a_deepspeed_above_is_read(tmp_path: Path) -> None:
     launcher.write_text(
         "import subprocess, sys\nsys.exit(subprocess.run([sys.executable, '-c', sys.argv[-1]]).returncode)\n"
     )
-    code = "from ds_finetune.world import check_deepspeed_hostfile; check_deepspeed_hostfile()"
+    code = "from ds_finetune.system.world import check_deepspeed_hostfile; check_deepspeed_hostfile()"
     done = subprocess.run(
         [sys.executable, launcher, "-H", path, code], cwd=ROOT, capture_output=True, text=True, check=False
     )
