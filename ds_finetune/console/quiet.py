@@ -26,6 +26,9 @@ _WARNINGS: tuple[tuple[type[Warning], str], ...] = (
 _RECORDS = {
     # The launcher's fallback to this machine's GPUs (launcher/runner.py:214).
     "DeepSpeed": re.compile(r"Unable to find hostfile, will proceed with training"),
+    # A table of tensors that a model leaves out, such as those of a multi-token prediction layer; one that also names
+    # missing tensors stays (transformers 5.23, utils/loading_report.py).
+    "transformers.modeling_utils": re.compile(r"(?s).*LOAD REPORT(?!.*(MISSING|MISMATCH|CONVERSION)).*UNEXPECTED"),
     # At the first use of a store of SQLite (mlflow 3.17, store/db/utils.py).
     "mlflow.store.db.utils": re.compile(r"(Creating initial MLflow|Updating) database tables"),
 }

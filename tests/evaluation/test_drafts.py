@@ -37,7 +37,7 @@ def _plain(folder: Path, head: torch.Tensor | None = None) -> np.ndarray:
     for document in _documents():
         ids = torch.tensor(document.ids)
         with torch.no_grad():
-            _, logits = model.logits(ids, detach=True) if head is None else (None, model.mtp_states(ids) @ head.T)
+            _, logits = model.logits(ids) if head is None else (None, model.mtp_states(ids) @ head.T)
             choices = model.main(input_ids=ids[None]).logits[0].argmax(-1)
         scores, targets, accepted = logits[1:-1], ids[3:], choices[2:-1]
         loss = cross_entropy(scores, targets, reduction="sum").item() if len(targets) else 0.0

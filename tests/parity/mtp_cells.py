@@ -11,19 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch.nn import functional
 from torch.nn.utils.parametrize import register_parametrization
 from transformers import AutoModelForCausalLM
-from transformers.modeling_layers import MtpModel
 
-from ds_finetune.config.sections import TrainConfig
+from ds_finetune.config.sections import MtpConfig, TrainConfig
 from ds_finetune.families.table import family_of
 from ds_finetune.model.adapters.lora import initial_factors
 from ds_finetune.model.build.skeleton import build_skeleton
 from ds_finetune.model.mtp.layer import set_mtp_layers
 from ds_finetune.model.weights.names import hub_pieces
 from ds_finetune.objectives.labels import IGNORE_INDEX
+from ds_finetune.reference.selftest import plain_mtp
 from ds_finetune.reference.selftest.cells import Cell, hf_config, run_tree, samples
 from ds_finetune.reference.selftest.reference_loop import BETAS, EPS
 
@@ -119,27 +119,10 @@ class PlainMtp(torch.nn.Module):
     trained themselves or by adapters.
     """
 
-    def __init__(self, folder: Path, *, adapters: str = "") -> None:
+    def __init__(self, folder: Path, *, adapters: str = "", detach: bool = True) -> None:
         super().__init__()
         self.main = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        self.number = self.main.config.num_hidden_layers
-        # transformers 5.23 has these keys for some model types alone.
-        self.main.config.num_mtp_layers = 1
-        for key in ("layer_types", "mlp_layer_types"):
-            if getattr(self.main.config, key, None):
-                setattr(self.main.config, f"mtp_{key}", getattr(self.main.config, key)[-1:])
-        # It reads the kinds of indexers of the first layer, which has one.
-        self.mtp = MtpModel(self.main, 1)
-        self.layer = self.mtp.layers[0]
-        # It passes on what the layers of glm_moe_dsa return, chosen tokens too.
-        self.layer.mtp_block.register_forward_hook(lambda _, __, out: out[0] if isinstance(out, tuple) else out)
-        stored = load_file(folder / "model.safetensors")
-        with torch.no_grad():
-            for name, param in [*self.layer.named_parameters(), *self.layer.named_buffers()]:
-                published = self.published(name)
-                shape = tuple(param.shape)
-                for piece in hub_pieces(published, shape, family_of(self.main.config.model_type)):
-                    param[piece.index] = stored[piece.key]
+        self.mtp = plain_mtp.PlainMtp(self.main, folder, MtpConfig(train=True, weight=WEIGHT, detach=detach))
         self._adapters: dict[str, torch.nn.Parameter] = {}
         if adapters:
             self._adapt(in_four_bits=adapters == "nf4")
@@ -167,51 +150,24 @@ class PlainMtp(torch.nn.Module):
                 prefix = name.removesuffix("weight") if leaf == "weight" else f"{name}_"
                 self._adapters |= {f"{prefix}lora_A": low_rank.a, f"{prefix}lora_B": low_rank.b}
 
-    def published(self, name: str) -> str:
-        """The published name of a parameter of the layer."""
-        own = name.removeprefix("mtp_block.").replace("post_norm.", "shared_head.norm.")
-        return f"model.layers.{self.number}.{own}"
-
     def trained(self) -> dict[str, torch.nn.Parameter]:
         """What is trained by its name in the program's model: the adapters, or all parameters but those of indexers,
         which no loss reaches.
         """
         if self._adapters:
             return self._adapters
-        every = dict(self.main.named_parameters()) | {
-            self.published(name): param for name, param in self.layer.named_parameters()
-        }
-        return {name: param for name, param in every.items() if ".indexer." not in name}
+        return {name: param for name, param in self.main.named_parameters() if ".indexer." not in name}
 
-    def logits(self, ids: torch.Tensor, *, detach: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def logits(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits of the next token [tokens, vocabulary] and of the one after it [tokens - 1, vocabulary] of one
         document.
         """
-        hidden = self.main.model(input_ids=ids[None], use_cache=False).last_hidden_state
-        head = self.main.lm_head.weight
-        states = self._states(ids, hidden, detach=detach)
-        return self.main.lm_head(hidden)[0], functional.linear(states, head.detach() if detach else head)
+        return self.main(input_ids=ids[None], use_cache=False).logits[0], self.mtp.logits(ids)
 
     def mtp_states(self, ids: torch.Tensor) -> torch.Tensor:
         """States of the layer for one document before the head, [tokens - 1, width]."""
-        return self._states(ids, self.main.model(input_ids=ids[None], use_cache=False).last_hidden_state, detach=True)
-
-    def _states(self, ids: torch.Tensor, hidden: torch.Tensor, *, detach: bool) -> torch.Tensor:
-        embedded, states = self.main.model.embed_tokens(ids[None, 1:]), hidden[:, :-1]
-        if detach:
-            embedded, states = embedded.detach(), states.detach()
-        positions = torch.arange(len(ids) - 1)[None]
-        # An indexer reads the mask.
-        mask = torch.ones(len(ids) - 1, len(ids) - 1, dtype=torch.bool).tril()[None, None]
-        out = self.layer(
-            inputs_embeds=embedded,
-            previous_hidden_state=states,
-            position_embeddings=self.main.model.rotary_emb(embedded, positions),
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=None,
-        )
-        return out[0]
+        self.main(input_ids=ids[None], use_cache=False)
+        return self.mtp.states(ids)
 
 
 @dataclass
@@ -236,7 +192,7 @@ def plain_steps(layout: MtpLayout, models: Path) -> PlainSteps:
 
 @cache
 def _plain_steps(folder: Path, detach: bool, max_grad_norm: float, weight_decay: float, adapters: str) -> PlainSteps:
-    model, found = PlainMtp(folder, adapters=adapters), PlainSteps()
+    model, found = PlainMtp(folder, adapters=adapters, detach=detach), PlainSteps()
     trained = model.trained()
     matrices = [param for param in trained.values() if param.dim() > 1]
     vectors = [param for param in trained.values() if param.dim() <= 1]
@@ -246,10 +202,9 @@ def _plain_steps(folder: Path, detach: bool, max_grad_norm: float, weight_decay:
         betas=BETAS,
         eps=EPS,
     )
-    layer = f"model.layers.{model.number}."
     for _ in range(STEPS):
-        found = _add_step(model, found, detach=detach)
-        is_apart = [detach and name.startswith(layer) for name in trained]
+        found = _add_step(model, found)
+        is_apart = [detach and name.startswith(model.mtp.prefix) for name in trained]
         for norms, own in ((found.norms, False), (found.mtp_norms, True)):
             part = [param for param, apart in zip(trained.values(), is_apart, strict=True) if apart == own]
             norms.append(clip(part, max_grad_norm))
@@ -269,11 +224,11 @@ def clip(params: list[torch.nn.Parameter], max_norm: float) -> float:
     return norm
 
 
-def _add_step(model: PlainMtp, found: PlainSteps, *, detach: bool) -> PlainSteps:
+def _add_step(model: PlainMtp, found: PlainSteps) -> PlainSteps:
     supervised = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in samples())
     loss, mtp_loss, correct, number = 0.0, 0.0, 0, 0
     for ids, labels in samples():
-        own, ahead = model.logits(torch.from_numpy(ids).long(), detach=detach)
+        own, ahead = model.logits(torch.from_numpy(ids).long())
         targets = torch.from_numpy(np.asarray(labels)).long()
         first = functional.cross_entropy(own, targets, ignore_index=IGNORE_INDEX, reduction="sum")
         second = functional.cross_entropy(ahead, targets[1:], ignore_index=IGNORE_INDEX, reduction="sum")

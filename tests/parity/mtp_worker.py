@@ -4,7 +4,6 @@ Started by the tests as `torchrun --nproc-per-node N mtp_worker.py MODELS_DIR OU
 """
 
 import itertools
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ def run(tree: dict[str, Any], launched: Launched) -> tuple[str, dict[str, Any]]:
 def _run(run_file: dict[str, Any], launched: Launched, *, predicts: bool) -> dict[str, Any]:
     found: dict[str, Any] = {"metrics": [], "norms": []}
     with launched.engine(run_file) as engine:
-        plan = replace(batch_plan(engine.plan), looks_ahead=predicts)
+        plan = batch_plan(engine.plan)
         every = rows(engine.plan.batch.is_packed)
         if predicts:
             evaluated = engine.evaluate(eval_batches(every, plan))

@@ -1,5 +1,6 @@
 """Compares one layout with the reference loop: differences of loss, gradients, norm, resume and export."""
 
+import copy
 import json
 from collections.abc import Iterable
 from contextlib import closing
@@ -18,6 +19,7 @@ from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.saver import Saver
 from ds_finetune.config.objectives import ObjectiveConfig
 from ds_finetune.config.schema import RunConfig
+from ds_finetune.config.sections import MtpConfig
 from ds_finetune.config.units import GIB
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.groups.collectives import all_gather_object
@@ -30,10 +32,12 @@ from ds_finetune.model.adapters.lora import factors_of, merge_adapters
 from ds_finetune.model.build.dtypes import PRECISION_DTYPES
 from ds_finetune.model.build.model_plan import plan_model, task_of
 from ds_finetune.model.build.skeleton import read_hf_config
+from ds_finetune.model.mtp.layer import PREDICTION_LAYERS
 from ds_finetune.plan.combinations import check_divides
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.routers import RouterPlan
 from ds_finetune.reference.selftest.plain_adapters import PlainAdapters
+from ds_finetune.reference.selftest.plain_mtp import add_random_layer
 from ds_finetune.reference.selftest.reference_loop import SFT, Steps, auto_class, mean_loss, reference_loop
 from ds_finetune.reference.selftest.steps import eval_loss, take_steps
 from ds_finetune.system.world import World
@@ -59,7 +63,7 @@ class LayoutComparison:
     `loss` (the largest of all steps), `resume` and `export` are in nats. `gradient` and `norm` are relative; `adapters`
     is the gradient of adapters in the second step. `answers` is the number of answers that differ. `balance` is the
     largest difference of the balance loss of all steps, and `choices` how often a router chose another expert in the
-    first one.
+    first one. `mtp` is the largest difference of the loss of multi-token prediction of all steps, in nats.
     """
 
     differences: dict[str, float]
@@ -79,16 +83,26 @@ class LayoutComparison:
         return ", ".join(f"{name} {self.differences[name]:.1g}{limits[name]}" for name in self.limits)
 
 
-def write_model(config: PretrainedConfig, folder: Path, *, objective: ObjectiveConfig = SFT) -> None:
-    """Write a model of `config` for the objective to `folder`; its random weights are the same on every machine."""
+def write_model(
+    config: PretrainedConfig, folder: Path, *, objective: ObjectiveConfig = SFT, has_mtp: bool = False
+) -> None:
+    """Write a model of `config` for the objective to `folder`; its random weights are the same on every machine.
+
+    With `has_mtp` it has a multi-token prediction layer.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(11)
-        model = auto_class(objective).from_config(config).float()
+        model = auto_class(objective).from_config(copy.deepcopy(config)).float()
         for name, param in model.named_parameters():
             if name.endswith("_proj.bias"):
                 # transformers draws zeros, with which a bias that is left out or added twice would not show.
                 nn.init.normal_(param, std=0.1)
+        if has_mtp:
+            add_random_layer(model)
         model.save_pretrained(folder)
+    if has_mtp:
+        tree = config.to_dict() | {"architectures": [type(model).__name__], PREDICTION_LAYERS: 1}
+        (folder / "config.json").write_text(json.dumps(tree), encoding="utf-8")
 
 
 def compare_layout(
@@ -132,9 +146,11 @@ def compare_steps(reference: Steps, steps: Steps, resumed: Steps, export: float)
 
     `export` is the difference between the losses of the model and of its export.
     """
+    every, wanted = [*steps.norms, *steps.mtp_norms], [*reference.norms, *reference.mtp_norms]
+    norms = zip(every, wanted, strict=True)
     differences = {
         "loss": _largest_difference(steps.losses, reference.losses),
-        "norm": _largest(abs(norm - other) / other for norm, other in zip(steps.norms, reference.norms, strict=True)),
+        "norm": _largest(abs(norm - other) / other for norm, other in norms),
         "resume": _largest_difference(resumed.losses, steps.losses[1:]),
         "export": export,
         "answers": float(sum(one != other for one, other in zip(steps.answers, reference.answers, strict=True))),
@@ -150,8 +166,12 @@ def compare_steps(reference: Steps, steps: Steps, resumed: Steps, export: float)
         of_routers = _router_differences(steps, reference)
         differences |= of_routers
         limits = limits | {name: _OF_ROUTERS[name] for name in of_routers}
+    if reference.mtp_losses:
+        differences["mtp"] = _largest_difference(steps.mtp_losses, reference.mtp_losses)
+        limits = limits | {"mtp": limits["loss"]}
     if len(steps.losses) > _FEW_STEPS:
-        limits = limits | {"loss": max(limits["loss"], _LONG_RUN), "norm": max(limits["norm"], _LONG_RUN * 10)}
+        long = {"loss": _LONG_RUN, "mtp": _LONG_RUN, "norm": _LONG_RUN * 10}
+        limits = {name: max(limit, long.get(name, 0.0)) for name, limit in limits.items()}
     return LayoutComparison(differences, limits)
 
 
@@ -171,7 +191,13 @@ def _router_differences(steps: Steps, reference: Steps) -> dict[str, float]:
 
 def _reference_steps(config: RunConfig, steps: int, router: RouterPlan | None, adapters: PlainAdapters | None) -> Steps:
     return _cached_steps(
-        config.model.path, steps, config.train.max_grad_norm, config.objective, router=router, adapters=adapters
+        config.model.path,
+        steps,
+        config.train.max_grad_norm,
+        config.objective,
+        router=router,
+        adapters=adapters,
+        mtp=config.mtp if config.mtp.train else None,
     )
 
 
@@ -184,6 +210,7 @@ def _cached_steps(  # noqa: PLR0913 - the key of the cache
     *,
     router: RouterPlan | None,
     adapters: PlainAdapters | None,
+    mtp: MtpConfig | None,
 ) -> Steps:
     return reference_loop(
         Path(model),
@@ -192,6 +219,7 @@ def _cached_steps(  # noqa: PLR0913 - the key of the cache
         objective=objective,
         router=router,
         adapters=adapters,
+        mtp=mtp,
     )
 
 

@@ -19,6 +19,11 @@ class PlainRouters:
         for number, module in enumerate(self._modules):
             module.requires_grad_(plan.section.train)
             module.register_forward_hook(lambda _, __, output, number=number: self._see(number, output))
+        if not plan.section.train:
+            for name, parameter in model.named_parameters():
+                # A multi-token prediction layer has a router too, which is not balanced.
+                if f".{plan.kind.module}." in name:
+                    parameter.requires_grad_(False)
 
     def take_loss(self) -> torch.Tensor:
         """The sum over layers and documents of `sum_i f_i P_i` since the last call, scalar."""

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from ds_finetune.config.objectives import DistillObjective, ObjectiveConfig, SftObjective, is_distillation
+from ds_finetune.config.sections import MtpConfig
 from ds_finetune.engine.generation import GenerationLimits
 from ds_finetune.foreign.auto_models import AutoModelForCausalLM, AutoModelForSequenceClassification
 from ds_finetune.model.adapters.adapter_names import is_adapter
@@ -28,6 +29,7 @@ from ds_finetune.reference.selftest.plain_losses import (
     samples_per_unit,
     score_loss,
 )
+from ds_finetune.reference.selftest.plain_mtp import PlainMtp
 from ds_finetune.reference.selftest.plain_routers import PlainRouters
 from ds_finetune.reference.selftest.plain_teacher import soft_targets
 
@@ -44,7 +46,8 @@ class Steps:
     Each step has a loss and a gradient norm before clipping. `gradients` are those of the first step after clipping
     (fp32 on the CPU), `later_gradients` those of the second one in a model with adapters, and `answers` greedy answers
     to `PROMPTS` after the last step. Of a model with routers, each step has the mean balance of documents and the
-    choices of experts, int64 [layers, experts].
+    choices of experts, int64 [layers, experts]. With multi-token prediction, each step has its mean loss and, where
+    that trains the layer alone, the norm of the layer's gradient before clipping.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -54,6 +57,8 @@ class Steps:
     balances: list[float] = field(default_factory=list)
     choices: list[torch.Tensor] = field(default_factory=list)
     later_gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    mtp_losses: list[float] = field(default_factory=list)
+    mtp_norms: list[float] = field(default_factory=list)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -90,23 +95,19 @@ def reference_loop(  # noqa: PLR0913
     objective: ObjectiveConfig = SFT,
     router: RouterPlan | None = None,
     adapters: PlainAdapters | None = None,
+    mtp: MtpConfig | None = None,
 ) -> Steps:
     """Take steps on all samples with the model that transformers loads from `folder`."""
-    model = _load(folder, objective, adapters)
+    model = auto_class(objective).from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+    plain_mtp = None if mtp is None else PlainMtp(model, folder, mtp)
+    if adapters is not None:
+        adapters.freeze(model, _task(objective))
     reference = _reference(model, objective)
     if adapters is not None:
         adapters.add(model, _task(objective))
     return reference_steps(
-        model, steps, max_grad_norm, optimizer, objective=objective, router=router, reference=reference
+        model, steps, max_grad_norm, optimizer, objective=objective, router=router, reference=reference, mtp=plain_mtp
     )
-
-
-def _load(folder: Path, objective: ObjectiveConfig, adapters: PlainAdapters | None) -> Any:  # noqa: ANN401 - of transformers
-    """The model in fp32; before adapters are added, those with `adapters` have their frozen weights."""
-    model = auto_class(objective).from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
-    if adapters is not None:
-        adapters.freeze(model, _task(objective))
-    return model
 
 
 def _reference(model: nn.Module, objective: ObjectiveConfig) -> np.ndarray:
@@ -127,6 +128,7 @@ def reference_steps(  # noqa: PLR0913
     objective: ObjectiveConfig = SFT,
     router: RouterPlan | None = None,
     reference: np.ndarray | None = None,
+    mtp: PlainMtp | None = None,
 ) -> Steps:
     """Take steps on all samples, one unpadded sample per forward, with transformers' logits and torch's loss."""
     model.train()
@@ -140,14 +142,15 @@ def reference_steps(  # noqa: PLR0913
         for unit in units(samples_per_unit(objective)):
             out = _unit_loss(model, unit, problem, baseline=baseline)
             loss += out.item()
+            if mtp is not None:
+                out = out + mtp.loss(*samples()[unit[0]]) / problem.counts["supervised_tokens"]
             if router is not None and routers is not None:
                 of_documents = routers.take_loss() / problem.counts["documents"]
                 balance += of_documents.item() / len(router.layers)
                 out = out + router.section.balance * of_documents
             out.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf"))
         results.losses.append(loss)
-        results.norms.append(float(norm))
+        _clip(model, max_grad_norm or float("inf"), results, mtp)
         _keep_gradients(model, results)
         optim.step()
         optim.zero_grad()
@@ -159,6 +162,17 @@ def reference_steps(  # noqa: PLR0913
     if objective.row.head != "scores":
         results.answers = [_answer(model, prompt) for prompt in PROMPTS]
     return results
+
+
+def _clip(model: nn.Module, max_grad_norm: float, results: Steps, mtp: PlainMtp | None) -> None:
+    """Clip the gradients of a step, and keep their norms; with multi-token prediction keep its loss too."""
+    apart = [] if mtp is None else [*mtp.parameters_apart()]
+    others = [param for param in model.parameters() if not any(param is other for other in apart)]
+    results.norms.append(float(torch.nn.utils.clip_grad_norm_(others, max_grad_norm)))
+    if mtp is not None:
+        results.mtp_losses.append(mtp.take_loss())
+    if apart:
+        results.mtp_norms.append(float(torch.nn.utils.clip_grad_norm_(apart, max_grad_norm)))
 
 
 def _keep_gradients(model: nn.Module, results: Steps) -> None:
@@ -254,8 +268,11 @@ def mean_loss(
 
     With `base`, the folder and the adapters that a run started from, which may be the objective's reference.
     """
-    model = auto_class(objective).from_pretrained(folder, dtype=dtype, trust_remote_code=False).eval()
-    reference = _reference(_load(base[0], objective, base[1]) if base is not None else model, objective)
+    model = of_reference = auto_class(objective).from_pretrained(folder, dtype=dtype, trust_remote_code=False).eval()
+    if base is not None and objective.reference_source == "adapters_off":
+        of_reference = auto_class(objective).from_pretrained(base[0], dtype=torch.float32, trust_remote_code=False)
+        base[1].freeze(of_reference, _task(objective))
+    reference = _reference(of_reference, objective)
     problem = _Problem(objective, _counts(objective), reference)
     with torch.no_grad():
         baseline = _baseline(model, problem)

@@ -37,6 +37,7 @@ from ds_finetune.families.table import FAMILIES, STANDARD_SELFTEST, WITH_TINY_MO
 from ds_finetune.model.adapters.lora_plan import plan_lora
 from ds_finetune.model.build.model_plan import task_of
 from ds_finetune.model.build.skeleton import has_class, read_hf_config
+from ds_finetune.model.mtp.layer import set_mtp_layers
 from ds_finetune.plan.combinations import TESTED_LAYOUTS
 from ds_finetune.plan.deepspeed_choice import choose_deepspeed
 from ds_finetune.plan.deepspeed_config import read_choices
@@ -216,10 +217,11 @@ def _is_equal(case: LayoutCase, world: World, device: str, folder: Path, steps: 
         # The samples have no such token: transformers pools the last one that is another.
         model.num_labels, model.pad_token_id = section.num_outputs, 0
     # One folder for a model in all layouts: the reference loop runs once for each model.
-    text = f"{task_of(section)} {model.to_json_string()}"
+    has_mtp = case.tree.get("mtp", {}).get("train", False)
+    text = f"{task_of(section)} {has_mtp} {model.to_json_string()}"
     where = folder.parent / f"model-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     if world.rank == 0 and not where.exists():
-        write_model(model, where, objective=section)
+        write_model(model, where, objective=section, has_mtp=has_mtp)
     config = _run_file(case, where, folder)
     if world.rank == 0 and is_distillation(config.objective):
         write_teacher(model, config.objective)
@@ -322,21 +324,21 @@ def _cases_of_run(config: RunConfig, world: World) -> list[LayoutCase]:
         attention = config.model.attention if precision == config.train.precision else "sdpa"
         tree |= {"model": {"path": "", "attention": attention, "loss": config.model.loss}, "deepspeed": choices}
         tree |= {"objective": config.objective.model_dump(), "router": config.router and config.router.model_dump()}
-        tree |= {"lora": config.lora and config.lora.model_dump()}
+        tree |= {"lora": config.lora and config.lora.model_dump(), "mtp": config.mtp.model_dump()}
         tree["train"] |= {name: getattr(config.train, name) for name in ("activation_offload", "tiled_mlp")}
         if precision == config.train.precision and config.train.reduction_dtype == "fp32":
             tree["train"]["reduction_dtype"] = "fp32"
         tiny = _tiny_model_like(hub, cell.family, is_quantised=config.lora is not None and bool(config.lora.quantize))
-        found.append(LayoutCase(f"{hub.model_type} {mesh} ZeRO-{stage} {precision}{_objective_text(cell)}", tiny, tree))
+        name = f"{hub.model_type} {mesh} ZeRO-{stage} {precision}{_objective_text(cell)}"
+        found.append(LayoutCase(f"{name}{' MTP' if config.mtp.train else ''}", tiny, tree))
     if config.lora is not None:
-        _check_targets(tiny, config.lora)
+        _check_targets(tiny, config.lora, has_mtp=config.mtp.train)
     return found
 
 
 def _left_out(config: RunConfig) -> list[str]:
     """What the run trains with and its layout is compared without."""
     settings = (
-        (config.mtp.train, "mtp.train true"),
         (config.indexer.train, "indexer.train true"),
         (bool(config.inexact), f"inexact {', '.join(config.inexact)}"),
         (config.optim.name.lower() != "adamw", f"optim.name {config.optim.name}"),
@@ -345,9 +347,11 @@ def _left_out(config: RunConfig) -> list[str]:
     return [text for is_set, text in settings if is_set]
 
 
-def _check_targets(tiny: PretrainedConfig, lora: LoraConfig) -> None:
+def _check_targets(tiny: PretrainedConfig, lora: LoraConfig, *, has_mtp: bool) -> None:
     """ConfigError where a run's patterns name modules that the tiny model does not have, such as those of layer 20."""
     check_lora_type(tiny.model_type)
+    tiny = copy.deepcopy(tiny)
+    set_mtp_layers(tiny, int(has_mtp))
     try:
         plan_lora(tiny, lora)
     except ConfigError as refused:

@@ -34,6 +34,7 @@ def batch_plan(plan: Plan, objective: Objective | None = None) -> BatchPlan:
         pad_token_id=0,
         row_len=plan.batch.max_seq_len if plan.batch.is_packed else None,
         multiple=plan.mesh.sp,
+        looks_ahead=plan.mtp.train,
         documents_per_unit=objective.documents_per_unit if objective is not None else 0,
         reference=all_reference_log_probs() if is_compared else None,
     )
@@ -52,6 +53,8 @@ def take_steps(engine: Engine, steps: int) -> Iterator[Steps]:
         results.losses.append(result.loss)
         results.norms.append(result.grad_norm)
         results.balances += [result.metrics["balance_loss"]] if "balance_loss" in result.metrics else []
+        results.mtp_losses += [result.metrics["mtp_loss"]] if "mtp_loss" in result.metrics else []
+        results.mtp_norms += [result.metrics["mtp_grad_norm"]] if "mtp_grad_norm" in result.metrics else []
         results.choices += [result.router_choices.counts] if result.router_choices is not None else []
         if step == 0 and has_gradients:
             results.gradients = first_gradients(engine)

@@ -115,6 +115,32 @@ def test_a_run_with_adapters_is_checked(tmp_path: Path, arguments: list[str], na
     assert all(f"{difference} " in line for difference in ("gradient", "export", "adapters"))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (["mtp.detach=false"], "dp 1 ZeRO-2 fp32 MTP"),
+        *(
+            pytest.param(arguments, name, marks=pytest.mark.slow)
+            for arguments, name in (
+                (["deepspeed=zero3", "--steps", "5"], "dp 1 ZeRO-3 fp32 MTP"),
+                (["deepspeed=zero1", "router={balance: 0.5}"], "dp 1 ZeRO-1 fp32 MTP"),
+                (["router={train: false}"], "dp 1 ZeRO-2 fp32 MTP"),
+                (["lora={rank: 8, alpha: 16, target_modules: [gate, eh_proj]}"], "dp 1 ZeRO-2 fp32 LoRA MTP"),
+                (["lora={rank: 8, alpha: 16}", "parallel.tp=2", "--nproc", "2"], "dp 1 x tp 2 ZeRO-2 fp32 LoRA MTP"),
+                (["parallel.pp=2", "deepspeed=zero1", "--nproc", "2"], "dp 1 x pp 2 ZeRO-1 fp32 MTP"),
+            )
+        ),
+    ],
+)
+def test_a_run_with_multi_token_prediction_is_checked(tmp_path: Path, arguments: list[str], name: str) -> None:
+    done = start([*COMMAND, str(tiny_task(tmp_path, mtp={"train": True})), *arguments], timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("equal"))
+    assert line.startswith(f"equal  deepseek_v3 {name} ")
+    assert all(f"{difference} " in line for difference in ("gradient", "norm", "resume", "mtp"))
+    assert "not compared" not in done.stdout
+
+
 def test_the_standard_set_has_fp16_on_gpus_alone() -> None:
     names = {device: [case.name for case in _standard_cases(2, ("deepseek_v3",), device)] for device in ("cpu", "cuda")}
     assert [name for name in names["cuda"] if name not in names["cpu"]] == [
@@ -171,6 +197,11 @@ from ds_finetune.features.routers import BalanceLoss
 loss = BalanceLoss.loss
 BalanceLoss.loss = lambda balance, rows, hidden, weights: loss(balance, rows, hidden, weights / 2)
 """
+BROKEN_MTP = """
+from ds_finetune.features.mtp import MtpLoss
+init = MtpLoss.__init__
+MtpLoss.__init__ = lambda mtp, lm, arguments, *, weight, detach: init(mtp, lm, arguments, weight=1.0, detach=detach)
+"""
 BROKEN_TEMPERATURE = """
 from ds_finetune.model.loss import soft_targets
 Mix = soft_targets.Mix
@@ -190,6 +221,7 @@ def with_fault(objective: str) -> str:
     [
         # The losses of the first step and the export are right, and without clipping Adam would hide it for long.
         (BROKEN_ENGINE, {}, "norm 1 (limit 1e-04)"),
+        (BROKEN_MTP, {"mtp": {"train": True, "weight": 0.5}}, "norm 1 (limit 1e-04)"),
         (BROKEN_SCALE, {"lora": ADAPTERS}, "gradient 0.01 (limit 1e-04)"),
         # Without the reference, the first gradients of DPO differ by how far the answers are from it.
         (BROKEN_REFERENCE, {"objective": {"name": "dpo"}}, "(limit 1e-05)"),
@@ -202,7 +234,7 @@ def with_fault(objective: str) -> str:
         pytest.param(BROKEN_FIRST_FACTOR, {"lora": ADAPTERS}, "adapters 1 (limit 2e-03)", marks=pytest.mark.slow),
         pytest.param(BROKEN_EXPORT, {"lora": ADAPTERS}, "(limit 1e-05)", marks=pytest.mark.slow),
     ],
-    ids=["engine", "scale", "reference", *FAULTY, "temperature", "balance", "factor", "export"],
+    ids=["engine", "mtp", "scale", "reference", *FAULTY, "temperature", "balance", "factor", "export"],
 )
 def test_a_fault_is_found(tmp_path: Path, fault: str, sections: dict[str, Any], text: str) -> None:
     script = tmp_path / "broken.py"
