@@ -31,8 +31,6 @@ from tests.launched import SOCKET, ask
 _ROOT = Path(__file__).resolve().parents[1]
 PATIENCE_SECONDS = 400
 """For the first fork, before which everything is imported."""
-AGAIN_SECONDS = 15
-"""After which a request is sent again: a process that the server forked holds its socket too, and one was seen lost."""
 ADDRESSES = {False: SOCKET, True: "TESTS_PLAIN_FORK_SERVER"}
 """In the environment: sockets of the fork servers that several test processes share, by whether it is the plain one."""
 PARENT = "{pid of the parent}"
@@ -46,17 +44,9 @@ class Forked:
     is.
     """
 
-    def __init__(self, folder: Path, ask_again: Callable[[], None]) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        until = time.monotonic() + PATIENCE_SECONDS
-        while True:
-            try:
-                self.pid = int(self._wait_for("pid", AGAIN_SECONDS))
-                break
-            except TimeoutError:
-                if time.monotonic() > until:
-                    raise
-                ask_again()
+        self.pid = int(self._wait_for("pid", PATIENCE_SECONDS))
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
@@ -148,9 +138,8 @@ class Forkserver:
             "err": str(err),
         }
         request["cwd"] = str(cwd)
-        send = functools.partial(ask, self.address, request)
-        send()
-        return Forked(folder, send)
+        ask(self.address, request)
+        return Forked(folder)
 
     def run(
         self, program: Sequence[str], environ: Mapping[str, str], *, ranks: int, timeout: float
@@ -236,9 +225,6 @@ def _serve() -> None:
 
 def _start(request: dict[str, Any], folders: dict[int, Path]) -> None:
     folder = Path(request["folder"])
-    if not folder.exists() or (folder / "pid").exists():
-        # Asked again for what was started meanwhile.
-        return
     pid = _fork(lambda: _launch(request))
     folders[pid] = folder
     _write(folder / "pid", pid)

@@ -29,13 +29,6 @@ def main() -> int:
         request = {"program": [program, *words], "environ": dict(os.environ), "ranks": 0}
         request |= {"folder": name, "cwd": str(Path.cwd())}
         ask(os.environ[SOCKET], request, outputs=(1, 2))
-        asked = time.monotonic()
-        while not (folder / "pid").exists():
-            if time.monotonic() > asked + 15:
-                # The server ignores it where the first one arrived.
-                ask(os.environ[SOCKET], request, outputs=(1, 2))
-                asked = time.monotonic()
-            time.sleep(0.01)
         pid = _number(folder / "pid")
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, _: os.kill(pid, number))
