@@ -156,10 +156,17 @@ def test_a_frozen_router_is_frozen_in_the_layer_too(tmp_path: Path) -> None:
     assert list(complete_features(plan, model_of(config)).frozen) == gates
 
 
-def test_adapters_elsewhere_alone_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [
+        (r".*layers\.[01]\..*o_proj", r"which name no module of the layer, model\.layers\.2"),
+        ("eh_proj", r"name modules of the layer model\.layers\.2 only, and mtp\.detach true: the objective trains nothing"),
+    ],
+)
+def test_adapters_on_one_side_only_are_refused(pattern: str, said: str, tmp_path: Path) -> None:
     write_mtp_model("deepseek_v3", tmp_path / "m")
-    sections = {"model": str(tmp_path / "m"), "lora": {"target_modules": [r".*layers\.[01]\..*o_proj"]}}
-    with pytest.raises(ConfigError, match=r"which name no module of the layer, model\.layers\.2") as refused:
+    sections = {"model": str(tmp_path / "m"), "lora": {"target_modules": [pattern]}}
+    with pytest.raises(ConfigError, match=said) as refused:
         model_of(RunConfig.model_validate(_tree(tmp_path, **sections)))
     assert refused.value.hint
 

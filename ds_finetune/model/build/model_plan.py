@@ -104,7 +104,7 @@ def plan_model(hf_config: PretrainedConfig, config: RunConfig) -> ModelPlan:
     prediction = plan_mtp(hf_config, model, config.mtp)
     lora = plan_lora(hf_config, config.lora, task) if config.lora is not None else None
     if prediction is not None and lora is not None:
-        check_adapted(hf_config, lora)
+        check_adapted(hf_config, prediction, lora)
     stages = layers_of_stages(hf_config, config.parallel, task)
     if lora is not None:
         check_stages(lora, stages, ep_size=config.parallel.ep)

@@ -49,16 +49,24 @@ def plan_mtp(hf_config: PretrainedConfig, model: ModelConfig, section: MtpConfig
     return MtpPlan(section.weight, section.detach)
 
 
-def check_adapted(hf_config: PretrainedConfig, lora: LoraPlan) -> None:
-    """ConfigError where no adapter is in the layer, of which nothing would be trained."""
-    if any(is_mtp_tensor(target.name, hf_config) for target in lora.targets):
-        return
+def check_adapted(hf_config: PretrainedConfig, mtp: MtpPlan, lora: LoraPlan) -> None:
+    """ConfigError where no adapter is in the layer, of which nothing would be trained; and with `mtp.detach` where all
+    are, because the objective would then train nothing.
+    """
+    is_inside = {is_mtp_tensor(target.name, hf_config) for target in lora.targets}
     (number,) = mtp_layers(hf_config)
-    raise ConfigError(
-        f"mtp.train true with lora.target_modules {list(lora.section.target_modules or ())}, which name no module of "
-        f"the layer, model.layers.{number}",
-        hint="name modules of it too, such as eh_proj, or leave mtp out",
-    )
+    given = f"mtp.train true with lora.target_modules {list(lora.section.target_modules or ())}"
+    if True not in is_inside:
+        raise ConfigError(
+            f"{given}, which name no module of the layer, model.layers.{number}",
+            hint="name modules of it too, such as eh_proj, or leave mtp out",
+        )
+    if mtp.detach and False not in is_inside:
+        raise ConfigError(
+            f"{given}, which name modules of the layer model.layers.{number} only, and mtp.detach true: the objective "
+            "trains nothing",
+            hint="name modules of other layers too, such as o_proj, or set mtp.detach to false",
+        )
 
 
 def _check_config(tree: dict[str, Any], hf_config: PretrainedConfig, label: str) -> None:
