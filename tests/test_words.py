@@ -18,7 +18,7 @@ TEXTS = [
         path
         for folder in ("ds_configs", "scripts", "examples", "hostfiles")
         for path in sorted((ROOT / folder).rglob("*"))
-        if path.is_file()
+        if path.is_file() and path.suffix != ".pyc"
     ),
     *(path for path in sorted((ROOT / "tests").rglob("*.py")) if path != Path(__file__)),
 ]

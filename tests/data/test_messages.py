@@ -96,7 +96,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
         ({"messages": [ASKED, {"role": "assistant"}]}, "an assistant message has neither content nor tool calls"),
         ({"messages": [ASKED, {**SAID, "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}, "`arguments` of f is not JSON"),
         ({"messages": [ASKED, {**SAID, "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]}, "is str '[1]', not an object"),
-        ({"messages": [ASKED, {**SAID, "tool_calls": [{"function": {"name": "f", "arguments": '{"a":1,"a":2}'}}]}]}, "a key is repeated"),
+        ({"messages": [ASKED, {**SAID, "tool_calls": [{"function": {"name": "f", "arguments": '{"a":1,"a":2}'}}]}]}, "the key 'a' is repeated in one object"),
         ({"messages": [ASKED, {**SAID, "tool_calls": [{"type": "custom", "name": "f"}]}]}, "which has no function with a name"),
         ({"messages": [{**ASKED, "tool_calls": [CALL]}, SAID]}, "a user message has `tool_calls`"),
         ({"messages": [ASKED, SAID], "tools": "[broken"}, "row 1: `tools` is not JSON"),
