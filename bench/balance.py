@@ -38,11 +38,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.small_v3 import SMALL_V3
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.data.balance import Division, divide_rows
-from ds_finetune.data.batches import Batch, BatchPlan, training_batches
+from ds_finetune.data.batches import Batch, BatchPlan, Division, divide_rows, training_batches
 from ds_finetune.data.documents import Documents, KeptDocument
-from ds_finetune.data.packing import pack
-from ds_finetune.data.prepared_rows import PreparedRows
+from ds_finetune.data.prepared_rows import PreparedRows, pack
 from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.groups.collectives import all_gather_scalar

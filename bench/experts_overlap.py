@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.small_v3 import SMALL_V3
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.batches import Batch, BatchPlan, training_batches
-from ds_finetune.data.rows import Row
+from ds_finetune.data.prepared_rows import Row
 from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.groups.default_group import process_group

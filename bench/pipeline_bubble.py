@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from ds_finetune.config.parallel import ParallelConfig
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.batches import Batch, BatchPlan, training_batches
-from ds_finetune.data.rows import Row
+from ds_finetune.data.prepared_rows import Row
 from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.groups.collectives import all_gather_scalar

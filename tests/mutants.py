@@ -72,7 +72,7 @@ MUTANTS = (
     ),
     Mutant(
         "a row on two ranks",
-        "data/balance.py",
+        "data/batches.py",
         "parts[most][given], parts[least][taken] = parts[least][taken], parts[most][given]",
         "parts[most][given] = parts[least][taken]",
         BALANCE,
@@ -430,8 +430,8 @@ MUTANTS = (
     Mutant(
         "earlier answers of pairs supervised",
         "data/units.py",
-        'tokens = SampleTokeniser(tokenizer, replace(settings, train_on="last_assistant")).tokenise(sides)',
-        "tokens = SampleTokeniser(tokenizer, settings).tokenise(sides)",
+        'replace(how.settings, train_on="last_assistant")',
+        "how.settings",
         PREFERENCES,
     ),
     Mutant("earlier turns not compared", "data/preferences.py", "    if ours == theirs:", "    if True:", PREFERENCES),
@@ -444,7 +444,7 @@ MUTANTS = (
     ),
     Mutant(
         "rows that fill a batch counted as documents",
-        "data/rows.py",
+        "data/prepared_rows.py",
         "return 0 if self.is_filler else int((self.position_ids == 0).sum())",
         "return int((self.position_ids == 0).sum())",
         LENGTHS,
@@ -642,14 +642,14 @@ MUTANTS = (
     ),
     Mutant(
         "labels not shifted",
-        "data/rows.py",
+        "data/prepared_rows.py",
         "labels[:-1] = np.where(mask[1:], ids[1:], IGNORE_INDEX)",
         "labels[:] = np.where(mask, ids, IGNORE_INDEX)",
         "tests/data",
     ),
     Mutant(
         "prompt supervised",
-        "data/rows.py",
+        "data/prepared_rows.py",
         "np.where(mask[1:], ids[1:], IGNORE_INDEX)",
         "np.where(mask[1:] | True, ids[1:], IGNORE_INDEX)",
         "tests/data",

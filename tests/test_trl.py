@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ds_finetune.config.objectives import ObjectiveField
 from ds_finetune.data.batches import BatchPlan, MicroBatch, Position, make_batch
-from ds_finetune.data.rows import Row, RowDocuments
+from ds_finetune.data.prepared_rows import Row, RowDocuments
 from ds_finetune.engine.rank_rows import rank_rows
 from ds_finetune.model.attention.by_document import BY_DOCUMENT
 from ds_finetune.model.loss.forward_rows import ForwardRows

@@ -1,23 +1,29 @@
 """Makes batches from rows.
 
 The order of rows is a pure function of (seed, epoch), so that a run resumes at any position without reading the rows
-before it.
+before it. Rows of a global batch are divided over ranks and forwards by their costs, so that ranks wait little for each
+other; the batch stays the same set of rows, and so do its loss and its gradient, up to the order in which they are
+summed. A thread makes batches ahead of the step that needs them.
 """
 
+import heapq
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from queue import Empty, Queue
+from threading import Event, Thread
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ds_finetune.data.balance import Division, divide_rows
 from ds_finetune.data.mismatched import MismatchedAnswers
 from ds_finetune.data.mixture import Mixture
-from ds_finetune.data.rows import CountedRows, Ints, Row, Rows, empty_row
+from ds_finetune.data.prepared_rows import CountedRows, Ints, Row, Rows, empty_row
 from ds_finetune.objectives.examples import Examples
 from ds_finetune.objectives.labels import IGNORE_INDEX
 
@@ -355,3 +361,152 @@ def _positions(rows: Sequence[Row], length: int, *, restarts: bool) -> NDArray[n
         line[:end] = row.position_ids
         line[end:] = np.arange(length - end) + (0 if restarts else end)
     return out
+
+
+_MOST_SWAPS = 200
+_NEARLY_EVEN = 1e-3
+"""Parts whose sums differ by this share of their mean are left alone."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """How many rows a rank and a forward have, and when ranks wait for each other."""
+
+    dp: int
+    micro_batch_size: int
+    forwards: int
+    """Forwards of a step on a rank."""
+    meets_each_forward: bool
+    """Whether ranks wait for each other in every forward or backward, and not only at the end of a step."""
+
+    @property
+    def share(self) -> int:
+        """Rows of a rank in a step."""
+        return self.micro_batch_size * self.forwards
+
+
+def divide_rows(costs: NDArray[np.float64], division: Division) -> list[list[int]]:
+    """The row indices of each rank, in the order of its forwards; `costs` [dp x share] are the rows' costs.
+
+    It is a function of the costs alone: every rank computes the same division. Rows of similar cost share a forward,
+    which also keeps unpacked rows from being padded much. Forwards are done in descending order of cost.
+
+    Where ranks meet in each forward, the n-th forwards of all ranks get rows that follow one another by cost; otherwise
+    whole shares are evened out: the costliest row left goes to the rank with the least so far (Graham's LPT rule, with
+    equal numbers of rows), and swaps even out what is left.
+    """
+    assert len(costs) == division.dp * division.share
+    order = np.argsort(-costs, kind="stable")
+    if not division.meets_each_forward:
+        shares = _even_out(order.tolist(), costs, division.dp)
+        return [sorted(share, key=lambda index: (-costs[index], index)) for share in shares]
+    ranks: list[list[int]] = [[] for _ in range(division.dp)]
+    totals = np.zeros(division.dp)
+    for chunk in order.reshape(division.forwards, -1):
+        parts = _even_out(chunk.tolist(), costs, division.dp)
+        parts.sort(key=lambda part: -costs[part].sum())
+        for rank, part in zip(np.argsort(totals, kind="stable").tolist(), parts, strict=True):
+            ranks[rank] += part
+            totals[rank] += costs[part].sum()
+    return ranks
+
+
+def _even_out(descending: Sequence[int], costs: NDArray[np.float64], number: int) -> list[list[int]]:
+    """`number` parts of equally many rows with sums of costs that are nearly the same."""
+    parts: list[list[int]] = [[] for _ in range(number)]
+    size = len(descending) // number
+    heap = [(0.0, part) for part in range(number)]
+    for index in descending:
+        total, part = heapq.heappop(heap)
+        parts[part].append(index)
+        if len(parts[part]) < size:
+            heapq.heappush(heap, (total + float(costs[index]), part))
+    if size > 1:
+        _swap(parts, costs)
+    return parts
+
+
+def _swap(parts: list[list[int]], costs: NDArray[np.float64]) -> None:
+    """Swap rows of the costliest and the cheapest part, in place, as long as that brings the two closer."""
+    totals = np.array([costs[part].sum() for part in parts])
+    for _ in range(_MOST_SWAPS):
+        most, least = int(totals.argmax()), int(totals.argmin())
+        gap = float(totals[most] - totals[least])
+        if gap <= _NEARLY_EVEN * totals.mean():
+            return
+        given, taken = _best_swap(costs[parts[most]], costs[parts[least]], gap)
+        difference = float(costs[parts[most][given]] - costs[parts[least][taken]])
+        # A swap of rows that differ by d changes the gap to |gap - 2 d|.
+        if not 0 < difference < gap:
+            return
+        parts[most][given], parts[least][taken] = parts[least][taken], parts[most][given]
+        totals[most] -= difference
+        totals[least] += difference
+
+
+def _best_swap(dear: NDArray[np.float64], cheap: NDArray[np.float64], gap: float) -> tuple[int, int]:
+    """Indices of the row of each part whose difference comes nearest to half the gap."""
+    order = np.argsort(cheap, kind="stable")
+    wanted = dear - gap / 2
+    right = np.searchsorted(cheap[order], wanted).clip(1, len(cheap) - 1)
+    near = np.stack([order[right - 1], order[right]])
+    misses = np.abs(cheap[near] - wanted)
+    side, given = np.unravel_index(int(misses.argmin()), misses.shape)
+    return int(given), int(near[side, given])
+
+
+Given = TypeVar("Given")
+Ready = TypeVar("Ready")
+_SECONDS = 10.0
+"""How long closing waits for the thread; one that is blocked, as in reading, ends with the process."""
+
+
+@dataclass(frozen=True)
+class _Item:
+    """What the thread hands over: a value, an error, or the end where it has neither."""
+
+    values: tuple[object, ...] = ()
+    error: BaseException | None = None
+
+
+@contextmanager
+def prefetched(items: Iterable[Given], prepare: Callable[[Given], Ready]) -> Iterator[Iterator[Ready]]:
+    """An iterator over `prepare` of each item, in the same order.
+
+    A thread makes them: one is ready and one is being made while the reader works. An error is raised where its item
+    would come, so what was read before does not depend on it. The thread ends when the context closes.
+    """
+    ready: Queue[_Item] = Queue(maxsize=1)
+    is_closed = Event()
+    thread = Thread(target=_fill, args=(ready, items, prepare, is_closed), name="prefetch", daemon=True)
+    thread.start()
+    try:
+        yield _read(ready)
+    finally:
+        is_closed.set()
+        until = time.monotonic() + _SECONDS
+        while thread.is_alive() and time.monotonic() < until:
+            # The thread may be waiting for room.
+            with suppress(Empty):
+                ready.get(timeout=0.05)
+
+
+def _fill(ready: Queue[_Item], items: Iterable[Given], prepare: Callable[[Given], Ready], is_closed: Event) -> None:
+    try:
+        for item in items:
+            ready.put(_Item((prepare(item),)))
+            if is_closed.is_set():
+                break
+        ready.put(_Item())
+    except BaseException as error:  # noqa: BLE001 - the reader raises it
+        ready.put(_Item(error=error))
+
+
+def _read(ready: Queue[_Item]) -> Iterator[Ready]:
+    while True:
+        item = ready.get()
+        if item.error is not None:
+            raise item.error
+        if not item.values:
+            return
+        yield item.values[0]  # type: ignore[misc]

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -9,8 +10,7 @@ from pathlib import Path
 
 from ds_finetune.config.sections import DataConfig
 from ds_finetune.data.cache import lock_folder, remove_damaged, write_folder
-from ds_finetune.data.labelled import LABELLED_LAYOUTS, default_columns, read_number, whole_number
-from ds_finetune.data.layouts import Record, view_columns
+from ds_finetune.data.layouts import LABELLED_LAYOUTS, Record, default_columns, view_columns
 from ds_finetune.data.messages import shown_value
 from ds_finetune.data.row_kind import RowKind
 from ds_finetune.data.sources import find_sources, read_records
@@ -72,7 +72,7 @@ def _read_labels(records: Iterable[tuple[str, Record]], columns: Mapping[str, st
         own = default_columns(record, columns)
         column = own.get("label", "label")
         label = view_columns(record, LABELLED_LAYOUTS["labelled"], own, where)["label"]
-        number = whole_number(label)
+        number = _whole_number(label)
         if number is not None:
             numbers.setdefault(str(number), where)
         elif isinstance(label, str):
@@ -127,10 +127,10 @@ def target_of(label: object, kind: RowKind, column: str, where: str) -> float:
     """The number of a label's class, or for regression the label; DataError where it is neither."""
     assert kind.has_known_classes
     if kind.is_regression:
-        return read_number(label, column, where)
+        return _read_number(label, column, where)
     if str(label) in kind.labels and isinstance(label, str | int):
         return float(kind.labels.index(str(label)))
-    number = whole_number(label)
+    number = _whole_number(label)
     if number is None:
         known = (
             f"the classes are {', '.join(kind.labels[:_SHOWN_CLASSES])}" if kind.labels else "classes are whole numbers"
@@ -140,6 +140,28 @@ def target_of(label: object, kind: RowKind, column: str, where: str) -> float:
     if not 0 <= number < count:
         raise _outside(number, column, where, count)
     return float(number)
+
+
+def _whole_number(label: object) -> int | None:
+    """A class as its number: an integer, a boolean, or an integer's text, as CSV files have it; None for others."""
+    if isinstance(label, int):
+        return int(label)
+    is_number = isinstance(label, str) and label.removeprefix("-").isdecimal() and str(int(label)) == label
+    return int(str(label)) if is_number else None
+
+
+def _read_number(label: object, column: str, where: str) -> float:
+    """A label of regression; DataError where it is no finite number, or a number's text."""
+    try:
+        number = math.nan if isinstance(label, bool) or not isinstance(label, int | float | str) else float(label)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise DataError(
+            f"{where}: column `{column}` is {shown_value(label)}, not a finite number",
+            hint="objective.num_labels 1 is regression; for classes, leave it out or give their number",
+        )
+    return number
 
 
 def _outside(number: int, column: str, where: str, count: int) -> DataError:

@@ -5,7 +5,7 @@ Parts are written one by one; a part is complete as soon as its folder has its f
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -15,8 +15,38 @@ import xxhash
 from numpy.typing import NDArray
 
 from ds_finetune.data.cache import ArrayParts, write_folder
-from ds_finetune.data.named_counts import NamedCounts
 from ds_finetune.data.sample_tokens import Tokens
+
+
+@dataclass(frozen=True)
+class NamedCounts:
+    """For each name, the number of rows to which it applies and the location of the first (`file line 7`)."""
+
+    entries: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, rows: Iterable[tuple[Iterable[str], str]]) -> Self:
+        """The counts of rows, given the names that apply to each and its location."""
+        entries: dict[str, tuple[int, str]] = {}
+        for names, where in rows:
+            for name in names:
+                number, first = entries.get(name, (0, where))
+                entries[name] = (number + 1, first)
+        return cls(entries)
+
+    def __add__(self, other: Self) -> Self:
+        """The sum of both; the location of a name is that of `self` if it has the name."""
+        entries = dict(self.entries)
+        for name, (rows, where) in other.entries.items():
+            before, first = entries.get(name, (0, where))
+            entries[name] = (before + rows, first)
+        return type(self)(entries)
+
+    @property
+    def rows(self) -> int:
+        """The sum over all names."""
+        return sum(rows for rows, _ in self.entries.values())
+
 
 _ARRAYS = {
     "ids": np.dtype(np.int32),
@@ -172,16 +202,11 @@ def _texts(counts: Counts) -> dict[str, str]:
 def read_counts(folder: Path) -> Counts:
     """The counts that were written with a folder of documents."""
     written = json.loads((folder / "counts.json").read_text(encoding="utf-8"))
-    return Counts(
-        **{
-            **written,
-            "bad": tuple(written.get("bad", ())),
-            **{
-                name: NamedCounts.from_json(written[name])
-                for name in ("dropped", "noted", "unread", "named", "by_path")
-            },
-        }
-    )
+    named = {
+        name: NamedCounts({key: (rows, where) for key, (rows, where) in written[name]["entries"].items()})
+        for name in ("dropped", "noted", "unread", "named", "by_path")
+    }
+    return Counts(**written | named | {"bad": tuple(written["bad"])})
 
 
 def make_documents(tokens: Sequence[Tokens], rules: Sequence[str], *, max_seq_len: int) -> tuple[Documents, Counts]:

@@ -30,6 +30,14 @@ _OTHER_NAMES = (
 """Names of columns in data of HelpSteer and verl, ms-swift, Orca, dolly and GPTeacher, tried in this order if no layout
 fits.
 """
+_PAIRS_OF_TEXTS = (
+    ("sentence1", "sentence2"),
+    ("premise", "hypothesis"),
+    ("question1", "question2"),
+    ("question", "sentence"),
+    ("sentence", "sentence2"),
+)
+"""Names of the columns of a pair of texts in GLUE's tasks; the last is a single text."""
 _GUESSES = {
     "prompt": "prompt question query input instruction problem",
     "completion": "completion response answer output solution generation target targets",
@@ -66,6 +74,23 @@ class PlainText:
 Sample = Conversation | Completion | PlainText
 
 
+@dataclass(frozen=True)
+class MarkedAnswer:
+    """A dialogue whose last answer is good or bad."""
+
+    sample: Sample
+    is_good: bool
+
+
+@dataclass(frozen=True)
+class LabelledText:
+    """A text, or a pair of texts, with the number of its class, or its number on a scale."""
+
+    text: str
+    text_pair: str | None
+    target: float
+
+
 def published_columns(
     record: Record, columns: Mapping[str, str], layouts: Mapping[str, "LayoutColumns"]
 ) -> dict[str, str]:
@@ -78,6 +103,17 @@ def published_columns(
         fitting = (names for names in known if find_layout(record, {**names, **found}, layouts))
         return {**next(fitting, {}), **found}
     return found
+
+
+def default_columns(record: Record, columns: Mapping[str, str]) -> dict[str, str]:
+    """`columns`, and the names that KTO's and GLUE's data sets have for `label`, `text` and `text_pair`."""
+    found: dict[str, str] = {}
+    if "label" not in record and "kto_tag" in record:
+        found["label"] = "kto_tag"
+    if "text" not in record:
+        first, second = next((pair for pair in _PAIRS_OF_TEXTS if pair[0] in record), ("", ""))
+        found |= {key: name for key, name in (("text", first), ("text_pair", second)) if name in record}
+    return {**found, **columns}
 
 
 def columns_line(record: Record, *keys: str) -> str:
@@ -275,6 +311,11 @@ def _plain(view: Mapping[str, Any], where: str) -> Sample:
     return PlainText(read_text(view, "text", where))
 
 
+def _texts(view: Mapping[str, Any], where: str) -> tuple[str, str | None]:
+    pair = read_text(view, "text_pair", where) if view.get("text_pair") is not None else None
+    return read_text(view, "text", where), pair
+
+
 @dataclass(frozen=True)
 class LayoutColumns:
     """A layout: its name, columns that it needs, optional ones, and the function that reads a record."""
@@ -315,3 +356,11 @@ LAYOUTS = by_name(
     ("text", "text", "", _plain),
 )
 """Layouts by name, in the order in which they are tried."""
+MARKED_LAYOUTS = {
+    name: LayoutColumns(name, layout.needed | {"label"}, layout.optional, layout.read)
+    for name, layout in LAYOUTS.items()
+    if name != "text"
+}
+"""Layouts of answers that are marked as good or bad: those of dialogue, with a column `label`."""
+LABELLED_LAYOUTS = by_name(("labelled", "text label", "text_pair", _texts))
+"""The layout of texts with labels."""

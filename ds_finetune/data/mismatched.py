@@ -11,8 +11,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_finetune.data.prepared_rows import PreparedRows
-from ds_finetune.data.rows import Row, RowDocuments, next_token_labels
+from ds_finetune.data.prepared_rows import PreparedRows, Row, RowDocuments, next_token_labels
 from ds_finetune.errors import DataError
 from ds_finetune.objectives.labels import IGNORE_INDEX
 

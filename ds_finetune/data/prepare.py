@@ -11,55 +11,47 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from ds_finetune.config.objectives import KindName
 from ds_finetune.config.sections import DataConfig
 from ds_finetune.config.units import MIB
 from ds_finetune.console.phase_line import PhaseLine
 from ds_finetune.data.cache import ArrayParts, content_hash, find_damage, lock_folder, remove_damaged, write_folder
 from ds_finetune.data.classes import find_classes
 from ds_finetune.data.documents import (
-    BAD_ROWS_SHOWN,
     DOCUMENT_ARRAYS,
     TOKEN_ARRAYS,
     Counts,
     Documents,
     LengthLimit,
+    NamedCounts,
     join_parts,
-    make_documents,
     read_counts,
 )
-from ds_finetune.data.dropped_rows import check_columns, check_dropped_rows
-from ds_finetune.data.files import UnreadableRecord
-from ds_finetune.data.layouts import PlainText, Sample
 from ds_finetune.data.mixture import Mixture
-from ds_finetune.data.named_counts import NamedCounts
-from ds_finetune.data.packing import one_unit_a_row, pack_units
-from ds_finetune.data.prepared_rows import PreparedRows
+from ds_finetune.data.prepared_rows import PreparedRows, one_unit_a_row, pack_units
 from ds_finetune.data.row_kind import DIALOGUE, RowKind
-from ds_finetune.data.sample_tokens import RULES_VERSION, SampleTokeniser, TemplateSettings, Tokens
-from ds_finetune.data.samples import RowSample, check_layout_name, read_row
+from ds_finetune.data.row_report import check_columns, check_dropped_rows
+from ds_finetune.data.sample_tokens import RULES_VERSION, TemplateSettings
+from ds_finetune.data.samples import check_layout_name
 from ds_finetune.data.sources import Record, Source, estimate_rows, find_sources, read_records
 from ds_finetune.data.text_encoder import text_encoder
 from ds_finetune.data.tokenizer_files import largest_id, tokenizer_digest
-from ds_finetune.data.units import Made, make_labelled_texts, make_marked_answers, make_pairs
+from ds_finetune.data.units import ROWS_PER_PART, Tokenisation, tokenise_records
 from ds_finetune.errors import ConfigError, DataError, RunError
 
 FORMAT_VERSION = 7
 """Increased when the format of the cache changes, so that an older cache is not read."""
-ROWS_PER_PART = 2000
 _Task = tuple[Path, list[tuple[str, Record]]]
 """The folder of a part, and its records, each with its location (`file line 7`)."""
 
@@ -70,18 +62,6 @@ class TokenLimits:
 
     max_seq_len: int
     vocab_size: int
-
-
-@dataclass(frozen=True)
-class Tokenisation:
-    """Everything that a process needs to turn records into documents."""
-
-    tokenizer: PreTrainedTokenizerBase
-    settings: TemplateSettings
-    layout: str
-    columns: dict[str, str]
-    limits: LengthLimit
-    kind: RowKind = DIALOGUE
 
 
 def prepare_rows(
@@ -172,118 +152,6 @@ def plan_tokenisation(
         raise ConfigError(f"data.long_rows split is for plain text, and {what}", hint="use truncate or drop")
     limit = LengthLimit(limits.max_seq_len, config.long_rows)
     return sources, Tokenisation(tokenizer, settings, config.layout, dict(config.columns), limit, kind)
-
-
-def tokenise_records(records: Sequence[tuple[str, Record]], tokenisation: Tokenisation) -> tuple[Documents, Counts]:
-    """Documents of records, from one call of the tokenizer, and the counts of the records.
-
-    Rows that cannot be read or tokenised are counted with their errors. DataError where there are `ROWS_PER_PART` rows
-    and all of them are bad, as with a wrong data.layout.
-    """
-    columns, bad = tokenisation.columns, dict[str, DataError]()
-    rows = [row for where, record in records if (row := _read_row(where, record, tokenisation, bad)) is not None]
-    samples: list[tuple[str, Any]] = [(where, sample) for where, sample, _ in rows]
-    try:
-        made = _MAKERS[tokenisation.kind.name](samples, tokenisation)
-    except DataError:
-        bad |= _errors_of(samples, tokenisation)
-        made = _MAKERS[tokenisation.kind.name]([each for each in samples if each[0] not in bad], tokenisation)
-    if len(bad) >= ROWS_PER_PART:
-        raise bad[records[0][0]]
-    documents, counts, remarks = made
-    errors = [str(bad[where]) for where, _ in records if where in bad]
-    counts += Counts(read=len(errors), bad_rows=len(errors), bad=tuple(errors[:BAD_ROWS_SHOWN]))
-    records = [each for each in records if each[0] not in bad]
-    places = [where for where, _ in records]
-    present = ([key for key, column in columns.items() if column in record] for _, record in records)
-    named = NamedCounts.sum(NamedCounts.of(keys, where) for keys, where in zip(present, places, strict=True))
-    windows = NamedCounts.sum(
-        NamedCounts.of(["windows_lines"], where) for where, record in records if _has_windows_lines(record)
-    )
-    counts += Counts(named=named, noted=windows)
-    unread = [names for where, _, names in rows if where not in bad]
-    return documents, counts + _named_counts(remarks, unread, places)
-
-
-def _read_row(
-    where: str, record: Record, tokenisation: Tokenisation, bad: dict[str, DataError]
-) -> tuple[str, RowSample, list[str]] | None:
-    """Location, sample and unused columns of a record; None for a bad one, whose error is added to `bad`."""
-    try:
-        if isinstance(record, UnreadableRecord):
-            raise record.error
-        kind, layout, columns = tokenisation.kind, tokenisation.layout, tokenisation.columns
-        return where, *read_row(record, kind, layout=layout, columns=columns, where=where)
-    except DataError as error:
-        bad[where] = error
-        return None
-
-
-def _errors_of(samples: Sequence[tuple[str, Any]], tokenisation: Tokenisation) -> dict[str, DataError]:
-    """The errors of samples that cannot be tokenised, by location, found by halving."""
-    try:
-        if samples:
-            _MAKERS[tokenisation.kind.name](samples, tokenisation)
-    except DataError as error:
-        if len(samples) == 1:
-            return {samples[0][0]: error}
-        middle = len(samples) // 2
-        return _errors_of(samples[:middle], tokenisation) | _errors_of(samples[middle:], tokenisation)
-    return {}
-
-
-def _has_windows_lines(value: object) -> bool:
-    """Whether a text in `value`, a record or a part of one, has a carriage return before a line feed."""
-    if isinstance(value, str):
-        return "\r\n" in value
-    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return any(map(_has_windows_lines, parts))
-
-
-def _make_token_documents(samples: Sequence[tuple[str, Sample]], tokenisation: Tokenisation) -> Made:
-    kind = tokenisation.kind
-    tokeniser = SampleTokeniser(tokenisation.tokenizer, tokenisation.settings, bos=kind.bos, has_eos=kind.has_eos)
-    rules = [_rule(*sample, tokenisation.limits) for sample in samples]
-    most = tokenisation.limits.max_seq_len
-    tokens = [
-        replace(row, dropped="no_answer_left") if rule == "truncate" and row.loses_answers(most) else row
-        for row, rule in zip(tokeniser.tokenise(samples), rules, strict=True)
-    ]
-    documents, counts = make_documents(tokens, rules, max_seq_len=most)
-    return documents, counts, tokens
-
-
-_MAKERS: Mapping[KindName, Callable[[Sequence[tuple[str, Any]], Tokenisation], Made]] = {
-    "dialogue": _make_token_documents,
-    "text": _make_token_documents,
-    "pairs": lambda samples, how: make_pairs(samples, tokenizer=how.tokenizer, settings=how.settings, limit=how.limits),
-    "marked": lambda samples, how: make_marked_answers(
-        samples, tokenizer=how.tokenizer, settings=how.settings, limit=how.limits
-    ),
-    "labelled": lambda samples, how: make_labelled_texts(
-        samples, tokenizer=how.tokenizer, settings=how.settings, limit=how.limits
-    ),
-}
-
-
-def _named_counts(tokens: Sequence[Tokens], unread: Sequence[Sequence[str]], places: Sequence[str]) -> Counts:
-    """Numbers of dropped, noted and unread rows by name; `places` has the location of each row."""
-    rows = list(zip(tokens, unread, places, strict=True))
-    return Counts(
-        dropped=NamedCounts.sum(NamedCounts.of([row.dropped], where) for row, _, where in rows if row.dropped),
-        noted=NamedCounts.sum(NamedCounts.of(row.notes, where) for row, _, where in rows),
-        unread=NamedCounts.sum(NamedCounts.of([*columns, *row.unread], where) for row, columns, where in rows),
-    )
-
-
-def _rule(where: str, sample: Sample, limits: LengthLimit) -> str:
-    is_text = isinstance(sample, PlainText)
-    if limits.long_rows == "split" and not is_text:
-        raise DataError(
-            f"{where} is dialogue, and data.long_rows split is for plain text",
-            hint="set data.long_rows to auto, truncate or drop",
-        )
-    return limits.rule(is_text=is_text)
 
 
 def _write_packing(folder: Path, packing: tuple[NDArray[np.int64], NDArray[np.int64]]) -> None:
@@ -379,9 +247,8 @@ def _tokenise(sources: Sequence[Source], tokenisation: Tokenisation, folder: Pat
 
 def _count_by_path(parts: Mapping[Path, int]) -> NamedCounts:
     """Documents by the number of their path; a part has records of one path."""
-    return NamedCounts.sum(
-        NamedCounts({str(entry): (read_counts(part).documents, "")}) for part, entry in parts.items()
-    )
+    of_parts = (NamedCounts({str(entry): (read_counts(part).documents, "")}) for part, entry in parts.items())
+    return sum(of_parts, NamedCounts())
 
 
 def _open_parts(sources: Sequence[Source], folder: Path, parts: dict[Path, int]) -> Iterator[_Task]:

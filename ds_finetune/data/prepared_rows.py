@@ -1,7 +1,13 @@
-"""Rows that were tokenised before the run, read from a memory map by their index."""
+"""Rows of tokens: those that were tokenised before the run are read from a memory map by their index.
+
+A row has one unit, or as many as fit, by best-fit-decreasing packing: units, longest first, go into the fullest row
+that has room for them. A unit is one document, or the two documents of a pair.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import xxhash
@@ -11,8 +17,98 @@ from ds_finetune.config.units import share_text
 from ds_finetune.data.documents import Counts, Documents
 from ds_finetune.data.mixture import Mixture
 from ds_finetune.data.row_kind import DIALOGUE, RowKind
-from ds_finetune.data.rows import Row, RowDocuments, next_token_labels
 from ds_finetune.objectives.labels import IGNORE_INDEX
+
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
+class RowDocuments:
+    """The documents of a row one after the other, for objectives whose loss is not a sum over tokens.
+
+    Each array has one number for each document; `numbers` int64 count the documents of the data.
+    """
+
+    lengths: NDArray[np.int64]
+    """Tokens of the document."""
+    numbers: NDArray[np.int64]
+    targets: NDArray[np.float64]
+    """Class, rating, margin, or 1 and 0 for good and bad answers; 0 where the row has none."""
+    second: NDArray[np.int64]
+    """First token of the second text of a pair of texts; the length where there is none."""
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One row: `input_ids`, `position_ids` (0 at the start of each document) and `labels`, int32 [tokens] each.
+
+    `labels[t]` is the token after `input_ids[t]` in the same document if that token is supervised, else IGNORE_INDEX.
+    """
+
+    input_ids: Ints
+    position_ids: Ints
+    labels: Ints
+    supervised: int
+    documents: RowDocuments | None = None
+    """None where the objective is a sum over tokens."""
+    is_filler: bool = False
+    """Whether it has no text, but fills a batch."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of its text."""
+        return 0 if self.is_filler else len(self.input_ids)
+
+    @property
+    def num_documents(self) -> int:
+        """Documents of its text; each begins at position 0."""
+        return 0 if self.is_filler else int((self.position_ids == 0).sum())
+
+    @property
+    def document_lengths(self) -> NDArray[np.int64]:
+        """Tokens of each document of its text."""
+        starts = np.flatnonzero(self.position_ids == 0)
+        return np.diff(np.append(starts, len(self.position_ids)))[: self.num_documents]
+
+
+class Rows(Protocol):
+    """Rows by index, in any order."""
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        ...
+
+    def __getitem__(self, index: int) -> Row:
+        """Row `index`."""
+        ...
+
+
+@runtime_checkable
+class CountedRows(Rows, Protocol):
+    """Rows whose units are counted without reading them whole."""
+
+    def count_units(self, ids: Sequence[int], documents_per_unit: int) -> dict[str, int]:
+        """Number of each of `objectives.objective.Unit` in the rows `ids`; see `BatchPlan.documents_per_unit`."""
+        ...
+
+
+def next_token_labels(ids: Ints, mask: NDArray[np.bool_]) -> Ints:
+    """The label of each token of a document of which `mask` are supervised, int32 [tokens]; see `Row`."""
+    labels = np.full(len(ids), IGNORE_INDEX, dtype=np.int32)
+    labels[:-1] = np.where(mask[1:], ids[1:], IGNORE_INDEX)
+    return labels
+
+
+def empty_row(pad_token_id: int) -> Row:
+    """A row of one padding token, which fills the last batch of a run."""
+    return Row(
+        input_ids=np.array([pad_token_id], dtype=np.int32),
+        position_ids=np.zeros(1, dtype=np.int32),
+        labels=np.array([IGNORE_INDEX], dtype=np.int32),
+        supervised=0,
+        is_filler=True,
+    )
+
 
 _SHOWN_CLASSES = 8
 _ODD = np.uint64(0x9E3779B97F4A7C15)
@@ -243,3 +339,74 @@ class PreparedRows:
         while start > 0 and mask[start - 1]:
             start -= 1
         return ids[:start], ids[start:end]
+
+
+Numbers = NDArray[np.int64]
+
+
+def one_unit_a_row(documents: Documents, kind: RowKind) -> tuple[Numbers, Numbers]:
+    """`order` and `offsets` of `PreparedRows` where each unit is a row."""
+    units = len(documents.targets) // max(kind.documents_per_unit, 1)
+    return np.arange(units), np.arange(units + 1)
+
+
+def pack_units(
+    documents: Documents, kind: RowKind, max_seq_len: int, parts: Sequence[int] | None = None
+) -> tuple[Numbers, Numbers]:
+    """`order` and `offsets` of `PreparedRows` where rows of at most `max_seq_len` tokens are filled with units.
+
+    `parts` are numbers of consecutive units; a row has units of one of them. Left out, there is one part.
+    """
+    lengths = np.diff(documents.offsets).reshape(-1, max(kind.documents_per_unit, 1)).sum(axis=1)
+    starts = np.cumsum([0, *([len(lengths)] if parts is None else parts)]).tolist()
+    rows = [row + start for start, end in pairwise(starts) for row in pack(lengths[start:end], max_seq_len)]
+    offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int64)
+    return np.concatenate(rows), offsets
+
+
+def pack(lengths: Numbers, capacity: int) -> list[Numbers]:
+    """The document indices of each row, for rows of at most `capacity` tokens; the same lengths give the same rows.
+
+    Rows with free space are grouped by that space. An integer has one bit for each space for which there are rows. The
+    smallest space that fits is its lowest set bit from `length` on, so a document costs capacity / 64 machine words.
+    """
+    assert int(lengths.max(initial=0)) <= capacity
+    order = np.argsort(-lengths, kind="stable")
+    rows: list[list[int]] = []
+    open_rows: list[list[int]] = [[] for _ in range(capacity + 1)]
+    fits = _FreeSpaces(capacity)
+    for number in order:
+        length = int(lengths[number])
+        space = fits.smallest_from(length)
+        if space is None:
+            row, space = len(rows), capacity
+            rows.append([])
+        else:
+            row = open_rows[space].pop()
+            if not open_rows[space]:
+                fits.remove(space)
+        rows[row].append(int(number))
+        left = space - length
+        if left:
+            if not open_rows[left]:
+                fits.add(left)
+            open_rows[left].append(row)
+    return [np.array(row, dtype=np.int64) for row in rows]
+
+
+class _FreeSpaces:
+    """A set of small numbers, kept as the bits of one integer; finds its smallest member from a bound on."""
+
+    def __init__(self, largest: int) -> None:
+        self._bits = 0
+        self._largest = largest
+
+    def add(self, space: int) -> None:
+        self._bits |= 1 << space
+
+    def remove(self, space: int) -> None:
+        self._bits &= ~(1 << space)
+
+    def smallest_from(self, space: int) -> int | None:
+        above = self._bits >> space
+        return space + (above & -above).bit_length() - 1 if above else None

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ds_finetune.data.chat_template import ChatTemplate, RenderingError, placeholder, template_error
-from ds_finetune.data.control_tokens import find_token
 from ds_finetune.data.messages import RESERVED_CHARACTERS, parse_json
+from ds_finetune.data.text_encoder import find_token
 
 _THINK_END = "</think>"
 

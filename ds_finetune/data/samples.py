@@ -4,29 +4,27 @@ from collections.abc import Mapping
 
 from ds_finetune.config.objectives import KindName
 from ds_finetune.data.classes import target_of
-from ds_finetune.data.labelled import (
+from ds_finetune.data.layouts import (
     LABELLED_LAYOUTS,
+    LAYOUTS,
     MARKED_LAYOUTS,
     LabelledText,
-    MarkedAnswer,
-    default_columns,
-    read_mark,
-)
-from ds_finetune.data.layouts import (
-    LAYOUTS,
     LayoutColumns,
+    MarkedAnswer,
     Record,
     Sample,
     check_media,
     check_no_tree,
     check_supervised,
     columns_line,
+    default_columns,
     find_layout,
     known_layouts,
     published_columns,
     unread_columns,
     view_columns,
 )
+from ds_finetune.data.messages import shown_value
 from ds_finetune.data.preferences import PAIR_LAYOUTS, Preference
 from ds_finetune.data.row_kind import RowKind, objectives_of
 from ds_finetune.errors import ConfigError, DataError
@@ -79,7 +77,7 @@ def read_row(
     view = view_columns(record, chosen, columns, where)
     unread = unread_columns(record, chosen, columns)
     if kind.name == "marked":
-        good = read_mark(view["label"], columns.get("label", "label"), where)
+        good = _read_mark(view["label"], columns.get("label", "label"), where)
         return MarkedAnswer(chosen.read(view, where), good), unread
     if kind.name == "labelled":
         target = target_of(view["label"], kind, columns.get("label", "label"), where)
@@ -89,6 +87,16 @@ def read_row(
         margin = columns.get("margin", "margin")
         return chosen.read({**view, "margin": None}, where), unread + [margin] * (record.get(margin) is not None)
     return chosen.read(view, where), unread
+
+
+def _read_mark(label: object, column: str, where: str) -> bool:
+    """Whether an answer is good; DataError for labels other than true, false, 1 and 0."""
+    if isinstance(label, int) and label in (0, 1):
+        return bool(label)
+    raise DataError(
+        f"{where}: column `{column}` is {shown_value(label)}, which marks no answer as good or bad",
+        hint="give true or 1 for a good answer, false or 0 for a bad one",
+    )
 
 
 def _check_used(record: Record, columns: Mapping[str, str], layout: LayoutColumns, where: str) -> None:

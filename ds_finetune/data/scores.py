@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from ds_finetune.data.batches import Batch, MicroBatch
 from ds_finetune.data.cache import ArrayParts, find_damage, write_folder
 from ds_finetune.data.documents import Documents
-from ds_finetune.data.prepared_rows import PreparedRows
-from ds_finetune.data.rows import Row, RowDocuments
+from ds_finetune.data.prepared_rows import PreparedRows, Row, RowDocuments
 from ds_finetune.errors import DataError, OutputError
 from ds_finetune.objectives.examples import TopLogProbs
 from ds_finetune.objectives.labels import IGNORE_INDEX

@@ -1,15 +1,45 @@
-"""Finds the files and hub data sets that a run file names, and chooses the split to read of each."""
+"""Finds the files and hub data sets that a run file names, and reads the records of each.
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+Splits are recognised by the names of files, folders and data sets, as `datasets` does.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING
 
 from ds_finetune.config.units import MIB
 from ds_finetune.data.files import FileFormat, Record, known_endings, read_file
-from ds_finetune.data.hub import read_hub
-from ds_finetune.data.splits import DEFAULT_SPLITS, split_of_file
 from ds_finetune.errors import DataError
+from ds_finetune.foreign.datasets_offline import offline
+from ds_finetune.foreign.hub_access import hub_problem
+
+_WORDS: Mapping[str, frozenset[str]] = {
+    "train": frozenset({"train", "training"}),
+    "validation": frozenset({"validation", "valid", "dev", "val"}),
+    "test": frozenset({"test", "testing", "eval", "evaluation"}),
+}
+"""Words that name a split (datasets 5.2, data_files.py:43-47)."""
+DEFAULT_SPLITS: Mapping[str, tuple[str, ...]] = {"train": ("train",), "eval": ("validation", "test")}
+"""By purpose, the splits to look for where the run file names none; the first that exists is read."""
+
+
+def splits_of(name: str) -> set[str]:
+    """The splits that words in `name` stand for: `test` for `test-00000-of-00001.parquet`, none for `contest.json`."""
+    words = set(re.split(r"[^a-z]+", name.lower()))
+    return {split for split, own in _WORDS.items() if own & words}
+
+
+def split_of_file(path: PurePath) -> str:
+    """The split that a file's name contains, else the one in the nearest folder's name; empty for none or several."""
+    for part in reversed(path.parts):
+        splits = splits_of(part)
+        if splits:
+            return splits.pop() if len(splits) == 1 else ""
+    return ""
+
 
 __all__ = ["Record", "Source", "estimate_rows", "find_sources", "read_records"]
 _BY_LINE = ("jsonl", "csv")
@@ -187,3 +217,54 @@ def _estimate_rows_of(source: Source) -> int:
     with path.open("rb") as file:
         start = file.read(MIB)
     return round(max(start.count(b"\n"), 1) / max(len(start), 1) * path.stat().st_size)
+
+
+if TYPE_CHECKING:
+    from datasets import DatasetDict
+
+
+def read_hub(path: str, subset: str, split: str, *, purpose: str) -> Iterator[tuple[str, Record]]:
+    """Rows of one split of a hub data set; an empty `split` stands for that of `purpose` (`train` or `eval`)."""
+    splits = _load(path, subset)
+    name = split or default_split(list(splits), path, purpose=purpose)
+    if name not in splits:
+        raise DataError(f"data set `{path}` has no split `{name}`", hint=f"its splits are {', '.join(splits)}")
+    for number, record in enumerate(splits[name], start=1):
+        yield f"{path}:{name} row {number}", record
+
+
+def default_split(names: Collection[str], path: str, *, purpose: str) -> str:
+    """The split for `purpose`: the training split, or validation, else test; DataError if none or several match."""
+    for split in DEFAULT_SPLITS[purpose]:
+        fitting = [name for name in names if name == split] or [name for name in names if splits_of(name) == {split}]
+        if len(fitting) == 1:
+            return fitting[0]
+        if fitting:
+            raise DataError(
+                f"data set `{path}` has the splits {', '.join(fitting)}", hint=f"name one, e.g. `{path}:{fitting[0]}`"
+            )
+    kind = "training" if purpose == "train" else "held-out"
+    raise DataError(
+        f"data set `{path}` has no {kind} split: its splits are {', '.join(names)}",
+        hint=f"name one, e.g. `{path}:{next(iter(names))}`, or give a file",
+    )
+
+
+def _load(path: str, subset: str) -> "DatasetDict":
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetNotFoundError
+
+    problem = hub_problem()
+    try:
+        with offline() if problem else nullcontext():
+            return load_dataset(path, subset or None)
+    except (DatasetNotFoundError, OSError, ValueError) as missing:
+        if problem:
+            raise DataError(
+                f"data `{path}` is neither a file nor in the cache of `datasets`, and {problem}",
+                hint="check the name, give a file, or run where the hub can be reached",
+            ) from missing
+        raise DataError(
+            f"data `{path}` is neither a file nor a data set of the hub: {missing}",
+            hint=f"check the name; a subset is named before its split, e.g. `{path}:SUBSET:train`",
+        ) from missing

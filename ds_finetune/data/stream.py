@@ -1,27 +1,28 @@
 """Streaming: reads and tokenises rows during training, instead of preparing them before it."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import count, islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from ds_finetune.config.sections import DataConfig
 from ds_finetune.data.batches import Batch, BatchPlan, Position, make_batch
 from ds_finetune.data.classes import find_classes
 from ds_finetune.data.documents import Counts, Documents
-from ds_finetune.data.dropped_rows import check_bad_rows, check_dropped_rows
-from ds_finetune.data.packing import one_unit_a_row, pack_units
-from ds_finetune.data.prepare import Tokenisation, TokenLimits, plan_tokenisation, tokenise_records
-from ds_finetune.data.prepared_rows import PreparedRows
+from ds_finetune.data.prepare import TokenLimits, plan_tokenisation
+from ds_finetune.data.prepared_rows import PreparedRows, Row, one_unit_a_row, pack_units
 from ds_finetune.data.row_kind import DIALOGUE, RowKind
-from ds_finetune.data.rows import Row
+from ds_finetune.data.row_report import check_bad_rows, check_dropped_rows
 from ds_finetune.data.sample_tokens import RULES_VERSION
-from ds_finetune.data.sources import Record, Source, read_records
+from ds_finetune.data.sources import Record, Source, find_sources, read_records
+from ds_finetune.data.units import Tokenisation, tokenise_records
 from ds_finetune.errors import DataError
 
 START = Position(0, 0)
@@ -147,3 +148,41 @@ def _rows_of(chunk: list[tuple[str, Record]], rows: StreamedRows, plan: BatchPla
 def _pack_rows(documents: Documents, counts: Counts, kind: RowKind, row_len: int | None) -> PreparedRows:
     packing = one_unit_a_row(documents, kind) if row_len is None else pack_units(documents, kind, row_len)
     return PreparedRows(documents, *packing, counts, kind=kind)
+
+
+def overlap_notes(train: PreparedRows | StreamedRows, held_out: Mapping[str, PreparedRows]) -> list[str]:
+    """A line for each held-out set with the number of its documents that have the same tokens as a training document,
+    or of its pairs that have the same tokens on both sides.
+
+    A stream is not read before training; for a stream, the line names files that are in both.
+    """
+    if isinstance(train, StreamedRows):
+        held_out_files = {
+            Path(source.path).resolve()
+            for source in find_sources(train.config.paths("eval"), purpose="eval")
+            if source.format != "hub"
+        }
+        both = [
+            source.path
+            for source in train.sources
+            if source.format != "hub" and Path(source.path).resolve() in held_out_files
+        ]
+        return [f"data.eval has training files: {', '.join(both)}"] if both else []
+    known, unit = train.unit_digests(), train.kind.unit
+    repeated = {name: _num_repeated(rows.unit_digests(), known) for name, rows in held_out.items()}
+    return [
+        f"data.{name.replace('/', '.')} repeats training data: {number:,} of {held_out[name].num_units:,} "
+        f"held-out {unit} have the tokens of a training {unit.removesuffix('s')}"
+        for name, number in repeated.items()
+        if number
+    ]
+
+
+def _num_repeated(held_out: NDArray[np.uint64], train: NDArray[np.uint64]) -> int:
+    """Number of `held_out` digests that are in `train`.
+
+    It does not use numpy's `isin`, which sorts both and takes far longer for millions of rows.
+    """
+    values, numbers = np.unique(held_out, return_counts=True)
+    indices = np.minimum(np.searchsorted(values, train), len(values) - 1)
+    return int(numbers[np.unique(indices[values[indices] == train])].sum())

@@ -1,54 +1,171 @@
-"""Makes documents of the samples of objectives whose loss is not a sum over tokens: pairs, marked answers, and texts
-with labels.
+"""Makes documents of records: reads each as a sample of the objective, tokenises it, and cuts or drops long ones.
 
-Each row becomes one unit, or is dropped. Dropped rows are counted by their reason.
+Rows of objectives whose loss is not a sum over tokens become one unit each: two documents of a pair, one of a labelled
+completion, one of a text with a label. Dropped rows are counted by their reason.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ds_finetune.data.control_tokens import ControlTokens
-from ds_finetune.data.documents import Counts, Documents, KeptDocument, LengthLimit
-from ds_finetune.data.labelled import LabelledText, MarkedAnswer
-from ds_finetune.data.layouts import Completion, Sample
+from ds_finetune.config.objectives import KindName
+from ds_finetune.data.documents import (
+    BAD_ROWS_SHOWN,
+    Counts,
+    Documents,
+    KeptDocument,
+    LengthLimit,
+    NamedCounts,
+    make_documents,
+)
+from ds_finetune.data.files import Record, UnreadableRecord
+from ds_finetune.data.layouts import Completion, LabelledText, MarkedAnswer, PlainText, Sample
 from ds_finetune.data.preferences import Preference
+from ds_finetune.data.row_kind import DIALOGUE, RowKind
 from ds_finetune.data.sample_tokens import SampleTokeniser, TemplateSettings, Tokens
+from ds_finetune.data.samples import RowSample, read_row
+from ds_finetune.data.text_encoder import ControlTokens
 from ds_finetune.data.tokenizer_files import is_encoder_tokenizer
 from ds_finetune.errors import DataError
 
+ROWS_PER_PART = 2000
 Made = tuple[Documents, Counts, Sequence[Tokens]]
 """Documents, the counts of their rows, and for each row its remarks: `Tokens` of which ids and mask are not read."""
 
 
-def make_pairs(
-    samples: Sequence[tuple[str, Preference]],
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    settings: TemplateSettings,
-    limit: LengthLimit,
-) -> Made:
+@dataclass(frozen=True)
+class Tokenisation:
+    """Everything that a process needs to turn records into documents."""
+
+    tokenizer: PreTrainedTokenizerBase
+    settings: TemplateSettings
+    layout: str
+    columns: dict[str, str]
+    limits: LengthLimit
+    kind: RowKind = DIALOGUE
+
+
+def tokenise_records(records: Sequence[tuple[str, Record]], how: Tokenisation) -> tuple[Documents, Counts]:
+    """Documents of records, from one call of the tokenizer, and the counts of the records.
+
+    Rows that cannot be read or tokenised are counted with their errors. DataError where there are `ROWS_PER_PART` rows
+    and all of them are bad, as with a wrong data.layout.
+    """
+    bad = dict[str, DataError]()
+    rows = [row for where, record in records if (row := _read_row(where, record, how, bad)) is not None]
+    samples: list[tuple[str, Any]] = [(where, sample) for where, sample, _ in rows]
+    make = _MAKERS[how.kind.name]
+    try:
+        documents, counts, remarks = make(samples, how)
+    except DataError:
+        bad |= _errors_of(samples, how)
+        documents, counts, remarks = make([each for each in samples if each[0] not in bad], how)
+    if len(bad) >= ROWS_PER_PART:
+        raise bad[records[0][0]]
+    errors = [str(bad[where]) for where, _ in records if where in bad]
+    good = [(where, record) for where, record in records if where not in bad]
+    unread = [names for where, _, names in rows if where not in bad]
+    remarked = list(zip(good, remarks, unread, strict=True))
+    return documents, counts + Counts(
+        read=len(errors),
+        bad_rows=len(errors),
+        bad=tuple(errors[:BAD_ROWS_SHOWN]),
+        dropped=NamedCounts.of(([row.dropped] * bool(row.dropped), where) for (where, _), row, _ in remarked),
+        noted=NamedCounts.of((_notes(record, row), where) for (where, record), row, _ in remarked),
+        unread=NamedCounts.of(((*columns, *row.unread), where) for (where, _), row, columns in remarked),
+        named=NamedCounts.of(([k for k, column in how.columns.items() if column in each], w) for w, each in good),
+    )
+
+
+def _read_row(
+    where: str, record: Record, how: Tokenisation, bad: dict[str, DataError]
+) -> tuple[str, RowSample, list[str]] | None:
+    """Location, sample and unused columns of a record; None for a bad one, whose error is added to `bad`."""
+    try:
+        if isinstance(record, UnreadableRecord):
+            raise record.error
+        return where, *read_row(record, how.kind, layout=how.layout, columns=how.columns, where=where)
+    except DataError as error:
+        bad[where] = error
+        return None
+
+
+def _errors_of(samples: Sequence[tuple[str, Any]], how: Tokenisation) -> dict[str, DataError]:
+    """The errors of samples that cannot be tokenised, by location, found by halving."""
+    try:
+        if samples:
+            _MAKERS[how.kind.name](samples, how)
+    except DataError as error:
+        if len(samples) == 1:
+            return {samples[0][0]: error}
+        middle = len(samples) // 2
+        return _errors_of(samples[:middle], how) | _errors_of(samples[middle:], how)
+    return {}
+
+
+def _notes(record: Record, row: Tokens) -> tuple[str, ...]:
+    # The text of a record is searched first, which is ten times as fast; it also has a typed `\\r` before a line feed.
+    has_windows_lines = "\\r\\n" in repr(record) and _has_windows_lines(record)
+    return ("windows_lines", *row.notes) if has_windows_lines else row.notes
+
+
+def _has_windows_lines(value: object) -> bool:
+    """Whether a text in `value`, a record or a part of one, has a carriage return before a line feed."""
+    if isinstance(value, str):
+        return "\r\n" in value
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return any(map(_has_windows_lines, parts))
+
+
+def _make_token_documents(samples: Sequence[tuple[str, Sample]], how: Tokenisation) -> Made:
+    tokeniser = SampleTokeniser(how.tokenizer, how.settings, bos=how.kind.bos, has_eos=how.kind.has_eos)
+    rules = [_rule(*sample, how.limits) for sample in samples]
+    most = how.limits.max_seq_len
+    tokens = [
+        replace(row, dropped="no_answer_left") if rule == "truncate" and row.loses_answers(most) else row
+        for row, rule in zip(tokeniser.tokenise(samples), rules, strict=True)
+    ]
+    documents, counts = make_documents(tokens, rules, max_seq_len=most)
+    return documents, counts, tokens
+
+
+def _rule(where: str, sample: Sample, limits: LengthLimit) -> str:
+    is_text = isinstance(sample, PlainText)
+    if limits.long_rows == "split" and not is_text:
+        raise DataError(
+            f"{where} is dialogue, and data.long_rows split is for plain text",
+            hint="set data.long_rows to auto, truncate or drop",
+        )
+    return limits.rule(is_text=is_text)
+
+
+def _make_pairs(samples: Sequence[tuple[str, Preference]], how: Tokenisation) -> Made:
     """Two documents for each pair, the chosen one first; only the last answer of each carries loss.
 
-    `limit` bounds both together. A pair that is longer is cut at the end of its answers, or dropped.
+    The limit bounds both together. A pair that is longer is cut at the end of its answers, or dropped.
     """
     sides: list[tuple[str, Sample]] = []
     for where, pair in samples:
-        chosen, rejected = _join_alike(pair, settings.separator)
+        chosen, rejected = _join_alike(pair, how.settings.separator)
         sides += [(f"{where} (chosen)", chosen), (f"{where} (rejected)", rejected)]
-    tokens = SampleTokeniser(tokenizer, replace(settings, train_on="last_assistant")).tokenise(sides)
+    tokens = _tokenise_last_answers(sides, how)
     kept: list[KeptDocument] = []
     remarks: list[Tokens] = []
     counts = Counts(read=len(samples))
     for (_, pair), chosen_tokens, rejected_tokens in zip(samples, tokens[::2], tokens[1::2], strict=True):
-        unit, dropped, change = _fit_pair(chosen_tokens, rejected_tokens, limit)
+        unit, dropped, change = _fit_pair(chosen_tokens, rejected_tokens, how.limits)
         kept += [KeptDocument(ids, mask, pair.margin) for ids, mask in unit]
         merged = _merge_remarks(chosen_tokens, rejected_tokens, dropped)
         remarks.append(merged)
         counts += change + Counts(server_prompt_differs=int(merged.server_prompt_differs))
     documents = Documents.of(kept)
     return documents, counts + documents.counts, remarks
+
+
+def _tokenise_last_answers(samples: Sequence[tuple[str, Sample]], how: Tokenisation) -> list[Tokens]:
+    return SampleTokeniser(how.tokenizer, replace(how.settings, train_on="last_assistant")).tokenise(samples)
 
 
 def _join_alike(pair: Preference, separator: str) -> tuple[Sample, Sample]:
@@ -111,58 +228,50 @@ def _merge_remarks(chosen: Tokens, rejected: Tokens, dropped: str) -> Tokens:
     )
 
 
-def make_marked_answers(
-    samples: Sequence[tuple[str, MarkedAnswer]],
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    settings: TemplateSettings,
-    limit: LengthLimit,
-) -> Made:
+def _make_labelled_completions(samples: Sequence[tuple[str, MarkedAnswer]], how: Tokenisation) -> Made:
     """One document for each answer, with the target 1 if it is good and 0 if bad; only the last answer carries loss."""
-    tokeniser = SampleTokeniser(tokenizer, replace(settings, train_on="last_assistant"))
-    tokens = tokeniser.tokenise([(where, marked.sample) for where, marked in samples])
+    tokens = _tokenise_last_answers([(where, marked.sample) for where, marked in samples], how)
     kept: list[KeptDocument] = []
     remarks: list[Tokens] = []
-    counts = Counts(read=len(samples))
-    for (_, marked), document in zip(samples, tokens, strict=True):
-        ids, mask = document.ids[: limit.max_seq_len], document.mask[: limit.max_seq_len]
-        lost = len(document.ids) - len(ids)
-        reason = document.dropped
-        if not reason and not any(document.mask[1:]):
-            counts += Counts(nothing_supervised=1)
-        elif not reason and lost and limit.rule(is_text=False) == "drop":
-            counts += Counts(too_long_dropped=1)
-        elif not reason and not any(mask[1:]):
-            reason = "no_answer_left"
-        elif not reason:
-            kept.append(KeptDocument(ids, mask, float(marked.is_good)))
-            counts += Counts(truncated=int(lost > 0), truncated_tokens=lost)
-        remarks.append(replace(document, dropped=reason))
-    counts += Counts(server_prompt_differs=sum(document.server_prompt_differs for document in tokens))
+    counts = Counts(read=len(samples), server_prompt_differs=sum(row.server_prompt_differs for row in tokens))
+    for (_, marked), row in zip(samples, tokens, strict=True):
+        unit, dropped, change = _fit_answer(row, how.limits)
+        kept += [KeptDocument(ids, mask, float(marked.is_good)) for ids, mask in unit]
+        remarks.append(replace(row, dropped=dropped))
+        counts += change
     documents = Documents.of(kept)
     return documents, counts + documents.counts, remarks
 
 
-def make_labelled_texts(
-    samples: Sequence[tuple[str, LabelledText]],
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    settings: TemplateSettings,
-    limit: LengthLimit,
-) -> Made:
+def _fit_answer(row: Tokens, limit: LengthLimit) -> tuple[list[_Ids], str, Counts]:
+    """A document as it is kept, or none and the reason, a key of `row_report.DROPPED`."""
+    if row.dropped:
+        return [], row.dropped, Counts()
+    if not any(row.mask[1:]):
+        return [], "", Counts(nothing_supervised=1)
+    ids, mask = row.ids[: limit.max_seq_len], row.mask[: limit.max_seq_len]
+    lost = len(row.ids) - len(ids)
+    if lost and limit.rule(is_text=False) == "drop":
+        return [], "", Counts(too_long_dropped=1)
+    if not any(mask[1:]):
+        return [], "no_answer_left", Counts()
+    return [(ids, mask)], "", Counts(truncated=int(lost > 0), truncated_tokens=lost)
+
+
+def _make_labelled_texts(samples: Sequence[tuple[str, LabelledText]], how: Tokenisation) -> Made:
     """One document for each text or pair of texts, with its class or number as the target; no token carries loss.
 
     An encoder's tokenizer gets both texts, and writes its own special tokens. For other models both are one text,
     with the separator between them and an EOS token at the end, also where the text is cut.
     """
-    control = ControlTokens(tokenizer, None, settings.control_tokens)
+    control = ControlTokens(how.tokenizer, None, how.settings.control_tokens)
     kept: list[KeptDocument] = []
     remarks: list[Tokens] = []
     counts = Counts(read=len(samples))
     for where, sample in samples:
-        remarks.append(Tokens([], [], notes=_control_notes(sample, control, settings.control_tokens, where)))
-        ids, second, lost = encode_labelled(sample, tokenizer, settings.separator, limit.max_seq_len)
-        if lost and limit.rule(is_text=False) == "drop":
+        remarks.append(Tokens([], [], notes=_control_notes(sample, control, how.settings.control_tokens, where)))
+        ids, second, lost = encode_labelled(sample, how.tokenizer, how.settings.separator, how.limits.max_seq_len)
+        if lost and how.limits.rule(is_text=False) == "drop":
             counts += Counts(too_long_dropped=1)
             continue
         kept.append(KeptDocument(ids, [False] * len(ids), sample.target, second))
@@ -212,3 +321,12 @@ def _encode_for_decoder(
     eos = int(tokenizer.eos_token_id)
     ids = ids[:-1] if ids[-1:] == [eos] else ids
     return [*ids[: limit - 1], eos], None, max(len(ids) + 1 - limit, 0)
+
+
+_MAKERS: Mapping[KindName, Callable[[Sequence[tuple[str, Any]], Tokenisation], Made]] = {
+    "dialogue": _make_token_documents,
+    "text": _make_token_documents,
+    "pairs": _make_pairs,
+    "marked": _make_labelled_completions,
+    "labelled": _make_labelled_texts,
+}

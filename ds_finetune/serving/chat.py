@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ds_finetune.data.template_limits import TemplateLimits
+from ds_finetune.data.chat_template import TemplateLimits
 from ds_finetune.errors import ExportError
 
 Message = dict[str, str]

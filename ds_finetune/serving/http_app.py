@@ -31,7 +31,7 @@ from transformers.cli.serving.utils import Modality
 
 from ds_finetune.config.units import MIB
 from ds_finetune.console.quiet import show_loading_as_phase
-from ds_finetune.data.template_limits import TemplateLimits
+from ds_finetune.data.chat_template import TemplateLimits
 from ds_finetune.errors import ConfigError
 from ds_finetune.export.verify.record import is_onnx
 from ds_finetune.foreign.auto_configs import AutoTokenizer

@@ -10,7 +10,7 @@ def ask(folder: Path, prompts: Sequence[str], *, max_new_tokens: int = 128) -> l
     """Greedy answers of the model in `folder` to prompts, which its chat template renders where it has one."""
     import torch
 
-    from ds_finetune.data.template_limits import TemplateLimits
+    from ds_finetune.data.chat_template import TemplateLimits
     from ds_finetune.data.tokenizer_files import load_tokenizer
     from ds_finetune.export.load import load_exported
 

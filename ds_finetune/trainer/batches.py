@@ -10,10 +10,8 @@ from numpy.typing import NDArray
 
 from ds_finetune.config.schedule import Duration
 from ds_finetune.config.units import share_text
-from ds_finetune.data.batches import Batch, BatchPlan, Position, training_batches
-from ds_finetune.data.prefetch import prefetched
-from ds_finetune.data.prepared_rows import PreparedRows
-from ds_finetune.data.rows import Row
+from ds_finetune.data.batches import Batch, BatchPlan, Position, prefetched, training_batches
+from ds_finetune.data.prepared_rows import PreparedRows, Row
 from ds_finetune.data.scores import NumberedRows, with_scores
 from ds_finetune.data.stream import START, StreamedRows, streaming_batches
 from ds_finetune.engine.engine import Engine

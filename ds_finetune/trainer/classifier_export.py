@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from ds_finetune.data.labelled import LabelledText
+from ds_finetune.data.layouts import LabelledText
 from ds_finetune.data.units import encode_labelled
 from ds_finetune.engine.engine import Engine
 from ds_finetune.export.classifier_tokenizer import (

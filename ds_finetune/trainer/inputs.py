@@ -13,13 +13,12 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from ds_finetune.config.schedule import Duration
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.classes import find_classes
-from ds_finetune.data.overlap import overlap_notes
 from ds_finetune.data.prepare import prepare_rows
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.row_kind import RowKind
 from ds_finetune.data.row_report import row_notes
 from ds_finetune.data.scores import StoredScores
-from ds_finetune.data.stream import StreamedRows, open_stream
+from ds_finetune.data.stream import StreamedRows, open_stream, overlap_notes
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.errors import ConfigError, DataError
 from ds_finetune.model.build.encoder import encoder_of

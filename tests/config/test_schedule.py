@@ -8,7 +8,7 @@ import pytest
 from ds_finetune.config.schedule import Duration, Interval, LrSchedule, warmup_steps
 from ds_finetune.config.schema import read_config
 from ds_finetune.data.batches import BatchPlan, training_batches
-from ds_finetune.data.rows import Row, empty_row
+from ds_finetune.data.prepared_rows import Row, empty_row
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.system.world import World
 from ds_finetune.trainer.batches import run_batches

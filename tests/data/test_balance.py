@@ -7,8 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from ds_finetune.data.balance import Division, divide_rows
-from ds_finetune.data.batches import Batch, BatchPlan, training_batches
+from ds_finetune.data.batches import Batch, BatchPlan, Division, divide_rows, training_batches
 from ds_finetune.data.documents import Documents, KeptDocument
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.families.tiny import VOCAB

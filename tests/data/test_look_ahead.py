@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ds_finetune.data.batches import BatchPlan, Position, make_batch
-from ds_finetune.data.rows import Row
+from ds_finetune.data.prepared_rows import Row
 from ds_finetune.objectives.labels import IGNORE_INDEX
 
 NONE = IGNORE_INDEX

@@ -14,7 +14,7 @@ from ds_finetune.config.sections import DataConfig
 from ds_finetune.data.batches import BatchPlan, Position, training_batches
 from ds_finetune.data.mixture import Mixture
 from ds_finetune.data.prepare import TokenLimits, prepare_rows
-from ds_finetune.data.rows import Row, empty_row
+from ds_finetune.data.prepared_rows import Row, empty_row
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.errors import DataError
 

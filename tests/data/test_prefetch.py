@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from ds_finetune.data.prefetch import prefetched
+from ds_finetune.data.batches import prefetched
 
 
 def test_items_come_in_order_and_the_thread_ends() -> None:

@@ -19,12 +19,10 @@ from ds_finetune.cli.demo_files import write_demo
 from ds_finetune.config.sections import DataConfig
 from ds_finetune.data.batches import BatchPlan, eval_batches, training_batches
 from ds_finetune.data.documents import Counts
-from ds_finetune.data.packing import pack
 from ds_finetune.data.prepare import Tokenisation, TokenLimits, _write_parts, prepare_rows
-from ds_finetune.data.prepared_rows import PreparedRows
+from ds_finetune.data.prepared_rows import PreparedRows, Row, pack
 from ds_finetune.data.row_kind import KindName, RowKind
 from ds_finetune.data.row_report import row_notes
-from ds_finetune.data.rows import Row
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.errors import ConfigError, DataError, RunError
 from ds_finetune.objectives.labels import IGNORE_INDEX

@@ -6,7 +6,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from ds_finetune.config.sections import DataConfig
-from ds_finetune.data import template_limits as limits
+from ds_finetune.data import chat_template as limits
 from ds_finetune.data.chat_template import ChatTemplate, RenderingError
 from ds_finetune.data.prepare import TokenLimits, plan_tokenisation
 from ds_finetune.errors import ConfigError

@@ -17,7 +17,7 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.sections import EvalConfig
 from ds_finetune.config.units import GIB
 from ds_finetune.data.batches import Batch, BatchPlan, MicroBatch, eval_batches
-from ds_finetune.data.rows import Row
+from ds_finetune.data.prepared_rows import Row
 from ds_finetune.engine.results import HeldOutScores, StepResult
 from ds_finetune.errors import ConfigError
 from ds_finetune.objectives.objective import TokenObjective

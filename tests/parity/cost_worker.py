@@ -22,7 +22,7 @@ from bench.small_v3 import SMALL_V3
 from ds_finetune.cli.main import exit_process
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.batches import BatchPlan, training_batches
-from ds_finetune.data.rows import Row
+from ds_finetune.data.prepared_rows import Row
 from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.engine.start_engine import start_engine

@@ -13,7 +13,7 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_finetune.config.sections import LoraConfig
-from ds_finetune.data.rows import Row, RowDocuments
+from ds_finetune.data.prepared_rows import Row, RowDocuments
 from ds_finetune.data.scores import DocumentScores, ScoreIdentity, StoredScores, write_manifest, write_shard
 from ds_finetune.families.tiny import VOCAB
 from ds_finetune.objectives.labels import IGNORE_INDEX

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ds_finetune.data.batches import Batch, BatchPlan, eval_batches, training_batches
-from ds_finetune.data.rows import Row, RowDocuments
+from ds_finetune.data.prepared_rows import Row, RowDocuments
 from ds_finetune.engine.engine import Engine
 from ds_finetune.objectives.labels import IGNORE_INDEX
 from ds_finetune.plan.plan import Plan

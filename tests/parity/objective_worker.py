@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ds_finetune.data.batches import Batch, BatchPlan, MicroBatch, eval_baseline, eval_batches, training_batches
-from ds_finetune.data.rows import Row
+from ds_finetune.data.prepared_rows import Row
 from ds_finetune.engine.engine import Engine
 from ds_finetune.model.loss.token_loss import LossHead
 from ds_finetune.objectives.objective import Objective, make_objective

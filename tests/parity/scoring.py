@@ -13,7 +13,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from ds_finetune.config.sections import LoraConfig
-from ds_finetune.data.rows import Row, RowDocuments
+from ds_finetune.data.prepared_rows import Row, RowDocuments
 from ds_finetune.families.tiny import VOCAB
 from ds_finetune.objectives.labels import IGNORE_INDEX
 from ds_finetune.reference.selftest.cells import Cell, run_tree

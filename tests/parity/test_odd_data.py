@@ -18,8 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ds_finetune.data.batches import Batch, BatchPlan, eval_batches, training_batches
 from ds_finetune.data.documents import make_documents
-from ds_finetune.data.packing import pack
-from ds_finetune.data.prepared_rows import PreparedRows
+from ds_finetune.data.prepared_rows import PreparedRows, pack
 from ds_finetune.data.sample_tokens import Tokens
 from ds_finetune.engine.rank_rows import rank_rows
 from ds_finetune.families.table import family_of

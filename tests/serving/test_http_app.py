@@ -29,7 +29,7 @@ for package in ("openai", "starlette", "uvicorn"):
 from openai import APIError, APIStatusError, AuthenticationError, NotFoundError, OpenAI
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from ds_finetune.data import template_limits
+from ds_finetune.data import chat_template
 from ds_finetune.serving import http_app as serving
 from ds_finetune.serving import request_queue
 from ds_finetune.serving.openai_request import ChatRequest, RequestError
@@ -318,7 +318,7 @@ def test_a_template_that_computes_without_an_end_is_refused(
     body: str, said: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the main thread, where the server renders: here without a server, whose thread would be another."""
-    monkeypatch.setattr(template_limits, "RENDER_SECONDS", 0.2)
+    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 0.2)
     served = serving.ServedModel(folder, "cpu")
     kind = body.partition(" ")[0]
     loop = "{% for a in range(99999) %}{% " + body + " %}{% end" + kind + " %}{% endfor %}"

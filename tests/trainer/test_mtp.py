@@ -160,7 +160,10 @@ def test_a_frozen_router_is_frozen_in_the_layer_too(tmp_path: Path) -> None:
     ("pattern", "said"),
     [
         (r".*layers\.[01]\..*o_proj", r"which name no module of the layer, model\.layers\.2"),
-        ("eh_proj", r"name modules of the layer model\.layers\.2 only, and mtp\.detach true: the objective trains nothing"),
+        (
+            "eh_proj",
+            r"name modules of the layer model\.layers\.2 only, and mtp\.detach true: the objective trains nothing",
+        ),
     ],
 )
 def test_adapters_on_one_side_only_are_refused(pattern: str, said: str, tmp_path: Path) -> None:

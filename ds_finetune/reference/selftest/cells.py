@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 
 from ds_finetune.config.objectives import ObjectiveField
 from ds_finetune.config.parallel import ParallelConfig
-from ds_finetune.data.rows import Row, RowDocuments
+from ds_finetune.data.prepared_rows import Row, RowDocuments
 from ds_finetune.families.table import FAMILIES
 from ds_finetune.families.tiny import VOCAB
 from ds_finetune.foreign.auto_configs import AutoConfig

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from ds_finetune.config.objectives import ClassificationObjective, RewardObjective
 from ds_finetune.data.batches import BatchPlan, Position, make_batch
-from ds_finetune.data.rows import Row, RowDocuments
+from ds_finetune.data.prepared_rows import Row, RowDocuments
 from ds_finetune.engine.rank_rows import rank_rows
 from ds_finetune.errors import ModelError
 from ds_finetune.families.table import family_of

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ds_finetune.cli.main import exit_process
 from ds_finetune.data.batches import training_batches
-from ds_finetune.data.rows import Row
+from ds_finetune.data.prepared_rows import Row
 from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.groups.default_group import process_group
