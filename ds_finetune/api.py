@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ds_finetune.export.onnx.folder import OnnxExportResult
     from ds_finetune.export.verify.verify import VerificationResult
     from ds_finetune.objectives.objective import DocumentObjective
-    from ds_finetune.trainer.memory_rows import Rows
+    from ds_finetune.trainer.run_dir import Rows
     from ds_finetune.trainer.train import Report
 
 PathLike = str | Path
@@ -59,7 +59,7 @@ def train(
     _check_main_thread()
     quiet_packages()
     world = World.from_environment(os.environ)
-    from ds_finetune.trainer.memory_rows import with_rows
+    from ds_finetune.trainer.run_dir import with_rows
     from ds_finetune.trainer.train import train as train_run
 
     given = {name: value for name, value in (("train", rows), ("eval", eval_rows)) if value is not None}

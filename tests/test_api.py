@@ -25,7 +25,7 @@ from ds_finetune.data.prepare import TokenLimits, prepare_rows
 from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.errors import ConfigError, DataError, LaunchError
 from ds_finetune.system.world import World
-from ds_finetune.trainer.memory_rows import with_rows
+from ds_finetune.trainer.run_dir import with_rows
 from tests.conftest import ROOT
 from tests.running import metrics, start, tiny_task, torchrun
 

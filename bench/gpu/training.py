@@ -24,7 +24,7 @@ from bench.gpu.models import (
 from bench.gpu.results import Recorder, SkippedError
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.units import GIB
-from ds_finetune.observers.utilisation import peak_flops
+from ds_finetune.observers.performance import peak_flops
 from ds_finetune.plan.estimate.activation_memory import activation_bytes
 from ds_finetune.plan.model_shape import Shape
 

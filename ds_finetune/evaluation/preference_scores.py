@@ -1,15 +1,19 @@
-"""Scores of pairs of answers by a language model, as a preference objective computes them."""
+"""Scores of answers by a language model: pairs as a preference objective scores them, marked answers as KTO does."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from ds_finetune.config.objectives import ObjectiveConfig
+from ds_finetune.data.mismatched import MismatchedAnswers
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.errors import ConfigError
 from ds_finetune.evaluation.model_scores import Document, Scores
+from ds_finetune.objectives.labels import IGNORE_INDEX
 from ds_finetune.objectives.objective import DocumentLogProbs, DocumentObjective, is_of_documents, make_objective
 
 Numbers = NDArray[np.float64]
@@ -82,3 +86,79 @@ def sides_of(rows: PreparedRows, limit: int | None) -> list[Document]:
     """Both sides of each of the first `limit` pairs, the chosen one first."""
     number = 2 * min(rows.num_units, limit or rows.num_units)
     return [Document(*rows.document(index), [], []) for index in range(number)]
+
+
+@dataclass(frozen=True)
+class MarkedDocument:
+    """An answer, its prompt with another one's answer, from which z0 is computed, and 1 for good or 0 for bad."""
+
+    document: Document
+    mismatched: Document
+    target: float
+
+
+@dataclass(frozen=True)
+class MarkedScores:
+    """What an objective adds up over answers: `sums` [answers, sums]."""
+
+    objective: DocumentObjective
+    sums: Numbers
+
+    @classmethod
+    def of(
+        cls, objective: DocumentObjective, sets: Sequence[Sequence[MarkedDocument]], scores: Scores, reference: Scores
+    ) -> Self:
+        """From the scores, by the model and by its reference, of all answers of all sets and then of all mismatched
+        ones. Each set has a z0 of its own.
+        """
+        logps, references = (torch.from_numpy(-each.loss).view(2, -1) for each in (scores, reference))
+        targets = torch.tensor([answer.target for answers in sets for answer in answers], dtype=torch.float64)
+        columns = (logps[0], torch.ones_like(targets), targets, references[0])
+        weights, done, sums = torch.ones(1, dtype=torch.float64), 0, []
+        for answers in sets:
+            here = slice(done, done + len(answers))
+            ratios = (logps[1] - references[1])[here]
+            z0 = torch.tensor(objective.baseline(float(ratios.sum()), len(ratios)), dtype=torch.float64)
+            for number in range(here.start, here.stop):
+                one = (column[number : number + 1] for column in columns)
+                sums.append(objective.loss(DocumentLogProbs(*one), weights, z0).sums.numpy())
+            done = here.stop
+        return cls(objective, np.stack(sums))
+
+    def __len__(self) -> int:
+        """Number of answers."""
+        return len(self.sums)
+
+    def part(self, answers: slice) -> Self:
+        """The scores of some answers."""
+        return replace(self, sums=self.sums[answers])
+
+    def metrics(self, counts: Numbers) -> dict[str, Numbers]:
+        """The metrics of training, of samples that contain each answer `counts` [samples, answers] times, [samples]
+        each; z0 is that of all answers. NaN where a sample has no good or no bad answer.
+        """
+        names = self.objective.sum_names
+        found = [
+            self.objective.metrics(dict(zip(names, sums.tolist(), strict=True)), {"examples": number})
+            for sums, number in zip(counts @ self.sums, counts.sum(axis=1).tolist(), strict=True)
+        ]
+        every = dict.fromkeys(name for each in found for name in each)
+        return {name: np.array([each.get(name, np.nan) for each in found]) for name in every}
+
+
+def marked_answers(rows: PreparedRows, limit: int | None, *, max_seq_len: int) -> list[MarkedDocument]:
+    """The first `limit` answers; DataError where all have one prompt."""
+    mismatched = MismatchedAnswers(rows, seed=0, max_seq_len=max_seq_len, is_packed=False)
+    mismatched.check("the held-out rows")
+    return [
+        MarkedDocument(
+            Document(*rows.document(number), [], []),
+            _document(*mismatched.document(number)),
+            float(rows.documents.targets[number]),
+        )
+        for number in range(min(rows.num_units, limit or rows.num_units))
+    ]
+
+
+def _document(ids: NDArray[np.int32], labels: NDArray[np.int32]) -> Document:
+    return Document(ids.tolist(), [False, *(labels[:-1] != IGNORE_INDEX).tolist()], [], [])

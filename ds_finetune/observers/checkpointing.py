@@ -15,7 +15,7 @@ from ds_finetune.console.phase_line import Say
 from ds_finetune.engine.groups.collectives import all_gather_object, all_reduce_max
 from ds_finetune.errors import RunError
 from ds_finetune.observers.record import Resumable, StepRecord
-from ds_finetune.observers.stop_signals import StopSignals
+from ds_finetune.observers.stopping import StopSignals
 
 RunText = Callable[[StepRecord, Mapping[str, Mapping[str, Any]]], str]
 """From the record of a step and the state of observers to the run's state as text."""

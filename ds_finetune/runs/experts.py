@@ -1,4 +1,4 @@
-"""Reads `experts.bin`, the loads of experts step by step (written by observers/expert_table.py)."""
+"""Reads `experts.bin`, the loads of experts step by step (written by observers/routers.py)."""
 
 import json
 from pathlib import Path

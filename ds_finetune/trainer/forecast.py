@@ -1,22 +1,31 @@
-"""The forecast of a prepared run: the memory of its fullest rank, and the time of a step where the machine is known."""
+"""The forecast of a prepared run: the memory of its fullest rank, the time of a step where the machine is known, and
+what to do where memory runs out.
+"""
+
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from ds_finetune.config.units import GIB
 from ds_finetune.console.phase_line import Say
 from ds_finetune.data.prepared_rows import PreparedRows
+from ds_finetune.engine.device_memory import DeviceMemory, is_out_of_memory
 from ds_finetune.engine.groups.collectives import all_reduce_max
-from ds_finetune.errors import FinetuneError
-from ds_finetune.observers.forecast import ForecastCheck, Predicted
+from ds_finetune.errors import FinetuneError, RunError
+from ds_finetune.observers.performance import ForecastCheck, Predicted
 from ds_finetune.plan.estimate.accelerators import Machine, accelerator_of_device, machine_of
 from ds_finetune.plan.estimate.cpu_machine import CpuRates, cpu_machine, rates_file
-from ds_finetune.plan.estimate.memory import MemoryEstimate
+from ds_finetune.plan.estimate.memory import MemoryEstimate, estimate_memory
 from ds_finetune.plan.estimate.row_shape import RowShape
 from ds_finetune.plan.estimate.step_time import TimeEstimate, estimate_time
-from ds_finetune.trainer.memory_report import estimate_of, memory_table
+from ds_finetune.plan.estimate.zero_rows import bucket_bytes
+from ds_finetune.plan.search.nearest import first_texts, fitting_changes
 from ds_finetune.trainer.prepare import PreparedRun
 
 _SHOWN_ROWS = 3
+_MOST_CHANGES = 5
 
 
 def forecast_lines(run: PreparedRun) -> list[tuple[str, str]]:
@@ -95,3 +104,89 @@ def _memory_text(run: PreparedRun, memory: MemoryEstimate) -> str:
 def _largest(value: float) -> float:
     """Of all ranks."""
     return all_reduce_max(value)[0]
+
+
+class OutOfMemoryError(RunError):
+    """A rank's device, or the host, had no memory left for a run that had started."""
+
+
+def memory_table(estimate: MemoryEstimate) -> list[str]:
+    """The rows of the device when most is held there, largest first, each with the option that lowers it."""
+    fullest = [row for row in estimate.rows if row.place == estimate.device and estimate.moment in row.when]
+    rows = sorted(fullest, key=lambda row: -row.num_bytes)
+    return [
+        f"  {row.num_bytes / GIB:10.3f} GiB  {row.name}{f' (lowered by {row.option})' if row.option else ''}"
+        for row in rows
+        if row.num_bytes
+    ]
+
+
+def estimate_of(run: PreparedRun) -> MemoryEstimate | None:
+    """The estimate of the run, or None where the arithmetic of its model is not known."""
+    try:
+        return estimate_memory(run.plan, run.inputs.config_tree)
+    except FinetuneError:
+        return None
+
+
+def what_fits(run: PreparedRun, *, budget: int) -> str:
+    """The nearest settings that fit into `budget` bytes, as a hint."""
+    config = run.config.model_copy(update={"objective": run.plan.objective})
+    changes = fitting_changes(config, run.plan, run.inputs.config_tree, budget=budget)
+    if not changes:
+        return "by the estimate no change of the run file fits: take more ranks, or devices with more memory"
+    return f"by the estimate these fit, each with its need: {first_texts(changes, _MOST_CHANGES)}"
+
+
+@contextmanager
+def explain_out_of_memory(run: PreparedRun) -> Iterator[None]:
+    """Replace an error inside, where it is that memory ran out, by an OutOfMemoryError with what the run needs of the
+    device, what the device has, and what would fit.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, FinetuneError) or not is_out_of_memory(error):
+            raise
+        raise _out_of_memory(run, error, run.memory) from error
+
+
+def _out_of_memory(run: PreparedRun, error: Exception, device: DeviceMemory | None) -> OutOfMemoryError:
+    first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    message = f"rank {run.plan.world.rank} ran out of memory: {first}"
+    estimate = estimate_of(run)
+    if estimate is None or device is None:
+        unknown = (
+            "what is free here" if device is None else f"the memory of model_type {run.inputs.hf_config.model_type}"
+        )
+        return OutOfMemoryError(
+            f"{message}; {unknown} is not known",
+            hint="lower train.micro_batch_size, or take a higher zero_optimization.stage or more ranks",
+        )
+    need = f"by the estimate a rank needs {estimate.device_bytes / GIB:.3f} GiB at most"
+    has = f"the {device.name} had {device.free_bytes / GIB:.3f} GiB free for it when the run was prepared"
+    text = "\n".join([message, f"{need}, and {has}:", *memory_table(estimate)])
+    bucket = _bucket_hint(run, device)
+    if estimate.device_bytes >= device.free_bytes:
+        fits = what_fits(run, budget=device.free_bytes)
+        return OutOfMemoryError(text, hint=f"{bucket}; then {fits}" if bucket else fits)
+    less = what_fits(run, budget=estimate.device_bytes)
+    other = "the estimate is less than what was free: look for other processes and limits, or take less"
+    return OutOfMemoryError(text, hint=bucket or f"{other}; {less}")
+
+
+def _bucket_hint(run: PreparedRun, device: DeviceMemory) -> str:
+    """What to do where a limit of the address space has no room for the bucket in which ZeRO sums gradients; empty
+    where there is none.
+
+    DeepSpeed allocates it in one piece, however small the model is (zero/stage_1_and_2.py and stage3.py of 0.19.8), and
+    the estimate counts what is written to it.
+    """
+    is_limited = run.plan.device == "cpu" and resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+    size = bucket_bytes(run.plan)
+    if not is_limited or 2 * size < device.free_bytes:
+        return ""
+    return (
+        f"under `ulimit -v` the bucket of ZeRO-{run.plan.zero_stage} counts in full, {size:,} bytes in one piece: set "
+        "deepspeed.zero_optimization.reduce_bucket_size to 10000000, or raise the limit"
+    )

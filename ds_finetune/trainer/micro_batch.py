@@ -29,7 +29,7 @@ from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.search.micro_batch import SPARE, bytes_of, fits, legal_sizes, plan_with_rows
 from ds_finetune.system.whole_file import replace_file
 from ds_finetune.system.world import accelerate_choices
-from ds_finetune.trainer.memory_report import memory_table, what_fits
+from ds_finetune.trainer.forecast import memory_table, what_fits
 from ds_finetune.trainer.prepare import PreparedRun
 from ds_finetune.trainer.resolve import ResolvedRun, complete_plan
 from ds_finetune.trainer.trial import DONE, OUT_OF_MEMORY, try_steps

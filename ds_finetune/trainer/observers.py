@@ -21,17 +21,20 @@ from ds_finetune.data.stream import StreamedRows
 from ds_finetune.engine.engine import Engine
 from ds_finetune.observers.checkpointing import Checkpointing, CheckpointPolicy
 from ds_finetune.observers.evaluation import BestAndPatience, Evaluation
-from ds_finetune.observers.expert_table import ExpertTable, ExpertTableWriter, TableLayout
-from ds_finetune.observers.load_watch import LoadWatch, load_advice
-from ds_finetune.observers.progress import ProgressLine
+from ds_finetune.observers.performance import Utilisation, peak_flops
+from ds_finetune.observers.progress import ANSWERS, EVALUATION, EXPORT, SAVE, ProgressLine, TimeLeft
 from ds_finetune.observers.record import Observer, Resumable
-from ds_finetune.observers.router_metrics import RouterMetrics
+from ds_finetune.observers.routers import (
+    ExpertTable,
+    ExpertTableWriter,
+    LoadWatch,
+    RouterMetrics,
+    TableLayout,
+    load_advice,
+)
 from ds_finetune.observers.samples import SampleFile
-from ds_finetune.observers.skipped import SkippedSteps
-from ds_finetune.observers.stop_signals import StopSignals
-from ds_finetune.observers.time_left import ANSWERS, EVALUATION, EXPORT, SAVE, TimeLeft
+from ds_finetune.observers.stopping import SkippedSteps, StopSignals
 from ds_finetune.observers.trackers import Trackers
-from ds_finetune.observers.utilisation import Utilisation, peak_flops
 from ds_finetune.observers.writers import MetricsFile, RankTimesFile
 from ds_finetune.trainer.evaluation import evaluation_functions
 from ds_finetune.trainer.exports import Exports

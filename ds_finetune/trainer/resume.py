@@ -42,8 +42,7 @@ from ds_finetune.observers.record import Resumable, StepRecord
 from ds_finetune.plan.plan import Plan
 from ds_finetune.system.free_memory import available_bytes
 from ds_finetune.system.whole_file import synchronise_names
-from ds_finetune.trainer.classifier_export import adapt_tokenizer
-from ds_finetune.trainer.exports import files_beside
+from ds_finetune.trainer.exports import adapt_tokenizer, files_beside
 from ds_finetune.trainer.loop import BEGINNING, Progress
 from ds_finetune.trainer.prepare import PreparedRun
 

@@ -3,25 +3,38 @@
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 
 import torch.distributed as dist
 
-from ds_finetune.cluster.watchdog.monitor import Monitor
+from ds_finetune.cluster.watchdog.collectives import observe_collectives
+from ds_finetune.cluster.watchdog.device import device_progress
+from ds_finetune.cluster.watchdog.monitor import Monitor, start_monitor
+from ds_finetune.cluster.watchdog.progress import HangLimits, RankProgress
+from ds_finetune.config.schedule import seconds_of
 from ds_finetune.config.schema import RunConfig
+from ds_finetune.config.sections import WatchdogConfig
+from ds_finetune.console.phase_line import Say
+from ds_finetune.engine.devices import exchange
+from ds_finetune.engine.groups.default_group import meet, process_group
+from ds_finetune.engine.ops.prepare_ops import build_ops, use_cores
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.errors import RunError
 from ds_finetune.export.interruption import SignalInterruption
 from ds_finetune.export.verify.verify import VerificationResult
 from ds_finetune.observers.record import StepRecord
-from ds_finetune.observers.stop_signals import StopSignals
+from ds_finetune.observers.stopping import StopSignals
 from ds_finetune.system.world import World, check_deepspeed_hostfile
 from ds_finetune.trainer.batches import batches_ahead
 from ds_finetune.trainer.exports import Exports, verify_run_exports
+from ds_finetune.trainer.forecast import explain_out_of_memory, forecast_lines
 from ds_finetune.trainer.loop import run_steps, training_steps
+from ds_finetune.trainer.micro_batch import decide_micro_batch
 from ds_finetune.trainer.observers import StartedRun, make_observers
 from ds_finetune.trainer.prepare import PreparedRun, drawn_line, prepare_run
 from ds_finetune.trainer.profiling import profiled
@@ -35,9 +48,15 @@ from ds_finetune.trainer.resume import (
     saved_record,
     start_saver,
 )
-from ds_finetune.trainer.run_records import begin_run_folder, record_end, report_failure
-from ds_finetune.trainer.run_status import RunLog, StatusKeeper, keep_status
-from ds_finetune.trainer.startup import finish_plan, open_process_group, report_errors, start_watchdog
+from ds_finetune.trainer.run_dir import remove_empty_on_failure
+from ds_finetune.trainer.run_records import (
+    RunLog,
+    StatusKeeper,
+    begin_run_folder,
+    keep_status,
+    record_end,
+    report_failure,
+)
 
 Announce = Callable[[PreparedRun], None]
 
@@ -151,3 +170,57 @@ def train_steps(started: StartedRun, status: StatusKeeper) -> tuple[StepRecord |
         for observer in observers:
             observer.close()
         return last, last.stop if last and signals.is_stop_requested() else ""
+
+
+@contextmanager
+def start_watchdog(
+    watchdog: WatchdogConfig, world: World, output_dir: Path, log: Say
+) -> Iterator[tuple[Monitor, dist.Store]]:
+    """Monitor every rank and its collectives from the moment the ranks have met; also yields the store they met at.
+
+    `log` adds a line to the log of the run.
+    """
+    progress = RankProgress(world.rank, HangLimits.of(watchdog))
+    store = meet(world, timeout=timedelta(seconds=seconds_of(watchdog.meet)))
+    with observe_collectives(progress), start_monitor(progress, world, store, output_dir) as monitor:
+        monitor.log = log
+        yield monitor, store
+
+
+def finish_plan(run: PreparedRun, store: dist.Store, monitor: Monitor, say: Say) -> PreparedRun:
+    """Decide what all ranks have to try first: the micro-batch where it is `auto`, and the optimizer's operators. The
+    forecast of the run is added to its plan.
+    """
+    run = compile_operators(decide_micro_batch(run, store, monitor, say), store, monitor, say)
+    return replace(run, plan=replace(run.plan, decisions=(*run.plan.decisions, *forecast_lines(run))))
+
+
+def compile_operators(run: PreparedRun, store: dist.Store, monitor: Monitor, say: Say) -> PreparedRun:
+    """Compile what the optimizer needs; the ranks agree through `store` on what follows from the results.
+
+    There is no limit on how long the ranks wait for one that prepares or compiles longer than the others.
+    """
+    timeout = timedelta(seconds=run.plan.collective_seconds)
+
+    def agree(problems: str) -> list[str]:
+        monitor.wait_until_prepared(store)
+        return exchange(store, run.plan.world, "operators", problems, timeout=timeout)
+
+    return replace(run, plan=build_ops(use_cores(run.plan, os.environ), agree, say))
+
+
+@contextmanager
+def open_process_group(run: PreparedRun, store: dist.Store, monitor: Monitor) -> Iterator[None]:
+    """Open the process group of all ranks; the watchdog reports an error before the group closes."""
+    timeout = timedelta(seconds=run.plan.collective_seconds)
+    group = process_group(run.plan.world, run.plan.device, store, timeout=timeout)
+    monitor.progress.device = device_progress(run.plan.device)
+    with remove_empty_on_failure(run.output_dir), monitor.detect_hangs(store), group, report_errors(run, monitor):
+        yield
+
+
+@contextmanager
+def report_errors(run: PreparedRun, monitor: Monitor) -> Iterator[None]:
+    """Report an error inside to the other ranks; one that memory ran out is explained first."""
+    with monitor.report_errors(), explain_out_of_memory(run):
+        yield

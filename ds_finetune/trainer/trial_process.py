@@ -40,8 +40,7 @@ from ds_finetune.errors import FinetuneError
 from ds_finetune.system.whole_file import replace_file
 from ds_finetune.system.world import World
 from ds_finetune.trainer.prepare import prepare_run
-from ds_finetune.trainer.trial import DONE, END, FAILED, OUT_OF_MEMORY, REQUEST, TrialEnd
-from ds_finetune.trainer.trial_rows import trial_batches
+from ds_finetune.trainer.trial import DONE, END, FAILED, OUT_OF_MEMORY, REQUEST, TrialEnd, trial_batches
 
 _STEPS = 2
 """An optimizer may make its moments in its first step, so that forwards first meet them in the second."""

@@ -19,7 +19,7 @@ from ds_finetune.checkpoint.files import complete_steps, step_name
 from ds_finetune.checkpoint.locking import LOCK, lock_folder
 from ds_finetune.checkpoint.tools import verify_checkpoint
 from ds_finetune.errors import CheckpointError, OutputError
-from ds_finetune.observers.stop_signals import StopSignals
+from ds_finetune.observers.stopping import StopSignals
 from tests.checkpoint.runs import Running, numbers
 from tests.conftest import ROOT
 from tests.running import tiny_task
@@ -159,7 +159,7 @@ def _wait_until(condition: Callable[[], bool]) -> None:
 WAITING = """
 import datetime, time
 import torch.distributed as dist
-from ds_finetune.observers.stop_signals import StopSignals
+from ds_finetune.observers.stopping import StopSignals
 with StopSignals() as signals:
     print("ready", flush=True)
     # As a rank waits for one that is gone: in C++, where no handler of Python's runs.

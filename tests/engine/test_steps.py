@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from ds_finetune.errors import RunError
 from ds_finetune.observers.record import StepRecord
-from ds_finetune.observers.skipped import SkippedSteps
+from ds_finetune.observers.stopping import SkippedSteps
 from ds_finetune.reference.selftest.cells import hf_config
 from tests.parity.mtp_cells import write_mtp_model
 from tests.running import start, torchrun

@@ -10,8 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
-from ds_finetune.evaluation.drafts import load_drafter
-from ds_finetune.evaluation.model_scores import Document, Scores, score_documents
+from ds_finetune.evaluation.model_scores import Document, Scores, load_drafter, score_documents
 from tests.parity.mtp_cells import PlainMtp, write_mtp_model
 
 

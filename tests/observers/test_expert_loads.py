@@ -8,8 +8,15 @@ import numpy as np
 import pytest
 
 from ds_finetune.errors import OutputError
-from ds_finetune.observers.expert_loads import busiest_rank_ratio, effective_experts, max_violations, num_dead_experts
-from ds_finetune.observers.expert_table import MOST_BYTES, ExpertTable, TableLayout
+from ds_finetune.observers.routers import (
+    MOST_BYTES,
+    ExpertTable,
+    TableLayout,
+    busiest_rank_ratio,
+    effective_experts,
+    max_violations,
+    num_dead_experts,
+)
 from ds_finetune.runs.experts import read_expert_table
 from tests.running import files_of_at_most
 

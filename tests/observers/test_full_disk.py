@@ -8,9 +8,8 @@ import pytest
 from ds_finetune.console.tables import OUT, show_line
 from ds_finetune.observers import outage, trackers
 from ds_finetune.observers.outage import Outage
-from ds_finetune.observers.progress import ProgressLine
+from ds_finetune.observers.progress import ProgressLine, TimeLeft
 from ds_finetune.observers.record import StepRecord
-from ds_finetune.observers.time_left import TimeLeft
 from ds_finetune.observers.trackers import Trackers
 from ds_finetune.observers.writers import MetricsFile
 from tests.running import files_of_at_most

@@ -22,13 +22,11 @@ from ds_finetune.engine.results import HeldOutScores, StepResult
 from ds_finetune.errors import ConfigError
 from ds_finetune.objectives.objective import TokenObjective
 from ds_finetune.observers.evaluation import BestAndPatience, Evaluation, matches
-from ds_finetune.observers.forecast import MEASURED_STEPS, ForecastCheck, Predicted
-from ds_finetune.observers.progress import ProgressLine
+from ds_finetune.observers.performance import MEASURED_STEPS, ForecastCheck, Predicted, Utilisation, peak_flops
+from ds_finetune.observers.progress import EVALUATION, EXPORT, SAVE, ProgressLine, TimeLeft
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.observers.samples import SampleFile
-from ds_finetune.observers.time_left import EVALUATION, EXPORT, SAVE, TimeLeft
 from ds_finetune.observers.trackers import PACKAGES, Trackers, check_trackers
-from ds_finetune.observers.utilisation import Utilisation, peak_flops
 from ds_finetune.observers.writers import MetricsFile
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.runs.samples import Sample

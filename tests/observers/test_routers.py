@@ -9,10 +9,15 @@ import torch
 
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.router_balance import RouterChoices
-from ds_finetune.observers.expert_table import ExpertTable, ExpertTableWriter, TableLayout
-from ds_finetune.observers.load_watch import LoadWatch, load_advice
 from ds_finetune.observers.record import StepRecord
-from ds_finetune.observers.router_metrics import RouterMetrics
+from ds_finetune.observers.routers import (
+    ExpertTable,
+    ExpertTableWriter,
+    LoadWatch,
+    RouterMetrics,
+    TableLayout,
+    load_advice,
+)
 from ds_finetune.runs.experts import read_expert_table
 from tests.running import files_of_at_most
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from ds_finetune.errors import ConfigError
-from ds_finetune.observers import mlflow_run
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.observers.trackers import Trackers, flatten
 from ds_finetune.observers.writers import MetricsFile
@@ -138,7 +137,7 @@ def test_stores_hold_each_step_once_after_a_kill_and_a_resume(tmp_path: Path) ->
 def test_a_store_that_fails_in_mid_run_is_one_warning_and_gets_all_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mlflow_run, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("ds_finetune.observers.trackers.PAUSE_SECONDS", 0.01)
     said: list[str] = []
     trackers = Trackers.open(["tensorboard", "mlflow"], tmp_path, {"a": 1}, said.append)
     file = MetricsFile(tmp_path / "metrics.jsonl", said.append)

@@ -21,14 +21,13 @@ from ds_finetune.config.schema import RunConfig, read_config
 from ds_finetune.data.documents import Documents, KeptDocument
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.errors import ConfigError
-from ds_finetune.observers.forecast import MEASURED_STEPS
+from ds_finetune.observers.performance import MEASURED_STEPS
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.search.micro_batch import legal_sizes
 from ds_finetune.system.world import AccelerateChoices, World
 from ds_finetune.trainer.micro_batch import trial_config
-from ds_finetune.trainer.trial import DONE, END, ENDED, FAILED, OUT_OF_MEMORY, TrialEnd, judge
+from ds_finetune.trainer.trial import DONE, END, ENDED, FAILED, OUT_OF_MEMORY, TrialEnd, judge, longest_rows, rows_again
 from ds_finetune.trainer.trial_process import end_on_error
-from ds_finetune.trainer.trial_rows import longest_rows, rows_again
 from tests.forks import Forkserver
 from tests.json_files import change_json
 from tests.launched import SOCKET

@@ -8,7 +8,7 @@ import pytest
 from ds_finetune.cluster.watchdog.progress import HangLimits, RankProgress
 from ds_finetune.config.sections import WatchdogConfig
 from ds_finetune.runs.status import mark_ended, seen_status
-from ds_finetune.trainer.run_status import RunLog, keep_status
+from ds_finetune.trainer.run_records import RunLog, keep_status
 
 
 def _progress(step: int) -> RankProgress:

@@ -34,9 +34,8 @@ from ds_finetune.cluster.launch.supervisor import HEARTBEAT_SECONDS, TAIL_LINES
 from ds_finetune.config.hostfile import Host
 from ds_finetune.console.phase_line import Say
 from ds_finetune.errors import INTERRUPTED_EXIT_CODE, RUN_ERROR_EXIT_CODE
-from ds_finetune.system.pauses import PauseDetector
 from ds_finetune.system.process_messages import MessageError, ProcessMessage, decode, encode, without_token
-from ds_finetune.system.signals import echo_seconds
+from ds_finetune.system.processes import PauseDetector, echo_seconds
 
 GRACE_SECONDS = 4.0
 """Time between the first failure and the kill of all ranks; meanwhile the other ranks record what they wait for."""

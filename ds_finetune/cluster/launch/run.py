@@ -40,7 +40,7 @@ from ds_finetune.errors import (
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.system.info import HostInfo, gather_host_info
 from ds_finetune.system.process_messages import decode, without_token
-from ds_finetune.system.signals import echo_seconds
+from ds_finetune.system.processes import echo_seconds
 from ds_finetune.system.world import World
 
 _RANK_VARIABLES = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]

@@ -53,9 +53,8 @@ from ds_finetune.cluster.launch.process_tags import (
 )
 from ds_finetune.cluster.watchdog.death_cause import oom_kills, recorded_cause, why_killed
 from ds_finetune.system.info import gather_host_info, interface_towards
-from ds_finetune.system.pauses import PauseDetector
 from ds_finetune.system.process_messages import MessageError, ProcessMessage, decode, encode
-from ds_finetune.system.processes import began_at
+from ds_finetune.system.processes import PauseDetector, began_at
 
 TAIL_LINES = 50
 """Last lines of a rank's output that are kept for a report."""

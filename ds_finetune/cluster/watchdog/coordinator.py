@@ -36,8 +36,8 @@ from ds_finetune.cluster.watchdog.report import FailureReport, RankProcess, RunE
 from ds_finetune.errors import RUN_ERROR_EXIT_CODE, USER_ERROR_EXIT_CODE
 from ds_finetune.runs.bounded import try_to_finish, try_to_read
 from ds_finetune.runs.status import mark_ended
-from ds_finetune.system.pauses import PauseDetector
 from ds_finetune.system.process_messages import ProcessMessage
+from ds_finetune.system.processes import PauseDetector
 from ds_finetune.system.whole_file import replace_file
 
 REPORT = "report.txt"

@@ -32,8 +32,8 @@ from ds_finetune.cluster.watchdog.messages import (
 )
 from ds_finetune.cluster.watchdog.progress import HangLimits, RankProgress
 from ds_finetune.cluster.watchdog.report import FailureReport, RankProcess, RunEnding
-from ds_finetune.system.pauses import Pause, PauseDetector
 from ds_finetune.system.process_messages import ProcessMessage
+from ds_finetune.system.processes import Pause, PauseDetector
 
 SECONDS = 30.0
 SECRET = b"of this run"

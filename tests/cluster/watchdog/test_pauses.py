@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pauses are told
 SECONDS = 120
 LOOK = """
 import ctypes, sys, time
-from ds_finetune.system.pauses import PauseDetector
+from ds_finetune.system.processes import PauseDetector
 detector, until = PauseDetector(), time.monotonic() + float(sys.argv[1])
 print("ready", flush=True)
 while time.monotonic() < until:

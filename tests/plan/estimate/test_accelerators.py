@@ -10,7 +10,7 @@ from ds_finetune.cluster.doctor.messages import NetworkMeasured
 from ds_finetune.cluster.doctor.network import NetworkResult
 from ds_finetune.cluster.doctor.network_checks import network_checks
 from ds_finetune.errors import ConfigError
-from ds_finetune.observers.utilisation import peak_flops
+from ds_finetune.observers.performance import peak_flops
 from ds_finetune.plan.estimate.accelerators import (
     ACCELERATORS,
     accelerator,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from ds_finetune.observers.expert_table import ExpertTable, TableLayout
+from ds_finetune.observers.routers import ExpertTable, TableLayout
 
 LAYERS, EXPERTS = (1, 2, 3), 8
 CONFIG: dict[str, Any] = {

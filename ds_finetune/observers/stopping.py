@@ -1,5 +1,7 @@
-"""Signals that ask a run to save and end: SIGINT of Ctrl-C, SIGHUP of a closed terminal, SIGTERM of launchers and
-clusters, SIGUSR1 that Slurm can send some time before it ends a job.
+"""What ends a run before its last step: signals that ask it to save and end, and too many skipped steps.
+
+The signals are SIGINT of Ctrl-C, SIGHUP of a closed terminal, SIGTERM of launchers and clusters, and SIGUSR1 that Slurm
+can send some time before it ends a job.
 """
 
 import os
@@ -7,13 +9,17 @@ import select
 import signal
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 from ds_finetune.console.phase_line import CLEAR_LINE
 from ds_finetune.engine.groups.collectives import all_reduce_max
-from ds_finetune.system.signals import echo_seconds
+from ds_finetune.errors import RunError
+from ds_finetune.observers.record import Observer, StepRecord
+from ds_finetune.system.processes import echo_seconds
 
 SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1)
 _STDERR = 2
@@ -82,3 +88,32 @@ class StopSignals:
 
 def _leave_to_thread(number: int, frame: FrameType | None) -> None:
     """Do nothing: Python writes a signal to the pipe only where it has a handler."""
+
+
+@dataclass
+class SkippedSteps(Observer):
+    """Raises RunError after `limit` skipped steps in a row, and at the last step where every step was skipped."""
+
+    limit: int
+    in_a_row: int = 0
+
+    def after_step(self, record: StepRecord) -> StepRecord:
+        """Count; a step that was applied starts again from 0."""
+        self.in_a_row = self.in_a_row + 1 if record.values["train/skipped"] else 0
+        is_unchanged = record.is_last and self.in_a_row > 0 and record.values["train/skipped_steps"] >= record.step
+        if self.in_a_row >= self.limit or is_unchanged:
+            who = f"all {record.step} steps of the run" if is_unchanged else f"{self.in_a_row} steps in a row"
+            raise RunError(
+                f"{who} were skipped for a non-finite gradient, the last at step {record.step}: {record.notice}",
+                hint="lower optim.lr, use train.precision bf16 or fp32, or look at the data of these steps; "
+                "nothing was exported",
+            )
+        return record
+
+    def state(self) -> dict[str, Any]:
+        """Skipped steps in a row."""
+        return {"in_a_row": self.in_a_row}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue counting from `state`."""
+        self.in_a_row = state["in_a_row"]

@@ -1,0 +1,328 @@
+"""How evenly routed experts are loaded: metrics of each step, a warning, and `experts.bin`.
+
+`counts` int64 [layers, experts] are the tokens that were sent to each expert. Without any token every metric is 0.
+
+`experts.bin` begins with a line of JSON that describes the records behind it, one for a step. All have the same size,
+in steps of ascending number, and are appended whole. What a killed run left of a record is no record, and is cut off
+when the run resumes.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ds_finetune.config.routers import RouterConfig
+from ds_finetune.config.sections import LoraConfig
+from ds_finetune.config.units import MIB
+from ds_finetune.console.phase_line import Say
+from ds_finetune.engine.router_balance import RouterChoices
+from ds_finetune.errors import OutputError
+from ds_finetune.observers.line_file import append_whole
+from ds_finetune.observers.outage import Outage
+from ds_finetune.observers.record import Observer, StepRecord
+
+_MOST_STEPS = 50
+"""Loads are added up over so many steps, or a tenth of the run where that is less."""
+_ENOUGH_TOKENS = 20
+"""Mean number of tokens of an expert from which one without a token is not chance: with an even load it has
+probability e^-20."""
+_MANY_DEAD, _MORE_DEAD = 0.1, 0.01
+"""Share of experts that are many without tokens, or many more than in the run's first steps."""
+_GROWTH, _HIGH = 2.0, 2.0
+"""MaxVio is high where it is above the latter and has grown by this factor since the run's first steps."""
+Counts = NDArray[np.int64]
+Layers = NDArray[np.float64]
+MOST_BYTES = 64 * MIB
+"""The steps of a run take no more: a long run of a large model writes every second step, or every third, and so on.
+
+An extended run keeps its records, and its further steps take less than that once more.
+"""
+_MOST_WAITING = 100
+"""Records that wait for room on a full disk."""
+
+
+def max_violations(counts: Counts) -> Layers:
+    """MaxVio of each layer (Wang et al., arXiv 2408.15664, eq. 4): load of the busiest expert over the mean load, less
+    1; fp64 [layers].
+    """
+    mean = counts.mean(axis=1)
+    return np.divide(counts.max(axis=1) - mean, mean, out=np.zeros_like(mean), where=mean > 0)
+
+
+def effective_experts(counts: Counts) -> Layers:
+    """How many experts with equal loads have the entropy of each layer's load; fp64 [layers]."""
+    total = counts.sum(axis=1, keepdims=True)
+    share = counts / np.maximum(total, 1)
+    nats = -(share * np.log(np.where(counts > 0, share, 1.0))).sum(axis=1)
+    return np.where(total[:, 0] > 0, np.exp(nats), 0.0)
+
+
+def num_dead_experts(counts: Counts) -> int:
+    """Experts without a token, in all layers together."""
+    return int((counts[counts.any(axis=1)] == 0).sum())
+
+
+def busiest_rank_ratio(counts: Counts, ep: int) -> float:
+    """Load of the busiest of `ep` expert parallel ranks over the mean rank's, as a mean over layers.
+
+    Rank i holds the i-th of equal shards of each layer's experts. All ranks wait for the busiest one in each layer, so
+    the ratio is that of the time of experts to the time with even loads.
+    """
+    of_ranks = counts.reshape(len(counts), ep, -1).sum(axis=2)
+    return float((max_violations(of_ranks) + of_ranks.any(axis=1)).mean())
+
+
+@dataclass
+class RouterMetrics(Observer):
+    """Adds the `router/*` values of each step; `ep` is the number of expert parallel ranks.
+
+    Every rank knows the loads of all layers, so each follows the biases of all layers, at any number of pipeline
+    stages.
+    """
+
+    ep: int
+    bias_update: float
+    """The rate of this run; what it resumed from may have had another."""
+    _moved: NDArray[np.float64] | None = None
+    """How far the bias of each expert is above that of the run's beginning, fp64 [layers, experts]; None until biases
+    are moved.
+    """
+
+    def after_step(self, record: StepRecord) -> StepRecord:
+        """Add the values of a step whose routers were counted."""
+        choices = record.router_choices
+        if choices is None:
+            return record
+        counts = choices.counts.numpy()
+        values = self._values(counts, choices)
+        if self.bias_update:
+            self._follow_biases(counts, is_skipped=bool(record.values["train/skipped"]))
+        if self._moved is not None:
+            drift = np.abs(self._moved)
+            values |= {"bias_drift_mean": float(drift.mean()), "bias_drift_max": float(drift.max())}
+        return record.with_values({f"router/{name}": value for name, value in values.items()})
+
+    def state(self) -> dict[str, Any]:
+        """How far biases have moved."""
+        return {"moved": None if self._moved is None else self._moved.tolist()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state`."""
+        self._moved = None if state["moved"] is None else np.array(state["moved"], dtype=np.float64)
+
+    def _values(self, counts: Counts, choices: RouterChoices) -> dict[str, float]:
+        violations, effective = max_violations(counts), effective_experts(counts)
+        values = {
+            "max_violation_mean": float(violations.mean()),
+            "max_violation_max": float(violations.max()),
+            "dead_experts": float(num_dead_experts(counts)),
+            "effective_experts_mean": float(effective.mean()),
+            "effective_experts_min": float(effective.min()),
+            "entropy": float(choices.entropy.mean()),
+        }
+        return values | ({"busiest_rank_ratio": busiest_rank_ratio(counts, self.ep)} if self.ep > 1 else {})
+
+    def _follow_biases(self, counts: Counts, *, is_skipped: bool) -> None:
+        """Move each bias by the rule of `engine.router_balance.update_biases`."""
+        if self._moved is None:
+            self._moved = np.zeros(counts.shape)
+        if not is_skipped:
+            above = np.sign(counts * counts.shape[1] - counts.sum(axis=1, keepdims=True))
+            self._moved -= self.bias_update * above
+
+
+@dataclass
+class LoadWatch(Observer):
+    """Says in one line, once in a run, where many experts get no token, or a few get much more than the mean.
+
+    `steps` is the number of steps of the run, `advice` what the line ends with.
+    """
+
+    steps: int
+    advice: str
+    say: Say
+    has_warned: bool = False
+    first: tuple[int, float] | None = None
+    """Experts without tokens and MaxVio (mean over layers) in the run's first steps."""
+    _counts: Counts | None = None
+    _since: int = 0
+
+    def after_step(self, record: StepRecord) -> StepRecord:
+        """Add the loads of the step, and look at the sum when it is of enough steps and tokens."""
+        if record.router_choices is None or self.has_warned:
+            return record
+        counts = record.router_choices.counts.numpy()
+        if self._counts is None:
+            self._counts, self._since = counts.copy(), record.step
+        else:
+            self._counts += counts
+        wanted = max(1, min(_MOST_STEPS, self.steps // 10))
+        if record.step - self._since + 1 >= wanted and self._counts.mean() >= _ENOUGH_TOKENS:
+            self._look(self._counts, f"steps {self._since} to {record.step}")
+            self._counts = None
+        return record
+
+    def state(self) -> dict[str, Any]:
+        """What the first steps had, and whether the warning was given."""
+        return {"has_warned": self.has_warned, "first": None if self.first is None else list(self.first)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state`; loads are added up anew."""
+        self.has_warned = state["has_warned"]
+        self.first = None if state["first"] is None else (state["first"][0], state["first"][1])
+
+    def _look(self, counts: Counts, when: str) -> None:
+        dead, violation = num_dead_experts(counts), float(max_violations(counts).mean())
+        first = self.first or (dead, violation)
+        self.first = first
+        has_many = dead >= _MANY_DEAD * counts.size or dead > first[0] + _MORE_DEAD * counts.size
+        is_uneven = violation > _HIGH and violation > _GROWTH * first[1]
+        if not (has_many or is_uneven):
+            return
+        self.has_warned = True
+        self.say(
+            f"EXPERTS: {dead:,} of {counts.size:,} had no token in {when}, and the busiest of a layer had "
+            f"{violation + 1:.1f} times the mean load (at the beginning {first[0]:,} and {first[1] + 1:.1f} times); "
+            f"{self.advice}"
+        )
+
+
+def load_advice(lora: LoraConfig | None, router: RouterConfig | None) -> str:
+    """What can be done about uneven loads, as the end of a line."""
+    if lora is not None:
+        return "other data, fewer steps or a lower optim.lr would change it"
+    if router is not None and not router.train:
+        return "routers are frozen: other data, or fewer steps, would change it"
+    if router is None or not router.balance:
+        return "set router.balance (0.0001) to keep loads even, or router.train to false to keep routers"
+    return f"raise router.balance ({router.balance:g}), or lower optim.lr"
+
+
+@dataclass(frozen=True)
+class TableLayout:
+    """What the records of a table hold."""
+
+    layers: tuple[int, ...]
+    """Numbers of the layers that have routed experts."""
+    experts: int
+
+    @property
+    def record(self) -> np.dtype[Any]:
+        """A record: the step, its tokens without padding, the entropy of each layer's router and the tokens of each
+        expert.
+        """
+        layers = len(self.layers)
+        return np.dtype(
+            [
+                ("step", "<i8"),
+                ("num_tokens", "<i8"),
+                ("entropy", "<f4", (layers,)),
+                ("counts", "<i4", (layers, self.experts)),
+            ]
+        )
+
+    @property
+    def header(self) -> bytes:
+        """The first line of the file."""
+        fields = [[name, kind.base.str, list(kind.shape)] for name, (kind, _) in self._fields()]
+        return json.dumps({"version": 1, "layers": self.layers, "record": fields}).encode() + b"\n"
+
+    def steps_between(self, steps: int) -> int:
+        """Every how many steps a run of `steps` steps appends a record."""
+        return -(-steps * self.record.itemsize // MOST_BYTES)
+
+    def _fields(self) -> list[tuple[str, Any]]:
+        fields = self.record.fields
+        assert fields is not None
+        return list(fields.items())
+
+
+class ExpertTable:
+    """The table of a run, to which records are appended.
+
+    A run that resumes after `after_step` continues its table; records of later steps are removed, since these steps are
+    done again.
+
+    Raises:
+        OutputError: it is the table of another model.
+    """
+
+    def __init__(self, path: Path, layout: TableLayout, *, after_step: int) -> None:
+        self.path, self._layout = path, layout
+        self._file = FileIO(path, "r+" if after_step and path.exists() else "w+")
+        header = layout.header
+        found = self._file.read(len(header))
+        if found == header:
+            self._remove_after(after_step)
+        elif header.startswith(found):
+            # New, or of a run that was killed while it wrote this line.
+            self._file.truncate(0)
+            with suppress(OSError):
+                # On a full disk the first record tries again, and says so.
+                append_whole(self._file, header)
+        else:
+            raise OutputError(
+                f"{path} begins with {found[:200]!r}, and this run's table with {header[:200]!r}",
+                hint="move the file away; training starts another one",
+            )
+
+    def append(self, step: int, num_tokens: int, *, entropy: NDArray[np.float64], counts: NDArray[np.int64]) -> None:
+        """Write the record of a step: `entropy` [layers] in nats, `counts` [layers, experts].
+
+        Raises:
+            OSError: the disk is full; nothing of the record is left, nor of a first line that was missing.
+        """
+        record = np.zeros((), dtype=self._layout.record)
+        record["step"], record["num_tokens"], record["entropy"], record["counts"] = step, num_tokens, entropy, counts
+        is_empty = os.fstat(self._file.fileno()).st_size == 0
+        append_whole(self._file, (self._layout.header if is_empty else b"") + record.tobytes())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _remove_after(self, step: int) -> None:
+        size, start = self._layout.record.itemsize, len(self._layout.header)
+        self._file.seek(start)
+        whole = (os.fstat(self._file.fileno()).st_size - start) // size
+        steps = [self._step_of(number) for number in range(whole)]
+        self._file.truncate(start + size * sum(found <= step for found in steps))
+
+    def _step_of(self, number: int) -> int:
+        at = len(self._layout.header) + number * self._layout.record.itemsize
+        return int.from_bytes(os.pread(self._file.fileno(), 8, at), "little", signed=True)
+
+
+class ExpertTableWriter:
+    """Appends the loads of every `every`-th step to `table`.
+
+    A record that cannot be written waits for room, with at most 100 others (`Outage`).
+    """
+
+    def __init__(self, table: ExpertTable, *, every: int, say: Say) -> None:
+        self._table, self._every = table, every
+        self._records = Outage(str(table.path), self._append, say, most=_MOST_WAITING)
+
+    def after_step(self, record: StepRecord) -> StepRecord:
+        """Append the loads of the step where it is its turn."""
+        if record.router_choices is not None and record.step % self._every == 0:
+            self._records.put((record.step, record.router_choices))
+        return record
+
+    def close(self) -> None:
+        """Write queued records and close the file."""
+        self._records.close()
+        self._table.close()
+
+    def _append(self, of_step: tuple[int, RouterChoices]) -> None:
+        step, choices = of_step
+        entropy, counts = choices.entropy.numpy(), choices.counts.numpy()
+        self._table.append(step, choices.num_tokens, entropy=entropy, counts=counts)
