@@ -170,7 +170,9 @@ _IMPORTED += (
     "ds_finetune.reference.bench.step_speed",
     "ds_finetune.cli.main",
     "ds_finetune.console.tables",
-    "ds_finetune.runs.report.loss_plot",
+    "ds_finetune.runs.report.write",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.ticker",
     "ds_finetune.trainer.train",
     "ds_finetune.reference.selftest.run",
 )

@@ -27,7 +27,7 @@ def add_commands(commands: Commands) -> None:
 
 
 def _watch(arguments: Arguments) -> None:
-    from ds_finetune.runs.watch.serve import watch
+    from ds_finetune.runs.watch.app import watch
 
     folder, names = Path(arguments.folder), arguments.allow_host
     watch(folder, host=arguments.host, port=arguments.port, show=show_line, allowed_hosts=names)

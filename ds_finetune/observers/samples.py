@@ -7,7 +7,7 @@ from pathlib import Path
 from ds_finetune.console.phase_line import Say
 from ds_finetune.observers.line_file import LineFile
 from ds_finetune.observers.record import StepRecord
-from ds_finetune.runs.samples import Sample
+from ds_finetune.runs.metrics import Sample
 
 MOST_SAMPLES = 8
 """Answers of each held-out set that an evaluation keeps; the first ones, so that they can be compared over time."""

@@ -3,7 +3,6 @@
 Nothing here raises for what is in the folder; what cannot be read is absent, and `RunFolder.problems` names it.
 """
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -17,15 +16,15 @@ from numpy.typing import NDArray
 from ds_finetune.checkpoint.files import MANIFEST, STATE, Manifest, complete_steps, step_name
 from ds_finetune.config.run_file import parse_yaml
 from ds_finetune.errors import CheckpointError
-from ds_finetune.runs.experts import read_expert_table
-from ds_finetune.runs.metrics import METRICS
-from ds_finetune.runs.samples import SAMPLES, Sample, read_samples
-from ds_finetune.runs.status import STATUS, LastChange, RunStatus, changed_at, read_object, seen_status
+from ds_finetune.runs.metrics import METRICS, SAMPLES, Sample, read_expert_table, read_samples, read_tail
+from ds_finetune.runs.status import STATUS, LastChange, RunStatus, changed_at, parse_object, read_object, seen_status
 
 CONFIG, PLAN, EXPERTS, LOG, RANK_TIMES = "config.yaml", "plan.json", "experts.bin", "log.txt", "ranks.jsonl"
 STARTS = "starts.jsonl"
 REPORT = "watchdog/report.txt"
-_MOST_CONFIG_BYTES, _MOST_LINE_BYTES = 2**20, 2**12
+_WHOLE_NUMBERS = ("after_step", "steps", "ranks", "ranks_per_host", "pid")
+"""What a start records as whole numbers; another version may have another form of it."""
+_MOST_BYTES, _MOST_LINE_BYTES = 2**22, 2**12
 _MOST_DEPTH, _MOST_RUNS = 4, 1_000
 
 
@@ -77,13 +76,13 @@ class RunFolder:
         path = self.file(REPORT)
         if path is None or changed_at(path) < changed_at(self.path / METRICS):
             return unknown
-        lines = (self._text(REPORT, _MOST_LINE_BYTES) or "").splitlines()
+        lines = (self.text(REPORT, _MOST_LINE_BYTES) or "").splitlines()
         return RunStatus("failed", lines[0], updated_at=changed_at(path)) if lines else unknown
 
     @property
     def config(self) -> Mapping[str, Any]:
         """The resolved run file as it is written, perhaps of another version; empty where it cannot be read."""
-        text = self._text(CONFIG, _MOST_CONFIG_BYTES)
+        text = self.text(CONFIG)
         if text is None:
             return {}
         try:
@@ -93,30 +92,41 @@ class RunFolder:
             return {}
         return tree if isinstance(tree, dict) else {}
 
+    def recorded(self, name: str) -> dict[str, Any]:
+        """The JSON object in a file of the run; empty where there is none that can be read."""
+        return {} if (path := self.file(name)) is None else read_object(path)
+
     @property
     def plan(self) -> Mapping[str, Any]:
         """Names and texts of `plan.json`."""
-        return {} if (path := self.file(PLAN)) is None else read_object(path)
+        return self.recorded(PLAN)
 
     @property
     def starts(self) -> list[Mapping[str, Any]]:
-        """What each start of the run has recorded (trainer/run_records.py), the first one first."""
-        found = []
-        for line in (self._text(STARTS, _MOST_CONFIG_BYTES) or "").splitlines():
-            with suppress(ValueError, RecursionError):
-                found.append(json.loads(line))
-        return [start for start in found if isinstance(start, dict)]
+        """What each start of the run has recorded (trainer/run_records.py), the first one first.
+
+        Fields whose form is not known are left out.
+        """
+        lines = (self.text(STARTS) or "").splitlines()
+        return [self._known_fields(start) for line in lines if (start := parse_object(line))]
+
+    def _known_fields(self, start: Mapping[str, Any]) -> Mapping[str, Any]:
+        unknown = {key: start[key] for key in _WHOLE_NUMBERS if key in start and type(start[key]) is not int}
+        for key, value in unknown.items():
+            self._note(f"{STARTS}: {key} is {value!r:.40}, which is no whole number")
+        return {key: value for key, value in start.items() if key not in unknown}
 
     @property
     def versions(self) -> Mapping[str, str]:
         """Versions of the packages of the run: of its last start, or else of its last checkpoint."""
-        if self.starts and isinstance(versions := self.starts[-1].get("versions"), dict):
-            return {str(name): str(text) for name, text in versions.items()}
-        for checkpoint in reversed(self.checkpoints):
-            if (state := self.file(f"checkpoints/{step_name(checkpoint.step)}/{STATE}")) is not None:
-                found = read_object(state).get("versions")
-                return {str(name): str(text) for name, text in found.items()} if isinstance(found, dict) else {}
-        return {}
+        starts = self.starts
+        found = starts[-1].get("versions") if starts else None
+        for checkpoint in reversed(self.checkpoints if not isinstance(found, dict) else []):
+            state = self.recorded(f"checkpoints/{step_name(checkpoint.step)}/{STATE}")
+            if state:
+                found = state.get("versions")
+                break
+        return {str(name): str(text) for name, text in found.items()} if isinstance(found, dict) else {}
 
     @property
     def checkpoints(self) -> list[SavedCheckpoint]:
@@ -144,7 +154,7 @@ class RunFolder:
         for name in ("export", "export-best", "adapter", "adapter-best"):
             if not (self.path / name).is_dir():
                 continue
-            unverified = self._text(f"{name}/UNVERIFIED", _MOST_CONFIG_BYTES)
+            unverified = self.text(f"{name}/UNVERIFIED")
             has_record = self.file(f"{name}/verification.json") is not None
             found[name] = unverified.strip() if unverified else "verified" if has_record else "not verified"
         return found
@@ -156,7 +166,7 @@ class RunFolder:
 
     @property
     def experts(self) -> tuple[list[int], NDArray[Any]] | None:
-        """Numbers of the layers with routed experts, and the records of their loads (`runs/experts.py`)."""
+        """Numbers of the layers with routed experts, and the records of their loads (`read_expert_table`)."""
         if (path := self.file(EXPERTS)) is None:
             return None
         try:
@@ -167,20 +177,15 @@ class RunFolder:
 
     def log_tail(self, most_bytes: int = 16_384) -> str:
         """The last whole lines of `log.txt`; what is no UTF-8 is replaced."""
-        if (path := self.file(LOG)) is None:
-            return ""
-        with suppress(OSError), path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            tail = os.pread(file.fileno(), most_bytes, max(size - most_bytes, 0))
-            whole = tail if size <= most_bytes else tail[tail.find(b"\n") + 1 :]
-            return whole.decode("utf-8", errors="replace")
-        return ""
+        path = self.file(LOG)
+        return "" if path is None else read_tail(path, most_bytes).decode("utf-8", errors="replace")
 
     def watchdog_report(self) -> str:
         """The watchdog's report of the last failure; empty where there is none."""
-        return self._text(REPORT, _MOST_CONFIG_BYTES) or ""
+        return self.text(REPORT) or ""
 
-    def _text(self, name: str, most_bytes: int) -> str | None:
+    def text(self, name: str, most_bytes: int = _MOST_BYTES) -> str | None:
+        """The beginning of a file, where what is no UTF-8 is replaced; None where it cannot be read."""
         if (path := self.file(name)) is None:
             return None
         try:
@@ -220,6 +225,13 @@ def find_runs(root: Path) -> Iterator[RunFolder]:
         if depth >= _MOST_DEPTH or found >= _MOST_RUNS:
             names.clear()
         names[:] = sorted(name for name in names if not name.startswith("."))
+
+
+def base_model(config: Mapping[str, Any]) -> str:
+    """The path or id of the model that a run file names; empty where it names none."""
+    model = config.get("model")
+    path = model.get("path") if isinstance(model, dict) else model
+    return path if isinstance(path, str) else ""
 
 
 def bytes_below(folder: Path) -> int:

@@ -1,10 +1,11 @@
-"""Reads `metrics.jsonl` while it is written: each call of `update` reads the lines that were added."""
+"""Reads what a run writes step by step while it writes it: metrics, loads of experts, times of ranks, and answers."""
 
 import json
 import math
 import os
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_finetune.config.units import MIB
+from ds_finetune.runs.status import parse_object
 
-METRICS = "metrics.jsonl"
-CHUNK_BYTES = 4 * MIB
+METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+_CHUNK_BYTES, _MOST_BYTES = 4 * MIB, 8 * MIB
 _TAIL_BYTES, _LINE_BYTES = 64 * 1024, 8 * 1024
 _KEPT_BYTES = 256
 _STEP = "step"
@@ -65,7 +67,7 @@ class MetricsReader:
     record of a step, which are passed over, or of a file that cannot be read; it is empty where all is well.
     """
 
-    def __init__(self, path: Path, *, chunk_bytes: int = CHUNK_BYTES) -> None:
+    def __init__(self, path: Path, *, chunk_bytes: int = _CHUNK_BYTES) -> None:
         self.path = path
         self.generation = 0
         self._chunk_bytes = chunk_bytes
@@ -76,14 +78,9 @@ class MetricsReader:
         self.notices: list[tuple[int, str]] = []
         self.slow: list[tuple[int, str]] = []
         self.problem = ""
-        self.last_step = self.num_records = 0
+        self.last_step = 0
         self._inode = self._offset = self._num_lines = self._num_invalid = 0
         self._kept = b""
-
-    @property
-    def position(self) -> tuple[int, int]:
-        """Changes whenever something was read."""
-        return self.generation, self._num_lines
 
     def update(self) -> bool:
         """Read what was added, at most a few MiB; returns whether there may be more to read at once."""
@@ -139,7 +136,6 @@ class MetricsReader:
             self._add_records(records)
 
     def _add_records(self, records: list[dict[str, Any]]) -> None:
-        self.num_records += len(records)
         self.last_step = records[-1][_STEP]
         names = dict.fromkeys(name for record in records for name in record)
         for name in names:
@@ -158,14 +154,8 @@ def last_record(path: Path) -> Mapping[str, Any]:
 
     Reads at most 64 KiB, however long the file is.
     """
-    try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            tail = os.pread(file.fileno(), _TAIL_BYTES, max(size - _TAIL_BYTES, 0))
-    except OSError:
-        return {}
-    lines = tail[: tail.rfind(b"\n") + 1].splitlines()
-    return next((record for line in reversed(lines) if (record := _record_of(line)) is not None), {})
+    lines = reversed(read_tail(path, _TAIL_BYTES).splitlines())
+    return next((record for line in lines if (record := _record_of(line)) is not None), {})
 
 
 def sampled_values(path: Path, name: str, most: int) -> list[float]:
@@ -183,12 +173,8 @@ def sampled_values(path: Path, name: str, most: int) -> list[float]:
 
 
 def _record_of(line: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    is_record = isinstance(record, dict) and type(record.get(_STEP)) is int and 0 <= record[_STEP] < _MOST_INTEGER
-    return record if is_record else None
+    record = parse_object(line)
+    return record if type(record.get(_STEP)) is int and 0 <= record[_STEP] < _MOST_INTEGER else None
 
 
 def _number(value: object) -> float | None:
@@ -199,3 +185,77 @@ def _number(value: object) -> float | None:
     if value is None:
         return math.nan
     return float(value) if kind is int and abs(value) < _MOST_INTEGER else None  # type: ignore[call-overload,arg-type]
+
+
+def read_tail(path: Path, most_bytes: int) -> bytes:
+    """The whole lines in the last `most_bytes` of a file; empty where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            start = max(os.fstat(file.fileno()).st_size - most_bytes, 0)
+            tail = os.pread(file.fileno(), most_bytes, start)
+    except OSError:
+        return b""
+    return tail[tail.find(b"\n") + 1 :] if start else tail
+
+
+def read_expert_table(path: Path) -> tuple[list[int], NDArray[Any]]:
+    """Numbers of the layers, and the whole records of a table, with the fields of `TableLayout.record`.
+
+    The table is written by observers/routers.py, perhaps at this moment. ValueError where it is no such table.
+    """
+    with path.open("rb") as file:
+        header = json.loads(file.readline())
+        kind = np.dtype([(name, base, tuple(shape)) for name, base, shape in header["record"]])
+        return list(header["layers"]), np.fromfile(file, kind)
+
+
+def read_rank_times(path: Path) -> tuple[NDArray[np.int64], NDArray[np.float64]] | None:
+    """Steps [n] and seconds without collectives [n, ranks] of the last 8 MiB of `ranks.jsonl`; None where there are
+    none.
+
+    Only the lines with the last line's number of ranks count: a run may resume on another number.
+    """
+    found = [times for line in read_tail(path, _MOST_BYTES).splitlines() if (times := _times_of(line)) is not None]
+    found = [times for times in found if len(times[1]) == len(found[-1][1])]
+    if not found:
+        return None
+    return np.array([step for step, _ in found], dtype=np.int64), np.array([seconds for _, seconds in found])
+
+
+def _times_of(line: bytes) -> tuple[int, list[float]] | None:
+    record = _record_of(line)
+    try:
+        seconds = [] if record is None else [float(each) for each in record["seconds"]]
+    except (ValueError, TypeError, KeyError, OverflowError):
+        return None
+    return (record[_STEP], seconds) if record is not None and seconds else None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The answer that the model gave at a step to a prompt of the held-out set `name`, and the expected one."""
+
+    step: int
+    name: str
+    prompt: str
+    answer: str
+    expected: str
+
+    def line(self) -> str:
+        """The line of `samples.jsonl`."""
+        return json.dumps(asdict(self), ensure_ascii=False) + "\n"
+
+
+def read_samples(path: Path) -> list[Sample]:
+    """The samples in the last 8 MiB of a file, oldest first; lines that are none are passed over."""
+    lines = read_tail(path, _MOST_BYTES).splitlines()
+    return [sample for line in lines if (sample := _sample_of(line)) is not None]
+
+
+def _sample_of(line: bytes) -> Sample | None:
+    try:
+        sample = Sample(**parse_object(line))
+    except TypeError:
+        return None
+    texts = (sample.name, sample.prompt, sample.answer, sample.expected)
+    return sample if isinstance(sample.step, int) and all(isinstance(text, str) for text in texts) else None

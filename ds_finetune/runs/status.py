@@ -9,15 +9,16 @@ import math
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self, TypeVar, get_args
 
-from ds_finetune.runs.bounded import try_to_finish
 from ds_finetune.system.processes import began_at, has_ended, own_pid_namespace
 from ds_finetune.system.whole_file import replace_file
 
+T = TypeVar("T")
 STATUS = "status.json"
 FORMAT = 1
 ALIVE_SECONDS = 5.0
@@ -27,6 +28,8 @@ SILENT_SECONDS = 60.0
 _MOST_BYTES = 2**16
 _MOST_CLOCK_ERROR = 3600.0
 """Clocks of two hosts differ by fewer seconds than this."""
+WRITE_SECONDS = 3.0
+"""How long the end of a run waits for each of its files."""
 
 _WRITING = threading.Lock()
 """Held by a thread that reads the status to write it again: a run's end must not be replaced by a sign of life."""
@@ -90,7 +93,7 @@ def mark_ended(folder: Path, state: State, reason: str, *, step: int | None = No
     """Change the status of a run that is running to `state`; one that has ended keeps its first reason.
 
     Nothing happens where the run has not written its status yet, or the file cannot be written. A file system that
-    does not answer holds up the caller for some seconds at most (bounded.py); the status is written once it answers.
+    does not answer holds up the caller for some seconds at most, and the status is written once it answers.
     """
     try_to_finish(lambda: _mark_ended(folder, state, reason, step=step))
 
@@ -191,7 +194,37 @@ def _is_alive(status: RunStatus) -> bool | None:
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file; empty where the file is missing, unreadable or something else."""
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return parse_object(path.read_bytes())
+    except OSError:
+        return {}
+
+
+def parse_object(text: str | bytes) -> dict[str, Any]:
+    """The JSON object in a text; empty where it is something else, such as a line that is being written."""
+    try:
+        tree = json.loads(text)
+    except (ValueError, RecursionError):
         return {}
     return tree if isinstance(tree, dict) else {}
+
+
+def try_to_finish(work: Callable[[], object]) -> bool:
+    """Do `work` in a thread of its own and wait for it, at most `WRITE_SECONDS`; returns whether it ended.
+
+    Work that has not ended goes on as long as the process lives. It is not begun where there is no memory for a thread.
+    """
+    thread = threading.Thread(target=work, name="bounded-work", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        # CPython 3.11's "can't start new thread".
+        return False
+    thread.join(WRITE_SECONDS)
+    return not thread.is_alive()
+
+
+def try_to_read(read: Callable[[], T], default: T) -> T:
+    """What `read` returns, or `default` where it takes longer than `WRITE_SECONDS`."""
+    found: list[T] = []
+    try_to_finish(lambda: found.append(read()))
+    return found[0] if found else default

@@ -14,7 +14,7 @@ from ds_finetune.engine.results import HeldOutScores
 from ds_finetune.observers.evaluation import matches
 from ds_finetune.observers.samples import MOST_SAMPLES
 from ds_finetune.observers.stopping import StopSignals
-from ds_finetune.runs.samples import Sample
+from ds_finetune.runs.metrics import Sample
 from ds_finetune.trainer.batches import batch_plan, eval_plan
 from ds_finetune.trainer.prepare import PreparedRun, mismatched_answers
 

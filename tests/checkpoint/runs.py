@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ds_finetune.runs.experts import read_expert_table
+from ds_finetune.runs.metrics import read_expert_table
 from tests.forks import Forkserver
 
 SECONDS = 400

@@ -17,7 +17,7 @@ from ds_finetune.observers.routers import (
     max_violations,
     num_dead_experts,
 )
-from ds_finetune.runs.experts import read_expert_table
+from ds_finetune.runs.metrics import read_expert_table
 from tests.running import files_of_at_most
 
 EVEN, SKEWED, ONE = [5, 5, 5, 5], [8, 4, 4, 0], [0, 16, 0, 0]

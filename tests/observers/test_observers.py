@@ -29,7 +29,7 @@ from ds_finetune.observers.samples import SampleFile
 from ds_finetune.observers.trackers import PACKAGES, Trackers, check_trackers
 from ds_finetune.observers.writers import MetricsFile
 from ds_finetune.plan.plan import make_plan
-from ds_finetune.runs.samples import Sample
+from ds_finetune.runs.metrics import Sample
 from ds_finetune.system.world import World
 from ds_finetune.trainer.evaluation import evaluation_functions
 from ds_finetune.trainer.loop import run_steps, step_values

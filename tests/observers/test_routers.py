@@ -18,7 +18,7 @@ from ds_finetune.observers.routers import (
     TableLayout,
     load_advice,
 )
-from ds_finetune.runs.experts import read_expert_table
+from ds_finetune.runs.metrics import read_expert_table
 from tests.running import files_of_at_most
 
 EVEN, SKEWED = [[40, 40, 40, 40], [40, 40, 40, 40]], [[80, 40, 40, 0], [40, 40, 40, 40]]

@@ -14,7 +14,7 @@ import pytest
 
 from ds_finetune.cluster.watchdog.coordinator import REPORT
 from ds_finetune.cluster.watchdog.death_cause import FOLDER
-from ds_finetune.runs import bounded
+from ds_finetune.runs import status
 from ds_finetune.runs.status import STATUS, RunStatus, mark_ended
 from tests.cluster.watchdog.test_coordinator import Ranks
 from tests.runs.test_folder import own_status
@@ -23,7 +23,7 @@ from tests.runs.test_folder import own_status
 @pytest.fixture
 def hung(monkeypatch: pytest.MonkeyPatch) -> Iterator[ExitStack]:
     """Callbacks that free the hung writers after the test, which is given one tenth of a second for each file."""
-    monkeypatch.setattr(bounded, "WRITE_SECONDS", 0.1)
+    monkeypatch.setattr(status, "WRITE_SECONDS", 0.1)
     with ExitStack() as frees:
         yield frees
     for thread in threading.enumerate():

@@ -13,7 +13,7 @@ import pytest
 
 from ds_finetune.checkpoint.files import Manifest
 from ds_finetune.runs.folder import RunFolder, find_runs
-from ds_finetune.runs.samples import Sample
+from ds_finetune.runs.metrics import Sample
 from ds_finetune.runs.status import SILENT_SECONDS, LastChange, RunStatus, mark_ended, seen_status
 from ds_finetune.system import processes
 from ds_finetune.system.processes import began_at, own_pid_namespace

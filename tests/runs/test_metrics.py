@@ -24,9 +24,7 @@ def test_reads_only_whole_lines_and_continues_where_it_was(tmp_path: Path) -> No
     assert last_record(path)["step"] == 1
     with path.open("a") as file:
         file.write(torn[20:])
-    before = reader.position
     reader.update()
-    assert reader.position != before
     assert reader.curves["train/loss"].values.tolist() == [2.5, 2.0]
     assert (reader.curves["eval/loss"].steps.tolist(), reader.last_step, reader.problem) == ([2], 2, "")
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ds_finetune.runs.experts import read_expert_table
+from ds_finetune.runs.metrics import read_expert_table
 from tests.json_files import change_json, read_json
 from tests.running import metrics, start, tiny_task, torchrun
 

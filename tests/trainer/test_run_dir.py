@@ -14,7 +14,7 @@ from ds_finetune.errors import OutputError
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.plan.estimate.states import DiskNeed, ModelSizes, estimate_run
 from ds_finetune.plan.plan import make_plan
-from ds_finetune.runs.samples import Sample, read_samples
+from ds_finetune.runs.metrics import Sample, read_samples
 from ds_finetune.system.world import World
 from ds_finetune.trainer.run_dir import (
     check_only_own_files,

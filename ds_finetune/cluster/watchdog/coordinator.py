@@ -34,8 +34,7 @@ from ds_finetune.cluster.watchdog.messages import (
 from ds_finetune.cluster.watchdog.progress import RankStatus
 from ds_finetune.cluster.watchdog.report import FailureReport, RankProcess, RunEnding, hosts_text, status_lines
 from ds_finetune.errors import RUN_ERROR_EXIT_CODE, USER_ERROR_EXIT_CODE
-from ds_finetune.runs.bounded import try_to_finish, try_to_read
-from ds_finetune.runs.status import mark_ended
+from ds_finetune.runs.status import mark_ended, try_to_finish, try_to_read
 from ds_finetune.system.process_messages import ProcessMessage
 from ds_finetune.system.processes import PauseDetector
 from ds_finetune.system.whole_file import replace_file

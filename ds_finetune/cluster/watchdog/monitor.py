@@ -43,8 +43,7 @@ from ds_finetune.cluster.watchdog.run_secret import VARIABLE, agree_on_secret
 from ds_finetune.cluster.watchdog.stacks import StackFile, kill_process
 from ds_finetune.console.phase_line import Say, say_nothing
 from ds_finetune.errors import RUN_ERROR_EXIT_CODE, USER_ERROR_EXIT_CODE, RunError
-from ds_finetune.runs.bounded import try_to_finish, try_to_read
-from ds_finetune.runs.status import mark_ended
+from ds_finetune.runs.status import mark_ended, try_to_finish, try_to_read
 from ds_finetune.system.process_messages import ProcessMessage, decode, encode
 from ds_finetune.system.processes import PauseDetector, began_at, own_pid_namespace
 from ds_finetune.system.world import World

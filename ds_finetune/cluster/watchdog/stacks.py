@@ -14,7 +14,7 @@ from typing import TextIO
 
 from ds_finetune.cluster.watchdog.death_cause import FOLDER, record_kill, stacks_path
 from ds_finetune.cluster.watchdog.progress import RankStatus
-from ds_finetune.runs.bounded import try_to_finish
+from ds_finetune.runs.status import try_to_finish
 from ds_finetune.system.processes import began_at
 
 _CALLS = 10

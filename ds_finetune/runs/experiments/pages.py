@@ -11,9 +11,19 @@ import numpy as np
 from ds_finetune.config.units import share_text
 from ds_finetune.runs.experiments.lr_range import LrRange
 from ds_finetune.runs.experiments.scaling import COLUMNS, Comparison, Measurement, table_row
-from ds_finetune.runs.report.blocks import Chart, Charts, DataTable, Facts, Page, Remark, ReportSection, Tile
+from ds_finetune.runs.report.blocks import (
+    Chart,
+    Charts,
+    DataTable,
+    Facts,
+    Page,
+    Remark,
+    ReportSection,
+    Tile,
+    duration_text,
+    number_text,
+)
 from ds_finetune.runs.report.charts import CoordinateAxis, Line, NumberAxis, line_plot, parallel_plot
-from ds_finetune.runs.report.number_texts import duration_text, number_text
 from ds_finetune.runs.report.write import write_page
 
 REPORT = "report.html"

@@ -1,16 +1,24 @@
-"""What the charts of a page hold, as plain values that `templates/plots.js` draws: lines, heat maps and parallel
-coordinates.
+"""What the charts of a page hold, as plain values that `templates/plots.js` draws with BokehJS: lines, heat maps and
+parallel coordinates.
 
-They have no colours of text, grid and background: those are the page's, so that light and dark need one chart.
+BokehJS is one script that the package bokeh installs. Charts have no colours of text, grid and background: those
+are the page's, so that light and dark need one chart.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ds_finetune.errors import DependencyError
+
+PLOTS = Path(__file__).parent / "templates" / "plots.js"
+_MAJOR, _LEAST_MINOR = 3, 7
+"""The versions of bokeh whose script `plots.js` draws with."""
 PALETTE = ("#3b7ddd", "#e0701a", "#17966b", "#9460d8", "#d8446a", "#128fa6", "#a67c1b", "#6b7685")
 """Each has a contrast of 3 or more with the page's light and dark background."""
 _SIGNIFICANT = 6
@@ -53,7 +61,7 @@ def line_plot(
     """Lines over steps or another number; each marker is a vertical line at a step with a word."""
     return {
         "kind": "lines",
-        "x": {"name": axis.name, "is_log": axis.is_log, "is_whole": axis.is_whole},
+        "x": asdict(axis),
         "lines": [
             {
                 "name": line.name,
@@ -128,9 +136,29 @@ def parallel_plot(
     """
     return {
         "kind": "parallel",
-        "axes": [
-            {"name": axis.name, "is_log": axis.is_log, "choices": axis.choices, "ends": axis.ends} for axis in axes
-        ],
+        "axes": [asdict(axis) for axis in axes],
         "rows": [list(row) for row in rows],
         "colours": _BEST_TO_WORST[::-1] if is_maximized else _BEST_TO_WORST,
     }
+
+
+def bokehjs() -> Path:
+    """The script of BokehJS, which defines the global `Bokeh`. It is found without an import of bokeh.
+
+    Raises:
+        DependencyError: bokeh is missing or too old or new, or was installed without its scripts.
+    """
+    hint = f"pip install 'bokeh>={_MAJOR}.{_LEAST_MINOR},<{_MAJOR + 1}'"
+    try:
+        bokeh = distribution("bokeh")
+    except PackageNotFoundError as missing:
+        raise DependencyError("charts need the package bokeh, which is not installed", hint=hint) from missing
+    major, minor = (int(part) for part in bokeh.version.split(".")[:2])
+    if major != _MAJOR or minor < _LEAST_MINOR:
+        wanted = f"{_MAJOR}.{_LEAST_MINOR} or a later {_MAJOR}.x"
+        raise DependencyError(f"charts need bokeh {wanted}, and {bokeh.version} is installed", hint=hint)
+    script = Path(str(bokeh.locate_file("bokeh/server/static/js/bokeh.min.js")))
+    if not script.is_file():
+        reason = f"bokeh {bokeh.version} is installed without `{script}`"
+        raise DependencyError(reason, hint=f"{hint} --force-reinstall")
+    return script

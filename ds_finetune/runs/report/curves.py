@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ds_finetune.runs.curves import drawn_points, smooth
-from ds_finetune.runs.report.blocks import Chart
+from ds_finetune.runs.report.blocks import Chart, number_text
 from ds_finetune.runs.report.charts import Line, line_plot
-from ds_finetune.runs.report.number_texts import number_text
 from ds_finetune.runs.report.run import MOST_POINTS, ReportedRun
 
 _SMOOTHED_SHARE, _MOST_REACH = 40, 100

@@ -5,14 +5,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
 from ds_finetune import __version__
 from ds_finetune.config.objectives import OBJECTIVES
 from ds_finetune.families.table import BUILT_AS
-from ds_finetune.runs.folder import is_run
-from ds_finetune.runs.report.differences import flat_config
-from ds_finetune.runs.report.number_texts import number_text
+from ds_finetune.runs.folder import base_model, is_run
+from ds_finetune.runs.report.blocks import number_text, render_template
 from ds_finetune.runs.report.run import ReportedRun
 from ds_finetune.runs.status import read_object
 from ds_finetune.system.whole_file import replace_file
@@ -20,7 +17,6 @@ from ds_finetune.system.whole_file import replace_file
 CARD = "README.md"
 MARK = "<!-- written by ds_finetune"
 """A card without this line was edited by a person, and is left as it is."""
-_TEMPLATES = Path(__file__).parent / "templates"
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst")
 _SHARES = ("accuracy", "exact_match", "reward_accuracy")
@@ -74,10 +70,10 @@ def model_card(run: ReportedRun, folder: Path) -> str:
     """The card of an exported folder; it names no path of the machine and no time, so that equal exports are equal."""
     from huggingface_hub import EvalResult, ModelCardData
 
-    is_adapter = (folder / "adapter_config.json").is_file()
+    is_adapter, settings = (folder / "adapter_config.json").is_file(), run.settings
     step = _step_of(run, folder)
     results = dict(_results_at(run, step))
-    base, objective = _base_model(run.config), _objective(run.config)
+    base, objective = base_model(run.config), _objective(run.config)
     is_scorer, built_as = objective in OBJECTIVES and OBJECTIVES[objective].head == "scores", _built_as(folder)
     task = "text-classification" if is_scorer else "text-generation"
     data = ModelCardData(
@@ -100,13 +96,9 @@ def model_card(run: ReportedRun, folder: Path) -> str:
         pipeline_tag=task,
         tags=["ds_finetune", "deepspeed", objective, *(["lora"] if run.config.get("lora") else [])],
     )
-    environment = Environment(
-        loader=FileSystemLoader(_TEMPLATES),
-        autoescape=False,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-    )
-    return environment.get_template("model_card.md.j2").render(
+    return render_template(
+        "model_card.md.j2",
+        is_escaped=False,
         metadata=data.to_yaml(),
         mark=f"{MARK} {__version__} -->",
         name=run.name,
@@ -121,9 +113,11 @@ def model_card(run: ReportedRun, folder: Path) -> str:
         raw_score=', function_to_apply="none"' if objective == "reward" else "",
         step=step,
         ranks=run.starts[-1].get("ranks", 0) if run.starts else 0,
-        results=[(name, _result_text(name, value)) for name, value in results.items()],
+        results=[
+            (name, number_text(value, "percent" if name in _SHARES else "number")) for name, value in results.items()
+        ],
         data=str(run.data.get("summary", "")),
-        settings=_settings(run.config),
+        settings=[(key, settings[key]) for key in _HYPERPARAMETERS if settings.get(key, "null") != "null"],
         versions=run.versions,
     )
 
@@ -134,11 +128,6 @@ def _built_as(folder: Path) -> str:
     files = (folder / "config.json", folder.with_name(folder.name.replace("adapter", "export")) / "config.json")
     types = [str(read_object(file).get("model_type")) for file in files]
     return next((BUILT_AS[name] for name in types if name in BUILT_AS), "")
-
-
-def _settings(config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    flat = flat_config(config)
-    return [(key, flat[key]) for key in _HYPERPARAMETERS if flat.get(key, "null") != "null"]
 
 
 def _step_of(run: ReportedRun, folder: Path) -> int:
@@ -158,23 +147,14 @@ def _results_at(run: ReportedRun, step: int) -> Iterator[tuple[str, float]]:
         metric = name.removeprefix("eval/")
         if metric == name or "/" in metric:
             continue
-        for at, value in zip(curve.steps.tolist(), curve.values.tolist(), strict=True):
+        for at, value in zip(*curve.since(0), strict=True):
             if at == step and value == value:
                 yield metric, value
-
-
-def _result_text(name: str, value: float) -> str:
-    return number_text(value, "percent" if name in _SHARES else "number")
 
 
 def _objective(config: Mapping[str, Any]) -> str:
     objective = config.get("objective", {})
     return str(objective.get("name", "sft")) if isinstance(objective, dict) else str(objective)
-
-
-def _base_model(config: Mapping[str, Any]) -> str:
-    model = config.get("model", {})
-    return str(model.get("path", "") if isinstance(model, dict) else model)
 
 
 def _training_data(config: Mapping[str, Any]) -> list[str]:

@@ -3,19 +3,28 @@
 import base64
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
 from ds_finetune import __version__
-from ds_finetune.runs.report.blocks import Block, Charts, DataTable, Facts, Page, ReportSection, Tile
+from ds_finetune.runs.report.blocks import (
+    NONE,
+    TEMPLATES,
+    Block,
+    Charts,
+    DataTable,
+    Facts,
+    Page,
+    ReportSection,
+    Tile,
+    duration_text,
+    number_text,
+    render_template,
+)
+from ds_finetune.runs.report.charts import PLOTS, bokehjs
 from ds_finetune.runs.report.curves import overlay_charts, run_labels
-from ds_finetune.runs.report.differences import differing_keys
-from ds_finetune.runs.report.library import PLOTS, TEMPLATES, bokehjs
-from ds_finetune.runs.report.number_texts import NONE, duration_text, number_text
 from ds_finetune.runs.report.run import ReportedRun
-from ds_finetune.runs.report.sections import SECTIONS, repeat_command, run_seconds, seconds_text
+from ds_finetune.runs.report.sections import SECTIONS, repeat_command
 from ds_finetune.runs.status import State
 
 _UNKNOWN_FORM = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, OSError)
@@ -28,11 +37,11 @@ def run_page(run: ReportedRun, *, state: State | None = None) -> Page:
     if state is not None and status.state in ("running", "unknown"):
         status = replace(status, state=state, reason="" if status.state == "unknown" else status.reason)
     sections, unknown = _sections(run)
-    reason = f": {status.reason}" if status.reason else ""
+    is_told = status.reason and status.state not in ("finished", "unknown")
     subtitle = str(run.folder.plan.get("model", run.folder.path))
     return Page(
         run.name,
-        subtitle if not reason or status.state in ("finished", "unknown") else f"{subtitle}{reason}",
+        f"{subtitle}: {status.reason}" if is_told else subtitle,
         status.state if status.state != "unknown" else "",
         _tiles(run),
         sections,
@@ -47,11 +56,10 @@ def _sections(run: ReportedRun) -> tuple[list[ReportSection], list[str]]:
         try:
             section = make(run)
         except _UNKNOWN_FORM as error:
-            part = make.__name__.removesuffix("_section")
             reason = " ".join(str(error).split())
             unknown.append(
-                f"the {part} section is left out: its files have another form than this version knows "
-                f"({type(error).__name__}: {reason})"
+                f"the {make.__name__.removesuffix('_section')} section is left out: its files have another form than "
+                f"this version knows ({type(error).__name__}: {reason})"
             )
         else:
             sections += [] if section is None else [section]
@@ -61,9 +69,9 @@ def _sections(run: ReportedRun) -> tuple[list[ReportSection], list[str]]:
 def overlay_page(runs: Sequence[ReportedRun]) -> Page:
     """The report of two or more runs: their results, the differences of their run files, their curves overlaid."""
     labels = run_labels(runs)
-    differences = differing_keys([run.config for run in runs])
-    blocks: list[Block] = [DataTable("At the end", ("", *labels), _result_rows(runs))]
-    versions = _version_rows(runs)
+    named = list(zip(labels, runs, strict=True))
+    differences = [row for row in _differences([run.settings for run in runs]) if row[0] != "output_dir"]
+    versions = _differences([run.versions for run in runs])
     keys: list[Block] = [
         DataTable("Keys of the run files with different values", ("key", *labels), differences, len(labels) + 1)
         if differences
@@ -72,13 +80,20 @@ def overlay_page(runs: Sequence[ReportedRun]) -> Page:
     keys += [DataTable("Versions that differ", ("package", *labels), versions, len(labels) + 1)] * bool(versions)
     charts = overlay_charts(runs)
     sections = [
-        ReportSection("results", "Results", blocks),
+        ReportSection("results", "Results", [DataTable("At the end", ("", *labels), _result_rows(runs))]),
         ReportSection("differences", "Differences of configuration", keys),
         *([ReportSection("curves", "Curves", [Charts(charts)], "Click a name to hide its line.")] if charts else []),
-        ReportSection("repeat", "How to repeat the runs", [Facts([(n, repeat_command(r)) for n, r in _named(runs)])]),
+        ReportSection("repeat", "How to repeat the runs", [Facts([(n, repeat_command(run)) for n, run in named])]),
     ]
-    warnings = [f"{label}: {text}" for label, run in _named(runs) for text in _warnings(run, run.folder.status.state)]
+    warnings = [f"{label}: {text}" for label, run in named for text in _warnings(run, run.folder.status.state)]
     return Page(f"{len(runs)} runs compared", ", ".join(labels), "", [], sections, warnings)
+
+
+def _differences(parts: Sequence[Mapping[str, str]]) -> list[tuple[str, ...]]:
+    """A row for each name whose text is not the same in all parts; a dash stands for a part without the name."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    rows = [(name, *(part.get(name, NONE) for part in parts)) for name in names]
+    return [row for row in rows if len(set(row[1:])) > 1]
 
 
 def render_page(page: Page) -> str:
@@ -89,24 +104,18 @@ def render_page(page: Page) -> str:
     script = "".join(path.read_text(encoding="utf-8") for path in (PLOTS, TEMPLATES / "report.js"))
     library = bokehjs().read_text(encoding="utf-8") if page.charts else ""
     charts = [{"plot": chart.plot, "number": chart.number} for chart in page.charts]
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True
-    )
-    environment.filters["tone"] = _tone
-    return environment.get_template("report.html.j2").render(
+    return render_template(
+        "report.html.j2",
+        is_escaped=True,
         page=page,
         version=__version__,
         style=(TEMPLATES / "report.css").read_text(encoding="utf-8"),
         script=script,
         library=library,
         hashes=[_hash(text) for text in (library, script) if text],
-        charts=_embedded_json(charts),
+        # HTML's parser looks for `</script` and `<!--` also in JSON.
+        charts=json.dumps(charts, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
     )
-
-
-def _embedded_json(tree: object) -> str:
-    """JSON that no text in it can end early: HTML's parser looks for `</script` and `<!--`."""
-    return json.dumps(tree, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def _hash(script: str) -> str:
@@ -114,34 +123,28 @@ def _hash(script: str) -> str:
     return f"'sha256-{digest}'"
 
 
-def _tone(state: str) -> str:
-    """The colour of a state's word."""
-    return {"finished": "good", "failed": "bad", "hung": "bad"}.get(state, "plain")
-
-
 def _tiles(run: ReportedRun) -> list[Tile]:
     """What a reader wants to know first."""
     steps = run.metrics.last_step
     planned = run.starts[-1].get("steps", 0) if run.starts else run.folder.status.steps
-    tiles = [Tile("steps", f"{steps:,}", f"of {planned:,}" if planned and planned != steps else "")]
-    best = run.best("eval/loss")
-    loss = run.last("train/loss")
-    if loss is not None:
-        tiles.append(Tile("train loss", number_text(loss), "at the last step"))
-    if best is not None:
-        tiles.append(Tile("best eval loss", number_text(best[1]), f"at step {best[0]:,}"))
-    for name, label in (("eval/accuracy", "eval accuracy"), ("eval/exact_match", "exact match")):
-        value = run.last(name)
-        tiles += [] if value is None else [Tile(label, number_text(value, "percent"), "last evaluation")]
-    seen = run.last("data/tokens_seen")
-    tiles += [] if not seen else [Tile("tokens", _short(seen), "without padding")]
-    seconds = run_seconds(run)
-    if seconds:
-        speed = f"{_short(seen / seconds)} tokens/s" if seen else ""
-        tiles.append(Tile("training time", duration_text(seconds), speed))
-    memory = run.last("memory/peak_gib")
-    tiles += [] if memory is None else [Tile("peak memory", number_text(memory, "gib"), "of rank 0")]
-    return tiles
+    best, seen, seconds = run.best("eval/loss"), run.last("data/tokens_seen"), run.seconds
+    speed = f"{_short(seen / seconds)} tokens/s" if seen and seconds else ""
+    tiles: list[Tile | None] = [
+        Tile("steps", f"{steps:,}", f"of {planned:,}" if planned and planned != steps else ""),
+        _last_tile(run, "train/loss", "train loss", "number", "at the last step"),
+        Tile("best eval loss", number_text(best[1]), f"at step {best[0]:,}") if best is not None else None,
+        _last_tile(run, "eval/accuracy", "eval accuracy", "percent", "last evaluation"),
+        _last_tile(run, "eval/exact_match", "exact match", "percent", "last evaluation"),
+        Tile("tokens", _short(seen), "without padding") if seen else None,
+        Tile("training time", duration_text(seconds), speed) if seconds else None,
+        _last_tile(run, "memory/peak_gib", "peak memory", "gib", "of rank 0"),
+    ]
+    return [tile for tile in tiles if tile is not None]
+
+
+def _last_tile(run: ReportedRun, metric: str, label: str, kind: str, note: str) -> Tile | None:
+    value = run.last(metric)
+    return None if value is None else Tile(label, number_text(value, kind), note)
 
 
 def _short(number: float) -> str:
@@ -168,10 +171,6 @@ def _warnings(run: ReportedRun, state: str) -> list[str]:
     return warnings
 
 
-def _named(runs: Sequence[ReportedRun]) -> list[tuple[str, ReportedRun]]:
-    return list(zip(run_labels(runs), runs, strict=True))
-
-
 def _result_rows(runs: Sequence[ReportedRun]) -> list[tuple[str, ...]]:
     """Results of the runs side by side; rows that no run has are left out."""
     best = [run.best("eval/loss") for run in runs]
@@ -190,8 +189,8 @@ def _result_rows(runs: Sequence[ReportedRun]) -> list[tuple[str, ...]]:
         ("best eval loss", *(NONE if found is None else number_text(found[1]) for found in best)),
         ("at step", *(NONE if found is None else f"{found[0]:,}" for found in best)),
         ("tokens", *(number_text(run.last("data/tokens_seen")) for run in runs)),
-        ("training time", *(seconds_text(run) for run in runs)),
-        ("tokens per second", *(_mean_text(run, "perf/tokens_per_second") for run in runs)),
+        ("training time", *(duration_text(run.seconds) if run.seconds else NONE for run in runs)),
+        ("tokens per second", *(_speed_text(run) for run in runs)),
         ("peak memory of rank 0", *(number_text(run.last("memory/peak_gib"), "gib") for run in runs)),
         ("skipped steps", *(number_text(run.last("train/skipped_steps")) for run in runs)),
         ("state", *(run.folder.status.state for run in runs)),
@@ -199,13 +198,7 @@ def _result_rows(runs: Sequence[ReportedRun]) -> list[tuple[str, ...]]:
     return [row for row in rows if set(row[1:]) not in ({NONE}, {"unknown"})]
 
 
-def _mean_text(run: ReportedRun, name: str) -> str:
+def _speed_text(run: ReportedRun) -> str:
     """The tokens of the run over the time of its steps, or the last value of the metric."""
-    seen, seconds = run.last("data/tokens_seen"), run_seconds(run)
-    return number_text(seen / seconds if seen and seconds else run.last(name))
-
-
-def _version_rows(runs: Sequence[ReportedRun]) -> list[tuple[str, ...]]:
-    names = {name: None for run in runs for name in run.versions}
-    rows = [(name, *(str(run.versions.get(name, NONE)) for run in runs)) for name in names]
-    return [row for row in rows if len(set(row[1:])) > 1]
+    seen = run.last("data/tokens_seen")
+    return number_text(seen / run.seconds if seen and run.seconds else run.last("perf/tokens_per_second"))

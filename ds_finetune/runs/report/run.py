@@ -1,26 +1,24 @@
 """A run as a report reads it: the run folder with its metrics, and what the trainer recorded for reports."""
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
+from ds_finetune.config.dotted_keys import values_by_key
 from ds_finetune.errors import OutputError
 from ds_finetune.runs.curves import drawn_points
 from ds_finetune.runs.folder import RunFolder, is_run
 from ds_finetune.runs.metrics import Curve, MetricsReader
-from ds_finetune.runs.status import read_object
 
 MOST_POINTS = 1200
 """Points of a drawn curve at most."""
-_MOST_BYTES = 4 * 2**20
-"""Bytes of a list of starts that are read at most."""
-_WHOLE_NUMBERS = ("after_step", "steps", "ranks", "ranks_per_host", "pid")
-"""What a start records as whole numbers; another version may have another form of it."""
+_LONGEST = 160
+"""Characters of a value of the run file at most."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +27,6 @@ class ReportedRun:
 
     folder: RunFolder
     metrics: MetricsReader
-    starts: list[Mapping[str, Any]] = field(default_factory=list)
 
     @classmethod
     def read(cls, path: Path) -> "ReportedRun":
@@ -42,7 +39,7 @@ class ReportedRun:
         folder = RunFolder(path.absolute())
         reader = MetricsReader(path / "metrics.jsonl")
         reader.update_all()
-        return cls(folder, reader, _read_starts(folder))
+        return cls(folder, reader)
 
     @property
     def name(self) -> str:
@@ -55,26 +52,41 @@ class ReportedRun:
         return self.folder.config
 
     @property
+    def settings(self) -> dict[str, str]:
+        """The values of the run file by their keys joined by dots, as YAML on one line."""
+        return {key: _yaml_text(value) for key, value in values_by_key(self.config).items()}
+
+    @cached_property
+    def starts(self) -> list[Mapping[str, Any]]:
+        """What each start of the run has recorded."""
+        return self.folder.starts
+
+    @cached_property
+    def versions(self) -> Mapping[str, str]:
+        """Versions of the packages of the last start."""
+        return self.folder.versions
+
+    @property
     def curves(self) -> Mapping[str, Curve]:
         """Metrics by name."""
         return self.metrics.curves
 
+    @property
+    def seconds(self) -> float:
+        """Seconds of all steps that the metrics have."""
+        curve = self.curves.get("perf/step_seconds")
+        return 0.0 if curve is None else float(np.nansum(curve.values))
+
     @cached_property
     def data(self) -> Mapping[str, Any]:
         """The summary of the training data; empty for a run of an earlier version."""
-        return self.recorded("data.json")
+        return self.folder.recorded("data.json")
 
     @cached_property
     def exports(self) -> list[Mapping[str, Any]]:
         """The results of verifying exports."""
-        found = self.recorded("exports.json").get("exports", [])
+        found = self.folder.recorded("exports.json").get("exports", [])
         return [result for result in found if isinstance(result, dict) and "folder" in result]
-
-    @property
-    def versions(self) -> Mapping[str, str]:
-        """Versions of the packages of the last start."""
-        recorded = self.starts[-1].get("versions") if self.starts else None
-        return recorded if isinstance(recorded, dict) else self.folder.versions
 
     def drawn(self, name: str, most: int = MOST_POINTS) -> tuple[Any, Any]:
         """Steps and values [at most `most`] of a metric, thinned without losing a spike."""
@@ -97,33 +109,8 @@ class ReportedRun:
         at = int(values.argmin())
         return (int(curve.steps[at]), float(values[at])) if np.isfinite(values[at]) else None
 
-    def recorded(self, name: str) -> dict[str, Any]:
-        """The JSON object in a file of the run; empty where there is none that can be read."""
-        path = self.folder.file(name)
-        return {} if path is None else read_object(path)
 
-
-def _read_starts(folder: RunFolder) -> list[Mapping[str, Any]]:
-    path = folder.file("starts.jsonl")
-    if path is None:
-        return []
-    with path.open("rb") as file:
-        lines = file.read(_MOST_BYTES).splitlines()
-    return [_known_fields(start, folder) for line in lines if (start := _object_of(line))]
-
-
-def _known_fields(start: Mapping[str, Any], folder: RunFolder) -> Mapping[str, Any]:
-    """The start without fields of another form; `RunFolder.problems` names them."""
-    unknown = {key: start[key] for key in _WHOLE_NUMBERS if key in start and type(start[key]) is not int}
-    for key, value in unknown.items():
-        folder.problems.append(f"starts.jsonl: {key} is {value!r:.40}, which is no whole number")
-    return {key: value for key, value in start.items() if key not in unknown}
-
-
-def _object_of(line: bytes) -> dict[str, Any]:
-    """The JSON object of a line; empty where it is none, as the end of a file that is being written."""
-    try:
-        tree = json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
-    return tree if isinstance(tree, dict) else {}
+def _yaml_text(value: object) -> str:
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True).strip()
+    text = text.removesuffix("\n...").strip()
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 2]} …"

@@ -3,15 +3,19 @@ be empty.
 """
 
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ds_finetune.config.units import share_text
+from ds_finetune.runs.metrics import Sample
 from ds_finetune.runs.report.blocks import (
+    NONE,
     Block,
+    Chart,
     Charts,
     Code,
     DataTable,
@@ -21,11 +25,12 @@ from ds_finetune.runs.report.blocks import (
     PromptAnswers,
     Remark,
     ReportSection,
+    number_text,
+    size_text,
+    time_text,
 )
+from ds_finetune.runs.report.charts import load_map_plot, value_map_plot
 from ds_finetune.runs.report.curves import run_charts
-from ds_finetune.runs.report.experts import expert_section
-from ds_finetune.runs.report.number_texts import NONE, duration_text, number_text, size_text, time_text
-from ds_finetune.runs.report.profiled_steps import profile_section
 from ds_finetune.runs.report.run import ReportedRun
 
 _COMMUNICATION = "comm/"
@@ -38,6 +43,13 @@ _LONGEST_TEXT = 1500
 """Characters of a prompt or an answer at most."""
 _LONGEST_FILE = 100_000
 """Characters of a file at most."""
+_MOST_RANKS, _MOST_COLLECTIVES = 64, 12
+"""Rows about profiled steps."""
+_MOST_CELLS = 16_384
+"""Cells of a heat map of loads at most: DeepSeek-V3 has 58 layers of 256 experts."""
+_MOST_COLUMNS = 60
+_ROW_PIXELS, _MANY_ROWS, _ROW_PIXELS_OF_MANY = 18, 24, 10
+_FRAME_PIXELS, _LEAST_PIXELS, _MOST_PIXELS = 90, 180, 1200
 
 
 def plan_section(run: ReportedRun) -> ReportSection | None:
@@ -51,7 +63,6 @@ def plan_section(run: ReportedRun) -> ReportSection | None:
 
 
 def _forecast_rows(run: ReportedRun) -> list[tuple[str, str]]:
-    """What was predicted of memory and time beside what was measured, where a run went so far."""
     rows = []
     expected, found = run.last("memory/predicted_gib"), run.last("memory/measured_gib")
     if expected is not None and found is not None:
@@ -66,7 +77,7 @@ def _forecast_rows(run: ReportedRun) -> list[tuple[str, str]]:
 
 def curve_section(run: ReportedRun) -> ReportSection | None:
     """Curves with evaluations and restarts, and a table of the metrics."""
-    markers = [(int(start["after_step"]), "restart") for start in _restarts(run)]
+    markers = [(start["after_step"], "restart") for start in run.starts[1:] if "after_step" in start]
     every = run_charts(run, markers)
     if not every:
         return None
@@ -81,52 +92,44 @@ def curve_section(run: ReportedRun) -> ReportSection | None:
 
 
 def _evaluation_table(run: ReportedRun) -> DataTable | None:
-    """The evaluations, one row for each."""
     names = [name for name in run.curves if name.startswith("eval/")]
     steps = sorted({int(step) for name in names for step in run.curves[name].steps})
     if not steps:
         return None
-    values = {name: dict(zip(*_lists(run, name), strict=True)) for name in names}
+    values = {
+        name: dict(zip(run.curves[name].steps.tolist(), run.curves[name].values.tolist(), strict=True))
+        for name in names
+    }
     shown = steps[-_MOST_EVALUATIONS:]
     rows = [(f"{step:,}", *(number_text(values[name].get(step), _kind(name)) for name in names)) for step in shown]
     return DataTable("Evaluations", ("step", *names), rows, text_columns=0, is_folded=len(rows) > 8)
 
 
 def _metric_table(run: ReportedRun) -> DataTable:
-    """First, last, lowest and highest value of each metric."""
     rows = []
     for name, curve in run.curves.items():
         values = curve.values
         finite = np.flatnonzero(np.isfinite(values))
         if not len(finite):
             continue
-        low, high = finite[values[finite].argmin()], finite[values[finite].argmax()]
-        kind = _kind(name)
-        first, last = (number_text(float(values[index]), kind) for index in (finite[0], finite[-1]))
-        extremes = (
-            f"{number_text(float(values[index]), kind)} at {int(curve.steps[index]):,}" for index in (low, high)
-        )
-        rows.append((name, first, last, *extremes))
+        places = (finite[0], finite[-1], finite[values[finite].argmin()], finite[values[finite].argmax()])
+        first, last, *extremes = (number_text(float(values[place]), _kind(name)) for place in places)
+        steps = [int(curve.steps[place]) for place in places[2:]]
+        rows.append((name, first, last, *(f"{text} at {step:,}" for text, step in zip(extremes, steps, strict=True))))
     columns = ("metric", "first", "last", "lowest", "highest")
     return DataTable("All metrics as numbers", columns, rows, is_folded=True)
 
 
 def event_section(run: ReportedRun) -> ReportSection | None:
     """Starts, skipped steps and stragglers, and why the run ended."""
-    blocks: list[Block] = []
-    if run.starts:
-        blocks.append(_start_table(run))
-    skipped = run.metrics.notices
-    total = run.last("train/skipped_steps")
+    blocks: list[Block] = [_start_table(run)] if run.starts else []
+    skipped, slow = run.metrics.notices, run.metrics.slow
     if skipped:
-        rows = [(f"{step:,}", text) for step, text in skipped[:_MOST_EVENTS]]
         caption = f"Skipped steps: {len(skipped):,}" + (", the first of them" if len(skipped) > _MOST_EVENTS else "")
-        blocks.append(DataTable(caption, ("step", "first parameter with a gradient that is not finite"), rows, 2))
-    slow = run.metrics.slow[:_MOST_EVENTS]
+        blocks.append(_event_table(caption, "first parameter with a gradient that is not finite", skipped))
     if slow:
-        rows = [(f"{step:,}", text) for step, text in slow]
-        blocks.append(DataTable(f"Stragglers: {len(run.metrics.slow):,}", ("step", "slow rank"), rows, 2))
-    quiet = [] if skipped or total else ["no step was skipped"]
+        blocks.append(_event_table(f"Stragglers: {len(slow):,}", "slow rank", slow))
+    quiet = [] if skipped or run.last("train/skipped_steps") else ["no step was skipped"]
     quiet += [] if len(run.starts) != 1 else ["the run was not restarted"]
     quiet += [] if slow or "perf/straggler_ratio" not in run.curves else ["no rank was slow"]
     if quiet:
@@ -137,15 +140,17 @@ def event_section(run: ReportedRun) -> ReportSection | None:
     return ReportSection("events", "Starts, skipped steps and stragglers", blocks) if blocks else None
 
 
+def _event_table(caption: str, column: str, events: Sequence[tuple[int, str]]) -> DataTable:
+    return DataTable(caption, ("step", column), [(f"{step:,}", text) for step, text in events[:_MOST_EVENTS]], 2)
+
+
 def _start_table(run: ReportedRun) -> DataTable:
     rows = [
         (
             time_text(start["time"]) if isinstance(start.get("time"), int | float) else NONE,
             f"{start.get('after_step', 0):,}",
             f"{start.get('ranks', 0):,}",
-            str(start.get("launcher", NONE)),
-            str(start.get("host", NONE)),
-            str(start.get("device", NONE)),
+            *(str(start.get(name, NONE)) for name in ("launcher", "host", "device")),
         )
         for start in run.starts[-_MOST_EVENTS:]
     ]
@@ -157,9 +162,10 @@ def data_section(run: ReportedRun) -> ReportSection | None:
     data = run.data
     if not data:
         return None
-    held_out = _texts_by_name(data.get("held_out"))
+    held_out = data.get("held_out")
     rows = [("training data", str(data.get("summary", NONE)))]
-    rows += [(name if name != "eval" else "held-out data", text) for name, text in held_out]
+    for name, text in held_out.items() if isinstance(held_out, dict) else ():
+        rows.append(("held-out data" if name == "eval" else str(name), str(text)))
     rows += _used_tokens(run, data.get("tokens"))
     rows += [("mixture", str(line)) for line in data.get("mixture", [])]
     blocks: list[Block] = [Facts(rows)]
@@ -176,7 +182,6 @@ def data_section(run: ReportedRun) -> ReportSection | None:
 
 
 def _used_tokens(run: ReportedRun, there_are: object) -> list[tuple[str, str]]:
-    """The tokens that were trained on against those of the data."""
     seen = run.last("data/tokens_seen")
     if not seen or not isinstance(there_are, int) or not there_are:
         return []
@@ -187,9 +192,8 @@ def _used_tokens(run: ReportedRun, there_are: object) -> list[tuple[str, str]]:
 
 def answer_section(run: ReportedRun) -> ReportSection | None:
     """What the model answered to held-out prompts over time."""
-    samples = run.folder.samples
-    by_prompt: dict[tuple[str, str], list[Any]] = {}
-    for sample in samples:
+    by_prompt: dict[tuple[str, str], list[Sample]] = {}
+    for sample in run.folder.samples:
         by_prompt.setdefault((sample.name, sample.prompt), []).append(sample)
     blocks = [
         PromptAnswers(
@@ -212,9 +216,8 @@ def checkpoint_section(run: ReportedRun) -> ReportSection | None:
     ]
     if not rows:
         return None
-    return ReportSection(
-        "checkpoints", "Checkpoints", [DataTable("Complete checkpoints", ("step", "size", "eval loss"), rows)]
-    )
+    table = DataTable("Complete checkpoints", ("step", "size", "eval loss"), rows)
+    return ReportSection("checkpoints", "Checkpoints", [table])
 
 
 def export_section(run: ReportedRun) -> ReportSection | None:
@@ -223,8 +226,7 @@ def export_section(run: ReportedRun) -> ReportSection | None:
     blocks: list[Block] = []
     for name, state in run.folder.exports.items():
         result = verified.get(name, {})
-        is_good = state == "verified"
-        blocks.append(Remark(f"{name}: {state}", "good" if is_good else "plain" if state == "not verified" else "bad"))
+        blocks.append(Remark(f"{name}: {state}", {"verified": "good", "not verified": "plain"}.get(state, "bad")))
         lines = [str(line) for key in ("lines", "problems") for line in result.get(key, [])]
         lines += [str(result["skipped"])] if result.get("skipped") else []
         blocks += [Points(lines)] * bool(lines)
@@ -235,15 +237,13 @@ def repeat_section(run: ReportedRun) -> ReportSection:
     """Versions, the command of the run and the command that repeats it, and its run file."""
     blocks: list[Block] = []
     if run.versions:
-        blocks.append(Facts([(str(name), str(text)) for name, text in run.versions.items()]))
+        blocks.append(Facts(list(run.versions.items())))
     if run.starts and run.starts[-1].get("command"):
         blocks.append(Code("Started as", str(run.starts[-1]["command"])))
     blocks.append(Code("Command that repeats the run", repeat_command(run)))
-    config = run.folder.file("config.yaml")
-    if config is not None:
-        with config.open(encoding="utf-8", errors="replace") as file:
-            text = _shortened(file.read(_LONGEST_FILE + 1), _LONGEST_FILE)
-        blocks.append(Code("Run file with all defaults (config.yaml)", text, is_folded=True))
+    if (text := run.folder.text("config.yaml")) is not None:
+        title = "Run file with all defaults (config.yaml)"
+        blocks.append(Code(title, _shortened(text, _LONGEST_FILE), is_folded=True))
     return ReportSection("repeat", "Versions and how to repeat the run", blocks)
 
 
@@ -260,6 +260,127 @@ def repeat_command(run: ReportedRun) -> str:
     return f"ds-finetune launch --hostfile HOSTFILE {words}   # {ranks} ranks, {per_host} on each host"
 
 
+def _spread(group: Sequence[Sample]) -> list[Sample]:
+    """The samples of a prompt, at most some of them, spread over the run; of equal steps the last."""
+    latest = [list(same)[-1] for _, same in groupby(group, key=lambda sample: sample.step)]
+    if len(latest) <= _MOST_ANSWERS:
+        return latest
+    kept = np.unique(np.linspace(0, len(latest) - 1, _MOST_ANSWERS).round().astype(int))
+    return [latest[index] for index in kept.tolist()]
+
+
+def _shortened(text: str, most: int = _LONGEST_TEXT) -> str:
+    return text if len(text) <= most else f"{text[:most]} …"
+
+
+def _kind(name: str) -> str:
+    """How the values of a metric are printed."""
+    last = name.rpartition("/")[2]
+    if last in ("accuracy", "exact_match", "reward_accuracy", "mfu", "mtp_accuracy"):
+        return "percent"
+    return "seconds" if last.endswith("_seconds") else "gib" if last.endswith("_gib") else "number"
+
+
+def profile_section(run: ReportedRun) -> ReportSection | None:
+    """Where the time of profiled steps went on each rank; None for a run without them."""
+    summary = run.folder.recorded("profile/summary.json")
+    if not summary:
+        return None
+    lead = "Seconds of a step by what the rank was doing; open profile/trace.json.gz in Perfetto for the timeline."
+    return ReportSection("profile", "Profiled steps", [_rank_table(summary), *_collective_table(summary)], lead)
+
+
+def _rank_table(summary: Mapping[str, Any]) -> DataTable:
+    categories = [str(name) for name in summary["categories"]]
+    named = [(f"rank {rank['rank']}", rank["mean"]) for rank in summary["ranks"][:_MOST_RANKS]]
+    rows = [
+        (
+            name,
+            f"{mean['seconds']:.4f}",
+            *(f"{mean['categories'][category]:.4f}" for category in categories),
+            f"{mean['communication']['hidden_seconds']:.4f}",
+        )
+        for name, mean in [*named, ("mean", summary["mean"])]
+    ]
+    caption = f"Mean of steps {summary['steps'][0]:,} to {summary['steps'][-1]:,}, in seconds"
+    return DataTable(caption, ("rank", "step", *categories, "hidden communication"), rows)
+
+
+def _collective_table(summary: Mapping[str, Any]) -> list[DataTable]:
+    """The collectives that took longest."""
+    rows = [
+        (
+            f"{row['kind']}, {len(row['ranks'])} ranks, {row['phase']}",
+            f"{row['calls']:.1f}",
+            f"{row['bytes'] / 1024:,.1f}",
+            f"{row['seconds']:.4f}",
+            f"{row['waiting_seconds']:.4f}",
+        )
+        for row in summary["collectives"][:_MOST_COLLECTIVES]
+    ]
+    columns = ("collective", "calls", "KiB", "seconds", "of them waiting")
+    return [DataTable("Collectives of a step, the longest first", columns, rows)] * bool(rows)
+
+
+def expert_section(run: ReportedRun) -> ReportSection | None:
+    """Heat maps of the loads of experts; None for a run without routed experts."""
+    found = run.folder.experts
+    if found is None or not len(found[1]):
+        return None
+    # A table of another origin may have texts here.
+    layers, records = [int(layer) for layer in found[0]], found[1]
+    counts, steps = records["counts"].astype(np.float64), records["step"]
+    tenth = max(len(counts) // 10, 1)
+    row = _ROW_PIXELS if len(layers) <= _MANY_ROWS else _ROW_PIXELS_OF_MANY
+    height = int(np.clip(_FRAME_PIXELS + row * len(layers), _LEAST_PIXELS, _MOST_PIXELS))
+    blocks: list[Block] = []
+    parts = {"first": slice(0, tenth), "last": slice(len(counts) - tenth, len(counts))}
+    if len(layers) * counts.shape[2] <= _MOST_CELLS:
+        for word, part in parts.items():
+            span = f"steps {steps[part][0]:,} to {steps[part][-1]:,}" if tenth > 1 else f"step {steps[part][0]:,}"
+            blocks.append(_load_map(f"Load of each expert, {word} tenth ({span})", counts[part], layers, height))
+    blocks.append(_violation_map(counts, layers, steps, height))
+    lead = (
+        "The load of an expert is the number of tokens sent to it. Colours show it relative to the mean load of its "
+        "layer: grey is the mean, blue less and orange more."
+    )
+    return ReportSection("experts", "Load of experts", blocks, lead)
+
+
+def relative_loads(counts: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Loads [layers, experts] over the mean load of their layer, from counts [steps, layers, experts].
+
+    They are 0 where a layer had no token.
+    """
+    total = counts.sum(axis=0)
+    mean = total.mean(axis=1, keepdims=True)
+    return np.divide(total, mean, out=np.zeros_like(total), where=mean > 0)
+
+
+def _load_map(title: str, counts: NDArray[np.float64], layers: list[int], height: int) -> Chart:
+    loads = relative_loads(counts)
+    row, expert = np.unravel_index(int(loads.argmax()), loads.shape)
+    summary = (
+        f"The busiest expert is {expert} of layer {layers[row]}, with {loads.max():.2f} times the mean load; "
+        f"{int((loads == 0).sum()):,} of {loads.size:,} experts had no token."
+    )
+    return Chart(title, load_map_plot(loads, layers), summary, "ratio", is_wide=True, height=height, note=summary)
+
+
+def _violation_map(counts: NDArray[np.float64], layers: list[int], steps: NDArray[Any], height: int) -> Chart:
+    """MaxVio of each layer (equation 4 of arXiv 2408.15664) over spans of steps."""
+    spans = np.array_split(np.arange(len(counts)), min(len(counts), _MOST_COLUMNS))
+    values = np.array([relative_loads(counts[span]).max(axis=1) - 1 for span in spans])
+    least_even = int(values[-1].argmax())
+    summary = (
+        f"At the end layer {layers[least_even]} is the least even one: its busiest expert has "
+        f"{values[-1].max() + 1:.2f} times the mean load."
+    )
+    plot = value_map_plot(np.maximum(values, 0.0), layers, [int(steps[span[0]]) for span in spans])
+    title = "Busiest expert of each layer over the run (largest load over the mean, less 1)"
+    return Chart(title, plot, summary, "number", is_wide=True, height=height, note=summary)
+
+
 SECTIONS: tuple[Callable[[ReportedRun], ReportSection | None], ...] = (
     curve_section,
     plan_section,
@@ -273,49 +394,3 @@ SECTIONS: tuple[Callable[[ReportedRun], ReportSection | None], ...] = (
     repeat_section,
 )
 """In the order of the page."""
-
-
-def run_seconds(run: ReportedRun) -> float:
-    """Seconds of all steps that the metrics have."""
-    curve = run.curves.get("perf/step_seconds")
-    return 0.0 if curve is None else float(np.nansum(curve.values))
-
-
-def seconds_text(run: ReportedRun) -> str:
-    """The time of the steps."""
-    seconds = run_seconds(run)
-    return duration_text(seconds) if seconds else NONE
-
-
-def _restarts(run: ReportedRun) -> list[Mapping[str, Any]]:
-    return [start for start in run.starts[1:] if isinstance(start.get("after_step"), int)]
-
-
-def _spread(group: Sequence[Any]) -> Iterable[Any]:
-    """The samples of a prompt, at most some of them, spread over the run; of equal steps the last."""
-    latest = [list(same)[-1] for _, same in groupby(group, key=lambda sample: sample.step)]
-    if len(latest) <= _MOST_ANSWERS:
-        return latest
-    kept = np.unique(np.linspace(0, len(latest) - 1, _MOST_ANSWERS).round().astype(int))
-    return [latest[index] for index in kept.tolist()]
-
-
-def _shortened(text: str, most: int = _LONGEST_TEXT) -> str:
-    return text if len(text) <= most else f"{text[:most]} …"
-
-
-def _texts_by_name(tree: object) -> list[tuple[str, str]]:
-    return [(str(name), str(text)) for name, text in tree.items()] if isinstance(tree, dict) else []
-
-
-def _lists(run: ReportedRun, name: str) -> tuple[list[int], list[float]]:
-    curve = run.curves[name]
-    return curve.steps.tolist(), curve.values.tolist()
-
-
-def _kind(name: str) -> str:
-    """How the values of a metric are printed."""
-    last = name.rpartition("/")[2]
-    if last in ("accuracy", "exact_match", "reward_accuracy", "mfu", "mtp_accuracy"):
-        return "percent"
-    return "seconds" if last.endswith("_seconds") else "gib" if last.endswith("_gib") else "number"

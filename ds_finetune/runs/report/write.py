@@ -2,20 +2,32 @@
 
 import shlex
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from ds_finetune.console.phase_line import Say
 from ds_finetune.errors import OutputError
+from ds_finetune.runs.curves import smooth
 from ds_finetune.runs.report.blocks import Page
+from ds_finetune.runs.report.charts import PALETTE
+from ds_finetune.runs.report.curves import LEAST_SMOOTHED, smoothing_reach
 from ds_finetune.runs.report.model_card import write_model_cards
 from ds_finetune.runs.report.page import overlay_page, render_page, run_page
 from ds_finetune.runs.report.run import ReportedRun
 from ds_finetune.runs.status import State
 from ds_finetune.system.whole_file import replace_file
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 REPORT, PICTURE = "report.html", "loss.png"
 _MARK = b'<meta name="generator" content="ds_finetune '
 _HEAD_BYTES = 1024
+_PICTURE_INCHES, _DOTS_PER_INCH = (8.0, 4.5), 150
+"""The picture has 1200 x 675 pixels."""
 
 
 def write_run_report(run_folder: Path, *, state: State | None = None) -> Path:
@@ -26,9 +38,6 @@ def write_run_report(run_folder: Path, *, state: State | None = None) -> Path:
     Raises:
         OutputError: the folder holds no run, or the page cannot be written.
     """
-    # matplotlib takes half a second to import, and one rank needs it once.
-    from ds_finetune.runs.report.loss_plot import write_loss_plot
-
     run = ReportedRun.read(run_folder)
     path = run_folder / REPORT
     _check_replaceable(path)
@@ -93,3 +102,46 @@ def _write_html(html: str, path: Path) -> None:
         raise OutputError(
             f"`{path}` cannot be written: {refused.strerror or refused}", hint="name a file that can be written with -o"
         ) from refused
+
+
+def write_loss_plot(run: ReportedRun, path: Path) -> bool:
+    """Draw `train/loss`, smoothed, with the evaluations; returns False where the run has no loss.
+
+    The picture replaces the file at once. matplotlib's global state is not touched: the figure belongs to no window.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    curve = run.curves.get("train/loss")
+    if curve is None or not np.isfinite(curve.values).any():
+        return False
+    figure = Figure(figsize=_PICTURE_INCHES, dpi=_DOTS_PER_INCH, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    _draw_loss(run, axes)
+    # A name may have a dollar sign, which begins a formula elsewhere.
+    axes.set_title(run.name, parse_math=False)
+    axes.set(xlabel="step", ylabel="loss")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend(frameon=False)
+    picture = BytesIO()
+    figure.savefig(picture, format="png")
+    replace_file(path, picture.getvalue())
+    return True
+
+
+def _draw_loss(run: ReportedRun, axes: "Axes") -> None:
+    curve = run.curves["train/loss"]
+    steps, values = run.drawn("train/loss")
+    if len(curve) >= LEAST_SMOOTHED:
+        smoothed = smooth(curve.values, smoothing_reach(len(curve)))
+        axes.plot(steps, values, color=PALETTE[0], linewidth=1, alpha=0.35, label="train/loss")
+        axes.plot(curve.steps, smoothed, color=PALETTE[0], label="train/loss, smoothed")
+    else:
+        axes.plot(steps, values, color=PALETTE[0], marker="." if len(steps) == 1 else None, label="train/loss")
+    if "eval/loss" in run.curves:
+        evaluated = run.curves["eval/loss"]
+        axes.plot(evaluated.steps, evaluated.values, color=PALETTE[1], marker="o", linewidth=1, label="eval/loss")

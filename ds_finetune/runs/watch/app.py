@@ -1,23 +1,32 @@
-"""The application behind the page: static files, the runs as JSON, and a stream of what changes."""
+"""The server behind the page: static files, the runs as JSON, a stream of what changes, and who may read them."""
 
 import asyncio
+import hmac
 import json
 import math
-from collections.abc import AsyncIterator, Callable
+import secrets
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ds_finetune.errors import ServeError
 from ds_finetune.runs.folder import RunFolder
-from ds_finetune.runs.report.library import PLOTS, bokehjs
-from ds_finetune.runs.watch.access import AccessCheck, AccessRules
+from ds_finetune.runs.report.charts import PLOTS, bokehjs
 from ds_finetune.runs.watch.store import MOST_COMPARED, RunStore, Tree
+from ds_finetune.serving.http_guard import BoundedProtocol, HostRules, foreign_host, is_loopback
 
 STATIC = Path(__file__).parent / "static"
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
@@ -28,6 +37,117 @@ _ROWS_SECONDS = 1.0
 """How often a stream looks for changes of the list."""
 _SILENT_SECONDS = 15.0
 """A stream without news sends an empty comment this often, so that a connection that is gone is noticed."""
+_CLOSING_SECONDS = 2
+COOKIE = "ds_finetune_watch"
+_HEADERS = {
+    "Content-Security-Policy": (
+        # BokehJS puts style elements into its charts.
+        "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; connect-src 'self'; "
+        "img-src 'self' data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+}
+
+
+@dataclass(frozen=True)
+class AccessRules(HostRules):
+    """Hosts that are allowed, and the token, which is empty where only this machine reaches the page."""
+
+    token: str = ""
+
+    def has_token(self, given: str) -> bool:
+        """Whether a text is the token."""
+        return hmac.compare_digest(given.encode(), self.token.encode())
+
+
+class AccessCheck:
+    """Refuses requests that the rules do not allow, before the application sees them.
+
+    The token comes once in the address (`?token=`). The answer puts it into a cookie and leads to the address without
+    it, so that it stays neither in the address bar nor in the history.
+    """
+
+    def __init__(self, app: ASGIApp, rules: AccessRules) -> None:
+        self._app, self._rules = app, rules
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or refuse it."""
+        if scope["type"] != "http":
+            return
+
+        async def send_confined(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(_HEADERS)
+            await send(message)
+
+        await (self._refusal(Request(scope)) or self._app)(scope, receive, send_confined)
+
+    def _refusal(self, request: Request) -> ASGIApp | None:
+        if not self._rules.allows(request.headers):
+            return foreign_host()
+        if not self._rules.token or self._rules.has_token(request.cookies.get(COOKIE, "")):
+            return None
+        if not self._rules.has_token(request.query_params.get("token", "")):
+            text = "The page needs its token: open the address that `ds-finetune watch` has printed.\n"
+            return PlainTextResponse(text, status_code=401)
+        answer = RedirectResponse("/", status_code=303)
+        answer.set_cookie(COOKIE, self._rules.token, httponly=True, samesite="strict")
+        return answer
+
+
+def watch(
+    folder: Path, *, host: str, port: int, show: Callable[[str], None], allowed_hosts: Sequence[str] = ()
+) -> None:
+    """Serve the page over the runs in `folder` until SIGINT or SIGTERM; `show` prints a line.
+
+    Requests may name the server by `host`, by the names of this machine, and by `allowed_hosts`.
+
+    ServeError where `folder` is no folder, or the address cannot be used.
+    """
+    if not folder.is_dir():
+        raise ServeError(f"`{folder}` is not a folder", hint="name the folder of a run, or one with runs below it")
+    token = "" if is_loopback(host) else secrets.token_urlsafe(24)
+    rules = AccessRules(host, token, allowed=tuple(allowed_hosts))
+    with _listen(host, port) as listener:
+        show(f"watching {folder.resolve()}")
+        show(f"open {_url(rules, listener.getsockname()[1])}   (Ctrl-C ends it)")
+        if rules.token:
+            show("other machines reach this page: whoever has this address can read the runs")
+        config = uvicorn.Config(
+            make_app(RunStore(folder), rules, lambda: server.should_exit),
+            http=BoundedProtocol,
+            ws="none",
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=_CLOSING_SECONDS,
+        )
+        server = uvicorn.Server(config)
+        with suppress(KeyboardInterrupt):
+            server.run(sockets=[listener])
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server((str(address[0]), port), family=family)
+    except OSError as refused:
+        raise ServeError(
+            f"cannot listen on {host} port {port}: {refused.strerror or refused}",
+            hint="give another --port (0 takes a free one) or --host",
+        ) from refused
+
+
+def _url(rules: AccessRules, port: int) -> str:
+    shown = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(rules.host, rules.host)
+    address = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}/"
+    return f"{address}?token={rules.token}" if rules.token else address
 
 
 def make_app(store: RunStore, rules: AccessRules, is_closing: Callable[[], bool] = lambda: False) -> AccessCheck:

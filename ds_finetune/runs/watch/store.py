@@ -12,10 +12,10 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
+from ds_finetune.config.dotted_keys import values_by_key
 from ds_finetune.runs.curves import drawn_points
-from ds_finetune.runs.folder import RANK_TIMES, RunFolder, find_runs
-from ds_finetune.runs.metrics import METRICS, MetricsReader, last_record, sampled_values
-from ds_finetune.runs.rank_times import read_rank_times
+from ds_finetune.runs.folder import RANK_TIMES, RunFolder, base_model, find_runs
+from ds_finetune.runs.metrics import METRICS, MetricsReader, last_record, read_rank_times, sampled_values
 
 MOST_COMPARED = 20
 """Runs whose curves are kept in memory and shown together at most: 16 MB for a run of 100,000 steps."""
@@ -62,7 +62,7 @@ class RunStore:
             **row,
             "path": str(run.path),
             "config": yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True) if config else "",
-            "settings": flat_settings(config),
+            "settings": {key: str(value) for key, value in values_by_key(config).items() if value != {}},
             "plan": {name: str(text) for name, text in run.plan.items() if isinstance(text, str)},
             "versions": dict(run.versions),
             "starts": [_start(start) for start in run.starts],
@@ -129,7 +129,7 @@ class _RunRow:
         if seen != self._seen:
             self._seen = seen
             self._metrics = {} if path is None else dict(last_record(path))
-            self._model = _model_of(self._run.config)
+            self._model = base_model(self._run.config)
             self._start = _start(next(reversed(self._run.starts), {}))
         if seen != self._previewed and time.monotonic() > self._preview_at + _PREVIEW_SECONDS:
             self._preview_at, self._previewed = time.monotonic(), seen
@@ -238,16 +238,6 @@ def rounded(values: list[float]) -> list[float | None]:
     return [float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None for value in values]
 
 
-def flat_settings(tree: object, path: str = "") -> dict[str, str]:
-    """The keys of a run file as dotted names with their values as text."""
-    if isinstance(tree, dict) or hasattr(tree, "items"):
-        found: dict[str, str] = {}
-        for name, value in tree.items():  # type: ignore[attr-defined]
-            found |= flat_settings(value, f"{path}.{name}" if path else str(name))
-        return found
-    return {path: str(tree)}
-
-
 def _start(start: Any) -> Tree:  # noqa: ANN401 - a mapping from a file
     known = ("time", "after_step", "steps", "command", "ranks", "host", "device")
     return {name: start[name] for name in known if isinstance(start.get(name), str | int | float)}
@@ -259,12 +249,6 @@ def _identity(path: Path | None) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return None if status is None else (status.st_ino, status.st_mtime_ns, status.st_size)
-
-
-def _model_of(config: Any) -> str:  # noqa: ANN401 - a mapping from a file
-    model = config.get("model") if hasattr(config, "get") else None
-    path = model.get("path") if isinstance(model, dict) else model
-    return path if isinstance(path, str) else ""
 
 
 def _seconds_left(state: str, step: int, steps: int, last: Tree) -> float | None:

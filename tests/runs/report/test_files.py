@@ -14,10 +14,10 @@ from huggingface_hub import ModelCard
 from PIL import Image
 
 from ds_finetune.errors import DependencyError
-from ds_finetune.runs.report.library import bokehjs
-from ds_finetune.runs.report.loss_plot import write_loss_plot
+from ds_finetune.runs.report.charts import bokehjs
 from ds_finetune.runs.report.model_card import write_card_of_source, write_model_cards
 from ds_finetune.runs.report.run import ReportedRun
+from ds_finetune.runs.report.write import write_loss_plot
 from tests.conftest import ROOT
 from tests.runs.report.made_runs import make_run
 
@@ -93,9 +93,7 @@ def test_the_chart_library_is_that_of_the_installed_package() -> None:
 
 
 def test_the_chart_library_is_found_without_an_import_of_its_package() -> None:
-    code = (
-        "import sys; from ds_finetune.runs.report.library import bokehjs; bokehjs(); sys.exit('bokeh' in sys.modules)"
-    )
+    code = "import sys; from ds_finetune.runs.report.charts import bokehjs; bokehjs(); sys.exit('bokeh' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 

@@ -15,10 +15,9 @@ import pytest
 
 from ds_finetune.cli.main import main
 from ds_finetune.errors import OutputError
-from ds_finetune.runs.report.experts import expert_section
 from ds_finetune.runs.report.page import overlay_page, render_page, run_page
 from ds_finetune.runs.report.run import ReportedRun
-from ds_finetune.runs.report.sections import repeat_command
+from ds_finetune.runs.report.sections import expert_section, repeat_command
 from ds_finetune.runs.report.write import try_run_report, write_report, write_run_report
 from ds_finetune.trainer.run_records import report_failure
 from tests.conftest import ROOT

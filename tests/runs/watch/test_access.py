@@ -8,7 +8,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from ds_finetune.runs.watch.access import AccessCheck, AccessRules
+from ds_finetune.runs.watch.app import AccessCheck, AccessRules
 from ds_finetune.serving.http_guard import is_loopback
 
 

@@ -17,9 +17,8 @@ from starlette.testclient import TestClient
 from ds_finetune.checkpoint.files import Manifest
 from ds_finetune.cli.main import main
 from ds_finetune.runs.folder import RunFolder
-from ds_finetune.runs.report.library import PLOTS, bokehjs
-from ds_finetune.runs.watch.access import AccessRules
-from ds_finetune.runs.watch.app import STATIC, _Watcher, make_app
+from ds_finetune.runs.report.charts import PLOTS, bokehjs
+from ds_finetune.runs.watch.app import STATIC, AccessRules, _Watcher, make_app
 from ds_finetune.runs.watch.store import MOST_COMPARED, RunStore
 from tests.conftest import ROOT
 from tests.runs.test_folder import make_run, own_status
@@ -218,7 +217,7 @@ def test_the_page_loads_only_files_that_are_installed(runs: Path) -> None:
 
 
 def test_watch_starts_without_torch() -> None:
-    code = "import sys, ds_finetune.cli.main, ds_finetune.runs.watch.serve; sys.exit(bool({'torch', 'deepspeed', 'transformers'} & sys.modules.keys()))"
+    code = "import sys, ds_finetune.cli.main, ds_finetune.runs.watch.app; sys.exit(bool({'torch', 'deepspeed', 'transformers'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
