@@ -41,8 +41,7 @@ from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.groups.collectives import all_gather_scalar
 from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.engine.groups.process_groups import open_groups
-from ds_finetune.engine.schedules.interleaved_schedule import run_pipeline
-from ds_finetune.engine.schedules.pipeline_schedule import StageForward
+from ds_finetune.engine.pipeline_schedules import StageForward, run_pipeline
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.model.build.model_plan import plan_model
 from ds_finetune.model.build.skeleton import read_hf_config

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ds_finetune.config.sections import LoraConfig
 from ds_finetune.export.adapter import AdapterBase, write_adapter
 from ds_finetune.families.table import family_of
-from ds_finetune.model.adapters.adapter_names import is_adapter
 from ds_finetune.model.adapters.lora import AdapterPlacement, factors_of, install_lora
 from ds_finetune.model.adapters.lora_plan import plan_lora
 from ds_finetune.model.build.skeleton import whole
+from ds_finetune.model.weights.names import is_adapter
 from ds_finetune.reference.selftest.cells import hf_config
 from ds_finetune.reference.selftest.reference_loop import adamw
 

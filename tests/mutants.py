@@ -51,7 +51,7 @@ HEAD = "tests/model/loss/test_head_chunks.py"
 MUTANTS = (
     Mutant(
         "an all-reduce counted as one pass over the ring",
-        "engine/groups/collective_calls.py",
+        "engine/groups/communication.py",
         'times = 2 if kind == "all_reduce" else 1',
         "times = 1",
         COMMUNICATION,
@@ -107,7 +107,7 @@ MUTANTS = (
     ),
     Mutant(
         "matrices that ZenFlow scrambles at its start",
-        "engine/patches/deepspeed_inexact.py",
+        "engine/patches/deepspeed_init.py",
         "                param.data = param.data.view(columns, rows).t()\n",
         "                pass\n",
         INEXACT,
@@ -170,7 +170,7 @@ MUTANTS = (
     ),
     Mutant(
         "a norm of offloaded gradients without the last parameter's",
-        "engine/patches/deepspeed_offload.py",
+        "engine/patches/deepspeed_waits.py",
         "for part, param in found if part is not None]",
         "for part, param in found[:-1] if part is not None]",
         "tests/parity/test_parity.py",
@@ -212,7 +212,7 @@ MUTANTS = (
     ),
     Mutant(
         "scales of the first rows for all of an FP4 matrix",
-        "model/quantised/fp4.py",
+        "model/quantised/mxfp4.py",
         "dequantise(blocks, self.scales.rows(first, last).view(torch.uint8))",
         "dequantise(blocks, self.scales.rows(0, last - first).view(torch.uint8))",
         FP4,
@@ -268,7 +268,7 @@ MUTANTS = (
     ),
     Mutant(
         "indexer follows the heads of one rank",
-        "model/attention/index_divergence.py",
+        "model/attention/indexed_attention.py",
         "for group in scales.groups:",
         "for group in ():",
         f"{TRAINED_INDEXER} -k tp2",
@@ -366,7 +366,7 @@ MUTANTS = (
     ),
     Mutant(
         "the layer of multi-token prediction counts in the norm",
-        "engine/gradient_norm.py",
+        "engine/gradients.py",
         "if loss_of(param) == loss]",
         "]",
         f"{MTP} -k dp-z0",
@@ -537,7 +537,7 @@ MUTANTS = (
     ),
     Mutant(
         "teacher sees the other documents of a row",
-        "model/loss/distillation.py",
+        "features/teacher.py",
         "hidden = teacher.hidden(rows.input_ids, rows.position_ids, rows.documents, supervised)",
         "hidden = teacher.hidden(rows.input_ids, rows.position_ids, None, supervised)",
         DISTILLATION,
@@ -551,7 +551,7 @@ MUTANTS = (
     ),
     Mutant(
         "scores of whole rows on sequence parallel ranks",
-        "model/loss/distillation.py",
+        "features/teacher.py",
         "(part if self.sp_group is None else self.sp_group.shard(part)).flatten(0, 1)",
         "part.flatten(0, 1)",
         DISTILLATION,
@@ -586,7 +586,7 @@ MUTANTS = (
     ),
     Mutant(
         "margin of pairs ignored",
-        "objectives/reward.py",
+        "objectives/scores.py",
         "chosen - rejected - targets.view(-1, 2)[:, 0]",
         "chosen - rejected",
         SCORES,
@@ -628,7 +628,7 @@ MUTANTS = (
     ),
     Mutant(
         "clipping left out",
-        "engine/gradient_norm.py",
+        "engine/gradients.py",
         "if max_norm and",
         "if False and",
         f"{PARITY} {PARALLEL}",
@@ -692,14 +692,14 @@ MUTANTS = (
     ),
     Mutant(
         "window of packed documents one too wide",
-        "model/attention/packed_attention.py",
+        "model/attention/kernels.py",
         "else window - 1",
         "else window",
         "tests/model/attention/test_packed_attention.py",
     ),
     Mutant(
         "values of packed documents not cut again",
-        "model/attention/packed_attention.py",
+        "model/attention/kernels.py",
         "out[:, :, :value_width]",
         "out",
         "tests/model/attention/test_packed_attention.py",
@@ -825,14 +825,14 @@ MUTANTS = (
     ),
     Mutant(
         "padding chosen by routers",
-        "model/loss/real_tokens.py",
+        "model/loss/forward_rows.py",
         "inside = min(part, end - start)",
         "inside = part",
         ROUTERS,
     ),
     Mutant(
         "choices counted again in backward",
-        "model/experts/routers.py",
+        "model/routers.py",
         "            self._is_listening = False\n",
         "            pass\n",
         ROUTERS,
@@ -846,14 +846,14 @@ MUTANTS = (
     ),
     Mutant(
         "biases by the choices of one rank",
-        "engine/step_reading.py",
+        "engine/results.py",
         "table=numbers.split(sizes)[-1].view_as(table),",
         "table=table,",
         ROUTERS,
     ),
     Mutant(
         "biases updated on a skipped step",
-        "engine/router_balance.py",
+        "model/routers.py",
         "if routers.plan.section.bias_update and not is_skipped:",
         "if routers.plan.section.bias_update:",
         "tests/engine/test_steps.py",
@@ -867,21 +867,21 @@ MUTANTS = (
     ),
     Mutant(
         "the last norm after every chunk of the last rank",
-        "model/parallel/interleaving.py",
+        "model/parallel/pipeline.py",
         "            self._norms[:-1] = [nn.Identity() for _ in chunks[1:]]\n",
         "            pass\n",
         PARALLEL,
     ),
     Mutant(
         "tokens counted again for every chunk",
-        "model/experts/routers.py",
+        "model/routers.py",
         "if is_counting and counts_tokens:",
         "if is_counting:",
         PARALLEL,
     ),
     Mutant(
         "balance of the last stage alone",
-        "engine/schedules/pipeline_schedule.py",
+        "engine/pipeline_schedules.py",
         "return sent_back if done.loss is None else sent_back + done.loss",
         "return sent_back",
         ROUTERS,

@@ -17,9 +17,7 @@ from bench.gpu.results import Recorder, SkippedError, check_limit
 from ds_finetune.engine.attention_kernel import packs_documents
 from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.model.attention.by_document import attend_by_document
-from ds_finetune.model.attention.packed_attention import pack_documents
-from ds_finetune.model.quantised import narrow_values
-from ds_finetune.model.quantised.narrow_values import ValueKernel
+from ds_finetune.model.attention.kernels import ValueKernel, attend_document, pack_documents
 
 _HALF_LIMIT = 3e-2
 """Largest difference from fp32, relative to the largest number, of attention and its gradients in half precision."""
@@ -168,7 +166,7 @@ def _time(values: dict[str, Any], kind: str, inputs: _Inputs, heads: Heads) -> N
 def latent(recorder: Recorder, *, is_tiny: bool) -> None:
     """The kernels for values narrower than keys (192 and 128 columns) in one document: time and difference from fp32.
 
-    The package takes `padded` on GPUs (model/quantised/narrow_values.py).
+    The package takes `padded` on GPUs (model/attention/kernels.py).
     """
     heads = Heads(2, 2, 24, 16) if is_tiny else HEADS["latent 16B"]
     kernels: tuple[tuple[ValueKernel, SDPBackend | None], ...] = (
@@ -212,7 +210,7 @@ def _narrow(kernel: ValueKernel, backend: SDPBackend | None = None) -> Callable[
     def run(inputs: _Inputs) -> tuple[torch.Tensor, ...]:
         parts = [part.detach().requires_grad_() for part in inputs.parts[:3]]
         with sdpa_kernel(backend) if backend is not None else torch.enable_grad():
-            out = narrow_values.attend(*parts, kernel=kernel, scale=parts[0].shape[3] ** -0.5, is_causal=True)
+            out = attend_document(*parts, kernel=kernel, scale=parts[0].shape[3] ** -0.5, is_causal=True)
             return out, *torch.autograd.grad(out, parts, inputs.parts[3].transpose(1, 2))
 
     return run

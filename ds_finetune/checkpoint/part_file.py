@@ -14,7 +14,7 @@ import torch
 
 from ds_finetune.checkpoint.chunks import Chunk
 from ds_finetune.errors import CheckpointError
-from ds_finetune.model.weights.safetensors_header import HeaderEntry, encode_header, read_header
+from ds_finetune.model.weights.safetensors_file import HeaderEntry, encode_header, read_header
 
 _MAP_NORESERVE = 0x4000
 """Linux's flag; Python 3.13 and later define it in `mmap`."""

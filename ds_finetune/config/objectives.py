@@ -252,14 +252,18 @@ OBJECTIVES: dict[str, ObjectiveRow] = {
     for row in (
         ObjectiveRow(SftObjective, "objective:token_objective", "dialogue", "supervised tokens", "tokens"),
         ObjectiveRow(PretrainObjective, "objective:token_objective", "text", "supervised tokens", "tokens"),
-        ObjectiveRow(ClassificationObjective, "classification:make_classification", "labelled", "examples", "scores"),
-        ObjectiveRow(DpoObjective, "dpo:DirectPreference", "pairs", "pairs", "documents", ("reference",)),
-        ObjectiveRow(SimpoObjective, "reference_free:SimplePreference", "pairs", "pairs", "documents"),
-        ObjectiveRow(CpoObjective, "reference_free:ContrastivePreference", "pairs", "pairs", "documents"),
-        ObjectiveRow(OrpoObjective, "reference_free:OddsRatioPreference", "pairs", "pairs", "documents"),
-        ObjectiveRow(RewardObjective, "reward:make_reward", "pairs", "pairs", "scores"),
-        ObjectiveRow(KtoObjective, "kto:KahnemanTversky", "marked", "examples", "documents", ("reference", "baseline")),
-        ObjectiveRow(DistillObjective, "distill:Distillation", "dialogue", "supervised tokens", "tokens", ("teacher",)),
+        ObjectiveRow(ClassificationObjective, "scores:make_classification", "labelled", "examples", "scores"),
+        ObjectiveRow(DpoObjective, "preferences:DirectPreference", "pairs", "pairs", "documents", ("reference",)),
+        ObjectiveRow(SimpoObjective, "preferences:SimplePreference", "pairs", "pairs", "documents"),
+        ObjectiveRow(CpoObjective, "preferences:ContrastivePreference", "pairs", "pairs", "documents"),
+        ObjectiveRow(OrpoObjective, "preferences:OddsRatioPreference", "pairs", "pairs", "documents"),
+        ObjectiveRow(RewardObjective, "scores:make_reward", "pairs", "pairs", "scores"),
+        ObjectiveRow(
+            KtoObjective, "preferences:KahnemanTversky", "marked", "examples", "documents", ("reference", "baseline")
+        ),
+        ObjectiveRow(
+            DistillObjective, "objective:Distillation", "dialogue", "supervised tokens", "tokens", ("teacher",)
+        ),
     )
 }
 """The objectives by name, in the order in which the docs and messages list them."""

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from ds_finetune.data.mismatched import MismatchedAnswers
 from ds_finetune.data.mixture import Mixture
 from ds_finetune.data.prepared_rows import CountedRows, Ints, Row, Rows, empty_row
-from ds_finetune.objectives.examples import Examples
 from ds_finetune.objectives.labels import IGNORE_INDEX
+from ds_finetune.objectives.objective import Examples
 
 _PAD_MULTIPLE = 8
 """Unpacked rows are padded to a multiple of this, so that fewer shapes occur."""

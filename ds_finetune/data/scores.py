@@ -22,8 +22,8 @@ from ds_finetune.data.cache import ArrayParts, find_damage, write_folder
 from ds_finetune.data.documents import Documents
 from ds_finetune.data.prepared_rows import PreparedRows, Row, RowDocuments
 from ds_finetune.errors import DataError, OutputError
-from ds_finetune.objectives.examples import TopLogProbs
 from ds_finetune.objectives.labels import IGNORE_INDEX
+from ds_finetune.objectives.objective import TopLogProbs
 from ds_finetune.system.whole_file import replace_file
 
 FORMAT_VERSION = 1

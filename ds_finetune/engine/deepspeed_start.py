@@ -12,7 +12,7 @@ from ds_finetune.engine.ops.nvme import check_buffers, check_nvme
 from ds_finetune.engine.patches.deepspeed_clipping import OwnClipping
 from ds_finetune.engine.patches.deepspeed_engine import count_whole_experts_once, undo_constructor_step
 from ds_finetune.engine.patches.deepspeed_gathering import single_gathers_without_waits
-from ds_finetune.engine.patches.deepspeed_inexact import forget_second_copies, zenflow_keeps_matrices
+from ds_finetune.engine.patches.deepspeed_init import forget_second_copies, zenflow_keeps_matrices
 from ds_finetune.engine.patches.deepspeed_waits import HalfPrecisionNorms, ZeroNorms, has_zero_norms
 from ds_finetune.engine.state.parameter_tags import experts_marker, is_trained_expert, loss_of, parameter_groups
 from ds_finetune.model.build.model_plan import ModelPlan

@@ -18,10 +18,8 @@ from numpy.typing import NDArray
 from torch import nn
 
 from ds_finetune.data.batches import Batch, MicroBatch
-from ds_finetune.engine.document_scores import NO_SCORES, DocumentScores, gather_scores, scores_of
-from ds_finetune.engine.finite_gradients import FiniteProbe
 from ds_finetune.engine.generation import GenerationLimits, answer_prompts
-from ds_finetune.engine.gradient_norm import clip_gradients
+from ds_finetune.engine.gradients import FiniteProbe, clip_gradients
 from ds_finetune.engine.groups.collectives import all_gather_object
 from ds_finetune.engine.groups.communication import CommunicationMeter
 from ds_finetune.engine.groups.process_groups import Groups
@@ -34,25 +32,32 @@ from ds_finetune.engine.loss_normalisation import (
 )
 from ds_finetune.engine.patches.deepspeed_engine import gradients_reduced_at_end
 from ds_finetune.engine.patches.deepspeed_waits import HalfPrecisionNorms, ZeroNorms
+from ds_finetune.engine.pipeline_schedules import StageForward, run_pipeline
 from ds_finetune.engine.rank_rows import RankBatch, copy_to_device, host_rows, rank_batch, rows_on_device
-from ds_finetune.engine.results import HeldOutScores, StepResult, step_result
-from ds_finetune.engine.router_balance import finish_step
-from ds_finetune.engine.schedules.interleaved_schedule import run_pipeline
-from ds_finetune.engine.schedules.pipeline_schedule import StageForward
+from ds_finetune.engine.results import (
+    NO_SCORES,
+    DocumentScores,
+    HeldOutScores,
+    StepResult,
+    check_counts,
+    gather_scores,
+    global_counts,
+    read_step,
+    scores_of,
+    step_result,
+)
 from ds_finetune.engine.state.state import EngineState
 from ds_finetune.engine.state.whole_tensors import WholeTensors, named_parameters
-from ds_finetune.engine.step_reading import check_counts, global_counts, read_step
 from ds_finetune.errors import RunError
-from ds_finetune.model.adapters.adapter_names import is_adapter
 from ds_finetune.model.adapters.lora import adapters_off
-from ds_finetune.model.experts.routers import RouterCollector
 from ds_finetune.model.loss.extra_loss import TotalLoss
 from ds_finetune.model.loss.forward_rows import ForwardRows, StageOutput
 from ds_finetune.model.loss.score_head import SCORE_HEAD, logits_of_prompt
 from ds_finetune.model.mtp.layer import mtp_layers
 from ds_finetune.model.parallel.pipeline import PipelineGroup, has_tied_head
-from ds_finetune.objectives.examples import Examples
-from ds_finetune.objectives.objective import LossAndSums, Objective, StepNumbers
+from ds_finetune.model.routers import RouterCollector, finish_step
+from ds_finetune.model.weights.names import is_adapter
+from ds_finetune.objectives.objective import Examples, LossAndSums, Objective, StepNumbers
 from ds_finetune.plan.plan import Plan
 
 

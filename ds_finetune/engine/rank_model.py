@@ -1,26 +1,59 @@
 """Builds the part of a model that this rank holds, with its weights, its features and its loss head."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ds_finetune.engine.devices import device_of_rank
 from ds_finetune.engine.groups.process_groups import Groups
-from ds_finetune.engine.initial_weights import fill_weights
-from ds_finetune.engine.rank_modules import arrange_forward, build_modules, install_groups, install_head
-from ds_finetune.engine.state.parameter_tags import mark_copy, tag_apart, tag_expert
+from ds_finetune.engine.patches.deepspeed_init import zero_init
+from ds_finetune.engine.state.parameter_tags import local_shape, mark_copy, tag_apart, tag_expert
 from ds_finetune.engine.state.zero3_partition import partition
 from ds_finetune.families.table import family_of
 from ds_finetune.features.feature import Feature
+from ds_finetune.foreign.torch_nn import linears_without_memory
 from ds_finetune.model.adapters.lora import AdapterPlacement
+from ds_finetune.model.attention.indexed_attention import expect_documents
+from ds_finetune.model.build.dtypes import PRECISION_DTYPES
+from ds_finetune.model.build.encoder import encoder_of
 from ds_finetune.model.build.model_plan import ModelPlan
-from ds_finetune.model.build.skeleton import whole
-from ds_finetune.model.parallel.pipeline import has_embedding_copy, has_tied_head
+from ds_finetune.model.build.skeleton import Where, build_skeleton, model_class, resolve_folder, whole
+from ds_finetune.model.loss.cross_entropy import KERNELS, Kernel, chunked_cross_entropy, liger_cross_entropy
+from ds_finetune.model.loss.score_config import fresh_parameters
+from ds_finetune.model.loss.score_head import (
+    head_parameters,
+    initialise_score_head,
+    install_encoder_head,
+    install_score_head,
+)
+from ds_finetune.model.loss.token_loss import HeadGroups, install_loss_head
+from ds_finetune.model.memory.activation_offload import CudaTransfer, PlainTransfer, offload_layer_inputs
+from ds_finetune.model.memory.tiled_mlp import install_tiled_mlps
+from ds_finetune.model.parallel.expert import (
+    build_local_experts,
+    install_expert_parallel,
+    install_overlapped_exchange,
+)
+from ds_finetune.model.parallel.pipeline import (
+    build_meta_model,
+    build_only_layers,
+    has_embedding_copy,
+    has_tied_head,
+    install_pipeline_stage,
+)
 from ds_finetune.model.parallel.sharding import ModelShard
-from ds_finetune.model.quantised.four_bit import four_bit_or
+from ds_finetune.model.parallel.tensor import install_tensor_parallel, local_config
+from ds_finetune.model.quantised.four_bit import four_bit_or, install_four_bit
+from ds_finetune.model.weights.load import clear_weights, initialise_weights, load_weights, seed_of
+from ds_finetune.model.weights.vocabulary import Growth
+from ds_finetune.objectives.objective import is_of_scores
+from ds_finetune.plan.head_chunk import head_chunk
 from ds_finetune.plan.plan import Plan
 
 
@@ -79,3 +112,123 @@ def _mark_parameters(
         mark_copy(lm.get_input_embeddings().weight)
         if not has_tied_head(lm) and (model.mtp is None or model.mtp.detach):
             lm.get_input_embeddings().weight.requires_grad_(False)
+
+
+def fill_weights(
+    lm: PreTrainedModel, plan: Plan, model: ModelPlan, *, where: Where, loads_weights: bool
+) -> tuple[str, ...]:
+    """Load or draw the weights; returns the names of parameters that were drawn because the model's folder does not
+    have them.
+    """
+    family = family_of(lm.config.model_type)
+    model_shard = ModelShard.of(plan.mesh, family)
+    for name, param in lm.named_parameters():
+        # DeepSpeed 0.19.8 counts other parameters once in norms (runtime/utils.py:134).
+        param.model_parallel = model_shard.tensor_shard(name, tuple(local_shape(param))).dim is not None  # type: ignore[attr-defined]
+    if not loads_weights and all(param.requires_grad for param in lm.parameters()):
+        clear_weights(lm, where=where)
+        return ()
+    if model.has_random_weights:
+        initialise_weights(lm, seed=plan.seed, where=where, model_shard=model_shard)
+        initialise_score_head(lm, model.objective, head_parameters(lm), seed=plan.seed, where=where)
+        return ()
+    skeleton = build_meta_model(model.hf_config, model.task) if plan.mesh.pp > 1 else None
+    folder = resolve_folder(model.path)
+    growth = _growth(model, plan.seed)
+    report = load_weights(
+        lm,
+        folder,
+        family=family,
+        where=where,
+        model_shard=model_shard,
+        skeleton=skeleton,
+        growth=growth,
+        may_be_missing=fresh_parameters(model.hf_config, model.task, head_parameters(lm)),
+    )
+    initialise_score_head(lm, model.objective, report.missing, seed=plan.seed, where=where)
+    return report.missing
+
+
+def _growth(model: ModelPlan, seed: int) -> Growth | None:
+    """Sizes of the published and of the enlarged vocabulary; None where it is not enlarged."""
+    before, after = model.published_vocab_size, model.hf_config.vocab_size
+    return Growth(before, after, partial(seed_of, seed)) if before < after else None
+
+
+def build_modules(plan: Plan, model: ModelPlan, groups: Groups) -> PreTrainedModel:
+    """The modules of this rank's layers and experts, without weights, partitioned already under ZeRO-3."""
+    hf_config, kind = model.hf_config, model_class(model.hf_config, model.task)
+    device = device_of_rank(plan.device, plan.world.local_rank)
+    local_experts = build_local_experts(
+        kind, family_of(hf_config.model_type), ep_size=plan.mesh.ep, mark=partial(tag_expert, groups=groups)
+    )
+    partitioned = zero_init(plan.deepspeed, data_parallel_group=groups.same_part, mpu=groups.mpu)
+    without_linears = linears_without_memory() if model.quantised else nullcontext()
+    with local_experts, build_only_layers(kind, model.stages[plan.mesh.place("pp")]):
+        lm = build_skeleton(
+            local_config(hf_config, plan.mesh.tp),
+            attention=model.attention,
+            dtype=PRECISION_DTYPES[plan.precision],
+            device=device,
+            task=model.task,
+            init_context=partitioned if plan.zero_stage == 3 else without_linears,
+        )
+    expect_documents(lm, longest=plan.batch.max_seq_len)
+    if model.quantised:
+        install_four_bit(lm, model.quantised, device=device)
+    return lm
+
+
+def install_groups(lm: PreTrainedModel, model: ModelPlan, groups: Groups) -> None:
+    """Make `lm` communicate in its stage, tensor and expert parallel groups."""
+    if groups.stage is not None:
+        install_pipeline_stage(lm, groups.stage, outputs=model.head_outputs)
+    if groups.tensor is not None:
+        hf_config, pad = model.hf_config, model.hf_config.pad_token_id
+        # nn.Embedding counts a negative index from the end of the whole vocabulary.
+        padding_idx = pad + hf_config.vocab_size if pad is not None and pad < 0 else pad
+        install_tensor_parallel(lm, groups.tensor, padding_idx=padding_idx)
+    if groups.experts is not None:
+        install_expert_parallel(lm, groups.experts)
+
+
+def install_head(lm: PreTrainedModel, plan: Plan, model: ModelPlan, groups: Groups) -> None:
+    """Let the head of `lm` compute the loss of the objective, where this rank has the head."""
+    if groups.stage is not None and not groups.stage.is_last:
+        return
+    head_groups = HeadGroups(tp=groups.tensor, sp=groups.sequence, pp=groups.stage)
+    if is_of_scores(model.objective) and encoder_of(model.hf_config) is not None:
+        install_encoder_head(lm, model.objective)
+    elif is_of_scores(model.objective):
+        install_score_head(lm, model.objective, head_groups)
+    else:
+        kernel = _loss_kernel(plan, model, groups)
+        install_loss_head(lm, kernel=kernel, objective=model.objective, groups=head_groups)
+
+
+def _loss_kernel(plan: Plan, model: ModelPlan, groups: Groups) -> Kernel:
+    """The kernel that computes the cross entropy of this rank's rows of the vocabulary."""
+    rows = model.hf_config.vocab_size // plan.mesh.tp
+    chunk = head_chunk(rows, precision=plan.precision, device=plan.device)
+    if KERNELS[plan.loss_kernel] is liger_cross_entropy:
+        return partial(liger_cross_entropy, chunk=chunk)
+    return partial(chunked_cross_entropy, chunk=chunk, tp_group=groups.tensor)
+
+
+def arrange_forward(lm: PreTrainedModel, plan: Plan, model: ModelPlan) -> None:
+    """Recompute layers, with their inputs on the host, and compute MLPs in tiles, as the run file says; else shared
+    experts beside the exchange of rows.
+    """
+    from deepspeed.utils import set_z3_leaf_module
+
+    if plan.activation_checkpointing:
+        lm.gradient_checkpointing_enable({"use_reentrant": False})
+    if plan.activation_offload:
+        device = torch.device(device_of_rank(plan.device, plan.world.local_rank))
+        offload_layer_inputs(lm, PlainTransfer() if plan.device == "cpu" else CudaTransfer(device))
+    for module in install_tiled_mlps(lm, tiles=model.mlp_tiles) if model.mlp_tiles > 1 else ():
+        # ZeRO-3 gathers all matrices of an MLP before its first tile, and releases them after its last.
+        set_z3_leaf_module(module, True)
+    if plan.mesh.ep > 1 and model.mlp_tiles == 1:
+        # Tiles of routed experts run without shared ones, and again in backward.
+        install_overlapped_exchange(lm)

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ds_finetune.data.batches import Batch, MicroBatch
-from ds_finetune.model.loss.forward_rows import ForwardRows, find_supervised, with_tensors
-from ds_finetune.model.loss.real_tokens import RealTokens, find_real_tokens
+from ds_finetune.model.loss.forward_rows import ForwardRows, RealTokens, find_real_tokens, find_supervised, with_tensors
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
 
 

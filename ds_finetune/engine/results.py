@@ -1,14 +1,104 @@
-"""Results of an optimizer step and of an evaluation."""
+"""What the host reads of a step and of an evaluation: one reduction over all ranks, and one wait for the device."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ds_finetune.engine.document_scores import NO_SCORES, DocumentScores
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from ds_finetune.data.batches import Batch, MicroBatch
+from ds_finetune.engine.groups.collectives import all_gather_object
 from ds_finetune.engine.groups.communication import StepCommunication
-from ds_finetune.engine.router_balance import RouterChoices
-from ds_finetune.engine.step_reading import StepReading
+from ds_finetune.engine.loss_normalisation import UNITS, unit_counts
+from ds_finetune.engine.rank_rows import copy_to_device
+from ds_finetune.errors import RunError
 from ds_finetune.model.loss.extra_loss import TotalLoss
+from ds_finetune.model.loss.forward_rows import StageOutput
+from ds_finetune.model.routers import RouterChoices, RouterCollector, choices_of, table_of_choices
+from ds_finetune.objectives.objective import LossAndSums
+from ds_finetune.plan.mesh import Mesh
+
+DocumentScores = NDArray[np.float64]
+"""First score and target of documents, fp64 [documents, 2]."""
+NO_SCORES: DocumentScores = np.zeros((0, 2))
+
+
+def scores_of(out: LossAndSums | StageOutput, micro: MicroBatch) -> DocumentScores:
+    """The scores of a forward; none of a pipeline stage before the last."""
+    if not isinstance(out, LossAndSums) or out.scores is None:
+        return NO_SCORES
+    assert micro.examples is not None
+    return np.stack([out.scores[:, 0].double().cpu().numpy(), micro.examples.targets.cpu().numpy()], axis=1)
+
+
+def gather_scores(parts: list[DocumentScores], mesh: Mesh) -> DocumentScores:
+    """The scores of all ranks, on every rank; of ranks that process the same rows the first one counts."""
+    is_first = mesh.place("tp") == mesh.place("sp") == 0
+    mine = np.concatenate([NO_SCORES, *parts]) if is_first else NO_SCORES
+    return np.concatenate(all_gather_object(mine))
+
+
+@dataclass(frozen=True)
+class StepReading:
+    """Numbers of a global batch, the same on every rank."""
+
+    sums: list[float]
+    """Sums of the loss, in the order of its names."""
+    has_bad_gradient: bool
+    """Whether a gradient is not finite on any rank."""
+    counts: dict[str, float]
+    """Numbers of units."""
+    table: torch.Tensor
+    """What the routers chose, on the device, as `routers.table_of_choices` has it; empty without routers."""
+    choices: RouterChoices | None
+    """The same as the host knows it; None without routers."""
+
+
+def read_step(
+    sums: torch.Tensor, is_bad: torch.Tensor, counts: torch.Tensor, routers: RouterCollector | None, mesh: Mesh
+) -> StepReading:
+    """Add up what each rank has, and read it; collective.
+
+    `sums` fp64 [sums] and `is_bad`, a scalar, are those of this rank's forwards, `counts` fp64 [units] the units of its
+    rows. Ranks that have the same ones count once.
+    """
+    table = sums.new_zeros(0) if routers is None else table_of_choices(routers, mesh)
+    numbers = torch.cat([sums, is_bad.to(sums)[None], counts, table.flatten()])
+    dist.all_reduce(numbers)
+    sizes = [len(sums), 1, len(counts), table.numel()]
+    totals, bad, units, chosen = numbers.cpu().split(sizes)
+    return StepReading(
+        sums=(totals / mesh.tp).tolist(),
+        has_bad_gradient=bool(bad > 0),
+        counts=dict(zip(UNITS, (units / mesh.sharing).tolist(), strict=True)),
+        table=numbers.split(sizes)[-1].view_as(table),
+        choices=None if routers is None else choices_of(chosen.view(table.shape), routers.plan),
+    )
+
+
+def check_counts(expected: Mapping[str, float], counts: Mapping[str, float]) -> None:
+    """RunError where the rows of all ranks have other `counts` than `expected`, by which the loss was divided."""
+    for unit, number in counts.items():
+        if number != expected[unit]:
+            raise RunError(
+                f"the rows of all ranks have {number:,.0f} {unit.replace('_', ' ')}, but by this rank's data they have "
+                f"{expected[unit]:,.0f}: the ranks read different data",
+                hint="give every host the same data files",
+            )
+
+
+def global_counts(batch: Batch, mesh: Mesh, device: torch.device) -> torch.Tensor:
+    """Numbers of units of the global batch, fp64 [units] on `device`: as the data knows them, or added up over all
+    ranks, each of which counts its own rows.
+    """
+    if batch.global_counts is not None:
+        return copy_to_device(unit_counts(batch.global_counts), device)
+    counts = copy_to_device(unit_counts(batch.counts), device)
+    dist.all_reduce(counts)
+    return counts / mesh.sharing
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from ds_finetune.features.table import features_of
 from ds_finetune.model.build.model_plan import ModelPlan
 from ds_finetune.model.loss.token_loss import HeadGroups, TrainedModel
 from ds_finetune.model.mtp.layer import mtp_layers
-from ds_finetune.model.parallel.interleaving import ModelChunks
+from ds_finetune.model.parallel.pipeline import ModelChunks
 from ds_finetune.model.weights.load import seed_of
 from ds_finetune.plan.plan import Plan
 

@@ -19,9 +19,8 @@ from ds_finetune.evaluation.model_scores import length_batches
 from ds_finetune.export.load import load_scorer
 from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.model.loss.score_config import REWARD, SETTINGS, is_classifier
-from ds_finetune.objectives.classification import Classification, Regression
 from ds_finetune.objectives.objective import ScoreObjective
-from ds_finetune.objectives.reward import Reward
+from ds_finetune.objectives.scores import Classification, Regression, Reward
 
 Numbers = NDArray[np.float64]
 

@@ -19,7 +19,7 @@ from ds_finetune.errors import ExportError
 from ds_finetune.export.output_folder import as_output_errors
 from ds_finetune.export.verify.record import Digest
 from ds_finetune.model.build.hub_folder import INDEX
-from ds_finetune.model.weights.safetensors_header import encode_header
+from ds_finetune.model.weights.safetensors_file import encode_header
 
 _SHOWN = 5
 _RELEASE_BYTES = 64 * MIB

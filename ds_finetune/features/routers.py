@@ -12,12 +12,12 @@ from torch.nn import functional
 from ds_finetune.features.feature import Feature, RankParts
 from ds_finetune.model.build.model_plan import ModelPlan
 from ds_finetune.model.build.unused_parameters import patterns_of
-from ds_finetune.model.experts.routers import RouterCollector, RouterOutput, score_shares
 from ds_finetune.model.loss.extra_loss import ExtraLoss
 from ds_finetune.model.loss.forward_rows import ForwardRows
 from ds_finetune.model.loss.token_loss import TrainedModel
 from ds_finetune.model.mtp.layer import mtp_layers
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
+from ds_finetune.model.routers import RouterCollector, RouterOutput, score_shares
 from ds_finetune.objectives.objective import LossAndSums, Term
 from ds_finetune.plan.plan import Plan
 from ds_finetune.plan.routers import RouterPlan

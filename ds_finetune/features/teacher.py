@@ -1,18 +1,97 @@
-"""Distillation as a feature: the teacher beside the model, and the loss towards its distributions."""
+"""Distillation as a feature: the teacher beside the model, and the loss towards its distributions, live or stored."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Self
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, Self
+
+import torch
 
 from ds_finetune.features.feature import Feature, RankParts
 from ds_finetune.model.build.model_plan import ModelPlan
-from ds_finetune.model.loss.distillation import DistilledModel
-from ds_finetune.model.loss.teacher import Teacher
-from ds_finetune.model.loss.teacher_plan import TeacherPlan
-from ds_finetune.model.loss.token_loss import TrainedModel
-from ds_finetune.objectives.distill import Distillation
+from ds_finetune.model.loss.forward_rows import ForwardRows, find_supervised
+from ds_finetune.model.loss.head_chunks import LossSumsAndGradients, loss_with_gradients, needed_gradients
+from ds_finetune.model.loss.soft_targets import Mix, SoftTargets, TopTargets, chunked_mixed_loss
+from ds_finetune.model.loss.teacher import Teacher, TeacherPlan
+from ds_finetune.model.loss.token_loss import LossHead, TrainedModel
+from ds_finetune.model.parallel.tensor import copy_to_tensor_parallel_region
+from ds_finetune.objectives.objective import Distillation, Examples, LossAndSums, StepNumbers
 from ds_finetune.plan.distillation import is_teacher_partitioned
 from ds_finetune.plan.plan import Plan
+
+
+class DistillationHead(LossHead):
+    """A language-model head whose loss mixes the divergence from `targets` with the cross entropy of the labels."""
+
+    mix: Mix
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        numbers: StepNumbers | None = None,
+        open_targets: Callable[[], AbstractContextManager[SoftTargets | None]] | None = None,
+        *,
+        supervised: torch.Tensor | None = None,
+    ) -> Any:  # noqa: ANN401 - logits or LossAndSums
+        """`hidden` [..., width] -> logits [..., vocabulary], or with `labels` [...] (already shifted, int64) and their
+        targets -> LossAndSums. `supervised` as in `LossHead`.
+        """
+        if labels is None or open_targets is None:
+            return super().forward(hidden)
+        supervised = find_supervised(labels) if supervised is None else supervised
+        part = hidden.flatten(0, -2).index_select(0, supervised)
+        part = part if self.groups.tp is None else copy_to_tensor_parallel_region(part, self.groups.tp)
+        wanted = labels.flatten().index_select(0, supervised)
+        needed = needed_gradients(part, self.weight, self.bias)
+        with open_targets() as targets:
+
+            def compute(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> LossSumsAndGradients:
+                found = chunked_mixed_loss(
+                    hidden, weight, bias, wanted, targets, needed, mix=self.mix, tp_group=self.groups.tp
+                )
+                sums = [found.loss_sum, found.divergence_sum, found.label_loss_sum, found.num_correct]
+                return LossSumsAndGradients(found.loss_sum.float(), torch.stack(sums), found.gradients)
+
+            loss_sum, sums = loss_with_gradients(part, self.weight, self.bias, compute)
+        sums = torch.cat([sums, sums.new_full((1,), len(wanted) if targets is not None else 0)])
+        return LossAndSums(loss_sum if numbers is None else loss_sum * numbers.weights[0].to(loss_sum.dtype), sums)
+
+
+class DistilledModel(TrainedModel):
+    """A causal LM whose forward is the loss of distillation, from a live `teacher` or from stored log-probabilities."""
+
+    def __init__(self, trained: TrainedModel, objective: Distillation, teacher: Teacher | None) -> None:
+        super().__init__(trained.lm, trained.sp_group, trained.pp_group)
+        self.teacher = teacher
+        self.temperature = objective.section.temperature
+        if self.has_head:
+            head: Any = trained.lm.get_output_embeddings()
+            head.__class__ = DistillationHead
+            head.mix = Mix(objective.section.temperature, objective.section.label_weight)
+
+    def head_inputs(self, rows: ForwardRows) -> dict[str, Any]:
+        """A function that opens the targets of the supervised tokens; the teacher runs before the model."""
+        return {"open_targets": self._targets(rows), "supervised": rows.supervised} if self.has_head else {}
+
+    def _targets(self, rows: ForwardRows) -> Callable[[], AbstractContextManager[SoftTargets | None]]:
+        supervised = find_supervised(rows.labels) if rows.supervised is None else rows.supervised
+        teacher = self.teacher
+        if teacher is None:
+            stored = None if rows.examples is None else self._stored(rows.examples, supervised)
+            return partial(nullcontext, stored)
+        hidden = teacher.hidden(rows.input_ids, rows.position_ids, rows.documents, supervised)
+        return partial(teacher.targets, hidden, self.temperature)
+
+    def _stored(self, examples: Examples, supervised: torch.Tensor) -> TopTargets | None:
+        """The stored targets of the `supervised` positions of this rank's tokens."""
+        if examples.top is None:
+            return None
+        ids, log_probs = (
+            (part if self.sp_group is None else self.sp_group.shard(part)).flatten(0, 1).to(supervised.device)
+            for part in (examples.top.ids, examples.top.log_probs)
+        )
+        return TopTargets(ids.index_select(0, supervised), log_probs.index_select(0, supervised))
 
 
 class TeacherFeature(Feature):

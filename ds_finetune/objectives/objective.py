@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ds_finetune.config.objectives import OBJECTIVES, Head, ObjectiveConfig
+from ds_finetune.config.objectives import OBJECTIVES, DistillObjective, Head, ObjectiveConfig
 
 Unit = Literal["supervised_tokens", "chosen_tokens", "pairs", "examples", "documents", "tokens"]
 """What a term is a mean over. `chosen_tokens` are the supervised tokens of the chosen answers of pairs. `documents` are
@@ -188,3 +188,66 @@ def is_of_documents(objective: Objective) -> TypeGuard[DocumentObjective]:
 def is_of_scores(objective: Objective) -> TypeGuard[ScoreObjective]:
     """Whether the loss reads the scores of a classification head."""
     return objective.head == "scores"
+
+
+@dataclass(frozen=True)
+class TopLogProbs:
+    """A teacher's distributions of the next token, of rows [rows, tokens]; zeros where a token is not supervised."""
+
+    ids: torch.Tensor
+    """Its k most likely token ids, int32 [rows, tokens, k]."""
+    log_probs: torch.Tensor
+    """Their log-probabilities and, last, that of all other tokens together, fp16 [rows, tokens, k + 1]."""
+
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> "TopLogProbs":
+        """The same on `device`."""
+        return TopLogProbs(*(part.to(device, non_blocking=non_blocking) for part in (self.ids, self.log_probs)))
+
+
+@dataclass(frozen=True)
+class Examples:
+    """The documents of one forward in the order of its rows, without padding, for objectives whose loss is not a sum
+    over tokens.
+    """
+
+    index: torch.Tensor
+    """Number of each token's document within this forward, int64 [rows, tokens]; -1 for padding."""
+    starts: torch.Tensor
+    """Position of the first token of each document in the flattened rows, int64 [documents]."""
+    ends: torch.Tensor
+    """Position of the last token of each document in the flattened rows, int64 [documents]."""
+    numbers: torch.Tensor
+    """Number of each document in the data, int64 [documents]."""
+    targets: torch.Tensor
+    """Target of each document, fp64 [documents]."""
+    reference: torch.Tensor
+    """Log-probability of each document under the reference model, fp64 [documents]; zeros where there is none."""
+    top: TopLogProbs | None = None
+    """Stored distributions of a teacher; None where there are none."""
+
+
+class Distillation(Objective):
+    """Mean over supervised tokens of label_weight x cross entropy + (1 - label_weight) x T^2 x KL(teacher || model)."""
+
+    name = "distill"
+    head = "tokens"
+    terms = (Term("supervised_tokens"),)
+    sum_names = ("loss", "divergence", "label_loss", "correct", "tokens_of_teacher")
+
+    def __init__(self, section: DistillObjective) -> None:
+        self.section = section
+        # Stored log-probabilities are found by the numbers of the documents.
+        self.documents_per_unit = 1 if section.scores is not None else 0
+
+    def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
+        """The loss, the divergence and the cross entropy of the labels in nats per supervised token, and the share of
+        tokens that are predicted right.
+
+        Rows without a teacher's distribution, which are held-out rows beside stored log-probabilities, have no
+        divergence: their loss is the cross entropy of the labels.
+        """
+        tokens = max(counts["supervised_tokens"], 1)
+        found = {name: sums[name] / tokens for name in ("loss", "divergence", "label_loss")}
+        if not sums["tokens_of_teacher"]:
+            del found["divergence"]
+        return found | {"accuracy": sums["correct"] / tokens}

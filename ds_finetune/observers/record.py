@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 if TYPE_CHECKING:
     # The doctor's programs read run folders on every host, and importing torch and transformers takes seconds.
-    from ds_finetune.engine.router_balance import RouterChoices
+    from ds_finetune.model.routers import RouterChoices
 
 
 @dataclass(frozen=True)

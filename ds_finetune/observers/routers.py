@@ -23,8 +23,8 @@ from ds_finetune.config.routers import RouterConfig
 from ds_finetune.config.sections import LoraConfig
 from ds_finetune.config.units import MIB
 from ds_finetune.console.phase_line import Say
-from ds_finetune.engine.router_balance import RouterChoices
 from ds_finetune.errors import OutputError
+from ds_finetune.model.routers import RouterChoices
 from ds_finetune.observers.line_file import append_whole
 from ds_finetune.observers.outage import Outage
 from ds_finetune.observers.record import Observer, StepRecord

@@ -11,7 +11,7 @@ from ds_finetune.data.stream import StreamedRows
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.model.build.model_plan import ModelPlan
 from ds_finetune.model.build.skeleton import TOKENIZER_PATTERNS, resolve_folder
-from ds_finetune.model.loss.teacher_plan import check_same_tokens
+from ds_finetune.model.loss.teacher import check_same_tokens
 from ds_finetune.model.weights.load import weights_digest
 
 

@@ -11,7 +11,7 @@ import torch
 from ds_finetune.config.units import GIB
 from ds_finetune.console.phase_line import Say
 from ds_finetune.data.prepared_rows import PreparedRows
-from ds_finetune.engine.device_memory import DeviceMemory, is_out_of_memory
+from ds_finetune.engine.devices import DeviceMemory, is_out_of_memory
 from ds_finetune.engine.groups.collectives import all_reduce_max
 from ds_finetune.errors import FinetuneError, RunError
 from ds_finetune.observers.performance import ForecastCheck, Predicted

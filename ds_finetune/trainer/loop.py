@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass
 from ds_finetune.config.schedule import LrSchedule
 from ds_finetune.config.units import GIB
 from ds_finetune.data.batches import Batch
-from ds_finetune.engine.device_memory import peak_bytes
+from ds_finetune.engine.devices import peak_bytes
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.results import StepResult
 from ds_finetune.observers.record import Observer, StepRecord

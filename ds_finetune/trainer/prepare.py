@@ -13,8 +13,7 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.mismatched import MismatchedAnswers
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.stream import StreamedRows
-from ds_finetune.engine.device_memory import DeviceMemory, PeakMemory, read_device_memory
-from ds_finetune.engine.devices import choose_device
+from ds_finetune.engine.devices import DeviceMemory, PeakMemory, choose_device, read_device_memory
 from ds_finetune.model.build.unused_parameters import patterns_of
 from ds_finetune.objectives.objective import Objective
 from ds_finetune.observers.trackers import check_trackers

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import chain, islice
 
 from ds_finetune.console.phase_line import Say, say_nothing
-from ds_finetune.engine.device_memory import restart_peak
+from ds_finetune.engine.devices import restart_peak
 from ds_finetune.engine.phases import wrapped_phases
 from ds_finetune.foreign.guard import replaced
 from ds_finetune.observers.record import StepRecord

@@ -22,7 +22,7 @@ from ds_finetune.config.sections import WatchdogConfig
 from ds_finetune.console.phase_line import Say
 from ds_finetune.engine.devices import exchange
 from ds_finetune.engine.groups.default_group import meet, process_group
-from ds_finetune.engine.ops.prepare_ops import build_ops, use_cores
+from ds_finetune.engine.ops.deepspeed_ops import build_ops, use_cores
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.errors import RunError
 from ds_finetune.export.interruption import SignalInterruption

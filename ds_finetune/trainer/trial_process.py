@@ -31,10 +31,9 @@ from ds_finetune.cluster.watchdog.report import is_secondary
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.console.phase_line import say_nothing
 from ds_finetune.console.quiet import quiet_packages
-from ds_finetune.engine.device_memory import PeakMemory, is_out_of_memory
-from ds_finetune.engine.devices import exchange
+from ds_finetune.engine.devices import PeakMemory, exchange, is_out_of_memory
 from ds_finetune.engine.groups.default_group import process_group
-from ds_finetune.engine.ops.prepare_ops import build_ops, use_cores
+from ds_finetune.engine.ops.deepspeed_ops import build_ops, use_cores
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.errors import FinetuneError
 from ds_finetune.system.whole_file import replace_file

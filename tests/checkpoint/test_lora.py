@@ -14,8 +14,8 @@ from ds_finetune.checkpoint.same_run import RunIdentity, changes_since_checkpoin
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.sections import LoraConfig
 from ds_finetune.errors import CheckpointError
-from ds_finetune.model.adapters.adapter_names import is_adapter
 from ds_finetune.model.adapters.lora_plan import plan_lora
+from ds_finetune.model.weights.names import is_adapter
 from ds_finetune.reference.selftest.cells import hf_config
 from tests.checkpoint.layouts import Layout
 from tests.checkpoint.test_layouts import assert_goes_on, name_of, run

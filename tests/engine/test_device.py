@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.batches import eval_batches, training_batches
-from ds_finetune.engine import router_balance
 from ds_finetune.engine import start_engine as start
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.generation import GenerationLimits
@@ -24,7 +23,8 @@ from ds_finetune.engine.groups.collectives import all_gather_object, all_gather_
 from ds_finetune.engine.groups.process_groups import Groups
 from ds_finetune.engine.rank_model import build_rank_model
 from ds_finetune.features.table import features_of
-from ds_finetune.model.attention import packed_attention
+from ds_finetune.model import routers
+from ds_finetune.model.attention import kernels
 from ds_finetune.model.build.model_plan import plan_model
 from ds_finetune.model.loss.token_loss import TrainedModel
 from ds_finetune.model.parallel.expert import ExpertParallelGroup
@@ -124,12 +124,12 @@ def engine_on_device(
             calls.append("varlen_attn")
             return plain_varlen_attn(*args, **options)
 
-        checks.setattr(packed_attention, "varlen_attn", attend)
+        checks.setattr(kernels, "varlen_attn", attend)
         parts = replace(start._rank_parts(plan, model, groups), device=DEVICE)
         start._add_extra_losses(trained, features, parts)
         engine = Engine(_Ranks(trained), plan, groups, model.objective)
         # Imagined ranks all have this rank's tokens and layers, whatever they share.
-        checks.setattr(router_balance, "check_each_counted", lambda *_, **__: None)
+        checks.setattr(routers, "check_each_counted", lambda *_, **__: None)
         checks.setattr("ds_finetune.engine.engine.check_counts", lambda *_: None)
         assert all(isinstance(param, OnDevice) for param in engine.lm.parameters())
         yield engine, calls

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from ds_finetune.config.units import GIB, MIB
-from ds_finetune.engine.device_memory import PeakMemory, is_out_of_memory, read_device_memory
+from ds_finetune.engine.devices import PeakMemory, is_out_of_memory, read_device_memory
 from ds_finetune.system.world import World
 
 

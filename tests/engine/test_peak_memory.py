@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_finetune.engine.device_memory import peak_bytes, restart_peak
+from ds_finetune.engine.devices import peak_bytes, restart_peak
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.trainer.profiling import _PeakWithoutProfile
 

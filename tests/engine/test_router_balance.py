@@ -5,11 +5,9 @@ import torch
 from torch import nn
 
 from ds_finetune.config.routers import RouterConfig
-from ds_finetune.engine.router_balance import choices_of, finish_step, table_of_choices
 from ds_finetune.families.family import RouterKind
-from ds_finetune.model.experts.routers import RouterCollector
-from ds_finetune.model.loss.forward_rows import ForwardRows
-from ds_finetune.model.loss.real_tokens import RealTokens
+from ds_finetune.model.loss.forward_rows import ForwardRows, RealTokens
+from ds_finetune.model.routers import RouterCollector, choices_of, finish_step, table_of_choices
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.routers import RouterPlan
 

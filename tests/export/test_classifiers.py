@@ -26,11 +26,11 @@ from ds_finetune.export.from_checkpoint import export_checkpoint
 from ds_finetune.export.verify.record import ExportRecord, classifier_prompts
 from ds_finetune.export.verify.verify import VerificationResult, verify_exports
 from ds_finetune.families.table import family_of
-from ds_finetune.model.adapters.adapter_names import is_adapter
 from ds_finetune.model.adapters.lora import AdapterPlacement, factors_of, install_lora
 from ds_finetune.model.adapters.lora_plan import plan_lora
 from ds_finetune.model.build.skeleton import whole
 from ds_finetune.model.loss.score_config import set_padding_token
+from ds_finetune.model.weights.names import is_adapter
 from tests.export.classifiers import BOS, CLASSES, EOS, PAD, TEXTS, classifier, write_tokenizer
 from tests.export.rewriting import rewrite
 from tests.export.test_folder import specs_of, tensors_of

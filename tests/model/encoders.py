@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 
-from ds_finetune.objectives.examples import Examples
+from ds_finetune.objectives.objective import Examples
 
 _TINY: dict[str, Any] = {
     "vocab_size": 96,

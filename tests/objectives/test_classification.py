@@ -11,9 +11,8 @@ from sklearn import metrics as sklearn_metrics
 from torch.nn import functional
 
 from ds_finetune.config.objectives import ClassificationObjective, RewardObjective
-from ds_finetune.objectives.classification import Classification, Regression
 from ds_finetune.objectives.objective import ScoreObjective, make_objective
-from ds_finetune.objectives.reward import Reward
+from ds_finetune.objectives.scores import Classification, Regression, Reward
 
 ONE = torch.ones(1, dtype=torch.float64)
 

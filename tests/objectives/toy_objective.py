@@ -7,7 +7,7 @@ from pydantic import Field
 
 from ds_finetune.config.objectives import ObjectiveConfig, ObjectiveRow, register
 from ds_finetune.objectives.objective import DocumentLogProbs
-from ds_finetune.objectives.pairs import PairObjective, per_token
+from ds_finetune.objectives.preferences import PairObjective, per_token
 
 
 class ToyObjective(ObjectiveConfig):

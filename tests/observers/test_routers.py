@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.engine.router_balance import RouterChoices
+from ds_finetune.model.routers import RouterChoices
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.observers.routers import (
     ExpertTable,

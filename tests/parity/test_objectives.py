@@ -17,7 +17,7 @@ from torch.func import functional_call
 from torch.nn.functional import logsigmoid, sigmoid
 from transformers import AutoModelForCausalLM
 
-from ds_finetune.model.adapters.adapter_names import weight_of
+from ds_finetune.model.weights.names import weight_of
 from ds_finetune.objectives.labels import IGNORE_INDEX
 from ds_finetune.reference.selftest.cells import Cell
 from tests.pairwise import pairwise

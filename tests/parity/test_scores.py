@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_finetune.objectives.classification import Regression
+from ds_finetune.objectives.scores import Regression
 from ds_finetune.plan.combinations import TESTED_LAYOUTS
 from ds_finetune.reference.selftest.cells import hf_config
 from tests.pairwise import each_value, pairwise

@@ -7,7 +7,7 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -17,9 +17,28 @@ import psutil
 from torch.utils.file_baton import FileBaton
 
 from ds_finetune.console.phase_line import Say, time_text
-from ds_finetune.engine.patches.torch_extensions import replaced_build_lock
 from ds_finetune.errors import ConfigError
+from ds_finetune.foreign.guard import Foreign, replaced
 from ds_finetune.system.processes import began_at, has_ended, own_pid_namespace
+
+_LOCK = Foreign("torch", "utils/cpp_extension.py:2345, utils/file_baton.py")
+
+
+@contextmanager
+def replaced_build_lock(lock: Callable[[str], FileBaton]) -> Iterator[None]:
+    """While this is open operators are compiled under `lock(path)` instead of torch's own lock.
+
+    Torch's lock is an empty file, for which others wait without end and without a message once its holder was killed.
+    """
+    from torch.utils import cpp_extension
+
+    _LOCK.attribute(cpp_extension, "FileBaton")
+    _LOCK.parameters(FileBaton.__init__, "lock_file_path")
+    for method in ("try_acquire", "wait", "release"):
+        _LOCK.attribute(FileBaton, method)
+    with replaced(cpp_extension, "FileBaton", lock):
+        yield
+
 
 REPORT_SECONDS = 30.0
 FIRST_REPORT_SECONDS = 5.0

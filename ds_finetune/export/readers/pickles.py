@@ -14,7 +14,7 @@ import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from ds_finetune.errors import ExportError
-from ds_finetune.model.build.data_file import DataFile
+from ds_finetune.model.weights.safetensors_file import DataFile
 
 
 class Inert:

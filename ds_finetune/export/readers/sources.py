@@ -22,7 +22,6 @@ from ds_finetune.export.readers.hub import HubSource
 from ds_finetune.export.source import SelectedTensors, TensorSource, read_model_spec
 from ds_finetune.export.verify.record import RECORD, ExportRecord
 from ds_finetune.families.table import family_of
-from ds_finetune.model.adapters.adapter_names import is_adapter, weight_of
 from ds_finetune.model.adapters.lora import Factors
 from ds_finetune.model.build.dtypes import PRECISION_DTYPES
 from ds_finetune.model.build.folder_check import check_folder
@@ -30,6 +29,7 @@ from ds_finetune.model.build.hub_folder import HubFolder, bin_conversion, has_we
 from ds_finetune.model.build.skeleton import resolve_folder
 from ds_finetune.model.quantised.quantisation import check_config_readable, check_no_other_format
 from ds_finetune.model.weights.load import weights_digest
+from ds_finetune.model.weights.names import is_adapter, weight_of
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ds_finetune.errors import ExportError
 from ds_finetune.export.verify.record import Digest, ExportRecord
 from ds_finetune.model.build.dtypes import SAFETENSORS_NAMES
-from ds_finetune.model.weights.safetensors_header import read_header
+from ds_finetune.model.weights.safetensors_file import read_header
 
 _SHOWN = 10
 _NUMBER = re.compile(r"(?<=\.)(?:0|[1-9]\d*)(?=\.)")

@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import _grouped_linear
 
 from ds_finetune.config.sections import LoraConfig
-from ds_finetune.model.adapters.adapter_names import weight_of
 from ds_finetune.model.build.skeleton import Where
 from ds_finetune.model.parallel.expert import ExpertParallelExperts, MarkParameter, rows_up_to
 from ds_finetune.model.parallel.rank_group import RankGroup
@@ -25,6 +24,7 @@ from ds_finetune.model.parallel.sharding import UNSHARDED, ModelShard, TensorSha
 from ds_finetune.model.parallel.tensor import ParallelLinear
 from ds_finetune.model.quantised.four_bit import dtype_of, is_four_bit, shape_of
 from ds_finetune.model.weights.load import seed_of
+from ds_finetune.model.weights.names import weight_of
 from ds_finetune.plan.lora_targets import ROUTED, ROUTER, LoraTarget, Shape
 
 _CHUNK_NUMEL = 2**20

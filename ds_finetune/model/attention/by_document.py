@@ -13,10 +13,15 @@ from transformers.integrations.sdpa_attention import repeat_kv
 
 from ds_finetune.errors import ModelError
 from ds_finetune.foreign.transformers_attention import register_attention, without_search_for_documents
-from ds_finetune.model.attention.packed_attention import Documents, PackedDocuments, attend_packed, pack_documents
+from ds_finetune.model.attention.kernels import (
+    Documents,
+    PackedDocuments,
+    attend_document,
+    attend_packed,
+    pack_documents,
+    value_kernel,
+)
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
-from ds_finetune.model.quantised import narrow_values
-from ds_finetune.model.quantised.narrow_values import value_kernel
 
 BY_DOCUMENT = "ds_finetune_by_document"
 """Name of this attention in a model's configuration."""
@@ -78,7 +83,7 @@ class _DocumentAttention:
             if mask is None and is_whole:
                 # A query of the sink's own, so that the causal mask is that of a whole document one token longer.
                 query = functional.pad(query, (0, 0, 1, 0))
-        out = narrow_values.attend(
+        out = attend_document(
             query,
             key,
             value,

@@ -9,7 +9,7 @@ from ds_finetune.config.sections import OWN_ATTENTIONS
 from ds_finetune.errors import ModelError
 from ds_finetune.families.family import Encoder
 from ds_finetune.families.table import family_of
-from ds_finetune.objectives.examples import Examples
+from ds_finetune.objectives.objective import Examples
 
 
 def encoder_of(hf_config: PretrainedConfig) -> Encoder | None:

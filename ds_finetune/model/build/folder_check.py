@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from ds_finetune.errors import ModelError
-from ds_finetune.model.weights.safetensors_header import header_bytes
+from ds_finetune.model.weights.safetensors_file import header_bytes
 from ds_finetune.plan.config_json import check_sizes
 
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.codes", "additional_chat_templates/*.jinja")

@@ -15,12 +15,25 @@ import torch
 import transformers
 
 from ds_finetune.errors import ModelError
-from ds_finetune.model.quantised.fp4 import PACKED, Fp4Matrix, find_matrices
 from ds_finetune.model.quantised.fp8 import BLOCK, FP8, SCALE, SCALE_DTYPES, dequantise, scale_shape
-from ds_finetune.model.quantised.mxfp4 import BLOCKS, SCALES, Mxfp4Experts, find_experts
+from ds_finetune.model.quantised.mxfp4 import (
+    BLOCKS,
+    PACKED,
+    SCALES,
+    Fp4Matrix,
+    Mxfp4Experts,
+    find_experts,
+    find_matrices,
+)
 from ds_finetune.model.weights.names import differences
-from ds_finetune.model.weights.safetensors_header import Header, Shape, read_header
-from ds_finetune.model.weights.stored_tensor import SafetensorsFile, Scratch, StoredTensor
+from ds_finetune.model.weights.safetensors_file import (
+    Header,
+    SafetensorsFile,
+    Scratch,
+    Shape,
+    StoredTensor,
+    read_header,
+)
 
 INDEX = "model.safetensors.index.json"
 _WEIGHTS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, FP8)

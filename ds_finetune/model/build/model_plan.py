@@ -12,7 +12,7 @@ from ds_finetune.families.table import family_of
 from ds_finetune.model.adapters.lora_plan import LoraPlan, check_stages, plan_lora
 from ds_finetune.model.build.encoder import check_encoder
 from ds_finetune.model.build.skeleton import Task, read_hf_config
-from ds_finetune.model.loss.teacher_plan import TeacherPlan, plan_teacher
+from ds_finetune.model.loss.teacher import TeacherPlan, plan_teacher
 from ds_finetune.model.mtp.mtp_plan import MtpPlan, check_adapted, plan_mtp
 from ds_finetune.model.parallel.pipeline import layers_of_stages
 from ds_finetune.objectives.objective import Objective, make_objective

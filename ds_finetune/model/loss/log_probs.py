@@ -22,8 +22,7 @@ from ds_finetune.model.loss.head_chunks import (
 )
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
 from ds_finetune.model.parallel.tensor import TensorParallelGroup
-from ds_finetune.objectives.examples import Examples
-from ds_finetune.objectives.objective import DocumentLogProbs, DocumentObjective, LossAndSums, StepNumbers
+from ds_finetune.objectives.objective import DocumentLogProbs, DocumentObjective, Examples, LossAndSums, StepNumbers
 
 
 class HeadInputs(NamedTuple):

@@ -19,8 +19,7 @@ from ds_finetune.model.build.skeleton import Where, has_score_head, head_of
 from ds_finetune.model.loss.token_loss import HeadGroups
 from ds_finetune.model.parallel.rank_group import sum_over_ranks
 from ds_finetune.model.weights.load import draw_normal, initialise_weights, seed_of
-from ds_finetune.objectives.examples import Examples
-from ds_finetune.objectives.objective import LossAndSums, Objective, ScoreObjective, StepNumbers, is_of_scores
+from ds_finetune.objectives.objective import Examples, LossAndSums, Objective, ScoreObjective, StepNumbers, is_of_scores
 
 SCORE_HEAD = "score"
 """Name of the head in transformers' classes for sequence classification of causal models."""

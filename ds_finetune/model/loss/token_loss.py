@@ -17,10 +17,9 @@ from ds_finetune.model.attention.by_document import (
     flash_arguments,
     mask_context,
 )
-from ds_finetune.model.attention.packed_attention import PackedDocuments, pack_documents
+from ds_finetune.model.attention.kernels import PackedDocuments, pack_documents
 from ds_finetune.model.build.encoder import encoder_inputs, encoder_of
 from ds_finetune.model.build.skeleton import head_of
-from ds_finetune.model.experts.routers import RouterCollector
 from ds_finetune.model.loss.cross_entropy import Kernel, chunked_cross_entropy
 from ds_finetune.model.loss.extra_loss import ExtraLoss, add_extra_losses, numbers_of_parts
 from ds_finetune.model.loss.forward_rows import ForwardRows, StageOutput, find_supervised
@@ -37,12 +36,12 @@ from ds_finetune.model.loss.log_probs import (
     document_log_probs,
     document_loss,
 )
-from ds_finetune.model.parallel.interleaving import ModelChunks
-from ds_finetune.model.parallel.pipeline import PipelineGroup
+from ds_finetune.model.parallel.pipeline import ModelChunks, PipelineGroup
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
 from ds_finetune.model.parallel.tensor import TensorParallelGroup, copy_to_tensor_parallel_region
-from ds_finetune.objectives.examples import Examples
+from ds_finetune.model.routers import RouterCollector
 from ds_finetune.objectives.objective import (
+    Examples,
     LossAndSums,
     Objective,
     StepNumbers,

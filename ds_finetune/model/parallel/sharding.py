@@ -8,7 +8,7 @@ from typing import Self
 import torch
 
 from ds_finetune.families.family import Family
-from ds_finetune.model.adapters.adapter_names import is_adapter, weight_of
+from ds_finetune.model.weights.names import is_adapter, weight_of
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.tensor_cuts import box_dim, fused_experts_part
 

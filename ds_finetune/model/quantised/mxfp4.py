@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from ds_finetune.errors import ModelError
-from ds_finetune.model.weights.safetensors_header import Shape
-from ds_finetune.model.weights.stored_tensor import StoredTensor
+from ds_finetune.model.quantised.fp8 import BYTE_SCALE, SCALE
+from ds_finetune.model.weights.safetensors_file import Shape, StoredTensor
 
 GROUP = 32
 """Numbers that share a scale."""
@@ -144,3 +144,50 @@ def _check_parts(name: str, blocks: StoredTensor, scales: StoredTensor, folder: 
             "of torch.uint8",
             hint="the MXFP4 of gpt-oss is read; give a bf16 copy",
         )
+
+
+PACKED = torch.int8
+_PER_BYTE = 2
+
+
+@dataclass(frozen=True)
+class Fp4Matrix:
+    """The weights [rows, columns] that `packed` and `scales` hold; they are dequantised to fp32."""
+
+    packed: StoredTensor
+    scales: StoredTensor
+
+    @property
+    def shape(self) -> Shape:
+        """Rows and columns."""
+        rows, width = self.packed.shape
+        return (rows, width * _PER_BYTE)
+
+    def read(self, start: int, numel: int) -> torch.Tensor:
+        """Elements `start` to `start + numel` of the row-major flattened matrix, 1-D; reads whole rows."""
+        width = self.shape[1]
+        first, last = start // width, -(-(start + numel) // width)
+        return self.rows(first, last).view(-1)[start - first * width :][:numel]
+
+    def rows(self, first: int, last: int, within: tuple[slice, ...] = ()) -> torch.Tensor:
+        """Rows `first` to `last`, [rows, columns]; with `within` some consecutive columns."""
+        blocks = self.packed.rows(first, last).view(torch.uint8).view(last - first, -1, GROUP // _PER_BYTE)
+        return dequantise(blocks, self.scales.rows(first, last).view(torch.uint8))[(slice(None), *within)]
+
+
+def find_matrices(stored: Mapping[str, StoredTensor], folder: Path) -> dict[str, Fp4Matrix]:
+    """The matrices of `folder` in FP4 by name: int8 with scales.
+
+    ModelError where the shape or dtype of the scales does not fit.
+    """
+    names = [key for key, tensor in stored.items() if tensor.dtype == PACKED and key + SCALE in stored]
+    for name in names:
+        packed, scales = stored[name], stored[name + SCALE]
+        groups = (packed.shape[0], packed.shape[-1] * _PER_BYTE // GROUP)
+        if packed.shape[-1] * _PER_BYTE % GROUP or scales.shape != groups or scales.dtype != BYTE_SCALE:
+            raise ModelError(
+                f"{folder}: `{name}` {packed.shape} of {packed.dtype} has scales {scales.shape} of {scales.dtype}, not "
+                f"{groups} of {BYTE_SCALE}",
+                hint="the FP4 of DeepSeek-V4-Flash is read; give a bf16 copy",
+            )
+    return {name: Fp4Matrix(stored[name], stored[name + SCALE]) for name in names}

@@ -50,7 +50,7 @@ _NEVER_ADAPTED = ("indexer", "multi-token prediction", "embedding", "head", "nor
 _READS_INPUT = re.compile(r"\.self_attn\.((q|k|v|q_a)_proj|kv_a_proj_with_mqa)\.")
 """Weights that are multiplied with a layer's input."""
 _CPU_PADDED_FROM = 1024
-"""Tokens of a document from which CPUs pad values to the width of keys (model/quantised/narrow_values.py)."""
+"""Tokens of a document from which CPUs pad values to the width of keys (model/attention/kernels.py)."""
 
 
 class Operation(NamedTuple):

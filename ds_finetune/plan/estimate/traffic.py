@@ -1,6 +1,6 @@
 """What a rank sends in an optimizer step, by arithmetic: bytes and messages of each collective of a layout.
 
-Bytes are counted as the metrics `comm/KIND_mib` count them (engine/groups/collective_calls.py): those of rings and
+Bytes are counted as the metrics `comm/KIND_mib` count them (engine/groups/communication.py): those of rings and
 pairs. tests/plan/estimate/test_traffic.py compares them with what a step sends in each layout. Some hundred bytes of a
 step are left out: counts, sums of losses and norms.
 """

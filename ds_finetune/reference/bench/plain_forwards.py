@@ -8,8 +8,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from ds_finetune.data.batches import Batch, MicroBatch
-from ds_finetune.objectives.examples import TopLogProbs
 from ds_finetune.objectives.labels import IGNORE_INDEX
+from ds_finetune.objectives.objective import TopLogProbs
 
 PADDED_DOCUMENTS = 8
 """Documents in one forward of the padded loop."""

@@ -15,9 +15,8 @@ from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.loss_normalisation import term_weights, unit_counts
 from ds_finetune.model.build.dtypes import PRECISION_DTYPES
 from ds_finetune.model.build.model_plan import ModelPlan
-from ds_finetune.objectives.distill import Distillation
 from ds_finetune.objectives.labels import IGNORE_INDEX
-from ds_finetune.objectives.objective import DocumentLogProbs, is_of_documents, is_of_scores
+from ds_finetune.objectives.objective import Distillation, DocumentLogProbs, is_of_documents, is_of_scores
 from ds_finetune.reference.bench.plain_forwards import PlainForward
 from ds_finetune.reference.bench.plain_models import plain_model
 

@@ -21,7 +21,7 @@ from ds_finetune.model.adapters.lora import factors_of
 from ds_finetune.model.build.dtypes import PRECISION_DTYPES
 from ds_finetune.model.build.model_plan import ModelPlan
 from ds_finetune.model.build.skeleton import resolve_folder
-from ds_finetune.model.loss.teacher_plan import TeacherPlan
+from ds_finetune.model.loss.teacher import TeacherPlan
 from ds_finetune.model.parallel.pipeline import build_meta_model
 
 

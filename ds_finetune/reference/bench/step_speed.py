@@ -17,7 +17,7 @@ from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.groups.collectives import all_gather_object
 from ds_finetune.engine.groups.default_group import process_group
-from ds_finetune.engine.ops.prepare_ops import build_ops, use_cores
+from ds_finetune.engine.ops.deepspeed_ops import build_ops, use_cores
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.errors import ConfigError
 from ds_finetune.reference.bench.plain_forwards import packed_forwards, padded_forwards

@@ -23,7 +23,7 @@ from ds_finetune.config.sections import MtpConfig
 from ds_finetune.config.units import GIB
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.groups.collectives import all_gather_object
-from ds_finetune.engine.ops.prepare_ops import build_ops
+from ds_finetune.engine.ops.deepspeed_ops import build_ops
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.errors import CheckpointError
 from ds_finetune.export.folder import FolderParts, write_folder

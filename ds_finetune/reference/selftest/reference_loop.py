@@ -14,8 +14,8 @@ from ds_finetune.config.objectives import DistillObjective, ObjectiveConfig, Sft
 from ds_finetune.config.sections import MtpConfig
 from ds_finetune.engine.generation import GenerationLimits
 from ds_finetune.foreign.auto_models import AutoModelForCausalLM, AutoModelForSequenceClassification
-from ds_finetune.model.adapters.adapter_names import is_adapter
 from ds_finetune.model.build.skeleton import Task
+from ds_finetune.model.weights.names import is_adapter
 from ds_finetune.objectives.labels import IGNORE_INDEX
 from ds_finetune.plan.routers import RouterPlan
 from ds_finetune.reference.selftest.cells import SAMPLES, samples, targets, units

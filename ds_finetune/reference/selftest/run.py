@@ -31,7 +31,7 @@ from ds_finetune.console.quiet import quiet_packages, show_loading_as_phase
 from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.groups.collectives import all_gather_object
 from ds_finetune.engine.groups.default_group import process_group
-from ds_finetune.engine.ops.prepare_ops import build_ops
+from ds_finetune.engine.ops.deepspeed_ops import build_ops
 from ds_finetune.errors import ConfigError, LaunchError, RunError
 from ds_finetune.families.table import FAMILIES, STANDARD_SELFTEST, WITH_TINY_MODELS
 from ds_finetune.model.adapters.lora_plan import plan_lora

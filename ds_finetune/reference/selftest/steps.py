@@ -12,9 +12,8 @@ from ds_finetune.data.mismatched import MismatchedAnswers
 from ds_finetune.data.scores import StoredScores, with_scores
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.groups.collectives import all_gather_object
-from ds_finetune.model.adapters.adapter_names import is_adapter
-from ds_finetune.objectives.distill import Distillation
-from ds_finetune.objectives.objective import Objective
+from ds_finetune.model.weights.names import is_adapter
+from ds_finetune.objectives.objective import Distillation, Objective
 from ds_finetune.plan.plan import Plan
 from ds_finetune.reference.selftest.cells import rows
 from ds_finetune.reference.selftest.mismatched import all_reference_log_probs, mismatched_answers

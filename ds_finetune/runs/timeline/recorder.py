@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from ds_finetune.engine.groups.collective_calls import INPUT_AT, POINT_TO_POINT, bytes_of, input_of
+from ds_finetune.engine.groups.communication import INPUT_AT, POINT_TO_POINT, bytes_of, input_of
 from ds_finetune.engine.phases import EVALUATION
 from ds_finetune.foreign.torch_distributed import wrapped_group_calls
 from ds_finetune.runs.timeline.clock import HostClock

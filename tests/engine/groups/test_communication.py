@@ -10,8 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.engine.groups.collective_calls import sent_bytes
-from ds_finetune.engine.groups.communication import StepCommunication
+from ds_finetune.engine.groups.communication import StepCommunication, sent_bytes
 from ds_finetune.model.parallel.pipeline import build_meta_model
 from ds_finetune.plan.estimate.operations import Work
 from ds_finetune.plan.estimate.rank_weights import weights_of_run

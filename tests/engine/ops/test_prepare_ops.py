@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.engine.ops import prepare_ops
-from ds_finetune.engine.ops.prepare_ops import build_ops, cores_of_rank, use_cores
+from ds_finetune.engine.ops import deepspeed_ops
+from ds_finetune.engine.ops.deepspeed_ops import build_ops, cores_of_rank, use_cores
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.system.world import World
@@ -30,7 +30,7 @@ def _build(
     monkeypatch: pytest.MonkeyPatch, plan: Plan, here: tuple[str, str], there: dict[str, tuple[str, str]]
 ) -> Plan:
     """Rank 0 finds `here` when it builds, rank 1 has found `there`."""
-    monkeypatch.setattr(prepare_ops, "_build_problem", lambda name, say: here)
+    monkeypatch.setattr(deepspeed_ops, "_build_problem", lambda name, say: here)
     return build_ops(plan, lambda mine: [mine, json.dumps(there)], _say)
 
 
@@ -78,9 +78,9 @@ def test_without_nvcc_the_real_builder_is_why(monkeypatch: pytest.MonkeyPatch, t
 
     monkeypatch.setattr(FusedAdamBuilder, "load", load)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    prepare_ops._build_problem.cache_clear()
+    deepspeed_ops._build_problem.cache_clear()
     built = build_ops(_plan(), lambda mine: [mine], _say)
-    prepare_ops._build_problem.cache_clear()
+    deepspeed_ops._build_problem.cache_clear()
     assert built.notes[-1].endswith(
         "fused_adam cannot be built: CUDA_HOME does not exist, unable to compile CUDA op(s)"
     )
@@ -101,7 +101,7 @@ def test_an_offloaded_optimizer_has_its_share_of_the_cores(
     monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], deepspeed: dict[str, Any] | None, threads: int | None
 ) -> None:
     """torchrun's one thread is not the user's choice."""
-    monkeypatch.setattr(prepare_ops.os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(deepspeed_ops.os, "sched_getaffinity", lambda _: set(range(8)))
     given, before = environ.get("OMP_NUM_THREADS"), torch.get_num_threads()
     try:
         plan = use_cores(_plan(deepspeed), environ)

@@ -14,10 +14,10 @@ from ds_finetune.config.sections import LoraConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.table import FAMILIES as TABLE
 from ds_finetune.families.tiny import VOCAB
-from ds_finetune.model.adapters.adapter_names import is_adapter
 from ds_finetune.model.adapters.lora import Factors, factors_of, merge_adapters
 from ds_finetune.model.adapters.lora_plan import plan_lora
 from ds_finetune.model.build.skeleton import build_skeleton
+from ds_finetune.model.weights.names import is_adapter
 from ds_finetune.reference.selftest.cells import hf_config
 from tests.lora_twin import adapted, base_model, by_our_names, in_peft, named_in, write_adapter_of
 

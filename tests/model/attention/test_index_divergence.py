@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from ds_finetune.model.attention import index_divergence
-from ds_finetune.model.attention.index_divergence import Attended, ScoreInputs, divergences
+from ds_finetune.model.attention import indexed_attention
+from ds_finetune.model.attention.indexed_attention import Attended, ScoreInputs, divergences
 
 DOCUMENTS = ((7, 5), (12,))
 CHOSEN = ((None, torch.eye(5, dtype=torch.bool) | (torch.arange(5) == 0)), (torch.ones(12, 12).tril().bool(),))
@@ -25,7 +25,7 @@ def _gradients() -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
 
 def test_queries_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, grads = _gradients()
-    monkeypatch.setattr(index_divergence, "SCORES_AT_ONCE", 12 * 6 * 5)
+    monkeypatch.setattr(indexed_attention, "SCORES_AT_ONCE", 12 * 6 * 5)
     parts, grads_of_parts = _gradients()
     assert torch.allclose(parts, whole, atol=1e-6)
     assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(grads, grads_of_parts, strict=True))

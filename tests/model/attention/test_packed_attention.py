@@ -10,16 +10,14 @@ from torch import nn
 from transformers import AutoConfig
 
 from ds_finetune.model.attention import by_document as attention
-from ds_finetune.model.attention import packed_attention
+from ds_finetune.model.attention import kernels
 from ds_finetune.model.attention.by_document import BY_DOCUMENT, attend_by_document
-from ds_finetune.model.attention.packed_attention import PackedDocuments, pack_documents
+from ds_finetune.model.attention.kernels import PackedDocuments, ValueKernel, pack_documents, value_kernel
 from ds_finetune.model.build.encoder import encoder_inputs
 from ds_finetune.model.build.skeleton import build_skeleton
 from ds_finetune.model.loss.forward_rows import ForwardRows
 from ds_finetune.model.loss.token_loss import TrainedModel, install_loss_head
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
-from ds_finetune.model.quantised import narrow_values
-from ds_finetune.model.quantised.narrow_values import ValueKernel, value_kernel
 from ds_finetune.model.weights.load import initialise_weights
 from tests.model.attention.test_attention import CONFIGS, LENGTHS, WINDOW, WINDOWS
 from tests.model.encoders import ENCODERS, encoder_config, packed_rows
@@ -52,7 +50,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         found.append(args)
         return plain_varlen_attn(*args, **options)
 
-    monkeypatch.setattr(packed_attention, "varlen_attn", attend)
+    monkeypatch.setattr(kernels, "varlen_attn", attend)
     return found
 
 
@@ -196,7 +194,7 @@ def test_values_are_padded_where_a_faster_kernel_takes_them() -> None:
 def test_padded_values_are_cut_again() -> None:
     query, key, value = _parts(SHAPES["narrow values"])
     found, wanted = (
-        narrow_values.attend(query, key, value, kernel=kernel, scale=0.3, is_causal=True)
+        kernels.attend_document(query, key, value, kernel=kernel, scale=0.3, is_causal=True)
         for kernel in (ValueKernel.PADDED, ValueKernel.ANY)
     )
     assert found.shape == value.shape
@@ -235,7 +233,7 @@ def test_the_kernel_of_gpus(
 @pytest.mark.parametrize("kernel", ValueKernel)
 def test_kernels_for_narrow_values_agree(kernel: ValueKernel) -> None:
     query, key, value = (part.cuda() for part in _parts((4, 4, 192, 128), torch.bfloat16))
-    found = narrow_values.attend(query, key, value, kernel=kernel, scale=0.07, is_causal=True)
+    found = kernels.attend_document(query, key, value, kernel=kernel, scale=0.07, is_causal=True)
     wanted = attention.functional.scaled_dot_product_attention(
         query.float(), key.float(), value.float(), scale=0.07, is_causal=True
     )

@@ -16,7 +16,7 @@ from ds_finetune.model.build.skeleton import build_skeleton, read_hf_config, who
 from ds_finetune.model.loss.score_config import fresh_parameters
 from ds_finetune.model.loss.score_head import head_parameters, initialise_score_head
 from ds_finetune.model.weights.load import LoadReport, load_weights
-from ds_finetune.objectives.classification import Classification
+from ds_finetune.objectives.scores import Classification
 from tests.model.encoders import ENCODERS, LENGTHS, encoder_config, packed_rows, save_encoder
 
 

@@ -17,8 +17,7 @@ from ds_finetune.model.build.generic_check import LIMIT, Trial, check_generic_ty
 from ds_finetune.model.build.skeleton import build_skeleton, read_hf_config
 from ds_finetune.model.build.tiny_config import Size, layer_kinds, layers_of_each_kind, tiny_config
 from ds_finetune.model.parallel.pipeline import build_meta_model
-from ds_finetune.objectives.classification import Classification, Regression
-from ds_finetune.objectives.reward import Reward
+from ds_finetune.objectives.scores import Classification, Regression, Reward
 from tests.model import model_types
 from tests.model.model_types import attention_of, config_of
 from tests.running import start, tiny_task, torchrun

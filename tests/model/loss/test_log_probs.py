@@ -15,10 +15,10 @@ from ds_finetune.model.loss.log_probs import (
     document_log_probs,
     document_loss,
 )
-from ds_finetune.objectives.examples import Examples
 from ds_finetune.objectives.objective import (
     DocumentLogProbs,
     DocumentObjective,
+    Examples,
     LossAndSums,
     StepNumbers,
     make_objective,

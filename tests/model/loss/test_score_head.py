@@ -24,10 +24,9 @@ from ds_finetune.model.loss.score_head import initialise_score_head, install_sco
 from ds_finetune.model.loss.token_loss import TrainedModel
 from ds_finetune.model.weights.load import initialise_weights, load_weights, seed_of
 from ds_finetune.model.weights.vocabulary import Growth
-from ds_finetune.objectives.classification import Classification
 from ds_finetune.objectives.labels import IGNORE_INDEX
 from ds_finetune.objectives.objective import ScoreObjective
-from ds_finetune.objectives.reward import Reward
+from ds_finetune.objectives.scores import Classification, Reward
 from tests.model.tiny import CONFIGS
 
 LABELS = 3

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ds_finetune.model.build.dtypes import SAFETENSORS_DTYPES
-from ds_finetune.model.weights.safetensors_header import MAX_HEADER_BYTES, encode_header, header_bytes, read_header
+from ds_finetune.model.weights.safetensors_file import MAX_HEADER_BYTES, encode_header, header_bytes, read_header
 
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from ds_finetune.config.objectives import KtoObjective
-from ds_finetune.objectives import classification, dpo, kto, pairs, reference_free, reward
+from ds_finetune.objectives import preferences, scores
 from ds_finetune.objectives.objective import DocumentLogProbs
 
 FAULTY: Mapping[str, dict[str, Any]] = {
@@ -54,20 +54,20 @@ class _Functional(ModuleType):
 def plant(name: str, put: Callable[[Any, str, Any], None] = setattr) -> None:
     """Break the computing code of an objective by means of `put`: setattr, or that of a monkeypatch."""
     faults: Mapping[str, tuple[Any, str, Any]] = {
-        "dpo": (dpo, "logsigmoid", lambda margin: functional.logsigmoid(margin / 0.1)),
-        "ipo": (dpo, "per_token", lambda ratios, _: ratios),
-        "simpo": (reference_free, "per_token", _no_weights_of_tokens),
-        "cpo": (pairs, "Term", lambda unit, weight=1.0: _TERM(unit, 1.0 if unit == "pairs" else weight / 2)),
+        "dpo": (preferences, "logsigmoid", lambda margin: functional.logsigmoid(margin / 0.1)),
+        "ipo": (preferences, "per_token", lambda ratios, _: ratios),
+        "simpo": (preferences, "per_token", _no_weights_of_tokens),
+        "cpo": (preferences, "Term", lambda unit, weight=1.0: _TERM(unit, 1.0 if unit == "pairs" else weight / 2)),
         "orpo": (
-            reference_free.OddsRatioPreference,
+            preferences.OddsRatioPreference,
             "scores",
-            lambda _, documents: pairs.per_token(documents.logp, documents),
+            lambda _, documents: preferences.per_token(documents.logp, documents),
         ),
-        "kto": (kto.KahnemanTversky, "__init__", _swaps_weights(kto.KahnemanTversky.__init__)),
-        "reward": (reward.Reward, "loss", _without_margin(reward.Reward.loss)),
-        "classification": (classification, "functional", _Functional("functional")),
+        "kto": (preferences.KahnemanTversky, "__init__", _swaps_weights(preferences.KahnemanTversky.__init__)),
+        "reward": (scores.Reward, "loss", _without_margin(scores.Reward.loss)),
+        "classification": (scores, "functional", _Functional("functional")),
     }
     put(*faults[name])
 
 
-_TERM = pairs.Term
+_TERM = preferences.Term

@@ -189,8 +189,8 @@ from ds_finetune.model.adapters.lora import factors_of
 compare.factors_of = lambda adapters, scale: factors_of(adapters, 1.5 * scale)
 """
 BROKEN_REFERENCE = """
-from ds_finetune.objectives import dpo
-dpo.log_ratios = lambda documents: documents.logp
+from ds_finetune.objectives import preferences
+preferences.log_ratios = lambda documents: documents.logp
 """
 BROKEN_BALANCE = """
 from ds_finetune.features.routers import BalanceLoss
@@ -205,8 +205,8 @@ MtpLoss.__init__ = lambda mtp, lm, arguments, *, weight, detach: init(mtp, lm, a
 BROKEN_TEMPERATURE = """
 from ds_finetune.model.loss import soft_targets
 Mix = soft_targets.Mix
-from ds_finetune.model.loss import distillation
-distillation.Mix = lambda temperature, label_weight: Mix(1.0, label_weight)
+from ds_finetune.features import teacher
+teacher.Mix = lambda temperature, label_weight: Mix(1.0, label_weight)
 """
 DISTILLED = {"name": "distill", "teacher": "none", "temperature": 2.0}
 

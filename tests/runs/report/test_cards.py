@@ -16,8 +16,8 @@ from ds_finetune.export.from_checkpoint import export_checkpoint
 from ds_finetune.families.table import family_of
 from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.foreign.auto_models import AutoModelForCausalLM
-from ds_finetune.model.adapters.adapter_names import is_adapter
 from ds_finetune.model.adapters.lora import factors_of
+from ds_finetune.model.weights.names import is_adapter
 from ds_finetune.runs.report.model_card import write_model_card
 from ds_finetune.runs.report.run import ReportedRun
 from tests.conftest import ROOT

@@ -1,16 +1,20 @@
-"""The header of a safetensors file, checked as it is read, and written: 8 bytes of length, then a JSON object."""
+"""Safetensors files: their header (8 bytes of length, then a JSON object), and tensors that are read in parts."""
 
 import json
 import math
 import os
 import struct
+import threading
+import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ds_finetune.errors import ModelError
 from ds_finetune.model.build.dtypes import SAFETENSORS_DTYPES, SAFETENSORS_NAMES
 
 MAX_HEADER_BYTES = 100_000_000
@@ -120,3 +124,71 @@ def encode_header(
     assert len(text) <= MAX_HEADER_BYTES, len(text)
     head = _LENGTH.pack(len(text)) + text
     return head, [len(head) + begin for begin in begins]
+
+
+class DataFile:
+    """A file that several threads read at any offset; opened at the first read, closed with the object."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @cached_property
+    def _descriptor(self) -> int:
+        descriptor = os.open(self.path, os.O_RDONLY)
+        weakref.finalize(self, os.close, descriptor)
+        return descriptor
+
+    def read_into(self, view: memoryview, offset: int) -> None:
+        """Fill `view` with the bytes from `offset`; EOFError where the file is too short."""
+        while view:
+            num_read = os.preadv(self._descriptor, [view], offset)
+            if not num_read:
+                raise EOFError(f"{self.path} ends at byte {offset}, {len(view)} bytes early")
+            view, offset = view[num_read:], offset + num_read
+
+
+class SafetensorsFile(DataFile):
+    """One safetensors file."""
+
+    def read(self, dtype: torch.dtype, numel: int, offset: int, *, into: "Scratch | None" = None) -> torch.Tensor:
+        """Read `numel` elements from byte `offset`, 1-D, into new memory or the buffer `into`."""
+        out = torch.empty(numel, dtype=dtype) if into is None else into.take(numel, dtype)
+        view = out.view(torch.uint8).numpy().data
+        try:
+            self.read_into(view, offset)
+        except EOFError as short:
+            raise ModelError(f"{short}", hint="it changed while it was read") from short
+        return out
+
+
+class Scratch(threading.local):
+    """One growing buffer per thread, as allocating memory takes longer than reading into it."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A 1-D tensor over this thread's buffer, valid until its next `take`."""
+        size = numel * dtype.itemsize
+        if self._bytes.numel() < size:
+            self._bytes = torch.empty(size, dtype=torch.uint8)
+        return self._bytes[:size].view(dtype)
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Location of a tensor: row-major, from byte `begin` of `file`."""
+
+    file: SafetensorsFile
+    dtype: torch.dtype
+    shape: Shape
+    begin: int
+
+    def read(self, start: int, numel: int, *, into: Scratch | None = None) -> torch.Tensor:
+        """Elements `start` to `start + numel` of the flattened tensor, 1-D, as they are stored."""
+        return self.file.read(self.dtype, numel, self.begin + start * self.dtype.itemsize, into=into)
+
+    def rows(self, first: int, last: int, *, into: Scratch | None = None) -> torch.Tensor:
+        """Rows `first` to `last`, [rows, ...], as they are stored."""
+        width = math.prod(self.shape[1:])
+        return self.read(first * width, (last - first) * width, into=into).view(last - first, *self.shape[1:])

@@ -1,1 +1,0 @@
-"""Routers of mixtures of experts, and their balance losses."""

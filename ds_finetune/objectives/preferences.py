@@ -1,0 +1,255 @@
+"""Preference objectives: on pairs of answers (DPO and its variants, CPO, ORPO, SimPO) and on single ones (KTO).
+
+An objective on pairs gives each answer a score, and its loss compares the scores of the two answers of a pair. An
+answer's *reward* is its score times beta.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+
+import torch
+from torch.nn.functional import logsigmoid, relu
+
+from ds_finetune.config.objectives import CpoObjective, DpoObjective, KtoObjective, OrpoObjective, SimpoObjective
+from ds_finetune.objectives.objective import DocumentLogProbs, DocumentObjective, LossAndSums, Term
+
+_PER_PAIR = ("reward_margin", "reward_accuracy", "reward_chosen", "reward_rejected", "logp_chosen", "logp_rejected")
+"""Metrics that are means over pairs."""
+
+
+class PairObjective(DocumentObjective):
+    """A loss of the scores of chosen and rejected answers, the mean over the pairs of the global batch.
+
+    With `nll_weight`, the cross entropy of the chosen answers is added: the mean over their supervised tokens in the
+    global batch, which has a count of its own.
+    """
+
+    documents_per_unit = 2
+
+    def __init__(self, name: str, *, beta: float, pair_weight: float = 1.0, nll_weight: float = 0.0) -> None:
+        self.name = name
+        self.beta = beta
+        nll = (Term("chosen_tokens", nll_weight),) if nll_weight else ()
+        self.terms = (Term("pairs", pair_weight), *nll)
+        self.sum_names = ("pairs", "nll", *_PER_PAIR) if nll else ("pairs", *_PER_PAIR)
+
+    @abstractmethod
+    def scores(self, documents: DocumentLogProbs) -> torch.Tensor:
+        """The score of each answer, fp64 [documents]."""
+
+    @abstractmethod
+    def pair_losses(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+        """The loss of each pair from the scores of its answers, fp64 [pairs] each."""
+
+    def loss(self, documents: DocumentLogProbs, weights: torch.Tensor, baseline: torch.Tensor) -> LossAndSums:
+        """The contribution of these pairs to the loss of the step; `baseline` is not used."""
+        assert len(documents.logp) % 2 == 0, f"{len(documents.logp)} documents are not pairs"
+        chosen, rejected = self.scores(documents).view(-1, 2).unbind(1)
+        logp_chosen, logp_rejected = documents.logp.view(-1, 2).unbind(1)
+        terms = [self.pair_losses(chosen, rejected).sum(), *([-logp_chosen.sum()] if len(self.terms) > 1 else [])]
+        margin = chosen - rejected
+        numbers = (self.beta * margin, margin > 0, self.beta * chosen, self.beta * rejected, logp_chosen, logp_rejected)
+        sums = [term.detach().double() for term in terms] + [number.detach().double().sum() for number in numbers]
+        return LossAndSums((torch.stack(terms) * weights).sum(), torch.stack(sums))
+
+    def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
+        """The loss, the cross entropy `nll` in nats per chosen token where it is a term, and means over pairs.
+
+        Equal scores are no win in `reward_accuracy`. `logp_chosen` and `logp_rejected` are in nats per answer.
+        """
+        means = [sums[name] / max(counts[term.unit], 1) for name, term in zip(self.sum_names, self.terms, strict=False)]
+        pairs = max(counts["pairs"], 1)
+        return {
+            "loss": sum(term.weight * mean for term, mean in zip(self.terms, means, strict=True)),
+            **({"nll": means[1]} if len(means) > 1 else {}),
+            **{name: sums[name] / pairs for name in _PER_PAIR},
+        }
+
+
+def log_ratios(documents: DocumentLogProbs) -> torch.Tensor:
+    """log p(answer) - log p_reference(answer) of each answer, in nats, fp64 [documents]."""
+    return documents.logp - documents.reference
+
+
+def per_token(numbers: torch.Tensor, documents: DocumentLogProbs) -> torch.Tensor:
+    """Sums over the supervised tokens of each answer, fp64 [documents], as means; 0 for an answer without tokens."""
+    return numbers / documents.num_tokens.clamp(min=1)
+
+
+MEAN_VARIANTS = ("ipo", "sigmoid_norm")
+"""Variants that compare means over the tokens of an answer instead of sums."""
+
+
+class DirectPreference(PairObjective):
+    """A loss of the log-ratios to the reference model of both answers of a pair."""
+
+    def __init__(self, section: DpoObjective) -> None:
+        super().__init__(section.name, beta=section.beta, nll_weight=section.nll_weight)
+        self.reference_from_adapters = section.reference == "adapters_off"
+        self._section = section
+
+    def scores(self, documents: DocumentLogProbs) -> torch.Tensor:
+        """The log-ratio to the reference of each answer, or its mean over the answer's tokens (ipo, sigmoid_norm)."""
+        ratios = log_ratios(documents)
+        return per_token(ratios, documents) if self._section.loss in MEAN_VARIANTS else ratios
+
+    def pair_losses(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+        """The variant's loss of each pair."""
+        return _VARIANTS[self._section.loss](self._section, chosen, rejected)
+
+
+def _sigmoid(section: DpoObjective, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+    """Equation 7 of the DPO paper; with label smoothing e its expectation where e of the pairs are swapped (cDPO)."""
+    margin, e = section.beta * (chosen - rejected), section.label_smoothing
+    return -(1 - e) * logsigmoid(margin) - e * logsigmoid(-margin)
+
+
+def _robust(section: DpoObjective, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+    """The estimate of the loss without swapped pairs that has no bias (Chowdhury et al., arXiv 2403.00409)."""
+    margin, e = section.beta * (chosen - rejected), section.label_smoothing
+    return (-(1 - e) * logsigmoid(margin) + e * logsigmoid(-margin)) / (1 - 2 * e)
+
+
+def _hinge(section: DpoObjective, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+    """SLiC's hinge on the margin (Zhao et al., arXiv 2305.10425)."""
+    return relu(1 - section.beta * (chosen - rejected))
+
+
+def _ipo(section: DpoObjective, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+    """Identity preference optimisation (Azar et al., arXiv 2310.12036), of means over tokens as in TRL 1.16."""
+    return (chosen - rejected - 1 / (2 * section.beta)) ** 2
+
+
+def _apo_zero(section: DpoObjective, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+    """APO-zero (D'Oosterlinck et al., arXiv 2408.06266): for chosen answers that are better than the model's own."""
+    return (1 - torch.sigmoid(section.beta * chosen)) + torch.sigmoid(section.beta * rejected)
+
+
+def _apo_down(section: DpoObjective, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+    """APO-down (same paper): for chosen answers that are worse than the model's own."""
+    return torch.sigmoid(section.beta * chosen) + (1 - torch.sigmoid(section.beta * (chosen - rejected)))
+
+
+_VARIANTS: Mapping[str, Callable[[DpoObjective, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sigmoid": _sigmoid,
+    "robust": _robust,
+    "hinge": _hinge,
+    "ipo": _ipo,
+    "apo_zero": _apo_zero,
+    "apo_down": _apo_down,
+    "sigmoid_norm": _sigmoid,
+}
+
+
+class KahnemanTversky(DocumentObjective):
+    """A loss of single answers that are marked as good (target 1) or bad (0), the mean over those of the global batch.
+
+    An answer's gain is its log-ratio to the reference less z0, an estimate of the KL divergence from the reference:
+    the mean log-ratio of prompts with another example's answer, over the *global* batch, and 0 at least.
+    """
+
+    terms = (Term("examples"),)
+    sum_names = ("examples", "good", "bad", "reward_good", "reward_bad", "kl")
+
+    def __init__(self, section: KtoObjective) -> None:
+        self.name = section.name
+        self.reference_from_adapters = section.reference == "adapters_off"
+        self._section = section
+
+    def loss(self, documents: DocumentLogProbs, weights: torch.Tensor, baseline: torch.Tensor) -> LossAndSums:
+        """The weighted sum of 1 - sigmoid(beta x gain) of good answers and 1 - sigmoid(-beta x gain) of bad ones;
+        `baseline` is z0.
+        """
+        section, ratios, good = self._section, log_ratios(documents), documents.target
+        signs = 2 * good - 1
+        factors = section.desirable_weight * good + section.undesirable_weight * (1 - good)
+        total = (factors * torch.sigmoid(-signs * section.beta * (ratios - baseline))).sum()
+        rewards = section.beta * ratios.detach()
+        sums = [
+            total.detach(),
+            good.sum(),
+            (1 - good).sum(),
+            (rewards * good).sum(),
+            (rewards * (1 - good)).sum(),
+            baseline * len(good),
+        ]
+        return LossAndSums(total * weights[0], torch.stack(sums).double())
+
+    def baseline(self, log_ratio_sum: float, count: float) -> float:
+        """z0 from the log-ratios of the mismatched answers of a global batch, in nats."""
+        return max(0.0, log_ratio_sum / max(count, 1))
+
+    def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
+        """The loss, z0 as `kl`, the mean rewards of good and of bad answers, and their difference.
+
+        A reward is beta times the log-ratio to the reference. Without a good answer there is no `reward_good`, and the
+        same for bad ones; the margin needs both.
+        """
+        examples = max(counts["examples"], 1)
+        rewards = {f"reward_{side}": sums[f"reward_{side}"] / sums[side] for side in ("good", "bad") if sums[side]}
+        margin = {"reward_margin": rewards["reward_good"] - rewards["reward_bad"]} if len(rewards) == 2 else {}
+        return {"loss": sums["examples"] / examples, "kl": sums["kl"] / examples, **margin, **rewards}
+
+
+class ContrastivePreference(PairObjective):
+    """DPO's loss without a reference, plus the cross entropy of the chosen answers (Xu et al., arXiv 2401.08417)."""
+
+    def __init__(self, section: CpoObjective) -> None:
+        super().__init__(section.name, beta=section.beta, nll_weight=section.nll_weight)
+        self._variant = section.loss
+
+    def scores(self, documents: DocumentLogProbs) -> torch.Tensor:
+        """The log-probability of each answer in nats; with `ipo` its mean over the answer's tokens, as in TRL 1.16."""
+        return per_token(documents.logp, documents) if self._variant == "ipo" else documents.logp
+
+    def pair_losses(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+        """-log sigmoid of the margin, its hinge, or its squared distance from 1 / (2 beta)."""
+        difference = chosen - rejected
+        if self._variant == "ipo":
+            return (difference - 1 / (2 * self.beta)) ** 2
+        margin = self.beta * difference
+        return relu(1 - margin) if self._variant == "hinge" else -logsigmoid(margin)
+
+
+LARGEST_MEAN = -1e-6
+"""Mean log-probabilities are clamped to this: log(1 - e^m) has no finite gradient at m = 0."""
+
+
+class OddsRatioPreference(PairObjective):
+    """The cross entropy of the chosen answers plus beta times -log sigmoid of the log odds ratio, without a reference
+    (Hong et al., arXiv 2403.07691).
+
+    The cross entropy is the mean over the tokens of the chosen *answers* of the global batch, as in LLaMA-Factory. TRL
+    1.16 takes the tokens of the prompts as well (experimental/orpo/orpo_trainer.py:799).
+    """
+
+    def __init__(self, section: OrpoObjective) -> None:
+        super().__init__(section.name, beta=section.beta, pair_weight=section.beta, nll_weight=1.0)
+
+    def scores(self, documents: DocumentLogProbs) -> torch.Tensor:
+        """log(p / (1 - p)) of each answer, where log p is the mean log-probability of its tokens."""
+        mean = per_token(documents.logp, documents).clamp(max=LARGEST_MEAN)
+        return mean - torch.log(-torch.expm1(mean))
+
+    def pair_losses(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+        """Equation 7 of the paper."""
+        return -logsigmoid(chosen - rejected)
+
+
+class SimplePreference(PairObjective):
+    """-log sigmoid(beta x difference of the mean log-probabilities - gamma), without a reference.
+
+    Meng et al., arXiv 2405.14734.
+    """
+
+    def __init__(self, section: SimpoObjective) -> None:
+        super().__init__(section.name, beta=section.beta)
+        self._gamma = section.gamma
+
+    def scores(self, documents: DocumentLogProbs) -> torch.Tensor:
+        """The mean log-probability of the tokens of each answer, in nats."""
+        return per_token(documents.logp, documents)
+
+    def pair_losses(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+        """Equation 6 of the paper."""
+        return -logsigmoid(self.beta * (chosen - rejected) - self._gamma)
