@@ -10,10 +10,10 @@ from ds_finetune.engine.devices import restart_peak
 from ds_finetune.engine.phases import wrapped_phases
 from ds_finetune.foreign.guard import replaced
 from ds_finetune.observers.record import StepRecord
+from ds_finetune.runs.timeline.breakdown import ProfiledRun
 from ds_finetune.runs.timeline.clock import HostClock
 from ds_finetune.runs.timeline.profiler import StepProfiler
 from ds_finetune.runs.timeline.recorder import CHECKPOINT, Recorder
-from ds_finetune.runs.timeline.summary import ProfiledRun
 from ds_finetune.trainer.observers import StartedRun
 
 FOLDER = "profile"

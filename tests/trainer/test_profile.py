@@ -19,9 +19,9 @@ from ds_finetune.config.schema import read_config
 from ds_finetune.errors import ConfigError
 from ds_finetune.model.parallel.pipeline import build_meta_model
 from ds_finetune.plan.run_length import check_profiled_ranks, check_run_length
+from ds_finetune.runs.timeline.breakdown import ProfiledRun as RunFacts
 from ds_finetune.runs.timeline.clock import HostClock
 from ds_finetune.runs.timeline.profiler import StepProfiler
-from ds_finetune.runs.timeline.summary import ProfiledRun as RunFacts
 from tests.running import metrics, start, tiny_task, torchrun
 
 SLOW_SECONDS, SHIFT_SECONDS = 1.0, 3.0

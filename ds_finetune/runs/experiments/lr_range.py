@@ -13,14 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_finetune.config.run_file import apply_override, read_yaml
 from ds_finetune.config.schema import validate_tree
 from ds_finetune.console.phase_line import Say
 from ds_finetune.errors import ConfigError, OutputError, RunError
-from ds_finetune.runs.experiments.child_run import RUN, ChildRun
-from ds_finetune.runs.experiments.jobs import ExperimentJob, run_jobs
-from ds_finetune.runs.experiments.places import places
-from ds_finetune.runs.experiments.sweep_file import yaml_text
+from ds_finetune.runs.experiments.jobs import LOG, RUN, ChildRun, ExperimentJob, places, run_jobs, short_run
+from ds_finetune.runs.metrics import MetricsReader
 
 RESULT = "lr_range.json"
 _SMOOTHING = 0.9
@@ -79,10 +76,11 @@ def run_range_test(request: RangeRequest, say: Say) -> LrRange:
         raise OutputError(f"`{request.folder}` exists already", hint="name another folder")
     place = places(ranks=request.ranks, parallel=1, hostfile=None, folder=request.folder)[0]
     say(f"{request.steps} steps from {request.low:g} to {request.high:g}, in {request.folder}")
-    job = _RangeJob(request, yaml_text(tree))
+    job = _RangeJob(request.folder, tree)
     run_jobs(iter([job]), [place])
-    assert job.child is not None
-    found = evaluate(*_read(job.child), is_diverged=job.is_diverged)
+    if job.reason and not job.is_diverged:
+        raise RunError(f"the run failed: {job.reason}", hint=f"see {request.folder / LOG}")
+    found = evaluate(*_read(job.metrics), is_diverged=job.is_diverged)
     text = json.dumps({"format": 1, "run": str(request.run_file), **asdict(found)}, indent=1)
     (request.folder / RESULT).write_text(f"{text}\n", encoding="utf-8")
     shutil.rmtree(request.folder / RUN / "base", ignore_errors=True)
@@ -90,7 +88,6 @@ def run_range_test(request: RangeRequest, say: Say) -> LrRange:
 
 
 def _tree(request: RangeRequest) -> dict[str, Any]:
-    """The run file of the test: without evaluation, checkpoints and exports."""
     if not 0 < request.low < request.high:
         raise ConfigError(
             f"the learning rate would rise from {request.low:g} to {request.high:g}",
@@ -98,43 +95,17 @@ def _tree(request: RangeRequest) -> dict[str, Any]:
         )
     if request.steps < _LEAST_STEPS:
         raise ConfigError(f"--steps is {request.steps}: too few for a curve", hint=f"take {_LEAST_STEPS} or more")
-    tree, lines = read_yaml(request.run_file)
-    for override in request.overrides:
-        apply_override(tree, lines, override)
-    validate_tree(tree, lines, str(request.run_file))
+    tree = short_run(request.run_file, request.overrides, steps=request.steps, output_dir=request.folder / RUN)
     own = {"lr": request.high, "lr_scheduler": "exponential_rise", "min_lr_ratio": request.low / request.high}
-    kept = {key: value for key, value in tree.get("optim", {}).items() if key != "warmup"}
-    train = {key: value for key, value in tree.get("train", {}).items() if key != "duration"}
-    tree = {key: value for key, value in tree.items() if key not in ("eval", "launch")}
-    tree["data"] = {key: value for key, value in tree["data"].items() if key != "eval"}
-    tree |= {
-        "optim": {**kept, **own},
-        "train": {**train, "for": f"{request.steps} steps"},
-        "checkpoint": {"every": "never"},
-        "export": {"at_end": False},
-        "log": {"trackers": []},
-        "output_dir": str(request.folder / RUN),
-    }
-    validate_tree(tree, lines, str(request.run_file))
+    tree["optim"] = {**{key: value for key, value in tree.get("optim", {}).items() if key != "warmup"}, **own}
+    validate_tree(tree, {}, str(request.run_file))
     return tree
 
 
 class _RangeJob(ExperimentJob):
     """The run of the test, which is ended where the loss has grown."""
 
-    def __init__(self, request: RangeRequest, run_file: str) -> None:
-        self._request, self._run_file = request, run_file
-        self.child: ChildRun | None = None
-        self.is_diverged = False
-
-    @property
-    def folder(self) -> Path:
-        """The folder of the test."""
-        return self._request.folder
-
-    def run_file(self) -> str:
-        """The run file of the test."""
-        return self._run_file
+    is_diverged = False
 
     def progressed(self, child: ChildRun) -> None:
         """End the run where the loss has grown."""
@@ -146,16 +117,10 @@ class _RangeJob(ExperimentJob):
             self.is_diverged = True
             child.stop()
 
-    def ended(self, child: ChildRun, code: int) -> None:
-        """RunError where the run has failed."""
-        self.child = child
-        if code and not self.is_diverged:
-            raise RunError(f"the run failed: {child.why_failed(code)}", hint=f"see {self.folder / 'output.log'}")
 
-
-def _read(child: ChildRun) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _read(metrics: MetricsReader) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Learning rates and losses [n] of the steps with a finite loss."""
-    loss, rate = child.metrics.curves["train/loss"], child.metrics.curves["optim/lr"]
+    loss, rate = metrics.curves["train/loss"], metrics.curves["optim/lr"]
     is_number = np.isfinite(loss.values)
     losses, rates = loss.values[is_number], rate.values[: len(loss)][is_number]
     if len(losses) < _LEAST_STEPS:

@@ -47,9 +47,8 @@ def write_sweep_page(folder: Path, tree: Mapping[str, Any]) -> Path:
         ReportSection("trials", "Trials", [_trials_table(tree, trials)]),
         ReportSection("repeat", "How to continue or repeat it", [Facts([("run file", f"{folder / 'best.yaml'}")])]),
     ]
-    return write_page(
-        Page(f"Sweep of {tree['run']}", tree["metric"], "", _sweep_tiles(tree), sections), folder / REPORT
-    )
+    page = Page(f"Sweep of {tree['run']}", tree["metric"], "", _sweep_tiles(tree), sections)
+    return write_page(page, folder / REPORT)
 
 
 def _sweep_tiles(tree: Mapping[str, Any]) -> list[Tile]:
@@ -64,26 +63,14 @@ def _sweep_tiles(tree: Mapping[str, Any]) -> list[Tile]:
 
 
 def _search_section(tree: Mapping[str, Any], ranked: Sequence[Mapping[str, Any]]) -> ReportSection:
-    charts = [
-        Chart(
-            "Trials by their values",
-            _parallel(tree, ranked),
-            f"{len(ranked)} trials; the best is trial {ranked[0]['number']}",
-            is_wide=True,
-            height=340,
-            note="A line is a trial; blue ones are best. Drag along an axis to keep only trials within a range.",
-        )
-    ]
+    text = f"{len(ranked)} trials; the best is trial {ranked[0]['number']}"
+    note = "A line is a trial; blue ones are best. Drag along an axis to keep only trials within a range."
+    charts = [Chart("Trials by their values", _parallel(tree, ranked), text, is_wide=True, height=340, note=note)]
     curves = [trial for trial in ranked if len(trial["steps"]) > 1][:_MOST_CURVES]
     if curves:
-        charts.append(
-            Chart(
-                f"{tree['metric']} while trials ran",
-                line_plot([_curve(trial, place) for place, trial in enumerate(curves)]),
-                f"curves of {len(curves)} trials",
-                is_wide=True,
-            )
-        )
+        plot = line_plot([_curve(trial, place) for place, trial in enumerate(curves)])
+        title = f"{tree['metric']} while trials ran"
+        charts.append(Chart(title, plot, f"curves of {len(curves)} trials", is_wide=True))
     blocks: list[Charts | DataTable | Remark] = [Charts(charts)]
     if tree["importances"]:
         rows = [(key, share_text(share)) for key, share in tree["importances"].items()]
@@ -121,9 +108,8 @@ def _repeats_section(tree: Mapping[str, Any]) -> ReportSection:
     values = [each["value"] for each in tree["repeats"] if each["value"] is not None and each["trial"] == tree["best"]]
     spread = number_text(max(values) - min(values)) if len(values) > 1 else ""
     note = [Remark(f"Its seeds differ by {spread}: smaller differences between trials mean nothing.")] if spread else []
-    return ReportSection(
-        "seeds", "The best run file with other seeds", [DataTable("Trainings", ("run", tree["metric"]), rows), *note]
-    )
+    table = DataTable("Trainings", ("run", tree["metric"]), rows)
+    return ReportSection("seeds", "The best run file with other seeds", [table, *note])
 
 
 def _trials_table(tree: Mapping[str, Any], trials: Sequence[Mapping[str, Any]]) -> DataTable:
@@ -147,12 +133,10 @@ def _text(value: object) -> str:
 
 def write_range_page(folder: Path, run: str, found: LrRange) -> Path:
     """Write the report of a range test; returns the file."""
+    ends = (min(found.losses), max(found.losses))
     lines = [
         Line("train/loss", found.rates, found.losses, role="faint"),
         Line("smoothed", found.rates, found.smoothed),
-    ]
-    ends = (min(found.losses), max(found.losses))
-    lines += [
         Line("steepest fall", (found.steepest, found.steepest), ends, role="dashed", colour=2),
         Line("least loss", (found.lowest, found.lowest), ends, role="dashed", colour=4),
     ]
@@ -177,10 +161,9 @@ def write_scaling_page(folder: Path, run: str, compared: Comparison) -> Path:
     rows = compared.rows
     fastest = max(rows, key=lambda row: row.speedup)
     largest = max(row.loss_difference for row in rows)
+    table = DataTable("Relative to the first row", COLUMNS, [table_row(row) for row in rows])
     sections = [
-        ReportSection(
-            "table", "Comparison", [DataTable("Relative to the first row", COLUMNS, [table_row(r) for r in rows])]
-        ),
+        ReportSection("table", "Comparison", [table]),
         ReportSection("plots", "Plots", [Charts([*_speed_charts(rows), _loss_chart(rows)])]),
     ]
     tiles = [
@@ -193,24 +176,18 @@ def write_scaling_page(folder: Path, run: str, compared: Comparison) -> Path:
 
 
 def _speed_charts(rows: Sequence[Measurement]) -> list[Chart]:
-    """Speed-up and efficiency over ranks, a line for each layout with several numbers of ranks."""
-    layouts = dict.fromkeys(row.variant.layout for row in rows)
-    lines = []
-    for colour, layout in enumerate(layouts):
-        own = sorted((row for row in rows if row.variant.layout == layout), key=lambda row: row.variant.ranks)
-        ranks = [row.variant.ranks for row in own]
-        lines.append(Line(layout or "measured", ranks, [row.speedup for row in own], role="points", colour=colour))
+    """Speed-up over ranks, a line for each layout; none where all rows have the same number of ranks."""
     ranks = sorted({row.variant.ranks for row in rows})
     if len(ranks) < 2:
         return []
+    lines = []
+    for colour, layout in enumerate(dict.fromkeys(row.variant.layout for row in rows)):
+        own = sorted((row for row in rows if row.variant.layout == layout), key=lambda row: row.variant.ranks)
+        numbers, speedups = [row.variant.ranks for row in own], [row.speedup for row in own]
+        lines.append(Line(layout or "measured", numbers, speedups, role="points", colour=colour))
     ideal = Line("ideal", ranks, [number / rows[0].variant.ranks for number in ranks], role="dashed", colour=7)
-    return [
-        Chart(
-            "Speed-up",
-            line_plot([*lines, ideal], NumberAxis("ranks")),
-            f"up to {max(r.speedup for r in rows):.2f}",
-        )
-    ]
+    plot = line_plot([*lines, ideal], NumberAxis("ranks"))
+    return [Chart("Speed-up", plot, f"up to {max(row.speedup for row in rows):.2f}")]
 
 
 def _loss_chart(rows: Sequence[Measurement]) -> Chart:

@@ -4,21 +4,18 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_finetune.config.run_file import apply_override, read_yaml, set_key
+from ds_finetune.config.run_file import set_key
 from ds_finetune.config.schema import validate_tree
 from ds_finetune.console.phase_line import Say
 from ds_finetune.errors import ConfigError, FinetuneError, OutputError, RunError
 from ds_finetune.plan.deepspeed_config import given_choices
 from ds_finetune.plan.plan import make_plan
-from ds_finetune.runs.experiments.child_run import RUN, ChildRun
-from ds_finetune.runs.experiments.jobs import ExperimentJob, run_jobs
-from ds_finetune.runs.experiments.places import Place, places
-from ds_finetune.runs.experiments.sweep_file import yaml_text
+from ds_finetune.runs.experiments.jobs import RUN, ExperimentJob, Place, places, run_jobs, short_run
 from ds_finetune.runs.metrics import MetricsReader
 from ds_finetune.runs.status import read_object
 from ds_finetune.system.world import World
@@ -107,18 +104,17 @@ def compare_scaling(request: ScalingRequest, say: Say) -> Comparison:
     that is not legal; RunError where all fail.
     """
     variants = [Variant(ranks, layout) for layout in request.layouts or ("",) for ranks in request.ranks]
-    trees = [_tree(request, variant) for variant in variants]
+    jobs = {variant: ExperimentJob(request.folder / variant.folder, _tree(request, variant)) for variant in variants}
     if request.folder.exists():
         raise OutputError(f"`{request.folder}` exists already", hint="name another folder")
-    for variant, tree in zip(variants, trees, strict=True):
-        _check(request, variant, tree)
-    jobs: list[_VariantJob] = []
-    for variant, tree in zip(variants, trees, strict=True):
-        job = _VariantJob(request, variant, yaml_text(tree))
+    for variant, job in jobs.items():
+        _check(request, variant, job.tree)
+    done: dict[Variant, ExperimentJob] = {}
+    for variant, job in jobs.items():
         run_jobs(iter([job]), [_place(request, variant.ranks)])
-        jobs.append(job)
-        say(f"{variant.name}: {job.reason or f'{_median_seconds(job.metrics, request.steps):.3f} s a step'}")
-        compared = _compare(request, jobs)
+        done[variant] = job
+        compared = _compare(request, done)
+        say(f"{variant.name}: {job.reason or f'{compared.rows[-1].seconds:.3f} s a step'}")
         _write(request, compared)
     if not compared.rows:
         raise RunError(f"all runs failed; {': '.join(compared.failed[-1])}", hint=f"see {request.folder}")
@@ -126,13 +122,8 @@ def compare_scaling(request: ScalingRequest, say: Say) -> Comparison:
 
 
 def _write(request: ScalingRequest, compared: Comparison) -> None:
-    tree = {
-        "format": 1,
-        "run": str(request.run_file),
-        "steps": request.steps,
-        "rows": [asdict(row) for row in compared.rows],
-        "failed": dict(compared.failed),
-    }
+    tree = {"format": 1, "run": str(request.run_file), "steps": request.steps}
+    tree |= {"rows": [asdict(row) for row in compared.rows], "failed": dict(compared.failed)}
     (request.folder / RESULT).write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
 
 
@@ -141,27 +132,14 @@ def _place(request: ScalingRequest, ranks: int) -> Place:
 
 
 def _tree(request: ScalingRequest, variant: Variant) -> dict[str, Any]:
-    """The run file of a variant: some steps, without evaluation, checkpoints and exports."""
     if request.steps < LEAST_STEPS:
         raise ConfigError(
             f"--steps is {request.steps}: {_WARMUP_STEPS} steps warm up and {_PROFILED_STEPS} are profiled",
             hint=f"take {LEAST_STEPS} or more",
         )
-    tree, lines = read_yaml(request.run_file)
-    for override in request.overrides:
-        apply_override(tree, lines, override)
-    validate_tree(tree, lines, str(request.run_file))
-    tree = {key: value for key, value in tree.items() if key not in ("eval", "launch")}
-    tree["data"] = {key: value for key, value in tree["data"].items() if key != "eval"}
-    tree |= {
-        "checkpoint": {"every": "never"},
-        "export": {"at_end": False},
-        "log": {"trackers": []},
-        "profile": {"steps": f"{request.steps - _PROFILED_STEPS + 1}-{request.steps}"},
-        "output_dir": str(request.folder / variant.folder / RUN),
-    }
-    tree["train"] = {key: value for key, value in tree.get("train", {}).items() if key != "duration"}
-    set_key(tree, {}, "train.for", f"{request.steps} steps", source="--steps")
+    output_dir = request.folder / variant.folder / RUN
+    tree = short_run(request.run_file, request.overrides, steps=request.steps, output_dir=output_dir)
+    tree["profile"] = {"steps": f"{request.steps - _PROFILED_STEPS + 1}-{request.steps}"}
     for part in filter(None, variant.layout.split("+")):
         _apply_layout(tree, part)
     return tree
@@ -193,69 +171,36 @@ def _check(request: ScalingRequest, variant: Variant, tree: dict[str, Any]) -> N
         _place(request, variant.ranks)
 
 
-class _VariantJob(ExperimentJob):
-    """The run of one variant."""
-
-    def __init__(self, request: ScalingRequest, variant: Variant, run_file: str) -> None:
-        self._request, self._variant, self._run_file = request, variant, run_file
-        self.metrics: MetricsReader
-        self.reason = ""
-
-    @property
-    def folder(self) -> Path:
-        """A folder for each variant."""
-        return self._request.folder / self._variant.folder
-
-    def run_file(self) -> str:
-        """The run file of the variant."""
-        return self._run_file
-
-    def ended(self, child: ChildRun, code: int) -> None:
-        """Keep the metrics, or why the run has failed."""
-        self.metrics = child.metrics
-        self.reason = child.why_failed(code) if code else ""
-
-    @property
-    def variant(self) -> Variant:
-        """The variant."""
-        return self._variant
+def _timed(metrics: MetricsReader, name: str, steps: int) -> list[float]:
+    """The values of a metric in the steps that neither warm up nor are profiled."""
+    return metrics.curves[name].values.tolist()[_WARMUP_STEPS : steps - _PROFILED_STEPS]
 
 
-def _timed(values: Sequence[float], steps: int) -> Sequence[float]:
-    return values[_WARMUP_STEPS : steps - _PROFILED_STEPS]
+def _compare(request: ScalingRequest, jobs: Mapping[Variant, ExperimentJob]) -> Comparison:
+    """Rows of the runs that did not fail, relative to the first of them."""
+    ran = {variant: job.metrics for variant, job in jobs.items() if not job.reason}
+    rows = tuple(_measure(request, variant, ran) for variant in ran)
+    return Comparison(rows, tuple((variant.name, job.reason) for variant, job in jobs.items() if job.reason))
 
 
-def _median_seconds(metrics: MetricsReader, steps: int) -> float:
-    return statistics.median(_timed(metrics.curves["perf/step_seconds"].values.tolist(), steps))
-
-
-def _compare(request: ScalingRequest, jobs: Sequence[_VariantJob]) -> Comparison:
-    """Rows of the jobs that ran, relative to the first of them."""
-    done = [job for job in jobs if not job.reason]
-    rows = tuple(_measure(request, job, done[0]) for job in done)
-    return Comparison(rows, tuple((job.variant.name, job.reason) for job in jobs if job.reason))
-
-
-def _measure(request: ScalingRequest, job: _VariantJob, first: _VariantJob) -> Measurement:
-    steps, metrics = request.steps, job.metrics
-    seconds, first_seconds = (
-        _timed(each.metrics.curves["perf/step_seconds"].values.tolist(), steps) for each in (job, first)
-    )
-    rates = _timed(metrics.curves["perf/tokens_per_second"].values.tolist(), steps)
-    losses = metrics.curves["train/loss"].values.tolist()
+def _measure(request: ScalingRequest, variant: Variant, ran: Mapping[Variant, MetricsReader]) -> Measurement:
+    first, metrics = next(iter(ran)), ran[variant]
+    seconds, first_seconds = (_timed(each, "perf/step_seconds", request.steps) for each in (metrics, ran[first]))
+    rates = _timed(metrics, "perf/tokens_per_second", request.steps)
+    losses, first_losses = (each.curves["train/loss"].values.tolist() for each in (metrics, ran[first]))
     speedup = sum(first_seconds) / sum(seconds)
-    communication, waiting = _profiled_shares(request.folder / job.variant.folder / RUN)
+    communication, waiting = _profiled_shares(request.folder / variant.folder / RUN)
     return Measurement(
-        variant=job.variant,
+        variant=variant,
         seconds=statistics.median(seconds),
         tokens_per_second=sum(s * r for s, r in zip(seconds, rates, strict=True)) / sum(seconds),
         speedup=speedup,
-        efficiency=speedup / (job.variant.ranks / first.variant.ranks),
+        efficiency=speedup / (variant.ranks / first.ranks),
         communication=communication,
         waiting=waiting,
         memory_gib=float(metrics.curves["memory/peak_gib"].values.max()),
         losses=tuple(losses),
-        loss_difference=largest_difference(losses, first.metrics.curves["train/loss"].values.tolist()),
+        loss_difference=largest_difference(losses, first_losses),
     )
 
 
@@ -271,11 +216,11 @@ def _profiled_shares(run: Path) -> tuple[float | None, float | None]:
     if not ranks:
         return None, None
     means = [rank["mean"] for rank in ranks]
-    shares = [
+    communication, waiting = (
         statistics.fmean(mean["categories"][name] / mean["seconds"] for mean in means)
         for name in ("communication", "waiting")
-    ]
-    return shares[0], shares[1]
+    )
+    return communication, waiting
 
 
 def table_row(row: Measurement) -> tuple[str, ...]:

@@ -105,12 +105,11 @@ def _distribution(values: Range) -> "BaseDistribution":
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     if values.choices is not None:
-        return CategoricalDistribution(list(dict.fromkeys(json.dumps(choice) for choice in values.choices)))
-    assert values.low is not None
-    assert values.high is not None
+        return CategoricalDistribution(values.points() or [])
+    low, high = values.numbers
     if values.is_whole:
-        return IntDistribution(int(values.low), int(values.high), log=values.log, step=int(values.step or 1))
-    return FloatDistribution(values.low, values.high, log=values.log, step=values.step)
+        return IntDistribution(int(low), int(high), log=values.log, step=int(values.step or 1))
+    return FloatDistribution(low, high, log=values.log, step=values.step)
 
 
 def run_file_values(sweep: SweepConfig, drawn: Mapping[str, Any]) -> dict[str, object]:
@@ -159,38 +158,22 @@ def _make(choose: Choose, module: str, kind: str, more: dict[str, Any]) -> Any: 
 
 def _grid(sweep: SweepConfig) -> dict[str, list[Any]]:
     """Every value of each key, for optuna's GridSampler; ConfigError where a range has no step."""
-    grid: dict[str, list[Any]] = {}
-    for key, values in sweep.space.items():
-        if values.choices is not None:
-            grid[key] = list(dict.fromkeys(json.dumps(choice) for choice in values.choices))
-            continue
-        if values.log or (values.step is None and not values.is_whole):
-            raise ConfigError(
-                f"`sampler: GridSampler` needs a list of values, and `{key}` of the space is a range",
-                hint=f"write `choices` for `{key}`, or give it a `step`",
-            )
-        grid[key] = _steps(values)
-    return grid
+    points = {key: values.points() for key, values in sweep.space.items()}
+    ranges = [key for key, each in points.items() if each is None]
+    if ranges:
+        raise ConfigError(
+            f"`sampler: GridSampler` needs a list of values, and `{ranges[0]}` of the space is a range",
+            hint=f"write `choices` for `{ranges[0]}`, or give it a `step`",
+        )
+    return {key: each for key, each in points.items() if each is not None}
 
 
 def num_points(sweep: SweepConfig) -> float:
     """Points of the space that a sampler which repeats none can draw; infinite for other samplers and spaces."""
     if sweep.sampler.name not in _EXHAUSTIVE:
         return math.inf
-    numbers = (
-        math.inf
-        if values.choices is None and (values.log or (values.step is None and not values.is_whole))
-        else len({json.dumps(choice) for choice in values.choices or _steps(values)})
-        for values in sweep.space.values()
-    )
-    return math.prod(numbers)
-
-
-def _steps(values: Range) -> list[float]:
-    assert values.low is not None
-    assert values.high is not None
-    step = values.step or 1
-    return [values.low + step * number for number in range(int((values.high - values.low) / step + 1e-9) + 1)]
+    points = [values.points() for values in sweep.space.values()]
+    return math.prod(math.inf if each is None else len(each) for each in points)
 
 
 def _check_same(study: "Study", sweep: SweepConfig) -> None:

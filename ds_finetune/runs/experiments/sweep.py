@@ -6,7 +6,7 @@ import shutil
 import statistics
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +18,17 @@ from ds_finetune.config.schema import validate_tree
 from ds_finetune.console.phase_line import Say
 from ds_finetune.errors import ConfigError, RunError
 from ds_finetune.export.output_folder import check_out_empty
-from ds_finetune.runs.experiments.child_run import RUN, ChildRun, is_stopped_code
-from ds_finetune.runs.experiments.jobs import ExperimentJob, run_jobs
+from ds_finetune.runs.experiments.jobs import (
+    CHECKPOINTS,
+    RUN,
+    ChildRun,
+    ExperimentJob,
+    is_stopped_code,
+    places,
+    run_jobs,
+    yaml_text,
+)
 from ds_finetune.runs.experiments.pages import REPORT, write_sweep_page
-from ds_finetune.runs.experiments.places import places
 from ds_finetune.runs.experiments.study import (
     JOURNAL,
     check_choices,
@@ -31,7 +38,7 @@ from ds_finetune.runs.experiments.study import (
     open_study,
     run_file_values,
 )
-from ds_finetune.runs.experiments.sweep_file import SweepConfig, best_tree, trial_tree, yaml_text
+from ds_finetune.runs.experiments.sweep_file import SweepConfig, best_tree, trial_tree
 from ds_finetune.runs.metrics import MetricsReader
 from ds_finetune.system.whole_file import replace_file
 
@@ -41,7 +48,7 @@ if TYPE_CHECKING:
 
 RESULT, BEST = "sweep.json", "best.yaml"
 _FORMAT = 1
-_TRIALS, _CHECKPOINTS = "trials", "checkpoints"
+_TRIALS = "trials"
 _REASON, _SECONDS, _REPEATS, _EXHAUSTED = "reason", "seconds", "repeats", "exhausted"
 """Attributes of trials and of the study."""
 _LOCK_SECONDS = 0.0
@@ -65,8 +72,8 @@ class SweepResult:
     best_number: int
     best_value: float
     best_values: dict[str, object]
-    repeats: tuple[Repeat, ...]
     folder: Path
+    repeats: tuple[Repeat, ...] = ()
 
     def lines(self) -> list[tuple[str, str]]:
         """Names and texts for a table."""
@@ -103,11 +110,10 @@ def run_sweep(sweep: SweepConfig, say: Say) -> SweepResult:
         trials = _Trials(sweep, study, say)
         run_jobs(trials.jobs(), places_of_trials)
         best = trials.best()
-        (folder / BEST).write_text(yaml_text(best_tree(sweep, best.values, folder / "best")), encoding="utf-8")
-        repeats = _Repeats(sweep, study, best, say)
-        run_jobs(repeats.jobs(), places_of_trials)
+        (folder / BEST).write_text(yaml_text(best_tree(sweep, best.best_values, folder / "best")), encoding="utf-8")
+        run_jobs(trials.repeat_jobs(best), places_of_trials)
         write_sweep_page(folder, write_result(sweep, study))
-    return SweepResult(best.number, best.value, best.values, repeats.done, folder)
+    return replace(best, repeats=_repeats_of(study, best))
 
 
 def check_metric(sweep: SweepConfig) -> None:
@@ -128,15 +134,8 @@ def check_metric(sweep: SweepConfig) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Best:
-    number: int
-    value: float
-    values: dict[str, object]
-
-
 class _Trials:
-    """The trials of a study: those that were running first, then new ones."""
+    """The trials of a study: those that were running first, then new ones, and at last the best one with more seeds."""
 
     def __init__(self, sweep: SweepConfig, study: "Study", say: Say) -> None:
         self.sweep, self.study, self.say = sweep, study, say
@@ -151,7 +150,17 @@ class _Trials:
             self._check_failures()
             self.study.sampler = make_sampler(self.sweep, len(self.study.get_trials(deepcopy=False)))
             trial = self.study.ask(distributions(self.sweep))
-            yield _TrialJob(self, trial, self._frozen(trial.number))
+            frozen = next(each for each in self.study.get_trials(deepcopy=False) if each.number == trial.number)
+            yield _TrialJob(self, trial, frozen)
+
+    def repeat_jobs(self, best: SweepResult) -> Iterator[ExperimentJob]:
+        """The trainings of the best values that are left, with exports, and with other seeds than the trials have."""
+        config = validate_tree(best_tree(self.sweep, best.best_values, best.folder), {}, self.sweep.run)
+        known = {each.seed for each in _repeats_of(self.study, best) if not each.reason}
+        first = config.train.seed + 1
+        for seed in range(first, first + self.sweep.repeats):
+            if seed not in known:
+                yield _RepeatJob(self, best, seed)
 
     def tell(self, trial: "Trial", value: float | None, state: "TrialState") -> None:
         """Tell the study how a trial has ended.
@@ -174,7 +183,7 @@ class _Trials:
         points = {json.dumps(each.params, sort_keys=True) for each in begun}
         return len(points) >= num_points(self.sweep)
 
-    def best(self) -> _Best:
+    def best(self) -> SweepResult:
         """The best trial; RunError where none has a value."""
         from optuna.trial import TrialState
 
@@ -186,10 +195,8 @@ class _Trials:
             )
         best = self.study.best_trial
         assert best.value is not None
-        return _Best(best.number, best.value, run_file_values(self.sweep, best.params))
-
-    def _frozen(self, number: int) -> "FrozenTrial":
-        return next(each for each in self.study.get_trials(deepcopy=False) if each.number == number)
+        values = run_file_values(self.sweep, best.params)
+        return SweepResult(best.number, best.value, values, Path(self.sweep.output_dir))
 
     def _check_failures(self) -> None:
         from optuna.trial import TrialState
@@ -203,45 +210,27 @@ class _Trials:
             )
 
     def _last_reason(self) -> str:
-        trials = self.study.get_trials(deepcopy=False)
-        return next(
-            (
-                f"trial {each.number}: {each.user_attrs[_REASON]}"
-                for each in reversed(trials)
-                if _REASON in each.user_attrs
-            ),
-            "no trial has ended",
-        )
+        trials = [each for each in self.study.get_trials(deepcopy=False) if _REASON in each.user_attrs]
+        return f"trial {trials[-1].number}: {trials[-1].user_attrs[_REASON]}" if trials else "no trial has ended"
 
 
 class _TrialJob(ExperimentJob):
     """One trial: reports each value to the pruner, and tells the study how it ended."""
 
     def __init__(self, trials: _Trials, trial: "Trial", frozen: "FrozenTrial") -> None:
-        self._trials, self._trial = trials, trial
+        folder = Path(trials.sweep.output_dir) / _TRIALS / f"{trial.number:04}"
         self._values = run_file_values(trials.sweep, frozen.params)
+        super().__init__(folder, trial_tree(trials.sweep, self._values, folder / RUN))
+        self._trials, self._trial = trials, trial
         self._reported = max(frozen.intermediate_values, default=-1)
         self._is_pruned = False
-
-    @property
-    def folder(self) -> Path:
-        """A folder for each trial by its number."""
-        return Path(self._trials.sweep.output_dir) / _TRIALS / f"{self._trial.number:04}"
-
-    def run_file(self) -> str:
-        """The sweep's run file with the values of this trial."""
-        return yaml_text(trial_tree(self._trials.sweep, self._values, self.folder / RUN))
-
-    def prepare(self) -> None:
-        """Remove what an earlier start has left without a checkpoint."""
-        remove_unless_resumable(self.folder / RUN)
 
     def progressed(self, child: ChildRun) -> None:
         """Report new values, and end the run where the pruner says so."""
         curve = child.metrics.curves.get(self._trials.sweep.metric)
         if curve is None:
             return
-        for step, value in zip(curve.steps.tolist(), curve.values.tolist(), strict=True):
+        for step, value in zip(*curve.since(0), strict=True):
             if step <= self._reported or self._is_pruned:
                 continue
             self._reported = step
@@ -270,7 +259,7 @@ class _TrialJob(ExperimentJob):
         if state != TrialState.COMPLETE:
             trial.set_user_attr(_REASON, text.removeprefix("failed: ").removeprefix("pruned "))
         self._trials.tell(trial, value if state == TrialState.COMPLETE else None, state)
-        shutil.rmtree(self.folder / RUN / _CHECKPOINTS, ignore_errors=True)
+        shutil.rmtree(self.folder / RUN / CHECKPOINTS, ignore_errors=True)
         drawn = ", ".join(
             f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
             for key, value in self._values.items()
@@ -279,66 +268,35 @@ class _TrialJob(ExperimentJob):
         write_result(sweep, self._trials.study)
 
 
-class _Repeats:
-    """The best run file with seeds of its own, with its exports."""
-
-    def __init__(self, sweep: SweepConfig, study: "Study", best: _Best, say: Say) -> None:
-        self.sweep, self.study, self.best, self.say = sweep, study, best, say
-        config = validate_tree(best_tree(sweep, best.values, Path(sweep.output_dir)), {}, sweep.run)
-        self._first_seed = config.train.seed
-
-    @property
-    def done(self) -> tuple[Repeat, ...]:
-        """The trainings of the best trial's values that have a value."""
-        found = [each for each in all_repeats(self.study) if each.trial == self.best.number]
-        return tuple(sorted(found, key=lambda each: each.seed))
-
-    def add(self, repeat: Repeat) -> None:
-        """Keep a training in the study."""
-        kept = [each for each in all_repeats(self.study) if (each.trial, each.seed) != (repeat.trial, repeat.seed)]
-        self.study.set_user_attr(_REPEATS, [asdict(each) for each in (*kept, repeat)])
-
-    def jobs(self) -> Iterator[ExperimentJob]:
-        """The trainings that are left, whose seeds are others than that of the trials."""
-        known = {each.seed for each in self.done if not each.reason}
-        seeds = range(self._first_seed + 1, self._first_seed + 1 + self.sweep.repeats)
-        yield from (_RepeatJob(self, seed) for seed in seeds if seed not in known)
-
-
-def all_repeats(study: "Study") -> list[Repeat]:
-    """Trainings of best run files, also of trials that were the best earlier."""
-    return [Repeat(**each) for each in study.user_attrs.get(_REPEATS, [])]
-
-
 class _RepeatJob(ExperimentJob):
     """The best run file with one seed."""
 
-    def __init__(self, repeats: _Repeats, seed: int) -> None:
-        self._repeats, self._seed = repeats, seed
-
-    def prepare(self) -> None:
-        """Remove what an earlier start has left without a checkpoint."""
-        remove_unless_resumable(self.folder / RUN)
-
-    @property
-    def folder(self) -> Path:
-        """A folder for each trial that was the best, and seed."""
-        return Path(self._repeats.sweep.output_dir) / f"best-{self._repeats.best.number:04}-seed-{self._seed}"
-
-    def run_file(self) -> str:
-        """The best run file with this seed."""
-        values = {**self._repeats.best.values, "train.seed": self._seed}
-        return yaml_text(best_tree(self._repeats.sweep, values, self.folder / RUN))
+    def __init__(self, trials: _Trials, best: SweepResult, seed: int) -> None:
+        folder = best.folder / f"best-{best.best_number:04}-seed-{seed}"
+        super().__init__(folder, best_tree(trials.sweep, {**best.best_values, "train.seed": seed}, folder / RUN))
+        self._trials, self._number, self._seed = trials, best.best_number, seed
 
     def ended(self, child: ChildRun, code: int) -> None:
-        """Keep the value."""
-        sweep = self._repeats.sweep
+        """Keep the value in the study."""
+        sweep, study = self._trials.sweep, self._trials.study
         value = None if code else value_of(sweep, child)
         reason = "" if value is not None else child.why_failed(code) if code else f"{sweep.metric} is missing"
         if value is not None and not math.isfinite(value):
             value, reason = None, f"diverged, {sweep.metric} {value}"
-        self._repeats.add(Repeat(self._repeats.best.number, self._seed, value, reason))
-        self._repeats.say(f"best run file, seed {self._seed}: {reason or f'{sweep.metric} {value:.6g}'}")
+        repeat = Repeat(self._number, self._seed, value, reason)
+        kept = [each for each in _all_repeats(study) if (each.trial, each.seed) != (repeat.trial, repeat.seed)]
+        study.set_user_attr(_REPEATS, [asdict(each) for each in (*kept, repeat)])
+        self._trials.say(f"best run file, seed {self._seed}: {reason or f'{sweep.metric} {value:.6g}'}")
+
+
+def _all_repeats(study: "Study") -> list[Repeat]:
+    """Trainings of best run files, also of trials that were the best earlier."""
+    return [Repeat(**each) for each in study.user_attrs.get(_REPEATS, [])]
+
+
+def _repeats_of(study: "Study", best: SweepResult) -> tuple[Repeat, ...]:
+    found = [each for each in _all_repeats(study) if each.trial == best.best_number]
+    return tuple(sorted(found, key=lambda each: each.seed))
 
 
 def value_of(sweep: SweepConfig, child: ChildRun) -> float | None:
@@ -363,12 +321,6 @@ def has_diverged(metrics: MetricsReader, code: int, value: float | None) -> bool
     return (value is not None and not math.isfinite(value)) or (code != 0 and is_skipping)
 
 
-def remove_unless_resumable(run: Path) -> None:
-    """Remove a run folder of ours that has no checkpoints: a start would refuse it."""
-    if run.exists() and not (run / _CHECKPOINTS).is_dir():
-        shutil.rmtree(run)
-
-
 def write_result(sweep: SweepConfig, study: "Study") -> dict[str, Any]:
     """Write `sweep.json`: all trials, the best one, importances of keys, and the repeated trainings. Returns it."""
     from optuna.trial import TrialState
@@ -381,16 +333,27 @@ def write_result(sweep: SweepConfig, study: "Study") -> dict[str, Any]:
         "metric": sweep.metric,
         "direction": sweep.direction,
         "space": sweep.model_dump(mode="json", exclude_unset=True)["space"],
-        "trials": [_as_json(each, run_file_values(sweep, each.params)) for each in trials],
+        "trials": [
+            {
+                "number": trial.number,
+                "state": trial.state.name.lower(),
+                "value": trial.value,
+                "values": run_file_values(sweep, trial.params),
+                "steps": sorted(trial.intermediate_values.items()),
+                "seconds": trial.user_attrs.get(_SECONDS),
+                "reason": trial.user_attrs.get(_REASON, ""),
+            }
+            for trial in trials
+        ],
         "best": study.best_trial.number if is_any else None,
-        "importances": importances(study),
-        "repeats": [asdict(each) for each in all_repeats(study)],
+        "importances": _importances(study),
+        "repeats": [asdict(each) for each in _all_repeats(study)],
     }
     replace_file(Path(sweep.output_dir) / RESULT, json.dumps(tree, indent=1) + "\n")
     return tree
 
 
-def importances(study: "Study") -> dict[str, float]:
+def _importances(study: "Study") -> dict[str, float]:
     """Share of each key in the differences of values, by PED-ANOVA; empty with too few completed trials."""
     from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 
@@ -402,15 +365,3 @@ def importances(study: "Study") -> dict[str, float]:
     except (ValueError, RuntimeError, UserWarning):
         return {}
     return {key: float(value) for key, value in found.items()}
-
-
-def _as_json(trial: "FrozenTrial", values: dict[str, object]) -> dict[str, object]:
-    return {
-        "number": trial.number,
-        "state": trial.state.name.lower(),
-        "value": trial.value,
-        "values": values,
-        "steps": sorted(trial.intermediate_values.items()),
-        "seconds": trial.user_attrs.get(_SECONDS),
-        "reason": trial.user_attrs.get(_REASON, ""),
-    }

@@ -1,16 +1,16 @@
 """The schema of a sweep file, and `read_sweep`, which checks each value of the space against the run file."""
 
 import copy
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from ds_finetune.config.invalid_keys import explain
 from ds_finetune.config.run_file import Lines, read_yaml, set_key
-from ds_finetune.config.schema import RunConfig, validate_tree
+from ds_finetune.config.schema import validate_tree
 from ds_finetune.config.section import Section, short_form
 from ds_finetune.errors import ConfigError
 
@@ -45,17 +45,27 @@ class Range(Section):
         """Whether whole numbers are drawn."""
         return all(isinstance(number, int) for number in (self.low, self.high, self.step or 1))
 
-    def corners(self) -> tuple[Choice, ...]:
-        """All choices, or the least and the greatest number."""
-        if self.choices is not None:
-            return self.choices
+    @property
+    def numbers(self) -> tuple[float, float]:
+        """Least and greatest number of a range without choices."""
+        assert self.low is not None
+        assert self.high is not None
         return self.low, self.high
+
+    def points(self) -> list[Any] | None:
+        """All values that optuna may draw, where they can be listed: choices are their JSON text, as optuna takes no
+        lists.
+        """
+        if self.choices is not None:
+            return list(dict.fromkeys(json.dumps(choice) for choice in self.choices))
+        if self.log or (self.step is None and not self.is_whole):
+            return None
+        (low, high), step = self.numbers, self.step or 1
+        return [low + step * number for number in range(int((high - low) / step + 1e-9) + 1)]
 
 
 def _check_numbers(numbers: Range) -> None:
-    low, high, step = numbers.low, numbers.high, numbers.step
-    assert low is not None
-    assert high is not None
+    (low, high), step = numbers.numbers, numbers.step
     if not low < high:
         raise ValueError(f"low is {low} and high is {high}: high should be greater")
     if numbers.log and (low <= 0 or step is not None):
@@ -133,16 +143,12 @@ def read_sweep(path: Path) -> SweepConfig:
     _check_free(sweep, path, lines)
     validate_tree(copy.deepcopy(base), base_lines, sweep.run)
     for key, values in sweep.space.items():
-        for value in values.corners():
+        for value in values.choices or values.numbers:
             changed = copy.deepcopy(base)
             source = f"{path} line {lines.get(('space', key), '?')}"
             set_key(changed, dict(base_lines), key, value, source=source)
-            _validate(changed, base_lines, f"{source}: with `{key}: {value}`, {sweep.run}")
+            validate_tree(changed, base_lines, f"{source}: with `{key}: {value}`, {sweep.run}")
     return sweep
-
-
-def _validate(tree: dict[str, Any], lines: Lines, source: str) -> RunConfig:
-    return validate_tree(tree, lines, source)
 
 
 def _check_free(sweep: SweepConfig, path: Path, lines: Lines) -> None:
@@ -178,11 +184,6 @@ def best_tree(sweep: SweepConfig, values: dict[str, object], output_dir: Path) -
         set_key(tree, {}, key, value, source=sweep.run)
     tree["output_dir"] = str(output_dir)
     return tree
-
-
-def yaml_text(tree: dict[str, Any]) -> str:
-    """YAML of a run file."""
-    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
 
 
 def fingerprint_parts(sweep: SweepConfig) -> Iterator[tuple[str, object]]:

@@ -83,16 +83,28 @@ _WITHOUT_CHART = (
 """Last parts of the names of metrics that are told elsewhere on the page, or follow from another."""
 
 
+_Series = tuple[str, ReportedRun, str]
+"""A line of a chart: its name, and the run and the metric that it shows."""
+
+
 def run_charts(run: ReportedRun, markers: Sequence[tuple[int, str]]) -> list[Chart]:
     """The charts of a run; `markers` are steps with a word, such as restarts."""
     most = _points_of_a_line([run])
-    return [_run_chart(run, group, markers, most=most) for group in _groups_of([run])]
+    return [
+        _chart(group, group.title, [(label, run, name) for name, label in group.labels.items()], most, markers)
+        for group in _groups_of([run])
+    ]
 
 
 def overlay_charts(runs: Sequence[ReportedRun]) -> list[Chart]:
     """A chart for each metric of two or more runs, with a line for each of them."""
-    most = _points_of_a_line(runs)
-    return [_overlay_chart(runs, group, name, most=most) for group in _groups_of(runs) for name in group.labels]
+    most, named = _points_of_a_line(runs), list(zip(run_labels(runs), runs, strict=True))
+    charts = []
+    for group in _groups_of(runs):
+        for name, label in group.labels.items():
+            title = group.title if len(group.labels) == 1 else f"{group.title}: {label}"
+            charts.append(_chart(group, title, [(of_run, run, name) for of_run, run in named], most))
+    return charts
 
 
 def _points_of_a_line(runs: Sequence[ReportedRun]) -> int:
@@ -122,35 +134,21 @@ def _label_in(group: CurveGroup, name: str) -> str:
     return f"{label} {'/'.join(of_set)}" if of_set and label else label
 
 
-def _run_chart(run: ReportedRun, group: CurveGroup, markers: Sequence[tuple[int, str]], *, most: int) -> Chart:
-    lines: list[Line] = []
-    for colour, (name, label) in enumerate(group.labels.items()):
-        smoothed = "smoothed" if group.is_smoothed else ""
-        lines += _lines_of(run, name, Line(label, *run.drawn(name, most), colour=colour), smoothed=smoothed, most=most)
-    texts = [f"{label}: {_course(run, name, group.number)}" for name, label in group.labels.items()]
-    return _chart(group.title, group, lines, summary="; ".join(texts), markers=markers)
-
-
-def _overlay_chart(runs: Sequence[ReportedRun], group: CurveGroup, name: str, *, most: int) -> Chart:
+def _chart(
+    group: CurveGroup, title: str, series: Sequence[_Series], most: int, markers: Sequence[tuple[int, str]] = ()
+) -> Chart:
     lines: list[Line] = []
     texts = []
-    for colour, (label, run) in enumerate(zip(run_labels(runs), runs, strict=True)):
+    for colour, (label, run, name) in enumerate(series):
         if name in run.curves:
+            smoothed = "smoothed" if run is series[0][1] is series[-1][1] else label
             line = Line(label, *run.drawn(name, most), colour=colour)
-            lines += _lines_of(run, name, line, smoothed=label * group.is_smoothed, most=most)
+            lines += _lines_of(run, name, line, smoothed=smoothed * group.is_smoothed, most=most)
             texts.append(f"{label}: {_course(run, name, group.number)}")
-    label = group.labels[name]
-    title = group.title if len(group.labels) == 1 else f"{group.title}: {label}"
-    return _chart(title, group, lines, summary="; ".join(texts))
-
-
-def _chart(
-    title: str, group: CurveGroup, lines: Sequence[Line], *, summary: str, markers: Sequence[tuple[int, str]] = ()
-) -> Chart:
     values = np.concatenate([np.asarray(line.y) for line in lines])
-    is_positive = bool((values[np.isfinite(values)] > 0).all())
+    can_be_logarithmic = group.can_be_logarithmic and bool((values[np.isfinite(values)] > 0).all())
     plot = line_plot(lines, markers=markers)
-    return Chart(title, plot, summary, group.number, can_be_logarithmic=group.can_be_logarithmic and is_positive)
+    return Chart(title, plot, "; ".join(texts), group.number, can_be_logarithmic=can_be_logarithmic)
 
 
 def run_labels(runs: Sequence[ReportedRun]) -> list[str]:

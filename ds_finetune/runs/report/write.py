@@ -43,7 +43,7 @@ def write_run_report(run_folder: Path, *, state: State | None = None) -> Path:
     _check_replaceable(path)
     # Cards first: they are what a failure of the others must not leave out.
     write_model_cards(run)
-    _write_html(render_page(run_page(run, state=state)), path)
+    write_page(run_page(run, state=state), path)
     write_loss_plot(run, run_folder / PICTURE)
     return path
 
@@ -56,9 +56,7 @@ def write_report(run_folders: Sequence[Path], out: Path) -> Path:
     """
     runs = [ReportedRun.read(folder) for folder in run_folders]
     _check_replaceable(out)
-    page = run_page(runs[0]) if len(runs) == 1 else overlay_page(runs)
-    _write_html(render_page(page), out)
-    return out
+    return write_page(run_page(runs[0]) if len(runs) == 1 else overlay_page(runs), out)
 
 
 def write_page(page: Page, path: Path) -> Path:
@@ -68,7 +66,13 @@ def write_page(page: Page, path: Path) -> Path:
         OutputError: `path` is a file that no report is in, or it cannot be written.
     """
     _check_replaceable(path)
-    _write_html(render_page(page), path)
+    try:
+        # A text of the run may hold half of a surrogate pair, which JSON can write and UTF-8 cannot.
+        replace_file(path, render_page(page).encode(errors="backslashreplace"))
+    except OSError as refused:
+        raise OutputError(
+            f"`{path}` cannot be written: {refused.strerror or refused}", hint="name a file that can be written with -o"
+        ) from refused
     return path
 
 
@@ -92,16 +96,6 @@ def _check_replaceable(path: Path) -> None:
         head = file.read(_HEAD_BYTES)
     if head and _MARK not in head:
         raise OutputError(f"`{path}` exists and is not a report", hint="name another file, or move that one away")
-
-
-def _write_html(html: str, path: Path) -> None:
-    try:
-        # A text of the run may hold half of a surrogate pair, which JSON can write and UTF-8 cannot.
-        replace_file(path, html.encode(errors="backslashreplace"))
-    except OSError as refused:
-        raise OutputError(
-            f"`{path}` cannot be written: {refused.strerror or refused}", hint="name a file that can be written with -o"
-        ) from refused
 
 
 def write_loss_plot(run: ReportedRun, path: Path) -> bool:

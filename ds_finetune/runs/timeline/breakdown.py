@@ -1,13 +1,27 @@
-"""Breaks the time of each step of a rank down: every moment counts once, in one phase and one category."""
+"""Breaks the time of each step of a rank down: every moment counts once, in one phase and one category.
 
+The summary of profiled steps is JSON; docs/reference/timeline.md describes it.
+"""
+
+import socket
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
 
 from ds_finetune.engine.phases import BACKWARD, EVALUATION, FORWARD, OFFLOAD, OPTIMIZER, STEP
+from ds_finetune.runs.timeline.clock import (
+    ClockAlignment,
+    Span,
+    Spans,
+    difference,
+    intersection,
+    seconds_in,
+    union,
+)
 from ds_finetune.runs.timeline.device_trace import Activity, DeviceTrace, phase_at
 from ds_finetune.runs.timeline.recorder import CHECKPOINT, DATA, Communication, Meeting, PhaseSpan, Recorder
-from ds_finetune.runs.timeline.spans import Span, Spans, difference, intersection, seconds_in, union
 
 AFTER = "after the step"
 """The phase of what no other phase holds: metrics, logs, exports."""
@@ -18,6 +32,10 @@ _COMPUTING = (FORWARD, BACKWARD, OPTIMIZER, EVALUATION)
 _ALWAYS = (0, 2**63)
 PhaseTable = dict[str, dict[str, float]]
 """Seconds by phase and category."""
+_VERSION = 1
+_SUMS = ("calls", "bytes", "seconds", "waiting_seconds")
+Tree = dict[str, Any]
+"""A JSON object."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +46,6 @@ class StepTimes:
     """
 
     step: int
-    begin: int
     seconds: float
     table: PhaseTable
     communicating: float
@@ -93,22 +110,19 @@ def device_spans(recorder: Recorder, trace: DeviceTrace, waits: Waits) -> RankSp
     phases, _ = innermost(recorder.phases)
     find = phase_at(phases)
 
-    def by_phase(done: Iterable[tuple[int, Span]]) -> dict[str, Spans]:
+    def by_phase(done: Iterable[Activity | Communication]) -> dict[str, Spans]:
         spans: defaultdict[str, list[Span]] = defaultdict(list)
-        for launched, span in done:
-            spans[find(launched) or AFTER].append(span)
+        for each in done:
+            spans[find(each.launched) or AFTER].append(each.span)
         return {phase: union(found) for phase, found in spans.items()}
-
-    def activities(done: Sequence[Activity]) -> dict[str, Spans]:
-        return by_phase((each.launched, each.span) for each in done)
 
     return RankSpans(
         phases=phases,
-        computing=activities(trace.kernels),
-        communicating=by_phase((made.launched, made.span) for made in trace.communications),
+        computing=by_phase(trace.kernels),
+        communicating=by_phase(trace.communications),
         under_way=union(made.span for made in trace.communications),
         waiting=union(map(waits.span, trace.communications)),
-        offloading=activities(trace.copies),
+        offloading=by_phase(trace.copies),
         is_compute_first=True,
     )
 
@@ -140,14 +154,8 @@ def break_down(step: int, span: Span, rank: RankSpans) -> StepTimes:
     table[AFTER][OTHER] += seconds_in(left)
     under_way = intersection([span], rank.under_way)
     computing = union(each for spans in rank.computing.values() for each in spans)
-    return StepTimes(
-        step,
-        span[0],
-        seconds_in([span]),
-        table,
-        communicating=seconds_in(under_way),
-        hidden=seconds_in(intersection(under_way, computing)),
-    )
+    hidden = seconds_in(intersection(under_way, computing))
+    return StepTimes(step, seconds_in([span]), table, communicating=seconds_in(under_way), hidden=hidden)
 
 
 def _layers(rank: RankSpans) -> Iterator[tuple[str, str, Spans]]:
@@ -163,3 +171,100 @@ def _layers(rank: RankSpans) -> Iterator[tuple[str, str, Spans]]:
         yield from compute
     own = {DATA: DATA, CHECKPOINT: CHECKPOINT}
     yield from ((phase, own.get(phase, OTHER), spans) for phase, spans in rank.phases.items())
+
+
+@dataclass(frozen=True)
+class ProfiledRun:
+    """What a summary says of its run: the device, the layout of ranks, and the ranks that were profiled."""
+
+    device: str
+    layout: str
+    world_size: int
+    ranks: tuple[int, ...]
+
+    @property
+    def knows_waiting(self) -> bool:
+        """Whether all ranks were profiled, so that each collective's last rank is known."""
+        return len(self.ranks) == self.world_size
+
+
+def summarise_rank(rank: int, alignment: ClockAlignment, steps: Sequence[StepTimes]) -> Tree:
+    """Steps of one rank and their mean."""
+    rows = [_step_row(step) for step in steps]
+    clock = {
+        "offset_seconds": alignment.last.offset / 1e9,
+        "uncertainty_seconds": alignment.uncertainty_seconds,
+        "drift_seconds": alignment.drift_seconds,
+    }
+    return {"rank": rank, "host": socket.gethostname(), "clock": clock, "steps": rows, "mean": mean_of(rows)}
+
+
+def _step_row(step: StepTimes) -> Tree:
+    table = {phase: row for phase, row in step.table.items() if any(row.values())}
+    categories = {category: step.of_category(category) for category in CATEGORIES}
+    return {
+        "step": step.step,
+        "seconds": step.seconds,
+        "categories": categories,
+        "phases": table,
+        "communication": {
+            "seconds": step.communicating,
+            "hidden_seconds": step.hidden,
+            "exposed_seconds": categories["communication"] + categories["waiting"],
+        },
+    }
+
+
+def mean_of(rows: Sequence[Tree]) -> Tree:
+    """The mean of each number of rows of one form, where a phase that a row lacks counts as zero; no `step`."""
+    phases = [phase for phase in PHASES if any(phase in row["phases"] for row in rows)]
+    zeros = dict.fromkeys(CATEGORIES, 0.0)
+    return {
+        "seconds": fmean(row["seconds"] for row in rows),
+        "categories": _mean([row["categories"] for row in rows]),
+        "phases": {phase: _mean([row["phases"].get(phase, zeros) for row in rows]) for phase in phases},
+        "communication": _mean([row["communication"] for row in rows]),
+    }
+
+
+def _mean(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {key: fmean(row[key] for row in rows) for key in rows[0]}
+
+
+def collective_rows(communications: Sequence[Communication], waits: Waits, *, steps: int) -> list[Tree]:
+    """Of each kind, set of ranks and phase: calls, bytes, seconds and seconds of waiting, per step of one rank."""
+    rows: dict[tuple[str, tuple[int, ...], str], Tree] = defaultdict(lambda: dict.fromkeys(_SUMS, 0.0))
+    for made in communications:
+        row = rows[made.kind, made.meeting.ranks, made.phase]
+        waited = seconds_in([waits.span(made)])
+        for name, value in zip(_SUMS, (1, made.num_bytes, seconds_in([made.span]), waited), strict=True):
+            row[name] += value / steps
+    return [{"kind": kind, "ranks": list(ranks), "phase": phase, **row} for (kind, ranks, phase), row in rows.items()]
+
+
+def summarise(run: ProfiledRun, ranks: Sequence[Tree], collectives: Sequence[Sequence[Tree]]) -> Tree:
+    """The summary of all profiled ranks."""
+    return {
+        "version": _VERSION,
+        "steps": [row["step"] for row in ranks[0]["steps"]],
+        "device": run.device,
+        "layout": run.layout,
+        "world_size": run.world_size,
+        "profiled_ranks": list(run.ranks),
+        "knows_waiting": run.knows_waiting,
+        "categories": list(CATEGORIES),
+        "phases": list(PHASES),
+        "ranks": list(ranks),
+        "mean": mean_of([rank["mean"] for rank in ranks]),
+        "collectives": _merge_collectives(collectives),
+    }
+
+
+def _merge_collectives(parts: Sequence[Sequence[Tree]]) -> list[Tree]:
+    """Rows of all ranks, those of the same kind, ranks and phase averaged; the longest first."""
+    rows: dict[tuple[str, tuple[int, ...], str], list[Tree]] = defaultdict(list)
+    for part in parts:
+        for row in part:
+            rows[row["kind"], tuple(row["ranks"]), row["phase"]].append(row)
+    merged = [{**found[0], **_mean([{name: row[name] for name in _SUMS} for row in found])} for found in rows.values()]
+    return sorted(merged, key=lambda row: -row["seconds"])

@@ -1,4 +1,4 @@
-"""Clocks of hosts, and how far each is from that of rank zero's host.
+"""Clocks of hosts, how far each is from that of rank zero's host, and sets of spans of time.
 
 Hosts ask rank zero for its time through the store of the ranks. Half of a round trip is the most by which an answer can
 be wrong, so the shortest of several counts (Cristian, "Probabilistic clock synchronization", 1989). The offset is
@@ -7,7 +7,7 @@ measured before and after the profiled steps, because clocks also differ in spee
 
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -15,6 +15,10 @@ import torch.distributed as dist
 from ds_finetune.system.processes import boot_id
 
 _ROUND_TRIPS = 20
+Span = tuple[int, int]
+"""Begin and end in nanoseconds."""
+Spans = list[Span]
+"""A set of times: sorted and disjoint."""
 
 
 def _host_id() -> str:
@@ -107,3 +111,55 @@ def _answer(store: dist.Store, leader: int, clock: HostClock) -> None:
         store.wait([f"asked/{leader}/{trip}"])
         store.set(f"answered/{leader}/{trip}", str(clock.now()))
         store.delete_key(f"asked/{leader}/{trip}")
+
+
+def union(spans: Iterable[Span]) -> Spans:
+    """The times in any of `spans`, which may overlap and have any order; empty ones are left out."""
+    merged: Spans = []
+    for begin, end in sorted(spans):
+        if end <= begin:
+            continue
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def intersection(one: Spans, other: Spans) -> Spans:
+    """The times in both."""
+    common: Spans = []
+    first = second = 0
+    while first < len(one) and second < len(other):
+        begin, end = max(one[first][0], other[second][0]), min(one[first][1], other[second][1])
+        if begin < end:
+            common.append((begin, end))
+        if one[first][1] < other[second][1]:
+            first += 1
+        else:
+            second += 1
+    return common
+
+
+def difference(one: Spans, other: Spans) -> Spans:
+    """The times in `one` and not in `other`."""
+    left: Spans = []
+    at = 0
+    for span in one:
+        begin, end = span
+        while at < len(other) and other[at][1] <= begin:
+            at += 1
+        number = at
+        while number < len(other) and other[number][0] < end:
+            if begin < other[number][0]:
+                left.append((begin, other[number][0]))
+            begin = max(begin, other[number][1])
+            number += 1
+        if begin < end:
+            left.append((begin, end))
+    return left
+
+
+def seconds_in(spans: Spans) -> float:
+    """Their length together."""
+    return sum(end - begin for begin, end in spans) / 1e9

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from torch.profiler import profile
 
+from ds_finetune.runs.timeline.clock import Span
 from ds_finetune.runs.timeline.recorder import Communication, Meeting
-from ds_finetune.runs.timeline.spans import Span
 
 Event = dict[str, Any]
 """An event of Chrome's trace format."""
@@ -29,16 +29,10 @@ kernels do not name sender and receiver.
 
 
 class Activity(NamedTuple):
-    """Work of the GPU from `begin` to `end`, launched by the host at `launched`; in nanoseconds."""
+    """Work of the GPU, launched by the host at `launched`; in nanoseconds."""
 
-    begin: int
-    end: int
+    span: Span
     launched: int
-
-    @property
-    def span(self) -> Span:
-        """When the GPU worked."""
-        return self.begin, self.end
 
 
 class TraceSlice(NamedTuple):
@@ -72,7 +66,7 @@ def read_profile(profiler: profile, shift_ns: int) -> DeviceTrace:
 
 
 def read_trace(tree: Mapping[str, Any], shift_ns: int = 0) -> DeviceTrace:
-    """The same of a trace in Kineto's JSON: `ts` and `dur` in microseconds from `baseTimeNanoseconds`."""
+    """Slices and GPU work in Kineto's JSON, whose `ts` and `dur` are microseconds from `baseTimeNanoseconds`."""
     base = int(tree.get("baseTimeNanoseconds", 0)) + shift_ns
 
     def span_of(event: Event) -> Span:
@@ -103,17 +97,15 @@ def _read_device(
     ranks_of = {group["pg_name"]: tuple(group["ranks"]) for group in distributed.get("pg_config", ())}
     counts: Counter[tuple[str, tuple[int, ...]]] = Counter()
     for event in sorted((e for e in events if e.get("cat") in _DEVICE_SLICES), key=lambda e: e["ts"]):
-        begin, end = span_of(event)
-        args = event.get("args", {})
-        activity = Activity(begin, end, launches.get(args.get("correlation"), begin))
+        span, args = span_of(event), event.get("args", {})
+        activity = Activity(span, launches.get(args.get("correlation"), span[0]))
         if "Collective name" in args or "nccl" in event["name"].lower():
             group = str(args.get("Process Group Name", ""))
             kind = str(args.get("Collective name", "collective")).removeprefix("_").removesuffix("_base")
             key = (group, ranks_of.get(group, ()) if kind in _MATCHED else ())
             counts[key] += 1
             num_bytes = int(args.get("In msg nelems", 0)) * _DTYPE_BYTES.get(str(args.get("dtype", "")), 1)
-            made = Communication(kind, Meeting(*key, counts[key]), num_bytes, begin, end)
-            made.launched = activity.launched
+            made = Communication(kind, Meeting(*key, counts[key]), num_bytes, *span, launched=activity.launched)
             trace.communications.append(made)
         elif event["cat"] == "gpu_memcpy" and any(way in event["name"] for way in ("HtoD", "DtoH")):
             trace.copies.append(activity)

@@ -1,12 +1,20 @@
-"""Profiles consecutive steps on the ranks of a run, and writes their trace and summary on rank zero."""
+"""Profiles consecutive steps on the ranks of a run, and writes their trace and summary on rank zero.
 
+The trace of all ranks has Chrome's format, which Perfetto opens: a process for each rank.
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+"""
+
+import gzip
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+import socket
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,13 +22,22 @@ from torch.profiler import ProfilerActivity, profile
 
 from ds_finetune.console.phase_line import Say
 from ds_finetune.engine.groups.collectives import all_gather_object
-from ds_finetune.runs.timeline.breakdown import StepTimes, Waits, break_down, device_spans, host_spans, innermost
-from ds_finetune.runs.timeline.clock import ClockAlignment, HostClock, MeasuredOffset, measure_offset
-from ds_finetune.runs.timeline.device_trace import DeviceTrace, phase_at, read_profile
-from ds_finetune.runs.timeline.recorder import DATA, Communication, Meeting, Recorder
-from ds_finetune.runs.timeline.spans import Span
-from ds_finetune.runs.timeline.summary import ProfiledRun, Tree, collective_rows, summarise, summarise_rank
-from ds_finetune.runs.timeline.trace_file import RankSlices, compress, events_of, write_trace
+from ds_finetune.runs.timeline.breakdown import (
+    ProfiledRun,
+    StepTimes,
+    Tree,
+    Waits,
+    break_down,
+    collective_rows,
+    device_spans,
+    host_spans,
+    innermost,
+    summarise,
+    summarise_rank,
+)
+from ds_finetune.runs.timeline.clock import ClockAlignment, HostClock, MeasuredOffset, Span, measure_offset
+from ds_finetune.runs.timeline.device_trace import DeviceTrace, Event, TraceSlice, phase_at, read_profile
+from ds_finetune.runs.timeline.recorder import DATA, Communication, Meeting, PhaseSpan, Recorder
 
 TRACE, SUMMARY = "trace.json.gz", "summary.json"
 _PIECE_BYTES = 2**20
@@ -28,14 +45,24 @@ _PATIENCE = timedelta(hours=12)
 """How long a rank waits for the parts of others; one that is lost is the watchdog's to find."""
 _QUIET_LOG_LEVEL = "6"
 """Above every level of Kineto's log (torch 2.13), which prints a line to standard error whenever a profile ends."""
+_PHASES, _COMMUNICATION, _THREADS, _STREAMS = 1, 10, 1000, 2000
+"""First numbers of the tracks of a rank in the trace."""
+_MAX_NAMED_RANKS = 8
+_RankPart = tuple[Tree, list[Tree]]
+"""What a profiled rank tells rank zero: its steps, and its collectives."""
 WrapPhases = Callable[[Recorder], AbstractContextManager[None]]
 
 
-class _RankPart(NamedTuple):
-    """What a profiled rank tells rank zero."""
+@dataclass(frozen=True)
+class RankSlices:
+    """What a trace shows of one rank; times are those of its own clock."""
 
-    rank: Tree
-    collectives: list[Tree]
+    rank: int
+    steps: Sequence[tuple[int, Span]]
+    phases: Sequence[PhaseSpan]
+    communications: Sequence[Communication]
+    waits: Waits
+    operators: Sequence[TraceSlice]
 
 
 class StepProfiler:
@@ -110,7 +137,9 @@ class StepProfiler:
         self.stop()
         if not self._steps:
             return False
-        alignment = self._align()
+        assert self._first is not None, "`start` comes first"
+        last = measure_offset(self._store, self.rank, self._hosts, self._clock)
+        alignment = ClockAlignment(self._first, last)
         trace, problem = self._read()
         problems = [f"rank {rank}: {each}" for rank, each in enumerate(all_gather_object(problem)) if each]
         if problems:
@@ -124,7 +153,8 @@ class StepProfiler:
         parts = [each for each in all_gather_object(part) if each is not None]
         slices = RankSlices(self.rank, self._steps, self.recorder.phases, communications, waits, trace.slices)
         events = events_of(slices, lambda at: round((alignment.to_rank_zero(at) - base) / 1000, 3))
-        mine = compress(events) if self.is_profiled else b""
+        text = ",\n".join(map(json.dumps, events)) if self.is_profiled else ""
+        mine = zlib.compress(text.encode(), level=1)
         try:
             self._collect(folder, mine, parts)
         except OSError as full:
@@ -141,10 +171,6 @@ class StepProfiler:
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as failed:
             # A full disk: Kineto writes a part of its file, or none, and raises nothing.
             return DeviceTrace(), f"{type(failed).__name__}: {' '.join(str(failed).split())}"
-
-    def _align(self) -> ClockAlignment:
-        assert self._first is not None, "`start` comes first"
-        return ClockAlignment(self._first, measure_offset(self._store, self.rank, self._hosts, self._clock))
 
     def _steps_text(self) -> str:
         first, last = self._steps[0][0], self._steps[-1][0]
@@ -184,7 +210,7 @@ class StepProfiler:
         spans = device_spans(self.recorder, trace, waits) if is_gpu else host_spans(self.recorder, waits)
         steps: list[StepTimes] = [break_down(number, span, spans) for number, span in self._steps]
         rank = summarise_rank(self.rank, alignment, steps)
-        return _RankPart(rank, collective_rows(communications, waits, steps=len(steps)))
+        return rank, collective_rows(communications, waits, steps=len(steps))
 
     def _collect(self, folder: Path, mine: bytes, parts: Sequence[_RankPart]) -> None:
         """Send this rank's part of the trace to rank zero, which writes the files."""
@@ -196,7 +222,7 @@ class StepProfiler:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             write_trace(folder / TRACE, traces)
-            summary = summarise(self.run, [part.rank for part in parts], [part.collectives for part in parts])
+            summary = summarise(self.run, [rank for rank, _ in parts], [collectives for _, collectives in parts])
             (folder / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
         finally:
             # Ranks whose part nobody has asked for wait until it is.
@@ -220,3 +246,81 @@ class StepProfiler:
             self._store.delete_key(key)
         for key in (f"send/{rank}", f"parts/{rank}"):
             self._store.delete_key(key)
+
+
+def events_of(rank: RankSlices, microseconds: Callable[[int], float]) -> Iterator[Event]:
+    """The events of a rank; `microseconds` is from a time of its clock to one of the trace."""
+
+    def slice_of(track: int, name: str, span: Span, args: dict[str, Any] | None = None) -> Event:
+        begin, end = microseconds(span[0]), microseconds(span[1])
+        event = {"ph": "X", "pid": rank.rank, "tid": track, "name": name, "ts": begin, "dur": round(end - begin, 3)}
+        return event | ({"args": args} if args else {})
+
+    tracks = {_PHASES: "phases"}
+    yield _metadata("process_name", rank.rank, {"name": f"rank {rank.rank} ({socket.gethostname()})"})
+    yield _metadata("process_sort_index", rank.rank, {"sort_index": rank.rank})
+    for number, span in rank.steps:
+        yield slice_of(_PHASES, f"step {number}", span)
+    for phase in rank.phases:
+        yield slice_of(_PHASES, phase.name, (phase.begin, phase.end))
+    for lane, made in lanes(rank.communications):
+        track = _COMMUNICATION + lane
+        tracks[track] = f"communication {lane}" if lane else "communication"
+        yield slice_of(track, made.kind, made.span, _args_of(made))
+        waited = rank.waits.span(made)
+        if waited[1] > waited[0]:
+            slowest = rank.waits.until[made.meeting][1]
+            yield slice_of(track, f"waiting for rank {slowest}", waited)
+    # Kineto numbers threads as the kernel does, where the main thread has the process's number.
+    keys = dict.fromkeys([(False, os.getpid()), *((each.is_device, each.track) for each in rank.operators)])
+    numbers = {key: number for number, key in enumerate(keys)}
+    for each in rank.operators:
+        number = numbers[each.is_device, each.track]
+        track = (_STREAMS if each.is_device else _THREADS) + number
+        name = f"GPU stream {each.track}" if each.is_device else f"thread {each.track}"
+        tracks[track] = name if number else "main thread"
+        yield slice_of(track, each.name, (each.begin, each.end), dict(each.args))
+    for track, name in tracks.items():
+        yield _metadata("thread_name", rank.rank, {"name": name}, track)
+        yield _metadata("thread_sort_index", rank.rank, {"sort_index": track}, track)
+
+
+def lanes(communications: Iterable[Communication]) -> Iterator[tuple[int, Communication]]:
+    """Each collective with the number of a lane in which no two are under way at the same time."""
+    free_at: list[int] = []
+    for made in sorted(communications, key=lambda made: made.span):
+        begin, end = made.span
+        lane = next((lane for lane, free in enumerate(free_at) if free <= begin), len(free_at))
+        free_at[lane : lane + 1] = [end]
+        yield lane, made
+
+
+def _args_of(made: Communication) -> dict[str, Any]:
+    group, ranks, number = made.meeting
+    named = ", ".join(map(str, ranks[:_MAX_NAMED_RANKS]))
+    text = named if len(ranks) <= _MAX_NAMED_RANKS else f"{named}, ... ({len(ranks)} ranks)"
+    return {"bytes": made.num_bytes, "ranks": text, "group": group, "number": number, "phase": made.phase}
+
+
+def _metadata(name: str, rank: int, args: dict[str, object], track: int = 0) -> Event:
+    return {"ph": "M", "pid": rank, "tid": track, "name": name, "args": args}
+
+
+def write_trace(path: Path, parts: Iterable[Iterable[bytes]]) -> None:
+    """Write the trace, to which each rank contributes pieces of its events: JSON separated by commas, compressed by
+    zlib. OSError as files.
+    """
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with gzip.open(partial, "wb", compresslevel=6) as file:
+            file.write(b'{"displayTimeUnit": "ms", "traceEvents": [\n')
+            for number, pieces in enumerate(parts):
+                file.write(b",\n" if number else b"")
+                decompressor = zlib.decompressobj()
+                file.writelines(map(decompressor.decompress, pieces))
+                file.write(decompressor.flush())
+            file.write(b"\n]}\n")
+        partial.rename(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise

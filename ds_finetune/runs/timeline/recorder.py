@@ -14,8 +14,7 @@ import torch.distributed as dist
 from ds_finetune.engine.groups.communication import INPUT_AT, POINT_TO_POINT, bytes_of, input_of
 from ds_finetune.engine.phases import EVALUATION
 from ds_finetune.foreign.torch_distributed import wrapped_group_calls
-from ds_finetune.runs.timeline.clock import HostClock
-from ds_finetune.runs.timeline.spans import Span
+from ds_finetune.runs.timeline.clock import HostClock, Span
 
 DATA, CHECKPOINT = "data", "checkpoint"
 _WHOLE_PHASES = (EVALUATION, CHECKPOINT)

@@ -16,9 +16,8 @@ import yaml
 
 from ds_finetune.cli.demo_files import write_demo
 from ds_finetune.errors import ConfigError, LaunchError, OutputError, RunError
-from ds_finetune.runs.experiments import places
-from ds_finetune.runs.experiments.child_run import is_stopped_code
-from ds_finetune.runs.experiments.jobs import JobsInterruptedError
+from ds_finetune.runs.experiments import jobs
+from ds_finetune.runs.experiments.jobs import JobsInterruptedError, is_stopped_code
 from ds_finetune.runs.experiments.pages import write_sweep_page
 from ds_finetune.runs.experiments.sweep import SweepResult, has_diverged, run_sweep
 from ds_finetune.runs.experiments.sweep_file import SweepConfig, read_sweep
@@ -171,11 +170,11 @@ def test_a_signal_saves_and_the_same_sweep_goes_on(tmp_path: Path) -> None:
 _KILLED = """
 import sys
 from pathlib import Path
-from ds_finetune.runs.experiments import places
-from ds_finetune.runs.experiments.child_run import is_stopped_code
+from ds_finetune.runs.experiments import jobs
+from ds_finetune.runs.experiments.jobs import is_stopped_code
 from ds_finetune.runs.experiments.sweep import run_sweep
 from ds_finetune.runs.experiments.sweep_file import read_sweep
-places._PROGRAM = tuple(sys.argv[2:])
+jobs._PROGRAM = tuple(sys.argv[2:])
 run_sweep(read_sweep(Path(sys.argv[1])), print)
 """
 
@@ -238,11 +237,11 @@ def test_half_a_line_of_the_journal_is_removed(tmp_path: Path) -> None:
 
 def test_only_visible_gpus_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DS_ACCELERATOR")
-    monkeypatch.setattr(places, "query_gpus", lambda: [None] * 4)
+    monkeypatch.setattr(jobs, "query_gpus", lambda: [None] * 4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
 
-    def here(ranks: int, parallel: int) -> list[places.Place]:
-        return places.places(ranks=ranks, parallel=parallel, hostfile=None, folder=tmp_path)
+    def here(ranks: int, parallel: int) -> list[jobs.Place]:
+        return jobs.places(ranks=ranks, parallel=parallel, hostfile=None, folder=tmp_path)
 
     assert [place.environment()["CUDA_VISIBLE_DEVICES"] for place in here(1, 2)] == ["2", "3"]
     assert [place.include for place in here(2, 1)] == ["localhost:2,3"]
@@ -329,13 +328,13 @@ def test_slots_of_hosts_are_shared_out(tmp_path: Path) -> None:
     hosts.write_text("a slots=4\nb slots=4\nc slots=4\n")
 
     def includes(ranks: int) -> list[str]:
-        found = places.places(ranks=ranks, parallel=1, hostfile=str(hosts), folder=tmp_path)
+        found = jobs.places(ranks=ranks, parallel=1, hostfile=str(hosts), folder=tmp_path)
         return [place.include for place in found]
 
     assert includes(2) == ["a:0,1", "a:2,3", "b:0,1", "b:2,3", "c:0,1", "c:2,3"]
     assert includes(3) == ["a:0,1,2", "b:0,1,2", "c:0,1,2"]
     assert includes(8) == ["a@b"]
-    assert places.places(ranks=2, parallel=1, hostfile=None, folder=tmp_path)[0].command(Path("r"))[-2:] == [
+    assert jobs.places(ranks=2, parallel=1, hostfile=None, folder=tmp_path)[0].command(Path("r"))[-2:] == [
         "--nproc",
         "2",
     ]
@@ -344,7 +343,7 @@ def test_slots_of_hosts_are_shared_out(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_real_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two trials of the demo and one more training of the better one, by the ordinary command."""
-    monkeypatch.setattr(places, "_PROGRAM", (sys.executable, "-u", "-m", "ds_finetune"))
+    monkeypatch.setattr(jobs, "_PROGRAM", (sys.executable, "-u", "-m", "ds_finetune"))
     monkeypatch.chdir(tmp_path)
     write_demo(Path("demo"), ranks=1)
     tree = {

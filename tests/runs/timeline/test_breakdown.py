@@ -4,11 +4,10 @@ from typing import Any
 
 import pytest
 
-from ds_finetune.runs.timeline.breakdown import StepTimes, Waits, break_down, device_spans, host_spans
+from ds_finetune.runs.timeline.breakdown import StepTimes, Waits, break_down, collective_rows, device_spans, host_spans
 from ds_finetune.runs.timeline.clock import HostClock
 from ds_finetune.runs.timeline.device_trace import read_trace
 from ds_finetune.runs.timeline.recorder import Communication, Meeting, PhaseSpan, Recorder
-from ds_finetune.runs.timeline.summary import collective_rows
 
 MEETING = Meeting("0", (0, 1), 1)
 PHASES = [

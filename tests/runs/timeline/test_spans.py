@@ -3,7 +3,7 @@
 import itertools
 import random
 
-from ds_finetune.runs.timeline.spans import Spans, difference, intersection, seconds_in, union
+from ds_finetune.runs.timeline.clock import Spans, difference, intersection, seconds_in, union
 
 
 def _points(spans: Spans) -> set[int]:
