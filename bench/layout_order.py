@@ -30,10 +30,10 @@ from typing import Any
 import psutil
 import yaml
 
-from ds_finetune.cli.demo_files import MODEL, write_tokenizer
+from ds_finetune.cli.demo import MODEL, write_tokenizer
 from ds_finetune.config.schema import read_config
-from ds_finetune.plan.estimate.cpu_machine import CpuRates, cpu_machine
-from ds_finetune.plan.estimate.row_shape import RowShape
+from ds_finetune.plan.estimate.accelerators import CpuRates, cpu_machine
+from ds_finetune.plan.estimate.operations import RowShape
 from ds_finetune.plan.estimate.step_time import TimeEstimate, estimate_time
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.search.machines import Request, target_of

@@ -28,7 +28,7 @@ from typing import Any
 
 import yaml
 
-from ds_finetune.cli.demo_files import MODEL, write_demo
+from ds_finetune.cli.demo import MODEL, write_demo
 from ds_finetune.plan.estimate.activation_memory import activation_bytes
 
 ROOT = Path(__file__).parents[1]

@@ -87,7 +87,7 @@ def write_run(arguments: argparse.Namespace, folder: Path, precision: str) -> Pa
     """The model's configuration and tokenizer, and a run file."""
     from transformers import AutoTokenizer
 
-    from ds_finetune.cli.demo_files import MODEL
+    from ds_finetune.cli.demo import MODEL
 
     shutil.copytree(arguments.model, folder / "model")
     hidden = arguments.hidden

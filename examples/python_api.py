@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from ds_finetune import evaluate, export_model, plan_run, read_config, train
-from ds_finetune.cli.demo_files import write_demo
+from ds_finetune.cli.demo import write_demo
 
 
 def main(folder: Path) -> None:

@@ -198,14 +198,14 @@ MUTANTS = (
     ),
     Mutant(
         "weights that are fetched ahead bounded by the bucket",
-        "plan/estimate/gathered_weights.py",
+        "plan/estimate/zero_rows.py",
         "rules.max_live if rules.prefetch_bucket else 0",
         "rules.prefetch_bucket",
         "tests/plan/estimate/test_gathered_weights.py",
     ),
     Mutant(
         "activations of experts counted for one expert",
-        "plan/estimate/layer_activations.py",
+        "plan/estimate/activation_memory.py",
         "row, inner_row = chosen * width * hidden",
         "row, inner_row = 1 * width * hidden",
         ACTIVATIONS,

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from ds_finetune.cli.demo_files import MODEL, write_demo
+from ds_finetune.cli.demo import MODEL, write_demo
 from tests.conftest import ROOT
 from tests.forks import Forkserver
 

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 import ds_finetune
 from ds_finetune import evaluate, export_model, plan_run, read_config, train
-from ds_finetune.cli.demo_files import write_demo
+from ds_finetune.cli.demo import write_demo
 from ds_finetune.config.schema import dump_config
 from ds_finetune.data.prepare import TokenLimits, prepare_rows
 from ds_finetune.engine.groups.default_group import process_group

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from ds_finetune.cli import main as cli
-from ds_finetune.cli.demo_files import write_demo
+from ds_finetune.cli.demo import write_demo
 from ds_finetune.config.schema import read_config
 from ds_finetune.families.table import FAMILIES
 from ds_finetune.plan.combinations import AXES, TESTED_LAYOUTS

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from bench.gpu.machine import device
-from ds_finetune.cli.demo_files import write_tokenizer
+from ds_finetune.cli.demo import write_tokenizer
 from ds_finetune.families.table import family_of
 from ds_finetune.model.build.skeleton import build_skeleton, read_hf_config
 from ds_finetune.model.weights.names import hub_pieces

@@ -24,34 +24,31 @@ where to begin:
 """The end of what `--help` prints."""
 
 
+def add_command(
+    commands: Commands, name: str, text: str, command: Callable[[Arguments], None], *, epilog: str | None = None
+) -> argparse.ArgumentParser:
+    """Add a command, with an `epilog` after its help as it is; returns its parser for arguments."""
+    layout = argparse.HelpFormatter if epilog is None else argparse.RawDescriptionHelpFormatter
+    parser = commands.add_parser(name, help=text, epilog=epilog, formatter_class=layout, allow_abbrev=False)
+    parser.set_defaults(command=command)
+    return parser
+
+
 def add_run_command(
     commands: Commands, name: str, text: str, command: Callable[[Arguments], None]
 ) -> argparse.ArgumentParser:
     """Add a command that takes a run file and overrides; returns its parser for further options."""
-    parser = commands.add_parser(
-        name,
-        help=text,
-        epilog=BEGINNING,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = add_command(commands, name, text, command, epilog=BEGINNING)
     add_local_rank(parser)
     parser.add_argument("run", metavar="RUN.yaml", help="the run file")
     add_overrides(parser)
-    parser.set_defaults(command=command)
     return parser
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
     """Add the overrides that follow a run file."""
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        # Without a default argparse lists them among the missing arguments.
-        default=[],
-        metavar="section.key=value",
-        help="values that replace those of the run file",
-    )
+    text = "values that replace those of the run file"
+    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help=text)
 
 
 def add_local_rank(parser: argparse.ArgumentParser) -> None:
@@ -64,13 +61,8 @@ def add_local_rank(parser: argparse.ArgumentParser) -> None:
 
 def add_allowed_hosts(parser: argparse.ArgumentParser) -> None:
     """Add `--allow-host` to a command that serves HTTP."""
-    parser.add_argument(
-        "--allow-host",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="another name under which requests may reach this server, such as a proxy's; `*` for any; may be repeated",
-    )
+    text = "another name under which requests may reach this server, such as a proxy's; `*` for any; may be repeated"
+    parser.add_argument("--allow-host", action="append", default=[], metavar="NAME", help=text)
 
 
 def read_run(arguments: Arguments) -> RunConfig:

@@ -1,24 +1,34 @@
-"""`ds-finetune config`: the run file with its defaults, and its schema."""
+"""`ds-finetune config` and `data`: the run file with its defaults, its schema, and the training data of a run."""
 
 import json
 
-from ds_finetune.cli.arguments import Arguments, Commands, add_run_command, read_run
+from ds_finetune.cli.arguments import Arguments, Commands, add_command, add_run_command, positive, read_run
 from ds_finetune.config.schema import RunConfig, dump_config
 from ds_finetune.console.tables import OUT
 
 
 def add_commands(commands: Commands) -> None:
-    """Add `config show` and `config schema`."""
+    """Add `config show`, `config schema` and `data show`."""
+    data = commands.add_parser("data", help="show the training data of a run")
+    actions = data.add_subparsers(required=True, metavar="WHAT")
+    rows = add_run_command(actions, "show", "print samples with their supervised tokens marked, and counts", _show_rows)
+    rows.add_argument("--samples", type=positive, default=3, help="number of rows to print (default 3)")
     config = commands.add_parser("config", help="show a run file with its defaults, or its schema")
     actions = config.add_subparsers(required=True, metavar="WHAT")
     add_run_command(actions, "show", "print a run file with its overrides and defaults", _show)
-    schema = actions.add_parser("schema", help="print the JSON schema of a run file")
-    schema.set_defaults(command=_print_schema)
+    add_command(actions, "schema", "print the JSON schema of a run file", _print_schema)
+
+
+def _show_rows(arguments: Arguments) -> None:
+    config = read_run(arguments)
+    from ds_finetune.trainer.preview import preview_of
+
+    OUT.print(preview_of(config, samples=arguments.samples))
 
 
 def _show(arguments: Arguments) -> None:
     OUT.print(dump_config(read_run(arguments)), markup=False, end="")
 
 
-def _print_schema(arguments: Arguments) -> None:
+def _print_schema(_: Arguments) -> None:
     OUT.print(json.dumps(RunConfig.model_json_schema(by_alias=True), indent=2), markup=False)

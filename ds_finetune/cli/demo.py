@@ -1,31 +1,173 @@
-"""`ds-finetune demo`: a small example to try."""
+"""`ds-finetune demo`: writes an example, a tiny DeepSeek-V3 with generated data that teach it to spell out dates."""
 
+import json
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Iterator
+from datetime import date, timedelta
+from itertools import islice
 from pathlib import Path
 
-from ds_finetune.cli.arguments import Arguments, Commands, positive
+from ds_finetune.cli.arguments import Arguments, Commands, add_command, positive
 from ds_finetune.console.tables import OUT
+from ds_finetune.errors import OutputError
+from ds_finetune.export.output_folder import as_output_errors
+
+DAYS = 36_500
+FIRST_DAY = date(1950, 1, 1)
+HELD_OUT = 200
+MODEL = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "vocab_size": 128,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "hidden_act": "silu",
+    "initializer_range": 0.05,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}{{ '<|user|>' + "
+    "message['content'] }}"
+    "{% else %}{{ '<|assistant|>' + message['content'] + eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+RUN = """\
+model: {{path: {folder}/model, weights: random}}
+data: {{train: {folder}/train.jsonl, eval: {folder}/eval.jsonl}}
+deepspeed: {{zero_optimization: {{stage: 3}}}}
+train:
+  {{for: 160 steps, global_batch_size: {batch}, micro_batch_size: {micro}, max_seq_len: 512, precision: fp32,
+   activation_checkpointing: false}}
+optim: {{lr: 3.0e-3, warmup: 5%, min_lr_ratio: 0.05}}
+eval: {{every: 40 steps, generate: {{prompts: 40, max_new_tokens: 24}}}}
+log: {{every: 20}}
+output_dir: {folder}/run
+"""
+_BATCH, _MICRO = 8, 4
+SPECIAL = ("<|bos|>", "<|eos|>", "<|pad|>", "<|user|>", "<|assistant|>")
 
 
 def add_commands(commands: Commands) -> None:
     """Add `demo`."""
-    demo = commands.add_parser("demo", help="write an example (model config, tokenizer, data, run file) to a folder")
+    text = "write an example (model config, tokenizer, data, run file) to a folder"
+    demo = add_command(commands, "demo", text, _write_demo)
     demo.add_argument("folder", metavar="FOLDER", help="folder to write; no other file there is replaced")
-    demo.add_argument(
-        "--ranks",
-        type=positive,
-        help="number of ranks that will train it (default: one per GPU here, or two on the CPU)",
-    )
-    demo.set_defaults(command=_write_demo)
+    text = "number of ranks that will train it (default: one per GPU here, or two on the CPU)"
+    demo.add_argument("--ranks", type=positive, help=text)
 
 
 def _write_demo(arguments: Arguments) -> None:
-    from ds_finetune.cli.demo_files import write_demo
+    ranks = arguments.ranks
+    if ranks is None:
+        import torch
 
-    run_file = write_demo(Path(arguments.folder), ranks=arguments.ranks or _num_gpus() or 2)
+        ranks = torch.cuda.device_count() or 2
+    run_file = write_demo(Path(arguments.folder), ranks=ranks)
     OUT.print(f"wrote {run_file}", markup=False)
 
 
-def _num_gpus() -> int:
-    import torch
+def questions(seed: int = 0) -> Iterator[tuple[str, str]]:
+    """All days in an order of `seed`, as (`2024-03-17`, `17 March 2024`) pairs, each day once."""
+    days = list(range(DAYS))
+    random.Random(seed).shuffle(days)
+    for offset in days:
+        day = FIRST_DAY + timedelta(days=offset)
+        yield day.isoformat(), f"{day.day} {day:%B} {day.year}"
 
-    return torch.cuda.device_count()
+
+def write_demo(folder: Path, *, ranks: int = 2, days: int = DAYS) -> Path:
+    """Write `model/` (config and tokenizer, no weights), `train.jsonl`, `eval.jsonl` and `run.yaml`; returns the run
+    file.
+
+    A step has 8 rows, or the next multiple of `ranks`. Of `days` rows, 200 are held out. OutputError where a file of
+    one of these names is there with another content: it may be the user's.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        new = Path(scratch)
+        _write_example(new, folder, ranks=ranks, days=days)
+        names = [str(path.relative_to(new)) for path in sorted(new.rglob("*")) if path.is_file()]
+        kept = [name for name in names if not _may_write(folder / name, (new / name).read_bytes())]
+        if kept:
+            raise OutputError(
+                f"`{folder}` has other files than the example by these names: {', '.join(kept)}",
+                hint="name a new folder, or move these files away",
+            )
+        with as_output_errors(folder):
+            (folder / "model").mkdir(parents=True, exist_ok=True)
+            for name in names:
+                shutil.copyfile(new / name, folder / name)
+    return folder / "run.yaml"
+
+
+def _may_write(path: Path, content: bytes) -> bool:
+    return not os.path.lexists(path) or (path.is_file() and path.read_bytes() == content)
+
+
+def _write_example(new: Path, folder: Path, *, ranks: int, days: int) -> None:
+    """Write the files of the example to `new`; the run file names those of `folder`."""
+    model = new / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(MODEL, indent=2) + "\n", encoding="utf-8")
+    write_tokenizer(model)
+    rows = [{"prompt": question, "completion": answer} for question, answer in islice(questions(), days)]
+    _write_lines(new / "eval.jsonl", rows[:HELD_OUT])
+    _write_lines(new / "train.jsonl", rows[HELD_OUT:])
+    on_each = -(-_BATCH // ranks)
+    text = RUN.format(folder=folder, batch=on_each * ranks, micro=min(on_each, _MICRO))
+    (new / "run.yaml").write_text(text, encoding="utf-8")
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A tokenizer with a token per printable ASCII character, and the chat template of the example."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    characters = [chr(code) for code in range(32, 127)]
+    vocabulary = {token: number for number, token in enumerate((*SPECIAL, "<|unk|>", *characters))}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    core.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        bos_token=SPECIAL[0],
+        eos_token=SPECIAL[1],
+        pad_token=SPECIAL[2],
+        unk_token="<|unk|>",
+        additional_special_tokens=list(SPECIAL[3:]),
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+
+
+def _write_lines(path: Path, rows: list[dict[str, str]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

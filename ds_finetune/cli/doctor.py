@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from ds_finetune.cli.arguments import Arguments, Commands, add_overrides, port
+from ds_finetune.cli.arguments import Arguments, Commands, add_command, add_overrides, port
 from ds_finetune.config.hostfile import Host, read_hostfile, select_hosts
 from ds_finetune.config.schema import read_config
 from ds_finetune.console.tables import ERR, OUT
@@ -26,41 +26,28 @@ _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 def add_commands(commands: Commands) -> None:
     """Add `doctor` to the program's commands."""
-    doctor = commands.add_parser(
-        "doctor", help="check that the hosts are ready, with a hint for each fault", allow_abbrev=False
-    )
-    doctor.add_argument(
-        "run",
-        metavar="RUN.yaml",
-        nargs="?",
-        help="also check the plan, operators, disk and memory of this run",
-    )
+    text = "check that the hosts are ready, with a hint for each fault"
+    doctor = add_command(commands, "doctor", text, _doctor)
+    text = "also check the plan, operators, disk and memory of this run"
+    doctor.add_argument("run", metavar="RUN.yaml", nargs="?", help=text)
     add_overrides(doctor)
     add_host_options(doctor)
-    doctor.add_argument(
-        "--port",
-        type=port,
-        help=f"port of the first host where ranks will meet (default: MASTER_PORT, or {DEFAULT_PORT})",
-    )
+    text = f"port of the first host where ranks will meet (default: MASTER_PORT, or {DEFAULT_PORT})"
+    doctor.add_argument("--port", type=port, help=text)
     doctor.add_argument("--json", action="store_true", help="print the checks as a JSON list")
-    doctor.add_argument(
-        "--simulate", action="store_true", help="contact no host: print plan, ranks and groups for hosts with GPUs"
-    )
-    doctor.set_defaults(command=_doctor)
+    text = "contact no host: print plan, ranks and groups for hosts with GPUs"
+    doctor.add_argument("--simulate", action="store_true", help=text)
 
 
 def add_host_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that select hosts and say how to reach them."""
     parser.add_argument("--hostfile", help="hosts and slots, a line each: `worker-1 slots=8`")
-    parser.add_argument(
-        "--include", default="", metavar="HOSTS", help="use only these hosts and devices, e.g. worker-1@worker-2:0,2"
-    )
-    parser.add_argument(
-        "--exclude", default="", metavar="HOSTS", help="use all but these hosts and devices, in the same form"
-    )
-    parser.add_argument(
-        "--ssh-args", default="", help="more arguments for ssh (default: those of DS_FINETUNE_SSH_ARGS)"
-    )
+    text = "use only these hosts and devices, e.g. worker-1@worker-2:0,2"
+    parser.add_argument("--include", default="", metavar="HOSTS", help=text)
+    text = "use all but these hosts and devices, in the same form"
+    parser.add_argument("--exclude", default="", metavar="HOSTS", help=text)
+    text = "more arguments for ssh (default: those of DS_FINETUNE_SSH_ARGS)"
+    parser.add_argument("--ssh-args", default="", help=text)
 
 
 def hosts_of(arguments: Arguments) -> tuple[Host, ...]:

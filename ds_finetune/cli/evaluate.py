@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from ds_finetune import api
-from ds_finetune.cli.arguments import Arguments, Commands, positive, two_or_more
+from ds_finetune.cli.arguments import Arguments, Commands, add_command, positive, two_or_more
 from ds_finetune.config.run_file import parse_yaml
 from ds_finetune.console.tables import OUT, show_line
 from ds_finetune.errors import ConfigError, DataError, OutputError
@@ -25,33 +25,20 @@ if TYPE_CHECKING:
 
 def add_commands(commands: Commands) -> None:
     """Add `eval`."""
-    parser = commands.add_parser(
-        "eval", help="score an exported folder on held-out rows, beside its base model", allow_abbrev=False
-    )
+    text = "score an exported folder on held-out rows, beside its base model"
+    parser = add_command(commands, "eval", text, _evaluate)
     _add_data_options(parser)
     _add_scoring_options(parser)
-    parser.set_defaults(command=_evaluate)
 
 
 def _add_data_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="OUT", help="an exported folder, or that of any model")
-    parser.add_argument(
-        "--baseline", metavar="BASE", help="folder of the base model, to be scored on the same token ids"
-    )
-    parser.add_argument(
-        "--data",
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help="held-out rows, in any layout that a run reads; NAME=FILE gives each NAME metrics of its own",
-    )
-    parser.add_argument(
-        "--column",
-        action="append",
-        default=[],
-        metavar="NAME=COLUMN",
-        help="rename a column of the rows, e.g. prompt=question; may be repeated",
-    )
+    text = "folder of the base model, to be scored on the same token ids"
+    parser.add_argument("--baseline", metavar="BASE", help=text)
+    text = "held-out rows, in any layout that a run reads; NAME=FILE gives each NAME metrics of its own"
+    parser.add_argument("--data", nargs="+", default=[], metavar="FILE", help=text)
+    text = "rename a column of the rows, e.g. prompt=question; may be repeated"
+    parser.add_argument("--column", action="append", default=[], metavar="NAME=COLUMN", help=text)
     parser.add_argument(
         "--objective",
         type=_objective,
@@ -59,24 +46,13 @@ def _add_data_options(parser: argparse.ArgumentParser) -> None:
         help="sft, or another as a run file has it, e.g. '{name: pretrain, eos: false}'; dpo, simpo, cpo and orpo "
         "score pairs of answers and kto marked ones, dpo and kto with BASE as their reference (default sft)",
     )
-    parser.add_argument(
-        "--template",
-        default="auto",
-        help="auto (the chat template of OUT where it has one), plain, or a Jinja file (default auto)",
-    )
-    parser.add_argument(
-        "--train-on",
-        choices=("assistant", "last_assistant", "all"),
-        default="assistant",
-        help="which tokens are scored (default assistant)",
-    )
+    text = "auto (the chat template of OUT where it has one), plain, or a Jinja file (default auto)"
+    parser.add_argument("--template", default="auto", help=text)
+    text = "which tokens are scored (default assistant)"
+    parser.add_argument("--train-on", choices=("assistant", "last_assistant", "all"), default="assistant", help=text)
     parser.add_argument("--max-seq-len", type=two_or_more, default=2048, help="most tokens of a row (default 2048)")
-    parser.add_argument(
-        "--long-rows",
-        choices=("auto", "truncate", "drop", "split"),
-        default="auto",
-        help="what happens to longer rows (default auto: plain text is split, dialogues are truncated)",
-    )
+    text = "what happens to longer rows (default auto: plain text is split, dialogues are truncated)"
+    parser.add_argument("--long-rows", choices=("auto", "truncate", "drop", "split"), default="auto", help=text)
     parser.add_argument("--limit", type=positive, help="most rows to score, of each set")
 
 
@@ -91,15 +67,11 @@ def _objective(text: str) -> object:
 
 
 def _add_scoring_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--extract",
-        choices=tuple(EXTRACTORS),
-        help="generate answers, and compare what this extracts from them with what it extracts from the rows",
-    )
+    text = "generate answers, and compare what this extracts from them with what it extracts from the rows"
+    parser.add_argument("--extract", choices=tuple(EXTRACTORS), help=text)
     parser.add_argument("--max-new-tokens", type=positive, default=256, help="most tokens of an answer (default 256)")
-    parser.add_argument(
-        "--batch-tokens", type=positive, default=4096, help="tokens of one forward, with padding (default 4096)"
-    )
+    text = "tokens of one forward, with padding (default 4096)"
+    parser.add_argument("--batch-tokens", type=positive, default=4096, help=text)
     parser.add_argument("--tasks", help="tasks of lm-evaluation-harness, separated by commas; needs lm_eval")
     parser.add_argument("--json", metavar="FILE", help="also write the metrics to this file")
 

@@ -3,47 +3,30 @@
 from pathlib import Path
 
 from ds_finetune import api
-from ds_finetune.cli.arguments import Arguments, Commands
+from ds_finetune.cli.arguments import Arguments, Commands, add_command
 from ds_finetune.errors import ConfigError, ExportError
 from ds_finetune.trainer.show import show_verifications
 
 
 def add_commands(commands: Commands) -> None:
     """Add `export`."""
-    export = commands.add_parser(
-        "export",
-        help="convert a run, a checkpoint, an adapter or a model to a folder that other programs load",
-        allow_abbrev=False,
-    )
+    text = "convert a run, a checkpoint, an adapter or a model to a folder that other programs load"
+    export = add_command(commands, "export", text, _export)
     what = export.add_mutually_exclusive_group(required=True)
-    what.add_argument(
-        "source",
-        metavar="SOURCE",
-        nargs="?",
-        help="folder of a run, a checkpoint (ours or DeepSpeed's), an adapter or a model",
-    )
+    text = "folder of a run, a checkpoint (ours or DeepSpeed's), an adapter or a model"
+    what.add_argument("source", metavar="SOURCE", nargs="?", help=text)
     what.add_argument("--check", metavar="OUT", help="verify an exported folder against its record")
     export.add_argument("out", metavar="OUT", nargs="?", help="folder to write, new or empty")
-    export.add_argument(
-        "--format", choices=("safetensors", "onnx"), default="safetensors", help="format of OUT (default safetensors)"
-    )
-    export.add_argument(
-        "--dtype", choices=("bf16", "fp16", "fp32", "fp8"), help="dtype of the weights (default bf16, for onnx fp32)"
-    )
+    text = "format of OUT (default safetensors)"
+    export.add_argument("--format", choices=("safetensors", "onnx"), default="safetensors", help=text)
+    text = "dtype of the weights (default bf16, for onnx fp32)"
+    export.add_argument("--dtype", choices=("bf16", "fp16", "fp32", "fp8"), help=text)
     export.add_argument("--max-shard-size", help="largest safetensors file (default 5GB)")
-    export.add_argument(
-        "--base",
-        metavar="FOLDER",
-        help="folder of the base model, with config.json, tokenizer and the weights that were not trained",
-    )
+    text = "folder of the base model, with config.json, tokenizer and the weights that were not trained"
+    export.add_argument("--base", metavar="FOLDER", help=text)
     export.add_argument("--no-cache", action="store_true", help="onnx: write a graph without past keys and values")
-    export.add_argument(
-        "--no-verify",
-        dest="verify",
-        action="store_false",
-        help="do not load OUT in a fresh process; it stays marked UNVERIFIED",
-    )
-    export.set_defaults(command=_export)
+    text = "do not load OUT in a fresh process; it stays marked UNVERIFIED"
+    export.add_argument("--no-verify", dest="verify", action="store_false", help=text)
 
 
 def _export(arguments: Arguments) -> None:

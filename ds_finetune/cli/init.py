@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from ds_finetune.cli.arguments import Arguments, Commands
+from ds_finetune.cli.arguments import Arguments, Commands, add_command
 from ds_finetune.console.tables import show_line
 from ds_finetune.errors import DataError, OutputError
 
@@ -40,13 +40,11 @@ _RATES = {"dpo": "5.0e-7", "kto": "5.0e-7", "classification": "2.0e-5"}
 
 def add_commands(commands: Commands) -> None:
     """Add `init`."""
-    parser = commands.add_parser(
-        "init", help="write a commented run file for your own rows; asks nothing", allow_abbrev=False
-    )
+    text = "write a commented run file for your own rows; asks nothing"
+    parser = add_command(commands, "init", text, _init)
     parser.add_argument("rows", nargs="+", metavar="ROWS", help="files, folders or hub ids with training rows")
     parser.add_argument("--model", default=_MODEL, metavar="MODEL", help=f"folder or hub id (default {_MODEL})")
     parser.add_argument("--out", default="run.yaml", metavar="RUN.yaml", help="file to write (default run.yaml)")
-    parser.set_defaults(command=_init)
 
 
 def _init(arguments: Arguments) -> None:

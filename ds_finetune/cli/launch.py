@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ds_finetune.cli.arguments import Arguments, Commands, add_overrides, port, positive
+from ds_finetune.cli.arguments import Arguments, Commands, add_command, add_overrides, port, positive
 from ds_finetune.cli.doctor import add_host_options, hosts_of
 from ds_finetune.config.hostfile import Host
 from ds_finetune.config.schema import RunConfig, read_config
@@ -24,58 +24,34 @@ _NODE_LAUNCHERS, _SCHEDULERS = ("torchrun", "deepspeed"), ("mpirun", "slurm")
 
 def add_commands(commands: Commands) -> None:
     """Add `launch` to the program's commands."""
-    launch = commands.add_parser(
-        "launch", help="fine-tune on the hosts of a hostfile, and supervise the ranks", allow_abbrev=False
-    )
+    text = "fine-tune on the hosts of a hostfile, and supervise the ranks"
+    launch = add_command(commands, "launch", text, _launch)
     launch.add_argument("run", metavar="RUN.yaml")
     add_overrides(launch)
     add_host_options(launch)
-    launch.add_argument(
-        "--launcher",
-        choices=(*_NODE_LAUNCHERS, *_SCHEDULERS),
-        default="torchrun",
-        help="program that starts the ranks (default torchrun, over ssh)",
-    )
+    text = "program that starts the ranks (default torchrun, over ssh)"
+    launch.add_argument("--launcher", choices=(*_NODE_LAUNCHERS, *_SCHEDULERS), default="torchrun", help=text)
     launch.add_argument("--nproc", type=int, help="number of ranks on this machine, instead of a hostfile")
-    launch.add_argument(
-        "--env",
-        action="append",
-        default=[],
-        metavar="NAME[=VALUE]",
-        help="set one more environment variable for every rank",
-    )
-    launch.add_argument(
-        "--interface",
-        default="",
-        metavar="NAME",
-        help="network interface on every host (default: the one towards the first host)",
-    )
-    launch.add_argument(
-        "--port", type=port, default=0, help="port of the first host at which ranks meet (default: a free one)"
-    )
-    launch.add_argument(
-        "--dry-run", action="store_true", help="print ranks, environment and commands, and contact no host"
-    )
-    launch.add_argument(
-        "--emit",
-        choices=("slurm", "k8s", "docker"),
-        help="write a file for a service that starts the ranks itself, and start nothing",
-    )
+    text = "set one more environment variable for every rank"
+    launch.add_argument("--env", action="append", default=[], metavar="NAME[=VALUE]", help=text)
+    text = "network interface on every host (default: the one towards the first host)"
+    launch.add_argument("--interface", default="", metavar="NAME", help=text)
+    text = "port of the first host at which ranks meet (default: a free one)"
+    launch.add_argument("--port", type=port, default=0, help=text)
+    text = "print ranks, environment and commands, and contact no host"
+    launch.add_argument("--dry-run", action="store_true", help=text)
+    text = "write a file for a service that starts the ranks itself, and start nothing"
+    launch.add_argument("--emit", choices=("slurm", "k8s", "docker"), help=text)
     launch.add_argument("-o", "--out", metavar="FILE", help="where --emit writes (default: standard output)")
     launch.add_argument("--name", default="ds-finetune", help="name of the emitted job (default ds-finetune)")
-    launch.add_argument(
-        "--time", default="24:00:00", metavar="[D-]HH:MM:SS", help="time limit of the emitted job (default 24:00:00)"
-    )
-    launch.add_argument(
-        "--cpus", type=positive, default=8, help="CPU cores for each rank of the emitted job (default 8)"
-    )
-    launch.add_argument(
-        "--image", default="ds-finetune:latest", help="container image of emitted pods (default ds-finetune:latest)"
-    )
-    launch.add_argument(
-        "--claim", default="runs", help="volume claim of emitted pods, mounted as /workspace/runs (default runs)"
-    )
-    launch.set_defaults(command=_launch)
+    text = "time limit of the emitted job (default 24:00:00)"
+    launch.add_argument("--time", default="24:00:00", metavar="[D-]HH:MM:SS", help=text)
+    text = "CPU cores for each rank of the emitted job (default 8)"
+    launch.add_argument("--cpus", type=positive, default=8, help=text)
+    text = "container image of emitted pods (default ds-finetune:latest)"
+    launch.add_argument("--image", default="ds-finetune:latest", help=text)
+    text = "volume claim of emitted pods, mounted as /workspace/runs (default runs)"
+    launch.add_argument("--claim", default="runs", help=text)
 
 
 def _hosts(arguments: Arguments, nproc: int | None) -> tuple[Host, ...]:

@@ -9,16 +9,13 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from ds_finetune import __version__
 from ds_finetune.cli import (
-    bench,
     checkpoint,
-    completion,
     config,
-    data,
     demo,
     doctor,
     evaluate,
@@ -27,42 +24,21 @@ from ds_finetune.cli import (
     launch,
     plan,
     report,
-    scaling,
     selftest,
     serve,
     sweep,
-    teach,
     train,
-    watch,
 )
-from ds_finetune.cli.arguments import BEGINNING
+from ds_finetune.cli.arguments import BEGINNING, Arguments, add_command
 from ds_finetune.cli.interrupts import INTERRUPT_EXIT_CODE
 from ds_finetune.cluster.launch.process_tags import SUPERVISOR_VARIABLE
 from ds_finetune.console.quiet import quiet_packages
-from ds_finetune.console.tables import show_error
+from ds_finetune.console.tables import show_error, show_piece
 from ds_finetune.errors import RUN_ERROR_EXIT_CODE, FinetuneError
 
 _MODULES = (
-    train,
-    launch,
-    plan,
-    report,
-    doctor,
-    data,
-    config,
-    checkpoint,
-    export,
-    evaluate,
-    serve,
-    watch,
-    teach,
-    selftest,
-    bench,
-    scaling,
-    sweep,
-    init,
-    demo,
-    completion,
+    *(train, launch, plan, report, doctor, config, checkpoint, export, evaluate),
+    *(serve, selftest, sweep, init, demo),
 )
 """In the order in which `--help` lists their commands."""
 _QUIET_SECONDS = 5.0
@@ -128,6 +104,9 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for module in _MODULES:
         module.add_commands(commands)
+    text = "print a script that completes commands in a shell, e.g. for ~/.bashrc"
+    completion = add_command(commands, "completion", text, _print_completion)
+    completion.add_argument("shell", choices=("bash", "zsh", "fish"), help="your shell")
     return parser
 
 
@@ -142,6 +121,24 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         return parser.parse_args(argv)
     arguments.overrides = [*arguments.overrides, *rest]
     return arguments
+
+
+def _print_completion(arguments: Arguments) -> None:
+    import shtab
+
+    parser = build_parser()
+    _complete_files(parser, shtab.FILE)
+    show_piece(shtab.complete(parser, shell=arguments.shell) + "\n")
+
+
+def _complete_files(parser: argparse.ArgumentParser, how: Mapping[str, object]) -> None:
+    """Let arguments that take a text be completed with names of files: most are files, and others are typed anyway."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                _complete_files(command, how)
+        elif action.choices is None and action.type is None and action.nargs != 0:
+            action.complete = how  # type: ignore[attr-defined]
 
 
 def _print_once(text: str) -> None:

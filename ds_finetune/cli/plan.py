@@ -1,18 +1,39 @@
 """`ds-finetune plan`: what a run decides and needs on given machines, which need not be here."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from rich.console import RenderableType
+from rich.table import Table
 
 from ds_finetune.cli.arguments import Arguments, Commands, add_run_command, positive, read_run
-from ds_finetune.config.units import parse_bytes
+from ds_finetune.config.schema import RunConfig
+from ds_finetune.config.units import GIB, parse_bytes
 from ds_finetune.console.tables import OUT, show_pairs
 from ds_finetune.errors import ConfigError, RunError
+from ds_finetune.plan.estimate.accelerators import with_measured_links
+from ds_finetune.plan.estimate.memory import MemoryEstimate
+from ds_finetune.plan.estimate.rows import MOMENTS, peak
+from ds_finetune.plan.search.forecast import forecast_run, seconds_text
+from ds_finetune.plan.search.layout import write_run_file
+from ds_finetune.plan.search.machines import Request, Target, check_machine, target_of
+from ds_finetune.plan.search.search import SearchResult
+from ds_finetune.plan.search.search_run import (
+    layout_text,
+    reason_text,
+    result_notes,
+    result_tree,
+    run_file_text,
+    search_layouts,
+)
+from ds_finetune.system.info import gpu_models
 
-if TYPE_CHECKING:
-    from ds_finetune.config.schema import RunConfig
-    from ds_finetune.plan.search.machines import Target
+_MOST_HELD = 16
+"""Characters of a line of the times at which something is held."""
+_LEAST_TEXT = 11
+"""Characters of a column of texts at least, such as `micro-batch`."""
 
 
 def add_commands(commands: Commands) -> None:
@@ -20,39 +41,27 @@ def add_commands(commands: Commands) -> None:
     text = "show layout, memory and time of a run on given machines, or search for the best layout"
     plan = add_run_command(commands, "plan", text, _plan)
     plan.add_argument("--gpus", type=positive, help="number of GPUs of the run (default: one node, or this machine's)")
-    plan.add_argument(
-        "--gpu",
-        metavar="NAME",
-        help="accelerator, such as h100-80g, or `cpu` for ranks on this machine's cores (default: this machine's)",
-    )
+    text = "accelerator, such as h100-80g, or `cpu` for ranks on this machine's cores (default: this machine's)"
+    plan.add_argument("--gpu", metavar="NAME", help=text)
     shapes = plan.add_mutually_exclusive_group()
     shapes.add_argument("--nodes", type=positive, help="number of nodes that have them, each as many")
     shapes.add_argument("--gpus-per-node", type=positive, help="number of GPUs of a node (default: as is usual)")
     plan.add_argument("--host-memory", metavar="SIZE", help="memory of a node, e.g. 2000GB")
-    plan.add_argument(
-        "--links", metavar="FILE", help="take the links that `ds-finetune doctor --json` measured and wrote to FILE"
-    )
-    plan.add_argument(
-        "--search",
-        action="store_true",
-        help="list the fastest layouts that fit, and why others lose or do not fit",
-    )
+    text = "take the links that `ds-finetune doctor --json` measured and wrote to FILE"
+    plan.add_argument("--links", metavar="FILE", help=text)
+    text = "list the fastest layouts that fit, and why others lose or do not fit"
+    plan.add_argument("--search", action="store_true", help=text)
     plan.add_argument("--write", metavar="FILE", help="with --search: write the run file with the best layout")
-    plan.add_argument(
-        "--tensors",
-        action="store_true",
-        help="build the model without memory, which takes seconds, and show ranks, tensors and the DeepSpeed JSON",
-    )
+    text = "build the model without memory, which takes seconds, and show ranks, tensors and the DeepSpeed JSON"
+    plan.add_argument("--tensors", action="store_true", help=text)
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
     plan.add_argument("--dry-run", action="store_true", help="changes nothing: a plan never starts a run")
 
 
 def _plan(arguments: Arguments) -> None:
     config = read_run(arguments)
-    from ds_finetune.plan.search.machines import Request, check_machine, target_of
-
     host = parse_bytes(arguments.host_memory, name="--host-memory") if arguments.host_memory else None
-    here = _gpus_of_this_machine() if arguments.gpu is None else ()
+    here = tuple(gpu_models()) if arguments.gpu is None else ()
     request = Request(arguments.gpu, arguments.gpus, arguments.nodes, arguments.gpus_per_node, host, here)
     target = _with_links(target_of(request, precision=config.train.precision), arguments.links)
     check_machine(target, config.train.precision)
@@ -67,24 +76,16 @@ def _plan(arguments: Arguments) -> None:
         _show_forecast(config, target, is_json=arguments.json)
 
 
-def _gpus_of_this_machine() -> tuple[str, ...]:
-    from ds_finetune.system.info import gpu_models
-
-    return tuple(gpu_models())
-
-
-def _with_links(target: "Target", file: str | None) -> "Target":
+def _with_links(target: Target, file: str | None) -> Target:
     """The target with measured links; ConfigError where the file has none, or no accelerator is known."""
     if file is None:
         return target
-    from ds_finetune.plan.estimate.accelerators import with_measured_links
-
     if target.machine is None:
         raise ConfigError(f"--links {file} needs a known accelerator", hint="name it by --gpu")
     return replace(target, machine=with_measured_links(target.machine, Path(file)))
 
 
-def _with_measured_ranks(config: "RunConfig", target: "Target") -> "Target":
+def _with_measured_ranks(config: RunConfig, target: Target) -> Target:
     """The target with the rates of this machine's CPU ranks, which are measured where they are not known."""
     from ds_finetune.reference.bench.cpu_rates import this_cpu_machine
 
@@ -92,7 +93,7 @@ def _with_measured_ranks(config: "RunConfig", target: "Target") -> "Target":
     return replace(target, machine=measured)
 
 
-def _with_time_or_reason(config: "RunConfig", target: "Target", *, is_asked_for: bool) -> "Target":
+def _with_time_or_reason(config: RunConfig, target: Target, *, is_asked_for: bool) -> Target:
     """The target with rates of CPU ranks, measured where the plan is asked for them, or a note why there is no time."""
     if not is_asked_for:
         reason = "the speed of this machine's CPU ranks has not been measured; `--gpu cpu` measures it"
@@ -114,11 +115,7 @@ def _check_options(arguments: Arguments) -> None:
         raise ConfigError(f"--write {arguments.write} needs --search", hint="add --search, or leave --write out")
 
 
-def _search(arguments: Arguments, config: "RunConfig", target: "Target") -> None:
-    from ds_finetune.cli.plan_tables import search_tables
-    from ds_finetune.plan.search.run_file import write_run_file
-    from ds_finetune.plan.search.search_run import result_notes, result_tree, run_file_text, search_layouts
-
+def _search(arguments: Arguments, config: RunConfig, target: Target) -> None:
     if target.ranks.device == "cpu":
         target = _with_measured_ranks(config, target)
     result = search_layouts(config, target)
@@ -128,30 +125,84 @@ def _search(arguments: Arguments, config: "RunConfig", target: "Target") -> None
     if arguments.json:
         OUT.print_json(json.dumps(result_tree(result, target)))
         return
-    OUT.print(search_tables(result))
+    for table in _search_tables(result):
+        OUT.print(table)
     for note in result_notes(result, target):
         OUT.print(note, markup=False)
     if arguments.write:
         OUT.print(f"written: {arguments.write}", markup=False)
 
 
-def _show_tensors(config: "RunConfig", target: "Target") -> None:
+def _show_tensors(config: RunConfig, target: Target) -> None:
     from ds_finetune.trainer.dry_run import plan_run
 
     OUT.print(plan_run(config, gpus=target.ranks.number, gpus_per_node=target.ranks.per_node))
 
 
-def _show_forecast(config: "RunConfig", target: "Target", *, is_json: bool) -> None:
-    from ds_finetune.cli.plan_tables import memory_table
-    from ds_finetune.plan.search.forecast import forecast_run
-
+def _show_forecast(config: RunConfig, target: Target, *, is_json: bool) -> None:
     forecast = forecast_run(config, target)
     if is_json:
         OUT.print_json(json.dumps(forecast.tree()))
         return
     show_pairs("plan", forecast.lines())
-    OUT.print(memory_table(forecast.memory))
+    OUT.print(_memory_table(forecast.memory))
     if forecast.time is not None:
         show_pairs("time", forecast.time_lines())
     for note in forecast.notes():
         OUT.print(note, markup=False)
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+
+
+def _memory_table(memory: MemoryEstimate) -> Table:
+    """What, where, how much, when it is held if not always, and what lowers it; then the most of each place."""
+    table = _table("memory of a rank")
+    for head in ("what", "where", "GiB", "held", "lowered by"):
+        # A name that does not fit goes on in the next line: a user has to write it.
+        table.add_column(
+            head,
+            justify="right" if head == "GiB" else "left",
+            overflow="fold",
+            no_wrap=head in ("where", "GiB"),
+            max_width=_MOST_HELD if head == "held" else None,
+        )
+    for row in memory.rows:
+        held = "" if row.when == MOMENTS else ", ".join(row.when)
+        table.add_row(row.name, row.place, f"{row.num_bytes / GIB:,.2f}", held, row.option)
+    totals = {
+        memory.device: memory.device_bytes,
+        "nvme": peak(memory.rows, "nvme"),
+        "host": memory.host_bytes,
+        "disk": memory.disk_bytes,
+    }
+    for place, num_bytes in totals.items():
+        if num_bytes:
+            what = "files of the run" if place == "disk" else "at most"
+            table.add_row(what, place, f"{num_bytes / GIB:,.2f}", "", "", style="bold")
+    return table
+
+
+def _search_tables(result: SearchResult) -> Iterator[RenderableType]:
+    """The best layouts with memory and time, and why the next ones lose or do not fit."""
+    best = result.proposals[0]
+    table = _table(f"best of {result.num_groups} layouts")
+    for head in ("", "layout", "s a step", "tokens/s", "MFU", "GiB", "host GiB", "why"):
+        is_text = head in ("layout", "why")
+        table.add_column(head, justify="left" if is_text else "right", overflow="fold", min_width=_LEAST_TEXT * is_text)
+    for number, found in enumerate(result.proposals, start=1):
+        time, memory = found.time, found.memory
+        sizes = f"{memory.device_bytes / GIB:,.1f}", f"{memory.host_bytes / GIB:,.1f}"
+        rates = seconds_text(time.seconds), f"{time.tokens_per_second:,.0f}", f"{time.mfu:.1%}"
+        table.add_row(str(number), layout_text(found.candidate), *rates, *sizes, reason_text(best, found))
+    yield table
+    if not result.misfits:
+        return
+    table = _table("faster, but too large")
+    for head in ("layout, where it needs least", "s a step", "why not"):
+        table.add_column(head, overflow="fold")
+    for misfit in result.misfits:
+        text = result.budget.problem(misfit.memory)
+        table.add_row(layout_text(misfit.candidate), seconds_text(misfit.seconds), text)
+    yield table

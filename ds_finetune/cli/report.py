@@ -1,22 +1,27 @@
-"""`ds-finetune report`: a page of HTML about a run, or about several over each other."""
+"""`ds-finetune report`: a page about runs; `watch`: shows a folder of runs in the browser while they train."""
 
 from pathlib import Path
 
-from ds_finetune.cli.arguments import Arguments, Commands
+from ds_finetune.cli.arguments import Arguments, Commands, add_allowed_hosts, add_command, port
 from ds_finetune.console.tables import show_line
 from ds_finetune.errors import ConfigError
 
+_PORT = 7117
+
 
 def add_commands(commands: Commands) -> None:
-    """Add `report`."""
-    parser = commands.add_parser(
-        "report", help="write a page about a run, or one that compares several", allow_abbrev=False
-    )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="the output_dir of a run")
-    parser.add_argument(
-        "-o", "--out", metavar="FILE", help="the page (default: report.html in RUN; needed for several runs)"
-    )
-    parser.set_defaults(command=_report)
+    """Add `report` and `watch`."""
+    report = add_command(commands, "report", "write a page about a run, or one that compares several", _report)
+    report.add_argument("runs", nargs="+", metavar="RUN", help="the output_dir of a run")
+    text = "the page (default: report.html in RUN; needed for several runs)"
+    report.add_argument("-o", "--out", metavar="FILE", help=text)
+    watch = add_command(commands, "watch", "show a folder of runs in the browser while they train", _watch)
+    text = "folder with runs, or of one run (default: this one)"
+    watch.add_argument("folder", metavar="FOLDER", nargs="?", default=".", help=text)
+    text = "address to listen on (default 127.0.0.1: this machine alone); others need the token that is printed"
+    watch.add_argument("--host", default="127.0.0.1", help=text)
+    watch.add_argument("--port", type=port, default=_PORT, help=f"port to listen on, 0 for any (default {_PORT})")
+    add_allowed_hosts(watch)
 
 
 def _report(arguments: Arguments) -> None:
@@ -29,3 +34,10 @@ def _report(arguments: Arguments) -> None:
     if len(runs) > 1:
         raise ConfigError(f"{len(runs)} runs have no common folder for their report", hint="name a file with -o FILE")
     show_line(f"report: {write_run_report(runs[0])}")
+
+
+def _watch(arguments: Arguments) -> None:
+    from ds_finetune.runs.watch.app import watch
+
+    folder, names = Path(arguments.folder), arguments.allow_host
+    watch(folder, host=arguments.host, port=arguments.port, show=show_line, allowed_hosts=names)

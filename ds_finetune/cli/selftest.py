@@ -1,45 +1,41 @@
-"""`ds-finetune selftest`: tests parallel layouts on the machines at hand."""
+"""`ds-finetune selftest` and `bench`: layouts, and the speed of the step, beside a plain PyTorch loop."""
 
 import os
 
 from ds_finetune.cli.arguments import (
     Arguments,
     Commands,
+    add_command,
     add_local_rank,
     add_overrides,
+    add_run_command,
     positive,
     read_run,
     two_or_more,
 )
-from ds_finetune.console.tables import show_line
+from ds_finetune.console.tables import show_line, show_pairs
 from ds_finetune.families.table import STANDARD_SELFTEST
 
 
 def add_commands(commands: Commands) -> None:
-    """Add `selftest`."""
-    selftest = commands.add_parser(
-        "selftest", help="compare parallel layouts with a plain PyTorch loop on these machines", allow_abbrev=False
-    )
-    selftest.add_argument(
-        "run",
-        metavar="RUN.yaml",
-        nargs="?",
-        help="test the layout of this run, with a tiny model of its family (default: a standard set of layouts)",
-    )
+    """Add `selftest` and `bench`."""
+    text = "compare parallel layouts with a plain PyTorch loop on these machines"
+    selftest = add_command(commands, "selftest", text, _selftest)
+    text = "test the layout of this run, with a tiny model of its family (default: a standard set of layouts)"
+    selftest.add_argument("run", metavar="RUN.yaml", nargs="?", help=text)
     add_overrides(selftest)
     where = selftest.add_mutually_exclusive_group()
     where.add_argument("--nproc", type=positive, default=1, help="number of processes on this machine (default 1)")
     where.add_argument("--hostfile", help="hosts to start on; they share the working directory")
-    selftest.add_argument(
-        "--steps", type=two_or_more, default=3, help="optimizer steps of each layout, at least 2 (default 3)"
-    )
-    selftest.add_argument(
-        "--families",
-        default=",".join(STANDARD_SELFTEST),
-        help=f"model families of the standard set (default {','.join(STANDARD_SELFTEST)})",
-    )
+    text = "optimizer steps of each layout, at least 2 (default 3)"
+    selftest.add_argument("--steps", type=two_or_more, default=3, help=text)
+    families = ",".join(STANDARD_SELFTEST)
+    text = f"model families of the standard set (default {families})"
+    selftest.add_argument("--families", default=families, help=text)
     add_local_rank(selftest)
-    selftest.set_defaults(command=_selftest)
+    text = "time the training step beside a plain PyTorch loop on the same documents"
+    bench = add_run_command(commands, "bench", text, _bench)
+    bench.add_argument("--steps", type=positive, default=5, help="timed steps of each loop (default 5)")
 
 
 def _selftest(arguments: Arguments) -> None:
@@ -52,3 +48,11 @@ def _selftest(arguments: Arguments) -> None:
         return
     rank_arguments = [*([arguments.run] if arguments.run else []), *arguments.overrides, *extent.arguments]
     raise SystemExit(start_world(rank_arguments, config, nproc=arguments.nproc, hostfile=arguments.hostfile))
+
+
+def _bench(arguments: Arguments) -> None:
+    config = read_run(arguments)
+    from ds_finetune.reference.bench.step_speed import compare_step_speed
+
+    contest = compare_step_speed(config, steps=arguments.steps, say=show_line)
+    show_pairs("one optimizer step, supervised tokens a second", contest.lines())

@@ -1,55 +1,41 @@
 """`ds-finetune ask`, `chat` and `serve`: use an exported folder."""
 
-import argparse
-
-from ds_finetune.cli.arguments import Arguments, Commands, add_allowed_hosts, exported_folder, port, positive
+from ds_finetune.cli.arguments import (
+    Arguments,
+    Commands,
+    add_allowed_hosts,
+    add_command,
+    exported_folder,
+    port,
+    positive,
+)
 from ds_finetune.console.tables import OUT, show_line, show_piece
 
 
 def add_commands(commands: Commands) -> None:
     """Add `ask`, `chat` and `serve`."""
-    ask = commands.add_parser(
-        "ask", help="complete prompts, or classify texts, with an exported folder", allow_abbrev=False
-    )
+    text = "complete prompts, or classify texts, with an exported folder"
+    ask = add_command(commands, "ask", text, _ask)
     ask.add_argument("folder", metavar="OUT", help="an exported folder")
     ask.add_argument("prompts", metavar="TEXT", nargs="+", help="prompts, or texts to classify")
     ask.add_argument("--max-new-tokens", type=positive, default=128, help="most tokens of an answer (default 128)")
-    ask.set_defaults(command=_ask)
-    chat = commands.add_parser("chat", help="talk to an exported folder in the terminal", allow_abbrev=False)
+    chat = add_command(commands, "chat", "talk to an exported folder in the terminal", _chat)
     chat.add_argument("folder", metavar="OUT", help="an exported folder")
     chat.add_argument("--max-new-tokens", type=positive, default=512, help="most tokens of an answer (default 512)")
-    chat.set_defaults(command=_chat)
-    _add_serve(
-        commands.add_parser(
-            "serve", help="serve an exported folder through an OpenAI-compatible API", allow_abbrev=False
-        )
-    )
-
-
-def _add_serve(serve: argparse.ArgumentParser) -> None:
+    serve = add_command(commands, "serve", "serve an exported folder through an OpenAI-compatible API", _serve)
     serve.add_argument("folder", metavar="OUT", help="an exported folder")
-    serve.add_argument(
-        "--engine",
-        choices=("auto", "vllm", "transformers", "onnx"),
-        default="auto",
-        help="program that runs the model (default auto: chosen by the folder and the GPU)",
-    )
-    serve.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine alone)"
-    )
-    serve.add_argument(
-        "--no-api-key",
-        action="store_true",
-        help="listen for other machines without DS_FINETUNE_API_KEY, e.g. behind a proxy that asks for a key",
-    )
+    text = "program that runs the model (default auto: chosen by the folder and the GPU)"
+    serve.add_argument("--engine", choices=("auto", "vllm", "transformers", "onnx"), default="auto", help=text)
+    text = "address to listen on (default 127.0.0.1: this machine alone)"
+    serve.add_argument("--host", default="127.0.0.1", help=text)
+    text = "listen for other machines without DS_FINETUNE_API_KEY, e.g. behind a proxy that asks for a key"
+    serve.add_argument("--no-api-key", action="store_true", help=text)
     serve.add_argument("--port", type=port, default=8000, help="port to listen on (default 8000)")
     serve.add_argument("--queue", type=positive, help="transformers and onnx: most requests that may wait (default 16)")
-    serve.add_argument(
-        "--request-seconds", type=float, help="transformers and onnx: longest time of a request (default 600)"
-    )
+    text = "transformers and onnx: longest time of a request (default 600)"
+    serve.add_argument("--request-seconds", type=float, help=text)
     serve.add_argument("--ready-seconds", type=float, default=1800, help="longest time of loading (default 1800)")
     add_allowed_hosts(serve)
-    serve.set_defaults(command=_serve)
 
 
 def _ask(arguments: Arguments) -> None:

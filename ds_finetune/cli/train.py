@@ -1,9 +1,19 @@
-"""`ds-finetune train`: fine-tunes a model."""
+"""`ds-finetune train`: fine-tunes a model; `teach`: stores a teacher's distributions for it."""
 
 import os
+from pathlib import Path
 
 from ds_finetune import __version__, api
-from ds_finetune.cli.arguments import Arguments, Commands, add_run_command, read_run
+from ds_finetune.cli.arguments import (
+    Arguments,
+    Commands,
+    add_command,
+    add_local_rank,
+    add_overrides,
+    add_run_command,
+    positive,
+    read_run,
+)
 from ds_finetune.cli.interrupts import ended_by_interrupt
 from ds_finetune.console.quiet import quiet_packages
 from ds_finetune.console.tables import show_line
@@ -12,8 +22,17 @@ from ds_finetune.system.world import World
 
 
 def add_commands(commands: Commands) -> None:
-    """Add `train`."""
+    """Add `train` and `teach`."""
     add_run_command(commands, "train", "fine-tune a model as RUN.yaml says", _train)
+    text = "store a teacher's distributions of the next token for a run's training rows"
+    teach = add_command(commands, "teach", text, _teach)
+    add_local_rank(teach)
+    teach.add_argument("teacher", metavar="MODEL", help="folder or hub id of the teacher")
+    teach.add_argument("run", metavar="RUN.yaml", help="the run file whose training rows are scored")
+    teach.add_argument("out", metavar="OUT", help="folder to write; one that is not complete is continued")
+    add_overrides(teach)
+    text = "most likely tokens that are stored for each token (default 64)"
+    teach.add_argument("--top-k", type=positive, default=64, help=text)
 
 
 def _train(arguments: Arguments) -> None:
@@ -29,3 +48,10 @@ def _train(arguments: Arguments) -> None:
     report = api.train(config)
     if report.interrupted:
         raise SystemExit(INTERRUPTED_EXIT_CODE)
+
+
+def _teach(arguments: Arguments) -> None:
+    config = read_run(arguments)
+    from ds_finetune.trainer.teach import teach
+
+    teach(config, arguments.teacher, Path(arguments.out), top_k=arguments.top_k, say=show_line)

@@ -15,13 +15,19 @@ from ds_finetune.engine.devices import DeviceMemory, is_out_of_memory
 from ds_finetune.engine.groups.collectives import all_reduce_max
 from ds_finetune.errors import FinetuneError, RunError
 from ds_finetune.observers.performance import ForecastCheck, Predicted
-from ds_finetune.plan.estimate.accelerators import Machine, accelerator_of_device, machine_of
-from ds_finetune.plan.estimate.cpu_machine import CpuRates, cpu_machine, rates_file
+from ds_finetune.plan.estimate.accelerators import (
+    CpuRates,
+    Machine,
+    accelerator_of_device,
+    cpu_machine,
+    machine_of,
+    rates_file,
+)
 from ds_finetune.plan.estimate.memory import MemoryEstimate, estimate_memory
-from ds_finetune.plan.estimate.row_shape import RowShape
+from ds_finetune.plan.estimate.operations import RowShape
 from ds_finetune.plan.estimate.step_time import TimeEstimate, estimate_time
 from ds_finetune.plan.estimate.zero_rows import bucket_bytes
-from ds_finetune.plan.search.nearest import first_texts, fitting_changes
+from ds_finetune.plan.search.fitting import first_texts, fitting_changes
 from ds_finetune.trainer.prepare import PreparedRun
 
 _SHOWN_ROWS = 3

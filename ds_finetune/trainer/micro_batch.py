@@ -26,7 +26,7 @@ from ds_finetune.plan.batch import AUTO, with_micro_batch
 from ds_finetune.plan.estimate.memory import estimate_memory
 from ds_finetune.plan.pipeline import forwards_together
 from ds_finetune.plan.plan import Plan, make_plan
-from ds_finetune.plan.search.micro_batch import SPARE, bytes_of, fits, legal_sizes, plan_with_rows
+from ds_finetune.plan.search.fitting import SPARE, bytes_of, fits, legal_sizes, plan_with_rows
 from ds_finetune.system.whole_file import replace_file
 from ds_finetune.system.world import accelerate_choices
 from ds_finetune.trainer.forecast import memory_table, what_fits

@@ -15,7 +15,7 @@ from rich.console import Console
 from ds_finetune import __version__
 from ds_finetune.cli import evaluate
 from ds_finetune.cli import main as cli
-from ds_finetune.cli.demo_files import questions, write_demo
+from ds_finetune.cli.demo import questions, write_demo
 from ds_finetune.config.schema import read_config
 from ds_finetune.console import tables as console
 from ds_finetune.console.phase_line import CLEAR_LINE

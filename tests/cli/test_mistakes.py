@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import ds_finetune
-from ds_finetune.cli.demo_files import write_demo
+from ds_finetune.cli.demo import write_demo
 from ds_finetune.cli.main import main
 from ds_finetune.errors import FinetuneError
 

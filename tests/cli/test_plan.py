@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ds_finetune.cli.main import main
-from ds_finetune.plan.estimate.time_assumptions import AGAINST_PUBLISHED, UNCONFIRMED
+from ds_finetune.plan.estimate.step_time import AGAINST_PUBLISHED, UNCONFIRMED
 from ds_finetune.reference.bench import cpu_rates
 from tests.conftest import ROOT
 from tests.plan.estimate.test_cpu_machine import RATES

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ds_finetune.cli.demo_files import write_demo
+from ds_finetune.cli.demo import write_demo
 from ds_finetune.config.sections import DataConfig
 from ds_finetune.data.batches import BatchPlan, Position, training_batches
 from ds_finetune.data.mixture import Mixture

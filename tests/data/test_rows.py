@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from ds_finetune.cli.demo_files import write_demo
+from ds_finetune.cli.demo import write_demo
 from ds_finetune.config.sections import DataConfig
 from ds_finetune.data.batches import BatchPlan, eval_batches, training_batches
 from ds_finetune.data.documents import Counts

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from tokenizers.normalizers import Lowercase
 from transformers import PreTrainedTokenizerFast
 
-from ds_finetune.cli.demo_files import write_demo
+from ds_finetune.cli.demo import write_demo
 from ds_finetune.data.tokenizer_files import _VOCABULARIES, load_tokenizer, tokenizer_digest
 from ds_finetune.errors import DataError, ModelError
 from ds_finetune.model.build.skeleton import TOKENIZER_PATTERNS, read_hf_config

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ds_finetune.cli.demo_files import write_demo
+from ds_finetune.cli.demo import write_demo
 from ds_finetune.config.schema import RunConfig, read_config
 from ds_finetune.errors import ConfigError, ModelError
 from ds_finetune.plan import plan as layout

@@ -23,7 +23,7 @@ from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.errors import ConfigError
 from ds_finetune.observers.performance import MEASURED_STEPS
 from ds_finetune.plan.plan import Plan, make_plan
-from ds_finetune.plan.search.micro_batch import legal_sizes
+from ds_finetune.plan.search.fitting import legal_sizes
 from ds_finetune.system.world import AccelerateChoices, World
 from ds_finetune.trainer.micro_batch import trial_config
 from ds_finetune.trainer.trial import DONE, END, ENDED, FAILED, OUT_OF_MEMORY, TrialEnd, judge, longest_rows, rows_again

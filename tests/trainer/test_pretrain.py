@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from transformers.utils import logging
 
 from ds_finetune import evaluate
-from ds_finetune.cli.demo_files import write_demo
+from ds_finetune.cli.demo import write_demo
 from ds_finetune.config.schema import read_config
 from ds_finetune.config.sections import DataConfig
 from ds_finetune.data.batches import BatchPlan

@@ -15,7 +15,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ds_finetune.cli.demo_files import write_demo
+from ds_finetune.cli.demo import write_demo
 from ds_finetune.cli.main import main
 from ds_finetune.config.schema import read_config
 from ds_finetune.export.folder import has_same_weights

@@ -4,14 +4,18 @@ Rates are bytes a second in one direction, FLOP/s are of dense products; a datas
 """
 
 import difflib
+import hashlib
 import json
+import os
+import platform
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from ds_finetune.errors import ConfigError
+from ds_finetune.system.whole_file import replace_file
 
 GB, TB, TERA = 1e9, 1e12, 1e12
 """Vendors count bandwidths, and the memory of GDDR cards too, in powers of ten."""
@@ -87,216 +91,87 @@ class Machine:
     notes: tuple[str, ...] = ()
     """Where rates were measured rather than taken from the table, as sentences."""
 
-    @property
-    def intra_node_bytes_per_s(self) -> float:
-        """What a rank sends to others of its node."""
-        return self.accelerator.intra_node_bytes_per_s
 
-    @property
-    def inter_node_bytes_per_s(self) -> float:
-        """A rank's share of what its node sends to others."""
-        return self.accelerator.inter_node_bytes_per_s
-
-
-_A100 = "https://www.nvidia.com/en-us/data-center/a100/"
+_NVIDIA, _CENTER = "https://www.nvidia.com", "https://www.nvidia.com/en-us/data-center"
+_A100, _H200 = f"{_CENTER}/a100/", f"{_CENTER}/h200/"
 _H100 = "https://resources.nvidia.com/en-us-hopper-architecture/nvidia-h100-datasheet"
+_B200 = f"{_CENTER}/hgx/ and {_CENTER}/dgx-b200/"
+_L40S, _L4 = f"{_CENTER}/l40s/", f"{_CENTER}/l4/"
+_A10G = "https://d1.awsstatic.com/product-marketing/ec2/NVIDIA_AWS_A10G_DataSheet_FINAL_02_17_2022.pdf"
+_RTX4090 = "https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf"
+_RTX3090 = f"{_NVIDIA}/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.1.pdf"
 _V100 = "https://images.nvidia.com/content/technologies/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf"
-_DGX_B200 = "https://www.nvidia.com/en-us/data-center/dgx-b200/"
+_MI300X = "https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html"
+"""Sources."""
+_DGX_1 = "four cards of 100 Gb/s for 8 GPUs, as in a DGX-1"
 _DGX_A100 = "200 Gb/s for each GPU, as in a DGX A100"
-_DGX_H100 = "400 Gb/s for each GPU, as in a DGX H100"
-_SHARED_100G = "100 Gb/s for 8 GPUs"
+_DGX_H100, _DGX_B200 = (f"400 Gb/s for each GPU, as in a DGX {name}" for name in ("H100", "B200"))
+_PCIE = "400 Gb/s for 8 GPUs (an assumption), and PCIe alone between the GPUs of a node"
+_G6E = "400 Gb/s for 8 GPUs, as in AWS g6e.48xlarge"
+_G5, _G6 = (f"100 Gb/s for 8 GPUs, as in AWS {name}.48xlarge" for name in ("g5", "g6"))
 _DESKTOP = "10 Gb/s Ethernet for the node (an assumption: such cards are in workstations)"
+_400G = "400 Gb/s for each GPU (an assumption)"
+"""Networks."""
+_WITHOUT_BF16 = ("v100-32g",)
+_GIB, _GB = 2**30, 10**9
 
-ACCELERATORS: Mapping[str, Accelerator] = {
-    row.name: row
-    for row in (
-        Accelerator(
-            name="a100-40g",
-            memory_bytes=40 * 2**30,
-            bf16_flops=312 * TERA,
-            fp32_flops=19.5 * TERA,
-            memory_bandwidth=1555 * GB,
-            intra_node_bytes_per_s=300 * GB,
-            inter_node_bytes_per_s=25 * GB,
-            pcie_bytes_per_s=32 * GB,
-            network=_DGX_A100,
-            device_names=("A100-SXM4-40GB", "A100-PCIE-40GB"),
-            source=_A100,
-        ),
-        Accelerator(
-            name="a100-80g",
-            memory_bytes=80 * 2**30,
-            bf16_flops=312 * TERA,
-            fp32_flops=19.5 * TERA,
-            memory_bandwidth=2039 * GB,
-            intra_node_bytes_per_s=300 * GB,
-            inter_node_bytes_per_s=25 * GB,
-            pcie_bytes_per_s=32 * GB,
-            network=_DGX_A100,
-            device_names=("A100-SXM4-80GB",),
-            source=_A100,
-        ),
-        Accelerator(
-            name="h100-80g",
-            memory_bytes=80 * 2**30,
-            bf16_flops=989 * TERA,
-            fp32_flops=67 * TERA,
-            memory_bandwidth=3350 * GB,
-            intra_node_bytes_per_s=450 * GB,
-            inter_node_bytes_per_s=50 * GB,
-            pcie_bytes_per_s=64 * GB,
-            network=_DGX_H100,
-            device_names=("H100 80GB HBM3", "H100 SXM5 80GB"),
-            source=_H100,
-        ),
-        Accelerator(
-            name="h100-pcie-80g",
-            memory_bytes=80 * 2**30,
-            bf16_flops=756 * TERA,
-            fp32_flops=51 * TERA,
-            memory_bandwidth=2000 * GB,
-            intra_node_bytes_per_s=64 * GB,
-            inter_node_bytes_per_s=6.25 * GB,
-            pcie_bytes_per_s=64 * GB,
-            network="400 Gb/s for 8 GPUs (an assumption), and PCIe alone between the GPUs of a node",
-            device_names=("H100 PCIe",),
-            source=_H100,
-        ),
-        Accelerator(
-            name="h200-141g",
-            memory_bytes=141 * 10**9,
-            bf16_flops=989 * TERA,
-            fp32_flops=67 * TERA,
-            memory_bandwidth=4800 * GB,
-            intra_node_bytes_per_s=450 * GB,
-            inter_node_bytes_per_s=50 * GB,
-            pcie_bytes_per_s=64 * GB,
-            network=_DGX_H100,
-            device_names=("H200", "H200 141GB HBM3e"),
-            source="https://www.nvidia.com/en-us/data-center/h200/",
-        ),
-        Accelerator(
-            name="b200-180g",
-            memory_bytes=180 * 10**9,
-            bf16_flops=2250 * TERA,
-            fp32_flops=75 * TERA,
-            memory_bandwidth=8000 * GB,
-            intra_node_bytes_per_s=900 * GB,
-            inter_node_bytes_per_s=50 * GB,
-            pcie_bytes_per_s=64 * GB,
-            network="400 Gb/s for each GPU, as in a DGX B200",
-            device_names=("B200", "B200 180GB HBM3e"),
-            source=f"https://www.nvidia.com/en-us/data-center/hgx/ and {_DGX_B200}",
-        ),
-        Accelerator(
-            name="l40s-48g",
-            memory_bytes=48 * 10**9,
-            bf16_flops=362 * TERA,
-            fp32_flops=91.6 * TERA,
-            memory_bandwidth=864 * GB,
-            intra_node_bytes_per_s=32 * GB,
-            inter_node_bytes_per_s=6.25 * GB,
-            pcie_bytes_per_s=32 * GB,
-            network="400 Gb/s for 8 GPUs, as in AWS g6e.48xlarge",
-            device_names=("L40S",),
-            source="https://www.nvidia.com/en-us/data-center/l40s/",
-        ),
-        Accelerator(
-            name="l4-24g",
-            memory_bytes=24 * 10**9,
-            bf16_flops=121 * TERA,
-            fp32_flops=30.3 * TERA,
-            memory_bandwidth=300 * GB,
-            intra_node_bytes_per_s=32 * GB,
-            inter_node_bytes_per_s=1.5625 * GB,
-            pcie_bytes_per_s=32 * GB,
-            network=f"{_SHARED_100G}, as in AWS g6.48xlarge",
-            device_names=("L4",),
-            source="https://www.nvidia.com/en-us/data-center/l4/",
-        ),
-        Accelerator(
-            name="a10g-24g",
-            memory_bytes=24 * 10**9,
-            bf16_flops=70 * TERA,
-            fp32_flops=35 * TERA,
-            memory_bandwidth=600 * GB,
-            intra_node_bytes_per_s=32 * GB,
-            inter_node_bytes_per_s=1.5625 * GB,
-            pcie_bytes_per_s=32 * GB,
-            network=f"{_SHARED_100G}, as in AWS g5.48xlarge",
-            device_names=("A10G",),
-            source="https://d1.awsstatic.com/product-marketing/ec2/NVIDIA_AWS_A10G_DataSheet_FINAL_02_17_2022.pdf",
-        ),
-        Accelerator(
-            name="rtx4090-24g",
-            memory_bytes=24 * 2**30,
-            bf16_flops=165.2 * TERA,
-            fp32_flops=82.6 * TERA,
-            memory_bandwidth=1008 * GB,
-            intra_node_bytes_per_s=32 * GB,
-            inter_node_bytes_per_s=0.3125 * GB,
-            pcie_bytes_per_s=32 * GB,
-            gpus_per_node=4,
-            network=_DESKTOP,
-            device_names=("GeForce RTX 4090",),
-            source="https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf",
-        ),
-        Accelerator(
-            name="rtx3090-24g",
-            memory_bytes=24 * 2**30,
-            bf16_flops=71 * TERA,
-            fp32_flops=35.6 * TERA,
-            memory_bandwidth=936 * GB,
-            intra_node_bytes_per_s=32 * GB,
-            inter_node_bytes_per_s=0.3125 * GB,
-            pcie_bytes_per_s=32 * GB,
-            gpus_per_node=4,
-            network=_DESKTOP,
-            device_names=("GeForce RTX 3090",),
-            source="https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.1.pdf",
-        ),
-        Accelerator(
-            name="v100-32g",
-            memory_bytes=32 * 2**30,
-            bf16_flops=125 * TERA,
-            fp32_flops=15.7 * TERA,
-            memory_bandwidth=900 * GB,
-            intra_node_bytes_per_s=150 * GB,
-            inter_node_bytes_per_s=6.25 * GB,
-            pcie_bytes_per_s=16 * GB,
-            has_bf16=False,
-            network="four cards of 100 Gb/s for 8 GPUs, as in a DGX-1",
-            device_names=("Tesla V100-SXM2-32GB", "V100-SXM2-32GB"),
-            source=_V100,
-        ),
-        Accelerator(
-            name="mi300x-192g",
-            memory_bytes=192 * 10**9,
-            bf16_flops=1307.4 * TERA,
-            fp32_flops=163.4 * TERA,
-            memory_bandwidth=5300 * GB,
-            intra_node_bytes_per_s=448 * GB,
-            inter_node_bytes_per_s=50 * GB,
-            pcie_bytes_per_s=64 * GB,
-            network="400 Gb/s for each GPU (an assumption)",
-            device_names=("AMD Instinct MI300X",),
-            source="https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html",
-        ),
+
+def _row(  # noqa: PLR0913 - the columns of the table
+    name: str,
+    memory_bytes: int,
+    teraflops: tuple[float, float],
+    gigabytes: tuple[float, float, float, float],
+    device_names: str,
+    network: str,
+    source: str,
+) -> Accelerator:
+    memory, intra_node, inter_node, pcie = gigabytes
+    return Accelerator(
+        name=name,
+        memory_bytes=memory_bytes,
+        bf16_flops=teraflops[0] * TERA,
+        fp32_flops=teraflops[1] * TERA,
+        memory_bandwidth=memory * GB,
+        intra_node_bytes_per_s=intra_node * GB,
+        inter_node_bytes_per_s=inter_node * GB,
+        pcie_bytes_per_s=pcie * GB,
+        gpus_per_node=4 if network == _DESKTOP else 8,
+        has_bf16=name not in _WITHOUT_BF16,
+        device_names=tuple(device_names.split(", ")),
+        network=network,
+        source=source,
     )
-}
+
+
+# Name, memory, TFLOP/s in 16 bits and in fp32, GB/s of the memory, to the node, to other nodes and to the host, names
+# that the driver reports, network, source.
+_ROWS = (
+    _row("a100-40g", 40 * _GIB, (312, 19.5), (1555, 300, 25, 32), "A100-SXM4-40GB, A100-PCIE-40GB", _DGX_A100, _A100),
+    _row("a100-80g", 80 * _GIB, (312, 19.5), (2039, 300, 25, 32), "A100-SXM4-80GB", _DGX_A100, _A100),
+    _row("h100-80g", 80 * _GIB, (989, 67), (3350, 450, 50, 64), "H100 80GB HBM3, H100 SXM5 80GB", _DGX_H100, _H100),
+    _row("h100-pcie-80g", 80 * _GIB, (756, 51), (2000, 64, 6.25, 64), "H100 PCIe", _PCIE, _H100),
+    _row("h200-141g", 141 * _GB, (989, 67), (4800, 450, 50, 64), "H200, H200 141GB HBM3e", _DGX_H100, _H200),
+    _row("b200-180g", 180 * _GB, (2250, 75), (8000, 900, 50, 64), "B200, B200 180GB HBM3e", _DGX_B200, _B200),
+    _row("l40s-48g", 48 * _GB, (362, 91.6), (864, 32, 6.25, 32), "L40S", _G6E, _L40S),
+    _row("l4-24g", 24 * _GB, (121, 30.3), (300, 32, 1.5625, 32), "L4", _G6, _L4),
+    _row("a10g-24g", 24 * _GB, (70, 35), (600, 32, 1.5625, 32), "A10G", _G5, _A10G),
+    _row("rtx4090-24g", 24 * _GIB, (165.2, 82.6), (1008, 32, 0.3125, 32), "GeForce RTX 4090", _DESKTOP, _RTX4090),
+    _row("rtx3090-24g", 24 * _GIB, (71, 35.6), (936, 32, 0.3125, 32), "GeForce RTX 3090", _DESKTOP, _RTX3090),
+    _row(
+        "v100-32g", 32 * _GIB, (125, 15.7), (900, 150, 6.25, 16), "Tesla V100-SXM2-32GB, V100-SXM2-32GB", _DGX_1, _V100
+    ),
+    _row("mi300x-192g", 192 * _GB, (1307.4, 163.4), (5300, 448, 50, 64), "AMD Instinct MI300X", _400G, _MI300X),
+)
+ACCELERATORS: Mapping[str, Accelerator] = {row.name: row for row in _ROWS}
 
 
 def accelerator(name: str) -> Accelerator:
     """The accelerator with a name of the table, such as `h100-80g`; ConfigError with the nearest names for another."""
-    found = ACCELERATORS.get(name.lower())
-    if found is None:
-        nearest = _nearest(name.lower())
-        likely = f"nearest: {', '.join(nearest)}; " if nearest else ""
-        raise ConfigError(
-            f"accelerator `{name}` is not known",
-            hint=f"{likely}known: {', '.join(ACCELERATORS)}",
-        )
-    return found
+    if (found := ACCELERATORS.get(name.lower())) is not None:
+        return found
+    nearest = _nearest(name.lower())
+    likely = f"nearest: {', '.join(nearest)}; " if nearest else ""
+    raise ConfigError(f"accelerator `{name}` is not known", hint=f"{likely}known: {', '.join(ACCELERATORS)}")
 
 
 def _nearest(name: str) -> list[str]:
@@ -339,18 +214,15 @@ def with_measured_links(machine: Machine, file: Path) -> Machine:
     several hosts, else within one. It is a rate that collectives reach, so no further share is taken off it.
     ConfigError where the file has none.
     """
+    hint = "write it with `ds-finetune doctor RUN.yaml --json > FILE`"
     try:
         checks = json.loads(file.read_text(encoding="utf-8"))
         found = _measured_all_reduce(checks)
     except OSError as failed:
-        raise ConfigError(
-            f"`{file}` cannot be read: {failed.strerror}",
-            hint="write it with `ds-finetune doctor RUN.yaml --json > FILE`",
-        ) from None
+        raise ConfigError(f"`{file}` cannot be read: {failed.strerror}", hint=hint) from None
     except (ValueError, TypeError, KeyError, AttributeError) as wrong:
         raise ConfigError(
-            f"`{file}` is not the output of `ds-finetune doctor --json`: {type(wrong).__name__}: {wrong}",
-            hint="write it with `ds-finetune doctor RUN.yaml --json > FILE`",
+            f"`{file}` is not the output of `ds-finetune doctor --json`: {type(wrong).__name__}: {wrong}", hint=hint
         ) from None
     if found is None:
         raise ConfigError(
@@ -375,3 +247,104 @@ def _measured_all_reduce(checks: Iterable[Mapping[str, Any]]) -> tuple[float, fl
         if check["name"] == "all-reduce" and values:
             return float(values["bytes_per_second"]), float(values["ranks"]), float(values["hosts"])
     return None
+
+
+_BUSY = (
+    "The machine was busy when the rates of its ranks were measured: other processes took {:.0%} of its processors, so "
+    "times are too long. `ds-finetune plan --gpu cpu` measures again."
+)
+_MOST_OF_OTHERS = 0.1
+"""Share of the processors."""
+
+
+@dataclass(frozen=True)
+class CpuRates:
+    """What one of several ranks reaches while all of them are busy, in FLOP/s, bytes a second and seconds."""
+
+    matmul: float
+    """Products in the precision of the run, 1,024 rows."""
+    head: float
+    """Products of a language model's head and its gradients, 1,024 rows; of another library than the others on some
+    CPUs.
+    """
+    grouped: float
+    """Products of an expert's 128 rows and their gradients."""
+    attention: float
+    """Causal attention of 512 tokens, forward and backward."""
+    memory: float
+    """Bytes read and written by copies beyond the caches."""
+    new_memory: float
+    """The same of an operator whose result is new memory."""
+    kernel_seconds: float
+    """Of an operator on a few numbers, with its share of autograd."""
+    link: float
+    """Bytes that a rank sends to others of its machine."""
+    message_seconds: float
+    """Of a collective on a few numbers."""
+    others: float
+    """Share of the machine's processors that other processes took meanwhile."""
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether other processes took so much that the rates are too low."""
+        return self.others > _MOST_OF_OTHERS
+
+    @classmethod
+    def read(cls, file: Path) -> Self | None:
+        """The rates in a file; None where there is none, or one of another version."""
+        try:
+            return cls(**json.loads(file.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def write(self, file: Path) -> None:
+        """Write them to a file, whole or not at all."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(file, json.dumps(asdict(self)))
+
+
+def rates_file(ranks: int, *, precision: str, threads: int) -> Path:
+    """Where the rates of this machine are kept, by what changes them."""
+    kind = (platform.node(), platform.processor(), platform.version(), os.cpu_count(), ranks, precision, threads)
+    key = hashlib.sha256(repr(kind).encode()).hexdigest()[:16]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return folder / "ds_finetune" / "cpu_rates" / f"{key}.json"
+
+
+def cpu_machine(rates: CpuRates, *, ranks: int, memory_bytes: int) -> Machine:
+    """`ranks` ranks of one host, which share its memory. All rates are reached ones, so that shares of peaks are 1."""
+    row = Accelerator(
+        name="a rank of this machine's CPUs",
+        memory_bytes=memory_bytes // ranks,
+        bf16_flops=rates.matmul,
+        fp32_flops=rates.matmul,
+        memory_bandwidth=rates.memory,
+        intra_node_bytes_per_s=rates.link,
+        inter_node_bytes_per_s=rates.link,
+        pcie_bytes_per_s=rates.memory / 2,
+        gpus_per_node=ranks,
+        network="measured with gloo",
+        source="measured on this machine",
+    )
+    efficiency = Efficiency(
+        matmul=1.0,
+        head=rates.head / rates.matmul,
+        grouped=rates.grouped / rates.matmul,
+        attention=rates.attention / rates.matmul,
+        memory=1.0,
+        new_memory=rates.new_memory / rates.memory,
+        link=1.0,
+        host_link=1.0,
+        hidden=0.0,
+        launch_seconds=rates.kernel_seconds,
+        message_seconds=rates.message_seconds,
+    )
+    return Machine(
+        accelerator=row,
+        gpus_per_node=ranks,
+        host_bandwidth=ranks * rates.memory,
+        efficiency=efficiency,
+        blocks_host=True,
+        calls_each_document=True,
+        notes=(_BUSY.format(rates.others),) if rates.is_disturbed else (),
+    )

@@ -7,8 +7,281 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from ds_finetune.families.table import family_of
-from ds_finetune.plan.estimate.layer_activations import WIDE, LayerBytes, Widths, layer_bytes, norm_bytes
+from ds_finetune.plan.activations import mlp_tiles
+from ds_finetune.plan.estimate.rank_weights import remembered
 from ds_finetune.plan.head_chunk import CPU_BLOCK_NUMBERS, head_chunk, logits_bytes
+
+WIDE = 4
+"""Bytes of a number in fp32, in which norms and routers compute at any precision."""
+_INDEX = 8
+_OUT = "self_attn.o_proj"
+_READERS = tuple(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa"))
+_INNER = ("self_attn.q_b_proj", "self_attn.kv_b_proj")
+_MLP_READERS = tuple(f"mlp.{name}" for name in ("gate_proj", "up_proj", "experts", "gate"))
+_MLP_READERS += ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
+"""Modules of a layer by what they read: the first norm, latents, and the second norm."""
+SINK_COLUMNS = 8
+"""Columns that queries and keys get for attention sinks (model/attention/by_document.py)."""
+
+
+class Held(NamedTuple):
+    """Bytes at a moment of backward."""
+
+    by_token: int
+    fixed: int = 0
+    """Bytes whatever the tokens are: a weight's gradient before it is added to others."""
+
+    def of(self, tokens: int) -> int:
+        """Bytes for so many tokens."""
+        return self.by_token * tokens + self.fixed
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """Bytes of a token within one layer, on a rank that computes the token."""
+
+    attention: int
+    """Kept for backward by the norms and by attention."""
+    router: int
+    """Kept by the router of experts."""
+    mlp: int
+    """Kept within the MLP, or within routed and shared experts."""
+    moments: tuple[Held, ...]
+    """What is held beside the layer's input at the moments of its backward that may be the fullest."""
+    tiled: tuple[Held, ...]
+    """The same with `train.tiled_mlp`."""
+    unreleased: int = 0
+    """Kept a moment longer where the layer is not recomputed: outputs of experts, while their gradients are rounded."""
+    forward: int = 0
+    """At most beside the layer's input in a forward without gradients."""
+
+    @property
+    def kept(self) -> int:
+        """All that backward needs of the layer beside its input."""
+        return self.attention + self.router + self.mlp
+
+    def most(self, tokens: int, *, is_tiled: bool = False) -> int:
+        """Bytes that backward holds at most beside the input."""
+        return max(held.of(tokens) for held in (self.tiled if is_tiled else self.moments))
+
+
+@dataclass(frozen=True)
+class Widths:
+    """How wide numbers are, into how many parts ranks divide a layer, and what of it is trained."""
+
+    number: int
+    """Bytes of a number."""
+    tp: int
+    ep: int
+    is_packed: bool
+    rank: int = 0
+    """Rank of adapters; 0 where the weights themselves are trained."""
+    adapted: frozenset[str] = frozenset()
+    """Modules of the layer that have adapters."""
+
+    def keeps(self, *modules: str) -> bool:
+        """Whether the input of these modules is kept: that of a frozen weight is not."""
+        return not self.rank or not self.adapted.isdisjoint(modules)
+
+    def low_rank(self, *modules: str) -> int:
+        """Bytes kept between A and B of the adapters of these modules, for each row."""
+        return self.number * self.rank * len(self.adapted.intersection(modules))
+
+
+def layer_bytes(model: Mapping[str, Any], widths: Widths, *, is_sparse: bool) -> LayerBytes:
+    """What a layer holds, with routed experts where it `is_sparse`."""
+    hidden, width = model["hidden_size"], widths.number
+    norm_width = WIDE if family_of(str(model["model_type"])).has_sinks else width
+    # In fp32 the first norm keeps the layer's input itself.
+    inputs = (widths.keeps(*_READERS), widths.keeps(*_MLP_READERS))
+    norms = sum(norm_bytes(hidden, widths, normalised=norm_width, feeds_product=is_kept) for is_kept in inputs)
+    norms -= WIDE * hidden if width == WIDE else 0
+    attention, gradients = _attention(model, widths)
+    kept = norms + attention
+    router, mlp = (_router(model, widths), _experts(model, widths)) if is_sparse else (0, _dense(model, widths))
+    # The gradient of the layer's output is there until its input has one.
+    outside, tiles = kept + router + width * hidden, mlp_tiles(model)
+    in_attention = Held(kept + gradients + width * hidden)
+    moments = [Held(outside + held.by_token, held.fixed) for held in mlp.moments]
+    tiled = [
+        Held(outside + held.by_token // tiles + 2 * width * hidden, (WIDE + width) * numel)
+        for held, numel in zip(mlp.moments, mlp.tiled, strict=False)
+    ]
+    tiled += [Held(outside + 2 * width * hidden, (WIDE + 2 * width) * numel) for numel in mlp.tiled]
+    forward = _forward_bytes(model, widths, is_sparse=is_sparse)
+    return LayerBytes(kept, router, mlp.kept, (*moments, in_attention), (*tiled, in_attention), mlp.unreleased, forward)
+
+
+def _forward_bytes(model: Mapping[str, Any], widths: Widths, *, is_sparse: bool) -> int:
+    """Bytes that a layer without gradients holds at most beside its input, with the embedding's output: in a norm, in
+    attention, or in its MLP.
+    """
+    state = widths.number * model["hidden_size"]
+    # Norms hold their input in fp32 and a product of it.
+    norm, attention = 2 * WIDE * model["hidden_size"], state + _attention_forward(model, widths)
+    mlp = _experts_forward(model, widths) if is_sparse else 3 * widths.number * model["intermediate_size"] // widths.tp
+    # The second norm reads the sum of the layer's input and attention.
+    return state + max(norm + state, attention, mlp + 2 * state)
+
+
+def _attention_forward(model: Mapping[str, Any], widths: Widths) -> int:
+    """Queries, keys and values, copies with positions, for a call over all documents also one after the other in
+    memory, and the output.
+    """
+    heads, is_packed = model["num_attention_heads"] // widths.tp, widths.is_packed
+    if model.get("kv_lora_rank") is not None:
+        nope, value = model["qk_nope_head_dim"], model["v_head_dim"]
+        query_key = nope + model["qk_rope_head_dim"]
+        latents = (model.get("q_lora_rank") or 0) + model["kv_lora_rank"]
+        columns = 7 * query_key + nope + value if is_packed else 3 * query_key + nope + 3 * value
+        return widths.number * (heads * columns + 2 * latents)
+    head_dim = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
+    key_heads = (model.get("num_key_value_heads") or model["num_attention_heads"]) // widths.tp
+    if family_of(str(model["model_type"])).has_sinks:
+        return widths.number * heads * (5 * (head_dim + SINK_COLUMNS) + 2 * head_dim)
+    return widths.number * head_dim * (4 * heads + (5 if is_packed else 2) * key_heads)
+
+
+def _experts_forward(model: Mapping[str, Any], widths: Widths) -> int:
+    """Rows by expert, with gate, up and what is made of them, or with outputs, weighted and in another order."""
+    family, width = family_of(str(model["model_type"])), widths.number
+    keys = family.expert_keys
+    assert keys is not None
+    rows = keys.per_token(model) * model["hidden_size"]
+    inner = keys.per_token(model) * keys.width(model) // widths.tp
+    # Those with transposed weights copy biases for each row, and clamp gate and up.
+    biased = 1 if family.transposed_experts else 0
+    among = width * (rows + (4 + 5 * biased) * inner)
+    return max(among, (2 + biased) * width * rows + 2 * _weighted_bytes(model, width) * rows)
+
+
+class _Mlp(NamedTuple):
+    """Bytes within an MLP."""
+
+    kept: int
+    moments: tuple[Held, ...]
+    """Bytes within it at moments of its backward."""
+    tiled: tuple[int, ...]
+    """Parameters of its modules that are computed in tiles, in the order of the moments."""
+    unreleased: int = 0
+
+
+def norm_bytes(
+    columns: int, widths: Widths, *, normalised: int | None = None, feeds_product: bool = True, roots: int = 1
+) -> int:
+    """Bytes that an RMSNorm keeps: its input in fp32, the normalised one if its weight is trained, a root for each
+    group of columns, and its output where a matrix that is trained or adapted is multiplied with it.
+    """
+    kept = WIDE * columns + (0 if widths.rank else (normalised or widths.number) * columns) + WIDE * roots
+    return kept + (widths.number * columns if feeds_product else 0)
+
+
+def _attention(model: Mapping[str, Any], widths: Widths) -> tuple[int, int]:
+    """Bytes that attention keeps, and those of its gradients."""
+    if model.get("kv_lora_rank") is not None:
+        return _latent_attention(model, widths)
+    return _grouped_attention(model, widths)
+
+
+def _latent_attention(model: Mapping[str, Any], widths: Widths) -> tuple[int, int]:
+    width, tp = widths.number, widths.tp
+    heads, rope, nope = model["num_attention_heads"] // tp, model["qk_rope_head_dim"], model["qk_nope_head_dim"]
+    query_key, value, rank = nope + rope, model["v_head_dim"], model["kv_lora_rank"]
+    latents = norm_bytes(rank, widths, feeds_product=widths.keeps("self_attn.kv_b_proj"))
+    latents += WIDE * rope if width == WIDE else 0
+    if model.get("q_lora_rank"):
+        latents += norm_bytes(model["q_lora_rank"], widths, feeds_product=widths.keeps("self_attn.q_b_proj"))
+    # Values narrower than keys are padded; others are kept with the product that they are columns of.
+    values, out = (query_key, query_key) if value < query_key else (nope + value, value)
+    columns = heads * (2 * query_key + values + out + (value if widths.keeps(_OUT) else 0))
+    kept = latents + width * columns + WIDE * heads + widths.low_rank(*_READERS, *_INNER, _OUT)
+    return kept, width * heads * (3 * query_key + 2 * value)
+
+
+def _grouped_attention(model: Mapping[str, Any], widths: Widths) -> tuple[int, int]:
+    family, width = family_of(str(model["model_type"])), widths.number
+    head_dim = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
+    heads = model["num_attention_heads"] // widths.tp
+    key_heads = (model.get("num_key_value_heads") or model["num_attention_heads"]) // widths.tp
+    if widths.is_packed:
+        # Queries, output, keys and values; the kernel itself gives each key to several heads.
+        kept = width * head_dim * (2 * heads + 2 * key_heads)
+    elif family.has_sinks:
+        kept = width * heads * (head_dim + 4 * (head_dim + SINK_COLUMNS))
+    else:
+        kept = (5 if widths.keeps(_OUT) else 4) * width * heads * head_dim
+    assert family.parameters is not None
+    if family.parameters.attention(model).norms and not family.has_sinks:
+        for count in (heads, key_heads):
+            roots = 1 if family.normalises_over_heads else count
+            kept += norm_bytes(count * head_dim, widths, feeds_product=False, roots=roots)
+    return kept + widths.low_rank(*_READERS, _OUT) + WIDE * heads, 5 * width * heads * head_dim
+
+
+def _dense(model: Mapping[str, Any], widths: Widths, *, inner: int | None = None, name: str = "mlp") -> _Mlp:
+    """Gate, up, the activated gate and the product of both are kept. When the product is gone, its gradient and those
+    of both factors are there.
+    """
+    inner = (model["intermediate_size"] if inner is None else inner) // widths.tp
+    row, matrix = widths.number * inner, widths.number * inner * model["hidden_size"]
+    if not widths.rank:
+        return _Mlp(4 * row, (Held(6 * row), Held(5 * row, matrix)), (3 * inner * model["hidden_size"],))
+    low = widths.low_rank(*(f"{name}.{each}_proj" for each in ("gate", "up", "down")))
+    kept = (4 if widths.keeps(f"{name}.down_proj") else 3) * row + low
+    return _Mlp(kept, (Held(kept + 2 * row),), (0,))
+
+
+def _router(model: Mapping[str, Any], widths: Widths) -> int:
+    """Bytes that the router keeps."""
+    family = family_of(str(model["model_type"]))
+    assert family.expert_keys is not None
+    chosen = family.expert_keys.per_token(model)
+    router = WIDE * family.expert_keys.number(model) + chosen * (_INDEX + WIDE)
+    # Those routers multiply in fp32, with a copy of the hidden state.
+    copies = widths.number < WIDE and _routes_in_fp32(model) and widths.keeps("mlp.gate")
+    return router + (WIDE * model["hidden_size"] if copies else 0)
+
+
+def _routes_in_fp32(model: Mapping[str, Any]) -> bool:
+    """Whether routers multiply hidden states in fp32."""
+    family = family_of(str(model["model_type"]))
+    return "kv_lora_rank" in model or (family.router is not None and family.router.scores == "sigmoid")
+
+
+def _weighted_bytes(model: Mapping[str, Any], width: int) -> int:
+    """Bytes of a number of the weighted outputs of experts, which become fp32 where the weights are."""
+    router = family_of(str(model["model_type"])).router
+    # transformers 5.23, mixtral/modeling_mixtral.py:106-110 does not round them.
+    is_wide = _routes_in_fp32(model) or (router is not None and not router.rounds_weights)
+    return WIDE if is_wide else width
+
+
+def _experts(model: Mapping[str, Any], widths: Widths) -> _Mlp:
+    """Routed experts, and shared ones, whose backward comes first."""
+    family = family_of(str(model["model_type"]))
+    keys, hidden, width = family.expert_keys, model["hidden_size"], widths.number
+    assert keys is not None
+    chosen, inner = keys.per_token(model), keys.width(model) // widths.tp
+    row, inner_row = chosen * width * hidden, chosen * width * inner
+    # Rows by expert, gate and up, what is made of them, and rows to be weighted; in gpt_oss also clamped ones.
+    routed = 2 * row + (7 if family.transposed_experts else 4) * inner_row + chosen * (3 * _INDEX + width)
+    if not widths.keeps("mlp.experts"):
+        routed -= row + inner_row
+    routed += 2 * chosen * widths.low_rank("mlp.experts")
+    inner_shared = (model.get("n_shared_experts") or 0) * keys.width(model)
+    shared = _dense(model, widths, inner=inner_shared, name="mlp.shared_experts")
+    weighted = chosen * hidden * _weighted_bytes(model, width)
+    matrices = 0 if widths.rank else width * keys.number(model) // widths.ep * inner * hidden
+    moments = (
+        # The gradient of each token's sum, once for each expert; zeros for them in another order; and these.
+        Held(routed + 3 * weighted),
+        Held(routed + shared.moments[0].by_token),
+        Held(2 * row + 5 * inner_row, matrices),
+        Held(2 * row + 2 * inner_row, 2 * matrices),
+    )
+    tiled = (3 * matrices // width, *(shared.tiled if shared.kept else ()))
+    return _Mlp(routed + shared.kept, moments, tiled, row if weighted > row else 0)
+
 
 _MOST_TOKENS = 2**30
 
@@ -123,6 +396,7 @@ class AdaptedLayers:
     by_layer: tuple[frozenset[str], ...]
 
 
+@remembered
 def activation_bytes(  # noqa: PLR0913 - what a rank computes, and with which kernels
     model: Mapping[str, Any],
     *,

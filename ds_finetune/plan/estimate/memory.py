@@ -3,23 +3,59 @@ lowers it.
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from pathlib import Path
 from typing import NamedTuple
 
+from ds_finetune.config.objectives import ObjectiveConfig, is_distillation
+from ds_finetune.config.parallel import ParallelConfig
+from ds_finetune.config.sections import OWN_ATTENTIONS, LoraConfig
+from ds_finetune.errors import ConfigError, ModelError
+from ds_finetune.families.family import layer_of
 from ds_finetune.families.parameters import ModelConfig
-from ds_finetune.plan.estimate.activation_rows import activation_rows, stage_activations
-from ds_finetune.plan.estimate.config_text import config_text
-from ds_finetune.plan.estimate.one_stage import as_one_stage
-from ds_finetune.plan.estimate.rank_elements import count_adapters, rank_elements
-from ds_finetune.plan.estimate.rank_weights import RankWeights, weights_of_run
-from ds_finetune.plan.estimate.rows import MOMENTS, MemoryRow, Moment, Place, fullest_moment, peak
+from ds_finetune.families.tensors import EMBEDDING, HEAD, model_tensors
+from ds_finetune.plan.combinations import WEIGHT_BYTES
+from ds_finetune.plan.distillation import is_teacher_partitioned
+from ds_finetune.plan.estimate.activation_memory import ActivationBytes, AdaptedLayers, HeadBytes, activation_bytes
+from ds_finetune.plan.estimate.rank_weights import (
+    RankWeights,
+    as_one_stage,
+    count_adapters,
+    rank_elements,
+    rank_weights,
+    remembered,
+    shape_of_model,
+    weights_of_run,
+)
+from ds_finetune.plan.estimate.rows import (
+    FORWARD,
+    KEPT_FOR_BACKWARD,
+    MOMENTS,
+    MemoryRow,
+    Moment,
+    Place,
+    fullest_moment,
+    peak,
+)
 from ds_finetune.plan.estimate.states import ModelSizes, estimate_run
-from ds_finetune.plan.estimate.teacher_rows import teacher_rows
-from ds_finetune.plan.estimate.zero_rows import zero_rows
-from ds_finetune.plan.model_shape import Shape
+from ds_finetune.plan.estimate.zero_rows import (
+    DEFAULT_RULES,
+    arriving_copies,
+    gathered_weights,
+    num_persistent,
+    zero_rows,
+)
+from ds_finetune.plan.head_chunk import CPU_TOKENS, DISTILLATION_TOKENS
+from ds_finetune.plan.lora_targets import adapted_targets, targets_among
+from ds_finetune.plan.packed_attention import varlen_problem
+from ds_finetune.plan.pipeline import num_held_forwards
 from ds_finetune.plan.plan import Plan
+
+_WIDE = 4
+_MICRO_BATCH, _LENGTH = "train.micro_batch_size", "train.max_seq_len"
+EXPERT_IMBALANCE = 1.25
+"""Rows that the experts of a rank get over their mean, where `parallel.ep` ranks divide the experts: assumed."""
 
 
 @dataclass(frozen=True)
@@ -73,18 +109,25 @@ def estimate_stages(plan: Plan, model: ModelConfig, *, teacher: ModelConfig | No
     """What a rank of each pipeline stage needs, in their order; of stages that hold the same, the first alone, which
     has the most forwards in flight. Errors as those of `estimate_memory`.
     """
-    device, stages = _home(plan), weights_of_run(plan, model)
-    files, last = tuple(_file_rows(plan, model)), tuple(teacher_rows(plan, teacher))
+    stages = weights_of_run(plan, model)
+    files, last = tuple(_file_rows(plan, model)), tuple(_teacher_rows(plan, teacher))
     seen = set()
     for number, weights in enumerate(stages):
         is_last = number == len(stages) - 1
-        held = (number == 0, is_last, weights.kinds, stage_activations(plan, model, weights))
-        if held in seen:
+        kind = (number == 0, is_last, _held_by_stage(plan, model, weights))
+        if kind in seen:
             continue
-        seen.add(held)
+        seen.add(kind)
         # The teacher runs where the head is (engine/teacher.py).
         others = (*last, *files) if is_last else files
-        yield MemoryEstimate((*_rows(plan, model, stages, number), *others), number, device)
+        own = zero_rows(plan, rank_elements(plan, model, weights), weights)
+        rows = (*own, *_activation_rows(plan, model, weights, number), *others)
+        yield MemoryEstimate(rows, number, _home(plan))
+
+
+def _held_by_stage(plan: Plan, model: ModelConfig, weights: RankWeights) -> Hashable:
+    """What is the same of stages that need the same, but the forwards in flight."""
+    return weights.kinds, _stage_activations(plan, model, weights)
 
 
 class StateBytes(NamedTuple):
@@ -126,7 +169,7 @@ def _state_bytes(plan: Plan, model: ModelConfig, weights: RankWeights) -> StateB
 
 def _shared_bytes(plan: Plan, model: ModelConfig) -> StateBytes:
     """What every stage has of a checkpoint that is written, and of a teacher, which the last stage alone has."""
-    teacher = teacher_rows(plan, None) if plan.mesh.pp == 1 else ()
+    teacher = _teacher_rows(plan, None) if plan.mesh.pp == 1 else ()
     rows = [row for row in (*teacher, *_file_rows(plan, model)) if row.when == MOMENTS]
     return StateBytes(*(peak(rows, place) for place in (_home(plan), "host")))
 
@@ -135,15 +178,10 @@ def _home(plan: Plan) -> Place:
     return "host" if plan.device == "cpu" else "gpu"
 
 
-def _rows(plan: Plan, model: ModelConfig, stages: tuple[RankWeights, ...], number: int) -> Iterator[MemoryRow]:
-    own = rank_elements(plan, model, stages[number])
-    yield from zero_rows(plan, own, stages[number])
-    yield from activation_rows(plan, model, stages, number)
-
-
 def _file_rows(plan: Plan, model: ModelConfig) -> Iterator[MemoryRow]:
-    text = config_text(model)
-    total = _total_params(text, 1 if plan.mtp.train else 0, plan.objective.num_outputs)
+    shape = shape_of_model(model, mtp_layers=1 if plan.mtp.train else 0)
+    scores = plan.objective.num_outputs
+    total = (shape.with_scores(scores) if scores else shape).total_params
     adapters = count_adapters(plan, model) if plan.lora is not None else None
     run = estimate_run(plan, ModelSizes(total, total, total, adapters=adapters))
     yield MemoryRow("checkpoints", "disk", run.files.checkpoints * run.files.checkpoint_bytes, "checkpoint.keep")
@@ -151,7 +189,198 @@ def _file_rows(plan: Plan, model: ModelConfig) -> Iterator[MemoryRow]:
     yield MemoryRow("a checkpoint that is written", "host", run.staging_bytes, "checkpoint.asynchronous")
 
 
-@lru_cache(maxsize=64)
-def _total_params(model: str, mtp_layers: int, scores: int) -> int:
-    shape = Shape.of(json.loads(model), mtp_layers=mtp_layers)
-    return (shape.with_scores(scores) if scores else shape).total_params
+def _activation_rows(plan: Plan, model: ModelConfig, weights: RankWeights, number: int) -> Iterator[MemoryRow]:
+    """Rows for the activations of a rank of pipeline stage `number`, with the head and the loss on the last one. All
+    tokens of its rows are counted as supervised, and rows as full.
+    """
+    home, tokens = _home(plan), _tokens_of_rank(plan)
+    own = _stage_activations(plan, model, weights)
+    # Micro-batches whose activations a rank holds at a time; with `parallel.vpp` forwards run a part of its layers.
+    vpp, accumulation = plan.parallel.vpp, plan.batch.gradient_accumulation_steps
+    flying = num_held_forwards(pp=plan.mesh.pp, vpp=vpp, micro_batches=accumulation, rank=number) / vpp
+    yield from _layer_rows(plan, own, tokens, flying=flying)
+    if plan.mesh.pp > 1:
+        # What each held forward gave, and one gradient.
+        between = int(own.layer_input * tokens * (flying * vpp + 1))
+        yield MemoryRow("hidden states between stages", home, between, _MICRO_BATCH, KEPT_FOR_BACKWARD)
+    if number == plan.mesh.pp - 1:
+        yield from _head_rows(plan, own, tokens)
+    if number == 0 and plan.lora is None:
+        (size,) = (kind.numel for kind in weights.kinds if kind.name == EMBEDDING)
+        gradient = WEIGHT_BYTES[plan.precision] * size + 2 * own.layer_input * tokens
+        yield MemoryRow("gradient of the embedding", home, gradient, "parallel.tp", ("embedding",))
+    yield from _exchange_rows(plan, model, own, tokens)
+
+
+def _tokens_of_rank(plan: Plan) -> int:
+    """Tokens of a micro-batch that a rank has."""
+    return plan.batch.micro_batch_size * -(-plan.batch.max_seq_len // plan.mesh.sp)
+
+
+def _stage_activations(plan: Plan, model: ModelConfig, weights: RankWeights) -> ActivationBytes:
+    """The activations of the layers of a pipeline stage."""
+    each = _activations(plan, model, (plan.mesh.tp, plan.mesh.ep, 1 if plan.mtp.train else 0), plan.lora)
+    # A prediction layer is like the last layer.
+    return replace(each, layers=tuple(each.layers[min(layer, len(each.layers) - 1)] for layer in weights.layers))
+
+
+def _layer_rows(plan: Plan, own: ActivationBytes, tokens: int, *, flying: float) -> Iterator[MemoryRow]:
+    home, is_tiled = _home(plan), plan.tiled_mlp
+    if not plan.activation_checkpointing:
+        kept, option = own.kept_by_layers(is_tiled=is_tiled) * tokens, "train.activation_checkpointing"
+        yield MemoryRow("activations of layers", home, int(kept * flying), option, (*FORWARD, "head backward"))
+        most = own.kept_at_most(tokens, is_tiled=is_tiled) + int(kept * max(flying - 1, 0))
+        yield MemoryRow("activations and their gradients", home, most, option, ("layers",))
+        return
+    inputs = int(own.inputs() * tokens * flying)
+    if plan.activation_offload:
+        yield MemoryRow("inputs of recomputed layers, offloaded", "host", inputs, _MICRO_BATCH)
+        inputs = own.inputs_on_device() * tokens
+    option = _MICRO_BATCH if plan.activation_offload or plan.device == "cpu" else "train.activation_offload"
+    yield MemoryRow("inputs of recomputed layers", home, inputs, option, KEPT_FOR_BACKWARD)
+    forward = max(layer.forward for layer in own.kinds) * tokens
+    yield MemoryRow("one layer in forward", home, forward, _MICRO_BATCH, ("forward",))
+    working = own.working_set(tokens, is_tiled=is_tiled)
+    # Tiles sum the gradients of a layer's weights in fp32, which may be more than they save.
+    in_tiles = own.working_set(tokens, is_tiled=True)
+    option = "train.tiled_mlp" if in_tiles < working else _MICRO_BATCH
+    yield MemoryRow("one layer in backward", home, working, option, ("layers",))
+
+
+def _exchange_rows(plan: Plan, model: ModelConfig, own: ActivationBytes, tokens: int) -> Iterator[MemoryRow]:
+    home, width = _home(plan), WEIGHT_BYTES[plan.precision]
+    if plan.mesh.sp > 1:
+        heads = model["num_attention_heads"] // plan.mesh.tp
+        head_dim = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
+        if model.get("kv_lora_rank") is not None:
+            head_dim = model["qk_nope_head_dim"] + model["qk_rope_head_dim"]
+        # What is sent and what arrives, of one tensor at a time.
+        size = 2 * width * heads * head_dim * tokens
+        yield MemoryRow("exchange of sequence parallelism", home, size, _LENGTH, ("forward", "layers"))
+    if plan.mesh.ep > 1:
+        sparse = next((layer for layer in own.layers if layer.router), None)
+        assert plan.parallel.ep == plan.mesh.ep
+        if sparse is not None:
+            rows = own.layer_input * int(model.get("num_experts_per_tok") or 1) * tokens
+            # Rows that leave and arrive, and what their experts get beyond the mean.
+            size = int(2 * rows * EXPERT_IMBALANCE + (EXPERT_IMBALANCE - 1) * sparse.mlp * tokens)
+            yield MemoryRow("exchange of expert parallelism", home, size, _LENGTH, ("forward", "layers"))
+
+
+def _activations(
+    plan: Plan, model: ModelConfig, sizes: tuple[int, int, int], lora: LoraConfig | None
+) -> ActivationBytes:
+    """The activations of a whole `model` on a rank of `sizes` tp, ep and prediction layers, in the run's precision."""
+    # Whether attention to all documents of a forward is one call.
+    is_packed = (
+        plan.device == "cuda"
+        and plan.attention in OWN_ATTENTIONS
+        and plan.attention != "by_document"
+        and not varlen_problem(model, precision=plan.precision)
+    )
+    tp, ep, mtp_layers = sizes
+    adapters = _adapters(model, lora, mtp_layers) if lora is not None else None
+    return activation_bytes(
+        model, precision=plan.precision, tp=tp, ep=ep, is_packed=is_packed, device=plan.device, adapters=adapters
+    )
+
+
+@remembered
+def _adapters(model: ModelConfig, lora: LoraConfig, mtp_layers: int) -> AdaptedLayers:
+    targets = adapted_targets(targets_among(model_tensors(model, mtp_layers=mtp_layers).named()), lora)
+    names = [set[str]() for _ in range(model["num_hidden_layers"])]
+    for target in targets:
+        number = layer_of(f"{target.name}.")
+        if 0 <= number < len(names):
+            names[number].add(target.name.split(f".{number}.", 1)[1])
+    return AdaptedLayers(lora.rank, tuple(map(frozenset, names)))
+
+
+def _head_rows(plan: Plan, own: ActivationBytes, tokens: int) -> Iterator[MemoryRow]:
+    """Rows for the last norm, the head and the loss on a rank with `tokens`, all of them supervised."""
+    home = _home(plan)
+    head, is_frozen, width = own.head, plan.lora is not None, WEIGHT_BYTES[plan.precision]
+    yield MemoryRow("last norm", home, head.by_token * tokens, _MICRO_BATCH, ("head", "head backward"))
+    if plan.objective.row.head == "scores":
+        return
+    is_of_documents = plan.objective.row.head == "documents"
+    yield MemoryRow("hidden states of supervised tokens", home, head.by_supervised * tokens, _MICRO_BATCH, ("head",))
+    logits = _logits_bytes(plan.objective, head, tokens, width)
+    yield MemoryRow("logits of a chunk", home, logits, "parallel.tp", ("head",))
+    gradient = 0 if is_frozen else head.gradient
+    yield MemoryRow("fp32 gradient of the head", home, gradient, "parallel.tp", ("head", "head backward"))
+    # The loss of documents multiplies that by its factor in a copy (model/loss/log_probs.py), the others in place.
+    rounded = 0 if is_frozen else head.rounded + (head.gradient if is_of_documents else 0)
+    rounded += 3 * head.by_supervised * tokens // 2
+    yield MemoryRow("rounded gradient of the head", home, rounded, "parallel.tp", ("head backward",))
+    if plan.device == "cpu" and width < _WIDE and not is_frozen:
+        # On CPUs a product of 16-bit numbers is rounded, then made fp32 to be added (model/products.py).
+        size = head.gradient + head.rounded
+        yield MemoryRow("gradient of the head by a chunk", "host", size, "", ("head",))
+
+
+def _logits_bytes(objective: ObjectiveConfig, head: HeadBytes, tokens: int, width: int) -> int:
+    """The logits of a chunk of tokens and what is made of them, with what is left of the chunk before."""
+    if objective.row.head == "documents":
+        # Products, logits and their rounded gradient, or the gradient of the chunk before (model/loss/log_probs.py).
+        chunk, is_wide = CPU_TOKENS, width == _WIDE
+        one, later = (_WIDE, _WIDE) if is_wide else (2 * width + _WIDE, width + 2 * _WIDE)
+    elif is_distillation(objective):
+        # Products and log-probabilities of the model, with a teacher its own and their exponentials, with stored scores
+        # the tokens that are not stored, and a gradient (model/loss/soft_targets.py). Another temperature needs both of
+        # its log-probabilities. The gradient of the chunk before is there until the next one.
+        copies = (3 if objective.teacher is None else 4) + (objective.temperature != 1)
+        chunk, one = DISTILLATION_TOKENS, copies * _WIDE + (0 if width == _WIDE else width)
+        later = one + _WIDE
+    else:
+        return head.logits_of(tokens)
+    return (one if tokens <= chunk else later) * min(tokens, chunk) * head.columns
+
+
+def _teacher_rows(plan: Plan, given: ModelConfig | None) -> Iterator[MemoryRow]:
+    """Rows for the teacher of a run on a rank that has the head; none where it has no teacher. Its config.json is read
+    from its folder unless it is `given`. ModelError and ConfigError, which name the teacher, where it is not there or
+    where the arithmetic of its model type is not known.
+    """
+    section = plan.objective
+    if not is_distillation(section) or section.teacher is None:
+        return
+    teacher = given if given is not None else _read_config(section.teacher)
+    is_cut = is_teacher_partitioned(plan.zero_stage, section.teacher_offload)
+    try:
+        (weights,) = rank_weights(teacher, ParallelConfig(), zero_ranks=plan.world.world_size if is_cut else 1)
+    except ConfigError as unknown:
+        raise ConfigError(f"the teacher {section.teacher}: {unknown.message}", hint=unknown.hint) from None
+    home, width, tokens = _home(plan), WEIGHT_BYTES[plan.precision], _tokens_of_rank(plan)
+    place: Place = "host" if section.teacher_offload != "none" else home
+    held = width * sum(kind.sharded for kind in weights.kinds)
+    yield MemoryRow("weights of the teacher", place, held, "objective.teacher_offload")
+    if is_cut:
+        yield from _gathered_teacher_rows(weights, home, width)
+    # The forward of one layer at a time, and hidden states until the head of the model has read them.
+    activations = _activations(plan, teacher, (1, 1, 0), None)
+    working = max(layer.forward for layer in activations.kinds) + activations.layer_input
+    yield MemoryRow("one layer of the teacher", home, working * tokens, _LENGTH, ("teacher",))
+    yield MemoryRow("hidden states of the teacher", home, activations.layer_input * tokens, _LENGTH, FORWARD)
+
+
+def _gathered_teacher_rows(weights: RankWeights, home: Place, width: int) -> Iterator[MemoryRow]:
+    """Weights of a partitioned teacher that are whole on a rank, by DeepSpeed's default rules (engine/teacher.py)."""
+    kinds = [kind for kind in weights.kinds if kind.name != HEAD]
+    yield MemoryRow("small weights of the teacher, whole", home, width * num_persistent(kinds, DEFAULT_RULES))
+    forward, *_ = gathered_weights(kinds, DEFAULT_RULES, passes=1, copies=arriving_copies(home))
+    yield MemoryRow("gathered weights of the teacher", home, width * forward.numel, "", ("teacher",))
+    yield MemoryRow("weights of the teacher that arrive", home, width * forward.arriving, "", ("teacher",))
+    sizes = {kind.name: kind.numel for kind in weights.kinds}
+    head = sizes.get(HEAD, sizes[EMBEDDING])
+    yield MemoryRow("head of the teacher, whole", home, width * head, "", ("head",))
+
+
+def _read_config(folder: str) -> ModelConfig:
+    try:
+        tree: ModelConfig = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    except OSError:
+        raise ModelError(
+            f"the teacher {folder} has no config.json here", hint="name a folder with the teacher's config.json"
+        ) from None
+    return tree

@@ -5,29 +5,56 @@ the pairs that causal kernels compute, which is half of what that counter takes 
 tests/plan/estimate/test_operations.py compares both in every family.
 """
 
-import json
 import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import Any, Literal, NamedTuple
+from functools import cached_property
+from typing import Literal, NamedTuple, Self
 
 from ds_finetune.config.sections import LoraConfig
 from ds_finetune.families.parameters import ModelConfig
 from ds_finetune.families.table import family_of
 from ds_finetune.families.tensors import EMBEDDING
 from ds_finetune.plan.combinations import WEIGHT_BYTES
-from ds_finetune.plan.estimate.activation_memory import ActivationBytes, activation_bytes
-from ds_finetune.plan.estimate.config_text import config_text
-from ds_finetune.plan.estimate.layer_activations import SINK_COLUMNS
-from ds_finetune.plan.estimate.rank_elements import is_trained
-from ds_finetune.plan.estimate.rank_weights import RankWeights, part_of
-from ds_finetune.plan.estimate.row_shape import RowShape
+from ds_finetune.plan.estimate.activation_memory import SINK_COLUMNS, activation_bytes
+from ds_finetune.plan.estimate.rank_weights import RankWeights, is_trained, part_of, shape_of_model
 from ds_finetune.plan.estimate.states import TensorKind
 from ds_finetune.plan.head_chunk import head_chunk
 from ds_finetune.plan.model_shape import Shape
 from ds_finetune.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class RowShape:
+    """A row as it is computed."""
+
+    num_tokens: int
+    """With padding."""
+    num_supervised: float
+    documents: tuple[int, ...]
+    """Their lengths; padding counts as a document."""
+
+    @classmethod
+    def full(cls, num_tokens: int, *, supervised_share: float = 1.0) -> Self:
+        """One document as long as the row: what a plan assumes where it has read no data."""
+        return cls(num_tokens, supervised_share * num_tokens, (num_tokens,))
+
+    def pairs(self, limit: int | None) -> float:
+        """Pairs of tokens of which one attends to the other, where a token attends to `limit` positions at most."""
+        return sum(_pairs(length, limit) for length in self.documents)
+
+    @property
+    def mean_attended(self) -> float:
+        """Positions that a token attends to on average, without a limit."""
+        return self.pairs(None) / self.num_tokens
+
+
+def _pairs(length: int, limit: int | None) -> float:
+    if limit is None or length <= limit:
+        return length**2 / 2
+    return limit**2 / 2 + (length - limit) * limit
+
 
 Unit = Literal["matmul", "head", "grouped", "attention", "memory"]
 """What limits an operator, and so which share of the peak it reaches."""
@@ -97,11 +124,6 @@ class Work:
         return keys.per_token(self.model) if keys else 0
 
     @cached_property
-    def text(self) -> str:
-        """The config.json, as a key of caches."""
-        return config_text(self.model)
-
-    @cached_property
     def extra_forwards(self) -> int:
         """Forwards of the model itself that a step does beside the trained one: that of a reference, which is the model
         without its adapters.
@@ -135,7 +157,7 @@ def operations(work: Work, weights: RankWeights, *, is_last: bool) -> tuple[Oper
 
 def shape_of(work: Work) -> Shape:
     """The parameters of the model and the cost of its attention."""
-    return _shape(work.text, 1 if work.plan.mtp.train else 0)
+    return shape_of_model(work.model, mtp_layers=1 if work.plan.mtp.train else 0)
 
 
 def is_head(kind: TensorKind, weights: RankWeights, *, is_last: bool) -> bool:
@@ -273,7 +295,7 @@ def _indexer_width(model: ModelConfig) -> int:
 
 def _memory(work: Work, weights: RankWeights) -> Iterator[Operation]:
     """Norms, rotations, gates and sums: their time is that of the memory that they read and write."""
-    each = _activations(work.text, work.plan.precision, work.plan.mesh.tp)
+    each = activation_bytes(work.model, precision=work.plan.precision, tp=work.plan.mesh.tp)
     layers = [each.layers[min(layer, len(each.layers) - 1)] for layer in weights.layers]
     kept = sum(layer.kept + each.layer_input for layer in layers) * work.num_tokens
     forwards = _PASSES_OVER_ACTIVATIONS + 2 * (work.plan.activation_checkpointing + work.extra_forwards)
@@ -315,14 +337,3 @@ def adapter_parts(lora: LoraConfig | None, kind: TensorKind) -> tuple[AdapterPar
 def is_quantised(lora: LoraConfig | None, part: str) -> bool:
     """Whether the weights of a part of the model are held in four bits."""
     return lora is not None and lora.quantize is not None and part in ("attention", "dense MLP", "shared experts")
-
-
-@lru_cache(maxsize=64)
-def _shape(model: str, mtp_layers: int) -> Shape:
-    return Shape.of(json.loads(model), mtp_layers=mtp_layers)
-
-
-@lru_cache(maxsize=256)
-def _activations(model: str, precision: str, tp: int) -> ActivationBytes:
-    tree: dict[str, Any] = json.loads(model)
-    return activation_bytes(tree, precision=precision, tp=tp)

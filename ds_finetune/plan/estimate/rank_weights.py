@@ -1,24 +1,76 @@
-"""The tensors that a rank of each pipeline stage holds, computed from config.json; `trainer/rank_tensors.py` can
-read the same off a model, and tests/plan/estimate/test_rank_weights.py compares them.
+"""The tensors that a rank of each pipeline stage holds, computed from config.json, and how many of their numbers it
+trains and updates: all, or adapters beside weights that stay.
+
+`trainer/rank_tensors.py` can read the tensors off a model, and tests/plan/estimate/test_rank_weights.py compares them.
 """
 
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache, wraps
+from math import prod
+from typing import Any, ParamSpec, TypeVar
+
+from pydantic import BaseModel
 
 from ds_finetune.config.parallel import ParallelConfig
+from ds_finetune.config.sections import LoraConfig
+from ds_finetune.families.family import layer_of
 from ds_finetune.families.parameters import ModelConfig
+from ds_finetune.families.parameters import Shape as TensorShape
 from ds_finetune.families.table import family_of
 from ds_finetune.families.tensors import EMBEDDING, FINAL_NORM, HEAD, SCORE_HEAD, LayerKind, ModelTensors, model_tensors
-from ds_finetune.plan.estimate.config_text import config_text
 from ds_finetune.plan.estimate.states import TensorKind
 from ds_finetune.plan.layer_stages import stages_of
+from ds_finetune.plan.lora_targets import adapted_targets, nf4_bytes, quantised_targets, targets_among
+from ds_finetune.plan.model_shape import Shape
 from ds_finetune.plan.plan import Plan
 from ds_finetune.plan.tensor_cuts import fused_experts_part, local_shape
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class UnchangedConfig(dict[str, Any]):
+    """A config.json that nothing changes, for many estimates of one model: its text is made once."""
+
+    @cached_property
+    def text(self) -> str:
+        """The whole of it, by which `remembered` knows it."""
+        return _text(self)
+
+
+def remembered(function: Callable[P, R]) -> Callable[P, R]:
+    """A function that computes each result once: arguments are compared by their contents, models by config.json."""
+    results: dict[tuple[object, ...], R] = {}
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        key = (*map(_content, args), *((name, _content(value)) for name, value in kwargs.items()))
+        if key not in results:
+            if len(results) >= _MOST_REMEMBERED:
+                results.clear()
+            results[key] = function(*args, **kwargs)
+        return results[key]
+
+    return call
+
+
+def _content(value: object) -> object:
+    if isinstance(value, UnchangedConfig):
+        return value.text
+    if isinstance(value, BaseModel):
+        return value.model_dump_json()
+    return _text(value) if isinstance(value, Mapping) else value
+
+
+def _text(model: ModelConfig) -> str:
+    return json.dumps(model, sort_keys=True, default=str)
+
+
+_MOST_REMEMBERED = 4096
 _PARTS = (
     ("indexer", re.compile(r"\.self_attn\.indexer\.")),
     ("attention", re.compile(r"\.self_attn\.\w+_proj(_with_mqa)?\.|\.self_attn\.sinks$")),
@@ -55,14 +107,30 @@ class RankWeights:
         return sum(kind.numel for kind in self.kinds)
 
 
+@remembered
 def rank_weights(
     model: ModelConfig, parallel: ParallelConfig, *, zero_ranks: int, mtp_layers: int = 0, scores: int = 0
 ) -> tuple[RankWeights, ...]:
     """What a rank of each pipeline stage holds of the model whose config.json is given, where ZeRO shards over
     `zero_ranks`. ConfigError as `model_tensors` and `stages_of`.
     """
-    text = config_text(model)
-    return _rank_weights(text, parallel.model_dump_json(), zero_ranks, mtp_layers, scores)
+    tensors = _model_tensors(model, mtp_layers=mtp_layers, scores=scores)
+    is_transposed = family_of(str(model["model_type"])).transposed_experts
+    stages = stages_of(tensors, parallel)
+    found = []
+    for number, given in enumerate(stages):
+        layers = tuple(given if given is not None else range(len(tensors.layers)))
+        counted = _stage_tensors(tensors, layers, is_first=number == 0, is_last=number == len(stages) - 1)
+        kinds = []
+        for (name, whole), count in counted.items():
+            local = local_shape(name, whole, tp=parallel.tp, ep=parallel.ep, has_transposed_experts=is_transposed)
+            is_cut = fused_experts_part(name) is not None and parallel.ep > 1
+            kinds.append(TensorKind(name, count, whole, local, zero_ranks // (parallel.ep if is_cut else 1)))
+        found.append(RankWeights(tuple(kinds), layers, tuple(tensors.layers[layer] for layer in layers)))
+    return tuple(found)
+
+
+_model_tensors = remembered(model_tensors)
 
 
 def weights_of_run(plan: Plan, model: ModelConfig) -> tuple[RankWeights, ...]:
@@ -76,54 +144,156 @@ def weights_of_run(plan: Plan, model: ModelConfig) -> tuple[RankWeights, ...]:
     )
 
 
-@lru_cache(maxsize=1024)
-def _rank_weights(model: str, parallel: str, zero_ranks: int, mtp_layers: int, scores: int) -> tuple[RankWeights, ...]:
-    tensors = _model_tensors(model, mtp_layers, scores)
-    sizes = ParallelConfig.model_validate_json(parallel)
-    is_transposed = family_of(json.loads(model)["model_type"]).transposed_experts
-    stages = stages_of(tensors, sizes)
-    found = []
-    for number, given in enumerate(stages):
-        layers = tuple(given if given is not None else range(len(tensors.layers)))
-        counted = _stage_tensors(tensors, layers, is_first=number == 0, is_last=number == len(stages) - 1)
-        kinds = []
-        for (name, whole), count in counted.items():
-            local = local_shape(name, whole, tp=sizes.tp, ep=sizes.ep, has_transposed_experts=is_transposed)
-            is_cut = fused_experts_part(name) is not None and sizes.ep > 1
-            kinds.append(TensorKind(name, count, whole, local, zero_ranks // (sizes.ep if is_cut else 1)))
-        layer_kinds = tuple(tensors.layers[layer] for layer in layers)
-        found.append(RankWeights(tuple(kinds), layers, layer_kinds))
-    return tuple(found)
-
-
-@lru_cache(maxsize=64)
-def _model_tensors(model: str, mtp_layers: int, scores: int) -> ModelTensors:
-    return model_tensors(json.loads(model), mtp_layers=mtp_layers, scores=scores)
-
-
 def _stage_tensors(
     tensors: ModelTensors, layers: tuple[int, ...], *, is_first: bool, is_last: bool
-) -> Mapping[tuple[str, tuple[int, ...]], int]:
-    """Number of tensors of a stage by name and whole shape."""
-    counts: Counter[tuple[str, tuple[int, ...]]] = Counter()
-    for name, shape in _ends(tensors, layers, is_first=is_first, is_last=is_last):
-        counts[name, shape] += 1
+) -> Mapping[tuple[str, TensorShape], int]:
+    """Number of tensors of a stage by name and whole shape. The last stage has the embedding too for a tied head or a
+    prediction layer.
+    """
+    predicts = any(tensors.layers[layer].is_prediction for layer in layers)
+    has_embedding = is_first or (is_last and (tensors.is_tied or predicts))
+    ends = ((EMBEDDING,) if has_embedding else ()) + ((FINAL_NORM, HEAD, SCORE_HEAD) if is_last else ())
+    counts = Counter((name, tensors.ends[name]) for name in ends if name in tensors.ends)
     for kind, number in Counter(tensors.layers[layer] for layer in layers).items():
         for name, shape in tensors.of_kind[kind].items():
             counts[f"model.layers.N.{name}", shape] += number
     return counts
 
 
-def _ends(
-    tensors: ModelTensors, layers: tuple[int, ...], *, is_first: bool, is_last: bool
-) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The tensors outside of layers of a stage; the last one has the embedding too for a tied head or a prediction
-    layer.
+shape_of_model = remembered(Shape.of)
+"""The parameters of a model and the cost of its attention, by its config.json."""
+
+
+@dataclass(frozen=True)
+class RankElements:
+    """Numbers of a rank: whole, and the share of it that ZeRO gives each rank."""
+
+    held: int
+    """All weights, in the run's precision; those in four bits are not among them."""
+    held_share: int
+    trained: int
+    trained_share: int
+    group_share: int
+    """The share of the larger group: experts that `parallel.ep` divides and other weights are updated by turns."""
+    largest: int
+    """The largest tensor that is trained."""
+    packed_bytes: int = 0
+    """Bytes of weights in four bits, of which each rank has a share at ZeRO-3."""
+    scales_bytes: int = 0
+    """Bytes of their scales, which every rank has."""
+    dequantised: int = 0
+    """Elements of the largest weight in four bits, which is one in the run's precision while it is used."""
+
+
+def rank_elements(plan: Plan, model: ModelConfig, weights: RankWeights) -> RankElements:
+    """The numbers of a rank of one pipeline stage."""
+    held, share = weights.numel, sum(kind.sharded for kind in weights.kinds)
+    if plan.lora is not None:
+        return _with_adapters(plan, model, weights)
+    trained = [kind for kind in weights.kinds if is_trained(plan, model, kind)]
+    shares = Counter[int]()
+    for kind in trained:
+        shares[kind.sharers] += kind.sharded
+    return RankElements(
+        held=held,
+        held_share=share,
+        trained=sum(kind.numel for kind in trained),
+        trained_share=sum(kind.sharded for kind in trained),
+        group_share=max(shares.values(), default=0),
+        largest=max((kind.numel // kind.count for kind in trained), default=0),
+    )
+
+
+def count_adapters(plan: Plan, model: ModelConfig) -> int:
+    """Parameters of all adapters of a run with LoRA, and of a score head."""
+    assert plan.lora is not None
+    scores, mtp_layers = plan.objective.num_outputs, 1 if plan.mtp.train else 0
+    layers = tuple(range(model["num_hidden_layers"] + mtp_layers))
+    adapters = _adapters(model, plan.lora, (1, 1, mtp_layers, scores), layers)
+    return adapters.numel + scores * int(model["hidden_size"])
+
+
+def is_trained(plan: Plan, model: ModelConfig, kind: TensorKind) -> bool:
+    """Whether a run without LoRA trains a tensor: indexers are trained by a loss of their own, routers unless the run
+    file says otherwise.
     """
-    predicts = any(tensors.layers[layer].is_prediction for layer in layers)
-    if is_first or (is_last and (tensors.is_tied or predicts)):
-        yield EMBEDDING, tensors.ends[EMBEDDING]
-    if is_last:
-        for name in (FINAL_NORM, HEAD, SCORE_HEAD):
-            if name in tensors.ends:
-                yield name, tensors.ends[name]
+    part = part_of(kind.name)
+    if family_of(str(model["model_type"])).indexer is not None and plan.indexer.train:
+        if plan.indexer.stage == "dense_warmup":
+            return part == "indexer"
+    elif part == "indexer":
+        return False
+    return part != "router" or plan.router is None or plan.router.train
+
+
+def _with_adapters(plan: Plan, model: ModelConfig, weights: RankWeights) -> RankElements:
+    assert plan.lora is not None
+    sizes = (plan.mesh.tp, plan.mesh.ep, 1 if plan.mtp.train else 0, plan.objective.num_outputs)
+    adapters = _adapters(model, plan.lora, sizes, weights.layers)
+    score = sum(kind.numel for kind in weights.kinds if kind.name.startswith("score."))
+    numel, share = weights.numel - adapters.quantised, sum(kind.sharded for kind in weights.kinds)
+    trained = adapters.numel + score
+    trained_share = -(-adapters.numel // plan.zero_ranks) + -(-score // plan.zero_ranks)
+    return RankElements(
+        held=numel + adapters.numel,
+        held_share=share - adapters.quantised // plan.zero_ranks + -(-adapters.numel // plan.zero_ranks),
+        trained=trained,
+        trained_share=trained_share,
+        group_share=trained_share,
+        largest=adapters.largest,
+        packed_bytes=adapters.quantised // 2,
+        scales_bytes=adapters.quantised_bytes - adapters.quantised // 2,
+        dequantised=adapters.largest_quantised,
+    )
+
+
+@dataclass(frozen=True)
+class _AdapterElements:
+    numel: int
+    largest: int
+    quantised: int
+    quantised_bytes: int
+    largest_quantised: int
+
+
+@remembered
+def _adapters(
+    model: ModelConfig, lora: LoraConfig, sizes: tuple[int, int, int, int], layers: tuple[int, ...]
+) -> _AdapterElements:
+    """The adapters and weights in four bits of these layers on a rank; `sizes` are tp, ep, prediction layers and
+    scores.
+    """
+    tp, ep, mtp_layers, scores = sizes
+    every = targets_among(model_tensors(model, mtp_layers=mtp_layers, scores=scores).named())
+    is_transposed = family_of(model["model_type"]).transposed_experts
+    found: list[int] = []
+    quantised = [
+        shape
+        for target in quantised_targets(every, lora)
+        if layer_of(f"{target.name}.") in layers
+        for shape in target.shapes.values()
+    ]
+    for target in adapted_targets(every, lora):
+        for leaf, shape in target.shapes.items() if layer_of(f"{target.name}.") in layers else ():
+            local = local_shape(f"{target.name}.{leaf}", shape, tp=tp, ep=ep, has_transposed_experts=is_transposed)
+            found += [prod(local[:-2]) * lora.rank * side for side in local[-2:]]
+    return _AdapterElements(
+        numel=sum(found),
+        largest=max(found, default=0),
+        quantised=sum(map(prod, quantised)),
+        quantised_bytes=sum(map(nf4_bytes, quantised)),
+        largest_quantised=max(map(prod, quantised), default=0),
+    )
+
+
+def as_one_stage(plan: Plan) -> Plan:
+    """The run with all layers on each stage and nothing sent between stages, to bound what any division of the layers
+    takes.
+
+    What a stage takes, in seconds or in bytes of states, grows with its layers, and never by more with the layers of
+    two stages together than by those of both alone: operators of one class are bound by FLOPs or by memory together, a
+    computation hides messages of another layer, and buffers are held once. So the stages of a run take as much in all
+    as one stage with all layers or more, and the fullest of `pp` stages as much as the `pp`-th part of it.
+    """
+    parallel = plan.parallel.model_copy(update={"pp": 1, "vpp": 1, "pp_layers": ()})
+    return replace(plan, parallel=parallel, mesh=replace(plan.mesh, pp=1))

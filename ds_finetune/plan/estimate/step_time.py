@@ -5,24 +5,30 @@ bandwidth. Added are messages that are not hidden, the pipeline's bubble, and th
 says what is assumed; docs/explanation/time-model.md explains the whole.
 """
 
+import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 from ds_finetune.config.schedule import Duration
 from ds_finetune.families.parameters import ModelConfig
 from ds_finetune.plan.deepspeed_config import MOMENTS
 from ds_finetune.plan.estimate.accelerators import GB, Machine, check_precision
-from ds_finetune.plan.estimate.one_stage import as_one_stage
-from ds_finetune.plan.estimate.operations import Operation, Work, adapter_elements, operations, shape_of
-from ds_finetune.plan.estimate.rank_elements import is_trained
-from ds_finetune.plan.estimate.rank_weights import RankWeights, weights_of_run
-from ds_finetune.plan.estimate.row_shape import RowShape
-from ds_finetune.plan.estimate.teacher_time import teacher_config, teacher_flops
-from ds_finetune.plan.estimate.time_assumptions import assumptions
+from ds_finetune.plan.estimate.operations import (
+    Operation,
+    RowShape,
+    Work,
+    adapter_elements,
+    executed_width,
+    operations,
+    shape_of,
+)
+from ds_finetune.plan.estimate.rank_weights import RankWeights, as_one_stage, is_trained, weights_of_run
 from ds_finetune.plan.estimate.traffic import Beside, Group, GroupTraffic, between_chunks, traffic
+from ds_finetune.plan.model_shape import Shape
 from ds_finetune.plan.plan import Plan
 
 _WIDE = 4
@@ -150,7 +156,8 @@ def group_rate(machine: Machine, group: Group, kind: str) -> float:
     """
     local = group.on_node(machine.gpus_per_node)
     share = machine.efficiency.link
-    inside, outside = share * machine.intra_node_bytes_per_s, share * machine.inter_node_bytes_per_s
+    row = machine.accelerator
+    inside, outside = share * row.intra_node_bytes_per_s, share * row.inter_node_bytes_per_s
     if local == group.size:
         return inside
     if kind in ("all_to_all", "send_recv"):
@@ -324,3 +331,96 @@ def _steps(duration: str, tokens: int) -> int | None:
     if length.unit == "epochs":
         return None
     return int(length.value) if length.unit == "steps" else math.ceil(length.value / tokens)
+
+
+def teacher_config(work: Work) -> ModelConfig | None:
+    """The config.json of the run's teacher; None without a teacher, or where its folder is not on this machine."""
+    folder = getattr(work.plan.objective, "teacher", None)
+    file = Path(folder or "") / "config.json"
+    if not folder or not file.is_file():
+        return None
+    found: ModelConfig = json.loads(file.read_text(encoding="utf-8"))
+    return found
+
+
+def teacher_flops(work: Work, teacher: ModelConfig) -> float:
+    """FLOPs of its forward for a micro-batch: no gradients, and logits of supervised tokens."""
+    shape = Shape.of(teacher)
+    shape = replace(shape, attention_width=round(executed_width(work, teacher, shape)))
+    head = shape.embedding if shape.tied else shape.head
+    each = shape.flops_per_token(work.rows.num_tokens, mean_attended=work.rows.mean_attended) / 3
+    return work.num_tokens * (each - 2 * head) + 2 * head * work.num_supervised
+
+
+AGAINST_PUBLISHED = (0.41, 7.1)
+"""Least and most of predicted over published tokens/s of nine runs (docs/explanation/time-model.md)."""
+UNCONFIRMED = (
+    "No GPU has confirmed these figures. Against nine published runs of other programs, the predicted tokens/s are "
+    f"{AGAINST_PUBLISHED[0]:g} to {AGAINST_PUBLISHED[1]:g} times those that they had."
+)
+
+
+def assumptions(work: Work, machine: Machine) -> tuple[str, ...]:
+    """Sentences about rates, rows, experts, what is hidden, and what is left out."""
+    links = _links(machine) if work.plan.world.world_size > 1 else ()
+    return (*_rates(machine), *links, *machine.notes, *_work(work), *_left_out(work))
+
+
+def _rates(machine: Machine) -> Iterator[str]:
+    share, row = machine.efficiency, machine.accelerator
+    yield (
+        f"Matrix products reach {share.matmul:.0%} of the peak of {row.name}, those of routed experts "
+        f"{share.grouped:.0%}, attention {share.attention:.0%}; other operators {share.memory:.0%} of the "
+        "memory's bandwidth."
+    )
+
+
+def _links(machine: Machine) -> Iterator[str]:
+    share, row = machine.efficiency, machine.accelerator
+    yield (
+        f"A rank sends {row.intra_node_bytes_per_s / GB:,.3g} GB/s within a node of {machine.gpus_per_node} ranks "
+        f"and {row.inter_node_bytes_per_s / GB:,.3g} GB/s between nodes ({row.network}); collectives reach "
+        f"{share.link:.0%} of it."
+    )
+    if machine.blocks_host:
+        yield "Collectives block the ranks, so that nothing is hidden behind computation."
+    else:
+        yield (
+            f"Traffic that DeepSpeed overlaps is hidden to {share.hidden:.0%}, in at most {share.hidden:.0%} of the "
+            "time of computation; that of tp, sp and pp never is."
+        )
+
+
+def _work(work: Work) -> Iterator[str]:
+    rows = work.rows
+    yield (
+        f"A row has {rows.num_tokens:,} tokens in {len(rows.documents)} document{'s' * (len(rows.documents) > 1)}, "
+        f"{rows.num_supervised / rows.num_tokens:.0%} of them supervised; all ranks have equal work."
+    )
+    if work.experts_per_token:
+        yield "Tokens are divided evenly over routed experts."
+    if work.plan.mesh.ep > 1:
+        yield (
+            "The row of a token is sent once for each of its experts, also to several on one rank or node; the way to "
+            "them is hidden beside shared experts alone, and the way back is not."
+        )
+    if work.plan.lora is not None:
+        yield (
+            "The MFU counts 4 FLOPs for each frozen parameter and token: forward and the gradients of inputs. Adapters "
+            "are not counted; runs with LoRA report no perf/mfu."
+        )
+
+
+def _left_out(work: Work) -> Iterator[str]:
+    teacher = getattr(work.plan.objective, "teacher", None)
+    if teacher and teacher_config(work) is None:
+        yield f"The teacher's forward is not counted: {teacher} is no folder with a config.json here."
+    elif teacher:
+        yield "The traffic of a partitioned teacher's weights is not counted."
+    zero = work.plan.deepspeed["zero_optimization"]
+    for key in ("zero_quantized_weights", "zero_quantized_gradients"):
+        if zero.get(key):
+            yield f"The smaller messages of zero_optimization.{key} are not counted."
+    if work.plan.has_zenflow:
+        yield "ZenFlow's deferred updates are not counted."
+    yield "Evaluations, checkpoints, the first steps and waits for data are not counted."

@@ -16,8 +16,7 @@ from ds_finetune.families.table import family_of
 from ds_finetune.families.tensors import EMBEDDING
 from ds_finetune.plan.combinations import WEIGHT_BYTES
 from ds_finetune.plan.estimate.operations import Work, adapter_elements, adapter_parts, is_quantised
-from ds_finetune.plan.estimate.rank_elements import is_trained
-from ds_finetune.plan.estimate.rank_weights import RankWeights, part_of
+from ds_finetune.plan.estimate.rank_weights import RankWeights, is_trained, part_of
 from ds_finetune.plan.estimate.states import TensorKind
 from ds_finetune.plan.mesh import Mesh
 

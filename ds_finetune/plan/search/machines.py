@@ -6,15 +6,17 @@ from dataclasses import dataclass
 from ds_finetune.config.units import GIB
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.estimate.accelerators import (
+    CpuRates,
     Machine,
     accelerator,
     accelerator_of_device,
     check_precision,
+    cpu_machine,
     machine_of,
+    rates_file,
 )
-from ds_finetune.plan.estimate.cpu_machine import CpuRates, cpu_machine, rates_file
-from ds_finetune.plan.search.budget import HOST_SHARE, Budget
 from ds_finetune.plan.search.candidates import Ranks
+from ds_finetune.plan.search.fitting import HOST_SHARE, Budget
 from ds_finetune.system.free_memory import available_bytes
 
 CPU = "cpu"

@@ -10,17 +10,16 @@ from ds_finetune.config.sections import LoraConfig
 from ds_finetune.config.units import GIB
 from ds_finetune.errors import ConfigError, FinetuneError
 from ds_finetune.families.table import family_of
-from ds_finetune.plan.estimate.config_text import UnchangedConfig
 from ds_finetune.plan.estimate.memory import MemoryEstimate
-from ds_finetune.plan.estimate.row_shape import RowShape
-from ds_finetune.plan.estimate.time_assumptions import UNCONFIRMED
+from ds_finetune.plan.estimate.operations import RowShape
+from ds_finetune.plan.estimate.rank_weights import UnchangedConfig
+from ds_finetune.plan.estimate.step_time import UNCONFIRMED
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.search.candidates import Candidate, Candidates, Ranks
+from ds_finetune.plan.search.fitting import SPARE
 from ds_finetune.plan.search.forecast import memory_tree, read_model, seconds_text
-from ds_finetune.plan.search.layout import OFFLOAD_TEXTS, Layout, Sizes
+from ds_finetune.plan.search.layout import OFFLOAD_TEXTS, Layout, Sizes, layout_keys, override_values, written_run_file
 from ds_finetune.plan.search.machines import Target
-from ds_finetune.plan.search.micro_batch import SPARE
-from ds_finetune.plan.search.run_file import layout_keys, override_values, written_run_file
 from ds_finetune.plan.search.search import Misfit, Proposal, Search, SearchResult
 
 MOST_GPUS = 4096

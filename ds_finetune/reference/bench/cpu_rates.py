@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from ds_finetune.errors import RunError
-from ds_finetune.plan.estimate.accelerators import Machine
-from ds_finetune.plan.estimate.cpu_machine import CpuRates, cpu_machine, rates_file
+from ds_finetune.plan.estimate.accelerators import CpuRates, Machine, cpu_machine, rates_file
 
 if TYPE_CHECKING:
     import torch

@@ -12,9 +12,8 @@ from transformers import AutoModelForCausalLM
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.groups.communication import StepCommunication, sent_bytes
 from ds_finetune.model.parallel.pipeline import build_meta_model
-from ds_finetune.plan.estimate.operations import Work
+from ds_finetune.plan.estimate.operations import RowShape, Work
 from ds_finetune.plan.estimate.rank_weights import weights_of_run
-from ds_finetune.plan.estimate.row_shape import RowShape
 from ds_finetune.plan.estimate.traffic import traffic
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.reference.selftest.cells import PACKED_ROWS, ROW_LEN, TINY_MODELS, Cell, hf_config, run_tree

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, PhiConfig, PretrainedConfig, PreTrainedModel
 
-from ds_finetune.cli.demo_files import write_demo
+from ds_finetune.cli.demo import write_demo
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError, DataError, ModelError
 from ds_finetune.families.table import family_of

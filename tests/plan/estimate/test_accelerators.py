@@ -72,10 +72,12 @@ def test_links_come_from_doctor(tmp_path: Path, hosts: list[str], key: str) -> N
     file.write_text(json.dumps([asdict(check) for check in network_checks(hosts, [measured] * len(hosts))]))
     plain = machine_of(accelerator("h100-80g"))
     machine = with_measured_links(plain, file)
-    rate = getattr(machine, f"{key}_node_bytes_per_s") * machine.efficiency.link
+    rate = getattr(machine.accelerator, f"{key}_node_bytes_per_s") * machine.efficiency.link
     assert rate == pytest.approx(30e9 if key == "intra" else 15e9)
     other = "inter" if key == "intra" else "intra"
-    assert getattr(machine, f"{other}_node_bytes_per_s") == getattr(plain, f"{other}_node_bytes_per_s")
+    assert getattr(machine.accelerator, f"{other}_node_bytes_per_s") == getattr(
+        plain.accelerator, f"{other}_node_bytes_per_s"
+    )
     assert "30 GB/s" in machine.notes[0]
 
 

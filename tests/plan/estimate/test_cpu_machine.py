@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ds_finetune.errors import RunError
-from ds_finetune.plan.estimate.cpu_machine import CpuRates, cpu_machine, rates_file
+from ds_finetune.plan.estimate.accelerators import CpuRates, cpu_machine, rates_file
 from ds_finetune.reference.bench import cpu_rates
 from ds_finetune.reference.bench.cpu_rates import this_cpu_machine
 
@@ -35,7 +35,7 @@ def test_kept_rates_are_those_of_the_machine(tmp_path: Path, monkeypatch: pytest
     assert machine.accelerator.fp32_flops * machine.efficiency.attention == pytest.approx(RATES.attention)
     assert machine.accelerator.fp32_flops * machine.efficiency.head == pytest.approx(RATES.head)
     assert machine.accelerator.memory_bandwidth * machine.efficiency.new_memory == pytest.approx(RATES.new_memory)
-    assert machine.intra_node_bytes_per_s * machine.efficiency.link == RATES.link
+    assert machine.accelerator.intra_node_bytes_per_s * machine.efficiency.link == RATES.link
     assert machine.gpus_per_node == 2
     assert machine.blocks_host
 
@@ -53,7 +53,7 @@ def test_two_ranks_are_measured_and_remembered(tmp_path: Path, monkeypatch: pyte
     machine = this_cpu_machine(2, precision="fp32", threads=1)
     assert this_cpu_machine(2, precision="fp32", threads=1) == machine
     assert 1e9 < machine.accelerator.fp32_flops < 1e13
-    assert 1e7 < machine.intra_node_bytes_per_s < 1e12
+    assert 1e7 < machine.accelerator.intra_node_bytes_per_s < 1e12
     with pytest.raises(RunError, match="measuring rank 0 of 1 CPU ranks"):
         this_cpu_machine(1, precision="fp8", threads=1)
 

@@ -7,9 +7,9 @@ import pytest
 
 from ds_finetune.config.parallel import ParallelConfig
 from ds_finetune.errors import ConfigError, ModelError
-from ds_finetune.plan.estimate.gathered_weights import DEFAULT_RULES, gathered_weights
 from ds_finetune.plan.estimate.memory import estimate_stages
 from ds_finetune.plan.estimate.rank_weights import rank_weights
+from ds_finetune.plan.estimate.zero_rows import DEFAULT_RULES, gathered_weights
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.system.world import World
 from tests.plan.estimate.allocated_cells import LLAMA, AllocationCell

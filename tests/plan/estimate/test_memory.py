@@ -52,7 +52,7 @@ def test_the_first_of_equal_stages_needs_most(
     model = published(shared_data, "deepseek-ai--DeepSeek-R1-Distill-Qwen-7B")
     kinds = list(memory.estimate_stages(plan, model))
     # No stage is known to be equal to another.
-    monkeypatch.setattr(memory, "stage_activations", lambda *_: object())
+    monkeypatch.setattr(memory, "_held_by_stage", lambda *_: object())
     every = list(memory.estimate_stages(plan, model))
     assert len(kinds) < len(every) == 8
     for fullest in (lambda each: each.device_bytes, lambda each: each.host_bytes):

@@ -24,10 +24,9 @@ from ds_finetune.model.loss.token_loss import TrainedModel
 from ds_finetune.model.mtp.layer import mtp_layer_inputs, run_mtp_layer, set_mtp_layers
 from ds_finetune.model.quantised.four_bit import four_bit_or, install_four_bit
 from ds_finetune.plan.estimate import operations as operations_module
-from ds_finetune.plan.estimate.operations import Work, operations
+from ds_finetune.plan.estimate.operations import RowShape, Work, operations
 from ds_finetune.plan.estimate.rank_weights import weights_of_run
-from ds_finetune.plan.estimate.row_shape import RowShape
-from ds_finetune.plan.estimate.teacher_time import teacher_flops
+from ds_finetune.plan.estimate.step_time import teacher_flops
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.system.world import World
 from tests.lora_twin import adapted

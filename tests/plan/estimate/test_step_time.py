@@ -10,7 +10,7 @@ import pytest
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.estimate.accelerators import Machine, accelerator, machine_of
-from ds_finetune.plan.estimate.row_shape import RowShape
+from ds_finetune.plan.estimate.operations import RowShape
 from ds_finetune.plan.estimate.step_time import TimeEstimate, estimate_time, group_rate
 from ds_finetune.plan.estimate.traffic import Group
 from ds_finetune.plan.model_shape import Shape

@@ -3,9 +3,8 @@
 import pytest
 
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.plan.estimate.operations import Work
+from ds_finetune.plan.estimate.operations import RowShape, Work
 from ds_finetune.plan.estimate.rank_weights import weights_of_run
-from ds_finetune.plan.estimate.row_shape import RowShape
 from ds_finetune.plan.estimate.traffic import Group, RankGroups, traffic
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.plan import make_plan

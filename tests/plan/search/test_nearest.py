@@ -2,13 +2,12 @@
 
 import pytest
 
-from ds_finetune.cli.demo_files import MODEL
+from ds_finetune.cli.demo import MODEL
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.plan.batch import with_micro_batch
 from ds_finetune.plan.estimate.memory import estimate_memory
 from ds_finetune.plan.plan import Plan, make_plan
-from ds_finetune.plan.search.micro_batch import SPARE, bytes_of, fits, largest_micro_batch
-from ds_finetune.plan.search.nearest import fitting_changes
+from ds_finetune.plan.search.fitting import SPARE, bytes_of, fits, fitting_changes, largest_micro_batch
 from ds_finetune.system.world import World
 
 _WIDE = MODEL | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8}

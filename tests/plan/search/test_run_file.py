@@ -8,9 +8,13 @@ import yaml
 from ds_finetune.config.schema import RunConfig, read_config
 from ds_finetune.errors import OutputError
 from ds_finetune.plan.deepspeed_config import given_choices
-from ds_finetune.plan.search.layout import Activations, Layout, Sizes, decided, layout_of
-from ds_finetune.plan.search.run_file import (
+from ds_finetune.plan.search.layout import (
+    Activations,
+    Layout,
+    Sizes,
+    decided,
     layout_keys,
+    layout_of,
     override_values,
     shipped_name,
     with_values,

@@ -14,10 +14,10 @@ from ds_finetune.errors import ConfigError
 from ds_finetune.plan.config_json import read_config_json
 from ds_finetune.plan.estimate.accelerators import accelerator, machine_of
 from ds_finetune.plan.estimate.memory import estimate_memory, least_bytes, least_bytes_of_stages
-from ds_finetune.plan.estimate.row_shape import RowShape
+from ds_finetune.plan.estimate.operations import RowShape
 from ds_finetune.plan.estimate.step_time import estimate_time, least_seconds
-from ds_finetune.plan.search.budget import Budget
 from ds_finetune.plan.search.candidates import Candidates, Ranks
+from ds_finetune.plan.search.fitting import Budget
 from ds_finetune.plan.search.layout import layout_of
 from ds_finetune.plan.search.machines import Request, target_of
 from ds_finetune.plan.search.search import LISTED, Search

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import yaml
 
-from ds_finetune.cli.demo_files import write_demo
+from ds_finetune.cli.demo import write_demo
 from ds_finetune.errors import ConfigError, LaunchError, OutputError, RunError
 from ds_finetune.runs.experiments import jobs
 from ds_finetune.runs.experiments.jobs import JobsInterruptedError, is_stopped_code

@@ -1,16 +1,115 @@
-"""The changes of a run file with which a run that does not fit into memory would fit, by the estimate."""
+"""The memory that a rank may take: of its device, and its share of the memory of its host."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ds_finetune.config.schema import RunConfig
+from ds_finetune.config.units import GIB
 from ds_finetune.errors import FinetuneError
 from ds_finetune.families.parameters import ModelConfig
+from ds_finetune.plan.batch import legal_micro_batches
 from ds_finetune.plan.deepspeed_config import read_choices
-from ds_finetune.plan.estimate.memory import estimate_memory
+from ds_finetune.plan.estimate.memory import MemoryEstimate, StateBytes, estimate_memory
+from ds_finetune.plan.pipeline import forwards_together
 from ds_finetune.plan.plan import Plan, make_plan
-from ds_finetune.plan.search.micro_batch import fits, largest_micro_batch
+
+SPARE = 0.07
+"""Share of the memory that a choice leaves free: for what fragments, and for steps that need more than others."""
+
+
+def largest_micro_batch(plan: Plan, model: ModelConfig, *, budget: int) -> int:
+    """The most rows of a forward that divide the global batch and leave `SPARE` of `budget` bytes of the device free;
+    0 where not even one row does.
+
+    `model` is the config.json of the model. Nothing of `plan` but its batch depends on the rows.
+    """
+    sizes = reversed(legal_sizes(plan))
+    return next((rows for rows in sizes if fits(bytes_of(plan, model, rows), budget)), 0)
+
+
+def legal_sizes(plan: Plan) -> tuple[int, ...]:
+    """The sizes of a micro-batch that go with the global batch, the ranks and the pipeline of a run, ascending."""
+    group = forwards_together(plan.parallel)
+    return legal_micro_batches(global_batch_size=plan.batch.global_batch_size, dp=plan.dp, group=group)
+
+
+def fits(num_bytes: int, budget: int) -> bool:
+    """Whether `num_bytes` leave `SPARE` of `budget` free."""
+    return num_bytes <= (1 - SPARE) * budget
+
+
+def bytes_of(plan: Plan, model: ModelConfig, rows: int) -> int:
+    """Bytes on the device at most with forwards of `rows` rows."""
+    return estimate_memory(plan_with_rows(plan, rows), model).device_bytes
+
+
+def plan_with_rows(plan: Plan, rows: int) -> Plan:
+    """The numbers of `plan` with forwards of `rows` rows; the texts of its decisions stay."""
+    accumulation = plan.batch.global_batch_size // (rows * plan.dp)
+    return replace(
+        plan,
+        batch=replace(plan.batch, micro_batch_size=rows, gradient_accumulation_steps=accumulation),
+        deepspeed=plan.deepspeed
+        | {"train_micro_batch_size_per_gpu": rows, "gradient_accumulation_steps": accumulation},
+    )
+
+
+HOST_SHARE = 3
+"""Times the memory of its accelerators that a node is assumed to have, as a DGX H100 has: 2 TB for 8 x 80 GB."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes that a rank may take; of both, `SPARE` is left free."""
+
+    device_bytes: int
+    """Of its accelerator; on CPU ranks that of its host too."""
+    host_bytes: int
+    """Of its host's memory, which the ranks of the host share."""
+
+    def excess(self, memory: MemoryEstimate) -> int:
+        """Bytes that an estimate needs beyond the budget, on the device or on the host, whichever is more; 0 where it
+        fits.
+        """
+        return max(0, self.device_excess(memory), memory.host_bytes - self.of(self.host_bytes))
+
+    def least_excess(self, states: StateBytes) -> int:
+        """Bytes that a run needs beyond the budget at least, by its states alone."""
+        return max(0, states.device - self.of(self.device_bytes), states.host - self.of(self.host_bytes))
+
+    def device_excess(self, memory: MemoryEstimate) -> int:
+        """The same on the device alone; below 0 where it fits."""
+        return memory.device_bytes - self.of(self.device_bytes)
+
+    @staticmethod
+    def of(num_bytes: int) -> int:
+        """Bytes that may be taken of `num_bytes`."""
+        return int((1 - SPARE) * num_bytes)
+
+    def problem(self, memory: MemoryEstimate) -> str:
+        """What does not fit, with both values; empty where all does."""
+        device = (memory.device_bytes, self.of(self.device_bytes), "on its device")
+        host = (memory.host_bytes, self.of(self.host_bytes), "in its share of the host's memory")
+        # The device of a CPU rank is its host.
+        places = (host,) if memory.device == "host" else (device, host)
+        texts = [f"{_gib(need)} of {_gib(most)} {where}" for need, most, where in places if need > most]
+        return f"needs {' and '.join(texts)}" if texts else ""
+
+    def text(self, memory: MemoryEstimate) -> str:
+        """How much of its memory a run takes that fits."""
+        if memory.device == "host":
+            need, share = _gib(memory.host_bytes), _gib(self.host_bytes)
+            return f"fits: {need} of a rank's share of {share} of the host's memory; {SPARE:.0%} stay free"
+        return (
+            f"fits: {_gib(memory.device_bytes)} of {_gib(self.device_bytes)} on the device, and of the host's memory "
+            f"{_gib(memory.host_bytes)} of a rank's share of {_gib(self.host_bytes)}; {SPARE:.0%} of both stay free"
+        )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:,.1f} GiB"
+
 
 _HIGHEST_STAGE = 3
 
