@@ -79,7 +79,7 @@ MUTANTS = (
     ),
     Mutant(
         "gradients reduced in fp32 and accumulated in bf16",
-        "plan/reduction.py",
+        "plan/deepspeed_config.py",
         'return {_COMMUNICATION: "fp32", _ACCUMULATION: "fp32"}',
         'return {_COMMUNICATION: "fp32"}',
         REDUCTION,

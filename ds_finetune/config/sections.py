@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from ds_finetune.config.schedule import Interval
+from ds_finetune.config.schedule import Interval, seconds_of
 from ds_finetune.config.section import Section
 from ds_finetune.config.value_types import (
     DurationText,
@@ -252,6 +252,12 @@ class LogConfig(Section):
     """Trackers accelerate knows, by name: tensorboard, wandb, mlflow, ..."""
 
 
+REPORT_SECONDS = 60.0
+"""Time the watchdog needs after a limit expires to ask all ranks and end the run, on a lossy network too."""
+_SPARE_SECONDS = 300.0
+"""Added to the longest limit of the watchdog where `watchdog.collective` is `auto`."""
+
+
 class WatchdogConfig(Section):
     """When a run that hangs is ended, and which rank counts as slow."""
 
@@ -271,6 +277,19 @@ class WatchdogConfig(Section):
     """How long torch lets a rank wait in a collective; `auto` is five minutes more than the longest limit above."""
     straggler_ratio: float = Field(default=1.5, gt=1)
     """Time of the slowest rank over the median from which the progress line names it."""
+
+    @property
+    def longest_limit(self) -> float:
+        """Seconds of the longest limit. One that is `auto` is not counted: the watchdog ends it `REPORT_SECONDS` before
+        torch's.
+        """
+        given = [self.start, self.other, *([self.limit] if self.limit not in ("auto", "never") else [])]
+        return max(map(seconds_of, given))
+
+    @property
+    def collective_seconds(self) -> float:
+        """How long torch lets a rank wait in a collective of any process group."""
+        return self.longest_limit + _SPARE_SECONDS if self.collective == "auto" else seconds_of(self.collective)
 
 
 class ExportConfig(Section):

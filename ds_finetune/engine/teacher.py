@@ -13,8 +13,7 @@ from ds_finetune.model.build.dtypes import PRECISION_DTYPES
 from ds_finetune.model.build.model_plan import ModelPlan
 from ds_finetune.model.build.skeleton import whole
 from ds_finetune.model.loss.teacher import HiddenStates, Teacher, load_teacher
-from ds_finetune.plan.distillation import is_teacher_partitioned
-from ds_finetune.plan.plan import Plan
+from ds_finetune.plan.plan import Plan, is_teacher_partitioned
 
 
 @contextmanager

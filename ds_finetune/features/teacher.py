@@ -16,8 +16,7 @@ from ds_finetune.model.loss.teacher import Teacher, TeacherPlan
 from ds_finetune.model.loss.token_loss import LossHead, TrainedModel
 from ds_finetune.model.parallel.tensor import copy_to_tensor_parallel_region
 from ds_finetune.objectives.objective import Distillation, Examples, LossAndSums, StepNumbers
-from ds_finetune.plan.distillation import is_teacher_partitioned
-from ds_finetune.plan.plan import Plan
+from ds_finetune.plan.plan import Plan, is_teacher_partitioned
 
 
 class DistillationHead(LossHead):

@@ -32,9 +32,9 @@ def legal_micro_batches(*, global_batch_size: int, dp: int, group: int = 1) -> t
     return tuple(size for size in range(1, rows + 1) if rows % size == 0) if not rest else ()
 
 
-def check_auto(config: RunConfig, tree: Mapping[str, Any], source: str, accelerate: AccelerateChoices | None) -> None:
+def check_auto(train: TrainConfig, tree: Mapping[str, Any], source: str, accelerate: AccelerateChoices | None) -> None:
     """ConfigError where `train.micro_batch_size: auto` meets a size or an accumulation that somebody has chosen."""
-    if config.train.micro_batch_size != AUTO:
+    if train.micro_batch_size != AUTO:
         return
     for name, value in _chosen(tree, source, accelerate):
         raise ConfigError(

@@ -7,6 +7,7 @@ from typing import Any
 
 from ds_finetune.config.units import MIB
 from ds_finetune.errors import ModelError
+from ds_finetune.families.table import family_of
 
 MAX_LAYERS = 1000
 """Maximum number of layers of a model: each is built as Python objects before its weights are read. The deepest
@@ -95,6 +96,16 @@ def _counts(tree: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - whatever 
             yield name, part
         elif isinstance(part, Mapping):
             yield from ((f"{name}.{key}", value) for key, value in part.items() if key in _LAYERS and value is not None)
+
+
+def max_positions(model: Mapping[str, Any]) -> int | None:
+    """Maximum number of tokens of a document, from config.json; None where it names none."""
+    positions, encoder = model.get("max_position_embeddings"), family_of(str(model.get("model_type"))).encoder
+    if not positions:
+        return None
+    # Positions of RoBERTa begin behind that of padding (transformers 5.23, roberta/modeling_roberta.py:142-156).
+    first = int(model.get("pad_token_id") or 0) + 1 if encoder is not None and encoder.positions_follow_padding else 0
+    return int(positions) - first
 
 
 def _config_file(path: str) -> Path:

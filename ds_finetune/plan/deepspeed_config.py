@@ -1,4 +1,6 @@
-"""Completes the user's DeepSpeed choices: adds the numbers of the run file, and rejects contradictions to it."""
+"""The DeepSpeed configuration of a run: chosen by the run file or by `accelerate launch`, completed by the numbers of
+the run file, and refused where two of them contradict.
+"""
 
 import copy
 import json
@@ -6,13 +8,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ds_finetune.config.schema import OptimConfig, RunConfig
+from ds_finetune.config.dotted_keys import set_values
+from ds_finetune.config.optim import OptimConfig
+from ds_finetune.config.sections import TrainConfig
 from ds_finetune.config.shipped import DS_CONFIGS, shipped_file, shipped_names
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.batch import rows_of_forward
 from ds_finetune.plan.known_keys import check_keys
-from ds_finetune.plan.options import Tree, offload_device
+from ds_finetune.system.world import AccelerateChoices
 
+Tree = dict[str, Any]
 DEFAULT_CHOICES: Tree = {"zero_optimization": {"stage": 2}}
 """Used when neither the run file nor a launcher chooses: ZeRO-2 shards optimizer states and gradients, not weights."""
 
@@ -33,8 +38,46 @@ _UNTESTED = frozenset({"sgd"})
 HAS_TORCH_ADAM = ("adam", "adamw", "muon")
 """Optimizers whose Adam is DeepSpeed's FusedAdam without `torch_adam` (0.19.8, runtime/engine.py,
 get_optimizer_configuration)."""
+_COMMUNICATION, _ACCUMULATION = "communication_data_type", "grad_accum_dtype"
 TORCH_ADAM: Tree = {"torch_adam": True, "fused": True}
 """Parameters with which DeepSpeed uses torch's fused AdamW."""
+
+
+def choose_deepspeed(
+    given: str | Mapping[str, Any] | None, accelerate: AccelerateChoices | None
+) -> str | Mapping[str, Any] | None:
+    """The choices `given` by the run file, else accelerate's DeepSpeed file or fields, else None for the default.
+
+    ConfigError where accelerate names a DeepSpeed file with other values than the run file's.
+    """
+    if given is not None or accelerate is None:
+        if accelerate is not None and accelerate.config_file:
+            _check_same_file(given, accelerate.config_file)
+        return given
+    if accelerate.config_file:
+        return accelerate.config_file
+    if accelerate.zero_stage is None:
+        return None
+    zero: dict[str, Any] = {"stage": accelerate.zero_stage}
+    zero |= {"offload_optimizer": {"device": accelerate.offload_optimizer}} if accelerate.offload_optimizer else {}
+    zero |= {"offload_param": {"device": accelerate.offload_param}} if accelerate.offload_param else {}
+    return {"zero_optimization": zero}
+
+
+def _check_same_file(given: str | Mapping[str, Any] | None, file: str) -> None:
+    """ConfigError where the two configurations differ; a key that is "auto" counts as absent."""
+    ours, source = read_choices(given)
+    theirs, _ = read_choices(file)
+    left, right = (
+        {key: value for key, value in set_values(each).items() if value != "auto"} for each in (ours, theirs)
+    )
+    other = [key for key in {**left, **right} if left.get(key) != right.get(key)]
+    if other:
+        values = "; ".join(f"{key} {left.get(key)!r} and {right.get(key)!r}" for key in other)
+        raise ConfigError(
+            f"{source} contradicts accelerate's deepspeed_config_file {file}: {values}",
+            hint="leave one of them out, or make them equal",
+        )
 
 
 def read_choices(given: str | Mapping[str, Any] | None) -> tuple[Tree, str]:
@@ -85,6 +128,12 @@ def _choices_file(given: str) -> Path:
     return path
 
 
+def offload_device(zero: Mapping[str, Any], what: str) -> str:
+    """The device of `offload_optimizer` or `offload_param` in a ZeRO section: `none`, `cpu` or `nvme`."""
+    section = zero.get(what) or {}
+    return str(section.get("device") or "none")
+
+
 def stage_of(tree: Mapping[str, Any], source: str) -> int:
     """ZeRO stage of the choices, 0 to 3."""
     stage = (tree.get("zero_optimization") or {}).get("stage", 0)
@@ -108,12 +157,6 @@ def optimizer_section(optim: OptimConfig, *, on_cpu: bool, offloaded: bool, torc
         )
     params = {key: getattr(optim, field) for key, field in fields.items()}
     params |= {"lr": 0.0} | ({"betas": list(optim.betas)} if "betas" in fields else {})
-    if optim.name.lower() == "adagrad" and optim.weight_decay:
-        raise ConfigError(
-            f"optim.weight_decay {optim.weight_decay} with Adagrad would be added to the gradient "
-            "(torch.optim.Adagrad), not decoupled",
-            hint="set optim.weight_decay to 0, or take AdamW",
-        )
     if optim.name.lower() in HAS_TORCH_ADAM and not offloaded and (on_cpu or torch_adam):
         # On CPUs compiling DeepSpeed 0.19.8's FusedAdam takes minutes, and torch's fused kernel takes a fifteenth of
         # the time of torch's plain loop.
@@ -147,25 +190,55 @@ def _check_torch_adam(tree: Tree, optim: OptimConfig, source: str, *, on_cpu: bo
     return given.get("torch_adam")
 
 
-def finish(tree: Tree, config: RunConfig, *, accumulation: int, source: str, on_cpu: bool) -> Tree:
-    """The configuration for `deepspeed.initialize`; ConfigError where `tree` contradicts the run file.
+def with_reduction_dtype(tree: Mapping[str, Any], train: TrainConfig, *, source: str) -> dict[str, Any]:
+    """DeepSpeed's choices with the keys that `train.reduction_dtype` stands for; ConfigError where they name others."""
+    own = _reduction_keys(train)
+    data_types = dict(tree.get("data_types") or {})
+    for key, value in own.items():
+        given = (tree if key == _COMMUNICATION else data_types).get(key)
+        if given not in (None, "auto", value):
+            raise ConfigError(
+                f"{source}: {key} {given!r} contradicts train.reduction_dtype {train.reduction_dtype}, that is "
+                f"{value!r}",
+                hint=f"leave {key} out, or train.reduction_dtype",
+            )
+    found = {**tree}
+    if _COMMUNICATION in own:
+        found[_COMMUNICATION] = own[_COMMUNICATION]
+    if _ACCUMULATION in own:
+        found["data_types"] = data_types | {_ACCUMULATION: own[_ACCUMULATION]}
+    return found
 
-    The error names both values.
+
+def _reduction_keys(train: TrainConfig) -> dict[str, str]:
+    if train.reduction_dtype in ("auto", train.precision):
+        return {}
+    if train.reduction_dtype == "bf16":
+        return {_COMMUNICATION: "bf16"}
+    return {_COMMUNICATION: "fp32", _ACCUMULATION: "fp32"}
+
+
+def finish(
+    choices: tuple[Tree, str], train: TrainConfig, optim: OptimConfig, *, accumulation: int, on_cpu: bool
+) -> Tree:
+    """The configuration for `deepspeed.initialize`; ConfigError where the choices, a tree and its source, contradict
+    the run file. The error names both values.
     """
+    tree, source = choices
     zero = dict(tree.get("zero_optimization") or {})
     offloaded = offload_device(zero, "offload_optimizer") != "none"
     derived: Tree = {
-        "train_batch_size": config.train.global_batch_size,
-        "train_micro_batch_size_per_gpu": rows_of_forward(config.train),
+        "train_batch_size": train.global_batch_size,
+        "train_micro_batch_size_per_gpu": rows_of_forward(train),
         "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": config.train.max_grad_norm,
-        "bf16": {"enabled": config.train.precision == "bf16"},
-        "fp16": {"enabled": config.train.precision == "fp16"},
-        "optimizer": optimizer_section(config.optim, on_cpu=on_cpu, offloaded=offloaded),
+        "gradient_clipping": train.max_grad_norm,
+        "bf16": {"enabled": train.precision == "bf16"},
+        "fp16": {"enabled": train.precision == "fp16"},
+        "optimizer": optimizer_section(optim, on_cpu=on_cpu, offloaded=offloaded),
     }
-    _check_agrees_with_run_file(tree, config, derived, source)
-    torch_adam = _check_torch_adam(tree, config.optim, source, on_cpu=on_cpu, offloaded=offloaded)
-    derived["optimizer"] = optimizer_section(config.optim, on_cpu=on_cpu, offloaded=offloaded, torch_adam=torch_adam)
+    _check_agrees_with_run_file(tree, train, optim, derived, source)
+    torch_adam = _check_torch_adam(tree, optim, source, on_cpu=on_cpu, offloaded=offloaded)
+    derived["optimizer"] = optimizer_section(optim, on_cpu=on_cpu, offloaded=offloaded, torch_adam=torch_adam)
     finished = {key: value for key, value in copy.deepcopy(tree).items() if value != "auto"}
     for key in ("bf16", "fp16"):
         given = {k: v for k, v in (finished.get(key) or {}).items() if v != "auto"}
@@ -173,7 +246,7 @@ def finish(tree: Tree, config: RunConfig, *, accumulation: int, source: str, on_
     finished |= derived | {"zero_optimization": _with_overlap(_without_auto(zero))}
     # DeepSpeed 0.19.8 waits for the device twice for every micro-batch to print a speed (utils/timer.py:238, 256).
     finished.setdefault("timers", {"throughput": {"enabled": False}})
-    if config.optim.name.lower() in _UNTESTED:
+    if optim.name.lower() in _UNTESTED:
         finished["zero_allow_untested_optimizer"] = True
     return finished
 
@@ -188,8 +261,8 @@ def _without_auto(tree: Mapping[str, Any]) -> Tree:
     return {k: _without_auto(v) if isinstance(v, dict) else v for k, v in tree.items() if v != "auto"}
 
 
-def _check_agrees_with_run_file(tree: Tree, config: RunConfig, derived: Tree, source: str) -> None:
-    for name, given, own, ours in _pairs(tree, config, derived):
+def _check_agrees_with_run_file(tree: Tree, train: TrainConfig, optim: OptimConfig, derived: Tree, source: str) -> None:
+    for name, given, own, ours in _pairs(tree, train, optim, derived):
         if given in (None, "auto") or given == ours or (isinstance(given, list) and tuple(given) == ours):
             continue
         raise ConfigError(
@@ -198,7 +271,9 @@ def _check_agrees_with_run_file(tree: Tree, config: RunConfig, derived: Tree, so
         )
 
 
-def _pairs(tree: Tree, config: RunConfig, derived: Tree) -> Iterator[tuple[str, object, str, object]]:
+def _pairs(
+    tree: Tree, train: TrainConfig, optim: OptimConfig, derived: Tree
+) -> Iterator[tuple[str, object, str, object]]:
     for key, own in (
         ("train_batch_size", "train.global_batch_size"),
         ("train_micro_batch_size_per_gpu", "train.micro_batch_size"),
@@ -211,21 +286,77 @@ def _pairs(tree: Tree, config: RunConfig, derived: Tree) -> Iterator[tuple[str, 
         yield (
             f"{key}.enabled",
             enabled,
-            f"train.precision {config.train.precision}, that is",
-            config.train.precision == key,
+            f"train.precision {train.precision}, that is",
+            train.precision == key,
         )
     optimizer = tree.get("optimizer") or {}
     kind = optimizer.get("type")
     yield (
         "optimizer.type",
-        kind if str(kind).lower() != config.optim.name.lower() else None,
+        kind if str(kind).lower() != optim.name.lower() else None,
         "optim.name",
-        config.optim.name,
+        optim.name,
     )
-    for key, field in _OPTIMIZER_FIELDS[config.optim.name.lower()].items():
+    for key, field in _OPTIMIZER_FIELDS[optim.name.lower()].items():
         yield (
             f"optimizer.params.{key}",
             (optimizer.get("params") or {}).get(key),
             f"optim.{field}",
-            getattr(config.optim, field),
+            getattr(optim, field),
         )
+
+
+def check_accelerate_agrees(accelerate: AccelerateChoices, train: TrainConfig, finished: Mapping[str, Any]) -> None:
+    """ConfigError where `accelerate launch` and the run file give different values, naming both."""
+    zero = finished["zero_optimization"]
+    pairs = (
+        ("zero_stage", accelerate.zero_stage, "zero_optimization.stage", zero.get("stage", 0)),
+        (
+            "offload_optimizer_device",
+            accelerate.offload_optimizer,
+            "offload_optimizer.device",
+            offload_device(zero, "offload_optimizer"),
+        ),
+        (
+            "offload_param_device",
+            accelerate.offload_param,
+            "offload_param.device",
+            offload_device(zero, "offload_param"),
+        ),
+        (
+            "gradient_accumulation_steps",
+            accelerate.gradient_accumulation_steps,
+            "global_batch_size / (micro_batch_size x dp) =",
+            finished["gradient_accumulation_steps"],
+        ),
+        ("gradient_clipping", accelerate.gradient_clipping, "train.max_grad_norm", train.max_grad_norm),
+        ("mixed_precision", accelerate.mixed_precision, "train.precision", train.precision),
+    )
+    for name, theirs, own, ours in pairs:
+        if theirs is not None and theirs != ours:
+            raise ConfigError(
+                f"accelerate's {name} {theirs!r} contradicts {own} {ours!r} of the run file",
+                hint=f"leave {name} out of accelerate's file, or make them equal",
+            )
+
+
+_PINNED = "DeepSpeed 0.19.8: the CPU accelerator has no pinned memory; asking for it compiles an op that only copies"
+_OVERLAP = (
+    "DeepSpeed 0.19.8, gloo: streams are no-ops there, ZeRO-3 reads gradients before they are reduced; four of six "
+    "fp32 starts gave wrong losses without an error (same family: DeepSpeed issue 7718)"
+)
+
+
+def turn_off_wrong_options(zero: Tree, *, device: str) -> list[str]:
+    """Turn off, in place, options of a ZeRO section that are wrong on an accelerator; returns a line for each."""
+    if device != "cpu":
+        return []
+    stage, lines = zero.get("stage", 0), []
+    if stage and zero.get("overlap_comm", stage == 3) is not False:
+        zero["overlap_comm"] = False
+        lines.append(f"rewritten: overlap_comm on the CPU accelerator is off. {_OVERLAP}")
+    for what in ("offload_optimizer", "offload_param"):
+        if offload_device(zero, what) != "none" and zero[what].get("pin_memory", True):
+            zero[what]["pin_memory"] = False
+            lines.append(f"rewritten: {what}.pin_memory on the CPU accelerator is off. {_PINNED}")
+    return lines

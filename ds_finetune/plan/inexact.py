@@ -1,17 +1,12 @@
 """Options of DeepSpeed that cannot equal a plain loop: which key `inexact` of a run file allows which of them."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.value_types import InexactName
-from ds_finetune.errors import ConfigError
-from ds_finetune.families.table import family_of
 from ds_finetune.plan.batch import rows_of_forward
-from ds_finetune.plan.combinations import AXES
-from ds_finetune.plan.mesh import Mesh
-from ds_finetune.plan.options import Tree, offload_device
+from ds_finetune.plan.deepspeed_config import Tree
+from ds_finetune.plan.settings import Other, Refusal, RunSettings, setting, together
 
 PAGE = "docs/how-to/inexact-options.md"
 _WITHOUT_NAME = {
@@ -23,169 +18,126 @@ _WITHOUT_NAME = {
     ),
 }
 """Switches that are inexact and that no name allows, with what they change."""
+_NO_NAME = "and no name of `inexact` allows it"
 _COMMUNICATION = "communication_data_type"
 
 
 @dataclass(frozen=True)
-class InexactRun:
-    """What the rules of an option depend on: its run file, DeepSpeed configuration, ranks, device and accumulation."""
-
-    config: RunConfig
-    tree: Tree
-    mesh: Mesh
-    device: str
-    accumulation: int
-    """Forwards of an optimizer step on a rank."""
-
-    @property
-    def zero(self) -> Mapping[str, Any]:
-        """The section `zero_optimization`."""
-        return self.tree["zero_optimization"]
-
-    @property
-    def stage(self) -> int:
-        """ZeRO stage."""
-        return int(self.zero.get("stage", 0))
-
-    @property
-    def ranks(self) -> int:
-        """Ranks of the run."""
-        mesh = self.mesh
-        return mesh.dp * mesh.sp * mesh.tp * mesh.pp
-
-    @property
-    def offload(self) -> str:
-        """Where the optimizer's states are: `none`, `cpu` or `nvme`."""
-        return offload_device(self.zero, "offload_optimizer")
-
-
-Unmet = tuple[str, str]
-"""What keeps an option from working in a run, with both values, and what to do."""
-
-
-@dataclass(frozen=True)
 class InexactOption:
-    """A name of `inexact`: the key that asks for it, what it changes, what it saves, and what it needs of a run."""
+    """A name of `inexact`: the key that asks for it, what it changes, what it saves, and what it cannot work with."""
 
     name: InexactName
     key: str
     """A key of the DeepSpeed configuration with a value, as a user would write it."""
     changes: str
     saves: str
-    asked: Callable[[InexactRun], str]
+    asked: Callable[[RunSettings], str]
     """The key and value that ask for it in a run; empty where none does."""
-    unmet: Callable[[InexactRun], Iterator[Unmet]]
+    others: tuple[Other, ...]
 
 
-def _switch(key: str) -> Callable[[InexactRun], str]:
+def _switch(key: str) -> Callable[[RunSettings], str]:
     return lambda run: f"zero_optimization.{key} true" if run.zero.get(key) is True else ""
 
 
-def _plain_ranks(run: InexactRun) -> Iterator[Unmet]:
-    """What all options but one need: data parallel ranks alone, and no LoRA."""
-    if any(getattr(run.mesh, axis) > 1 for axis in AXES):
-        yield f"parallel {run.mesh}", "set tp, pp, sp and ep to 1"
-    if run.config.lora is not None:
-        yield "lora", "train all weights"
+_PLAIN_RANKS = (
+    Other("parallel {mesh}", "set tp, pp, sp and ep to 1", lambda run: run.axes),
+    Other("lora", "train all weights", lambda run: run.lora is not None),
+)
+"""What no option but one works with."""
+_ADAM = Other("optim.name {optim.name}", "use AdamW", lambda run: run.optimizer not in ("adam", "adamw"))
+_NO_GPU = "run it on GPUs: DeepSpeed 0.19.8"
+_PARTITIONED = (
+    *_PLAIN_RANKS,
+    Other(
+        "zero stage {stage}", "set zero_optimization.stage to 3, where weights are gathered", lambda run: run.stage != 3
+    ),
+    Other("offload to nvme", "offload to cpu", lambda run: "nvme" in run.offloads),
+)
+_QUANTIZED = (
+    *_PARTITIONED,
+    Other("device {device}", f"{_NO_GPU} has its quantizer as CUDA kernels alone", lambda run: run.device != "cuda"),
+    Other("1 rank", "start several ranks: one sends nothing", lambda run: run.mesh.world_size == 1),
+)
 
 
-def _partitioned(run: InexactRun) -> Iterator[Unmet]:
-    yield from _plain_ranks(run)
-    if run.stage != 3:
-        yield f"zero stage {run.stage}", "set zero_optimization.stage to 3, where weights are gathered"
-    if "nvme" in (run.offload, offload_device(run.zero, "offload_param")):
-        yield "offload to nvme", "offload to cpu"
+def _group(run: RunSettings) -> int:
+    """Ranks that share out the second copy of the weights."""
+    return int(run.zero.get("zero_hpz_partition_size") or 1)
 
 
-def _quantized(run: InexactRun) -> Iterator[Unmet]:
-    yield from _partitioned(run)
-    if run.device != "cuda":
-        yield f"device {run.device}", "run it on GPUs: DeepSpeed 0.19.8 has its quantizer as CUDA kernels alone"
-    if run.ranks == 1:
-        yield "1 rank", "start several ranks: one sends nothing"
+def _wrong_groups(run: RunSettings) -> dict[str, object] | None:
+    ranks, group = run.mesh.world_size, _group(run)
+    if ranks % group == 0 and group < ranks:
+        return None
+    legal = [str(n) for n in range(2, ranks) if ranks % n == 0]
+    hint = f"set it to {' or '.join(legal)}" if legal else "start at least 4 ranks"
+    return {"ranks": ranks, "group": group, "legal": hint}
 
 
-def _quantized_gradients(run: InexactRun) -> Iterator[Unmet]:
-    yield from _quantized(run)
-    if run.zero.get("reduce_scatter") is False:
-        yield "zero_optimization.reduce_scatter false", "leave it out"
-
-
-def _hierarchical(run: InexactRun) -> Iterator[Unmet]:
-    yield from _partitioned(run)
-    size = int(run.zero["zero_hpz_partition_size"])
-    if run.ranks % size or size >= run.ranks:
-        legal = [n for n in range(2, run.ranks) if run.ranks % n == 0]
-        hint = f"set it to {' or '.join(map(str, legal))}" if legal else "start at least 4 ranks"
-        yield f"{run.ranks} ranks, which do not form several groups of {size}", hint
-
-
-def _offloaded(run: InexactRun, stages: Sequence[int]) -> Iterator[Unmet]:
-    yield from _plain_ranks(run)
-    if run.stage not in stages:
-        yield f"zero stage {run.stage}", f"set zero_optimization.stage to {' or '.join(map(str, stages))}"
-    if run.offload != "cpu":
-        yield f"offload_optimizer.device {run.offload}", "set zero_optimization.offload_optimizer.device to cpu"
-    if run.config.optim.name.lower() not in ("adam", "adamw"):
-        yield f"optim.name {run.config.optim.name}", "use AdamW"
-    if run.config.train.precision == "fp16":
-        yield "train.precision fp16", "set train.precision to bf16"
-    if run.config.checkpoint.every != "never":
-        yield (
-            f"checkpoint.every {run.config.checkpoint.every}, because DeepSpeed keeps a part of the optimizer's state "
-            "where no checkpoint finds it",
+def _offloaded(*stages: int) -> tuple[Other, ...]:
+    legal = " or ".join(map(str, stages))
+    return (
+        *_PLAIN_RANKS,
+        Other("zero stage {stage}", f"set zero_optimization.stage to {legal}", lambda run: run.stage not in stages),
+        Other(
+            "offload_optimizer.device {offloads[0]}",
+            "set zero_optimization.offload_optimizer.device to cpu",
+            lambda run: run.offloads[0] != "cpu",
+        ),
+        _ADAM,
+        setting("train.precision fp16", "set train.precision to bf16"),
+        Other(
+            "checkpoint.every {checkpoint.every}, because DeepSpeed keeps a part of the optimizer's state where no "
+            "checkpoint finds it",
             "set checkpoint.every to never",
-        )
+            lambda run: run.checkpoint.saves,
+        ),
+    )
 
 
-def _zenflow(run: InexactRun) -> Iterator[Unmet]:
-    yield from _offloaded(run, (1, 2))
-    section = run.zero["zenflow"]
-    if not isinstance(section, Mapping):
-        yield f"the value {section!r}", "write a section, e.g. {select_strategy: step, select_interval: 16}"
-        return
-    if section.get("select_strategy") != "step":
-        yield (
-            f"zenflow.select_strategy {section.get('select_strategy', 'auto')}, because DeepSpeed does not know this "
-            "program's epochs and would choose columns once",
-            "set select_strategy to step, and select_interval and update_interval to numbers of steps",
-        )
-    for key in ("select_interval", "update_interval"):
-        value = section.get(key, "auto")
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            yield f"zenflow.{key} {value}", "set it to a number of steps"
-    if section.get("overlap_step"):
-        yield (
-            "zenflow.overlap_step true, whose steps lag behind in a process that is not tested",
-            "leave overlap_step out",
-        )
-    if run.accumulation != 1:
-        batch, micro, dp = run.config.train.global_batch_size, rows_of_forward(run.config.train), run.mesh.dp
-        yield (
-            f"train.global_batch_size {batch} in {run.accumulation} forwards of train.micro_batch_size {micro}, "
-            "because ZenFlow steps in each forward",
-            f"set train.micro_batch_size to {batch // dp}, or train.global_batch_size to {micro * dp}",
-        )
+def _untimed(key: str) -> Other:
+    def is_untimed(run: RunSettings) -> dict[str, object] | None:
+        value = run.zero["zenflow"].get(key, "auto")
+        is_number = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        return None if is_number else {"value": value}
+
+    return Other(f"zenflow.{key} {{value}}", "set it to a number of steps", is_untimed)
 
 
-def _superoffload(run: InexactRun) -> Iterator[Unmet]:
-    yield from _offloaded(run, (3,))
-    if run.device != "cuda":
-        yield f"device {run.device}", "run it on GPUs: DeepSpeed 0.19.8 refuses every other accelerator"
+def _several_forwards(run: RunSettings) -> dict[str, object] | None:
+    batch, micro, dp = run.train.global_batch_size, rows_of_forward(run.config.train), run.mesh.dp
+    values: dict[str, object] = {"micro": micro, "one_forward": batch // dp, "one_batch": micro * dp}
+    return values if run.accumulation != 1 else None
 
 
-def _low_reduction(run: InexactRun) -> str:
-    """The key that lowers the dtype of a gradient's reduction below that of the gradient."""
-    is_lower = run.config.train.precision == "fp32" and run.tree.get(_COMMUNICATION) == "bf16"
-    return f"{_COMMUNICATION} bf16" if is_lower else ""
-
-
-def _reduction(run: InexactRun) -> Iterator[Unmet]:
-    if run.ranks == 1:
-        yield "1 rank", "start several ranks: one reduces nothing"
-    if run.stage == 0:
-        yield "zero stage 0", "set zero_optimization.stage to 1, 2 or 3"
-
+_ZENFLOW = (
+    *_offloaded(1, 2),
+    Other(
+        "the value {zero[zenflow]!r}",
+        "write a section, e.g. {{select_strategy: step, select_interval: 16}}",
+        lambda run: not isinstance(run.zero["zenflow"], Mapping),
+    ),
+    Other(
+        "zenflow.select_strategy {strategy}, because DeepSpeed does not know this program's epochs and would choose "
+        "columns once",
+        "set select_strategy to step, and select_interval and update_interval to numbers of steps",
+        lambda run: (given := run.zero["zenflow"].get("select_strategy", "auto")) != "step" and {"strategy": given},
+    ),
+    _untimed("select_interval"),
+    _untimed("update_interval"),
+    Other(
+        "zenflow.overlap_step true, whose steps lag behind in a process that is not tested",
+        "leave overlap_step out",
+        lambda run: run.zero["zenflow"].get("overlap_step"),
+    ),
+    Other(
+        "train.global_batch_size {train.global_batch_size} in {accumulation} forwards of train.micro_batch_size "
+        "{micro}, because ZenFlow steps in each forward",
+        "set train.micro_batch_size to {one_forward}, or train.global_batch_size to {one_batch}",
+        _several_forwards,
+    ),
+)
 
 OPTIONS = (
     InexactOption(
@@ -194,7 +146,7 @@ OPTIONS = (
         "weights are gathered in 8 bits, so forward and backward see rounded weights",
         "half of the bytes of gathers in 16 bits",
         _switch("zero_quantized_weights"),
-        _quantized,
+        _QUANTIZED,
     ),
     InexactOption(
         "quantized_gradients",
@@ -202,27 +154,35 @@ OPTIONS = (
         "gradients are sent in 4 bits",
         "three quarters of the bytes of a reduction in 16 bits",
         _switch("zero_quantized_gradients"),
-        _quantized_gradients,
+        (
+            *_QUANTIZED,
+            Other(
+                "zero_optimization.reduce_scatter false",
+                "leave it out",
+                lambda run: run.zero.get("reduce_scatter") is False,
+            ),
+        ),
     ),
     InexactOption(
         "hierarchical_partition",
         "zero_optimization.zero_hpz_partition_size: 8",
         "backward reads a second copy of the weights, which the ranks of a group share out",
         "the gathers of backward between groups, for the memory of the copy",
-        lambda run: (
-            f"zero_optimization.zero_hpz_partition_size {size}"
-            if (size := int(run.zero.get("zero_hpz_partition_size") or 1)) > 1
-            else ""
-        ),
-        _hierarchical,
+        lambda run: f"zero_optimization.zero_hpz_partition_size {_group(run)}" if _group(run) > 1 else "",
+        (*_PARTITIONED, Other("{ranks} ranks, which do not form several groups of {group}", "{legal}", _wrong_groups)),
     ),
     InexactOption(
         "bf16_reduction",
         "communication_data_type: bf16",
         "gradients are rounded to bf16 before they are added over the ranks",
         "half of the bytes of a reduction in fp32",
-        _low_reduction,
-        _reduction,
+        lambda run: (
+            f"{_COMMUNICATION} bf16" if run.precision == "fp32" and run.tree.get(_COMMUNICATION) == "bf16" else ""
+        ),
+        (
+            Other("1 rank", "start several ranks: one reduces nothing", lambda run: run.mesh.world_size == 1),
+            Other("zero stage 0", "set zero_optimization.stage to 1, 2 or 3", lambda run: run.stage == 0),
+        ),
     ),
     InexactOption(
         "zenflow",
@@ -231,7 +191,7 @@ OPTIONS = (
         "older weights; the gradient is not clipped in between",
         "most of the traffic to the CPU and of its optimizer's time",
         lambda run: "zero_optimization.zenflow" if run.zero.get("zenflow") is not None else "",
-        _zenflow,
+        _ZENFLOW,
     ),
     InexactOption(
         "superoffload",
@@ -244,50 +204,78 @@ OPTIONS = (
             if (run.zero.get("offload_optimizer") or {}).get("super_offload") is True
             else ""
         ),
-        _superoffload,
+        (
+            *_offloaded(3),
+            Other("device {device}", f"{_NO_GPU} refuses every other accelerator", lambda run: run.device != "cuda"),
+        ),
     ),
 )
 
 
-def check_inexact(run: InexactRun) -> list[str]:
-    """A line for each inexact option of `run`; ConfigError for one that `inexact` does not name, that cannot work in
-    the run, or that is named without being asked for.
-    """
-    _check_without_name(run)
-    lines = []
+def inexact_lines(run: RunSettings) -> list[str]:
+    """A line for each inexact option of a run."""
+    return [
+        f"inexact: {asked}: {option.changes}. It saves {option.saves}; see {PAGE}"
+        for option in OPTIONS
+        if (asked := option.asked(run))
+    ]
+
+
+def inexact_checks() -> Iterator[Refusal]:
+    """Refusals of options that are inexact and that no name allows, and of each option that a name allows."""
+    for path, changes in _WITHOUT_NAME.items():
+        yield Refusal(_is_on(path), f"{path} true {changes}, {_NO_NAME}", f"leave {path.partition('.')[2]} out")
+    overflow = f"fp16 with train.precision {{precision}}: gradients may overflow in fp16, {_NO_NAME}"
+    yield Refusal(
+        lambda run: run.tree.get(_COMMUNICATION) == "fp16" != run.precision,
+        f"{_COMMUNICATION} {overflow}",
+        f"leave {_COMMUNICATION} out",
+    )
+    yield Refusal(
+        lambda run: run.accumulation_dtype == "fp16" != run.precision,
+        f"data_types.grad_accum_dtype {overflow}",
+        "leave data_types.grad_accum_dtype out",
+    )
+    yield Refusal(
+        lambda run: run.precision == "fp32" and run.accumulation_dtype in ("bf16", "fp16"),
+        "data_types.grad_accum_dtype {accumulation_dtype} with train.precision fp32 rounds the sum of gradients after "
+        f"each forward, {_NO_NAME}",
+        "leave grad_accum_dtype out",
+    )
     for option in OPTIONS:
-        asked, is_named = option.asked(run), option.name in run.config.inexact
-        if asked and not is_named:
-            raise ConfigError(
-                f"{asked} cannot equal a plain loop: {option.changes}",
-                hint=f"add `inexact: [{', '.join([*run.config.inexact, option.name])}]` to the run file to allow it "
-                f"({PAGE}), or leave the option out",
-            )
-        if is_named and not asked:
-            raise ConfigError(
-                f"inexact names {option.name}, which has no effect: {_why_unasked(option, run)}",
-                hint=f"take {option.name} out of inexact, or ask for it in `deepspeed`: {option.key}",
-            )
-        if asked:
-            for what, hint in option.unmet(run):
-                raise ConfigError(f"{asked} cannot work with {what}", hint=hint)
-            lines.append(f"inexact: {asked}: {option.changes}. It saves {option.saves}; see {PAGE}")
-    return lines
+        yield from _option_checks(option)
 
 
-def check_inexact_model(names: Sequence[InexactName], model: Mapping[str, Any]) -> None:
-    """ConfigError for ZenFlow with a model whose experts are tensors of three dimensions.
+def _is_on(path: str) -> Callable[[RunSettings], bool]:
+    section, _, key = path.partition(".")
+    return lambda run: (run.tree.get(section) or {}).get(key) is True
 
-    `model` is the model's config.json. DeepSpeed 0.19.8 takes those for vectors
-    (zenflow/zenflow_stage_1_and_2.py:216): it would choose and update the wrong elements.
-    """
-    kind = str(model.get("model_type"))
-    if "zenflow" in names and family_of(kind).expert_keys is not None:
-        raise ConfigError(
-            f"zero_optimization.zenflow cannot work with experts, which model_type {kind} has: it knows matrices and "
-            "vectors alone",
-            hint="train a dense model, or leave zenflow out",
-        )
+
+def _option_checks(option: InexactOption) -> Iterator[Refusal]:
+    """Refusals of an option that is asked for and not named, or named and not asked for, or that cannot work."""
+
+    def values(run: RunSettings) -> dict[str, object] | None:
+        asked, names = option.asked(run), ", ".join([*run.inexact, option.name])
+        return {"asked": asked, "names": names} if asked else None
+
+    yield Refusal(
+        lambda run: option.name not in run.inexact and values(run),
+        f"{{asked}} cannot equal a plain loop: {option.changes}",
+        f"add `inexact: [{{names}}]` to the run file to allow it ({PAGE}), or leave the option out",
+    )
+    yield Refusal(
+        lambda run: option.name in run.inexact and not values(run) and {"key": option.key, "why": _why(option, run)},
+        f"inexact names {option.name}, which has no effect: {{why}}",
+        f"take {option.name} out of inexact, or ask for it in `deepspeed`: {{key}}",
+    )
+    yield from together("{asked}", values, option.others, link=" cannot work with ", why="")
+
+
+def _why(option: InexactOption, run: RunSettings) -> str:
+    """Why a run does not ask for an option."""
+    if option.name == "bf16_reduction" and run.precision != "fp32":
+        return f"gradients of a run with train.precision {run.precision} have 16 bits and are reduced so without it"
+    return f"the DeepSpeed configuration does not have {option.key}"
 
 
 def without_inexact(tree: Tree) -> Tree:
@@ -302,39 +290,3 @@ def without_inexact(tree: Tree) -> Tree:
         }
     kept = {key: value for key, value in tree.items() if key != _COMMUNICATION}
     return kept | ({"zero_optimization": zero} if zero else {})
-
-
-def _why_unasked(option: InexactOption, run: InexactRun) -> str:
-    precision = run.config.train.precision
-    if option.name == "bf16_reduction" and precision != "fp32":
-        return f"gradients of a run with train.precision {precision} have 16 bits and are reduced so without it"
-    return f"the DeepSpeed configuration does not have {option.key}"
-
-
-def _check_without_name(run: InexactRun) -> None:
-    """ConfigError for options that are inexact and that no name allows."""
-    for path, changes in _WITHOUT_NAME.items():
-        section, _, key = path.partition(".")
-        if (run.tree.get(section) or {}).get(key) is True:
-            raise ConfigError(f"{path} true {changes}, and no name of `inexact` allows it", hint=f"leave {key} out")
-    precision = run.config.train.precision
-    for key, value in _dtypes(run):
-        if value == "fp16" != precision:
-            raise ConfigError(
-                f"{key} fp16 with train.precision {precision}: gradients may overflow in fp16, and no name of "
-                "`inexact` allows it",
-                hint=f"leave {key} out",
-            )
-    accumulated = (run.tree.get("data_types") or {}).get("grad_accum_dtype")
-    if accumulated in ("bf16", "fp16") and precision == "fp32":
-        raise ConfigError(
-            f"data_types.grad_accum_dtype {accumulated} with train.precision fp32 rounds the sum of gradients after "
-            "each forward, and no name of `inexact` allows it",
-            hint="leave grad_accum_dtype out",
-        )
-
-
-def _dtypes(run: InexactRun) -> Iterator[tuple[str, object]]:
-    """The dtypes in which gradients are reduced and accumulated, by their keys, where they are given."""
-    yield _COMMUNICATION, run.tree.get(_COMMUNICATION)
-    yield "data_types.grad_accum_dtype", (run.tree.get("data_types") or {}).get("grad_accum_dtype")

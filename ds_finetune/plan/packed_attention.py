@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ds_finetune.config.sections import OWN_ATTENTIONS, ModelConfig
-from ds_finetune.errors import ConfigError, ModelError
+from ds_finetune.config.sections import OWN_ATTENTIONS
 from ds_finetune.families.table import family_of
 
 MAX_WIDTH = 256
@@ -12,7 +11,6 @@ MAX_WIDTH = 256
 (aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_varlen_fwd)."""
 HALF_PRECISIONS = ("bf16", "fp16")
 """The precisions that FlashAttention computes in."""
-_FLASH = "flash_attention_2"
 _OLDEST = (8, 0)
 """Compute capability from which FlashAttention runs."""
 _NO_BACKWARD = {(8, 6), (8, 7), (8, 9), (12, 0), (12, 1)}
@@ -39,42 +37,6 @@ def head_widths(tree: Mapping[str, Any]) -> HeadWidths:
         return HeadWidths(tree["qk_nope_head_dim"] + tree["qk_rope_head_dim"], tree["v_head_dim"])
     width = tree.get("head_dim") or tree["hidden_size"] // tree["num_attention_heads"]
     return HeadWidths(width, width)
-
-
-def check_device(model: ModelConfig, *, device: str) -> None:
-    """ConfigError where the run file names the kernel of GPUs on a CPU."""
-    if model.attention == "varlen" and device == "cpu":
-        raise ConfigError(
-            f"model.attention varlen on device {device}: its kernel runs on GPUs alone",
-            hint="set model.attention: sdpa, which attends document by document on CPUs",
-        )
-
-
-def check_sinks(attention: str, tree: Mapping[str, Any]) -> None:
-    """ModelError where the model of config.json has attention sinks, and the attention of the run file does not know
-    them, or does not separate packed documents.
-    """
-    kind = str(tree["model_type"])
-    if family_of(kind).has_sinks and attention not in OWN_ATTENTIONS:
-        raise ModelError(
-            f"model.attention {attention} with model_type `{kind}`, whose attention has sinks: "
-            + ("its kernels have none" if attention == _FLASH else "documents of a packed row would see each other"),
-            hint="set model.attention: sdpa",
-        )
-
-
-def check_varlen(attention: str, tree: Mapping[str, Any], *, precision: str, longest: int) -> None:
-    """ModelError where the run file names the kernel and the model of config.json or the precision does not fit it.
-
-    `longest` is the maximum number of tokens of a document.
-    """
-    if attention != "varlen":
-        return
-    if problem := varlen_problem(tree, precision=precision) or _problem_of_calls(tree, longest):
-        raise ModelError(
-            f"model.attention varlen with model_type `{tree['model_type']}`: {problem}",
-            hint="set model.attention: sdpa, which attends document by document there",
-        )
 
 
 def varlen_problem(tree: Mapping[str, Any], *, precision: str, capability: tuple[int, int] = _OLDEST) -> str:
@@ -110,8 +72,10 @@ def attention_lines(attention: str, tree: Mapping[str, Any], *, device: str, pre
     return [("attention", f"a call for each document: {problem}" if problem else "one call for all documents")]
 
 
-def _problem_of_calls(tree: Mapping[str, Any], longest: int) -> str:
-    """Why some calls would not use the kernel, although it fits the model; empty where all do."""
+def problem_of_calls(tree: Mapping[str, Any], longest: int) -> str:
+    """Why some calls would not use the kernel, although it fits the model; empty where all do. `longest` is the maximum
+    number of tokens of a document.
+    """
     dropout = tree.get("attention_dropout") or tree.get("attention_probs_dropout_prob") or 0.0
     if dropout:
         return f"dropout {dropout} of its attention, which the kernel does not have"

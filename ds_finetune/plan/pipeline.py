@@ -1,14 +1,8 @@
-"""Pipelines: in which order ranks compute micro-batches, how long they wait, and settings that do not go together."""
+"""Pipelines: in which order ranks compute micro-batches, and how long they wait."""
 
-from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ds_finetune.config.indexer import IndexerConfig
 from ds_finetune.config.parallel import ParallelConfig
-from ds_finetune.config.schema import RunConfig
-from ds_finetune.errors import ConfigError
-from ds_finetune.plan.batch import rows_of_forward
-from ds_finetune.plan.mesh import Mesh
 
 
 class PipelineTurn(NamedTuple):
@@ -19,55 +13,9 @@ class PipelineTurn(NamedTuple):
     micro: int
 
 
-def check_chunks(pp: int, vpp: int, *, layers: int, given: Sequence[int]) -> None:
-    """ConfigError where a model's `layers` cannot be cut into `pp` x `vpp` chunks, or not as `given`."""
-    if pp > layers:
-        raise ConfigError(
-            f"parallel.pp {pp} is more than the {layers} layers of the model", hint=f"set it to {layers} at most"
-        )
-    if pp * vpp > layers:
-        raise ConfigError(
-            f"parallel.pp {pp} x parallel.vpp {vpp} = {pp * vpp} chunks are more than the {layers} layers of the model",
-            hint=f"set parallel.vpp to {layers // pp} at most",
-        )
-    if given and (len(given) != pp * vpp or sum(given) != layers or min(given) < 1):
-        parts = f"{pp} stages" if vpp == 1 else f"{pp} x {vpp} chunks"
-        raise ConfigError(
-            f"parallel.pp_layers {list(given)} does not share out {layers} layers over {parts}",
-            hint=f"name {pp * vpp} numbers of at least 1 whose sum is {layers}, or leave it out",
-        )
-
-
-def check_interleaving(mesh: Mesh, config: RunConfig, *, accumulation: int) -> None:
-    """ConfigError where ranks cannot hold several chunks with these settings, or no test compares it with a plain
-    loop.
-    """
-    pp, vpp = mesh.pp, config.parallel.vpp
-    if vpp == 1:
-        return
-    if pp == 1:
-        raise ConfigError(f"parallel.vpp {vpp} with parallel.pp 1", hint="set parallel.pp, or leave parallel.vpp out")
-    for what, hint in _untested(config.indexer):
-        raise ConfigError(f"parallel.vpp {vpp} with {what} is not tested", hint=hint)
-    if accumulation % pp:
-        rows = rows_of_forward(config.train) * mesh.dp
-        legal = [str(rows * pp * n) for n in (accumulation // pp, accumulation // pp + 1) if n]
-        raise ConfigError(
-            f"parallel.vpp {vpp} computes micro-batches in groups of parallel.pp {pp}, and a step has {accumulation}: "
-            f"train.global_batch_size {config.train.global_batch_size} / (micro_batch_size "
-            f"{rows_of_forward(config.train)} x dp {mesh.dp})",
-            hint=f"set train.global_batch_size to {' or '.join(legal)}, or parallel.vpp to 1",
-        )
-
-
 def forwards_together(parallel: ParallelConfig) -> int:
     """The number of which the forwards of a step are a multiple."""
     return parallel.pp if parallel.vpp > 1 else 1
-
-
-def _untested(indexer: IndexerConfig) -> Iterator[tuple[str, str]]:
-    if indexer.train:
-        yield "indexer.train true", "set parallel.vpp to 1"
 
 
 def idle_share(*, pp: int, vpp: int, micro_batches: int) -> float:

@@ -1,6 +1,6 @@
 """The plan of a run: what is computed from the run file before anything is loaded."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
@@ -13,24 +13,25 @@ from ds_finetune.config.routers import RouterConfig
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.sections import CheckpointConfig, LoraConfig, MtpConfig
 from ds_finetune.errors import ConfigError
-from ds_finetune.plan.activations import check_activations
 from ds_finetune.plan.batch import AUTO, accumulation_steps, check_auto, rows_of_forward
-from ds_finetune.plan.combinations import check_layout, check_lora
-from ds_finetune.plan.deepspeed_choice import check_accelerate_agrees, choose_deepspeed
-from ds_finetune.plan.deepspeed_config import HAS_TORCH_ADAM, MOMENTS, TORCH_ADAM, finish, read_choices, stage_of
-from ds_finetune.plan.distillation import check_distillation
-from ds_finetune.plan.indexer import check_indexer
-from ds_finetune.plan.inexact import InexactRun, check_inexact
+from ds_finetune.plan.checks import BEFORE_MODEL, check
+from ds_finetune.plan.deepspeed_config import (
+    HAS_TORCH_ADAM,
+    MOMENTS,
+    TORCH_ADAM,
+    check_accelerate_agrees,
+    choose_deepspeed,
+    finish,
+    read_choices,
+    stage_of,
+    turn_off_wrong_options,
+    with_reduction_dtype,
+)
+from ds_finetune.plan.inexact import inexact_lines
 from ds_finetune.plan.layer_stages import StageLayers
 from ds_finetune.plan.mesh import Mesh
-from ds_finetune.plan.mtp import check_mtp
-from ds_finetune.plan.objectives import check_objective, loss_text, objective_lines
-from ds_finetune.plan.options import Situation, apply_rules, offload_device
-from ds_finetune.plan.packed_attention import check_device
-from ds_finetune.plan.pipeline import check_interleaving, idle_share
-from ds_finetune.plan.reduction import check_reduction, with_reduction_dtype
-from ds_finetune.plan.run_length import check_profiled_ranks
-from ds_finetune.plan.timeouts import check_watchdog_before_torch_timeout, collective_seconds
+from ds_finetune.plan.pipeline import idle_share
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import AccelerateChoices, World
 
 LIGER = "0.8.5"
@@ -239,39 +240,9 @@ def _liger_version() -> str:
         return ""
 
 
-def _check_grad_accum_dtype(tree: dict[str, Any], stage: int, precision: str) -> None:
-    """ConfigError for a `grad_accum_dtype` in bf16 below ZeRO-2.
-
-    DeepSpeed 0.19.8 then uses its BF16_Optimizer (runtime/engine.py:2305), whose state is not supported here.
-    """
-    given = (tree.get("data_types") or {}).get("grad_accum_dtype")
-    if given not in (None, "auto") and stage < 2 and precision == "bf16":
-        raise ConfigError(
-            f"data_types.grad_accum_dtype {given!r} with zero stage {stage} in bf16 is not tested",
-            hint="use stage 2 or 3, or leave it out",
-        )
-
-
-def _check_combinations(
-    mesh: Mesh, config: RunConfig, *, stage: int, offloads: Sequence[str], tree: dict[str, Any]
-) -> None:
-    """ConfigError for parts of a run file that are not tested together."""
-    check_layout(mesh, config, stage=stage, offloads=offloads, tree=tree)
-    check_reduction(config.train, config.optim.name, tree, stage=stage, offloads=offloads)
-    check_lora(mesh, config, stage=stage, offloads=offloads, tree=tree)
-    check_interleaving(mesh, config, accumulation=tree["gradient_accumulation_steps"])
-    check_distillation(config, mesh)
-    check_mtp(config, stage=stage, offloads=offloads)
-    check_indexer(mesh, config, stage=stage, offloads=offloads)
-
-
-def _deepspeed_choices(config: RunConfig, accelerate: AccelerateChoices | None) -> tuple[dict[str, Any], str, int]:
-    """The DeepSpeed choices of a run with its reduction of gradients, their source, and the ZeRO stage."""
-    tree, source = read_choices(choose_deepspeed(config, accelerate))
-    check_auto(config, tree, source, accelerate)
-    stage = stage_of(tree, source)
-    _check_grad_accum_dtype(tree, stage, config.train.precision)
-    return with_reduction_dtype(tree, config.train, stage=stage, source=source), source, stage
+def is_teacher_partitioned(zero_stage: int, offload: str) -> bool:
+    """Whether a live teacher's weights are partitioned over all ranks; otherwise each rank holds them whole."""
+    return zero_stage == 3 or offload != "none"
 
 
 def make_plan(config: RunConfig, *, world: World, device: str, accelerate: AccelerateChoices | None = None) -> Plan:
@@ -280,61 +251,64 @@ def make_plan(config: RunConfig, *, world: World, device: str, accelerate: Accel
 
     Where `train.micro_batch_size: auto` is undecided, the plan has the smallest micro-batch, of one row.
     """
-    check_watchdog_before_torch_timeout(config.watchdog)
-    check_objective(config)
-    check_activations(config, device=device)
-    check_device(config.model, device=device)
-    check_profiled_ranks(config.profile, world_size=world.world_size)
-    mesh, rows = Mesh.of(config.parallel, world_size=world.world_size, rank=world.rank), rows_of_forward(config.train)
-    accumulation = accumulation_steps(
-        global_batch_size=config.train.global_batch_size, micro_batch_size=rows, dp=mesh.dp
-    )
-    tree, source, stage = _deepspeed_choices(config, accelerate)
-    finished = finish(tree, config, accumulation=accumulation, source=source, on_cpu=device == "cpu")
-    if accelerate:
-        check_accelerate_agrees(accelerate, config, finished)
+    run = _settings(config, world, device, accelerate)
+    check(run, *BEFORE_MODEL)
+    finished, mesh, train, optim = run.tree, run.mesh, config.train, config.optim
     # DeepSpeed counts sequence parallel ranks as data parallel (runtime/config.py, _batch_assertion), so its global
     # batch is larger by that factor.
-    finished["train_batch_size"] = rows * accumulation * mesh.dp * mesh.sp
-    if stage == 0 and config.train.precision == "fp32":
+    rows = rows_of_forward(train)
+    finished["train_batch_size"] = rows * run.accumulation * mesh.dp * mesh.sp
+    if run.stage == 0 and train.precision == "fp32":
         # The engine clips the gradient itself: DeepSpeed 0.19.8 counts tied weights twice in the norm
         # (runtime/utils.py:393), and takes the norm of each rank's experts separately.
         finished["gradient_clipping"] = 0.0
-    zero, train, optim = finished["zero_optimization"], config.train, config.optim
-    offloads = offload_device(zero, "offload_optimizer"), offload_device(zero, "offload_param")
-    _check_combinations(mesh, config, stage=stage, offloads=offloads, tree=finished)
-    situation = Situation(device, stage, train.precision, optim.name, train.max_grad_norm)
-    notes = check_inexact(InexactRun(config, finished, mesh, device, accumulation)) + apply_rules(zero, situation)
+    notes = inexact_lines(run) + turn_off_wrong_options(run.zero, device=device)
+    is_cross_entropy = config.objective.row.is_cross_entropy
     plan = Plan(
         world=world,
         mesh=mesh,
         device=device,
-        batch=BatchSizes(train.global_batch_size, rows, accumulation, train.max_seq_len, config.data.packing),
-        optimizer=OptimizerNumbers(optim.name.lower(), optim.weight_decay, optim.betas, train.max_grad_norm),
-        zero_stage=stage,
-        offload_optimizer=offloads[0],
-        offload_param=offloads[1],
-        loss_kernel=loss_kernel(
-            config.model.loss,
-            device=device,
-            tp=mesh.tp,
-            is_cross_entropy=config.objective.row.is_cross_entropy,
-        ),
+        batch=BatchSizes(train.global_batch_size, rows, run.accumulation, train.max_seq_len, config.data.packing),
+        optimizer=OptimizerNumbers(run.optimizer, optim.weight_decay, optim.betas, train.max_grad_norm),
+        zero_stage=run.stage,
+        offload_optimizer=run.offloads[0],
+        offload_param=run.offloads[1],
+        loss_kernel=loss_kernel(config.model.loss, device=device, tp=mesh.tp, is_cross_entropy=is_cross_entropy),
         attention=config.model.attention,
         **{name: getattr(train, name) for name in _TRAIN_KEYS},
         **{name: getattr(config, name) for name in _SECTIONS},
-        kept_files=_kept_files(config),
-        collective_seconds=collective_seconds(config.watchdog),
+        kept_files=_kept_files(run),
+        collective_seconds=config.watchdog.collective_seconds,
         # A state on NVMe may be larger than the host's memory.
-        saves_asynchronously=config.checkpoint.asynchronous and offloads[0] != "nvme",
+        saves_asynchronously=config.checkpoint.asynchronous and run.offloads[0] != "nvme",
         deepspeed=finished,
         decisions=(),
         notes=tuple(notes),
     )
-    return replace(plan, decisions=_decisions(plan, config))
+    return replace(plan, decisions=_decisions(plan, run))
 
 
-def _kept_files(config: RunConfig) -> KeptFiles:
+def _settings(config: RunConfig, world: World, device: str, accelerate: AccelerateChoices | None) -> RunSettings:
+    """The settings of a run with its ranks and its DeepSpeed configuration; ConfigError where two sources of one number
+    contradict.
+    """
+    train = config.train
+    mesh = Mesh.of(config.parallel, world_size=world.world_size, rank=world.rank)
+    accumulation = accumulation_steps(
+        global_batch_size=train.global_batch_size, micro_batch_size=rows_of_forward(train), dp=mesh.dp
+    )
+    given, source = read_choices(choose_deepspeed(config.deepspeed, accelerate))
+    check_auto(train, given, source, accelerate)
+    stage_of(given, source)
+    given = with_reduction_dtype(given, train, source=source)
+    tree = finish((given, source), train, config.optim, accumulation=accumulation, on_cpu=device == "cpu")
+    if accelerate:
+        check_accelerate_agrees(accelerate, train, tree)
+    return RunSettings(config=config, mesh=mesh, device=device, tree=tree, accumulation=accumulation)
+
+
+def _kept_files(run: RunSettings) -> KeptFiles:
+    config = run.config
     has_best, checkpoint = bool(config.data.eval), config.checkpoint
     # A checkpoint is written before the oldest one that is kept is removed.
     checkpoints = checkpoint.keep + 1 + (checkpoint.keep_best and has_best) if checkpoint.saves else 0
@@ -342,8 +316,9 @@ def _kept_files(config: RunConfig) -> KeptFiles:
     return KeptFiles(exports, checkpoints, checkpoint.node_local)
 
 
-def _decisions(plan: Plan, config: RunConfig) -> tuple[tuple[str, str], ...]:
+def _decisions(plan: Plan, run: RunSettings) -> tuple[tuple[str, str], ...]:
     """Name and text of each decision, as printed before anything is loaded."""
+    config = run.config
     model, batch = config.model, plan.batch
     offloads = f"offload optimizer {plan.offload_optimizer}, param {plan.offload_param}"
     rows = f"{batch.global_batch_size} rows = "
@@ -359,22 +334,22 @@ def _decisions(plan: Plan, config: RunConfig) -> tuple[tuple[str, str], ...]:
         ("ranks", f"{plan.world.world_size} on {plan.device}, started by {plan.world.launcher}"),
         ("layout", f"{plan.mesh}, ZeRO-{plan.zero_stage}, {offloads}"),
         ("batch", f"{rows}, {tokens}"),
-        *_communication(plan, config),
+        *_communication(plan, config.train.reduction_dtype),
         *((("inexact", ", ".join(config.inexact)),) if config.inexact else ()),
         *([("activations", "inputs of recomputed layers in host memory")] if plan.activation_offload else []),
-        *objective_lines(config),
-        ("loss", loss_text(config, kernel=plan.loss_kernel)),
+        *_objective_lines(config.objective),
+        ("loss", _loss_text(config.objective, kernel=plan.loss_kernel)),
         ("length", config.train.duration),
         ("checkpoints", _checkpoints(config.checkpoint, is_asynchronous=plan.saves_asynchronously)),
     )
 
 
-def _communication(plan: Plan, config: RunConfig) -> tuple[tuple[str, str], ...]:
+def _communication(plan: Plan, reduction_dtype: str) -> tuple[tuple[str, str], ...]:
     """How gradients are summed over ranks; nothing for one rank."""
     if plan.world.world_size == 1:
         return ()
     each = plan.zero_stage >= 2 and not plan.reduces_once and plan.batch.gradient_accumulation_steps > 1
-    dtype = plan.precision if config.train.reduction_dtype == "auto" else config.train.reduction_dtype
+    dtype = plan.precision if reduction_dtype == "auto" else reduction_dtype
     given = plan.deepspeed.get("communication_data_type")
     text = f"gradients summed in {given or dtype} {'in each forward' if each else 'once a step'}"
     overlaps = plan.deepspeed["zero_optimization"].get("overlap_comm", False)
@@ -388,3 +363,36 @@ def _checkpoints(checkpoint: CheckpointConfig, *, is_asynchronous: bool) -> str:
     best = " and the best" if checkpoint.keep_best else ""
     how = "asynchronous" if is_asynchronous else "synchronous"
     return f"every {checkpoint.every}, the last {checkpoint.keep}{best} kept, {how}"
+
+
+def _objective_lines(objective: ObjectiveConfig) -> list[tuple[str, str]]:
+    """Name and text of what is decided about the objective, for people; nothing for `sft`."""
+    if objective.name == "sft":
+        return []
+    numbers = ", ".join(f"{name} {value}" for name, value in _numbers(objective))
+    return [
+        ("objective", f"{objective.name}{f' ({numbers})' if numbers else ''}"),
+        *([] if objective.reference_source is None else [("reference", _REFERENCES[objective.reference_source])]),
+    ]
+
+
+_REFERENCES = {
+    "cache": "the model before training; its log-probabilities are computed once and cached",
+    "adapters_off": "the model without its adapters, in a further forward of each step",
+}
+
+
+def _numbers(objective: ObjectiveConfig) -> Iterator[tuple[str, object]]:
+    """Keys of the objective and their values, but for those that are empty or have a line of their own."""
+    for name in type(objective).model_fields:
+        value = getattr(objective, name)
+        if name not in ("name", "reference") and value not in (None, (), 0.0, "none"):
+            yield name, value
+
+
+def _loss_text(objective: ObjectiveConfig, *, kernel: str) -> str:
+    """What the loss is a mean over, and the kernel of the head where the model predicts tokens."""
+    text = f"mean over the {objective.row.unit} of the global batch"
+    if objective.chosen_weight:
+        text += f", plus {objective.chosen_weight:g} x the mean cross entropy of its chosen tokens"
+    return text if objective.row.head == "scores" else f"{kernel} kernel, {text}"

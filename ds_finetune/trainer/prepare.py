@@ -17,9 +17,10 @@ from ds_finetune.engine.devices import DeviceMemory, PeakMemory, choose_device, 
 from ds_finetune.model.build.unused_parameters import patterns_of
 from ds_finetune.objectives.objective import Objective
 from ds_finetune.observers.trackers import check_trackers
+from ds_finetune.plan.checks import check, length_notes
 from ds_finetune.plan.estimate.states import DiskNeed, RunEstimate
 from ds_finetune.plan.plan import Plan
-from ds_finetune.plan.run_length import check_run_length
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World, accelerate_choices
 from ds_finetune.trainer.inputs import RunInputs, read_inputs
 from ds_finetune.trainer.resolve import ResolvedRun, resolve
@@ -62,9 +63,11 @@ def prepare_run(config: RunConfig, world: World) -> PreparedRun:
     check_run_disk(Path(config.output_dir), _disk_need(run.estimate, world))
     inputs, schedule = run.inputs, run.schedule
     rows = None if isinstance(inputs.train, StreamedRows) else inputs.train.rows_per_epoch
-    notes = check_run_length(config, steps=schedule.steps, warmup=schedule.warmup_steps, rows=rows)
+    length = RunSettings(config=config, steps=schedule.steps, warmup=schedule.warmup_steps, rows=rows)
+    check(length, "length of the run")
     memory, peak = read_device_memory(world, run.plan.device), PeakMemory(run.plan.device)
-    return replace(run, inputs=replace(inputs, notes=(*inputs.notes, *notes)), memory=memory, peak=peak)
+    inputs = replace(inputs, notes=(*inputs.notes, *length_notes(length)))
+    return replace(run, inputs=inputs, memory=memory, peak=peak)
 
 
 def read_run(resolved: ResolvedRun) -> PreparedRun:

@@ -12,7 +12,6 @@ from ds_finetune.data.classes import find_classes
 from ds_finetune.data.prepare import TokenLimits
 from ds_finetune.data.row_kind import RowKind
 from ds_finetune.data.tokenizer_files import load_tokenizer
-from ds_finetune.errors import ConfigError
 from ds_finetune.families.table import family_of
 from ds_finetune.features.table import features_of
 from ds_finetune.model.build.encoder import encoder_of, max_positions
@@ -23,12 +22,12 @@ from ds_finetune.model.build.unused_parameters import patterns_of, unused_parame
 from ds_finetune.model.loss.score_config import set_classes, set_padding_token, with_base_classes
 from ds_finetune.model.parallel.pipeline import build_meta_model
 from ds_finetune.model.weights.vocabulary import grow_vocabulary
+from ds_finetune.plan.checks import WITH_MESH, check
 from ds_finetune.plan.context import ContextPlan, plan_context
-from ds_finetune.plan.distillation import check_teacher
 from ds_finetune.plan.estimate.states import RunEstimate, estimate_run
 from ds_finetune.plan.mesh import Mesh
-from ds_finetune.plan.model_checks import check_model, check_positions
 from ds_finetune.plan.plan import Plan, make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import AccelerateChoices, World
 from ds_finetune.trainer.distillation import with_local_teacher
 from ds_finetune.trainer.document_lengths import length_notes
@@ -98,11 +97,11 @@ def make_model_plan(config: RunConfig, mesh: Mesh, *, is_config_only: bool = Fal
     """
     hf_config, context = _config_and_context(config, is_config_only=is_config_only)
     padding = _set_up_scores(config, hf_config)
-    check_model(config, mesh, hf_config.to_dict())
+    run = RunSettings(config=config, mesh=mesh, model_json=hf_config.to_dict())
+    check(run, *WITH_MESH)
     planned = plan_model(hf_config, config)
     if planned.teacher is not None:
-        teacher = planned.teacher.hf_config.to_dict()
-        check_teacher(mesh, planned.teacher.path, teacher, max_seq_len=config.train.max_seq_len)
+        check(replace(run, model_json=planned.teacher.hf_config.to_dict()), "teacher")
     return replace(planned, padding=padding, context=context)
 
 
@@ -112,22 +111,10 @@ def _set_up_scores(config: RunConfig, hf_config: PretrainedConfig) -> str:
     """
     if config.objective.row.head != "scores":
         return ""
-    _check_optimizer_of_scores(config)
     set_classes(hf_config, config.objective, outputs=config.objective.num_outputs)
     if encoder_of(hf_config) is not None:
         return f"{hf_config.pad_token_id}, as published"
     return set_padding_token(hf_config, _tokenizer(config))
-
-
-def _check_optimizer_of_scores(config: RunConfig) -> None:
-    """ConfigError for Muon, which would orthogonalise the score head: DeepSpeed 0.19.8 knows heads by the name
-    `lm_head` (__init__.py:369).
-    """
-    if config.optim.name.lower() == "muon":
-        raise ConfigError(
-            f"optim.name {config.optim.name} with objective {config.objective.name} would orthogonalise the score head",
-            hint="set optim.name: AdamW",
-        )
 
 
 def with_classes(config: RunConfig) -> RunConfig:
@@ -174,7 +161,8 @@ def token_limits(config: RunConfig, hf_config: PretrainedConfig) -> TokenLimits:
     """The numbers of the model that rows must respect; ConfigError where `max_seq_len` is more than the model
     allows.
     """
-    check_positions(config, hf_config.model_type, max_positions(hf_config))
+    allowed = max_positions(hf_config)
+    check(RunSettings(config=config, model_json=hf_config.to_dict(), positions=allowed), "positions")
     return TokenLimits(max_seq_len=config.train.max_seq_len, vocab_size=hf_config.vocab_size)
 
 

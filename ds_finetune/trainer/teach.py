@@ -35,8 +35,8 @@ from ds_finetune.model.loss.forward_rows import find_supervised
 from ds_finetune.model.loss.soft_targets import top_log_probs
 from ds_finetune.model.loss.teacher import HiddenStates, Teacher, load_teacher
 from ds_finetune.model.weights.load import weights_digest
-from ds_finetune.plan.distillation import check_teacher
-from ds_finetune.plan.mesh import Mesh
+from ds_finetune.plan.checks import check
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
 from ds_finetune.trainer.inputs import RunInputs, read_inputs
 from ds_finetune.trainer.resolve import model_config, try_generic_type
@@ -106,8 +106,7 @@ def _prepare(config: RunConfig) -> tuple[ModelPlan, RunInputs]:
     """The model of the run with its teacher, and the rows, checked against both."""
     model = plan_model(model_config(config), config.model_copy(update={"lora": None, "router": None}))
     assert model.teacher is not None
-    tree, alone = model.teacher.hf_config.to_dict(), Mesh.of(config.parallel, world_size=1, rank=0)
-    check_teacher(alone, model.teacher.path, tree, max_seq_len=config.train.max_seq_len)
+    check(RunSettings(config=config, model_json=model.teacher.hf_config.to_dict()), "teacher")
     try_generic_type(config, model)
     return model, read_inputs(config, model)
 

@@ -8,7 +8,8 @@ import yaml
 
 from ds_finetune.config.schema import RunConfig, dump_config, read_config
 from ds_finetune.errors import ConfigError
-from ds_finetune.plan.run_length import check_run_length
+from ds_finetune.plan.checks import check, length_notes
+from ds_finetune.plan.settings import RunSettings
 from tests.conftest import ROOT
 
 MINIMAL: dict[str, Any] = {"model": "m", "data": {"train": "a.jsonl"}, "output_dir": "o"}
@@ -110,7 +111,9 @@ def test_every_run_file_of_the_project_is_taken() -> None:
 
 
 def _checked(tree: dict[str, Any], *, steps: int = 100, warmup: int = 3, rows: int | None = 1000) -> list[str]:
-    return check_run_length(RunConfig.model_validate(MINIMAL | tree), steps=steps, warmup=warmup, rows=rows)
+    run = RunSettings(config=RunConfig.model_validate(MINIMAL | tree), steps=steps, warmup=warmup, rows=rows)
+    check(run, "length of the run")
+    return length_notes(run)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.engine.start_engine import start_engine
-from ds_finetune.plan import options
+from ds_finetune.plan.checks import CHECKS
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.reference.selftest import compare
 from ds_finetune.reference.selftest.cells import Cell, hf_config, run_tree
@@ -82,7 +82,8 @@ def _put_in_place() -> None:
 
     FusedAdamBuilder.load = lambda self, verbose=True: SimpleNamespace(multi_tensor_adam=multi_tensor_adam)
     get_accelerator().is_fp16_supported = lambda: True
-    options.RULES = tuple(rule for rule in options.RULES if not rule.name.startswith("fp16"))
+    options = "options of DeepSpeed"
+    CHECKS[options] = tuple(row for row in CHECKS[options] if not row.message.startswith("fp16"))
 
 
 def _fused_plan(config: RunConfig, *, world: World, device: str) -> Plan:

@@ -15,10 +15,12 @@ from ds_finetune.errors import FinetuneError
 from ds_finetune.families.tiny import GPT_OSS
 from ds_finetune.model.build.model_plan import plan_model
 from ds_finetune.model.build.skeleton import build_skeleton
-from ds_finetune.plan.combinations import check_divides, check_optimizer
+from ds_finetune.plan.checks import check
 from ds_finetune.plan.mesh import Mesh
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest.cells import Cell, run_tree
 
+ALONE = Mesh(0, 1)
 CONFIG: Any = AutoConfig.for_model("gpt_oss", **GPT_OSS)
 
 
@@ -44,11 +46,15 @@ def test_lora() -> None:
         plan_model(CONFIG, _run(lora={"rank": 2}))
 
 
+def _check(mesh: Mesh = ALONE, **sections: Any) -> None:
+    run = RunSettings(config=_run(**sections), mesh=mesh, model_json=CONFIG.to_dict())
+    check(run, "sizes of the model", "experts of the model")
+
+
 def test_muon() -> None:
     with pytest.raises(FinetuneError, match=r"optim\.name Muon of model_type gpt_oss would orthogonalise the biases"):
-        check_optimizer("Muon", CONFIG.to_dict())
-    check_optimizer("AdamW", CONFIG.to_dict())
-    check_optimizer("Muon", {"model_type": "deepseek_v3"})
+        _check(optim={"name": "Muon"})
+    _check(optim={"name": "AdamW"})
 
 
 @pytest.mark.parametrize(
@@ -56,7 +62,7 @@ def test_muon() -> None:
 )
 def test_sizes_that_do_not_divide(mesh: Mesh, what: str) -> None:
     with pytest.raises(FinetuneError, match=re.escape(what)):
-        check_divides(mesh, CONFIG.to_dict())
+        _check(mesh)
 
 
 def test_weights_of_experts_decay_and_their_biases_do_not() -> None:

@@ -57,7 +57,7 @@ def rest(models: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest
 
 def _router(layout: RouterLayout, models: Path) -> RouterPlan:
     folder = models / layout.cell.family
-    found = plan_routers(config_of(layout, folder, folder), AutoConfig.from_pretrained(folder).to_dict())
+    found = plan_routers(config_of(layout, folder, folder).router, AutoConfig.from_pretrained(folder).to_dict())
     assert found is not None
     return found
 

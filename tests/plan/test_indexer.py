@@ -1,15 +1,19 @@
 """Which indexers a run trains, and the settings with which it is refused to train them."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from ds_finetune.config.indexer import IndexerConfig
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.tiny import SHARED_INDEX
-from ds_finetune.plan.indexer import check_indexer, check_stages_begin_with_indexers, plan_indexer
+from ds_finetune.plan.checks import check
+from ds_finetune.plan.indexer import plan_indexer
 from ds_finetune.plan.layer_stages import StageLayers
 from ds_finetune.plan.mesh import Mesh
+from ds_finetune.plan.settings import RunSettings
 
 V32 = {"model_type": "deepseek_v32", "num_hidden_layers": 3}
 GLM = {"model_type": "glm_moe_dsa", **SHARED_INDEX, "num_hidden_layers": 4}
@@ -22,8 +26,8 @@ def _config(**sections: Any) -> RunConfig:
 
 
 def test_layers_with_indexers_are_trained() -> None:
-    assert plan_indexer(_config(indexer={}), V32) is None
-    plan = plan_indexer(_config(), V32)
+    assert plan_indexer(IndexerConfig(), V32) is None
+    plan = plan_indexer(IndexerConfig(train=True), V32)
     assert plan is not None
     assert (plan.layers, plan.is_alone) == ((0, 1, 2), False)
     assert plan.lines() == [
@@ -33,7 +37,7 @@ def test_layers_with_indexers_are_trained() -> None:
             "the global batch",
         )
     ]
-    alone = plan_indexer(_config(indexer=WARMUP), GLM)
+    alone = plan_indexer(IndexerConfig.model_validate(WARMUP), GLM)
     assert alone is not None
     assert (alone.layers, alone.is_alone) == ((0, 2), True)
     assert "alone, by attention to all earlier tokens" in alone.lines()[0][1]
@@ -41,17 +45,16 @@ def test_layers_with_indexers_are_trained() -> None:
 
 def test_a_model_without_indexers_is_refused() -> None:
     with pytest.raises(ConfigError, match="with model_type deepseek_v3, whose") as caught:
-        plan_indexer(_config(), {"model_type": "deepseek_v3"})
+        check(RunSettings(config=_config(), model_json={"model_type": "deepseek_v3"}), "type of the model")
     assert "deepseek_v32, glm_moe_dsa" in caught.value.hint
 
 
 def test_a_stage_begins_with_an_indexer() -> None:
-    plan = plan_indexer(_config(), GLM)
-    assert plan is not None
-    check_stages_begin_with_indexers(plan, [StageLayers((range(2),)), StageLayers((range(2, 4),))])
-    check_stages_begin_with_indexers(plan, [None])
+    run = RunSettings(config=_config(parallel={"pp": 2}), model_json=GLM)
+    check(replace(run, stages=(StageLayers((range(2),)), StageLayers((range(2, 4),)))), "stages")
+    check(replace(run, stages=(None,)), "stages")
     with pytest.raises(ConfigError, match="stage 1 begins with layer 1, which has no indexer") as caught:
-        check_stages_begin_with_indexers(plan, [StageLayers((range(1),)), StageLayers((range(1, 4),))])
+        check(replace(run, stages=(StageLayers((range(1),)), StageLayers((range(1, 4),)))), "stages")
     assert "one of layers 0, 2" in caught.value.hint
 
 
@@ -72,12 +75,15 @@ def test_a_stage_begins_with_an_indexer() -> None:
 def test_what_no_test_compares_is_refused(
     sections: dict[str, Any], mesh: dict[str, int], stage: int, words: str
 ) -> None:
+    tree = {"zero_optimization": {"stage": stage}}
+    run = RunSettings(config=_config(**sections), mesh=Mesh(0, 2, **mesh), tree=tree)
     with pytest.raises(ConfigError) as caught:
-        check_indexer(Mesh(0, 2, **mesh), _config(**sections), stage=stage, offloads=("none", "none"))
+        check(run, "indexers")
     assert words in caught.value.message
     assert caught.value.message.endswith("is not tested")
 
 
 def test_offload_to_nvme_is_refused() -> None:
+    tree = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}
     with pytest.raises(ConfigError, match="with offload to nvme is not tested"):
-        check_indexer(Mesh(0, 1), _config(), stage=3, offloads=("nvme", "none"))
+        check(RunSettings(config=_config(), tree=tree), "indexers")

@@ -5,10 +5,13 @@ from typing import Any, get_args
 
 import pytest
 
+from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.value_types import InexactName
 from ds_finetune.errors import ConfigError
-from ds_finetune.plan.inexact import OPTIONS, check_inexact_model, without_inexact
+from ds_finetune.plan.checks import check
+from ds_finetune.plan.inexact import OPTIONS, without_inexact
 from ds_finetune.plan.plan import Plan
+from ds_finetune.plan.settings import RunSettings
 from tests.plan.test_plan import plan_of, zero
 
 CPU = {"device": "cpu"}
@@ -151,10 +154,13 @@ def test_gradients_of_fp32_need_the_name_with_every_layout_and_by_every_key() ->
 
 
 def test_zenflow_is_refused_for_experts() -> None:
-    check_inexact_model(["zenflow"], {"model_type": "llama"})
-    check_inexact_model([], {"model_type": "deepseek_v3"})
+    run = {"model": "m", "data": {"train": "a.jsonl"}, "output_dir": "o"}
+    with_zenflow, plain = (RunConfig.model_validate(run | {"inexact": names}) for names in (["zenflow"], []))
+    experts = {"model_type": "deepseek_v3", "hidden_size": 32, "moe_intermediate_size": 32}
+    check(RunSettings(config=with_zenflow, model_json={"model_type": "llama"}), "experts of the model")
+    check(RunSettings(config=plain, model_json=experts), "experts of the model")
     with pytest.raises(ConfigError, match="cannot work with experts, which model_type deepseek_v3 has"):
-        check_inexact_model(["zenflow"], {"model_type": "deepseek_v3"})
+        check(RunSettings(config=with_zenflow, model_json=experts), "experts of the model")
 
 
 @pytest.mark.parametrize("name", ASKED)

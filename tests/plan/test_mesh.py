@@ -12,8 +12,10 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.table import FAMILIES
 from ds_finetune.families.tiny import DENSE
-from ds_finetune.plan.combinations import TESTED_LAYOUTS, check_divides, check_expert_widths, check_layout, check_lora
+from ds_finetune.plan.checks import check
+from ds_finetune.plan.combinations import TESTED_LAYOUTS
 from ds_finetune.plan.mesh import Mesh
+from ds_finetune.plan.settings import RunSettings
 
 
 def test_ranks_are_numbered_row_major_and_tensor_ranks_stand_together() -> None:
@@ -47,6 +49,15 @@ def _config(**sections: Any) -> RunConfig:
     return RunConfig.model_validate(tree | sections)
 
 
+def _check_layout(mesh: Mesh, zero: dict[str, Any] | None = None, **sections: Any) -> None:
+    tree = {"zero_optimization": zero or {"stage": 2}}
+    check(RunSettings(config=_config(**sections), mesh=mesh, tree=tree), "layout")
+
+
+def _check_model(subject: str, mesh: Mesh, model: dict[str, Any], **sections: Any) -> None:
+    check(RunSettings(config=_config(parallel={}, **sections), mesh=mesh, model_json=model), subject)
+
+
 @pytest.mark.parametrize(
     ("sections", "message", "hint"),
     [
@@ -60,7 +71,7 @@ def _config(**sections: Any) -> RunConfig:
 )
 def test_layouts_that_cannot_be_are_refused(sections: dict[str, Any], message: str, hint: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_layout(Mesh(rank=0, dp=1, sp=4), _config(**sections), stage=2)
+        _check_layout(Mesh(rank=0, dp=1, sp=4), **sections)
     assert (caught.value.message, caught.value.hint) == (message, hint)
 
 
@@ -109,14 +120,14 @@ def test_combinations_that_nothing_compares_are_refused(
     mesh: Mesh, stage: int, offload: str, message: str, hint: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_layout(mesh, _config(), stage=stage, offloads=[offload])
+        _check_layout(mesh, {"stage": stage, "offload_optimizer": {"device": offload}})
     assert (caught.value.message, caught.value.hint) == (message, hint)
 
 
 @pytest.mark.parametrize("sections", [{"optim": {"lr": 1e-3, "name": "Muon"}}, {"optim": {"lr": 1e-3, "name": "Lamb"}}])
 def test_optimizers_of_whole_matrices_are_refused(sections: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"with optim.name (Muon|Lamb) is not tested"):
-        check_layout(Mesh(0, 1, tp=2), _config(**sections), stage=2)
+        _check_layout(Mesh(0, 1, tp=2), **sections)
 
 
 @pytest.mark.parametrize(
@@ -124,13 +135,13 @@ def test_optimizers_of_whole_matrices_are_refused(sections: dict[str, Any]) -> N
 )
 def test_choices_of_deepspeed_that_nothing_compares_are_refused(zero: dict[str, bool]) -> None:
     with pytest.raises(ConfigError, match=f"with {next(iter(zero))} .* is not tested"):
-        check_layout(Mesh(0, 2, ep=2), _config(), stage=2, tree={"zero_optimization": {"stage": 2} | zero})
+        _check_layout(Mesh(0, 2, ep=2), {"stage": 2} | zero)
 
 
 def test_four_bits_of_shards_are_refused() -> None:
     config = _config(lora={"quantize": "nf4"})
     with pytest.raises(ConfigError) as caught:
-        check_lora(Mesh(0, 1, tp=2), config, stage=1, offloads=[], tree={})
+        check(RunSettings(config=config, mesh=Mesh(0, 1, tp=2)), "LoRA")
     assert caught.value.message == (
         "lora.quantize nf4 with parallel dp 1 x tp 2 would round other numbers than without parallel.tp"
     )
@@ -139,7 +150,7 @@ def test_four_bits_of_shards_are_refused() -> None:
 
 def test_fp16_is_refused() -> None:
     with pytest.raises(ConfigError, match="is not tested"):
-        check_layout(Mesh(0, 1, tp=2), _config(train={"for": "1 steps", "precision": "fp16"}), stage=2)
+        _check_layout(Mesh(0, 1, tp=2), train={"for": "1 steps", "precision": "fp16"})
 
 
 def test_ranks_of_experts() -> None:
@@ -228,7 +239,7 @@ def test_sizes_that_do_not_divide_the_model_are_refused(
     mesh: Mesh, model: dict[str, Any], message: str, hint: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_divides(mesh, model)
+        _check_model("sizes of the model", mesh, model)
     assert (caught.value.message, caught.value.hint) == (message, hint)
 
 
@@ -254,8 +265,10 @@ def test_sizes_that_do_not_divide_the_model_are_refused(
 def test_stages_that_do_not_share_out_the_layers_are_refused(
     pp: int, given: list[int], message: str, hint: str
 ) -> None:
+    config = _config(parallel={"pp": pp, "pp_layers": given})
+    run = RunSettings(config=config, mesh=Mesh(0, 1, pp=pp), model_json=DENSE | {"model_type": "llama"})
     with pytest.raises(ConfigError) as caught:
-        check_divides(Mesh(0, 1, pp=pp), DENSE | {"model_type": "llama"}, pp_layers=given)
+        check(run, "sizes of the model")
     assert (caught.value.message, caught.value.hint) == (message, hint)
 
 
@@ -299,13 +312,14 @@ def test_widths_that_the_grouped_product_rejects_are_refused(
     keys = FAMILIES[kind].expert_keys
     model = {"model_type": kind, "hidden_size": 32, "moe_intermediate_size": 64} | sizes
     model[keys.width_key] = model.pop("moe_intermediate_size")
-    message = message.replace("moe_intermediate_size", keys.width_key)
+    message, train = message.replace("moe_intermediate_size", keys.width_key), {"precision": precision}
     with pytest.raises(ConfigError) as caught:
-        check_expert_widths(Mesh(0, 1, tp=tp), model, precision=precision)
+        _check_model("experts of the model", Mesh(0, 1, tp=tp), model, train=train)
     assert caught.value.message.startswith(message)
     assert caught.value.hint == hint
-    check_expert_widths(Mesh(0, 1), model | {"hidden_size": 32, keys.width_key: 48}, precision=precision)
-    check_expert_widths(Mesh(0, 1, tp=tp), model | {"model_type": "llama"}, precision=precision)
+    fitting = model | {"hidden_size": 32, keys.width_key: 48}
+    _check_model("experts of the model", Mesh(0, 1), fitting, train=train)
+    _check_model("experts of the model", Mesh(0, 1, tp=tp), model | {"model_type": "llama"}, train=train)
 
 
 @pytest.mark.parametrize(

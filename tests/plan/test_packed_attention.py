@@ -5,22 +5,32 @@ from typing import Any
 
 import pytest
 
-from ds_finetune.config.sections import ModelConfig
+from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError, ModelError
 from ds_finetune.families.table import FAMILIES
+from ds_finetune.plan.checks import check
 from ds_finetune.plan.packed_attention import (
     HeadWidths,
     attention_lines,
-    check_device,
-    check_varlen,
     head_widths,
     varlen_problem,
 )
+from ds_finetune.plan.settings import RunSettings
 from tests.running import start, tiny_task
 
 V3 = {"model_type": "deepseek_v3", "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 LLAMA = {"model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32, "head_dim": None}
 INSTEAD = "set model.attention: sdpa, which attends document by document there"
+
+
+def _run(attention: str, **train: Any) -> RunConfig:
+    model = {"path": "m", "attention": attention}
+    return RunConfig.model_validate({"model": model, "data": {"train": "a.jsonl"}, "output_dir": "o", "train": train})
+
+
+def _check(attention: str, tree: dict[str, Any], *, precision: str, longest: int = 4096) -> None:
+    config = _run(attention, precision=precision, max_seq_len=longest)
+    check(RunSettings(config=config, model_json=tree), "attention of the model")
 
 
 def test_widths_of_heads() -> None:
@@ -73,23 +83,23 @@ def test_where_the_kernel_fits(tree: dict[str, Any], precision: str, capability:
 )
 def test_a_kernel_by_name_that_does_not_fit_is_refused(tree: dict[str, Any], precision: str, message: str) -> None:
     with pytest.raises(ModelError) as caught:
-        check_varlen("varlen", tree, precision=precision, longest=4096)
+        _check("varlen", tree, precision=precision)
     assert caught.value.message == f"model.attention varlen with model_type `{tree['model_type']}`: {message}"
     assert caught.value.hint == INSTEAD
-    check_varlen("sdpa", tree, precision=precision, longest=4096)
+    _check("sdpa", tree, precision=precision)
 
 
 def test_a_kernel_by_name_is_taken_where_it_fits() -> None:
-    check_varlen("varlen", V3, precision="bf16", longest=4096)
-    check_varlen("varlen", V3 | {"model_type": "deepseek_v32", "index_topk": 2048}, precision="bf16", longest=2048)
-    check_device(ModelConfig(path="m", attention="varlen"), device="cuda")
+    _check("varlen", V3, precision="bf16")
+    _check("varlen", V3 | {"model_type": "deepseek_v32", "index_topk": 2048}, precision="bf16", longest=2048)
+    check(RunSettings(config=_run("varlen"), device="cuda"), "ranks")
 
 
 def test_a_kernel_of_gpus_on_a_cpu() -> None:
     with pytest.raises(
         ConfigError, match=r"model\.attention varlen on device cpu: its kernel runs on GPUs alone"
     ) as caught:
-        check_device(ModelConfig(path="m", attention="varlen"), device="cpu")
+        check(RunSettings(config=_run("varlen"), device="cpu"), "ranks")
     assert caught.value.hint == "set model.attention: sdpa, which attends document by document on CPUs"
 
 

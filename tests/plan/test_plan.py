@@ -14,8 +14,9 @@ from ds_finetune.cli.demo import write_demo
 from ds_finetune.config.schema import RunConfig, read_config
 from ds_finetune.errors import ConfigError, ModelError
 from ds_finetune.plan import plan as layout
-from ds_finetune.plan.model_checks import check_settings
+from ds_finetune.plan.checks import check
 from ds_finetune.plan.plan import Plan, make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import AccelerateChoices, World
 from tests.conftest import ROOT
 
@@ -53,13 +54,14 @@ def adam(**params: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3"])
 def test_odd_heads_of_complex_rotary_embeddings_are_refused(model_type: str) -> None:
     config = RunConfig.model_validate({"model": "m", "data": {"train": "a.jsonl"}, "output_dir": "o"})
-    check_settings(config, {"model_type": model_type, "qk_nope_head_dim": 14, "qk_rope_head_dim": 8})
-    odd = {"model_type": model_type, "qk_nope_head_dim": 13, "qk_rope_head_dim": 8}
+    even = {"model_type": model_type, "qk_nope_head_dim": 14, "qk_rope_head_dim": 8}
+    check(RunSettings(config=config, model_json=even), "type of the model")
+    odd = RunSettings(config=config, model_json=even | {"qk_nope_head_dim": 13})
     if model_type == "deepseek_v3":
-        check_settings(config, odd)
+        check(odd, "type of the model")
         return
     with pytest.raises(ModelError, match=r"qk_nope_head_dim 13 \+ qk_rope_head_dim 8 of the model make an odd number"):
-        check_settings(config, odd)
+        check(odd, "type of the model")
 
 
 def test_the_batch_triple_is_derived_and_written() -> None:

@@ -7,7 +7,9 @@ import pytest
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.table import FAMILIES
+from ds_finetune.plan.checks import check
 from ds_finetune.plan.routers import RouterPlan, plan_routers
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest.cells import TINY_MODELS, hf_config
 
 
@@ -16,7 +18,9 @@ def planned(
 ) -> RouterPlan | None:
     section = {"router": router} if router else {}
     tree = {"model": "m", "data": {"train": "t"}, "output_dir": "o", **({"lora": {}} if lora else {})}
-    return plan_routers(RunConfig.model_validate(tree | section), TINY_MODELS[family] | (changes or {}))
+    config, model = RunConfig.model_validate(tree | section), TINY_MODELS[family] | (changes or {})
+    check(RunSettings(config=config, model_json=model), "type of the model")
+    return plan_routers(config.router, model)
 
 
 @pytest.mark.parametrize(
@@ -87,8 +91,7 @@ def test_parameters_are_those_of_the_model(family: str) -> None:
     from ds_finetune.model.parallel.pipeline import build_meta_model
 
     lm = build_meta_model(hf_config(family))
-    tree = {"model": "m", "data": {"train": "t"}, "output_dir": "o"}
-    found = plan_routers(RunConfig.model_validate(tree), hf_config(family).to_dict())
+    found = plan_routers(None, hf_config(family).to_dict())
     assert found is not None
     for name in found.parameters():
         assert lm.get_parameter(name).shape[0] == found.experts

@@ -15,9 +15,8 @@ from typing import Self
 from ds_finetune.cluster.watchdog.collective_call import CollectiveCall
 from ds_finetune.cluster.watchdog.device import DeviceProgress
 from ds_finetune.config.schedule import seconds_of
-from ds_finetune.config.sections import WatchdogConfig
+from ds_finetune.config.sections import REPORT_SECONDS, WatchdogConfig
 from ds_finetune.observers.record import StepRecord
-from ds_finetune.plan.timeouts import REPORT_SECONDS, collective_seconds
 from ds_finetune.system.process_messages import ProcessMessage
 
 STEP_FACTOR, LEAST_SECONDS, RECENT_STEPS = 10, 60.0, 25
@@ -47,7 +46,7 @@ class HangLimits:
         if config.limit == "never":
             return cls(math.inf, math.inf, math.inf)
         step = None if config.limit == "auto" else seconds_of(config.limit)
-        longest = collective_seconds(config) - REPORT_SECONDS
+        longest = config.collective_seconds - REPORT_SECONDS
         return cls(step, seconds_of(config.start), seconds_of(config.other), longest)
 
 

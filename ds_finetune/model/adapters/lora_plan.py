@@ -25,7 +25,6 @@ from ds_finetune.plan.lora_targets import (
     nf4_bytes,
     quantised_targets,
 )
-from ds_finetune.plan.model_checks import check_lora_type
 
 
 def adaptable_modules(lm: nn.Module) -> list[LoraTarget]:
@@ -104,10 +103,9 @@ class LoraPlan:
 def plan_lora(hf_config: PretrainedConfig, lora: LoraConfig, task: Task = "causal_lm") -> LoraPlan:
     """The modules that `lora` adapts (those that its patterns name, or all but routers) and quantises.
 
-    ConfigError where the model type is not tested with LoRA, a pattern names no module (with the legal names), experts
+    ConfigError where a pattern names no module (with the legal names), experts
     are given a rank that grouped products cannot take, or no weight fits four bits.
     """
-    check_lora_type(hf_config.model_type)
     lm = build_meta_model(hf_config, task)
     every = tuple(adaptable_modules(lm))
     return LoraPlan(

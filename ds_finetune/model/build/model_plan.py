@@ -1,7 +1,7 @@
 """The model that a run builds, worked out once from its config.json and the run file."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -17,11 +17,12 @@ from ds_finetune.model.mtp.mtp_plan import MtpPlan, check_adapted, plan_mtp
 from ds_finetune.model.parallel.pipeline import layers_of_stages
 from ds_finetune.objectives.objective import Objective, make_objective
 from ds_finetune.plan.activations import mlp_tiles
+from ds_finetune.plan.checks import WITHOUT_MESH, check
 from ds_finetune.plan.context import ContextPlan
 from ds_finetune.plan.indexer import IndexerPlan, plan_indexer
 from ds_finetune.plan.layer_stages import StageLayers
-from ds_finetune.plan.model_checks import check_attention_kernel, check_model_stages, check_settings
 from ds_finetune.plan.routers import RouterPlan, plan_routers
+from ds_finetune.plan.settings import RunSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,16 +91,16 @@ def task_of(objective: Objective | ObjectiveConfig) -> Task:
 def plan_model(hf_config: PretrainedConfig, config: RunConfig) -> ModelPlan:
     """The model of `hf_config` as the run file says; ConfigError or ModelError where it does not fit the model."""
     model, objective = config.model, config.objective
-    tree = hf_config.to_dict()
-    check_settings(config, tree)
+    run = RunSettings(config=config, model_json=hf_config.to_dict())
+    check(run, *WITHOUT_MESH)
     check_encoder(hf_config, attention=model.attention, objective=objective.name)
-    router, indexer = plan_routers(config, tree), plan_indexer(config, tree)
+    router, indexer = plan_routers(config.router, run.model_json), plan_indexer(config.indexer, run.model_json)
     resized = model.resize_vocabulary
     runtime = make_objective(objective)
     task = task_of(runtime)
     teacher = plan_teacher(objective, hf_config)
     if teacher is not None:
-        check_attention_kernel(model.attention, config.train, teacher.hf_config.to_dict())
+        check(replace(run, model_json=teacher.hf_config.to_dict()), "attention of the model")
     published = read_hf_config(model.path, files=("*.json",), task=task) if resized else hf_config
     prediction = plan_mtp(hf_config, model, config.mtp)
     lora = plan_lora(hf_config, config.lora, task) if config.lora is not None else None
@@ -108,7 +109,7 @@ def plan_model(hf_config: PretrainedConfig, config: RunConfig) -> ModelPlan:
     stages = layers_of_stages(hf_config, config.parallel, task)
     if lora is not None:
         check_stages(lora, stages, ep_size=config.parallel.ep)
-    check_model_stages(config, tree, stages)
+    check(replace(run, stages=stages), "stages")
     return ModelPlan(
         path=model.path,
         hf_config=hf_config,

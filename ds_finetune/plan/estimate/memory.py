@@ -16,7 +16,6 @@ from ds_finetune.families.family import layer_of
 from ds_finetune.families.parameters import ModelConfig
 from ds_finetune.families.tensors import EMBEDDING, HEAD, model_tensors
 from ds_finetune.plan.combinations import WEIGHT_BYTES
-from ds_finetune.plan.distillation import is_teacher_partitioned
 from ds_finetune.plan.estimate.activation_memory import ActivationBytes, AdaptedLayers, HeadBytes, activation_bytes
 from ds_finetune.plan.estimate.rank_weights import (
     RankWeights,
@@ -50,7 +49,7 @@ from ds_finetune.plan.head_chunk import CPU_TOKENS, DISTILLATION_TOKENS
 from ds_finetune.plan.lora_targets import adapted_targets, targets_among
 from ds_finetune.plan.packed_attention import varlen_problem
 from ds_finetune.plan.pipeline import num_held_forwards
-from ds_finetune.plan.plan import Plan
+from ds_finetune.plan.plan import Plan, is_teacher_partitioned
 
 _WIDE = 4
 _MICRO_BATCH, _LENGTH = "train.micro_batch_size", "train.max_seq_len"

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from ds_finetune.plan.combinations import WEIGHT_BYTES
 from ds_finetune.plan.deepspeed_config import MOMENTS
-from ds_finetune.plan.distillation import is_teacher_partitioned
-from ds_finetune.plan.plan import Plan
+from ds_finetune.plan.plan import Plan, is_teacher_partitioned
 
 _MASTER_BYTES = 4
 

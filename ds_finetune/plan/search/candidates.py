@@ -11,26 +11,16 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError, ModelError
 from ds_finetune.families.table import family_of
 from ds_finetune.families.tensors import ModelTensors, model_tensors
-from ds_finetune.plan.activations import check_activations, check_model_type
 from ds_finetune.plan.batch import legal_micro_batches
+from ds_finetune.plan.checks import WITH_MESH, WITHOUT_MESH, check
 from ds_finetune.plan.combinations import TESTED_LAYOUTS
-from ds_finetune.plan.config_json import read_config_json
+from ds_finetune.plan.config_json import max_positions, read_config_json
 from ds_finetune.plan.deepspeed_config import given_choices
-from ds_finetune.plan.distillation import check_teacher
 from ds_finetune.plan.layer_stages import StageLayers, stages_of
 from ds_finetune.plan.mesh import Mesh
-from ds_finetune.plan.model_checks import (
-    check_attention_kernel,
-    check_model,
-    check_model_stages,
-    check_positions,
-    check_settings,
-    check_unknown_lengths,
-    max_positions,
-)
-from ds_finetune.plan.pipeline import check_interleaving
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.search.layout import OFFLOADS, Activations, Layout, Offload, Sizes, decided
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
 
 STAGES = (0, 1, 2, 3)
@@ -160,14 +150,14 @@ class Candidates:
     def activations(self) -> tuple[Activations, ...]:
         """Legal ways to hold activations, the fastest first."""
 
-        def check(config: RunConfig) -> None:
-            check_activations(config, device=self.ranks.device)
-            check_model_type(config.train, self.model)
+        def check_activations(config: RunConfig) -> None:
+            run = RunSettings(config=config, device=self.ranks.device, model_json=self.model)
+            check(run, "activations", "activations of the model")
 
         train = self.config.train
         runs = {each: train.model_copy(update=each.keys()) for each in ACTIVATIONS}
         configs = {each: self.config.model_copy(update={"train": section}) for each, section in runs.items()}
-        return tuple(each for each, config in configs.items() if _refusal(check, config) is None)
+        return tuple(each for each, config in configs.items() if _refusal(check_activations, config) is None)
 
     def all_layouts(self) -> Iterator[Candidate]:
         """Every legal layout; many, so this is for few ranks."""
@@ -216,25 +206,27 @@ class Candidates:
         """Layers of each pipeline stage of a run of these ranks; ConfigError or ModelError where its model cannot be
         divided as the section `parallel` says.
         """
+        return self._checked(config).stages
+
+    def _checked(self, config: RunConfig) -> RunSettings:
         mesh = Mesh.of(config.parallel, world_size=self.ranks.number, rank=0)
-        check_model(config, mesh, self.model)
+        run = RunSettings(config=config, mesh=mesh, model_json=self.model)
+        check(run, *WITH_MESH)
         if self._teacher is not None:
-            path, tree = self._teacher
-            check_teacher(mesh, path, tree, max_seq_len=config.train.max_seq_len)
-            check_attention_kernel(config.model.attention, config.train, tree)
+            check(replace(run, model_json=self._teacher), "teacher", "attention of the model")
         stages = stages_of(self._tensors, config.parallel) if mesh.pp > 1 else (None,)
-        check_model_stages(config, self.model, stages)
-        return stages
+        run = replace(run, stages=stages)
+        check(run, "stages")
+        return run
 
     def _check_search(self, config: RunConfig) -> None:
         """The same, and ConfigError where chunks of stages are refused, or where the data or the built model decides
         whether a layout is legal.
         """
-        stages = self.check(config)
-        mesh = Mesh.of(config.parallel, world_size=self.ranks.number, rank=0)
+        run = self._checked(config)
+        stages = run.stages
         # The number of forwards is decided later, and fits.
-        check_interleaving(mesh, config, accumulation=mesh.pp)
-        check_unknown_lengths(config, self.model, stages)
+        check(replace(run, accumulation=run.mesh.pp), "interleaving", "length of documents")
         if len(stages) > 1 and config.lora is not None and config.lora.target_modules is not None:
             raise ConfigError(
                 f"lora.target_modules {list(config.lora.target_modules)} with parallel.pp {len(stages)}: which stages "
@@ -253,19 +245,19 @@ class Candidates:
         return model_tensors(self.model, mtp_layers=mtp_layers, scores=self.config.objective.num_outputs)
 
     @cached_property
-    def _teacher(self) -> tuple[str, Mapping[str, Any]] | None:
+    def _teacher(self) -> Mapping[str, Any] | None:
+        """config.json of a live teacher."""
         objective = self.config.objective
         if not is_distillation(objective) or objective.teacher is None:
             return None
-        return objective.teacher, read_config_json(objective.teacher)
+        return read_config_json(objective.teacher)
 
 
 def check_run(config: RunConfig, model: Mapping[str, Any]) -> None:
     """ConfigError or ModelError where `train` would refuse the run with any layout."""
-    check_settings(config, model)
     # Where model.context is given, the model gets as many positions.
     allowed = None if config.model.context is not None else max_positions(model)
-    check_positions(config, str(model.get("model_type")), allowed)
+    check(RunSettings(config=config, model_json=model, positions=allowed), *WITHOUT_MESH, "positions")
 
 
 def divisors(number: int, *, most: int | None = None) -> list[int]:

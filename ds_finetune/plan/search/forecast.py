@@ -56,7 +56,7 @@ class Forecast:
         if config.train.tiled_mlp:
             yield "MLPs", f"tokens in {mlp_tiles(model)} tiles"
         yield from plan.stage_lines(self.stages)
-        for decided in (plan_routers(config, model), plan_indexer(config, model)):
+        for decided in (plan_routers(config.router, model), plan_indexer(config.indexer, model)):
             yield from decided.lines() if decided is not None else ()
         yield "parameters", self._parameters()
 

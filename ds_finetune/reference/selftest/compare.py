@@ -33,9 +33,10 @@ from ds_finetune.model.build.dtypes import PRECISION_DTYPES
 from ds_finetune.model.build.model_plan import plan_model, task_of
 from ds_finetune.model.build.skeleton import read_hf_config
 from ds_finetune.model.mtp.layer import PREDICTION_LAYERS
-from ds_finetune.plan.combinations import check_divides
+from ds_finetune.plan.checks import check
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.routers import RouterPlan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest.plain_adapters import PlainAdapters
 from ds_finetune.reference.selftest.plain_mtp import add_random_layer
 from ds_finetune.reference.selftest.reference_loop import SFT, Steps, auto_class, mean_loss, reference_loop
@@ -114,8 +115,7 @@ def compare_layout(
     """
     plan = make_plan(config, world=world, device=device)
     hf_config = read_hf_config(config.model.path, task=task_of(config.objective))
-    sizes = config.parallel
-    check_divides(plan.mesh, hf_config.to_dict(), pp_layers=sizes.pp_layers, vpp=sizes.vpp)
+    check(RunSettings(config=config, mesh=plan.mesh, model_json=hf_config.to_dict()), "sizes of the model")
     # Before any engine: the rotary frequencies of the first model that from_pretrained builds after DeepSpeed 0.19.8's
     # zero.Init are unset memory.
     is_leader = world.rank == 0

@@ -38,13 +38,13 @@ from ds_finetune.model.adapters.lora_plan import plan_lora
 from ds_finetune.model.build.model_plan import task_of
 from ds_finetune.model.build.skeleton import has_class, read_hf_config
 from ds_finetune.model.mtp.layer import set_mtp_layers
+from ds_finetune.plan.checks import check
 from ds_finetune.plan.combinations import TESTED_LAYOUTS
-from ds_finetune.plan.deepspeed_choice import choose_deepspeed
-from ds_finetune.plan.deepspeed_config import read_choices
+from ds_finetune.plan.deepspeed_config import choose_deepspeed, read_choices
 from ds_finetune.plan.inexact import without_inexact
 from ds_finetune.plan.mesh import Mesh
-from ds_finetune.plan.model_checks import check_lora_type
 from ds_finetune.plan.plan import Plan, make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest.cells import (
     OBJECTIVES,
     TINY_MODELS,
@@ -300,7 +300,7 @@ def _cases_of_run(config: RunConfig, world: World) -> list[LayoutCase]:
             hint=f"known: {', '.join(WITH_TINY_MODELS)}",
         )
     mesh = Mesh.of(config.parallel, world_size=world.world_size, rank=world.rank)
-    given, _ = read_choices(choose_deepspeed(config, accelerate_choices(os.environ)))
+    given, _ = read_choices(choose_deepspeed(config.deepspeed, accelerate_choices(os.environ)))
     choices = _scale_choices(
         {key: value for key, value in without_inexact(copy.deepcopy(given)).items() if key not in _DERIVED}
     )
@@ -332,6 +332,7 @@ def _cases_of_run(config: RunConfig, world: World) -> list[LayoutCase]:
         name = f"{hub.model_type} {mesh} ZeRO-{stage} {precision}{_objective_text(cell)}"
         found.append(LayoutCase(f"{name}{' MTP' if config.mtp.train else ''}", tiny, tree))
     if config.lora is not None:
+        check(RunSettings(config=config, model_json=hub.to_dict()), "type of the model")
         _check_targets(tiny, config.lora, has_mtp=config.mtp.train)
     return found
 
@@ -349,7 +350,6 @@ def _left_out(config: RunConfig) -> list[str]:
 
 def _check_targets(tiny: PretrainedConfig, lora: LoraConfig, *, has_mtp: bool) -> None:
     """ConfigError where a run's patterns name modules that the tiny model does not have, such as those of layer 20."""
-    check_lora_type(tiny.model_type)
     tiny = copy.deepcopy(tiny)
     set_mtp_layers(tiny, int(has_mtp))
     try:

@@ -19,14 +19,13 @@ from ds_finetune.cluster.watchdog.progress import HangLimits, RankProgress, Rank
 from ds_finetune.cluster.watchdog.stragglers import straggler
 from ds_finetune.config.parallel import ParallelConfig
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.config.sections import WatchdogConfig
+from ds_finetune.config.sections import REPORT_SECONDS, WatchdogConfig
 from ds_finetune.engine.groups.process_groups import open_groups
 from ds_finetune.errors import ConfigError
 from ds_finetune.foreign.torch_distributed import default_timeout
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.plan import make_plan
-from ds_finetune.plan.timeouts import REPORT_SECONDS, collective_seconds, longest_limit
 from ds_finetune.system.world import World
 
 SECONDS = 60.0
@@ -191,13 +190,13 @@ def test_a_timeout_holds_for_groups_whose_makers_pass_none(one_process: None) ->
 
 def test_the_watchdog_reports_before_torch_aborts() -> None:
     defaults = WatchdogConfig()
-    assert collective_seconds(defaults) >= longest_limit(defaults) + REPORT_SECONDS
+    assert defaults.collective_seconds >= defaults.longest_limit + REPORT_SECONDS
     long = WatchdogConfig(limit="2 hours")
-    assert collective_seconds(long) >= 7200 + REPORT_SECONDS
+    assert long.collective_seconds >= 7200 + REPORT_SECONDS
     # A limit that follows from slow steps is cut off.
     progress = RankProgress(0, HangLimits.of(defaults))
     assert list(progress.count_steps(iter([StepRecord(1, {"perf/step_seconds": 600.0})])))
-    assert progress.limit_seconds() == collective_seconds(defaults) - REPORT_SECONDS
+    assert progress.limit_seconds() == defaults.collective_seconds - REPORT_SECONDS
 
 
 @pytest.mark.parametrize(

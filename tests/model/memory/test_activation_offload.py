@@ -16,8 +16,9 @@ from ds_finetune.model.memory.activation_offload import (
     PlainTransfer,
     offload_layer_inputs,
 )
-from ds_finetune.plan.activations import check_model_type
+from ds_finetune.plan.checks import check
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
 from tests.model.tiny import CONFIGS
 
@@ -160,10 +161,13 @@ def test_what_no_test_covers_is_refused(key: str, section: dict[str, Any], said:
         make_plan(RunConfig.model_validate(tree), world=World(0, 1, 0, 1, "a test"), device="cuda")
 
 
+GEMMA = {"model_type": "gemma3_text"}
+
+
 def test_types_without_a_comparison_are_refused() -> None:
     with pytest.raises(ConfigError, match="activation_offload true of model_type gemma3_text is not tested"):
-        check_model_type(_run(activation_offload=True).train, {"model_type": "gemma3_text"})
-    check_model_type(_run().train, {"model_type": "gemma3_text"})
+        check(RunSettings(config=_run(activation_offload=True), model_json=GEMMA), "activations of the model")
+    check(RunSettings(config=_run(), model_json=GEMMA), "activations of the model")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: copies on a stream of their own")

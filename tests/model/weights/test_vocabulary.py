@@ -23,10 +23,11 @@ from ds_finetune.model.parallel.sharding import ModelShard
 from ds_finetune.model.parallel.tensor import local_config
 from ds_finetune.model.weights.load import load_weights, seed_of
 from ds_finetune.model.weights.vocabulary import Growth, grow_vocabulary
-from ds_finetune.plan.combinations import check_divides
+from ds_finetune.plan.checks import check
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.model_shape import Shape
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
 from ds_finetune.trainer.inputs import config_tree
 from ds_finetune.trainer.model_lines import model_lines
@@ -233,9 +234,10 @@ def test_a_key_that_adds_nothing_says_so(demo: Path) -> None:
 
 
 def test_sizes_that_do_not_divide_the_new_vocabulary_are_refused(demo: Path) -> None:
-    hf_config = model_config(run_of(demo, model={"resize_vocabulary": True}))
+    config = run_of(demo, model={"resize_vocabulary": True})
+    run = RunSettings(config=config, mesh=Mesh(0, 2, tp=2), model_json=model_config(config).to_dict())
     with pytest.raises(ConfigError, match=r"parallel\.tp 2 does not divide the 101 tokens of the vocabulary"):
-        check_divides(Mesh(0, 2, tp=2), hf_config.to_dict())
+        check(run, "sizes of the model")
 
 
 def test_adapters_do_not_train_new_rows(demo: Path) -> None:

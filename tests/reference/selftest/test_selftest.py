@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from ds_finetune.config.parallel import ParallelConfig
+from ds_finetune.config.schema import RunConfig
 from ds_finetune.families.table import FAMILIES
 from ds_finetune.model.build.skeleton import build_skeleton
-from ds_finetune.plan.combinations import check_divides
+from ds_finetune.plan.checks import check
 from ds_finetune.plan.mesh import Mesh
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest.cells import TINY_MODELS, enlarged_config, hf_config
 from ds_finetune.reference.selftest.compare import compare_steps
 from ds_finetune.reference.selftest.reference_loop import Steps
@@ -263,12 +265,16 @@ def test_what_cannot_be_is_refused_before_anything_starts(tmp_path: Path, argume
     assert text in done.stderr
 
 
+RUN = RunConfig.model_validate({"model": "m", "data": {"train": "t"}, "output_dir": "o"})
+
+
 @pytest.mark.parametrize("family", sorted(TINY_MODELS))
 def test_tiny_models_grow_with_the_sizes(family: str) -> None:
     parallel = ParallelConfig(tp=8, sp=4, pp=3)
     config = enlarged_config(hf_config(family), parallel)
     for sizes in ({"pp": 3, "tp": 8}, {"sp": 4, "tp": 8}):
-        check_divides(Mesh(0, 1, **sizes), config.to_dict())
+        run = RunSettings(config=RUN, mesh=Mesh(0, 1, **sizes), model_json=config.to_dict())
+        check(run, "sizes of the model")
     build_skeleton(config, attention="sdpa", dtype=torch.float32, device="meta")
 
 

@@ -1,0 +1,163 @@
+"""The settings of a run that checks read, and what a refusal of them is."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ds_finetune.config.schema import RunConfig
+from ds_finetune.errors import ConfigError, ModelError
+from ds_finetune.families.family import Family
+from ds_finetune.families.table import family_of
+from ds_finetune.plan.combinations import AXES
+from ds_finetune.plan.deepspeed_config import Tree, offload_device
+from ds_finetune.plan.layer_stages import StageLayers
+from ds_finetune.plan.mesh import Mesh
+
+_ALONE = Mesh(0, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """The settings of a run, as far as they are known: a check reads only what its subject needs. Sections of the run
+    file are attributes too.
+    """
+
+    config: RunConfig
+    mesh: Mesh = _ALONE
+    device: str = "cpu"
+    tree: Tree = field(default_factory=lambda: {"zero_optimization": {}})
+    """The configuration that `deepspeed.initialize` gets."""
+    accumulation: int = 1
+    """Forwards of an optimizer step on a rank."""
+    model_json: Mapping[str, Any] = field(default_factory=dict)
+    """config.json of the model, or of a teacher."""
+    positions: int | None = None
+    """Positions of the model; None where any number is allowed."""
+    stages: tuple[StageLayers | None, ...] = ()
+    """Layers of each pipeline stage."""
+    steps: int = 0
+    """Optimizer steps of the run."""
+    warmup: int = 0
+    """Steps in which the learning rate rises."""
+    rows: int | None = None
+    """Rows of an epoch; None for a stream."""
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - any section of the run file
+        """A section of the run file."""
+        return getattr(self.config, name)
+
+    @property
+    def zero(self) -> Tree:
+        """The section `zero_optimization`."""
+        section: Tree = self.tree.get("zero_optimization") or {}
+        return section
+
+    @property
+    def options(self) -> Tree:
+        """Keys of the DeepSpeed configuration and of its section `zero_optimization` together."""
+        return {**self.tree, **self.zero}
+
+    @property
+    def stage(self) -> int:
+        """ZeRO stage."""
+        return int(self.zero.get("stage", 0))
+
+    @property
+    def offloads(self) -> tuple[str, str]:
+        """Where the optimizer's states and the weights are: `none`, `cpu` or `nvme`."""
+        return offload_device(self.zero, "offload_optimizer"), offload_device(self.zero, "offload_param")
+
+    @property
+    def accumulation_dtype(self) -> str | None:
+        """`data_types.grad_accum_dtype`; None where it is left to DeepSpeed."""
+        given = (self.tree.get("data_types") or {}).get("grad_accum_dtype")
+        return None if given == "auto" else given
+
+    @property
+    def precision(self) -> str:
+        """`train.precision`."""
+        return self.config.train.precision
+
+    @property
+    def optimizer(self) -> str:
+        """Name of the optimizer in lower case."""
+        return self.config.optim.name.lower()
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """Parallel axes with more than one rank, besides data parallelism."""
+        return frozenset(axis for axis in AXES if getattr(self.mesh, axis) > 1)
+
+    @property
+    def model_type(self) -> str:
+        """Model type of config.json."""
+        return str(self.model_json.get("model_type"))
+
+    @property
+    def family(self) -> Family:
+        """The row of the model in the table of families."""
+        return family_of(self.model_type)
+
+
+Condition = Callable[[RunSettings], object]
+"""Whether settings are refused. A mapping has values for the message, beside the settings."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Settings that are refused: when, with which message, and what to do instead.
+
+    `message` and `hint` are templates of `str.format`. Their fields are settings such as `{optim.name}` and `{mesh}`,
+    and the names of the values that `applies` returns.
+    """
+
+    applies: Condition
+    message: str
+    hint: str
+    error: type[ConfigError | ModelError] = ConfigError
+
+    def raise_for(self, run: RunSettings) -> None:
+        """Raise the error where the settings are refused."""
+        if found := self.applies(run):
+            fields = _Fields(found if isinstance(found, Mapping) else {})
+            fields.run = run
+            raise self.error(self.message.format_map(fields), hint=self.hint.format_map(fields))
+
+
+class _Fields(dict[str, object]):
+    run: RunSettings
+
+    def __missing__(self, name: str) -> object:
+        return getattr(self.run, name)
+
+
+class Other(NamedTuple):
+    """A setting that is refused together with some other: its text, what to do instead, and when it is set."""
+
+    text: str
+    hint: str
+    applies: Condition
+
+
+def setting(text: str, hint: str) -> Other:
+    """The setting whose text is its key and value, such as `mtp.train true`."""
+    key, _, value = text.partition(" ")
+    section, name = key.split(".")
+    return Other(text, hint, lambda run: str(getattr(getattr(run, section), name)).lower() == value.lower())
+
+
+def together(
+    first: str, applies: Condition, others: Iterable[Other], *, link: str = " with ", why: str = " is not tested"
+) -> Iterator[Refusal]:
+    """A refusal for each of `others`, which are refused where `applies` holds."""
+    for other in others:
+        yield Refusal(_both(applies, other.applies), f"{first}{link}{other.text}{why}", other.hint)
+
+
+def _both(first: Condition, second: Condition) -> Condition:
+    def both(run: RunSettings) -> object:
+        one = first(run)
+        two = one and second(run)
+        return {**one, **(two if isinstance(two, Mapping) else {})} if two and isinstance(one, Mapping) else two
+
+    return both
