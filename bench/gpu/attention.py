@@ -14,10 +14,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from bench.gpu.machine import count_kernels, device, median_seconds
 from bench.gpu.models import DEEPSEEK_V2_LITE, QWEN2_1B
 from bench.gpu.results import Recorder, SkippedError, check_limit
-from ds_finetune.engine.attention_kernel import packs_documents
+from ds_finetune.engine.start_engine import packs_documents
 from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.model.attention.by_document import attend_by_document
-from ds_finetune.model.attention.kernels import ValueKernel, attend_document, pack_documents
+from ds_finetune.model.attention.kernels import attend_document, pack_documents
 
 _HALF_LIMIT = 3e-2
 """Largest difference from fp32, relative to the largest number, of attention and its gradients in half precision."""
@@ -169,31 +169,27 @@ def latent(recorder: Recorder, *, is_tiny: bool) -> None:
     The package takes `padded` on GPUs (model/attention/kernels.py).
     """
     heads = Heads(2, 2, 24, 16) if is_tiny else HEADS["latent 16B"]
-    kernels: tuple[tuple[ValueKernel, SDPBackend | None], ...] = (
-        (ValueKernel.PADDED, None),
-        (ValueKernel.PADDED, SDPBackend.FLASH_ATTENTION),
-        (ValueKernel.PADDED, SDPBackend.CUDNN_ATTENTION),
-        (ValueKernel.CUDNN, None),
-        (ValueKernel.MEMORY_EFFICIENT, None),
-        (ValueKernel.ANY, None),
+    kernels: tuple[tuple[bool, SDPBackend | None], ...] = (
+        (True, None),
+        (True, SDPBackend.FLASH_ATTENTION),
+        (True, SDPBackend.CUDNN_ATTENTION),
+        (False, SDPBackend.CUDNN_ATTENTION),
+        (False, SDPBackend.EFFICIENT_ATTENTION),
+        (False, None),
     )
     for tokens in (16,) if is_tiny else (512, 4096, 16384):
         inputs = _draw(heads, ((tokens,),), torch.bfloat16)
-        wanted = _narrow(ValueKernel.ANY)(inputs.to(torch.float32)) if tokens <= 4096 else None
-        for kernel, backend in kernels:
-            name = f"{kernel.value}{f' by {backend.name.lower()}' if backend else ''}, {tokens:,} tokens"
-            with recorder.record(name) as values:
-                _check_kernel(kernel, backend)
-                work = _narrow(kernel, backend)
+        wanted = _narrow(is_padded=False)(inputs.to(torch.float32)) if tokens <= 4096 else None
+        for is_padded, backend in kernels:
+            by = f" by {backend.name.lower()}" if backend else ""
+            with recorder.record(f"{'padded' if is_padded else 'as they are'}{by}, {tokens:,} tokens") as values:
+                if backend and device().type == "cpu":
+                    raise SkippedError("a kernel of GPUs")
+                work = _narrow(backend, is_padded=is_padded)
                 _check_difference(values, work(inputs), wanted)
                 seconds = median_seconds(partial(work, inputs), repeats=10)
                 values["ms"] = seconds * 1e3
                 values["TFLOP/s"] = heads.operations * tokens * tokens / 2 / seconds / 1e12
-
-
-def _check_kernel(kernel: ValueKernel, backend: SDPBackend | None) -> None:
-    if device().type == "cpu" and (backend or kernel in (ValueKernel.CUDNN, ValueKernel.MEMORY_EFFICIENT)):
-        raise SkippedError("a kernel of GPUs")
 
 
 def _check_difference(
@@ -204,13 +200,13 @@ def _check_difference(
         check_limit(values, "difference", _largest_difference(found, wanted), limit=_HALF_LIMIT)
 
 
-def _narrow(kernel: ValueKernel, backend: SDPBackend | None = None) -> Callable[[_Inputs], tuple[torch.Tensor, ...]]:
-    """Result and gradients by `kernel`, with torch held to `backend` where one is given."""
+def _narrow(backend: SDPBackend | None = None, *, is_padded: bool) -> Callable[[_Inputs], tuple[torch.Tensor, ...]]:
+    """Result and gradients with values padded or as they are, with torch held to `backend` where one is given."""
 
     def run(inputs: _Inputs) -> tuple[torch.Tensor, ...]:
         parts = [part.detach().requires_grad_() for part in inputs.parts[:3]]
         with sdpa_kernel(backend) if backend is not None else torch.enable_grad():
-            out = attend_document(*parts, kernel=kernel, scale=parts[0].shape[3] ** -0.5, is_causal=True)
+            out = attend_document(*parts, is_padded=is_padded, scale=parts[0].shape[3] ** -0.5, is_causal=True)
             return out, *torch.autograd.grad(out, parts, inputs.parts[3].transpose(1, 2))
 
     return run

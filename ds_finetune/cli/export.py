@@ -59,7 +59,7 @@ def _check(folder: Path, base: str | None) -> None:
     """Verify an exported folder; ConfigError or ExportError where it cannot be, VerificationError where it differs."""
     from ds_finetune.export.onnx.folder import check_packages
     from ds_finetune.export.verify.record import is_onnx
-    from ds_finetune.model.build.folder_check import check_folder
+    from ds_finetune.model.build.hub_folder import check_folder
 
     for model in (folder, *([Path(base)] if base else [])):
         if model.is_dir():

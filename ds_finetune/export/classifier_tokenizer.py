@@ -19,7 +19,7 @@ from ds_finetune.export.classifiers import CONFIG
 from ds_finetune.export.model_config import TOKENIZER_CONFIG
 from ds_finetune.export.verify.record import TEXTS
 from ds_finetune.foreign.auto_configs import AutoTokenizer
-from ds_finetune.model.build.folder_check import copy_model_file
+from ds_finetune.model.build.hub_folder import copy_model_file
 from ds_finetune.model.loss.score_config import NEW_PADDING
 
 Encode = Callable[[str, str | None], list[int]]

@@ -25,8 +25,7 @@ from ds_finetune.export.shards import HubTensor, ShardWriter, plan_shards
 from ds_finetune.export.verify.record import ExportRecord, mark_unverified
 from ds_finetune.families.family import Family
 from ds_finetune.model.build.dtypes import dtype_name
-from ds_finetune.model.build.folder_check import check_inside, copy_model_file
-from ds_finetune.model.build.hub_folder import HubFolder
+from ds_finetune.model.build.hub_folder import HubFolder, check_inside, copy_model_file
 from ds_finetune.model.loss.score_config import is_classifier
 from ds_finetune.model.quantised.fp8 import BYTE_SCALE, is_quantised
 from ds_finetune.model.weights.names import hub_pieces

@@ -25,8 +25,7 @@ from ds_finetune.export.verify.record import ExportRecord, classifier_prompts, f
 from ds_finetune.families.table import family_of
 from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.model.build.dtypes import PRECISION_DTYPES, dtype_name
-from ds_finetune.model.build.folder_check import check_folder
-from ds_finetune.model.build.hub_folder import has_weights
+from ds_finetune.model.build.hub_folder import check_folder, has_weights
 from ds_finetune.model.loss.score_config import is_classifier
 from ds_finetune.model.quantised.fp8 import FP8 as FP8_DTYPE
 from ds_finetune.model.weights.names import published_names

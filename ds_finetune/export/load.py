@@ -13,7 +13,7 @@ from ds_finetune.export.classifiers import holds_classifier
 from ds_finetune.export.onnx.folder import check_packages
 from ds_finetune.export.verify.record import is_onnx
 from ds_finetune.foreign.auto_models import AutoModelForCausalLM, AutoModelForSequenceClassification
-from ds_finetune.model.build.folder_check import check_folder
+from ds_finetune.model.build.hub_folder import check_folder
 
 _HINT = "name an exported folder, e.g. runs/r1/export"
 

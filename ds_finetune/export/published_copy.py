@@ -17,8 +17,7 @@ from ds_finetune.export.verify.record import ExportRecord, fixed_prompts
 from ds_finetune.families.family import Family
 from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.model.build.dtypes import dtype_name
-from ds_finetune.model.build.folder_check import check_folder
-from ds_finetune.model.build.hub_folder import HubFolder
+from ds_finetune.model.build.hub_folder import HubFolder, check_folder
 from ds_finetune.model.quantised.quantisation import has_fp4_experts
 
 _WHOLE_NUMBERS = (torch.int64, torch.int32)

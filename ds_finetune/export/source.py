@@ -12,7 +12,7 @@ from ds_finetune.errors import ExportError
 from ds_finetune.export.classifiers import auto_class
 from ds_finetune.families.table import family_of
 from ds_finetune.foreign.auto_configs import AutoConfig
-from ds_finetune.model.build.folder_check import check_folder
+from ds_finetune.model.build.hub_folder import check_folder
 from ds_finetune.model.loss.score_config import is_classifier
 from ds_finetune.model.quantised.quantisation import check_readable
 from ds_finetune.model.weights.names import differences, hub_pieces

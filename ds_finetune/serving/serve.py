@@ -23,7 +23,7 @@ from pathlib import Path
 from ds_finetune.errors import ServeError
 from ds_finetune.export.classifiers import holds_classifier
 from ds_finetune.export.verify.record import UNVERIFIED, is_onnx
-from ds_finetune.model.build.folder_check import check_folder
+from ds_finetune.model.build.hub_folder import check_folder
 
 _SERVING = ("fastapi", "uvicorn", "pydantic", "openai")
 """What `transformers serve` imports (transformers 5.23, utils/import_utils.py:972)."""

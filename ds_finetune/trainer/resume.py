@@ -36,7 +36,7 @@ from ds_finetune.data.stream import START, StreamedRows
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.state.state import Slice, StateGroup
 from ds_finetune.errors import CheckpointError, FinetuneError, OutputError
-from ds_finetune.model.build.folder_check import copy_model_file
+from ds_finetune.model.build.hub_folder import copy_model_file
 from ds_finetune.observers.checkpointing import RunText
 from ds_finetune.observers.record import Resumable, StepRecord
 from ds_finetune.plan.plan import Plan

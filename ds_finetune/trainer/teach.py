@@ -25,8 +25,8 @@ from ds_finetune.data.scores import (
     write_manifest,
     write_shard,
 )
-from ds_finetune.engine.attention_kernel import packs_documents
 from ds_finetune.engine.devices import choose_device, device_of_rank
+from ds_finetune.engine.start_engine import packs_documents
 from ds_finetune.errors import ConfigError
 from ds_finetune.model.build.dtypes import PRECISION_DTYPES
 from ds_finetune.model.build.model_plan import ModelPlan, plan_model

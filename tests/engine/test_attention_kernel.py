@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from ds_finetune.engine.attention_kernel import packs_documents
+from ds_finetune.engine.start_engine import packs_documents
 from ds_finetune.errors import ModelError
 
 CONFIG = AutoConfig.for_model("llama", hidden_size=64, num_attention_heads=2)

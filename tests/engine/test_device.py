@@ -5,6 +5,7 @@ and under NCCL that are imagined. Attention takes all documents of a forward at 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,17 +17,18 @@ import torch.distributed as dist
 
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.batches import eval_batches, training_batches
-from ds_finetune.engine import start_engine as start
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.generation import GenerationLimits
 from ds_finetune.engine.groups.collectives import all_gather_object, all_gather_scalar, all_reduce_max
 from ds_finetune.engine.groups.process_groups import Groups
 from ds_finetune.engine.rank_model import build_rank_model
+from ds_finetune.engine.start_engine import start_teacher
+from ds_finetune.features.feature import RankParts
 from ds_finetune.features.table import features_of
 from ds_finetune.model import routers
 from ds_finetune.model.attention import kernels
 from ds_finetune.model.build.model_plan import plan_model
-from ds_finetune.model.loss.token_loss import TrainedModel
+from ds_finetune.model.loss.token_loss import HeadGroups, TrainedModel
 from ds_finetune.model.parallel.expert import ExpertParallelGroup
 from ds_finetune.model.parallel.pipeline import PipelineGroup
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
@@ -125,8 +127,13 @@ def engine_on_device(
             return plain_varlen_attn(*args, **options)
 
         checks.setattr(kernels, "varlen_attn", attend)
-        parts = replace(start._rank_parts(plan, model, groups), device=DEVICE)
-        start._add_extra_losses(trained, features, parts)
+        parts = RankParts(
+            HeadGroups(groups.tensor, groups.sequence, groups.stage),
+            DEVICE,
+            partial(start_teacher, plan, model, groups),
+        )
+        losses = (feature.extra_loss(trained, parts) for feature in features)
+        trained.extras = tuple(loss for loss in losses if loss is not None)
         engine = Engine(_Ranks(trained), plan, groups, model.objective)
         # Imagined ranks all have this rank's tokens and layers, whatever they share.
         checks.setattr(routers, "check_each_counted", lambda *_, **__: None)

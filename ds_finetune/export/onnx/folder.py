@@ -26,7 +26,7 @@ from ds_finetune.export.readers.sources import is_model, is_peft_adapter
 from ds_finetune.export.verify.record import UNVERIFIED
 from ds_finetune.families.table import family_of
 from ds_finetune.foreign.auto_configs import AutoConfig
-from ds_finetune.model.build.folder_check import check_folder, copy_model_file
+from ds_finetune.model.build.hub_folder import check_folder, copy_model_file
 from ds_finetune.model.loss.score_config import is_classifier
 from ds_finetune.model.weights.load import open_weights
 

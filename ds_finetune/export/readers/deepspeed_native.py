@@ -16,8 +16,7 @@ import torch
 
 from ds_finetune.errors import ExportError
 from ds_finetune.export.readers.pickles import FileSpan, FlatVector, Inert, InertInt, Slices, load_values, span_of
-from ds_finetune.model.build.folder_check import check_folder
-from ds_finetune.model.build.hub_folder import Scratch
+from ds_finetune.model.build.hub_folder import Scratch, check_folder
 from ds_finetune.model.weights.safetensors_file import DataFile
 
 _STAND_INS = (

@@ -24,8 +24,7 @@ from ds_finetune.export.verify.record import RECORD, ExportRecord
 from ds_finetune.families.table import family_of
 from ds_finetune.model.adapters.lora import Factors
 from ds_finetune.model.build.dtypes import PRECISION_DTYPES
-from ds_finetune.model.build.folder_check import check_folder
-from ds_finetune.model.build.hub_folder import HubFolder, bin_conversion, has_weights
+from ds_finetune.model.build.hub_folder import HubFolder, bin_conversion, check_folder, has_weights
 from ds_finetune.model.build.skeleton import resolve_folder
 from ds_finetune.model.quantised.quantisation import check_config_readable, check_no_other_format
 from ds_finetune.model.weights.load import weights_digest

@@ -19,7 +19,7 @@ from ds_finetune.model.attention.kernels import (
     attend_document,
     attend_packed,
     pack_documents,
-    value_kernel,
+    pads_values,
 )
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
 
@@ -87,7 +87,7 @@ class _DocumentAttention:
             query,
             key,
             value,
-            kernel=value_kernel(query, value, is_masked=mask is not None),
+            is_padded=pads_values(query, value, is_masked=mask is not None),
             scale=self.scaling,
             mask=mask,
             dropout=self.dropout,

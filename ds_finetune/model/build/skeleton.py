@@ -23,7 +23,7 @@ from ds_finetune.foreign.hub_access import hub_problem
 from ds_finetune.foreign.transformers_models import keep_in_fp32
 from ds_finetune.model.attention.by_document import BY_DOCUMENT, FLASH
 from ds_finetune.model.attention.indexed_attention import install_indexed_attention
-from ds_finetune.model.build.folder_check import check_folder
+from ds_finetune.model.build.hub_folder import check_folder
 from ds_finetune.model.mtp.layer import build_mtp_layers
 from ds_finetune.model.quantised.quantisation import check_no_other_format, check_readable
 from ds_finetune.plan.config_json import check_model_path
@@ -254,7 +254,7 @@ def build_skeleton(  # noqa: PLR0913
 
     The model is constructed inside `init_context`, e.g. one that partitions each parameter as it is made. With an
     `attention` of OWN_ATTENTIONS, the families of the table use attention by document. Experts use the grouped
-    implementation, on CPUs that of model/experts.py. The cache is off, since transformers separates packed documents
+    implementation. The cache is off, since transformers separates packed documents
     only without it (transformers 5.23, masking_utils.py:873).
     """
     check_attention(hf_config, attention, task)

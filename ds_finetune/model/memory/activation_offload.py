@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -24,17 +24,19 @@ class Arrival(NamedTuple):
     wait: Callable[[], object]
 
 
-class Transfer(Protocol):
-    """Copies between a device and host memory."""
+class PlainTransfer:
+    """Copies between a device and host memory; here at once, in the same memory, as a CPU does in tests."""
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Begin a copy of `tensor`; its memory may be used again by what the device does after the copy."""
+        return tensor.clone()
 
     def to_device(self, host: torch.Tensor) -> Arrival:
         """Begin the copy back."""
+        return Arrival(host.clone(), lambda: None)
 
 
-class CudaTransfer:
+class CudaTransfer(PlainTransfer):
     """Copies on a stream of their own, from and to pinned memory, which torch keeps for the next step."""
 
     def __init__(self, device: torch.device) -> None:
@@ -64,18 +66,6 @@ class CudaTransfer:
         return torch.cuda.stream(self._stream)
 
 
-class PlainTransfer:
-    """Copies at once, in the same memory: what a CPU does in tests."""
-
-    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy."""
-        return tensor.clone()
-
-    def to_device(self, host: torch.Tensor) -> Arrival:
-        """A copy."""
-        return Arrival(host.clone(), lambda: None)
-
-
 class _StoredInput:
     """The input of one layer in one forward: in host memory, or on the device where backward needs it first."""
 
@@ -90,7 +80,7 @@ class LayerInputOffload:
     While backward computes a layer, the input of the layer before is on its way.
     """
 
-    def __init__(self, transfer: Transfer, *, layers: int) -> None:
+    def __init__(self, transfer: PlainTransfer, *, layers: int) -> None:
         self._transfer, self._last = transfer, layers - 1
         # Autograd owns what is stored, so that it is freed with the graph of its forward.
         self._latest: weakref.ref[_StoredInput] | None = None
@@ -131,7 +121,7 @@ class LayerInputOffload:
         return stored.arrival or self._transfer.to_device(stored.tensor)
 
 
-def offload_layer_inputs(lm: PreTrainedModel, transfer: Transfer) -> LayerInputOffload:
+def offload_layer_inputs(lm: PreTrainedModel, transfer: PlainTransfer) -> LayerInputOffload:
     """Keep the inputs of the layers of `lm` on the host; recomputation must have been turned on."""
     layers = [module for module in lm.modules() if isinstance(module, GradientCheckpointingLayer)]
     assert layers

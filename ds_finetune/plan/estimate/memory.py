@@ -117,7 +117,7 @@ def estimate_stages(plan: Plan, model: ModelConfig, *, teacher: ModelConfig | No
         if kind in seen:
             continue
         seen.add(kind)
-        # The teacher runs where the head is (engine/teacher.py).
+        # The teacher runs where the head is (engine/start_engine.py).
         others = (*last, *files) if is_last else files
         own = zero_rows(plan, rank_elements(plan, model, weights), weights)
         rows = (*own, *_activation_rows(plan, model, weights, number), *others)
@@ -313,7 +313,7 @@ def _head_rows(plan: Plan, own: ActivationBytes, tokens: int) -> Iterator[Memory
     rounded += 3 * head.by_supervised * tokens // 2
     yield MemoryRow("rounded gradient of the head", home, rounded, "parallel.tp", ("head backward",))
     if plan.device == "cpu" and width < _WIDE and not is_frozen:
-        # On CPUs a product of 16-bit numbers is rounded, then made fp32 to be added (model/products.py).
+        # On CPUs a product of 16-bit numbers is rounded, then made fp32 to be added.
         size = head.gradient + head.rounded
         yield MemoryRow("gradient of the head by a chunk", "host", size, "", ("head",))
 
@@ -364,7 +364,7 @@ def _teacher_rows(plan: Plan, given: ModelConfig | None) -> Iterator[MemoryRow]:
 
 
 def _gathered_teacher_rows(weights: RankWeights, home: Place, width: int) -> Iterator[MemoryRow]:
-    """Weights of a partitioned teacher that are whole on a rank, by DeepSpeed's default rules (engine/teacher.py)."""
+    """Weights of a partitioned teacher that are whole on a rank, by DeepSpeed's default rules."""
     kinds = [kind for kind in weights.kinds if kind.name != HEAD]
     yield MemoryRow("small weights of the teacher, whole", home, width * num_persistent(kinds, DEFAULT_RULES))
     forward, *_ = gathered_weights(kinds, DEFAULT_RULES, passes=1, copies=arriving_copies(home))

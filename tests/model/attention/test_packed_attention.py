@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from ds_finetune.model.attention import by_document as attention
 from ds_finetune.model.attention import kernels
 from ds_finetune.model.attention.by_document import BY_DOCUMENT, attend_by_document
-from ds_finetune.model.attention.kernels import PackedDocuments, ValueKernel, pack_documents, value_kernel
+from ds_finetune.model.attention.kernels import PackedDocuments, pack_documents, pads_values
 from ds_finetune.model.build.encoder import encoder_inputs
 from ds_finetune.model.build.skeleton import build_skeleton
 from ds_finetune.model.loss.forward_rows import ForwardRows
@@ -179,23 +179,26 @@ def test_values_are_padded_where_a_faster_kernel_takes_them() -> None:
     """On GPUs in half precision without a mask; on CPUs in long documents."""
     meta = torch.device("meta")
 
-    def choice(keys: int, dtype: torch.dtype, *, width: int = 192, values: int = 128, is_masked: bool = False) -> str:
+    def choice(keys: int, dtype: torch.dtype, *, width: int = 192, values: int = 128, is_masked: bool = False) -> bool:
         query, value = (torch.empty(1, 2, keys, size, dtype=dtype, device=meta) for size in (width, values))
-        return value_kernel(query, value, is_masked=is_masked).value
+        return pads_values(query, value, is_masked=is_masked)
 
-    assert choice(8, torch.bfloat16) == choice(8, torch.float16) == "padded"
-    assert choice(8, torch.float32) == choice(8, torch.bfloat16, is_masked=True) == "any"
-    assert choice(8, torch.bfloat16, width=320) == choice(8, torch.bfloat16, values=192) == "any"
+    assert choice(8, torch.bfloat16)
+    assert choice(8, torch.float16)
+    assert not choice(8, torch.float32)
+    assert not choice(8, torch.bfloat16, is_masked=True)
+    assert not choice(8, torch.bfloat16, width=320)
+    assert not choice(8, torch.bfloat16, values=192)
     query, value = torch.empty(1, 2, 1024, 24), torch.empty(1, 2, 1024, 16)
-    assert value_kernel(query, value, is_masked=False) is ValueKernel.PADDED
-    assert value_kernel(query[:, :, 1:], value[:, :, 1:], is_masked=False) is ValueKernel.ANY
+    assert pads_values(query, value, is_masked=False)
+    assert not pads_values(query[:, :, 1:], value[:, :, 1:], is_masked=False)
 
 
 def test_padded_values_are_cut_again() -> None:
     query, key, value = _parts(SHAPES["narrow values"])
     found, wanted = (
-        kernels.attend_document(query, key, value, kernel=kernel, scale=0.3, is_causal=True)
-        for kernel in (ValueKernel.PADDED, ValueKernel.ANY)
+        kernels.attend_document(query, key, value, is_padded=is_padded, scale=0.3, is_causal=True)
+        for is_padded in (True, False)
     )
     assert found.shape == value.shape
     assert torch.allclose(found, wanted, atol=1e-6)
@@ -230,10 +233,10 @@ def test_the_kernel_of_gpus(
 
 
 @ON_GPU
-@pytest.mark.parametrize("kernel", ValueKernel)
-def test_kernels_for_narrow_values_agree(kernel: ValueKernel) -> None:
+@pytest.mark.parametrize("is_padded", [True, False])
+def test_kernels_for_narrow_values_agree(is_padded: bool) -> None:
     query, key, value = (part.cuda() for part in _parts((4, 4, 192, 128), torch.bfloat16))
-    found = kernels.attend_document(query, key, value, kernel=kernel, scale=0.07, is_causal=True)
+    found = kernels.attend_document(query, key, value, is_padded=is_padded, scale=0.07, is_causal=True)
     wanted = attention.functional.scaled_dot_product_attention(
         query.float(), key.float(), value.float(), scale=0.07, is_causal=True
     )
