@@ -55,7 +55,7 @@ def _ask(arguments: Arguments) -> None:
 
 def _chat(arguments: Arguments) -> None:
     folder = exported_folder(arguments.folder)
-    from ds_finetune.serving.chat import EXIT_WORD, ChatSession, run_chat
+    from ds_finetune.serving.in_process import EXIT_WORD, ChatSession, run_chat
 
     session = ChatSession(folder, max_new_tokens=arguments.max_new_tokens)
     show_line(f"`{EXIT_WORD}` ends the chat")

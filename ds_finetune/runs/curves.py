@@ -1,9 +1,12 @@
 """Curves for drawing: fewer points without losing a spike, and a smoothed line."""
 
+import math
+
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
+_DIGITS = 6
 POINTS_PER_BUCKET = 4
 """At most the lowest, the highest, the last value and the first that is not finite."""
 
@@ -60,3 +63,8 @@ def smooth(values: NDArray[np.float64], reach: int) -> NDArray[np.float64]:
     middle = slice(reach, n - reach)
     smoothed[middle] = np.where(is_finite[middle], sums / np.maximum(counts, 1), np.nan)
     return smoothed
+
+
+def rounded(values: list[float]) -> list[float | None]:
+    """The values with six significant digits, and None for what is not finite, as JSON has no such numbers."""
+    return [float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None for value in values]

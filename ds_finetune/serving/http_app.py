@@ -1,20 +1,25 @@
-"""The HTTP application that serves the model in one folder.
+"""The HTTP application that serves the model in one folder, and its process.
 
-It checks each request and passes it to the handlers of `transformers serve`.
+It checks each request and passes it to the handlers of `transformers serve`. `ds-finetune serve` starts it as
+`python -m ds_finetune.serving.http_app FOLDER ...` for the engines transformers and onnx; for vLLM it starts
+`vllm serve`.
 """
 
+import argparse
 import asyncio
 import hmac
 import inspect
 import json
+import os
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import uvicorn
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -37,7 +42,8 @@ from ds_finetune.export.verify.record import is_onnx
 from ds_finetune.foreign.auto_configs import AutoTokenizer
 from ds_finetune.foreign.auto_models import AutoModelForCausalLM
 from ds_finetune.foreign.guard import Foreign
-from ds_finetune.serving.generation import AnswerState, stop_position
+from ds_finetune.serving.generation import AnswerState, GenerationStopper, QueueLimits, RequestQueue, stop_position
+from ds_finetune.serving.http_guard import BoundedProtocol, HostCheck, HostRules
 from ds_finetune.serving.openai_request import (
     AnswerRequest,
     ChatRequest,
@@ -45,7 +51,7 @@ from ds_finetune.serving.openai_request import (
     RequestError,
     parse_request,
 )
-from ds_finetune.serving.request_queue import GenerationStopper, QueueLimits, RequestQueue
+from ds_finetune.serving.serve import API_KEY
 
 MAX_NEW_TOKENS = 1024
 """Maximum number of tokens of an answer where neither request nor generation_config.json sets it, as in transformers
@@ -55,6 +61,8 @@ _BODY_BYTES, _BYTES_PER_TOKEN = MIB, 64
 """Maximum size of a request's body: `_BODY_BYTES`, and `_BYTES_PER_TOKEN` for each token of the model's context."""
 _PIECE = 2**16
 """Number of characters of a long prompt that are tokenised at a time."""
+_SHUTDOWN_SECONDS = 2
+"""How long connections may still send and receive when the last answer has ended."""
 _PARSING = Foreign("transformers", "cli/serving/utils.py:313, parse_response")
 
 
@@ -77,23 +85,20 @@ class ServedModel(ModelManager):
         `do_sample` is set because transformers 5.23 otherwise ignores the temperature of requests
         (cli/serving/utils.py:1181).
         """
-        model = self._load_weights()
+        if is_onnx(self._folder):
+            from ds_finetune.export.onnx.runtime import OnnxCausalLM
+
+            model: PreTrainedModel = OnnxCausalLM.from_pretrained(self._folder)
+        else:
+            show_loading_as_phase()
+            model = AutoModelForCausalLM.from_pretrained(
+                self._folder, dtype="auto", device_map=self.device, trust_remote_code=False
+            ).eval()
         settings = model.generation_config
         self.is_greedy = settings.do_sample is False
         settings.do_sample = True
         settings.top_k = 0 if settings.top_k is None else settings.top_k
         return model
-
-    def _load_weights(self) -> PreTrainedModel:
-        if is_onnx(self._folder):
-            from ds_finetune.export.onnx.runtime import OnnxCausalLM
-
-            return OnnxCausalLM.from_pretrained(self._folder)
-        show_loading_as_phase()
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            self._folder, dtype="auto", device_map=self.device, trust_remote_code=False
-        )
-        return model.eval()
 
     def _load_processor(self, name: str, *_: Any, **__: Any) -> PreTrainedTokenizerBase:  # noqa: ANN401 - as above
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self._folder, trust_remote_code=False)
@@ -121,16 +126,6 @@ class ServedModel(ModelManager):
         """Maximum number of bytes of a request's body."""
         return _BODY_BYTES + _BYTES_PER_TOKEN * (self.context or 0)
 
-    def prompt_text(self, request: AnswerRequest) -> str:
-        """The prompt as text; RequestError where the chat template fails, drops something or computes for too long.
-
-        It has to be called in the main thread, since the time of a template is limited there only.
-        """
-        if isinstance(request, CompletionRequest):
-            return request.prompt
-        assert isinstance(request, ChatRequest)
-        return self._render(request)
-
     def prompt_tokens(self, text: str, *, add_special_tokens: bool) -> int:
         """Number of tokens of the prompt, or of its beginning where that is already much longer than the context."""
         seen, most = 0, 2 * self.context if self.context and len(text) > _PIECE else None
@@ -141,7 +136,14 @@ class ServedModel(ModelManager):
                 return seen
         return len(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
-    def _render(self, request: ChatRequest) -> str:
+    def prompt_text(self, request: AnswerRequest) -> str:
+        """The prompt as text; RequestError where the chat template fails, drops something or computes for too long.
+
+        It has to be called in the main thread, since the time of a template is limited there only.
+        """
+        if isinstance(request, CompletionRequest):
+            return request.prompt
+        assert isinstance(request, ChatRequest)
         template = self.tokenizer.chat_template
         if not template:
             raise RequestError(400, f"`{self.name}` has no chat template: ask /v1/completions", param="messages")
@@ -263,9 +265,8 @@ class AnswerRoute:
         async for chunk in request.stream():
             raw += chunk
             if len(raw) > self._served.body_bytes:
-                raise RequestError(
-                    413, f"the body has more than {self._served.body_bytes} bytes", code="context_length_exceeded"
-                )
+                text = f"the body has more than {self._served.body_bytes} bytes"
+                raise RequestError(413, text, code="context_length_exceeded")
         try:
             body = json.loads(raw)
             # Lone surrogates (`"\\ud800"`) are valid JSON, but no tokenizer accepts them.
@@ -288,15 +289,10 @@ class AnswerRoute:
             raise RequestError(400, "the prompt has no tokens", param="prompt")
         context, requested = self._served.context, request.max_new_tokens
         if context is not None and prompt + (requested or 1) > context:
-            answer = f" and {requested} of the answer" if requested else ""
-            text = f"this model's maximum context length is {context} tokens; the request has "
-            text += f"{prompt} tokens of the prompt{answer}"
-            raise RequestError(
-                400,
-                text,
-                param="messages" if isinstance(request, ChatRequest) else "prompt",
-                code="context_length_exceeded",
-            )
+            text = f"this model's maximum context length is {context} tokens; the request has {prompt} tokens of the "
+            text += f"prompt and {requested} of the answer" if requested else "prompt"
+            param = "messages" if isinstance(request, ChatRequest) else "prompt"
+            raise RequestError(400, text, param=param, code="context_length_exceeded")
         limit = requested or self._served.model.generation_config.max_new_tokens or MAX_NEW_TOKENS
         return limit if context is None else min(limit, context - prompt)
 
@@ -339,10 +335,8 @@ async def _never() -> Message:
 
 async def _error_response(request: Request, error: Exception) -> JSONResponse:
     status = error.status_code if isinstance(error, HTTPException) else 500
-    message = (
-        f"{request.method} {request.url.path}: {error.detail if isinstance(error, HTTPException) else repr(error)}"
-    )
-    return RequestError(status, message).response()
+    text = error.detail if isinstance(error, HTTPException) else repr(error)
+    return RequestError(status, f"{request.method} {request.url.path}: {text}").response()
 
 
 class ApiKeyCheck:
@@ -397,3 +391,48 @@ def make_app(folder: Path, limits: QueueLimits, *, device: str = "cpu", api_key:
     app = Starlette(routes=routes, exception_handlers=errors, middleware=checks)
     app.state.queue = queue
     return app
+
+
+class AnsweringServer(uvicorn.Server):
+    """After a signal it still listens, and refuses requests with status 503, until the current answer has ended."""
+
+    def __init__(self, config: uvicorn.Config, queue: RequestQueue) -> None:
+        super().__init__(config)
+        self._queue = queue
+
+    async def on_tick(self, counter: int) -> bool:
+        """Whether the server ends now; called ten times a second."""
+        if not await super().on_tick(counter):
+            return False
+        self._queue.close()
+        return self._queue.is_idle or self.force_exit
+
+
+def main() -> None:
+    """Serve the folder until a signal."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--host", required=True)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--queue", type=int, required=True)
+    parser.add_argument("--request-seconds", type=float, required=True)
+    parser.add_argument("--allow-host", action="append", default=[])
+    arguments = parser.parse_args()
+    limits = QueueLimits(arguments.queue, arguments.request_seconds)
+    app = make_app(arguments.folder, limits, device=arguments.device, api_key=os.environ.get(API_KEY, ""))
+    config = uvicorn.Config(
+        HostCheck(app, HostRules(arguments.host, allowed=tuple(arguments.allow_host))),
+        host=arguments.host,
+        port=arguments.port,
+        http=BoundedProtocol,
+        ws="none",
+        log_level="info",
+        timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
+    )
+    with suppress(KeyboardInterrupt):
+        AnsweringServer(config, app.state.queue).run()
+
+
+if __name__ == "__main__":
+    main()

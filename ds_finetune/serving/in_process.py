@@ -1,16 +1,25 @@
-"""Completes prompts and scores texts with an exported folder, by plain transformers or ONNX Runtime in this process."""
+"""Completes prompts, scores texts and chats with an exported folder, by plain transformers or ONNX Runtime in this
+process.
+"""
 
-from collections.abc import Sequence
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+from ds_finetune.data.chat_template import TemplateLimits
 from ds_finetune.errors import ExportError
+
+Message = dict[str, str]
+EXIT_WORD = "exit"
+"""What the user types to end the chat."""
 
 
 def ask(folder: Path, prompts: Sequence[str], *, max_new_tokens: int = 128) -> list[str]:
     """Greedy answers of the model in `folder` to prompts, which its chat template renders where it has one."""
     import torch
 
-    from ds_finetune.data.chat_template import TemplateLimits
     from ds_finetune.data.tokenizer_files import load_tokenizer
     from ds_finetune.export.load import load_exported
 
@@ -19,20 +28,22 @@ def ask(folder: Path, prompts: Sequence[str], *, max_new_tokens: int = 128) -> l
     answers = []
     for prompt in prompts:
         if tokenizer.chat_template:
-            with TemplateLimits(str(tokenizer.chat_template)):
-                text = tokenizer.apply_chat_template(
-                    [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
-                )
-            inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+            inputs = _inputs(tokenizer, [{"role": "user", "content": prompt}])
         else:
             inputs = tokenizer(prompt, return_tensors="pt")
         ids = inputs["input_ids"].to(model.device)
+        settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": max_new_tokens}
         with torch.no_grad():
-            out = model.generate(
-                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens
-            )
+            out = model.generate(ids, **settings)
         answers.append(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True).strip())
     return answers
+
+
+def _inputs(tokenizer: Any, messages: Sequence[Message]) -> Any:  # noqa: ANN401 - of transformers
+    """The token ids [1, tokens] of messages and of the beginning of an answer, by the tokenizer's chat template."""
+    with TemplateLimits(str(tokenizer.chat_template)):
+        text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+    return tokenizer(text, add_special_tokens=False, return_tensors="pt")
 
 
 def classify(folder: Path, texts: Sequence[str]) -> list[dict[str, float]]:
@@ -59,3 +70,86 @@ def classify(folder: Path, texts: Sequence[str]) -> list[dict[str, float]]:
         scores = logits if len(logits) == 1 else logits.softmax(-1)
         results.append({str(names[number]): score for number, score in enumerate(scores.tolist())})
     return results
+
+
+class ChatSession:
+    """A model, its tokenizer and the messages so far; ExportError where the tokenizer has no chat template."""
+
+    def __init__(self, folder: Path, *, max_new_tokens: int) -> None:
+        from ds_finetune.export.load import load_exported
+        from ds_finetune.foreign.auto_configs import AutoTokenizer
+
+        self._model = load_exported(folder)
+        self._tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        if not self._tokenizer.chat_template:
+            raise ExportError(
+                f"the tokenizer of `{folder}` has no chat template",
+                hint="ask it single questions with `ds-finetune ask`",
+            )
+        self._max_new_tokens = max_new_tokens
+        self._context: int | None = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
+        self.messages: list[Message] = []
+
+    def make_room(self, text: str) -> str:
+        """Forget the earliest messages until `text` and its answer fit into the model's context.
+
+        Returns what to tell the user, which is empty where all messages fit; ExportError where `text` does not fit
+        without earlier messages.
+        """
+        context, kept = self._context, self.messages
+        while context and kept and self._num_tokens(kept, text) + self._max_new_tokens > context:
+            # A question and its answer.
+            kept = kept[2:]
+        if context and (tokens := self._num_tokens(kept, text)) >= context:
+            raise ExportError(
+                f"the message has {tokens} tokens, and the model's context is {context} tokens",
+                hint="send a shorter one",
+            )
+        dropped, self.messages = len(self.messages) - len(kept), kept
+        return f"({dropped} earlier messages left out: the context is {context} tokens)\n" if dropped else ""
+
+    def _num_tokens(self, messages: list[Message], text: str) -> int:
+        return int(_inputs(self._tokenizer, [*messages, {"role": "user", "content": text}])["input_ids"].shape[1])
+
+    def reply(self, text: str) -> Iterator[str]:
+        """The model's answer to `text` after all earlier messages, in pieces, sampled by its generation config.
+
+        Question and answer are added to the messages when the answer is complete.
+        """
+        from transformers import TextIteratorStreamer
+
+        asked = [*self.messages, {"role": "user", "content": text}]
+        inputs = _inputs(self._tokenizer, asked).to(self._model.device)
+        streamer = TextIteratorStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
+        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        limit = min(self._max_new_tokens, (self._context or math.inf) - ids.shape[1])
+        settings = {"attention_mask": mask, "streamer": streamer, "max_new_tokens": limit}
+        # A daemon thread, so that Ctrl-C during an answer ends the program at once.
+        thread = threading.Thread(target=self._model.generate, args=(ids,), kwargs=settings, daemon=True)
+        thread.start()
+        pieces = []
+        for piece in streamer:
+            pieces.append(piece)
+            yield piece
+        thread.join()
+        self.messages = [*asked, {"role": "assistant", "content": "".join(pieces)}]
+
+
+def run_chat(session: ChatSession, *, read: Callable[[], str], write: Callable[[str], None]) -> None:
+    """Answer lines until `read` returns `exit` or raises EOFError; `write` prints a piece of text unchanged."""
+    while True:
+        try:
+            text = read().strip()
+        except EOFError:
+            return
+        if text == EXIT_WORD:
+            return
+        if text:
+            try:
+                write(session.make_room(text))
+            except ExportError as too_long:
+                write(f"{too_long}\n")
+                continue
+            for piece in session.reply(text):
+                write(piece)
+            write("\n")

@@ -24,11 +24,6 @@ class RequestError(Exception):
         return JSONResponse({"error": self.error}, status_code=self.status)
 
 
-def _without_nulls(value: object) -> object:
-    """Remove nulls, which mean that a key is absent; the official client sends them in messages it repeats."""
-    return {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else value
-
-
 def _joined_text(value: object) -> object:
     """A list of text parts as one text, joined by newlines as vLLM does; other values are left to their type check."""
     if not isinstance(value, list):
@@ -48,7 +43,8 @@ class _Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, value: object) -> object:
-        return _without_nulls(value)
+        """Remove nulls, which mean that a key is absent; the official client sends them in messages it repeats."""
+        return {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else value
 
 
 class _Function(_Strict):
@@ -120,8 +116,7 @@ class AnswerRequest(_Strict):
 
     def body(self) -> dict[str, Any]:
         """The request for transformers, without neutral values."""
-        settings = {"temperature": self.temperature, "top_p": self.top_p, "seed": self.seed, "stream": self.stream}
-        return {name: value for name, value in settings.items() if value is not None}
+        return self.model_dump(include={"temperature", "top_p", "seed", "stream"}, exclude_none=True)
 
 
 class ChatRequest(AnswerRequest):
@@ -156,16 +151,9 @@ class ChatRequest(AnswerRequest):
 
     def body(self) -> dict[str, Any]:
         """The request for transformers, without neutral values."""
-        settings = {
-            "tools": self.tools,
-            "chat_template_kwargs": self.chat_template_kwargs,
-            "logit_bias": self.logit_bias,
-        }
-        return (
-            super().body()
-            | {"messages": self.conversation()}
-            | {name: value for name, value in settings.items() if value}
-        )
+        names = ("tools", "chat_template_kwargs", "logit_bias")
+        settings = {name: value for name in names if (value := getattr(self, name))}
+        return super().body() | {"messages": self.conversation()} | settings
 
     def conversation(self) -> list[dict[str, Any]]:
         """The messages in the form that a chat template expects."""

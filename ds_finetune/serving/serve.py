@@ -1,6 +1,6 @@
 """Starts a server of the model in an exported folder, waits until it is healthy, and stops it.
 
-The server is vLLM, or this package's own (`server_process`, with the request handling in `http_app`).
+The server is vLLM, or this package's own (`http_app`).
 """
 
 import os
@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from ipaddress import ip_address
@@ -108,8 +108,11 @@ def serve(folder: Path, address: Address, options: ServeOptions, *, show: Callab
     _check_address(address, no_api_key=options.no_api_key)
     if (folder / UNVERIFIED).is_file():
         show(f"{folder} is UNVERIFIED: {(folder / UNVERIFIED).read_text(encoding='utf-8').strip()}")
-    for line in _limit_lines(resolved):
-        show(line)
+    if resolved.engine != "vllm":
+        show(
+            f"--engine {resolved.engine} answers one request at a time: {resolved.queue} more may wait,"
+            f" each for {resolved.request_seconds:g} s at most; for more traffic install vLLM and use --engine vllm"
+        )
     with (
         tempfile.TemporaryDirectory() as cache,
         _catch_signals() as signals,
@@ -124,33 +127,19 @@ def serve(folder: Path, address: Address, options: ServeOptions, *, show: Callab
     show("stopped")
 
 
-def _limit_lines(options: ServeOptions) -> list[str]:
-    """Lines about the limits of an engine that answers one request at a time."""
-    if options.engine == "vllm":
-        return []
-    return [
-        f"--engine {options.engine} answers one request at a time: {options.queue} more may wait,"
-        f" each for {options.request_seconds:g} s at most; for more traffic install vLLM and use --engine vllm"
-    ]
-
-
 def choose_engine(engine: str, folder: Path) -> str:
     """The engine of a folder.
 
     `auto` is onnx for an ONNX folder. For others it is vllm where that is installed and there is a GPU, else
     transformers. ServeError where the engine is not installed or cannot read the folder.
     """
-    if engine == "auto" and is_onnx(folder):
-        engine = "onnx"
     if engine == "auto":
-        engine = "vllm" if shutil.which("vllm") and _has_gpu() else "transformers"
-    if (engine == "onnx") != is_onnx(folder):
-        kind, hint = (
-            ("an ONNX folder", "use --engine onnx")
-            if engine != "onnx"
-            else ("no ONNX folder", "make one: ds-finetune export --format onnx")
-        )
-        raise ServeError(f"--engine {engine}: `{folder}` is {kind}", hint=hint)
+        engine = "onnx" if is_onnx(folder) else "vllm" if shutil.which("vllm") and _has_gpu() else "transformers"
+    if engine != "onnx" and is_onnx(folder):
+        raise ServeError(f"--engine {engine}: `{folder}` is an ONNX folder", hint="use --engine onnx")
+    if engine == "onnx" and not is_onnx(folder):
+        hint = "make one: ds-finetune export --format onnx"
+        raise ServeError(f"--engine {engine}: `{folder}` is no ONNX folder", hint=hint)
     if engine == "vllm" and not shutil.which("vllm"):
         raise ServeError(
             f"--engine {engine}: there is no `vllm` on the path", hint="pip install vllm, or use --engine transformers"
@@ -172,17 +161,9 @@ def server_command(options: ServeOptions, folder: Path, address: Address) -> lis
         return ["vllm", "serve", str(folder), "--served-model-name", str(folder), *listen]
     device = "auto" if options.engine == "transformers" and _has_gpu() else "cpu"
     limits = ["--queue", str(options.queue), "--request-seconds", str(options.request_seconds)]
-    return [
-        sys.executable,
-        "-m",
-        "ds_finetune.serving.server_process",
-        str(folder),
-        "--device",
-        device,
-        *limits,
-        *(f"--allow-host={name}" for name in options.allowed_hosts),
-        *listen,
-    ]
+    hosts = [f"--allow-host={name}" for name in options.allowed_hosts]
+    program = [sys.executable, "-m", "ds_finetune.serving.http_app", str(folder)]
+    return [*program, "--device", device, *limits, *hosts, *listen]
 
 
 def _has_gpu() -> bool:
@@ -217,10 +198,8 @@ def _check_address(address: Address, *, no_api_key: bool) -> None:
 def _catch_signals() -> Iterator[list[int]]:
     """A list to which SIGINT and SIGTERM are appended when they arrive."""
     signals: list[int] = []
-    before = {
-        number: signal.signal(number, lambda number, _: signals.append(number))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
+    both = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, lambda number, _: signals.append(number)) for number in both}
     try:
         yield signals
     finally:
@@ -253,10 +232,8 @@ def _stop_server(server: "subprocess.Popen[bytes]") -> None:
     except subprocess.TimeoutExpired:
         server.kill()
         server.wait()
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(server.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
 
 
 def _wait_until_healthy(

@@ -30,10 +30,10 @@ from openai import APIError, APIStatusError, AuthenticationError, NotFoundError,
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ds_finetune.data import chat_template
+from ds_finetune.serving import generation
 from ds_finetune.serving import http_app as serving
-from ds_finetune.serving import request_queue
+from ds_finetune.serving.generation import GenerationStoppedError, GenerationStopper, QueueLimits, RequestQueue
 from ds_finetune.serving.openai_request import ChatRequest, RequestError
-from ds_finetune.serving.request_queue import GenerationStoppedError, GenerationStopper, QueueLimits, RequestQueue
 
 CONTEXT = 2048
 QUEUE = 2
@@ -550,7 +550,7 @@ def test_who_waits_too_long_or_goes_leaves_the_queue() -> None:
 
 
 def test_a_closed_queue_refuses_and_ends_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_queue, "_CLOSING_SECONDS", 0.05)
+    monkeypatch.setattr(generation, "_CLOSING_SECONDS", 0.05)
     stopped = asyncio.Event()
 
     async def work() -> None:

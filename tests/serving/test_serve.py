@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ds_finetune.cli.main import main
 from ds_finetune.errors import ServeError
-from ds_finetune.serving.chat import ChatSession, run_chat
+from ds_finetune.serving.in_process import ChatSession, run_chat
 from ds_finetune.serving.serve import Address, ServeOptions, choose_engine, server_command
 from tests.conftest import ROOT
 from tests.running import start, tiny_task
@@ -264,7 +264,7 @@ def test_a_signal_ends_it_and_leaves_nothing(server: tuple[int, "subprocess.Pope
 
 def test_a_forward_of_onnx_runtime_is_stopped(onnx_folder: Path) -> None:
     from ds_finetune.export.onnx.runtime import OnnxCausalLM
-    from ds_finetune.serving.request_queue import GenerationStopper
+    from ds_finetune.serving.generation import GenerationStopper
 
     model = OnnxCausalLM.from_pretrained(onnx_folder)
     stopper, ids = GenerationStopper(model), torch.ones(1, 8, dtype=torch.int64)

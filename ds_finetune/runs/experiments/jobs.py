@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -283,7 +283,8 @@ def run_jobs(jobs: Iterator[ExperimentJob], places: list[Place]) -> None:
     second signal kills them. Where the iterator or a job raises an error, the runs save and end as well.
     """
     free, running = list(places), _Running()
-    with _signals() as received:
+    received: list[int] = []
+    with handle_signals(lambda number, _: received.append(number)):
         try:
             while _start_jobs(jobs, free, running, received) or running:
                 free += _look_at(running, received)
@@ -335,11 +336,3 @@ def _stop_all(children: list[ChildRun], received: list[int]) -> None:
         if len(received) > known:
             for child in children:
                 child.kill()
-
-
-@contextmanager
-def _signals() -> Iterator[list[int]]:
-    """A list to which signals are appended when they arrive."""
-    received: list[int] = []
-    with handle_signals(lambda number, _: received.append(number)):
-        yield received

@@ -146,7 +146,6 @@ def _tree(request: ScalingRequest, variant: Variant) -> dict[str, Any]:
 
 
 def _apply_layout(tree: dict[str, Any], part: str) -> None:
-    """Set one part of a layout, such as `tp2` or `zero3`."""
     found = _AXIS.fullmatch(part)
     if found is None:
         raise ConfigError(

@@ -152,7 +152,6 @@ def read_sweep(path: Path) -> SweepConfig:
 
 
 def _check_free(sweep: SweepConfig, path: Path, lines: Lines) -> None:
-    """ConfigError for keys that the sweep sets itself."""
     for key in sweep.space:
         if key.split(".")[0] in _OWN_KEYS:
             raise ConfigError(

@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ds_finetune.errors import DependencyError
+from ds_finetune.runs.curves import rounded
 
 PLOTS = Path(__file__).parent / "templates" / "plots.js"
 _MAJOR, _LEAST_MINOR = 3, 7
 """The versions of bokeh whose script `plots.js` draws with."""
 PALETTE = ("#3b7ddd", "#e0701a", "#17966b", "#9460d8", "#d8446a", "#128fa6", "#a67c1b", "#6b7685")
 """Each has a contrast of 3 or more with the page's light and dark background."""
-_SIGNIFICANT = 6
 _DIVERGING = ("#2c5fa8", "#7fa8d9", "#d9dce2", "#eda36e", "#c2410c")
 _SEQUENTIAL = ("#e8edf5", "#a9c4ea", "#5f93dc", "#2f63b8", "#173a78")
 _BEST_TO_WORST = ("#2563eb", "#12a594", "#f2b134", "#d8446a")
@@ -77,13 +77,8 @@ def line_plot(
 
 def _points(x: NDArray[Any], y: NDArray[np.float64]) -> list[list[float | None]]:
     """Pairs of a number and a value of six significant digits; steps are exact."""
-    numbers = x.tolist() if np.issubdtype(x.dtype, np.integer) else [_rounded(number) for number in x.tolist()]
-    values = [_rounded(value) if np.isfinite(value) else None for value in y.tolist()]
-    return [[number, value] for number, value in zip(numbers, values, strict=True)]
-
-
-def _rounded(number: float) -> float:
-    return float(f"{number:.{_SIGNIFICANT}g}")
+    numbers = x.tolist() if np.issubdtype(x.dtype, np.integer) else rounded(x.tolist())
+    return [[number, value] for number, value in zip(numbers, rounded(y.tolist()), strict=True)]
 
 
 def load_map_plot(loads: NDArray[np.float64], layers: Sequence[int]) -> dict[str, Any]:

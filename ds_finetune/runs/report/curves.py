@@ -179,7 +179,6 @@ def smoothing_reach(num_values: int) -> int:
 
 
 def _course(run: ReportedRun, name: str, number: str) -> str:
-    """First, last, lowest and highest value of a metric as text."""
     curve = run.curves[name]
     values = curve.values[np.isfinite(curve.values)]
     if not len(values):

@@ -166,5 +166,4 @@ def _training_data(config: Mapping[str, Any]) -> list[str]:
 
 
 def _is_hub_id(name: str) -> bool:
-    """Whether a path or id of a run file names a repository of the Hub."""
     return bool(_HUB_ID.fullmatch(name)) and not name.endswith(_FILES) and not Path(name).exists()

@@ -124,7 +124,6 @@ def _hash(script: str) -> str:
 
 
 def _tiles(run: ReportedRun) -> list[Tile]:
-    """What a reader wants to know first."""
     steps = run.metrics.last_step
     planned = run.starts[-1].get("steps", 0) if run.starts else run.folder.status.steps
     best, seen, seconds = run.best("eval/loss"), run.last("data/tokens_seen"), run.seconds

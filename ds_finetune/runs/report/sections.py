@@ -274,7 +274,6 @@ def _shortened(text: str, most: int = _LONGEST_TEXT) -> str:
 
 
 def _kind(name: str) -> str:
-    """How the values of a metric are printed."""
     last = name.rpartition("/")[2]
     if last in ("accuracy", "exact_match", "reward_accuracy", "mfu", "mtp_accuracy"):
         return "percent"
@@ -307,7 +306,6 @@ def _rank_table(summary: Mapping[str, Any]) -> DataTable:
 
 
 def _collective_table(summary: Mapping[str, Any]) -> list[DataTable]:
-    """The collectives that took longest."""
     rows = [
         (
             f"{row['kind']}, {len(row['ranks'])} ranks, {row['phase']}",

@@ -13,7 +13,7 @@ import yaml
 from numpy.typing import NDArray
 
 from ds_finetune.config.dotted_keys import values_by_key
-from ds_finetune.runs.curves import drawn_points
+from ds_finetune.runs.curves import drawn_points, rounded
 from ds_finetune.runs.folder import RANK_TIMES, RunFolder, base_model, find_runs
 from ds_finetune.runs.metrics import METRICS, MetricsReader, last_record, read_rank_times, sampled_values
 
@@ -22,7 +22,6 @@ MOST_COMPARED = 20
 _SEARCH_SECONDS = 2.0
 _PREVIEW_POINTS, _PREVIEW_SECONDS = 48, 5.0
 _SHOWN_SAMPLES, _SHOWN_NOTICES = 24, 50
-_DIGITS = 6
 LOSS = "train/loss"
 Tree = dict[str, Any]
 
@@ -231,11 +230,6 @@ def named_times(seconds: NDArray[np.float64]) -> dict[str, NDArray[np.float64]]:
         "median": np.median(seconds, axis=1),
         "fastest rank": seconds.min(axis=1),
     }
-
-
-def rounded(values: list[float]) -> list[float | None]:
-    """The values with six significant digits, and None for what is not finite, as JSON has no such numbers."""
-    return [float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None for value in values]
 
 
 def _start(start: Any) -> Tree:  # noqa: ANN401 - a mapping from a file
