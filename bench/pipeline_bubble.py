@@ -32,8 +32,8 @@ from transformers import AutoConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from ds_finetune.config.parallel import ParallelConfig
 from ds_finetune.config.schema import RunConfig
+from ds_finetune.config.sections import ParallelConfig
 from ds_finetune.data.batches import Batch, BatchPlan, training_batches
 from ds_finetune.data.prepared_rows import Row
 from ds_finetune.engine.devices import choose_device

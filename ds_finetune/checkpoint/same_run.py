@@ -8,8 +8,8 @@ from typing import Any
 
 from ds_finetune.checkpoint.run_state import RunState, versions
 from ds_finetune.config.dotted_keys import set_values
-from ds_finetune.config.routers import RouterConfig
 from ds_finetune.config.schema import RunConfig
+from ds_finetune.config.sections import RouterConfig
 from ds_finetune.errors import CheckpointError
 
 

@@ -35,7 +35,7 @@ class Host:
 
     @property
     def target(self) -> str:
-        """Destination argument of ssh: `user@name`, or the name alone."""
+        """Destination argument of ssh: `user@name`, or only the name."""
         return f"{self.user}@{self.name}" if self.user else self.name
 
 

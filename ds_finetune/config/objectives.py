@@ -14,7 +14,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
 from ds_finetune.config.run_file import SHORT_FORMS
-from ds_finetune.config.section import Section, short_form
+from ds_finetune.config.sections import Section, short_form
 from ds_finetune.errors import ConfigError
 
 BosRule = Literal["auto", "always", "never"]

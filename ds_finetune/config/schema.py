@@ -8,28 +8,29 @@ from typing import Annotated, Any, TypeAlias
 import yaml
 from pydantic import BeforeValidator, Field, ValidationError
 
-from ds_finetune.config.indexer import IndexerConfig
 from ds_finetune.config.ineffective_keys import check_keys_have_effect
 from ds_finetune.config.invalid_keys import explain
 from ds_finetune.config.objectives import ObjectiveField, SftObjective
-from ds_finetune.config.optim import OptimConfig
-from ds_finetune.config.parallel import ParallelConfig
-from ds_finetune.config.profiling import ProfileConfig
-from ds_finetune.config.routers import RouterConfig
 from ds_finetune.config.run_file import SHORT_FORMS, Lines, apply_override, read_yaml
-from ds_finetune.config.section import Section, short_form
 from ds_finetune.config.sections import (
     CheckpointConfig,
     DataConfig,
     EvalConfig,
     ExportConfig,
+    IndexerConfig,
     LaunchConfig,
     LogConfig,
     LoraConfig,
     ModelConfig,
     MtpConfig,
+    OptimConfig,
+    ParallelConfig,
+    ProfileConfig,
+    RouterConfig,
+    Section,
     TrainConfig,
     WatchdogConfig,
+    short_form,
 )
 from ds_finetune.config.value_types import (
     InexactNames,

@@ -1,11 +1,12 @@
 """The sections of the run file: frozen pydantic models, in which an unknown key is an error."""
 
+import re
+from collections.abc import Callable
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from ds_finetune.config.schedule import Interval, seconds_of
-from ds_finetune.config.section import Section
+from ds_finetune.config.schedule import Interval, SchedulerName, seconds_of
 from ds_finetune.config.value_types import (
     DurationText,
     EveryText,
@@ -15,6 +16,7 @@ from ds_finetune.config.value_types import (
     SizeText,
     StepsText,
     TimeText,
+    WarmupText,
     WeightedPaths,
     as_list,
     check_time,
@@ -25,28 +27,42 @@ OWN_ATTENTIONS = ("sdpa", "by_document", "varlen")
 """Values of `model.attention` that are this package's own in families of the table; the others are transformers'."""
 
 
+class Section(BaseModel):
+    """A part of the run file: frozen, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+def short_form(key: str) -> Callable[[object], object]:
+    """A validator that reads a text as a section of which only `key` is given."""
+    return lambda value: {key: value} if isinstance(value, str) else value
+
+
 class ModelConfig(Section):
-    """Which model is trained; the short form `model: PATH` sets `path` alone."""
+    """Which model is trained; `model: PATH` is short for `model: {path: PATH}`."""
 
     path: str
     """Folder or hub id holding `config.json` and safetensors weights."""
     tokenizer: str | None = None
-    """Folder or hub id of the tokenizer; the model's own when left out."""
+    """Folder or hub id of the tokenizer. Left out, it is the model's own."""
     resize_vocabulary: bool = False
-    """Add rows to embedding and head for a tokenizer with more ids than the model; false refuses such a tokenizer."""
+    """Add rows to embedding and head where the tokenizer has more ids than the model; false refuses such a tokenizer.
+    """
     context: int | None = Field(default=None, ge=1)
-    """Tokens of a document that the model must have positions for. More than its config.json has extend it by YaRN:
-    positions and rotary scaling change together, also in exports, and a line says what that does to short texts.
+    """Number of positions (tokens of a document) that the model must have. If config.json has fewer, YaRN extends them:
+    positions and rotary scaling change, also in exports, and a line says what that does to short texts.
     """
     weights: Literal["load", "random"] = "load"
-    """`random` builds the model from `config.json` alone, with fresh weights; the plan says so."""
+    """`random` builds the model only from `config.json`, with new random weights; the plan says so."""
     attention: Literal["sdpa", "by_document", "varlen", "eager", "flash_attention_2"] = "sdpa"
-    """Attention kernel; with `packing` each keeps the documents of a row apart. `by_document` makes a call for each
-    document, `varlen` one for all documents of a forward, on GPUs in bf16 and fp16. `sdpa` is `varlen` where its kernel
-    takes the model, and `by_document` elsewhere.
+    """Attention kernel. With `packing` each keeps the documents of a row apart. `by_document` makes a call for each
+    document. `varlen` makes one call for all documents of a forward, only on GPUs in bf16 and fp16. `sdpa` is `varlen`
+    where that kernel fits the model, and `by_document` elsewhere.
     """
     loss: Literal["auto", "chunked", "liger"] = "auto"
-    """Loss kernel; `auto` is Liger's fused one on GPUs where liger-kernel is installed, the chunked one elsewhere."""
+    """Loss kernel. `auto` is Liger's fused kernel on GPUs where liger-kernel is installed, and the chunked one
+    elsewhere.
+    """
 
 
 class DataConfig(Section):
@@ -66,10 +82,11 @@ class DataConfig(Section):
     columns: dict[str, str] = Field(default_factory=dict)
     """Other names of the layout's columns, e.g. `{prompt: question, completion: answer}`."""
     template: str = "auto"
-    """`auto`: the tokenizer's chat template where it has one, plain text otherwise; `plain`: never; else a Jinja file.
+    """`auto` uses the tokenizer's chat template, or plain text where it has none. `plain` never uses a template. Any
+    other value is the path of a Jinja file.
     """
     train_on: Literal["assistant", "last_assistant", "all"] = "assistant"
-    """Tokens that carry loss: every assistant turn, the last one alone, or every token."""
+    """Tokens that carry loss: every assistant turn, only the last one, or every token."""
     reasoning: Literal["keep", "strip"] = "keep"
     """Whether `<think>...</think>` of an assistant turn stays in the text."""
     control_tokens: Literal["text", "keep", "refuse"] = "text"
@@ -80,31 +97,31 @@ class DataConfig(Section):
     packing: bool = True
     """Fill rows of `max_seq_len` with several documents that cannot see each other; false pads each row instead."""
     long_rows: Literal["auto", "truncate", "drop", "split"] = "auto"
-    """Rows longer than `max_seq_len`: cut at the end, leave out, or (plain text alone) continue in the next row;
+    """Rows longer than `max_seq_len` are cut at the end, left out, or (only plain text) continued in the next row.
     `auto` splits plain text and truncates all else. Both sides of a pair are cut to a common length.
     """
     bad_rows: Literal["error", "drop"] = "error"
-    """Rows that cannot be read or tokenised: an error that lists them before the run, or left out, listed, and counted
-    in `max_dropped_ratio`.
+    """Rows that cannot be read or tokenised: `error` lists them and ends the run before it starts; `drop` leaves them
+    out, lists them, and counts them in `max_dropped_ratio`.
     """
     max_dropped_ratio: float = Field(default=0.1, ge=0, le=1)
-    """Share of rows without a supervised token, too long, lost in the chat template, or dropped as bad, above which no
-    run starts.
+    """No run starts if more than this share of its rows is dropped as bad, is too long, is lost in the chat template,
+    or has no supervised token.
     """
     max_truncated_ratio: float = Field(default=0.1, ge=0, le=1)
-    """Share of all tokens lost to truncation above which the run refuses to start."""
+    """No run starts if more than this share of all tokens is lost by truncation."""
     streaming: bool = False
     """Read and tokenise while training, for data too large to prepare; `train.for` is then in steps."""
     shuffle: bool = True
-    """Draw rows in an order given by (seed, epoch); false keeps the order of the files."""
+    """Shuffle rows by seed and epoch; false keeps the order of the files."""
     balance: bool = True
-    """Divide the rows of a step over ranks and forwards by their cost, so that ranks wait little for each other; false
-    keeps their order. The step's rows are the same.
+    """Divide the rows of a step over ranks and forwards by their cost, so that ranks wait little for each other. The
+    rows of the step are the same. false keeps their order.
     """
     workers: int = Field(default=0, ge=0)
-    """Processes that tokenise; 0 takes every core of the machine."""
+    """Number of processes that tokenise; 0 uses every core."""
     cache_dir: str = ".cache/ds_finetune"
-    """Folder of tokenised data, found again by fingerprint."""
+    """Folder of tokenised data, which later runs find again by fingerprint."""
 
     def paths(self, purpose: str) -> tuple[str, ...]:
         """All paths of `train` or `eval`, whatever form they are given in."""
@@ -137,82 +154,118 @@ class TrainConfig(Section):
     micro_batch_size: MicroBatchSize = 1
     """Rows of one forward on one rank; accumulation is derived. `auto` takes the most that fit into memory."""
     max_seq_len: int = Field(default=2048, ge=2)
-    """Tokens of a row at most; a row has both sides of a pair of answers."""
+    """Most tokens of a row; both answers of a pair are in one row."""
     precision: Precision = "bf16"
     """Dtype of weights and activations; master weights and moments are fp32."""
     seed: int = Field(default=0, ge=0)
     """Seed of data order and of fresh weights."""
     max_grad_norm: float = Field(default=1.0, ge=0)
-    """Global norm the gradient is clipped to; 0 does not clip."""
+    """Global norm to which the gradient is clipped; 0 does not clip."""
     activation_checkpointing: bool = True
     """Recompute each decoder layer in backward instead of keeping its activations."""
     activation_offload: bool = False
     """Keep the inputs of recomputed layers in pinned host memory instead of on the GPU."""
     tiled_mlp: bool = False
-    """Compute MLPs and routed experts for parts of the tokens by turns, so that what is within them is never held for
-    all tokens; each is computed once more in backward.
+    """Compute MLPs and routed experts for a part of the tokens at a time, which saves memory for long rows. Each part
+    is computed once more in backward.
     """
     max_skipped_steps: int = Field(default=5, ge=1)
-    """Steps skipped in a row for a non-finite gradient after which the run ends."""
+    """The run ends after this many steps in a row whose gradient is not finite."""
     reduction_dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """Dtype in which gradients are summed over ranks and forwards; `auto` is that of `precision`, `fp32` in bf16 needs
-    ZeRO-2 or 3. `bf16` in fp32 rounds what is sent, and the sum over forwards stays fp32.
+    """Dtype in which gradients are summed over ranks and forwards. `auto` is that of `precision`. `fp32` in a bf16 run
+    needs ZeRO-2 or 3. `bf16` in an fp32 run rounds what is sent, and the sum over forwards stays fp32.
     """
     reduction_every: Literal["auto", "step"] = "auto"
-    """How often gradients are summed over ranks: `auto` leaves it to the ZeRO stage, 2 and 3 in every forward; `step`
-    sums once, and each rank keeps gradients of all its weights until then.
+    """How often gradients are summed over ranks. `auto` leaves it to the ZeRO stage: 2 and 3 sum in every forward.
+    `step` sums once, and each rank holds the gradients of all its weights until then.
     """
+
+
+_Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class OptimConfig(Section):
+    """Optimizer and learning rate."""
+
+    name: str = "AdamW"
+    """Optimizer by DeepSpeed's name: AdamW (Adam is the same), Lion, Adagrad, Lamb, SGD, Muon (with AdamW for
+    embedding, head and vectors).
+    """
+    lr: float = Field(default=1e-5, gt=0)
+    """Peak learning rate, reached after `warmup`."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay of matrices; norms and biases are not decayed."""
+    betas: tuple[_Beta, _Beta] = (0.9, 0.95)
+    """Decay rates of the moments of Adam and Lion."""
+    eps: float = Field(default=1e-8, gt=0)
+    """Number that is added to Adam's denominator."""
+    lr_scheduler: SchedulerName = "cosine"
+    """Shape of the learning rate after warm-up. `wsd` stays at `lr` and decays in the last tenth. `exponential_rise`,
+    which `ds-finetune lr-range` uses, rises to `lr` without warm-up.
+    """
+    warmup: WarmupText = "3%"
+    """Linear warm-up: `N steps`, or a share of the run such as `3%`."""
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+    """Learning rate at the end, as a share of `lr`. With `exponential_rise` it is the rate at the beginning, and above
+    0.
+    """
+
+    @model_validator(mode="after")
+    def _has_a_first_rate(self) -> "OptimConfig":
+        if self.lr_scheduler == "exponential_rise" and not self.min_lr_ratio:
+            raise ValueError("min_lr_ratio is 0: with exponential_rise it should be above 0")
+        return self
 
 
 class GenerateConfig(Section):
     """Greedy answers to held-out prompts during evaluation, scored by exact match."""
 
     prompts: int = Field(default=0, ge=0)
-    """Held-out prompts answered at each evaluation; 0 generates nothing."""
+    """Number of held-out prompts to answer at each evaluation; 0 generates nothing."""
     max_new_tokens: int = Field(default=64, ge=1)
-    """Tokens of an answer at most."""
+    """Most tokens of an answer."""
 
 
 class EvalConfig(Section):
     """When held-out data is evaluated and what follows from it."""
 
     every: StepsText | None = None
-    """`N steps` between evaluations; left out, only at the end."""
+    """`N steps` between evaluations. Left out, the only evaluation is at the end."""
     limit: int = Field(default=0, ge=0)
-    """Held-out rows evaluated at most, the first ones (packed rows when packing); 0 evaluates all."""
+    """Most held-out rows to evaluate, from the first on (packed rows when packing); 0 evaluates all."""
     generate: GenerateConfig = GenerateConfig()
-    """Optional generation with exact match."""
+    """Answers to held-out prompts, scored by exact match."""
     keep_best: bool = True
     """Keep the weights with the lowest eval loss in `export-best/`."""
     patience: int = Field(default=0, ge=0)
-    """Evaluations without a lower loss after which the run ends early; 0 never does."""
+    """The run ends early after this many evaluations without a lower loss; 0 never ends it."""
 
 
 class CheckpointConfig(Section):
     """When the state of the run is saved, and what a start resumes from."""
 
     every: EveryText = "500 steps or 15 minutes"
-    """`N steps`, a time such as `15 minutes`, or both joined by `or`, of which the first to pass counts; the last step
-    and a signal save too. `never` saves nothing at all.
+    """`N steps`, a time such as `15 minutes`, or both joined by `or`: then the first to pass counts. The last step and
+    a signal save too. `never` saves nothing at all.
     """
     keep: int = Field(default=2, ge=1)
-    """Newest checkpoints that are kept."""
+    """Number of newest checkpoints to keep."""
     keep_best: bool = True
     """Also keep the checkpoint with the lowest eval loss."""
     max_failed: int = Field(default=3, ge=1)
-    """Checkpoints in a row that may not be written, e.g. for a full disk, before the run ends; the run's last one may
-    never.
+    """The run ends after this many checkpoints in a row that cannot be written, e.g. for a full disk. Its last
+    checkpoint must be written.
     """
     resume: str = "auto"
-    """`auto` resumes from the newest complete checkpoint of `output_dir`; `never` starts anew; else a run or checkpoint
-    folder.
+    """`auto` resumes from the newest complete checkpoint of `output_dir`; `never` starts from the beginning. Any other
+    value is the folder of a run or checkpoint.
     """
     asynchronous: bool = True
-    """Copy the state to host memory and write it while training continues; false writes it while training waits, and
+    """Copy the state to host memory and write it while training continues. false writes it while training waits, and
     needs no such memory.
     """
     node_local: bool = False
-    """Each node keeps its own ranks' parts in its own `output_dir`, where there is no shared file system."""
+    """Each node keeps the parts of its own ranks in its own `output_dir`; for hosts without a shared file system."""
 
     @property
     def saves(self) -> bool:
@@ -225,22 +278,86 @@ class CheckpointConfig(Section):
         return Interval.parse(self.every) if self.saves else Interval()
 
 
+class ParallelConfig(Section):
+    """Degrees of tensor, pipeline, expert and sequence parallelism; data parallelism takes the remaining ranks."""
+
+    tp: int = Field(default=1, ge=1)
+    """Tensor parallel size: ranks that hold parts of every layer, cut by heads, inner width and vocabulary."""
+    pp: int = Field(default=1, ge=1)
+    """Pipeline parallel size: stages of consecutive layers, balanced by parameters."""
+    pp_layers: tuple[int, ...] = ()
+    """Number of layers of each stage, such as [12, 16], where stages should not be balanced by parameters. With `vpp`
+    it is the layers of each chunk, in the model's order.
+    """
+    vpp: int = Field(default=1, ge=1)
+    """Virtual pipeline size: chunks of consecutive layers that each pipeline rank holds. With more than one
+    (interleaved 1F1B), ranks wait less and send hidden states more often.
+    """
+    ep: int = Field(default=1, ge=1)
+    """Expert parallel size: data (and sequence) parallel ranks that share out the routed experts."""
+    sp: int = Field(default=1, ge=1)
+    """Sequence parallel size: ranks that share the tokens of each row. In attention each computes a part of the heads
+    over whole rows.
+    """
+
+
 class LoraConfig(Section):
     """Low-rank adapters; with this section the model's weights stay unchanged and only the adapters are trained."""
 
     rank: int = Field(default=16, ge=1)
-    """Rows of A and columns of B; of routed experts a multiple of 8."""
+    """Rows of A and columns of B; with routed experts it is a multiple of 8."""
     alpha: float = Field(default=32, gt=0)
-    """The product B A is added times alpha / rank."""
+    """The product B A is multiplied by alpha / rank before it is added."""
     target_modules: Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(as_list)] | None = None
-    """Modules by last name such as `q_proj` or `experts`, or by regular expressions on full names; left out, all
-    linear modules of attention, MLPs, shared and routed experts. The router is adapted where `gate` is named,
-    embeddings and head never.
+    """Modules to adapt, by the last part of their names such as `q_proj` or `experts`, or by regular expressions on
+    full names. Left out, all linear modules of attention, MLPs, shared and routed experts are adapted. The router is
+    adapted only where `gate` is named; embeddings and head never are.
     """
     quantize: Literal["nf4"] | None = None
-    """`nf4`: frozen weights of attention, dense MLPs and shared experts are held in four bits by bitsandbytes, whether
-    adapted or not.
+    """`nf4` holds the frozen weights of attention, dense MLPs and shared experts in four bits, by bitsandbytes, whether
+    they are adapted or not.
     """
+
+
+class MtpConfig(Section):
+    """Multi-token prediction: a layer after the last one that predicts the token after the next. Servers draft tokens
+    with it.
+    """
+
+    train: bool = False
+    """Train the layer that the model is published with; false carries it to exports unchanged."""
+    weight: float = Field(default=0.1, gt=0)
+    """Weight of its loss beside that of the next token."""
+    detach: bool = True
+    """Its loss trains only the layer: all other weights have the same bits as without it. False trains them too."""
+
+
+class RouterConfig(Section):
+    """How routers, which choose experts, are trained. Left out, they are trained like all weights."""
+
+    train: bool = True
+    """Whether their weights are trained; false leaves them as they are."""
+    balance: float = Field(default=0.0, ge=0)
+    """Weight of the balance loss of experts, which is 1 for a layer whose experts are chosen equally often; 0 has no
+    such loss.
+    """
+    bias_update: float = Field(default=0.0, ge=0)
+    """How far the bias of each expert moves after a step: down where it was chosen more often than the mean expert, up
+    where less often. 0 leaves biases as they are.
+    """
+
+
+class IndexerConfig(Section):
+    """Indexers of DeepSeek sparse attention, which choose the tokens that a query attends to."""
+
+    train: bool = False
+    """Train them to score tokens as attention weighs them; false leaves them as they are."""
+    stage: Literal["sparse", "dense_warmup"] = "sparse"
+    """`sparse` trains them beside the other weights, by attention to the chosen tokens. `dense_warmup` trains only
+    them, by attention to all earlier tokens.
+    """
+    weight: float = Field(default=1.0, gt=0)
+    """Weight of their loss, which hardly changes the steps of Adam."""
 
 
 class LogConfig(Section):
@@ -249,7 +366,53 @@ class LogConfig(Section):
     every: int = Field(default=1, ge=1)
     """Steps between progress lines."""
     trackers: tuple[str, ...] = ("tensorboard",)
-    """Trackers accelerate knows, by name: tensorboard, wandb, mlflow, ..."""
+    """Names of trackers that accelerate knows: tensorboard, wandb, mlflow, ..."""
+
+
+_PROFILED = re.compile(r"(\d+)(?:-(\d+))?")
+
+
+def step_range(text: str) -> tuple[int, int]:
+    """First and last step of `10-12`, or of `10`; ValueError where it is no range of steps from 1 on."""
+    found = _PROFILED.fullmatch(text.replace(" ", ""))
+    if found is None:
+        raise ValueError(f"`{text}` is not a range of steps; write `10-12`, or `10` for a single step")
+    first, last = int(found[1]), int(found[2] or found[1])
+    if first < 1:
+        raise ValueError(f"`{text}` begins at step {first}, and steps count from 1")
+    if last < first:
+        raise ValueError(f"`{text}` ends at step {last} and begins at step {first}; write `{last}-{first}`")
+    return first, last
+
+
+def _check_profiled_steps(value: object) -> object:
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ValueError("it should be a range of steps such as `10-12`, or one step")  # noqa: TRY004 - for pydantic
+    step_range(str(value))
+    return str(value)
+
+
+def _as_ranks(value: object) -> object:
+    if value == "all":
+        return value
+    ranks = value if isinstance(value, list | tuple) else [value]
+    if not ranks or any(isinstance(rank, bool) or not isinstance(rank, int) or rank < 0 for rank in ranks):
+        raise ValueError("it should be `all`, a rank such as 0, or a list of ranks")
+    return tuple(sorted(set(ranks)))
+
+
+class ProfileConfig(Section):
+    """Steps whose time is recorded and broken down (docs/how-to/timeline.md). Left out, no step is."""
+
+    steps: Annotated[str, BeforeValidator(_check_profiled_steps)]
+    """First and last step that are profiled, as in `10-12`, or a single step."""
+    ranks: Annotated[Literal["all"] | tuple[int, ...], BeforeValidator(_as_ranks)] = "all"
+    """Ranks that are profiled: `all`, one such as 0, or a list. Waits for the slowest rank are known only with all."""
+
+    @property
+    def first_and_last(self) -> tuple[int, int]:
+        """The first and the last step that are profiled."""
+        return step_range(self.steps)
 
 
 REPORT_SECONDS = 60.0
@@ -264,19 +427,19 @@ class WatchdogConfig(Section):
     limit: Annotated[str, BeforeValidator(lambda text: text if text in ("auto", "never") else check_time(text))] = (
         "auto"
     )
-    """Longest time of an optimizer step; `auto` is ten times the median of the last steps and a minute at least;
+    """Longest time of an optimizer step. `auto` is ten times the median of the last steps, and at least a minute.
     `never` detects no hang.
     """
     start: TimeText = "30 minutes"
     """Longest time without a collective from loading to the end of the first step, which may compile."""
     other: TimeText = "30 minutes"
-    """Longest time without a collective in evaluation and export, and of a save."""
+    """Longest time without a collective in evaluation and export, and longest time of a save."""
     meet: TimeText = "2 hours"
     """How long a rank that has started waits for the others to start; preparing data has no limit."""
     collective: Annotated[str, BeforeValidator(lambda text: text if text == "auto" else check_time(text))] = "auto"
     """How long torch lets a rank wait in a collective; `auto` is five minutes more than the longest limit above."""
     straggler_ratio: float = Field(default=1.5, gt=1)
-    """Time of the slowest rank over the median from which the progress line names it."""
+    """The progress line names the slowest rank where its time is this many times the median."""
 
     @property
     def longest_limit(self) -> float:
@@ -298,40 +461,26 @@ class ExportConfig(Section):
     at_end: bool = True
     """Write `export/` when training ends."""
     max_shard_size: SizeText = "5GB"
-    """Size of one safetensors file at most."""
+    """Largest size of a safetensors file."""
     verify: bool = True
     """Record logits of fixed prompts with each export, and compare the folder with them in a fresh process of plain
     transformers.
     """
 
 
-class MtpConfig(Section):
-    """Multi-token prediction: a layer after the last one that predicts the token after the next, from which servers
-    draft tokens.
-    """
-
-    train: bool = False
-    """Train the layer that the model is published with; false carries it to exports unchanged."""
-    weight: float = Field(default=0.1, gt=0)
-    """Weight of its loss beside that of the next token."""
-    detach: bool = True
-    """Its loss trains the layer alone: all other weights are the same bits as without it. False trains them too."""
-
-
 class LaunchConfig(Section):
     """How `ds-finetune launch` supervises a run on its hosts; other launchers do not read it."""
 
     restarts: int = Field(default=0, ge=0)
-    """Starts from the newest checkpoint after a rank or a host has failed, before the run is given up."""
+    """How often a run restarts from its newest checkpoint after a rank or a host has failed, before it is given up."""
     min_hosts: int | None = Field(default=None, ge=1)
-    """Fewest hosts to resume with; left out, all of the hostfile. The global batch stays what it is."""
+    """Fewest hosts to resume with. Left out, it is all hosts of the hostfile. The global batch stays the same."""
     wait_seconds: float = Field(default=600, ge=0)
-    """How long a restart waits for hosts to come back where there are too few."""
+    """How long a restart waits for hosts to return where there are too few."""
     greeting_seconds: float = Field(default=30, gt=0)
-    """How long a host has for its first message, with the start of ssh and Python; ssh tries to connect for two
+    """How long a host has to send its first message, with the start of ssh and Python; ssh tries to connect for two
     seconds less.
     """
     silent_seconds: float = Field(default=10, ge=3)
-    """Seconds without a message after which a host is given up, and after which a host that hears nothing ends its
-    ranks.
+    """A host without a message for this long is given up, and a host that hears nothing for this long ends its ranks.
     """

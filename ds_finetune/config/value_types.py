@@ -38,7 +38,7 @@ def check_whole_number(name: str, value: object, *, least: int) -> None:
 
 
 def as_list(value: object) -> object:
-    """A text alone as a list of one."""
+    """A single text as a list of one."""
     return [value] if isinstance(value, str) else value
 
 

@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_finetune.config.routers import RouterConfig
-from ds_finetune.config.sections import LoraConfig
+from ds_finetune.config.sections import LoraConfig, RouterConfig
 from ds_finetune.config.units import MIB
 from ds_finetune.console.phase_line import Say
 from ds_finetune.errors import OutputError

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_finetune.config.dotted_keys import set_values
-from ds_finetune.config.optim import OptimConfig
-from ds_finetune.config.sections import TrainConfig
+from ds_finetune.config.sections import OptimConfig, TrainConfig
 from ds_finetune.config.shipped import DS_CONFIGS, shipped_file, shipped_names
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.batch import rows_of_forward

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ds_finetune.config.indexer import IndexerConfig
+from ds_finetune.config.sections import IndexerConfig
 from ds_finetune.families.parameters import indexed_layers
 
 

@@ -6,7 +6,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import prod
 
-from ds_finetune.config.parallel import ParallelConfig
+from ds_finetune.config.sections import ParallelConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.tensors import EMBEDDING, FINAL_NORM, HEAD, SCORE_HEAD, ModelTensors
 from ds_finetune.plan.tensor_cuts import fused_experts_part

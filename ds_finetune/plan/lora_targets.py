@@ -1,4 +1,4 @@
-"""Which modules of a model LoRA adapts and which weights it holds in four bits, from names and shapes alone."""
+"""Which modules of a model LoRA adapts and which weights it holds in four bits, only from names and shapes."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, Self, get_args
 
-from ds_finetune.config.parallel import ParallelConfig
+from ds_finetune.config.sections import ParallelConfig
 from ds_finetune.errors import ConfigError
 
 Axis = Literal["pp", "dp", "sp", "tp"]
@@ -16,7 +16,7 @@ AXES: tuple[Axis, ...] = get_args(Axis)
 class Mesh:
     """Sizes of pipeline, data, sequence and tensor parallelism; ranks are numbered row-major over `AXES`.
 
-    Ranks that differ in `pp`, `sp` or `tp` alone work on the same rows: each has a part of the rows or of the model.
+    Ranks that differ only in `pp`, `sp` or `tp` work on the same rows: each has a part of the rows or of the model.
     Each `ep` consecutive ranks of the dp x sp ranks divide the experts.
     """
 
@@ -106,7 +106,7 @@ class Mesh:
         return (self.rank if rank is None else rank) // inner % self._sizes[AXES.index(axis)]
 
     def lines(self, *axes: Axis) -> list[list[int]]:
-        """The groups of ranks whose indices differ along `axes` alone, in ascending order; every rank is in one."""
+        """The groups of ranks whose indices differ only along `axes`, in ascending order; every rank is in one."""
         found: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
             found.setdefault(tuple(self.place(axis, rank) for axis in AXES if axis not in axes), []).append(rank)

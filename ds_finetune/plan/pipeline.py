@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from ds_finetune.config.parallel import ParallelConfig
+from ds_finetune.config.sections import ParallelConfig
 
 
 class PipelineTurn(NamedTuple):

@@ -6,12 +6,16 @@ from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from ds_finetune.config.indexer import IndexerConfig
 from ds_finetune.config.objectives import ObjectiveConfig
-from ds_finetune.config.parallel import ParallelConfig
-from ds_finetune.config.routers import RouterConfig
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.config.sections import CheckpointConfig, LoraConfig, MtpConfig
+from ds_finetune.config.sections import (
+    CheckpointConfig,
+    IndexerConfig,
+    LoraConfig,
+    MtpConfig,
+    ParallelConfig,
+    RouterConfig,
+)
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.batch import AUTO, accumulation_steps, check_auto, rows_of_forward
 from ds_finetune.plan.checks import BEFORE_MODEL, check

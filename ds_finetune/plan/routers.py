@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ds_finetune.config.routers import RouterConfig
+from ds_finetune.config.sections import RouterConfig
 from ds_finetune.families.family import RouterKind
 from ds_finetune.families.table import family_of
 

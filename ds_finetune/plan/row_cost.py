@@ -18,7 +18,7 @@ class RowCost:
     """Multiply-adds of forward and backward: of layers for each token, of the head for each supervised token, and of
     attention for each pair of tokens of which one attends to the other.
 
-    The head takes supervised positions alone (`model/loss/cross_entropy.py`).
+    The head takes only supervised positions (`model/loss/cross_entropy.py`).
     """
 
     per_token: float

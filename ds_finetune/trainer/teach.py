@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from ds_finetune.config.objectives import DistillObjective
-from ds_finetune.config.parallel import ParallelConfig
 from ds_finetune.config.schema import RunConfig
+from ds_finetune.config.sections import ParallelConfig
 from ds_finetune.console.phase_line import PhaseLine, Say
 from ds_finetune.data.prepared_rows import PreparedRows, Row
 from ds_finetune.data.scores import (

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_finetune.config.routers import RouterConfig
+from ds_finetune.config.sections import RouterConfig
 from ds_finetune.families.family import RouterKind
 from ds_finetune.model.loss.forward_rows import ForwardRows, RealTokens
 from ds_finetune.model.routers import RouterCollector, choices_of, finish_step, table_of_choices

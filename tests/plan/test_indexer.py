@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from ds_finetune.config.indexer import IndexerConfig
 from ds_finetune.config.schema import RunConfig
+from ds_finetune.config.sections import IndexerConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.tiny import SHARED_INDEX
 from ds_finetune.plan.checks import check

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from ds_finetune.config.parallel import ParallelConfig
 from ds_finetune.config.schema import RunConfig
+from ds_finetune.config.sections import ParallelConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.table import FAMILIES
 from ds_finetune.families.tiny import DENSE

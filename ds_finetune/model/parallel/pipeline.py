@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from ds_finetune.config.parallel import ParallelConfig
+from ds_finetune.config.sections import ParallelConfig
 from ds_finetune.families.table import family_of
 from ds_finetune.families.tensors import model_tensors
 from ds_finetune.foreign.transformers_models import replaced_layers

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ds_finetune.config.objectives import ObjectiveConfig, is_distillation
-from ds_finetune.config.parallel import ParallelConfig
-from ds_finetune.config.sections import OWN_ATTENTIONS, LoraConfig
+from ds_finetune.config.sections import OWN_ATTENTIONS, LoraConfig, ParallelConfig
 from ds_finetune.errors import ConfigError, ModelError
 from ds_finetune.families.family import layer_of
 from ds_finetune.families.parameters import ModelConfig

@@ -15,8 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from pydantic import BaseModel
 
-from ds_finetune.config.parallel import ParallelConfig
-from ds_finetune.config.sections import LoraConfig
+from ds_finetune.config.sections import LoraConfig, ParallelConfig
 from ds_finetune.families.family import layer_of
 from ds_finetune.families.parameters import ModelConfig
 from ds_finetune.families.parameters import Shape as TensorShape

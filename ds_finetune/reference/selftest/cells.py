@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from transformers import PretrainedConfig
 
 from ds_finetune.config.objectives import ObjectiveField
-from ds_finetune.config.parallel import ParallelConfig
+from ds_finetune.config.sections import ParallelConfig
 from ds_finetune.data.prepared_rows import Row, RowDocuments
 from ds_finetune.families.table import FAMILIES
 from ds_finetune.families.tiny import VOCAB

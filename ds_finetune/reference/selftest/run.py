@@ -23,9 +23,8 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from ds_finetune.config.objectives import is_distillation, read_objective
-from ds_finetune.config.parallel import ParallelConfig
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.config.sections import LoraConfig
+from ds_finetune.config.sections import LoraConfig, ParallelConfig
 from ds_finetune.console.phase_line import Say
 from ds_finetune.console.quiet import quiet_packages, show_loading_as_phase
 from ds_finetune.engine.devices import choose_device

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_
 from ds_finetune.config.invalid_keys import explain
 from ds_finetune.config.run_file import Lines, read_yaml, set_key
 from ds_finetune.config.schema import validate_tree
-from ds_finetune.config.section import Section, short_form
+from ds_finetune.config.sections import Section, short_form
 from ds_finetune.errors import ConfigError
 
 Choice = bool | int | float | str | None | list[Any] | dict[str, Any]

@@ -9,8 +9,8 @@ from transformers import AutoConfig
 from ds_finetune.cli.main import main
 from ds_finetune.cluster.doctor.simulate import group_checks, ranks_of, simulate
 from ds_finetune.config.hostfile import Host, read_hostfile
-from ds_finetune.config.parallel import ParallelConfig
 from ds_finetune.config.schema import read_config
+from ds_finetune.config.sections import ParallelConfig
 from ds_finetune.plan.mesh import Mesh
 from tests.conftest import ROOT
 from tests.running import tiny_task

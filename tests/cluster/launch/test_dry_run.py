@@ -10,7 +10,7 @@ import pytest
 from ds_finetune.cluster.launch.dry_run import dry_run_lines, rank_map
 from ds_finetune.cluster.launch.schedulers import Job, mpirun_command
 from ds_finetune.config.hostfile import Host, read_hostfile
-from ds_finetune.config.parallel import ParallelConfig
+from ds_finetune.config.sections import ParallelConfig
 from ds_finetune.plan.mesh import Mesh
 from tests.conftest import ROOT
 

@@ -17,9 +17,8 @@ from ds_finetune.cluster.watchdog.device import DeviceProgress
 from ds_finetune.cluster.watchdog.diagnosis import Diagnosis, diagnose
 from ds_finetune.cluster.watchdog.progress import HangLimits, RankProgress, RankStatus
 from ds_finetune.cluster.watchdog.stragglers import straggler
-from ds_finetune.config.parallel import ParallelConfig
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.config.sections import REPORT_SECONDS, WatchdogConfig
+from ds_finetune.config.sections import REPORT_SECONDS, ParallelConfig, WatchdogConfig
 from ds_finetune.engine.groups.process_groups import open_groups
 from ds_finetune.errors import ConfigError
 from ds_finetune.foreign.torch_distributed import default_timeout

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ds_finetune.config.parallel import ParallelConfig
+from ds_finetune.config.sections import ParallelConfig
 from ds_finetune.engine.groups.process_groups import open_groups
 from ds_finetune.plan.mesh import Mesh
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import DynamicCache
 
-from ds_finetune.config.parallel import ParallelConfig
+from ds_finetune.config.sections import ParallelConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.model.build.skeleton import build_skeleton, model_class
 from ds_finetune.model.mtp.layer import set_mtp_layers

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_finetune.config.parallel import ParallelConfig
+from ds_finetune.config.sections import ParallelConfig
 from ds_finetune.errors import ConfigError, ModelError
 from ds_finetune.plan.estimate.memory import estimate_stages
 from ds_finetune.plan.estimate.rank_weights import rank_weights

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from ds_finetune.config.parallel import ParallelConfig
 from ds_finetune.config.schema import RunConfig
+from ds_finetune.config.sections import ParallelConfig
 from ds_finetune.families.table import FAMILIES
 from ds_finetune.model.build.skeleton import build_skeleton
 from ds_finetune.plan.checks import check
