@@ -48,9 +48,8 @@ from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.model.build.model_plan import plan_model
 from ds_finetune.model.build.skeleton import read_hf_config
-from ds_finetune.plan.model_shape import Shape
+from ds_finetune.plan.model_shape import RowCost, Shape
 from ds_finetune.plan.plan import make_plan
-from ds_finetune.plan.row_cost import RowCost
 from ds_finetune.system.world import World
 
 Lengths = list[tuple[int, int]]

@@ -22,7 +22,7 @@ from ds_finetune.plan.checks import CHECKS
 from ds_finetune.plan.combinations import table as layouts_table
 from ds_finetune.plan.estimate.accelerators import ACCELERATORS
 from ds_finetune.plan.estimate.activation_memory import ActivationBytes, activation_bytes
-from ds_finetune.plan.packed_attention import varlen_problem
+from ds_finetune.plan.forward import varlen_problem
 
 LONG_ROW = 131072
 FOLDER = Path(__file__).parent.parent / "docs" / "reference"

@@ -323,7 +323,7 @@ def read_objective(value: object) -> ObjectiveConfig:
         section: ObjectiveConfig = TypeAdapter(ObjectiveField).validate_python(value)
     except ValidationError as invalid:
         # It imports this module.
-        from ds_finetune.config.invalid_objectives import explain_objective
+        from ds_finetune.config.invalid_keys import explain_objective
 
         error = invalid.errors()[0]
         if explained := explain_objective({**error, "loc": ("objective", *error["loc"])}):

@@ -53,7 +53,7 @@ from ds_finetune.model.quantised.four_bit import four_bit_or, install_four_bit
 from ds_finetune.model.weights.load import clear_weights, initialise_weights, load_weights, seed_of
 from ds_finetune.model.weights.vocabulary import Growth
 from ds_finetune.objectives.objective import is_of_scores
-from ds_finetune.plan.head_chunk import head_chunk
+from ds_finetune.plan.forward import head_chunk
 from ds_finetune.plan.plan import Plan
 
 

@@ -41,7 +41,7 @@ from ds_finetune.model.loss.token_loss import HeadGroups, TrainedModel
 from ds_finetune.model.mtp.layer import mtp_layers
 from ds_finetune.model.parallel.pipeline import ModelChunks
 from ds_finetune.model.weights.load import seed_of
-from ds_finetune.plan.packed_attention import varlen_problem
+from ds_finetune.plan.forward import varlen_problem
 from ds_finetune.plan.plan import Plan, is_teacher_partitioned
 
 

@@ -16,7 +16,7 @@ from ds_finetune.data.scores import NumberedRows, with_scores
 from ds_finetune.data.stream import START, StreamedRows, streaming_batches
 from ds_finetune.engine.engine import Engine
 from ds_finetune.model.build.encoder import encoder_of
-from ds_finetune.plan.row_cost import RowCost
+from ds_finetune.plan.model_shape import RowCost
 from ds_finetune.trainer.loop import BEGINNING, Progress
 from ds_finetune.trainer.prepare import PreparedRun, mismatched_answers
 

@@ -2,9 +2,7 @@
 
 from ds_finetune.features.table import features_of
 from ds_finetune.model.build.model_plan import ModelPlan
-from ds_finetune.plan.experts import experts_lines
-from ds_finetune.plan.head_chunk import head_line
-from ds_finetune.plan.packed_attention import attention_lines
+from ds_finetune.plan.forward import attention_lines, experts_lines, head_line
 from ds_finetune.plan.plan import Plan
 
 

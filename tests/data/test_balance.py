@@ -11,8 +11,7 @@ from ds_finetune.data.batches import Batch, BatchPlan, Division, divide_rows, tr
 from ds_finetune.data.documents import Documents, KeptDocument
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.families.tiny import VOCAB
-from ds_finetune.plan.model_shape import Shape
-from ds_finetune.plan.row_cost import RowCost
+from ds_finetune.plan.model_shape import RowCost, Shape
 from ds_finetune.reference.selftest.cells import TINY_MODELS
 
 LONG_TAIL = np.random.default_rng(3).lognormal(0.0, 1.0, size=256)

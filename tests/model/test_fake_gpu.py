@@ -21,7 +21,7 @@ from ds_finetune.model.loss.cross_entropy import chunked_cross_entropy
 from ds_finetune.model.loss.forward_rows import ForwardRows
 from ds_finetune.model.loss.token_loss import TrainedModel, install_loss_head
 from ds_finetune.model.memory.tiled_mlp import install_tiled_mlps
-from ds_finetune.plan.packed_attention import varlen_problem
+from ds_finetune.plan.forward import varlen_problem
 from ds_finetune.reference.selftest.cells import TINY_MODELS
 from tests.fake_cuda import fake_cuda
 from tests.model.attention.test_attention import CONFIGS, LENGTHS, WINDOW, WINDOWS

@@ -15,7 +15,7 @@ from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.model.build.model_plan import ModelPlan
 from ds_finetune.model.memory.activation_offload import LayerInputOffload
 from ds_finetune.model.memory.tiled_mlp import tiled_modules
-from ds_finetune.plan.activations import mlp_tiles
+from ds_finetune.plan.forward import mlp_tiles
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.reference.selftest.cells import Cell, run_tree
 from ds_finetune.reference.selftest.steps import take_steps

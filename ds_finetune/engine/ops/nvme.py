@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ds_finetune.errors import ConfigError
-from ds_finetune.plan.nvme_buffers import check_largest_slice
-from ds_finetune.plan.plan import Plan
+from ds_finetune.plan.plan import Plan, check_largest_slice
 
 if TYPE_CHECKING:
     from ds_finetune.model.build.model_plan import ModelPlan

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ds_finetune.plan.packed_attention import MAX_WIDTH
+from ds_finetune.plan.forward import MAX_WIDTH
 
 Documents = tuple[int, ...]
 """Lengths of the consecutive documents of a row, with padding as one of them; their sum is the row's length."""

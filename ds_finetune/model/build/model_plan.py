@@ -16,9 +16,9 @@ from ds_finetune.model.loss.teacher import TeacherPlan, plan_teacher
 from ds_finetune.model.mtp.mtp_plan import MtpPlan, check_adapted, plan_mtp
 from ds_finetune.model.parallel.pipeline import layers_of_stages
 from ds_finetune.objectives.objective import Objective, make_objective
-from ds_finetune.plan.activations import mlp_tiles
 from ds_finetune.plan.checks import WITHOUT_MESH, check
 from ds_finetune.plan.context import ContextPlan
+from ds_finetune.plan.forward import mlp_tiles
 from ds_finetune.plan.indexer import IndexerPlan, plan_indexer
 from ds_finetune.plan.layer_stages import StageLayers
 from ds_finetune.plan.routers import RouterPlan, plan_routers

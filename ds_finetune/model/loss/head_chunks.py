@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from ds_finetune.model.parallel.tensor import TensorParallelGroup
-from ds_finetune.plan.head_chunk import CPU_BLOCK_NUMBERS, CPU_TOKENS
+from ds_finetune.plan.forward import CPU_BLOCK_NUMBERS, CPU_TOKENS
 
 CHUNK_TOKENS = CPU_TOKENS
 """Supervised positions whose logits exist at a time, where the plan says nothing else."""

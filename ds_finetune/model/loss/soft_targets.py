@@ -11,7 +11,7 @@ import torch
 
 from ds_finetune.model.loss.head_chunks import HeadGradients, NeededGradients, logits_of_chunk
 from ds_finetune.model.parallel.tensor import TensorParallelGroup
-from ds_finetune.plan.head_chunk import DISTILLATION_TOKENS
+from ds_finetune.plan.forward import DISTILLATION_TOKENS
 
 CHUNK_TOKENS = DISTILLATION_TOKENS
 """Supervised positions whose logits exist at a time."""

@@ -7,9 +7,8 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from ds_finetune.families.table import family_of
-from ds_finetune.plan.activations import mlp_tiles
 from ds_finetune.plan.estimate.rank_weights import remembered
-from ds_finetune.plan.head_chunk import CPU_BLOCK_NUMBERS, head_chunk, logits_bytes
+from ds_finetune.plan.forward import CPU_BLOCK_NUMBERS, head_chunk, logits_bytes, mlp_tiles
 
 WIDE = 4
 """Bytes of a number in fp32, in which norms and routers compute at any precision."""

@@ -44,9 +44,8 @@ from ds_finetune.plan.estimate.zero_rows import (
     num_persistent,
     zero_rows,
 )
-from ds_finetune.plan.head_chunk import CPU_TOKENS, DISTILLATION_TOKENS
+from ds_finetune.plan.forward import CPU_TOKENS, DISTILLATION_TOKENS, varlen_problem
 from ds_finetune.plan.lora_targets import adapted_targets, targets_among
-from ds_finetune.plan.packed_attention import varlen_problem
 from ds_finetune.plan.pipeline import num_held_forwards
 from ds_finetune.plan.plan import Plan, is_teacher_partitioned
 

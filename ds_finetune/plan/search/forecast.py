@@ -7,20 +7,17 @@ from typing import Any
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.table import family_of
-from ds_finetune.plan.activations import mlp_tiles
 from ds_finetune.plan.batch import AUTO, with_micro_batch
 from ds_finetune.plan.config_json import read_config_json
 from ds_finetune.plan.estimate.memory import MemoryEstimate, estimate_memory
 from ds_finetune.plan.estimate.operations import RowShape
 from ds_finetune.plan.estimate.rank_weights import weights_of_run
 from ds_finetune.plan.estimate.step_time import UNCONFIRMED, TimeEstimate, estimate_time
-from ds_finetune.plan.head_chunk import head_line
+from ds_finetune.plan.forward import attention_lines, head_line, mlp_tiles
 from ds_finetune.plan.indexer import plan_indexer
 from ds_finetune.plan.layer_stages import StageLayers
 from ds_finetune.plan.model_shape import Shape
-from ds_finetune.plan.nvme_buffers import check_largest_slice
-from ds_finetune.plan.packed_attention import attention_lines
-from ds_finetune.plan.plan import Plan, make_plan
+from ds_finetune.plan.plan import Plan, check_largest_slice, make_plan
 from ds_finetune.plan.routers import plan_routers
 from ds_finetune.plan.search.candidates import Candidates, check_run
 from ds_finetune.plan.search.fitting import SPARE, largest_micro_batch

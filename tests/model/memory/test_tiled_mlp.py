@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_finetune.families.table import FAMILIES
 from ds_finetune.model.memory.tiled_mlp import install_tiled_mlps, tiled_modules
-from ds_finetune.plan.activations import mlp_tiles
+from ds_finetune.plan.forward import mlp_tiles
 from tests.model.tiny import CONFIGS
 
 TOKENS = 37

@@ -30,8 +30,7 @@ from ds_finetune.model.loss.teacher import HiddenStates, Teacher
 from ds_finetune.model.loss.token_loss import LossHead, TrainedModel, install_loss_head
 from ds_finetune.model.memory.tiled_mlp import install_tiled_mlps
 from ds_finetune.objectives.objective import Distillation, DocumentObjective, Examples, Objective, make_objective
-from ds_finetune.plan.activations import mlp_tiles
-from ds_finetune.plan.head_chunk import head_chunk
+from ds_finetune.plan.forward import head_chunk, mlp_tiles
 from ds_finetune.plan.lora_targets import adapted_targets, targets_among
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

@@ -1,4 +1,4 @@
-"""Which kernel packed rows get, and what is refused where the run file names one."""
+"""Which kernels a forward gets, what is refused where the run file names one, and how many tokens have logits."""
 
 from pathlib import Path
 from typing import Any
@@ -9,9 +9,12 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError, ModelError
 from ds_finetune.families.table import FAMILIES
 from ds_finetune.plan.checks import check
-from ds_finetune.plan.packed_attention import (
+from ds_finetune.plan.forward import (
     HeadWidths,
     attention_lines,
+    experts_lines,
+    head_chunk,
+    head_line,
     head_widths,
     varlen_problem,
 )
@@ -149,3 +152,50 @@ def test_commands_refuse_before_they_start(tmp_path: Path) -> None:
     assert trained.returncode == 2
     assert "model.attention varlen on device cpu: its kernel runs on GPUs alone" in trained.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "precision", "device", "tokens"),
+    [
+        (129_280, "bf16", "cuda", 2048),
+        (129_280, "fp32", "cuda", 4096),
+        (32_000, "bf16", "cuda", 8192),
+        (1_000_000, "bf16", "cuda", 1024),
+        (129_280, "bf16", "cpu", 1024),
+    ],
+)
+def test_a_gpu_takes_the_thousands_of_tokens_whose_logits_fit_two_gib(
+    vocabulary: int, precision: str, device: str, tokens: int
+) -> None:
+    assert head_chunk(vocabulary, precision=precision, device=device) == tokens
+
+
+def test_the_plan_states_their_memory() -> None:
+    line = head_line(129_280, precision="bf16", device="cuda")
+    assert line == ("head", "logits of 2,048 supervised tokens at a time, 1.48 GiB")
+
+
+@pytest.mark.parametrize(
+    ("precision", "capability", "expected"),
+    [
+        ("bf16", (9, 0), "torch's kernel for all experts"),
+        ("bf16", (10, 3), "torch's kernel for all experts"),
+        ("bf16", (8, 0), "runs on compute capability 9.x and 10.x, and this is 8.0"),
+        ("bf16", (12, 0), "and this is 12.0"),
+        ("bf16", (7, 5), "by transformers' loop"),
+        ("bf16", None, "one kernel for all on compute capability 9.x and 10.x; a product for each expert"),
+        ("fp16", (9, 0), "computes in bf16, not in fp16"),
+        ("fp32", None, "computes in bf16, not in fp32"),
+    ],
+)
+def test_the_line_names_the_implementation(precision: str, capability: tuple[int, int] | None, expected: str) -> None:
+    tree = {"model_type": "deepseek_v3"}
+    ((name, text),) = experts_lines(tree, device="cuda", precision=precision, capability=capability)
+    assert name == "experts"
+    assert expected in text
+    assert (text == expected) == (expected == "torch's kernel for all experts")
+
+
+@pytest.mark.parametrize(("kind", "device"), [("deepseek_v3", "cpu"), ("llama", "cuda"), ("some_other", "cuda")])
+def test_without_known_experts_or_a_gpu_there_is_no_line(kind: str, device: str) -> None:
+    assert experts_lines({"model_type": kind}, device=device, precision="bf16") == []

@@ -1,0 +1,180 @@
+"""How a forward is computed: the kernels of attention and experts, the tokens of a tile of an MLP and of a chunk of the
+head. Packed rows are attended by one call for all documents of a forward on GPUs, and a call for each elsewhere.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ds_finetune.config.sections import OWN_ATTENTIONS
+from ds_finetune.config.units import GIB
+from ds_finetune.families.table import family_of
+
+MAX_WIDTH = 256
+"""Columns of a head that FlashAttention takes at most, as torch 2.11 and 2.13 have it
+(aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_varlen_fwd)."""
+HALF_PRECISIONS = ("bf16", "fp16")
+"""The precisions that FlashAttention computes in."""
+_OLDEST = (8, 0)
+"""Compute capability from which FlashAttention runs."""
+_NO_BACKWARD = {(8, 6), (8, 7), (8, 9), (12, 0), (12, 1)}
+"""Compute capabilities with too little shared memory for its backward pass at 193 to 224 columns (torch 2.13,
+aten/src/ATen/native/transformers/cuda/sdp_utils.cpp:531)."""
+
+
+class HeadWidths(NamedTuple):
+    """Columns of one attention head."""
+
+    keys: int
+    """Of queries and keys."""
+    values: int
+
+    @property
+    def widest(self) -> int:
+        """Columns that FlashAttention computes with: it takes queries, keys and values of one width."""
+        return max(self)
+
+
+def head_widths(tree: Mapping[str, Any]) -> HeadWidths:
+    """The columns of a head, from config.json."""
+    if tree.get("qk_nope_head_dim"):
+        return HeadWidths(tree["qk_nope_head_dim"] + tree["qk_rope_head_dim"], tree["v_head_dim"])
+    width = tree.get("head_dim") or tree["hidden_size"] // tree["num_attention_heads"]
+    return HeadWidths(width, width)
+
+
+def varlen_problem(tree: Mapping[str, Any], *, precision: str, capability: tuple[int, int] = _OLDEST) -> str:
+    """Why the kernel cannot attend to all documents of a forward at once; empty where it can.
+
+    `tree` is config.json, `capability` the GPU's.
+    """
+    family = family_of(tree["model_type"])
+    if family.is_generic:
+        return "transformers' own attention is used for model types outside the table"
+    width, gpu = head_widths(tree).widest, _dotted(capability)
+    halves = " and ".join(HALF_PRECISIONS)
+    problems = (
+        (precision not in HALF_PRECISIONS, f"train.precision {precision}, and the kernel computes in {halves}"),
+        (family.has_sinks, "its attention has sinks, which the kernel does not know"),
+        (width > MAX_WIDTH, f"heads of {width} columns, and the kernel takes at most {MAX_WIDTH}"),
+        (capability < _OLDEST, f"compute capability {gpu}, and the kernel needs {_dotted(_OLDEST)}"),
+        (
+            capability in _NO_BACKWARD and 192 < width <= 224,
+            f"heads of {width} columns, and the kernel has no backward pass for 193 to 224 on {gpu}",
+        ),
+    )
+    return next((text for is_set, text in problems if is_set), "")
+
+
+def attention_lines(attention: str, tree: Mapping[str, Any], *, device: str, precision: str) -> list[tuple[str, str]]:
+    """Name and text of the decision, for people; none on CPUs, and none for kernels of transformers."""
+    if device == "cpu" or attention not in OWN_ATTENTIONS or family_of(tree["model_type"]).is_generic:
+        return []
+    if attention == "by_document":
+        return [("attention", "a call for each document")]
+    problem = varlen_problem(tree, precision=precision)
+    return [("attention", f"a call for each document: {problem}" if problem else "one call for all documents")]
+
+
+def problem_of_calls(tree: Mapping[str, Any], longest: int) -> str:
+    """Why some calls would not use the kernel, although it fits the model; empty where all do. `longest` is the maximum
+    number of tokens of a document.
+    """
+    dropout = tree.get("attention_dropout") or tree.get("attention_probs_dropout_prob") or 0.0
+    if dropout:
+        return f"dropout {dropout} of its attention, which the kernel does not have"
+    chosen = tree.get("index_topk") if family_of(tree["model_type"]).indexer is not None else None
+    if chosen and longest > chosen:
+        return f"documents of {longest} tokens, whose queries attend to the {chosen} that an indexer chooses"
+    return ""
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
+
+
+FUSED_PRECISION = "bf16"
+"""The precision in which torch has one kernel for the products of all experts (torch 2.11 and 2.13,
+aten/src/ATen/native/cuda/GroupedBlas.cpp, `_grouped_mm_cuda`)."""
+_FUSED = (9, 10)
+"""Major compute capabilities that have it (the same file, `_scaled_mm_allowed_device`)."""
+_OLDEST_GROUPED = (8, 0)
+"""Compute capability from which transformers calls torch's grouped product; it loops over experts itself on older GPUs
+(transformers 5.23, integrations/moe.py:338-348)."""
+_LOOP = "a product for each expert, whose numbers of rows the host reads first"
+
+
+def experts_lines(
+    tree: Mapping[str, Any], *, device: str, precision: str, capability: tuple[int, int] | None = None
+) -> list[tuple[str, str]]:
+    """Name and text of the implementation for a model with routed experts of a known family; none on CPUs.
+
+    `tree` is config.json, `capability` the GPU's, or None where no GPU is here, as in a dry run.
+    """
+    family = family_of(str(tree["model_type"]))
+    if device == "cpu" or not (family.fused_experts or family.transposed_experts):
+        return []
+    return [("experts", _implementation(precision, capability))]
+
+
+def _implementation(precision: str, capability: tuple[int, int] | None) -> str:
+    if precision != FUSED_PRECISION:
+        return f"{_LOOP}: torch's kernel for all experts computes in {FUSED_PRECISION}, not in {precision}"
+    majors = " and ".join(f"{major}.x" for major in _FUSED)
+    if capability is None:
+        return f"one kernel for all on compute capability {majors}; {_LOOP} on others"
+    if capability[0] in _FUSED:
+        return "torch's kernel for all experts"
+    whose = "" if capability >= _OLDEST_GROUPED else ", by transformers' loop"
+    gpu = ".".join(map(str, capability))
+    return f"{_LOOP}{whose}: torch's kernel for all experts runs on compute capability {majors}, and this is {gpu}"
+
+
+def mlp_tiles(model: Mapping[str, Any]) -> int:
+    """Into how many tiles the tokens of a forward are divided, from the config.json of a model.
+
+    So many that what one tile keeps within its MLP is no more than one hidden state of every token. The number does not
+    depend on the tokens, so that all ranks have as many.
+    """
+    dense = 4 * model["intermediate_size"]
+    keys = family_of(str(model["model_type"])).expert_keys
+    experts = keys.per_token(model) * (2 * model["hidden_size"] + 4 * keys.width(model)) if keys else 0
+    return max(1, math.ceil(max(dense, experts) / model["hidden_size"]))
+
+
+CPU_TOKENS = 1024
+DISTILLATION_TOKENS = 512
+"""Of a distillation, half of those of the cross entropy, as there are logits of two models."""
+CPU_BLOCK_NUMBERS = 2**19
+"""Logits for each thread that a CPU turns into fp32 at a time where products are 16 bits, 2 MiB: they stay in its
+caches. Loss and gradients of 2,600 tokens, width 256 and vocabulary 102,400 take 1.8 s in place of 2.5 (bf16, torch
+2.13, one core with AVX512-BF16); between 2**17 and 2**22 times differ by 6%.
+"""
+_GPU_BYTES = 2 * GIB
+_GPU_TOKENS = (1024, 8192)
+"""Least and most tokens of a chunk on a GPU."""
+
+
+def logits_bytes(vocabulary: int, *, precision: str) -> int:
+    """Bytes of the logits of one token: products in the run's precision, and their softmax in fp32."""
+    return vocabulary * (4 if precision == "fp32" else 2 + 4)
+
+
+def head_chunk(vocabulary: int, *, precision: str, device: str) -> int:
+    """Supervised tokens of a chunk, for a head of `vocabulary` rows on each rank.
+
+    Each chunk reads and writes the whole fp32 gradient of the head. So on a GPU a chunk has as many tokens, a multiple
+    of 1,024, as have logits in 2 GiB. On a CPU more than 1,024 were no faster and take more memory.
+    """
+    if device == "cpu":
+        return CPU_TOKENS
+    least, most = _GPU_TOKENS
+    fitting = _GPU_BYTES // logits_bytes(vocabulary, precision=precision)
+    return min(max(fitting // least * least, least), most)
+
+
+def head_line(vocabulary: int, *, precision: str, device: str) -> tuple[str, str]:
+    """Name and text of this decision."""
+    tokens = head_chunk(vocabulary, precision=precision, device=device)
+    memory = tokens * logits_bytes(vocabulary, precision=precision) / GIB
+    return "head", f"logits of {tokens:,} supervised tokens at a time, {memory:.2f} GiB"
