@@ -72,8 +72,7 @@ class RunStatus:
         try:
             with (folder / STATUS).open("rb") as file:
                 tree = json.loads(file.read(_MOST_BYTES))
-            known = {name: tree[name] for name in (each.name for each in fields(cls)) if name in tree}
-            status = cls(**known)
+            status = cls(**{each.name: tree[each.name] for each in fields(cls) if each.name in tree})
             return status if status._is_valid() else None
         except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
             return None
@@ -95,17 +94,17 @@ def mark_ended(folder: Path, state: State, reason: str, *, step: int | None = No
     Nothing happens where the run has not written its status yet, or the file cannot be written. A file system that
     does not answer holds up the caller for some seconds at most, and the status is written once it answers.
     """
-    try_to_finish(lambda: _mark_ended(folder, state, reason, step=step))
 
+    def mark() -> None:
+        with _WRITING:
+            status = RunStatus.read(folder)
+            if status is None or status.state != "running":
+                return
+            at = status.step if step is None else step
+            with suppress(OSError):
+                replace(status, state=state, reason=reason, step=at, updated_at=time.time()).write(folder)
 
-def _mark_ended(folder: Path, state: State, reason: str, *, step: int | None) -> None:
-    with _WRITING:
-        status = RunStatus.read(folder)
-        if status is None or status.state != "running":
-            return
-        ended = replace(status, state=state, reason=reason, updated_at=time.time())
-        with suppress(OSError):
-            replace(ended, step=status.step if step is None else step).write(folder)
+    try_to_finish(mark)
 
 
 def write_running(folder: Path, status: RunStatus) -> bool:

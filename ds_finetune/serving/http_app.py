@@ -153,8 +153,9 @@ class ServedModel(ModelManager):
                 raise RequestError(400, f"the chat template does not use `{name}`", param="chat_template_kwargs")
         try:
             messages = ChatCompletionHandler.get_processor_inputs_from_messages(request.conversation(), Modality.LLM)
+            settings = {"add_generation_prompt": True, "tokenize": False, **request.chat_template_kwargs}
             texts = [
-                self._apply_template(messages, request, tools)
+                str(self.tokenizer.apply_chat_template(messages, tools=tools, **settings))
                 for tools in ((request.tools, None) if request.tools else (None,))
             ]
         except ConfigError as beyond:
@@ -165,12 +166,6 @@ class ServedModel(ModelManager):
             raise RequestError(400, "the chat template ignores `tools`", param="tools")
         _check_complete(texts[0], messages)
         return texts[0]
-
-    def _apply_template(
-        self, messages: list[dict[str, Any]], request: ChatRequest, tools: list[dict[str, Any]] | None
-    ) -> str:
-        settings = {"add_generation_prompt": True, "tokenize": False, **request.chat_template_kwargs}
-        return str(self.tokenizer.apply_chat_template(messages, tools=tools, **settings))
 
 
 def _parse_or_text(tokenizer: PreTrainedTokenizerBase) -> Callable[..., dict[str, Any]]:

@@ -57,7 +57,7 @@ class Running:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(serving.ServedModel, "__init__", remembered)
-            self.app = serving.make_app(folder, QueueLimits(QUEUE, request_seconds=2.0), api_key=api_key)
+            self.app = serving.make_app(folder, QueueLimits(QUEUE, request_seconds=300.0), api_key=api_key)
         self.name, self.forwards, self.served = str(folder), 0, models[0]
         models[0].model.register_forward_pre_hook(self._count)
         self._listening = socket.socket()
@@ -460,13 +460,15 @@ def test_a_client_that_goes_stops_its_answer(running: Running, stream: bool) -> 
     assert running.forwards - before < CONTEXT // 2
 
 
-def test_an_answer_ends_with_its_time(running: Running) -> None:
+def test_an_answer_ends_with_its_time(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running.app.state.queue, "_limits", QueueLimits(QUEUE, request_seconds=2.0))
     status, error = running.refusal(**_endless(running))
     assert (status, error["code"], error["type"]) == (504, "request_timeout", "server_error")
     assert error["message"] == "the request took more than --request-seconds 2"
     with pytest.raises(APIError, match="stream") as cut:
         list(running.chat(stream=True, **_endless(running)))
     assert "--request-seconds 2" in str(cut.value.body)
+    monkeypatch.undo()
     running.chat()
 
 

@@ -36,8 +36,15 @@ class Range(Section):
         given = sorted(self.model_fields_set - {"choices"})
         if (self.choices is not None and given) or (self.choices is None and None in (self.low, self.high)):
             raise ValueError("it should have either `choices`, or `low` and `high` (with `log` or `step`)")
-        if self.choices is None:
-            _check_numbers(self)
+        if self.choices is not None:
+            return self
+        low, high = self.numbers
+        if not low < high:
+            raise ValueError(f"low is {low} and high is {high}: high should be greater")
+        if self.log and (low <= 0 or self.step is not None):
+            raise ValueError("with `log`, `low` should be above 0 and `step` left out")
+        if self.step is not None and not 0 < self.step <= high - low:
+            raise ValueError(f"step is {self.step}: it should be above 0 and at most {high - low}")
         return self
 
     @property
@@ -62,16 +69,6 @@ class Range(Section):
             return None
         (low, high), step = self.numbers, self.step or 1
         return [low + step * number for number in range(int((high - low) / step + 1e-9) + 1)]
-
-
-def _check_numbers(numbers: Range) -> None:
-    (low, high), step = numbers.numbers, numbers.step
-    if not low < high:
-        raise ValueError(f"low is {low} and high is {high}: high should be greater")
-    if numbers.log and (low <= 0 or step is not None):
-        raise ValueError("with `log`, `low` should be above 0 and `step` left out")
-    if step is not None and not 0 < step <= high - low:
-        raise ValueError(f"step is {step}: it should be above 0 and at most {high - low}")
 
 
 class Choose(Section):

@@ -82,12 +82,6 @@ class ReportedRun:
         """The summary of the training data; empty for a run of an earlier version."""
         return self.folder.recorded("data.json")
 
-    @cached_property
-    def exports(self) -> list[Mapping[str, Any]]:
-        """The results of verifying exports."""
-        found = self.folder.recorded("exports.json").get("exports", [])
-        return [result for result in found if isinstance(result, dict) and "folder" in result]
-
     def drawn(self, name: str, most: int = MOST_POINTS) -> tuple[Any, Any]:
         """Steps and values [at most `most`] of a metric, thinned without losing a spike."""
         curve = self.curves[name]

@@ -222,7 +222,8 @@ def checkpoint_section(run: ReportedRun) -> ReportSection | None:
 
 def export_section(run: ReportedRun) -> ReportSection | None:
     """The exported folders, and what verifying them found."""
-    verified = {str(result["folder"]): result for result in run.exports}
+    results = [each for each in run.folder.recorded("exports.json").get("exports", []) if isinstance(each, dict)]
+    verified = {str(result["folder"]): result for result in results if "folder" in result}
     blocks: list[Block] = []
     for name, state in run.folder.exports.items():
         result = verified.get(name, {})

@@ -66,9 +66,10 @@ def write_page(page: Page, path: Path) -> Path:
         OutputError: `path` is a file that no report is in, or it cannot be written.
     """
     _check_replaceable(path)
+    # A text of the run may hold half of a surrogate pair, which JSON can write and UTF-8 cannot.
+    html = render_page(page).encode(errors="backslashreplace")
     try:
-        # A text of the run may hold half of a surrogate pair, which JSON can write and UTF-8 cannot.
-        replace_file(path, render_page(page).encode(errors="backslashreplace"))
+        replace_file(path, html)
     except OSError as refused:
         raise OutputError(
             f"`{path}` cannot be written: {refused.strerror or refused}", hint="name a file that can be written with -o"

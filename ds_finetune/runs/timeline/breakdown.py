@@ -7,6 +7,7 @@ import socket
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from statistics import fmean
 from typing import Any
 
@@ -243,7 +244,11 @@ def collective_rows(communications: Sequence[Communication], waits: Waits, *, st
 
 
 def summarise(run: ProfiledRun, ranks: Sequence[Tree], collectives: Sequence[Sequence[Tree]]) -> Tree:
-    """The summary of all profiled ranks."""
+    """The summary of all profiled ranks, where collectives of the same kind, ranks and phase are averaged."""
+    rows: dict[tuple[str, tuple[int, ...], str], list[Tree]] = defaultdict(list)
+    for row in chain.from_iterable(collectives):
+        rows[row["kind"], tuple(row["ranks"]), row["phase"]].append(row)
+    merged = [{**found[0], **_mean([{name: row[name] for name in _SUMS} for row in found])} for found in rows.values()]
     return {
         "version": _VERSION,
         "steps": [row["step"] for row in ranks[0]["steps"]],
@@ -256,15 +261,5 @@ def summarise(run: ProfiledRun, ranks: Sequence[Tree], collectives: Sequence[Seq
         "phases": list(PHASES),
         "ranks": list(ranks),
         "mean": mean_of([rank["mean"] for rank in ranks]),
-        "collectives": _merge_collectives(collectives),
+        "collectives": sorted(merged, key=lambda row: -row["seconds"]),
     }
-
-
-def _merge_collectives(parts: Sequence[Sequence[Tree]]) -> list[Tree]:
-    """Rows of all ranks, those of the same kind, ranks and phase averaged; the longest first."""
-    rows: dict[tuple[str, tuple[int, ...], str], list[Tree]] = defaultdict(list)
-    for part in parts:
-        for row in part:
-            rows[row["kind"], tuple(row["ranks"]), row["phase"]].append(row)
-    merged = [{**found[0], **_mean([{name: row[name] for name in _SUMS} for row in found])} for found in rows.values()]
-    return sorted(merged, key=lambda row: -row["seconds"])

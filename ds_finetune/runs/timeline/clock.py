@@ -21,16 +21,12 @@ Spans = list[Span]
 """A set of times: sorted and disjoint."""
 
 
-def _host_id() -> str:
-    """The same text for all processes that share a clock."""
-    return boot_id() or socket.gethostname()
-
-
 @dataclass(frozen=True)
 class HostClock:
     """The clock of this process's host, `shift_ns` ahead of the system's time."""
 
-    host: str = field(default_factory=_host_id)
+    host: str = field(default_factory=lambda: boot_id() or socket.gethostname())
+    """The same text for all processes that share a clock."""
     shift_ns: int = 0
 
     def now(self) -> int:

@@ -120,11 +120,12 @@ class Recorder:
     @contextmanager
     def recording_collectives(self) -> Iterator[None]:
         """While open, record every collective of this process's groups with its bytes, and the waits for them."""
-        with wrapped_group_calls(tuple(INPUT_AT), self._wrap_call):
-            yield
 
-    def _wrap_call(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        return self._wrap_wait(function) if name == "wait" else self._wrap_collective(name, function)
+        def wrap(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+            return self._wrap_wait(function) if name == "wait" else self._wrap_collective(name, function)
+
+        with wrapped_group_calls(tuple(INPUT_AT), wrap):
+            yield
 
     def _wrap_collective(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         kind, _ = INPUT_AT[name]

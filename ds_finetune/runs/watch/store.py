@@ -134,18 +134,19 @@ class _RunRow:
             self._preview_at, self._previewed = time.monotonic(), seen
             self._preview = [] if path is None else sampled_values(path, LOSS, _PREVIEW_POINTS)
         last = self._metrics
-        step = max(status.step, int(last.get("step", 0)))
+        step, seconds = max(status.step, int(last.get("step", 0))), _finite(last.get("perf/step_seconds"))
+        is_timed = status.state == "running" and status.steps
         return {
             "name": self._run.name,
             "state": status.state,
             "reason": status.reason,
             "phase": status.phase,
             "step": step,
-            "steps": status.steps or _whole(self._start.get("steps")),
-            "ranks": max(status.ranks, _whole(self._start.get("ranks"))),
+            "steps": status.steps or self._start.get("steps", 0),
+            "ranks": max(status.ranks, self._start.get("ranks", 0)),
             "started_at": status.started_at or _finite(self._start.get("time")) or 0.0,
             "updated_at": max(status.updated_at, seen[1] / 1e9 if seen else 0.0),
-            "seconds_left": _seconds_left(status.state, step, status.steps, last),
+            "seconds_left": (status.steps - step) * seconds if is_timed and seconds is not None else None,
             "loss": _finite(last.get(LOSS)),
             "tokens_per_second": _finite(last.get("perf/tokens_per_second")),
             "model": self._model,
@@ -243,15 +244,6 @@ def _identity(path: Path | None) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return None if status is None else (status.st_ino, status.st_mtime_ns, status.st_size)
-
-
-def _seconds_left(state: str, step: int, steps: int, last: Tree) -> float | None:
-    seconds = _finite(last.get("perf/step_seconds"))
-    return (steps - step) * seconds if state == "running" and steps and seconds is not None else None
-
-
-def _whole(value: object) -> int:
-    return value if type(value) is int else 0
 
 
 def _finite(value: object) -> float | None:
