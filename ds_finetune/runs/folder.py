@@ -221,8 +221,10 @@ def find_runs(root: Path) -> Iterator[RunFolder]:
         if is_run(folder):
             yield RunFolder(folder, within=root)
             found += 1
+            if found == _MOST_RUNS:
+                return
             names.clear()
-        if depth >= _MOST_DEPTH or found >= _MOST_RUNS:
+        if depth >= _MOST_DEPTH:
             names.clear()
         names[:] = sorted(name for name in names if not name.startswith("."))
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from ds_finetune.checkpoint.files import Manifest
+from ds_finetune.runs import folder
 from ds_finetune.runs.folder import RunFolder, find_runs
 from ds_finetune.runs.metrics import Sample
 from ds_finetune.runs.status import SILENT_SECONDS, LastChange, RunStatus, mark_ended, seen_status
@@ -50,6 +51,13 @@ def test_runs_are_found_below_a_folder(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(make_run(tmp_path.parent / f"{tmp_path.name}-elsewhere"))
     assert [run.name for run in find_runs(tmp_path)] == ["a<b>", "b/c"]
     assert [run.name for run in find_runs(tmp_path / "b" / "c")] == ["c"]
+
+
+def test_a_folder_with_many_runs_shows_the_first_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder, "_MOST_RUNS", 2)
+    for name in "abc":
+        make_run(tmp_path / name)
+    assert [run.name for run in find_runs(tmp_path)] == ["a", "b"]
 
 
 def test_what_a_run_leaves_is_read(tmp_path: Path) -> None:
