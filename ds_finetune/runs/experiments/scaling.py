@@ -109,6 +109,8 @@ def compare_scaling(request: ScalingRequest, say: Say) -> Comparison:
         raise OutputError(f"`{request.folder}` exists already", hint="name another folder")
     for variant, job in jobs.items():
         _check(request, variant, job.tree)
+    # LaunchError where this machine has too few GPUs for the largest of them.
+    _place(request, max(request.ranks))
     done: dict[Variant, ExperimentJob] = {}
     for variant, job in jobs.items():
         run_jobs(iter([job]), [_place(request, variant.ranks)])

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ds_finetune.errors import ConfigError, OutputError, RunError
+from ds_finetune.errors import ConfigError, LaunchError, OutputError, RunError
+from ds_finetune.runs.experiments import jobs
 from ds_finetune.runs.experiments.pages import write_scaling_page
 from ds_finetune.runs.experiments.scaling import Comparison, ScalingRequest, compare_scaling, largest_difference
 
@@ -88,6 +89,15 @@ def test_what_cannot_be_compared_is_refused_before_anything_starts(
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         compare(tmp_path, **keys)
+    assert not (tmp_path / "out").exists()
+
+
+def test_too_few_gpus_are_refused_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DS_ACCELERATOR")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(jobs, "query_gpus", lambda: [None] * 2)
+    with pytest.raises(LaunchError, match="need 3 GPUs, and 2 are visible"):
+        compare(tmp_path)
     assert not (tmp_path / "out").exists()
 
 
