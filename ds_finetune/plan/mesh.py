@@ -59,7 +59,7 @@ class Mesh:
         return self.expert_place_of(self.rank)
 
     def expert_place_of(self, rank: int) -> int:
-        """The same of any rank."""
+        """Index of `rank` in its expert parallel group."""
         return (self.place("dp", rank) * self.sp + self.place("sp", rank)) % self.ep
 
     def expert_lines(self) -> list[list[int]]:

@@ -16,7 +16,7 @@ from ds_finetune.data.row_kind import RowKind
 from ds_finetune.data.row_report import row_notes, server_prompt_line
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.model.build.skeleton import resolve_folder
-from ds_finetune.trainer.resolve import known_classes, model_config, token_limits
+from ds_finetune.trainer.resolve import model_config, token_limits, with_classes
 
 OPEN, CLOSE = "⟦", "⟧"
 """Put around supervised text, also where there are no colours."""
@@ -26,7 +26,7 @@ def preview_of(config: RunConfig, *, samples: int) -> RenderableType:
     """The first `samples` documents, pairs or examples of each source of the training data, and a table of how many
     rows were read, dropped, truncated and split.
     """
-    config = known_classes(config, is_config_only=True)
+    config = with_classes(config, is_config_only=True)
     tokenizer = load_tokenizer(str(resolve_folder(config.model.tokenizer or config.model.path)))
     limits = token_limits(config, model_config(config))
     rows = prepare_rows(config.data, "train", tokenizer=tokenizer, limits=limits, kind=RowKind.of(config.objective))

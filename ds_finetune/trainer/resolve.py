@@ -7,7 +7,9 @@ from functools import cached_property
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from ds_finetune.config.objectives import ObjectiveConfig
 from ds_finetune.config.schema import RunConfig
+from ds_finetune.config.sections import ModelConfig
 from ds_finetune.data.classes import find_classes
 from ds_finetune.data.prepare import TokenLimits
 from ds_finetune.data.row_kind import RowKind
@@ -17,7 +19,7 @@ from ds_finetune.features.table import features_of
 from ds_finetune.model.build.encoder import encoder_of, max_positions
 from ds_finetune.model.build.generic_check import check_generic_type
 from ds_finetune.model.build.model_plan import ModelPlan, plan_model, task_of
-from ds_finetune.model.build.skeleton import TOKENIZER_PATTERNS, read_hf_config, resolve_folder
+from ds_finetune.model.build.skeleton import TOKENIZER_PATTERNS, Task, read_hf_config, resolve_folder
 from ds_finetune.model.build.unused_parameters import patterns_of, unused_parameters
 from ds_finetune.model.loss.score_config import set_classes, set_padding_token, with_base_classes
 from ds_finetune.model.parallel.pipeline import build_meta_model
@@ -32,6 +34,9 @@ from ds_finetune.system.world import AccelerateChoices, World
 from ds_finetune.trainer.distillation import with_local_teacher
 from ds_finetune.trainer.document_lengths import length_notes
 from ds_finetune.trainer.rank_tensors import Stages, rank_tensors, sizes_of
+
+_CONFIG_FILES = {"files": ("*.json",)}
+"""All that is downloaded of a model on the hub where only its configuration is read."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,7 @@ def resolve(
     read: the number of classes is that of the base model, and parameters that no loss reaches are not looked for.
     """
     plan = make_plan(config, world=world, device=device, accelerate=accelerate)
-    config = known_classes(config, is_config_only=True) if is_config_only else with_classes(config)
+    config = with_classes(config, is_config_only=is_config_only)
     model = make_model_plan(config, plan.mesh, is_config_only=is_config_only)
     token_limits(config, model.hf_config)
     context = model.context.notes() if model.context is not None else ()
@@ -95,8 +100,8 @@ def make_model_plan(config: RunConfig, mesh: Mesh, *, is_config_only: bool = Fal
 
     With `is_config_only`, only configuration and tokenizer files of a model on the hub are downloaded.
     """
-    hf_config, context = _config_and_context(config, is_config_only=is_config_only)
-    padding = _set_up_scores(config, hf_config)
+    hf_config, context = _config_and_context(config.model, task_of(config.objective), is_config_only=is_config_only)
+    padding = _set_up_scores(config.objective, config.model, hf_config)
     run = RunSettings(config=config, mesh=mesh, model_json=hf_config.to_dict())
     check(run, *WITH_MESH)
     planned = plan_model(hf_config, config)
@@ -105,37 +110,33 @@ def make_model_plan(config: RunConfig, mesh: Mesh, *, is_config_only: bool = Fal
     return replace(planned, padding=padding, context=context)
 
 
-def _set_up_scores(config: RunConfig, hf_config: PretrainedConfig) -> str:
+def _set_up_scores(objective: ObjectiveConfig, section: ModelConfig, hf_config: PretrainedConfig) -> str:
     """Write classes and padding token into the configuration of a classifier or reward model; returns a text on the
     padding token, empty for a causal LM.
     """
-    if config.objective.row.head != "scores":
+    if objective.row.head != "scores":
         return ""
-    set_classes(hf_config, config.objective, outputs=config.objective.num_outputs)
+    set_classes(hf_config, objective, outputs=objective.num_outputs)
     if encoder_of(hf_config) is not None:
         return f"{hf_config.pad_token_id}, as published"
-    return set_padding_token(hf_config, _tokenizer(config))
+    return set_padding_token(hf_config, _tokenizer(section))
 
 
-def with_classes(config: RunConfig) -> RunConfig:
+def with_classes(config: RunConfig, *, is_config_only: bool = False) -> RunConfig:
     """The run file with number and names of the classes filled in: those of a base model that is a classifier, else
-    those of the training rows, which are read where it is necessary.
+    those of the training rows, which are read where it is necessary, and never with `is_config_only`.
     """
-    section = known_classes(config).objective
-    if section.row.kind != "labelled":
+    objective = config.objective
+    if objective.row.kind != "labelled":
         return config
-    kind = find_classes(config.data, RowKind.of(section))
-    named = section.model_copy(update={"labels": kind.labels, "num_labels": kind.num_labels})
-    return config.model_copy(update={"objective": named})
-
-
-def known_classes(config: RunConfig, *, is_config_only: bool = False) -> RunConfig:
-    """The same without reading rows: from the base model alone."""
-    if config.objective.row.kind != "labelled":
-        return config
-    files = {"files": ("*.json",)} if is_config_only else {}
-    base = read_hf_config(config.model.path, **files, task="sequence_classification")
-    return config.model_copy(update={"objective": with_base_classes(config.objective, base)})
+    objective = with_base_classes(
+        objective,
+        read_hf_config(config.model.path, **(_CONFIG_FILES if is_config_only else {}), task="sequence_classification"),
+    )
+    if not is_config_only:
+        kind = find_classes(config.data, RowKind.of(objective))
+        objective = objective.model_copy(update={"labels": kind.labels, "num_labels": kind.num_labels})
+    return config.model_copy(update={"objective": objective})
 
 
 def try_generic_type(config: RunConfig, model: ModelPlan) -> tuple[str, ...]:
@@ -172,25 +173,26 @@ def model_config(config: RunConfig, *, is_config_only: bool = False) -> Pretrain
 
     With `is_config_only`, only configuration and tokenizer files of a model on the hub are downloaded.
     """
-    return _config_and_context(config, is_config_only=is_config_only)[0]
+    return _config_and_context(config.model, task_of(config.objective), is_config_only=is_config_only)[0]
 
 
-def _config_and_context(config: RunConfig, *, is_config_only: bool) -> tuple[PretrainedConfig, ContextPlan | None]:
+def _config_and_context(
+    section: ModelConfig, task: Task, *, is_config_only: bool
+) -> tuple[PretrainedConfig, ContextPlan | None]:
     """The configuration of the model as it is trained, and what `model.context` does to it; None without that key."""
-    task = task_of(config.objective)
-    hf_config = read_hf_config(config.model.path, **({"files": ("*.json",)} if is_config_only else {}), task=task)
-    context = plan_context(hf_config.to_dict(), config.model.context) if config.model.context is not None else None
+    hf_config = read_hf_config(section.path, **(_CONFIG_FILES if is_config_only else {}), task=task)
+    context = plan_context(hf_config.to_dict(), section.context) if section.context is not None else None
     if context is not None and context.is_extended:
         for key, value in {**context.settings(), "rope_parameters": dict(context.rope)}.items():
             setattr(hf_config, key, value)
-    if config.model.resize_vocabulary:
-        grow_vocabulary(hf_config, max(_tokenizer(config).get_vocab().values()) + 1)
+    if section.resize_vocabulary:
+        grow_vocabulary(hf_config, max(_tokenizer(section).get_vocab().values()) + 1)
     return hf_config, context
 
 
-def _tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
+def _tokenizer(section: ModelConfig) -> PreTrainedTokenizerBase:
     """The tokenizer, for which only its own files are downloaded."""
-    return load_tokenizer(str(resolve_folder(config.model.tokenizer or config.model.path, files=TOKENIZER_PATTERNS)))
+    return load_tokenizer(str(resolve_folder(section.tokenizer or section.path, files=TOKENIZER_PATTERNS)))
 
 
 def freeze_parameters(plan: Plan, model: ModelPlan) -> Plan:
