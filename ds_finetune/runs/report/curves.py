@@ -12,7 +12,7 @@ from ds_finetune.runs.report.run import MOST_POINTS, ReportedRun
 
 _SMOOTHED_SHARE, _MOST_REACH = 40, 100
 """A smoothed curve averages over a fortieth of the run before and after each step, and over 100 steps at most."""
-LEAST_SMOOTHED = 30
+_LEAST_SMOOTHED = 30
 """Shorter curves are not smoothed."""
 _PAGE_POINTS, _LEAST_POINTS = 60_000, 16
 """Points of all lines of a page, and of a line however many there are; a smoothed line adds half as many."""
@@ -166,16 +166,19 @@ def _lines_of(run: ReportedRun, name: str, line: Line, *, smoothed: str, most: i
     if name.startswith(("eval/", "checkpoint/")):
         return [replace(line, role="points")]
     curve = run.curves[name]
-    if not smoothed or len(curve) < LEAST_SMOOTHED:
+    if not smoothed or len(curve) < _LEAST_SMOOTHED:
         return [line]
-    values = smooth(curve.values, smoothing_reach(len(curve)))
+    values = smooth(curve.values, max(1, min(_MOST_REACH, len(curve) // _SMOOTHED_SHARE)))
     kept = drawn_points(values, most // 2)
     return [replace(line, role="faint"), Line(smoothed, curve.steps[kept], values[kept], "line", line.colour)]
 
 
-def smoothing_reach(num_values: int) -> int:
-    """How many steps before and after each step are averaged, for a curve of so many values."""
-    return max(1, min(_MOST_REACH, num_values // _SMOOTHED_SHARE))
+def loss_lines(run: ReportedRun) -> list[Line]:
+    """The loss of training, smoothed where it is long enough, and of evaluations."""
+    names = [name for name in ("train/loss", "eval/loss") if name in run.curves]
+    lines = [Line(name, *run.drawn(name), colour=colour) for colour, name in enumerate(names)]
+    drawn = [_lines_of(run, line.name, line, smoothed=f"{line.name}, smoothed", most=MOST_POINTS) for line in lines]
+    return [line for of_metric in drawn for line in of_metric]
 
 
 def _course(run: ReportedRun, name: str, number: str) -> str:

@@ -4,30 +4,32 @@ import shlex
 from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from ds_finetune.console.phase_line import Say
 from ds_finetune.errors import OutputError
-from ds_finetune.runs.curves import smooth
 from ds_finetune.runs.report.blocks import Page
 from ds_finetune.runs.report.charts import PALETTE
-from ds_finetune.runs.report.curves import LEAST_SMOOTHED, smoothing_reach
+from ds_finetune.runs.report.curves import loss_lines
 from ds_finetune.runs.report.model_card import write_model_cards
 from ds_finetune.runs.report.page import overlay_page, render_page, run_page
 from ds_finetune.runs.report.run import ReportedRun
 from ds_finetune.runs.status import State
 from ds_finetune.system.whole_file import replace_file
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 REPORT, PICTURE = "report.html", "loss.png"
 _MARK = b'<meta name="generator" content="ds_finetune '
 _HEAD_BYTES = 1024
 _PICTURE_INCHES, _DOTS_PER_INCH = (8.0, 4.5), 150
 """The picture has 1200 x 675 pixels."""
+_STYLES: dict[str, dict[str, Any]] = {
+    "line": {},
+    "faint": {"linewidth": 1, "alpha": 0.35},
+    "points": {"marker": "o", "linewidth": 1},
+}
+"""How `loss.png` draws lines of each role."""
 
 
 def write_run_report(run_folder: Path, *, state: State | None = None) -> Path:
@@ -114,7 +116,10 @@ def write_loss_plot(run: ReportedRun, path: Path) -> bool:
     figure = Figure(figsize=_PICTURE_INCHES, dpi=_DOTS_PER_INCH, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    _draw_loss(run, axes)
+    for line in loss_lines(run):
+        # A line through one point would not be seen.
+        style = _STYLES[line.role] | ({"marker": "."} if len(curve) == 1 and line.role == "line" else {})
+        axes.plot(line.x, line.y, color=PALETTE[line.colour], label=line.name, **style)
     # A name may have a dollar sign, which begins a formula elsewhere.
     axes.set_title(run.name, parse_math=False)
     axes.set(xlabel="step", ylabel="loss")
@@ -126,17 +131,3 @@ def write_loss_plot(run: ReportedRun, path: Path) -> bool:
     figure.savefig(picture, format="png")
     replace_file(path, picture.getvalue())
     return True
-
-
-def _draw_loss(run: ReportedRun, axes: "Axes") -> None:
-    curve = run.curves["train/loss"]
-    steps, values = run.drawn("train/loss")
-    if len(curve) >= LEAST_SMOOTHED:
-        smoothed = smooth(curve.values, smoothing_reach(len(curve)))
-        axes.plot(steps, values, color=PALETTE[0], linewidth=1, alpha=0.35, label="train/loss")
-        axes.plot(curve.steps, smoothed, color=PALETTE[0], label="train/loss, smoothed")
-    else:
-        axes.plot(steps, values, color=PALETTE[0], marker="." if len(steps) == 1 else None, label="train/loss")
-    if "eval/loss" in run.curves:
-        evaluated = run.curves["eval/loss"]
-        axes.plot(evaluated.steps, evaluated.values, color=PALETTE[1], marker="o", linewidth=1, label="eval/loss")
