@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ds_finetune.config.run_file import read_yaml
 from ds_finetune.console.phase_line import Say
 from ds_finetune.errors import ConfigError, DependencyError
-from ds_finetune.runs.experiments.sweep_file import Choose, Range, SweepConfig, fingerprint_parts
+from ds_finetune.runs.experiments.sweep_file import Choose, Range, SweepConfig
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -178,7 +179,11 @@ def num_points(sweep: SweepConfig) -> float:
 
 def _check_same(study: "Study", sweep: SweepConfig) -> None:
     """ConfigError where the study was made from another run file, space or metric; nothing is written then."""
-    parts = {name: json.dumps(part, sort_keys=True) for name, part in fingerprint_parts(sweep)}
+    dumped = sweep.model_dump(mode="json")
+    # Without these, the values of trials would have another meaning.
+    same = {f"`{name}`": dumped[name] for name in ("space", "metric", "direction", "value", "ranks")}
+    same = {"the run file": read_yaml(Path(sweep.run))[0], **same}
+    parts = {name: json.dumps(part, sort_keys=True) for name, part in same.items()}
     earlier = study.user_attrs.get(_MADE_FROM)
     if earlier is None:
         study.set_user_attr(_MADE_FROM, parts)

@@ -2,7 +2,6 @@
 
 import copy
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -180,10 +179,3 @@ def best_tree(sweep: SweepConfig, values: dict[str, object], output_dir: Path) -
         set_key(tree, {}, key, value, source=sweep.run)
     tree["output_dir"] = str(output_dir)
     return tree
-
-
-def fingerprint_parts(sweep: SweepConfig) -> Iterator[tuple[str, object]]:
-    """What has to be the same for a study to go on: the run file's content and the keys that give values a meaning."""
-    yield "the run file", read_yaml(Path(sweep.run))[0]
-    for name in ("space", "metric", "direction", "value", "ranks"):
-        yield f"`{name}`", sweep.model_dump(mode="json")[name]
