@@ -18,7 +18,7 @@ from ds_finetune.errors import USER_ERROR_EXIT_CODE, ConfigError
 from ds_finetune.system.world import DEFAULT_PORT, master_port
 
 if TYPE_CHECKING:
-    from ds_finetune.cluster.hosts.check_result import Check
+    from ds_finetune.cluster.host_checks import Check
 
 _SHOWN_HOSTS = 3
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
@@ -63,7 +63,7 @@ def _doctor(arguments: Arguments) -> None:
                 f"--simulate of `{arguments.run}` needs hosts, and --hostfile is not given",
                 hint="give --hostfile HOSTS",
             )
-        from ds_finetune.cluster.doctor.simulate import simulate
+        from ds_finetune.cluster.doctor.needs import simulate
 
         _show(simulate(hosts_of(arguments), config), as_json=arguments.json)
         return

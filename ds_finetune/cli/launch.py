@@ -2,7 +2,9 @@
 
 import os
 import secrets
+from collections.abc import Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,8 +18,8 @@ from ds_finetune.errors import LaunchError
 from ds_finetune.system.world import DEFAULT_PORT
 
 if TYPE_CHECKING:
+    from ds_finetune.cluster.launch.commands import Job
     from ds_finetune.cluster.launch.environment import CarriedVariables
-    from ds_finetune.cluster.launch.schedulers import Job
 
 _NODE_LAUNCHERS, _SCHEDULERS = ("torchrun", "deepspeed"), ("mpirun", "slurm")
 
@@ -92,7 +94,7 @@ def _launch(arguments: Arguments) -> None:
             show_line(line)
         _show(config, job, arguments)
         return
-    from ds_finetune.cluster.launch.screen import Screen
+    from ds_finetune.cluster.launch.run import Screen
 
     with Screen(show_line) as screen:
         for line in environment.lines():
@@ -107,7 +109,7 @@ def _launch(arguments: Arguments) -> None:
 
 
 def _job(arguments: Arguments, hosts: tuple[Host, ...], environment: "CarriedVariables") -> "Job":
-    from ds_finetune.cluster.launch.schedulers import Job
+    from ds_finetune.cluster.launch.commands import Job
     from ds_finetune.cluster.watchdog.run_secret import new_secret
 
     return Job(
@@ -150,14 +152,13 @@ def _emit(arguments: Arguments, job: "Job") -> None:
 
 
 def _show(config: RunConfig, job: "Job", arguments: Arguments) -> None:
-    from ds_finetune.cluster.launch.dry_run import dry_run_lines, rank_map
+    from ds_finetune.cluster.launch.commands import dry_run_lines, rank_map
     from ds_finetune.cluster.launch.remote import Remote
-    from ds_finetune.cluster.launch.run import plan_for
     from ds_finetune.plan.mesh import Mesh
 
     remote = Remote.from_environment(arguments.ssh_args)
     if job.hosts:
-        plan_for(config, job.hosts, device="cpu" if job.variables.get("DS_ACCELERATOR") == "cpu" else "cuda")
+        _check_plan(config, job.hosts, "cpu" if job.variables.get("DS_ACCELERATOR") == "cpu" else "cuda")
         for line in rank_map(job.hosts, Mesh.of(config.parallel, world_size=job.world_size, rank=0)):
             show_line(line)
     for line in dry_run_lines(
@@ -170,9 +171,17 @@ def _show(config: RunConfig, job: "Job", arguments: Arguments) -> None:
         )
 
 
+def _check_plan(config: RunConfig, hosts: Sequence[Host], device: str) -> None:
+    """ConfigError where the layout or the batch does not fit the ranks of `hosts`."""
+    from ds_finetune.cluster.host_checks import world_of
+    from ds_finetune.plan.plan import make_plan
+
+    make_plan(config, world=world_of(hosts, "launch"), device=device)
+
+
 def _run_with_supervisors(config: RunConfig, job: "Job", arguments: Arguments, say: Say) -> int:
+    from ds_finetune.cluster.launch.commands import NODE_LAUNCHERS
     from ds_finetune.cluster.launch.environment import interface_variables
-    from ds_finetune.cluster.launch.node_launchers import NODE_LAUNCHERS
     from ds_finetune.cluster.launch.remote import Remote
     from ds_finetune.cluster.launch.run import LaunchRequest, launch
     from ds_finetune.cluster.watchdog.run_secret import VARIABLE
@@ -184,15 +193,19 @@ def _run_with_supervisors(config: RunConfig, job: "Job", arguments: Arguments, s
         {**job.variables, **interface_variables(job.interface), VARIABLE: job.secret},
         Remote.from_environment(arguments.ssh_args).with_greeting_limit(config.launch.greeting_seconds),
         job.run_id,
+        config.output_dir,
+        config.launch,
+        config.checkpoint,
+        partial(_check_plan, config),
         arguments.port,
     )
-    return launch(config, request, say)
+    return launch(request, say)
 
 
 def _run_with_scheduler(job: "Job", arguments: Arguments, say: Say) -> int:
+    from ds_finetune.cluster.launch.commands import mpirun_command, srun_command, starting_environment
     from ds_finetune.cluster.launch.remote import Remote
     from ds_finetune.cluster.launch.run import run_scheduler
-    from ds_finetune.cluster.launch.schedulers import mpirun_command, srun_command, starting_environment
 
     is_slurm = arguments.launcher == "slurm"
     ssh_args = Remote.from_environment(arguments.ssh_args).ssh_args

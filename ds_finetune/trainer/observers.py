@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ds_finetune.checkpoint.saver import Saver
-from ds_finetune.cluster.watchdog.progress import RankProgress
-from ds_finetune.cluster.watchdog.stragglers import Stragglers
+from ds_finetune.cluster.watchdog.progress import RankProgress, Stragglers
 from ds_finetune.config.schedule import Duration
 from ds_finetune.config.sections import EvalConfig
 from ds_finetune.console.phase_line import Say, say_nothing

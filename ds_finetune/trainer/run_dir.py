@@ -15,7 +15,7 @@ from pathlib import Path
 from ds_finetune.checkpoint.files import complete_steps
 from ds_finetune.checkpoint.locking import LOCK, remove_own_lock
 from ds_finetune.checkpoint.tools import CHECKPOINTS
-from ds_finetune.cluster.watchdog.death_cause import FOLDER
+from ds_finetune.cluster.watchdog.kills import FOLDER
 from ds_finetune.config.schema import RunConfig, dump_config
 from ds_finetune.config.units import GIB
 from ds_finetune.errors import DataError, OutputError

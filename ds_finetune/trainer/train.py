@@ -13,9 +13,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ds_finetune.cluster.watchdog.collectives import observe_collectives
-from ds_finetune.cluster.watchdog.device import device_progress
 from ds_finetune.cluster.watchdog.monitor import Monitor, start_monitor
-from ds_finetune.cluster.watchdog.progress import HangLimits, RankProgress
+from ds_finetune.cluster.watchdog.progress import HangLimits, RankProgress, device_progress
 from ds_finetune.config.schedule import seconds_of
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.sections import WatchdogConfig

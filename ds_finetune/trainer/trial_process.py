@@ -27,7 +27,7 @@ from functools import partial
 
 import torch.distributed as dist
 
-from ds_finetune.cluster.watchdog.report import is_secondary
+from ds_finetune.cluster.watchdog.messages import is_secondary
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.console.phase_line import say_nothing
 from ds_finetune.console.quiet import quiet_packages

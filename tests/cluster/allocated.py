@@ -4,7 +4,7 @@ import json
 import os
 import sys
 
-from ds_finetune.cluster.launch.schedulers import Job, srun_command, starting_environment
+from ds_finetune.cluster.launch.commands import Job, srun_command, starting_environment
 from ds_finetune.config.hostfile import Host
 
 if __name__ == "__main__":

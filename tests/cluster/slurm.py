@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from ds_finetune.cluster.launch.schedulers import Job
+from ds_finetune.cluster.launch.commands import Job
 from tests.cluster.bed import SECONDS, Bed
 from tests.cluster.training import name_hosts
 

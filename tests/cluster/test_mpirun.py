@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_finetune.cluster.launch.schedulers import mpirun_command, starting_environment
+from ds_finetune.cluster.launch.commands import mpirun_command, starting_environment
 from tests.cluster.bed import Bed
 from tests.cluster.training import ZERO3, job_on, losses_of_two_ranks, ranks_of, started
 from tests.running import metrics, tiny_task

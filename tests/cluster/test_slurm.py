@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from ds_finetune.cluster.launch.commands import Job
 from ds_finetune.cluster.launch.emit import EmitRequest, render_file
-from ds_finetune.cluster.launch.schedulers import Job
 from ds_finetune.config.hostfile import Host
 from tests.cluster.bed import Bed
 from tests.cluster.slurm import Slurm, allocate, why_no_slurm

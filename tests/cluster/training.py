@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ds_finetune.cluster.launch.commands import Job
 from ds_finetune.cluster.launch.environment import carried_variables
-from ds_finetune.cluster.launch.schedulers import Job
 from tests.cluster.bed import INTERFACE, Bed
 from tests.conftest import ROOT
 from tests.running import metrics, start, tiny_task, torchrun

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ds_finetune.cluster.watchdog.coordinator import REPORT
-from ds_finetune.cluster.watchdog.death_cause import FOLDER
+from ds_finetune.cluster.watchdog.kills import FOLDER
 from ds_finetune.runs import status
 from ds_finetune.runs.status import STATUS, RunStatus, mark_ended
 from tests.cluster.watchdog.test_coordinator import Ranks

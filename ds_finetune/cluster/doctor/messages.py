@@ -1,25 +1,60 @@
 """The messages between the doctor and its probes: requests, each with the reply that answers it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from ds_finetune.cluster.doctor.host_details import HostDetails, HostQuery
-from ds_finetune.cluster.doctor.network import NetworkRank, NetworkResult
+from ds_finetune.system.info import Gpu, HostInfo
 from ds_finetune.system.process_messages import ProcessMessage
 
-
-@dataclass(frozen=True)
-class DetailsRequest(ProcessMessage, kind="details"):
-    """Gather the facts of the host; the probe keeps the query's environment variables set for later requests."""
-
-    query: HostQuery
+JOIN_SECONDS = 30
+"""How long a rank waits for the others, which may still be importing torch."""
+EXCHANGE_SECONDS = 30
+"""How long a rank waits in one exchange of data."""
 
 
 @dataclass(frozen=True)
-class DetailsReply(ProcessMessage, kind="details-reply"):
-    """The facts of the host."""
+class FolderInfo:
+    """A folder that a run will use, or the nearest existing folder above it; sizes in bytes."""
 
-    details: HostDetails
+    existing: str
+    is_writable: bool
+    free_bytes: int
+    held_bytes: int
+    """Bytes of an earlier run in the folder; the next run overwrites them."""
+
+
+@dataclass(frozen=True)
+class HostQuery(ProcessMessage, kind="details"):
+    """Ask for the facts of the host; the probe keeps the environment variables set for later requests."""
+
+    environ: dict[str, str] = field(default_factory=dict)
+    """Environment variables that the probe sets before it answers."""
+    first_host: str = ""
+    """Name of the first host, to be resolved on the host."""
+    port: int = 0
+    """Port that has to be free; 0 for none."""
+    folders: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class HostDetails(HostInfo, ProcessMessage, kind="details-reply"):
+    """The facts that the doctor checks; sizes in bytes, limits -1 where there is none."""
+
+    gpu_memory: list[Gpu]
+    """GPUs that nvidia-smi lists."""
+    memory_bytes: int | None
+    open_files: int
+    locked_bytes: int
+    shm_bytes: int
+    has_infiniband: bool
+    has_ibverbs: bool
+    """Whether the library is there by which NCCL uses InfiniBand."""
+    first_host_addresses: list[str]
+    """Addresses that the first host's name resolves to here; empty where it does not resolve."""
+    folders: dict[str, FolderInfo]
+    files: dict[str, str | None]
+    """Hash of names and sizes (and of JSON contents) of each file or folder; None where it does not exist."""
 
 
 @dataclass(frozen=True)
@@ -90,17 +125,35 @@ class OpBuilt(ProcessMessage, kind="op-built"):
 
 
 @dataclass(frozen=True)
-class MeasureNetwork(ProcessMessage, kind="measure-network"):
-    """Take part in the measurement of the network as one rank."""
+class NetworkRank(ProcessMessage, kind="measure-network"):
+    """Ask to take part in the measurement of the network as one rank, and say where all ranks meet."""
 
-    place: NetworkRank
+    rank: int
+    world_size: int
+    address: str
+    port: int
+    device: str
+    local_rank: int
+    leaders: tuple[int, ...]
+    """The first rank of each host; links are measured between these."""
 
 
 @dataclass(frozen=True)
-class NetworkMeasured(ProcessMessage, kind="network-measured"):
-    """What the rank measured."""
+class NetworkResult(ProcessMessage, kind="network-measured"):
+    """What one rank measured: bandwidths in bytes a second, and what went wrong."""
 
-    result: NetworkResult
+    links: dict[str, float]
+    """Bandwidth from this rank to others, by their rank."""
+    all_reduce: float = 0.0
+    """Bus bandwidth."""
+    all_gather: float = 0.0
+    num_bytes: int = 0
+    """Size of the collectives."""
+    missing: tuple[int, ...] = ()
+    """Ranks that did not join."""
+    wrong: tuple[int, ...] = ()
+    """Ranks whose values arrived wrong."""
+    problem: str = ""
 
 
 @dataclass(frozen=True)
@@ -120,8 +173,8 @@ class ChildLost(ProcessMessage, kind="child-lost"):
     """The end of its standard error."""
 
 
-ChildRequest = BuildOp | MeasureNetwork
-ChildReply = OpBuilt | NetworkMeasured | RequestRefused | ChildLost
+ChildRequest = BuildOp | NetworkRank
+ChildReply = OpBuilt | NetworkResult | RequestRefused | ChildLost
 
 
 @dataclass(frozen=True)
@@ -140,13 +193,7 @@ class ChildReplies(ProcessMessage, kind="child-replies"):
 
 
 REPLIES: tuple[type[ProcessMessage], ...] = (
-    DetailsReply,
-    TimeReply,
-    MarkersPlaced,
-    MarkersFound,
-    FreePortReply,
-    OpBuilt,
-    NetworkMeasured,
-    ChildReplies,
+    *(HostDetails, TimeReply, MarkersPlaced, MarkersFound, FreePortReply),
+    *(OpBuilt, NetworkResult, ChildReplies),
 )
 """What a probe may reply with, besides RequestRefused."""

@@ -4,54 +4,21 @@ import os
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from ds_finetune.cluster.doctor.messages import EXCHANGE_SECONDS, JOIN_SECONDS, NetworkRank, NetworkResult
+from ds_finetune.engine.devices import device_of_rank
 from ds_finetune.system.info import interface_towards
 
-JOIN_SECONDS = 30
-"""How long a rank waits for the others, which may still be importing torch."""
-EXCHANGE_SECONDS = 30
-"""How long a rank waits in one exchange of data."""
 _ALL_PAIRS = 8
 """Up to this number of hosts every pair is measured; with more, neighbours in a ring."""
 _SIZES = (1 << 16, 1 << 19, 1 << 22, 1 << 25, 1 << 28)
 """Bytes of an exchange: the size grows until one takes `_LONG_ENOUGH_SECONDS`; the last size is for GPUs only."""
 _LONG_ENOUGH_SECONDS = 0.2
 _NUM_REPEATS = 3
-
-
-@dataclass(frozen=True)
-class NetworkRank:
-    """One rank of the measurement and where all ranks meet."""
-
-    rank: int
-    world_size: int
-    address: str
-    port: int
-    device: str
-    local_rank: int
-    leaders: tuple[int, ...]
-    """The first rank of each host; links are measured between these."""
-
-
-@dataclass(frozen=True)
-class NetworkResult:
-    """What one rank measured: bandwidths in bytes a second, and what went wrong."""
-
-    links: dict[str, float]
-    """Bandwidth from this rank to others, by their rank."""
-    all_reduce: float = 0.0
-    """Bus bandwidth."""
-    all_gather: float = 0.0
-    num_bytes: int = 0
-    """Size of the collectives."""
-    missing: tuple[int, ...] = ()
-    """Ranks that did not join."""
-    wrong: tuple[int, ...] = ()
-    """Ranks whose values arrived wrong."""
-    problem: str = ""
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
@@ -81,32 +48,19 @@ def measure(place: NetworkRank) -> NetworkResult:
 
 
 def _join_and_measure(place: NetworkRank) -> NetworkResult:
-    import torch
-    import torch.distributed as dist
-
-    from ds_finetune.engine.devices import device_of_rank
-
+    join_time, meeting = timedelta(seconds=JOIN_SECONDS), (place.address, place.port)
     try:
-        store = dist.TCPStore(
-            place.address,
-            place.port,
-            place.world_size,
-            place.rank == 0,
-            timeout=timedelta(seconds=JOIN_SECONDS),
-            wait_for_workers=False,
-        )
+        store = dist.TCPStore(*meeting, place.world_size, place.rank == 0, timeout=join_time, wait_for_workers=False)
     except RuntimeError as silent:
-        return NetworkResult(
-            {}, problem=f"cannot reach the first host at {place.address} port {place.port}: {_first_line(silent)}"
-        )
+        where = f"{place.address} port {place.port}"
+        return NetworkResult({}, problem=f"cannot reach the first host at {where}: {_first_line(silent)}")
     join_keys = [f"here/{rank}" for rank in range(place.world_size)]
     store.set(join_keys[place.rank], "1")
     try:
-        store.wait(join_keys, timedelta(seconds=JOIN_SECONDS))
+        store.wait(join_keys, join_time)
     except RuntimeError:
-        return NetworkResult(
-            {}, missing=tuple(rank for rank in range(place.world_size) if not store.check([join_keys[rank]]))
-        )
+        missing = tuple(rank for rank, key in enumerate(join_keys) if not store.check([key]))
+        return NetworkResult({}, missing=missing)
     device = torch.device(device_of_rank(place.device, place.local_rank))
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -127,10 +81,7 @@ def _join_and_measure(place: NetworkRank) -> NetworkResult:
     return result
 
 
-def _measure_links_and_collectives(place: NetworkRank, device: Any) -> NetworkResult:  # noqa: ANN401 - torch.device, which is imported late
-    import torch
-    import torch.distributed as dist
-
+def _measure_links_and_collectives(place: NetworkRank, device: torch.device) -> NetworkResult:
     links: dict[str, float] = {}
     for pair in (pair for together in rounds(len(place.leaders)) for pair in together):
         a, b = (place.leaders[index] for index in pair)
@@ -161,11 +112,8 @@ def _measure_links_and_collectives(place: NetworkRank, device: Any) -> NetworkRe
     )
 
 
-def _send(receiver: int, device: Any) -> float:  # noqa: ANN401
+def _send(receiver: int, device: torch.device) -> float:
     """Bytes a second to `receiver`, measured until its acknowledgement."""
-    import torch
-    import torch.distributed as dist
-
     ack = torch.zeros(1, device=device)
 
     def exchange(size: int) -> float:
@@ -182,10 +130,7 @@ def _send(receiver: int, device: Any) -> float:  # noqa: ANN401
     return rate
 
 
-def _receive(sender: int, device: Any) -> None:  # noqa: ANN401
-    import torch
-    import torch.distributed as dist
-
+def _receive(sender: int, device: torch.device) -> None:
     size, ack = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(1, device=device)
     dist.recv(size, sender)
     while size.item():
@@ -194,10 +139,8 @@ def _receive(sender: int, device: Any) -> None:  # noqa: ANN401
         dist.recv(size, sender)
 
 
-def _rate(work: Callable[[int], None], device: Any) -> tuple[float, int]:  # noqa: ANN401
+def _rate(work: Callable[[int], None], device: torch.device) -> tuple[float, int]:
     """Bytes a second of a collective over fp32 numbers, timed by the slowest rank, and its size in bytes."""
-    import torch
-    import torch.distributed as dist
 
     def exchange(size: int) -> float:
         dist.barrier()
@@ -212,7 +155,7 @@ def _rate(work: Callable[[int], None], device: Any) -> tuple[float, int]:  # noq
     return _best_rate(exchange, device)
 
 
-def _best_rate(exchange: Callable[[int], float], device: Any) -> tuple[float, int]:  # noqa: ANN401
+def _best_rate(exchange: Callable[[int], float], device: torch.device) -> tuple[float, int]:
     """The rate of `exchange`, a function from bytes to seconds, in bytes a second, and the size it was measured with.
 
     That is the first size whose exchange takes long enough to be measured. One exchange before opens the connection,

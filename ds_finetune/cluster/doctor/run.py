@@ -7,53 +7,33 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ds_finetune.cluster.doctor.cluster import Cluster
-from ds_finetune.cluster.doctor.host_details import HostDetails, HostQuery, gather_details
-from ds_finetune.cluster.doctor.messages import (
-    BuildOp,
-    ChildLost,
-    ChildReplies,
-    ChildReply,
-    ChildRequest,
-    DetailsReply,
-    DetailsRequest,
-    FindMarkers,
-    FreePortReply,
-    FreePortRequest,
-    MarkersFound,
-    MarkersPlaced,
-    MeasureNetwork,
-    OpBuilt,
-    PlaceMarkers,
-    RequestRefused,
-    RunInChildren,
-)
-from ds_finetune.cluster.doctor.need import Need, files_of, folders_of, need_of
-from ds_finetune.cluster.doctor.network import EXCHANGE_SECONDS, JOIN_SECONDS, NetworkRank
-from ds_finetune.cluster.doctor.network_checks import network_checks
-from ds_finetune.cluster.doctor.storage_checks import disk_checks, file_checks, folder_checks
-from ds_finetune.cluster.doctor.system_checks import (
+from ds_finetune.cluster.doctor import messages
+from ds_finetune.cluster.doctor.checks import (
     clock_checks,
+    disk_checks,
+    file_checks,
+    folder_checks,
     gpu_checks,
     infiniband_checks,
     limit_checks,
     memory_checks,
     name_checks,
+    network_checks,
 )
-from ds_finetune.cluster.hosts.check_result import Check
-from ds_finetune.cluster.hosts.host_checks import host_checks, port_check, rank_device
+from ds_finetune.cluster.doctor.needs import Need, files_of, folders_of, need_of
+from ds_finetune.cluster.doctor.probe import gather_details
+from ds_finetune.cluster.doctor.session import Cluster
+from ds_finetune.cluster.host_checks import Check, host_checks, meeting_address, port_check, rank_device
 from ds_finetune.cluster.launch.environment import carried_variables, environment_files
-from ds_finetune.cluster.launch.preflight import meeting_address
-from ds_finetune.cluster.launch.remote import Remote, address_of
+from ds_finetune.cluster.launch.remote import Remote
 from ds_finetune.config.hostfile import Host
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.console.phase_line import Say
-from ds_finetune.system.info import HostInfo
 
 _START_SECONDS = 45.0
 _QUICK_SECONDS = 20.0
 _BUILD_SECONDS = 1200.0
-_NETWORK_SECONDS = float(JOIN_SECONDS + 2 * EXCHANGE_SECONDS)
+_NETWORK_SECONDS = float(messages.JOIN_SECONDS + 2 * messages.EXCHANGE_SECONDS)
 _MARGIN = 10.0
 _NEEDED_BY_NETWORK = ("address", "interface", "devices")
 """Checks that must pass before the network can be measured."""
@@ -80,39 +60,36 @@ class DoctorRequest:
 
 def examine(request: DoctorRequest, say: Say) -> list[Check]:
     """All checks of the hosts; `say` prints what takes long."""
-    folders = tuple(folders_of(request.config).values())
-    query = HostQuery(request.environ, request.hosts[0].name, 0, folders, files_of(request.config))
+    folders = folders_of(request.config)
+    paths, files = tuple(folders.values()), files_of(request.config)
+    query = messages.HostQuery(request.environ, request.hosts[0].name, 0, paths, files)
     with Cluster(request.hosts, request.remote, say) as cluster:
-        hosts = _ask_details(cluster, query, request.port)
+        first = next(iter(cluster.hosts))
+        queries = {name: replace(query, port=request.port if name == first else 0) for name in cluster.hosts}
+        hosts = cluster.ask(queries, messages.HostDetails, seconds=_START_SECONDS)
         if not hosts:
             return cluster.lost
         # Placed long before they are searched: a network file system shows other hosts' files with a delay.
         token = secrets.token_hex(4)
-        markers = {name: PlaceMarkers(list(folders), f"{token}-{name}") for name in hosts}
-        cluster.ask(markers, MarkersPlaced, seconds=_QUICK_SECONDS)
+        markers = {name: messages.PlaceMarkers(list(paths), f"{token}-{name}") for name in hosts}
+        cluster.ask(markers, messages.MarkersPlaced, seconds=_QUICK_SECONDS)
         checks = [Check("ssh", name, "ok", details.hostname) for name, details in hosts.items()]
         checks += _detail_checks(request, cluster, hosts, gather_details(query))
         checks += _run_checks(request, cluster, hosts)
         checks += _network_checks(cluster, hosts, checks, rank_device(hosts, query.environ))
-        checks += _folder_checks(cluster, token, request.config)
+        saves = request.config.checkpoint if request.config else None
+        node_local = saves.node_local if saves and saves.saves else None
+        checks += _folder_checks(cluster, token, folders, node_local=node_local)
         return [*cluster.lost, *checks]
 
 
-def _ask_details(cluster: Cluster, query: HostQuery, port: int) -> dict[str, HostDetails]:
-    """The facts of the hosts that answer; the first host also tries `port`."""
-    first = next(iter(cluster.hosts))
-    requests = {name: DetailsRequest(replace(query, port=port if name == first else 0)) for name in cluster.hosts}
-    replies = cluster.ask(requests, DetailsReply, seconds=_START_SECONDS)
-    return {name: reply.details for name, reply in replies.items()}
-
-
 def _detail_checks(
-    request: DoctorRequest, cluster: Cluster, hosts: Mapping[str, HostDetails], here: HostDetails
+    request: DoctorRequest, cluster: Cluster, hosts: Mapping[str, messages.HostDetails], here: messages.HostDetails
 ) -> Iterator[Check]:
     """The checks that need only the facts of the hosts, not the plan of the run."""
     first, name = next(iter(cluster.hosts)), request.hosts[0].name
     yield from clock_checks(cluster.clocks())
-    yield from shared_checks(cluster.hosts, hosts, here=here, environ=request.environ)
+    yield from host_checks(cluster.hosts, hosts, here=here, environ=request.environ)
     if rank_device(hosts, request.environ) == "cuda":
         yield from gpu_checks(hosts)
         yield from infiniband_checks(hosts)
@@ -124,15 +101,7 @@ def _detail_checks(
     yield from file_checks(here, hosts)
 
 
-def shared_checks(
-    hostfile_hosts: Mapping[str, Host], infos: Mapping[str, HostInfo], *, here: HostInfo, environ: Mapping[str, str]
-) -> list[Check]:
-    """The checks that `launch` runs as well, before it starts ranks."""
-    addresses = {name: address_of(host) for name, host in hostfile_hosts.items()}
-    return host_checks(hostfile_hosts, infos, here=here, environ=environ, addresses=addresses)
-
-
-def _run_checks(request: DoctorRequest, cluster: Cluster, hosts: Mapping[str, HostDetails]) -> Iterator[Check]:
+def _run_checks(request: DoctorRequest, cluster: Cluster, hosts: Mapping[str, messages.HostDetails]) -> Iterator[Check]:
     """The checks that depend on the plan: limits, disk, memory and operators."""
     need = None
     if request.config is not None:
@@ -154,24 +123,23 @@ def _op_checks(cluster: Cluster, need: Need) -> Iterator[Check]:
     if not need.ops:
         return
     names = list(need.ops)
-    builds: list[ChildRequest] = [BuildOp(name, dict(need.ops[name])) for name in names]
-    requests = {host: RunInChildren(builds, _BUILD_SECONDS) for host in cluster.sessions}
+    builds: list[messages.ChildRequest] = [messages.BuildOp(name, dict(need.ops[name])) for name in names]
+    requests = {host: messages.RunInChildren(builds, _BUILD_SECONDS) for host in cluster.sessions}
     what = f"{' and '.join(names)} of DeepSpeed; a first build takes minutes, {_BUILD_SECONDS / 60:.0f} at most"
-    for host, answer in cluster.ask(requests, ChildReplies, seconds=_BUILD_SECONDS + _MARGIN, what=what).items():
+    answers = cluster.ask(requests, messages.ChildReplies, seconds=_BUILD_SECONDS + _MARGIN, what=what)
+    for host, answer in answers.items():
         for name, reply in zip(names, answer.replies, strict=True):
             yield op_check(host, name, reply, need.ops[name])
 
 
-def op_check(host: str, name: str, reply: ChildReply, settings: Mapping[str, Any]) -> Check:
+def op_check(host: str, name: str, reply: messages.ChildReply, settings: Mapping[str, Any]) -> Check:
     """The result of building and running an operator; a failure of one that has a substitute is a warning."""
-    if isinstance(reply, OpBuilt):
+    if isinstance(reply, messages.OpBuilt):
         return Check(name, host, "ok", reply.text)
-    if isinstance(reply, RequestRefused) and "substitute" in settings:
-        found = f"{reply.message}; the run will use {settings['substitute']}"
-        return Check(name, host, "warn", found, reply.hint)
-    if isinstance(reply, RequestRefused):
-        return Check(name, host, "fail", reply.message, reply.hint)
-    assert isinstance(reply, ChildLost)
+    if isinstance(reply, messages.RequestRefused):
+        substitute = f"; the run will use {settings['substitute']}" if "substitute" in settings else ""
+        return Check(name, host, "warn" if substitute else "fail", f"{reply.message}{substitute}", reply.hint)
+    assert isinstance(reply, messages.ChildLost)
     last = ([line for line in reply.stderr.splitlines() if line.strip()] or ["nothing"])[-1]
     if reply.code is None:
         hint = (
@@ -188,7 +156,7 @@ def op_check(host: str, name: str, reply: ChildReply, settings: Mapping[str, Any
 
 
 def _network_checks(
-    cluster: Cluster, hosts: Mapping[str, HostDetails], checks: list[Check], device: str
+    cluster: Cluster, hosts: Mapping[str, messages.HostDetails], checks: list[Check], device: str
 ) -> list[Check]:
     """Measure the network between the hosts, one rank for each GPU or for each CPU host."""
     names = [name for name in hosts if name in cluster.sessions]
@@ -199,37 +167,37 @@ def _network_checks(
     if wrong:
         found = f"not measured: the check `{wrong[0].name}` of {wrong[0].host} fails"
         return [Check("network", "", "warn", found, _AGAIN)]
-    ports = cluster.ask({names[0]: FreePortRequest()}, FreePortReply, seconds=_QUICK_SECONDS)
+    ports = cluster.ask({names[0]: messages.FreePortRequest()}, messages.FreePortReply, seconds=_QUICK_SECONDS)
     if names[0] not in ports:
         return []
     infos = {cluster.hosts[name]: hosts[name] for name in names}
     address = meeting_address(list(infos), infos) or "127.0.0.1"
     host_of_rank = [name for name in names for _ in range(counts[name])]
     leaders = tuple(host_of_rank.index(name) for name in names)
-    measurements: dict[str, list[ChildRequest]] = {name: [] for name in names}
+    measurements: dict[str, list[messages.ChildRequest]] = {name: [] for name in names}
+    meeting = (len(host_of_rank), address, ports[names[0]].port, device)
     for rank, name in enumerate(host_of_rank):
         local_rank = rank - host_of_rank.index(name)
         device_number = (cluster.hosts[name].devices or range(counts[name]))[local_rank]
-        place = NetworkRank(rank, len(host_of_rank), address, ports[names[0]].port, device, device_number, leaders)
-        measurements[name].append(MeasureNetwork(place))
-    requests = {name: RunInChildren(ranks, _NETWORK_SECONDS) for name, ranks in measurements.items()}
+        measurements[name].append(messages.NetworkRank(rank, *meeting, device_number, leaders))
+    requests = {name: messages.RunInChildren(ranks, _NETWORK_SECONDS) for name, ranks in measurements.items()}
     what = "the network between the hosts"
-    answers = cluster.ask(requests, ChildReplies, seconds=_NETWORK_SECONDS + _MARGIN, what=what)
+    answers = cluster.ask(requests, messages.ChildReplies, seconds=_NETWORK_SECONDS + _MARGIN, what=what)
     gone = [name for name in names if name not in answers]
     if gone:
         return [Check("network", "", "warn", f"not measured: {', '.join(gone)} no longer answers", _AGAIN)]
     return network_checks(host_of_rank, [reply for name in names for reply in answers[name].replies])
 
 
-def _folder_checks(cluster: Cluster, token: str, config: RunConfig | None) -> Iterator[Check]:
+def _folder_checks(
+    cluster: Cluster, token: str, folders: Mapping[str, str], *, node_local: bool | None
+) -> Iterator[Check]:
     """Look in each folder for the marker files that all hosts have left there."""
-    names, folders = list(cluster.sessions), folders_of(config)
-    request = FindMarkers(list(folders.values()), [f"{token}-{name}" for name in names])
-    visible = cluster.ask(dict.fromkeys(names, request), MarkersFound, seconds=_QUICK_SECONDS)
+    names = list(cluster.sessions)
+    request = messages.FindMarkers(list(folders.values()), [f"{token}-{name}" for name in names])
+    visible = cluster.ask(dict.fromkeys(names, request), messages.MarkersFound, seconds=_QUICK_SECONDS)
     for name, path in folders.items():
         by_host = {
             host: [other.removeprefix(f"{token}-") for other in answer.tokens[path]] for host, answer in visible.items()
         }
-        is_saved_to = config is not None and name == "output_dir" and config.checkpoint.saves
-        node_local = config.checkpoint.node_local if config is not None and is_saved_to else None
-        yield from folder_checks(name, path, by_host, node_local=node_local)
+        yield from folder_checks(name, path, by_host, node_local=node_local if name == "output_dir" else None)

@@ -1,6 +1,7 @@
-"""A session with a program on a host: one started Python process answers many requests.
+"""Sessions with a program on a host: one started Python process answers many requests.
 
 The lines of its replies begin with a token, so that the output of a login shell is not mistaken for a reply.
+A `Cluster` has a session with a probe (probe.py) on every host, and sends requests to all of them in parallel.
 """
 
 import contextlib
@@ -11,12 +12,19 @@ import signal
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import IO, Any, TypeVar
+from typing import IO, Any, Self, TypeVar
 
-from ds_finetune.cluster.doctor.messages import RequestRefused
-from ds_finetune.errors import FinetuneError
+from ds_finetune.cluster.doctor.checks import ClockOffset
+from ds_finetune.cluster.doctor.messages import REPLIES, RequestRefused, TimeReply, TimeRequest
+from ds_finetune.cluster.host_checks import Check, label, other_program_check, unreachable_check
+from ds_finetune.cluster.launch.remote import Remote
+from ds_finetune.config.hostfile import Host
+from ds_finetune.console.phase_line import Say
+from ds_finetune.errors import FinetuneError, LaunchError
 from ds_finetune.system.process_messages import (
     LineBuffer,
     MessageError,
@@ -31,7 +39,13 @@ _TAIL_BYTES = 20_000
 _END_SECONDS = 5.0
 _READ_BYTES = 2**16
 _PEER = "the program that asks"
+_NOTICE_SECONDS = 15.0
+_PINGS = 5
+_PING_SECONDS = 10.0
+PROBE = "ds_finetune.cluster.doctor.probe"
+"""The module that answers on each host."""
 Reply = TypeVar("Reply", bound=ProcessMessage)
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -164,3 +178,88 @@ def _read_lines(lines: "queue.Queue[bytes]", at_end: Callable[[], None]) -> None
     at_end()
     # The group holds compilers that the build of an operator has started.
     os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+class Cluster:
+    """Runs a probe on each host while in `with`; `lost` has the failed checks of hosts that stopped answering."""
+
+    def __init__(self, hosts: Sequence[Host], remote: Remote, say: Say) -> None:
+        self.hosts, self.remote, self.say = {label(host): host for host in hosts}, remote, say
+        self.sessions: dict[str, Session] = {}
+        self.lost: list[Check] = []
+
+    def __enter__(self) -> Self:
+        self._pool = ThreadPoolExecutor(max_workers=len(self.hosts))
+        try:
+            for name, host in self.hosts.items():
+                self.sessions[name] = self._session(host)
+        except FileNotFoundError as absent:
+            raise LaunchError(
+                f"`{absent.filename}` is not installed here", hint="install it (Debian: openssh-client)"
+            ) from None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # Not in the pool: after an interrupt all its threads may still wait for replies.
+        with ThreadPoolExecutor(max_workers=len(self.hosts)) as ending:
+            list(ending.map(Session.end, self.sessions.values()))
+        self._pool.shutdown()
+
+    def ask(
+        self, requests: Mapping[str, ProcessMessage], reply: type[Reply], *, seconds: float, what: str = ""
+    ) -> dict[str, Reply]:
+        """Send each host in `requests` its request, and return the replies by host.
+
+        A host without a reply after `seconds` is lost. `what` describes long work, for the notice printed meanwhile.
+        """
+        sessions = {name: self.sessions[name] for name in requests if name in self.sessions}
+        pending = {
+            self._pool.submit(session.ask, requests[name], reply, seconds=seconds): name
+            for name, session in sessions.items()
+        }
+        self._wait(pending, what)
+        return self._results(pending)
+
+    def clocks(self) -> dict[str, ClockOffset]:
+        """The offset of each host's clock from this machine's, measured by the quickest of a few requests."""
+        pending = {self._pool.submit(_clock_offset, session): name for name, session in self.sessions.items()}
+        wait(pending)
+        return self._results(pending)
+
+    def _session(self, host: Host) -> Session:
+        peer = f"the probe of {label(host)}"
+        return Session(lambda stderr: self.remote.open(host, PROBE, stderr=stderr), REPLIES, peer=peer)
+
+    def _wait(self, pending: "Mapping[Future[Any], str]", what: str) -> None:
+        left = set(pending)
+        while left:
+            left = wait(left, timeout=_NOTICE_SECONDS).not_done
+            if left and what:
+                self.say(f"waiting for {', '.join(sorted(pending[future] for future in left))}: {what}")
+
+    def _results(self, pending: "Mapping[Future[Result], str]") -> dict[str, Result]:
+        results = {}
+        for future, name in pending.items():
+            try:
+                results[name] = future.result()
+            except HostLostError as lost:
+                self._lose(name, unreachable_check(name, lost.code, lost.stderr, self.remote.python))
+            except RefusedError as refused:
+                self._lose(name, Check("probe", name, "fail", refused.message, refused.hint))
+            except MessageError:
+                self._lose(name, other_program_check(name))
+        return results
+
+    def _lose(self, name: str, check: Check) -> None:
+        self.lost.append(check)
+        self.sessions.pop(name).end()
+
+
+def _clock_offset(session: Session) -> ClockOffset:
+    offsets = []
+    for _ in range(_PINGS):
+        began = time.time()
+        there = session.ask(TimeRequest(), TimeReply, seconds=_PING_SECONDS).seconds
+        ended = time.time()
+        offsets.append(ClockOffset(there - (began + ended) / 2, ended - began))
+    return min(offsets, key=lambda offset: offset.round_trip)

@@ -13,25 +13,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from ds_finetune.cluster.hosts.check_result import label
-from ds_finetune.cluster.hosts.unreachable import other_program_check, unreachable_check
-from ds_finetune.cluster.launch.messages import (
-    FROM_SUPERVISOR,
-    ExitCodeReported,
-    Heartbeat,
-    HostDone,
-    HostReady,
-    KillRanks,
-    RankEnded,
-    RanksStarted,
-    RankZeroOutput,
-    SaveAndStop,
-    StartRanks,
-)
-from ds_finetune.cluster.launch.preflight import Answer
+from ds_finetune.cluster.host_checks import Answer, label, other_program_check, unreachable_check
+from ds_finetune.cluster.launch import messages
 from ds_finetune.cluster.launch.remote import Remote
 from ds_finetune.cluster.launch.supervisor import HEARTBEAT_SECONDS, TAIL_LINES
 from ds_finetune.config.hostfile import Host
+from ds_finetune.config.sections import LaunchConfig
 from ds_finetune.console.phase_line import Say
 from ds_finetune.errors import INTERRUPTED_EXIT_CODE, RUN_ERROR_EXIT_CODE
 from ds_finetune.system.process_messages import MessageError, ProcessMessage, decode, encode, without_token
@@ -44,14 +31,6 @@ _KILLING_SECONDS = 15.0
 _LAST_ERRORS_SECONDS = 2.0
 SAVE_NOTICE = "asked the ranks to save and stop; signal again to kill them"
 KILL_NOTICE = "killing every rank"
-
-
-@dataclass(frozen=True)
-class HostTimeouts:
-    """Seconds that a host has for its first message (`greeting`), and without a message until it is lost (`silent`)."""
-
-    greeting: float
-    silent: float
 
 
 @dataclass(frozen=True)
@@ -101,7 +80,7 @@ class _SupervisedHost:
 
     host: Host
     process: "subprocess.Popen[bytes]"
-    ready: HostReady | None = None
+    ready: messages.HostReady | None = None
     unreadable: MessageError | None = None
     last_heard: float = field(default_factory=time.monotonic)
     is_over: bool = False
@@ -112,7 +91,6 @@ class _SupervisedHost:
     errors: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
 
     def __post_init__(self) -> None:
-        """Create the thread that records the standard error of ssh and of the supervisor."""
         self.error_reader = threading.Thread(target=self._read_errors, daemon=True)
 
     def send(self, message: ProcessMessage) -> None:
@@ -152,10 +130,13 @@ _Event = ProcessMessage | MessageError | None
 
 
 class Attempt:
-    """Supervisors on `hosts`, from their first message to their end; leaving the context ends all of them."""
+    """Supervisors on `hosts`, from their first message to their end; leaving the context ends all of them.
 
-    def __init__(self, hosts: Sequence[Host], remote: Remote, timeouts: HostTimeouts, *, port: int = 0) -> None:
-        self._timeouts, self._python = timeouts, remote.python
+    `settings` has the times that a host has for its first message, and without a message until it is lost.
+    """
+
+    def __init__(self, hosts: Sequence[Host], remote: Remote, settings: LaunchConfig, *, port: int = 0) -> None:
+        self._settings, self._python = settings, remote.python
         self._events = queue.Queue[tuple[_SupervisedHost, _Event]]()
         self._token = secrets.token_hex(8)
         arguments = ("ds_finetune.cluster.launch.supervisor", str(port), self._token)
@@ -173,7 +154,7 @@ class Attempt:
 
     def __exit__(self, *_: object) -> None:
         for supervised in self._hosts:
-            supervised.send(KillRanks())
+            supervised.send(messages.KillRanks())
             with contextlib.suppress(OSError):
                 assert supervised.process.stdin is not None
                 supervised.process.stdin.close()
@@ -187,17 +168,17 @@ class Attempt:
 
     def greetings(self) -> dict[Host, Answer]:
         """The facts of each host, or the failed check of one that cannot be reached, within the time for a greeting."""
-        until = time.monotonic() + self._timeouts.greeting
+        until = time.monotonic() + self._settings.greeting_seconds
         while any(each.ready is None and not each.is_over for each in self._hosts) and time.monotonic() < until:
             with contextlib.suppress(queue.Empty):
                 self._handle_event(*self._events.get(timeout=0.25))
         return {each.host: each.answer(self._python) for each in self._hosts}
 
-    def run(self, orders: Mapping[Host, StartRanks], say: Say) -> AttemptOutcome:
+    def run(self, orders: Mapping[Host, messages.StartRanks], say: Say) -> AttemptOutcome:
         """Start the ranks of `orders`, release the other hosts, and wait for the end; signals are passed on."""
         self._say = say
         for each in self._hosts:
-            each.send(orders.get(each.host, KillRanks()))
+            each.send(orders.get(each.host, messages.KillRanks()))
         released = [each for each in self._hosts if each.host not in orders]
         self._hosts = [each for each in self._hosts if each.host in orders]
         self._began = time.monotonic()
@@ -212,7 +193,6 @@ class Attempt:
         return self._outcome()
 
     def _supervise(self) -> None:
-        """Take messages until every host is done or lost."""
         killed_at, last_beat, passed_on = None, 0.0, 0
         pauses = PauseDetector()
         while not all(each.is_over for each in self._hosts):
@@ -224,15 +204,15 @@ class Attempt:
             now = time.monotonic()
             if now - last_beat >= HEARTBEAT_SECONDS:
                 last_beat = now
-                self._send(Heartbeat())
+                self._send(messages.Heartbeat())
             if passed_on < self._num_signals:
                 passed_on += 1
-                self._send(SaveAndStop() if passed_on == 1 else KillRanks())
+                self._send(messages.SaveAndStop() if passed_on == 1 else messages.KillRanks())
                 self._say(SAVE_NOTICE if passed_on == 1 else KILL_NOTICE)
             self._give_up_silent_hosts(now, killed_at)
             if killed_at is None and self._failures and now - self._failures[0][0] > self._grace_seconds():
                 killed_at = now
-                self._send(KillRanks())
+                self._send(messages.KillRanks())
 
     def _grace_seconds(self) -> float:
         """Time from the first failure to the kill; unlimited while ranks save after a signal and exit one by one."""
@@ -242,7 +222,7 @@ class Attempt:
     def _give_up_silent_hosts(self, now: float, killed_at: float | None) -> None:
         is_slow = killed_at is not None and now - killed_at > _KILLING_SECONDS
         for each in self._hosts:
-            if not each.is_over and (now - each.last_heard > self._timeouts.silent or is_slow):
+            if not each.is_over and (now - each.last_heard > self._settings.silent_seconds or is_slow):
                 each.is_over = each.is_lost = True
                 # The host failed when it was last heard from: failures that others reported later are consequences.
                 self._fail_host(each, f"no message for {now - each.last_heard:.0f} s", at=each.last_heard)
@@ -258,13 +238,14 @@ class Attempt:
 
     def _read(self, supervised: _SupervisedHost) -> None:
         assert supervised.process.stdout is not None
+        peer = f"the supervisor of {supervised.host.target}"
         for line in supervised.process.stdout:
             body = without_token(line.rstrip(b"\n"), self._token)
             if body is None:
                 continue
             supervised.last_heard = time.monotonic()
             try:
-                event: _Event = decode(body, FROM_SUPERVISOR, peer=f"the supervisor of {supervised.host.target}")
+                event: _Event = decode(body, messages.FROM_SUPERVISOR, peer=peer)
             except MessageError as error:
                 event = error
             self._events.put((supervised, event))
@@ -274,25 +255,25 @@ class Attempt:
         if supervised.is_lost:
             return
         match event:
-            case HostReady():
+            case messages.HostReady():
                 supervised.ready = event
-            case RanksStarted(interface):
+            case messages.RanksStarted(interface):
                 where = f", network interface {interface}" if interface else ""
                 self._say(f"started on {supervised.host.target}{where}")
-            case RankZeroOutput(text):
+            case messages.RankZeroOutput(text):
                 self._say(text)
-            case RankEnded():
+            case messages.RankEnded():
                 self._end_rank(supervised, event)
-            case ExitCodeReported(pid, code):
+            case messages.ExitCodeReported(pid, code):
                 self._codes[supervised.host, pid or self._first_failed_pid(supervised.host)] = code
-            case HostDone():
+            case messages.HostDone():
                 self._end_host(supervised, event)
             case MessageError():
                 self._drop_host(supervised, event)
             case None:
                 self._end_messages(supervised)
 
-    def _end_host(self, supervised: _SupervisedHost, done: HostDone) -> None:
+    def _end_host(self, supervised: _SupervisedHost, done: messages.HostDone) -> None:
         supervised.is_over = True
         supervised.launcher_code, supervised.num_remaining = done.launcher_code, done.num_remaining
         if done.launcher_code and not any(failure.host == supervised.host for _, failure in self._failures):
@@ -314,21 +295,21 @@ class Attempt:
         supervised.has_no_supervisor = True
         self._fail_host(supervised, "its supervisor ended")
 
-    def _end_rank(self, supervised: _SupervisedHost, ended: RankEnded) -> None:
+    def _end_rank(self, supervised: _SupervisedHost, ended: messages.RankEnded) -> None:
         if ended.code == 0:
             return
         text = "" if ended.code is None else f"exited with code {ended.code}"
         failure = AttemptFailure(supervised.host, ended.rank, text, ended.code or 0, tuple(ended.tail))
-        self._add(time.monotonic(), replace(failure, reason=ended.reason, pid=ended.pid, cause=ended.cause))
+        failure = replace(failure, reason=ended.reason, pid=ended.pid, cause=ended.cause)
+        self._failures.append((time.monotonic(), failure))
 
     def _fail_host(
         self, supervised: _SupervisedHost, text: str, *, at: float | None = None, tail: Sequence[str] = ()
     ) -> None:
         lines = tuple(tail) or tuple(supervised.errors)
-        self._add(at or time.monotonic(), AttemptFailure(supervised.host, None, text, RUN_ERROR_EXIT_CODE, lines))
-
-    def _add(self, at: float, failure: AttemptFailure) -> None:
-        self._failures.append((at, failure))
+        failure = AttemptFailure(supervised.host, None, text, RUN_ERROR_EXIT_CODE, lines)
+        self._failures.append((at or time.monotonic(), failure))
+        # A host that fell silent failed when it was last heard from, which may be earlier than failures known so far.
         self._failures.sort(key=lambda item: item[0])
 
     def _first_failed_pid(self, host: Host) -> int:

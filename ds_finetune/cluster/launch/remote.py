@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -15,19 +16,8 @@ from ds_finetune.config.hostfile import Host
 from ds_finetune.errors import LaunchError
 
 _LOGIN = (
-    "PATH",
-    "HOME",
-    "USER",
-    "LOGNAME",
-    "SHELL",
-    "LANG",
-    "LC_ALL",
-    "TERM",
-    "TZ",
-    "TMPDIR",
-    "LD_LIBRARY_PATH",
-    "VIRTUAL_ENV",
-    "XDG_RUNTIME_DIR",
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TERM", "TZ", "TMPDIR"),
+    *("LD_LIBRARY_PATH", "VIRTUAL_ENV", "XDG_RUNTIME_DIR"),
 )
 """Variables that a login sets. A supervisor on this machine inherits only these, as one started over ssh does."""
 SSH_ARGS = "DS_FINETUNE_SSH_ARGS"
@@ -108,11 +98,21 @@ def is_here(host: Host) -> bool:
     """Whether `host` needs no ssh: it has no user and no port, and its name resolves to an address of this machine."""
     if host.user or host.port:
         return False
+    return bool(own_addresses(host.name))
+
+
+def own_addresses(name: str) -> list[str]:
+    """The addresses of this machine that `name` resolves to: only those can a socket be bound to."""
     try:
-        entries = socket.getaddrinfo(host.name, 0, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
     except OSError:
-        return False
-    return any(_is_own_address(family, address) for family, _, _, _, address in entries)
+        return []
+    own = []
+    for family, _, _, _, address in entries:
+        with socket.socket(family, socket.SOCK_STREAM) as listening, suppress(OSError):
+            listening.bind(address)
+            own.append(str(address[0]))
+    return own
 
 
 def address_of(host: Host) -> str:
@@ -121,13 +121,3 @@ def address_of(host: Host) -> str:
         return str(socket.getaddrinfo(host.name, 0, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:
         return ""
-
-
-def _is_own_address(family: int, address: tuple[object, ...]) -> bool:
-    """Whether this machine owns the address: only then can a socket be bound to it."""
-    with socket.socket(family, socket.SOCK_STREAM) as listening:
-        try:
-            listening.bind((address[0], 0, *address[2:]))
-        except OSError:
-            return False
-    return True

@@ -1,34 +1,37 @@
 """`ds-finetune launch`: a run on the hosts of a hostfile, restarted where it fails, with a true exit code."""
 
 import math
+import os
+import queue
 import signal
 import subprocess
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
+from typing import Self
 
-from ds_finetune.cluster.hosts.check_result import label
-from ds_finetune.cluster.hosts.host_checks import port_check, rank_device
-from ds_finetune.cluster.launch.attempt import (
-    KILL_NOTICE,
-    SAVE_NOTICE,
-    Attempt,
-    AttemptOutcome,
-    HostTimeouts,
-    handle_signals,
+from ds_finetune.cluster.host_checks import (
+    Answer,
+    describe,
+    label,
+    meeting_address,
+    port_check,
+    preflight_checks,
+    rank_device,
 )
+from ds_finetune.cluster.launch.attempt import KILL_NOTICE, SAVE_NOTICE, Attempt, AttemptOutcome, handle_signals
+from ds_finetune.cluster.launch.commands import NodeLauncher, Rendezvous
 from ds_finetune.cluster.launch.messages import LeftoversKilled, StartRanks
-from ds_finetune.cluster.launch.node_launchers import NodeLauncher, Rendezvous
-from ds_finetune.cluster.launch.preflight import Answer, describe, meeting_address, preflight_checks
 from ds_finetune.cluster.launch.process_tags import log_name, logs_folder
 from ds_finetune.cluster.launch.remote import Remote
-from ds_finetune.cluster.watchdog.death_cause import FOLDER
+from ds_finetune.cluster.watchdog.kills import FOLDER
 from ds_finetune.config.hostfile import Host
-from ds_finetune.config.schema import RunConfig
+from ds_finetune.config.sections import CheckpointConfig, LaunchConfig
 from ds_finetune.console.phase_line import Say
 from ds_finetune.errors import (
     INTERRUPTED_EXIT_CODE,
@@ -37,11 +40,9 @@ from ds_finetune.errors import (
     ConfigError,
     LaunchError,
 )
-from ds_finetune.plan.plan import make_plan
 from ds_finetune.system.info import HostInfo, gather_host_info
 from ds_finetune.system.process_messages import decode, without_token
 from ds_finetune.system.processes import echo_seconds
-from ds_finetune.system.world import World
 
 _RANK_VARIABLES = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
 """Variables removed from the environment of ranks: the shell may still have them from another launch."""
@@ -49,6 +50,7 @@ _POLL_SECONDS = 5.0
 """Time between two attempts to reach hosts that may come back."""
 _LEFTOVERS_SECONDS = 20
 _QUOTED = "  | "
+_LAST_LINES_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,11 @@ class LaunchRequest:
     """Environment variables of every rank."""
     remote: Remote
     run_id: str
+    output_dir: str
+    launch: LaunchConfig
+    checkpoint: CheckpointConfig
+    check_plan: Callable[[Sequence[Host], str], object]
+    """ConfigError where the run's layout or batch does not fit the ranks of some hosts on a kind of device."""
     port: int = 0
     """Port of rank 0 on the first host; 0 takes a free port."""
 
@@ -78,27 +85,27 @@ class _ReadyHosts:
     port: int
 
 
-def launch(config: RunConfig, request: LaunchRequest, say: Say) -> int:
+def launch(request: LaunchRequest, say: Say) -> int:
     """Run `request` until it is done, has failed for good or has saved after a signal; returns the exit code.
 
     0 done; 2 a mistake of the user, also where hosts were not ready and nothing was started; 3 saved after a signal;
     else the exit code of the first failed rank, or 128 + N where signal N killed it. LaunchError and ConfigError
     before the first start.
     """
-    _check_restartable(config)
-    logs = logs_folder(config.output_dir, request.run_id)
+    _check_restartable(request.launch, request.checkpoint)
+    logs = logs_folder(request.output_dir, request.run_id)
     say(f"run {request.run_id}: logs in {logs} on each host")
     tags: dict[Host, list[str]] = {host: [] for host in request.hosts}
     code = RUN_ERROR_EXIT_CODE
     for number in count(1):
-        with _ready_hosts(config, request, say, is_first=number == 1) as ready:
+        with _ready_hosts(request, say, is_first=number == 1) as ready:
             if ready is None:
                 say(
                     f"gave up: fewer than the needed hosts of {len(request.hosts)} were ready within "
-                    f"{config.launch.wait_seconds:.0f} s; the same command resumes the run"
+                    f"{request.launch.wait_seconds:.0f} s; the same command resumes the run"
                 )
                 return code
-            orders = _orders(config, request, ready, number=number, earlier_tags=tags)
+            orders = _orders(request, ready, number=number, earlier_tags=tags)
             outcome = ready.attempt.run(orders, say)
         for host, order in orders.items():
             tags[host].append(order.tag)
@@ -108,52 +115,42 @@ def launch(config: RunConfig, request: LaunchRequest, say: Say) -> int:
         code = outcome.code
         # A mistake of the user fails the first attempt; later a host causes this code, for example by a full disk.
         is_final = code in (0, INTERRUPTED_EXIT_CODE) or (code == USER_ERROR_EXIT_CODE and number == 1)
-        if is_final or outcome.was_signalled or number > config.launch.restarts:
+        if is_final or outcome.was_signalled or number > request.launch.restarts:
             return code
-        say(f"starting again, restart {number} of {config.launch.restarts}")
+        say(f"starting again, restart {number} of {request.launch.restarts}")
     raise AssertionError
 
 
-def plan_for(config: RunConfig, hosts: Sequence[Host], *, device: str) -> None:
-    """ConfigError where the layout or the batch does not fit the ranks of `hosts`."""
-    slots = [host.slots for host in hosts]
-    make_plan(config, world=World(0, sum(slots), 0, slots[0], "launch"), device=device)
-
-
-def _check_restartable(config: RunConfig) -> None:
-    restarts, checkpoint = config.launch.restarts, config.checkpoint
-    if restarts and checkpoint.resume != "auto":
+def _check_restartable(settings: LaunchConfig, checkpoint: CheckpointConfig) -> None:
+    if settings.restarts and checkpoint.resume != "auto":
         raise ConfigError(
-            f"launch.restarts is {restarts} and checkpoint.resume is `{checkpoint.resume}`: a second start would not "
-            "resume the first",
+            f"launch.restarts is {settings.restarts} and checkpoint.resume is `{checkpoint.resume}`: a second start "
+            "would not resume the first",
             hint="leave checkpoint.resume out, with an output_dir of its own",
         )
-    if restarts and not checkpoint.saves:
+    if settings.restarts and not checkpoint.saves:
         raise ConfigError(
-            f"launch.restarts is {restarts} and checkpoint.every is `{checkpoint.every}`",
+            f"launch.restarts is {settings.restarts} and checkpoint.every is `{checkpoint.every}`",
             hint="set checkpoint.every to e.g. `500 steps`",
         )
-    if config.launch.min_hosts is not None and checkpoint.node_local:
+    if settings.min_hosts is not None and checkpoint.node_local:
         raise ConfigError(
-            f"launch.min_hosts is {config.launch.min_hosts} and checkpoint.node_local is true: what a lost host "
+            f"launch.min_hosts is {settings.min_hosts} and checkpoint.node_local is true: what a lost host "
             "saved is lost with it",
             hint="save to a shared folder, or leave launch.min_hosts out",
         )
 
 
 @contextmanager
-def _ready_hosts(
-    config: RunConfig, request: LaunchRequest, say: Say, *, is_first: bool
-) -> Iterator[_ReadyHosts | None]:
+def _ready_hosts(request: LaunchRequest, say: Say, *, is_first: bool) -> Iterator[_ReadyHosts | None]:
     """Start supervisors on the hosts of an attempt; yield None where too few hosts pass their checks.
 
     The first attempt needs all hosts; a later one takes the hosts that remain or have come back.
     """
-    timeouts = HostTimeouts(config.launch.greeting_seconds, config.launch.silent_seconds)
-    until = time.monotonic() + config.launch.wait_seconds
+    until = time.monotonic() + request.launch.wait_seconds
     while True:
-        with Attempt(request.hosts, request.remote, timeouts, port=request.port) as attempt:
-            ready = _select_hosts(config, request, attempt, say, is_first=is_first)
+        with Attempt(request.hosts, request.remote, request.launch, port=request.port) as attempt:
+            ready = _select_hosts(request, attempt, say, is_first=is_first)
             if ready is not None:
                 yield ready
                 return
@@ -163,16 +160,14 @@ def _ready_hosts(
         time.sleep(_POLL_SECONDS)
 
 
-def _select_hosts(
-    config: RunConfig, request: LaunchRequest, attempt: Attempt, say: Say, *, is_first: bool
-) -> _ReadyHosts | None:
+def _select_hosts(request: LaunchRequest, attempt: Attempt, say: Say, *, is_first: bool) -> _ReadyHosts | None:
     answers = attempt.greetings()
     fit = fit_hosts(answers, gather_host_info(), request, say, is_first=is_first)
     infos = {host: answer for host, answer in answers.items() if isinstance(answer, HostInfo)}
     device = rank_device({label(host): info for host, info in infos.items()}, request.env)
     if is_first:
-        plan_for(config, fit, device=device)
-    hosts = fit if is_first else largest_fit(config, request.hosts, fit, device=device)
+        request.check_plan(fit, device)
+    hosts = fit if is_first else largest_fit(request, fit, device=device)
     if not hosts:
         return None
     first, address = hosts[0], meeting_address(hosts, infos)
@@ -215,15 +210,15 @@ def fit_hosts(
     return tuple(host for host in request.hosts if not failed[host])
 
 
-def largest_fit(config: RunConfig, hosts: Sequence[Host], fit: Sequence[Host], *, device: str) -> tuple[Host, ...]:
+def largest_fit(request: LaunchRequest, fit: Sequence[Host], *, device: str) -> tuple[Host, ...]:
     """The largest number of `fit` hosts, from the first on, that the run's layout and global batch allow.
 
-    Empty where that is less than launch.min_hosts, or less than all `hosts` where this key is not set.
+    Empty where that is less than launch.min_hosts, or less than all hosts where this key is not set.
     """
-    fewest = config.launch.min_hosts or len(hosts)
+    fewest = request.launch.min_hosts or len(request.hosts)
     for number in range(len(fit), fewest - 1, -1):
         try:
-            plan_for(config, fit[:number], device=device)
+            request.check_plan(fit[:number], device)
         except ConfigError:
             continue
         return tuple(fit[:number])
@@ -231,12 +226,7 @@ def largest_fit(config: RunConfig, hosts: Sequence[Host], fit: Sequence[Host], *
 
 
 def _orders(
-    config: RunConfig,
-    request: LaunchRequest,
-    ready: _ReadyHosts,
-    *,
-    number: int,
-    earlier_tags: Mapping[Host, list[str]],
+    request: LaunchRequest, ready: _ReadyHosts, *, number: int, earlier_tags: Mapping[Host, list[str]]
 ) -> dict[Host, StartRanks]:
     orders = {}
     for index, host in enumerate(ready.hosts):
@@ -248,9 +238,9 @@ def _orders(
             unset=_RANK_VARIABLES,
             tag=f"{request.run_id}.{number}.{index}",
             earlier_tags=list(earlier_tags[host]),
-            logs=str(logs_folder(config.output_dir, request.run_id) / f"attempt-{number}"),
-            watchdog=str(Path(config.output_dir) / FOLDER),
-            silent_seconds=config.launch.silent_seconds,
+            logs=str(logs_folder(request.output_dir, request.run_id) / f"attempt-{number}"),
+            watchdog=str(Path(request.output_dir) / FOLDER),
+            silent_seconds=request.launch.silent_seconds,
             meeting_address=ready.address if len(ready.hosts) > 1 else "",
         )
     return orders
@@ -338,3 +328,36 @@ def run_scheduler(command: Sequence[str], env: Mapping[str, str], say: Say) -> i
     with handle_signals(pass_on):
         code = scheduler.wait()
     return 128 - code if code < 0 else code
+
+
+class Screen:
+    """Prints lines with `show` in a separate thread while in `with`; after a failure it prints nothing more.
+
+    So a stopped pager does not block a run, and a closed terminal does not end it.
+    """
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        self._show, self._lines = show, queue.SimpleQueue[str | None]()
+        self._thread = threading.Thread(target=self._work, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lines.put(None)
+        self._thread.join(_LAST_LINES_SECONDS)
+
+    def say(self, line: str) -> None:
+        """Print `line` after those before it."""
+        self._lines.put(line)
+
+    def _work(self) -> None:
+        while (line := self._lines.get()) is not None:
+            try:
+                self._show(line)
+            except (OSError, SystemExit):
+                # A pipe without a reader: rich ends the program there (14.1, console.py, on_broken_pipe), and Python's
+                # flush at exit would change the exit code.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+                return

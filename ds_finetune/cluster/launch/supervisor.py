@@ -27,23 +27,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from ds_finetune.cluster.launch.messages import (
-    FROM_LAUNCHER,
-    ExitCodeReported,
-    Heartbeat,
-    HostDone,
-    HostReady,
-    KillRanks,
-    LeftoversKilled,
-    RankConnected,
-    RankEnded,
-    RankExit,
-    RankOutput,
-    RanksStarted,
-    RankZeroOutput,
-    SaveAndStop,
-    StartRanks,
-)
+from ds_finetune.cluster.launch import messages
 from ds_finetune.cluster.launch.process_tags import (
     SUPERVISOR_VARIABLE,
     TAG_VARIABLE,
@@ -51,7 +35,7 @@ from ds_finetune.cluster.launch.process_tags import (
     kill_tagged,
     log_name,
 )
-from ds_finetune.cluster.watchdog.death_cause import oom_kills, recorded_cause, why_killed
+from ds_finetune.cluster.watchdog.kills import oom_kills, recorded_cause, why_killed
 from ds_finetune.system.info import gather_host_info, interface_towards
 from ds_finetune.system.process_messages import MessageError, ProcessMessage, decode, encode
 from ds_finetune.system.processes import PauseDetector, began_at
@@ -71,7 +55,7 @@ _EXIT_CODE = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: \d+ \(pid: (\
 """How a rank ended, in the words of torchrun (2.13, elastic/multiprocessing/api.py:1003) and DeepSpeed (0.19.8,
 launcher/launch.py:259).
 """
-_FIRST: tuple[type[RankConnected | RankOutput], ...] = (RankConnected, RankOutput)
+_FIRST: tuple[type[messages.RankConnected | messages.RankOutput], ...] = (messages.RankConnected, messages.RankOutput)
 _ORDER_SECONDS = 120
 """How long a supervisor without an order waits for the launching program."""
 
@@ -79,7 +63,7 @@ _ORDER_SECONDS = 120
 class Supervisor:
     """The processes of one attempt on this host, and the connections to them and to the launching program."""
 
-    def __init__(self, order: StartRanks) -> None:
+    def __init__(self, order: messages.StartRanks) -> None:
         self._order = order
         self._selector = selectors.DefaultSelector()
         self._tails: dict[int, deque[str]] = {}
@@ -109,7 +93,7 @@ class Supervisor:
             self._serve(launcher)
         num_remaining = self._kill_ranks()
         # A node launcher may fail where none of its ranks did.
-        _report(HostDone(launcher.wait(), list(self._launcher_tail), num_remaining))
+        _report(messages.HostDone(launcher.wait(), list(self._launcher_tail), num_remaining))
         self._log.close()
         return 0
 
@@ -130,7 +114,7 @@ class Supervisor:
         assert launcher.stdout is not None
         self._listen(launcher.stdout.fileno(), self._read_launcher_line, lambda: None)
         self._log.start()
-        _report(RanksStarted(env.get("GLOO_SOCKET_IFNAME", "")))
+        _report(messages.RanksStarted(env.get("GLOO_SOCKET_IFNAME", "")))
         return launcher
 
     def _serve(self, launcher: "subprocess.Popen[bytes]") -> None:
@@ -144,7 +128,7 @@ class Supervisor:
                 self._last_heard += pause.monotonic_seconds
             now = time.monotonic()
             if now - last_beat >= HEARTBEAT_SECONDS:
-                _report(Heartbeat())
+                _report(messages.Heartbeat())
                 last_beat = now
             if now - self._last_heard > self._order.silent_seconds:
                 self._kill_without_order()
@@ -168,7 +152,7 @@ class Supervisor:
 
         def beat() -> None:
             while not stop.wait(HEARTBEAT_SECONDS):
-                _report(Heartbeat())
+                _report(messages.Heartbeat())
 
         thread = threading.Thread(target=beat, daemon=True)
         thread.start()
@@ -208,7 +192,7 @@ class Supervisor:
 
         self._listen(connection.fileno(), reader.read_line, on_end)
 
-    def connect_rank(self, first: RankConnected) -> None:
+    def connect_rank(self, first: messages.RankConnected) -> None:
         """Register the process of a rank that has started."""
         rank = first.rank
         self._pids[rank], self._start_times[rank] = first.pid, began_at(first.pid)
@@ -226,7 +210,7 @@ class Supervisor:
         self._tails.setdefault(rank, deque(maxlen=TAIL_LINES)).append(line[:_TAIL_CHARACTERS])
         self._log.write(log_name(rank), line)
         if rank == 0:
-            _report(RankZeroOutput(line))
+            _report(messages.RankZeroOutput(line))
 
     def end_rank(self, rank: int, code: int | None) -> None:
         """Report the end of a rank with its exit code, None where its process ended without one."""
@@ -235,7 +219,7 @@ class Supervisor:
         reason = self._reason(rank) if code is None else ""
         pid, start_time = self._pids.get(rank, 0), self._start_times.get(rank, "")
         cause = recorded_cause(Path(self._order.watchdog), pid, start_time) if code != 0 else ""
-        _report(RankEnded(rank, pid, code, tail, reason, cause))
+        _report(messages.RankEnded(rank, pid, code, tail, reason, cause))
 
     def _reason(self, rank: int) -> str:
         """Why a rank ended without an exit code: the watchdog, or a lack of memory; empty where unknown."""
@@ -250,16 +234,16 @@ class Supervisor:
         self._launcher_tail.append(text[:_TAIL_CHARACTERS])
         self._log.write(f"agent-{socket.gethostname()}.log", text)
         for code, pid, other in _EXIT_CODE.findall(text):
-            _report(ExitCodeReported(int(pid or 0), int(code or other)))
+            _report(messages.ExitCodeReported(int(pid or 0), int(code or other)))
 
     def _handle_order(self, line: bytes) -> None:
         self._last_heard = time.monotonic()
-        order = decode(line, FROM_LAUNCHER, peer="the launching program")
-        if isinstance(order, SaveAndStop):
+        order = decode(line, messages.FROM_LAUNCHER, peer="the launching program")
+        if isinstance(order, messages.SaveAndStop):
             for pid in (pid for rank, pid in self._pids.items() if rank not in self._ended_at):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGTERM)
-        elif isinstance(order, KillRanks):
+        elif isinstance(order, messages.KillRanks):
             self._kill_ranks()
 
     def _kill_without_order(self) -> None:
@@ -277,27 +261,26 @@ class _RankConnection:
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
-        self._first: RankConnected | RankOutput | None = None
+        self._first: messages.RankConnected | messages.RankOutput | None = None
 
     def read_line(self, line: bytes) -> None:
         """Take one line; one that cannot be read is reported to the launching program and dropped."""
         try:
             if self._first is None:
                 self._first = decode(line, _FIRST, peer="a process of this host")
-                if isinstance(self._first, RankConnected):
+                if isinstance(self._first, messages.RankConnected):
                     self._supervisor.connect_rank(self._first)
-            elif isinstance(self._first, RankOutput):
+            elif isinstance(self._first, messages.RankOutput):
                 self._supervisor.keep_output(self._first.rank, line.decode(errors="replace"))
             else:
-                rank_exit = decode(line, (RankExit,), peer=f"rank {self._first.rank}")
+                rank_exit = decode(line, (messages.RankExit,), peer=f"rank {self._first.rank}")
                 self._supervisor.end_rank(self._first.rank, rank_exit.code)
         except MessageError as error:
             # The launching program keeps the standard error for its report.
             sys.stderr.write(f"{error}\n")
 
     def end(self) -> None:
-        """Handle the end of the connection."""
-        if isinstance(self._first, RankConnected):
+        if isinstance(self._first, messages.RankConnected):
             self._supervisor.disconnect_rank(self._first.rank)
 
 
@@ -362,23 +345,23 @@ def main() -> int:
     """Report the facts of this host, wait for an order, and supervise the ranks that it starts."""
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     if sys.argv[1:2] == ["kill"]:
-        _report(LeftoversKilled(kill_tagged(sys.argv[2:])))
+        _report(messages.LeftoversKilled(kill_tagged(sys.argv[2:])))
         return 0
     # Start a new line: a login shell may have printed text without a newline.
     sys.stdout.buffer.write(b"\n")
-    _report(HostReady(gather_host_info(int(sys.argv[1]))))
+    _report(messages.HostReady(gather_host_info(int(sys.argv[1]))))
     # Unbuffered: the supervisor itself reads the messages after the first order.
     with open(0, "rb", buffering=0, closefd=False) as orders:
         while select.select([orders], [], [], _ORDER_SECONDS)[0] and (line := orders.readline()):
-            order = decode(line.rstrip(b"\n"), FROM_LAUNCHER, peer="the launching program")
-            if isinstance(order, StartRanks):
+            order = decode(line.rstrip(b"\n"), messages.FROM_LAUNCHER, peer="the launching program")
+            if isinstance(order, messages.StartRanks):
                 return _supervise(order)
-            if isinstance(order, KillRanks):
+            if isinstance(order, messages.KillRanks):
                 return 0
     return 0
 
 
-def _supervise(order: StartRanks) -> int:
+def _supervise(order: messages.StartRanks) -> int:
     try:
         return Supervisor(order).run()
     except MessageError as error:

@@ -9,10 +9,11 @@ secret and both random numbers. So only messages of this run's ranks are parsed,
 not encrypted.
 """
 
-import contextlib
 import errno
 import hashlib
 import hmac
+import ipaddress
+import os
 import secrets
 import select
 import socket
@@ -20,12 +21,18 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from ds_finetune.cluster.launch.remote import own_addresses
 from ds_finetune.cluster.watchdog.messages import FROM_COORDINATOR, FROM_RANK
+from ds_finetune.system.info import interfaces
 from ds_finetune.system.process_messages import MAX_LINE_BYTES, LineBuffer, MessageError, ProcessMessage, decode, encode
+from ds_finetune.system.world import World
 
 UNREACHABLE_SECONDS = 12
 """Seconds without an answer from the other machine's kernel after which a connection is lost. The kernel answers even
@@ -50,10 +57,17 @@ _READ_BYTES = 2**16
 _NONCE_BYTES = 16
 _FROM_COORDINATOR, _FROM_RANK = b"ds_finetune watchdog 3, from the coordinator", b"ds_finetune watchdog 3, from a rank"
 _TCP_INFO_BYTES = 228
-_RETRANSMITS_AT, _UNACKED_AT, _RESENT_AT, _NEEDLESS_AT, _DISORDERED_AT = 2, 24, 100, 216, 224
-"""Offsets in struct tcp_info (Linux 5.4, include/uapi/linux/tcp.h): tcpi_retransmits (a byte), tcpi_unacked,
-tcpi_total_retrans, tcpi_dsack_dups, tcpi_rcv_ooopack.
-"""
+_TCP_INFO = {
+    "retransmits": ("B", 2),
+    "unacked": ("I", 24),
+    "total_retrans": ("I", 100),
+    "data_segs_out": ("I", 156),
+    "dsack_dups": ("I", 216),
+    "rcv_ooopack": ("I", 224),
+}
+"""Type and offset of fields of struct tcp_info (Linux 5.4, include/uapi/linux/tcp.h), named without `tcpi_`."""
+_LEAST_RESENT, _LEAST_RATIO = 5, 0.05
+"""A connection that loses fewer packets does not hold up a collective for as long as the watchdog's limit."""
 
 
 @dataclass(frozen=True)
@@ -132,13 +146,11 @@ class Connection:
         """The packet loss that the kernel has counted; zeros where it does not tell."""
         if sys.platform != "linux" or self._socket.fileno() < 0:
             return PacketLoss()
-        info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-        info = info.ljust(_TCP_INFO_BYTES, b"\0")
-        offsets = (_UNACKED_AT, _RESENT_AT, _NEEDLESS_AT, _DISORDERED_AT)
-        unacknowledged, resent, needless, disordered = (struct.unpack_from("I", info, offset)[0] for offset in offsets)
+        info = _tcp_info(self._socket)
         # Every segment is unacknowledged for a while. The last one of a series is sent again after milliseconds, which
         # the other end reports as needless (RFC 8985, tail loss probes).
-        return PacketLoss(unacknowledged if info[_RETRANSMITS_AT] else 0, max(resent - needless, 0) + disordered)
+        lost = max(info["total_retrans"] - info["dsack_dups"], 0) + info["rcv_ooopack"]
+        return PacketLoss(info["unacked"] if info["retransmits"] else 0, lost)
 
     def close_after_reading(self) -> None:
         """Send no more, and close once the other end has read everything, or after two seconds.
@@ -147,7 +159,7 @@ class Connection:
         drops what the other end has not read yet, such as the reason for leaving.
         """
         until = time.monotonic() + _CLOSE_SECONDS
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
             while (left := until - time.monotonic()) > 0:
                 self._socket.settimeout(left)
@@ -157,7 +169,7 @@ class Connection:
 
     def close(self) -> None:
         """Close the connection at once."""
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
@@ -227,6 +239,29 @@ def wait_readable(readable: list[Any], seconds: float) -> list[Any]:
     return [by_number[number] for number, _ in poll.poll(seconds * 1000)]
 
 
+def coordinator_address(world: World, environ: Mapping[str, str]) -> str:
+    """The address at which the other ranks reach rank zero; empty where it is unknown, to listen on all addresses.
+
+    It is the loopback where all ranks are on this machine, else the address of the interface that
+    GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names, else the address of MASTER_ADDR. A name that resolves to the
+    loopback, as in many /etc/hosts files, is not used.
+    """
+    if world.local_world_size == world.world_size:
+        return "127.0.0.1"
+    # NCCL's variable may begin with `^` (all but these interfaces) or `=` (exactly these names).
+    chosen = (environ.get(name, "").removeprefix("=") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"))
+    known = interfaces()
+    for address in (address for names in chosen for name in names.split(",") for address in known.get(name, ())):
+        if not ipaddress.ip_address(address).is_link_local:
+            return address
+    for address in own_addresses(world.master_addr):
+        # On other machines a name that resolves to the loopback here may resolve to this machine. A literal address is
+        # the same everywhere.
+        if address == world.master_addr or not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+            return address
+    return ""
+
+
 def listen(address: str) -> socket.socket:
     """A listening socket on a free port of `address`, or of all addresses where it is empty."""
     if address:
@@ -251,3 +286,49 @@ def _set_keepalive(connected: socket.socket) -> None:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_SECONDS)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, UNREACHABLE_SECONDS // _PROBE_SECONDS)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREACHABLE_SECONDS * 1000)
+
+
+@dataclass(frozen=True)
+class PacketCounts:
+    """Data packets that this process sent to each address, and those of them that were sent again as they were lost."""
+
+    sent: Mapping[str, int]
+    resent: Mapping[str, int]
+
+    def losses_since(self, before: "PacketCounts") -> tuple[str, ...]:
+        """One text for each address to which many packets were lost since `before`."""
+        texts = []
+        for address, total in self.resent.items():
+            resent = total - before.resent.get(address, 0)
+            sent = self.sent[address] - before.sent.get(address, 0)
+            if resent >= max(_LEAST_RESENT, _LEAST_RATIO * sent):
+                texts.append(f"to {address}: {resent:,} of {sent:,} packets sent again ({resent / max(sent, 1):.0%})")
+        return tuple(texts)
+
+
+NO_PACKETS = PacketCounts({}, {})
+
+
+def packet_counts() -> PacketCounts:
+    """The packets of the TCP connections that are open now (the watchdog's, gloo's, and NCCL's where it uses sockets).
+
+    There are none where the kernel does not tell.
+    """
+    sent, resent = Counter[str](), Counter[str]()
+    for entry in Path("/proc/self/fd").iterdir() if sys.platform == "linux" else ():
+        # A connection may be closed meanwhile, and most files are none.
+        with suppress(OSError):
+            if not str(entry.readlink()).startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(entry.name))) as connection:
+                info = _tcp_info(connection)
+                address = str(connection.getpeername()[0]).removeprefix("::ffff:")
+            sent[address] += info["data_segs_out"]
+            resent[address] += max(info["total_retrans"] - info["dsack_dups"], 0)
+    return PacketCounts(sent, resent)
+
+
+def _tcp_info(connection: socket.socket) -> dict[str, int]:
+    """The fields of `_TCP_INFO`; zeros where an older kernel does not have them."""
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES).ljust(_TCP_INFO_BYTES, b"\0")
+    return {name: struct.unpack_from(kind, info, offset)[0] for name, (kind, offset) in _TCP_INFO.items()}

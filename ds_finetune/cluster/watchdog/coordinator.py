@@ -12,27 +12,10 @@ import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from ds_finetune.cluster.watchdog import kills, messages
 from ds_finetune.cluster.watchdog.connection import CLOSED, UNREACHABLE, Connection, wait_readable
-from ds_finetune.cluster.watchdog.death_cause import (
-    FOLDER,
-    file_bytes,
-    oom_kills,
-    stacks_path,
-    was_ended_by_timer,
-    why_killed,
-)
-from ds_finetune.cluster.watchdog.diagnosis import diagnose
-from ds_finetune.cluster.watchdog.messages import (
-    HangReport,
-    MoreTime,
-    RankAccepted,
-    RankGoodbye,
-    RankLeaving,
-    RankRefused,
-    StatusRequest,
-)
+from ds_finetune.cluster.watchdog.diagnosis import diagnose, hosts_text, status_lines
 from ds_finetune.cluster.watchdog.progress import RankStatus
-from ds_finetune.cluster.watchdog.report import FailureReport, RankProcess, RunEnding, hosts_text, status_lines
 from ds_finetune.errors import RUN_ERROR_EXIT_CODE, USER_ERROR_EXIT_CODE
 from ds_finetune.runs.status import mark_ended, try_to_finish, try_to_read
 from ds_finetune.system.process_messages import ProcessMessage
@@ -60,7 +43,7 @@ class StatusRound:
 
     why: str
     until: float
-    failure: FailureReport | None = None
+    failure: messages.FailureReport | None = None
     statuses: dict[int, RankStatus] = field(default_factory=dict)
     lost_packets: dict[int, int] = field(default_factory=dict)
     """By rank, the packets that its connection had lost when it was asked."""
@@ -75,22 +58,22 @@ class Coordinator(threading.Thread):
         self._listener = listener
         self._secret = secret
         self._size = size
-        self._folder = output_dir / FOLDER
+        self._folder = output_dir / kills.FOLDER
         self._unidentified: list[Connection] = []
         # A process may open a limited number of files, and the run needs most of them.
         most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._max_unidentified = min(size + _SPARE_CONNECTIONS, most_files // 4)
         self._connections: dict[int, Connection] = {}
-        self._processes: dict[int, RankProcess] = {}
+        self._processes: dict[int, messages.RankProcess] = {}
         self._left: set[int] = set()
         self._cut_off: dict[int, float] = {}
-        self._secondary_failures: dict[int, tuple[FailureReport, float]] = {}
+        self._secondary_failures: dict[int, tuple[messages.FailureReport, float]] = {}
         self._status_round: StatusRound | None = None
         self._ended_at = math.inf
-        self._ending: RunEnding | None = None
-        self._oom_kills = oom_kills()
+        self._ending: messages.RunEnding | None = None
+        self._oom_kills = kills.oom_kills()
         self._pauses = PauseDetector()
-        self._stacks_bytes = {rank: file_bytes(stacks_path(self._folder, rank)) for rank in range(size)}
+        self._stacks_bytes = {rank: kills.file_bytes(kills.stacks_path(self._folder, rank)) for rank in range(size)}
 
     def run(self) -> None:
         """Serve until all ranks have left."""
@@ -117,7 +100,6 @@ class Coordinator(threading.Thread):
         self._act_on_time(now)
 
     def _move_deadlines(self, seconds: float) -> None:
-        """Give everyone as much more time as this process was paused."""
         self._ended_at += seconds
         self._cut_off = {rank: since + seconds for rank, since in self._cut_off.items()}
         failures = self._secondary_failures.items()
@@ -160,19 +142,19 @@ class Coordinator(threading.Thread):
 
     def _admit(self, connection: Connection, message: ProcessMessage) -> None:
         """Accept or refuse a rank by its first message, whose HMAC proves that it knows the secret."""
-        why = self._why_refused(message) if isinstance(message, RankProcess) else "it did not begin with hello"
-        if not isinstance(message, RankProcess) or why:
-            connection.send(RankRefused(why))
+        why = self._why_refused(message) if isinstance(message, messages.RankProcess) else "it did not begin with hello"
+        if not isinstance(message, messages.RankProcess) or why:
+            connection.send(messages.RankRefused(why))
             connection.is_lost = True
             return
         self._unidentified.remove(connection)
         connection.rank = message.rank
         self._connections[message.rank], self._processes[message.rank] = connection, message
-        connection.send(RankAccepted())
+        connection.send(messages.RankAccepted())
         if self._ending is not None:
             connection.send(self._ending)
 
-    def _why_refused(self, process: RankProcess) -> str:
+    def _why_refused(self, process: messages.RankProcess) -> str:
         if not 0 <= process.rank < self._size or process.pid < 2:
             return f"rank {process.rank} with process id {process.pid} cannot be one of {self._size} ranks"
         known = self._processes.get(process.rank)
@@ -180,14 +162,14 @@ class Coordinator(threading.Thread):
 
     def _handle(self, rank: int, message: ProcessMessage) -> None:
         match message:
-            case RankGoodbye():
+            case messages.RankGoodbye():
                 self._remove(rank)
-            case FailureReport():
+            case messages.FailureReport():
                 self._handle_failure(rank, message)
-            case RankLeaving():
+            case messages.RankLeaving():
                 self._end((rank,), f"{self._processes[rank]} {message.why}", code=RUN_ERROR_EXIT_CODE)
                 self._remove(rank)
-            case HangReport() if self._status_round is None:
+            case messages.HangReport() if self._status_round is None:
                 self._ask_for_status(message.why)
             case RankStatus() if self._status_round is not None:
                 self._status_round.statuses[rank] = message
@@ -213,28 +195,28 @@ class Coordinator(threading.Thread):
     def _why_dead(self, rank: int, why: str) -> str:
         """The cause of death of a rank that reported none; lack of memory only where the kernel has counted a kill."""
         process = self._processes[rank]
-        if killed := try_to_read(lambda: why_killed(self._folder, process.pid, process.began), ""):
+        if killed := try_to_read(lambda: kills.why_killed(self._folder, process.pid, process.began), ""):
             return f"was ended by the watchdog: {killed}"
-        stacks, after = stacks_path(self._folder, rank), self._stacks_bytes[rank]
-        if try_to_read(lambda: was_ended_by_timer(stacks, after), False):
+        stacks, after = kills.stacks_path(self._folder, rank), self._stacks_bytes[rank]
+        if try_to_read(lambda: kills.was_ended_by_timer(stacks, after), False):
             return "was ended by its own watchdog, because native code held Python's lock beyond the limit"
-        count = oom_kills() - self._oom_kills
+        count = kills.oom_kills() - self._oom_kills
         is_beside = 0 in self._processes and process.pid_namespace == self._processes[0].pid_namespace
         if why == CLOSED and is_beside and count > 0:
             return f"{why}; the kernel has killed {count} processes of its machine for lack of memory since the start"
         return why
 
-    def _handle_failure(self, rank: int, failure: FailureReport) -> None:
+    def _handle_failure(self, rank: int, failure: messages.FailureReport) -> None:
         if failure.is_secondary:
             self._secondary_failures.setdefault(rank, (failure, time.monotonic() + SECONDARY_ERROR_SECONDS))
             return
         line = f"{self._processes[rank]} was the first to fail: {failure.line}"
         self._end((rank,), line, failure.text, code=failure.code)
 
-    def _ask_for_status(self, why: str, failure: FailureReport | None = None) -> None:
+    def _ask_for_status(self, why: str, failure: messages.FailureReport | None = None) -> None:
         lost = {rank: connection.packet_loss().lost for rank, connection in self._connections.items()}
         self._status_round = StatusRound(why, time.monotonic() + STATUS_SECONDS, failure, lost_packets=lost)
-        self._send_to_all(StatusRequest())
+        self._send_to_all(messages.StatusRequest())
 
     def _act_on_time(self, now: float) -> None:
         """Do what is due: conclude a status round, or end the run for ranks that are cut off or have failed."""
@@ -251,7 +233,6 @@ class Coordinator(threading.Thread):
                 self._ask_for_status(f"{self._processes[rank]} met {failure.line}", failure)
 
     def _unanswered(self, status_round: StatusRound) -> list[int]:
-        """Ranks that are expected to answer and have not."""
         gone = self._left - self._cut_off.keys()
         return [rank for rank in range(self._size) if rank not in gone and rank not in status_round.statuses]
 
@@ -264,7 +245,7 @@ class Coordinator(threading.Thread):
         ]
         if any(rank in connected for rank in lossy) and not status_round.is_extended:
             status_round.until, status_round.is_extended = status_round.until + LOSSY_SECONDS, True
-            self._send_to_all(MoreTime())
+            self._send_to_all(messages.MoreTime())
             return
         self._conclude(status_round, lossy)
 
@@ -273,7 +254,6 @@ class Coordinator(threading.Thread):
         return loss.unacknowledged > 0 or loss.lost > status_round.lost_packets.get(rank, 0)
 
     def _conclude(self, status_round: StatusRound, cut_off: list[int]) -> None:
-        """End the run with a diagnosis of the statuses."""
         statuses: dict[int, RankStatus | None] = dict.fromkeys(self._unanswered(status_round))
         # A rank with a secondary error was in its last collective when that failed.
         statuses |= {
@@ -316,7 +296,7 @@ class Coordinator(threading.Thread):
             return
         self._ended_at = time.monotonic()
         answering = [rank for rank in self._connections if rank not in (silent or [])]
-        self._ending = ending = RunEnding(
+        self._ending = ending = messages.RunEnding(
             at_fault,
             line,
             report=f"{line}\n{text}".rstrip(),

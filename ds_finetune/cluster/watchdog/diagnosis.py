@@ -1,13 +1,14 @@
-"""Finds the ranks at fault in a run that hangs, from the status of every rank."""
+"""Finds the ranks at fault in a run that hangs, from the status of every rank, and writes the lines of its report."""
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ds_finetune.cluster.watchdog.collectives import POINT_TO_POINT
+from ds_finetune.cluster.watchdog.messages import RankProcess
 from ds_finetune.cluster.watchdog.progress import CollectiveCall, RankStatus
 
-_MAX_NAMED_RANKS = 8
+_MAX_NAMED_RANKS, _MAX_LISTED_RANKS = 8, 16
 _LONGEST_PATTERN = 16
 SILENT = "does not answer: it is stopped or dead, or native code holds Python's lock"
 LOSSY = "cannot be asked: packets to or from the machine of rank 0 are lost, so the network is at fault"
@@ -108,3 +109,27 @@ def _expected(status: RankStatus, ranks: str, number: int) -> tuple[str, int] | 
 
 def _collectives(known: Mapping[int, RankStatus]) -> Iterator[tuple[int, CollectiveCall]]:
     return ((rank, call) for rank, status in known.items() for call in status.recent if call.ranks != POINT_TO_POINT)
+
+
+def hosts_text(processes: Sequence[RankProcess]) -> str:
+    """`rank 3 (host b, process 17)`, or `4 ranks of hosts b, c`."""
+    if len(processes) == 1:
+        return str(processes[0])
+    hosts = list(dict.fromkeys(process.host for process in processes))
+    return f"{len(processes)} ranks of host{'s' if len(hosts) > 1 else ''} {', '.join(hosts[:_MAX_LISTED_RANKS])}"
+
+
+def status_lines(
+    processes: Mapping[int, RankProcess], statuses: Mapping[int, RankStatus | None], diagnosis: Diagnosis
+) -> list[str]:
+    """What each rank is doing, those at fault first; ranks that do the same share a line."""
+    names = {rank: str(processes.get(rank, f"rank {rank} (never connected)")) for rank in statuses}
+    texts = {rank: str(status or "no answer") for rank, status in statuses.items()}
+    lines = [f"  {names[rank]}: {texts[rank]}" for rank in diagnosis.at_fault[:_MAX_LISTED_RANKS]]
+    others: dict[str, list[int]] = {}
+    for rank in statuses.keys() - set(diagnosis.at_fault):
+        others.setdefault(texts[rank], []).append(rank)
+    for text, ranks in list(others.items())[:_MAX_LISTED_RANKS]:
+        more = f" and {len(ranks) - 1:,} more" if len(ranks) > 1 else ""
+        lines.append(f"  {names[ranks[0]]}{more}: {text}")
+    return lines

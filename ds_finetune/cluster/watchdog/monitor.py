@@ -15,7 +15,17 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from ds_finetune.cluster.watchdog.connection import CLOSED, UNREACHABLE, Connection, listen, wait_readable
+from ds_finetune.cluster.watchdog import messages
+from ds_finetune.cluster.watchdog.connection import (
+    CLOSED,
+    NO_PACKETS,
+    UNREACHABLE,
+    Connection,
+    coordinator_address,
+    listen,
+    packet_counts,
+    wait_readable,
+)
 from ds_finetune.cluster.watchdog.coordinator import (
     LOSSY_SECONDS,
     REPORT,
@@ -23,24 +33,10 @@ from ds_finetune.cluster.watchdog.coordinator import (
     STATUS_SECONDS,
     Coordinator,
 )
-from ds_finetune.cluster.watchdog.coordinator_address import coordinator_address
-from ds_finetune.cluster.watchdog.death_cause import FOLDER, record_cause, why_killed
 from ds_finetune.cluster.watchdog.diagnosis import SILENT
-from ds_finetune.cluster.watchdog.messages import (
-    CoordinatorLocation,
-    HangReport,
-    MoreTime,
-    RankAccepted,
-    RankGoodbye,
-    RankLeaving,
-    RankRefused,
-    StatusRequest,
-)
-from ds_finetune.cluster.watchdog.packet_loss import NO_PACKETS, packet_counts
+from ds_finetune.cluster.watchdog.kills import FOLDER, StackFile, kill_process, record_cause, why_killed
 from ds_finetune.cluster.watchdog.progress import RankProgress, RankStatus
-from ds_finetune.cluster.watchdog.report import FailureReport, RankProcess, RunEnding
 from ds_finetune.cluster.watchdog.run_secret import VARIABLE, agree_on_secret
-from ds_finetune.cluster.watchdog.stacks import StackFile, kill_process
 from ds_finetune.console.phase_line import Say, say_nothing
 from ds_finetune.errors import RUN_ERROR_EXIT_CODE, USER_ERROR_EXIT_CODE, RunError
 from ds_finetune.runs.status import mark_ended, try_to_finish, try_to_read
@@ -68,7 +64,7 @@ class Monitor(threading.Thread):
     """Answers the coordinator for this rank, and ends its process when another rank fails or the run hangs."""
 
     def __init__(
-        self, progress: RankProgress, world: World, connection: Connection, zero: RankProcess, output_dir: Path
+        self, progress: RankProgress, world: World, connection: Connection, zero: messages.RankProcess, output_dir: Path
     ) -> None:
         super().__init__(name="watchdog", daemon=True)
         self.progress = progress
@@ -81,7 +77,7 @@ class Monitor(threading.Thread):
         self._stacks: StackFile | None = None
         self._closed = threading.Event()
         self._ending_known = threading.Event()
-        self._ending: RunEnding | None = None
+        self._ending: messages.RunEnding | None = None
         self._ends_at = self._reported_at = math.inf
         self._lost_before = 0
         self._packets, self._packets_at = NO_PACKETS, -math.inf
@@ -108,14 +104,14 @@ class Monitor(threading.Thread):
         except BaseException as error:
             if self._is_failing:
                 raise
-            cause = self._report_failure(FailureReport.of(error))
+            cause = self._report_failure(messages.FailureReport.of(error))
             if cause is None:
                 raise
             self._record_cause(cause)
             # torchrun reports the rank that exits first as the cause, so let the other rank exit first.
             time.sleep(_GRACE_SECONDS)
             secondary = RunError(
-                f"{cause.line}; rank {self._world.rank} then met {FailureReport.of(error).line}",
+                f"{cause.line}; rank {self._world.rank} then met {messages.FailureReport.of(error).line}",
                 hint=f"see {self._folder / REPORT} for more",
             )
             # Every rank exits with the same code, e.g. the one for a user's mistake.
@@ -159,7 +155,7 @@ class Monitor(threading.Thread):
         self._closed.set()
         self.join(_LEAVING_SECONDS)
         if not self._is_failing:
-            self._connection.send(RankGoodbye())
+            self._connection.send(messages.RankGoodbye())
         self._connection.close_after_reading()
 
     @contextmanager
@@ -182,7 +178,7 @@ class Monitor(threading.Thread):
         finally:
             os._exit = leave
 
-    def _record_cause(self, ending: RunEnding) -> None:
+    def _record_cause(self, ending: messages.RunEnding) -> None:
         """Record for `ds-finetune launch` that this rank ends because the run does."""
         # A user's mistake leaves no files.
         if ending.code != USER_ERROR_EXIT_CODE:
@@ -191,11 +187,11 @@ class Monitor(threading.Thread):
     def _announce_exit(self, why: str) -> None:
         """Tell the coordinator why this rank ends, and wait until it has read the message."""
         if self._ending is None:
-            self._connection.send(RankLeaving(why))
+            self._connection.send(messages.RankLeaving(why))
         self._closed.set()
         self._connection.close_after_reading()
 
-    def _report_failure(self, failure: FailureReport) -> RunEnding | None:
+    def _report_failure(self, failure: messages.FailureReport) -> messages.RunEnding | None:
         """Report a failure; return the run's ending where this failure is only a consequence of another rank's."""
         self._is_failing = True
         self._ends_at = time.monotonic() + _LEAVING_SECONDS
@@ -219,12 +215,12 @@ class Monitor(threading.Thread):
 
     def _handle(self, message: ProcessMessage) -> None:
         match message:
-            case StatusRequest():
+            case messages.StatusRequest():
                 self._connection.send(self._status())
                 self._write_stacks()
-            case MoreTime() if self._reported_at < math.inf:
+            case messages.MoreTime() if self._reported_at < math.inf:
                 self._reported_at = time.monotonic() + LOSSY_SECONDS
-            case RunEnding():
+            case messages.RunEnding():
                 self._accept_ending(message)
 
     def _status(self) -> RankStatus:
@@ -281,10 +277,10 @@ class Monitor(threading.Thread):
     def _report_hang(self, now: float, *, seconds: float, limit: float) -> None:
         self._reported_at, self._lost_before = now, self._connection.packet_loss().lost
         why = f"rank {self._world.rank} has made no progress for {seconds:,.0f} s, and its limit is {limit:,.0f} s"
-        self._connection.send(HangReport(f"  {why}"))
+        self._connection.send(messages.HangReport(f"  {why}"))
         self._write_stacks()
 
-    def _accept_ending(self, ending: RunEnding) -> None:
+    def _accept_ending(self, ending: messages.RunEnding) -> None:
         if self._ending is not None:
             return
         self._ending = ending
@@ -294,7 +290,7 @@ class Monitor(threading.Thread):
             _print(f"watchdog: {ending.report}\n")
         self._ending_known.set()
 
-    def _ending_without_coordinator(self, why: str) -> RunEnding:
+    def _ending_without_coordinator(self, why: str) -> messages.RunEnding:
         """The ending for a dead or hung coordinator, made by each rank itself; the first to do so writes the report."""
         line = f"{self._zero} {why}"
         try_to_finish(lambda: self._write_first_report(line))
@@ -302,13 +298,13 @@ class Monitor(threading.Thread):
         # Each rank that sees rank zero's process kills it, because the ranks cannot agree on one of them.
         is_beside = self._zero.pid_namespace == self._pid_namespace and why != UNREACHABLE
         killers = {str(self._world.rank): [(self._zero.pid, self._zero.began)]} if is_beside else {}
-        return RunEnding((0,), line, line, RUN_ERROR_EXIT_CODE, reporter=-1, is_hang=False, killers=killers)
+        return messages.RunEnding((0,), line, line, RUN_ERROR_EXIT_CODE, reporter=-1, is_hang=False, killers=killers)
 
     def _write_first_report(self, line: str) -> None:
         with suppress(OSError), (self._folder / REPORT).open("x", encoding="utf-8") as report:
             report.write(f"{line}\n")
 
-    def _leave(self, ending: RunEnding) -> NoReturn:
+    def _leave(self, ending: messages.RunEnding) -> NoReturn:
         """End the process from this thread: the other threads may wait in a collective forever."""
         rank = str(self._world.rank)
         if self._world.local_rank == 0 or rank in ending.killers:
@@ -338,14 +334,15 @@ def start_monitor(progress: RankProgress, world: World, store: dist.Store, outpu
 
     Every rank opens it, with the store of the process group. RunError where rank zero does not accept this rank.
     """
-    process = RankProcess(world.rank, socket.gethostname(), os.getpid(), began_at(os.getpid()), own_pid_namespace())
+    pid = os.getpid()
+    process = messages.RankProcess(world.rank, socket.gethostname(), pid, began_at(pid), own_pid_namespace())
     coordinator = None
     with _tell_whether_joined(world, store):
         say = lambda line: _print(f"{line}\n")  # noqa: E731
         secret = agree_on_secret(store, world, folder=output_dir, environ=os.environ, say=say)
         if world.rank == 0:
             coordinator = _start_coordinator(process, world, store, secret, output_dir)
-        location = decode(store.get(_COORDINATOR_KEY), [CoordinatorLocation], peer="rank 0")
+        location = decode(store.get(_COORDINATOR_KEY), [messages.CoordinatorLocation], peer="rank 0")
         connection = _join(process, (location.address or world.master_addr, location.port), secret)
     monitor = Monitor(progress, world, connection, location.process, output_dir)
     monitor.start()
@@ -385,17 +382,18 @@ def _check_joined(world: World, store: dist.Store) -> None:
 
 
 def _start_coordinator(
-    process: RankProcess, world: World, store: dist.Store, secret: bytes, output_dir: Path
+    process: messages.RankProcess, world: World, store: dist.Store, secret: bytes, output_dir: Path
 ) -> Coordinator:
     address = coordinator_address(world, os.environ)
     listener = listen(address)
     coordinator = Coordinator(listener, secret, world.world_size, output_dir)
     coordinator.start()
-    store.set(_COORDINATOR_KEY, encode(CoordinatorLocation(address, listener.getsockname()[1], process)).decode())
+    location = messages.CoordinatorLocation(address, listener.getsockname()[1], process)
+    store.set(_COORDINATOR_KEY, encode(location).decode())
     return coordinator
 
 
-def _join(process: RankProcess, address: tuple[str, int], secret: bytes) -> Connection:
+def _join(process: messages.RankProcess, address: tuple[str, int], secret: bytes) -> Connection:
     """Connect to the coordinator until it accepts this rank; RunError where it does not."""
     why = ""
     for _ in range(_CONNECT_TRIES):
@@ -417,13 +415,12 @@ def _join(process: RankProcess, address: tuple[str, int], secret: bytes) -> Conn
 
 
 def _why_refused(connection: Connection) -> str:
-    """Why the coordinator does not accept this rank; empty where it does."""
     until = time.monotonic() + _CONNECT_SECONDS
     while not connection.is_lost and time.monotonic() < until:
         for message in connection.receive() if wait_readable([connection], 1.0) else []:
-            if isinstance(message, RankAccepted):
+            if isinstance(message, messages.RankAccepted):
                 return ""
-            return message.why if isinstance(message, RankRefused) else message.kind
+            return message.why if isinstance(message, messages.RankRefused) else message.kind
     return "its secret is another" if connection.is_lost else f"no answer within {_CONNECT_SECONDS:.0f} s"
 
 

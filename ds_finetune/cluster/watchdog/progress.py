@@ -1,22 +1,25 @@
-"""Records what a rank is doing: its phase, optimizer step and last collectives; and limits its time without progress.
+"""What a rank is doing: its phase, optimizer step and last collectives, and how long it may go without progress.
 
-Recording adds about a microsecond to each collective.
+Recording adds about a microsecond to each collective. NCCL's calls return as soon as they are enqueued. On a GPU, marks
+in the device's queue before and after each collective therefore tell whether the device waits in it or still computes.
 """
 
 import math
+import socket
 import statistics
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Self
 
-from ds_finetune.cluster.watchdog.collective_call import CollectiveCall
-from ds_finetune.cluster.watchdog.device import DeviceProgress
+import torch
+
 from ds_finetune.config.schedule import seconds_of
 from ds_finetune.config.sections import REPORT_SECONDS, WatchdogConfig
-from ds_finetune.observers.record import StepRecord
+from ds_finetune.engine.groups.collectives import all_gather_object, all_gather_scalar
+from ds_finetune.observers.record import Observer, StepRecord
 from ds_finetune.system.process_messages import ProcessMessage
 
 STEP_FACTOR, LEAST_SECONDS, RECENT_STEPS = 10, 60.0, 25
@@ -25,6 +28,112 @@ _RECENT_CALLS = 128
 _INSIDE_COLLECTIVE = -1.0
 PREPARING = "preparation"
 """The phase that has no limit: its time depends on the data, and no rank waits in a collective."""
+_NOTICEABLE_SECONDS = 0.05
+"""Smaller differences between ranks are noise, which small models show."""
+_LEAST_STEPS = 5
+"""A median needs this many steps: a rank that pauses in a single step is not slow."""
+
+
+class CollectiveCall(NamedTuple):
+    """A call of the function `name` with `size` elements as input (0: objects, or no input).
+
+    `ranks` are the ranks that take part. `number` counts the calls among these ranks, from 1.
+    """
+
+    name: str
+    size: int
+    ranks: str
+    number: int
+
+    def __str__(self) -> str:
+        size = f" of {self.size:,} elements" if self.size else ""
+        return f"{self.name}{size} (number {self.number:,} of {self.ranks})"
+
+    @property
+    def signature(self) -> tuple[str, int]:
+        """What must be the same on every rank that takes part."""
+        return self.name, self.size
+
+
+class CudaMarks:
+    """Marks in a device's queue: CUDA events in the current stream."""
+
+    def mark(self) -> torch.cuda.Event:
+        """Record an event with a time."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def is_reached(self, mark: torch.cuda.Event) -> bool:
+        """Query the event, without waiting."""
+        return mark.query()
+
+    def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        """CUDA's elapsed milliseconds in seconds."""
+        return begin.elapsed_time(end) / 1000
+
+    def is_computing(self) -> bool:
+        """Whether this is the default stream: collectives in others (DeepSpeed's `overlap_comm`) do not hold it up."""
+        return torch.cuda.current_stream() == torch.cuda.default_stream()
+
+
+@dataclass
+class _MarkedCall:
+    """A collective, or a wait for one, between its marks."""
+
+    call: CollectiveCall
+    is_wait: bool
+    is_computing: bool
+    begin: Any
+    end: Any = None
+
+
+@dataclass
+class DeviceProgress:
+    """The progress of a device: the training threads write it, and the monitor's thread reads it."""
+
+    marks: CudaMarks
+    _pending: deque[_MarkedCall] = field(default_factory=deque)
+    _open: _MarkedCall | None = None
+    _waited_seconds: float = 0.0
+
+    def begin(self, call: CollectiveCall, *, is_wait: bool = False) -> None:
+        """Mark that a collective, or a wait for the last one, is about to be enqueued."""
+        self._settle()
+        self._open = _MarkedCall(call, is_wait, self.marks.is_computing(), self.marks.mark())
+        self._pending.append(self._open)
+
+    def end(self) -> None:
+        """Mark that the collective of the last `begin` is enqueued."""
+        if self._open is not None:
+            self._open.end = self.marks.mark()
+            self._open = None
+
+    def take_waited(self) -> float:
+        """Seconds that the device's computation has waited in collectives since this was last called."""
+        self._settle()
+        waited, self._waited_seconds = self._waited_seconds, 0.0
+        return waited
+
+    def position(self) -> tuple[CollectiveCall | None, tuple[CollectiveCall, ...]]:
+        """The collective in which the device waits, and the queued ones that it has not reached; does not wait."""
+        pending = [each for each in tuple(self._pending) if each.end is None or not self.marks.is_reached(each.end)]
+        queued = [each for each in pending if not self.marks.is_reached(each.begin)]
+        inside = [each.call for each in pending if each not in queued]
+        # Where several queues wait, take the collective that was enqueued first.
+        return inside[0] if inside else None, tuple(each.call for each in queued if not each.is_wait)
+
+    def _settle(self) -> None:
+        """Drop the collectives that the device has finished, in order, and add up their time."""
+        while self._pending and self._pending[0].end is not None and self.marks.is_reached(self._pending[0].end):
+            done = self._pending.popleft()
+            if done.is_computing:
+                self._waited_seconds += self.marks.seconds(done.begin, done.end)
+
+
+def device_progress(device: str) -> DeviceProgress | None:
+    """Progress of a `cuda` device. None for the CPU, where a collective is done once its call or wait returns."""
+    return DeviceProgress(CudaMarks()) if device == "cuda" else None
 
 
 @dataclass(frozen=True)
@@ -71,7 +180,6 @@ class RankStatus(ProcessMessage, kind="status"):
     """Addresses to which this rank's packets were lost, with counters."""
 
     def __str__(self) -> str:
-        """For people."""
         last = f"the last was {self.last}" if self.last else "it has not been in any"
         where = f"waits in {self.inside}" if self.inside else f"is in no collective; {last}"
         if self.queued and not self.inside:
@@ -217,16 +325,50 @@ class RankProgress:
 
 def _on_device(on_host: RankStatus, device: DeviceProgress) -> RankStatus:
     """The status without collectives that are enqueued but not yet reached by the device."""
-    position = device.position()
-    counts = on_host.counts | {call.ranks: call.number - 1 for call in reversed(position.queued)}
-    queued = set(position.queued)
-    recent = tuple(call for call in on_host.recent if call not in queued)
+    inside, queued = device.position()
+    unreached = set(queued)
+    recent = tuple(call for call in on_host.recent if call not in unreached)
     return replace(
         on_host,
         # If nothing is queued, a call that blocks on the host waits in its own collective.
-        inside=position.inside or (None if position.queued else on_host.inside),
+        inside=inside or (None if queued else on_host.inside),
         last=recent[-1] if recent else None,
-        counts=counts,
+        counts=on_host.counts | {call.ranks: call.number - 1 for call in reversed(queued)},
         recent=recent,
-        queued=position.queued[0] if position.queued else None,
+        queued=queued[0] if queued else None,
     )
+
+
+@dataclass
+class Stragglers(Observer):
+    """Every `every` steps, adds `perf/straggler_ratio`: the step time of the slowest rank over the median of all ranks.
+
+    A rank's step time is the median over its last `every` steps, at least five, without the time in collectives. With
+    that time a step takes equally long on all ranks, because the others wait for the slow one in collectives. The times
+    are gathered from all ranks at these steps. `record.slow` names a rank whose ratio is `ratio` or more.
+    """
+
+    progress: RankProgress
+    every: int
+    ratio: float
+    hosts: list[str] = field(default_factory=list)
+
+    def after_step(self, record: StepRecord) -> StepRecord:
+        """Add the ratio where it is due; collective at these steps."""
+        window = max(self.every, _LEAST_STEPS)
+        if record.step % self.every or len(self.progress.own_seconds) < min(window, RECENT_STEPS):
+            return record
+        self.hosts = self.hosts or all_gather_object(socket.gethostname())
+        seconds = all_gather_scalar(statistics.median(list(self.progress.own_seconds)[-window:]))
+        slowest, ratio = straggler(seconds)
+        record = replace(record.with_values({"perf/straggler_ratio": ratio}), rank_seconds=tuple(seconds))
+        if ratio < self.ratio or seconds[slowest] - statistics.median_low(seconds) < _NOTICEABLE_SECONDS:
+            return record
+        return replace(record, slow=f"rank {slowest} (host {self.hosts[slowest]}) {ratio:.1f}x the median")
+
+
+def straggler(seconds: Sequence[float]) -> tuple[int, float]:
+    """The slowest rank, and the ratio of its seconds to the median of all ranks (of two ranks, to the faster one's)."""
+    slowest = max(range(len(seconds)), key=seconds.__getitem__)
+    median = statistics.median_low(seconds)
+    return slowest, seconds[slowest] / median if median else 1.0

@@ -99,7 +99,6 @@ def _share_secret(store: "dist.Store", world: World, *, folder: Path, environ: M
 
 
 def _shared_folder(world: World, folder: Path) -> Path:
-    """The folder for the secret's file, which every rank should see."""
     if world.local_world_size == world.world_size:
         return Path(tempfile.gettempdir())
     folder = folder.absolute()

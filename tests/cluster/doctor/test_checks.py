@@ -7,20 +7,30 @@ from typing import Any
 
 import pytest
 
-from ds_finetune.cluster.doctor.host_details import FolderInfo, HostDetails, HostQuery, gather_details
-from ds_finetune.cluster.doctor.messages import ChildLost, NetworkMeasured, RequestRefused
-from ds_finetune.cluster.doctor.network import NetworkResult, _best_rate, rounds
-from ds_finetune.cluster.doctor.network_checks import network_checks, slow_checks
-from ds_finetune.cluster.doctor.storage_checks import disk_checks, file_checks, folder_checks
-from ds_finetune.cluster.doctor.system_checks import (
+from ds_finetune.cluster.doctor.checks import (
     ClockOffset,
     clock_checks,
+    disk_checks,
+    file_checks,
+    folder_checks,
     gpu_checks,
     infiniband_checks,
     limit_checks,
     memory_checks,
     name_checks,
+    network_checks,
+    slow_checks,
 )
+from ds_finetune.cluster.doctor.messages import (
+    ChildLost,
+    FolderInfo,
+    HostDetails,
+    HostQuery,
+    NetworkResult,
+    RequestRefused,
+)
+from ds_finetune.cluster.doctor.network import _best_rate, rounds
+from ds_finetune.cluster.doctor.probe import gather_details
 from ds_finetune.config.hostfile import Host
 from ds_finetune.system import info
 from ds_finetune.system.info import Gpu, query_gpus
@@ -186,9 +196,9 @@ def test_a_slow_host_is_told_from_a_slow_link() -> None:
     assert [check.host for check in slow_checks(_links({("b", "a"): 1e7}, "ab"))] == ["b"]
 
 
-def _measured(**values: Any) -> NetworkMeasured:
+def _measured(**values: Any) -> NetworkResult:
     usual = {"links": {}, "all_reduce": 1e9, "all_gather": 1e9, "num_bytes": 1 << 20}
-    return NetworkMeasured(NetworkResult(**(usual | values)))
+    return NetworkResult(**(usual | values))
 
 
 def test_the_host_that_keeps_a_network_from_working() -> None:

@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from ds_finetune.cluster.doctor.cluster import Cluster
 from ds_finetune.cluster.doctor.messages import FreePortReply, FreePortRequest
+from ds_finetune.cluster.doctor.session import Cluster
 from ds_finetune.cluster.launch.remote import Remote
 from ds_finetune.config.hostfile import Host
 from ds_finetune.errors import LaunchError
 from tests.conftest import ROOT
 
 WAITING = """
-from ds_finetune.cluster.doctor.cluster import Cluster
-from ds_finetune.cluster.doctor.messages import ChildReplies, FreePortReply, FreePortRequest, MeasureNetwork, RunInChildren
-from ds_finetune.cluster.doctor.network import NetworkRank
+from ds_finetune.cluster.doctor.session import Cluster
+from ds_finetune.cluster.doctor.messages import ChildReplies, FreePortReply, FreePortRequest, RunInChildren
+from ds_finetune.cluster.doctor.messages import NetworkRank
 from ds_finetune.config.hostfile import Host
 from ds_finetune.cluster.launch.remote import Remote
 
@@ -28,7 +28,7 @@ with Cluster([Host("localhost", 1, 1)], Remote(directory="."), print) as cluster
     port = cluster.ask({"localhost": FreePortRequest()}, FreePortReply, seconds=30)["localhost"].port
     place = NetworkRank(0, 2, "127.0.0.1", port, "cpu", 0, (0, 1))
     print("asked", flush=True)
-    cluster.ask({"localhost": RunInChildren([MeasureNetwork(place)], 100.0)}, ChildReplies, seconds=100)
+    cluster.ask({"localhost": RunInChildren([place], 100.0)}, ChildReplies, seconds=100)
 """
 
 

@@ -7,7 +7,8 @@ import pytest
 from transformers import AutoConfig
 
 from ds_finetune.cli.main import main
-from ds_finetune.cluster.doctor.simulate import group_checks, ranks_of, simulate
+from ds_finetune.cluster.doctor.needs import group_checks, simulate
+from ds_finetune.cluster.host_checks import ranks_of
 from ds_finetune.config.hostfile import Host, read_hostfile
 from ds_finetune.config.schema import read_config
 from ds_finetune.config.sections import ParallelConfig

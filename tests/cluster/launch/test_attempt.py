@@ -6,25 +6,24 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ds_finetune.cluster.hosts.check_result import Check
-from ds_finetune.cluster.launch.attempt import Attempt, AttemptOutcome, HostTimeouts, exit_code_of
+from ds_finetune.cluster.host_checks import Check
+from ds_finetune.cluster.launch.attempt import Attempt, AttemptOutcome, exit_code_of
 from ds_finetune.cluster.launch.messages import StartRanks
 from ds_finetune.cluster.launch.process_tags import TAG_VARIABLE, kill_tagged, tagged_processes
 from ds_finetune.cluster.launch.remote import Remote
-from ds_finetune.cluster.launch.run import _failure_lines
-from ds_finetune.cluster.launch.screen import Screen
+from ds_finetune.cluster.launch.run import Screen, _failure_lines
 from ds_finetune.config.hostfile import Host
+from ds_finetune.config.sections import LaunchConfig
 from tests.conftest import ROOT
 from tests.running import tiny_task
 
 HERE = Host("localhost", 1, 1)
-TIMEOUTS = HostTimeouts(greeting=120, silent=60)
+TIMEOUTS = LaunchConfig(greeting_seconds=120, silent_seconds=60)
 
 
 def _remote(folder: Path, script: str) -> Remote:
@@ -49,7 +48,7 @@ def _run(
         silent_seconds=silent_seconds,
         meeting_address="",
     )
-    with Attempt([HERE], remote, replace(TIMEOUTS, silent=silent_seconds)) as attempt:
+    with Attempt([HERE], remote, TIMEOUTS.model_copy(update={"silent_seconds": silent_seconds})) as attempt:
         greeting = attempt.greetings()[HERE]
         outcome = attempt.run({HERE: order}, lambda _: None)
     assert not tagged_processes([order.tag])
@@ -84,7 +83,7 @@ from pathlib import Path
 from ds_finetune.cluster.launch.messages import RankConnected
 from ds_finetune.system.process_messages import encode
 from ds_finetune.system.processes import began_at
-from ds_finetune.cluster.watchdog.death_cause import record_kill
+from ds_finetune.cluster.watchdog.kills import record_kill
 control = socket.socket(socket.AF_UNIX)
 control.connect("\\0" + os.environ["DS_FINETUNE_SUPERVISOR"])
 control.sendall(encode(RankConnected(0, os.getpid())))
@@ -110,7 +109,7 @@ import json, os, socket, time
 from pathlib import Path
 from ds_finetune.cluster.launch.messages import RankConnected
 from ds_finetune.system.process_messages import encode
-from ds_finetune.cluster.watchdog.death_cause import record_cause
+from ds_finetune.cluster.watchdog.kills import record_cause
 control = socket.socket(socket.AF_UNIX)
 control.connect("\\0" + os.environ["DS_FINETUNE_SUPERVISOR"])
 control.sendall(encode(RankConnected(0, os.getpid())))
@@ -151,7 +150,7 @@ def test_a_launch_that_was_paused_goes_on(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         text=True,
     ) as process:
-        until = time.monotonic() + TIMEOUTS.greeting
+        until = time.monotonic() + TIMEOUTS.greeting_seconds
         while not (tmp_path / "started").exists():
             assert time.monotonic() < until
             time.sleep(0.05)
@@ -164,7 +163,7 @@ def test_a_launch_that_was_paused_goes_on(tmp_path: Path) -> None:
             os.kill(pid, signal.SIGCONT)
             time.sleep(0.5)
         (tmp_path / "go").touch()
-        printed, _ = process.communicate(timeout=TIMEOUTS.greeting)
+        printed, _ = process.communicate(timeout=TIMEOUTS.greeting_seconds)
     assert process.returncode == 0, printed
 
 
@@ -203,7 +202,9 @@ def test_a_program_that_does_not_start_is_told_from_a_silent_host(tmp_path: Path
         check = attempt.greetings()[HERE]
         assert isinstance(check, Check)
         assert (check.name, check.host, check.found) == ("python", "localhost", "exit code 7: no such thing")
-    with Attempt([HERE], _remote(tmp_path, "cat > /dev/null"), HostTimeouts(greeting=0.5, silent=60)) as attempt:
+    with Attempt(
+        [HERE], _remote(tmp_path, "cat > /dev/null"), TIMEOUTS.model_copy(update={"greeting_seconds": 0.5})
+    ) as attempt:
         check = attempt.greetings()[HERE]
         assert isinstance(check, Check)
         assert check.found.startswith("no answer in time")

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from ds_finetune.cluster.launch.dry_run import dry_run_lines, rank_map
-from ds_finetune.cluster.launch.schedulers import Job, mpirun_command
+from ds_finetune.cluster.launch.commands import Job, dry_run_lines, mpirun_command, rank_map
 from ds_finetune.config.hostfile import Host, read_hostfile
 from ds_finetune.config.sections import ParallelConfig
 from ds_finetune.plan.mesh import Mesh
@@ -97,5 +96,5 @@ def test_rank_map_of_sixty_four_hosts_of_eight(
 
 
 def test_it_loads_no_torch() -> None:
-    code = "import sys, ds_finetune.cluster.launch.dry_run, ds_finetune.cluster.launch.emit; sys.exit(bool({'torch', 'deepspeed', 'transformers'} & sys.modules.keys()))"
+    code = "import sys, ds_finetune.cluster.launch.commands, ds_finetune.cluster.launch.emit; sys.exit(bool({'torch', 'deepspeed', 'transformers'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
+from ds_finetune.cluster.launch.commands import Job
 from ds_finetune.cluster.launch.emit import EmitRequest, container_file, render_file
-from ds_finetune.cluster.launch.schedulers import Job
 from ds_finetune.config.hostfile import Host, read_hostfile
 from ds_finetune.errors import LaunchError
 from tests.conftest import ROOT

@@ -1,15 +1,22 @@
 """Which hosts a launch refuses, from the facts that they report, in the same words as the doctor."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 
-from ds_finetune.cluster.doctor.run import shared_checks
-from ds_finetune.cluster.hosts.check_result import Check, label
-from ds_finetune.cluster.hosts.unreachable import unreachable_check
-from ds_finetune.cluster.launch.node_launchers import NODE_LAUNCHERS, Rendezvous, torchrun
-from ds_finetune.cluster.launch.preflight import describe, meeting_address, preflight_checks
+from ds_finetune.cli.launch import _check_plan
+from ds_finetune.cluster.host_checks import (
+    Check,
+    describe,
+    host_checks,
+    label,
+    meeting_address,
+    preflight_checks,
+    unreachable_check,
+)
+from ds_finetune.cluster.launch.commands import NODE_LAUNCHERS, Rendezvous, torchrun
 from ds_finetune.cluster.launch.remote import Remote
 from ds_finetune.cluster.launch.run import LaunchRequest, fit_hosts, largest_fit
 from ds_finetune.config.hostfile import Host, read_hostfile
@@ -78,13 +85,13 @@ def test_the_refusal_of_a_launch_is_what_the_doctor_finds(
     answers: dict[Host, Any], env: dict[str, str], wanted: list[tuple[Host, str]]
 ) -> None:
     """The doctor's own assembly of its checks for the same answers has the same text and hint for each fault."""
-    request = LaunchRequest(tuple(answers), torchrun, (), env, Remote(), "r-1")
+    request = _request(tuple(answers), env)
     with pytest.raises(LaunchError) as refused:
         fit_hosts(answers, HERE, request, print, is_first=True)
     names = {label(host): host for host in answers}
     infos = {label(host): answer for host, answer in answers.items() if isinstance(answer, HostInfo)}
     reached = [answer for answer in answers.values() if isinstance(answer, Check)]
-    for check in [*reached, *shared_checks(names, infos, here=HERE, environ=env)]:
+    for check in [*reached, *host_checks(names, infos, here=HERE, environ=env)]:
         if check.state == "fail":
             assert describe(names[check.host], check) in refused.value.message
             assert check.hint
@@ -112,15 +119,25 @@ def _config(**sections: Any) -> RunConfig:
     return RunConfig.model_validate(tree | sections)
 
 
+def _request(hosts: tuple[Host, ...], env: dict[str, str], **sections: Any) -> LaunchRequest:
+    config = _config(**sections)
+    check_plan = partial(_check_plan, config)
+    parts = (config.output_dir, config.launch, config.checkpoint, check_plan)
+    return LaunchRequest(hosts, torchrun, (), env, Remote(), "r-1", *parts)
+
+
 def test_the_most_hosts_that_the_layout_allows() -> None:
     batch = {"global_batch_size": 16, "micro_batch_size": 1}
-    config = _config(train=batch, launch={"min_hosts": 1})
     four = tuple(Host(name, 4, line) for line, name in enumerate("abcd", start=1))
-    assert largest_fit(config, four, four, device="cpu") == four
+
+    def largest(fit: tuple[Host, ...], **launch: int) -> tuple[Host, ...]:
+        return largest_fit(_request(four, {}, train=batch, launch=launch), fit, device="cpu")
+
+    assert largest(four, min_hosts=1) == four
     # Sixteen rows are not to be had from twelve ranks.
-    assert largest_fit(config, four, four[1:], device="cpu") == four[1:3]
-    assert largest_fit(_config(train=batch), four, four[1:], device="cpu") == ()
-    assert largest_fit(_config(train=batch, launch={"min_hosts": 3}), four, four[1:], device="cpu") == ()
+    assert largest(four[1:], min_hosts=1) == four[1:3]
+    assert largest(four[1:]) == ()
+    assert largest(four[1:], min_hosts=3) == ()
 
 
 @pytest.mark.parametrize("launcher", NODE_LAUNCHERS)

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_finetune.cluster.launch.process_tags import RUN_ID
-from ds_finetune.cluster.launch.schedulers import (
+from ds_finetune.cluster.launch.commands import (
     ENTRY,
     Job,
     allocated_nodes,
@@ -21,6 +20,7 @@ from ds_finetune.cluster.launch.schedulers import (
     starting_environment,
     torchrun_commands,
 )
+from ds_finetune.cluster.launch.process_tags import RUN_ID
 from ds_finetune.config.hostfile import Host, read_hostfile, select_hosts
 from ds_finetune.errors import LaunchError
 from tests.conftest import ROOT

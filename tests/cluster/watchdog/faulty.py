@@ -13,7 +13,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ds_finetune.cli.main import run_and_exit
-from ds_finetune.cluster.watchdog import stacks
+from ds_finetune.cluster.watchdog import kills
 from ds_finetune.engine.engine import Engine
 from ds_finetune.trainer import prepare
 
@@ -87,7 +87,7 @@ def main() -> None:
     fault, rank, step = arguments[0], int(arguments[1]), int(arguments[2])
     is_mine = int(os.environ.get("RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0"))) == rank
     if fault == "pause":
-        stacks.BACKSTOP_SECONDS = 1.0
+        kills.BACKSTOP_SECONDS = 1.0
     if fault in ("prepare", "full") and is_mine:
         read = prepare.read_inputs
         prepare.read_inputs = lambda *given: (time.sleep(step), fault == "full" and fail(), read(*given))[2]

@@ -20,18 +20,20 @@ from ds_finetune.cluster.watchdog.connection import (
     wait_readable,
 )
 from ds_finetune.cluster.watchdog.coordinator import REPORT, Coordinator
-from ds_finetune.cluster.watchdog.death_cause import FOLDER, record_kill, stacks_path
 from ds_finetune.cluster.watchdog.diagnosis import LOSSY
+from ds_finetune.cluster.watchdog.kills import FOLDER, record_kill, stacks_path
 from ds_finetune.cluster.watchdog.messages import (
+    FailureReport,
     HangReport,
     MoreTime,
     RankGoodbye,
     RankLeaving,
+    RankProcess,
     RankRefused,
+    RunEnding,
     StatusRequest,
 )
 from ds_finetune.cluster.watchdog.progress import HangLimits, RankProgress
-from ds_finetune.cluster.watchdog.report import FailureReport, RankProcess, RunEnding
 from ds_finetune.system.process_messages import ProcessMessage
 from ds_finetune.system.processes import Pause, PauseDetector
 
@@ -255,7 +257,7 @@ def test_a_rank_that_leaves_states_its_reason(tmp_path: Path) -> None:
 
 def test_memory_is_named_where_the_kernel_has_counted_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counted = [4]
-    monkeypatch.setattr(module, "oom_kills", lambda: counted[0])
+    monkeypatch.setattr(module.kills, "oom_kills", lambda: counted[0])
     ranks = Ranks(tmp_path)
     ranks.connections[1].close()
     assert "memory" not in ranks.end_of(0).line

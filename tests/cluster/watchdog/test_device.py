@@ -13,10 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_finetune.cluster.watchdog.device import DeviceProgress
 from ds_finetune.cluster.watchdog.diagnosis import Diagnosis, diagnose
-from ds_finetune.cluster.watchdog.progress import HangLimits, RankProgress, RankStatus
-from ds_finetune.cluster.watchdog.stragglers import straggler
+from ds_finetune.cluster.watchdog.progress import DeviceProgress, HangLimits, RankProgress, RankStatus, straggler
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.sections import REPORT_SECONDS, ParallelConfig, WatchdogConfig
 from ds_finetune.engine.groups.process_groups import open_groups

@@ -12,11 +12,10 @@ import torch.distributed as dist
 from ds_finetune.cluster.watchdog import monitor as module
 from ds_finetune.cluster.watchdog.connection import UNREACHABLE, Connection, PacketLoss
 from ds_finetune.cluster.watchdog.coordinator import REPORT
-from ds_finetune.cluster.watchdog.death_cause import FOLDER, record_kill
-from ds_finetune.cluster.watchdog.messages import CoordinatorLocation, RankLeaving
+from ds_finetune.cluster.watchdog.kills import FOLDER, record_kill
+from ds_finetune.cluster.watchdog.messages import CoordinatorLocation, RankLeaving, RankProcess
 from ds_finetune.cluster.watchdog.monitor import Monitor, start_monitor
 from ds_finetune.cluster.watchdog.progress import HangLimits, RankProgress
-from ds_finetune.cluster.watchdog.report import RankProcess
 from ds_finetune.errors import RunError
 from ds_finetune.system.process_messages import encode
 from ds_finetune.system.world import World

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from ds_finetune.cluster.watchdog.packet_loss import PacketCounts, packet_counts
+from ds_finetune.cluster.watchdog.connection import PacketCounts, packet_counts
 from tests.cluster.watchdog.faulty import lose_packets
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counters and filters of Linux")

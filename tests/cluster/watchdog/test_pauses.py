@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_finetune.cluster.watchdog.stacks import BACKSTOP_SECONDS
+from ds_finetune.cluster.watchdog.kills import BACKSTOP_SECONDS
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pauses are told from waits by Linux's counters")
@@ -34,9 +34,9 @@ threading.Thread(target=ctypes.PyDLL(None).sleep, args=(6,), daemon=True).start(
 ARM = """
 import sys, time, ctypes
 from pathlib import Path
-from ds_finetune.cluster.watchdog import stacks
-stacks.BACKSTOP_SECONDS = stacks._SECOND_SECONDS + 1
-file = stacks.StackFile(Path(sys.argv[1]), 0)
+from ds_finetune.cluster.watchdog import kills
+kills.BACKSTOP_SECONDS = kills._SECOND_SECONDS + 1
+file = kills.StackFile(Path(sys.argv[1]), 0)
 file.arm(time.monotonic() + 0.5)
 print("ready", flush=True)
 if sys.argv[2] == "hold":

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ds_finetune.cluster.watchdog.collectives import observe_collectives
-from ds_finetune.cluster.watchdog.progress import HangLimits, RankProgress
-from ds_finetune.cluster.watchdog.stragglers import straggler
+from ds_finetune.cluster.watchdog.progress import HangLimits, RankProgress, straggler
 from ds_finetune.config.schedule import seconds_of
 from ds_finetune.config.sections import WatchdogConfig
 from ds_finetune.observers.record import StepRecord

@@ -10,11 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_finetune.cluster.watchdog.death_cause import why_killed
-from ds_finetune.cluster.watchdog.diagnosis import Diagnosis
+from ds_finetune.cluster.watchdog.diagnosis import Diagnosis, status_lines
+from ds_finetune.cluster.watchdog.kills import kill_process, why_killed
+from ds_finetune.cluster.watchdog.messages import FailureReport, RankProcess, is_secondary
 from ds_finetune.cluster.watchdog.progress import CollectiveCall, RankStatus
-from ds_finetune.cluster.watchdog.report import FailureReport, RankProcess, is_secondary, status_lines
-from ds_finetune.cluster.watchdog.stacks import kill_process
 from ds_finetune.errors import ConfigError, RunError
 from ds_finetune.system.processes import began_at
 

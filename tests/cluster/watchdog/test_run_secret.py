@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from ds_finetune.cluster.watchdog import run_secret
-from ds_finetune.cluster.watchdog.coordinator_address import coordinator_address
+from ds_finetune.cluster.watchdog.connection import coordinator_address
 from ds_finetune.cluster.watchdog.run_secret import VARIABLE, agree_on_secret, new_secret
 from ds_finetune.errors import FinetuneError, RunError
 from ds_finetune.system.world import World

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ds_finetune.cluster.doctor.messages import NetworkMeasured
-from ds_finetune.cluster.doctor.network import NetworkResult
-from ds_finetune.cluster.doctor.network_checks import network_checks
+from ds_finetune.cluster.doctor.checks import network_checks
+from ds_finetune.cluster.doctor.messages import NetworkResult
 from ds_finetune.errors import ConfigError
 from ds_finetune.observers.performance import peak_flops
 from ds_finetune.plan.estimate.accelerators import (
@@ -67,7 +66,7 @@ def test_bf16_needs_an_accelerator_that_has_it() -> None:
 
 @pytest.mark.parametrize(("hosts", "key"), [(["a"] * 4, "intra"), (["a", "a", "b", "b"], "inter")])
 def test_links_come_from_doctor(tmp_path: Path, hosts: list[str], key: str) -> None:
-    measured = NetworkMeasured(NetworkResult({}, all_reduce=30e9, all_gather=20e9, num_bytes=2**25))
+    measured = NetworkResult({}, all_reduce=30e9, all_gather=20e9, num_bytes=2**25)
     file = tmp_path / "doctor.json"
     file.write_text(json.dumps([asdict(check) for check in network_checks(hosts, [measured] * len(hosts))]))
     plain = machine_of(accelerator("h100-80g"))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ds_finetune.cluster.doctor.need import need_of
+from ds_finetune.cluster.doctor.needs import need_of
 from ds_finetune.config.hostfile import Host
 from ds_finetune.config.schema import read_config
 from ds_finetune.plan.estimate.states import DiskNeed, ModelSizes, RunEstimate

@@ -1,27 +1,104 @@
-"""Writes the stacks of a rank's threads to a file, by C code where Python cannot run, and kills hung ranks."""
+"""Ends hung ranks with their stacks on file, and finds out why a process died that reported no error.
 
-import contextlib
+The supervisor of `ds-finetune launch` imports this module and must start quickly, so it imports no torch.
+"""
+
 import ctypes
 import faulthandler
+import json
 import math
 import os
+import re
 import signal
 import threading
 import time
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from ds_finetune.cluster.watchdog.death_cause import FOLDER, record_kill, stacks_path
-from ds_finetune.cluster.watchdog.progress import RankStatus
 from ds_finetune.runs.status import try_to_finish
 from ds_finetune.system.processes import began_at
 
+if TYPE_CHECKING:
+    from ds_finetune.cluster.watchdog.progress import RankStatus
+
+FOLDER = "watchdog"
+"""Folder in the run directory for the report, stacks and the records of kills."""
+_OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 _CALLS = 10
 BACKSTOP_SECONDS = 20.0
 """How long after its limit a rank's own timer ends it, where native code holds Python's lock."""
 _SECOND_SECONDS = float(signal.SIGALRM)
 _DUMP_SECONDS = BACKSTOP_SECONDS / 2
+
+
+def record_kill(folder: Path, pid: int, began: str, why: str) -> None:
+    """Record that this program is about to kill a process; `folder` is FOLDER in the run directory."""
+    _write_reason(folder / f"killed-{pid}.json", began, why)
+
+
+def why_killed(folder: Path, pid: int, began: str) -> str:
+    """The reason that `record_kill` recorded for a process; empty where there is no record that can be read."""
+    return _read_reason(folder / f"killed-{pid}.json", began)
+
+
+def record_cause(folder: Path, cause: str) -> None:
+    """Record why the run ends, just before this process ends for it."""
+    _write_reason(folder / f"cause-{os.getpid()}.json", began_at(os.getpid()), cause)
+
+
+def recorded_cause(folder: Path, pid: int, began: str) -> str:
+    """What a process recorded by `record_cause`; empty where it has recorded nothing."""
+    return _read_reason(folder / f"cause-{pid}.json", began)
+
+
+def _write_reason(path: Path, began: str, why: str) -> None:
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"began": began, "why": why}), encoding="utf-8")
+
+
+def _read_reason(path: Path, began: str) -> str:
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ""
+    return str(record.get("why", "")) if isinstance(record, dict) and record.get("began") == began else ""
+
+
+def stacks_path(folder: Path, rank: int) -> Path:
+    """The file with the stacks of a rank."""
+    return folder / f"rank-{rank:05}.txt"
+
+
+def file_bytes(path: Path) -> int:
+    """Bytes of a file; 0 where there is none."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def was_ended_by_timer(stacks: Path, after: int) -> bool:
+    """Whether a rank was ended by its own timer (`StackFile.arm`), as happens when native code holds Python's lock.
+
+    The timer writes `Timeout (` before the stacks (Python 3.11, Modules/faulthandler.c). This run's stacks begin at
+    byte `after` of the file.
+    """
+    try:
+        return b"Timeout (" in stacks.read_bytes()[after:]
+    except OSError:
+        return False
+
+
+def oom_kills(path: Path = Path("/proc/vmstat")) -> int:
+    """Number of processes that this machine's kernel has killed for lack of memory (Linux 4.13 and later; else 0)."""
+    try:
+        match = _OOM_KILLS.search(path.read_text())
+    except OSError:
+        return 0
+    return int(match[1]) if match else 0
 
 
 class StackFile:
@@ -41,7 +118,7 @@ class StackFile:
         self._is_closed = False
         faulthandler.register(signal.SIGQUIT, file=self._file, all_threads=True)
 
-    def write(self, status: RankStatus) -> None:
+    def write(self, status: "RankStatus") -> None:
         """Append what the rank is doing, and the stack of each thread."""
         with self._lock:
             if self._is_closed:
@@ -96,7 +173,7 @@ class StackFile:
             self._disarm()
             faulthandler.unregister(signal.SIGQUIT)
             self._file.close()
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             if not self.path.stat().st_size:
                 self.path.unlink()
             # This fails, and is ignored, while files of other ranks are in the folder.
@@ -147,6 +224,6 @@ def kill_process(pid: int, began: str, *, folder: Path, why: str) -> None:
     for number, seconds in ((signal.SIGCONT, 0.0), (signal.SIGQUIT, 1.0), (signal.SIGKILL, 0.0)):
         if not began or began_at(pid) != began:
             return
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             os.kill(pid, number)
         time.sleep(seconds)

@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from ds_finetune.cluster.hosts import host_checks
-from ds_finetune.cluster.hosts.check_result import Check
-from ds_finetune.cluster.hosts.unreachable import unreachable_check
+from ds_finetune.cluster import host_checks
+from ds_finetune.cluster.host_checks import Check, unreachable_check
 from ds_finetune.config.hostfile import Host
 from ds_finetune.system.info import HostInfo, gather_host_info
 

@@ -1,18 +1,28 @@
-"""Commands that start the ranks of a run: those of mpirun and Slurm, and printed ones for other launchers."""
+"""Commands that start the ranks of a run under each launcher, and what `launch --dry-run` prints.
 
+A node launcher starts and watches the ranks of one host. There are two: torchrun's elastic agent and DeepSpeed's
+launcher. mpirun and Slurm start the ranks of all hosts.
+"""
+
+import base64
+import json
 import re
+import shlex
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import product
 
-from ds_finetune.cluster.launch.environment import interface_variables
-from ds_finetune.cluster.launch.node_launchers import ENTRY_MODULE
+from ds_finetune.cluster.host_checks import groups_of, ranks_of
+from ds_finetune.cluster.launch.environment import interface_variables, redacted
 from ds_finetune.cluster.launch.process_tags import RUN_ID
 from ds_finetune.cluster.watchdog.run_secret import VARIABLE
 from ds_finetune.config.hostfile import Host
 from ds_finetune.errors import LaunchError
+from ds_finetune.plan.mesh import Axis, Mesh
 
+ENTRY_MODULE = "ds_finetune.cluster.worker"
+"""Module that every rank runs, under every launcher."""
 ENTRY = ("-m", ENTRY_MODULE)
 """Python's arguments in every rank, before the run file and the overrides."""
 _NEEDED_TO_START = re.compile(
@@ -26,6 +36,48 @@ of eight minutes [ran].
 """
 _LOGIN_VARIABLES = ("HOME", "USER", "LOGNAME")
 """srun --export passes only the variables it names, Slurm's own and TMPDIR to a rank [Slurm 22.05, ran]."""
+_COMMANDS = 2
+"""Commands per host that are printed from the start of the list, and from its end."""
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Address and port of rank 0, all hosts, and the index of one host among them."""
+
+    hosts: tuple[Host, ...]
+    index: int
+    address: str
+    port: int | str
+
+
+NodeLauncher = Callable[[Rendezvous, Sequence[str], str], list[str]]
+
+
+def torchrun(rendezvous: Rendezvous, arguments: Sequence[str], python: str) -> list[str]:
+    """torchrun with a fixed node rank for each host, so that ranks follow the hostfile, and without restarts.
+
+    Restarts by torchrun need a store on one of the hosts, and fail when that host is lost. Therefore the launching
+    program restarts the run, with new node launchers on the remaining hosts.
+    """
+    options = [f"--nnodes={len(rendezvous.hosts)}", f"--node-rank={rendezvous.index}"]
+    options += [f"--nproc-per-node={rendezvous.hosts[rendezvous.index].slots}", "--max-restarts=0"]
+    options += [f"--master-addr={rendezvous.address}", f"--master-port={rendezvous.port}"]
+    return [python, "-u", "-m", "torch.distributed.run", *options, *ENTRY, *arguments]
+
+
+def deepspeed(rendezvous: Rendezvous, arguments: Sequence[str], python: str) -> list[str]:
+    """DeepSpeed's node launcher (0.19.8, launcher/launch.py), as its runner starts it on each host."""
+    named = {f"{number}-{host.name}": host for number, host in enumerate(rendezvous.hosts)}
+    ranks = {name: list(host.devices or range(host.slots)) for name, host in named.items()}
+    world_info = base64.urlsafe_b64encode(json.dumps(ranks).encode()).decode()
+    options = [f"--world_info={world_info}", f"--node_rank={rendezvous.index}"]
+    options += [f"--master_addr={rendezvous.address}", f"--master_port={rendezvous.port}"]
+    options += ["--no_local_rank", "--module", ENTRY_MODULE]
+    return [python, "-u", "-m", "deepspeed.launcher.launch", *options, *arguments]
+
+
+NODE_LAUNCHERS: dict[str, NodeLauncher] = {"torchrun": torchrun, "deepspeed": deepspeed}
+"""Node launchers by the value of `--launcher`."""
 
 
 @dataclass(frozen=True)
@@ -109,17 +161,8 @@ def mpirun_command(job: Job, ssh_args: Sequence[str] = ()) -> list[str]:
     chosen = [word for name, value in settings.items() for word in ("--mca", name, value)]
     names = [word for name in job.environment for word in ("-x", name)]
     # Open MPI binds each of two ranks to one core, and more ranks to a socket; torch's threads need all cores.
-    fixed = [
-        "--allow-run-as-root",
-        "-np",
-        str(job.world_size),
-        "--host",
-        ",".join(job.names),
-        "--map-by",
-        "seq",
-        "--bind-to",
-        "none",
-    ]
+    fixed = ["--allow-run-as-root", "-np", str(job.world_size), "--host", ",".join(job.names)]
+    fixed += ["--map-by", "seq", "--bind-to", "none"]
     return ["mpirun", *fixed, *chosen, "--wdir", job.directory, *names, *job.rank_command]
 
 
@@ -141,11 +184,9 @@ def srun_command(job: Job, environ: Mapping[str, str]) -> list[str]:
     nodes = allocated_nodes(environ)
     for host in job.hosts:
         _check_host_for_slurm(host, nodes)
-    placement = (
-        [f"--ntasks={job.world_size}", f"--nodelist={','.join(job.names)}", "--distribution=arbitrary"]
-        if job.hosts
-        else ["--distribution=block"]
-    )
+    placement = ["--distribution=block"]
+    if job.hosts:
+        placement = [f"--ntasks={job.world_size}", f"--nodelist={','.join(job.names)}", "--distribution=arbitrary"]
     # Since 22.05 srun does not take this from the job; without it each rank has one core where Slurm binds them.
     cpus = [f"--cpus-per-task={environ['SLURM_CPUS_PER_TASK']}"] if "SLURM_CPUS_PER_TASK" in environ else []
     return [*srun_options(placement + cpus, job), *job.rank_command]
@@ -155,14 +196,8 @@ def srun_options(placement: Sequence[str], job: Job) -> list[str]:
     """`srun` with `placement` and the options that every srun command here has."""
     # `--overlap`: a shell of `srun --pty` in the allocation holds its cores, and a second step would wait forever.
     names = dict.fromkeys([*_LOGIN_VARIABLES, *job.environment])
-    fixed = [
-        "--kill-on-bad-exit=1",
-        "--overlap",
-        "--unbuffered",
-        "--mpi=none",
-        f"--chdir={job.directory}",
-        f"--export={','.join(names)}",
-    ]
+    fixed = ["--kill-on-bad-exit=1", "--overlap", "--unbuffered", "--mpi=none"]
+    fixed += [f"--chdir={job.directory}", f"--export={','.join(names)}"]
     return ["srun", *placement, *fixed]
 
 
@@ -185,30 +220,18 @@ def deepspeed_command(job: Job, hostfile: str) -> list[str]:
     chosen = [f"{host.name}:{','.join(map(str, host.devices))}" if host.devices else host.name for host in job.hosts]
     include = ["--include", "@".join(chosen)] if any(host.devices for host in job.hosts) else []
     meeting = ["--master_addr", job.master_addr, "--master_port", str(job.master_port)]
-    assert job.entry[0] == "-m"
-    return [
-        "deepspeed",
-        "--hostfile",
-        hostfile,
-        *include,
-        *meeting,
-        "--no_local_rank",
-        "--module",
-        *job.entry[1:],
-        job.run,
-        *job.overrides,
-    ]
+    started = ["--no_local_rank", "--module", *job.entry[1:], job.run, *job.overrides]
+    return ["deepspeed", "--hostfile", hostfile, *include, *meeting, *started]
 
 
 def torchrun_commands(job: Job) -> list[list[str]]:
     """The command of `torchrun` for the same ranks on each host, in the order of the hosts; it is only printed."""
-    meeting = [f"--master-addr={job.master_addr}", f"--master-port={job.master_port}"]
-    started = [*meeting, *job.entry, job.run, *job.overrides]
-    counts = [
-        [f"--nnodes={len(job.hosts)}", f"--node-rank={index}", f"--nproc-per-node={host.slots}"]
+    started = [f"--master-addr={job.master_addr}", f"--master-port={job.master_port}"]
+    started += [*job.entry, job.run, *job.overrides]
+    return [
+        ["torchrun", f"--nnodes={len(job.hosts)}", f"--node-rank={index}", f"--nproc-per-node={host.slots}", *started]
         for index, host in enumerate(job.hosts)
     ]
-    return [["torchrun", *count, *started] for count in counts]
 
 
 def allocated_nodes(environ: Mapping[str, str]) -> list[str]:
@@ -268,3 +291,73 @@ def _check_host_for_slurm(host: Host, nodes: Sequence[str]) -> None:
             f"host `{host.name}` is not among the {len(nodes)} nodes of the allocation: {', '.join(nodes[:8])}",
             hint="write Slurm's names of nodes, or leave --hostfile out to use all",
         )
+
+
+def dry_run_lines(
+    job: Job, launcher: str, *, hostfile: str = "hosts", environ: Mapping[str, str], ssh_args: Sequence[str] = ()
+) -> list[str]:
+    """Lines with the number of ranks, the address where they meet, and the commands.
+
+    For mpirun and slurm this is the command that `launch` runs; for the others it is what a person would type.
+    `environ` has the variables of this process, which describe Slurm's allocation.
+    """
+    where = f"{job.master_addr}:{job.master_port}" if job.master_addr else "the first node of the allocation"
+    head = [
+        f"run {job.run_id}: {job.world_size or 'all'} ranks on {len(job.hosts) or 'all'} hosts by {launcher}, rank "
+        f"0 at {where}"
+    ]
+    head += [f"network interface {job.interface} on every host"] if job.interface else []
+    if launcher == "mpirun":
+        return [*head, _typed(mpirun_command(job, ssh_args))]
+    if launcher == "slurm":
+        return [*head, _typed(srun_command(job, environ))]
+    if launcher == "deepspeed":
+        return [*head, f"as if typed: {_typed(deepspeed_command(job, hostfile))}"]
+    typed = zip(job.hosts, torchrun_commands(job), strict=True)
+    lines = [f"as if typed on {host.name}: {_typed(argv)}" for host, argv in typed]
+    if (left := len(lines) - 2 * _COMMANDS) > 0:
+        lines[_COMMANDS:-_COMMANDS] = [f"... and on {left} more hosts"]
+    return head + lines
+
+
+def rank_map(hosts: Sequence[Host], mesh: Mesh) -> list[str]:
+    """A line for each host with its ranks, its devices and their indices on the axes of `mesh`.
+
+    Then a line for each axis with the number of groups that cross hosts. Axes of length one are left out.
+    """
+    assert mesh.world_size == sum(host.slots for host in hosts)
+    width = max(len(host.name) for host in hosts)
+    lines = []
+    for host, ranks in zip(hosts, ranks_of(hosts), strict=True):
+        devices, indices = host.devices or range(host.slots), _axis_indices(mesh, ranks)
+        lines.append(f"{host.name:{width}}  ranks {_spans(ranks)}  devices {_spans(devices)}  {indices}".rstrip())
+    host_of_rank = [number for number, host in enumerate(hosts) for _ in range(host.slots)]
+    for axis, found in groups_of(mesh, ("pp", "sp", "tp")).items():
+        across = sum(len({host_of_rank[rank] for rank in line}) > 1 for line in found)
+        where = f"{across} of them across hosts" if across else "each within a host"
+        lines.append(f"{axis}: {len(found)} groups of {len(found[0])}, {where}")
+    return lines
+
+
+def _typed(argv: Sequence[str]) -> str:
+    return shlex.join(redacted(argv))
+
+
+def _axis_indices(mesh: Mesh, ranks: Sequence[int]) -> str:
+    """The indices of some ranks on each axis, as `dp 0-1  tp 0-3`."""
+    axes: tuple[Axis, ...] = ("pp", "dp", "sp", "tp")
+    places = {axis: sorted({mesh.place(axis, rank) for rank in ranks}) for axis in axes if getattr(mesh, axis) > 1}
+    found = [f"{axis} {_spans(numbers)}" for axis, numbers in places.items()]
+    experts = sorted({replace(mesh, rank=rank).expert_place for rank in ranks})
+    return "  ".join(found + ([f"ep {_spans(experts)}"] if mesh.ep > 1 else []))
+
+
+def _spans(numbers: Sequence[int]) -> str:
+    """0, 1, 2, 5 -> `0-2,5`."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][-1] + 1:
+            spans[-1][1:] = [number]
+        else:
+            spans.append([number])
+    return ",".join("-".join(map(str, span)) for span in spans)

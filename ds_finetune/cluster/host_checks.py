@@ -1,0 +1,275 @@
+"""Checks of hosts, which `launch` runs before it starts ranks and `doctor` reports: pure functions of host facts.
+
+Also here are the checks of hosts that cannot be reached, and the address at which other hosts reach the first one.
+"""
+
+import ipaddress
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, chain, combinations
+from typing import Literal
+
+from ds_finetune.cluster.launch.remote import address_of, is_here
+from ds_finetune.config.hostfile import Host
+from ds_finetune.plan.mesh import Axis, Mesh
+from ds_finetune.system.info import PACKAGES, HostInfo
+from ds_finetune.system.world import World
+
+State = Literal["ok", "warn", "fail"]
+_SSH_FAILED = 255
+_NO_COMMAND = (126, 127)
+_SAME_ENVIRONMENT = "install the same environment at the same path on every host"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check of one host: its name, the host (empty for all hosts together), the state, what was found, a hint."""
+
+    name: str
+    host: str
+    state: State
+    found: str
+    hint: str = ""
+    values: Mapping[str, float] = field(default_factory=dict, compare=False)
+    """Measured numbers for programs, with their units in their names."""
+
+
+Answer = HostInfo | Check
+"""The facts of a host, or the failed check of a host that cannot be reached."""
+
+
+def label(host: Host) -> str:
+    """The name of a host in reports: the host name of its hostfile line, with the port where the line has one."""
+    return f"{host.name}:{host.port}" if host.port else host.name
+
+
+def host_checks(
+    hosts: Mapping[str, Host], infos: Mapping[str, HostInfo], *, here: HostInfo, environ: Mapping[str, str]
+) -> list[Check]:
+    """Every check that `launch` and `doctor` share.
+
+    `infos` has the facts of the hosts that answered, `here` those of the machine that runs `launch` or `doctor`.
+    `environ` has the variables that ranks get.
+    """
+    return [
+        *version_checks(here, infos),
+        *identity_checks(hosts, infos, addresses={name: address_of(host) for name, host in hosts.items()}),
+        *device_checks(hosts, infos, device=rank_device(infos, environ)),
+        *interface_checks(infos, environ),
+    ]
+
+
+def world_of(hosts: Sequence[Host], launcher: str) -> World:
+    """The ranks on all slots of `hosts`, as rank 0 sees them; `launcher` is named in refusals."""
+    slots = [host.slots for host in hosts]
+    return World(0, sum(slots), 0, slots[0], launcher)
+
+
+def ranks_of(hosts: Sequence[Host]) -> list[range]:
+    """Ranks of each host, numbered in the order of the hostfile as every launcher does."""
+    ends = list(accumulate(host.slots for host in hosts))
+    return [range(end - host.slots, end) for host, end in zip(hosts, ends, strict=True)]
+
+
+def groups_of(mesh: Mesh, axes: Sequence[Axis]) -> dict[str, list[list[int]]]:
+    """The groups of ranks along each of `axes` and of expert parallelism, without axes of length one."""
+    groups = {str(axis): mesh.lines(axis) for axis in axes if getattr(mesh, axis) > 1}
+    return groups | ({"ep": mesh.expert_lines()} if mesh.ep > 1 else {})
+
+
+def rank_device(infos: Mapping[str, HostInfo], environ: Mapping[str, str]) -> str:
+    """`cuda` where hosts have GPUs and DS_ACCELERATOR is cuda or unset, else `cpu` (as in
+    engine/groups/default_group.py).
+    """
+    has_gpus = any(info.gpus for info in infos.values())
+    return "cuda" if has_gpus and environ.get("DS_ACCELERATOR", "cuda") == "cuda" else "cpu"
+
+
+def version_checks(here: HostInfo, infos: Mapping[str, HostInfo]) -> Iterator[Check]:
+    """Python, packages, this program and CUDA of each host, compared with `here`; drivers compared between hosts."""
+    for host, info in infos.items():
+        pairs = {name: (mine, info.versions.get(name, "")) for name, mine in here.versions.items() if name != "driver"}
+        other = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+        hard = {name: pair for name, pair in other.items() if name != "python" or _minor(pair[0]) != _minor(pair[1])}
+        if not other:
+            same = [f"{name} {info.versions[name]}" for name in ("python", *PACKAGES) if info.versions.get(name)]
+            yield Check("versions", host, "ok", ", ".join(same))
+            continue
+        texts = [f"{name} {theirs or 'missing'} (here {mine or 'missing'})" for name, (mine, theirs) in other.items()]
+        hint = "install the same versions on every host"
+        yield Check("versions", host, "fail" if hard else "warn", ", ".join(texts), hint)
+    drivers = {info.versions.get("driver", "") for info in infos.values()}
+    if len(drivers) > 1:
+        names = ", ".join(sorted(driver or "none" for driver in drivers))
+        yield Check("driver", "", "warn", f"NVIDIA drivers {names}", "install one driver version on all hosts")
+
+
+def identity_checks(
+    hosts: Mapping[str, Host], infos: Mapping[str, HostInfo], *, addresses: Mapping[str, str]
+) -> Iterator[Check]:
+    """Report two hostfile lines that name one address or one machine.
+
+    Containers of one machine share its address and differ in the ports of their sshd.
+    """
+    for a, b in combinations(hosts, 2):
+        hint = "write each host once, with all its slots in one line"
+        if addresses[a] and (addresses[a], hosts[a].port) == (addresses[b], hosts[b].port):
+            yield Check("address", b, "fail", f"the same address as {a}: {addresses[a]}", hint)
+        elif a in infos and b in infos and infos[a].network_identity == infos[b].network_identity:
+            yield Check("address", b, "fail", f"the same machine as {a}: {infos[a].hostname}", hint)
+
+
+def device_checks(hosts: Mapping[str, Host], infos: Mapping[str, HostInfo], *, device: str) -> Iterator[Check]:
+    """Slots of each host compared with its GPUs, or with its cores where ranks run on CPUs."""
+    for name, info in infos.items():
+        host = hosts[name]
+        count = len(info.gpus) if device == "cuda" else info.cores
+        models = ", ".join(sorted(set(info.gpus))) or "GPUs"
+        found = f"slots={host.slots}, {count} {models if device == 'cuda' else 'CPU cores'}"
+        if max(host.devices, default=host.slots - 1) < count:
+            yield Check("devices", name, "ok", found)
+        elif device == "cpu":
+            yield Check("devices", name, "warn", found, "ranks will share cores")
+        else:
+            chosen = f", devices {','.join(map(str, host.devices))} chosen" if host.devices else ""
+            missing = f"write slots={count}, or find the missing GPUs"
+            hint = missing if count else "exclude the host, or install the driver"
+            yield Check("devices", name, "fail", found + chosen, hint)
+
+
+def interface_checks(infos: Mapping[str, HostInfo], environ: Mapping[str, str]) -> Iterator[Check]:
+    """Check that the interfaces exist that GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name.
+
+    Gloo takes exact names. NCCL takes prefixes, exact names after `=`, and with `^` every interface but those.
+    """
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        value = environ.get(variable, "")
+        for host, info in infos.items() if value else ():
+            known = [name for name, addresses in info.interfaces.items() if addresses]
+            is_gloo = variable.startswith("GLOO")
+            unknown = [name for name in value.split(",") if name not in known]
+            if absent := unknown if is_gloo else _unmatched_by_nccl(value, known):
+                found = f"{variable} {value}: no interface `{', '.join(absent)}` that is up and has an address"
+                hint = f"set {variable} to one of {', '.join(known)}, or unset it"
+                yield Check("interface", host, "fail", found, hint)
+            else:
+                yield Check("interface", host, "ok", f"{variable} {value}")
+
+
+def port_check(first: str, info: HostInfo, port: int) -> Check:
+    """Check that `port` of the first host, at which rank 0 listens for the other ranks, is free."""
+    if info.port_holder is None:
+        return Check("port", first, "ok", f"port {port} is free")
+    found = f"port {port} is taken: {info.port_holder}"
+    return Check("port", first, "fail", found, "end that process, or choose another port with --port")
+
+
+def _minor(text: str) -> list[str]:
+    return text.split(".")[:2]
+
+
+def _unmatched_by_nccl(value: str, known: Sequence[str]) -> list[str]:
+    """NCCL 2.27, misc/socket.cc (parseStringList, matchIfList): one match is enough."""
+    is_excluded, names = value.startswith("^"), value.removeprefix("^").removeprefix("=").split(",")
+    is_exact = value.removeprefix("^").startswith("=")
+    is_named = [any(k == name if is_exact else k.startswith(name) for name in names) for k in known]
+    if is_excluded:
+        return [] if not all(is_named) else [value]
+    return [] if any(is_named) else names
+
+
+def unreachable_check(host: str, code: int | None, stderr: str, python: str) -> Check:
+    """The failed check of a `host` on which `python` could not be started; `code` None where it did not answer in time.
+
+    The patterns are the messages of OpenSSH 9 (ssh.c and sshconnect.c).
+    """
+    last = next((line.strip() for line in reversed(stderr.splitlines()) if line.strip()), "nothing")
+    if code is None:
+        hint = "check the load and the disks of the host; launch.greeting_seconds gives a slow host more time"
+        return Check("ssh", host, "fail", f"no answer in time; last output: {last}", hint)
+    if code != _SSH_FAILED:
+        return _not_started_check(host, code, last, python)
+    for pattern, what, hint in (
+        (
+            "IDENTIFICATION HAS CHANGED",
+            "its host key has changed",
+            f"if the host was reinstalled: ssh-keygen -R {host}; otherwise find out why",
+        ),
+        (
+            "Host key verification failed",
+            "its host key is not known here",
+            f"connect once by hand and compare the key: ssh {host}",
+        ),
+        (
+            "Permission denied",
+            f"it does not accept our key: {last}",
+            f"ssh-copy-id {host}, or name key and user in ssh_config or --ssh-args",
+        ),
+        ("Could not resolve", "its name does not resolve", "correct the hostfile, or the name service"),
+        ("refused", "no sshd listens there", "start sshd, or give its port as host:port in the hostfile"),
+        (
+            "timed out|No route to host|unreachable|not responding",
+            f"it does not answer: {last}",
+            "switch it on, check cable and firewall, or leave it out with --exclude",
+        ),
+    ):
+        if re.search(pattern, stderr):
+            return Check("ssh", host, "fail", what, hint)
+    return Check("ssh", host, "fail", f"ssh failed: {last}", f"try it by hand: ssh {host} true")
+
+
+def other_program_check(host: str) -> Check:
+    """The failed check of a host whose answer has other fields than this version of the program expects."""
+    found, hint = "it has another version of ds_finetune", "install the same source on every host"
+    return Check("versions", host, "fail", found, hint)
+
+
+def _not_started_check(host: str, code: int, last: str, python: str) -> Check:
+    found, hint = f"exit code {code}: {last}", f"try `{python} -m ds_finetune --help` on the host"
+    if code in _NO_COMMAND:
+        found, hint = f"no Python at {python}: {last}", _SAME_ENVIRONMENT
+    elif "can't cd to" in last or "cd:" in last:
+        found = f"the working folder does not exist: {last}"
+        hint = "start in a folder that every host has at the same path"
+    elif "No module named" in last:
+        found, hint = last, _SAME_ENVIRONMENT
+    return Check("python", host, "fail", found, hint)
+
+
+def preflight_checks(answers: Mapping[Host, Answer], here: HostInfo, env: Mapping[str, str]) -> dict[Host, list[Check]]:
+    """The warnings and failures of each host for a run with the variables `env`; `here` are this machine's facts.
+
+    Warnings about all hosts together are listed under the first.
+    """
+    hosts = {label(host): host for host in answers}
+    infos = {label(host): answer for host, answer in answers.items() if isinstance(answer, HostInfo)}
+    checks = [answer for answer in answers.values() if isinstance(answer, Check)]
+    checks += host_checks(hosts, infos, here=here, environ=env)
+    found: dict[Host, list[Check]] = {host: [] for host in answers}
+    for check in (check for check in checks if check.state != "ok"):
+        found[hosts.get(check.host, next(iter(answers)))].append(check)
+    return found
+
+
+def describe(host: Host, check: Check) -> str:
+    """The text of a check: the host and its line in the hostfile, what was found, and the hint."""
+    return f"{host.target} (line {host.line}): {check.found}\n    hint: {check.hint}"
+
+
+def meeting_address(hosts: Sequence[Host], infos: Mapping[Host, HostInfo]) -> str:
+    """The address of the first host at which the other hosts reach it; empty where it has no such address."""
+    first, info = hosts[0], infos[hosts[0]]
+    if len(hosts) == 1:
+        return "127.0.0.1"
+    # Where the first host is this machine, the others know the address that their ssh connection came from.
+    clients = [infos[host].ssh_client for host in hosts[1:] if is_here(first)]
+    candidates = [address_of(first), info.ssh_server_address, *clients, *chain.from_iterable(info.interfaces.values())]
+    return next((address for address in candidates if _is_for_others(address)), "")
+
+
+def _is_for_others(address: str) -> bool:
+    if not address:
+        return False
+    parsed = ipaddress.ip_address(address.split("%")[0])
+    return not parsed.is_loopback and not parsed.is_link_local

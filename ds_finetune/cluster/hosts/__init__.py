@@ -1,1 +1,0 @@
-"""Checks of one host, and hosts that cannot be reached."""
