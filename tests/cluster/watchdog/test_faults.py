@@ -91,7 +91,10 @@ def test_the_first_error_is_named_and_not_what_follows(rank: int, tmp_path: Path
     assert "Traceback" in done.printed[rank]
     # Rank zero prints the report with the traceback of the first error; nothing is printed of the one that follows.
     assert "RuntimeError" not in done.printed[1 - rank].partition(f"rank {1 - rank} then met")[0]
-    assert f"rank {rank} (host" in done.printed[1 - rank]
+    # Only the first rank of a host says why the watchdog ends it. The other one says so where it meets an error of its
+    # own before, which on a busy machine it may not.
+    is_silent = rank == 0 and not done.printed[1]
+    assert is_silent or f"rank {rank} (host" in done.printed[1 - rank]
 
 
 @pytest.mark.slow
