@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 from ds_finetune.config.units import MIB
 from ds_finetune.data.files import FileFormat, Record, known_endings, read_file
 from ds_finetune.errors import DataError
-from ds_finetune.foreign.datasets_offline import offline
-from ds_finetune.foreign.hub_access import hub_problem
+from ds_finetune.foreign.hub_access import hub_problem, offline
 
 _WORDS: Mapping[str, frozenset[str]] = {
     "train": frozenset({"train", "training"}),

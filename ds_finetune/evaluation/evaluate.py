@@ -1,9 +1,9 @@
 """Scores a model and its baseline, one after the other, on rows that are tokenised as a run would tokenise them."""
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ds_finetune.config.sections import DataConfig
 from ds_finetune.config.units import share_text
+from ds_finetune.data.documents import Counts
 from ds_finetune.data.prepare import TokenLimits, prepare_rows
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.row_kind import DIALOGUE, RowKind
@@ -113,149 +114,170 @@ def evaluate_model(request: EvalRequest) -> EvalReport:
 
     DataError or ExportError where rows or models cannot be read, or the models cannot be compared.
     """
-    folder = _model_folder(request.model)
-    base = None if request.baseline is None else _model_folder(request.baseline)
-    if holds_classifier(folder):
-        return _evaluate_classifier(request, folder, base)
-    if request.preference is not None:
-        evaluate_answers = _evaluate_marked if request.kind.name == "marked" else _evaluate_preferences
-        return evaluate_answers(request, request.preference, folder, base)
-    tokenizer = load_tokenizer(str(folder))
-    sets, notes = held_out_sets(request, folder, tokenizer, read_documents)
-    documents = list(chain.from_iterable(sets.values()))
-    if base is not None:
-        check_generates(base)
-        notes += _check_same_tokens(folder, base, tokenizer, documents)
-    if request.kind.objective == "distill":
-        notes.append("objective distill: the loss is that of the labels, which is eval/label_loss of a run")
-    references = None if request.extract is None else _references(request.extract, documents, tokenizer)
-    scores = _score(folder, documents, request, tokenizer, references)
-    baseline = None if base is None else _score(base, documents, request, tokenizer, references)
-    if baseline is not None and (scores.drafts is None) != (baseline.drafts is None):
-        without = folder if scores.drafts is None else base
-        notes.append(f"`{without}` has no multi-token prediction layer, so drafts are not compared")
-        scores, baseline = replace(scores, drafts=None), replace(baseline, drafts=None)
-    return EvalReport(
-        request.model,
-        request.baseline,
-        compare(scores, baseline),
-        len(documents),
-        int(scores.tokens.sum()),
-        tuple(notes),
-        _compare_sets(sets, scores, baseline),
-    )
-
-
-def _evaluate_classifier(request: EvalRequest, folder: Path, base: Path | None) -> EvalReport:
-    """Score a classifier or reward model on labelled texts or pairs, by the metrics of training."""
+    evaluation = _Evaluation(request)
+    if holds_classifier(evaluation.folder):
+        return evaluation.of_classifier()
+    if request.preference is None:
+        return evaluation.of_documents()
     if request.extract is not None:
         raise ConfigError(
-            f"--extract {request.extract} needs answers, and `{folder}` holds a classifier", hint="leave it out"
-        )
-    if request.preference is not None:
-        raise ConfigError(
-            f"objective {request.preference.name} compares answers of language models, and `{folder}` holds a "
-            "classifier",
-            hint="leave objective out: a reward model is scored on pairs, a classifier on labelled texts",
-        )
-    tokenizer = load_tokenizer(str(folder))
-    sets, notes = held_out_sets(request, folder, tokenizer, read_labelled)
-    documents = list(chain.from_iterable(sets.values()))
-    if base is not None:
-        check_baseline(folder, base)
-        notes += _check_same_tokens(folder, base, tokenizer, documents)
-    models = [each for each in (folder, base) if each is not None]
-    scores, *others = (score_labelled(each, documents, batch_tokens=request.batch_tokens) for each in models)
-    baseline = others[0] if others else None
-    return EvalReport(
-        request.model,
-        request.baseline,
-        compare(scores, baseline),
-        len(scores),
-        sum(len(document.ids) for document in documents),
-        tuple(notes),
-        _compare_sets(sets, scores, baseline),
-        unit="pairs" if scores.objective.documents_per_unit > 1 else "examples",
-        counts_all_tokens=True,
-    )
-
-
-def _evaluate_preferences(
-    request: EvalRequest, objective: DocumentObjective, folder: Path, base: Path | None
-) -> EvalReport:
-    """Score a language model on pairs of answers, by the metrics of training.
-
-    The baseline is the reference model where the objective compares with one, else a model to compare with.
-    """
-    _check_preference(request, objective)
-    tokenizer = load_tokenizer(str(folder))
-    sets, notes = held_out_sets(request, folder, tokenizer, read_sides)
-    documents = list(chain.from_iterable(sets.values()))
-    if base is not None:
-        check_generates(base)
-        notes += _check_same_tokens(folder, base, tokenizer, documents)
-    models = [each for each in (folder, base) if each is not None]
-    mine, *others = (_score(each, documents, request, tokenizer, None) for each in models)
-    reference = others[0] if objective.needs_reference else None
-    scores = PreferenceScores.of(objective, mine, reference)
-    baseline = PreferenceScores.of(objective, others[0], None) if others and reference is None else None
-    return EvalReport(
-        request.model,
-        request.baseline,
-        compare(scores, baseline),
-        len(scores),
-        int(mine.tokens.sum()),
-        tuple(notes),
-        _compare_sets(sets, scores, baseline),
-        unit="pairs",
-    )
-
-
-def _evaluate_marked(request: EvalRequest, objective: DocumentObjective, folder: Path, base: Path | None) -> EvalReport:
-    """Score a language model on marked answers, by the metrics of training; the baseline is the reference model."""
-    _check_preference(request, objective)
-    assert base is not None
-    tokenizer = load_tokenizer(str(folder))
-    sets, notes = held_out_sets(request, folder, tokenizer, read_marked)
-    answers = list(chain.from_iterable(sets.values()))
-    documents = [*(answer.document for answer in answers), *(answer.mismatched for answer in answers)]
-    check_generates(base)
-    notes += _check_same_tokens(folder, base, tokenizer, documents)
-    mine, reference = (_score(each, documents, request, tokenizer, None) for each in (folder, base))
-    scores = MarkedScores.of(objective, list(sets.values()), mine, reference)
-    return EvalReport(
-        request.model,
-        request.baseline,
-        compare(scores, None),
-        len(scores),
-        int(mine.tokens[: len(scores)].sum()),
-        tuple(notes),
-        _compare_sets(sets, scores, None),
-        unit="answers",
-    )
-
-
-def _check_preference(request: EvalRequest, objective: DocumentObjective) -> None:
-    if request.extract is not None:
-        raise ConfigError(
-            f"--extract {request.extract} with objective {objective.name}, whose answers are not compared with right "
-            "ones",
+            f"--extract {request.extract} with objective {request.preference.name}, whose answers are not compared "
+            "with right ones",
             hint="leave one of them out",
         )
-    check_reference(objective, request.baseline)
+    check_reference(request.preference, request.baseline)
+    if request.kind.name == "marked":
+        return evaluation.of_marked(request.preference)
+    return evaluation.of_pairs(request.preference)
 
 
-def _compare_sets(
-    sets: Mapping[str, Sequence[AnyDocument]], scores: AnyScores, baseline: AnyScores | None
-) -> dict[str, Mapping[str, Metric]]:
-    """Metrics of each set that has a name; the scores are of the documents of all sets, in their order."""
-    ends = accumulate(len(documents) for documents in sets.values())
-    parts = {name: slice(end - len(documents), end) for (name, documents), end in zip(sets.items(), ends, strict=True)}
-    return {
-        name: compare(scores.part(part), None if baseline is None else baseline.part(part))
-        for name, part in parts.items()
-        if name
-    }
+class _Evaluation:
+    """The folders of the models to score, their tokenizer, and notes on what was read."""
+
+    def __init__(self, request: EvalRequest) -> None:
+        self.request = request
+        self.folder = _model_folder(request.model)
+        self.base = None if request.baseline is None else _model_folder(request.baseline)
+        self.notes: list[str] = []
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of the model, whose ids both models are scored on."""
+        return load_tokenizer(str(self.folder))
+
+    def of_documents(self) -> EvalReport:
+        """Score a language model on its loss and, with `extract`, on its answers."""
+        request, base = self.request, self.base
+
+        def take(rows: PreparedRows, _: int) -> list[Document]:
+            number = min(rows.counts.documents, request.limit or rows.counts.documents)
+            prompts = rows.prompts_and_answers(number)
+            return [Document(*rows.document(index), *prompt) for index, prompt in enumerate(prompts)]
+
+        sets = self._read(take, "documents")
+        documents = list(chain.from_iterable(sets.values()))
+        self._check_base(documents)
+        if request.kind.objective == "distill":
+            self.notes.append("objective distill: the loss is that of the labels, which is eval/label_loss of a run")
+        references = None if request.extract is None else _references(request.extract, documents, self.tokenizer)
+        scores, baseline = self._score(documents, references)
+        if base is not None and baseline is not None and (scores.drafts is None) != (baseline.drafts is None):
+            without = self.folder if scores.drafts is None else base
+            self.notes.append(f"`{without}` has no multi-token prediction layer, so drafts are not compared")
+            scores, baseline = replace(scores, drafts=None), replace(baseline, drafts=None)
+        return self._report(sets, scores, baseline, tokens=int(scores.tokens.sum()))
+
+    def of_classifier(self) -> EvalReport:
+        """Score a classifier or reward model on labelled texts or pairs, by the metrics of training."""
+        request, folder, base = self.request, self.folder, self.base
+        if request.extract is not None:
+            raise ConfigError(
+                f"--extract {request.extract} needs answers, and `{folder}` holds a classifier", hint="leave it out"
+            )
+        if request.preference is not None:
+            raise ConfigError(
+                f"objective {request.preference.name} compares answers of language models, and `{folder}` holds a "
+                "classifier",
+                hint="leave objective out: a reward model is scored on pairs, a classifier on labelled texts",
+            )
+        kind = kind_of(AutoConfig.from_pretrained(folder, trust_remote_code=False))
+        sets = self._read(lambda rows, _: labelled_documents(rows, request.limit), kind.unit, kind)
+        documents = list(chain.from_iterable(sets.values()))
+        if base is not None:
+            check_baseline(folder, base)
+            self.notes += _check_same_tokens(folder, base, self.tokenizer, documents)
+        scores = score_labelled(folder, documents, batch_tokens=request.batch_tokens)
+        baseline = None if base is None else score_labelled(base, documents, batch_tokens=request.batch_tokens)
+        tokens = sum(len(document.ids) for document in documents)
+        return replace(self._report(sets, scores, baseline, tokens=tokens), unit=kind.unit, counts_all_tokens=True)
+
+    def of_pairs(self, objective: DocumentObjective) -> EvalReport:
+        """Score a language model on pairs of answers, by the metrics of training.
+
+        The baseline is the reference model where the objective compares with one, else a model to compare with.
+        """
+        sets = self._read(lambda rows, _: sides_of(rows, self.request.limit), "pairs")
+        documents = list(chain.from_iterable(sets.values()))
+        self._check_base(documents)
+        mine, other = self._score(documents)
+        reference = other if objective.needs_reference else None
+        scores = PreferenceScores.of(objective, mine, reference)
+        baseline = None if other is None or reference is not None else PreferenceScores.of(objective, other, None)
+        return replace(self._report(sets, scores, baseline, tokens=int(mine.tokens.sum())), unit="pairs")
+
+    def of_marked(self, objective: DocumentObjective) -> EvalReport:
+        """Score a language model on marked answers, by the metrics of training; the baseline is the reference model."""
+        limit = self.request.limit
+        sets = self._read(lambda rows, length: marked_answers(rows, limit, max_seq_len=length), "answers")
+        answers = list(chain.from_iterable(sets.values()))
+        documents = [*(answer.document for answer in answers), *(answer.mismatched for answer in answers)]
+        self._check_base(documents)
+        mine, reference = self._score(documents)
+        assert reference is not None
+        scores = MarkedScores.of(objective, list(sets.values()), mine, reference)
+        tokens = int(mine.tokens[: len(scores)].sum())
+        return replace(self._report(sets, scores, None, tokens=tokens), unit="answers")
+
+    def _read(
+        self, take: Callable[[PreparedRows, int], list[AnyDocument]], unit: str, kind: RowKind | None = None
+    ) -> dict[str, list[AnyDocument]]:
+        """What `take` makes of the rows of each held-out set and the most tokens of a unit, by the name of the set
+        (empty for files without one). Rows are tokenised as a run would tokenise them.
+        """
+        config, request = AutoConfig.from_pretrained(self.folder, trust_remote_code=False), self.request
+        length = min(request.max_seq_len, max_positions(config) or request.max_seq_len)
+        limits, kind = TokenLimits(length, config.vocab_size), kind or request.kind
+        sets: dict[str, list[AnyDocument]] = {}
+        for place, paths in request.data.held_out_sets.items():
+            name = place.removeprefix("eval").removeprefix("/")
+            with tempfile.TemporaryDirectory() as cache:
+                data = request.data.model_copy(update={"eval": paths, "cache_dir": cache})
+                rows = prepare_rows(data, "eval", tokenizer=self.tokenizer, limits=limits, kind=kind)
+                sets[name] = take(rows, length)
+                counts: Counts = rows.counts
+            scored = f"{len(sets[name]) // max(kind.documents_per_unit, 1)} {unit} scored"
+            cut = f"{counts.read} rows read, {counts.truncated} truncated to {length} tokens"
+            dropped = f"{counts.too_long_dropped} too long"
+            if unit == "documents":
+                cut += f" ({share_text(counts.truncated_ratio, 2)} of all tokens cut off), {counts.split} split"
+                dropped += f", {counts.nothing_supervised} without supervised tokens"
+            elif request.preference is not None and unit == "pairs":
+                cut += " of both sides"
+            lines = [f"{cut}, {dropped}, {scored}", *row_notes(counts)]
+            self.notes += [f"{name}: {line}" if name else line for line in lines]
+        return sets
+
+    def _check_base(self, documents: Sequence[Document]) -> None:
+        if self.base is not None:
+            check_generates(self.base)
+            self.notes += _check_same_tokens(self.folder, self.base, self.tokenizer, documents)
+
+    def _score(
+        self, documents: Sequence[Document], references: list[object] | None = None
+    ) -> tuple[Scores, Scores | None]:
+        """The scores of the model and those of the baseline."""
+        mine = _score(self.folder, documents, self.request, self.tokenizer, references)
+        if self.base is None:
+            return mine, None
+        return mine, _score(self.base, documents, self.request, self.tokenizer, references)
+
+    def _report(
+        self,
+        sets: Mapping[str, Sequence[AnyDocument]],
+        scores: AnyScores,
+        baseline: AnyScores | None,
+        *,
+        tokens: int,
+    ) -> EvalReport:
+        """The metrics of all documents and of each set that has a name; scores are in the order of the sets."""
+        ends = accumulate(len(documents) for documents in sets.values())
+        compared: dict[str, Mapping[str, Metric]] = {}
+        for (name, documents), end in zip(sets.items(), ends, strict=True):
+            part = slice(end - len(documents), end)
+            if name:
+                compared[name] = compare(scores.part(part), None if baseline is None else baseline.part(part))
+        metrics, names = compare(scores, baseline), (self.request.model, self.request.baseline)
+        return EvalReport(*names, metrics, len(scores), tokens, tuple(self.notes), compared)
 
 
 def _model_folder(name: str) -> Path:
@@ -334,94 +356,3 @@ def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> lis
     configured = model.generation_config.eos_token_id
     ids = configured if isinstance(configured, list) else [configured]
     return sorted({int(number) for number in (*ids, tokenizer.eos_token_id) if number is not None})
-
-
-def held_out_sets(
-    request: EvalRequest,
-    folder: Path,
-    tokenizer: PreTrainedTokenizerBase,
-    read: Callable[[EvalRequest, Path, PreTrainedTokenizerBase], tuple[list[AnyDocument], list[str]]],
-) -> tuple[dict[str, list[AnyDocument]], list[str]]:
-    """The documents of each held-out set by its name (empty for files without one), and lines that report on rows; each
-    set is read by `read`.
-    """
-    sets, notes = {}, []
-    for place, paths in request.data.held_out_sets.items():
-        name = place.removeprefix("eval").removeprefix("/")
-        of_set = replace(request, data=request.data.model_copy(update={"eval": paths}))
-        sets[name], lines = read(of_set, folder, tokenizer)
-        notes += [f"{name}: {line}" if name else line for line in lines]
-    return sets, notes
-
-
-def read_documents(
-    request: EvalRequest, folder: Path, tokenizer: PreTrainedTokenizerBase
-) -> tuple[list[Document], list[str]]:
-    """The documents of one held-out set, and lines that report on the rows."""
-    with _rows_of(request, folder, tokenizer) as (rows, length):
-        number = min(rows.counts.documents, request.limit or rows.counts.documents)
-        documents = [
-            Document(*rows.document(index), *prompt) for index, prompt in enumerate(rows.prompts_and_answers(number))
-        ]
-        counts = rows.counts
-    note = (
-        f"{counts.read} rows read, {counts.truncated} truncated to {length} tokens "
-        f"({share_text(counts.truncated_ratio, 2)} of all tokens cut off)"
-    )
-    note += f", {counts.split} split, {counts.too_long_dropped} too long"
-    note += f", {counts.nothing_supervised} without supervised tokens, {number} documents scored"
-    return documents, [note, *row_notes(counts)]
-
-
-def read_sides(
-    request: EvalRequest, folder: Path, tokenizer: PreTrainedTokenizerBase
-) -> tuple[list[Document], list[str]]:
-    """Both sides of the pairs of one held-out set, and lines that report on the rows."""
-    with _rows_of(request, folder, tokenizer) as (rows, length):
-        documents, counts = sides_of(rows, request.limit), rows.counts
-    note = (
-        f"{counts.read} rows read, {counts.truncated} truncated to {length} tokens of both sides, "
-        f"{counts.too_long_dropped} too long, {len(documents) // 2} pairs scored"
-    )
-    return documents, [note, *row_notes(counts)]
-
-
-def read_marked(
-    request: EvalRequest, folder: Path, tokenizer: PreTrainedTokenizerBase
-) -> tuple[list[MarkedDocument], list[str]]:
-    """The marked answers of one held-out set, and lines that report on the rows."""
-    with _rows_of(request, folder, tokenizer) as (rows, length):
-        answers, counts = marked_answers(rows, request.limit, max_seq_len=length), rows.counts
-    note = (
-        f"{counts.read} rows read, {counts.truncated} truncated to {length} tokens, {counts.too_long_dropped} too "
-        f"long, {len(answers)} answers scored"
-    )
-    return answers, [note, *row_notes(counts)]
-
-
-def read_labelled(
-    request: EvalRequest, folder: Path, tokenizer: PreTrainedTokenizerBase
-) -> tuple[list[LabelledDocument], list[str]]:
-    """The texts or sides of pairs of one held-out set, and lines that report on the rows."""
-    kind = kind_of(AutoConfig.from_pretrained(folder, trust_remote_code=False))
-    with _rows_of(replace(request, kind=kind), folder, tokenizer) as (rows, length):
-        documents, counts = labelled_documents(rows, request.limit), rows.counts
-    number = len(documents) // rows.kind.documents_per_unit
-    note = (
-        f"{counts.read} rows read, {counts.truncated} truncated to {length} tokens, "
-        f"{counts.too_long_dropped} too long, {number} {rows.kind.unit} scored"
-    )
-    return documents, [note, *row_notes(counts)]
-
-
-@contextmanager
-def _rows_of(
-    request: EvalRequest, folder: Path, tokenizer: PreTrainedTokenizerBase
-) -> Iterator[tuple[PreparedRows, int]]:
-    """The rows of one held-out set, tokenised, and the most tokens of a unit; the context holds their files."""
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    length = min(request.max_seq_len, max_positions(config) or request.max_seq_len)
-    limits = TokenLimits(length, config.vocab_size)
-    with tempfile.TemporaryDirectory() as cache:
-        data = request.data.model_copy(update={"cache_dir": cache})
-        yield prepare_rows(data, "eval", tokenizer=tokenizer, limits=limits, kind=request.kind), length

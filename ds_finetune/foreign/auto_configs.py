@@ -4,13 +4,64 @@ transformers does not.
 Import them from here, so that every process of this program can read such models.
 """
 
+from functools import wraps
+from typing import Any
+
 from transformers import AutoConfig, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ds_finetune.families.table import BUILT_AS
-from ds_finetune.foreign.transformers_model_types import register_config
+from ds_finetune.foreign.guard import Foreign
 
 __all__ = ["CONFIG_MAPPING", "AutoConfig", "AutoTokenizer"]
+
+_CLASSES = Foreign("transformers", "models/auto/auto_factory.py, the mappings from configurations to classes")
+_CONVERSIONS = Foreign("transformers", "conversion_mapping.py:2560-2592")
+
+
+def register_config(name: str, *, built_as: str) -> None:
+    """Let `AutoConfig` and `AutoTokenizer` read the model type `name`, which transformers does not know, as its type
+    `built_as`. Configurations keep the name.
+    """
+    if name not in CONFIG_MAPPING:
+        title = name.title().replace("_", "")
+        CONFIG_MAPPING.register(name, type(f"{title}Config", (CONFIG_MAPPING[built_as],), {"model_type": name}))
+
+
+def register_models(name: str, *, built_as: str) -> None:
+    """Let the Auto classes of models, causal LMs and classifiers build and load the model type `name` as `built_as`.
+
+    How a checkpoint's names follow from those of a model is looked up by the model type (conversion_mapping.py:2606).
+    """
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, conversion_mapping
+
+    register_config(name, built_as=built_as)
+    known, own = CONFIG_MAPPING[built_as], CONFIG_MAPPING[name]
+    for factory in (AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification):
+        classes = _CLASSES.attribute(factory, "_model_mapping")
+        if known in classes:
+            classes.register(own, classes[known], exist_ok=True)
+    if _CONVERSIONS.attribute(conversion_mapping, "_checkpoint_conversion_mapping_cache") is not None:
+        _add_conversions(conversion_mapping, name, built_as)
+        return
+    # Runs do not read it, and making it compiles 900 expressions.
+    build = _CONVERSIONS.attribute(conversion_mapping, "_build_checkpoint_conversion_mapping")
+
+    @wraps(build)
+    def build_with_own() -> dict[str, Any]:
+        conversion_mapping._checkpoint_conversion_mapping_cache = build()
+        _add_conversions(conversion_mapping, name, built_as)
+        return dict(conversion_mapping._checkpoint_conversion_mapping_cache)
+
+    conversion_mapping._build_checkpoint_conversion_mapping = build_with_own
+
+
+def _add_conversions(module: Any, name: str, built_as: str) -> None:  # noqa: ANN401
+    mapping = _CONVERSIONS.attribute(module, "get_checkpoint_conversion_mapping")(built_as)
+    register = _CONVERSIONS.attribute(module, "register_checkpoint_conversion_mapping")
+    if mapping is not None:
+        register(name, mapping, overwrite=True)
+
 
 for _name, _built_as in BUILT_AS.items():
     register_config(_name, built_as=_built_as)

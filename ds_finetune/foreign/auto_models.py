@@ -5,7 +5,7 @@ not.
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from ds_finetune.families.table import BUILT_AS
-from ds_finetune.foreign.transformers_model_types import register_models
+from ds_finetune.foreign.auto_configs import register_models
 
 __all__ = ["AutoModelForCausalLM", "AutoModelForSequenceClassification"]
 

@@ -2,9 +2,13 @@
 
 import importlib
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 
 from huggingface_hub import constants, get_session
+
+from ds_finetune.foreign.guard import Foreign, replaced
 
 _REQUEST_SECONDS = 5.0
 _PROBE_SECONDS = 8.0
@@ -42,3 +46,16 @@ def _probe(endpoint: str) -> str:
     thread.start()
     thread.join(_PROBE_SECONDS)
     return problem[0]
+
+
+_OFFLINE = Foreign("datasets", "config.py (HF_HUB_OFFLINE), load.py")
+
+
+@contextmanager
+def offline() -> Iterator[None]:
+    """While this is open, datasets uses only its cache and does not ask the hub; it has no argument for that."""
+    from datasets import config
+
+    _OFFLINE.attribute(config, "HF_HUB_OFFLINE")
+    with replaced(config, "HF_HUB_OFFLINE", True):
+        yield

@@ -24,9 +24,8 @@ from ds_finetune.config.units import MIB
 from ds_finetune.console.phase_line import Say
 from ds_finetune.errors import OutputError
 from ds_finetune.model.routers import RouterChoices
-from ds_finetune.observers.line_file import append_whole
-from ds_finetune.observers.outage import Outage
 from ds_finetune.observers.record import Observer, StepRecord
+from ds_finetune.observers.writers import Outage, append_whole
 
 _MOST_STEPS = 50
 """Loads are added up over so many steps, or a tenth of the run where that is less."""

@@ -22,8 +22,8 @@ from ds_finetune.config.dotted_keys import values_by_key
 from ds_finetune.config.units import MIB
 from ds_finetune.console.phase_line import Say
 from ds_finetune.errors import ConfigError
-from ds_finetune.observers.outage import MAX_WAITING, Outage, Record, one_line
 from ds_finetune.observers.record import StepRecord
+from ds_finetune.observers.writers import MAX_WAITING, Outage, Record, one_line
 from ds_finetune.system.whole_file import replace_file
 
 PACKAGES = {

@@ -1,10 +1,116 @@
-"""Write the metrics of a run as lines of JSON: `metrics.jsonl` and `ranks.jsonl`."""
+"""Writes what a run records step by step: `metrics.jsonl`, `ranks.jsonl` and `samples.jsonl`.
+
+Files are appended to whole or not at all, so that a full disk leaves no part of a record behind. While it is full,
+records wait and training continues.
+"""
 
 import json
 import math
+import os
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from io import FileIO
+from pathlib import Path
+from typing import Generic, TypeVar
 
-from ds_finetune.observers.line_file import LineFile
+from ds_finetune.console.phase_line import Say
 from ds_finetune.observers.record import StepRecord
+from ds_finetune.runs.metrics import Sample
+
+T = TypeVar("T")
+Record = tuple[int, Mapping[str, float]]
+"""A step and its finite values by name."""
+MAX_WAITING = 10_000
+"""Maximum number of queued lines; older ones are lost."""
+_LONGEST_PAUSE = 16
+MOST_SAMPLES = 8
+"""Answers of each held-out set that an evaluation keeps; the first ones, so that they can be compared over time."""
+
+
+def one_line(failed: Exception) -> str:
+    """The reason of an exception: the first line of its text."""
+    text = (getattr(failed, "strerror", None) or str(failed)).strip()
+    return text.splitlines()[0][:300] if text else type(failed).__name__
+
+
+class Outage(Generic[T]):
+    """Passes records to `write` in order. A record that raises OSError is queued with those after it and retried later.
+
+    At most `most` records wait, by default `MAX_WAITING`. `say` prints a line when writing fails, when it works again,
+    and at the end for what is lost.
+    """
+
+    def __init__(self, name: str, write: Callable[[T], None], say: Say, *, most: int | None = None) -> None:
+        self._name, self._write, self._say = name, write, say
+        self._most = MAX_WAITING if most is None else most
+        self._waiting: deque[T] = deque()
+        self._lost = 0
+        self._pause = self._until_next = 0
+
+    def put(self, record: T) -> None:
+        """Write the record and those that wait, or let it wait."""
+        self._waiting.append(record)
+        if len(self._waiting) > self._most:
+            self._waiting.popleft()
+            self._lost += 1
+        self._until_next -= 1
+        if self._until_next <= 0:
+            self._try()
+
+    def close(self) -> None:
+        """Try a last time, and report what could not be written."""
+        if self._waiting:
+            self._try()
+        if self._waiting:
+            self._lost += len(self._waiting)
+            self._say(f"{self._name} LACKS {self._lost} RECORDS, which could not be written")
+
+    def _try(self) -> None:
+        waited = len(self._waiting) - 1
+        try:
+            while self._waiting:
+                self._write(self._waiting[0])
+                self._waiting.popleft()
+        except OSError as full:
+            if not self._pause:
+                self._say(f"{self._name} CANNOT BE WRITTEN: {one_line(full)}; training continues, and its records wait")
+            self._pause = min(max(2 * self._pause, 1), _LONGEST_PAUSE)
+            self._until_next = self._pause
+            return
+        if self._pause:
+            lost = f"; {self._lost} were lost before, because at most {self._most} wait" if self._lost else ""
+            self._say(f"{self._name} is written again, with {waited} records that had waited{lost}")
+        self._pause = 0
+
+
+def append_whole(file: FileIO, data: bytes) -> None:
+    """Append `data` to an unbuffered file; with an OSError nothing of it remains."""
+    end, written = file.seek(0, os.SEEK_END), 0
+    try:
+        while written < len(data):
+            written += file.write(data[written:])
+    except OSError:
+        file.truncate(end)
+        raise
+
+
+class LineFile:
+    """A file to which lines are appended at once; where the disk is full, they wait (`Outage`)."""
+
+    def __init__(self, path: Path, say: Say) -> None:
+        self._file = path.open("ab", buffering=0)
+        self._lines = Outage(str(path), partial(append_whole, self._file), say)
+
+    def put(self, line: str) -> None:
+        """Append a line, which ends with a newline."""
+        self._lines.put(line.encode())
+
+    def close(self) -> None:
+        """Write queued lines and close the file."""
+        self._lines.close()
+        self._file.close()
 
 
 class MetricsFile(LineFile):
@@ -38,3 +144,22 @@ def line_of(record: StepRecord) -> str:
     )
     texts = {name: text for name, text in (("notice", record.notice), ("slow", record.slow)) if text}
     return json.dumps({"step": record.step, **finite, **non_finite, **texts}) + "\n"
+
+
+class SampleFile(LineFile):
+    """Appends the answers of an evaluation with the step after which they were generated, a line for each."""
+
+    def __init__(self, path: Path, say: Say) -> None:
+        super().__init__(path, say)
+        self._collected: Sequence[Sample] = ()
+
+    def collect(self, samples: Sequence[Sample]) -> None:
+        """Keep the answers of an evaluation until its step is recorded; the step that they have does not matter."""
+        self._collected = samples
+
+    def after_step(self, record: StepRecord) -> StepRecord:
+        """Write the collected answers."""
+        for sample in self._collected:
+            self.put(replace(sample, step=record.step).line())
+        self._collected = ()
+        return record

@@ -1,17 +1,14 @@
 """This rank's batches of a run: from prepared rows or from a stream, from the beginning or from where it resumes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any
 
 from ds_finetune.config.schedule import Duration
 from ds_finetune.config.units import share_text
 from ds_finetune.data.batches import Batch, BatchPlan, Position, prefetched, training_batches
-from ds_finetune.data.prepared_rows import PreparedRows, Row
+from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.scores import NumberedRows, with_scores
 from ds_finetune.data.stream import START, StreamedRows, streaming_batches
 from ds_finetune.engine.engine import Engine
@@ -33,12 +30,21 @@ def run_batches(run: PreparedRun, *, after: Progress = BEGINNING, stream_positio
     rows, plan = run.inputs.train, batch_plan(run)
     if isinstance(rows, StreamedRows):
         return streaming_batches(rows, plan, steps=run.schedule.steps, start_step=after.step, start=stream_position)
-    scores, total = run.inputs.scores, total_rows(run, rows)
-    if scores is not None:
-        numbered = training_batches(NumberedRows(rows), plan, start_step=after.step, total_rows=total)
-        return with_scores(numbered, scores)
-    mismatched = mismatched_answers(run.plan, run.inputs.model.objective, rows)
-    return training_batches(rows, plan, start_step=after.step, total_rows=total, mismatched=mismatched)
+    return prepared_batches(run, rows, plan, start_step=after.step, total_rows=total_rows(run, rows))
+
+
+def prepared_batches(
+    run: PreparedRun, rows: PreparedRows, plan: BatchPlan, *, start_step: int, total_rows: int
+) -> Iterator[Batch]:
+    """Batches of `rows`, which are all training rows of the run or some of them, with what its objective adds: stored
+    scores of a teacher, or the documents of a baseline.
+    """
+    if run.inputs.scores is not None:
+        numbered = training_batches(NumberedRows(rows), plan, start_step=start_step, total_rows=total_rows)
+        return with_scores(numbered, run.inputs.scores)
+    assert isinstance(run.inputs.train, PreparedRows)
+    mismatched = mismatched_answers(run.plan, run.model.objective, run.inputs.train)
+    return training_batches(rows, plan, start_step=start_step, total_rows=total_rows, mismatched=mismatched)
 
 
 def total_rows(run: PreparedRun, rows: PreparedRows) -> int:
@@ -80,46 +86,30 @@ def batch_plan(run: PreparedRun) -> BatchPlan:
         pad_token_id=run.inputs.pad_token_id,
         row_len=plan.batch.max_seq_len if plan.batch.is_packed else None,
         multiple=plan.mesh.sp,
-        documents_per_unit=run.inputs.model.objective.documents_per_unit,
+        documents_per_unit=run.model.objective.documents_per_unit,
         reference=run.reference.get("train"),
         mixture=rows.mixture if isinstance(rows, PreparedRows) else None,
-        looks_ahead=run.inputs.model.mtp is not None,
+        looks_ahead=run.model.mtp is not None,
         separates_padding=encoder_of(run.inputs.hf_config) is not None,
-        row_cost=_row_cost(run),
-        streamed_row_cost=_streamed_row_cost(run),
         meets_each_forward=plan.meets_each_forward,
+        **_row_costs(run),
     )
 
 
-def eval_plan(run: PreparedRun, name: str) -> BatchPlan:
-    """The same for the held-out set `name`."""
-    return replace(batch_plan(run), reference=run.reference.get(name))
-
-
-def _row_cost(run: PreparedRun) -> Callable[[int], float] | None:
-    """What a prepared row costs, by its number; None where rows stay in order.
+def _row_costs(run: PreparedRun) -> dict[str, Any]:
+    """What a prepared row costs, by its number, or what a streamed row costs; nothing where rows stay in order.
 
     On one rank only padding can be saved, by rows of similar length in a forward, and packed rows have the same length.
     """
-    rows, cost = run.inputs.train, _cost_of_sizes(run)
-    if isinstance(rows, StreamedRows) or cost is None:
-        return None
-    return lambda number: cost(*rows.sizes(number))
-
-
-def _streamed_row_cost(run: PreparedRun) -> Callable[[Row], float] | None:
-    """What a streamed row costs; None where the order of a rank's rows makes no difference, or has to stay."""
-    cost = _cost_of_sizes(run)
-    is_order_free = run.plan.batch.is_packed and not run.plan.meets_each_forward
-    if not isinstance(run.inputs.train, StreamedRows) or cost is None or is_order_free:
-        return None
-    return lambda row: cost(row.document_lengths, row.supervised)
-
-
-def _cost_of_sizes(run: PreparedRun) -> Callable[[NDArray[np.int64], int], float] | None:
-    """What a row costs by the lengths of its documents and its supervised tokens."""
-    batch = run.plan.batch
+    rows, batch = run.inputs.train, run.plan.batch
     if not run.config.data.balance or (run.plan.dp == 1 and batch.is_packed):
-        return None
-    cost = RowCost.of(run.inputs.shape, recomputes=run.plan.activation_checkpointing)
-    return partial(cost.of_row, row_len=batch.max_seq_len if batch.is_packed else None)
+        return {}
+    cost = partial(
+        RowCost.of(run.inputs.shape, recomputes=run.plan.activation_checkpointing).of_row,
+        row_len=batch.max_seq_len if batch.is_packed else None,
+    )
+    if isinstance(rows, PreparedRows):
+        return {"row_cost": lambda number: cost(*rows.sizes(number))}
+    # Where ranks do not meet in each forward, the order of a rank's packed rows makes no difference.
+    is_order_free = batch.is_packed and not run.plan.meets_each_forward
+    return {} if is_order_free else {"streamed_row_cost": lambda row: cost(row.document_lengths, row.supervised)}

@@ -3,12 +3,10 @@
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 import torch
 
-from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.units import parse_bytes
 from ds_finetune.console.phase_line import Say
 from ds_finetune.data.layouts import LabelledText
@@ -72,15 +70,15 @@ def files_beside(template: str, inputs: RunInputs) -> dict[str, Path]:
 
 
 def verify_run_exports(
-    config: RunConfig, exports: tuple[Path, ...], interruption: SignalInterruption
+    output_dir: Path, exports: tuple[Path, ...], interruption: SignalInterruption
 ) -> tuple[VerificationResult, ...]:
     """Compare the exported folders, and the best weights', with what the run recorded, in one fresh process.
 
     VerificationError names the folders where a signal has arrived.
     """
-    best = Path(config.output_dir) / "export-best"
+    best = output_dir / "export-best"
     folders = [*exports, *([best] if (best / RECORD).is_file() and (best / UNVERIFIED).is_file() else [])]
-    if not config.export.verify or not folders:
+    if not folders:
         return ()
     interruption.check(folders)
     torch.cuda.empty_cache()
@@ -92,25 +90,6 @@ def verify_run_exports(
         results.append(replace(result, folder=best))
         mark_folder(results[-1])
     return tuple(results)
-
-
-def record_logits(run: PreparedRun, engine: Engine, *, step: int) -> ExportRecord:
-    """Logits of the fixed prompts from the weights as they are now, after `step` steps; every rank takes part.
-
-    The record has no logits where weights are in four bits, because the exported weights are not quantised.
-    """
-    inputs = run.inputs
-    vocab_size = int(inputs.hf_config.vocab_size)
-    prompts = fixed_prompts(vocab_size, inputs.tokenizer)
-    is_quantised = bool(inputs.model.quantised)
-    return ExportRecord(
-        base=str(inputs.folder.absolute()),
-        dtype=dtype_name(PRECISION_DTYPES[run.plan.precision]),
-        vocab_size=vocab_size,
-        prompts=prompts,
-        step=step,
-        logits=None if is_quantised else sampled_logits(engine.logits(prompts), prompts, vocab_size),
-    )
 
 
 @dataclass
@@ -157,7 +136,7 @@ def export(run: PreparedRun, engine: Engine, out: Path, *, step: int) -> list[st
     peft's format to a folder beside `out`: `adapter` or `adapter-best`. Weights that the engine has in four bits are
     read from the model's folder again.
     """
-    model, folder = run.inputs.model, run.inputs.folder
+    model, folder = run.model, run.inputs.folder
     tokenizer = adapt_tokenizer(run) if engine.is_rank_zero else ClassifierTokenizer({})
     parts = _folder_parts(run, engine, tokenizer, step=step)
     notes = list(tokenizer.notes)
@@ -187,14 +166,7 @@ def _folder_parts(run: PreparedRun, engine: Engine, tokenizer: ClassifierTokeniz
     """Everything of an exported folder but its tensors."""
     config, inputs = run.config, run.inputs
     beside = files_beside(config.data.template, inputs)
-    record = None
-    if config.export.verify:
-        is_language_model = inputs.model.task == "causal_lm"
-        record = (
-            record_logits(run, engine, step=step)
-            if is_language_model
-            else record_scores(run, engine, tokenizer, step=step)
-        )
+    record = export_record(run, engine, tokenizer, step=step) if config.export.verify else None
     return FolderParts(
         family=family_of(inputs.hf_config.model_type),
         config=inputs.config_tree,
@@ -250,41 +222,50 @@ def adapt_tokenizer(run: PreparedRun) -> ClassifierTokenizer:
 
 def _encode_of(run: PreparedRun) -> Encode | None:
     """How a text becomes tokens in training; None where training renders dialogue with a chat template."""
-    inputs, data = run.inputs, run.config.data
-    has_template = data.template != "plain" and (data.template != "auto" or bool(inputs.tokenizer.chat_template))
-    if inputs.model.objective.name == "reward" and has_template:
+    tokenizer, data = run.inputs.tokenizer, run.config.data
+    has_template = data.template != "plain" and (data.template != "auto" or bool(tokenizer.chat_template))
+    if run.model.objective.name == "reward" and has_template:
         return None
-    return partial(_encode, run)
+    # Without a limit, which a pipeline does not know.
+    return lambda text, pair: encode_labelled(LabelledText(text, pair, 0.0), tokenizer, data.separator, sys.maxsize)[0]
 
 
-def _encode(run: PreparedRun, text: str, pair: str | None) -> list[int]:
-    """The ids of a text without a limit, which a pipeline does not know."""
-    sample = LabelledText(text, pair, 0.0)
-    return encode_labelled(sample, run.inputs.tokenizer, run.config.data.separator, sys.maxsize)[0]
+def export_record(run: PreparedRun, engine: Engine, tokenizer: ClassifierTokenizer, *, step: int) -> ExportRecord:
+    """What the weights compute as they are now, after `step` steps: logits of the fixed prompts, or scores of fixed
+    texts by a classifier or reward model; every rank takes part.
 
-
-def record_scores(run: PreparedRun, engine: Engine, tokenizer: ClassifierTokenizer, *, step: int) -> ExportRecord:
-    """Scores of fixed texts from the weights as they are now, after `step` steps; every rank takes part.
-
-    The record has no scores where weights are in four bits, because the exported weights are not quantised. It has the
-    texts themselves where `tokenizer`, which rank zero knows, makes the run's tokens of all of them.
+    There are none where weights are in four bits, because the exported weights are not quantised.
     """
-    inputs, encode = run.inputs, _encode_of(run)
-    vocab_size, limit = int(inputs.hf_config.vocab_size), min(_LONGEST, run.config.train.max_seq_len)
+    hf_config = run.inputs.hf_config
+    record = ExportRecord(
+        base=str(run.inputs.folder.absolute()),
+        dtype=dtype_name(PRECISION_DTYPES[run.plan.precision]),
+        vocab_size=int(hf_config.vocab_size),
+        prompts=(),
+        step=step,
+        logits=None,
+    )
+    if run.model.task == "causal_lm":
+        record = replace(record, prompts=fixed_prompts(record.vocab_size, run.inputs.tokenizer))
+    else:
+        record = _with_texts(record, run, tokenizer)
+    if run.model.quantised:
+        return record
+    computed = engine.logits(record.prompts)
+    if run.model.task == "causal_lm":
+        return replace(record, logits=sampled_logits(computed, record.prompts, record.vocab_size))
+    return replace(record, logits=torch.cat(list(computed)).flatten().cpu().numpy())
+
+
+def _with_texts(record: ExportRecord, run: PreparedRun, tokenizer: ClassifierTokenizer) -> ExportRecord:
+    """The record of a classifier with its prompts, and with the texts themselves where `tokenizer`, which rank zero
+    knows, makes the run's tokens of all of them.
+    """
+    hf_config, encode = run.inputs.hf_config, _encode_of(run)
+    limit = min(_LONGEST, run.plan.batch.max_seq_len)
     encoded = {} if encode is None else {text: encode(text, None) for text in TEXTS}
     short = {text: tuple(ids) for text, ids in encoded.items() if len(ids) < limit}
     ending = next((ids[-1:] for ids in short.values()), ())
-    drawn = classifier_prompts(vocab_size, pad=inputs.hf_config.pad_token_id, ending=ending)
-    prompts = (*drawn, *short.values())
-    has_same_tokens = set(short) <= set(tokenizer.texts)
-    scores = None if inputs.model.quantised else torch.cat(list(engine.logits(prompts))).flatten().cpu().numpy()
-    return ExportRecord(
-        base=str(inputs.folder.absolute()),
-        dtype=dtype_name(PRECISION_DTYPES[run.plan.precision]),
-        vocab_size=vocab_size,
-        prompts=prompts,
-        step=step,
-        logits=scores,
-        num_labels=int(inputs.hf_config.num_labels),
-        texts=tuple(short) if has_same_tokens else (),
-    )
+    made = classifier_prompts(record.vocab_size, pad=hf_config.pad_token_id, ending=ending)
+    texts = tuple(short) if set(short) <= set(tokenizer.texts) else ()
+    return replace(record, prompts=(*made, *short.values()), num_labels=int(hf_config.num_labels), texts=texts)

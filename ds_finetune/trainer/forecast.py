@@ -57,7 +57,7 @@ def forecast_check(run: PreparedRun, *, say: Say, log: Say) -> ForecastCheck:
         is_host=run.plan.device == "cpu",
     )
     assert run.peak is not None
-    return ForecastCheck(predicted, run.peak.num_bytes, _largest, say)
+    return ForecastCheck(predicted, run.peak.num_bytes, lambda value: all_reduce_max(value)[0], say)
 
 
 def time_of(run: PreparedRun) -> TimeEstimate | None:
@@ -105,11 +105,6 @@ def _memory_text(run: PreparedRun, memory: MemoryEstimate) -> str:
     free = "" if run.memory is None else f" of {run.memory.free_bytes / GIB:.3f} GiB that are free"
     stage = f" (stage {memory.stage})" if run.plan.mesh.pp > 1 else ""
     return f"{memory.device_bytes / GIB:.3f} GiB at most{stage}{free}, predicted; {parts}"
-
-
-def _largest(value: float) -> float:
-    """Of all ranks."""
-    return all_reduce_max(value)[0]
 
 
 class OutOfMemoryError(RunError):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from ds_finetune.config.objectives import ObjectiveConfig, is_distillation
 from ds_finetune.config.schedule import Duration
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.classes import find_classes
@@ -23,13 +24,13 @@ from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.errors import ConfigError, DataError
 from ds_finetune.model.build.encoder import encoder_of
 from ds_finetune.model.build.model_plan import ModelPlan
-from ds_finetune.model.build.skeleton import model_class, read_hf_config, resolve_folder
+from ds_finetune.model.build.skeleton import TOKENIZER_PATTERNS, model_class, read_hf_config, resolve_folder
 from ds_finetune.model.loss.score_config import score_settings
+from ds_finetune.model.loss.teacher import check_same_tokens
 from ds_finetune.model.mtp.layer import mtp_layers
 from ds_finetune.model.weights.load import weights_digest
 from ds_finetune.plan.context import extend_tree
 from ds_finetune.plan.model_shape import Shape
-from ds_finetune.trainer.distillation import check_teacher_tokens, open_scores, teacher_digest
 from ds_finetune.trainer.document_lengths import check_answers_fit, check_lengths
 from ds_finetune.trainer.resolve import token_limits
 
@@ -190,3 +191,30 @@ def _shape(folder: Path, model: ModelPlan) -> Shape | None:
     except ConfigError:
         return None
     return shape if model.task == "causal_lm" else shape.with_scores(int(model.hf_config.num_labels))
+
+
+def check_teacher_tokens(model: ModelPlan, tokenizer: PreTrainedTokenizerBase) -> None:
+    """ModelError where ids mean other tokens in the tokenizer of a live teacher; DataError where it has none."""
+    if model.teacher is not None:
+        folder = resolve_folder(model.teacher.path, files=TOKENIZER_PATTERNS)
+        theirs = load_tokenizer(str(folder))
+        check_same_tokens(model.teacher.path, theirs.get_vocab(), tokenizer.get_vocab())
+
+
+def open_scores(
+    section: ObjectiveConfig, model: ModelPlan, tokenizer: PreTrainedTokenizerBase, rows: PreparedRows | StreamedRows
+) -> StoredScores | None:
+    """The stored scores that the objective names; DataError where they are damaged or do not belong to `rows`."""
+    if not is_distillation(section) or section.scores is None:
+        return None
+    assert isinstance(rows, PreparedRows)
+    scores = StoredScores.open(Path(section.scores))
+    scores.check(rows.documents, tokenizer.get_vocab(), int(model.hf_config.vocab_size))
+    return scores
+
+
+def teacher_digest(model: ModelPlan, scores: StoredScores | None) -> str:
+    """A digest of the teacher's weights, by which a resumed run knows it; empty where there is no teacher."""
+    if scores is not None:
+        return scores.identity.teacher
+    return weights_digest(resolve_folder(model.teacher.path)) if model.teacher is not None else ""

@@ -31,7 +31,7 @@ from ds_finetune.system.whole_file import replace_file
 from ds_finetune.system.world import accelerate_choices
 from ds_finetune.trainer.forecast import memory_table, what_fits
 from ds_finetune.trainer.prepare import PreparedRun
-from ds_finetune.trainer.resolve import ResolvedRun, complete_plan
+from ds_finetune.trainer.resolve import complete_plan
 from ds_finetune.trainer.trial import DONE, OUT_OF_MEMORY, try_steps
 
 _TIMEOUT = timedelta(minutes=30)
@@ -118,14 +118,11 @@ def _decided(run: PreparedRun, rows: int, how: str) -> PreparedRun:
     """The run with forwards of `rows` rows, and a line of its plan that says how they were chosen."""
     config, old = with_micro_batch(run.config, rows), run.plan
     plan = make_plan(config, world=old.world, device=old.device, accelerate=accelerate_choices(os.environ))
-    resolved = complete_plan(ResolvedRun(config, plan, run.inputs.model, run.notes))
-    plan = _with_line(resolved.plan, f"{rows} (auto: {how})")
-    return replace(run, config=config, plan=plan, estimate=resolved.estimate)
-
-
-def _with_line(plan: Plan, text: str) -> Plan:
+    plan = complete_plan(replace(run, config=config, plan=plan)).plan
     after = [name for name, _ in plan.decisions].index("batch") + 1
-    return replace(plan, decisions=(*plan.decisions[:after], ("micro batch", text), *plan.decisions[after:]))
+    line = ("micro batch", f"{rows} (auto: {how})")
+    plan = replace(plan, decisions=(*plan.decisions[:after], line, *plan.decisions[after:]))
+    return replace(run, config=config, plan=plan)
 
 
 def _took(tried: TriedSize, budget: int) -> str:

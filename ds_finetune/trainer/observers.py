@@ -1,10 +1,10 @@
 """The observers of a run: what happens after each step, from evaluation and checkpoints to the progress line."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -14,12 +14,15 @@ from ds_finetune.checkpoint.saver import Saver
 from ds_finetune.cluster.watchdog.progress import RankProgress, Stragglers
 from ds_finetune.config.schedule import Duration
 from ds_finetune.config.sections import EvalConfig
-from ds_finetune.console.phase_line import Say, say_nothing
-from ds_finetune.data.batches import num_eval_rows
+from ds_finetune.console.phase_line import PhaseLine, Say
+from ds_finetune.data.batches import BatchPlan, MicroBatch, eval_baseline, eval_batches, num_eval_rows
+from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.stream import StreamedRows
 from ds_finetune.engine.engine import Engine
+from ds_finetune.engine.generation import GenerationLimits
+from ds_finetune.engine.results import HeldOutScores
 from ds_finetune.observers.checkpointing import Checkpointing, CheckpointPolicy
-from ds_finetune.observers.evaluation import BestAndPatience, Evaluation
+from ds_finetune.observers.evaluation import BestAndPatience, Evaluation, matches
 from ds_finetune.observers.performance import Utilisation, peak_flops
 from ds_finetune.observers.progress import ANSWERS, EVALUATION, EXPORT, SAVE, ProgressLine, TimeLeft
 from ds_finetune.observers.record import Observer, Resumable
@@ -31,18 +34,24 @@ from ds_finetune.observers.routers import (
     TableLayout,
     load_advice,
 )
-from ds_finetune.observers.samples import SampleFile
 from ds_finetune.observers.stopping import SkippedSteps, StopSignals
 from ds_finetune.observers.trackers import Trackers
-from ds_finetune.observers.writers import MetricsFile, RankTimesFile
-from ds_finetune.trainer.evaluation import evaluation_functions
+from ds_finetune.observers.writers import MOST_SAMPLES, MetricsFile, RankTimesFile, SampleFile
+from ds_finetune.runs.metrics import Sample
+from ds_finetune.trainer.batches import batch_plan
 from ds_finetune.trainer.exports import Exports
 from ds_finetune.trainer.forecast import forecast_check
-from ds_finetune.trainer.prepare import PreparedRun
+from ds_finetune.trainer.prepare import PreparedRun, mismatched_answers
 from ds_finetune.trainer.resume import ResumePoint, make_state_text, restore_observers
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Scored = Callable[[], Mapping[str, HeldOutScores] | None]
+Answered = Callable[[], Mapping[str, float] | None]
+Collect = Callable[[Sequence[Sample]], None]
+"""Takes the first answers of an evaluation."""
+_ALL = "eval"
+"""First part of the names of metrics over all held-out sets together."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +69,7 @@ class StartedRun:
     store: dist.Store
     """Where the ranks met."""
     say: Say
+    """Prints a line on rank zero."""
     log: Say
     """Adds a line to the run's log without printing it."""
 
@@ -71,7 +81,8 @@ def make_observers(started: StartedRun, signals: StopSignals) -> list[Observer]:
     observers: list[Observer] = []
     if plan.world.world_size > 1:
         observers.append(Stragglers(started.rank_progress, config.log.every, config.watchdog.straggler_ratio))
-    observers += [skipped, *_utilisation(started.run), _forecast_check(started)]
+    observers += [skipped, *_utilisation(started.run)]
+    observers.append(forecast_check(started.run, say=started.say, log=started.log))
     resumable: dict[str, Resumable] = {"skipped": skipped}
     routers = _router_observers(started)
     observers += routers.values()
@@ -105,27 +116,20 @@ def make_time_left(run: PreparedRun) -> TimeLeft:
     )
 
 
-def _forecast_check(started: StartedRun) -> Observer:
-    is_first = started.engine.is_rank_zero
-    say, log = (started.say, started.log) if is_first else (say_nothing, say_nothing)
-    return forecast_check(started.run, say=say, log=log)
-
-
 def _router_observers(started: StartedRun) -> dict[str, RouterMetrics | LoadWatch]:
     """The observers of experts' loads by name; none for a model without routed experts."""
-    run, router = started.run, started.run.inputs.model.router
+    run, router = started.run, started.run.model.router
     if router is None:
         return {}
-    say = started.say if started.engine.is_rank_zero else say_nothing
     return {
         "router_metrics": RouterMetrics(run.plan.mesh.ep, router.section.bias_update),
-        "load_watch": LoadWatch(run.schedule.steps, load_advice(run.plan.lora, run.plan.router), say),
+        "load_watch": LoadWatch(run.schedule.steps, load_advice(run.plan.lora, run.plan.router), started.say),
     }
 
 
 def _expert_table(started: StartedRun) -> list[Observer]:
     """What writes the loads of experts on rank zero, before a checkpoint of the same step is saved."""
-    router = started.run.inputs.model.router
+    router = started.run.model.router
     if router is None or not started.engine.is_rank_zero:
         return []
     layout = TableLayout(router.layers, router.experts)
@@ -208,3 +212,84 @@ def _utilisation(run: PreparedRun) -> list[Observer]:
     attended = None if isinstance(rows, StreamedRows) else rows.mean_attended
     flops = shape.flops_per_token(plan.batch.max_seq_len, mean_attended=attended)
     return [Utilisation(flops, peak, plan.world.world_size)]
+
+
+def evaluation_functions(
+    run: PreparedRun, engine: Engine, signals: StopSignals, *, collect: Collect | None = None
+) -> tuple[Scored, Answered | None]:
+    """A function that evaluates the loss, and one that scores answers by exact match, or None without `eval.generate`.
+
+    The latter passes the first answers of each set to `collect`.
+
+    Their results are by the first part of metric names: `eval` for all rows together, and `eval/NAME` for each set that
+    has a name. Each function returns None where a signal ended it.
+    """
+    evaluation = _HeldOutEvaluation(run, engine, signals, collect)
+    return evaluation.scores, evaluation.exact_match if run.config.eval.generate.prompts else None
+
+
+@dataclass(frozen=True)
+class _HeldOutEvaluation:
+    run: PreparedRun
+    engine: Engine
+    signals: StopSignals
+    collect: Collect | None = None
+
+    def scores(self) -> Mapping[str, HeldOutScores] | None:
+        """Scores of each set, and of the rows of all sets together: each unit counts the same whatever its set."""
+        plan, sets, limit = batch_plan(self.run), self.run.inputs.held_out, self.run.config.eval.limit
+        per_round = plan.micro_batch_size * plan.dp
+        rounds = sum(math.ceil(num_eval_rows(rows, limit) / per_round) for rows in sets.values())
+        found: dict[str, HeldOutScores] = {}
+        with self._phase("evaluation", rounds) as line:
+            is_over = line.before_each(self.signals.is_stop_requested)
+            for name, rows in sets.items():
+                plan = replace(plan, reference=self.run.reference.get(name))
+                scores = self.engine.evaluate(
+                    eval_batches(rows, plan, limit=limit), baseline=self._baseline(rows, plan), is_over=is_over
+                )
+                if scores is None:
+                    return None
+                found[name] = scores
+        return found if _ALL in found else {_ALL: self.engine.pool(found.values()), **found}
+
+    def exact_match(self) -> Mapping[str, float] | None:
+        """Share of right answers to the first prompts of each set, and to those of all sets together."""
+        generate, dp = self.run.config.eval.generate, batch_plan(self.run).dp
+        pairs = {name: rows.prompts_and_answers(generate.prompts) for name, rows in self.run.inputs.held_out.items()}
+        answers: dict[str, tuple[list[str], list[str]]] = {}
+        with self._phase("answers", sum(math.ceil(len(of_set) / dp) for of_set in pairs.values())) as line:
+            is_over = line.before_each(self.signals.is_stop_requested)
+            for name, of_set in pairs.items():
+                ids = self.engine.generate([prompt for prompt, _ in of_set], self._limits, is_over=is_over)
+                if ids is None:
+                    return None
+                answers[name] = (self._texts(ids), self._texts([answer for _, answer in of_set]))
+        if self.collect is not None:
+            self.collect([sample for name in pairs for sample in self._samples(name, pairs[name], *answers[name])])
+        shares = {name: matches(*of_set) for name, of_set in answers.items()}
+        given, expected = ([text for of_set in answers.values() for text in of_set[side]] for side in (0, 1))
+        return {_ALL: matches(given, expected), **shares}
+
+    def _baseline(self, rows: PreparedRows, plan: BatchPlan) -> Iterator[MicroBatch]:
+        mismatched = mismatched_answers(self.run.plan, self.engine.objective, rows)
+        return iter(()) if mismatched is None else eval_baseline(mismatched, plan, limit=self.run.config.eval.limit)
+
+    @cached_property
+    def _limits(self) -> GenerationLimits:
+        inputs, generate = self.run.inputs, self.run.config.eval.generate
+        return GenerationLimits(generate.max_new_tokens, inputs.stop_ids, inputs.pad_token_id)
+
+    def _samples(
+        self, name: str, pairs: Sequence[tuple[list[int], list[int]]], given: list[str], expected: list[str]
+    ) -> Iterator[Sample]:
+        """The first answers of a held-out set, with their prompts as the model sees them; a step is set later."""
+        rows = list(zip(pairs, given, expected, strict=True))[:MOST_SAMPLES]
+        for (prompt, _), answer, of_data in rows:
+            yield Sample(0, name, self.run.inputs.tokenizer.decode(prompt), answer, of_data)
+
+    def _texts(self, answers: list[list[int]]) -> list[str]:
+        return [self.run.inputs.tokenizer.decode(ids, skip_special_tokens=True) for ids in answers]
+
+    def _phase(self, what: str, rounds: int) -> PhaseLine:
+        return PhaseLine(what, rounds, is_rank_zero=self.engine.is_rank_zero)

@@ -10,15 +10,14 @@ from numpy.typing import NDArray
 
 from ds_finetune.config.schedule import Duration, LrSchedule, warmup_steps
 from ds_finetune.config.schema import RunConfig
+from ds_finetune.config.sections import OptimConfig, TrainConfig
 from ds_finetune.data.mismatched import MismatchedAnswers
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.stream import StreamedRows
 from ds_finetune.engine.devices import DeviceMemory, PeakMemory, choose_device, read_device_memory
-from ds_finetune.model.build.unused_parameters import patterns_of
 from ds_finetune.objectives.objective import Objective
 from ds_finetune.observers.trackers import check_trackers
 from ds_finetune.plan.checks import check, length_notes
-from ds_finetune.plan.estimate.states import DiskNeed, RunEstimate
 from ds_finetune.plan.plan import Plan
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World, accelerate_choices
@@ -27,15 +26,12 @@ from ds_finetune.trainer.resolve import ResolvedRun, resolve
 from ds_finetune.trainer.run_dir import check_only_own_files, check_run_disk, check_run_folder
 
 
-@dataclass(frozen=True)
-class PreparedRun:
-    """A run before its process group exists: the run file, what was decided from it, and what it trains on."""
+@dataclass(frozen=True, kw_only=True)
+class PreparedRun(ResolvedRun):
+    """A resolved run with what it trains on, before its process group exists."""
 
-    config: RunConfig
-    plan: Plan
     inputs: RunInputs
     schedule: LrSchedule
-    estimate: RunEstimate
     reference: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
     """Log-probabilities of the reference model, one for each document, by `train` and the names of held-out sets; empty
     where the objective has no cached reference."""
@@ -43,8 +39,6 @@ class PreparedRun:
     """What this rank's device had free once the run was prepared; None where the system does not say."""
     peak: PeakMemory | None = None
     """The most that this rank has taken of its device since then."""
-    notes: tuple[str, ...] = ()
-    """Those of its `ResolvedRun`."""
 
     @property
     def output_dir(self) -> Path:
@@ -59,8 +53,10 @@ def prepare_run(config: RunConfig, world: World) -> PreparedRun:
         check_only_own_files(config)
     check_trackers(config.log.trackers)
     run = read_run(resolve(config, world=world, device=choose_device(), accelerate=accelerate_choices(os.environ)))
-    check_run_folder(config)
-    check_run_disk(Path(config.output_dir), _disk_need(run.estimate, world))
+    check_run_folder(run.output_dir, config.checkpoint)
+    # What this host writes; where all hosts share the folder, each checks it for everything.
+    is_first_host = world.rank < world.local_world_size or not run.estimate.is_node_local
+    check_run_disk(run.output_dir, run.estimate.disk(ranks=world.local_world_size, is_first_host=is_first_host))
     inputs, schedule = run.inputs, run.schedule
     rows = None if isinstance(inputs.train, StreamedRows) else inputs.train.rows_per_epoch
     length = RunSettings(config=config, steps=schedule.steps, warmup=schedule.warmup_steps, rows=rows)
@@ -74,8 +70,8 @@ def read_run(resolved: ResolvedRun) -> PreparedRun:
     """The run with its rows and its learning rate; ModelError, DataError or ConfigError say what is wrong with them."""
     inputs = read_inputs(resolved.config, resolved.model)
     check_baseline(resolved.plan, inputs)
-    schedule = make_schedule(resolved.config, inputs)
-    return PreparedRun(resolved.config, resolved.plan, inputs, schedule, resolved.estimate, notes=resolved.notes)
+    schedule = make_schedule(resolved.config.train, resolved.config.optim, inputs.train)
+    return PreparedRun(resolved.config, resolved.plan, resolved.model, resolved.notes, inputs=inputs, schedule=schedule)
 
 
 def mismatched_answers(plan: Plan, objective: Objective, rows: PreparedRows) -> MismatchedAnswers | None:
@@ -90,30 +86,18 @@ def check_baseline(plan: Plan, inputs: RunInputs) -> None:
     """DataError where the objective needs a baseline, and the rows have nothing to compute it from."""
     named = {"data.train": inputs.train, **{f"data.{name}": rows for name, rows in inputs.held_out.items()}}
     for name, rows in named.items():
-        mismatched = None
         if not isinstance(rows, StreamedRows):
             mismatched = mismatched_answers(plan, inputs.model.objective, rows)
-        if mismatched is not None:
-            mismatched.check(name)
+            if mismatched is not None:
+                mismatched.check(name)
 
 
-def drawn_line(run: PreparedRun, drawn: tuple[str, ...]) -> str:
-    """What is printed where the parameters `drawn` were not loaded."""
-    return f"drawn from train.seed, since {run.inputs.model.path} lacks them: {patterns_of(drawn)}"
-
-
-def _disk_need(estimate: RunEstimate, world: World) -> DiskNeed:
-    """What this host writes; where all hosts share the folder, each checks it for everything."""
-    is_first_host = world.rank < world.local_world_size or not estimate.is_node_local
-    return estimate.disk(ranks=world.local_world_size, is_first_host=is_first_host)
-
-
-def make_schedule(config: RunConfig, inputs: RunInputs) -> LrSchedule:
+def make_schedule(train: TrainConfig, optim: OptimConfig, rows: PreparedRows | StreamedRows) -> LrSchedule:
     """Learning rate over the run, whose length in steps is known once the rows are."""
-    length, rows = Duration.parse(config.train.duration), inputs.train
     number, tokens = (0, 0.0) if isinstance(rows, StreamedRows) else (rows.rows_per_epoch, rows.tokens_per_epoch)
-    steps = length.in_steps(rows=number, tokens=tokens, global_batch_size=config.train.global_batch_size)
-    optim = config.optim
+    steps = Duration.parse(train.duration).in_steps(
+        rows=number, tokens=tokens, global_batch_size=train.global_batch_size
+    )
     return LrSchedule(
         name=optim.lr_scheduler,
         lr=optim.lr,

@@ -34,7 +34,10 @@ def preview_of(config: RunConfig, *, samples: int) -> RenderableType:
         _shown_source(rows, name, units[:samples], tokenizer) for name, units in rows.units_of_sources().items()
     )
     notes = (*rows.notes, *row_notes(rows.counts))
-    return Group(*shown, counts_table(rows, config), *(Text(escaped(note)) for note in notes))
+    table = Table(title="counts", title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    for name, text in count_lines(rows, limits.max_seq_len, is_packed=config.data.packing):
+        table.add_row(name, escaped(text))
+    return Group(*shown, table, *(Text(escaped(note)) for note in notes))
 
 
 def _shown_source(rows: PreparedRows, name: str, units: range, tokenizer: PreTrainedTokenizerBase) -> Iterator[Text]:
@@ -97,31 +100,21 @@ def marked_spans(ids: list[int], mask: list[bool], tokenizer: PreTrainedTokenize
         start = end
 
 
-def counts_table(rows: PreparedRows, config: RunConfig) -> Table:
-    """A table of how many rows were read, dropped, truncated and split, and of documents, labels and tokens."""
-    table = Table(title="counts", title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
-    for name, text in count_lines(rows, config):
-        table.add_row(name, escaped(text))
-    return table
-
-
-def count_lines(rows: PreparedRows, config: RunConfig) -> list[tuple[str, str]]:
+def count_lines(rows: PreparedRows, max_seq_len: int, *, is_packed: bool) -> list[tuple[str, str]]:
     """Names and texts of the counts of rows, documents, labels and tokens."""
     counts = rows.counts
     has_answers = rows.kind.name != "labelled"
     supervised = f", {share_text(counts.supervised / max(counts.tokens, 1))} supervised" if has_answers else ""
-    filled = (
-        f", {share_text(rows.fill_ratio(config.train.max_seq_len), 2)} filled" if config.data.packing else ", padded"
-    )
+    filled = f", {share_text(rows.fill_ratio(max_seq_len), 2)} filled" if is_packed else ", padded"
     cut = f"{counts.truncated:,} truncated, {counts.too_long_dropped:,} dropped, {counts.split:,} split"
     return [
         ("rows read", f"{counts.read:,}"),
         *([("dropped, no supervised tokens", f"{counts.nothing_supervised:,}")] if has_answers else []),
-        (f"longer than {config.train.max_seq_len}", cut),
+        (f"longer than {max_seq_len}", cut),
         ("tokens lost to truncation", f"{counts.truncated_tokens:,} ({share_text(counts.truncated_ratio, 2)})"),
         *([("prompts", server_prompt_line(counts))] if has_answers else []),
         (rows.kind.unit, f"{rows.num_units:,}"),
         *rows.label_lines(),
         ("tokens", f"{counts.tokens:,}{supervised}"),
-        ("packed rows" if config.data.packing else "training rows", f"{len(rows):,}{filled}"),
+        ("packed rows" if is_packed else "training rows", f"{len(rows):,}{filled}"),
     ]

@@ -5,7 +5,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import chain, islice
 
-from ds_finetune.console.phase_line import Say, say_nothing
+from ds_finetune.console.phase_line import Say
 from ds_finetune.engine.devices import restart_peak
 from ds_finetune.engine.phases import wrapped_phases
 from ds_finetune.foreign.guard import replaced
@@ -31,7 +31,7 @@ def profiled(records: Iterator[StepRecord], started: StartedRun) -> Iterator[Ite
         yield records
         return
     first, last = settings.first_and_last
-    say = started.say if started.engine.is_rank_zero else say_nothing
+    say = started.say
     if done >= last:
         say(f"profile.steps {settings.steps}: not profiled again, since {done} steps are done")
         yield records

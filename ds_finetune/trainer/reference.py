@@ -10,7 +10,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
@@ -44,42 +44,29 @@ _TRAIN = "train"
 _PACKAGES = ("torch", "transformers")
 
 
-@dataclass(frozen=True)
-class CachedReference:
-    """Reference log-probabilities of the rows of a run: `found` by name of the rows, None where not computed."""
-
-    found: Mapping[str, LogProbs | None]
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether nothing has to be computed."""
-        return all(values is not None for values in self.found.values())
-
-
-def find_reference(run: PreparedRun) -> CachedReference:
-    """Read the cached log-probabilities of the reference; collective, so that all ranks compute what one lacks.
-
-    Empty where the objective has no cached reference.
+def find_reference(run: PreparedRun) -> dict[str, LogProbs | None]:
+    """Read the cached log-probabilities of the reference by name of the rows, None where they have to be computed;
+    collective, so that all ranks compute what one lacks. Empty where the objective has no cached reference.
     """
     found: dict[str, LogProbs | None] = {}
     for name, rows in _rows(run).items():
         mine = _read(_folder(run, name, rows))
         found[name] = mine if all(all_gather_object(mine is not None)) else None
-    return CachedReference(found)
+    return found
 
 
-def complete_reference(run: PreparedRun, engine: Engine, cached: CachedReference) -> PreparedRun:
+def complete_reference(run: PreparedRun, engine: Engine, cached: Mapping[str, LogProbs | None]) -> PreparedRun:
     """The run with the log-probabilities of its reference, computed where they are not cached; collective.
 
     `engine` must hold the weights of the model before training where something is computed.
     """
-    logps = dict(cached.found)
+    logps: dict[str, LogProbs] = {}
     for name, rows in _rows(run).items():
-        if logps[name] is None:
-            logps[name] = _compute(run, engine, name, rows)
-            if run.plan.world.local_rank == 0:
-                _write(_folder(run, name, rows), logps[name])
-    return replace(run, reference={name: values for name, values in logps.items() if values is not None})
+        known = cached[name]
+        logps[name] = _compute(run, engine, name, rows) if known is None else known
+        if known is None and run.plan.world.local_rank == 0:
+            _write(_folder(run, name, rows), logps[name])
+    return replace(run, reference=logps)
 
 
 def _rows(run: PreparedRun) -> dict[str, PreparedRows]:
@@ -137,7 +124,9 @@ def _fingerprint(run: PreparedRun, name: str, rows: PreparedRows) -> str:
     order = None if plan.batch.is_packed else [plan.seed, config.data.shuffle]
     parts = {
         "format": _FORMAT,
-        "weights": _weights(run),
+        "weights": f"random, seed {plan.seed}: {run.inputs.config_text}"
+        if run.model.has_random_weights
+        else weights_digest(run.inputs.folder),
         "rows": rows.fingerprint(),
         "objective": config.objective.name,
         "precision": plan.precision,
@@ -148,16 +137,10 @@ def _fingerprint(run: PreparedRun, name: str, rows: PreparedRows) -> str:
         "forward": [plan.batch.micro_batch_size, plan.batch.max_seq_len, order],
         "limit": config.eval.limit if name != _TRAIN else 0,
         # Decides which answers are compared with which prompts.
-        "baseline": plan.seed if run.inputs.model.objective.needs_baseline else None,
+        "baseline": plan.seed if run.model.objective.needs_baseline else None,
         "packages": {name: version(name) for name in _PACKAGES},
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
-
-
-def _weights(run: PreparedRun) -> str:
-    if run.inputs.model.has_random_weights:
-        return f"random, seed {run.plan.seed}: {run.inputs.config_text}"
-    return weights_digest(run.inputs.folder)
 
 
 def _read(folder: Path) -> LogProbs | None:
@@ -169,8 +152,7 @@ def _read(folder: Path) -> LogProbs | None:
     return np.load(whole / "values.npy") if whole.is_dir() else None
 
 
-def _write(folder: Path, values: LogProbs | None) -> None:
-    assert values is not None
+def _write(folder: Path, values: LogProbs) -> None:
     with lock_folder(folder):
         if not (folder / "logps").is_dir():
             write_folder(folder / "logps", {"values": ArrayParts.of(values)}, {})

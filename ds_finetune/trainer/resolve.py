@@ -31,7 +31,6 @@ from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import AccelerateChoices, World
-from ds_finetune.trainer.distillation import with_local_teacher
 from ds_finetune.trainer.document_lengths import length_notes
 from ds_finetune.trainer.rank_tensors import Stages, rank_tensors, sizes_of
 
@@ -89,8 +88,13 @@ def resolve(
 
 
 def complete_plan(run: ResolvedRun) -> ResolvedRun:
-    """The run whose plan has what follows from the model: notes, and parameters that are not trained."""
-    objective = with_local_teacher(run.config.objective, run.model)
+    """The run whose plan has what follows from the model: notes, parameters that are not trained, and the local folder
+    of a live teacher, which the run file may name by a hub id: estimates read its config.json.
+    """
+    objective = run.config.objective
+    if run.model.teacher is not None:
+        folder = resolve_folder(run.model.teacher.path, files=TOKENIZER_PATTERNS)
+        objective = objective.model_copy(update={"teacher": str(folder)})
     plan = replace(run.plan, objective=objective, notes=(*run.plan.notes, *run.notes))
     return replace(run, plan=freeze_parameters(plan, run.model))
 

@@ -30,7 +30,7 @@ from ds_finetune.checkpoint.same_run import RunIdentity, changes_since_checkpoin
 from ds_finetune.checkpoint.saver import Saver
 from ds_finetune.checkpoint.tools import BASE, CHECKPOINTS
 from ds_finetune.config.units import GIB
-from ds_finetune.console.phase_line import Say, say_nothing
+from ds_finetune.console.phase_line import Say
 from ds_finetune.data.batches import Position
 from ds_finetune.data.stream import START, StreamedRows
 from ds_finetune.engine.engine import Engine
@@ -74,52 +74,56 @@ class ResumePoint:
 def find_resume_point(run: PreparedRun, say: Say) -> ResumePoint:
     """Test the checkpoint folder by writing to it, and find what to resume from; collective, before the model is built.
 
-    OutputError or CheckpointError on every rank; `say` prints, on rank zero, which checkpoint is taken, and which were
-    passed over and why.
+    OutputError or CheckpointError on every rank; `say` prints which checkpoint is taken, and which were passed over and
+    why.
     """
-    policy, say = run.config.checkpoint, say if run.plan.world.rank == 0 else say_nothing
+    policy = run.config.checkpoint
     if not policy.saves:
         return ResumePoint(None)
     folder = run.output_dir / CHECKPOINTS
     checkpoints = open_checkpoint_folder(folder, rank=run.plan.world.rank, node_local=policy.node_local)
     folder_lock = _lock_folder(checkpoints, say)
     try_saving(checkpoints, is_asynchronous=run.plan.saves_asynchronously)
-    if policy.resume == "never":
-        return _remove_leftovers(ResumePoint(checkpoints, folder_lock), say)
-    found = (
-        newest_checkpoint(checkpoints, folder)
-        if policy.resume == "auto"
-        else named_checkpoint(checkpoints, Path(policy.resume))
-    )
+    found = None if policy.resume == "never" else _find_checkpoint(run, checkpoints, say)
+    # What an earlier start did not finish, removed when nothing can be refused any more.
+    for left in unfinished_folders(checkpoints.path) if checkpoints.is_leader else ():
+        say(f"removed: {left}, never completed")
+        remove_checkpoint(left)
+    return ResumePoint(checkpoints, folder_lock, found)
+
+
+def _find_checkpoint(run: PreparedRun, checkpoints: CheckpointFolder, say: Say) -> UsableCheckpoint | None:
+    folder, wanted = run.output_dir / CHECKPOINTS, run.config.checkpoint.resume
+    is_automatic = wanted == "auto"
+    found = newest_checkpoint(checkpoints, folder) if is_automatic else named_checkpoint(checkpoints, Path(wanted))
     if found is None:
         if (run.output_dir / "metrics.jsonl").exists():
             say(
                 f"{run.output_dir} holds a run that ended before its first checkpoint: it begins again, and its "
                 "records are removed"
             )
-        return _remove_leftovers(ResumePoint(checkpoints, folder_lock), say)
-    later = [step_name(step) for step in complete_steps(folder) if step > found.state.step]
-    raise_on_every_rank(_later_checkpoints_error(folder, later, found) if later and policy.resume != "auto" else None)
+        return None
+    state = found.state
+    later = [step_name(step) for step in complete_steps(folder) if step > state.step]
+    error = CheckpointError(
+        f"{folder} holds {', '.join(later)}, later than step {state.step} that checkpoint.resume names",
+        hint="move them away, or name another output_dir",
+    )
+    raise_on_every_rank(error if later and not is_automatic else None)
     raise_on_every_rank(model_mismatch(found.folder / BASE, CONFIG, run.inputs.config_tree))
     lines = [
-        *changes_since_checkpoint(found.state, inputs_of(run)),
+        *changes_since_checkpoint(state, inputs_of(run)),
         *_random_state_changes(found, run),
         *_rows_left_out(found, run),
     ]
-    for line in (*found.passed_over, *_rename_later(checkpoints, later)):
+    for line in found.passed_over:
         say(line)
-    for line in (f"resuming from {found.folder}, step {found.state.step} of {found.state.layout}", *lines):
+    # Checkpoints later than the one resumed from must not count among those that are kept.
+    for name in later if checkpoints.is_leader else ():
+        say(f"{checkpoints.path / name} is now {rename_unusable(checkpoints.path / name).name}")
+    for line in (f"resuming from {found.folder}, step {state.step} of {state.layout}", *lines):
         say(line)
-    return _remove_leftovers(ResumePoint(checkpoints, folder_lock, found), say)
-
-
-def _remove_leftovers(point: ResumePoint, say: Say) -> ResumePoint:
-    """Remove what an earlier start did not finish; done last, when nothing can be refused any more."""
-    if point.checkpoints is not None and point.checkpoints.is_leader:
-        for left in unfinished_folders(point.checkpoints.path):
-            say(f"removed: {left}, never completed")
-            remove_checkpoint(left)
-    return point
+    return found
 
 
 def _lock_folder(checkpoints: CheckpointFolder, say: Say) -> TextIO | None:
@@ -131,22 +135,6 @@ def _lock_folder(checkpoints: CheckpointFolder, say: Say) -> TextIO | None:
             error = taken
     raise_on_every_rank(error)
     return folder_lock
-
-
-def _rename_later(checkpoints: CheckpointFolder, names: list[str]) -> list[str]:
-    """Rename checkpoints later than the one resumed from, so that they do not count among those that are kept."""
-    return (
-        [f"{checkpoints.path / name} is now {rename_unusable(checkpoints.path / name).name}" for name in names]
-        if checkpoints.is_leader
-        else []
-    )
-
-
-def _later_checkpoints_error(folder: Path, later: list[str], found: UsableCheckpoint) -> CheckpointError:
-    return CheckpointError(
-        f"{folder} holds {', '.join(later)}, later than step {found.state.step} that checkpoint.resume names",
-        hint="move them away, or name another output_dir",
-    )
 
 
 def try_saving(checkpoints: CheckpointFolder, *, is_asynchronous: bool) -> None:

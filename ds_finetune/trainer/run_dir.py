@@ -17,6 +17,7 @@ from ds_finetune.checkpoint.locking import LOCK, remove_own_lock
 from ds_finetune.checkpoint.tools import CHECKPOINTS
 from ds_finetune.cluster.watchdog.kills import FOLDER
 from ds_finetune.config.schema import RunConfig, dump_config
+from ds_finetune.config.sections import CheckpointConfig
 from ds_finetune.config.units import GIB
 from ds_finetune.errors import DataError, OutputError
 from ds_finetune.export.output_folder import as_output_errors, check_out_empty
@@ -86,14 +87,13 @@ def _is_kept(entry: Path, cache: Path) -> bool:
     return cache.is_relative_to(entry.resolve()) or (entry.is_dir() and not any(entry.iterdir()))
 
 
-def check_run_folder(config: RunConfig) -> None:
-    """OutputError where `output_dir` cannot be written, is a file, or holds a run that cannot be resumed.
+def check_run_folder(folder: Path, policy: CheckpointConfig) -> None:
+    """OutputError where the `output_dir` cannot be written, is a file, or holds a run that cannot be resumed.
 
     Creates no file or folder that remains.
     """
-    folder = Path(config.output_dir)
     existing = nearest_existing(folder)
-    if (folder / "metrics.jsonl").exists() and not _is_resumable(folder, config):
+    if (folder / "metrics.jsonl").exists() and not _is_resumable(folder, policy):
         raise OutputError(
             f"output_dir `{folder}` already holds a run (metrics.jsonl)",
             hint="name another output_dir, or move that run away",
@@ -107,7 +107,14 @@ def check_run_folder(config: RunConfig) -> None:
             f"output_dir `{folder}`: no permission to write in `{existing}`",
             hint="change the permissions or name another output_dir",
         )
-    _check_can_create_folder(existing, folder)
+    try:
+        # In /proc and on a full disk no folder can be created although permissions allow it.
+        Path(tempfile.mkdtemp(prefix=".trial-", dir=existing)).rmdir()
+    except OSError as refused:
+        raise OutputError(
+            f"output_dir `{folder}`: no folder can be made in `{existing}`: {refused.strerror}",
+            hint="make room, or name another output_dir",
+        ) from refused
 
 
 def check_run_disk(output_dir: Path, need: DiskNeed) -> None:
@@ -121,24 +128,11 @@ def check_run_disk(output_dir: Path, need: DiskNeed) -> None:
         )
 
 
-def _check_can_create_folder(existing: Path, folder: Path) -> None:
-    """OutputError where no folder can be created in `existing` although permissions allow it: in /proc, on a full
-    disk.
-    """
-    try:
-        Path(tempfile.mkdtemp(prefix=".trial-", dir=existing)).rmdir()
-    except OSError as refused:
-        raise OutputError(
-            f"output_dir `{folder}`: no folder can be made in `{existing}`: {refused.strerror}",
-            hint="make room, or name another output_dir",
-        ) from refused
-
-
-def _is_resumable(folder: Path, config: RunConfig) -> bool:
+def _is_resumable(folder: Path, policy: CheckpointConfig) -> bool:
     """Whether the run in `folder` has checkpoints, or ended before its first one and exported nothing at its end."""
-    if not config.checkpoint.saves or config.checkpoint.resume == "never":
+    if not policy.saves or policy.resume == "never":
         return False
-    checkpoints = folder / "checkpoints"
+    checkpoints = folder / CHECKPOINTS
     return any(checkpoints.glob("step-*")) or (checkpoints.is_dir() and not (folder / "export").exists())
 
 
@@ -161,30 +155,28 @@ def remove_empty_on_failure(folder: Path) -> Iterator[None]:
         yield
     except BaseException:
         if not (folder / "metrics.jsonl").exists():
-            _remove_empty(folder)
+            remove_own_lock(folder / CHECKPOINTS)
+            for made in (folder / CHECKPOINTS, folder):
+                with suppress(OSError):
+                    made.rmdir()
         raise
 
 
-def _remove_empty(folder: Path) -> None:
-    remove_own_lock(folder / "checkpoints")
-    for made in (folder / "checkpoints", folder):
-        with suppress(OSError):
-            made.rmdir()
-
-
-def prepare_run_folder(config: RunConfig, plan: Plan, *, after_step: int = 0, last: StepRecord | None = None) -> Path:
-    """Return the run folder, which rank zero creates with `config.yaml` (alone enough to run again), `plan.json` and
-    `deepspeed.json`.
+def prepare_run_folder(config: RunConfig, plan: Plan, *, after_step: int = 0, last: StepRecord | None = None) -> None:
+    """Create the run folder with `config.yaml` (enough to run again), `plan.json` and `deepspeed.json`.
 
     Records of steps after `after_step` are removed from `metrics.jsonl`, `ranks.jsonl` and `samples.jsonl`, because
     these steps are done again. `last` is the record of step `after_step`. It is added where it is absent: the run was
     killed after that step's checkpoint was saved and before its line was written.
     """
     folder = Path(config.output_dir)
-    if plan.world.rank:
-        return folder
+    plan_text = json.dumps({**dict(plan.decisions), "notes": plan.notes}, indent=2) + "\n"
     try:
-        _write_settings(config, plan, folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        # First the plan, by which `_is_run` knows a run: then a user's config.yaml is never taken for that of one.
+        replace_file(folder / PLAN, plan_text, is_synced=True)
+        replace_file(folder / "config.yaml", dump_config(config), is_synced=True)
+        replace_file(folder / "deepspeed.json", json.dumps(plan.deepspeed, indent=2) + "\n", is_synced=True)
         _remove_records(folder / "metrics.jsonl", after_step, last)
         for name in ("ranks.jsonl", "samples.jsonl"):
             _remove_records(folder / name, after_step, None)
@@ -193,16 +185,6 @@ def prepare_run_folder(config: RunConfig, plan: Plan, *, after_step: int = 0, la
         raise OutputError(
             f"output_dir `{folder}` cannot be written: {reason}", hint="make room, or name another output_dir"
         ) from full
-    return folder
-
-
-def _write_settings(config: RunConfig, plan: Plan, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    plan_text = json.dumps({**dict(plan.decisions), "notes": plan.notes}, indent=2) + "\n"
-    # First the plan, by which `_is_run` knows a run: then a user's config.yaml is never taken for that of one.
-    replace_file(folder / "plan.json", plan_text, is_synced=True)
-    replace_file(folder / "config.yaml", dump_config(config), is_synced=True)
-    replace_file(folder / "deepspeed.json", json.dumps(plan.deepspeed, indent=2) + "\n", is_synced=True)
 
 
 def _remove_records(file: Path, after_step: int, last: StepRecord | None) -> None:

@@ -26,9 +26,8 @@ from ds_finetune.cluster.watchdog.progress import RankProgress
 from ds_finetune.console.phase_line import Say
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.export.verify.verify import VerificationResult
-from ds_finetune.observers.line_file import append_whole
-from ds_finetune.observers.outage import Outage
 from ds_finetune.observers.record import StepRecord
+from ds_finetune.observers.writers import Outage, append_whole
 from ds_finetune.runs.folder import LOG
 from ds_finetune.runs.report.write import try_run_report
 from ds_finetune.runs.status import ALIVE_SECONDS, RunStatus, State, mark_ended, write_running
@@ -189,25 +188,17 @@ def keep_status(folder: Path, log: RunLog) -> Iterator[StatusKeeper]:
 def begin_run_folder(
     run: PreparedRun, progress: RankProgress, status: StatusKeeper, *, after_step: int, last: StepRecord | None
 ) -> None:
-    """Prepare the run folder (`prepare_run_folder`), record this start, and keep the run's status from now on.
-
-    Rank zero does it.
+    """Prepare the run folder (`prepare_run_folder`), append this start to `starts.jsonl`, write `data.json`, and keep
+    the run's status from now on. Rank zero does it.
     """
+    if run.plan.world.rank:
+        return
     prepare_run_folder(run.config, run.plan, after_step=after_step, last=last)
-    if not run.plan.world.rank:
-        _record_start(run, after_step=after_step)
-        status.begin(progress, steps=run.schedule.steps, ranks=run.plan.world.world_size)
-
-
-def _record_start(run: PreparedRun, *, after_step: int) -> None:
-    """Append this start to `starts.jsonl` and write `data.json`.
-
-    A new run begins a new list of starts.
-    """
-    starts = run.output_dir / "starts.jsonl"
-    with starts.open("a" if after_step else "w", encoding="utf-8") as file:
+    # A new run begins a new list of starts.
+    with (run.output_dir / "starts.jsonl").open("a" if after_step else "w", encoding="utf-8") as file:
         file.write(json.dumps(_start(run, after_step)) + "\n")
     _write_json(run.output_dir / "data.json", _data_summary(run))
+    status.begin(progress, steps=run.schedule.steps, ranks=run.plan.world.world_size)
 
 
 @contextmanager
@@ -229,22 +220,10 @@ def record_end(
     Returns the page; None where it could not be written, which `say` tells.
     """
     if results:
-        _record_exports(run_folder, results)
+        keys = ("is_verified", "problems", "lines", "skipped")
+        exports = [{"folder": result.folder.name} | {key: getattr(result, key) for key in keys} for result in results]
+        _write_json(run_folder / "exports.json", {"exports": exports})
     return try_run_report(run_folder, say, state="stopped" if is_interrupted else "finished")
-
-
-def _record_exports(run_folder: Path, results: Iterable[VerificationResult]) -> None:
-    found = [
-        {
-            "folder": result.folder.name,
-            "is_verified": result.is_verified,
-            "problems": result.problems,
-            "lines": result.lines,
-            "skipped": result.skipped,
-        }
-        for result in results
-    ]
-    _write_json(run_folder / "exports.json", {"exports": found})
 
 
 def _has_started(run_folder: Path) -> bool:
@@ -277,13 +256,13 @@ def _start(run: PreparedRun, after_step: int) -> dict[str, Any]:
 
 
 def _data_summary(run: PreparedRun) -> dict[str, Any]:
-    rows = run.inputs.train
+    rows, batch = run.inputs.train, run.plan.batch
     # A stream has no counts, and no documents before it is read.
     prepared = rows if isinstance(rows, PreparedRows) else None
     return {
         "summary": rows.summary(),
         "tokens": None if prepared is None else prepared.num_tokens,
-        "counts": [] if prepared is None else count_lines(prepared, run.config),
+        "counts": [] if prepared is None else count_lines(prepared, batch.max_seq_len, is_packed=batch.is_packed),
         "mixture": mixture_lines(run),
         "held_out": {name: held_out.summary() for name, held_out in run.inputs.held_out.items()},
         "notes": [*rows.notes, *run.inputs.data_notes()],

@@ -20,7 +20,7 @@ def show_plan(run: "PreparedRun") -> None:
 
     from ds_finetune.data.row_report import server_prompt_line
     from ds_finetune.trainer.batches import mixture_lines
-    from ds_finetune.trainer.model_lines import model_lines
+    from ds_finetune.trainer.dry_run import model_lines
 
     inputs, rows = run.inputs, list(run.plan.decisions)
     shape = inputs.shape

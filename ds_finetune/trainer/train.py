@@ -18,7 +18,7 @@ from ds_finetune.cluster.watchdog.progress import HangLimits, RankProgress, devi
 from ds_finetune.config.schedule import seconds_of
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.sections import WatchdogConfig
-from ds_finetune.console.phase_line import Say
+from ds_finetune.console.phase_line import Say, say_nothing
 from ds_finetune.engine.devices import exchange
 from ds_finetune.engine.groups.default_group import meet, process_group
 from ds_finetune.engine.ops.deepspeed_ops import build_ops, use_cores
@@ -26,6 +26,7 @@ from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.errors import RunError
 from ds_finetune.export.interruption import SignalInterruption
 from ds_finetune.export.verify.verify import VerificationResult
+from ds_finetune.model.build.unused_parameters import patterns_of
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.observers.stopping import StopSignals
 from ds_finetune.system.world import World, check_deepspeed_hostfile
@@ -35,7 +36,7 @@ from ds_finetune.trainer.forecast import explain_out_of_memory, forecast_lines
 from ds_finetune.trainer.loop import run_steps, training_steps
 from ds_finetune.trainer.micro_batch import decide_micro_batch
 from ds_finetune.trainer.observers import StartedRun, make_observers
-from ds_finetune.trainer.prepare import PreparedRun, drawn_line, prepare_run
+from ds_finetune.trainer.prepare import PreparedRun, prepare_run
 from ds_finetune.trainer.profiling import profiled
 from ds_finetune.trainer.reference import complete_reference, find_reference
 from ds_finetune.trainer.resume import (
@@ -99,8 +100,8 @@ def train(config: RunConfig, *, announce: Announce, say: Callable[[str], None]) 
             with open_process_group(run, store, monitor):
                 report = _train_and_export(run, store, monitor, log, status)
         verdicts: tuple[VerificationResult, ...] = ()
-        if world.rank == 0 and not report.interrupted:
-            verdicts = verify_run_exports(config, report.exports, interruption)
+        if world.rank == 0 and config.export.verify and not report.interrupted:
+            verdicts = verify_run_exports(folder, report.exports, interruption)
         status.end_without_error(report.interrupted, "" if report.last is None else report.last.stop, verdicts)
     page = None
     if world.rank == 0:
@@ -111,16 +112,16 @@ def train(config: RunConfig, *, announce: Announce, say: Callable[[str], None]) 
 def _train_and_export(
     run: PreparedRun, store: dist.Store, monitor: Monitor, log: RunLog, status: StatusKeeper
 ) -> Report:
-    say = log.say
+    say = log.say if run.plan.world.rank == 0 else say_nothing
     resume_point = find_resume_point(run, say)
     check_not_past_end(resume_point, steps=run.schedule.steps, duration=run.config.train.duration)
     reference = find_reference(run)
-    loads_weights = resume_point.found is None or not reference.is_complete
-    engine_context = start_engine(run.plan, run.inputs.model, loads_weights=loads_weights)
+    loads_weights = resume_point.found is None or any(values is None for values in reference.values())
+    engine_context = start_engine(run.plan, run.model, loads_weights=loads_weights)
     # Errors are reported first, by the innermost context: closing the others may wait for ranks that are gone.
     with engine_context as engine, start_saver(run, engine, resume_point) as saver, report_errors(run, monitor):
-        if engine.drawn and engine.is_rank_zero:
-            say(drawn_line(run, engine.drawn))
+        if engine.drawn:
+            say(f"drawn from train.seed, since {run.model.path} lacks them: {patterns_of(engine.drawn)}")
         with monitor.progress.during("reference"):
             run = complete_reference(run, engine, reference)
         exports = Exports(run, engine, say)
@@ -155,8 +156,7 @@ def train_steps(started: StartedRun, status: StatusKeeper) -> tuple[StepRecord |
         last=None if due else saved_record(resume_point),
     )
     if ended_early(resume_point, patience=run.config.eval.patience):
-        if engine.is_rank_zero:
-            started.say("the run had ended early because eval/loss did not fall; nothing is left to train")
+        started.say("the run had ended early because eval/loss did not fall; nothing is left to train")
         return None, ""
     with StopSignals(can_save=started.saver is not None, tells=engine.is_rank_zero) as signals:
         observers = make_observers(started, signals)

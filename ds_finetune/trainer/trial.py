@@ -24,14 +24,13 @@ from numpy.typing import NDArray
 
 import ds_finetune
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.data.batches import Batch, training_batches
+from ds_finetune.data.batches import Batch
 from ds_finetune.data.prepared_rows import PreparedRows
-from ds_finetune.data.scores import NumberedRows, with_scores
 from ds_finetune.data.stream import START, StreamedRows, streaming_batches
 from ds_finetune.engine.devices import exchange
 from ds_finetune.system.world import World
-from ds_finetune.trainer.batches import batch_plan
-from ds_finetune.trainer.prepare import PreparedRun, mismatched_answers
+from ds_finetune.trainer.batches import batch_plan, prepared_batches
+from ds_finetune.trainer.prepare import PreparedRun
 
 DONE, OUT_OF_MEMORY, FAILED, ENDED = "done", "out_of_memory", "failed", "ended"
 REQUEST, END = "request.json", "end.json"
@@ -150,9 +149,4 @@ def trial_batches(run: PreparedRun, *, steps: int) -> Iterator[Batch]:
         return
     chosen = longest_rows(rows, plan.micro_batch_size)
     view = rows_again(rows, np.resize(chosen, plan.global_batch_size))
-    total, scores = steps * plan.global_batch_size, run.inputs.scores
-    if scores is not None:
-        yield from with_scores(training_batches(NumberedRows(view), plan, start_step=0, total_rows=total), scores)
-        return
-    mismatched = mismatched_answers(run.plan, run.inputs.model.objective, rows)
-    yield from training_batches(view, plan, start_step=0, total_rows=total, mismatched=mismatched)
+    yield from prepared_batches(run, view, plan, start_step=0, total_rows=steps * plan.global_batch_size)

@@ -38,7 +38,7 @@ from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.errors import FinetuneError
 from ds_finetune.system.whole_file import replace_file
 from ds_finetune.system.world import World
-from ds_finetune.trainer.prepare import prepare_run
+from ds_finetune.trainer.prepare import PreparedRun, prepare_run
 from ds_finetune.trainer.trial import DONE, END, FAILED, OUT_OF_MEMORY, REQUEST, TrialEnd, trial_batches
 
 _STEPS = 2
@@ -62,24 +62,22 @@ def _end(folder: Path, end: TrialEnd) -> None:
     os._exit(0)
 
 
-def _peak_of_steps(config: RunConfig, world: World, prefix: str, folder: Path) -> int:
-    run = prepare_run(config, world)
-    timeout = timedelta(seconds=run.plan.collective_seconds)
-    store = dist.PrefixStore(prefix, _store(world, timeout))
+def _peak_of_steps(run: PreparedRun, prefix: str, folder: Path) -> int:
+    world, timeout = run.plan.world, timedelta(seconds=run.plan.collective_seconds)
+    met: dist.Store = dist.HashStore()
+    if world.world_size > 1:
+        met = dist.TCPStore(
+            world.master_addr, world.master_port, is_master=False, wait_for_workers=False, timeout=timeout
+        )
+    store = dist.PrefixStore(prefix, met)
     agree = partial(exchange, store, world, "operators", timeout=timeout)
     run = replace(run, plan=build_ops(use_cores(run.plan, os.environ), agree, say_nothing))
     with process_group(world, run.plan.device, store, timeout=timeout), end_on_error(folder):
         peak = PeakMemory(run.plan.device)
-        with start_engine(run.plan, run.inputs.model) as engine, end_on_error(folder):
+        with start_engine(run.plan, run.model) as engine, end_on_error(folder):
             for batch in trial_batches(run, steps=_STEPS):
                 engine.step(batch, lr=0.0)
         return peak.num_bytes()
-
-
-def _store(world: World, timeout: timedelta) -> dist.Store:
-    if world.world_size == 1:
-        return dist.HashStore()
-    return dist.TCPStore(world.master_addr, world.master_port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 def main() -> None:
@@ -90,8 +88,8 @@ def main() -> None:
         request = json.loads((folder / REQUEST).read_text(encoding="utf-8"))
         world = World(**request["world"])
         world.set_environment(os.environ)
-        config = RunConfig.model_validate(request["config"])
-        peak = _peak_of_steps(config, world, request["prefix"], folder)
+        run = prepare_run(RunConfig.model_validate(request["config"]), world)
+        peak = _peak_of_steps(run, request["prefix"], folder)
     _end(folder, TrialEnd(DONE, peak))
 
 

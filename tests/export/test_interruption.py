@@ -94,7 +94,7 @@ def test_a_run_verifies_nothing_after_a_signal_lost_while_its_engine_closed(
     said = f"SIGINT ended the verification; written but not verified: {out}"
     with pytest.raises(VerificationError, match=said), SignalInterruption(signal.SIGINT) as interruption:  # noqa: PT012 - the signal is part of it
         _signal_in_a_destructor(monkeypatch)
-        verify_run_exports(config, (out,), interruption)
+        verify_run_exports(out.parent, (out,), interruption)
 
 
 def test_a_signal_while_the_folder_is_loaded_names_it(exported: Path) -> None:

@@ -18,7 +18,6 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from ds_finetune.cli.main import main
-from ds_finetune.config.schema import read_config
 from ds_finetune.errors import ExportError
 from ds_finetune.export.folder import FolderParts, has_same_weights, link_folder, write_folder
 from ds_finetune.export.interruption import SignalInterruption
@@ -33,7 +32,6 @@ from tests.export.rewriting import rewrite
 from tests.export.test_folder import specs_of, tensors_of
 from tests.json_files import change_json, read_json
 from tests.model.weights.test_weights import published
-from tests.running import tiny_task
 
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
 
@@ -281,7 +279,6 @@ def test_a_folder_too_large_for_the_memory_is_skipped(tmp_path: Path) -> None:
 
 def test_folders_that_share_their_weights_are_verified_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As at the end of a run whose last step is its best."""
-    config = read_config(str(tiny_task(tmp_path, export={"verify": True})), [])
     last = tmp_path / "run" / "export"
     last.parent.mkdir()
     best = _exported("llama", tmp_path / "made").rename(tmp_path / "run" / "export-best")
@@ -292,7 +289,7 @@ def test_folders_that_share_their_weights_are_verified_once(tmp_path: Path, caps
     assert sorted(file.name for file in best.iterdir()) == sorted(file.name for file in last.iterdir())
     AutoModelForCausalLM.from_pretrained(last)
     with SignalInterruption(signal.SIGINT) as interruption:
-        mine, its = verify_run_exports(config, (last,), interruption)
+        mine, its = verify_run_exports(last.parent, (last,), interruption)
     assert (mine.folder, its.folder) == (last, best)
     assert mine.is_verified
     assert its.is_verified

@@ -23,19 +23,18 @@ from torch.utils.file_baton import FileBaton
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
 
+from ds_finetune.engine.ops import build_lock
 from ds_finetune.engine.patches import (
     deepspeed_engine,
     deepspeed_gathering,
     deepspeed_groups,
-    deepspeed_inexact,
     deepspeed_init,
     deepspeed_waits,
-    torch_extensions,
 )
 from ds_finetune.errors import DependencyError
 from ds_finetune.foreign import (
     bitsandbytes_linear,
-    datasets_offline,
+    hub_access,
     torch_distributed,
     torch_nn,
     transformers_attention,
@@ -232,13 +231,13 @@ GUARDS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], Any]]
         lambda: within(deepspeed_init.without_shared_memory_op()),
     ),
     "whole weights": (lambda _: None, lambda: within(deepspeed_gathering.whole_weights(Optimizer(), nn.Module()))),
-    "second copies": (lambda _: None, lambda: deepspeed_inexact.forget_second_copies(partitioned_by_another_version())),
+    "second copies": (lambda _: None, lambda: deepspeed_init.forget_second_copies(partitioned_by_another_version())),
     "ZenFlow's matrices": (
         lambda patch: patch.setattr(
             "deepspeed.runtime.zenflow.zenflow_stage_1_and_2.ZenFlowZeroOptimizer._update_model_bit16_weights",
             no_parameters,
         ),
-        lambda: within(deepspeed_inexact.zenflow_keeps_matrices()),
+        lambda: within(deepspeed_init.zenflow_keeps_matrices()),
     ),
     "zero.Init": (
         lambda patch: patch.setattr(deepspeed.zero.Init, "__init__", no_parameters),
@@ -254,7 +253,7 @@ GUARDS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], Any]]
     ),
     "build lock": (
         lambda patch: missing(patch, FileBaton, "release"),
-        lambda: within(torch_extensions.replaced_build_lock(FileBaton)),
+        lambda: within(build_lock.replaced_build_lock(FileBaton)),
     ),
     "linear modules": (
         lambda patch: patch.setattr(nn.Linear, "__init__", no_parameters),
@@ -294,7 +293,7 @@ GUARDS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], Any]]
     "4-bit linear modules": (lambda _: None, lambda: bitsandbytes_linear.without_cpu_packing(nn.Module())),
     "datasets offline": (
         lambda patch: patch.delattr("datasets.config.HF_HUB_OFFLINE"),
-        lambda: within(datasets_offline.offline()),
+        lambda: within(hub_access.offline()),
     ),
 }
 
@@ -328,7 +327,7 @@ def test_what_was_replaced_is_restored_as_it_was() -> None:
         assert "value" not in vars(owner)
         assert owner.value == 1
     baton = cpp_extension.FileBaton
-    with torch_extensions.replaced_build_lock(lambda path: FileBaton(path)):
+    with build_lock.replaced_build_lock(lambda path: FileBaton(path)):
         assert cpp_extension.FileBaton is not baton
     assert cpp_extension.FileBaton is baton
 

@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 
 from ds_finetune.console.tables import OUT, show_line
-from ds_finetune.observers import outage, trackers
-from ds_finetune.observers.outage import Outage
+from ds_finetune.observers import trackers, writers
 from ds_finetune.observers.progress import ProgressLine, TimeLeft
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.observers.trackers import Trackers
-from ds_finetune.observers.writers import MetricsFile
+from ds_finetune.observers.writers import MetricsFile, Outage
 from tests.running import files_of_at_most
 
 VALUES = dict.fromkeys(
@@ -52,7 +51,7 @@ def test_metrics_wait_for_room_and_lines_stay_whole(tmp_path: Path) -> None:
 
 
 def test_records_that_are_lost_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outage, "MAX_WAITING", 5)
+    monkeypatch.setattr(writers, "MAX_WAITING", 5)
     said: list[str] = []
     written: list[int] = []
 

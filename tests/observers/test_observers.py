@@ -25,14 +25,13 @@ from ds_finetune.observers.evaluation import BestAndPatience, Evaluation, matche
 from ds_finetune.observers.performance import MEASURED_STEPS, ForecastCheck, Predicted, Utilisation, peak_flops
 from ds_finetune.observers.progress import EVALUATION, EXPORT, SAVE, ProgressLine, TimeLeft
 from ds_finetune.observers.record import StepRecord
-from ds_finetune.observers.samples import SampleFile
 from ds_finetune.observers.trackers import PACKAGES, Trackers, check_trackers
-from ds_finetune.observers.writers import MetricsFile
+from ds_finetune.observers.writers import MetricsFile, SampleFile
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.runs.metrics import Sample
 from ds_finetune.system.world import World
-from ds_finetune.trainer.evaluation import evaluation_functions
 from ds_finetune.trainer.loop import run_steps, step_values
+from ds_finetune.trainer.observers import evaluation_functions
 
 
 def values(**more: float) -> dict[str, float]:

@@ -29,6 +29,10 @@ def config_of(folder: Path, **sections: object) -> RunConfig:
     return RunConfig.model_validate(tree | sections)
 
 
+def check_folder_of(config: RunConfig) -> None:
+    check_run_folder(Path(config.output_dir), config.checkpoint)
+
+
 def need_of(folder: Path, total: int, **sections: object) -> DiskNeed:
     """What a run of a model of `total` parameters writes."""
     config = config_of(folder, **sections)
@@ -51,21 +55,21 @@ def test_a_disk_that_is_too_small_is_named_with_both_sizes(tmp_path: Path) -> No
 def test_what_is_not_written_needs_no_room(tmp_path: Path) -> None:
     nothing = {"export": {"at_end": False}, "eval": {"keep_best": False}, "checkpoint": {"every": "never"}}
     assert need_of(tmp_path / "run", 10**15, **nothing).num_bytes == 0
-    check_run_folder(config_of(tmp_path / "run"))
+    check_folder_of(config_of(tmp_path / "run"))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_no_permission_to_write() -> None:
     """/proc takes no files, not even root's."""
     with pytest.raises(OutputError, match="output_dir `/proc/sys/run`"):
-        check_run_folder(config_of(Path("/proc/sys/run")))
+        check_folder_of(config_of(Path("/proc/sys/run")))
 
 
 @pytest.mark.parametrize("folder", ["/proc/run", "/proc/self/run/deeper", "/sys/run"])
 def test_where_no_folder_can_be_made(folder: str) -> None:
     """The permissions of /proc let root write, and no folder can be made there all the same."""
     with pytest.raises(OutputError, match=rf"output_dir `{folder}`: no"):
-        check_run_folder(config_of(Path(folder)))
+        check_folder_of(config_of(Path(folder)))
 
 
 def test_run_files_that_cannot_be_written_are_an_error(tmp_path: Path) -> None:
@@ -91,17 +95,17 @@ def test_a_folder_that_holds_a_run_is_resumed_or_refused(tmp_path: Path) -> None
     run.mkdir()
     (run / "metrics.jsonl").touch()
     with pytest.raises(OutputError, match="already holds a run"):
-        check_run_folder(config_of(run))
+        check_folder_of(config_of(run))
     (run / "checkpoints").mkdir()
-    check_run_folder(config_of(run))
+    check_folder_of(config_of(run))
     (run / "export").mkdir()
     for sections in ({}, {"checkpoint": {"resume": "never"}}, {"checkpoint": {"every": "never"}}):
         with pytest.raises(OutputError, match="already holds a run"):
-            check_run_folder(config_of(run, **sections))
+            check_folder_of(config_of(run, **sections))
     (run / "checkpoints" / "step-000003").mkdir()
-    check_run_folder(config_of(run))
+    check_folder_of(config_of(run))
     with pytest.raises(OutputError, match="already holds a run"):
-        check_run_folder(config_of(run, checkpoint={"resume": "never"}))
+        check_folder_of(config_of(run, checkpoint={"resume": "never"}))
 
 
 MINE = (

@@ -29,8 +29,8 @@ from ds_finetune.plan.model_shape import Shape
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
+from ds_finetune.trainer.dry_run import model_lines
 from ds_finetune.trainer.inputs import config_tree
-from ds_finetune.trainer.model_lines import model_lines
 from ds_finetune.trainer.preview import preview_of
 from ds_finetune.trainer.rank_tensors import rank_tensors, sizes_of
 from ds_finetune.trainer.resolve import make_model_plan, model_config
