@@ -226,7 +226,7 @@ MUTANTS = (
     ),
     Mutant(
         "router of an FP8 folder not listed",
-        "export/fp8_section.py",
+        "export/folder.py",
         "if tensor.key.endswith(_WEIGHT) and len(tensor.shape)",
         "if not tensor.key.endswith('.gate.weight') and len(tensor.shape)",
         CONVERSIONS,
@@ -909,14 +909,14 @@ MUTANTS = (
     ),
     Mutant(
         "box one row short",
-        "checkpoint/chunks.py",
+        "checkpoint/part_storage.py",
         "yield from flat_range_chunks(shape, start + rows * inner, numel - rows * inner)",
         "return",
         "tests/checkpoint/test_files.py",
     ),
     Mutant(
         "a fragment one element late",
-        "checkpoint/chunks.py",
+        "checkpoint/part_storage.py",
         "row, column = divmod(start, inner)",
         "row, column = divmod(start + (start > 0), inner)",
         "tests/checkpoint/test_files.py",
@@ -930,14 +930,14 @@ MUTANTS = (
     ),
     Mutant(
         "a chunk passed over by its last element",
-        "checkpoint/chunks.py",
+        "checkpoint/part_storage.py",
         "last * size + offset + length - 1",
         "last * size + offset",
         "tests/checkpoint/test_files.py",
     ),
     Mutant(
         "adapters of the plain loop without their scale",
-        "reference/selftest/plain_adapters.py",
+        "reference/selftest/plain_features.py",
         "return weight + self._scale * (self.lora_B @ self.lora_A)",
         "return weight + self.lora_B @ self.lora_A",
         "tests/reference/selftest/test_selftest.py",

@@ -94,6 +94,11 @@ class Manifest:
         return [part_name(rank, self.world_size) for rank in self.ranks]
 
     @property
+    def absent_parts(self) -> list[str]:
+        """Names of the parts of other ranks, which other nodes keep."""
+        return [part_name(rank, self.world_size) for rank in range(self.world_size) if rank not in self.ranks]
+
+    @property
     def num_bytes(self) -> int:
         """Total bytes of all files."""
         return sum(file.num_bytes for file in self.files.values())

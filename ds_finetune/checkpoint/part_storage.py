@@ -1,21 +1,161 @@
-"""Writes the state of a rank as a part of a checkpoint (part_file.py), and reads state from the parts of any ranks.
+"""Writes the state of a rank as a part of a checkpoint, and reads state from the parts of any ranks.
+
+A part is the safetensors file that one rank writes. Its tensors are chunks of global tensors: n-dimensional boxes, in
+which checkpoints store the flat ranges that a rank holds.
 
 `serialise_part` turns a rank's state into the bytes of its part and gives them to a `PartSink` (part_sinks.py), which
 writes them. `read_state_groups` reads state from parts, which may be cut differently.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+import json
+import math
+import mmap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from ds_finetune.checkpoint.chunks import Chunk, flat_bounds, flat_range_chunks, overlap
-from ds_finetune.checkpoint.part_file import PartFile, StoredChunk, part_header
 from ds_finetune.engine.state.state import WEIGHT, Read, Slice, StateGroup
 from ds_finetune.errors import CheckpointError
+from ds_finetune.model.weights.safetensors_file import HeaderEntry, encode_header, read_header
+
+Ints = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The box of a tensor that begins at index `offsets` and has `sizes` elements along each dimension."""
+
+    offsets: Ints
+    sizes: Ints
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the chunk."""
+        return math.prod(self.sizes)
+
+    def moved(self, by: Ints) -> "Chunk":
+        """The same chunk in a larger tensor, in which this one's tensor begins at index `by`."""
+        return Chunk(tuple(mine + more for mine, more in zip(self.offsets, by, strict=True)), self.sizes)
+
+
+def flat_range_chunks(shape: Ints, start: int, numel: int) -> Iterator[Chunk]:
+    """The chunks that make up elements [start, start + numel) of a row-major tensor of `shape`, in order.
+
+    There are at most 2 x dimensions - 1 chunks. Each is a contiguous piece of the range.
+    """
+    if numel == 0:
+        return
+    if not shape:
+        yield Chunk((), ())
+        return
+    inner = math.prod(shape[1:])
+    row, column = divmod(start, inner)
+    if column or numel < inner:
+        within = min(numel, inner - column)
+        yield from (
+            Chunk((row, *inner_chunk.offsets), (1, *inner_chunk.sizes))
+            for inner_chunk in flat_range_chunks(shape[1:], column, within)
+        )
+        yield from flat_range_chunks(shape, start + within, numel - within)
+        return
+    rows = numel // inner
+    yield Chunk((row,) + (0,) * (len(shape) - 1), (rows, *shape[1:]))
+    yield from flat_range_chunks(shape, start + rows * inner, numel - rows * inner)
+
+
+def flat_bounds(chunk: Chunk, shape: Ints) -> tuple[int, int]:
+    """Indices of the first and the last element of a chunk in the flattened tensor of `shape`."""
+    first = last = 0
+    for size, offset, length in zip(shape, chunk.offsets, chunk.sizes, strict=True):
+        first, last = first * size + offset, last * size + offset + length - 1
+    return first, last
+
+
+def overlap(one: Chunk, other: Chunk) -> Chunk | None:
+    """The intersection of two chunks; None where it is empty."""
+    first = tuple(map(max, one.offsets, other.offsets))
+    last = tuple(
+        min(a + n, b + m) for a, n, b, m in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+    )
+    if any(end <= begin for begin, end in zip(first, last, strict=True)):
+        return None
+    return Chunk(first, tuple(end - begin for begin, end in zip(first, last, strict=True)))
+
+
+_MAP_NORESERVE = 0x4000
+"""Linux's flag; Python 3.13 and later define it in `mmap`."""
+
+
+@dataclass(frozen=True)
+class StoredChunk:
+    """A chunk of the global tensor `key` of `shape`, stored at byte `begin` of its file."""
+
+    key: str
+    shape: tuple[int, ...]
+    chunk: Chunk
+    dtype: torch.dtype
+    begin: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the chunk."""
+        return self.chunk.numel * self.dtype.itemsize
+
+
+def part_header(stored: Sequence[StoredChunk], extra: Mapping[str, Any]) -> bytes:
+    """The header of a part whose chunks follow in order, with `extra` as JSON. `begin` of the chunks is ignored."""
+    shapes = {item.key: item.shape for item in stored}
+    tensors = (
+        (f"{item.key}@{','.join(map(str, item.chunk.offsets))}", item.dtype, item.chunk.sizes) for item in stored
+    )
+    metadata = {"format": "pt", "shapes": json.dumps(shapes), "extra": json.dumps(dict(extra))}
+    return encode_header(tensors, metadata)[0]
+
+
+class PartFile:
+    """A part opened for reading; `forget` releases the pages that were read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            header = read_header(path)
+            with path.open("rb") as file:
+                # Private and writable, since torch.frombuffer warns about other maps. Nothing is ever written, so no
+                # memory is reserved: a part may be larger than memory.
+                self._map = mmap.mmap(
+                    file.fileno(), 0, flags=mmap.MAP_PRIVATE | _MAP_NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+                )
+            shapes, self.extra = json.loads(header.metadata["shapes"]), json.loads(header.metadata["extra"])
+            self.stored = tuple(_stored(name, entry, shapes) for name, entry in header.tensors.items())
+        except (OSError, ValueError, KeyError, TypeError) as broken:
+            raise CheckpointError(
+                f"{path} is not a part of a checkpoint: {broken}", hint="take another checkpoint"
+            ) from broken
+
+    @property
+    def node(self) -> int:
+        """The node that wrote this part, given as the lowest of the ranks that share its folder."""
+        return int(self.extra.get("home", 0))
+
+    def tensor(self, item: StoredChunk) -> torch.Tensor:
+        """The chunk of `item` in the mapped file; copy what is needed, then call `forget`."""
+        return torch.frombuffer(self._map, dtype=item.dtype, count=item.chunk.numel, offset=item.begin).view(
+            item.chunk.sizes
+        )
+
+    def forget(self) -> None:
+        """Release the pages read so far from this process's memory."""
+        self._map.madvise(mmap.MADV_DONTNEED)
+
+
+def _stored(name: str, entry: HeaderEntry, shapes: Mapping[str, Sequence[int]]) -> StoredChunk:
+    key, _, offsets = name.rpartition("@")
+    chunk = Chunk(tuple(int(offset) for offset in offsets.split(",") if offset), entry.shape)
+    return StoredChunk(key, tuple(shapes[key]), chunk, entry.dtype, entry.begin)
 
 
 class PartSink(Protocol):

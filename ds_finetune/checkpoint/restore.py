@@ -1,17 +1,20 @@
-"""Finds the checkpoint to resume from, and restores it in an engine of any layout."""
+"""Finds the checkpoint to resume from, and restores it: in an engine of any layout, and in random number generators."""
 
+import base64
+import random
 import socket
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
 
 from ds_finetune.checkpoint.files import (
     Manifest,
     complete_steps,
     damage_of,
     find_renamed_checkpoint,
-    part_name,
     step_name,
     unfinished_folders,
 )
@@ -89,7 +92,7 @@ def restore_engine(engine: Engine, place: CheckpointFolder, found: UsableCheckpo
     try:
         reader = PartReader(found.folder / name for name in found.manifest.parts)
         state.create_optimizer_state(_kinds(reader))
-        read_state_groups(state.groups(restoring=True), reader, absent=_absent(found.manifest))
+        read_state_groups(state.groups(restoring=True), reader, absent=", ".join(found.manifest.absent_parts) or "none")
     except CheckpointError as failed:
         error = failed
     raise_on_every_rank(error)
@@ -153,9 +156,32 @@ def _kinds(reader: PartReader) -> dict[str, set[str]]:
     return found
 
 
-def _absent(manifest: Manifest) -> str:
-    here: Sequence[int] = manifest.ranks
-    return (
-        ", ".join(part_name(rank, manifest.world_size) for rank in range(manifest.world_size) if rank not in here)
-        or "none"
-    )
+def random_state() -> dict[str, Any]:
+    """States of torch's (CPU and the GPU that this process computes on), numpy's and Python's global generators."""
+    version, numbers, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "torch": _text(torch.get_rng_state()),
+        "cuda": _text(torch.cuda.get_rng_state()) if torch.cuda.is_initialized() else None,
+        "numpy": [kind, base64.b64encode(np.asarray(keys).tobytes()).decode(), position, has_gauss, cached],
+        "python": [version, list(numbers), gauss],
+    }
+
+
+def restore_random_state(tree: dict[str, Any]) -> None:
+    """Set the generators to the states that `random_state` returned."""
+    torch.set_rng_state(_tensor(tree["torch"]))
+    if tree["cuda"] is not None and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(_tensor(tree["cuda"]))
+    kind, keys, position, has_gauss, cached = tree["numpy"]
+    np.random.set_state((kind, np.frombuffer(base64.b64decode(keys), dtype=np.uint32), position, has_gauss, cached))
+    version, numbers, gauss = tree["python"]
+    random.setstate((version, tuple(numbers), gauss))
+
+
+def _text(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

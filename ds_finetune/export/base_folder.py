@@ -14,12 +14,40 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from ds_finetune.errors import ExportError
 from ds_finetune.export.convert import Conversion, num_workers
 from ds_finetune.export.folder import FolderParts
-from ds_finetune.export.readers.hub import HubSource
 from ds_finetune.export.source import ModelSpec, SelectedTensors
-from ds_finetune.families.family import layer_of
+from ds_finetune.families.family import Family, layer_of
 from ds_finetune.model.build.hub_folder import HubFolder, has_weights
 from ds_finetune.model.build.skeleton import HUB_FILES, IGNORED_HUB_FILES
 from ds_finetune.model.quantised.quantisation import check_config_readable, check_no_other_format
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """The tensors of a Hugging Face folder as a TensorSource; those in FP8 are dequantised to fp32.
+
+    ModelError where a tensor has a dtype that weights do not have.
+    """
+
+    hub: HubFolder
+    family: Family
+
+    def __post_init__(self) -> None:
+        self.hub.check_dtypes()
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of every tensor, except the scales of FP8 weights."""
+        return self.hub.shapes
+
+    @property
+    def fp32_names(self) -> Collection[str]:
+        """Tensors that the family keeps in fp32."""
+        return {name for name in self.hub.shapes if name.rpartition(".")[2] in self.family.fp32_buffers}
+
+    def read(self, name: str, start: int, numel: int) -> torch.Tensor:
+        """Elements `start` to `start + numel` of the flattened tensor, 1-D; ModelError where they cannot be read."""
+        return self.hub.read(name, start, numel)
+
 
 _SHOWN = 3
 _MATRIX = 2
@@ -121,7 +149,6 @@ def _check_format(file: Path) -> None:
 
 
 def _embeddings(published: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
-    """The embedding and the head among published tensors."""
     return tuple(key for key, shape in published.items() if layer_of(key) < 0 and len(shape) == _MATRIX)
 
 

@@ -14,11 +14,9 @@ from ds_finetune.config.units import GIB
 from ds_finetune.errors import ExportError, OutputError
 from ds_finetune.export.base_folder import BaseFolder
 from ds_finetune.export.convert import Conversion, convert_source, num_workers, write_conversion
-from ds_finetune.export.folder import TOKENIZER_FILES, FolderParts
-from ds_finetune.export.fp8_section import writable_section
+from ds_finetune.export.folder import TOKENIZER_FILES, FolderParts, writable_section
 from ds_finetune.export.model_config import config_changes
 from ds_finetune.export.output_folder import check_out_empty
-from ds_finetune.export.published_copy import is_in_fp4, published_copy
 from ds_finetune.export.readers.sources import OpenedSource, open_source
 from ds_finetune.export.source import ModelSpec, fit_source, read_model_spec
 from ds_finetune.export.verify.record import ExportRecord, classifier_prompts, fixed_prompts
@@ -32,6 +30,10 @@ from ds_finetune.model.weights.names import published_names
 
 if TYPE_CHECKING:
     from ds_finetune.export.verify.verify import VerificationResult
+from ds_finetune.export.base_folder import HubSource
+from ds_finetune.families.family import Family
+from ds_finetune.model.build.hub_folder import HubFolder
+from ds_finetune.model.quantised.quantisation import has_fp4_experts
 
 COPIED_FILES = ("generation_config.json", *TOKENIZER_FILES)
 """Files that are copied beside the weights, where they exist."""
@@ -221,3 +223,64 @@ def _record_without_logits(folder: Path, opened: OpenedSource, dtype: torch.dtyp
         else fixed_prompts(vocab_size, None),
         num_labels=int(config.num_labels) if of_classifier else None,
     )
+
+
+_WHOLE_NUMBERS = (torch.int64, torch.int32)
+"""Dtypes of tables of V4's routers, which are copied as they are."""
+
+
+@dataclass(frozen=True)
+class _PublishedTensors(HubSource):
+    """The tensors of a folder; those that are stored in fp32 or as whole numbers keep their dtype."""
+
+    def __post_init__(self) -> None:
+        self.hub.check_dtypes(besides=[key for key in self.hub.shapes if self.hub.dtype(key) in _WHOLE_NUMBERS])
+
+
+@dataclass(frozen=True)
+class _Copy(Conversion):
+    source: _PublishedTensors
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The dtype of the export for what is quantised or has 16 bits, else the stored one."""
+        hub = self.source.hub
+        stored = hub.dtype(name)
+        return self.parts.dtype if hub.is_quantised(name) or stored.itemsize == torch.bfloat16.itemsize else stored
+
+
+def is_in_fp4(path: Path) -> bool:
+    """Whether `path` is a model folder whose config.json says that its experts are in FP4."""
+    file = path / "config.json"
+    if not file.is_file():
+        return False
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        return False
+    return isinstance(config, dict) and has_fp4_experts(config)
+
+
+def published_copy(path: Path, *, dtype: torch.dtype, files: tuple[Path, ...]) -> Conversion:
+    """The conversion of the model in `path` to `dtype`, with `files` beside it.
+
+    ModelError where the folder cannot be read; ExportError where transformers does not know its model type.
+    """
+    check_folder(path)
+    try:
+        read = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except (ValueError, OSError) as unknown:
+        raise ExportError(
+            f"{path}/config.json: {str(unknown).splitlines()[0]}", hint="take the config.json published with it"
+        ) from unknown
+    hub, vocab_size = HubFolder(path), int(read.vocab_size)
+    # Its names are not those of the model, so that no row of the table of families fits.
+    family = Family(str(read.model_type), is_generic=True)
+    parts = FolderParts(
+        family=family,
+        config=json.loads((path / "config.json").read_text(encoding="utf-8")),
+        architecture=(read.architectures or ["AutoModelForCausalLM"])[0],
+        dtype=dtype,
+        files=files,
+        record=ExportRecord(str(path.absolute()), dtype_name(dtype), vocab_size, fixed_prompts(vocab_size, None)),
+    )
+    return _Copy(_PublishedTensors(hub, family), parts, num_workers())

@@ -118,7 +118,7 @@ class SelectedTensors:
 
     @property
     def fp32_names(self) -> Collection[str]:
-        """Those of the source."""
+        """Names of tensors that the source keeps in fp32."""
         return self.source.fp32_names
 
     def read(self, name: str, start: int, numel: int) -> torch.Tensor:
@@ -126,7 +126,7 @@ class SelectedTensors:
         return self.source.read(self.copies.get(name, name), start, numel)
 
     def with_copies(self, copies: Mapping[str, str]) -> "SelectedTensors":
-        """The same with `copies` added, or in place of tensors of these names."""
+        """These tensors with `copies` added, or in place of tensors of the same names."""
         return replace(
             self,
             shapes={**self.shapes, **{key: self.shapes[original] for key, original in copies.items()}},

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from ds_finetune.checkpoint.random_state import random_state
+from ds_finetune.checkpoint.restore import random_state
 from ds_finetune.checkpoint.saver import Saver, SaveResult, superseded_checkpoints
 from ds_finetune.config.schedule import Interval
 from ds_finetune.console.phase_line import Say

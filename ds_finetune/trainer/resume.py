@@ -11,7 +11,6 @@ from typing import Any, TextIO
 
 import torch
 
-from ds_finetune.checkpoint.base_config import model_mismatch
 from ds_finetune.checkpoint.files import (
     complete_steps,
     part_name,
@@ -23,10 +22,15 @@ from ds_finetune.checkpoint.files import (
 from ds_finetune.checkpoint.folder import CheckpointFolder, open_checkpoint_folder, raise_on_every_rank, try_in_folder
 from ds_finetune.checkpoint.locking import LOCK_SECONDS, lock_folder
 from ds_finetune.checkpoint.part_storage import PartReader, num_weights, read_state_groups
-from ds_finetune.checkpoint.random_state import restore_random_state
-from ds_finetune.checkpoint.restore import UsableCheckpoint, named_checkpoint, newest_checkpoint, restore_engine
+from ds_finetune.checkpoint.restore import (
+    UsableCheckpoint,
+    named_checkpoint,
+    newest_checkpoint,
+    restore_engine,
+    restore_random_state,
+)
 from ds_finetune.checkpoint.run_state import RunState, layout_of, versions
-from ds_finetune.checkpoint.same_run import RunIdentity, changes_since_checkpoint
+from ds_finetune.checkpoint.same_run import RunIdentity, changes_since_checkpoint, model_mismatch
 from ds_finetune.checkpoint.saver import Saver
 from ds_finetune.checkpoint.tools import BASE, CHECKPOINTS
 from ds_finetune.config.units import GIB

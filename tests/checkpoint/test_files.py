@@ -18,7 +18,6 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from safetensors import safe_open
 
 from ds_finetune.checkpoint import files
-from ds_finetune.checkpoint.chunks import Chunk, flat_range_chunks, overlap
 from ds_finetune.checkpoint.files import (
     Manifest,
     commit,
@@ -33,10 +32,18 @@ from ds_finetune.checkpoint.files import (
 )
 from ds_finetune.checkpoint.folder import CheckpointFolder
 from ds_finetune.checkpoint.messages import CommitJob, RemoveJob, ReserveJob, WriteJob
-from ds_finetune.checkpoint.part_file import PartFile
 from ds_finetune.checkpoint.part_sinks import FilePartSink, WriterProcess
-from ds_finetune.checkpoint.part_storage import PartReader, read_state_groups, serialise_part, share_of_slice
-from ds_finetune.checkpoint.random_state import random_state, restore_random_state
+from ds_finetune.checkpoint.part_storage import (
+    Chunk,
+    PartFile,
+    PartReader,
+    flat_range_chunks,
+    overlap,
+    read_state_groups,
+    serialise_part,
+    share_of_slice,
+)
+from ds_finetune.checkpoint.restore import random_state, restore_random_state
 from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.saver import superseded_checkpoints
 from ds_finetune.checkpoint.tools import (
@@ -49,8 +56,7 @@ from ds_finetune.checkpoint.tools import (
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.state.state import Slice, StateGroup, loss_scale, restore_loss_scale, scaler_of
 from ds_finetune.errors import CheckpointError
-from ds_finetune.export.readers.checkpoint import CheckpointSource
-from ds_finetune.export.readers.sources import open_checkpoint
+from ds_finetune.export.readers.sources import CheckpointSource, open_checkpoint
 from tests.checkpoint.groups import group_of, reading
 
 

@@ -5,8 +5,7 @@ import mmap
 import pytest
 import torch
 
-from ds_finetune.checkpoint.part_sinks import WriterProcess
-from ds_finetune.checkpoint.pinned_memory import PinnedMap
+from ds_finetune.checkpoint.part_sinks import PinnedMap, WriterProcess
 
 
 class Runtime:

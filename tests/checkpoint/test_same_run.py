@@ -11,7 +11,6 @@ import pytest
 import torch.distributed as dist
 from pydantic import BaseModel
 
-from ds_finetune.checkpoint.base_config import model_mismatch
 from ds_finetune.checkpoint.files import Manifest, commit, partial_name, step_name
 from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.same_run import (
@@ -21,6 +20,7 @@ from ds_finetune.checkpoint.same_run import (
     ROWS,
     RunIdentity,
     changes_since_checkpoint,
+    model_mismatch,
 )
 from ds_finetune.config.objectives import OBJECTIVES, ObjectiveConfig
 from ds_finetune.config.schema import RunConfig, read_config

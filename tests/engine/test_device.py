@@ -35,7 +35,7 @@ from ds_finetune.model.parallel.sequence import SequenceParallelGroup
 from ds_finetune.model.parallel.tensor import TensorParallelGroup
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.reference.selftest.cells import Cell, enlarged_config, hf_config, rows, run_tree
-from ds_finetune.reference.selftest.steps import batch_plan
+from ds_finetune.reference.selftest.compare import batch_plan
 from ds_finetune.system.world import World
 from tests.device_checks import DEVICE, CpuTensor, ImaginaryGroup, OnDevice, on_device
 from tests.model.plain_varlen import plain_varlen_attn
@@ -212,7 +212,7 @@ def test_parts_of_experts_join_in_their_places() -> None:
 
 
 def test_moments_of_an_offloaded_optimizer_are_joined() -> None:
-    """As reference/selftest/steps.py reads them."""
+    """As reference/selftest/compare.py reads them."""
     with engine_on_device("tp 2 x ep 2") as (engine, _):
         params = {
             name: param for name, param in engine.lm.named_parameters() if "experts" in name or "q_b_proj" in name

@@ -22,7 +22,7 @@ from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.reference.selftest.cells import rows
-from ds_finetune.reference.selftest.steps import batch_plan, whole_batch
+from ds_finetune.reference.selftest.compare import batch_plan, whole_batch
 from ds_finetune.system.world import World
 from tests.host_waits import imagined_accelerator
 from tests.planning import model_of

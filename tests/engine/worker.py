@@ -26,7 +26,7 @@ from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.model.mtp.layer import mtp_layers
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.reference.selftest.cells import SAMPLES, Cell, rows, run_tree
-from ds_finetune.reference.selftest.steps import batch_plan
+from ds_finetune.reference.selftest.compare import batch_plan
 from ds_finetune.system.world import World
 from ds_finetune.trainer.loop import training_steps
 from tests.planning import model_of

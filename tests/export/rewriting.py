@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ds_finetune.export.verify.record import Digest, ExportRecord
-from ds_finetune.export.verify.tensors import digest_of, read_tensor_table
+from ds_finetune.export.verify.verify import digest_of, read_tensor_table
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object], *, hide: bool = True) -> None:

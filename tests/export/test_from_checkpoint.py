@@ -25,8 +25,7 @@ from ds_finetune.export.from_checkpoint import ExportResult, export_checkpoint
 from ds_finetune.export.model_config import remove_code, served_config
 from ds_finetune.export.source import read_model_spec
 from ds_finetune.export.verify.record import UNVERIFIED, ExportRecord
-from ds_finetune.export.verify.tensors import read_tensor_table
-from ds_finetune.export.verify.verify import verify_exports
+from ds_finetune.export.verify.verify import read_tensor_table, verify_exports
 from ds_finetune.families.table import family_of
 from ds_finetune.model.adapters.lora import Factors
 from ds_finetune.model.weights.load import weights_digest

@@ -23,8 +23,7 @@ from ds_finetune.export.folder import FolderParts, has_same_weights, link_folder
 from ds_finetune.export.interruption import SignalInterruption
 from ds_finetune.export.verify.logits import deviations
 from ds_finetune.export.verify.record import RECORD, UNVERIFIED, Digest, ExportRecord, fixed_prompts, sampled_logits
-from ds_finetune.export.verify.tensors import in_ranges, read_tensor_table
-from ds_finetune.export.verify.verify import VerificationResult, verify_exports
+from ds_finetune.export.verify.verify import VerificationResult, in_ranges, read_tensor_table, verify_exports
 from ds_finetune.families.table import family_of
 from ds_finetune.trainer.exports import verify_run_exports
 from ds_finetune.trainer.show import show_verifications

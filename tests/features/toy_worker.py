@@ -17,8 +17,8 @@ from ds_finetune.features.table import register_feature
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.reference.selftest import compare
 from ds_finetune.reference.selftest.cells import TINY_MODELS, Cell, run_tree
+from ds_finetune.reference.selftest.compare import whole_batch
 from ds_finetune.reference.selftest.reference_loop import LR
-from ds_finetune.reference.selftest.steps import whole_batch
 from ds_finetune.system.world import World
 from tests.features.test_toy_feature import SETTINGS
 from tests.features.toy_feature import ToyFeature

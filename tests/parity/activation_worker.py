@@ -18,7 +18,7 @@ from ds_finetune.model.memory.tiled_mlp import tiled_modules
 from ds_finetune.plan.forward import mlp_tiles
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.reference.selftest.cells import Cell, run_tree
-from ds_finetune.reference.selftest.steps import take_steps
+from ds_finetune.reference.selftest.compare import take_steps
 from tests.lora_twin import lora_tree
 from tests.parity.serving import Launched, serve
 from tests.planning import model_of

@@ -11,8 +11,8 @@ from ds_finetune.data.batches import Batch, eval_batches, training_batches
 from ds_finetune.data.scores import StoredScores, with_scores
 from ds_finetune.engine.engine import Engine
 from ds_finetune.reference.selftest.cells import run_tree
+from ds_finetune.reference.selftest.compare import batch_plan, first_gradients
 from ds_finetune.reference.selftest.reference_loop import LR
-from ds_finetune.reference.selftest.steps import batch_plan, first_gradients
 from tests.parity.distillation import STEPS, Distilled, numbered_rows, of_tree
 from tests.parity.serving import Launched, serve
 

@@ -12,7 +12,7 @@ from ds_finetune.data.prepared_rows import Row, RowDocuments
 from ds_finetune.engine.engine import Engine
 from ds_finetune.objectives.labels import IGNORE_INDEX
 from ds_finetune.plan.plan import Plan
-from ds_finetune.reference.selftest.steps import batch_plan, first_moments
+from ds_finetune.reference.selftest.compare import batch_plan, first_moments
 from tests.parity.serving import Launched, serve
 
 STEPS, LR, BETAS = 3, 1e-3, (0.9, 0.95)

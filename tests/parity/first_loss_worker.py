@@ -19,7 +19,7 @@ from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.reference.selftest.cells import Cell
-from ds_finetune.reference.selftest.steps import batch_plan
+from ds_finetune.reference.selftest.compare import batch_plan
 from ds_finetune.system.world import World
 from tests.parity.objective_cells import Layout, layout_tree, rows
 from tests.planning import model_of

@@ -7,7 +7,7 @@ from typing import Any
 
 from ds_finetune.data.batches import eval_batches, training_batches
 from ds_finetune.reference.selftest.cells import Cell, rows
-from ds_finetune.reference.selftest.steps import batch_plan, first_gradients
+from ds_finetune.reference.selftest.compare import batch_plan, first_gradients
 from tests.parity.indexer_cells import LR, STEPS, IndexerLayout, indexer_tree
 from tests.parity.serving import Launched, serve
 

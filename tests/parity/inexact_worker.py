@@ -18,7 +18,7 @@ from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.reference.selftest.cells import Cell, run_tree
-from ds_finetune.reference.selftest.steps import eval_loss, take_steps
+from ds_finetune.reference.selftest.compare import eval_loss, take_steps
 from ds_finetune.system.world import World
 from tests.planning import model_of
 

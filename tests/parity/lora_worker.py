@@ -13,8 +13,8 @@ from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.state.whole_tensors import gather_zero3
 from ds_finetune.model.quantised.four_bit import is_four_bit
 from ds_finetune.reference.selftest.cells import Cell, run_tree
+from ds_finetune.reference.selftest.compare import first_moments, of_all_stages, take_steps
 from ds_finetune.reference.selftest.reference_loop import BETAS
-from ds_finetune.reference.selftest.steps import first_moments, of_all_stages, take_steps
 from tests.lora_twin import four_bit_tensors, lora_tree
 from tests.parity.serving import Launched, serve
 

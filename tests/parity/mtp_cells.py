@@ -23,7 +23,7 @@ from ds_finetune.model.build.skeleton import build_skeleton
 from ds_finetune.model.mtp.layer import set_mtp_layers
 from ds_finetune.model.weights.names import hub_pieces
 from ds_finetune.objectives.labels import IGNORE_INDEX
-from ds_finetune.reference.selftest import plain_mtp
+from ds_finetune.reference.selftest import plain_features
 from ds_finetune.reference.selftest.cells import Cell, hf_config, run_tree, samples
 from ds_finetune.reference.selftest.reference_loop import BETAS, EPS
 
@@ -122,7 +122,7 @@ class PlainMtp(torch.nn.Module):
     def __init__(self, folder: Path, *, adapters: str = "", detach: bool = True) -> None:
         super().__init__()
         self.main = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        self.mtp = plain_mtp.PlainMtp(self.main, folder, MtpConfig(train=True, weight=WEIGHT, detach=detach))
+        self.mtp = plain_features.PlainMtp(self.main, folder, MtpConfig(train=True, weight=WEIGHT, detach=detach))
         self._adapters: dict[str, torch.nn.Parameter] = {}
         if adapters:
             self._adapt(in_four_bits=adapters == "nf4")

@@ -11,7 +11,7 @@ import torch
 from ds_finetune.data.batches import eval_batches, training_batches
 from ds_finetune.engine.engine import Engine
 from ds_finetune.reference.selftest.cells import Cell, rows
-from ds_finetune.reference.selftest.steps import batch_plan, first_gradients
+from ds_finetune.reference.selftest.compare import batch_plan, first_gradients
 from tests.parity.mtp_cells import LR, STEPS, MtpLayout, mtp_tree
 from tests.parity.serving import Launched, serve
 

@@ -14,8 +14,8 @@ from ds_finetune.engine.engine import Engine
 from ds_finetune.model.loss.token_loss import LossHead
 from ds_finetune.objectives.objective import Objective, make_objective
 from ds_finetune.reference.selftest.cells import Cell
+from ds_finetune.reference.selftest.compare import batch_plan, first_gradients
 from ds_finetune.reference.selftest.reference_loop import BETAS
-from ds_finetune.reference.selftest.steps import batch_plan, first_gradients
 from tests.parity.objective_cells import LR, OBJECTIVES, Layout, layout_tree, mismatched, reference_of, rows, section
 from tests.parity.serving import Launched, serve
 

@@ -22,8 +22,8 @@ from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.reference.selftest.compare import batch_plan, first_gradients
 from ds_finetune.reference.selftest.reference_loop import BETAS
-from ds_finetune.reference.selftest.steps import batch_plan, first_gradients
 from ds_finetune.system.world import World
 from tests.planning import model_of
 

@@ -22,8 +22,8 @@ from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.engine.state.whole_tensors import named_parameters
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.reference.selftest.cells import Cell, run_tree
+from ds_finetune.reference.selftest.compare import first_moments, whole_batch
 from ds_finetune.reference.selftest.reference_loop import BETAS, LR
-from ds_finetune.reference.selftest.steps import first_moments, whole_batch
 from ds_finetune.system.world import World
 from tests.planning import model_of
 

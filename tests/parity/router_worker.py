@@ -10,8 +10,8 @@ import torch
 from ds_finetune.data.batches import eval_batches, training_batches
 from ds_finetune.engine.engine import Engine
 from ds_finetune.reference.selftest.cells import Cell, rows
+from ds_finetune.reference.selftest.compare import batch_plan, first_gradients
 from ds_finetune.reference.selftest.reference_loop import BETAS
-from ds_finetune.reference.selftest.steps import batch_plan, first_gradients
 from tests.parity.router_cells import STEPS, RouterLayout, config_of
 from tests.parity.serving import Launched, serve
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from ds_finetune.data.batches import BatchPlan, eval_batches, training_batches
 from ds_finetune.engine.engine import Engine
+from ds_finetune.reference.selftest.compare import batch_plan, first_gradients
 from ds_finetune.reference.selftest.reference_loop import LR
-from ds_finetune.reference.selftest.steps import batch_plan, first_gradients
 from tests.parity.scoring import STEPS, ScoreCell, rows
 from tests.parity.serving import Launched, serve
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ds_finetune.reference.selftest.cells import Cell, run_tree
-from ds_finetune.reference.selftest.steps import take_steps
+from ds_finetune.reference.selftest.compare import take_steps
 from tests.parity.serving import Launched, serve
 
 STEPS = 3

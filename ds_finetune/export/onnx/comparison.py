@@ -117,13 +117,7 @@ def make_reference(folder: Path) -> Reference:
         logits = {case: _plain_logits(model, *tokens_of(case, vocab)) for case in (*WHOLE, *STEPS)}
         tokens, leads = _plain_greedy(model, *tokens_of(PROMPTS, vocab))
     ids = {case: tokens_of(case, vocab)[0] for case in logits}
-    return Reference(
-        logits,
-        ids,
-        tokens,
-        leads,
-        describe_experts(model, reached),
-    )
+    return Reference(logits, ids, tokens, leads, describe_experts(model, reached))
 
 
 def compare(folder: Path, reference: Reference) -> OnnxComparison:

@@ -100,9 +100,7 @@ class Graph:
         return f"{kind.lower()}_{next(self.numbers)}_out"
 
 
-def write_model(
-    graph: Graph, ends: tuple[list[onnx.ValueInfoProto], list[onnx.ValueInfoProto]], folder: Path, *, inline_bytes: int
-) -> bool:
+def write_model(graph: Graph, ends: GraphEnds, folder: Path, *, inline_bytes: int) -> bool:
     """Write `graph` with its inputs and outputs `ends` to `folder`/model.onnx.
 
     Weights of more than `inline_bytes` together are written to model.onnx.data, one piece at a time, since a protobuf

@@ -16,18 +16,22 @@ from ds_finetune.foreign.auto_configs import AutoConfig
 _PAST = "past_key_values."
 
 
+def open_session(folder: Path) -> tuple[onnxruntime.InferenceSession, np.dtype]:
+    """The model.onnx of `folder` in ONNX Runtime, on all CPU cores of this process, and the dtype of its logits."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = len(os.sched_getaffinity(0))
+    session = onnxruntime.InferenceSession(str(folder / MODEL), options, providers=["CPUExecutionProvider"])
+    is_half = session.get_outputs()[0].type == "tensor(float16)"
+    return session, np.dtype(np.float16 if is_half else np.float32)
+
+
 class OnnxModel:
     """The model.onnx of a folder in ONNX Runtime, on all CPU cores of this process."""
 
     def __init__(self, folder: Path) -> None:
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = len(os.sched_getaffinity(0))
-        self._session = onnxruntime.InferenceSession(str(folder / MODEL), options, providers=["CPUExecutionProvider"])
+        self._session, self.dtype = open_session(folder)
         self._caches = {entry.name: entry.shape for entry in self._session.get_inputs() if entry.name.startswith(_PAST)}
         self.run_options = onnxruntime.RunOptions()
-        output = self._session.get_outputs()[0]
-        self.dtype = np.dtype(np.float16 if output.type == "tensor(float16)" else np.float32)
-        self.vocab: int = output.shape[2]
 
     @property
     def has_cache(self) -> bool:

@@ -1,14 +1,12 @@
 """ONNX graphs of classifiers, compared with plain transformers: batch sizes, lengths, padding on either side."""
 
 import base64
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-import onnxruntime
 import torch
 from numpy.typing import NDArray
 from transformers import PretrainedConfig
@@ -20,7 +18,7 @@ from ds_finetune.export.onnx.comparison import (
     describe_experts,
     record_experts,
 )
-from ds_finetune.export.verify.record import MODEL
+from ds_finetune.export.onnx.runtime import open_session
 from ds_finetune.families.table import family_of
 from ds_finetune.foreign.auto_models import AutoModelForSequenceClassification
 
@@ -87,17 +85,14 @@ def make_score_reference(folder: Path) -> ScoreReference:
     # An encoder scores the first token, which must not be padding.
     is_encoder = family_of(model.config.model_type).encoder is not None
     batches = tuple(_batch(model.config, *shape) for shape in SHAPES if not (is_encoder and shape[-1] == "left"))
-    names = ["input_ids", "attention_mask", *(["token_type_ids"] if _has_types(model.config) else [])]
+    has_types = getattr(model.config, "type_vocab_size", 1) > 1
+    names = ["input_ids", "attention_mask", *(["token_type_ids"] if has_types else [])]
     with torch.no_grad(), record_experts(model.eval()) as reached:
         logits = tuple(
             model(**{name: torch.from_numpy(part) for name, part in batch.inputs(names).items()}).logits.numpy()
             for batch in batches
         )
     return ScoreReference(batches, logits, describe_experts(model, reached))
-
-
-def _has_types(config: PretrainedConfig) -> bool:
-    return getattr(config, "type_vocab_size", 1) > 1
 
 
 def _batch(config: PretrainedConfig, pads: tuple[int, ...], length: int, side: str) -> TextBatch:
@@ -120,12 +115,8 @@ class OnnxScorer:
     """The model.onnx of a classifier's folder in ONNX Runtime, on all CPU cores of this process."""
 
     def __init__(self, folder: Path) -> None:
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = len(os.sched_getaffinity(0))
-        self._session = onnxruntime.InferenceSession(str(folder / MODEL), options, providers=["CPUExecutionProvider"])
+        self._session, self.dtype = open_session(folder)
         self.names = [entry.name for entry in self._session.get_inputs()]
-        is_half = self._session.get_outputs()[0].type == "tensor(float16)"
-        self.dtype = np.dtype(np.float16 if is_half else np.float32)
 
     def logits(self, inputs: Mapping[str, Ints]) -> NDArray[np.float32]:
         """Logits [rows, labels] as fp32 of inputs int64 [rows, tokens]; others than the graph's are ignored."""

@@ -178,13 +178,13 @@ class MergedSource:
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Those of the base without the ones left out, and those that were trained whole."""
+        """Shapes of the base's tensors without those left out, and of those that were trained whole."""
         kept = {name: shape for name, shape in self._base.shapes.items() if name not in self._without}
         return kept if self._whole is None else {**kept, **self._whole.shapes}
 
     @property
     def fp32_names(self) -> Collection[str]:
-        """Those of the base."""
+        """Names of tensors that the base keeps in fp32."""
         return self._base.fp32_names
 
     def read(self, name: str, start: int, numel: int) -> torch.Tensor:

@@ -7,18 +7,20 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
-from ds_finetune.checkpoint.files import MANIFEST, complete_steps, step_name
+import torch
+
+from ds_finetune.checkpoint.files import MANIFEST, Manifest, complete_steps, step_name
+from ds_finetune.checkpoint.part_storage import PartReader, flat_range_chunks
 from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.tools import BASE, CHECKPOINTS, find_checkpoint, verify_checkpoint
 from ds_finetune.config.sections import LoraConfig
-from ds_finetune.errors import ExportError, ModelError
+from ds_finetune.engine.state.state import BUFFER, WEIGHT
+from ds_finetune.errors import CheckpointError, ExportError, ModelError
 from ds_finetune.export.adapter import CONFIG as ADAPTER_CONFIG
-from ds_finetune.export.base_folder import find_base
+from ds_finetune.export.base_folder import HubSource, find_base
 from ds_finetune.export.classifiers import holds_classifier
 from ds_finetune.export.readers.adapter import MergedSource, PeftAdapter
-from ds_finetune.export.readers.checkpoint import CheckpointSource
 from ds_finetune.export.readers.deepspeed_native import is_deepspeed_checkpoint, read_deepspeed_checkpoint
-from ds_finetune.export.readers.hub import HubSource
 from ds_finetune.export.source import SelectedTensors, TensorSource, read_model_spec
 from ds_finetune.export.verify.record import RECORD, ExportRecord
 from ds_finetune.families.table import family_of
@@ -26,9 +28,64 @@ from ds_finetune.model.adapters.lora import Factors
 from ds_finetune.model.build.dtypes import PRECISION_DTYPES
 from ds_finetune.model.build.hub_folder import HubFolder, bin_conversion, check_folder, has_weights
 from ds_finetune.model.build.skeleton import resolve_folder
+from ds_finetune.model.parallel.sharding import shape_in_model
 from ds_finetune.model.quantised.quantisation import check_config_readable, check_no_other_format
 from ds_finetune.model.weights.load import weights_digest
 from ds_finetune.model.weights.names import is_adapter, weight_of
+
+
+class CheckpointSource:
+    """The fp32 weights and the buffers of a checkpoint, as a TensorSource."""
+
+    def __init__(self, folder: Path) -> None:
+        manifest = Manifest.read(folder)
+        if manifest.absent_parts:
+            raise CheckpointError(
+                f"{folder} lacks {', '.join(manifest.absent_parts)}: other nodes keep them",
+                hint="make it whole with `ds-finetune checkpoint gather`",
+            )
+        self._reader = reader = PartReader(folder / name for name in manifest.parts)
+        kinds = {key: key.partition("/") for key in reader.held}
+        self._chunks = {name: reader.held[key] for key, (kind, _, name) in kinds.items() if kind in (WEIGHT, BUFFER)}
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of every parameter and persistent buffer by the model's name for it."""
+        return {name: shape_in_model(chunks[0][1].shape) for name, chunks in self._chunks.items()}
+
+    @property
+    def weights(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of the parameters by the model's name for them."""
+        return {
+            name: shape for name, shape in self.shapes.items() if self._chunks[name][0][1].key.startswith(f"{WEIGHT}/")
+        }
+
+    @property
+    def fp32_names(self) -> Collection[str]:
+        """Buffers that training kept in fp32."""
+        return {
+            name
+            for name, chunks in self._chunks.items()
+            if chunks[0][1].key.startswith(f"{BUFFER}/") and chunks[0][1].dtype == torch.float32
+        }
+
+    def read(self, name: str, start: int, numel: int) -> torch.Tensor:
+        """Elements `start` to `start + numel` of the flattened tensor, 1-D.
+
+        CheckpointError where some of them are in no part.
+        """
+        item = self._chunks[name][0][1]
+        out = torch.empty(numel, dtype=item.dtype)
+        position = copied = 0
+        for box in flat_range_chunks(item.shape, start, numel):
+            target = out[position : position + box.numel].view(box.sizes)
+            position += box.numel
+            copied += self._reader.copy(item.key, box, target)
+        if copied != numel:
+            raise CheckpointError(
+                f"{numel - copied:,} of {numel:,} elements of `{name}` are in no part", hint="take another checkpoint"
+            )
+        return out
 
 
 @dataclass(frozen=True)
@@ -156,7 +213,6 @@ def open_adapter(path: Path, base: Path | None) -> OpenedSource:
 
 
 def _saved_modules(adapter: PeftAdapter, base: Path) -> SelectedTensors | None:
-    """The weights of an adapter folder that were trained whole."""
     if not adapter.whole:
         return None
     source = HubSource(HubFolder(adapter.folder), family_of(read_model_spec(base).model_type))

@@ -192,7 +192,7 @@ def _logits(model: PreTrainedModel, record: dict[str, Any]) -> np.ndarray:
 
 
 def _padded_logits(model: PreTrainedModel, prompts: list[list[int]]) -> np.ndarray:
-    """The same of one batch of all prompts."""
+    """Logits of one batch of all prompts, padded on the right, flat."""
     longest = max(map(len, prompts))
     ids = torch.full((len(prompts), longest), model.config.pad_token_id, device=model.device)
     mask = torch.zeros_like(ids)

@@ -1,24 +1,234 @@
 """An ordinary PyTorch training loop with transformers' model and all its logits, which `bench` compares with."""
 
-from collections.abc import Callable
+import copy
+import json
+import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
 from ds_finetune.config.objectives import DistillObjective
-from ds_finetune.data.batches import Batch
+from ds_finetune.config.sections import LoraConfig
+from ds_finetune.data.batches import Batch, MicroBatch
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.loss_normalisation import term_weights, unit_counts
+from ds_finetune.errors import ConfigError
+from ds_finetune.export.adapter import AdapterBase, write_adapter
+from ds_finetune.families.table import family_of
+from ds_finetune.foreign.auto_models import AutoModelForCausalLM, AutoModelForSequenceClassification
+from ds_finetune.foreign.bitsandbytes_linear import without_cpu_packing
+from ds_finetune.model.adapters.lora import factors_of
 from ds_finetune.model.build.dtypes import PRECISION_DTYPES
 from ds_finetune.model.build.model_plan import ModelPlan
+from ds_finetune.model.build.skeleton import resolve_folder
+from ds_finetune.model.loss.teacher import TeacherPlan
+from ds_finetune.model.parallel.pipeline import build_meta_model
 from ds_finetune.objectives.labels import IGNORE_INDEX
-from ds_finetune.objectives.objective import Distillation, DocumentLogProbs, is_of_documents, is_of_scores
-from ds_finetune.reference.bench.plain_forwards import PlainForward
-from ds_finetune.reference.bench.plain_models import plain_model
+from ds_finetune.objectives.objective import Distillation, DocumentLogProbs, TopLogProbs, is_of_documents, is_of_scores
+
+PADDED_DOCUMENTS = 8
+"""Documents in one forward of the padded loop."""
+
+
+@dataclass(frozen=True)
+class PlainForward:
+    """Inputs of one forward of transformers' model, and the labels of its tokens.
+
+    `index` int64 [rows, tokens] is the number of each token's document, -1 for padding; `targets` and `reference` fp64
+    [documents] belong to the documents. `top` has a teacher's stored distributions.
+    """
+
+    inputs: dict[str, torch.Tensor]
+    labels: torch.Tensor
+    index: torch.Tensor
+    targets: torch.Tensor
+    reference: torch.Tensor
+    top: TopLogProbs | None = None
+
+
+def packed_forwards(batch: Batch) -> list[PlainForward]:
+    """The engine's own rows, with positions that restart at each document."""
+    return [_packed(micro) for micro in batch.micro]
+
+
+def _packed(micro: MicroBatch) -> PlainForward:
+    inputs = {"input_ids": micro.input_ids, "position_ids": micro.position_ids}
+    if micro.examples is None:
+        none = torch.zeros(0, dtype=torch.float64)
+        return PlainForward(inputs, micro.labels, torch.full_like(micro.labels, -1), none, none)
+    examples = micro.examples
+    return PlainForward(inputs, micro.labels, examples.index, examples.targets, examples.reference, examples.top)
+
+
+def padded_forwards(batch: Batch) -> list[PlainForward]:
+    """Documents of a batch in rows of their own, `PADDED_DOCUMENTS` to a forward, padded to the longest."""
+    documents = [document for micro in batch.micro for document in _documents(micro)]
+    return [
+        _padded(documents[start : start + PADDED_DOCUMENTS]) for start in range(0, len(documents), PADDED_DOCUMENTS)
+    ]
+
+
+class _PlainDocument(NamedTuple):
+    """Ids and labels [tokens]; a target and a reference log-probability; stored distributions [tokens, ...]; and 1 for
+    the tokens of a second text [tokens].
+    """
+
+    ids: torch.Tensor
+    labels: torch.Tensor
+    target: float = 0.0
+    reference: float = 0.0
+    top: TopLogProbs | None = None
+    token_types: torch.Tensor | None = None
+
+
+def _documents(micro: MicroBatch) -> Iterator[_PlainDocument]:
+    """The documents of a forward, without padding."""
+    for number, (ids, labels) in enumerate(zip(micro.input_ids, micro.labels, strict=True)):
+        lengths = micro.documents[number] if micro.documents else (len(ids),)
+        if micro.examples is None:
+            whole = zip(ids.split(lengths), labels.split(lengths), strict=True)
+            yield from (_PlainDocument(*document) for document in whole if bool((document[1] != IGNORE_INDEX).any()))
+            continue
+        examples, index = micro.examples, micro.examples.index[number]
+        for document in index[index >= 0].unique_consecutive().tolist():
+            here = index == document
+            top, types = examples.top, micro.token_types
+            yield _PlainDocument(
+                ids[here],
+                labels[here],
+                examples.targets[document].item(),
+                examples.reference[document].item(),
+                None if top is None else TopLogProbs(top.ids[number, here], top.log_probs[number, here]),
+                None if types is None else types[number, here],
+            )
+
+
+def _padded(documents: list[_PlainDocument]) -> PlainForward:
+    ids, labels, targets, reference, _, types = zip(*documents, strict=True)
+    mask = pad_sequence([torch.ones_like(one) for one in ids], batch_first=True)
+    rows = torch.arange(len(ids))[:, None].expand_as(mask)
+    inputs = {"input_ids": pad_sequence(list(ids), batch_first=True), "attention_mask": mask}
+    if all(each is not None for each in types) and any(each.any() for each in types):
+        inputs["token_type_ids"] = pad_sequence(list(types), batch_first=True)
+    return PlainForward(
+        inputs,
+        pad_sequence(list(labels), batch_first=True, padding_value=IGNORE_INDEX),
+        torch.where(mask.bool(), rows, -1),
+        torch.tensor(targets, dtype=torch.float64),
+        torch.tensor(reference, dtype=torch.float64),
+        _padded_top([document.top for document in documents if document.top is not None]),
+    )
+
+
+def _padded_top(tops: list[TopLogProbs]) -> TopLogProbs | None:
+    if not tops:
+        return None
+    ids, log_probs = ([getattr(top, name) for top in tops] for name in ("ids", "log_probs"))
+    return TopLogProbs(pad_sequence(ids, batch_first=True), pad_sequence(log_probs, batch_first=True))
+
+
+def check_peft(model: ModelPlan) -> None:
+    """ConfigError where the run has adapters that peft cannot hold here."""
+    if model.lora is None:
+        return
+    rank, quantize = model.lora.section.rank, model.lora.section.quantize
+    if find_spec("peft") is None:
+        raise ConfigError(
+            f"bench compares lora.rank {rank} with peft, which is not installed",
+            hint="pip install peft, or leave `lora` out",
+        )
+    stored = json.loads((resolve_folder(model.path) / "config.json").read_text(encoding="utf-8"))
+    if quantize is not None and "quantization_config" in stored:
+        raise ConfigError(
+            f"bench lets transformers load {model.path} in {quantize}, and its weights are stored in "
+            f"{stored['quantization_config'].get('quant_method')}",
+            hint="leave lora.quantize out, or name a copy in bf16",
+        )
+
+
+def plain_model(engine: Engine, model: ModelPlan) -> Any:  # noqa: ANN401 - of transformers or peft
+    """transformers' model with the engine's weights as they are now, on its device.
+
+    It is in fp32, for autocast. With LoRA peft's adapters are around it, and their frozen base is in the precision of
+    the run, or loaded in four bits by transformers and bitsandbytes.
+    """
+    device, lora, in_four_bits = engine.plan.device, model.lora, {f"{name}.weight" for name in model.quantised}
+    dtype = torch.float32 if lora is None else PRECISION_DTYPES[engine.plan.precision]
+    lm = _four_bit_model(model, engine) if in_four_bits else _auto_class(model).from_config(_config(model)).to(dtype)
+    lm.load_state_dict(
+        {name: tensor for name, tensor in engine.tensors() if tensor is not None and name not in in_four_bits},
+        strict=False,
+    )
+    return lm.to(device) if lora is None else _in_peft(lm, engine, model, lora.section).to(device)
+
+
+def _auto_class(model: ModelPlan) -> Any:  # noqa: ANN401 - a class of transformers
+    return AutoModelForCausalLM if model.task == "causal_lm" else AutoModelForSequenceClassification
+
+
+def _config(model: ModelPlan) -> Any:  # noqa: ANN401 - of transformers
+    config = copy.deepcopy(model.hf_config)
+    config._attn_implementation = "sdpa"
+    return config
+
+
+def _four_bit_model(model: ModelPlan, engine: Engine) -> Any:  # noqa: ANN401 - of transformers
+    """The model with the same weights in NF4 as the engine, computed in the run's precision."""
+    from transformers import BitsAndBytesConfig
+
+    dtype = PRECISION_DTYPES[engine.plan.precision]
+    modules = build_meta_model(model.hf_config, model.task).named_modules()
+    kept = [name for name, module in modules if isinstance(module, nn.Linear) and name not in model.quantised]
+    asked: dict[str, Any] = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    quantisation = BitsAndBytesConfig(**asked, bnb_4bit_compute_dtype=dtype, llm_int8_skip_modules=kept)
+    lm = _auto_class(model).from_pretrained(
+        resolve_folder(model.path),
+        config=_config(model),
+        dtype=dtype,
+        quantization_config=quantisation,
+        device_map={"": engine.plan.device},
+        trust_remote_code=False,
+    )
+    for name in model.quantised:
+        without_cpu_packing(lm.get_submodule(name))
+    return lm
+
+
+def _in_peft(lm: Any, engine: Engine, model: ModelPlan, lora: LoraConfig) -> nn.Module:  # noqa: ANN401
+    """`lm` with the engine's adapters, which are trained."""
+    from peft import PeftModel
+
+    adapters = {name: tensor.clone() for name, tensor in engine.adapters() if tensor is not None}
+    base = AdapterBase(
+        name=model.path,
+        digest="",
+        family=family_of(model.hf_config.model_type),
+        head={name: tensor.clone() for name, tensor in engine.score_head() if tensor is not None},
+        classifier_config={} if model.task == "causal_lm" else model.hf_config.to_dict(),
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "adapter"
+        write_adapter(factors_of(adapters, lora.alpha / lora.rank), lora, path, base)
+        return PeftModel.from_pretrained(lm, path, is_trainable=True)  # type: ignore[no-any-return]
+
+
+def load_plain_teacher(teacher: TeacherPlan | None, device: str) -> nn.Module | None:
+    """The teacher of a distillation as transformers loads it, in fp32 and evaluation mode; None where there is none."""
+    if teacher is None:
+        return None
+    lm: nn.Module = AutoModelForCausalLM.from_pretrained(
+        resolve_folder(teacher.path), dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=False
+    )
+    return lm.to(device).eval()
+
 
 LR = 1e-4
 

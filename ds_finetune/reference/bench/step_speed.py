@@ -20,9 +20,15 @@ from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.engine.ops.deepspeed_ops import build_ops, use_cores
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.errors import ConfigError
-from ds_finetune.reference.bench.plain_forwards import packed_forwards, padded_forwards
-from ds_finetune.reference.bench.plain_loop import LR, Layout, PlainLoop
-from ds_finetune.reference.bench.plain_models import check_peft, load_plain_teacher
+from ds_finetune.reference.bench.plain_loop import (
+    LR,
+    Layout,
+    PlainLoop,
+    check_peft,
+    load_plain_teacher,
+    packed_forwards,
+    padded_forwards,
+)
 from ds_finetune.system.world import World
 from ds_finetune.trainer.batches import run_batches
 from ds_finetune.trainer.prepare import read_run

@@ -1,8 +1,9 @@
 """Compares one layout with the reference loop: differences of loss, gradients, norm, resume and export."""
 
 import copy
+import itertools
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cache
@@ -19,8 +20,11 @@ from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.saver import Saver
 from ds_finetune.config.objectives import ObjectiveConfig
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.config.sections import MtpConfig
+from ds_finetune.config.sections import LoraConfig
 from ds_finetune.config.units import GIB
+from ds_finetune.data.batches import Batch, BatchPlan, eval_baseline, eval_batches, training_batches
+from ds_finetune.data.mismatched import MismatchedAnswers
+from ds_finetune.data.scores import StoredScores, with_scores
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.groups.collectives import all_gather_object
 from ds_finetune.engine.ops.deepspeed_ops import build_ops
@@ -33,17 +37,155 @@ from ds_finetune.model.build.dtypes import PRECISION_DTYPES
 from ds_finetune.model.build.model_plan import plan_model, task_of
 from ds_finetune.model.build.skeleton import read_hf_config
 from ds_finetune.model.mtp.layer import PREDICTION_LAYERS
+from ds_finetune.model.weights.names import is_adapter
+from ds_finetune.objectives.objective import Distillation, Objective
 from ds_finetune.plan.checks import check
-from ds_finetune.plan.plan import make_plan
-from ds_finetune.plan.routers import RouterPlan
+from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.settings import RunSettings
-from ds_finetune.reference.selftest.plain_adapters import PlainAdapters
-from ds_finetune.reference.selftest.plain_mtp import add_random_layer
-from ds_finetune.reference.selftest.reference_loop import SFT, Steps, auto_class, mean_loss, reference_loop
-from ds_finetune.reference.selftest.steps import eval_loss, take_steps
+from ds_finetune.reference.selftest.cells import all_reference_log_probs, mismatched_answers, rows
+from ds_finetune.reference.selftest.plain_features import PlainAdapters, add_random_layer
+from ds_finetune.reference.selftest.reference_loop import (
+    BETAS,
+    LIMITS,
+    LR,
+    PROMPTS,
+    SFT,
+    Steps,
+    auto_class,
+    mean_loss,
+    reference_loop,
+)
 from ds_finetune.system.world import World
 from ds_finetune.trainer.resolve import complete_features
 
+
+def batch_plan(plan: Plan, objective: Objective | None = None) -> BatchPlan:
+    """How the samples are distributed over ranks, for `objective` or one whose loss is a sum over tokens."""
+    is_compared = objective is not None and objective.needs_reference
+    return BatchPlan(
+        global_batch_size=plan.batch.global_batch_size,
+        micro_batch_size=plan.batch.micro_batch_size,
+        rank=plan.mesh.place("dp"),
+        dp=plan.dp,
+        seed=0,
+        shuffle=False,
+        pad_token_id=0,
+        row_len=plan.batch.max_seq_len if plan.batch.is_packed else None,
+        multiple=plan.mesh.sp,
+        looks_ahead=plan.mtp.train,
+        documents_per_unit=objective.documents_per_unit if objective is not None else 0,
+        reference=all_reference_log_probs() if is_compared else None,
+    )
+
+
+def take_steps(engine: Engine, steps: int) -> Iterator[Steps]:
+    """Take steps on all samples, and yield the results so far after each step.
+
+    Gradients are read only for AdamW in fp32: of the first step, and of adapters in the second. Answers are generated
+    after the last step.
+    """
+    plan, results = engine.plan, Steps()
+    has_gradients = plan.optimizer.name == "adamw" and plan.precision == "fp32"
+    for step in range(steps):
+        result = engine.step(whole_batch(engine), lr=LR)
+        results.losses.append(result.loss)
+        results.norms.append(result.grad_norm)
+        results.balances += [result.metrics["balance_loss"]] if "balance_loss" in result.metrics else []
+        results.mtp_losses += [result.metrics["mtp_loss"]] if "mtp_loss" in result.metrics else []
+        results.mtp_norms += [result.metrics["mtp_grad_norm"]] if "mtp_grad_norm" in result.metrics else []
+        results.choices += [result.router_choices.counts] if result.router_choices is not None else []
+        if step == 0 and has_gradients:
+            results.gradients = first_gradients(engine)
+        if step == 1 and has_gradients:
+            results.later_gradients = _later_gradients(engine, results.gradients)
+        if step == steps - 1 and engine.objective.head != "scores":
+            answers = engine.generate(PROMPTS, LIMITS)
+            assert answers is not None
+            results.answers = answers
+        yield results
+
+
+def eval_loss(engine: Engine) -> float:
+    """Mean loss over the samples."""
+    every = rows(engine.plan.batch.is_packed, engine.objective.documents_per_unit)
+    plan, mismatched = batch_plan(engine.plan, engine.objective), _mismatched(engine)
+    baseline = () if mismatched is None else eval_baseline(mismatched, plan)
+    evaluation = engine.evaluate(_with_scores(engine, eval_batches(every, plan)), baseline=baseline)
+    assert evaluation is not None
+    return evaluation.loss
+
+
+def whole_batch(engine: Engine) -> Batch:
+    """This rank's share of a batch of all samples."""
+    every = rows(engine.plan.batch.is_packed, engine.objective.documents_per_unit)
+    plan = batch_plan(engine.plan, engine.objective)
+    batches = training_batches(every, plan, start_step=0, total_rows=len(every), mismatched=_mismatched(engine))
+    return next(_with_scores(engine, batches))
+
+
+def _mismatched(engine: Engine) -> MismatchedAnswers | None:
+    """What KTO's z0 is computed from; None for other objectives."""
+    is_packed = engine.plan.batch.is_packed
+    return mismatched_answers(packing=is_packed) if engine.objective.needs_baseline else None
+
+
+def _with_scores(engine: Engine, batches: Iterator[Batch]) -> Iterator[Batch]:
+    """The batches with a teacher's stored distributions, where the objective reads such."""
+    objective = engine.objective
+    if not isinstance(objective, Distillation) or objective.section.scores is None:
+        return batches
+    return with_scores(batches, StoredScores.open(Path(objective.section.scores)))
+
+
+def first_moments(engine: Engine) -> dict[str, torch.Tensor]:
+    """Adam's first moment of each trained parameter by name, in fp32 on the CPU.
+
+    Only the first rank of each pipeline stage has all moments of its stage.
+    """
+    moments = {}
+    for name, param in engine.lm.named_parameters():
+        assert isinstance(param, nn.Parameter)
+        if param.requires_grad:
+            moments[name] = engine.gather_shards(name, engine.state.first_moment(param)).clone().cpu()
+    return moments
+
+
+def first_gradients(engine: Engine) -> dict[str, torch.Tensor]:
+    """The gradients of the first step by parameter name, computed from Adam's first moments.
+
+    After one step, a first moment is (1 - beta1) times the gradient.
+    """
+    return of_all_stages(engine, {name: moment / (1 - BETAS[0]) for name, moment in first_moments(engine).items()})
+
+
+def _later_gradients(engine: Engine, before: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The gradients of adapters in the second step, computed from Adam's first moments after it.
+
+    They are beta1 times the moments `before` x (1 - beta1), plus (1 - beta1) times the gradients.
+    """
+    if not any(map(is_adapter, before)):
+        return {}
+    moments = of_all_stages(engine, first_moments(engine))
+    return {
+        name: moment / (1 - BETAS[0]) - BETAS[0] * before[name] for name, moment in moments.items() if is_adapter(name)
+    }
+
+
+def of_all_stages(engine: Engine, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors, by parameter name, of the first ranks of all pipeline stages; collective with several."""
+    mesh = engine.plan.mesh
+    if mesh.pp == 1:
+        return tensors
+    stages = all_gather_object(tensors if mesh.rank == mesh.leader else {})
+    for earlier, later in itertools.combinations(stages, 2):
+        assert all(torch.equal(earlier[name], later[name]) for name in earlier.keys() & later.keys()), (
+            "tied weights have two gradients"
+        )
+    return {name: tensor for stage in stages for name, tensor in stage.items()}
+
+
+_cached_steps = cache(reference_loop)
+"""Layouts of one model, which is in one folder, are compared with one reference loop."""
 _FEW_STEPS = 3
 _LONG_RUN = 2e-4
 """Limit of the difference in loss over more than _FEW_STEPS steps, because rounding errors grow."""
@@ -123,11 +265,23 @@ def compare_layout(
     plan = complete_features(build_ops(plan, all_gather_object, _ignore), model)
     router = model.router if config.router is not None else None
     adapters = PlainAdapters(config.lora, plan.seed) if config.lora is not None else None
-    reference = _reference_steps(config, steps, router, adapters) if is_leader else Steps()
+    reference = (
+        _cached_steps(
+            Path(config.model.path),
+            steps=steps,
+            max_grad_norm=config.train.max_grad_norm,
+            objective=config.objective,
+            router=router,
+            adapters=adapters,
+            mtp=config.mtp if config.mtp.train else None,
+        )
+        if is_leader
+        else Steps()
+    )
     with start_engine(plan, model) as engine:
         taken = _steps_with_checkpoint(engine, folder, steps)
         loss = eval_loss(engine)
-        _export(engine, config, folder / "export")
+        _export(engine, Path(config.model.path), config.lora, folder / "export")
     with start_engine(plan, model, loads_weights=False) as engine:
         resumed = _steps_after_resume(engine, folder, steps - 1)
     if world.rank:
@@ -176,7 +330,6 @@ def compare_steps(reference: Steps, steps: Steps, resumed: Steps, export: float)
 
 
 def _gradient_difference(gradients: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
-    """The largest relative difference of a parameter's gradient."""
     assert gradients.keys() == reference.keys(), "the layout has other parameters"
     pairs = ((gradients[name], other) for name, other in reference.items())
     return _largest(float((grad - other).norm() / other.norm().clamp_min(1e-12)) for grad, other in pairs)
@@ -187,40 +340,6 @@ def _router_differences(steps: Steps, reference: Steps) -> dict[str, float]:
     if steps.balances:
         found["balance"] = _largest_difference(steps.balances, reference.balances)
     return found
-
-
-def _reference_steps(config: RunConfig, steps: int, router: RouterPlan | None, adapters: PlainAdapters | None) -> Steps:
-    return _cached_steps(
-        config.model.path,
-        steps,
-        config.train.max_grad_norm,
-        config.objective,
-        router=router,
-        adapters=adapters,
-        mtp=config.mtp if config.mtp.train else None,
-    )
-
-
-@cache
-def _cached_steps(  # noqa: PLR0913 - the key of the cache
-    model: str,
-    steps: int,
-    max_grad_norm: float,
-    objective: ObjectiveConfig,
-    *,
-    router: RouterPlan | None,
-    adapters: PlainAdapters | None,
-    mtp: MtpConfig | None,
-) -> Steps:
-    return reference_loop(
-        Path(model),
-        steps=steps,
-        max_grad_norm=max_grad_norm,
-        objective=objective,
-        router=router,
-        adapters=adapters,
-        mtp=mtp,
-    )
 
 
 def _largest_difference(values: list[float], reference: list[float]) -> float:
@@ -252,7 +371,6 @@ def _steps_with_checkpoint(engine: Engine, folder: Path, steps: int) -> Steps:
 
 
 def _steps_after_resume(engine: Engine, folder: Path, steps: int) -> Steps:
-    """Restore the checkpoint after the first step, and take the steps that follow."""
     place = open_checkpoint_folder(folder, rank=engine.plan.world.rank, node_local=False)
     checkpoint = newest_checkpoint(place, folder)
     assert checkpoint is not None
@@ -260,9 +378,9 @@ def _steps_after_resume(engine: Engine, folder: Path, steps: int) -> Steps:
     return list(take_steps(engine, steps))[-1]
 
 
-def _export(engine: Engine, config: RunConfig, out: Path) -> None:
-    """Write the weights, with adapters added, to `out`; those in four bits are written as they are read from there."""
-    tree = json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8"))
+def _export(engine: Engine, model: Path, lora: LoraConfig | None, out: Path) -> None:
+    """Write the trained weights, with adapters added, to `out`; those in four bits as they are read from `model`."""
+    tree = json.loads((model / "config.json").read_text(encoding="utf-8"))
     parts = FolderParts(
         family=family_of(tree["model_type"]),
         config=tree,
@@ -271,8 +389,8 @@ def _export(engine: Engine, config: RunConfig, out: Path) -> None:
         files=(),
     )
     tensors = engine.tensors()
-    if config.lora is not None:
+    if lora is not None:
         adapters = {name: tensor.clone() for name, tensor in engine.adapters() if tensor is not None}
-        tensors = merge_adapters(tensors, factors_of(adapters, config.lora.alpha / config.lora.rank))
+        tensors = merge_adapters(tensors, factors_of(adapters, lora.alpha / lora.rank))
     write_folder(tensors, engine.tensor_specs(), out, parts, max_shard_bytes=GIB)
     dist.barrier()

@@ -18,9 +18,21 @@ from ds_finetune.model.build.skeleton import Task
 from ds_finetune.model.weights.names import is_adapter
 from ds_finetune.objectives.labels import IGNORE_INDEX
 from ds_finetune.plan.routers import RouterPlan
-from ds_finetune.reference.selftest.cells import SAMPLES, samples, targets, units
-from ds_finetune.reference.selftest.mismatched import all_reference_log_probs, mismatched_samples
-from ds_finetune.reference.selftest.plain_adapters import PlainAdapters, trained_name
+from ds_finetune.reference.selftest.cells import (
+    SAMPLES,
+    all_reference_log_probs,
+    mismatched_samples,
+    samples,
+    targets,
+    units,
+)
+from ds_finetune.reference.selftest.plain_features import (
+    PlainAdapters,
+    PlainMtp,
+    PlainRouters,
+    soft_targets,
+    trained_name,
+)
 from ds_finetune.reference.selftest.plain_losses import (
     Answer,
     answers_loss,
@@ -29,9 +41,6 @@ from ds_finetune.reference.selftest.plain_losses import (
     samples_per_unit,
     score_loss,
 )
-from ds_finetune.reference.selftest.plain_mtp import PlainMtp
-from ds_finetune.reference.selftest.plain_routers import PlainRouters
-from ds_finetune.reference.selftest.plain_teacher import soft_targets
 
 SFT = SftObjective()
 LR, BETAS, EPS = 1e-3, (0.9, 0.95), 1e-8

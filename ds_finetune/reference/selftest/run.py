@@ -54,7 +54,7 @@ from ds_finetune.reference.selftest.cells import (
     run_tree,
 )
 from ds_finetune.reference.selftest.compare import compare_layout, write_model
-from ds_finetune.reference.selftest.plain_teacher import with_teacher, write_teacher
+from ds_finetune.reference.selftest.plain_features import with_teacher, write_teacher
 from ds_finetune.system.world import World, accelerate_choices
 
 _DERIVED = (

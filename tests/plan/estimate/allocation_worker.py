@@ -27,7 +27,7 @@ from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.plan.plan import make_plan
-from ds_finetune.reference.selftest.steps import batch_plan
+from ds_finetune.reference.selftest.compare import batch_plan
 from ds_finetune.system.world import World
 from tests.plan.estimate.allocated_cells import DEFAULT, OTHERS, TOKENS, AllocationCell
 from tests.planning import model_of

@@ -1,0 +1,315 @@
+"""The reference loop's own formulas of features: prediction layers, routers, adapters and teachers."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn import functional
+from torch.nn.utils import parametrize
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_layers import MtpModel
+
+from ds_finetune.config.objectives import DistillObjective
+from ds_finetune.config.sections import LoraConfig, MtpConfig
+from ds_finetune.data.scores import DocumentScores, ScoreIdentity, StoredScores, write_manifest, write_shard
+from ds_finetune.families.table import FAMILIES, family_of
+from ds_finetune.foreign.auto_configs import AutoConfig
+from ds_finetune.foreign.auto_models import AutoModelForCausalLM
+from ds_finetune.model.adapters.lora import initial_factors
+from ds_finetune.model.adapters.lora_plan import plan_lora
+from ds_finetune.model.build.skeleton import Task
+from ds_finetune.model.loss.score_head import head_parameters
+from ds_finetune.model.mtp.layer import set_mtp_layers
+from ds_finetune.model.weights.names import hub_pieces
+from ds_finetune.objectives.labels import IGNORE_INDEX
+from ds_finetune.plan.lora_targets import LoraTarget
+from ds_finetune.plan.routers import RouterPlan
+from ds_finetune.reference.selftest.cells import SAMPLES, TINY_MODELS, samples
+
+
+def add_layer(model: PreTrainedModel) -> nn.Module:
+    """Add a multi-token prediction layer to `model` under its published names; its weights are unset.
+
+    Returns transformers' module of it, which computes with these weights. The model's own forward does not run it.
+    """
+    config: Any = model.config
+    # transformers 5.23 has these keys only for some model types.
+    config.num_mtp_layers = 1
+    for key in ("layer_types", "mlp_layer_types"):
+        if getattr(config, key, None):
+            setattr(config, f"mtp_{key}", getattr(config, key)[-1:])
+    # It reads the kinds of indexers of the first layer, which has one.
+    layer: Any = MtpModel(model, 1).layers[0]
+    block = layer.mtp_block
+    # Layers of glm_moe_dsa return their chosen tokens too, which the module would pass on.
+    block.register_forward_hook(lambda _, __, out: out[0] if isinstance(out, tuple) else out)
+    block.enorm, block.hnorm, block.eh_proj = layer.enorm, layer.hnorm, layer.eh_proj
+    block.shared_head = nn.Module()
+    block.shared_head.norm = layer.post_norm
+    model.get_decoder().layers.append(block)
+    return layer  # type: ignore[no-any-return]
+
+
+def add_random_layer(model: PreTrainedModel) -> None:
+    """Add such a layer with random weights, for a tiny model."""
+    add_layer(model)
+    block = model.get_decoder().layers[-1]
+    for name, tensor in [*block.named_parameters(), *block.named_buffers()]:
+        nn.init.normal_(tensor, mean=float("norm" in name), std=0.1)
+
+
+class PlainMtp:
+    """The multi-token prediction layer of a transformers model, with the weights of the model's folder.
+
+    Each forward of the model has one unpadded document.
+    """
+
+    def __init__(self, model: PreTrainedModel, folder: Path, section: MtpConfig) -> None:
+        self._model: Any = model
+        self._section, self._sum, self._tokens = section, 0.0, 0
+        self._layer = add_layer(model)
+        self.prefix = f"model.layers.{model.config.num_hidden_layers}."
+        self._load(folder)
+        # Adapters of the layer are planned and named as those of the others.
+        set_mtp_layers(model.config, 1)
+        model.get_decoder().register_forward_hook(self._keep)
+
+    def _load(self, folder: Path) -> None:
+        stored = load_file(folder / "model.safetensors")
+        family, block = family_of(self._model.config.model_type), self._model.get_submodule(self.prefix[:-1])
+        with torch.no_grad():
+            for name, tensor in [*block.named_parameters(), *block.named_buffers()]:
+                for piece in hub_pieces(self.prefix + name, tuple(tensor.shape), family):
+                    tensor[piece.index] = stored[piece.key]
+
+    def parameters_apart(self) -> Iterator[nn.Parameter]:
+        """The parameters that only this loss trains and whose gradients are clipped by their own norm."""
+        if self._section.detach:
+            yield from self._model.get_submodule(self.prefix[:-1]).parameters()
+
+    def loss(self, ids: np.ndarray, labels: np.ndarray) -> torch.Tensor:
+        """The weighted loss of the document of the model's latest forward, summed over its tokens (scalar).
+
+        It is the cross entropy of the token after the next (DeepSeek-V3, arXiv 2412.19437, eq. 24).
+        """
+        logits = self.logits(torch.from_numpy(ids).long())
+        wanted = torch.from_numpy(labels).long()[1:]
+        out = functional.cross_entropy(logits, wanted, ignore_index=IGNORE_INDEX, reduction="sum")
+        self._sum, self._tokens = self._sum + out.item(), self._tokens + int((wanted != IGNORE_INDEX).sum())
+        return self._section.weight * out
+
+    def take_loss(self) -> float:
+        """The mean loss in nats over all predictions since the last call, without the weight."""
+        mean, self._sum, self._tokens = self._sum / self._tokens, 0.0, 0
+        return mean
+
+    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+        """Logits of the tokens after the next, [tokens - 1, vocabulary], of the model's latest forward, of `ids`."""
+        head = self._model.lm_head.weight
+        return functional.linear(self.states(ids), head.detach() if self._section.detach else head)
+
+    def states(self, ids: torch.Tensor) -> torch.Tensor:
+        """States of the layer before the head, [tokens - 1, width], of the model's latest forward, of `ids`."""
+        embedded, hidden = self._model.get_input_embeddings()(ids[None, 1:]), self._hidden[:, :-1]
+        if self._section.detach:
+            embedded, hidden = embedded.detach(), hidden.detach()
+        positions = torch.arange(len(ids) - 1)[None]
+        # An indexer reads the mask.
+        mask = torch.ones(len(ids) - 1, len(ids) - 1, dtype=torch.bool).tril()[None, None]
+        out: torch.Tensor = self._layer(
+            inputs_embeds=embedded,
+            previous_hidden_state=hidden,
+            position_embeddings=self._model.get_decoder().rotary_emb(embedded, positions),
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=None,
+        )
+        return out[0]
+
+    def _keep(self, _: nn.Module, __: object, output: Any) -> None:  # noqa: ANN401 - of transformers
+        self._hidden: torch.Tensor = output.last_hidden_state
+
+
+class PlainRouters:
+    """Hooks on the routers of a transformers model, each forward of which has one unpadded document."""
+
+    def __init__(self, model: nn.Module, plan: RouterPlan) -> None:
+        self._plan = plan
+        self._modules = [model.get_submodule(f"model.layers.{layer}.{plan.kind.module}") for layer in plan.layers]
+        self.counts = torch.zeros(len(plan.layers), plan.experts, dtype=torch.int64)
+        self._losses: list[torch.Tensor] = []
+        for number, module in enumerate(self._modules):
+            module.requires_grad_(plan.section.train)
+            module.register_forward_hook(lambda _, __, output, number=number: self._see(number, output))
+        if not plan.section.train:
+            for name, parameter in model.named_parameters():
+                # A multi-token prediction layer has a router too, which is not balanced.
+                if f".{plan.kind.module}." in name:
+                    parameter.requires_grad_(False)
+
+    def take_loss(self) -> torch.Tensor:
+        """The sum over layers and documents of `sum_i f_i P_i` since the last call, scalar."""
+        total = torch.stack(self._losses).sum()
+        self._losses.clear()
+        return total
+
+    def take_counts(self) -> torch.Tensor:
+        """How often each expert was chosen since the last call, int64 [layers, experts]."""
+        counts = self.counts.clone()
+        self.counts.zero_()
+        return counts
+
+    def update_biases(self, counts: torch.Tensor) -> None:
+        """Move each bias against the choices of a step."""
+        for module, chosen in zip(self._modules, counts, strict=True):
+            bias: Any = module.get_buffer(str(self._plan.kind.bias))
+            load = chosen.double()
+            bias -= self._plan.section.bias_update * torch.sign(load - load.mean()).float()
+
+    def _see(self, number: int, output: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+        logits, _, chosen = output
+        tokens, experts = logits.shape
+        self.counts[number] += torch.bincount(chosen.flatten(), minlength=experts)
+        if self._plan.kind.scores == "sigmoid":
+            scores = logits.float().sigmoid()
+            shares = scores / scores.sum(-1, keepdim=True)
+            chosen = scores.topk(chosen.shape[1]).indices
+        else:
+            shares = logits.float().softmax(-1)
+        often = torch.bincount(chosen.flatten(), minlength=experts)
+        f = often * experts / (chosen.shape[1] * tokens)
+        self._losses.append((f * shares.mean(0)).sum())
+
+
+_FACTOR = re.compile(r"\.parametrizations\.(\w+)\.0\.(lora_[AB])$")
+
+
+@dataclass(frozen=True)
+class PlainAdapters:
+    """The `lora` section of a run file, for models of transformers; adapters are drawn from `seed`."""
+
+    section: LoraConfig
+    seed: int
+
+    def freeze(self, model: PreTrainedModel, task: Task) -> None:
+        """Leave nothing but a score head to be trained, and round the weights that the run holds in four bits."""
+        lora = plan_lora(model.config, self.section, task)
+        model.requires_grad_(False)
+        for name in head_parameters(model):
+            model.get_parameter(name).requires_grad_(True)
+        for target in lora.quantised:
+            weight = model.get_parameter(f"{target.name}.weight")
+            weight.data = _rounded_to_four_bits(weight.data)
+
+    def add(self, model: PreTrainedModel, task: Task) -> None:
+        """Add the adapters as they are before the first step."""
+        for target in plan_lora(model.config, self.section, task).targets:
+            self._add_to(model.get_submodule(target.name), target)
+
+    def _add_to(self, module: nn.Module, target: LoraTarget) -> None:
+        for leaf, shape in target.shapes.items():
+            factors = initial_factors(f"{target.name}.{leaf}", shape, self.section.rank, self.seed)
+            scale = self.section.alpha / self.section.rank
+            parametrize.register_parametrization(module, leaf, _LowRankSum(factors, scale))
+
+
+class _LowRankSum(nn.Module):
+    """Maps a weight [..., out, in] to its sum with scale x B A, of A [..., rank, in] and B [..., out, rank]."""
+
+    def __init__(self, factors: Mapping[str, torch.Tensor], scale: float) -> None:
+        super().__init__()
+        self.lora_A, self.lora_B = nn.Parameter(factors["A"]), nn.Parameter(factors["B"])
+        self._scale = scale
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        """The merged weight."""
+        return weight + self._scale * (self.lora_B @ self.lora_A)
+
+
+def trained_name(name: str) -> str:
+    """The name that a parameter of the plain model has in the trained one; adapters are named beside their weight."""
+    return _FACTOR.sub(lambda match: f".{'' if match[1] == 'weight' else f'{match[1]}_'}{match[2]}", name)
+
+
+def _rounded_to_four_bits(weight: torch.Tensor) -> torch.Tensor:
+    """The numbers that bitsandbytes reads from a weight in NF4 with double quantisation."""
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    held: Any = quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")
+    return dequantize_4bit(*held).to(weight.dtype)  # type: ignore[no-any-return]
+
+
+_TOP_K = 5
+_DENSE = next(
+    name
+    for name, family in FAMILIES.items()
+    if family.tiny_models and family.expert_keys is None and "sp" in family.parallel_axes
+)
+_TEACHER, _SCORES = "teacher", "scores"
+SoftTarget = tuple[torch.Tensor, torch.Tensor | None]
+"""Log-probabilities of the supervised tokens of a sample, and their ids where only some are stored."""
+
+
+def with_teacher(section: DistillObjective, model: Path) -> DistillObjective:
+    """The section with the teacher, or the scores, that belong to the tiny model in the folder `model`."""
+    folder = Path(f"{model}-teacher")
+    has_scores = section.scores is not None
+    paths = {"scores": str(folder / _SCORES), "teacher": None} if has_scores else {"teacher": str(folder / _TEACHER)}
+    return section.model_copy(update=paths)
+
+
+def write_teacher(model: PretrainedConfig, section: DistillObjective) -> None:
+    """Write the teacher that `section` names, or its scores of the samples: a dense model that is sure of itself, with
+    the vocabulary and as many heads as `model`.
+    """
+    heads = model.num_attention_heads
+    sizes = {"vocab_size": model.vocab_size, "num_attention_heads": heads, "num_key_value_heads": heads}
+    sizes |= {"hidden_size": 12 * heads, "initializer_range": 0.3}
+    config = AutoConfig.for_model(**TINY_MODELS[_DENSE] | sizes)
+    with torch.random.fork_rng(devices=[]):
+        # With a seed of 5 gpt_oss has two experts in its second step that are tied within rounding.
+        torch.manual_seed(6)
+        lm = AutoModelForCausalLM.from_config(config).float().eval()
+    if section.scores is None:
+        lm.save_pretrained(Path(str(section.teacher)))
+        return
+    identity = ScoreIdentity("", "", model.vocab_size, "", "fp32", _TOP_K, SAMPLES)
+    write_shard(Path(section.scores), 0, [_scores(log_probs) for log_probs in _log_probs(lm, 1.0)], identity)
+    write_manifest(Path(section.scores), identity, 1, {})
+
+
+def _scores(log_probs: torch.Tensor) -> DocumentScores:
+    top, best = log_probs.topk(_TOP_K, dim=-1)
+    others = log_probs.scatter(1, best, float("-inf")).logsumexp(-1, keepdim=True)
+    return DocumentScores(best.int().numpy(), torch.cat([top, others], dim=-1).half().numpy())
+
+
+@cache
+def soft_targets(section: DistillObjective) -> list[SoftTarget]:
+    """What the teacher that `section` names predicts, for each sample."""
+    if section.scores is not None:
+        stored = StoredScores.open(Path(section.scores))
+        return [_stored(stored[number]) for number in range(SAMPLES)]
+    lm = AutoModelForCausalLM.from_pretrained(section.teacher, dtype=torch.float32, trust_remote_code=False).eval()
+    return [(log_probs, None) for log_probs in _log_probs(lm, section.temperature)]
+
+
+def _stored(scores: DocumentScores) -> SoftTarget:
+    return torch.from_numpy(np.array(scores.log_probs)).float(), torch.from_numpy(np.array(scores.ids)).long()
+
+
+@torch.no_grad()
+def _log_probs(lm: torch.nn.Module, temperature: float) -> list[torch.Tensor]:
+    """Log-probabilities of the vocabulary for the supervised tokens of each sample, fp32 [tokens, vocabulary]."""
+    found = []
+    for ids, labels in samples():
+        logits = lm(input_ids=torch.from_numpy(ids).long()[None], use_cache=False).logits[0].float()
+        found.append(torch.log_softmax(logits[torch.from_numpy(labels != IGNORE_INDEX)] / temperature, dim=-1))
+    return found
