@@ -114,11 +114,11 @@ def evaluate_model(request: EvalRequest) -> EvalReport:
 
     DataError or ExportError where rows or models cannot be read, or the models cannot be compared.
     """
-    evaluation = _Evaluation(request)
-    if holds_classifier(evaluation.folder):
-        return evaluation.of_classifier()
+    scoring = _Scoring(request)
+    if holds_classifier(scoring.folder):
+        return scoring.of_classifier()
     if request.preference is None:
-        return evaluation.of_documents()
+        return scoring.of_documents()
     if request.extract is not None:
         raise ConfigError(
             f"--extract {request.extract} with objective {request.preference.name}, whose answers are not compared "
@@ -127,11 +127,11 @@ def evaluate_model(request: EvalRequest) -> EvalReport:
         )
     check_reference(request.preference, request.baseline)
     if request.kind.name == "marked":
-        return evaluation.of_marked(request.preference)
-    return evaluation.of_pairs(request.preference)
+        return scoring.of_marked(request.preference)
+    return scoring.of_pairs(request.preference)
 
 
-class _Evaluation:
+class _Scoring:
     """The folders of the models to score, their tokenizer, and notes on what was read."""
 
     def __init__(self, request: EvalRequest) -> None:

@@ -156,9 +156,10 @@ def remove_empty_on_failure(folder: Path) -> Iterator[None]:
     except BaseException:
         if not (folder / "metrics.jsonl").exists():
             remove_own_lock(folder / CHECKPOINTS)
-            for made in (folder / CHECKPOINTS, folder):
-                with suppress(OSError):
-                    made.rmdir()
+            with suppress(OSError):
+                (folder / CHECKPOINTS).rmdir()
+            with suppress(OSError):
+                folder.rmdir()
         raise
 
 

@@ -245,10 +245,9 @@ def test_a_runs_evaluation_takes_the_limit() -> None:
         held_out={"eval": rows},
         stop_ids=[],
         pad_token_id=0,
-        model=model,
     )
     evaluate, exact_match = evaluation_functions(
-        SimpleNamespace(config=config, plan=plan, inputs=inputs, reference={}),
+        SimpleNamespace(config=config, plan=plan, model=model, inputs=inputs, reference={}),
         engine,
         SimpleNamespace(is_stop_requested=lambda: bool(asked.append(True))),
     )  # type: ignore[arg-type]
