@@ -46,11 +46,11 @@ from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.groups.collectives import all_gather_scalar
 from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.engine.start_engine import start_engine
-from ds_finetune.model.build.model_plan import plan_model
 from ds_finetune.model.build.skeleton import read_hf_config
 from ds_finetune.plan.model_shape import RowCost, Shape
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.system.world import World
+from ds_finetune.trainer.resolve import plan_model
 
 Lengths = list[tuple[int, int]]
 """Tokens of each document, and the supervised ones at its end."""

@@ -33,11 +33,11 @@ from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.engine.start_engine import start_engine
-from ds_finetune.model.build.model_plan import plan_model
 from ds_finetune.model.build.skeleton import read_hf_config
 from ds_finetune.model.parallel.expert import ExpertParallelExperts
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.system.world import World
+from ds_finetune.trainer.resolve import plan_model
 
 ROUNDS, ROWS, TOKENS = 4, 4, 512
 MODEL = SMALL_V3 | {"n_shared_experts": 4}

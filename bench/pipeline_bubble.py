@@ -43,7 +43,6 @@ from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.engine.groups.process_groups import open_groups
 from ds_finetune.engine.pipeline_schedules import StageForward, run_pipeline
 from ds_finetune.engine.start_engine import start_engine
-from ds_finetune.model.build.model_plan import plan_model
 from ds_finetune.model.build.skeleton import read_hf_config
 from ds_finetune.model.loss.forward_rows import ForwardRows
 from ds_finetune.model.parallel.pipeline import PipelineGroup
@@ -51,6 +50,7 @@ from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.pipeline import idle_share
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.system.world import World
+from ds_finetune.trainer.resolve import plan_model
 
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.08, 0.16
 """Of all chunks of a rank together."""

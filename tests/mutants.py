@@ -163,7 +163,7 @@ MUTANTS = (
     ),
     Mutant(
         "an input of a layer that is used before it has arrived",
-        "model/memory/activation_offload.py",
+        "model/activation_memory.py",
         "        arrival.wait()\n",
         "",
         OFFLOAD,
@@ -177,21 +177,21 @@ MUTANTS = (
     ),
     Mutant(
         "weights that stay on the device sent to the host too",
-        "model/memory/activation_offload.py",
+        "model/activation_memory.py",
         "if saved.data_ptr() != hidden.data_ptr() or saved.shape != hidden.shape:",
         "if saved.dim() == 0:",
         OFFLOAD,
     ),
     Mutant(
         "gradients of the last tile alone",
-        "model/memory/tiled_mlp.py",
+        "model/activation_memory.py",
         "                total += grad\n",
         "                total.copy_(grad)\n",
         TILES,
     ),
     Mutant(
         "gradients of tiles summed in the precision of the weights",
-        "model/memory/tiled_mlp.py",
+        "model/activation_memory.py",
         "torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)",
         "torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)",
         TILES,
@@ -359,7 +359,7 @@ MUTANTS = (
     ),
     Mutant(
         "hidden states before embeddings in multi-token prediction",
-        "model/mtp/layer.py",
+        "model/mtp.py",
         "torch.cat([layer.enorm(embedded), layer.hnorm(hidden)], dim=-1)",
         "torch.cat([layer.hnorm(hidden), layer.enorm(embedded)], dim=-1)",
         f"{MTP} -k dp-z0",
@@ -394,7 +394,7 @@ MUTANTS = (
     ),
     Mutant(
         "a prediction layer with the indexer of the last layer",
-        "model/mtp/layer.py",
+        "model/mtp.py",
         "PER_LAYER[key] or changed[key][-1]",
         "changed[key][-1]",
         f"{MTP} -k glm_moe_dsa_sparse",
@@ -770,7 +770,7 @@ MUTANTS = (
     Mutant(
         "norm over this rank's heads alone",
         "model/parallel/tensor.py",
-        "reduce_from_tensor_parallel_region(wide.square().sum(-1, keepdim=True), self.tp_group)",
+        "sum_over_ranks(wide.square().sum(-1, keepdim=True), self.tp_group)",
         "wide.square().sum(-1, keepdim=True) * self.tp_group.size",
         PARALLEL,
     ),

@@ -1,13 +1,13 @@
 """The model of a run file as the engine takes it, and a run as the trainer prepares it."""
 
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.model.build.model_plan import ModelPlan, plan_model, task_of
+from ds_finetune.model.build.model_plan import ModelPlan, task_of
 from ds_finetune.model.build.skeleton import read_hf_config
 from ds_finetune.model.loss.score_config import set_classes
 from ds_finetune.objectives.objective import ScoreObjective, make_objective
 from ds_finetune.plan.plan import Plan
 from ds_finetune.trainer.prepare import PreparedRun, read_run
-from ds_finetune.trainer.resolve import ResolvedRun
+from ds_finetune.trainer.resolve import ResolvedRun, plan_model
 
 
 def model_of(config: RunConfig) -> ModelPlan:

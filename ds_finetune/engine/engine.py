@@ -53,7 +53,7 @@ from ds_finetune.model.adapters.lora import adapters_off
 from ds_finetune.model.loss.extra_loss import TotalLoss
 from ds_finetune.model.loss.forward_rows import ForwardRows, StageOutput
 from ds_finetune.model.loss.score_head import SCORE_HEAD, logits_of_prompt
-from ds_finetune.model.mtp.layer import mtp_layers
+from ds_finetune.model.mtp import mtp_layers
 from ds_finetune.model.parallel.pipeline import PipelineGroup, has_tied_head
 from ds_finetune.model.routers import RouterCollector, finish_step
 from ds_finetune.model.weights.names import is_adapter
@@ -308,7 +308,7 @@ class Engine:
         return sums
 
     def _run_pipeline(self, every: Sequence[ForwardRows], numbers: StepNumbers, stage: PipelineGroup) -> torch.Tensor:
-        """The same on a pipeline stage; only the last stage has sums other than zeros."""
+        """Forward and backward on a pipeline stage; only the last stage has sums other than zeros."""
         sums = self._no_sums()
 
         def forward(rows: ForwardRows) -> StageForward:

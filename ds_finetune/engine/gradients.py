@@ -46,7 +46,7 @@ def global_gradient_norm(params: Sequence[nn.Parameter], groups: Groups, device:
             for param in params
             if param.grad is not None
             and not is_copy(param)
-            and (_is_shard(param), is_expert(param)) == (has_shards, has_experts)
+            and (param.model_parallel, is_expert(param)) == (has_shards, has_experts)  # type: ignore[attr-defined]
         ]
         # torch makes the norm of no gradients on the host.
         part = torch.nn.utils.get_total_norm(grads).to(device) ** 2 if grads else torch.zeros((), device=device)
@@ -55,11 +55,6 @@ def global_gradient_norm(params: Sequence[nn.Parameter], groups: Groups, device:
                 dist.all_reduce(part, group=group.group)
         square += part
     return square.sqrt()
-
-
-def _is_shard(param: nn.Parameter) -> bool:
-    """Whether this is a tensor parallel rank's part of a parameter, as start_engine.py marks it."""
-    return bool(param.model_parallel)  # type: ignore[attr-defined]
 
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")

@@ -14,10 +14,11 @@ from ds_finetune.engine.devices import device_of_rank
 from ds_finetune.engine.groups.process_groups import Groups
 from ds_finetune.engine.patches.deepspeed_init import zero_init
 from ds_finetune.engine.state.parameter_tags import local_shape, mark_copy, tag_apart, tag_expert
-from ds_finetune.engine.state.zero3_partition import partition
+from ds_finetune.engine.state.whole_tensors import partition
 from ds_finetune.families.table import family_of
 from ds_finetune.features.feature import Feature
 from ds_finetune.foreign.torch_nn import linears_without_memory
+from ds_finetune.model.activation_memory import CudaTransfer, PlainTransfer, install_tiled_mlps, offload_layer_inputs
 from ds_finetune.model.adapters.lora import AdapterPlacement
 from ds_finetune.model.attention.indexed_attention import expect_documents
 from ds_finetune.model.build.dtypes import PRECISION_DTYPES
@@ -33,8 +34,6 @@ from ds_finetune.model.loss.score_head import (
     install_score_head,
 )
 from ds_finetune.model.loss.token_loss import HeadGroups, install_loss_head
-from ds_finetune.model.memory.activation_offload import CudaTransfer, PlainTransfer, offload_layer_inputs
-from ds_finetune.model.memory.tiled_mlp import install_tiled_mlps
 from ds_finetune.model.parallel.expert import (
     build_local_experts,
     install_expert_parallel,
@@ -78,7 +77,6 @@ def build_rank_model(
 
 
 def _placement(lm: PreTrainedModel, plan: Plan, groups: Groups) -> AdapterPlacement:
-    """Where parameters of `lm` lie."""
     is_partitioned = plan.zero_stage == 3
     share = partial(_partition_like_model, lm) if is_partitioned else None
     placement = AdapterPlacement(
@@ -134,7 +132,7 @@ def fill_weights(
         return ()
     skeleton = build_meta_model(model.hf_config, model.task) if plan.mesh.pp > 1 else None
     folder = resolve_folder(model.path)
-    growth = _growth(model, plan.seed)
+    before, after = model.published_vocab_size, model.hf_config.vocab_size
     report = load_weights(
         lm,
         folder,
@@ -142,17 +140,11 @@ def fill_weights(
         where=where,
         model_shard=model_shard,
         skeleton=skeleton,
-        growth=growth,
+        growth=Growth(before, after, partial(seed_of, plan.seed)) if before < after else None,
         may_be_missing=fresh_parameters(model.hf_config, model.task, head_parameters(lm)),
     )
     initialise_score_head(lm, model.objective, report.missing, seed=plan.seed, where=where)
     return report.missing
-
-
-def _growth(model: ModelPlan, seed: int) -> Growth | None:
-    """Sizes of the published and of the enlarged vocabulary; None where it is not enlarged."""
-    before, after = model.published_vocab_size, model.hf_config.vocab_size
-    return Growth(before, after, partial(seed_of, seed)) if before < after else None
 
 
 def build_modules(plan: Plan, model: ModelPlan, groups: Groups) -> PreTrainedModel:
@@ -207,7 +199,6 @@ def install_head(lm: PreTrainedModel, plan: Plan, model: ModelPlan, groups: Grou
 
 
 def _loss_kernel(plan: Plan, model: ModelPlan, groups: Groups) -> Kernel:
-    """The kernel that computes the cross entropy of this rank's rows of the vocabulary."""
     rows = model.hf_config.vocab_size // plan.mesh.tp
     chunk = head_chunk(rows, precision=plan.precision, device=plan.device)
     if KERNELS[plan.loss_kernel] is liger_cross_entropy:

@@ -29,7 +29,7 @@ from ds_finetune.engine.state.parameter_tags import (
     loss_of,
     parameter_groups,
 )
-from ds_finetune.engine.state.zero3_partition import partition
+from ds_finetune.engine.state.whole_tensors import partition
 from ds_finetune.errors import ModelError
 from ds_finetune.features.feature import Feature, RankParts
 from ds_finetune.features.table import features_of
@@ -38,7 +38,7 @@ from ds_finetune.model.build.model_plan import ModelPlan
 from ds_finetune.model.build.skeleton import whole
 from ds_finetune.model.loss.teacher import HiddenStates, Teacher, load_teacher
 from ds_finetune.model.loss.token_loss import HeadGroups, TrainedModel
-from ds_finetune.model.mtp.layer import mtp_layers
+from ds_finetune.model.mtp import mtp_layers
 from ds_finetune.model.parallel.pipeline import ModelChunks
 from ds_finetune.model.weights.load import seed_of
 from ds_finetune.plan.forward import varlen_problem
@@ -107,7 +107,6 @@ def _trained_model(
 
 
 def _saved_frozen(lm: PreTrainedModel, features: Sequence[Feature]) -> tuple[str, ...]:
-    """Names of this rank's frozen parameters that checkpoints hold."""
     if not all(feature.saves_frozen for feature in features):
         return ()
     return tuple(name for name, param in lm.named_parameters() if not param.requires_grad and not is_copy(param))

@@ -21,7 +21,7 @@ from ds_finetune.families.family import Family
 from ds_finetune.families.table import family_of
 from ds_finetune.foreign.auto_models import AutoModelForCausalLM
 from ds_finetune.model.build.hub_folder import HubFolder
-from ds_finetune.model.mtp.layer import PREDICTION_LAYERS, add_mtp_modules, more_layers, mtp_layer_inputs, run_mtp_layer
+from ds_finetune.model.mtp import PREDICTION_LAYERS, add_mtp_modules, more_layers, mtp_layer_inputs, run_mtp_layer
 from ds_finetune.model.weights.names import hub_pieces
 from ds_finetune.objectives.labels import IGNORE_INDEX
 

@@ -9,7 +9,7 @@ from typing import Any
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
 from ds_finetune.families.family import Family, layer_of
-from ds_finetune.model.mtp.layer import PREDICTION_LAYERS
+from ds_finetune.model.mtp import PREDICTION_LAYERS
 
 CODE = "auto_map"
 """Key that names classes in Python files of the same folder, which are not exported."""

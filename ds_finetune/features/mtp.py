@@ -1,21 +1,36 @@
-"""Multi-token prediction as a feature: its loss, computed by the layer that `model/mtp/layer.py` builds."""
+"""Multi-token prediction as a feature: which layer a run trains, from config.json and the tensors of the folder, and
+its loss, computed by the layer that `model/mtp.py` builds.
+"""
 
+import json
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, Self
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
+from ds_finetune.config.sections import ModelConfig, MtpConfig
+from ds_finetune.errors import ConfigError, ModelError
+from ds_finetune.families.table import FAMILIES, family_of
 from ds_finetune.features.feature import Feature, RankParts
+from ds_finetune.model.adapters.lora_plan import LoraPlan
 from ds_finetune.model.attention.by_document import Documents, mask_context
+from ds_finetune.model.build.hub_folder import INDEX, HubFolder, has_weights
 from ds_finetune.model.build.model_plan import ModelPlan
-from ds_finetune.model.build.skeleton import head_of
+from ds_finetune.model.build.skeleton import TOKENIZER_PATTERNS, head_of, resolve_folder
 from ds_finetune.model.loss.extra_loss import ExtraLoss
 from ds_finetune.model.loss.forward_rows import ForwardRows
 from ds_finetune.model.loss.token_loss import TrainedModel
-from ds_finetune.model.mtp.layer import is_mtp_tensor, mtp_layer_inputs, mtp_layers, run_mtp_layer
-from ds_finetune.model.mtp.mtp_plan import MtpPlan
+from ds_finetune.model.mtp import (
+    PREDICTION_LAYERS,
+    is_mtp_tensor,
+    mtp_layer_inputs,
+    mtp_layers,
+    run_mtp_layer,
+    set_mtp_layers,
+)
 from ds_finetune.model.parallel.pipeline import MissingLayer, ReceiveHiddenStates
 from ds_finetune.objectives.labels import IGNORE_INDEX
 from ds_finetune.objectives.objective import LossAndSums, Term
@@ -82,9 +97,9 @@ class MtpFeature(Feature):
 
     name = "mtp"
 
-    def __init__(self, plan: MtpPlan, hf_config: PretrainedConfig) -> None:
-        self._plan, self._hf_config = plan, hf_config
-        self.own_loss = MtpLoss.name if plan.detach else ""
+    def __init__(self, section: MtpConfig, hf_config: PretrainedConfig) -> None:
+        self._section, self._hf_config = section, hf_config
+        self.own_loss = MtpLoss.name if section.detach else ""
 
     @classmethod
     def of(cls, model: ModelPlan, plan: Plan) -> Self | None:
@@ -93,7 +108,9 @@ class MtpFeature(Feature):
 
     def lines(self) -> list[tuple[str, str]]:
         """Which layer is trained, and what its loss trains."""
-        return self._plan.lines(self._hf_config)
+        trained = "it alone" if self._section.detach else "all that is trained"
+        layer = f"layer {self._hf_config.num_hidden_layers} is trained with weight {self._section.weight:g}"
+        return [("mtp", f"{layer}; its loss trains {trained}")]
 
     def owns(self, name: str) -> bool:
         """With `mtp.detach`, the layer's parameters."""
@@ -101,5 +118,71 @@ class MtpFeature(Feature):
 
     def extra_loss(self, trained: TrainedModel, parts: RankParts) -> ExtraLoss:
         """The loss of the token after the next."""
-        plan = self._plan
-        return MtpLoss(trained.lm, trained.document_arguments, weight=plan.weight, detach=plan.detach)
+        weight, detach = self._section.weight, self._section.detach
+        return MtpLoss(trained.lm, trained.document_arguments, weight=weight, detach=detach)
+
+
+def plan_mtp(hf_config: PretrainedConfig, model: ModelConfig, section: MtpConfig) -> MtpConfig | None:
+    """How the layer is trained, with which models of `hf_config` are built from now on; None where it is not.
+
+    ModelError where the model has no such layer, or more than one. The number comes from the published config.json,
+    because transformers' configurations say 1 where the file says nothing.
+    """
+    if not section.train:
+        return None
+    # Nothing but config.json is needed where weights are random, or have not been downloaded yet.
+    folder = resolve_folder(model.path, files=TOKENIZER_PATTERNS)
+    tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    _check_config(tree, hf_config, f"mtp.train true: {folder}/config.json")
+    if model.weights == "load" and has_weights(folder):
+        _check_tensors(folder, hf_config.num_hidden_layers)
+    set_mtp_layers(hf_config, 1)
+    return section
+
+
+def check_adapted(hf_config: PretrainedConfig, mtp: MtpConfig, lora: LoraPlan) -> None:
+    """ConfigError where no adapter is in the layer, of which nothing would be trained; and with `mtp.detach` where all
+    are, because the objective would then train nothing.
+    """
+    is_inside = {is_mtp_tensor(target.name, hf_config) for target in lora.targets}
+    (number,) = mtp_layers(hf_config)
+    given = f"mtp.train true with lora.target_modules {list(lora.section.target_modules or ())}"
+    if True not in is_inside:
+        raise ConfigError(
+            f"{given}, which name no module of the layer, model.layers.{number}",
+            hint="name modules of it too, such as eh_proj, or leave mtp out",
+        )
+    if mtp.detach and False not in is_inside:
+        raise ConfigError(
+            f"{given}, which name modules of the layer model.layers.{number} only, and mtp.detach true: the objective "
+            "trains nothing",
+            hint="name modules of other layers too, such as o_proj, or set mtp.detach to false",
+        )
+
+
+def _check_config(tree: dict[str, Any], hf_config: PretrainedConfig, label: str) -> None:
+    kind = hf_config.model_type
+    if not family_of(kind).has_mtp:
+        legal = ", ".join(name for name, row in FAMILIES.items() if row.has_mtp)
+        raise ModelError(f"{label} is of model_type {kind}, which is not tested", hint=f"tested: {legal}")
+    layers = tree.get(PREDICTION_LAYERS) or 0
+    if layers != 1:
+        raise ModelError(
+            f"{label} has {PREDICTION_LAYERS} {layers}, and a model with 1 layer can be trained",
+            hint="leave mtp out: tensors of such layers are carried to exports",
+        )
+    if hf_config.tie_word_embeddings:
+        raise ModelError(
+            f"{label} has tie_word_embeddings {hf_config.tie_word_embeddings}, which is not tested",
+            hint="leave mtp out",
+        )
+
+
+def _check_tensors(folder: Path, layer: int) -> None:
+    key, index = f"model.layers.{layer}.eh_proj.weight", folder / INDEX
+    is_listed = index.is_file() and key in json.loads(index.read_text(encoding="utf-8")).get("weight_map", {})
+    if not is_listed and (index.is_file() or key not in HubFolder(folder).shapes):
+        raise ModelError(
+            f"mtp.train true: {folder} has no tensor `{key}`, though its config.json has {PREDICTION_LAYERS} 1",
+            hint="leave mtp out, or get the published weights, which have the layer",
+        )

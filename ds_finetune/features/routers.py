@@ -15,7 +15,7 @@ from ds_finetune.model.build.unused_parameters import patterns_of
 from ds_finetune.model.loss.extra_loss import ExtraLoss
 from ds_finetune.model.loss.forward_rows import ForwardRows
 from ds_finetune.model.loss.token_loss import TrainedModel
-from ds_finetune.model.mtp.layer import mtp_layers
+from ds_finetune.model.mtp import mtp_layers
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
 from ds_finetune.model.routers import RouterCollector, RouterOutput, score_shares
 from ds_finetune.objectives.objective import LossAndSums, Term

@@ -129,7 +129,7 @@ class RouterMetrics(Observer):
         return values | ({"busiest_rank_ratio": busiest_rank_ratio(counts, self.ep)} if self.ep > 1 else {})
 
     def _follow_biases(self, counts: Counts, *, is_skipped: bool) -> None:
-        """Move each bias by the rule of `engine.router_balance.update_biases`."""
+        """Move each bias by the rule of `model.routers.update_biases`."""
         if self._moved is None:
             self._moved = np.zeros(counts.shape)
         if not is_skipped:

@@ -27,7 +27,7 @@ from ds_finetune.model.build.model_plan import ModelPlan
 from ds_finetune.model.build.skeleton import TOKENIZER_PATTERNS, model_class, read_hf_config, resolve_folder
 from ds_finetune.model.loss.score_config import score_settings
 from ds_finetune.model.loss.teacher import check_same_tokens
-from ds_finetune.model.mtp.layer import mtp_layers
+from ds_finetune.model.mtp import mtp_layers
 from ds_finetune.model.weights.load import weights_digest
 from ds_finetune.plan.context import extend_tree
 from ds_finetune.plan.model_shape import Shape

@@ -11,7 +11,7 @@ from ds_finetune.model.adapters.lora_plan import LoraPlan
 from ds_finetune.model.build.model_plan import ModelPlan
 from ds_finetune.model.build.skeleton import build_skeleton, model_class
 from ds_finetune.model.loss.teacher import TeacherPlan
-from ds_finetune.model.mtp.layer import mtp_layers
+from ds_finetune.model.mtp import mtp_layers
 from ds_finetune.model.parallel.expert import build_local_experts
 from ds_finetune.model.parallel.pipeline import PipelineGroup, build_only_layers, install_pipeline_stage
 from ds_finetune.model.parallel.sharding import ModelShard

@@ -29,7 +29,7 @@ from ds_finetune.engine.devices import choose_device, device_of_rank
 from ds_finetune.engine.start_engine import packs_documents
 from ds_finetune.errors import ConfigError
 from ds_finetune.model.build.dtypes import PRECISION_DTYPES
-from ds_finetune.model.build.model_plan import ModelPlan, plan_model
+from ds_finetune.model.build.model_plan import ModelPlan
 from ds_finetune.model.build.skeleton import resolve_folder
 from ds_finetune.model.loss.forward_rows import find_supervised
 from ds_finetune.model.loss.soft_targets import top_log_probs
@@ -39,7 +39,7 @@ from ds_finetune.plan.checks import check
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
 from ds_finetune.trainer.inputs import RunInputs, read_inputs
-from ds_finetune.trainer.resolve import model_config, try_generic_type
+from ds_finetune.trainer.resolve import model_config, plan_model, try_generic_type
 
 SHARD_DOCUMENTS = 256
 """Documents of a shard, which is written at once."""

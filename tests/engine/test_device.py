@@ -27,7 +27,6 @@ from ds_finetune.features.feature import RankParts
 from ds_finetune.features.table import features_of
 from ds_finetune.model import routers
 from ds_finetune.model.attention import kernels
-from ds_finetune.model.build.model_plan import plan_model
 from ds_finetune.model.loss.token_loss import HeadGroups, TrainedModel
 from ds_finetune.model.parallel.expert import ExpertParallelGroup
 from ds_finetune.model.parallel.pipeline import PipelineGroup
@@ -37,6 +36,7 @@ from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.reference.selftest.cells import Cell, enlarged_config, hf_config, rows, run_tree
 from ds_finetune.reference.selftest.compare import batch_plan
 from ds_finetune.system.world import World
+from ds_finetune.trainer.resolve import plan_model
 from tests.device_checks import DEVICE, CpuTensor, ImaginaryGroup, OnDevice, on_device
 from tests.model.plain_varlen import plain_varlen_attn
 from tests.parity import objective_cells

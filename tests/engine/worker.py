@@ -23,7 +23,7 @@ from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.engine.patches.deepspeed_engine import gradients_reduced_at_end
 from ds_finetune.engine.start_engine import start_engine
-from ds_finetune.model.mtp.layer import mtp_layers
+from ds_finetune.model.mtp import mtp_layers
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.reference.selftest.cells import SAMPLES, Cell, rows, run_tree
 from ds_finetune.reference.selftest.compare import batch_plan

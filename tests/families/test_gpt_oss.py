@@ -13,12 +13,12 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.state.parameter_tags import parameter_groups
 from ds_finetune.errors import FinetuneError
 from ds_finetune.families.tiny import GPT_OSS
-from ds_finetune.model.build.model_plan import plan_model
 from ds_finetune.model.build.skeleton import build_skeleton
 from ds_finetune.plan.checks import check
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest.cells import Cell, run_tree
+from ds_finetune.trainer.resolve import plan_model
 
 ALONE = Mesh(0, 1)
 CONFIG: Any = AutoConfig.for_model("gpt_oss", **GPT_OSS)

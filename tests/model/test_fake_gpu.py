@@ -13,6 +13,7 @@ from torch.nn.attention import varlen
 from ds_finetune.config.sections import LoraConfig
 from ds_finetune.families.table import FAMILIES
 from ds_finetune.foreign.auto_configs import AutoConfig
+from ds_finetune.model.activation_memory import install_tiled_mlps
 from ds_finetune.model.adapters.lora import AdapterPlacement, install_lora
 from ds_finetune.model.adapters.lora_plan import plan_lora
 from ds_finetune.model.build.dtypes import PRECISION_DTYPES
@@ -20,7 +21,6 @@ from ds_finetune.model.build.skeleton import build_skeleton, whole
 from ds_finetune.model.loss.cross_entropy import chunked_cross_entropy
 from ds_finetune.model.loss.forward_rows import ForwardRows
 from ds_finetune.model.loss.token_loss import TrainedModel, install_loss_head
-from ds_finetune.model.memory.tiled_mlp import install_tiled_mlps
 from ds_finetune.plan.forward import varlen_problem
 from ds_finetune.reference.selftest.cells import TINY_MODELS
 from tests.fake_cuda import fake_cuda

@@ -12,9 +12,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.start_engine import start_engine
+from ds_finetune.model.activation_memory import LayerInputOffload, tiled_modules
 from ds_finetune.model.build.model_plan import ModelPlan
-from ds_finetune.model.memory.activation_offload import LayerInputOffload
-from ds_finetune.model.memory.tiled_mlp import tiled_modules
 from ds_finetune.plan.forward import mlp_tiles
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.reference.selftest.cells import Cell, run_tree

@@ -20,7 +20,7 @@ from ds_finetune.config.sections import MtpConfig, TrainConfig
 from ds_finetune.families.table import family_of
 from ds_finetune.model.adapters.lora import initial_factors
 from ds_finetune.model.build.skeleton import build_skeleton
-from ds_finetune.model.mtp.layer import set_mtp_layers
+from ds_finetune.model.mtp import set_mtp_layers
 from ds_finetune.model.weights.names import hub_pieces
 from ds_finetune.objectives.labels import IGNORE_INDEX
 from ds_finetune.reference.selftest import plain_features

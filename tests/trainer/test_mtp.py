@@ -17,8 +17,8 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.sections import ModelConfig, MtpConfig
 from ds_finetune.errors import ConfigError, ModelError
 from ds_finetune.families.table import family_of
+from ds_finetune.features.mtp import plan_mtp
 from ds_finetune.model.build.skeleton import read_hf_config
-from ds_finetune.model.mtp.mtp_plan import plan_mtp
 from ds_finetune.model.parallel.pipeline import build_meta_model
 from ds_finetune.model.weights.load import open_weights
 from ds_finetune.plan.plan import make_plan

@@ -138,7 +138,12 @@ def open_groups(
         mpu=ModelParallel(made) if mesh.tp * mesh.pp > 1 else None,
         same_experts=made.own(mesh.same_expert_lines()) if mesh.ep > 1 else None,
     )
-    _register_with_deepspeed(groups, made)
+    if groups.experts is not None:
+        register_expert_groups(
+            groups.expert_name,
+            parts=(groups.experts.group, mesh.expert_lines()),
+            same_part=(groups.same_experts, mesh.same_expert_lines()),
+        )
     yield groups
     # Not after an error: destroying a group waits for ranks that may be gone.
     for part in (groups.stage, groups.sequence, groups.tensor, groups.experts, groups.mpu):
@@ -164,15 +169,3 @@ def _stage(made: _GroupMaker, *, shares_embedding: bool, vpp: int) -> PipelineGr
         group = made.shared(ends)
         stage.embedding_group = group if stage.is_end else None
     return stage
-
-
-def _register_with_deepspeed(groups: Groups, made: _GroupMaker) -> None:
-    """Register the groups of experts where DeepSpeed 0.19.8 looks for them by name (utils/groups.py:37-44)."""
-    if groups.experts is None:
-        return
-    mesh = made.mesh
-    register_expert_groups(
-        groups.expert_name,
-        parts=(groups.experts.group, mesh.expert_lines()),
-        same_part=(groups.same_experts, mesh.same_expert_lines()),
-    )

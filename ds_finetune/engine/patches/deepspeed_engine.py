@@ -24,9 +24,10 @@ def gradients_reduced_at_end(engine: Any, *, zero_stage: int) -> Iterator[None]:
     other ranks may never answer, and the engine's flags are what they were.
     """
     boundary = _BOUNDARY.attribute(engine, "_is_gradient_accumulation_boundary")
+    _ALLREDUCE.attribute(engine, "enable_backward_allreduce")
     engine.set_gradient_accumulation_boundary(False)
     try:
-        with _coalesced(engine, zero_stage) if zero_stage else _without_allreduce(engine):
+        with _coalesced(engine, zero_stage) if zero_stage else replaced(engine, "enable_backward_allreduce", False):
             yield
     except BaseException:
         engine.set_gradient_accumulation_boundary(boundary)
@@ -34,13 +35,6 @@ def gradients_reduced_at_end(engine: Any, *, zero_stage: int) -> Iterator[None]:
     engine.set_gradient_accumulation_boundary(True)
     if not zero_stage:
         engine.allreduce_gradients()
-
-
-@contextmanager
-def _without_allreduce(engine: Any) -> Iterator[None]:  # noqa: ANN401
-    _ALLREDUCE.attribute(engine, "enable_backward_allreduce")
-    with replaced(engine, "enable_backward_allreduce", False):
-        yield
 
 
 @contextmanager

@@ -15,7 +15,7 @@ Registered = tuple[dist.ProcessGroup | None, Sequence[Sequence[int]]]
 
 
 def register_expert_groups(name: str, *, parts: Registered, same_part: Registered) -> None:
-    """Register the groups of experts where DeepSpeed looks for them by name.
+    """Register the groups of experts where DeepSpeed 0.19.8 looks for them by name (utils/groups.py:37-44).
 
     DeepSpeed's own functions make groups only for its own layouts. `parts` are ranks that together hold all experts,
     `same_part` ranks that hold the same ones.

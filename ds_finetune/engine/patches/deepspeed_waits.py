@@ -278,7 +278,7 @@ def _norm_at_stages_1_and_2(optimizer: Any, gradients: Sequence[Any], params: Se
 
 
 def _norm_at_stage_3(optimizer: Any, gradients: Sequence[Any], params: Sequence[Any]) -> torch.Tensor:  # noqa: ANN401
-    """The same of a group at stage 3, fp64 where the device has it."""
+    """The norm of a group at stage 3, fp64 where the device has it, -1 where it is not finite."""
     optimizer._assert_same_partition_group(params)
     group = optimizer._get_param_partition_group(params[0])
     counts_every_rank = optimizer._grad_norm_counts_every_rank(params, group)

@@ -13,7 +13,7 @@ from ds_finetune.engine.groups.collectives import all_gather_object
 from ds_finetune.engine.patches.deepspeed_engine import link_optimizer_states
 from ds_finetune.engine.patches.deepspeed_init import forget_second_copies
 from ds_finetune.engine.state.parameter_tags import is_copy
-from ds_finetune.engine.state.zero3_partition import partition
+from ds_finetune.engine.state.whole_tensors import partition, persistent_buffers
 from ds_finetune.families.table import family_of
 from ds_finetune.model.build.skeleton import Fragment
 from ds_finetune.model.parallel.sharding import ModelShard, shape_in_model
@@ -475,14 +475,6 @@ def restore_loss_scale(scaler: Any, saved: Mapping[str, Any]) -> None:  # noqa: 
     for name, value in saved.items() if is_dynamic(scaler) else ():
         if hasattr(scaler, name):
             setattr(scaler, name, value)
-
-
-def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Buffers that belong to the weights, by Hugging Face name."""
-    for name, buffer in module.named_buffers():
-        owner, _, leaf = name.rpartition(".")
-        if leaf not in module.get_submodule(owner)._non_persistent_buffers_set:
-            yield name.removeprefix("lm."), buffer
 
 
 @contextmanager

@@ -1,7 +1,9 @@
-"""Whole tensors of a model that is distributed over ranks: gathered one at a time, on the CPU of rank zero."""
+"""Tensors of a model that is distributed over ranks: this rank's part of a ZeRO-3 parameter, in memory or on NVMe, and
+whole tensors, gathered one at a time on the CPU of rank zero.
+"""
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -10,8 +12,8 @@ from torch import nn
 
 from ds_finetune.engine.groups.process_groups import Groups
 from ds_finetune.engine.state.parameter_tags import is_copy, local_shape
-from ds_finetune.engine.state.state import persistent_buffers
 from ds_finetune.families.table import family_of
+from ds_finetune.model.build.skeleton import Fragment, in_memory, whole
 from ds_finetune.model.parallel.expert import ExpertParallelGroup
 from ds_finetune.model.parallel.sharding import ModelShard
 from ds_finetune.model.parallel.tensor import TensorParallelGroup
@@ -100,6 +102,14 @@ def named_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name.removeprefix("lm."), param) for name, param in module.named_parameters()]
 
 
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers that belong to the weights, by Hugging Face name."""
+    for name, buffer in module.named_buffers():
+        owner, _, leaf = name.rpartition(".")
+        if leaf not in module.get_submodule(owner)._non_persistent_buffers_set:
+            yield name.removeprefix("lm."), buffer
+
+
 def gather_zero3(param: torch.Tensor | None) -> Any:  # noqa: ANN401 - a context manager of DeepSpeed
     """Context in which a ZeRO-3 parameter is whole on every rank."""
     if not hasattr(param, "ds_id"):
@@ -117,3 +127,41 @@ def _gather_on_first(
     parts = [torch.empty_like(part) for _ in range(group.size)] if group.group_rank == 0 else None
     dist.gather(part, parts, group=group.group, group_dst=0)
     return part if parts is None else torch.cat([each.to(end) for each in parts], dim=dim)
+
+
+def partition(param: torch.Tensor) -> Fragment:
+    """This rank's slice of a ZeRO-3 parameter: `ds_tensor`, one of equal flat pieces (DeepSpeed 0.19.8,
+    zero/partition_parameters.py).
+
+    A slice on NVMe is read into one of the swapper's buffers while it is open, and written back when it closes. A
+    parameter that ZeRO-3 does not partition is whole on this rank.
+    """
+    if not hasattr(param, "ds_tensor"):
+        return whole(param)
+    zero_param: Any = param
+    numel, shape = int(zero_param.ds_tensor.ds_numel), tuple(zero_param.ds_shape)
+    start = dist.get_rank(zero_param.ds_process_group) * numel
+    if is_swapped(param):
+        return Fragment(start, numel, shape, lambda: _swap_in(zero_param))
+    return in_memory(zero_param.ds_tensor.data.view(-1), start=start, shape=shape)
+
+
+def is_swapped(param: torch.Tensor) -> bool:
+    """Whether this parameter's slice is on NVMe; slices smaller than one aio block stay in memory
+    (swap_tensor/partitioned_param_swapper.py:135).
+    """
+    from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+
+    partition = getattr(param, "ds_tensor", None)
+    return partition is not None and partition.status == PartitionedParamStatus.NOT_AVAILABLE
+
+
+@contextmanager
+def _swap_in(param: Any) -> Iterator[torch.Tensor]:  # noqa: ANN401 - a parameter with ZeRO-3's attributes
+    swapper = param.nvme_swapper
+    swapper.swap_in([param], async_op=False)
+    try:
+        yield param.ds_tensor.data.view(-1)
+    finally:
+        # Synchronous; also releases the buffer and marks the slice as not in memory.
+        swapper.swap_out_and_release([param])

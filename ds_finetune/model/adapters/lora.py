@@ -124,10 +124,6 @@ def _adapted_class(module: nn.Module, kind: str) -> type[_Adapted]:
     return _AdaptedParallelLinear if isinstance(module, ParallelLinear) else _AdaptedLinear
 
 
-def _leave_whole(_: list[nn.Parameter]) -> None:
-    """Below stage 3 every rank has adapters whole."""
-
-
 @dataclass(frozen=True)
 class AdapterPlacement:
     """Where the adapters of a model lie: which part of them this rank holds, and how it is partitioned."""
@@ -138,8 +134,8 @@ class AdapterPlacement:
     """Tensor parallel ranks; None for one."""
     mark_expert: MarkParameter | None = None
     """Called with each parameter of experts that only some ranks hold."""
-    share: Callable[[list[nn.Parameter]], None] = _leave_whole
-    """Called with the new parameters of one module at a time, to partition them."""
+    share: Callable[[list[nn.Parameter]], None] = lambda _: None
+    """Called with the new parameters of one module at a time, to partition them; below stage 3 they stay whole."""
 
     def prepare(self, param: nn.Parameter, shard: TensorShard, *, of: TensorShard) -> None:
         """Mark a parameter of an adapter for the reduction and the norm of its gradient: it is `shard`, and its weight
@@ -190,19 +186,14 @@ def _adapt(
         for side, values in initial_factors(f"{target.name}.{leaf}", shape, lora.rank, seed).items():
             own = f"{'' if leaf == 'weight' else leaf + '_'}lora_{side}"
             name = f"{target.name}.{own}"
-            local = _local_shape(side, held, lora.rank)
+            *experts, out, width = held
+            local = (*experts, lora.rank, width) if side == "A" else (*experts, out, lora.rank)
             shard = placement.model_shard.tensor_shard(name, local)
             param = nn.Parameter(shard.slice(values).view(local).to(weight.device, dtype_of(weight)))
             placement.prepare(param, shard, of=of)
             module.register_parameter(own, param)
             made.append(param)
     placement.share(made)
-
-
-def _local_shape(side: str, held: Shape, rank: int) -> Shape:
-    """Shape of this rank's A or B for a weight of which it holds `held` [..., out, in]."""
-    *experts, out, width = held
-    return (*experts, rank, width) if side == "A" else (*experts, out, rank)
 
 
 def initial_factors(name: str, shape: Shape, rank: int, seed: int) -> dict[str, torch.Tensor]:

@@ -48,8 +48,6 @@ _WITHOUT_EFFECT = ("position_ids", "cache_position")
 
 @dataclass(frozen=True)
 class _DocumentAttention:
-    """Attention within one document."""
-
     scaling: float
     window: int | None
     """A query attends to tokens that are fewer than this number of positions away; None for all."""

@@ -127,7 +127,6 @@ class _DivergenceOfDocument(torch.autograd.Function):
 
 
 def _parts(index: ScoreInputs, query: torch.Tensor) -> Iterator[slice]:
-    """Some queries of a document at a time."""
     tokens, heads = len(index.query), max(index.query.shape[1], query.shape[0])
     at_once = max(1, SCORES_AT_ONCE // (tokens * heads))
     for begin in range(0, tokens, at_once):

@@ -86,15 +86,11 @@ def encoder_scores(lm: PreTrainedModel, hidden: torch.Tensor, examples: Examples
     encoder = encoder_of(lm.config)
     assert encoder is not None
     is_mean = encoder.pooling_key is not None and getattr(lm.config, encoder.pooling_key) == "mean"
-    vectors = (_mean_states(hidden, examples) if is_mean else _first_states(hidden, examples)).unsqueeze(1)
+    vectors = _mean_states(hidden, examples) if is_mean else hidden.flatten(0, 1).index_select(0, examples.starts)
+    vectors = vectors.unsqueeze(1)
     for name in encoder.head:
         vectors = lm.get_submodule(name)(vectors)
     return vectors.flatten(1).float()
-
-
-def _first_states(hidden: torch.Tensor, examples: Examples) -> torch.Tensor:
-    """Hidden state of the first token of each document, [documents, width]."""
-    return hidden.flatten(0, 1).index_select(0, examples.starts)
 
 
 def _mean_states(hidden: torch.Tensor, examples: Examples) -> torch.Tensor:

@@ -227,7 +227,8 @@ def _compare(lm: PreTrainedModel, eager: PreTrainedModel, objective: Objective) 
     first, second = _documents(lm)
     logits = eager(input_ids=first, position_ids=_positions(first), use_cache=False).logits[0].float()
     scored = objective if is_of_scores(objective) else None
-    wanted = logits if scored else _plain_loss(logits, first)
+    # The sum over the tokens after the first.
+    wanted = logits if scored else functional.cross_entropy(logits[:-1], first[0, 1:], reduction="sum")
     model = TrainedModel(lm)
     try:
         found = _score(model, scored, first) if scored else _token_loss(model, first)
@@ -245,11 +246,6 @@ def _compare(lm: PreTrainedModel, eager: PreTrainedModel, objective: Objective) 
         padded=max(_difference(row[: len(hidden)], hidden) for row, hidden in zip(padded, alone, strict=True)),
         loss=_difference(found, wanted),
     )
-
-
-def _plain_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """The sum over the tokens after the first, from logits [tokens, vocabulary]."""
-    return functional.cross_entropy(logits[:-1], ids[0, 1:], reduction="sum")
 
 
 def _token_loss(model: TrainedModel, ids: torch.Tensor) -> torch.Tensor:
@@ -291,7 +287,6 @@ def _packed_hidden(model: TrainedModel, first: torch.Tensor, second: torch.Tenso
 
 
 def _padded_hidden(model: TrainedModel, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Hidden states of two rows that have one document each, and padding."""
     length = max(_LENGTHS) + _PADDING
     ids = torch.cat(
         [
@@ -307,7 +302,6 @@ def _positions(ids: torch.Tensor) -> torch.Tensor:
 
 
 def _difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Largest difference over largest magnitude."""
     apart = float((found - wanted).abs().max() / wanted.abs().max())
     if not math.isfinite(apart):
         raise ArithmeticError("its results are not finite")

@@ -1,28 +1,22 @@
 """The model that a run builds, worked out once from its config.json and the run file."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PretrainedConfig
 
 from ds_finetune.config.objectives import ObjectiveConfig
-from ds_finetune.config.schema import RunConfig
+from ds_finetune.config.sections import MtpConfig
 from ds_finetune.families.table import family_of
-from ds_finetune.model.adapters.lora_plan import LoraPlan, check_stages, plan_lora
-from ds_finetune.model.build.encoder import check_encoder
-from ds_finetune.model.build.skeleton import Task, read_hf_config
-from ds_finetune.model.loss.teacher import TeacherPlan, plan_teacher
-from ds_finetune.model.mtp.mtp_plan import MtpPlan, check_adapted, plan_mtp
-from ds_finetune.model.parallel.pipeline import layers_of_stages
-from ds_finetune.objectives.objective import Objective, make_objective
-from ds_finetune.plan.checks import WITHOUT_MESH, check
+from ds_finetune.model.adapters.lora_plan import LoraPlan
+from ds_finetune.model.build.skeleton import Task
+from ds_finetune.model.loss.teacher import TeacherPlan
+from ds_finetune.objectives.objective import Objective
 from ds_finetune.plan.context import ContextPlan
-from ds_finetune.plan.forward import mlp_tiles
-from ds_finetune.plan.indexer import IndexerPlan, plan_indexer
+from ds_finetune.plan.indexer import IndexerPlan
 from ds_finetune.plan.layer_stages import StageLayers
-from ds_finetune.plan.routers import RouterPlan, plan_routers
-from ds_finetune.plan.settings import RunSettings
+from ds_finetune.plan.routers import RouterPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +36,8 @@ class ModelPlan:
     """Layers of each pipeline rank; one None where a rank holds all."""
     lora: LoraPlan | None
     objective: Objective
-    mtp: MtpPlan | None = None
-    """The multi-token prediction layer that is trained; None where none is."""
+    mtp: MtpConfig | None = None
+    """How the multi-token prediction layer is trained; None where it is not."""
     router: RouterPlan | None = None
     """The routers of experts; None where there are none."""
     indexer: IndexerPlan | None = None
@@ -86,44 +80,3 @@ class ModelPlan:
 def task_of(objective: Objective | ObjectiveConfig) -> Task:
     """What a model that is trained for the objective computes."""
     return "sequence_classification" if objective.num_outputs else "causal_lm"
-
-
-def plan_model(hf_config: PretrainedConfig, config: RunConfig) -> ModelPlan:
-    """The model of `hf_config` as the run file says; ConfigError or ModelError where it does not fit the model."""
-    model, objective = config.model, config.objective
-    run = RunSettings(config=config, model_json=hf_config.to_dict())
-    check(run, *WITHOUT_MESH)
-    check_encoder(hf_config, attention=model.attention, objective=objective.name)
-    router, indexer = plan_routers(config.router, run.model_json), plan_indexer(config.indexer, run.model_json)
-    resized = model.resize_vocabulary
-    runtime = make_objective(objective)
-    task = task_of(runtime)
-    teacher = plan_teacher(objective, hf_config)
-    if teacher is not None:
-        check(replace(run, model_json=teacher.hf_config.to_dict()), "attention of the model")
-    published = read_hf_config(model.path, files=("*.json",), task=task) if resized else hf_config
-    prediction = plan_mtp(hf_config, model, config.mtp)
-    lora = plan_lora(hf_config, config.lora, task) if config.lora is not None else None
-    if prediction is not None and lora is not None:
-        check_adapted(hf_config, prediction, lora)
-    stages = layers_of_stages(hf_config, config.parallel, task)
-    if lora is not None:
-        check_stages(lora, stages, ep_size=config.parallel.ep)
-    check(replace(run, stages=stages), "stages")
-    return ModelPlan(
-        path=model.path,
-        hf_config=hf_config,
-        attention=model.attention,
-        has_random_weights=model.weights == "random",
-        resizes_vocabulary=resized,
-        published_vocab_size=int(published.vocab_size),
-        stages=stages,
-        lora=lora,
-        objective=runtime,
-        mtp=prediction,
-        router=router,
-        indexer=indexer,
-        teacher=teacher,
-        mlp_tiles=mlp_tiles(hf_config.to_dict()) if config.train.tiled_mlp else 1,
-        features=config.features,
-    )

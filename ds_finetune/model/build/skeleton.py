@@ -24,7 +24,7 @@ from ds_finetune.foreign.transformers_models import keep_in_fp32
 from ds_finetune.model.attention.by_document import BY_DOCUMENT, FLASH
 from ds_finetune.model.attention.indexed_attention import install_indexed_attention
 from ds_finetune.model.build.hub_folder import check_folder
-from ds_finetune.model.mtp.layer import build_mtp_layers
+from ds_finetune.model.mtp import build_mtp_layers
 from ds_finetune.model.quantised.quantisation import check_no_other_format, check_readable
 from ds_finetune.plan.config_json import check_model_path
 
@@ -152,7 +152,6 @@ def has_class(config: PretrainedConfig, task: Task) -> bool:
 
 
 def _check_task(config: PretrainedConfig, task: Task, label: str) -> None:
-    """ModelError where transformers has no model of this type for the task."""
     if has_class(config, task):
         return
     if task == "causal_lm":

@@ -227,7 +227,6 @@ class TrainedModel(nn.Module):
         return out._replace(loss=loss, sums=torch.cat([out.sums, extra_sums]))
 
     def _listening(self, rows: ForwardRows, *, is_trained: bool, extras: tuple[ExtraLoss, ...]) -> ExitStack:
-        """What is open during the forward of the layers."""
         stack = ExitStack()
         for extra in extras:
             stack.enter_context(extra.listen())

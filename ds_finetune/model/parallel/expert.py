@@ -7,8 +7,7 @@ token is dropped, and none is padded. Every rank has the whole router, which is 
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,54 +26,36 @@ class ExpertParallelGroup(RankGroup):
         """Send the first `send_counts[0]` rows to rank 0, the next to rank 1, and so on; receive `receive_counts[i]`
         rows from rank i. No gradient.
         """
-        pending = PendingRows.start(self, rows, send_counts, receive_counts)
-        return pending.wait()
-
-
-@dataclass
-class PendingRows:
-    """Rows that are under way; what is computed until `wait` is hidden behind the exchange."""
-
-    out: torch.Tensor
-    given: torch.Tensor
-    """Kept until all of it is sent."""
-    work: dist.Work | None
-
-    @classmethod
-    def start(
-        cls, ep_group: ExpertParallelGroup, rows: torch.Tensor, send_counts: list[int], receive_counts: list[int]
-    ) -> Self:
-        """Begin an `ExpertParallelGroup.all_to_all`."""
-        out, given = rows.new_empty(sum(receive_counts), *rows.shape[1:]), rows.contiguous()
-        work = dist.all_to_all_single(out, given, receive_counts, send_counts, group=ep_group.group, async_op=True)
-        return cls(out, given, work)
-
-    def wait(self) -> torch.Tensor:
-        """The rows that have arrived."""
-        if self.work is not None:
-            self.work.wait()
-            self.work = None
-        return self.out
+        exchange = _Exchange(self, send_counts, receive_counts)
+        exchange.start(rows)
+        return exchange.wait()
 
 
 class _Exchange:
-    """An exchange of rows in forward, and that of their gradients in backward; each is begun and awaited apart."""
+    """An exchange of rows in forward, and that of their gradients in backward; what is computed between the beginning
+    and the end of each is hidden behind it.
+    """
 
     def __init__(self, ep_group: ExpertParallelGroup, send_counts: list[int], receive_counts: list[int]) -> None:
         self._group, self._send, self._receive = ep_group, send_counts, receive_counts
-        self._pending: PendingRows | None = None
+        self._pending: tuple[torch.Tensor, torch.Tensor, dist.Work | None] | None = None
 
     def start(self, rows: torch.Tensor, *, is_backward: bool = False) -> torch.Tensor:
         """Begin to send `rows`; returns the tensor that is being filled."""
-        counts = (self._receive, self._send) if is_backward else (self._send, self._receive)
-        self._pending = PendingRows.start(self._group, rows, *counts)
-        return self._pending.out
+        send, receive = (self._receive, self._send) if is_backward else (self._send, self._receive)
+        out, given = rows.new_empty(sum(receive), *rows.shape[1:]), rows.contiguous()
+        work = dist.all_to_all_single(out, given, receive, send, group=self._group.group, async_op=True)
+        # With what is sent, which is kept until all of it is.
+        self._pending = out, given, work
+        return out
 
     def wait(self) -> torch.Tensor:
         """The tensor, once it is filled."""
         assert self._pending is not None
-        pending, self._pending = self._pending, None
-        return pending.wait()
+        (out, _, work), self._pending = self._pending, None
+        if work is not None:
+            work.wait()
+        return out
 
 
 class _StartExchange(torch.autograd.Function):

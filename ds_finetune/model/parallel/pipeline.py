@@ -24,7 +24,7 @@ from ds_finetune.families.table import family_of
 from ds_finetune.families.tensors import model_tensors
 from ds_finetune.foreign.transformers_models import replaced_layers
 from ds_finetune.model.build.skeleton import Task, build_skeleton, has_score_head, head_of
-from ds_finetune.model.mtp.layer import mtp_layers
+from ds_finetune.model.mtp import mtp_layers
 from ds_finetune.model.parallel.rank_group import RankGroup
 from ds_finetune.plan.layer_stages import StageLayers, stages_of
 

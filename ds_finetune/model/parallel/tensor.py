@@ -66,11 +66,6 @@ def copy_to_tensor_parallel_region(replicated: torch.Tensor, tp_group: TensorPar
     return _CopyToTensorParallelRegion.apply(replicated, tp_group)  # type: ignore[no-any-return]
 
 
-def reduce_from_tensor_parallel_region(partial: torch.Tensor, tp_group: TensorParallelGroup) -> torch.Tensor:
-    """The sum over ranks of the `partial` outputs of sharded weights, the same on every rank."""
-    return sum_over_ranks(partial, tp_group)
-
-
 class ParallelLinear(nn.Linear):
     """A linear layer that holds a shard of its weight. Its `forward` is `multiply` and what ranks send each other."""
 
@@ -86,7 +81,7 @@ class RowParallelLinear(ParallelLinear):
 
     def forward(self, shard: torch.Tensor) -> torch.Tensor:
         """This rank's [..., input / ranks] -> [..., output], the same on every rank."""
-        out = reduce_from_tensor_parallel_region(self.multiply(shard), self.tp_group)
+        out = sum_over_ranks(self.multiply(shard), self.tp_group)
         return out if self.bias is None else out + self.bias
 
     def multiply(self, shard: torch.Tensor) -> torch.Tensor:
@@ -137,7 +132,7 @@ class VocabParallelEmbedding(nn.Embedding):
         embedded = functional.embedding(
             local_ids.where(is_local, 0), self.weight, pad if 0 <= pad < self.num_embeddings else None
         )
-        return reduce_from_tensor_parallel_region(embedded * is_local[..., None], self.tp_group)
+        return sum_over_ranks(embedded * is_local[..., None], self.tp_group)
 
 
 class ReceiveOrEmbed(ReceiveHiddenStates):
@@ -162,7 +157,7 @@ class NormOverShards(nn.Module):
     def forward(self, shard: torch.Tensor) -> torch.Tensor:
         """This rank's columns [..., columns / ranks] -> the same, normalised over the columns of all ranks."""
         wide, width = shard.float(), shard.shape[-1]
-        squares = reduce_from_tensor_parallel_region(wide.square().sum(-1, keepdim=True), self.tp_group)
+        squares = sum_over_ranks(wide.square().sum(-1, keepdim=True), self.tp_group)
         # Every rank's result depends on the sum, so that its gradient is summed over ranks.
         mean = copy_to_tensor_parallel_region(squares, self.tp_group) / (width * self.tp_group.size)
         start = self.tp_group.group_rank * width
@@ -274,8 +269,8 @@ def install_tensor_parallel_mlp(mlp: Any, tp_group: TensorParallelGroup) -> None
 
     def reduce_output(_: nn.Module, __: Any, out: Any) -> Any:  # noqa: ANN401 - some also return the router's scores
         if isinstance(out, tuple):
-            return reduce_from_tensor_parallel_region(out[0], tp_group), *out[1:]
-        return reduce_from_tensor_parallel_region(out, tp_group)
+            return sum_over_ranks(out[0], tp_group), *out[1:]
+        return sum_over_ranks(out, tp_group)
 
     # One reduction for routed and shared experts together.
     mlp.register_forward_hook(reduce_output)

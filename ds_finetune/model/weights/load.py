@@ -21,7 +21,7 @@ from ds_finetune.families.table import FAMILIES
 from ds_finetune.model.build.encoder import published_name
 from ds_finetune.model.build.hub_folder import HubFolder
 from ds_finetune.model.build.skeleton import Fragment, Where, has_score_head, whole
-from ds_finetune.model.mtp.layer import published_copies
+from ds_finetune.model.mtp import published_copies
 from ds_finetune.model.parallel.sharding import UNSHARDED, ModelShard, TensorShard
 from ds_finetune.model.weights.names import Piece, hub_pieces
 from ds_finetune.model.weights.vocabulary import GrownFolder, Growth
@@ -86,22 +86,20 @@ def load_weights(  # noqa: PLR0913
     )
     rename = partial(published_name, expected=expected, prefix=model.base_model_prefix) if family.encoder else None
     hub = HubFolder(folder, rename=rename) if growth is None else GrownFolder(folder, growth, expected, rename=rename)
-    missing = _missing_modules(may_be_missing, hub.shapes)
+    # Of modules of which nothing is stored.
+    present = {name.rpartition(".")[0] for name in may_be_missing if name in hub.shapes}
+    missing = {name for name in may_be_missing if name.rpartition(".")[0] not in present}
     skipped = _check_tensors(hub, {key: expected[key] for key in expected if key not in missing}, model, family)
     stored = [target for target in targets if target.name not in missing]
     for target in count_parts("loading weights", stored, len(stored)):
-        _load_tensor(hub, target)
+        with target.fragment.opened() as flat:
+            for piece in target.pieces:
+                _copy_piece(hub, target, flat, piece)
     return LoadReport(
         num_tensors=sum(len(target.pieces) for target in stored),
         skipped=tuple(skipped),
         missing=tuple(target.name for target in targets if target.name in missing),
     )
-
-
-def _missing_modules(names: Collection[str], stored: Collection[str]) -> set[str]:
-    """Those of `names` that belong to modules of which nothing is stored."""
-    present = {name.rpartition(".")[0] for name in names if name in stored}
-    return {name for name in names if name.rpartition(".")[0] not in present}
 
 
 def open_weights(model: PreTrainedModel, folder: Path, *, family: Family) -> HubFolder:
@@ -287,12 +285,6 @@ def _check_layout_of_experts(
             hint="load the weights with transformers, save them by "
             "save_pretrained(folder, save_original_format=False) and name that folder",
         )
-
-
-def _load_tensor(hub: HubFolder, target: _ModelTensor) -> None:
-    with target.fragment.opened() as flat:
-        for piece in target.pieces:
-            _copy_piece(hub, target, flat, piece)
 
 
 def _copy_piece(hub: HubFolder, target: _ModelTensor, flat: torch.Tensor, piece: Piece) -> None:

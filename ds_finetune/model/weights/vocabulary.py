@@ -60,7 +60,7 @@ class GrownFolder(HubFolder):
         grown = {
             key: shape
             for key, shape in wanted.items()
-            if shape[:1] == (growth.after,) and self._is_published(key, shape)
+            if shape[:1] == (growth.after,) and self.shapes.get(key) == (growth.before, *shape[1:])
         }
         self._grown = frozenset(grown)
         self.shapes = {**self.shapes, **grown}
@@ -90,9 +90,6 @@ class GrownFolder(HubFolder):
                 f"has no module and which an export would copy: {', '.join(stuck)}",
                 hint="train a copy of the model without its multi-token prediction layers",
             )
-
-    def _is_published(self, key: str, shape: Shape) -> bool:
-        return self.shapes.get(key) == (self._growth.before, *shape[1:])
 
     def _new(self, key: str) -> torch.Tensor:
         if key not in self._new_rows:

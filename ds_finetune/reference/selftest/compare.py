@@ -34,9 +34,9 @@ from ds_finetune.export.folder import FolderParts, write_folder
 from ds_finetune.families.table import family_of
 from ds_finetune.model.adapters.lora import factors_of, merge_adapters
 from ds_finetune.model.build.dtypes import PRECISION_DTYPES
-from ds_finetune.model.build.model_plan import plan_model, task_of
+from ds_finetune.model.build.model_plan import task_of
 from ds_finetune.model.build.skeleton import read_hf_config
-from ds_finetune.model.mtp.layer import PREDICTION_LAYERS
+from ds_finetune.model.mtp import PREDICTION_LAYERS
 from ds_finetune.model.weights.names import is_adapter
 from ds_finetune.objectives.objective import Distillation, Objective
 from ds_finetune.plan.checks import check
@@ -56,7 +56,7 @@ from ds_finetune.reference.selftest.reference_loop import (
     reference_loop,
 )
 from ds_finetune.system.world import World
-from ds_finetune.trainer.resolve import complete_features
+from ds_finetune.trainer.resolve import complete_features, plan_model
 
 
 def batch_plan(plan: Plan, objective: Objective | None = None) -> BatchPlan:

@@ -26,7 +26,7 @@ from ds_finetune.model.adapters.lora import initial_factors
 from ds_finetune.model.adapters.lora_plan import plan_lora
 from ds_finetune.model.build.skeleton import Task
 from ds_finetune.model.loss.score_head import head_parameters
-from ds_finetune.model.mtp.layer import set_mtp_layers
+from ds_finetune.model.mtp import set_mtp_layers
 from ds_finetune.model.weights.names import hub_pieces
 from ds_finetune.objectives.labels import IGNORE_INDEX
 from ds_finetune.plan.lora_targets import LoraTarget

@@ -36,7 +36,7 @@ from ds_finetune.families.table import FAMILIES, STANDARD_SELFTEST, WITH_TINY_MO
 from ds_finetune.model.adapters.lora_plan import plan_lora
 from ds_finetune.model.build.model_plan import task_of
 from ds_finetune.model.build.skeleton import has_class, read_hf_config
-from ds_finetune.model.mtp.layer import set_mtp_layers
+from ds_finetune.model.mtp import set_mtp_layers
 from ds_finetune.plan.checks import check
 from ds_finetune.plan.combinations import TESTED_LAYOUTS
 from ds_finetune.plan.deepspeed_config import choose_deepspeed, read_choices

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
-from ds_finetune.model.memory.activation_offload import (
+from ds_finetune.model.activation_memory import (
     Arrival,
     CudaTransfer,
     LayerInputOffload,

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_finetune.families.table import FAMILIES
-from ds_finetune.model.memory.tiled_mlp import install_tiled_mlps, tiled_modules
+from ds_finetune.model.activation_memory import install_tiled_mlps, tiled_modules
 from ds_finetune.plan.forward import mlp_tiles
 from tests.model.tiny import CONFIGS
 

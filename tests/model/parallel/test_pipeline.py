@@ -8,7 +8,7 @@ from transformers.cache_utils import DynamicCache
 from ds_finetune.config.sections import ParallelConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.model.build.skeleton import build_skeleton, model_class
-from ds_finetune.model.mtp.layer import set_mtp_layers
+from ds_finetune.model.mtp import set_mtp_layers
 from ds_finetune.model.parallel.pipeline import (
     MissingLayer,
     PipelineGroup,

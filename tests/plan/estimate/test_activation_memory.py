@@ -10,9 +10,9 @@ from transformers import AutoConfig
 
 from ds_finetune.families.published import PUBLISHED
 from ds_finetune.families.table import FAMILIES
+from ds_finetune.model.activation_memory import install_tiled_mlps
 from ds_finetune.model.build.skeleton import build_skeleton
 from ds_finetune.model.loss.token_loss import TrainedModel
-from ds_finetune.model.memory.tiled_mlp import install_tiled_mlps
 from ds_finetune.plan.estimate.activation_memory import activation_bytes
 from tests.model.tiny import CONFIGS
 

@@ -21,7 +21,7 @@ from ds_finetune.model.loss.cross_entropy import chunked_cross_entropy
 from ds_finetune.model.loss.head_chunks import NeededGradients
 from ds_finetune.model.loss.log_probs import HeadInputs, TwoPassHead
 from ds_finetune.model.loss.token_loss import TrainedModel
-from ds_finetune.model.mtp.layer import mtp_layer_inputs, run_mtp_layer, set_mtp_layers
+from ds_finetune.model.mtp import mtp_layer_inputs, run_mtp_layer, set_mtp_layers
 from ds_finetune.model.quantised.four_bit import four_bit_or, install_four_bit
 from ds_finetune.plan.estimate import operations as operations_module
 from ds_finetune.plan.estimate.operations import RowShape, Work, operations

@@ -13,8 +13,7 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.table import FAMILIES
 from ds_finetune.foreign.auto_configs import AutoConfig
-from ds_finetune.model.build.model_plan import plan_model
-from ds_finetune.model.mtp.layer import set_mtp_layers
+from ds_finetune.model.mtp import set_mtp_layers
 from ds_finetune.model.parallel.pipeline import layers_of_stages
 from ds_finetune.plan.estimate.rank_weights import RankWeights, part_of, weights_of_run
 from ds_finetune.plan.estimate.states import TensorKind
@@ -23,6 +22,7 @@ from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.reference.selftest.cells import TINY_MODELS
 from ds_finetune.system.world import World
 from ds_finetune.trainer.rank_tensors import built_tensors
+from ds_finetune.trainer.resolve import plan_model
 from tests.model.tiny import CONFIGS
 
 MODELS: dict[str, dict[str, Any]] = {

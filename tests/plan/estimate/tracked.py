@@ -21,6 +21,7 @@ from ds_finetune.config.sections import LoraConfig
 from ds_finetune.families.tensors import model_tensors
 from ds_finetune.features.teacher import DistilledModel
 from ds_finetune.foreign.auto_configs import AutoConfig
+from ds_finetune.model.activation_memory import install_tiled_mlps
 from ds_finetune.model.adapters.lora import AdapterPlacement, install_lora
 from ds_finetune.model.build.skeleton import build_skeleton, whole
 from ds_finetune.model.loss import head_chunks
@@ -28,7 +29,6 @@ from ds_finetune.model.loss.cross_entropy import chunked_cross_entropy
 from ds_finetune.model.loss.forward_rows import ForwardRows
 from ds_finetune.model.loss.teacher import HiddenStates, Teacher
 from ds_finetune.model.loss.token_loss import LossHead, TrainedModel, install_loss_head
-from ds_finetune.model.memory.tiled_mlp import install_tiled_mlps
 from ds_finetune.objectives.objective import Distillation, DocumentObjective, Examples, Objective, make_objective
 from ds_finetune.plan.forward import head_chunk, mlp_tiles
 from ds_finetune.plan.lora_targets import adapted_targets, targets_among

@@ -1,20 +1,30 @@
-"""The inputs of recomputed layers in host memory: they leave the device in forward and come back in backward.
+"""Less memory for activations: the inputs of recomputed layers in host memory, and MLPs that take some tokens at
+a time.
 
-With recomputation these inputs, [rows, tokens, width] for each layer, are all that a forward keeps of its layers.
-Weights and all other tensors stay where they are. Copies have the same bits, so results do not change.
+With recomputation the inputs of layers, [rows, tokens, width] for each layer, are all that a forward keeps of its
+layers. They leave the device in forward and come back in backward. Weights and all other tensors stay where they are.
+Copies have the same bits, so results do not change.
+
+MLPs take the tokens of a forward tile by tile, so that what lies between their matrices is never held for all. Forward
+keeps the inputs alone. Backward computes each tile again, and sums its gradients of the weights in fp32. All tiles use
+the weights of one gather under ZeRO-3. Tokens do not depend on each other within an MLP, nor do the rows of routed
+experts, so outputs are the same but for the order in which kernels add up.
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ds_finetune.model.parallel.expert import ExpertParallelExperts
 
 
 class Arrival(NamedTuple):
@@ -130,3 +140,96 @@ def offload_layer_inputs(lm: PreTrainedModel, transfer: PlainTransfer) -> LayerI
     for number, layer in enumerate(layers):
         layer._gradient_checkpointing_func = partial(offload.checkpoint, number)
     return offload
+
+
+_MLP, _EXPERTS = ".mlp", ".experts"
+_SHARED = (".shared_experts", ".shared_expert")
+
+
+class _TokensInTiles(torch.autograd.Function):
+    """`forward(*tensors)` over parts of the first dimension of all tensors, which its result has too."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        forward: Callable[..., torch.Tensor],
+        tiles: int,
+        num_tensors: int,
+        *tensors_and_weights: torch.Tensor,
+    ) -> torch.Tensor:
+        tensors = tensors_and_weights[:num_tensors]
+        ctx.forward, ctx.tiles = forward, tiles
+        # Under ZeRO-3 a weight has other contents when backward has gathered it: autograd must not compare versions.
+        ctx.weights = tensors_and_weights[num_tensors:]
+        ctx.save_for_backward(*tensors)
+        out: torch.Tensor | None = None
+        begin = 0
+        for part in _tiles(tensors, tiles):
+            done = forward(*part)
+            out = tensors[0].new_empty(len(tensors[0]), *done.shape[1:], dtype=done.dtype) if out is None else out
+            out[begin : begin + len(done)] = done
+            begin += len(done)
+        assert out is not None
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
+        tensors, needs = ctx.saved_tensors, ctx.needs_input_grad[3:]
+        d_tensors = [torch.empty_like(tensor) if need else None for tensor, need in zip(tensors, needs, strict=False)]
+        trained = [weight for weight, need in zip(ctx.weights, needs[len(tensors) :], strict=True) if need]
+        sums = [torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) for weight in trained]
+        begin = 0
+        for *part, d_part in _tiles((*tensors, d_out), ctx.tiles):
+            inputs = [t.detach().requires_grad_(d is not None) for t, d in zip(part, d_tensors, strict=True)]
+            with torch.enable_grad():
+                out = ctx.forward(*inputs)
+            wanted = [tensor for tensor in inputs if tensor.requires_grad]
+            grads = torch.autograd.grad(out, [*wanted, *trained], d_part)
+            for total, grad in zip((d for d in d_tensors if d is not None), grads, strict=False):
+                total[begin : begin + len(d_part)] = grad
+            for total, grad in zip(sums, grads[len(wanted) :], strict=True):
+                total += grad
+            begin += len(d_part)
+        rounded = iter(total.to(weight.dtype) for total, weight in zip(sums, trained, strict=True))
+        d_weights = [next(rounded) if need else None for need in needs[len(tensors) :]]
+        return None, None, None, *d_tensors, *d_weights
+
+
+def _tiles(tensors: Sequence[torch.Tensor], tiles: int) -> Iterator[tuple[torch.Tensor, ...]]:
+    return zip(*(tensor.tensor_split(tiles) for tensor in tensors), strict=True)
+
+
+def _run_in_tiles(module: nn.Module, tiles: int, *tensors: torch.Tensor) -> torch.Tensor:
+    """The forward of an MLP [..., width] or of routed experts, whose tensors have a row for each token.
+
+    Without gradients nothing within it is kept, and all tokens are computed at once.
+    """
+    forward = partial(type(module).forward, module)
+    if not torch.is_grad_enabled():
+        return forward(*tensors)
+    rows = [tensor.flatten(0, -2) for tensor in tensors]
+    # Expert parallel ranks communicate in each tile, and those with few tokens have empty ones.
+    number = tiles if isinstance(module, ExpertParallelExperts) else min(tiles, len(rows[0]))
+    out: torch.Tensor = _TokensInTiles.apply(forward, number, len(rows), *rows, *module.parameters())
+    return out.view(*tensors[0].shape[:-1], out.shape[-1])
+
+
+def tiled_modules(lm: PreTrainedModel) -> list[nn.Module]:
+    """Dense MLPs, shared experts and routed experts of all layers."""
+    found = []
+    for name, module in lm.named_modules():
+        is_dense = name.endswith(_MLP) and not hasattr(module, "experts")
+        if is_dense or (_MLP in name and name.endswith((_EXPERTS, *_SHARED))):
+            found.append(module)
+    return found
+
+
+def install_tiled_mlps(lm: PreTrainedModel, *, tiles: int) -> list[nn.Module]:
+    """Let the MLPs of `lm` take tokens in this number of tiles, in place; returns them.
+
+    The number is the same on all ranks, since tensor and expert parallel ranks communicate in each tile.
+    """
+    modules = tiled_modules(lm)
+    for module in modules:
+        module.forward = partial(_run_in_tiles, module, tiles)
+    return modules

@@ -1,1 +1,0 @@
-"""Less memory for activations: offload, and MLPs that take some tokens at a time."""

@@ -1,1 +1,0 @@
-"""Layers for multi-token prediction."""
