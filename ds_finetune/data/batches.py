@@ -257,7 +257,6 @@ def _counts(rows: Sequence[Row], documents_per_unit: int) -> dict[str, int]:
 
 
 def _count_units(rows: Rows, ids: Sequence[int], plan: BatchPlan) -> Mapping[str, int]:
-    """Number of each unit in the rows `ids`."""
     if isinstance(rows, CountedRows):
         return rows.count_units(ids, plan.documents_per_unit)
     return _counts([rows[i] for i in ids], plan.documents_per_unit)
@@ -457,16 +456,10 @@ def _best_swap(dear: NDArray[np.float64], cheap: NDArray[np.float64], gap: float
 
 Given = TypeVar("Given")
 Ready = TypeVar("Ready")
+_Made = tuple[tuple[object, ...], BaseException | None]
+"""What the thread hands over: a value, an error, or the end where it has neither."""
 _SECONDS = 10.0
 """How long closing waits for the thread; one that is blocked, as in reading, ends with the process."""
-
-
-@dataclass(frozen=True)
-class _Item:
-    """What the thread hands over: a value, an error, or the end where it has neither."""
-
-    values: tuple[object, ...] = ()
-    error: BaseException | None = None
 
 
 @contextmanager
@@ -476,7 +469,7 @@ def prefetched(items: Iterable[Given], prepare: Callable[[Given], Ready]) -> Ite
     A thread makes them: one is ready and one is being made while the reader works. An error is raised where its item
     would come, so what was read before does not depend on it. The thread ends when the context closes.
     """
-    ready: Queue[_Item] = Queue(maxsize=1)
+    ready: Queue[_Made] = Queue(maxsize=1)
     is_closed = Event()
     thread = Thread(target=_fill, args=(ready, items, prepare, is_closed), name="prefetch", daemon=True)
     thread.start()
@@ -491,22 +484,22 @@ def prefetched(items: Iterable[Given], prepare: Callable[[Given], Ready]) -> Ite
                 ready.get(timeout=0.05)
 
 
-def _fill(ready: Queue[_Item], items: Iterable[Given], prepare: Callable[[Given], Ready], is_closed: Event) -> None:
+def _fill(ready: Queue[_Made], items: Iterable[Given], prepare: Callable[[Given], Ready], is_closed: Event) -> None:
     try:
         for item in items:
-            ready.put(_Item((prepare(item),)))
+            ready.put(((prepare(item),), None))
             if is_closed.is_set():
                 break
-        ready.put(_Item())
+        ready.put(((), None))
     except BaseException as error:  # noqa: BLE001 - the reader raises it
-        ready.put(_Item(error=error))
+        ready.put(((), error))
 
 
-def _read(ready: Queue[_Item]) -> Iterator[Ready]:
+def _read(ready: Queue[_Made]) -> Iterator[Ready]:
     while True:
-        item = ready.get()
-        if item.error is not None:
-            raise item.error
-        if not item.values:
+        values, error = ready.get()
+        if error is not None:
+            raise error
+        if not values:
             return
-        yield item.values[0]  # type: ignore[misc]
+        yield values[0]  # type: ignore[misc]

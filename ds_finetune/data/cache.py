@@ -1,6 +1,7 @@
 """Folders of the data cache: written with checksums, synced to disk, and verified before they are used."""
 
 import errno
+import hashlib
 import io
 import json
 import os
@@ -15,13 +16,11 @@ import xxhash
 from filelock import FileLock
 from numpy.typing import DTypeLike, NDArray
 
-from ds_finetune.config.units import MIB
 from ds_finetune.errors import OutputError
 from ds_finetune.system.whole_file import synchronise
 
 _SUMS = "sums.json"
 _CHECKED = "checked"
-_CHUNK_BYTES = 16 * MIB
 
 
 @dataclass(frozen=True)
@@ -41,8 +40,7 @@ class ArrayParts:
         """The bytes of the .npy file; they are the same on any machine."""
         dtype = np.dtype(self.dtype).newbyteorder("<")
         yield _npy_header(dtype, self.length)
-        for part in self.parts:
-            yield from _pieces(np.ascontiguousarray(part, dtype=dtype).data.cast("B")) if len(part) else ()
+        yield from (np.ascontiguousarray(part, dtype=dtype).data.cast("B") for part in self.parts if len(part))
 
 
 @contextmanager
@@ -106,13 +104,10 @@ def find_damage(folder: Path) -> str:
         return f"{folder / _SUMS} cannot be read"
     for name, (size, digest) in files.items():
         path = folder / name
-        actual_size = path.stat().st_size if path.is_file() else None
-        if actual_size != size:
-            return (
-                f"{path} has {actual_size} bytes, not the {size} that were written"
-                if actual_size is not None
-                else f"{path} is missing"
-            )
+        if not path.is_file():
+            return f"{path} is missing"
+        if (actual_size := path.stat().st_size) != size:
+            return f"{path} has {actual_size} bytes, not the {size} that were written"
         if (actual := _digest_of(path)) != digest:
             return f"{path} has the checksum {actual}, not the {digest} that was written"
     return ""
@@ -151,28 +146,19 @@ def _write_errors(folder: Path) -> Iterator[None]:
 
 def _write_file(path: Path, chunks: Iterable[memoryview | bytes]) -> tuple[int, str]:
     """Write and sync a new file, and return its size and checksum."""
-    size, digest = 0, xxhash.xxh3_64()
-    with path.open("xb", buffering=0) as file:
+    digest = xxhash.xxh3_64()
+    with path.open("xb") as file:
         for chunk in chunks:
-            view = memoryview(chunk)
-            digest.update(view)
-            size += len(view)
-            while view:
-                view = view[file.write(view) :]
+            digest.update(chunk)
+            file.write(chunk)
+        file.flush()
         os.fsync(file.fileno())
-    return size, digest.hexdigest()
+        return file.tell(), digest.hexdigest()
 
 
 def _digest_of(path: Path) -> str:
-    digest = xxhash.xxh3_64()
-    with path.open("rb", buffering=0) as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def _pieces(data: memoryview) -> Iterator[memoryview]:
-    return (data[start : start + _CHUNK_BYTES] for start in range(0, len(data), _CHUNK_BYTES))
+    with path.open("rb") as file:
+        return str(hashlib.file_digest(file, xxhash.xxh3_64).hexdigest())  # type: ignore[arg-type]
 
 
 def _npy_header(dtype: "np.dtype[np.generic]", length: int) -> bytes:

@@ -171,7 +171,6 @@ class ChatTemplate:
         return str(rendered)
 
     def _named(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A message with the template's own name of the reasoning."""
         return {self._reasoning_key if key == "reasoning_content" else key: value for key, value in message.items()}
 
     def turn_end(self, text: str) -> str:

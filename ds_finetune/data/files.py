@@ -17,6 +17,8 @@ from ds_finetune.data.messages import unique_keys
 from ds_finetune.errors import DataError
 
 Record = Mapping[str, Any]
+ReadRecord = Record | DataError
+"""A record, or the error of a line or row that cannot be read."""
 FORMATS = {".json": "json", ".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 """Formats of files by ending; endings may be in upper case."""
 _COMPRESSED = (".gz", ".zst")
@@ -24,17 +26,6 @@ _BOM = b"\xef\xbb\xbf"
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 _SHOWN_CHARACTERS = 80
 _PARQUET_ROWS = 1000
-
-
-class UnreadableRecord(dict[str, Any]):
-    """Stands for a line or row of a file that cannot be read, with the error that says why."""
-
-    def __init__(self, error: DataError) -> None:
-        super().__init__()
-        self.error = error
-
-    def __reduce__(self) -> tuple[type, tuple[DataError]]:
-        return type(self), (self.error,)
 
 
 @dataclass(frozen=True)
@@ -60,15 +51,9 @@ def known_endings() -> str:
     return f"{', '.join(FORMATS)}; all but .parquet also with {' or '.join(_COMPRESSED)}"
 
 
-def read_file(path: str, file_format: str, *, passes_unreadable: bool = False) -> Iterator[tuple[str, Record]]:
-    """Records of a file, each with its location (`file line 7`); DataError names the location of unreadable data.
-
-    With `passes_unreadable`, a line or row that cannot be read is an UnreadableRecord, and the next ones follow.
-    """
-    for where, record in _READERS[file_format](path):
-        if isinstance(record, UnreadableRecord) and not passes_unreadable:
-            raise record.error
-        yield where, record
+def read_file(path: str, file_format: str) -> Iterator[tuple[str, ReadRecord]]:
+    """Records of a file, each with its location (`file line 7`); DataError where nothing behind a fault can be read."""
+    yield from _READERS[file_format](path)
 
 
 @contextmanager
@@ -76,26 +61,23 @@ def _open(path: str) -> Iterator[IO[bytes]]:
     """The file's bytes, decompressed; DataError where the compressed data is damaged or ends early."""
     file_format = FileFormat.of(Path(path))
     compression = file_format.compression if file_format else ""
-    if not compression:
-        with Path(path).open("rb") as plain:
-            yield plain
-        return
     try:
-        with _decompress(path, compression) as file:
+        with _decompressed(path, compression) as file:
             yield file
     except (EOFError, zlib.error, OSError) as broken:
+        if not compression:
+            raise
+        checker = "gzip" if compression == ".gz" else "zstd"
         raise DataError(
-            f"{path} cannot be decompressed: {broken}", hint=f"check it with `{_checker(compression)} -t {path}`"
+            f"{path} cannot be decompressed: {broken}", hint=f"check it with `{checker} -t {path}`"
         ) from broken
 
 
-def _checker(compression: str) -> str:
-    return "gzip" if compression == ".gz" else "zstd"
-
-
-def _decompress(path: str, compression: str) -> IO[bytes]:
+def _decompressed(path: str, compression: str) -> IO[bytes]:
     if compression == ".gz":
         return cast("IO[bytes]", gzip.open(path))
+    if not compression:
+        return Path(path).open("rb")
     import pyarrow
 
     return io.BufferedReader(pyarrow.input_stream(path, compression="zstd"))
@@ -109,15 +91,12 @@ def _lines(path: str) -> Iterator[tuple[int, str | DataError]]:
             if number == 1 and line.startswith(_UTF_16):
                 _decode(line, path, offset=0)
             start = len(_BOM) if number == 1 and line.startswith(_BOM) else 0
-            yield number, _text_or_error(line[start:], f"{path} line {number}", offset=offset + start)
+            try:
+                text: str | DataError = _decode(line[start:], f"{path} line {number}", offset=offset + start)
+            except DataError as broken:
+                text = broken
+            yield number, text
             offset += len(line)
-
-
-def _text_or_error(line: bytes, where: str, *, offset: int) -> str | DataError:
-    try:
-        return _decode(line, where, offset=offset)
-    except DataError as broken:
-        return broken
 
 
 def _whole_text(path: str) -> str:
@@ -155,34 +134,24 @@ def _guess_encoding(content: bytes) -> tuple[str, str]:
     return max(shares, key=lambda encoding: shares[encoding])
 
 
-def _read_jsonl(path: str) -> Iterator[tuple[str, Record]]:
+def _read_jsonl(path: str) -> Iterator[tuple[str, ReadRecord]]:
     for number, line in _lines(path):
         where = f"{path} line {number}"
-        if isinstance(line, DataError):
-            yield where, UnreadableRecord(line)
-        elif line.strip():
-            yield where, _record_or_error(_parse_line, line, where)
+        if isinstance(line, DataError) or line.strip():
+            yield where, line if isinstance(line, DataError) else _parse_line(line, where)
 
 
-def _record_or_error(read: Callable[[Any, str], object], value: object, where: str) -> Record:
-    """What `read` makes of a value, or an UnreadableRecord with its DataError."""
+def _parse_line(line: str, where: str) -> ReadRecord:
     try:
-        return _as_record(read(value, where), where)
-    except DataError as broken:
-        return UnreadableRecord(broken)
-
-
-def _parse_line(line: str, where: str) -> object:
-    try:
-        return json.loads(line.rstrip(), object_pairs_hook=unique_keys)
+        return _as_record(json.loads(line.rstrip(), object_pairs_hook=unique_keys), where)
     except json.JSONDecodeError as broken:
         what = f"column {broken.colno} is not JSON: {broken.msg}"
     except (ValueError, RecursionError) as broken:
         what = f"cannot be read: {broken}"
-    raise DataError(f"{where} {what}: {line.strip()[:_SHOWN_CHARACTERS]!r}", hint="correct or remove that line")
+    return DataError(f"{where} {what}: {line.strip()[:_SHOWN_CHARACTERS]!r}", hint="correct or remove that line")
 
 
-def _read_json(path: str) -> Iterator[tuple[str, Record]]:
+def _read_json(path: str) -> Iterator[tuple[str, ReadRecord]]:
     text = _whole_text(path)
     try:
         records = json.loads(text, object_pairs_hook=unique_keys)
@@ -202,11 +171,10 @@ def _read_json(path: str) -> Iterator[tuple[str, Record]]:
             hint="name the file .jsonl if it has one object on each line",
         )
     for number, record in enumerate(records, start=1):
-        where = f"{path} item {number}"
-        yield where, _record_or_error(lambda value, _: value, record, where)
+        yield f"{path} item {number}", _as_record(record, f"{path} item {number}")
 
 
-def _items_one_by_one(text: str, path: str) -> Iterator[tuple[str, Record]]:
+def _items_one_by_one(text: str, path: str) -> Iterator[tuple[str, ReadRecord]]:
     """The items of a list of which one has correct syntax and cannot be read, as where it has a key twice.
 
     DataError where the syntax of a later one is wrong, or the end of one cannot be found.
@@ -221,30 +189,29 @@ def _items_one_by_one(text: str, path: str) -> Iterator[tuple[str, Record]]:
         where = f"{path} item {number} (line {text.count(chr(10), 0, at) + 1})"
         try:
             record, at = strict.raw_decode(text, at)
-            yield where, _record_or_error(lambda value, _: value, record, where)
+            yield where, _as_record(record, where)
         except (ValueError, RecursionError) as broken:
             error = DataError(f"{where} cannot be read: {broken}", hint="correct that item")
-            yield where, UnreadableRecord(error)
+            yield where, error
             try:
                 _, at = lenient.raw_decode(text, at)
             except (ValueError, RecursionError):
                 raise error from None
 
 
-def _as_record(record: object, where: str) -> Record:
-    if not isinstance(record, dict):
-        raise DataError(
-            f"{where} is {type(record).__name__}, not an object", hint="each row is an object with named columns"
-        )
-    return record
+def _as_record(value: object, where: str) -> ReadRecord:
+    if isinstance(value, dict):
+        return value
+    return DataError(
+        f"{where} is {type(value).__name__}, not an object", hint="each row is an object with named columns"
+    )
 
 
-def _read_text(path: str) -> Iterator[tuple[str, Record]]:
-    """The whole text of the file as one document."""
+def _read_text(path: str) -> Iterator[tuple[str, ReadRecord]]:
     yield path, {"text": _whole_text(path)}
 
 
-def _read_csv(path: str) -> Iterator[tuple[str, Record]]:
+def _read_csv(path: str) -> Iterator[tuple[str, ReadRecord]]:
     """Records of CSV rows. All values stay texts, even `NA`, `null` and `007`."""
     csv.field_size_limit(sys.maxsize)
     undecodable: list[DataError] = []
@@ -266,7 +233,7 @@ def _read_csv(path: str) -> Iterator[tuple[str, Record]]:
                 f"{where} (line {rows.line_num}) has {len(row)} values, and the header has {len(header)} columns",
                 hint="put values with commas or line breaks in double quotes",
             )
-        yield where, UnreadableRecord(row) if isinstance(row, DataError) else dict(zip(header, row, strict=True))
+        yield where, row if isinstance(row, DataError) else dict(zip(header, row, strict=True))
 
 
 def _csv_lines(path: str, undecodable: list[DataError]) -> Iterator[str]:
@@ -298,7 +265,7 @@ def _next_row(rows: Any, path: str, undecodable: list[DataError]) -> list[str] |
     return row
 
 
-def _read_parquet(path: str) -> Iterator[tuple[str, Record]]:
+def _read_parquet(path: str) -> Iterator[tuple[str, ReadRecord]]:
     import pyarrow
     from pyarrow import parquet
 
@@ -310,7 +277,7 @@ def _read_parquet(path: str) -> Iterator[tuple[str, Record]]:
         raise DataError(f"{path} cannot be read as parquet: {broken}", hint="check the file's format") from broken
 
 
-_READERS: Mapping[str, Callable[[str], Iterator[tuple[str, Record]]]] = {
+_READERS: Mapping[str, Callable[[str], Iterator[tuple[str, ReadRecord]]]] = {
     "json": _read_json,
     "jsonl": _read_jsonl,
     "text": _read_text,

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
 
+from ds_finetune.data.files import Record
 from ds_finetune.data.messages import Conversation, check_text, read_conversation, read_tools
-from ds_finetune.data.sources import Record
 from ds_finetune.errors import DataError
 
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
@@ -241,9 +241,14 @@ def check_not_continued(prompt: Sequence[object], answer: Sequence[object], wher
         )
 
 
+def role_of(turn: object) -> object:
+    """The role of a message in any form; None where it has none."""
+    return turn.get("role", turn.get("from")) if isinstance(turn, Mapping) else None
+
+
 def is_answer(turn: object) -> bool:
     """Whether a message, in any form, is the assistant's."""
-    return isinstance(turn, Mapping) and turn.get("role", turn.get("from")) in ("assistant", "gpt", "model", "bot")
+    return role_of(turn) in ("assistant", "gpt", "model", "bot")
 
 
 def _messages(view: Mapping[str, Any], where: str) -> Sample:
@@ -251,10 +256,6 @@ def _messages(view: Mapping[str, Any], where: str) -> Sample:
     if isinstance(turns, str):
         turns = hh_turns(read_text(view, "messages", where)) or turns
     return read_conversation(turns, view.get("tools") or view.get("functions"), "messages", where)
-
-
-def _sharegpt(view: Mapping[str, Any], where: str) -> Sample:
-    return read_conversation(view["conversations"], view.get("tools"), "conversations", where)
 
 
 def read_alpaca(view: Mapping[str, Any], where: str) -> Completion:
@@ -273,19 +274,12 @@ def read_alpaca(view: Mapping[str, Any], where: str) -> Completion:
 
 
 def _history(view: Mapping[str, Any], where: str) -> list[dict[str, str]]:
-    """Earlier questions and their answers, as turns."""
-    pairs = view.get("history") or []
+    pairs, what = view.get("history") or [], f"{where}: column `history`"
     is_list = isinstance(pairs, list | tuple)
     if not is_list or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
-        hint = "give a list of [question, answer] pairs"
-        raise DataError(f"{where}: column `history` is {pairs!r:.60}", hint=hint)
-    what = f"{where}: column `history`"
-    roles = ("user", "assistant")
-    return [
-        {"role": role, "content": check_text(text, what)}
-        for pair in pairs
-        for role, text in zip(roles, pair, strict=True)
-    ]
+        raise DataError(f"{what} is {pairs!r:.60}", hint="give a list of [question, answer] pairs")
+    turns = ((role, text) for pair in pairs for role, text in zip(("user", "assistant"), pair, strict=True))
+    return [{"role": role, "content": check_text(text, what)} for role, text in turns]
 
 
 def _prompt_completion(view: Mapping[str, Any], where: str) -> Sample:
@@ -305,10 +299,6 @@ def _prompt_completion(view: Mapping[str, Any], where: str) -> Sample:
         return sample
     turns = (*history, *sample.conversation.messages)
     return replace(sample, conversation=replace(sample.conversation, messages=turns), has_all_turns=False)
-
-
-def _plain(view: Mapping[str, Any], where: str) -> Sample:
-    return PlainText(read_text(view, "text", where))
 
 
 def _texts(view: Mapping[str, Any], where: str) -> tuple[str, str | None]:
@@ -350,16 +340,19 @@ def _read_with_system(read: Callable[[Mapping[str, Any], str], Any], view: Mappi
 
 LAYOUTS = by_name(
     ("messages", "messages", "system tools functions", _messages),
-    ("sharegpt", "conversations", "system tools", _sharegpt),
+    (
+        "sharegpt",
+        "conversations",
+        "system tools",
+        lambda view, where: read_conversation(view["conversations"], view.get("tools"), "conversations", where),
+    ),
     ("alpaca", "instruction output", "input system history", read_alpaca),
     ("prompt_completion", "prompt completion", "system history tools", _prompt_completion),
-    ("text", "text", "", _plain),
+    ("text", "text", "", lambda view, where: PlainText(read_text(view, "text", where))),
 )
 """Layouts by name, in the order in which they are tried."""
 MARKED_LAYOUTS = {
-    name: LayoutColumns(name, layout.needed | {"label"}, layout.optional, layout.read)
-    for name, layout in LAYOUTS.items()
-    if name != "text"
+    name: replace(layout, needed=layout.needed | {"label"}) for name, layout in LAYOUTS.items() if name != "text"
 }
 """Layouts of answers that are marked as good or bad: those of dialogue, with a column `label`."""
 LABELLED_LAYOUTS = by_name(("labelled", "text label", "text_pair", _texts))

@@ -200,7 +200,6 @@ def _assistant(
 
 
 def _is_trained(fields: Mapping[str, Any], what: str) -> bool:
-    """Whether an assistant message carries loss."""
     said = {key: fields[key] for key in _TRAINED_IF if key in fields}
     shown = ", ".join(f"{key} {value!r:.60}" for key, value in said.items())
     if any(not isinstance(value, int | float) or value not in (0, 1) for value in said.values()):

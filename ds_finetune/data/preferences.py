@@ -5,7 +5,7 @@ A dialogue is split by turns: its last assistant turn is the answer, and all bef
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -19,10 +19,12 @@ from ds_finetune.data.layouts import (
     is_answer,
     read_alpaca,
     read_text,
+    role_of,
 )
 from ds_finetune.data.messages import Conversation, check_text, read_conversation, read_tools, shown_value
 from ds_finetune.errors import DataError
 
+ReadPair = Callable[[Mapping[str, Any], str], "Preference"]
 _SIDES = ("chosen", "rejected")
 
 
@@ -71,7 +73,6 @@ def _of_turns(dialogues: Mapping[str, object], view: Mapping[str, Any], where: s
 
 
 def _check_same_turns(sides: Mapping[str, Conversation], where: str) -> None:
-    """DataError where the turns before the answers differ."""
     ours, theirs = (side.messages[:-1] for side in sides.values())
     if ours == theirs:
         return
@@ -112,14 +113,6 @@ def _list_of_turns(view: Mapping[str, Any], column: str, where: str) -> list[Any
     return list(turns)
 
 
-def _role(turn: object) -> object:
-    return turn.get("role", turn.get("from")) if isinstance(turn, Mapping) else None
-
-
-def _content(turn: object) -> object:
-    return turn.get("content", turn.get("value")) if isinstance(turn, Mapping) else None
-
-
 def _prompt_pair(view: Mapping[str, Any], where: str) -> Preference:
     """A prompt and two answers; either may also repeat the prompt as its first turns."""
     prompt, sides = view["prompt"], (view["chosen"], view["rejected"])
@@ -151,7 +144,9 @@ def _with_prompt(prompt: object, turns: list[Any], column: str, where: str) -> l
         check_not_continued(first, turns, where)
         return [*first, *turns]
     repeats = (
-        any(_content(turn) == prompt for turn in turns[:-1]) if is_text else list(turns[: len(first)]) == list(first)
+        any(isinstance(turn, Mapping) and turn.get("content", turn.get("value")) == prompt for turn in turns[:-1])
+        if is_text
+        else list(turns[: len(first)]) == list(first)
     )
     if not repeats:
         raise DataError(
@@ -192,17 +187,14 @@ def _hh_dialogue(view: Mapping[str, Any], column: str, where: str) -> Completion
     return Completion(text[:start], text[start:], Conversation(tuple(turns)), has_all_turns=True)
 
 
-def _question_pair(view: Mapping[str, Any], where: str) -> Preference:
-    return _prompt_pair({**view, "prompt": read_text(view, "question", where)}, where)
-
-
 def _alpaca_pair(view: Mapping[str, Any], where: str) -> Preference:
     sides = [read_alpaca({**view, "output": read_text(view, column, where)}, where) for column in _SIDES]
     return _preference(sides, view, where)
 
 
-def _sharegpt_pair(view: Mapping[str, Any], where: str) -> Preference:
-    return _prompt_pair({**view, "prompt": _list_of_turns(view, "conversations", where)}, where)
+def _prompt_from(column: str, read: Callable[[Mapping[str, Any], str, str], object]) -> ReadPair:
+    """A reader of pairs whose prompt is what `read` makes of a column."""
+    return lambda view, where: _prompt_pair({**view, "prompt": read(view, column, where)}, where)
 
 
 def _messages_pair(view: Mapping[str, Any], where: str) -> Preference:
@@ -214,7 +206,7 @@ def _response_pair(view: Mapping[str, Any], where: str) -> Preference:
     chosen, rejected = _list_of_turns(view, "messages", where), view["rejected_response"]
     if isinstance(rejected, list | tuple):
         users = ("user", "human", "prompter")
-        after_user = [number for number, turn in enumerate(chosen, start=1) if _role(turn) in users]
+        after_user = [number for number, turn in enumerate(chosen, start=1) if role_of(turn) in users]
         other = [*chosen[: max(after_user, default=0)], *rejected]
     else:
         other = [*chosen[:-1], *_as_turns(rejected, "rejected_response", where)]
@@ -251,9 +243,14 @@ PAIR_LAYOUTS = by_name(
     ("messages_pair", "messages rejected_messages", "system tools margin", _messages_pair),
     ("response_pair", "messages rejected_response", "system tools margin", _response_pair),
     ("prompt_pair", "prompt chosen rejected", "system tools margin", _prompt_pair),
-    ("question_pair", "question chosen rejected", "system margin", _question_pair),
+    ("question_pair", "question chosen rejected", "system margin", _prompt_from("question", read_text)),
     ("alpaca_pair", "instruction chosen rejected", "input system history margin", _alpaca_pair),
-    ("sharegpt_pair", "conversations chosen rejected", "system tools margin", _sharegpt_pair),
+    (
+        "sharegpt_pair",
+        "conversations chosen rejected",
+        "system tools margin",
+        _prompt_from("conversations", _list_of_turns),
+    ),
     ("chat_pair", "messages chosen rejected", "system tools margin", _chat_pair),
     ("pair", "chosen rejected", "system tools margin", _pair),
     ("ranked_pair", "prompt answers", "system tools margin", _ranked_pair),

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -38,21 +38,22 @@ from ds_finetune.data.documents import (
     join_parts,
     read_counts,
 )
+from ds_finetune.data.files import ReadRecord
 from ds_finetune.data.mixture import Mixture
 from ds_finetune.data.prepared_rows import PreparedRows, one_unit_a_row, pack_units
 from ds_finetune.data.row_kind import DIALOGUE, RowKind
 from ds_finetune.data.row_report import check_columns, check_dropped_rows
 from ds_finetune.data.sample_tokens import RULES_VERSION, TemplateSettings
 from ds_finetune.data.samples import check_layout_name
-from ds_finetune.data.sources import Record, Source, estimate_rows, find_sources, read_records
+from ds_finetune.data.sources import Source, estimate_rows, find_sources, read_or_errors
 from ds_finetune.data.text_encoder import text_encoder
-from ds_finetune.data.tokenizer_files import largest_id, tokenizer_digest
+from ds_finetune.data.tokenizer_files import tokenizer_digest
 from ds_finetune.data.units import ROWS_PER_PART, Tokenisation, tokenise_records
 from ds_finetune.errors import ConfigError, DataError, RunError
 
 FORMAT_VERSION = 7
 """Increased when the format of the cache changes, so that an older cache is not read."""
-_Task = tuple[Path, list[tuple[str, Record]]]
+_Task = tuple[Path, list[tuple[str, ReadRecord]]]
 """The folder of a part, and its records, each with its location (`file line 7`)."""
 
 
@@ -96,7 +97,8 @@ def prepare_rows(
         documents = Documents.read(whole)
         parts = _units_of_paths(counts, weights, sources, kind)
         if config.packing and not packed.is_dir():
-            _write_packing(packed, pack_units(documents, kind, limits.max_seq_len, parts))
+            arrays = zip(("order", "offsets"), pack_units(documents, kind, limits.max_seq_len, parts), strict=True)
+            write_folder(packed, {name: ArrayParts.of(array) for name, array in arrays}, {})
     notes = [*dict.fromkeys(source.note for source in sources if source.note), *notes]
     order, offsets = one_unit_a_row(documents, kind)
     if config.packing:
@@ -154,11 +156,6 @@ def plan_tokenisation(
     return sources, Tokenisation(tokenizer, settings, config.layout, dict(config.columns), limit, kind)
 
 
-def _write_packing(folder: Path, packing: tuple[NDArray[np.int64], NDArray[np.int64]]) -> None:
-    order, offsets = packing
-    write_folder(folder, {"order": ArrayParts.of(order), "offsets": ArrayParts.of(offsets)}, {})
-
-
 def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, limits: TokenLimits, kind: RowKind) -> None:
     if tokenizer.bos_token_id is None and kind.bos == "always":
         raise DataError(
@@ -171,7 +168,7 @@ def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, limits: TokenLimits, ki
             hint="encoders are trained with objective classification; for other models add eos_token to "
             "tokenizer_config.json",
         )
-    largest = largest_id(tokenizer)
+    largest = max(tokenizer.get_vocab().values())
     if largest >= limits.vocab_size:
         raise DataError(
             f"the tokenizer has ids up to {largest} and the model a vocabulary of {limits.vocab_size}",
@@ -234,7 +231,9 @@ def _tokenise(sources: Sequence[Source], tokenisation: Tokenisation, folder: Pat
             line.advance(ROWS_PER_PART)
     counts = sum((read_counts(part) for part in parts), Counts())
     if len(set(parts.values())) > 1:
-        counts = replace(counts, by_path=_count_by_path(parts))
+        # A part has records of one path.
+        by_path = (NamedCounts({str(entry): (read_counts(part).documents, "")}) for part, entry in parts.items())
+        counts = replace(counts, by_path=sum(by_path, NamedCounts()))
     if counts.read:
         join_parts(list(parts), folder / "whole", counts)
     for part in parts:
@@ -245,19 +244,13 @@ def _tokenise(sources: Sequence[Source], tokenisation: Tokenisation, folder: Pat
         )
 
 
-def _count_by_path(parts: Mapping[Path, int]) -> NamedCounts:
-    """Documents by the number of their path; a part has records of one path."""
-    of_parts = (NamedCounts({str(entry): (read_counts(part).documents, "")}) for part, entry in parts.items())
-    return sum(of_parts, NamedCounts())
-
-
 def _open_parts(sources: Sequence[Source], folder: Path, parts: dict[Path, int]) -> Iterator[_Task]:
     """Yield tasks for parts that are not written yet.
 
     The folders of all parts are added to `parts`, in order, with the number of the path that names their file.
     """
     for source in sources:
-        records = read_records(source, passes_unreadable=True)
+        records = read_or_errors(source)
         while chunk := list(islice(records, ROWS_PER_PART)):
             part = folder / f"part-{len(parts):06d}"
             parts[part] = source.entry
@@ -299,7 +292,6 @@ def _write_part(task: _Task) -> Path:
 
 
 def _write_here(tasks: Iterable[_Task], tokenisation: Tokenisation) -> Iterator[Path]:
-    """Write all parts in this process."""
     _start_worker(tokenisation)
     yield from map(_write_part, tasks)
     _worker.clear()
@@ -322,15 +314,12 @@ def _write_parts(tasks: Iterable[_Task], tokenisation: Tokenisation, workers: in
 @contextmanager
 def _terminated_early(pool: ProcessPoolExecutor) -> Iterator[None]:
     """Where this is left early, as by Ctrl-C, end the processes instead of waiting for the parts they are given."""
-    with ExitStack() as stack:
-        stack.callback(_terminate, pool)
+    try:
         yield
-        stack.pop_all()
-
-
-def _terminate(pool: ProcessPoolExecutor) -> None:
-    for process in list(pool._processes.values()):
-        process.terminate()
+    except BaseException:
+        for process in list(pool._processes.values()):
+            process.terminate()
+        raise
 
 
 def _submit(pool: ProcessPoolExecutor, tasks: Iterable[_Task], *, most: int) -> Iterator[Future[Path]]:

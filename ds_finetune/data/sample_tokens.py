@@ -80,6 +80,10 @@ class _SampleText:
     server_prompt: str = ""
     prompt_segments: int = 0
 
+    @property
+    def texts(self) -> list[str]:
+        return [*(segment.text for segment in self.segments), self.server_prompt]
+
 
 class SampleTokeniser:
     """Tokenises samples with one tokenizer and one chat template.
@@ -99,9 +103,8 @@ class SampleTokeniser:
         self._settings = settings
         self._template = None if settings.chat_template is None else ChatTemplate(tokenizer, settings.chat_template)
         self._control = ControlTokens(tokenizer, settings.chat_template, settings.control_tokens)
-        self._special = set(tokenizer.all_special_ids) | {
-            i for i, token in tokenizer.added_tokens_decoder.items() if token.special
-        }
+        special = (i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
+        self._special = {*tokenizer.all_special_ids, *special}
         is_added = bos == "always" or (bos == "auto" and tokenizer("x")["input_ids"][:1] == [tokenizer.bos_token_id])
         self._bos = [tokenizer.bos_token_id] if is_added and tokenizer.bos_token_id is not None else []
         self._has_eos = has_eos
@@ -113,30 +116,27 @@ class SampleTokeniser:
         """
         rows = [self._sample_texts(sample, where) for where, sample in samples]
         texts = [text for row in rows for text in row]
-        encoded = iter(
-            self._control.ids(
-                [text for sample in texts for text in (*(s.text for s in sample.segments), sample.server_prompt)]
-            )
-        )
+        encoded = iter(self._control.ids([text for sample in texts for text in sample.texts]))
         results = []
         for (where, sample), row in zip(samples, rows, strict=True):
             is_chat = not isinstance(sample, PlainText) and self._template is not None
             *earlier, last = [self._tokens_of(text, encoded, is_chat=is_chat, where=where) for text in row]
-            differs = any(document.server_prompt_differs for document in (*earlier, last))
-            results.append(replace(last, earlier=tuple(earlier), server_prompt_differs=differs))
+            if earlier:
+                differs = any(document.server_prompt_differs for document in (*earlier, last))
+                last = replace(last, earlier=tuple(earlier), server_prompt_differs=differs)
+            results.append(last)
         return results
 
     def _tokens_of(self, text: _SampleText, encoded: Iterator[list[int]], *, is_chat: bool, where: str) -> Tokens:
         """The tokens of a text, of whose segments and server's prompt `encoded` has the ids."""
         parts = [(segment, next(encoded)) for segment in text.segments]
         server_ids = next(encoded)
-        tokens = self._assemble(parts, is_chat=is_chat, where=where)
-        prompt_ids = [i for _, ids in parts[: text.prompt_segments] for i in ids]
+        ids, mask = self._assemble(parts, is_chat=is_chat, where=where)
+        prompt_ids = [i for _, part in parts[: text.prompt_segments] for i in part]
         differs = text.result.server_prompt_differs or (bool(text.server_prompt) and prompt_ids != server_ids)
-        return replace(text.result, ids=tokens.ids, mask=tokens.mask, server_prompt_differs=differs)
+        return replace(text.result, ids=ids, mask=mask, server_prompt_differs=differs)
 
     def _sample_texts(self, sample: Sample, where: str) -> list[_SampleText]:
-        """The documents of a sample as text."""
         if self._template is not None and not isinstance(sample, PlainText):
             return self._chat_texts(
                 sample.conversation if isinstance(sample, Completion) else sample, self._template, where
@@ -198,8 +198,8 @@ class SampleTokeniser:
             "rewritten": len(found) > 1,
         }
         notes = tuple(note for note, applies in remarks.items() if note and applies)
-        texts = [self._segments(turns, supervised, rendered) for rendered, turns in found]
-        return [replace(text, result=replace(text.result, notes=notes, unread=unread)) for text in texts]
+        remarked = Tokens([], [], notes=notes, unread=unread)
+        return [self._segments(turns, supervised, rendered, remarked) for rendered, turns in found]
 
     def _found_turns(
         self, whole: RenderedConversation, conversation: Conversation
@@ -216,12 +216,13 @@ class SampleTokeniser:
             return [(prefix, prefix.turns()) for prefix in whole.prefixes(chosen)]
 
     def _supervised_messages(self, conversation: Conversation, turns: Sequence[Turn]) -> set[int]:
-        """Indices of the messages that carry loss."""
         chosen = turns[-1:] if self._settings.train_on == "last_assistant" else turns
         answers = [turn.number for turn in chosen if turn.number < len(conversation.messages)]
         return {number for number in answers if conversation.messages[number].get("weight", 1) != 0}
 
-    def _segments(self, turns: Sequence[Turn], supervised: set[int], rendered: RenderedConversation) -> _SampleText:
+    def _segments(
+        self, turns: Sequence[Turn], supervised: set[int], rendered: RenderedConversation, result: Tokens
+    ) -> _SampleText:
         before = "all" if self._settings.train_on == "all" else "none"
         segments: list[Segment] = []
         text, server_prompt, prompt_segments, differs = "", "", 0, False
@@ -231,21 +232,21 @@ class SampleTokeniser:
             segments.append(Segment(turn.prompt, before))
             if is_supervised:
                 prompt = rendered.server_prompt(turn.number)
-                server_prompt, prompt_segments, differs = (
-                    prompt or "",
-                    len(segments),
-                    differs or prompt is None or strip_brackets(prompt) != strip_brackets(text),
-                )
+                server_prompt, prompt_segments = prompt or "", len(segments)
+                differs = differs or prompt is None or strip_brackets(prompt) != strip_brackets(text)
             segments += [
                 Segment(turn.body, "all" if is_supervised else "none"),
-                _ending(turn, is_supervised=is_supervised),
+                Segment(turn.ending, "turn_end" if is_supervised and not turn.is_open else "none"),
             ]
             text += turn.body + turn.ending
         # A prompt without an earlier answer is one segment, tokenised as by a server. The ids of others are compared.
         compared = server_prompt if not differs and prompt_segments > 1 else ""
-        return _SampleText(tuple(segments), Tokens([], [], server_prompt_differs=differs), compared, prompt_segments)
+        result = replace(result, server_prompt_differs=True) if differs else result
+        return _SampleText(tuple(segments), result, compared, prompt_segments)
 
-    def _assemble(self, parts: Iterable[tuple[Segment, list[int]]], *, is_chat: bool, where: str) -> Tokens:
+    def _assemble(
+        self, parts: Iterable[tuple[Segment, list[int]]], *, is_chat: bool, where: str
+    ) -> tuple[list[int], list[bool]]:
         ids = [] if is_chat else list(self._bos)
         mask = [False] * len(ids)
         last = "none"
@@ -256,15 +257,12 @@ class SampleTokeniser:
         if last == "all" and not is_chat and self._has_eos:
             ids, mask = [*ids, int(self._tokenizer.eos_token_id)], [*mask, True]
         bos = self._tokenizer.bos_token_id
-        second_bos = (
-            ids.index(bos, 1) if bos is not None and bos in ids[1:] and bos != self._tokenizer.eos_token_id else None
-        )
-        if second_bos is not None:
+        if bos is not None and bos in ids[1:] and bos != self._tokenizer.eos_token_id:
             raise DataError(
-                f"{where}: token {second_bos} is a second {self._tokenizer.bos_token}",
+                f"{where}: token {ids.index(bos, 1)} is a second {self._tokenizer.bos_token}",
                 hint="the row's text contains it, or the chat template writes it twice",
             )
-        return Tokens(ids, mask)
+        return ids, mask
 
     def _supervised_mask(self, segment: Segment, ids: list[int], where: str) -> list[bool]:
         if segment.supervised != "turn_end":
@@ -275,22 +273,13 @@ class SampleTokeniser:
                 f"{where}: the chat template ends an assistant turn with {segment.text!r}, which has no special token",
                 hint="a model trained on it would never stop; give a template that ends turns with the eos token",
             )
-        return [end is not None and index <= end for index in range(len(ids))]
-
-
-def _ending(turn: Turn, *, is_supervised: bool) -> Segment:
-    return Segment(turn.ending, "turn_end" if is_supervised and not turn.is_open else "none")
+        return [index <= end for index in range(len(ids))]
 
 
 def _unread_fields(conversation: Conversation, template: ChatTemplate) -> list[str]:
     """Fields of messages that the template gets but does not render, as texts for the report."""
-    present = {
-        f"{message['role']}.{key}"
-        for message in conversation.messages
-        for key in ("name", "tool_call_id")
-        if key in message
-    }
-    present |= {
-        "assistant.id" for message in conversation.messages for call in message.get("tool_calls") or () if "id" in call
-    }
+    messages = conversation.messages
+    present = {f"{message['role']}.{key}" for message in messages for key in ("name", "tool_call_id") if key in message}
+    if any("id" in call for message in messages for call in message.get("tool_calls") or ()):
+        present.add("assistant.id")
     return sorted(f"{name} (not in the chat template)" for name in present - template.probes.fields)

@@ -11,7 +11,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from ds_finetune.config.units import MIB
-from ds_finetune.data.files import FileFormat, Record, known_endings, read_file
+from ds_finetune.data.files import FileFormat, ReadRecord, Record, known_endings, read_file
 from ds_finetune.errors import DataError
 from ds_finetune.foreign.hub_access import hub_problem, offline
 
@@ -40,7 +40,6 @@ def split_of_file(path: PurePath) -> str:
     return ""
 
 
-__all__ = ["Record", "Source", "estimate_rows", "find_sources", "read_records"]
 _BY_LINE = ("jsonl", "csv")
 """Formats with about one row per line."""
 
@@ -85,12 +84,20 @@ def find_sources(paths: Sequence[str], *, purpose: str = "train") -> list[Source
     return sources
 
 
-def read_records(source: Source, *, passes_unreadable: bool = False) -> Iterator[tuple[str, Record]]:
-    """Records of a source, each with its location (`file line 7`) for messages; see `files.read_file`."""
+def read_records(source: Source) -> Iterator[tuple[str, Record]]:
+    """Records of a source, each with its location (`file line 7`) for messages; DataError where one cannot be read."""
+    for where, record in read_or_errors(source):
+        if isinstance(record, DataError):
+            raise record
+        yield where, record
+
+
+def read_or_errors(source: Source) -> Iterator[tuple[str, ReadRecord]]:
+    """Records of a source, each with its location; in place of one that cannot be read its error."""
     if source.format == "hub":
         yield from read_hub(source.path, source.subset, source.split, purpose=source.purpose)
     else:
-        yield from read_file(source.path, source.format, passes_unreadable=passes_unreadable)
+        yield from read_file(source.path, source.format)
 
 
 def _expand(path: str, purpose: str) -> Iterator[Source]:

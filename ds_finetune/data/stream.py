@@ -1,7 +1,7 @@
 """Streaming: reads and tokenises rows during training, instead of preparing them before it."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import count, islice
 from pathlib import Path
@@ -9,19 +9,19 @@ from typing import Any
 
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from ds_finetune.config.sections import DataConfig
 from ds_finetune.data.batches import Batch, BatchPlan, Position, make_batch
 from ds_finetune.data.classes import find_classes
-from ds_finetune.data.documents import Counts, Documents
+from ds_finetune.data.documents import Counts
+from ds_finetune.data.files import ReadRecord
 from ds_finetune.data.prepare import TokenLimits, plan_tokenisation
 from ds_finetune.data.prepared_rows import PreparedRows, Row, one_unit_a_row, pack_units
 from ds_finetune.data.row_kind import DIALOGUE, RowKind
 from ds_finetune.data.row_report import check_bad_rows, check_dropped_rows
 from ds_finetune.data.sample_tokens import RULES_VERSION
-from ds_finetune.data.sources import Record, Source, find_sources, read_records
+from ds_finetune.data.sources import Source, find_sources, read_or_errors
 from ds_finetune.data.units import Tokenisation, tokenise_records
 from ds_finetune.errors import DataError
 
@@ -132,22 +132,21 @@ def _in_chunks(records: Iterator[Any]) -> Iterator[list[Any]]:
         yield chunk
 
 
-def _all_records(sources: list[Source]) -> Iterator[tuple[str, Record]]:
+def _all_records(sources: list[Source]) -> Iterator[tuple[str, ReadRecord]]:
     for source in sources:
-        yield from read_records(source, passes_unreadable=True)
+        yield from read_or_errors(source)
 
 
-def _rows_of(chunk: list[tuple[str, Record]], rows: StreamedRows, plan: BatchPlan, *, seed: list[int]) -> Iterator[Row]:
+def _rows_of(
+    chunk: list[tuple[str, ReadRecord]], rows: StreamedRows, plan: BatchPlan, *, seed: list[int]
+) -> Iterator[Row]:
     documents, counts = tokenise_records(chunk, rows.tokenisation)
     check_dropped_rows(counts, rows.config, rows.sources)
-    prepared = _pack_rows(documents, counts, rows.tokenisation.kind, plan.row_len)
+    kind = rows.tokenisation.kind
+    packing = one_unit_a_row(documents, kind) if plan.row_len is None else pack_units(documents, kind, plan.row_len)
+    prepared = PreparedRows(documents, *packing, counts, kind=kind)
     order = np.random.default_rng(seed).permutation(len(prepared)) if plan.shuffle else range(len(prepared))
     yield from (prepared[int(number)] for number in order)
-
-
-def _pack_rows(documents: Documents, counts: Counts, kind: RowKind, row_len: int | None) -> PreparedRows:
-    packing = one_unit_a_row(documents, kind) if row_len is None else pack_units(documents, kind, row_len)
-    return PreparedRows(documents, *packing, counts, kind=kind)
 
 
 def overlap_notes(train: PreparedRows | StreamedRows, held_out: Mapping[str, PreparedRows]) -> list[str]:
@@ -157,19 +156,11 @@ def overlap_notes(train: PreparedRows | StreamedRows, held_out: Mapping[str, Pre
     A stream is not read before training; for a stream, the line names files that are in both.
     """
     if isinstance(train, StreamedRows):
-        held_out_files = {
-            Path(source.path).resolve()
-            for source in find_sources(train.config.paths("eval"), purpose="eval")
-            if source.format != "hub"
-        }
-        both = [
-            source.path
-            for source in train.sources
-            if source.format != "hub" and Path(source.path).resolve() in held_out_files
-        ]
+        held_out_files = _files_of(find_sources(train.config.paths("eval"), purpose="eval"))
+        both = [path for path, real in _files_of(train.sources).items() if real in held_out_files.values()]
         return [f"data.eval has training files: {', '.join(both)}"] if both else []
     known, unit = train.unit_digests(), train.kind.unit
-    repeated = {name: _num_repeated(rows.unit_digests(), known) for name, rows in held_out.items()}
+    repeated = {name: int(np.isin(rows.unit_digests(), known).sum()) for name, rows in held_out.items()}
     return [
         f"data.{name.replace('/', '.')} repeats training data: {number:,} of {held_out[name].num_units:,} "
         f"held-out {unit} have the tokens of a training {unit.removesuffix('s')}"
@@ -178,11 +169,6 @@ def overlap_notes(train: PreparedRows | StreamedRows, held_out: Mapping[str, Pre
     ]
 
 
-def _num_repeated(held_out: NDArray[np.uint64], train: NDArray[np.uint64]) -> int:
-    """Number of `held_out` digests that are in `train`.
-
-    It does not use numpy's `isin`, which sorts both and takes far longer for millions of rows.
-    """
-    values, numbers = np.unique(held_out, return_counts=True)
-    indices = np.minimum(np.searchsorted(values, train), len(values) - 1)
-    return int(numbers[np.unique(indices[values[indices] == train])].sum())
+def _files_of(sources: Sequence[Source]) -> dict[str, Path]:
+    """The resolved paths of files by their paths in the run file."""
+    return {source.path: Path(source.path).resolve() for source in sources if source.format != "hub"}

@@ -126,13 +126,10 @@ class TextEncoder:
         return _PART.findall(piece)
 
     def _encode_whole(self, texts: Sequence[str]) -> list[list[int]]:
-        self._forget_limits()
-        return [encoding.ids for encoding in self._core.encode_batch_fast(texts, add_special_tokens=False)]
-
-    def _forget_limits(self) -> None:
-        """As transformers 5.23 does before each call of the tokenizer."""
+        # As transformers 5.23 does before each call of the tokenizer.
         self._core.no_truncation()
         self._core.no_padding()
+        return [encoding.ids for encoding in self._core.encode_batch_fast(texts, add_special_tokens=False)]
 
     def _encode_later(self, pieces: Collection[str]) -> dict[str, list[int]]:
         """Ids of pieces with a space before them.
@@ -250,7 +247,8 @@ class ControlTokens:
             )
         if self._choice == "keep":
             return conversation, "control_keep"
-        return map_texts(conversation, self._add_brackets), "control_text"
+        bracketed = f"{_OPEN}\\g<0>{_CLOSE}"
+        return map_texts(conversation, lambda text, role: self._patterns[role].sub(bracketed, text)), "control_text"
 
     def ids(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text without added special tokens, from one call of the tokenizer."""
@@ -264,11 +262,9 @@ class ControlTokens:
             pure = [encoded[text] for text in plain[at : at + len(parts[::2])]]
             at += len(pure)
             marked = [self._text_ids(part) for part in parts[1::2]]
-            found.append(pure[0] if not marked else _interleaved(pure, marked))
+            # Each text is followed by the control token after it.
+            found.append([*chain(*chain(*zip(pure, marked, strict=False)), pure[-1])] if marked else pure[0])
         return found
-
-    def _add_brackets(self, text: str, role: str) -> str:
-        return self._patterns[role].sub(f"{_OPEN}\\g<0>{_CLOSE}", text)
 
     def _text_ids(self, token: str) -> list[int]:
         """Ids of the characters of a control token.
@@ -284,12 +280,6 @@ class ControlTokens:
                 )
             self._as_text[token] = ids
         return self._as_text[token]
-
-
-def _interleaved(pure: Sequence[list[int]], marked: Sequence[list[int]]) -> list[int]:
-    """The ids of texts, each followed by those of the control token after it."""
-    parts = [*chain.from_iterable(zip(pure, marked, strict=False)), pure[-1]]
-    return [*chain.from_iterable(parts)]
 
 
 def strip_brackets(text: str) -> str:

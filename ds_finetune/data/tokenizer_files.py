@@ -3,10 +3,7 @@
 import hashlib
 import json
 from pathlib import Path
-from weakref import WeakKeyDictionary
 
-import tokenizers
-import transformers
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
@@ -25,23 +22,8 @@ _PROBES = {
 """Texts that two tokenizers encode differently if they normalise text or split it into words differently."""
 _SHOWN_TOKENS = 12
 _TIKTOKEN = "tiktoken.model"
-_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "merges.txt")
-"""Files from which transformers reads a vocabulary and merges."""
 _PATTERNS = ("tokenizer*.json", "vocab*", "merges*", "*.model", "*.spm", "*.tiktoken", "tekken.json", "*.codes")
 """Patterns of the files of which at least one makes a tokenizer; `tokenizer_config.json` alone does not."""
-_MODEL_SETTINGS = (
-    "dropout",
-    "unk_token",
-    "unk_id",
-    "continuing_subword_prefix",
-    "end_of_word_suffix",
-    "max_input_chars_per_word",
-    "fuse_unk",
-    "byte_fallback",
-    "ignore_merges",
-)
-_loaded: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[Tokenizer, str]] = WeakKeyDictionary()
-"""Tokenizers that come from a tokenizer.json: what encodes for each, and a digest of the files of its vocabulary."""
 
 
 def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
@@ -67,43 +49,16 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     if settings.get("add_bos_token"):
         # transformers 5.23 ignores `add_bos_token` next to a plain tokenizer.json, and would add no BOS to a prompt.
         tokenizer.add_bos_token = True
-    # `fast_tokenizer_files` names other files for some versions of transformers.
-    if (Path(folder) / "tokenizer.json").is_file() and "fast_tokenizer_files" not in settings:
-        _loaded[tokenizer] = (tokenizer.backend_tokenizer, _digest_files(Path(folder)))
     return tokenizer
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A digest of all that decides the ids of a text.
-
-    Vocabulary and merges are represented by their files, because writing them out again takes a tenth of a second. They
-    are written out where the tokenizer does not come from the tokenizer.json of a folder by `load_tokenizer`.
-    """
+    """A digest of all that decides the ids of a text."""
     core = tokenizer.backend_tokenizer
-    known = _loaded.get(tokenizer)
-    if known is None or known[0] is not core:
-        return hashlib.sha256(core.to_str().encode()).hexdigest()
-    model = core.model
-    steps = (core.normalizer, core.pre_tokenizer, core.post_processor)
-    parts: list[object] = [
-        known[1],
-        [type(tokenizer).__name__, transformers.__version__, tokenizers.__version__],
-        [part.__getstate__().decode() if part else "" for part in steps],
-        [type(model).__name__, *(getattr(model, name, None) for name in _MODEL_SETTINGS)],
-        core.get_vocab_size(),
-        sorted((number, repr(token)) for number, token in core.get_added_tokens_decoder().items()),
-    ]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-
-def _digest_files(folder: Path) -> str:
-    found = hashlib.sha256()
-    for path in (folder / name for name in _VOCABULARIES):
-        if path.is_file():
-            content = path.read_bytes()
-            found.update(f"{path.name} {len(content)}\n".encode())
-            found.update(content)
-    return found.hexdigest()
+    # transformers 5.23 removes both before each call of the tokenizer.
+    core.no_truncation()
+    core.no_padding()
+    return hashlib.sha256(core.to_str().encode()).hexdigest()
 
 
 def is_encoder_tokenizer(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -164,13 +119,3 @@ def _check_tokens(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
                 hint="copy the tokenizer's files to a folder without config.json, set tokenizer_class there to "
                 "PreTrainedTokenizerFast, and name that folder in model.tokenizer",
             )
-
-
-def largest_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The largest token id of the vocabulary."""
-    core = tokenizer.backend_tokenizer
-    number = core.get_vocab_size()
-    # With as many ids as tokens there are no others. The vocabulary as a dict takes ten times as long.
-    if all(map(core.id_to_token, range(number))):
-        return int(number) - 1
-    return int(max(tokenizer.get_vocab().values()))

@@ -20,7 +20,7 @@ from ds_finetune.data.documents import (
     NamedCounts,
     make_documents,
 )
-from ds_finetune.data.files import Record, UnreadableRecord
+from ds_finetune.data.files import ReadRecord, Record
 from ds_finetune.data.layouts import Completion, LabelledText, MarkedAnswer, PlainText, Sample
 from ds_finetune.data.preferences import Preference
 from ds_finetune.data.row_kind import DIALOGUE, RowKind
@@ -47,7 +47,7 @@ class Tokenisation:
     kind: RowKind = DIALOGUE
 
 
-def tokenise_records(records: Sequence[tuple[str, Record]], how: Tokenisation) -> tuple[Documents, Counts]:
+def tokenise_records(records: Sequence[tuple[str, ReadRecord]], how: Tokenisation) -> tuple[Documents, Counts]:
     """Documents of records, from one call of the tokenizer, and the counts of the records.
 
     Rows that cannot be read or tokenised are counted with their errors. DataError where there are `ROWS_PER_PART` rows
@@ -65,7 +65,7 @@ def tokenise_records(records: Sequence[tuple[str, Record]], how: Tokenisation) -
     if len(bad) >= ROWS_PER_PART:
         raise bad[records[0][0]]
     errors = [str(bad[where]) for where, _ in records if where in bad]
-    good = [(where, record) for where, record in records if where not in bad]
+    good = [(where, record) for where, record in records if not isinstance(record, DataError) and where not in bad]
     unread = [names for where, _, names in rows if where not in bad]
     remarked = list(zip(good, remarks, unread, strict=True))
     return documents, counts + Counts(
@@ -80,12 +80,12 @@ def tokenise_records(records: Sequence[tuple[str, Record]], how: Tokenisation) -
 
 
 def _read_row(
-    where: str, record: Record, how: Tokenisation, bad: dict[str, DataError]
+    where: str, record: ReadRecord, how: Tokenisation, bad: dict[str, DataError]
 ) -> tuple[str, RowSample, list[str]] | None:
     """Location, sample and unused columns of a record; None for a bad one, whose error is added to `bad`."""
     try:
-        if isinstance(record, UnreadableRecord):
-            raise record.error
+        if isinstance(record, DataError):
+            raise record
         return where, *read_row(record, how.kind, layout=how.layout, columns=how.columns, where=where)
     except DataError as error:
         bad[where] = error
@@ -307,8 +307,6 @@ def _encode_for_encoder(
     lost = max(len(encoded["input_ids"]) - limit, 0)
     if lost:
         encoded = tokenizer(*texts, return_token_type_ids=True, truncation="longest_first", max_length=limit)
-        # The call has changed the tokenizer, of which the cache has a fingerprint.
-        tokenizer.backend_tokenizer.no_truncation()
     types = encoded["token_type_ids"]
     return encoded["input_ids"], types.index(1) if 1 in types else None, lost
 

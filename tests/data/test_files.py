@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow
 import pytest
 
-from ds_finetune.data.files import FileFormat, UnreadableRecord, read_file
+from ds_finetune.data.files import FileFormat, read_file
 from ds_finetune.data.sources import find_sources, read_records
 from ds_finetune.errors import DataError
 
@@ -159,15 +159,15 @@ def test_rows_that_cannot_be_read_are_passed_over_one_by_one(
     path.write_bytes(content)
     file_format = FileFormat.of(path)
     assert file_format is not None
-    records = [record for _, record in read_file(str(path), file_format.name, passes_unreadable=True)]
-    assert [number for number, record in enumerate(records) if isinstance(record, UnreadableRecord)] == list(bad)
+    records = [record for _, record in read_file(str(path), file_format.name)]
+    assert [number for number, record in enumerate(records) if isinstance(record, DataError)] == list(bad)
     assert [record["a"] for number, record in enumerate(records) if number not in bad] == ["1", "3"]
     for number, message in bad.items():
         unreadable = records[number]
-        assert isinstance(unreadable, UnreadableRecord)
-        assert re.search(message.replace("(", r"\(").replace(")", r"\)"), str(unreadable.error))
+        assert isinstance(unreadable, DataError)
+        assert re.search(message.replace("(", r"\(").replace(")", r"\)"), str(unreadable))
     with pytest.raises(DataError):
-        list(read_file(str(path), file_format.name))
+        list(read_records(find_sources([str(path)])[0]))
 
 
 @pytest.mark.parametrize(
@@ -185,5 +185,5 @@ def test_rows_whose_end_is_not_known_are_never_passed_over(
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(DataError) as caught:
-        list(read_file(str(path), name.partition(".")[2], passes_unreadable=True))
+        list(read_file(str(path), name.partition(".")[2]))
     assert message in caught.value.message

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ds_finetune.data import text_encoder as module
 from ds_finetune.data.text_encoder import text_encoder
-from ds_finetune.data.tokenizer_files import largest_id, load_tokenizer
+from ds_finetune.data.tokenizer_files import load_tokenizer
 
 REAL = ("deepseek-llm", "deepseek-coder", "deepseek-r1-distill-qwen")
 _WORDS = r"?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -144,8 +144,3 @@ def test_the_cache_is_bounded(shared_data: Path, monkeypatch: pytest.MonkeyPatch
         assert encoder.encode(texts) == whole(tokenizer, texts)
     assert len(encoder._later) <= 3
     assert len(encoder._inner) <= 3
-
-
-def test_the_largest_id_is_that_of_the_vocabulary(shared_data: Path) -> None:
-    tokenizer = tokenizer_of("deepseek-coder", shared_data)
-    assert largest_id(tokenizer) == max(tokenizer.get_vocab().values())

@@ -12,10 +12,12 @@ from tokenizers.normalizers import Lowercase
 from transformers import PreTrainedTokenizerFast
 
 from ds_finetune.cli.demo import write_demo
-from ds_finetune.data.tokenizer_files import _VOCABULARIES, load_tokenizer, tokenizer_digest
+from ds_finetune.data.tokenizer_files import load_tokenizer, tokenizer_digest
 from ds_finetune.errors import DataError, ModelError
 from ds_finetune.model.build.skeleton import TOKENIZER_PATTERNS, read_hf_config
 
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "merges.txt")
+"""Files from which transformers reads a vocabulary and merges."""
 QWEN2 = "deepseek-ai--DeepSeek-R1-Distill-Qwen-1.5B"
 
 
@@ -135,7 +137,7 @@ def test_a_folder_without_a_vocabulary_is_refused(kind: str, tmp_path: Path) -> 
 
 
 def test_each_file_of_a_vocabulary_is_fetched_from_the_hub() -> None:
-    missing = [name for name in _VOCABULARIES if not any(fnmatch.fnmatch(name, kind) for kind in TOKENIZER_PATTERNS)]
+    missing = [name for name in VOCABULARIES if not any(fnmatch.fnmatch(name, kind) for kind in TOKENIZER_PATTERNS)]
     assert not missing
 
 
