@@ -12,7 +12,7 @@ from typing import Any
 from ds_finetune.config.schema import read_config
 from ds_finetune.config.units import GIB
 from ds_finetune.errors import ConfigError
-from ds_finetune.families.published import PUBLISHED
+from ds_finetune.families.configs import PUBLISHED
 from ds_finetune.plan.search.machines import Request, target_of
 from ds_finetune.plan.search.search_run import layout_text, search_layouts
 

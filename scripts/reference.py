@@ -17,7 +17,7 @@ from ds_finetune.cli.main import build_parser
 from ds_finetune.config.invalid_keys import KEYS_OF_OTHER_PROGRAMS
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.units import GIB
-from ds_finetune.families.published import PUBLISHED
+from ds_finetune.families.configs import PUBLISHED
 from ds_finetune.plan.checks import CHECKS
 from ds_finetune.plan.combinations import table as layouts_table
 from ds_finetune.plan.estimate.accelerators import ACCELERATORS

@@ -783,7 +783,7 @@ MUTANTS = (
     ),
     Mutant(
         "gate and up of Mixtral exchanged",
-        "families/experts.py",
+        "families/family.py",
         'gate="w1", up="w3"',
         'gate="w3", up="w1"',
         "tests/model/weights/test_weights.py",

@@ -1,11 +1,18 @@
 """The model of a run file as the engine takes it, and a run as the trainer prepares it."""
 
+from collections.abc import Iterator
+from itertools import product
+
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.model.build.model_plan import ModelPlan, task_of
 from ds_finetune.model.build.skeleton import read_hf_config
 from ds_finetune.model.loss.score_config import set_classes
 from ds_finetune.objectives.objective import ScoreObjective, make_objective
+from ds_finetune.plan.batch import rows_of_forward
+from ds_finetune.plan.deepspeed_config import given_choices
 from ds_finetune.plan.plan import Plan
+from ds_finetune.plan.search.candidates import Candidate, Candidates
+from ds_finetune.plan.search.layout import Activations, Layout, Offload, Sizes
 from ds_finetune.trainer.prepare import PreparedRun, read_run
 from ds_finetune.trainer.resolve import ResolvedRun, plan_model
 
@@ -21,3 +28,24 @@ def model_of(config: RunConfig) -> ModelPlan:
 def prepared_run(config: RunConfig, plan: Plan) -> PreparedRun:
     """The run of `config` with this plan, without the checks that a real start does."""
     return read_run(ResolvedRun(config, plan, model_of(config)))
+
+
+def all_layouts(candidates: Candidates) -> Iterator[Candidate]:
+    """Every legal layout; many, so this is for few ranks."""
+    for sizes in candidates.sizes():
+        chunks = candidates.chunks(sizes)
+        rows = [(vpp, number) for vpp in chunks for number in candidates.micro_batch_sizes(sizes, vpp)]
+        for stage, (vpp, number), each in product(candidates.zero_stages(sizes), rows, candidates.activations):
+            if (found := candidates.find(Layout(sizes, *stage, number, each, vpp))) is not None:
+                yield found
+
+
+def layout_of(config: RunConfig) -> Layout:
+    """The layout of a run file as it is written."""
+    parallel, train = config.parallel, config.train
+    zero = given_choices(config.deepspeed)[0].get("zero_optimization") or {}
+    devices = [(zero.get(key) or {}).get("device") or "none" for key in ("offload_param", "offload_optimizer")]
+    offload: Offload = "all" if devices[0] != "none" else "optimizer" if devices[1] != "none" else "none"
+    activations = Activations(train.activation_checkpointing, train.tiled_mlp, train.activation_offload)
+    sizes = Sizes(parallel.tp, parallel.pp, parallel.sp, parallel.ep)
+    return Layout(sizes, int(zero.get("stage", 0)), offload, rows_of_forward(train), activations, parallel.vpp)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from datetime import date, timedelta
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from ds_finetune.cli.arguments import Arguments, Commands, add_command, positive
 from ds_finetune.console.tables import OUT
@@ -18,42 +19,15 @@ from ds_finetune.export.output_folder import as_output_errors
 DAYS = 36_500
 FIRST_DAY = date(1950, 1, 1)
 HELD_OUT = 200
-MODEL = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "model_type": "deepseek_v3",
-    "vocab_size": 128,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "moe_intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "first_k_dense_replace": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "q_lora_rank": 64,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 24,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 24,
-    "n_routed_experts": 8,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 1.0,
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-    "hidden_act": "silu",
-    "initializer_range": 0.05,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 2,
-}
+MODEL: dict[str, Any] = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
+MODEL |= {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 64}
+MODEL |= {"num_hidden_layers": 3, "first_k_dense_replace": 1, "num_attention_heads": 4, "num_key_value_heads": 4}
+MODEL |= {"q_lora_rank": 64, "kv_lora_rank": 32, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 24}
+MODEL |= {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+MODEL |= {"norm_topk_prob": True, "routed_scaling_factor": 1.0, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+MODEL |= {"hidden_act": "silu", "initializer_range": 0.05, "max_position_embeddings": 512, "rms_norm_eps": 1e-6}
+MODEL |= {"rope_theta": 10000.0, "tie_word_embeddings": False, "attention_bias": False}
+MODEL |= {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}{{ '<|user|>' + "
     "message['content'] }}"

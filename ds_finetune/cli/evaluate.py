@@ -104,13 +104,7 @@ def _evaluate(arguments: Arguments) -> None:
         of_sets = {
             f"{name}/{metric}": value for name, metrics in scored.sets.items() for metric, value in metrics.items()
         }
-        OUT.print(
-            _table(
-                {**scored.metrics, **of_sets},
-                arguments,
-                f"{scored.counted}; {scored.method}",
-            )
-        )
+        OUT.print(_table({**scored.metrics, **of_sets}, arguments, f"{scored.counted}; {scored.method}"))
         results["data"] = scored.as_json()
     if arguments.json:
         _write_text(arguments.json, json.dumps(results, indent=2) + "\n", mode="w")
@@ -135,7 +129,21 @@ def _scored(arguments: Arguments) -> "EvalReport":
             f"--column is `{wrong[0]}`", hint="write e.g. --column prompt=question --column completion=answer"
         )
     with _flags_named():
-        return _evaluated(arguments)
+        return api.evaluate(
+            arguments.model,
+            _sets_of(arguments.data),
+            baseline=arguments.baseline,
+            objective=arguments.objective,
+            extract=arguments.extract,
+            columns=dict(column.split("=", 1) for column in arguments.column),
+            template=arguments.template,
+            train_on=arguments.train_on,
+            long_rows=arguments.long_rows,
+            max_seq_len=arguments.max_seq_len,
+            max_new_tokens=arguments.max_new_tokens,
+            batch_tokens=arguments.batch_tokens,
+            limit=arguments.limit,
+        )
 
 
 @contextmanager
@@ -155,24 +163,6 @@ def _with_flags(text: str) -> str:
 
 def _column_flags(pairs: str) -> str:
     return " ".join("--column " + re.sub(r"\s*:\s*", "=", pair.strip()) for pair in pairs.split(","))
-
-
-def _evaluated(arguments: Arguments) -> "EvalReport":
-    return api.evaluate(
-        arguments.model,
-        _sets_of(arguments.data),
-        baseline=arguments.baseline,
-        objective=arguments.objective,
-        extract=arguments.extract,
-        columns=dict(column.split("=", 1) for column in arguments.column),
-        template=arguments.template,
-        train_on=arguments.train_on,
-        long_rows=arguments.long_rows,
-        max_seq_len=arguments.max_seq_len,
-        max_new_tokens=arguments.max_new_tokens,
-        batch_tokens=arguments.batch_tokens,
-        limit=arguments.limit,
-    )
 
 
 def _sets_of(files: Sequence[str]) -> Sequence[str] | Mapping[str, list[str]]:

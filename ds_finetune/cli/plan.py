@@ -69,10 +69,12 @@ def _plan(arguments: Arguments) -> None:
     if arguments.search:
         _search(arguments, config, target)
     elif arguments.tensors:
-        _show_tensors(config, target)
+        from ds_finetune.trainer.dry_run import plan_run
+
+        OUT.print(plan_run(config, gpus=target.ranks.number, gpus_per_node=target.ranks.per_node))
     else:
         if target.ranks.device == "cpu":
-            target = _with_time_or_reason(config, target, is_asked_for=arguments.gpu == "cpu")
+            target = _with_time_or_reason(config.train.precision, target, is_asked_for=arguments.gpu == "cpu")
         _show_forecast(config, target, is_json=arguments.json)
 
 
@@ -85,21 +87,21 @@ def _with_links(target: Target, file: str | None) -> Target:
     return replace(target, machine=with_measured_links(target.machine, Path(file)))
 
 
-def _with_measured_ranks(config: RunConfig, target: Target) -> Target:
+def _with_measured_ranks(precision: str, target: Target) -> Target:
     """The target with the rates of this machine's CPU ranks, which are measured where they are not known."""
     from ds_finetune.reference.bench.cpu_rates import this_cpu_machine
 
-    measured = this_cpu_machine(target.ranks.number, precision=config.train.precision)
+    measured = this_cpu_machine(target.ranks.number, precision=precision)
     return replace(target, machine=measured)
 
 
-def _with_time_or_reason(config: RunConfig, target: Target, *, is_asked_for: bool) -> Target:
+def _with_time_or_reason(precision: str, target: Target, *, is_asked_for: bool) -> Target:
     """The target with rates of CPU ranks, measured where the plan is asked for them, or a note why there is no time."""
     if not is_asked_for:
         reason = "the speed of this machine's CPU ranks has not been measured; `--gpu cpu` measures it"
         return target if target.machine is not None else replace(target, notes=(f"no time is shown: {reason}",))
     try:
-        return _with_measured_ranks(config, target)
+        return _with_measured_ranks(precision, target)
     except RunError as error:
         return replace(target, machine=None, notes=(f"no time is shown: {error.message}",))
 
@@ -117,7 +119,7 @@ def _check_options(arguments: Arguments) -> None:
 
 def _search(arguments: Arguments, config: RunConfig, target: Target) -> None:
     if target.ranks.device == "cpu":
-        target = _with_measured_ranks(config, target)
+        target = _with_measured_ranks(config.train.precision, target)
     result = search_layouts(config, target)
     if arguments.write:
         text = run_file_text(Path(arguments.run), config, result, target, overrides=arguments.overrides)
@@ -131,12 +133,6 @@ def _search(arguments: Arguments, config: RunConfig, target: Target) -> None:
         OUT.print(note, markup=False)
     if arguments.write:
         OUT.print(f"written: {arguments.write}", markup=False)
-
-
-def _show_tensors(config: RunConfig, target: Target) -> None:
-    from ds_finetune.trainer.dry_run import plan_run
-
-    OUT.print(plan_run(config, gpus=target.ranks.number, gpus_per_node=target.ranks.per_node))
 
 
 def _show_forecast(config: RunConfig, target: Target, *, is_json: bool) -> None:

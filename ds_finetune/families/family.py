@@ -5,8 +5,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ds_finetune.families.experts import AS_BUILT, ExpertKeys, MlpNames
-from ds_finetune.families.parameters import ParameterRules
+from ds_finetune.families.parameters import ExpertKeys, ParameterRules
+
+
+@dataclass(frozen=True)
+class MlpNames:
+    """Names of MLPs and experts in published checkpoints; the defaults are also those of transformers 5.23."""
+
+    module: str = "mlp"
+    """The module in a layer."""
+    gate: str = "gate_proj"
+    """The projection of an expert that the activation function follows."""
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+AS_BUILT = MlpNames()
+MIXTRAL_NAMES = MlpNames(module="block_sparse_moe", gate="w1", up="w3", down="w2")
+"""transformers 5.23, conversion_mapping.py:1270-1296."""
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Literal
 
-from ds_finetune.families.experts import QWEN_EXPERTS
-
 ModelConfig = Mapping[str, Any]
 """The contents of a config.json."""
 
@@ -184,6 +182,40 @@ def sparse_by_step(c: ModelConfig, layer: int) -> bool:
         and QWEN_EXPERTS.number(c) > 0
         and (layer + 1) % c.get("decoder_sparse_step", 1) == 0
     )
+
+
+@dataclass(frozen=True)
+class ExpertKeys:
+    """Keys of config.json that give the sizes of routed experts; the defaults are DeepSeek's.
+
+    Its methods read a config.json as published or as transformers 5.23 writes it. KeyError where a key is absent.
+    """
+
+    number_keys: tuple[str, ...] = ("n_routed_experts",)
+    """Keys of their number in a layer: the published one, and others that transformers writes in its place."""
+    per_token_key: str = "num_experts_per_tok"
+    width_key: str = "moe_intermediate_size"
+    """Key of the inner width of an expert."""
+
+    def number(self, config: Mapping[str, Any]) -> int:
+        """Experts of a layer."""
+        return int(config[self.number_key(config)])
+
+    def per_token(self, config: Mapping[str, Any]) -> int:
+        """Experts that a token is sent to."""
+        return int(config[self.per_token_key])
+
+    def width(self, config: Mapping[str, Any]) -> int:
+        """Columns of an expert's gate and up projections."""
+        return int(config[self.width_key])
+
+    def number_key(self, config: Mapping[str, Any]) -> str:
+        """The key of `number_keys` that `config` has; the published one where it has none."""
+        return next((key for key in self.number_keys if key in config), self.number_keys[0])
+
+
+QWEN_EXPERTS = ExpertKeys(number_keys=("num_experts", "num_local_experts"))
+"""Published configurations have the first key; transformers 5.23 writes the second."""
 
 
 @dataclass(frozen=True)

@@ -3,22 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ds_finetune.families.experts import MIXTRAL_NAMES, QWEN_EXPERTS, ExpertKeys
-from ds_finetune.families.family import Encoder, Family, Indexer, OnnxGraph, RouterKind, TinyModels
-from ds_finetune.families.parameters import (
-    ParameterRules,
-    always_sparse,
-    attention_with_sinks,
-    glm_attention,
-    grouped_query_attention,
-    indexed_latent_attention,
-    latent_attention,
-    sparse_after_first,
-    sparse_by_step,
-    sparse_by_type,
-    sparse_by_type_or_after_first,
-)
-from ds_finetune.families.tiny import (
+from ds_finetune.families.configs import (
     DENSE,
     GPT_OSS,
     GROUPED_QUERY_EXPERTS,
@@ -33,6 +18,23 @@ from ds_finetune.families.tiny import (
     SPARSE,
     WIDE_VALUES,
 )
+from ds_finetune.families.family import MIXTRAL_NAMES, Encoder, Family, Indexer, OnnxGraph, RouterKind, TinyModels
+from ds_finetune.families.parameters import (
+    QWEN_EXPERTS,
+    ExpertKeys,
+    ModelConfig,
+    ParameterRules,
+    always_sparse,
+    attention_with_sinks,
+    glm_attention,
+    grouped_query_attention,
+    indexed_latent_attention,
+    latent_attention,
+    sparse_after_first,
+    sparse_by_step,
+    sparse_by_type,
+    sparse_by_type_or_after_first,
+)
 
 _DENSE_AXES = frozenset({"tp", "sp", "pp"})
 _ALL_AXES = _DENSE_AXES | {"ep"}
@@ -41,46 +43,59 @@ _ROUTER_BIASES = ("e_score_correction_bias", "expert_bias")
 _POSITION_IDS = r"(^|\.)embeddings\.position_ids$"
 """A constant that older versions of transformers saved."""
 
-_DEEPSEEK_V3 = Family(
-    "deepseek_v3",
+_DEEP = {"num_hidden_layers": 4}
+
+
+def _tiny(name: str, config: ModelConfig, *, in_standard_selftest: bool = False, **changes: ModelConfig) -> TinyModels:
+    """Tiny models of the family `name`: one of a config, and one for each keyword, with changes of it."""
+    variants = {f"{name}_{variant}": {**config, **changed} for variant, changed in changes.items()}
+    return TinyModels(config, variants, in_standard_selftest=in_standard_selftest)
+
+
+_DENSE = Family("", parallel_axes=_DENSE_AXES, has_lora=True, onnx=OnnxGraph("grouped_query"))
+_MIXTURE = Family(
+    "",
+    fused_experts=True,
+    router=RouterKind("softmax"),
+    parallel_axes=_ALL_AXES,
+    has_lora=True,
+    onnx=OnnxGraph("grouped_query", router="softmax"),
+)
+_MIXTRAL_EXPERTS = ExpertKeys(number_keys=("num_local_experts",), width_key="intermediate_size")
+_DEEPSEEK_V3 = replace(
+    _MIXTURE,
+    model_type="deepseek_v3",
     parameters=ParameterRules(latent_attention, sparse_after_first),
     expert_keys=ExpertKeys(),
-    fused_experts=True,
     drops_layers_beyond=True,
     has_mtp=True,
     fp32_buffers=_ROUTER_BIASES,
     export_config={"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     experts_class="DeepseekV3Experts",
     router=RouterKind("sigmoid", bias="e_score_correction_bias"),
-    parallel_axes=_ALL_AXES,
-    has_lora=True,
     onnx=OnnxGraph("latent", router="sigmoid"),
-    tiny_models=TinyModels(
+    tiny_models=_tiny(
+        "deepseek_v3",
         GROUPED_ROUTING,
-        {
-            "deepseek_v3_deep": {**GROUPED_ROUTING, "num_hidden_layers": 4},
-            "deepseek_v3_biases": {**GROUPED_ROUTING, "attention_bias": True},
-            "deepseek_v3_moonlight": {**ONE_GROUP, "q_lora_rank": None},
-            "deepseek_v3_moonlight_deep": {**ONE_GROUP, "q_lora_rank": None, "num_hidden_layers": 4},
-        },
+        deep=_DEEP,
+        biases={"attention_bias": True},
+        moonlight={**ONE_GROUP, "q_lora_rank": None},
+        moonlight_deep={**ONE_GROUP, "q_lora_rank": None, **_DEEP},
         in_standard_selftest=True,
     ),
 )
 _ROWS = (
-    Family(
-        "deepseek_v2",
+    replace(
+        _MIXTURE,
+        model_type="deepseek_v2",
         parameters=ParameterRules(latent_attention, sparse_after_first, mlp_bias=True),
         expert_keys=ExpertKeys(),
-        fused_experts=True,
         experts_class="DeepseekV2Experts",
-        router=RouterKind("softmax"),
-        parallel_axes=_ALL_AXES,
-        has_lora=True,
         onnx=OnnxGraph("latent", router="grouped_softmax", is_rotary_interleaved=True),
         tiny_models=TinyModels(
             {**GROUPED_ROUTING, "topk_method": "group_limited_greedy"},
             {
-                "deepseek_v2_deep": {**LATENT, "topk_method": "greedy", "num_hidden_layers": 4},
+                "deepseek_v2_deep": {**LATENT, "topk_method": "greedy", **_DEEP},
                 "deepseek_v2_lite": {**LATENT, "topk_method": "greedy", "q_lora_rank": None},
             },
         ),
@@ -90,23 +105,18 @@ _ROWS = (
         _DEEPSEEK_V3,
         model_type="kimi_k2",
         built_as="deepseek_v3",
-        tiny_models=TinyModels(ONE_GROUP, {"kimi_k2_deep": {**ONE_GROUP, "num_hidden_layers": 4}}),
+        tiny_models=_tiny("kimi_k2", ONE_GROUP, deep=_DEEP),
     ),
     replace(
         _DEEPSEEK_V3,
         model_type="glm4_moe_lite",
         parameters=ParameterRules(latent_attention, sparse_by_type),
         experts_class="Glm4MoeLiteExperts",
-        tiny_models=TinyModels(
+        tiny_models=_tiny(
+            "glm4_moe_lite",
             WIDE_VALUES,
-            {
-                "glm4_moe_lite_deep": {**WIDE_VALUES, "num_hidden_layers": 4},
-                "glm4_moe_lite_types": {
-                    **WIDE_VALUES,
-                    "num_hidden_layers": 3,
-                    "mlp_layer_types": ["sparse", "dense", "sparse"],
-                },
-            },
+            deep=_DEEP,
+            types={"num_hidden_layers": 3, "mlp_layer_types": ["sparse", "dense", "sparse"]},
         ),
     ),
     replace(
@@ -118,9 +128,9 @@ _ROWS = (
         tiny_models=TinyModels(
             {**GROUPED_QUERY_EXPERTS, "use_qk_norm": True},
             {
-                "glm4_moe_deep": {**GROUPED_QUERY_EXPERTS, "use_qk_norm": True, "num_hidden_layers": 4},
+                "glm4_moe_deep": {**GROUPED_QUERY_EXPERTS, "use_qk_norm": True, **_DEEP},
                 "glm4_moe_air": GROUPED_QUERY_EXPERTS,
-                "glm4_moe_air_deep": {**GROUPED_QUERY_EXPERTS, "num_hidden_layers": 4},
+                "glm4_moe_air_deep": {**GROUPED_QUERY_EXPERTS, **_DEEP},
             },
         ),
     ),
@@ -136,13 +146,7 @@ _ROWS = (
         indexer=Indexer(),
         experts_class="DeepseekV32Experts",
         onnx=None,
-        tiny_models=TinyModels(
-            INDEXED,
-            {
-                "deepseek_v32_deep": {**INDEXED, "num_hidden_layers": 4},
-                "deepseek_v32_sparse": {**INDEXED, **SPARSE, "num_hidden_layers": 4},
-            },
-        ),
+        tiny_models=_tiny("deepseek_v32", INDEXED, deep=_DEEP, sparse={**SPARSE, **_DEEP}),
     ),
     replace(
         _DEEPSEEK_V3,
@@ -152,103 +156,74 @@ _ROWS = (
         indexer=Indexer(rotates_pairs=True, is_shared=True),
         experts_class="GlmMoeDsaExperts",
         onnx=None,
-        tiny_models=TinyModels(
-            SHARED_INDEX,
-            {
-                "glm_moe_dsa_deep": {**SHARED_INDEX, "num_hidden_layers": 4},
-                "glm_moe_dsa_sparse": {**SHARED_INDEX, **SPARSE, "num_hidden_layers": 4},
-            },
-        ),
+        tiny_models=_tiny("glm_moe_dsa", SHARED_INDEX, deep=_DEEP, sparse={**SPARSE, **_DEEP}),
     ),
-    Family(
-        "qwen2",
+    replace(
+        _DENSE,
+        model_type="qwen2",
         parameters=ParameterRules(grouped_query_attention(qkv_bias=True)),
-        parallel_axes=_DENSE_AXES,
-        has_lora=True,
-        onnx=OnnxGraph("grouped_query"),
-        tiny_models=TinyModels(
-            {**DENSE, "tie_word_embeddings": True},
-            {"qwen2_deep": {**DENSE, "tie_word_embeddings": True, "num_hidden_layers": 4}},
-        ),
+        tiny_models=_tiny("qwen2", {**DENSE, "tie_word_embeddings": True}, deep=_DEEP),
     ),
-    Family(
-        "qwen3",
+    replace(
+        _DENSE,
+        model_type="qwen3",
         parameters=ParameterRules(grouped_query_attention(norms="of heads")),
-        parallel_axes=_DENSE_AXES,
-        has_lora=True,
-        onnx=OnnxGraph("grouped_query"),
-        tiny_models=TinyModels(
-            {**DENSE, "head_dim": 12}, {"qwen3_deep": {**DENSE, "head_dim": 12, "num_hidden_layers": 4}}
-        ),
+        tiny_models=_tiny("qwen3", {**DENSE, "head_dim": 12}, deep=_DEEP),
     ),
     Family("qwen2_moe", expert_keys=QWEN_EXPERTS, fused_experts=True, window_in_mask=True),
-    Family(
-        "qwen3_moe",
+    replace(
+        _MIXTURE,
+        model_type="qwen3_moe",
         parameters=ParameterRules(grouped_query_attention(norms="of heads"), sparse_by_step),
         expert_keys=QWEN_EXPERTS,
-        fused_experts=True,
         experts_class="Qwen3MoeExperts",
-        router=RouterKind("softmax"),
-        parallel_axes=_ALL_AXES,
-        has_lora=True,
-        onnx=OnnxGraph("grouped_query", router="softmax"),
-        tiny_models=TinyModels(QWEN3_MOE, {"qwen3_moe_deep": {**QWEN3_MOE, "num_hidden_layers": 4}}),
+        tiny_models=_tiny("qwen3_moe", QWEN3_MOE, deep=_DEEP),
     ),
-    Family(
-        "mixtral",
+    replace(
+        _MIXTURE,
+        model_type="mixtral",
         parameters=ParameterRules(grouped_query_attention(reads_bias=False), always_sparse),
-        expert_keys=ExpertKeys(number_keys=("num_local_experts",), width_key="intermediate_size"),
-        fused_experts=True,
+        expert_keys=_MIXTRAL_EXPERTS,
         published_mlp=MIXTRAL_NAMES,
         fp8_linear=None,
         experts_class="MixtralExperts",
         router=RouterKind("softmax", rounds_weights=False),
-        parallel_axes=_ALL_AXES,
-        has_lora=True,
-        onnx=OnnxGraph("grouped_query", router="softmax"),
-        tiny_models=TinyModels(MIXTRAL, {"mixtral_deep": {**MIXTRAL, "num_hidden_layers": 4}}),
+        tiny_models=_tiny("mixtral", MIXTRAL, deep=_DEEP),
     ),
-    Family(
-        "olmoe",
+    replace(
+        _MIXTURE,
+        model_type="olmoe",
         parameters=ParameterRules(grouped_query_attention(norms="over heads"), always_sparse),
         expert_keys=ExpertKeys(number_keys=("num_experts",), width_key="intermediate_size"),
-        fused_experts=True,
         fp8_linear=None,
         normalises_over_heads=True,
         experts_class="OlmoeExperts",
-        router=RouterKind("softmax"),
-        parallel_axes=_ALL_AXES,
-        has_lora=True,
-        onnx=OnnxGraph("grouped_query", router="softmax"),
-        tiny_models=TinyModels(OLMOE, {"olmoe_deep": {**OLMOE, "num_hidden_layers": 4}}),
+        tiny_models=_tiny("olmoe", OLMOE, deep=_DEEP),
     ),
-    Family(
-        "llama",
+    replace(
+        _DENSE,
+        model_type="llama",
         parameters=ParameterRules(grouped_query_attention(), mlp_bias=True),
-        parallel_axes=_DENSE_AXES,
-        has_lora=True,
-        onnx=OnnxGraph("grouped_query"),
-        tiny_models=TinyModels(
+        tiny_models=_tiny(
+            "llama",
             DENSE,
-            {
-                "llama_deep": {**DENSE, "num_hidden_layers": 5},
-                "llama_deeper": {**DENSE, "num_hidden_layers": 8},
-                "llama_biases": {**DENSE, "attention_bias": True},
-            },
+            deep={"num_hidden_layers": 5},
+            deeper={"num_hidden_layers": 8},
+            biases={"attention_bias": True},
             in_standard_selftest=True,
         ),
     ),
     Family(
         "gpt_oss",
         parameters=ParameterRules(attention_with_sinks, always_sparse, expert_bias=True),
-        expert_keys=ExpertKeys(number_keys=("num_local_experts",), width_key="intermediate_size"),
+        expert_keys=_MIXTRAL_EXPERTS,
         transposed_experts=True,
         fp8_linear=None,
         has_sinks=True,
         parallel_axes=_ALL_AXES,
         experts_class="GptOssExperts",
         router=RouterKind("softmax", module="mlp.router", parameters=("weight", "bias")),
-        tiny_models=TinyModels(GPT_OSS, {"gpt_oss_deep": {**GPT_OSS, "num_hidden_layers": 4}}),
+        tiny_models=_tiny("gpt_oss", GPT_OSS, deep=_DEEP),
     ),
     Family(
         "bert",

@@ -10,7 +10,7 @@ from transformers import AutoConfig, PretrainedConfig
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.batches import Batch, BatchPlan, training_batches
 from ds_finetune.engine.engine import Engine
-from ds_finetune.families.tiny import DENSE
+from ds_finetune.families.configs import DENSE
 from ds_finetune.reference.selftest.cells import ROW_LEN, Cell, hf_config, rows, run_tree
 
 BEFORE, AFTER = 2, 3

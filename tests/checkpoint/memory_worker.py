@@ -21,7 +21,7 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.engine.start_engine import start_engine
-from ds_finetune.families.tiny import DENSE
+from ds_finetune.families.configs import DENSE
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.reference.selftest.cells import Cell, run_tree
 from ds_finetune.system.world import World

@@ -10,7 +10,7 @@ import pytest
 from ds_finetune.data.batches import Batch, BatchPlan, Division, divide_rows, training_batches
 from ds_finetune.data.documents import Documents, KeptDocument
 from ds_finetune.data.prepared_rows import PreparedRows
-from ds_finetune.families.tiny import VOCAB
+from ds_finetune.families.configs import VOCAB
 from ds_finetune.plan.model_shape import RowCost, Shape
 from ds_finetune.reference.selftest.cells import TINY_MODELS
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.state.parameter_tags import parameter_groups
 from ds_finetune.errors import FinetuneError
-from ds_finetune.families.tiny import GPT_OSS
+from ds_finetune.families.configs import GPT_OSS
 from ds_finetune.model.build.skeleton import build_skeleton
 from ds_finetune.plan.checks import check
 from ds_finetune.plan.mesh import Mesh

@@ -6,7 +6,7 @@ from torch import nn
 from transformers import AutoConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
-from ds_finetune.families.tiny import GPT_OSS
+from ds_finetune.families.configs import GPT_OSS
 from ds_finetune.model.attention import by_document as attention
 from ds_finetune.model.attention.by_document import attend_by_document
 from ds_finetune.model.build.skeleton import build_skeleton

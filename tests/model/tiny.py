@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ds_finetune.families.tiny import (
+from ds_finetune.families.configs import (
     DENSE,
     GPT_OSS,
     GROUPED_QUERY_EXPERTS,

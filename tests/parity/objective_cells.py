@@ -16,7 +16,7 @@ from ds_finetune.config.objectives import ObjectiveConfig, ObjectiveField
 from ds_finetune.data.documents import Documents, KeptDocument
 from ds_finetune.data.mismatched import MismatchedAnswers
 from ds_finetune.data.prepared_rows import PreparedRows, Row, RowDocuments
-from ds_finetune.families.tiny import VOCAB
+from ds_finetune.families.configs import VOCAB
 from ds_finetune.objectives.labels import IGNORE_INDEX
 from ds_finetune.plan.combinations import TESTED_LAYOUTS
 from ds_finetune.reference.selftest.cells import ROW_LEN, Cell, run_tree

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from ds_finetune.config.sections import LoraConfig
 from ds_finetune.data.prepared_rows import Row, RowDocuments
-from ds_finetune.families.tiny import VOCAB
+from ds_finetune.families.configs import VOCAB
 from ds_finetune.objectives.labels import IGNORE_INDEX
 from ds_finetune.reference.selftest.cells import Cell, run_tree
 from ds_finetune.reference.selftest.reference_loop import adamw

@@ -8,7 +8,7 @@ import pytest
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.sections import IndexerConfig
 from ds_finetune.errors import ConfigError
-from ds_finetune.families.tiny import SHARED_INDEX
+from ds_finetune.families.configs import SHARED_INDEX
 from ds_finetune.plan.checks import check
 from ds_finetune.plan.indexer import plan_indexer
 from ds_finetune.plan.layer_stages import StageLayers

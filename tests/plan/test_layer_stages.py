@@ -4,8 +4,8 @@ import itertools
 import random
 
 from ds_finetune.config.sections import ParallelConfig
+from ds_finetune.families.configs import DENSE
 from ds_finetune.families.tensors import model_tensors
-from ds_finetune.families.tiny import DENSE
 from ds_finetune.plan.layer_stages import StageLayers, balance_layers, stages_of
 
 

@@ -10,8 +10,8 @@ from torch.nn import functional
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.sections import ParallelConfig
 from ds_finetune.errors import ConfigError
+from ds_finetune.families.configs import DENSE
 from ds_finetune.families.table import FAMILIES
-from ds_finetune.families.tiny import DENSE
 from ds_finetune.plan.checks import check
 from ds_finetune.plan.combinations import TESTED_LAYOUTS
 from ds_finetune.plan.mesh import Mesh

@@ -10,7 +10,7 @@ import torch
 from transformers import GptOssConfig, PretrainedConfig
 
 from ds_finetune.errors import ConfigError
-from ds_finetune.families.tiny import DENSE
+from ds_finetune.families.configs import DENSE
 from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.foreign.auto_models import AutoModelForCausalLM
 from ds_finetune.plan.model_shape import Shape

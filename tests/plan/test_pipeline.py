@@ -7,8 +7,8 @@ import pytest
 
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
+from ds_finetune.families.configs import DENSE
 from ds_finetune.families.tensors import model_tensors
-from ds_finetune.families.tiny import DENSE
 from ds_finetune.plan.checks import check
 from ds_finetune.plan.layer_stages import stages_of
 from ds_finetune.plan.mesh import Mesh

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from ds_finetune.cli.demo import MODEL
-from ds_finetune.families.tiny import INDEXED
+from ds_finetune.families.configs import INDEXED
 from tests.model.fp8_folder import MTP, V3, master, publish, read_all
 from tests.running import start, tiny_task
 

@@ -39,7 +39,6 @@ from ds_finetune.plan.estimate.rows import (
 from ds_finetune.plan.estimate.states import ModelSizes, estimate_run
 from ds_finetune.plan.estimate.zero_rows import (
     DEFAULT_RULES,
-    arriving_copies,
     gathered_weights,
     num_persistent,
     zero_rows,
@@ -134,41 +133,23 @@ class StateBytes(NamedTuple):
     host: int
 
 
-def least_bytes(plan: Plan, model: ModelConfig) -> StateBytes:
-    """Bytes of the states of a run, with and without recomputation, whichever are fewer: `estimate_memory` finds as
-    many on the device and on the host or more. It takes a small part of the time.
-    """
-    found = [_state_bytes(plan, model, weights) for weights in weights_of_run(plan, model)]
-    shared = _shared_bytes(plan, model)
-    # Which stage is the fullest depends on activations too: of the host, the least of all stages is certain.
-    return StateBytes(
-        shared.device + max(each.device for each in found), shared.host + min(each.host for each in found)
-    )
-
-
 def least_bytes_of_stages(plan: Plan, model: ModelConfig) -> StateBytes:
-    """What `least_bytes` finds at least on the device, and a stage of a pipeline needs on average on the host, however
-    the layers are divided over stages.
+    """Bytes of the states of a run, with and without recomputation, whichever are fewer, however its layers are divided
+    over the stages of a pipeline: on the device of the fullest stage at least, and on the host of a stage on average.
+    `estimate_memory` finds as many or more; this takes a small part of its time.
     """
     merged = as_one_stage(plan)
     (weights,) = weights_of_run(merged, model)
-    found, shared = _state_bytes(merged, model, weights), _shared_bytes(plan, model)
-    return StateBytes(shared.device + found.device // plan.mesh.pp, shared.host + found.host // plan.mesh.pp)
-
-
-def _state_bytes(plan: Plan, model: ModelConfig, weights: RankWeights) -> StateBytes:
-    """Of one stage, without what all stages have."""
-    own = rank_elements(plan, model, weights)
-    plans = [replace(plan, activation_checkpointing=recomputes) for recomputes in (False, True)]
+    own = rank_elements(merged, model, weights)
+    plans = [replace(merged, activation_checkpointing=recomputes) for recomputes in (False, True)]
     rows = [tuple(zero_rows(each, own, weights)) for each in plans]
-    return StateBytes(*(min(peak(each, place) for each in rows) for place in (_home(plan), "host")))
-
-
-def _shared_bytes(plan: Plan, model: ModelConfig) -> StateBytes:
-    """What every stage has of a checkpoint that is written, and of a teacher, which the last stage alone has."""
-    teacher = _teacher_rows(plan, None) if plan.mesh.pp == 1 else ()
-    rows = [row for row in (*teacher, *_file_rows(plan, model)) if row.when == MOMENTS]
-    return StateBytes(*(peak(rows, place) for place in (_home(plan), "host")))
+    # Every stage has a part of a checkpoint that is written; the last stage alone has a teacher.
+    others = (*(_teacher_rows(plan, None) if plan.mesh.pp == 1 else ()), *_file_rows(plan, model))
+    shared = [row for row in others if row.when == MOMENTS]
+    places: tuple[Place, Place] = (_home(plan), "host")
+    return StateBytes(
+        *(peak(shared, place) + min(peak(each, place) for each in rows) // plan.mesh.pp for place in places)
+    )
 
 
 def _home(plan: Plan) -> Place:
@@ -365,7 +346,7 @@ def _gathered_teacher_rows(weights: RankWeights, home: Place, width: int) -> Ite
     """Weights of a partitioned teacher that are whole on a rank, by DeepSpeed's default rules."""
     kinds = [kind for kind in weights.kinds if kind.name != HEAD]
     yield MemoryRow("small weights of the teacher, whole", home, width * num_persistent(kinds, DEFAULT_RULES))
-    forward, *_ = gathered_weights(kinds, DEFAULT_RULES, passes=1, copies=arriving_copies(home))
+    forward, *_ = gathered_weights(kinds, DEFAULT_RULES, passes=1, home=home)
     yield MemoryRow("gathered weights of the teacher", home, width * forward.numel, "", ("teacher",))
     yield MemoryRow("weights of the teacher that arrive", home, width * forward.arriving, "", ("teacher",))
     sizes = {kind.name: kind.numel for kind in weights.kinds}

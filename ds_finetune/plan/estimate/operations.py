@@ -139,7 +139,7 @@ class Passes(NamedTuple):
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """In forward and backward."""
         return self.forward + self.backward
 
 

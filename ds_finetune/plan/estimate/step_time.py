@@ -39,6 +39,12 @@ _GRADIENT_PASSES = 6
 """A gradient of a micro-batch is copied to its bucket and back, and added: three reads and three writes."""
 _NVME_BYTES_PER_S = 5 * GB
 _SECONDS_PER_HOUR = 3600
+AGAINST_PUBLISHED = (0.41, 7.1)
+"""Least and most of predicted over published tokens/s of nine runs (docs/explanation/time-model.md)."""
+UNCONFIRMED = (
+    "No GPU has confirmed these figures. Against nine published runs of other programs, the predicted tokens/s are "
+    f"{AGAINST_PUBLISHED[0]:g} to {AGAINST_PUBLISHED[1]:g} times those that they had."
+)
 
 
 @dataclass(frozen=True)
@@ -100,7 +106,7 @@ def estimate_time(plan: Plan, model: ModelConfig, *, machine: Machine, rows: Row
         mfu=per_second * flops / (ranks * _peak(machine, plan.precision)),
         num_ranks=ranks,
         steps=_steps(plan.duration, tokens),
-        assumptions=assumptions(work, machine),
+        assumptions=tuple(_assumptions(work, machine)),
     )
 
 
@@ -176,7 +182,6 @@ class _StageSeconds(NamedTuple):
 
     @property
     def total(self) -> float:
-        """All of them."""
         return sum(self.forwards.values()) + sum(self.end.values())
 
 
@@ -352,46 +357,27 @@ def teacher_flops(work: Work, teacher: ModelConfig) -> float:
     return work.num_tokens * (each - 2 * head) + 2 * head * work.num_supervised
 
 
-AGAINST_PUBLISHED = (0.41, 7.1)
-"""Least and most of predicted over published tokens/s of nine runs (docs/explanation/time-model.md)."""
-UNCONFIRMED = (
-    "No GPU has confirmed these figures. Against nine published runs of other programs, the predicted tokens/s are "
-    f"{AGAINST_PUBLISHED[0]:g} to {AGAINST_PUBLISHED[1]:g} times those that they had."
-)
-
-
-def assumptions(work: Work, machine: Machine) -> tuple[str, ...]:
+def _assumptions(work: Work, machine: Machine) -> Iterator[str]:
     """Sentences about rates, rows, experts, what is hidden, and what is left out."""
-    links = _links(machine) if work.plan.world.world_size > 1 else ()
-    return (*_rates(machine), *links, *machine.notes, *_work(work), *_left_out(work))
-
-
-def _rates(machine: Machine) -> Iterator[str]:
     share, row = machine.efficiency, machine.accelerator
     yield (
         f"Matrix products reach {share.matmul:.0%} of the peak of {row.name}, those of routed experts "
         f"{share.grouped:.0%}, attention {share.attention:.0%}; other operators {share.memory:.0%} of the "
         "memory's bandwidth."
     )
-
-
-def _links(machine: Machine) -> Iterator[str]:
-    share, row = machine.efficiency, machine.accelerator
-    yield (
-        f"A rank sends {row.intra_node_bytes_per_s / GB:,.3g} GB/s within a node of {machine.gpus_per_node} ranks "
-        f"and {row.inter_node_bytes_per_s / GB:,.3g} GB/s between nodes ({row.network}); collectives reach "
-        f"{share.link:.0%} of it."
-    )
-    if machine.blocks_host:
-        yield "Collectives block the ranks, so that nothing is hidden behind computation."
-    else:
+    if work.plan.world.world_size > 1:
         yield (
-            f"Traffic that DeepSpeed overlaps is hidden to {share.hidden:.0%}, in at most {share.hidden:.0%} of the "
-            "time of computation; that of tp, sp and pp never is."
+            f"A rank sends {row.intra_node_bytes_per_s / GB:,.3g} GB/s within a node of {machine.gpus_per_node} ranks "
+            f"and {row.inter_node_bytes_per_s / GB:,.3g} GB/s between nodes ({row.network}); collectives reach "
+            f"{share.link:.0%} of it."
         )
-
-
-def _work(work: Work) -> Iterator[str]:
+        yield (
+            "Collectives block the ranks, so that nothing is hidden behind computation."
+            if machine.blocks_host
+            else f"Traffic that DeepSpeed overlaps is hidden to {share.hidden:.0%}, in at most {share.hidden:.0%} of "
+            "the time of computation; that of tp, sp and pp never is."
+        )
+    yield from machine.notes
     rows = work.rows
     yield (
         f"A row has {rows.num_tokens:,} tokens in {len(rows.documents)} document{'s' * (len(rows.documents) > 1)}, "
@@ -409,6 +395,7 @@ def _work(work: Work) -> Iterator[str]:
             "The MFU counts 4 FLOPs for each frozen parameter and token: forward and the gradients of inputs. Adapters "
             "are not counted; runs with LoRA report no perf/mfu."
         )
+    yield from _left_out(work)
 
 
 def _left_out(work: Work) -> Iterator[str]:

@@ -102,7 +102,7 @@ def _zero(work: Work, weights: RankWeights) -> Iterator[GroupTraffic]:
     for group, has_experts in ((groups.zero, False), (groups.same_experts, True)):
         kinds = [kind for kind in weights.kinds if _is_cut(work, kind) == has_experts]
         trained = [kind for kind in kinds if lora is None and is_trained(work.plan, work.model, kind)]
-        num_trained = sum(kind.numel for kind in trained) + (_adapters(work, kinds) if lora else 0)
+        num_trained = sum(kind.numel for kind in trained) + sum(adapter_elements(lora, kind) for kind in kinds)
         yield from _reductions(work, group, num_trained)
         if work.plan.zero_stage >= _FIRST_PARTITIONED:
             yield from _gathers(work, group, kinds)
@@ -115,15 +115,10 @@ def _is_cut(work: Work, kind: TensorKind) -> bool:
     return work.plan.mesh.ep > 1 and part_of(kind.name) == "routed experts"
 
 
-def _adapters(work: Work, kinds: list[TensorKind]) -> float:
-    """Elements of the adapters of some tensors."""
-    return sum(adapter_elements(work.plan.lora, kind) for kind in kinds)
-
-
 def _reductions(work: Work, group: Group, numel: float) -> Iterator[GroupTraffic]:
     """DeepSpeed 0.19.8 sums gradients by all-reduce below ZeRO-3, also where each rank keeps a shard of them."""
     plan = work.plan
-    width = _reduced_width(work)
+    width = WEIGHT_BYTES.get(str(plan.deepspeed.get("communication_data_type")), work.width)
     once = plan.zero_stage < 2 or plan.reduces_once or plan.mesh.pp > 1
     times = 1 if once else plan.batch.gradient_accumulation_steps
     kind: Kind = "reduce_scatter" if plan.zero_stage >= _FIRST_PARTITIONED else "all_reduce"
@@ -135,18 +130,11 @@ def _reductions(work: Work, group: Group, numel: float) -> Iterator[GroupTraffic
     yield GroupTraffic("gradients", kind, group, num_bytes, messages, not once, beside)
 
 
-def _reduced_width(work: Work) -> int:
-    """Bytes of an element of gradients that are summed over ranks."""
-    given = work.plan.deepspeed.get("communication_data_type")
-    return WEIGHT_BYTES.get(str(given), work.width)
-
-
 class _Tensor(NamedTuple):
-    """A tensor as ZeRO-3 partitions it."""
+    """A tensor as ZeRO-3 partitions it, with the bytes of a number."""
 
     numel: int
     width: int
-    """Bytes of a number."""
 
     @property
     def size(self) -> int:

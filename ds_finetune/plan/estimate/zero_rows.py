@@ -4,9 +4,9 @@ File names below are those of deepspeed/runtime.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from ds_finetune.families.tensors import HEAD
 from ds_finetune.plan.combinations import WEIGHT_BYTES
@@ -24,6 +24,25 @@ _HPZ, _SUB_GROUP = f"{_ZERO}.zero_hpz_partition_size", f"{_ZERO}.sub_group_size"
 _BUCKET = f"{_ZERO}.reduce_bucket_size"
 
 
+_DEFAULTS = {
+    "reduce_bucket_size": 500_000_000,
+    "sub_group_size": 1_000_000_000,
+    "stage3_prefetch_bucket_size": 50_000_000,
+    "stage3_max_live_parameters": 1_000_000_000,
+    "stage3_max_reuse_distance": 1_000_000_000,
+    "stage3_param_persistence_threshold": 100_000,
+    "stage3_model_persistence_threshold": 2**63 - 1,
+    "contiguous_gradients": True,
+}
+"""zero/config.py:113-251."""
+_NVME_DEFAULTS = {
+    "offload_param": {"buffer_count": 5, "buffer_size": 100_000_000, "max_in_cpu": 1_000_000_000},
+    "offload_optimizer": {"buffer_count": 4},
+}
+"""zero/offload_config.py:33-67."""
+_UNTIL_REDUCED: tuple[Moment, ...] = (*MICRO_BATCH, "reduction")
+
+
 class FetchingRules(NamedTuple):
     """Options of `zero_optimization` by which weights are fetched and kept, in elements."""
 
@@ -34,26 +53,14 @@ class FetchingRules(NamedTuple):
     """Tensors with so many elements are whole all the time."""
     persistent_of_model: int
 
+    @classmethod
+    def of(cls, zero: Mapping[str, Any]) -> Self:
+        """The rules of a section `zero_optimization`."""
+        names = [name for name in _DEFAULTS if name.startswith("stage3_")]
+        return cls(*(int(float(zero.get(name, _DEFAULTS[name]))) for name in names))
 
-DEFAULT_RULES = FetchingRules(50_000_000, 1_000_000_000, 1_000_000_000, 100_000, 2**63 - 1)
-"""Defaults of DeepSpeed 0.19.8, zero/config.py:113-251."""
-_DEFAULTS = {
-    "reduce_bucket_size": 500_000_000,
-    "sub_group_size": 1_000_000_000,
-    "stage3_prefetch_bucket_size": DEFAULT_RULES.prefetch_bucket,
-    "stage3_max_live_parameters": DEFAULT_RULES.max_live,
-    "stage3_max_reuse_distance": DEFAULT_RULES.max_reuse,
-    "stage3_param_persistence_threshold": DEFAULT_RULES.persistence,
-    "stage3_model_persistence_threshold": DEFAULT_RULES.persistent_of_model,
-    "contiguous_gradients": True,
-}
-"""zero/config.py:113-251."""
-_NVME_DEFAULTS = {
-    "offload_param": {"buffer_count": 5, "buffer_size": 100_000_000, "max_in_cpu": 1_000_000_000},
-    "offload_optimizer": {"buffer_count": 4},
-}
-"""zero/offload_config.py:33-67."""
-_UNTIL_REDUCED: tuple[Moment, ...] = (*MICRO_BATCH, "reduction")
+
+DEFAULT_RULES = FetchingRules.of({})
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,6 @@ class _Zero:
 
     @property
     def width(self) -> int:
-        """Bytes of a weight."""
         return WEIGHT_BYTES[self.plan.precision]
 
     @property
@@ -77,7 +83,6 @@ class _Zero:
 
     @property
     def is_accumulating(self) -> bool:
-        """Whether a step has several forwards."""
         return self.plan.batch.gradient_accumulation_steps > 1
 
     @property
@@ -87,7 +92,6 @@ class _Zero:
 
     @property
     def optimizer_place(self) -> Place:
-        """Where optimizer states are."""
         return place_of(self.plan.offload_optimizer, self.home)
 
     def option(self, name: str) -> Any:  # noqa: ANN401 - a number or a bool
@@ -273,39 +277,22 @@ def _nvme_rows(run: _Zero) -> Iterator[MemoryRow]:
         yield MemoryRow("weights of NVMe that stay on the host", "host", run.width * kept, f"{_PARAM}.max_in_cpu")
 
 
-def _fetching_rules(run: _Zero) -> FetchingRules:
-    def number(name: str) -> int:
-        return int(float(run.option(f"stage3_{name}")))
-
-    return FetchingRules(
-        prefetch_bucket=number("prefetch_bucket_size"),
-        max_live=number("max_live_parameters"),
-        max_reuse=number("max_reuse_distance"),
-        persistence=number("param_persistence_threshold"),
-        persistent_of_model=number("model_persistence_threshold"),
-    )
-
-
 def _gathered_rows(run: _Zero, weights: RankWeights) -> Iterator[MemoryRow]:
     """Weights that are whole on a rank: small ones, those that are fetched, and the buffers in which these arrive
     (zero/partition_parameters.py:795). With recomputation forward and backward pass a layer three times.
     """
-    rules = _fetching_rules(run)
+    rules = FetchingRules.of(run.plan.deepspeed["zero_optimization"])
     small = run.width * num_persistent(weights.kinds, rules)
     yield MemoryRow("small weights, whole", run.home, small, f"{_ZERO}.stage3_param_persistence_threshold")
-    passes, copies = 3 if run.plan.activation_checkpointing else 2, arriving_copies(run.home)
+    passes = 3 if run.plan.activation_checkpointing else 2
     # What one rank holds alone is there already (zero/partition_parameters.py:1563).
     fetched = [kind for kind in weights.kinds if kind.sharers > 1 or run.plan.offload_param != "none"]
-    whole = gathered_weights(fetched, rules, passes=passes, copies=copies)
+    whole = gathered_weights(fetched, rules, passes=passes, home=run.home)
     for held in whole:
         name, option = f"gathered weights, {held.during}", f"{_ZERO}.stage3_max_live_parameters"
         yield MemoryRow(name, run.home, run.width * held.numel, option, held.when)
         name, option = f"weights that arrive, {held.during}", f"{_ZERO}.stage3_prefetch_bucket_size"
         yield MemoryRow(name, run.home, run.width * held.arriving, option, held.when)
-
-
-_GLOO_THREADS = 2
-"""Each receives weights in a buffer of its own, beside that in which they arrive (torch's ProcessGroupGloo.cpp)."""
 
 
 class GatheredWeights(NamedTuple):
@@ -318,11 +305,6 @@ class GatheredWeights(NamedTuple):
     """Elements of the buffer in which several weights arrive; they are copied out of it."""
 
 
-def arriving_copies(home: Place) -> int:
-    """Buckets that arrive at a time on a rank whose device is there."""
-    return _GLOO_THREADS if home == "host" else 1
-
-
 def num_persistent(kinds: Sequence[TensorKind], rules: FetchingRules) -> int:
     """Elements of small weights, which every rank has whole all the time (parameter_offload.py:317), beside its
     part.
@@ -333,10 +315,10 @@ def num_persistent(kinds: Sequence[TensorKind], rules: FetchingRules) -> int:
 
 
 def gathered_weights(
-    kinds: Sequence[TensorKind], rules: FetchingRules, *, passes: int, copies: int
+    kinds: Sequence[TensorKind], rules: FetchingRules, *, passes: int, home: Place
 ) -> tuple[GatheredWeights, ...]:
-    """What is whole of the `kinds` of a rank's weights, where forward and backward pass each layer `passes` times, and
-    `copies` buckets arrive at a time.
+    """What is whole of the `kinds` of a rank's weights, where forward and backward pass each layer `passes` times, on
+    a rank whose device is `home`.
 
     Each module that is entered fetches a bucket ahead (partitioned_param_coordinator.py:436-470), with or without
     weights of its own, until `max_live` elements are there; the last tensor, such as the embedding, may exceed it.
@@ -355,7 +337,8 @@ def gathered_weights(
     # A tensor that is fetched alone is not copied (partition_parameters.py:1607).
     smallest = min((kind.numel // kind.count for kind in fetched), default=0)
     bucket = rules.prefetch_bucket + max(largest, head) if rules.prefetch_bucket > smallest else 0
-    bucket = min(bucket * copies, total)
+    # Gloo has two threads, each with a buffer of its own beside that in which weights arrive (ProcessGroupGloo.cpp).
+    bucket = min(bucket * (2 if home == "host" else 1), total)
     refetched = bucket if without_head < total - head else 0
     return (
         GatheredWeights("forward", ("forward",), with_head, bucket),
@@ -366,10 +349,10 @@ def gathered_weights(
 
 def _module_sizes(kinds: Sequence[TensorKind]) -> Counter[str]:
     """Elements of each module that has weights of its own, which are fetched together, by its name."""
-    found: Counter[str] = Counter()
+    sizes = Counter[str]()
     for kind in kinds:
-        found[_module_of(kind.name)] += kind.numel // kind.count
-    return found
+        sizes[_module_of(kind.name)] += kind.numel // kind.count
+    return sizes
 
 
 def _module_of(name: str) -> str:

@@ -1,9 +1,8 @@
 """Every layout of a run that the checks of `train` accept on a number of ranks."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import product
 from typing import Any
 
 from ds_finetune.config.objectives import is_distillation
@@ -68,14 +67,16 @@ class Candidates:
     config: RunConfig
     model: Mapping[str, Any]
     ranks: Ranks
+    _chunks: dict[Sizes, tuple[int, ...]] = field(init=False, default_factory=dict)
+    _fewest_chunks: dict[Sizes, int] = field(init=False, default_factory=dict)
+    _planned: dict[Layout, Candidate | None] = field(init=False, default_factory=dict)
 
     def sizes(self) -> Iterator[Sizes]:
         """Parallel sizes that a row of the tested layouts has and that divide ranks, batch and model. Tensor parallel
         ranks are on one node, because they exchange activations several times in each layer.
         """
         axes = family_of(str(self.model.get("model_type"))).parallel_axes
-        no_axes: frozenset[str] = frozenset()
-        rows = {row.axes for row in TESTED_LAYOUTS if row.axes <= axes} | {no_axes}
+        rows = {frozenset[str](), *(row.axes for row in TESTED_LAYOUTS if row.axes <= axes)}
         for found in self._divided():
             if found.axes in rows and self.fewest_chunks(found):
                 yield found
@@ -159,14 +160,6 @@ class Candidates:
         configs = {each: self.config.model_copy(update={"train": section}) for each, section in runs.items()}
         return tuple(each for each, config in configs.items() if _refusal(check_activations, config) is None)
 
-    def all_layouts(self) -> Iterator[Candidate]:
-        """Every legal layout; many, so this is for few ranks."""
-        for sizes in self.sizes():
-            rows = ((vpp, number) for vpp in self.chunks(sizes) for number in self.micro_batch_sizes(sizes, vpp))
-            beside = product(self.zero_stages(sizes), rows, self.activations)
-            layouts = (Layout(sizes, *stage, number, each, vpp) for stage, (vpp, number), each in beside)
-            yield from (found for layout in layouts if (found := self.find(layout)) is not None)
-
     def find(self, layout: Layout) -> Candidate | None:
         """The layout with its plan; None where `make_plan` refuses it. Its way to hold activations is a legal one."""
         base = self._with_fastest_activations(replace(layout, activations=self.activations[0]))
@@ -188,19 +181,6 @@ class Candidates:
             else:
                 self._planned[layout] = Candidate(layout, config, plan)
         return self._planned[layout]
-
-    @cached_property
-    def _chunks(self) -> dict[Sizes, tuple[int, ...]]:
-        return {}
-
-    @cached_property
-    def _fewest_chunks(self) -> dict[Sizes, int]:
-        return {}
-
-    @cached_property
-    def _planned(self) -> dict[Layout, Candidate | None]:
-        """Layouts that were asked for."""
-        return {}
 
     def check(self, config: RunConfig) -> tuple[StageLayers | None, ...]:
         """Layers of each pipeline stage of a run of these ranks; ConfigError or ModelError where its model cannot be

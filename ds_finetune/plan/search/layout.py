@@ -11,7 +11,6 @@ from ds_finetune.config.run_file import SHORT_FORMS
 from ds_finetune.config.schema import ParallelConfig, RunConfig, dump_config, validate_tree
 from ds_finetune.config.shipped import DS_CONFIGS, shipped_file, shipped_names
 from ds_finetune.errors import ConfigError, OutputError
-from ds_finetune.plan.batch import rows_of_forward
 from ds_finetune.plan.combinations import AXES
 from ds_finetune.plan.deepspeed_config import given_choices
 
@@ -109,17 +108,6 @@ class Layout:
                 "deepspeed": deepspeed_choices(config, self.zero_stage, self.offload),
             }
         )
-
-
-def layout_of(config: RunConfig) -> Layout:
-    """The layout of a run file as it is written."""
-    parallel, train = config.parallel, config.train
-    zero = given_choices(config.deepspeed)[0].get("zero_optimization") or {}
-    devices = [(zero.get(key) or {}).get("device") or "none" for key in ("offload_param", "offload_optimizer")]
-    offload: Offload = "all" if devices[0] != "none" else "optimizer" if devices[1] != "none" else "none"
-    activations = Activations(train.activation_checkpointing, train.tiled_mlp, train.activation_offload)
-    sizes = Sizes(parallel.tp, parallel.pp, parallel.sp, parallel.ep)
-    return Layout(sizes, int(zero.get("stage", 0)), offload, rows_of_forward(train), activations, parallel.vpp)
 
 
 def deepspeed_choices(config: RunConfig, zero_stage: int, offload: Offload) -> dict[str, Any]:

@@ -7,12 +7,11 @@ ends when the next bound is above the times of the layouts that it will list.
 
 import heapq
 from bisect import insort
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import chain, product
 from math import inf
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ds_finetune.plan.estimate.accelerators import Machine
 from ds_finetune.plan.estimate.memory import (
@@ -24,68 +23,10 @@ from ds_finetune.plan.estimate.memory import (
 )
 from ds_finetune.plan.estimate.operations import RowShape
 from ds_finetune.plan.estimate.step_time import LeastSeconds, TimeEstimate, estimate_time, least_seconds, step_seconds
+from ds_finetune.plan.plan import Plan
 from ds_finetune.plan.search.candidates import STAGES, Candidate, Candidates
 from ds_finetune.plan.search.fitting import Budget
 from ds_finetune.plan.search.layout import OFFLOADS, Activations, Layout, Offload, Sizes
-
-
-@dataclass(frozen=True)
-class Estimates:
-    """Estimates for candidates; those that are asked for several times are remembered."""
-
-    model: Mapping[str, Any]
-    """config.json."""
-    machine: Machine
-    budget: Budget
-    rows: RowShape
-    _memory: dict[Layout, MemoryEstimate] = field(default_factory=dict)
-    _fits: dict[Layout, bool] = field(default_factory=dict)
-    _least_seconds: dict[Layout, LeastSeconds] = field(default_factory=dict)
-
-    def memory(self, candidate: Candidate) -> MemoryEstimate:
-        """What it needs."""
-        if candidate.layout not in self._memory:
-            self._memory[candidate.layout] = estimate_memory(candidate.plan, self.model)
-        return self._memory[candidate.layout]
-
-    def excess(self, candidate: Candidate) -> int:
-        """Bytes that it needs beyond the budget; 0 where it fits."""
-        return self.budget.excess(self.memory(candidate))
-
-    def fits(self, candidate: Candidate) -> bool:
-        """Whether it exceeds nothing; where it does, that takes a part of the time of `excess`."""
-        if candidate.layout not in self._fits:
-            self._fits[candidate.layout] = self._is_fitting(candidate)
-        return self._fits[candidate.layout]
-
-    def _is_fitting(self, candidate: Candidate) -> bool:
-        fitting: list[MemoryEstimate] = []
-        for stage in estimate_stages(candidate.plan, self.model):
-            if self.budget.device_excess(stage) > 0:
-                return False
-            fitting.append(stage)
-        return not self.budget.excess(fullest_stage(fitting))
-
-    def least_excess(self, candidate: Candidate) -> int:
-        """Bytes that its states need beyond the budget, however its layers are divided over the stages of a
-        pipeline.
-        """
-        return self.budget.least_excess(least_bytes_of_stages(candidate.plan, self.model))
-
-    def seconds(self, candidate: Candidate) -> float:
-        """Of a step; a part of the time of `time`."""
-        return step_seconds(candidate.plan, self.model, machine=self.machine, rows=self.rows)
-
-    def time(self, candidate: Candidate) -> TimeEstimate:
-        """The time of a step by parts."""
-        return estimate_time(candidate.plan, self.model, machine=self.machine, rows=self.rows)
-
-    def least_seconds(self, candidate: Candidate) -> LeastSeconds:
-        """Seconds of a step at least, however the layers are divided over the stages of a pipeline."""
-        if candidate.layout not in self._least_seconds:
-            run = candidate.plan, self.model
-            self._least_seconds[candidate.layout] = least_seconds(*run, machine=self.machine, rows=self.rows)
-        return self._least_seconds[candidate.layout]
 
 
 @dataclass(frozen=True, order=True)
@@ -119,24 +60,141 @@ class StepDivision(NamedTuple):
         return self.rows, self.vpp
 
 
+LISTED = 5
+"""Layouts that are listed, and at most as many that would be faster and do not fit."""
+
+
 @dataclass(frozen=True)
-class GroupSearch:
-    """The search within groups."""
+class Proposal:
+    """A legal layout that fits, with its memory and the time of a step."""
+
+    candidate: Candidate
+    memory: MemoryEstimate
+    time: TimeEstimate
+
+    @property
+    def layout(self) -> Layout:
+        """The layout."""
+        return self.candidate.layout
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """A legal layout that does not fit, with the memory of its smallest form, and the time of its fastest one."""
+
+    candidate: Candidate
+    memory: MemoryEstimate
+    seconds: float
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What a search found."""
+
+    proposals: tuple[Proposal, ...]
+    """The fastest layouts that fit, of which each has other parallel sizes, ZeRO stage or offload; the best first."""
+    misfits: tuple[Misfit, ...]
+    """Layouts that would be faster than the best, and do not fit; where none fits, the one that lacks least."""
+    budget: Budget
+    num_groups: int
+    """Combinations of parallel sizes, ZeRO stage and offload that are legal."""
+
+
+@dataclass(frozen=True, order=True)
+class _TooLarge:
+    """A group of which no layout fits."""
+
+    excess: int
+    """Bytes beyond the budget that each of its layouts needs at least."""
+    group: LayoutGroup
+
+
+@dataclass(frozen=True)
+class Search:
+    """The search for one run on one kind of machine."""
 
     candidates: Candidates
-    estimates: Estimates
+    machine: Machine
+    budget: Budget
+    rows: RowShape
+    _estimates: dict[Layout, MemoryEstimate] = field(init=False, default_factory=dict)
+    _fitting: dict[Layout, bool] = field(init=False, default_factory=dict)
+    _bounds_of: dict[Layout, LeastSeconds] = field(init=False, default_factory=dict)
 
-    def groups(self) -> Iterator[LayoutGroup]:
+    def run(self, listed: int = LISTED) -> SearchResult:
+        """The best layouts of all groups; none where none fits."""
+        queue = list(self._groups())
+        number = len(queue)
+        heapq.heapify(queue)
+        found: list[Proposal] = []
+        too_large: list[_TooLarge] = []
+        while queue and queue[0].least_seconds < (limit := found[-1].time.seconds if len(found) == listed else inf):
+            group = heapq.heappop(queue)
+            if group.is_shared:
+                heapq.heappush(queue, self._bounded(group))
+            elif excess := self._least_excess(group):
+                too_large.append(_TooLarge(excess, group))
+            elif not (divisions := self._divisions(group, limit)):
+                continue
+            elif not self._has_fitting(group):
+                too_large.append(_TooLarge(0, group))
+            elif (best := self._best_of(group, divisions, limit)) is not None:
+                insort(found, self._proposal(best), key=lambda each: each.time.seconds)
+                del found[listed:]
+        misfits = self._faster(too_large, found[0].time.seconds, listed) if found else self._nearest(too_large)
+        return SearchResult(tuple(found), tuple(misfits), self.budget, number)
+
+    def has_fitting(self) -> bool:
+        """Whether any layout fits."""
+        legal = {sizes: set(self.candidates.zero_stages(sizes)) for sizes in self.candidates.sizes()}
+        # What needs least comes first.
+        for choice in product(reversed(STAGES), reversed(OFFLOADS)):
+            groups = [LayoutGroup(0.0, True, sizes, *choice) for sizes, choices in legal.items() if choice in choices]
+            if any(map(self._has_fitting, groups)):
+                return True
+        return False
+
+    def _faster(self, too_large: Sequence[_TooLarge], seconds: float, listed: int) -> list[Misfit]:
+        """Layouts that would take less than `seconds`, the fastest first, in the form that needs least memory."""
+        found: list[tuple[float, LayoutGroup]] = []
+        for group in sorted(each.group for each in too_large):
+            limit = found[-1][0] if len(found) == listed else seconds
+            if group.least_seconds >= limit:
+                break
+            if (fastest := self._fastest_of(group, limit)) < limit:
+                insort(found, (fastest, group))
+                del found[listed:]
+        return [self._misfit(group, fastest) for fastest, group in found]
+
+    def _nearest(self, too_large: Sequence[_TooLarge]) -> list[Misfit]:
+        """The layout that lacks least; none where there is no layout."""
+        found: _TooLarge | None = None
+        for each in sorted(too_large):
+            if found is not None and each.excess >= found.excess:
+                break
+            exact = _TooLarge(self._excess(self._smallest_of(each.group)), each.group)
+            found = exact if found is None else min(found, exact)
+        return [] if found is None else [self._misfit(found.group, self._fastest_of(found.group))]
+
+    def _proposal(self, best: Candidate) -> Proposal:
+        time = estimate_time(best.plan, self.candidates.model, machine=self.machine, rows=self.rows)
+        return Proposal(best, self._memory(best), time)
+
+    def _misfit(self, group: LayoutGroup, seconds: float) -> Misfit:
+        smallest = self._smallest_of(group)
+        return Misfit(smallest, self._memory(smallest), seconds)
+
+    def _groups(self) -> Iterator[LayoutGroup]:
         """Every combination of parallel sizes, ZeRO stage and offload that is legal."""
         for sizes in self.candidates.sizes():
             bounds: dict[int, float] = {}
             for stage, offload in self.candidates.zero_stages(sizes):
                 group = LayoutGroup(bounds.get(stage, 0.0), stage in bounds, sizes, stage, offload)
-                group = group if group.is_shared else self.bounded(group)
+                group = group if group.is_shared else self._bounded(group)
                 bounds[stage] = group.least_seconds
                 yield group
 
-    def bounded(self, group: LayoutGroup) -> LayoutGroup:
+    def _bounded(self, group: LayoutGroup) -> LayoutGroup:
         """The group with a bound of its own, which has as short a bubble as the most forwards and chunks would give."""
         turns = self.candidates.rows_of_rank(group.sizes) * self.candidates.most_chunks(group.sizes)
         every = self._least_seconds(group)
@@ -155,27 +213,27 @@ class GroupSearch:
             rows = rows[-1:]
         fastest = self.candidates.activations[0]
         found = (self.candidates.find(group.layout(each, fastest, fewest)) for each in rows)
-        return [self.estimates.least_seconds(candidate) for candidate in found if candidate is not None]
+        return [self._least_of(candidate) for candidate in found if candidate is not None]
 
-    def least_excess(self, group: LayoutGroup) -> int:
-        """Bytes beyond the budget that every layout of a group needs; 0 where some may fit. The largest micro-batch
-        has the smallest states, because it adds up no gradients.
+    def _least_excess(self, group: LayoutGroup) -> int:
+        """Bytes beyond the budget that every layout of a group needs; 0 where some may fit. The largest micro-batch,
+        with all rows of a rank in one forward, has the smallest states, because it adds up no gradients.
         """
-        return self.estimates.least_excess(self._largest(group))
+        largest = self.candidates.largest(group.sizes, group.zero_stage, group.offload)
+        assert largest is not None, group
+        return self.budget.least_excess(least_bytes_of_stages(largest.plan, self.candidates.model))
 
-    def has_fitting(self, group: LayoutGroup) -> bool:
+    def _has_fitting(self, group: LayoutGroup) -> bool:
         """Whether a layout of a group fits."""
-        return not self.least_excess(group) and any(
-            self.estimates.fits(form)
-            for vpp in self.candidates.chunks(group.sizes)
-            for form in self._small_forms(group, vpp)
+        return not self._least_excess(group) and any(
+            self._fits(form) for vpp in self.candidates.chunks(group.sizes) for form in self._small_forms(group, vpp)
         )
 
-    def smallest_of(self, group: LayoutGroup) -> Candidate:
+    def _smallest_of(self, group: LayoutGroup) -> Candidate:
         """The layout of a group that needs least beyond the budget; of several the one with the fastest activations."""
         order = self.candidates.activations.index
         forms = (form for vpp in self.candidates.chunks(group.sizes) for form in self._small_forms(group, vpp))
-        return min(forms, key=lambda form: (self.estimates.excess(form), order(form.layout.activations)))
+        return min(forms, key=lambda form: (self._excess(form), order(form.layout.activations)))
 
     def _small_forms(self, group: LayoutGroup, vpp: int) -> Iterator[Candidate]:
         """Layouts of a group with these chunks of which one needs least."""
@@ -189,7 +247,7 @@ class GroupSearch:
         ends = (self.candidates.find(group.layout(each, activations, vpp)) for each in sorted({rows[0], rows[-1]}))
         return (candidate for candidate in ends if candidate is not None)
 
-    def best_of(self, group: LayoutGroup, divisions: Sequence[StepDivision], limit: float) -> Candidate | None:
+    def _best_of(self, group: LayoutGroup, divisions: Sequence[StepDivision], limit: float) -> Candidate | None:
         """The fastest layout of a group that fits and takes less than `limit` seconds, which has one of `divisions`;
         None where there is none.
         """
@@ -204,25 +262,25 @@ class GroupSearch:
                 if faster is not None and activations.is_slower_than(faster):
                     continue
                 if vpp not in smallest_fits:
-                    smallest_fits[vpp] = any(map(self.estimates.fits, self._smallest(group, vpp, activations)))
+                    smallest_fits[vpp] = any(map(self._fits, self._smallest(group, vpp, activations)))
                 candidate = self._find(group, division, activations)
-                if not smallest_fits[vpp] or not self.estimates.fits(candidate):
+                if not smallest_fits[vpp] or not self._fits(candidate):
                     continue
                 fitting[division.choice] = activations
-                if (seconds := self.estimates.seconds(candidate)) < limit:
+                if (seconds := self._seconds(candidate)) < limit:
                     found, limit = candidate, seconds
         return found
 
-    def fastest_of(self, group: LayoutGroup, limit: float = inf) -> float:
+    def _fastest_of(self, group: LayoutGroup, limit: float = inf) -> float:
         """Seconds of the fastest layout of a group, whatever memory it takes; `limit` where none takes less."""
         seconds, fastest = limit, self.candidates.activations[0]
-        for division in self.divisions(group, limit):
+        for division in self._divisions(group, limit):
             if division.least_seconds >= seconds:
                 break
-            seconds = min(seconds, self.estimates.seconds(self._find(group, division, fastest)))
+            seconds = min(seconds, self._seconds(self._find(group, division, fastest)))
         return seconds
 
-    def divisions(self, group: LayoutGroup, limit: float) -> list[StepDivision]:
+    def _divisions(self, group: LayoutGroup, limit: float) -> list[StepDivision]:
         """Legal divisions of a group's step that may take less than `limit` seconds, with their bounds for the fastest
         activations, the lowest first.
         """
@@ -260,7 +318,7 @@ class GroupSearch:
         if candidate is None:
             return []
         forwards = candidate.plan.batch.gradient_accumulation_steps
-        least = self.estimates.least_seconds(candidate)
+        least = self._least_of(candidate)
         return [StepDivision(least.seconds(vpp=vpp, num_turns=vpp * forwards), rows, vpp) for vpp in chunks]
 
     def _find(self, group: LayoutGroup, division: StepDivision, activations: Activations) -> Candidate:
@@ -268,143 +326,35 @@ class GroupSearch:
         assert found is not None, (group, division)
         return found
 
-    def _largest(self, group: LayoutGroup) -> Candidate:
-        """The layout with all rows of a rank in one forward."""
-        found = self.candidates.largest(group.sizes, group.zero_stage, group.offload)
-        assert found is not None, group
-        return found
+    def _memory(self, candidate: Candidate) -> MemoryEstimate:
+        if candidate.layout not in self._estimates:
+            self._estimates[candidate.layout] = estimate_memory(candidate.plan, self.candidates.model)
+        return self._estimates[candidate.layout]
 
+    def _excess(self, candidate: Candidate) -> int:
+        return self.budget.excess(self._memory(candidate))
 
-LISTED = 5
-"""Layouts that are listed, and at most as many that would be faster and do not fit."""
+    def _fits(self, candidate: Candidate) -> bool:
+        """Whether it exceeds nothing; where it does, that takes a part of the time of `_excess`."""
+        if candidate.layout not in self._fitting:
+            self._fitting[candidate.layout] = self._is_fitting(candidate.plan)
+        return self._fitting[candidate.layout]
 
+    def _is_fitting(self, plan: Plan) -> bool:
+        stages = []
+        for stage in estimate_stages(plan, self.candidates.model):
+            if self.budget.device_excess(stage) > 0:
+                return False
+            stages.append(stage)
+        return not self.budget.excess(fullest_stage(stages))
 
-@dataclass(frozen=True)
-class Proposal:
-    """A legal layout that fits, with its memory and the time of a step."""
+    def _seconds(self, candidate: Candidate) -> float:
+        """Seconds of a step; a part of the time of `estimate_time`."""
+        return step_seconds(candidate.plan, self.candidates.model, machine=self.machine, rows=self.rows)
 
-    candidate: Candidate
-    memory: MemoryEstimate
-    time: TimeEstimate
-
-    @property
-    def layout(self) -> Layout:
-        """The layout."""
-        return self.candidate.layout
-
-
-@dataclass(frozen=True)
-class Misfit:
-    """A legal layout that does not fit, with the memory of its smallest form, and the time of its fastest one."""
-
-    candidate: Candidate
-    memory: MemoryEstimate
-    seconds: float
-
-    @property
-    def layout(self) -> Layout:
-        """The smallest form of the layout."""
-        return self.candidate.layout
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """What a search found."""
-
-    proposals: tuple[Proposal, ...]
-    """The fastest layouts that fit, of which each has other parallel sizes, ZeRO stage or offload; the best first."""
-    misfits: tuple[Misfit, ...]
-    """Layouts that would be faster than the best, and do not fit; where none fits, the one that lacks least."""
-    budget: Budget
-    num_groups: int
-    """Combinations of parallel sizes, ZeRO stage and offload that are legal."""
-
-
-@dataclass(frozen=True, order=True)
-class _TooLarge:
-    """A group of which no layout fits."""
-
-    excess: int
-    """Bytes beyond the budget that each of its layouts needs at least."""
-    group: LayoutGroup
-
-
-@dataclass(frozen=True)
-class Search:
-    """The search for one run on one kind of machine."""
-
-    candidates: Candidates
-    machine: Machine
-    budget: Budget
-    rows: RowShape
-
-    def run(self, listed: int = LISTED) -> SearchResult:
-        """The best layouts of all groups; none where none fits."""
-        queue, within = list(self._within.groups()), self._within
-        number = len(queue)
-        heapq.heapify(queue)
-        found: list[Proposal] = []
-        too_large: list[_TooLarge] = []
-        while queue and queue[0].least_seconds < (limit := found[-1].time.seconds if len(found) == listed else inf):
-            group = heapq.heappop(queue)
-            if group.is_shared:
-                heapq.heappush(queue, within.bounded(group))
-            elif excess := within.least_excess(group):
-                too_large.append(_TooLarge(excess, group))
-            elif not (divisions := within.divisions(group, limit)):
-                continue
-            elif not within.has_fitting(group):
-                too_large.append(_TooLarge(0, group))
-            elif (best := within.best_of(group, divisions, limit)) is not None:
-                insort(found, Proposal(best, self._estimates.memory(best), self._estimates.time(best)), key=_seconds)
-                del found[listed:]
-        misfits = self._faster(too_large, found[0].time.seconds, listed) if found else self._nearest(too_large)
-        return SearchResult(tuple(found), tuple(misfits), self.budget, number)
-
-    def has_fitting(self) -> bool:
-        """Whether any layout fits."""
-        legal = {sizes: set(self.candidates.zero_stages(sizes)) for sizes in self.candidates.sizes()}
-        # What needs least comes first.
-        for choice in product(reversed(STAGES), reversed(OFFLOADS)):
-            groups = [LayoutGroup(0.0, True, sizes, *choice) for sizes, choices in legal.items() if choice in choices]
-            if any(map(self._within.has_fitting, groups)):
-                return True
-        return False
-
-    def _faster(self, too_large: Sequence[_TooLarge], seconds: float, listed: int) -> list[Misfit]:
-        """Layouts that would take less than `seconds`, the fastest first, in the form that needs least memory."""
-        found: list[tuple[float, LayoutGroup]] = []
-        for group in sorted(each.group for each in too_large):
-            limit = found[-1][0] if len(found) == listed else seconds
-            if group.least_seconds >= limit:
-                break
-            if (fastest := self._within.fastest_of(group, limit)) < limit:
-                insort(found, (fastest, group))
-                del found[listed:]
-        return [self._misfit(group, fastest) for fastest, group in found]
-
-    def _nearest(self, too_large: Sequence[_TooLarge]) -> list[Misfit]:
-        """The layout that lacks least; none where there is no layout."""
-        found: _TooLarge | None = None
-        for each in sorted(too_large):
-            if found is not None and each.excess >= found.excess:
-                break
-            exact = _TooLarge(self._estimates.excess(self._within.smallest_of(each.group)), each.group)
-            found = exact if found is None else min(found, exact)
-        return [] if found is None else [self._misfit(found.group, self._within.fastest_of(found.group))]
-
-    def _misfit(self, group: LayoutGroup, seconds: float) -> Misfit:
-        smallest = self._within.smallest_of(group)
-        return Misfit(smallest, self._estimates.memory(smallest), seconds)
-
-    @cached_property
-    def _estimates(self) -> Estimates:
-        return Estimates(self.candidates.model, self.machine, self.budget, self.rows)
-
-    @cached_property
-    def _within(self) -> GroupSearch:
-        return GroupSearch(self.candidates, self._estimates)
-
-
-def _seconds(proposal: Proposal) -> float:
-    return proposal.time.seconds
+    def _least_of(self, candidate: Candidate) -> LeastSeconds:
+        """Seconds of a step at least, however the layers are divided over the stages of a pipeline."""
+        if candidate.layout not in self._bounds_of:
+            run = candidate.plan, self.candidates.model
+            self._bounds_of[candidate.layout] = least_seconds(*run, machine=self.machine, rows=self.rows)
+        return self._bounds_of[candidate.layout]

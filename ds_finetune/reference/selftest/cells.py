@@ -19,8 +19,8 @@ from ds_finetune.config.sections import ParallelConfig
 from ds_finetune.data.documents import Documents, KeptDocument
 from ds_finetune.data.mismatched import MismatchedAnswers
 from ds_finetune.data.prepared_rows import PreparedRows, Row, RowDocuments
+from ds_finetune.families.configs import VOCAB
 from ds_finetune.families.table import FAMILIES
-from ds_finetune.families.tiny import VOCAB
 from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.objectives.labels import IGNORE_INDEX
 from ds_finetune.objectives.objective import Objective, make_objective

@@ -12,8 +12,8 @@ import torch
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.sections import LoraConfig
 from ds_finetune.errors import ConfigError
+from ds_finetune.families.configs import VOCAB
 from ds_finetune.families.table import FAMILIES as TABLE
-from ds_finetune.families.tiny import VOCAB
 from ds_finetune.model.adapters.lora import Factors, factors_of, merge_adapters
 from ds_finetune.model.adapters.lora_plan import plan_lora
 from ds_finetune.model.build.skeleton import build_skeleton

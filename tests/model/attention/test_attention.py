@@ -11,8 +11,7 @@ from transformers import AutoConfig
 from transformers import modeling_flash_attention_utils as flash
 
 from ds_finetune.errors import ModelError
-from ds_finetune.families.table import FAMILIES
-from ds_finetune.families.tiny import (
+from ds_finetune.families.configs import (
     DENSE,
     GROUPED_QUERY_EXPERTS,
     GROUPED_ROUTING,
@@ -24,6 +23,7 @@ from ds_finetune.families.tiny import (
     SHARED_INDEX,
     WIDE_VALUES,
 )
+from ds_finetune.families.table import FAMILIES
 from ds_finetune.model.attention.by_document import attend_by_document
 from ds_finetune.model.build.skeleton import build_skeleton, check_attention, model_class
 from ds_finetune.model.loss.forward_rows import ForwardRows

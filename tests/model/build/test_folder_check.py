@@ -177,7 +177,7 @@ def test_files_of_models_are_copied_in_one_place() -> None:
         for path in (ROOT / "ds_finetune").rglob("*.py")
         if re.search(r"shutil\.copy|os\.link|copytree", path.read_text())
     }
-    assert copying == {"model/build/hub_folder.py", "export/folder.py", "cli/demo_files.py", "checkpoint/files.py"}
+    assert copying == {"model/build/hub_folder.py", "export/folder.py", "cli/demo.py", "checkpoint/files.py"}
 
 
 def test_links_within_the_folder_and_the_hubs_cache_are_followed(tmp_path: Path) -> None:

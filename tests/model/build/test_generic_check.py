@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig
 
 from ds_finetune.errors import ModelError
-from ds_finetune.families.tiny import DENSE, GROUPED_ROUTING
+from ds_finetune.families.configs import DENSE, GROUPED_ROUTING
 from ds_finetune.model.attention.by_document import BY_LENGTHS, FLASH
 from ds_finetune.model.build.generic_check import LIMIT, Trial, check_generic_type, check_trial, try_model_type
 from ds_finetune.model.build.skeleton import build_skeleton, read_hf_config

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from ds_finetune.families.published import PUBLISHED
+from ds_finetune.families.configs import PUBLISHED
 from ds_finetune.families.table import FAMILIES
 from ds_finetune.model.activation_memory import install_tiled_mlps
 from ds_finetune.model.build.skeleton import build_skeleton

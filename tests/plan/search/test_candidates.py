@@ -15,9 +15,10 @@ from ds_finetune.model.build.model_plan import ModelPlan
 from ds_finetune.plan.config_json import read_config_json
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.search.candidates import ACTIVATIONS, STAGES, Candidate, Candidates, Ranks, check_run
-from ds_finetune.plan.search.layout import OFFLOADS, Layout, Sizes, layout_of
+from ds_finetune.plan.search.layout import OFFLOADS, Layout, Sizes
 from ds_finetune.reference.selftest.cells import TINY_MODELS, hf_config
 from ds_finetune.trainer.resolve import make_model_plan
+from tests.planning import all_layouts, layout_of
 
 NAMES = [name for name, family in FAMILIES.items() if family.tiny_models]
 VARIANTS: list[dict[str, Any]] = [
@@ -103,7 +104,7 @@ def _accepted(config: RunConfig, layout: Layout, ranks: Ranks) -> bool:
 def test_no_layout_is_missing(name: str, number: int, tmp_path: Path) -> None:
     config, ranks = _config(_folder(tmp_path, name), train={"global_batch_size": 12}), Ranks(number, 8, "cuda")
     found = {
-        each.layout for each in _candidates(config, ranks).all_layouts() if each.layout.activations in ACTIVATIONS[:2]
+        each.layout for each in all_layouts(_candidates(config, ranks)) if each.layout.activations in ACTIVATIONS[:2]
     }
     sizes = [
         (Sizes(*each), vpp)

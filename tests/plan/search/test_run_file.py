@@ -14,7 +14,6 @@ from ds_finetune.plan.search.layout import (
     Sizes,
     decided,
     layout_keys,
-    layout_of,
     override_values,
     shipped_name,
     with_values,
@@ -22,6 +21,7 @@ from ds_finetune.plan.search.layout import (
     written_run_file,
 )
 from tests.conftest import ROOT
+from tests.planning import layout_of
 
 SHIPPED = sorted((ROOT / "ds_configs" / "runs").glob("*.yaml"))
 LAYOUTS = (

@@ -13,17 +13,17 @@ from ds_finetune.config.schema import RunConfig, read_config
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.config_json import read_config_json
 from ds_finetune.plan.estimate.accelerators import accelerator, machine_of
-from ds_finetune.plan.estimate.memory import estimate_memory, least_bytes, least_bytes_of_stages
+from ds_finetune.plan.estimate.memory import estimate_memory, least_bytes_of_stages
 from ds_finetune.plan.estimate.operations import RowShape
 from ds_finetune.plan.estimate.step_time import estimate_time, least_seconds
 from ds_finetune.plan.search.candidates import Candidates, Ranks
 from ds_finetune.plan.search.fitting import Budget
-from ds_finetune.plan.search.layout import layout_of
 from ds_finetune.plan.search.machines import Request, target_of
 from ds_finetune.plan.search.search import LISTED, Search
 from ds_finetune.plan.search.search_run import search_layouts
 from ds_finetune.reference.selftest.cells import hf_config
 from tests.conftest import ROOT
+from tests.planning import all_layouts, layout_of
 
 PLENTY = 2**50
 
@@ -56,13 +56,12 @@ def test_nothing_better_is_missed(name: str, ranks: int, per_node: int, tmp_path
             estimate_time(found.plan, model, machine=search.machine, rows=search.rows).seconds,
             found.layout,
         )
-        for found in search.candidates.all_layouts()
+        for found in all_layouts(search.candidates)
     ]
-    for found, (memory, seconds, layout) in zip(search.candidates.all_layouts(), every, strict=True):
-        for least in (least_bytes, least_bytes_of_stages):
-            states = least(found.plan, model)
-            assert 0 < states.device <= memory.device_bytes, layout
-            assert states.host <= memory.host_bytes, layout
+    for found, (memory, seconds, layout) in zip(all_layouts(search.candidates), every, strict=True):
+        states = least_bytes_of_stages(found.plan, model)
+        assert 0 < states.device <= memory.device_bytes, layout
+        assert states.host <= memory.host_bytes, layout
         bound = least_seconds(found.plan, model, machine=search.machine, rows=search.rows)
         forwards = found.plan.batch.gradient_accumulation_steps
         assert 0 < bound.seconds(vpp=layout.vpp, num_turns=layout.vpp * forwards) <= seconds * (1 + 1e-9), layout
