@@ -71,14 +71,14 @@ def lose_packets(connection: socket.socket, share: float) -> None:
 
 
 def lose() -> None:
-    """30% of what arrives at this rank, over any of its connections.
+    """Half of what arrives at this rank, over any of its connections.
 
     Not over sockets of this machine: the fork server's, which this process shares, would lose requests of later tests.
     """
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(entry.name))) as connection:
             if connection.family in (socket.AF_INET, socket.AF_INET6):
-                lose_packets(connection, 0.3)
+                lose_packets(connection, 0.5)
 
 
 def main() -> None:
