@@ -19,7 +19,7 @@ from ds_finetune.cli import main as cli
 from ds_finetune.cli.demo import write_demo
 from ds_finetune.config.schema import read_config
 from ds_finetune.families.table import FAMILIES
-from ds_finetune.plan.combinations import AXES, TESTED_LAYOUTS
+from ds_finetune.plan.tested_layouts import AXES, TESTED_LAYOUTS
 from ds_finetune.runs.experiments.sweep_file import SweepConfig
 from tests.conftest import ROOT
 

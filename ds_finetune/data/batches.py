@@ -275,7 +275,7 @@ def _stack(rows: Sequence[Row], plan: BatchPlan) -> MicroBatch:
     multiple = math.lcm(_PAD_MULTIPLE, plan.multiple)
     length = plan.row_len or -(-longest // multiple) * multiple
     restarts = plan.row_len is not None or plan.documents_per_unit > 1 or plan.separates_padding
-    positions = _positions(rows, length, restarts=restarts)
+    positions = _positions_with_padding(rows, length, restarts=restarts)
     examples = _examples(rows, length, plan.reference) if plan.documents_per_unit else None
     input_ids = _pad([row.input_ids for row in rows], length, plan.pad_token_id)
     labels = _pad([row.labels for row in rows], length, IGNORE_INDEX)
@@ -348,7 +348,7 @@ def _pad(parts: Sequence[Ints], length: int, value: int) -> torch.Tensor:
     return torch.from_numpy(out)
 
 
-def _positions(rows: Sequence[Row], length: int, *, restarts: bool) -> NDArray[np.int64]:
+def _positions_with_padding(rows: Sequence[Row], length: int, *, restarts: bool) -> NDArray[np.int64]:
     """Position ids, int64 [rows, length].
 
     With `restarts`, as in a packed row, padding is a separate document that starts at position 0. Otherwise positions

@@ -15,11 +15,11 @@ from ds_finetune.errors import ModelError
 from ds_finetune.families.parameters import indexed_layers
 from ds_finetune.families.table import FAMILIES, WITH_TINY_MODELS
 from ds_finetune.plan.batch import rows_of_forward
-from ds_finetune.plan.combinations import ROW_BYTES, TESTED_LAYOUTS, WEIGHT_BYTES, nearest_layout, wider
 from ds_finetune.plan.forward import problem_of_calls, varlen_problem
 from ds_finetune.plan.inexact import inexact_checks
 from ds_finetune.plan.routers import has_routers
 from ds_finetune.plan.settings import Condition, Other, Refusal, RunSettings, setting, together
+from ds_finetune.plan.tested_layouts import ROW_BYTES, TESTED_LAYOUTS, WEIGHT_BYTES, nearest_layout, wider
 
 _MOST_RANKS_OF_AXIS = 4096
 """Larger sizes of an axis are not named in hints."""

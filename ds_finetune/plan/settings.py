@@ -8,10 +8,10 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError, ModelError
 from ds_finetune.families.family import Family
 from ds_finetune.families.table import family_of
-from ds_finetune.plan.combinations import AXES
 from ds_finetune.plan.deepspeed_config import Tree, offload_device
 from ds_finetune.plan.layer_stages import StageLayers
 from ds_finetune.plan.mesh import Mesh
+from ds_finetune.plan.tested_layouts import AXES
 
 _ALONE = Mesh(0, 1)
 

@@ -214,7 +214,7 @@ def open_process_group(run: PreparedRun, store: dist.Store, monitor: Monitor) ->
     timeout = timedelta(seconds=run.plan.collective_seconds)
     group = process_group(run.plan.world, run.plan.device, store, timeout=timeout)
     monitor.progress.device = device_progress(run.plan.device)
-    with remove_empty_on_failure(run.output_dir), monitor.detect_hangs(store), group, report_errors(run, monitor):
+    with remove_empty_on_failure(run.output_dir), monitor.watch_from_start(store), group, report_errors(run, monitor):
         yield
 
 

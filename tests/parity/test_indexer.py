@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_finetune.plan.combinations import TESTED_LAYOUTS
+from ds_finetune.plan.tested_layouts import TESTED_LAYOUTS
 from ds_finetune.reference.selftest.cells import Cell
 from tests.parity.indexer_cells import IndexerLayout, plain_steps, write_indexed_model
 from tests.parity.reference import GRADIENT_TOLERANCE, LOSS_TOLERANCE, asked_for, is_for, launch, relative

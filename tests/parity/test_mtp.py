@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_finetune.plan.combinations import TESTED_LAYOUTS
+from ds_finetune.plan.tested_layouts import TESTED_LAYOUTS
 from ds_finetune.reference.selftest.cells import Cell
 from tests.pairwise import pairwise
 from tests.parity.mtp_cells import MtpLayout, PlainSteps, plain_steps, write_mtp_model

@@ -13,9 +13,9 @@ from ds_finetune.errors import ConfigError
 from ds_finetune.families.configs import DENSE
 from ds_finetune.families.table import FAMILIES
 from ds_finetune.plan.checks import check
-from ds_finetune.plan.combinations import TESTED_LAYOUTS
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.settings import RunSettings
+from ds_finetune.plan.tested_layouts import TESTED_LAYOUTS
 
 
 def test_ranks_are_numbered_row_major_and_tensor_ranks_stand_together() -> None:

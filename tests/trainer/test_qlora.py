@@ -13,7 +13,7 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import ds_finetune.plan.combinations as legal
+import ds_finetune.plan.checks as checks
 from ds_finetune.cli.main import main
 from ds_finetune.export.verify.record import RECORD, UNVERIFIED, ExportRecord
 from tests.lora_twin import in_peft
@@ -122,7 +122,7 @@ def test_what_is_not_proven_is_refused(
     ):
         assert main(["train", run_file, override]) == 2, override
         assert said in capsys.readouterr().err, override
-    monkeypatch.setattr(legal, "find_spec", lambda name: None)
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
     assert main(["train", run_file]) == 2
     assert "lora.quantize nf4 needs bitsandbytes, which is not installed" in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "run").exists()

@@ -91,7 +91,7 @@ class Monitor(threading.Thread):
         """Serve until closed."""
         while not self._closed.is_set():
             self._read()
-            self._check_time(time.monotonic())
+            self._act_on_deadlines(time.monotonic())
 
     @contextmanager
     def report_errors(self) -> Iterator[None]:
@@ -119,7 +119,7 @@ class Monitor(threading.Thread):
             raise secondary from None
 
     @contextmanager
-    def detect_hangs(self, store: dist.Store) -> Iterator[None]:
+    def watch_from_start(self, store: dist.Store) -> Iterator[None]:
         """Wait for every rank, without a limit; then detect hangs and write stacks while it is open."""
         self.wait_until_prepared(store)
         self._stacks = stacks = StackFile(self._output_dir, self._world.rank)
@@ -255,7 +255,7 @@ class Monitor(threading.Thread):
             _print(f"{line}\n")
         try_to_finish(lambda: self.log(line))
 
-    def _check_time(self, now: float) -> None:
+    def _act_on_deadlines(self, now: float) -> None:
         """Do what is due: report a hang of this rank, or end the process."""
         limit = self.progress.limit_seconds()
         until = self.progress.last_progress_at() + limit

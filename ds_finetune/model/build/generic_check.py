@@ -28,7 +28,7 @@ from ds_finetune.model.parallel.pipeline import build_meta_model
 from ds_finetune.model.weights.load import initialise_weights
 from ds_finetune.objectives.labels import IGNORE_INDEX
 from ds_finetune.objectives.objective import Objective, ScoreObjective, TokenObjective, is_of_scores
-from ds_finetune.plan.combinations import ROW_BYTES, WEIGHT_BYTES, wider
+from ds_finetune.plan.tested_layouts import ROW_BYTES, WEIGHT_BYTES, wider
 
 _LANGUAGE_MODEL = TokenObjective("sft")
 LIMIT = 1e-4
@@ -108,7 +108,7 @@ def check_generic_type(  # noqa: PLR0913
 
 
 def _check_expert_widths(hf_config: PretrainedConfig, precision: str, task: Task) -> None:
-    """ModelError where torch's grouped product rejects widths of experts; `plan.combinations` checks the families."""
+    """ModelError where torch's grouped product rejects widths of experts; `plan.tested_layouts` checks the families."""
     lm = build_meta_model(hf_config, task)
     if lm.config._experts_implementation != "grouped_mm":
         return

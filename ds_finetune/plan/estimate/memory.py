@@ -14,7 +14,6 @@ from ds_finetune.errors import ConfigError, ModelError
 from ds_finetune.families.family import layer_of
 from ds_finetune.families.parameters import ModelConfig
 from ds_finetune.families.tensors import EMBEDDING, HEAD, model_tensors
-from ds_finetune.plan.combinations import WEIGHT_BYTES
 from ds_finetune.plan.estimate.activation_memory import ActivationBytes, AdaptedLayers, HeadBytes, activation_bytes
 from ds_finetune.plan.estimate.rank_weights import (
     RankWeights,
@@ -47,6 +46,7 @@ from ds_finetune.plan.forward import CPU_TOKENS, DISTILLATION_TOKENS, varlen_pro
 from ds_finetune.plan.lora_targets import adapted_targets, targets_among
 from ds_finetune.plan.pipeline import num_held_forwards
 from ds_finetune.plan.plan import Plan, is_teacher_partitioned
+from ds_finetune.plan.tested_layouts import WEIGHT_BYTES
 
 _WIDE = 4
 _MICRO_BATCH, _LENGTH = "train.micro_batch_size", "train.max_seq_len"

@@ -16,13 +16,13 @@ from ds_finetune.config.sections import LoraConfig
 from ds_finetune.families.parameters import ModelConfig
 from ds_finetune.families.table import family_of
 from ds_finetune.families.tensors import EMBEDDING
-from ds_finetune.plan.combinations import WEIGHT_BYTES
 from ds_finetune.plan.estimate.activation_memory import SINK_COLUMNS, activation_bytes
 from ds_finetune.plan.estimate.rank_weights import RankWeights, is_trained, part_of, shape_of_model
 from ds_finetune.plan.estimate.states import TensorKind
 from ds_finetune.plan.forward import head_chunk
 from ds_finetune.plan.model_shape import Shape
 from ds_finetune.plan.plan import Plan
+from ds_finetune.plan.tested_layouts import WEIGHT_BYTES
 
 
 @dataclass(frozen=True)

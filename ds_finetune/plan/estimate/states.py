@@ -7,9 +7,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ds_finetune.plan.combinations import WEIGHT_BYTES
 from ds_finetune.plan.deepspeed_config import MOMENTS
 from ds_finetune.plan.plan import Plan, is_teacher_partitioned
+from ds_finetune.plan.tested_layouts import WEIGHT_BYTES
 
 _MASTER_BYTES = 4
 

@@ -14,11 +14,11 @@ from typing import Any, Literal, NamedTuple
 from ds_finetune.families.parameters import ModelConfig
 from ds_finetune.families.table import family_of
 from ds_finetune.families.tensors import EMBEDDING
-from ds_finetune.plan.combinations import WEIGHT_BYTES
 from ds_finetune.plan.estimate.operations import Work, adapter_elements, adapter_parts, is_quantised
 from ds_finetune.plan.estimate.rank_weights import RankWeights, is_trained, part_of
 from ds_finetune.plan.estimate.states import TensorKind
 from ds_finetune.plan.mesh import Mesh
+from ds_finetune.plan.tested_layouts import WEIGHT_BYTES
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]
 Beside = Literal["", "computation", "shared experts"]

@@ -11,8 +11,8 @@ from ds_finetune.config.run_file import SHORT_FORMS
 from ds_finetune.config.schema import ParallelConfig, RunConfig, dump_config, validate_tree
 from ds_finetune.config.shipped import DS_CONFIGS, shipped_file, shipped_names
 from ds_finetune.errors import ConfigError, OutputError
-from ds_finetune.plan.combinations import AXES
 from ds_finetune.plan.deepspeed_config import given_choices
+from ds_finetune.plan.tested_layouts import AXES
 
 Offload = Literal["none", "optimizer", "all"]
 OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "all")
