@@ -3,7 +3,7 @@
     python bench/first_step.py MODEL ROWS.jsonl --peer-python PYTHON [--rounds 3] [--tokens 512]
 
 MODEL is a folder with weights and tokenizer, ROWS.jsonl has `prompt` and `completion` in each line, and PYTHON is that
-of an environment with transformers, accelerate, DeepSpeed and datasets alone. Candidates are ds_finetune and
+of an environment with only transformers, accelerate, DeepSpeed and datasets. Candidates are ds_finetune and
 transformers' Trainer with DeepSpeed, both at ZeRO-2 in bf16 in one process, with the same packed rows.
 The tokens are cached for both: ds_finetune finds its cache, the Trainer loads a folder of `save_to_disk`. Candidates
 take turns in fresh processes. Timed are the imports, the cached tokens, the weights, DeepSpeed's start and one step;

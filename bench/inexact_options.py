@@ -3,7 +3,7 @@
     python bench/inexact_options.py MODEL TRAIN.jsonl EVAL.jsonl [--options zenflow ...] [--steps 40] [--rounds 1]
 
 MODEL is a folder of a dense model with weights; rows have `question` and `answer`, as GSM8K's. Each option runs beside
-the run that differs in it alone: same weights, rows, ranks and learning rates. Printed are losses of both, the largest
+the run that differs only in it: same weights, rows, ranks and learning rates. Printed are losses of both, the largest
 difference over all steps, the held-out loss, MiB that a rank sends in a step, and the median seconds of a step.
 """
 

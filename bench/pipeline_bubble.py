@@ -8,7 +8,7 @@ all chunks take the same time and messages take none (arXiv 2104.04473, section 
 
 Without `--steps` the run's own schedules send their messages between the ranks, and each forward and backward of a
 chunk sleeps instead of computing: 80 / v and 160 / v ms. So ranks do not take cores from each other, and the table
-shows schedule and messages alone. The share is 1 - slept / whole, a median over steps and the mean over ranks.
+shows only schedule and messages. The share is 1 - slept / whole, a median over steps and the mean over ranks.
 
 With `--steps` a Llama of eight equal layers (hidden 256, fp32, rows of 512 tokens) takes optimizer steps with each v by
 turns, in the same process. Reported are the seconds of a step, and the share of it in which no thread of a rank

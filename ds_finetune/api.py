@@ -241,7 +241,7 @@ def _check_main_thread() -> None:
     name = threading.current_thread().name
     if threading.current_thread() is not threading.main_thread():
         raise LaunchError(
-            f"train is called in thread `{name}`", hint="call it in the main thread, where alone Python handles signals"
+            f"train is called in thread `{name}`", hint="call it in the main thread: Python handles signals only there"
         )
 
 

@@ -94,7 +94,7 @@ deepspeed: zero1
 ```
 
 Each row is compared with a plain single-process loop on a tiny model of each type: losses, the gradient of every
-parameter, and the following steps. Data parallelism alone is tested with all model types and ZeRO stages 0 to 3.
+parameter, and the following steps. Data parallelism by itself is tested with all model types and ZeRO stages 0 to 3.
 
 """
 RULES = """
@@ -156,7 +156,7 @@ parallel: {sp: 4}           # a GPU then has a fourth of what the table says
 
 The first columns are KiB for each token that a rank computes: the inputs of all layers, which recomputation keeps
 (`train.activation_checkpointing`, on by default), and what the backward of one layer needs beside them, without and
-with `train.tiled_mlp`. Then come GiB for 131,072 tokens: with recomputation alone, with tiled MLPs, with
+with `train.tiled_mlp`. Then come GiB for 131,072 tokens: with only recomputation, with tiled MLPs, with
 `train.activation_offload`, and with both. The host then needs as many bytes as the inputs have. Not counted are weights
 and their gradients, optimizer states, the head, and what exchanges need.
 

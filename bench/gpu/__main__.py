@@ -15,7 +15,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("slice", choices=[*SLICES, "all", "table"])
     parser.add_argument("--out", type=Path, default=Path("runs/gpu_check"), help="folder of the JSON files")
     parser.add_argument("--size", choices=["full", "tiny"], default="full", help="tiny: a rehearsal")
-    parser.add_argument("--part", help="measure this part alone, in this process")
+    parser.add_argument("--part", help="measure only this part, in this process")
     given = parser.parse_args(arguments)
     if given.slice == "table":
         sys.stdout.write(tables(given.out, list(SLICES)))

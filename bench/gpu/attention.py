@@ -132,7 +132,7 @@ def parity(recorder: Recorder, *, is_tiny: bool) -> None:
 
 def _check_for_gpu() -> None:
     if device().type == "cpu":
-        raise SkippedError("the kernel for all documents runs on GPUs alone")
+        raise SkippedError("the kernel for all documents runs only on GPUs")
 
 
 def speed(recorder: Recorder, *, is_tiny: bool) -> None:

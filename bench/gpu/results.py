@@ -61,7 +61,7 @@ class Recorder:
 
     @contextmanager
     def record(self, name: str) -> Iterator[dict[str, Any]]:
-        """Measure something under `name`: the values put into the dict are its result. An error ends this record alone
+        """Measure something under `name`: the values put into the dict are its result. An error ends only this record
         and is written down.
         """
         self.file.update(running={"part": self.part, "name": name})

@@ -83,7 +83,7 @@ def named_checkpoint(place: CheckpointFolder, path: Path) -> UsableCheckpoint:
 
 
 def restore_engine(engine: Engine, place: CheckpointFolder, found: UsableCheckpoint) -> dict[str, Any]:
-    """Fill `engine` from the checkpoint; collective. Returns the state that this rank alone had saved, e.g. its random
+    """Fill `engine` from the checkpoint; collective. Returns the state that only this rank had saved, e.g. its random
     state; empty if there is none.
 
     CheckpointError on every rank if a tensor is missing, has another shape, or is in a part that is not here.

@@ -18,7 +18,7 @@ def add_commands(commands: Commands) -> None:
     watch = add_command(commands, "watch", "show a folder of runs in the browser while they train", _watch)
     text = "folder with runs, or of one run (default: this one)"
     watch.add_argument("folder", metavar="FOLDER", nargs="?", default=".", help=text)
-    text = "address to listen on (default 127.0.0.1: this machine alone); others need the token that is printed"
+    text = "address to listen on (default 127.0.0.1: only this machine); others need the token that is printed"
     watch.add_argument("--host", default="127.0.0.1", help=text)
     watch.add_argument("--port", type=port, default=_PORT, help=f"port to listen on, 0 for any (default {_PORT})")
     add_allowed_hosts(watch)

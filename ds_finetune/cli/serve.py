@@ -26,7 +26,7 @@ def add_commands(commands: Commands) -> None:
     serve.add_argument("folder", metavar="OUT", help="an exported folder")
     text = "program that runs the model (default auto: chosen by the folder and the GPU)"
     serve.add_argument("--engine", choices=("auto", "vllm", "transformers", "onnx"), default="auto", help=text)
-    text = "address to listen on (default 127.0.0.1: this machine alone)"
+    text = "address to listen on (default 127.0.0.1: only this machine)"
     serve.add_argument("--host", default="127.0.0.1", help=text)
     text = "listen for other machines without DS_FINETUNE_API_KEY, e.g. behind a proxy that asks for a key"
     serve.add_argument("--no-api-key", action="store_true", help=text)

@@ -243,7 +243,7 @@ def make_batch(rows: Sequence[Row | None], plan: BatchPlan, position: Position, 
 
 
 def _counts(rows: Sequence[Row], documents_per_unit: int) -> dict[str, int]:
-    """Number of each unit; rows whose `documents` is None have tokens, supervised ones and documents alone."""
+    """Number of each unit; rows whose `documents` is None have only tokens, supervised ones and documents."""
     lengths = [row.documents.lengths for row in rows if row.documents is not None]
     examples = sum(map(len, lengths)) // max(documents_per_unit, 1)
     return {
@@ -364,7 +364,7 @@ def _positions_with_padding(rows: Sequence[Row], length: int, *, restarts: bool)
 
 _MOST_SWAPS = 200
 _NEARLY_EVEN = 1e-3
-"""Parts whose sums differ by this share of their mean are left alone."""
+"""Parts whose sums differ by this share of their mean are left as they are."""
 
 
 @dataclass(frozen=True)
@@ -387,7 +387,7 @@ class Division:
 def divide_rows(costs: NDArray[np.float64], division: Division) -> list[list[int]]:
     """The row indices of each rank, in the order of its forwards; `costs` [dp x share] are the rows' costs.
 
-    It is a function of the costs alone: every rank computes the same division. Rows of similar cost share a forward,
+    It depends only on the costs: every rank computes the same division. Rows of similar cost share a forward,
     which also keeps unpacked rows from being padded much. Forwards are done in descending order of cost.
 
     Where ranks meet in each forward, the n-th forwards of all ranks get rows that follow one another by cost; otherwise

@@ -156,7 +156,7 @@ class PreparedRows:
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """Names of the classes in the order of their numbers; empty where rows have numbers alone, or no classes."""
+        """Names of the classes in the order of their numbers; empty where rows have only numbers, or no classes."""
         return self.kind.labels
 
     @property

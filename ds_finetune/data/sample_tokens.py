@@ -1,7 +1,7 @@
 """Tokenises samples, with the mask of supervised tokens; rendering.py finds the turns of a conversation.
 
 Prompt and completion are tokenised separately, so that the ids of the prompt are those that the model gets from a
-server, which tokenises the prompt alone.
+server, which tokenises only the prompt.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -108,7 +108,7 @@ def _expand(path: str, purpose: str) -> Iterator[Source]:
     elif file.is_file():
         file_format = FileFormat.of(file)
         if names:
-            raise DataError(f"data file `{base}` has no split `{':'.join(names)}`", hint="name the file alone")
+            raise DataError(f"data file `{base}` has no split `{':'.join(names)}`", hint="name only the file")
         if file_format is None:
             raise DataError(
                 f"data file `{path}` ends in `{''.join(file.suffixes[-2:])}`", hint=f"known endings: {known_endings()}"

@@ -7,7 +7,7 @@ encodes whole texts.
 
 A cut before a space is exact where (1) no expression matches both the character before the space and the space, (2)
 none looks back, and (3) what looks ahead looks for the end of white space. Then the words to the left and to the right
-are those of the whole text, and byte-level BPE merges within words alone. (1) holds for the characters of `_CUTS`:
+are those of the whole text, and byte-level BPE merges only within words. (1) holds for the characters of `_CUTS`:
 letters and digits, and the signs that an expression of its own matches. NFC composes nothing across a space, and added
 tokens have no spaces and do not strip them (`_has_plain_added_tokens`).
 

@@ -70,7 +70,7 @@ def is_encoder_tokenizer(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def _check_files(folder: Path) -> None:
-    """DataError for a folder without a vocabulary, and for one of tiktoken alone, as Kimi K2 and Moonlight are
+    """DataError for a folder without a vocabulary, and for one that has only tiktoken's, as Kimi K2 and Moonlight are
     published.
 
     Without one transformers 5.23 makes an empty tokenizer for some model types, such as qwen3 and gemma3_text, in which

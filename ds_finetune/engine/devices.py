@@ -46,7 +46,7 @@ def visible_device(local_rank: int) -> int:
     if local_rank >= count > 1:
         raise LaunchError(
             f"local rank {local_rank} sees {count} GPUs",
-            hint=f"start {count} ranks on this host, or show each rank its own GPU alone",
+            hint=f"start {count} ranks on this host, or show each rank only its own GPU",
         )
     return local_rank if local_rank < count else 0
 

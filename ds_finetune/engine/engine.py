@@ -82,7 +82,7 @@ class Engine:
     norms: ZeroNorms | HalfPrecisionNorms | None = None
     """Norms of gradients that DeepSpeed computes, each read once; None where they are read as DeepSpeed does."""
     own_norms: Mapping[str, float] = MappingProxyType({})
-    """Norms of the latest gradients of the parameters that an auxiliary loss trains alone, by the name of the loss."""
+    """Norms of the latest gradients of the parameters that only an auxiliary loss trains, by the name of the loss."""
 
     def __init__(self, wrapped: Any, plan: Plan, groups: Groups, objective: Objective) -> None:  # noqa: ANN401 - a DeepSpeedEngine
         self.plan = plan
@@ -144,7 +144,7 @@ class Engine:
         )
 
     def prepare(self, batch: Batch) -> RankBatch:
-        """What `step` does first with a batch: it needs the host alone, and may be done while the device computes."""
+        """What `step` does first with a batch: it needs only the host, and may be done while the device computes."""
         return batch if isinstance(batch, RankBatch) else rank_batch(batch, self._ds.module.sp_group, self._device)
 
     def evaluate(

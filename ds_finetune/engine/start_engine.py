@@ -120,7 +120,7 @@ def packs_documents(attention: str, hf_config: PretrainedConfig, *, device: str,
     if attention not in OWN_ATTENTIONS or attention == "by_document":
         return False
     if device == "cpu":
-        gpu, problem = device, "its kernel runs on GPUs alone"
+        gpu, problem = device, "its kernel runs only on GPUs"
     else:
         gpu, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
         problem = varlen_problem(hf_config.to_dict(), precision=precision, capability=capability)

@@ -307,7 +307,7 @@ def _check_same_tokens(
         raise DataError(
             f"the tokenizers of `{folder}` and `{base}` differ in {len(used & set(differ))} tokens that the rows "
             f"use: {some}",
-            hint="losses of different tokens cannot be compared; score each model alone",
+            hint="losses of different tokens cannot be compared; score each model by itself",
         )
     return []
 

@@ -187,8 +187,8 @@ def load_model(folder: Path) -> PreTrainedModel:
 def score_documents(
     model: PreTrainedModel, documents: Sequence[Document], *, batch_tokens: int, drafter: Drafter | None = None
 ) -> Scores:
-    """Scores of each document, from forwards of at most `batch_tokens` tokens; a longer document has a forward alone.
-    With a `drafter` those of its predictions too.
+    """Scores of each document, from forwards of at most `batch_tokens` tokens; a longer document has a forward of its
+    own. With a `drafter` those of its predictions too.
 
     Documents are padded on the right.
     """
@@ -253,7 +253,7 @@ def generate_answers(
 def length_batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
     """Batches of indices of sequences of similar length, longest first; rows x longest is at most `batch_tokens`.
 
-    A sequence that is longer than `batch_tokens` has a batch alone.
+    A sequence that is longer than `batch_tokens` has a batch of its own.
     """
     batch: list[int] = []
     for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):

@@ -115,7 +115,7 @@ def _export_fp4(path: Path, out: Path, *, dtype: str, max_shard_bytes: int, base
     began = time.monotonic()
     if dtype == FP8 or base is not None:
         what = f"--dtype {FP8}" if dtype == FP8 else f"--base {base}"
-        raise ExportError(f"{path} has experts in fp4: {what} is not possible", hint="export with --dtype bf16 alone")
+        raise ExportError(f"{path} has experts in fp4: {what} is not possible", hint="export with --dtype bf16 only")
     files = tuple(file for name in COPIED_FILES if (file := path / name).is_file())
     copy = published_copy(path, dtype=PRECISION_DTYPES[dtype], files=files)
     size = sum(tensor.num_bytes for tensor in copy.tensors)

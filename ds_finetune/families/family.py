@@ -30,7 +30,7 @@ class OnnxGraph:
     """The kinds of attention, router and rotary embedding in a family's ONNX graph (built by `export/onnx`)."""
 
     attention: Literal["latent", "grouped_query", "post_norm", "pre_norm"]
-    """The last two are encoders, whose layers normalise after or before attention and MLP; they classify alone."""
+    """The last two are encoders, whose layers normalise after or before attention and MLP; they only classify."""
     router: Literal["sigmoid", "softmax", "grouped_softmax"] | None = None
     """How experts are chosen; None where a family has no routed experts."""
     is_rotary_interleaved: bool = False

@@ -108,7 +108,7 @@ class MtpFeature(Feature):
 
     def lines(self) -> list[tuple[str, str]]:
         """Which layer is trained, and what its loss trains."""
-        trained = "it alone" if self._section.detach else "all that is trained"
+        trained = "only this layer" if self._section.detach else "all that is trained"
         layer = f"layer {self._hf_config.num_hidden_layers} is trained with weight {self._section.weight:g}"
         return [("mtp", f"{layer}; its loss trains {trained}")]
 

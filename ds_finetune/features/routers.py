@@ -78,7 +78,7 @@ class BalanceLoss(ExtraLoss):
 
 class _SumOfLayer(torch.autograd.Function):
     """The sum over documents of `sum_i f_i P_i` of a layer, fp32 scalar, from `factors` f_i / T, fp32 [documents,
-    experts]. Of [tokens, experts] numbers it keeps the logits alone, and computes the rest again in backward.
+    experts]. Of [tokens, experts] numbers it keeps only the logits, and computes the rest again in backward.
     """
 
     @staticmethod

@@ -6,7 +6,7 @@ layers. They leave the device in forward and come back in backward. Weights and 
 Copies have the same bits, so results do not change.
 
 MLPs take the tokens of a forward tile by tile, so that what lies between their matrices is never held for all. Forward
-keeps the inputs alone. Backward computes each tile again, and sums its gradients of the weights in fp32. All tiles use
+keeps only the inputs. Backward computes each tile again, and sums its gradients of the weights in fp32. All tiles use
 the weights of one gather under ZeRO-3. Tokens do not depend on each other within an MLP, nor do the rows of routed
 experts, so outputs are the same but for the order in which kernels add up.
 """

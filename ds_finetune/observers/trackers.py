@@ -287,7 +287,7 @@ class _Tracker:
         if self._is_reopened:
             return
         self._is_reopened = True
-        # accelerate's own way makes a run of TensorBoard for the parameters alone (tracking.py:230).
+        # accelerate's own way makes a run of TensorBoard for only the parameters (tracking.py:230).
         for summary in _hparams(self._parameters):
             self._open.tracker.file_writer.add_summary(summary)
         for step, values in earlier:

@@ -26,8 +26,6 @@ _MOST_RANKS_OF_AXIS = 4096
 _TESTED_OPTIONS: Mapping[str, tuple[object, ...]] = {
     "reduce_scatter": (True,),
     "contiguous_gradients": (True,),
-    "zero_quantized_gradients": (False,),
-    "zero_quantized_weights": (False,),
     "gradient_predivide_factor": (1, 1.0),
     "prescale_gradients": (False,),
 }
@@ -175,7 +173,7 @@ _RANKS = (
     ),
     Refusal(
         lambda run: run.model.attention == "varlen" and run.device == "cpu",
-        "model.attention varlen on device {device}: its kernel runs on GPUs alone",
+        "model.attention varlen on device {device}: its kernel runs only on GPUs",
         "set model.attention: sdpa, which attends document by document on CPUs",
     ),
     Refusal(
@@ -270,10 +268,6 @@ def _quantizes(run: RunSettings) -> bool:
     return run.lora is not None and run.lora.quantize is not None
 
 
-def _switched_on(option: str) -> Other:
-    return Other(f"{option} true", "leave it out", lambda run: run.zero.get(option))
-
-
 _LORA = (
     *together(
         "lora",
@@ -289,9 +283,6 @@ _LORA = (
                 "write the extension into the config.json of a copy of the model's folder",
                 lambda run: run.model.context is not None,
             ),
-            _switched_on("zero_quantized_weights"),
-            _switched_on("zero_quantized_nontrainable_weights"),
-            _switched_on("zero_quantized_gradients"),
         ),
     ),
     # The scales of 256 blocks have a common scale, and those of all blocks of a weight a common mean: of a shard they
@@ -418,7 +409,7 @@ _OPTIONS = (
     _option(
         "fp16 without ZeRO",
         lambda run: run.stage == 0 and run.precision == "fp16",
-        "DeepSpeed 0.19.8 scales the loss for ZeRO optimizers alone (runtime/engine.py:3417), but its FP16_Optimizer "
+        "DeepSpeed 0.19.8 scales the loss only for ZeRO optimizers (runtime/engine.py:3417), but its FP16_Optimizer "
         "divides the gradients by the scale all the same (fp16/fused_optimizer.py:374): a gradient norm of 0.767 "
         "became 1.17e-5",
         "zero_optimization.stage 1, or train.precision bf16",
@@ -639,8 +630,8 @@ _EXPERTS = (
     # choose and update the wrong elements.
     Refusal(
         lambda run: "zenflow" in run.inexact and run.family.expert_keys is not None,
-        "zero_optimization.zenflow cannot work with experts, which model_type {model_type} has: it knows matrices and "
-        "vectors alone",
+        "zero_optimization.zenflow cannot work with experts, which model_type {model_type} has: it knows only "
+        "matrices and vectors",
         "train a dense model, or leave zenflow out",
     ),
 )

@@ -1,6 +1,6 @@
 """Options of DeepSpeed that cannot equal a plain loop: which key `inexact` of a run file allows which of them."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ds_finetune.config.value_types import InexactName
@@ -56,7 +56,7 @@ _PARTITIONED = (
 )
 _QUANTIZED = (
     *_PARTITIONED,
-    Other("device {device}", f"{_NO_GPU} has its quantizer as CUDA kernels alone", lambda run: run.device != "cuda"),
+    Other("device {device}", f"{_NO_GPU} has its quantizer only as CUDA kernels", lambda run: run.device != "cuda"),
     Other("1 rank", "start several ranks: one sends nothing", lambda run: run.mesh.world_size == 1),
 )
 
@@ -113,11 +113,6 @@ def _several_forwards(run: RunSettings) -> dict[str, object] | None:
 
 _ZENFLOW = (
     *_offloaded(1, 2),
-    Other(
-        "the value {zero[zenflow]!r}",
-        "write a section, e.g. {{select_strategy: step, select_interval: 16}}",
-        lambda run: not isinstance(run.zero["zenflow"], Mapping),
-    ),
     Other(
         "zenflow.select_strategy {strategy}, because DeepSpeed does not know this program's epochs and would choose "
         "columns once",
@@ -252,12 +247,13 @@ def _is_on(path: str) -> Callable[[RunSettings], bool]:
 
 
 def _option_checks(option: InexactOption) -> Iterator[Refusal]:
-    """Refusals of an option that is asked for and not named, or named and not asked for, or that cannot work."""
+    """Refusals of an option that cannot work, or that is asked for and not named, or named and not asked for."""
 
     def values(run: RunSettings) -> dict[str, object] | None:
         asked, names = option.asked(run), ", ".join([*run.inexact, option.name])
         return {"asked": asked, "names": names} if asked else None
 
+    yield from together("{asked}", values, option.others, link=" cannot work with ", why="")
     yield Refusal(
         lambda run: option.name not in run.inexact and values(run),
         f"{{asked}} cannot equal a plain loop: {option.changes}",
@@ -268,7 +264,6 @@ def _option_checks(option: InexactOption) -> Iterator[Refusal]:
         f"inexact names {option.name}, which has no effect: {{why}}",
         f"take {option.name} out of inexact, or ask for it in `deepspeed`: {{key}}",
     )
-    yield from together("{asked}", values, option.others, link=" cannot work with ", why="")
 
 
 def _why(option: InexactOption, run: RunSettings) -> str:

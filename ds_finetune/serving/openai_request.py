@@ -29,7 +29,7 @@ def _joined_text(value: object) -> object:
     if not isinstance(value, list):
         return value
     if not all(isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text" for part in value):
-        raise ValueError("this server accepts text alone: each part has to be {'type': 'text', 'text': ...}")
+        raise ValueError("this server accepts only text: each part has to be {'type': 'text', 'text': ...}")
     return "\n".join(str(part["text"]) for part in value)
 
 

@@ -172,7 +172,7 @@ def _source_version() -> str:
 
 def _port_holder(port: int) -> str | None:
     with socket.socket() as listening:
-        # As TCPStore listens: a port with connections in TIME_WAIT alone is free.
+        # As TCPStore listens: a port that only has connections in TIME_WAIT is free.
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listening.bind(("", port))

@@ -186,7 +186,7 @@ def accelerate_choices(environ: Mapping[str, str]) -> AccelerateChoices | None:
 def check_deepspeed_hostfile(process: str = "self") -> None:
     """LaunchError where a parent `deepspeed` process was given a `--hostfile` that does not exist or is invalid.
 
-    DeepSpeed 0.19.8 then starts on this machine alone (launcher/runner.py, fetch_hostfile) and its ranks are not told.
+    DeepSpeed 0.19.8 then starts only on this machine (launcher/runner.py, fetch_hostfile) and its ranks are not told.
     This function finds its command line among the parent processes in /proc, where there is a /proc.
     """
     process_folder = Path("/proc") / process
@@ -211,7 +211,7 @@ def _check_hostfile_arguments(line: list[str]) -> None:
         )
         if name and not Path(name).is_file():
             raise LaunchError(
-                f"`deepspeed` was given hostfile `{name}`, which does not exist, and started on this machine alone",
+                f"`deepspeed` was given hostfile `{name}`, which does not exist, and started only on this machine",
                 hint="create it, or leave --hostfile out",
             )
         if name:

@@ -33,7 +33,9 @@ def length_notes(model: ModelPlan, *, max_seq_len: int) -> tuple[str, ...]:
     if tokens is None:
         return ()
     if model.indexer is not None and model.indexer.is_alone:
-        return (f"documents are attended to whole, also those longer than index_topk {tokens}: indexers alone train",)
+        return (
+            f"documents are attended to whole, also those longer than index_topk {tokens}: only indexers are trained",
+        )
     if max_seq_len > tokens and next(_limits(model), None) is None:
         trained = "not trained" if model.indexer is None else "trained"
         return (f"in documents longer than index_topk {tokens} the indexer chooses tokens; it is {trained}",)

@@ -1,4 +1,4 @@
-"""Plans a run on GPUs that this machine does not have: its layout and each rank's tensors, from config.json alone."""
+"""Plans a run on GPUs that this machine does not have: its layout and each rank's tensors, from only config.json."""
 
 import json
 from collections import Counter

@@ -145,7 +145,7 @@ def export(run: PreparedRun, engine: Engine, out: Path, *, step: int) -> list[st
     # What only the base of a classifier has belongs to its language-model head.
     if model.task == "causal_lm" and not model.has_random_weights and has_weights(folder):
         base = BaseFolder.read(folder, read_model_spec(folder))
-        # Rank zero writes: it alone compares embeddings and heads, which may take seconds.
+        # Rank zero writes: only it compares embeddings and heads, which may take seconds.
         parts, notes = base.with_base_tensors(parts, without=trained) if engine.is_rank_zero else (parts, [])
     keys = [*trained, *(tensor.key for copied in parts.base_tensors for tensor in copied.tensors)]
     notes = [*notes, *config_changes(parts.config, parts.files, keys)]

@@ -68,7 +68,7 @@ def run_steps(steps: Iterable[StepRecord], observers: Sequence[Observer]) -> Ste
 
 
 def step_values(result: StepResult, *, seconds: float, waited: float) -> dict[str, float]:
-    """Metric values of one step; `seconds` is the whole step with its wait for data, `waited` that wait alone.
+    """Metric values of one step; `seconds` is the whole step with its wait for data, `waited` only that wait.
 
     Labelled texts have no supervised tokens; they are counted as examples.
     """

@@ -199,7 +199,7 @@ def _saving(progress: RankProgress, left: TimeLeft) -> Iterator[None]:
 
 
 def _evaluates_every(section: EvalConfig) -> int:
-    """Steps between evaluations; 0 where there is one at the end alone."""
+    """Steps between evaluations; 0 where there is only one at the end."""
     return int(Duration.parse(section.every).value) if section.every else 0
 
 

@@ -214,7 +214,7 @@ def freeze_parameters(plan: Plan, model: ModelPlan) -> Plan:
 def freeze_unreached(plan: Plan, model: ModelPlan) -> Plan:
     """Freeze parameters that get no gradient from the loss, since weight decay would shrink them; a note names them.
 
-    In the model types of the family table these are indexers, or all others where indexers are trained alone.
+    In the model types of the family table these are indexers, or all others where only indexers are trained.
     """
     hf_config = model.hf_config
     family = family_of(hf_config.model_type)

@@ -189,7 +189,7 @@ def prepare_run_folder(config: RunConfig, plan: Plan, *, after_step: int = 0, la
 
 
 def _remove_records(file: Path, after_step: int, last: StepRecord | None) -> None:
-    """Lines end at the byte of a newline alone: texts of a model may hold U+2028, at which str.splitlines cuts."""
+    """Lines end only at the byte of a newline: texts of a model may hold U+2028, at which str.splitlines cuts."""
     if not file.exists():
         return
     steps = [(line, step) for line in file.read_bytes().split(b"\n") if (step := _step_of(line)) is not None]

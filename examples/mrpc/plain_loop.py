@@ -1,4 +1,4 @@
-"""Trains examples/mrpc/run.yaml's model in one process with transformers and torch alone, to compare with.
+"""Trains examples/mrpc/run.yaml's model in one process with only transformers and torch, to compare with.
 
 python examples/mrpc/plain_loop.py MODEL DATA SEED [EPOCHS]
 

@@ -154,7 +154,7 @@ def test_rows_of_marked_answers(name: str, tokenizer: PreTrainedTokenizerBase, t
         ({"messages": [SYSTEM, ASKED], "system": "Other", "rejected_response": "5"}, "dpo", "the last turn of `messages` has the role user", "end both"),
         ({"messages": [SYSTEM, ASKED, GOOD], "system": "Other", "rejected_response": "5"}, "dpo", "column `system` is 'Other', and the first turn is the system text 'Sys'", "once"),
         ({"prompt": [SYSTEM, ASKED], "completion": [GOOD], "system": "Other"}, "sft", "column `system` is 'Other'", "once"),
-        ({"messages": [ASKED], "chosen": [SYSTEM, ASKED, GOOD], "rejected": [SYSTEM, ASKED, BAD]}, "dpo", "`chosen` begins with the turn", "alone"),
+        ({"messages": [ASKED], "chosen": [SYSTEM, ASKED, GOOD], "rejected": [SYSTEM, ASKED, BAD]}, "dpo", "`chosen` begins with the turn", "only the answers"),
         ({"prompt": [ASKED, GOOD], "chosen": [YES], "rejected": [NO]}, "dpo", "the prompt ends with an assistant turn", "end the prompt with the user's turn"),
         ({"prompt": [ASKED, GOOD], "completion": [YES]}, "sft", "the prompt ends with an assistant turn", "end the prompt"),
         ({"prompt": HH + " Well", "completion": "Yes"}, "sft", "the prompt ends with an assistant turn", "end the prompt"),

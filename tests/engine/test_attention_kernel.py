@@ -12,7 +12,7 @@ CONFIG = AutoConfig.for_model("llama", hidden_size=64, num_attention_heads=2)
 
 def test_a_cpu_attends_document_by_document() -> None:
     assert not packs_documents("sdpa", CONFIG, device="cpu", precision="bf16")
-    with pytest.raises(ModelError, match="with model_type `llama` on cpu: its kernel runs on GPUs alone"):
+    with pytest.raises(ModelError, match="with model_type `llama` on cpu: its kernel runs only on GPUs"):
         packs_documents("varlen", CONFIG, device="cpu", precision="bf16")
 
 

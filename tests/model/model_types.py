@@ -59,7 +59,7 @@ The tiny copy has the first layers of the model, as many as hold one of each kin
 packing is refused; without packing, a line under the plan says that the loss is not known to be right.
 
 The encoders `{encoders}` have rows too. They attend in both directions and are trained with
-`objective: classification` alone; tests compare documents of packed rows with each document alone in plain
+only `objective: classification`; tests compare documents of packed rows with each document alone in plain
 transformers.
 
 DeepSeek sparse attention (`deepseek_v32`, `glm_moe_dsa`) attends to all of a document of at most `index_topk` tokens,

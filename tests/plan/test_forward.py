@@ -100,7 +100,7 @@ def test_a_kernel_by_name_is_taken_where_it_fits() -> None:
 
 def test_a_kernel_of_gpus_on_a_cpu() -> None:
     with pytest.raises(
-        ConfigError, match=r"model\.attention varlen on device cpu: its kernel runs on GPUs alone"
+        ConfigError, match=r"model\.attention varlen on device cpu: its kernel runs only on GPUs"
     ) as caught:
         check(RunSettings(config=_run("varlen"), device="cpu"), "ranks")
     assert caught.value.hint == "set model.attention: sdpa, which attends document by document on CPUs"
@@ -150,7 +150,7 @@ def test_commands_refuse_before_they_start(tmp_path: Path) -> None:
     assert "one call for all documents" in planned.stdout
     trained = start(["ds-finetune", "train", run_file, "train.precision=bf16"])
     assert trained.returncode == 2
-    assert "model.attention varlen on device cpu: its kernel runs on GPUs alone" in trained.stderr
+    assert "model.attention varlen on device cpu: its kernel runs only on GPUs" in trained.stderr
     assert not (tmp_path / "run").exists()
 
 

@@ -1,4 +1,4 @@
-"""Inexact options of DeepSpeed: allowed by name alone, with one error for each that cannot work in a run."""
+"""Inexact options of DeepSpeed: allowed only by name, with one error for each that cannot work in a run."""
 
 import itertools
 from typing import Any, get_args
@@ -15,6 +15,9 @@ from ds_finetune.plan.settings import RunSettings
 from tests.plan.test_plan import plan_of, zero
 
 CPU = {"device": "cpu"}
+NVME = {"device": "nvme", "nvme_path": "/nvme"}
+SUPER = {"super_offload": True}
+FP16 = {"precision": "fp16"}
 ZENFLOW = {"select_strategy": "step", "select_interval": 8, "update_interval": 4}
 NO_CHECKPOINT: dict[str, Any] = {"checkpoint": {"every": "never"}}
 ONE_FORWARD: dict[str, Any] = {"train": {"global_batch_size": 4, "micro_batch_size": 2}}
@@ -27,7 +30,7 @@ ASKED: dict[InexactName, tuple[dict[str, Any], dict[str, Any]]] = {
         {"train": {"global_batch_size": 8, "precision": "fp32"}},
     ),
     "zenflow": (zero(2, offload_optimizer=CPU, zenflow=ZENFLOW), NO_CHECKPOINT | ONE_FORWARD),
-    "superoffload": (zero(3, offload_optimizer=CPU | {"super_offload": True}), NO_CHECKPOINT),
+    "superoffload": (zero(3, offload_optimizer=CPU | SUPER), NO_CHECKPOINT),
 }
 """A DeepSpeed section that asks for each option, and what else the run needs."""
 
@@ -68,8 +71,8 @@ def test_a_name_without_effect_is_refused(name: InexactName) -> None:
     ("name", "change", "sections", "message", "hint"),
     [
         ("quantized_weights", {"stage": 2}, {}, "cannot work with zero stage 2", "stage to 3"),
-        ("quantized_weights", {}, {"device": "cpu"}, "cannot work with device cpu", "CUDA kernels alone"),
-        ("quantized_gradients", {}, {"device": "cpu"}, "cannot work with device cpu", "CUDA kernels alone"),
+        ("quantized_weights", {}, {"device": "cpu"}, "cannot work with device cpu", "only as CUDA kernels"),
+        ("quantized_gradients", {}, {"device": "cpu"}, "cannot work with device cpu", "only as CUDA kernels"),
         ("quantized_gradients", {}, {"dp": 1}, "cannot work with 1 rank", "several ranks"),
         ("quantized_gradients", {"reduce_scatter": False}, {}, "reduce_scatter false", "leave it out"),
         ("hierarchical_partition", {"stage": 2}, {}, "cannot work with zero stage 2", "stage to 3"),
@@ -104,14 +107,42 @@ def test_a_name_without_effect_is_refused(name: InexactName) -> None:
         ),
         ("superoffload", {"stage": 2}, {}, "cannot work with zero stage 2", "stage to 3"),
         ("superoffload", {}, {"device": "cpu"}, "cannot work with device cpu", "refuses every other accelerator"),
-        ("superoffload", {}, {"lora": {}}, "cannot work with lora", "all weights"),
+        *(
+            (name, change, sections, "cannot work with " + other, hint)
+            for name in (
+                "quantized_weights",
+                "quantized_gradients",
+                "hierarchical_partition",
+                "zenflow",
+                "superoffload",
+            )
+            for change, sections, other, hint in (
+                ({}, {"parallel": {"sp": 2}}, "parallel dp", "set tp, pp, sp and ep to 1"),
+                ({}, {"lora": {}}, "lora", "all weights"),
+                ({"stage": 0}, {}, "zero stage 0", "set zero_optimization.stage to"),
+            )
+        ),
+        *(
+            (name, {"offload_param": NVME}, {}, "cannot work with offload to nvme", "offload to cpu")
+            for name in ("quantized_weights", "quantized_gradients", "hierarchical_partition")
+        ),
+        ("quantized_weights", {}, {"dp": 1}, "cannot work with 1 rank", "several ranks"),
+        ("bf16_reduction", {}, {"dp": 1}, "cannot work with 1 rank", "several ranks"),
+        ("bf16_reduction", {"stage": 0}, {}, "cannot work with zero stage 0", "stage to 1, 2 or 3"),
+        ("zenflow", {}, {"train": ONE_FORWARD["train"] | FP16}, "cannot work with train.precision fp16", "to bf16"),
+        ("zenflow", {"zenflow": ZENFLOW | {"select_interval": "auto"}}, {}, "zenflow.select_interval auto", "number"),
+        ("superoffload", {"offload_optimizer": SUPER | NVME}, {}, "offload_optimizer.device nvme", "device to cpu"),
+        ("superoffload", {}, {"optim": {"name": "SGD"}}, "cannot work with optim.name SGD", "use AdamW"),
+        ("superoffload", {}, {"train": {"global_batch_size": 8} | FP16}, "with train.precision fp16", "to bf16"),
+        ("superoffload", {}, {"checkpoint": {}}, "checkpoint.every 500 steps or 15 minutes", "to never"),
     ],
 )
 def test_a_run_in_which_an_option_cannot_work_is_refused(
     name: InexactName, change: dict[str, Any], sections: dict[str, Any], message: str, hint: str
 ) -> None:
     deepspeed, needed = ASKED[name]
-    error = refused({"zero_optimization": deepspeed["zero_optimization"] | change}, inexact=name, **(needed | sections))
+    section = {"zero_optimization": deepspeed["zero_optimization"] | change}
+    error = refused(deepspeed | section, inexact=name, **(needed | sections))
     assert message in error.message
     assert hint in error.hint
 
@@ -122,6 +153,8 @@ def test_a_run_in_which_an_option_cannot_work_is_refused(
         (zero(2) | {"bf16": {"bf16_master_weights_and_grads": True}}, "bf16", "small updates are lost"),
         (zero(2) | {"bf16": {"bf16_optimizer_states": True}}, "bf16", "keeps the moments in bf16"),
         (zero(3, zero_quantized_nontrainable_weights=True), "bf16", "stores frozen weights in 8 bits"),
+        (zero(2) | {"fp16": {"fp16_master_weights_and_grads": True}}, "fp16", "small updates are lost"),
+        (zero(2) | {"data_types": {"grad_accum_dtype": "fp16"}}, "bf16", "data_types.grad_accum_dtype fp16 with"),
         (zero(2) | {"communication_data_type": "fp16"}, "bf16", "communication_data_type fp16 with"),
         (zero(2) | {"data_types": {"grad_accum_dtype": "bf16"}}, "fp32", "rounds the sum of gradients"),
     ],
@@ -147,7 +180,7 @@ def test_gradients_of_fp32_need_the_name_with_every_layout_and_by_every_key() ->
         error = refused(**given, parallel={axis: 2})
         assert "communication_data_type bf16 cannot equal a plain loop" in error.message
         assert plan_of(**given, parallel={axis: 2}, inexact="bf16_reduction").notes[0].startswith("inexact: ")
-    # DeepSpeed reads this key with its own sequence parallelism alone.
+    # DeepSpeed reads this key only with its own sequence parallelism.
     error = refused(zero(2) | {"seq_parallel_communication_data_type": "bf16"}, parallel={"sp": 2})
     assert "seq_parallel_communication_data_type" in error.message
     assert "train.reduction_dtype" in error.message + error.hint

@@ -131,7 +131,7 @@ def test_optimizers_of_whole_matrices_are_refused(sections: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize(
-    "zero", [{"reduce_scatter": False}, {"contiguous_gradients": False}, {"zero_quantized_gradients": True}]
+    "zero", [{"reduce_scatter": False}, {"contiguous_gradients": False}, {"prescale_gradients": True}]
 )
 def test_choices_of_deepspeed_that_nothing_compares_are_refused(zero: dict[str, bool]) -> None:
     with pytest.raises(ConfigError, match=f"with {next(iter(zero))} .* is not tested"):

@@ -130,7 +130,7 @@ def _endless(running: Running) -> dict[str, Any]:
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "messages.0.content",
-            "text alone",
+            "only text",
         ),
         ({"messages": [*USER, {"role": "assistant", "content": "a", "name": "b"}]}, "messages.1.name", "not supported"),
         ({"messages": [{"role": "narrator", "content": "It was dark."}]}, "messages.0", "drops the text"),

@@ -101,7 +101,7 @@ def test_the_plan_says_how_indexers_are_trained(tmp_path: Path) -> None:
     assert note == "in documents longer than index_topk 24 the indexer chooses tokens; it is trained"
     dense = {"indexer": {"train": True, "stage": "dense_warmup"}}
     (note,) = _read(read_config(_run_file(tmp_path / "dense", **dense)))
-    assert note == "documents are attended to whole, also those longer than index_topk 24: indexers alone train"
+    assert note == "documents are attended to whole, also those longer than index_topk 24: only indexers are trained"
     short = {"data": {"packing": True} | CUT, "train": {"max_seq_len": LIMIT}}
     (note,) = _read(read_config(_run_file(tmp_path / "short", indexer={"train": True}, **short)))
     assert note == "documents have at most index_topk 24 tokens and are attended to whole: the indexer is trained"

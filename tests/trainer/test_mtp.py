@@ -69,7 +69,7 @@ def test_a_resumed_run_has_the_numbers_of_an_uninterrupted_one(finished: Path, t
 
 def test_plan_says_what_is_trained(finished: Path) -> None:
     printed = (finished / "printed.txt").read_text()
-    assert "layer 2 is trained with weight 0.1; its loss trains it alone" in printed
+    assert "layer 2 is trained with weight 0.1; its loss trains only this layer" in printed
 
 
 def test_the_export_has_the_layer_under_its_published_names(finished: Path, tmp_path: Path) -> None:

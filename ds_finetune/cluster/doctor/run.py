@@ -95,7 +95,7 @@ def _detail_checks(
         yield from infiniband_checks(hosts)
     if first in hosts:
         yield port_check(first, hosts[first], request.port)
-    # Hosts that differ in their ports alone are containers, whose names mean nothing to each other.
+    # Hosts that differ only in their ports are containers, whose names mean nothing to each other.
     if len(cluster.hosts) > 1 and name == first:
         yield from name_checks(name, hosts)
     yield from file_checks(here, hosts)

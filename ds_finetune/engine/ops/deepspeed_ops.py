@@ -211,7 +211,7 @@ _BINDING_LAUNCHERS = ("srun", "mpirun")
 def build_ops(plan: Plan, agree: Agree, say: Say) -> Plan:
     """Compile what the optimizer and NVMe offload of `plan` need; ConfigError on every rank where some rank cannot.
 
-    DeepSpeed's FusedAdam alone may be missing: where it cannot be compiled on some rank, the plan that is returned has
+    Only DeepSpeed's FusedAdam may be missing: where it cannot be compiled on some rank, the plan that is returned has
     torch's fused AdamW on all of them and a note, unless the user has set `torch_adam` to false.
     """
     problems = {name: _build_problem(name, say) for name in needed_ops(plan)}

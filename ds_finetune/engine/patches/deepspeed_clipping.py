@@ -25,7 +25,7 @@ class OwnClipping:
     The loss of a group is what `loss_of` gives for its first parameter, None for the others, which come first. All
     ranks know the same `losses`; pipeline stages may have different groups of each. `shards` are the tensor parallel
     ranks of a stage, None for one rank. All norms are invalid where one is not finite, or `has_bad_gradient` is true,
-    which must be so on every rank or on none: by an invalid norm alone DeepSpeed skips a step in fp32
+    which must be so on every rank or on none: an invalid norm makes DeepSpeed skip a step only in fp32
     (zero/stage_1_and_2.py:3042) and at stage 3 (zero/stage3.py:2888). `norms` are those of the optimizer where each is
     read once. `report` is called with the norms of each step by loss, the same on every rank.
     """

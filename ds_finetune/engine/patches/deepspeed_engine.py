@@ -74,7 +74,7 @@ def undo_constructor_step(optimizer: Any) -> None:  # noqa: ANN401 - one of Deep
 
 def count_whole_experts_once(optimizer: Any) -> None:  # noqa: ANN401 - DeepSpeed's optimizer of stage 3
     """Let the norm of a gradient treat experts like all other parameters: those that tensor parallel ranks hold whole
-    count on the first rank alone.
+    count only on the first rank.
 
     DeepSpeed counts every parameter of experts on each of these ranks. That holds where expert parallel groups span
     them; here a group has the ranks of one shard.

@@ -41,7 +41,7 @@ def is_trained_expert(param: torch.Tensor) -> bool:
 
 
 def tag_apart(param: nn.Parameter, loss: str) -> None:
-    """Mark a parameter that gets its gradient from the auxiliary loss of this name alone. Such parameters are clipped
+    """Mark a parameter that gets its gradient only from the auxiliary loss of this name. Such parameters are clipped
     by the norm of the gradient of this loss, and left out of that of the others.
     """
     param.ds_finetune_apart = loss  # type: ignore[attr-defined]

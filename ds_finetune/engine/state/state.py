@@ -345,7 +345,7 @@ class EngineState:
 
     def _is_first_here(self, *axes: Axis, same_experts: bool = False) -> bool:
         """Whether no rank before this one, of those that share its folder, holds the same elements: ranks that differ
-        along `axes` alone, and have the same experts where these are held.
+        only along `axes`, and have the same experts where these are held.
         """
         mesh = self._plan.mesh
         line = next(line for line in mesh.lines(*axes) if mesh.rank in line)

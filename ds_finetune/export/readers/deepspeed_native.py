@@ -49,7 +49,7 @@ def load_values(path: Path, stand_ins: Sequence[tuple[Any, str]]) -> dict[str, A
             if unknown:
                 raise ExportError(
                     f"{path} holds objects of {len(unknown)} unknown kinds: {', '.join(unknown)}",
-                    hint="they could run code and were not loaded; export from a checkpoint that DeepSpeed alone wrote",
+                    hint="they could run code and were not loaded; export from a checkpoint that only DeepSpeed wrote",
                 )
             tree = torch.load(path, map_location="meta", weights_only=True)
     except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as broken:

@@ -61,7 +61,7 @@ class _DocumentAttention:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, chosen: torch.Tensor | None = None
     ) -> torch.Tensor:
         """The queries are the last tokens of the document whose keys and values are given, all of them where attention
-        is not causal. With `chosen` they attend to these keys alone.
+        is not causal. With `chosen` they attend only to these keys.
         """
         assert chosen is None or self.window is None
         queries, keys, width = query.shape[2], key.shape[2], value.shape[3]
@@ -146,7 +146,7 @@ def attend_by_document(  # noqa: PLR0913 - transformers' interface
     the tensors have this rank's tokens, and `documents` describes whole rows. Without `sliding_window` the module's
     own applies; in encoders it reaches as far in both directions. `s_aux` [heads] are attention sinks: a logit that
     each head's softmax has beside those of the tokens (gpt_oss/modeling_gpt_oss.py:244). With `chosen` queries attend
-    to these keys alone. With `packed`, which describes the same documents, one call attends to all of them; a call for
+    only to these keys. With `packed`, which describes the same documents, one call attends to all of them; a call for
     each remains where the kernel lacks what is asked for: sinks, dropout, chosen keys. A module whose `is_causal` is
     false attends in both directions, as in transformers 5.23 (integrations/sdpa_attention.py:143). ModelError where
     another argument would change the result.

@@ -71,7 +71,7 @@ def divergences(
     documents: Sequence[Sequence[int]],
     chosen: Sequence[Sequence[torch.Tensor | None]] | None,
 ) -> torch.Tensor:
-    """D_KL(p || softmax(I)) of each query in nats, fp32 [batch, tokens]; its gradient is that of `scored` alone.
+    """D_KL(p || softmax(I)) of each query in nats, fp32 [batch, tokens]; only `scored` gets a gradient.
 
     `documents` are the lengths of the documents of each row. `chosen` are the tokens that a query attends to, bool
     [queries, keys] for each document; with None, for all or for one, they are all earlier ones.

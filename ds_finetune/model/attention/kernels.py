@@ -65,7 +65,7 @@ def attend_packed(
     """Attention of `parts`: query [rows, heads, tokens, width], key [rows, key heads, tokens, width] and value [rows,
     key heads, tokens, value width], in fp16 or bf16 on a GPU. Returns [rows, tokens, heads, value width].
 
-    A query attends to tokens that are fewer than `window` positions away, to earlier ones alone where attention is
+    A query attends to tokens that are fewer than `window` positions away, only to earlier ones where attention is
     causal. Columns of zeros make heads as wide as the kernel wants them, which changes neither products nor sums.
     """
     rows, _, tokens, value_width = parts[2].shape

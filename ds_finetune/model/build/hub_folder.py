@@ -260,7 +260,7 @@ def _read_tensors(folder: Path) -> dict[str, StoredTensor]:
         raise ModelError(
             f"model folder `{folder}` has no safetensors weights",
             hint=bin_conversion(folder)
-            or "give a folder with weights, or set model.weights: random to build from config.json alone",
+            or "give a folder with weights, or set model.weights: random to build from only config.json",
         )
     return _merge_files(files, {})
 

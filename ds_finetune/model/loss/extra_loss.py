@@ -45,7 +45,7 @@ class ExtraLoss(ABC):
 
 
 def numbers_of_parts(numbers: StepNumbers, extras: Sequence[ExtraLoss]) -> tuple[StepNumbers, list[torch.Tensor]]:
-    """The numbers for the objective alone, and the factors of the terms of each extra loss."""
+    """Only the numbers for the objective, and the factors of the terms of each extra loss."""
     sizes = [len(extra.terms) for extra in extras]
     own, *others = numbers.weights.split([len(numbers.weights) - sum(sizes), *sizes])
     return numbers._replace(weights=own), others

@@ -116,7 +116,7 @@ def initialise_score_head(
 ) -> None:
     """Draw the parameters `names` of the score head: by the model's own rule for classes, and small for rewards.
 
-    The values depend on the seed and the parameter's name alone.
+    The values depend only on the seed and the parameter's name.
     """
     if not (is_of_scores(objective) and objective.starts_small):
         initialise_weights(lm, seed=seed, where=where, names=names)

@@ -155,7 +155,7 @@ def chunked_mixed_loss(  # noqa: PLR0913 - a head, its targets, and how they are
 ) -> MixedLoss:
     """The loss of `hidden` [tokens, width] with the head `weight` [vocabulary, width], `bias` [vocabulary] or None.
 
-    `labels` int64 [tokens]. Without `targets` it is the cross entropy of the labels alone. Softmax, sums and the
+    `labels` int64 [tokens]. Without `targets` it is only the cross entropy of the labels. Softmax, sums and the
     gradients of the head are fp32 at least. With `tp_group`, `weight` and `bias` are this rank's shard of the
     vocabulary, and `d_hidden` is its partial sum.
     """

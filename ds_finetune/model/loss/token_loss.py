@@ -189,7 +189,7 @@ class TrainedModel(nn.Module):
     ) -> LossAndSums | StageOutput | torch.Tensor:
         """The loss of `rows`: that of the objective, and with `numbers` the auxiliary losses.
 
-        With `wants_log_probs` the result is that of the examples alone, fp64 [documents]. Pipeline stages before the
+        With `wants_log_probs` the result has only those of the examples, fp64 [documents]. Pipeline stages before the
         last return hidden states, and so do chunks before the last one of the model.
         """
         with self._running_chunk():

@@ -327,7 +327,7 @@ class ModelChunks:
 
     @contextmanager
     def only(self, chunk: int) -> Iterator[None]:
-        """While this is open, the model has the layers of this chunk alone, and the norm after the last one.
+        """While this is open, the model has only the layers of this chunk, and the norm after the last one.
 
         What activation checkpointing computes again calls layers themselves, so backward may run outside.
         """

@@ -95,7 +95,7 @@ def quantise_like(
     came from; returns values, scales and which blocks were unchanged.
 
     A block is unchanged where all its values equal the stored block dequantised as fp32, or that cast to bf16 or fp16.
-    `quantise` alone restores the bytes only where the scale was computed as it does, from bf16 numbers.
+    `quantise` without it restores the bytes only where the scale was computed as it does, from bf16 numbers.
     """
     made, made_scale = quantise(values, scales_of_two=scales_of_two)
     plain = dequantise(stored, scale[None])

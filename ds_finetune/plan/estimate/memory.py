@@ -143,7 +143,7 @@ def least_bytes_of_stages(plan: Plan, model: ModelConfig) -> StateBytes:
     own = rank_elements(merged, model, weights)
     plans = [replace(merged, activation_checkpointing=recomputes) for recomputes in (False, True)]
     rows = [tuple(zero_rows(each, own, weights)) for each in plans]
-    # Every stage has a part of a checkpoint that is written; the last stage alone has a teacher.
+    # Every stage has a part of a checkpoint that is written; only the last stage has a teacher.
     others = (*(_teacher_rows(plan, None) if plan.mesh.pp == 1 else ()), *_file_rows(plan, model))
     shared = [row for row in others if row.when == MOMENTS]
     places: tuple[Place, Place] = (_home(plan), "host")

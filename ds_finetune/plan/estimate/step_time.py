@@ -111,7 +111,7 @@ def estimate_time(plan: Plan, model: ModelConfig, *, machine: Machine, rows: Row
 
 
 def step_seconds(plan: Plan, model: ModelConfig, *, machine: Machine, rows: RowShape) -> float:
-    """The seconds of `estimate_time` alone, in a part of its time."""
+    """Only the seconds of `estimate_time`, in a part of its time."""
     work = Work(plan, model, rows)
     return sum(_slowest_stage(work, machine, weights_of_run(plan, model), is_detailed=False).values())
 
@@ -388,7 +388,7 @@ def _assumptions(work: Work, machine: Machine) -> Iterator[str]:
     if work.plan.mesh.ep > 1:
         yield (
             "The row of a token is sent once for each of its experts, also to several on one rank or node; the way to "
-            "them is hidden beside shared experts alone, and the way back is not."
+            "them is hidden only beside shared experts, and the way back is not."
         )
     if work.plan.lora is not None:
         yield (

@@ -33,7 +33,7 @@ _REUSED = 1_000_000_000
 
 
 class Group(NamedTuple):
-    """Ranks that differ in some axes alone: `size` ranks, `stride` apart."""
+    """Ranks that differ only in some axes: `size` ranks, `stride` apart."""
 
     size: int
     stride: int

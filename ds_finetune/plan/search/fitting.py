@@ -77,11 +77,11 @@ class Budget:
         return max(0, self.device_excess(memory), memory.host_bytes - self.of(self.host_bytes))
 
     def least_excess(self, states: StateBytes) -> int:
-        """Bytes that a run needs beyond the budget at least, by its states alone."""
+        """Bytes that a run needs beyond the budget at least, for its states."""
         return max(0, states.device - self.of(self.device_bytes), states.host - self.of(self.host_bytes))
 
     def device_excess(self, memory: MemoryEstimate) -> int:
-        """The same on the device alone; below 0 where it fits."""
+        """Bytes that an estimate needs beyond the budget of the device; below 0 where it fits."""
         return memory.device_bytes - self.of(self.device_bytes)
 
     @staticmethod

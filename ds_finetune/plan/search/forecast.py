@@ -1,4 +1,4 @@
-"""A run on machines that need not be here, by arithmetic alone: its layout, memory and time."""
+"""A run on machines that need not be here, by arithmetic only: its layout, memory and time."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass

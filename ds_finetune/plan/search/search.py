@@ -31,7 +31,7 @@ from ds_finetune.plan.search.layout import OFFLOADS, Activations, Layout, Offloa
 
 @dataclass(frozen=True, order=True)
 class LayoutGroup:
-    """Layouts that differ in micro-batch, activations and chunks of pipeline stages alone."""
+    """Layouts that differ only in micro-batch, activations and chunks of pipeline stages."""
 
     least_seconds: float
     """Of a step of each of them."""

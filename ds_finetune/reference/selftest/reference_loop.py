@@ -56,7 +56,7 @@ class Steps:
     (fp32 on the CPU), `later_gradients` those of the second one in a model with adapters, and `answers` greedy answers
     to `PROMPTS` after the last step. Of a model with routers, each step has the mean balance of documents and the
     choices of experts, int64 [layers, experts]. With multi-token prediction, each step has its mean loss and, where
-    that trains the layer alone, the norm of the layer's gradient before clipping.
+    that trains only the layer, the norm of the layer's gradient before clipping.
     """
 
     losses: list[float] = field(default_factory=list)

@@ -68,7 +68,7 @@ def places(*, ranks: int, parallel: int, hostfile: str | None, folder: Path) -> 
     """Places of `ranks` ranks each: `parallel` ones of this machine, or all that the slots of `hostfile` make.
 
     LaunchError where there are too few GPUs or slots. Where a run needs several GPUs of this machine, a hostfile for
-    it is written to `folder`, since `launch` chooses devices by a hostfile alone.
+    it is written to `folder`, since `launch` chooses devices only by a hostfile.
     """
     if hostfile is not None:
         return _on_hosts(hostfile, read_hostfile(hostfile), ranks)
@@ -235,7 +235,7 @@ class ChildRun:
 def is_still_running(folder: Path) -> bool:
     """Whether the run that an earlier experiment started in `folder` still runs, for example because it saves.
 
-    Known for processes of this host and container alone; elsewhere the lock of the checkpoint folder keeps runs apart.
+    Known only for processes of this host and container; elsewhere the lock of the checkpoint folder keeps runs apart.
     """
     earlier = read_object(folder / PROCESS)
     if earlier.get("namespace") != own_pid_namespace() or not isinstance(earlier.get("pid"), int):

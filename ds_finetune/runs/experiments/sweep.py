@@ -129,7 +129,7 @@ def check_metric(sweep: SweepConfig) -> None:
     if is_at_end and sweep.pruner.name != "NopPruner":
         raise ConfigError(
             f"`pruner: {sweep.pruner.name}` needs values while a trial runs, and {sweep.run} has no `eval.every`: "
-            "held-out data is evaluated at the end alone",
+            "held-out data is evaluated only at the end",
             hint="set eval.every to e.g. `50 steps`, or leave `pruner` out",
         )
 

@@ -122,7 +122,7 @@ class SweepConfig(Section):
 def read_sweep(path: Path) -> SweepConfig:
     """Read a sweep file; ConfigError names key and line, and the nearest legal key of the run file.
 
-    Each value of `choices` and each end of a range is set in the run file alone, and the result is checked as a run
+    Each value of `choices` and each end of a range is set in the run file by itself, and the result is checked as a run
     file is.
     """
     tree, lines = read_yaml(path)

@@ -129,7 +129,7 @@ def device_spans(recorder: Recorder, trace: DeviceTrace, waits: Waits) -> RankSp
 
 
 def innermost(phases: Sequence[PhaseSpan]) -> tuple[dict[str, Spans], Spans]:
-    """Spans by phase, each moment in the innermost one alone, and the times of offload traffic, which is no phase."""
+    """Spans by phase, each moment only in the innermost one, and the times of offload traffic, which is no phase."""
     offload = union((phase.begin, phase.end) for phase in phases if phase.name == OFFLOAD)
     found: dict[str, Spans] = {phase: [] for phase in PHASES}
     taken: Spans = []
