@@ -22,6 +22,7 @@ from ds_finetune.families.table import FAMILIES
 from ds_finetune.plan.tested_layouts import AXES, TESTED_LAYOUTS
 from ds_finetune.runs.experiments.sweep_file import SweepConfig
 from tests.conftest import ROOT
+from tests.running import start
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
@@ -31,6 +32,8 @@ INLINE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 COMMAND = re.compile(r"^\s*(?:\$ )?ds-finetune (.*)|ds_finetune/train\.py (.*)")
 OPTIONAL = re.compile(r"\[([^\[\]]*)\]")
 MISSING = re.compile(r"the following arguments are required|one of the arguments")
+SHOWN = ("docs", "examples", "scripts", "ds_configs", "bench", ".ci")
+"""Folders with commands that users type or start."""
 NAMES = ("RUN.yaml", "X", "Y")
 """Placeholders for what a mention such as `ds-finetune launch --emit docker` leaves out."""
 MINIMAL: dict[str, Any] = {"model": "m", "data": {"train": "t.jsonl"}, "output_dir": "o"}
@@ -115,6 +118,26 @@ def test_the_errors_explained_are_those_of_the_program() -> None:
     known = _messages()
     unknown = {text for text in quoted for piece in text.split("…") if piece.strip(" `") not in known}
     assert not unknown
+
+
+def test_no_documented_command_changes_which_gpus_are_visible() -> None:
+    """Given a number of GPUs, DeepSpeed 0.19.8 takes the first of the machine, whatever CUDA_VISIBLE_DEVICES says
+    (launcher/runner.py:449-460).
+    """
+    files = [ROOT / "README.md", *(path for top in SHOWN for path in (ROOT / top).rglob("*") if path.is_file())]
+    lines = [(path, line) for path in files for line in path.read_text(errors="ignore").splitlines()]
+    counting = re.compile(r"\bdeepspeed\b.* --(?:num_gpus|num_nodes|include|exclude)\b")
+    assert [(_name(path), line) for path, line in lines if counting.search(line)] == []
+
+
+def test_the_quickstart_leaves_the_visible_gpus_as_they_are(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import os\nprint('sees', os.environ['CUDA_VISIBLE_DEVICES'])\n")
+    lines = (ROOT / "scripts" / "quickstart.sh").read_text().splitlines()
+    [line] = [line for line in lines if "ds_finetune/train.py" in line]
+    command = line.replace("ds_finetune/train.py", str(program)).replace("$ranks", "2")
+    done = start(["bash", "-c", f"folder=x; {command}"], {"CUDA_VISIBLE_DEVICES": "2,MIG-3"})
+    assert done.stdout.splitlines() == ["sees 2,MIG-3"] * 2, done.stderr
 
 
 def _written(line: str) -> Iterator[list[str]]:

@@ -46,3 +46,4 @@ def gpu_tests(recorder: Recorder, folder: Path, *, is_tiny: bool) -> None:
         values |= {kind: int(number) for number, kind in re.findall(r"(\d+) (passed|failed|skipped)", lines[-1])}
         failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
         assert done.returncode == 0, "; ".join([*failed, lines[-1]])
+        assert is_tiny or not values.get("skipped"), lines[-1]

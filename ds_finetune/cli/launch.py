@@ -82,8 +82,15 @@ def _launch(arguments: Arguments) -> None:
     from ds_finetune.cluster.launch.environment import carried_variables, environment_files
 
     files = environment_files(os.environ, home=Path.home(), directory=Path.cwd())
-    environment = carried_variables(os.environ, arguments.env, files)
     whole_allocation = arguments.launcher == "slurm" and not arguments.hostfile and not arguments.emit
+    is_local = not (arguments.hostfile or arguments.emit or whole_allocation)
+    environment = carried_variables(os.environ, arguments.env, files, is_local=is_local)
+    visible = environment.values.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and arguments.launcher == "deepspeed":
+        raise LaunchError(
+            f"CUDA_VISIBLE_DEVICES is `{visible}`, and DeepSpeed's launcher replaces it by the host's first devices",
+            hint="use --launcher torchrun, or give --hostfile and choose devices with --include",
+        )
     hosts = () if whole_allocation else _hosts(arguments, arguments.nproc)
     job = _job(arguments, hosts, environment)
     if arguments.emit:

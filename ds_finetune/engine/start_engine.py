@@ -43,6 +43,7 @@ from ds_finetune.model.parallel.pipeline import ModelChunks
 from ds_finetune.model.weights.load import seed_of
 from ds_finetune.plan.forward import varlen_problem
 from ds_finetune.plan.plan import Plan, is_teacher_partitioned
+from ds_finetune.system.world import World
 
 
 @contextmanager
@@ -76,7 +77,7 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
         plan = replace(plan, frozen=_saved_frozen(lm, features))
         trained = _trained_model(lm, plan, model, groups, features)
         wrapped, optimizer = _start_deepspeed(trained, plan, groups)
-        stack.callback(wrapped.destroy)
+        stack.enter_context(destroyed_at_end(wrapped, plan.world))
         # After `deepspeed.initialize`, whose hooks must run before those of features.
         losses = (feature.extra_loss(trained, parts) for feature in features)
         trained.extras = tuple(loss for loss in losses if loss is not None)
@@ -89,6 +90,22 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
         torch.manual_seed(seed_of(plan.seed, f"dropout.{plan.mesh.place('dp')}"))
         with engine.meter.counting():
             yield engine
+
+
+@contextmanager
+def destroyed_at_end(engine: Any, world: World) -> Iterator[None]:  # noqa: ANN401 - untyped: DeepSpeedEngine
+    """Destroy a DeepSpeed engine when the context closes; after an error only where there are no other ranks.
+
+    `destroy` waits for the GPU (0.19.8, runtime/zero/stage3.py:549), which may be in a collective with ranks that are
+    gone.
+    """
+    try:
+        yield
+    except BaseException:
+        if world.world_size == 1:
+            engine.destroy()
+        raise
+    engine.destroy()
 
 
 def _trained_model(
@@ -229,7 +246,5 @@ def start_teacher(plan: Plan, model: ModelPlan, groups: Groups) -> Iterator[Teac
 
     engine, *_ = deepspeed.initialize(model=states, config=tree, dist_init_required=False)
     engine.eval()
-    try:
+    with destroyed_at_end(engine, plan.world):
         yield Teacher(engine, head, deepspeed.zero.GatheredParameters)
-    finally:
-        engine.destroy()

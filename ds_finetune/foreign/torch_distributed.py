@@ -10,6 +10,7 @@ import torch.distributed as dist
 from ds_finetune.foreign.guard import Foreign, Wrap, replaced
 
 _TIMEOUT = Foreign("torch", "distributed/distributed_c10d.py:836")
+_ABORT = Foreign("torch", "distributed/distributed_c10d.py:2460")
 _COLLECTIVES = Foreign("torch", "distributed/distributed_c10d.py")
 _GROUP = Foreign("torch", "_C/_distributed_c10d.pyi:381-640")
 
@@ -25,6 +26,13 @@ def default_timeout(timeout: timedelta) -> Iterator[None]:
     _TIMEOUT.parameters(_TIMEOUT.attribute(c10d, "_get_default_timeout"), "backend")
     with replaced(c10d, "_get_default_timeout", lambda backend: timeout):
         yield
+
+
+def abort_groups() -> None:
+    """End all process groups at once; `destroy_process_group` waits under NCCL for every collective that was started,
+    for ever where another rank does not take part in it (ProcessGroupNCCL::shutdown).
+    """
+    _ABORT.attribute(dist.distributed_c10d, "_abort_process_group")()
 
 
 @contextmanager

@@ -57,7 +57,7 @@ _PER_RANK = re.compile(
 _LOCAL_ONLY = ("DS_ENV_FILE", "DS_FINETUNE_SSH_ARGS", "PYTHON_HISTORY", "PYTHONSTARTUP")
 """Variables that only this command or a person at a terminal uses."""
 _DEVICES = "_VISIBLE_DEVICES"
-"""End of the variables that choose devices, which are not carried: the hostfile and `--include` choose devices."""
+"""End of the variables that choose devices, which are not carried to other hosts: `--include` chooses there."""
 _SECRET_WORD = re.compile(
     r"(?:.*(?:TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|PASSCODE|CREDENTIAL|PWD|APIKEY)"
     r"|(?:USER|DB)?PASS|CREDS?|AUTH|AUTHORIZATION|BEARER|COOKIE"
@@ -107,17 +107,22 @@ class CarriedVariables:
 
 
 def carried_variables(
-    environ: Mapping[str, str], named: Sequence[str] = (), files: Iterable[Path] = ()
+    environ: Mapping[str, str], named: Sequence[str] = (), files: Iterable[Path] = (), *, is_local: bool = False
 ) -> CarriedVariables:
     """The variables of `environ` that `NAMES` and `PREFIXES` list, then those of `files`, then `named`; later ones win.
 
+    Variables that choose devices are carried only where all ranks run on this host (`is_local`).
     `named` holds `NAME`, taken from `environ`, or `NAME=VALUE`. Secrets are carried only by a file or by name.
     LaunchError where a named variable is not set, where a file cannot be read, and where a variable is named that the
     launcher sets for each rank (RANK, MASTER_ADDR, SLURM_*, ...).
     """
     listed = {name: value for name, value in environ.items() if _is_listed(name)}
     listed = {name: value for name, value in listed.items() if not _PER_RANK.match(name) and name not in _LOCAL_ONLY}
-    withheld = {name for name, value in listed.items() if name.endswith(_DEVICES) or looks_secret(name, value)}
+    withheld = {
+        name
+        for name, value in listed.items()
+        if (name.endswith(_DEVICES) and not is_local) or looks_secret(name, value)
+    }
     values = {name: value for name, value in listed.items() if name not in withheld}
     for path in files:
         values |= read_environment_file(path)

@@ -20,7 +20,7 @@ from ds_finetune.engine.devices import (
 from ds_finetune.engine.patches.deepspeed_groups import forget_groups
 from ds_finetune.engine.patches.deepspeed_init import without_shared_memory_op
 from ds_finetune.errors import ConfigError, RunError
-from ds_finetune.foreign.torch_distributed import default_timeout
+from ds_finetune.foreign.torch_distributed import abort_groups, default_timeout
 from ds_finetune.system.world import World
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
@@ -108,6 +108,9 @@ def process_group(
         except BaseException:
             # Nothing here may wait for other ranks, which may never answer; releasing the groups that DeepSpeed keeps
             # may wait. A run of one rank has no others to wait for, and its process can start another run.
+            if world.world_size > 1 and dist.get_backend() == "nccl":
+                abort_groups()
+                raise
             dist.destroy_process_group()
             if world.world_size == 1:
                 forget_groups()

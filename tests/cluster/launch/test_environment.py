@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from ds_finetune.cli.main import main
 from ds_finetune.cluster.launch.environment import (
     CarriedVariables,
     carried_variables,
@@ -156,6 +157,25 @@ def test_devices_of_this_host_stay_here() -> None:
     assert "--include" in carried_variables({"CUDA_VISIBLE_DEVICES": "2,3"}).lines()[0]
     with pytest.raises(LaunchError, match="would choose the same devices on every host"):
         carried_variables({"CUDA_VISIBLE_DEVICES": "2,3"}, ["CUDA_VISIBLE_DEVICES"])
+
+
+def test_ranks_of_this_host_use_the_devices_that_are_visible_here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """On a shared machine the first GPUs may be another user's; DeepSpeed's launcher would take them."""
+    run_file = tmp_path / "run.yaml"
+    run_file.write_text(
+        "model: m\ndata: {train: t}\noutput_dir: o\ntrain: {global_batch_size: 2, micro_batch_size: 1}\n"
+    )
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,MIG-3")
+    words = ["launch", str(run_file), "--nproc", "2", "--dry-run"]
+    assert main(words) == 0
+    assert "CUDA_VISIBLE_DEVICES=2,MIG-3\n" in capsys.readouterr().out
+    assert main([*words, "--launcher", "deepspeed"]) == 2
+    assert "CUDA_VISIBLE_DEVICES is `2,MIG-3`, and DeepSpeed's launcher replaces it" in capsys.readouterr().err
+    (tmp_path / "hosts").write_text("localhost slots=2\n")
+    assert main([*words[:2], "--hostfile", str(tmp_path / "hosts"), "--dry-run"]) == 0
+    assert "withheld: CUDA_VISIBLE_DEVICES" in capsys.readouterr().out
 
 
 def test_named_variables_win_over_files_and_files_over_the_environment(tmp_path: Path) -> None:

@@ -1,13 +1,22 @@
 """A process group is gone when it is closed: its threads may not outlive Python."""
 
+import json
 import os
 import socket
 import sys
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ds_finetune.engine.groups.default_group import meet
+from ds_finetune.engine.groups.default_group import meet, process_group
+from ds_finetune.engine.patches.deepspeed_groups import forget_groups
+from ds_finetune.engine.start_engine import destroyed_at_end
 from ds_finetune.errors import RunError
 from ds_finetune.system.world import World
 from tests.running import start
@@ -56,3 +65,46 @@ def test_a_port_in_use_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setenv(name, value)
         with pytest.raises(RunError, match=f"port {port} of this host is in use"):
             meet(World.from_environment(os.environ))
+
+
+def test_a_rank_that_fails_under_nccl_waits_for_no_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's groups are destroyed when the collectives that were started have ended, and the other rank is gone."""
+    start_group, store, ended = dist.init_process_group, dist.HashStore(), []
+    store.set("device/1", json.dumps({"device": "cpu", "gpu": "", "host": "b"}))
+
+    def start_fake(_: str, **given: Any) -> None:
+        start_group("fake", store=FakeStore(), rank=0, world_size=2, timeout=given["timeout"])
+
+    def destroy() -> None:
+        pytest.fail("destroy_process_group waits for the rank that is gone")
+
+    def abort() -> None:
+        ended.append("aborted")
+
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(dist, "init_process_group", start_fake)
+    monkeypatch.setattr(dist, "get_backend", lambda *_: "nccl")
+    with monkeypatch.context() as fake:
+        fake.setattr(dist, "destroy_process_group", destroy)
+        fake.setattr(dist.distributed_c10d, "_abort_process_group", abort)
+        with (
+            pytest.raises(torch.OutOfMemoryError),
+            process_group(World(0, 2, 0, 1, "t"), "cpu", store, timeout=timedelta(seconds=30)),
+        ):
+            raise torch.OutOfMemoryError("no memory")
+    assert ended == ["aborted"]
+    dist.destroy_process_group()
+    forget_groups()
+
+
+@pytest.mark.parametrize(("ranks", "is_destroyed"), [(1, True), (2, False)])
+def test_an_engine_is_not_destroyed_after_an_error_beside_other_ranks(ranks: int, is_destroyed: bool) -> None:
+    """It waits for the GPU, which may be in a collective with the ranks that are gone."""
+    destroyed: list[str] = []
+    engine = SimpleNamespace(destroy=lambda: destroyed.append("destroyed"))
+    with pytest.raises(torch.OutOfMemoryError), destroyed_at_end(engine, World(0, ranks, 0, ranks, "t")):
+        raise torch.OutOfMemoryError("no memory")
+    assert bool(destroyed) == is_destroyed
+    with destroyed_at_end(engine, World(0, ranks, 0, ranks, "t")):
+        destroyed.clear()
+    assert destroyed == ["destroyed"]
