@@ -100,7 +100,7 @@ MUTANTS = (
     ),
     Mutant(
         "second copies of weights from before they were loaded",
-        "engine/start_engine.py",
+        "engine/patches/deepspeed_engine.py",
         "        forget_second_copies(trained)\n",
         "        pass\n",
         INEXACT,

@@ -14,10 +14,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from bench.gpu.machine import count_kernels, device, median_seconds
 from bench.gpu.models import DEEPSEEK_V2_LITE, QWEN2_1B
 from bench.gpu.results import Recorder, SkippedError, check_limit
-from ds_finetune.engine.start_engine import packs_documents
 from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.model.attention.by_document import attend_by_document
-from ds_finetune.model.attention.kernels import attend_document, pack_documents
+from ds_finetune.model.attention.kernels import attend_document, pack_documents, packs_documents
 
 _HALF_LIMIT = 3e-2
 """Largest difference from fp32, relative to the largest number, of attention and its gradients in half precision."""

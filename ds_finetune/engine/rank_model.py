@@ -1,7 +1,7 @@
-"""Builds the part of a model that this rank holds, with its weights, its features and its loss head."""
+"""Builds the models of a rank: its part of the trained one, with weights, features and loss head, and the teacher."""
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 
 from ds_finetune.engine.devices import device_of_rank
 from ds_finetune.engine.groups.process_groups import Groups
+from ds_finetune.engine.patches.deepspeed_engine import destroyed_at_end
 from ds_finetune.engine.patches.deepspeed_init import zero_init
-from ds_finetune.engine.state.parameter_tags import local_shape, mark_copy, tag_apart, tag_expert
+from ds_finetune.engine.state.parameter_tags import is_copy, local_shape, mark_copy, tag_apart, tag_expert
 from ds_finetune.engine.state.whole_tensors import partition
 from ds_finetune.families.table import family_of
 from ds_finetune.features.feature import Feature
@@ -21,6 +22,7 @@ from ds_finetune.foreign.torch_nn import linears_without_memory
 from ds_finetune.model.activation_memory import CudaTransfer, PlainTransfer, install_tiled_mlps, offload_layer_inputs
 from ds_finetune.model.adapters.lora import AdapterPlacement
 from ds_finetune.model.attention.indexed_attention import expect_documents
+from ds_finetune.model.attention.kernels import packs_documents
 from ds_finetune.model.build.dtypes import PRECISION_DTYPES
 from ds_finetune.model.build.encoder import encoder_of
 from ds_finetune.model.build.model_plan import ModelPlan
@@ -33,13 +35,15 @@ from ds_finetune.model.loss.score_head import (
     install_encoder_head,
     install_score_head,
 )
-from ds_finetune.model.loss.token_loss import HeadGroups, install_loss_head
+from ds_finetune.model.loss.teacher import Teacher, load_teacher
+from ds_finetune.model.loss.token_loss import HeadGroups, TrainedModel, install_loss_head
 from ds_finetune.model.parallel.expert import (
     build_local_experts,
     install_expert_parallel,
     install_overlapped_exchange,
 )
 from ds_finetune.model.parallel.pipeline import (
+    ModelChunks,
     build_meta_model,
     build_only_layers,
     has_embedding_copy,
@@ -53,7 +57,7 @@ from ds_finetune.model.weights.load import clear_weights, initialise_weights, lo
 from ds_finetune.model.weights.vocabulary import Growth
 from ds_finetune.objectives.objective import is_of_scores
 from ds_finetune.plan.forward import head_chunk
-from ds_finetune.plan.plan import Plan
+from ds_finetune.plan.plan import Plan, is_teacher_partitioned
 
 
 def build_rank_model(
@@ -223,3 +227,57 @@ def arrange_forward(lm: PreTrainedModel, plan: Plan, model: ModelPlan) -> None:
     if plan.mesh.ep > 1 and model.mlp_tiles == 1:
         # Tiles of routed experts run without shared ones, and again in backward.
         install_overlapped_exchange(lm)
+
+
+def trained_model(
+    lm: PreTrainedModel, plan: Plan, model: ModelPlan, groups: Groups, features: Sequence[Feature]
+) -> TrainedModel:
+    """The module that DeepSpeed gets: `lm`, as `build_rank_model` made it, with its loss and those of `features`."""
+    trained = TrainedModel(lm, groups.sequence, groups.stage)
+    for feature in features:
+        trained = feature.wrap(trained)
+    layers = model.stages[groups.stage.group_rank] if groups.stage is not None else None
+    if groups.stage is not None and layers is not None and len(layers.chunks) > 1:
+        trained.chunks = ModelChunks(lm, groups.stage, layers.chunks)
+    trained.packs_documents = packs_documents(
+        model.attention, model.hf_config, device=plan.device, precision=plan.precision
+    )
+    return trained
+
+
+def saved_frozen(lm: PreTrainedModel, features: Sequence[Feature]) -> tuple[str, ...]:
+    """Names of the parameters of this rank that are not trained, and that checkpoints hold all the same."""
+    if not all(feature.saves_frozen for feature in features):
+        return ()
+    return tuple(name for name, param in lm.named_parameters() if not param.requires_grad and not is_copy(param))
+
+
+@contextmanager
+def start_teacher(plan: Plan, model: ModelPlan, groups: Groups) -> Iterator[Teacher | None]:
+    """The live teacher of `model`, None where it has none, and on pipeline stages before the last.
+
+    At ZeRO stage 3, and where it is offloaded, its weights are partitioned over all ranks by a second DeepSpeed engine,
+    which gathers them module by module. Otherwise each rank holds them whole.
+    """
+    if model.teacher is None or not (groups.stage is None or groups.stage.is_last):
+        yield None
+        return
+    device = device_of_rank(plan.device, plan.world.local_rank)
+    load = partial(load_teacher, model.teacher, model.attention, plan.precision, device, sp_group=groups.sequence)
+    if not is_teacher_partitioned(plan.zero_stage, model.teacher.offload):
+        yield load().whole()
+        return
+    import deepspeed
+
+    zero: dict[str, Any] = {"stage": 3}
+    if model.teacher.offload != "none":
+        zero["offload_param"] = {"device": model.teacher.offload, "pin_memory": plan.device != "cpu"}
+    # ZeRO-3 without an optimizer.
+    tree: dict[str, Any] = {"zero_optimization": zero, "train_micro_batch_size_per_gpu": 1}
+    if plan.precision != "fp32":
+        tree[plan.precision] = {"enabled": True}
+    states = load(where=partition, init_context=zero_init(tree))
+    engine, *_ = deepspeed.initialize(model=states, config=tree, dist_init_required=False)
+    engine.eval()
+    with destroyed_at_end(engine, plan.world):
+        yield Teacher(engine, states.head, deepspeed.zero.GatheredParameters)

@@ -2,10 +2,8 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,14 +24,12 @@ from ds_finetune.data.scores import (
     write_shard,
 )
 from ds_finetune.engine.devices import choose_device, device_of_rank
-from ds_finetune.engine.start_engine import packs_documents
 from ds_finetune.errors import ConfigError
-from ds_finetune.model.build.dtypes import PRECISION_DTYPES
 from ds_finetune.model.build.model_plan import ModelPlan
 from ds_finetune.model.build.skeleton import resolve_folder
 from ds_finetune.model.loss.forward_rows import find_supervised
 from ds_finetune.model.loss.soft_targets import top_log_probs
-from ds_finetune.model.loss.teacher import HiddenStates, Teacher, load_teacher
+from ds_finetune.model.loss.teacher import Teacher, load_teacher
 from ds_finetune.model.weights.load import weights_digest
 from ds_finetune.plan.checks import check
 from ds_finetune.plan.settings import RunSettings
@@ -136,26 +132,14 @@ def _plan_lesson(config: RunConfig, model: ModelPlan, inputs: RunInputs, out: Pa
 
 def _write_shards(lesson: Lesson, model: ModelPlan, shards: Sequence[int], world: World) -> None:
     assert model.teacher is not None
-    kind = choose_device()
-    device = torch.device(device_of_rank(kind, world.local_rank))
-    lm = load_teacher(
-        model.teacher,
-        attention=model.attention,
-        dtype=PRECISION_DTYPES[lesson.config.train.precision],
-        device=str(device),
-    )
-    states = HiddenStates(lm)
-    states.packs_documents = packs_documents(
-        model.attention, model.teacher.hf_config, device=kind, precision=lesson.config.train.precision
-    )
-    head: Any = lm.get_output_embeddings()
-    teacher = Teacher(states, head, nullcontext)
+    device = device_of_rank(choose_device(), world.local_rank)
+    teacher = load_teacher(model.teacher, model.attention, lesson.config.train.precision, device).whole()
     documents = sum(len(lesson.documents_of(shard)) for shard in shards)
     with PhaseLine("scoring documents", documents, is_rank_zero=world.rank == 0) as line:
         for shard in shards:
             scores: list[DocumentScores] = []
             for rows in _forwards(lesson, lesson.documents_of(shard)):
-                scores += _scores(teacher, rows, lesson.identity.top_k, device)
+                scores += _scores(teacher, rows, lesson.identity.top_k, torch.device(device))
                 line.advance(len(rows))
             write_shard(lesson.folder, shard, scores, lesson.identity)
 

@@ -21,8 +21,7 @@ from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.generation import GenerationLimits
 from ds_finetune.engine.groups.collectives import all_gather_object, all_gather_scalar, all_reduce_max
 from ds_finetune.engine.groups.process_groups import Groups
-from ds_finetune.engine.rank_model import build_rank_model
-from ds_finetune.engine.start_engine import start_teacher
+from ds_finetune.engine.rank_model import build_rank_model, start_teacher
 from ds_finetune.features.feature import RankParts
 from ds_finetune.features.table import features_of
 from ds_finetune.model import routers

@@ -31,15 +31,11 @@ _OFFSET = 64
 """Elements before the destination: 256 bytes, which is no multiple of a 512-byte sector."""
 
 
-def check_nvme(plan: Plan) -> None:
-    """Write, read back at an unaligned address and compare on each `nvme_path` of the plan; ConfigError where the bytes
-    differ.
-
-    DeepSpeed 0.19.8 reads gradients into `buffer.narrow(offset)`; where the disk's direct IO wants aligned addresses,
-    the read returns without an error and the gradient is stale.
-    """
+def check_offload(plan: Plan, model: "ModelPlan") -> None:
+    """ConfigError where the plan offloads to a disk that `check_folder` refuses, or to buffers that are too small."""
     for folder in nvme_folders(plan):
         check_folder(Path(folder), f"probe-rank{plan.world.rank}")
+    _check_buffers(plan, model)
 
 
 def nvme_folders(plan: Plan) -> list[str]:
@@ -49,7 +45,7 @@ def nvme_folders(plan: Plan) -> list[str]:
     return sorted({str(section["nvme_path"]) for section in sections if section and section.get("device") == "nvme"})
 
 
-def check_buffers(plan: Plan, model: "ModelPlan") -> None:
+def _check_buffers(plan: Plan, model: "ModelPlan") -> None:
     """ConfigError as `check_largest_slice`, for the tensors of a rank's model."""
     # Imported here, since the doctor's probes measure disks without ever needing a model.
     from ds_finetune.model.build.skeleton import build_skeleton
@@ -63,8 +59,11 @@ def check_buffers(plan: Plan, model: "ModelPlan") -> None:
 
 
 def check_folder(folder: Path, name: str = "probe") -> None:
-    """Write a file `name` to `folder`, read it back at an unaligned address and compare; ConfigError as
-    `check_nvme`.
+    """Write a file `name` to `folder`, read it back at an unaligned address and compare; ConfigError where the bytes
+    differ.
+
+    DeepSpeed 0.19.8 reads gradients into `buffer.narrow(offset)`; where the disk's direct IO wants aligned addresses,
+    the read returns without an error and the gradient is stale.
     """
     from deepspeed.ops.op_builder import AsyncIOBuilder
 

@@ -4,13 +4,19 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from ds_finetune.engine.patches.deepspeed_waits import ZeroNorms
+from ds_finetune.engine.groups.process_groups import Groups
+from ds_finetune.engine.patches.deepspeed_waits import HalfPrecisionNorms, ZeroNorms, has_zero_norms
+from ds_finetune.engine.state.parameter_tags import loss_of
 from ds_finetune.foreign.guard import Foreign, replaced
+
+if TYPE_CHECKING:
+    from ds_finetune.engine.engine import Engine
 
 _NORM = Foreign("deepspeed", "runtime/zero/stage_1_and_2.py:2943-2960")
 _NORM_GROUPS = Foreign("deepspeed", "runtime/zero/stage3.py:2573-2584")
@@ -115,3 +121,27 @@ class OwnClipping:
     def _group_of(self, grad: torch.Tensor) -> int:
         partitions = self._optimizer.single_partition_of_fp32_groups
         return next(number for number, partition in enumerate(partitions) if partition.grad is grad)
+
+
+def set_norms(engine: "Engine", optimizer: Any, groups: Groups, own_losses: Sequence[str]) -> None:  # noqa: ANN401
+    """Let norms of the gradient be read once, and clip parameters that only one of `own_losses` trains by a norm of
+    their own; at stage 0 the engine does so.
+    """
+    engine.own_norms = dict.fromkeys(own_losses, 0.0)
+    if not engine.plan.zero_stage:
+        if engine.plan.precision != "fp32":
+            engine.norms = HalfPrecisionNorms(optimizer, lambda: engine.has_bad_gradient)
+        return
+    norms = None
+    if has_zero_norms(optimizer):
+        engine.norms = norms = ZeroNorms(optimizer, lambda: engine.has_bad_gradient)
+    if own_losses:
+        OwnClipping(
+            optimizer,
+            loss_of,
+            losses=own_losses,
+            shards=groups.tensor.group if groups.tensor is not None else None,
+            norms=norms,
+            has_bad_gradient=lambda: engine.has_bad_gradient,
+            report=partial(setattr, engine, "own_norms"),
+        )

@@ -1,10 +1,17 @@
 """DeepSpeed's engine and optimizers: when gradients are reduced, and the state that a constructor leaves."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from torch import nn
+
+from ds_finetune.engine.groups.process_groups import Groups
+from ds_finetune.engine.patches.deepspeed_gathering import single_gathers_without_waits
+from ds_finetune.engine.patches.deepspeed_init import forget_second_copies, zenflow_keeps_matrices
 from ds_finetune.foreign.guard import Foreign, replaced
+from ds_finetune.plan.plan import Plan
+from ds_finetune.system.world import World
 
 _BOUNDARY = Foreign("deepspeed", "runtime/engine.py:3467-3493")
 _ALLREDUCE = Foreign("deepspeed", "runtime/engine.py:548, 3163")
@@ -87,6 +94,22 @@ def count_whole_experts_once(optimizer: Any) -> None:  # noqa: ANN401 - DeepSpee
     optimizer._grad_norm_counts_every_rank = lambda *_: False
 
 
+@contextmanager
+def destroyed_at_end(engine: Any, world: World) -> Iterator[None]:  # noqa: ANN401 - untyped: DeepSpeedEngine
+    """Destroy a DeepSpeed engine when the context closes; after an error only where there are no other ranks.
+
+    `destroy` waits for the GPU (0.19.8, runtime/zero/stage3.py:549), which may be in a collective with ranks that are
+    gone.
+    """
+    try:
+        yield
+    except BaseException:
+        if world.world_size == 1:
+            engine.destroy()
+        raise
+    engine.destroy()
+
+
 def link_optimizer_states(optimizer: Any) -> None:  # noqa: ANN401 - DeepSpeed's optimizer of stages 1 and 2
     """Let DeepSpeed find the states of every parameter group.
 
@@ -96,3 +119,23 @@ def link_optimizer_states(optimizer: Any) -> None:  # noqa: ANN401 - DeepSpeed's
     link = _LINKED_STATES.attribute(optimizer, "_lazy_init_hp_params_optimizer_state")
     optimizer._hp_optimizer_states_linked = False
     link()
+
+
+@contextmanager
+def corrected(plan: Plan) -> Iterator[None]:
+    """What is corrected in DeepSpeed while an engine of the plan is built and runs."""
+    with (
+        zenflow_keeps_matrices() if plan.has_zenflow else nullcontext(),
+        single_gathers_without_waits() if plan.zero_stage == 3 else nullcontext(),
+    ):
+        yield
+
+
+def correct_start(trained: nn.Module, optimizer: object, plan: Plan, groups: Groups) -> None:
+    """Undo what DeepSpeed did wrong at this stage when it took over the model and wrapped the optimizer."""
+    if plan.zero_stage == 0 and plan.precision != "fp32":
+        undo_constructor_step(optimizer)
+    if plan.zero_stage == 3:
+        forget_second_copies(trained)
+    if plan.zero_stage == 3 and groups.tensor is not None and groups.experts is not None:
+        count_whole_experts_once(optimizer)

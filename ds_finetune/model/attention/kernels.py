@@ -11,14 +11,37 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+from transformers import PretrainedConfig
 
-from ds_finetune.plan.forward import MAX_WIDTH
+from ds_finetune.config.sections import OWN_ATTENTIONS
+from ds_finetune.errors import ModelError
+from ds_finetune.plan.forward import MAX_WIDTH, varlen_problem
 
 Documents = tuple[int, ...]
 """Lengths of the consecutive documents of a row, with padding as one of them; their sum is the row's length."""
 
 _COLUMNS = 8
 """Columns of a head are a multiple of this in the kernel (torch 2.13, flash_attn/flash_api.cpp, mha_varlen_fwd)."""
+
+
+def packs_documents(attention: str, hf_config: PretrainedConfig, *, device: str, precision: str) -> bool:
+    """Whether attention takes all documents of a forward in one call on this rank's `device`, `cpu` or `cuda`.
+
+    ModelError where the run file names that kernel and this GPU does not have it.
+    """
+    if attention not in OWN_ATTENTIONS or attention == "by_document":
+        return False
+    if device == "cpu":
+        gpu, problem = device, "its kernel runs only on GPUs"
+    else:
+        gpu, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+        problem = varlen_problem(hf_config.to_dict(), precision=precision, capability=capability)
+    if problem and attention == "varlen":
+        raise ModelError(
+            f"model.attention varlen with model_type `{hf_config.model_type}` on {gpu}: {problem}",
+            hint="set model.attention: sdpa, which attends document by document there",
+        )
+    return not problem
 
 
 @dataclass(frozen=True)

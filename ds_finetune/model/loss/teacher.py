@@ -2,18 +2,20 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from ds_finetune.config.objectives import ObjectiveConfig, is_distillation
 from ds_finetune.errors import ModelError
 from ds_finetune.families.table import family_of
 from ds_finetune.model.attention.by_document import Documents
+from ds_finetune.model.attention.kernels import packs_documents
+from ds_finetune.model.build.dtypes import PRECISION_DTYPES
 from ds_finetune.model.build.skeleton import (
     TOKENIZER_PATTERNS,
     Where,
@@ -24,6 +26,7 @@ from ds_finetune.model.build.skeleton import (
 )
 from ds_finetune.model.loss.soft_targets import TeacherStates
 from ds_finetune.model.loss.token_loss import TrainedModel
+from ds_finetune.model.parallel.sequence import SequenceParallelGroup
 from ds_finetune.model.weights.load import load_weights
 
 
@@ -76,21 +79,6 @@ def check_same_tokens(teacher: str, tokens: Mapping[str, int], model_tokens: Map
     )
 
 
-def load_teacher(  # noqa: PLR0913 - where and how the model is built
-    teacher: TeacherPlan,
-    *,
-    attention: str,
-    dtype: torch.dtype,
-    device: str,
-    where: Where = whole,
-    init_context: AbstractContextManager[object] | None = None,
-) -> PreTrainedModel:
-    """The teacher in evaluation mode, without gradients; arguments as those of `build_skeleton` and `load_weights`."""
-    lm = build_skeleton(teacher.hf_config, attention=attention, dtype=dtype, device=device, init_context=init_context)
-    load_weights(lm, resolve_folder(teacher.path), family=family_of(lm.config.model_type), where=where)
-    return lm.requires_grad_(requires_grad=False).eval()
-
-
 class HiddenStates(TrainedModel):
     """A causal LM whose forward returns hidden states."""
 
@@ -99,6 +87,36 @@ class HiddenStates(TrainedModel):
     ) -> torch.Tensor:
         """Hidden states before the head, [batch, tokens, width]."""
         return self.hidden(input_ids, position_ids, documents)
+
+    @property
+    def head(self) -> nn.Linear:
+        """The head of the language model."""
+        head: nn.Linear = self.lm.get_output_embeddings()
+        return head
+
+    def whole(self) -> "Teacher":
+        """The teacher of this model, whose weights each rank holds whole."""
+        return Teacher(self, self.head, nullcontext)
+
+
+def load_teacher(  # noqa: PLR0913 - where and how the model is built
+    teacher: TeacherPlan,
+    attention: str,
+    precision: str,
+    device: str,
+    *,
+    sp_group: SequenceParallelGroup | None = None,
+    where: Where = whole,
+    init_context: AbstractContextManager[object] | None = None,
+) -> HiddenStates:
+    """The teacher in evaluation mode, without gradients; arguments as those of `build_skeleton` and `load_weights`."""
+    dtype = PRECISION_DTYPES[precision]
+    lm = build_skeleton(teacher.hf_config, attention=attention, dtype=dtype, device=device, init_context=init_context)
+    load_weights(lm, resolve_folder(teacher.path), family=family_of(lm.config.model_type), where=where)
+    states = HiddenStates(lm.requires_grad_(requires_grad=False).eval(), sp_group)
+    kind = torch.device(device).type
+    states.packs_documents = packs_documents(attention, teacher.hf_config, device=kind, precision=precision)
+    return states
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ def estimate_stages(plan: Plan, model: ModelConfig, *, teacher: ModelConfig | No
         if kind in seen:
             continue
         seen.add(kind)
-        # The teacher runs where the head is (engine/start_engine.py).
+        # The teacher runs where the head is (engine/rank_model.py).
         others = (*last, *files) if is_last else files
         own = zero_rows(plan, rank_elements(plan, model, weights), weights)
         rows = (*own, *_activation_rows(plan, model, weights, number), *others)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from ds_finetune.engine.start_engine import packs_documents
 from ds_finetune.errors import ModelError
+from ds_finetune.model.attention.kernels import packs_documents
 
 CONFIG = AutoConfig.for_model("llama", hidden_size=64, num_attention_heads=2)
 
