@@ -12,11 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ds_finetune.checkpoint.same_run import OnResume, on_resume
+from ds_finetune.checkpoint.same_run import on_resume
 from ds_finetune.cli.main import build_parser
 from ds_finetune.config.invalid_keys import KEYS_OF_OTHER_PROGRAMS
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.units import GIB
+from ds_finetune.config.value_types import OnResume
 from ds_finetune.families.configs import PUBLISHED
 from ds_finetune.plan.checks import CHECKS
 from ds_finetune.plan.estimate.accelerators import ACCELERATORS

@@ -4,151 +4,20 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
+
+from pydantic import BaseModel
 
 from ds_finetune.checkpoint.run_state import RunState, versions
 from ds_finetune.config.dotted_keys import set_values
+from ds_finetune.config.objectives import OBJECTIVES, ObjectiveConfig
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.sections import RouterConfig
+from ds_finetune.config.value_types import OnResume
 from ds_finetune.errors import CheckpointError
 from ds_finetune.foreign.auto_configs import CONFIG_MAPPING
 
-
-class OnResume(StrEnum):
-    """The action on a key whose value differs from that in the checkpoint."""
-
-    REFUSED = "refused"
-    ROWS = "refused if it changes the training rows"
-    PRINTED = "printed"
-    FREE = "free"
-
-
-REFUSED, ROWS, PRINTED, FREE = OnResume.REFUSED, OnResume.ROWS, OnResume.PRINTED, OnResume.FREE
-ON_RESUME: Mapping[str, OnResume] = {
-    "model.path": PRINTED,
-    "model.tokenizer": ROWS,
-    "model.resize_vocabulary": PRINTED,
-    "model.context": PRINTED,
-    "model.weights": PRINTED,
-    "model.attention": PRINTED,
-    "model.loss": PRINTED,
-    "data.train": ROWS,
-    "data.eval": PRINTED,
-    "data.layout": ROWS,
-    "data.columns": ROWS,
-    "data.template": ROWS,
-    "data.train_on": ROWS,
-    "data.reasoning": ROWS,
-    "data.control_tokens": ROWS,
-    "data.separator": ROWS,
-    "data.packing": ROWS,
-    "data.long_rows": ROWS,
-    "data.bad_rows": PRINTED,
-    "data.max_dropped_ratio": PRINTED,
-    "data.max_truncated_ratio": PRINTED,
-    "data.streaming": REFUSED,
-    "data.shuffle": REFUSED,
-    "data.balance": FREE,
-    "data.workers": FREE,
-    "data.cache_dir": FREE,
-    "deepspeed": PRINTED,
-    "inexact": PRINTED,
-    "objective.name": REFUSED,
-    "objective.bos": ROWS,
-    "objective.eos": ROWS,
-    "objective.num_labels": REFUSED,
-    "objective.labels": REFUSED,
-    "objective.label_smoothing": REFUSED,
-    "objective.center_weight": REFUSED,
-    "objective.beta": REFUSED,
-    "objective.loss": REFUSED,
-    "objective.nll_weight": REFUSED,
-    "objective.reference": PRINTED,
-    "objective.gamma": REFUSED,
-    "objective.desirable_weight": REFUSED,
-    "objective.undesirable_weight": REFUSED,
-    "objective.teacher": PRINTED,
-    "objective.scores": PRINTED,
-    "objective.teacher_offload": FREE,
-    "objective.temperature": REFUSED,
-    "objective.label_weight": REFUSED,
-    "train.for": PRINTED,
-    "train.global_batch_size": REFUSED,
-    "train.micro_batch_size": PRINTED,
-    "train.max_seq_len": ROWS,
-    "train.precision": PRINTED,
-    "train.seed": REFUSED,
-    "train.max_grad_norm": PRINTED,
-    "train.activation_checkpointing": PRINTED,
-    "train.activation_offload": FREE,
-    "train.tiled_mlp": PRINTED,
-    "train.max_skipped_steps": PRINTED,
-    "train.reduction_dtype": PRINTED,
-    "train.reduction_every": PRINTED,
-    "optim.name": REFUSED,
-    "optim.lr": PRINTED,
-    "optim.weight_decay": PRINTED,
-    "optim.betas": PRINTED,
-    "optim.eps": PRINTED,
-    "optim.lr_scheduler": PRINTED,
-    "optim.warmup": PRINTED,
-    "optim.min_lr_ratio": PRINTED,
-    "eval.every": PRINTED,
-    "eval.limit": PRINTED,
-    "eval.generate.prompts": PRINTED,
-    "eval.generate.max_new_tokens": PRINTED,
-    "eval.keep_best": PRINTED,
-    "eval.patience": PRINTED,
-    "checkpoint.every": FREE,
-    "checkpoint.keep": FREE,
-    "checkpoint.keep_best": FREE,
-    "checkpoint.max_failed": FREE,
-    "checkpoint.resume": FREE,
-    "checkpoint.asynchronous": FREE,
-    "checkpoint.node_local": FREE,
-    "parallel.tp": PRINTED,
-    "parallel.pp": PRINTED,
-    "parallel.pp_layers": PRINTED,
-    "parallel.vpp": PRINTED,
-    "parallel.ep": PRINTED,
-    "parallel.sp": PRINTED,
-    "lora.rank": REFUSED,
-    "lora.alpha": REFUSED,
-    "lora.target_modules": REFUSED,
-    "lora.quantize": REFUSED,
-    "mtp.train": REFUSED,
-    "mtp.weight": PRINTED,
-    "mtp.detach": REFUSED,
-    "router.train": REFUSED,
-    "router.balance": PRINTED,
-    "router.bias_update": PRINTED,
-    "indexer.train": REFUSED,
-    "indexer.stage": REFUSED,
-    "indexer.weight": PRINTED,
-    "features": REFUSED,
-    "log.every": FREE,
-    "log.trackers": FREE,
-    "profile.steps": FREE,
-    "profile.ranks": FREE,
-    "launch.restarts": FREE,
-    "launch.min_hosts": FREE,
-    "launch.wait_seconds": FREE,
-    "launch.greeting_seconds": FREE,
-    "launch.silent_seconds": FREE,
-    "watchdog.limit": FREE,
-    "watchdog.start": FREE,
-    "watchdog.other": FREE,
-    "watchdog.meet": FREE,
-    "watchdog.collective": FREE,
-    "watchdog.straggler_ratio": FREE,
-    "export.at_end": FREE,
-    "export.max_shard_size": FREE,
-    "export.verify": FREE,
-    "output_dir": FREE,
-}
-"""Every key of the run file. Free keys do not affect the results of training."""
 _DERIVED = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -181,7 +50,7 @@ def changes_since_checkpoint(state: RunState, now: RunIdentity) -> list[str]:
         for key in sorted(then.keys() | here.keys())
         if then.get(key) != here.get(key)
     }
-    broken = [text for key, text in differ.items() if on_resume(key) is REFUSED]
+    broken = [text for key, text in differ.items() if on_resume(key) is OnResume.REFUSED]
     broken += [f"training rows {state.data} -> {now.data}"] if state.data != now.data else []
     for what, old, new in (("base model", state.base, now.base), ("teacher", state.teacher, now.teacher)):
         broken += [f"weights of the {what} {old or 'none'} -> {new or 'none'}"] if old != new else []
@@ -190,16 +59,24 @@ def changes_since_checkpoint(state: RunState, now: RunIdentity) -> list[str]:
             f"the checkpoint of step {state.step} was written with other values: {'; '.join(broken)}",
             hint="set them back, or start a new run from an export: checkpoint.resume never and another output_dir",
         )
-    lines = [text for key, text in differ.items() if on_resume(key) is not FREE]
+    lines = [text for key, text in differ.items() if on_resume(key) is not OnResume.FREE]
     lines += [*_other_choices(state, now), *_other_evaluation(state, now), *_other_versions(state)]
     return [f"changed since the checkpoint: {text}" for text in lines]
 
 
 def on_resume(key: str) -> OnResume:
-    """The action where `key` differs. A free-form section's action holds for its keys; unknown keys are PRINTED."""
-    while key not in ON_RESUME and "." in key:
-        key = key.rpartition(".")[0]
-    return ON_RESUME.get(key, PRINTED)
+    """The action where `key` differs, from the mark of the field, or of a section that it is in; PRINTED without."""
+    sections: list[type[BaseModel]] = [RunConfig]
+    for name in key.split("."):
+        infos = [info for part in sections for own, info in part.model_fields.items() if name == (info.alias or own)]
+        marks = [mark for info in infos for mark in info.metadata if isinstance(mark, OnResume)]
+        if marks:
+            return marks[0]
+        kinds = [kind for info in infos for kind in (info.annotation, *get_args(info.annotation))]
+        sections = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+        if ObjectiveConfig in sections:
+            sections = [row.section for row in OBJECTIVES.values()]
+    return OnResume.PRINTED
 
 
 def _keys(config: Mapping[str, Any]) -> dict[str, Any]:

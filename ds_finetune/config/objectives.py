@@ -15,6 +15,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from ds_finetune.config.run_file import SHORT_FORMS
 from ds_finetune.config.sections import Section, short_form
+from ds_finetune.config.value_types import Free, Refused, Rows
 from ds_finetune.errors import ConfigError
 
 BosRule = Literal["auto", "always", "never"]
@@ -68,18 +69,18 @@ class ObjectiveConfig(Section):
 class SftObjective(ObjectiveConfig):
     """Supervised fine-tuning."""
 
-    name: Literal["sft"] = "sft"
+    name: Refused[Literal["sft"]] = "sft"
     """Cross entropy of the supervised tokens of dialogue, prompts with completions, or plain text."""
 
 
 class PretrainObjective(ObjectiveConfig):
     """Continued pre-training."""
 
-    name: Literal["pretrain"]
+    name: Refused[Literal["pretrain"]]
     """Cross entropy of every token of plain text."""
-    bos: BosRule = "auto"
+    bos: Rows[BosRule] = "auto"
     """Token that begins each text: `auto` is what the tokenizer itself adds."""
-    eos: bool = True
+    eos: Rows[bool] = True
     """Whether each text ends with the end-of-sequence token, which is predicted too."""
 
     @property
@@ -91,13 +92,13 @@ class PretrainObjective(ObjectiveConfig):
 class ClassificationObjective(ObjectiveConfig):
     """Classification or regression of texts and pairs of texts."""
 
-    name: Literal["classification"]
+    name: Refused[Literal["classification"]]
     """Cross entropy of the classes of texts, or with one label the squared error of a number."""
-    num_labels: int | None = Field(default=None, ge=1)
+    num_labels: Refused[int | None] = Field(default=None, ge=1)
     """Number of classes; 1 is regression. Left out, it is counted in the training rows."""
-    labels: tuple[str, ...] = ()
+    labels: Refused[tuple[str, ...]] = ()
     """Names of the classes, in the order of their numbers; left out, those of the data or of the model."""
-    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    label_smoothing: Refused[float] = Field(default=0.0, ge=0, lt=1)
     """Share of the target that is spread over all classes."""
 
     @property
@@ -114,9 +115,9 @@ class ClassificationObjective(ObjectiveConfig):
 class RewardObjective(ObjectiveConfig):
     """A reward model, trained on pairs of answers."""
 
-    name: Literal["reward"]
+    name: Refused[Literal["reward"]]
     """-log sigmoid(difference of the rewards - margin) of pairs; rows may have a column `margin`."""
-    center_weight: float = Field(default=0.0, ge=0)
+    center_weight: Refused[float] = Field(default=0.0, ge=0)
     """Weight of the squared sum of both rewards, which keeps rewards centred at zero; 0.01 is usual."""
 
     @property
@@ -133,15 +134,15 @@ class RewardObjective(ObjectiveConfig):
 class DpoObjective(ObjectiveConfig):
     """Direct preference optimisation (Rafailov et al., arXiv 2305.18290) and its variants."""
 
-    name: Literal["dpo"]
+    name: Refused[Literal["dpo"]]
     """Preference loss of pairs with a reference model, which is the model before training."""
-    beta: float = Field(default=0.1, gt=0)
+    beta: Refused[float] = Field(default=0.1, gt=0)
     """Strength of the tie to the reference."""
-    loss: Literal["sigmoid", "robust", "hinge", "ipo", "apo_zero", "apo_down", "sigmoid_norm"] = "sigmoid"
+    loss: Refused[Literal["sigmoid", "robust", "hinge", "ipo", "apo_zero", "apo_down", "sigmoid_norm"]] = "sigmoid"
     """Variant of the loss."""
-    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    label_smoothing: Refused[float] = Field(default=0.0, ge=0, lt=0.5)
     """Assumed share of pairs whose answers are swapped; for `sigmoid` (conservative DPO) and `robust`."""
-    nll_weight: float = Field(default=0.0, ge=0)
+    nll_weight: Refused[float] = Field(default=0.0, ge=0)
     """Weight of the cross entropy of the chosen answers, its mean over their tokens in the global batch."""
     reference: Reference = "cache"
     """Log-probabilities of the reference: computed once and cached, or with the adapters off at each step."""
@@ -150,33 +151,33 @@ class DpoObjective(ObjectiveConfig):
 class SimpoObjective(ObjectiveConfig):
     """SimPO (Meng et al., arXiv 2405.14734)."""
 
-    name: Literal["simpo"]
+    name: Refused[Literal["simpo"]]
     """Preference loss of mean log-probabilities, without a reference."""
-    beta: float = Field(default=2.0, gt=0)
+    beta: Refused[float] = Field(default=2.0, gt=0)
     """Scale of the difference of the mean log-probabilities."""
-    gamma: float = Field(default=0.5, ge=0)
+    gamma: Refused[float] = Field(default=0.5, ge=0)
     """Margin by which the scaled difference should be larger."""
 
 
 class CpoObjective(ObjectiveConfig):
     """Contrastive preference optimisation (Xu et al., arXiv 2401.08417)."""
 
-    name: Literal["cpo"]
+    name: Refused[Literal["cpo"]]
     """Preference loss without a reference, plus the cross entropy of the chosen answers."""
-    beta: float = Field(default=0.1, gt=0)
+    beta: Refused[float] = Field(default=0.1, gt=0)
     """Scale of the difference of the log-probabilities."""
-    loss: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"
+    loss: Refused[Literal["sigmoid", "hinge", "ipo"]] = "sigmoid"
     """Variant of the loss."""
-    nll_weight: float = Field(default=1.0, ge=0)
+    nll_weight: Refused[float] = Field(default=1.0, ge=0)
     """Weight of the cross entropy of the chosen answers, its mean over their tokens in the global batch."""
 
 
 class OrpoObjective(ObjectiveConfig):
     """Odds ratio preference optimisation (Hong et al., arXiv 2403.07691)."""
 
-    name: Literal["orpo"]
+    name: Refused[Literal["orpo"]]
     """Cross entropy of the chosen answers plus the log odds ratio of both answers, without a reference."""
-    beta: float = Field(default=0.1, gt=0)
+    beta: Refused[float] = Field(default=0.1, gt=0)
     """Weight of the odds ratio term."""
 
     @property
@@ -188,13 +189,13 @@ class OrpoObjective(ObjectiveConfig):
 class KtoObjective(ObjectiveConfig):
     """Kahneman-Tversky optimisation (Ethayarajh et al., arXiv 2402.01306)."""
 
-    name: Literal["kto"]
+    name: Refused[Literal["kto"]]
     """Loss of single answers that are marked as good or bad, with a reference model."""
-    beta: float = Field(default=0.1, gt=0)
+    beta: Refused[float] = Field(default=0.1, gt=0)
     """Strength of the tie to the reference."""
-    desirable_weight: float = Field(default=1.0, gt=0)
+    desirable_weight: Refused[float] = Field(default=1.0, gt=0)
     """Weight of good answers."""
-    undesirable_weight: float = Field(default=1.0, gt=0)
+    undesirable_weight: Refused[float] = Field(default=1.0, gt=0)
     """Weight of bad answers."""
     reference: Reference = "cache"
     """Log-probabilities of the reference: computed once and cached, or with the adapters off at each step."""
@@ -203,19 +204,19 @@ class KtoObjective(ObjectiveConfig):
 class DistillObjective(ObjectiveConfig):
     """Distillation: forward KL divergence from a teacher's distribution of the next token."""
 
-    name: Literal["distill"]
+    name: Refused[Literal["distill"]]
     """KL divergence from a teacher's distribution, optionally mixed with the cross entropy of the labels."""
     teacher: str | None = None
     """Folder or hub id of a teacher that runs beside the model; it needs the model's tokenizer and vocabulary."""
     scores: str | None = None
     """Folder of stored top-k log-probabilities, written by `ds-finetune teach`."""
-    teacher_offload: Literal["none", "cpu"] = "none"
+    teacher_offload: Free[Literal["none", "cpu"]] = "none"
     """`cpu` holds the teacher's weights in host memory, partitioned over the ranks; `none` on the GPUs, whole on each
     rank, or with ZeRO-3 partitioned.
     """
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: Refused[float] = Field(default=1.0, gt=0)
     """Divides the logits of teacher and model in the divergence, which is multiplied by its square; 1 with `scores`."""
-    label_weight: float = Field(default=0.0, ge=0, lt=1)
+    label_weight: Refused[float] = Field(default=0.0, ge=0, lt=1)
     """Share of the cross entropy of the labels in the loss; the rest is the divergence."""
 
 

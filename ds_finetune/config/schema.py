@@ -32,9 +32,7 @@ from ds_finetune.config.sections import (
     WatchdogConfig,
     short_form,
 )
-from ds_finetune.config.value_types import (
-    InexactNames,
-)
+from ds_finetune.config.value_types import Free, InexactNames, Refused
 from ds_finetune.errors import ConfigError
 
 
@@ -57,11 +55,11 @@ class RunConfig(Section):
     """Optimizer."""
     eval: EvalConfig = EvalConfig()
     """Evaluation."""
-    checkpoint: CheckpointConfig = CheckpointConfig()
+    checkpoint: Free[CheckpointConfig] = CheckpointConfig()
     """Checkpoints."""
     parallel: ParallelConfig = ParallelConfig()
     """Parallel sizes."""
-    lora: LoraConfig | None = None
+    lora: Refused[LoraConfig | None] = None
     """Low-rank adapters; left out, all weights are trained."""
     mtp: MtpConfig = MtpConfig()
     """Multi-token prediction."""
@@ -69,19 +67,19 @@ class RunConfig(Section):
     """Routers of experts."""
     indexer: IndexerConfig = IndexerConfig()
     """Indexers of sparse attention."""
-    features: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    features: Refused[dict[str, dict[str, Any]]] = Field(default_factory=dict)
     """Settings of features that other packages add, as in `features: {name: {weight: 0.1}}`."""
-    log: LogConfig = LogConfig()
+    log: Free[LogConfig] = LogConfig()
     """Logging."""
-    profile: ProfileConfig | None = None
+    profile: Free[ProfileConfig | None] = None
     """Steps that are profiled."""
-    launch: LaunchConfig = LaunchConfig()
+    launch: Free[LaunchConfig] = LaunchConfig()
     """Launching."""
-    watchdog: WatchdogConfig = WatchdogConfig()
+    watchdog: Free[WatchdogConfig] = WatchdogConfig()
     """Watchdog."""
-    export: ExportConfig = ExportConfig()
+    export: Free[ExportConfig] = ExportConfig()
     """Export."""
-    output_dir: str
+    output_dir: Free[str]
     """Folder of the run; docs/reference/run-directory.md lists what it holds."""
 
 

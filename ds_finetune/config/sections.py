@@ -10,9 +10,12 @@ from ds_finetune.config.schedule import Interval, SchedulerName, seconds_of
 from ds_finetune.config.value_types import (
     DurationText,
     EveryText,
+    Free,
     HeldOutPaths,
     Layout,
     MicroBatchSize,
+    Refused,
+    Rows,
     SizeText,
     StepsText,
     TimeText,
@@ -43,7 +46,7 @@ class ModelConfig(Section):
 
     path: str
     """Folder or hub id holding `config.json` and safetensors weights."""
-    tokenizer: str | None = None
+    tokenizer: Rows[str | None] = None
     """Folder or hub id of the tokenizer. Left out, it is the model's own."""
     resize_vocabulary: bool = False
     """Add rows to embedding and head where the tokenizer has more ids than the model; false refuses such a tokenizer.
@@ -68,7 +71,7 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """What is trained on and how rows become tokens."""
 
-    train: WeightedPaths
+    train: Rows[WeightedPaths]
     """Training files, folders or hub ids (JSON, JSONL, CSV, Parquet, text); a split is named after a colon, as in
     `org/name:train` or `org/name:subset:train`. Left out, it is the training split. A mapping of them to weights, as in
     `{new.txt: 0.9, old.txt: 0.1}`, mixes their rows in these shares.
@@ -77,26 +80,26 @@ class DataConfig(Section):
     """Held-out files, folders or hub ids; where no split is named, it is the validation split, else the test split.
     Several sets are given by name, as in `{new: a.txt, old: b.txt}`; each has its own metrics, `eval/new/loss`.
     """
-    layout: Layout = "auto"
+    layout: Rows[Layout] = "auto"
     """Layout of a row; `auto` recognises it by its columns."""
-    columns: dict[str, str] = Field(default_factory=dict)
+    columns: Rows[dict[str, str]] = Field(default_factory=dict)
     """Other names of the layout's columns, e.g. `{prompt: question, completion: answer}`."""
-    template: str = "auto"
+    template: Rows[str] = "auto"
     """`auto` uses the tokenizer's chat template, or plain text where it has none. `plain` never uses a template. Any
     other value is the path of a Jinja file.
     """
-    train_on: Literal["assistant", "last_assistant", "all"] = "assistant"
+    train_on: Rows[Literal["assistant", "last_assistant", "all"]] = "assistant"
     """Tokens that carry loss: every assistant turn, only the last one, or every token."""
-    reasoning: Literal["keep", "strip"] = "keep"
+    reasoning: Rows[Literal["keep", "strip"]] = "keep"
     """Whether `<think>...</think>` of an assistant turn stays in the text."""
-    control_tokens: Literal["text", "keep", "refuse"] = "text"
+    control_tokens: Rows[Literal["text", "keep", "refuse"]] = "text"
     """Control tokens inside the texts of a conversation: tokenised as `text`, kept as control tokens, or refused."""
-    separator: str = "\n"
+    separator: Rows[str] = "\n"
     """Text between prompt and completion without a chat template, unless there is white space already; and between two
     texts with a label."""
-    packing: bool = True
+    packing: Rows[bool] = True
     """Fill rows of `max_seq_len` with several documents that cannot see each other; false pads each row instead."""
-    long_rows: Literal["auto", "truncate", "drop", "split"] = "auto"
+    long_rows: Rows[Literal["auto", "truncate", "drop", "split"]] = "auto"
     """Rows longer than `max_seq_len` are cut at the end, left out, or (only plain text) continued in the next row.
     `auto` splits plain text and truncates all else. Both sides of a pair are cut to a common length.
     """
@@ -110,17 +113,17 @@ class DataConfig(Section):
     """
     max_truncated_ratio: float = Field(default=0.1, ge=0, le=1)
     """No run starts if more than this share of all tokens is lost by truncation."""
-    streaming: bool = False
+    streaming: Refused[bool] = False
     """Read and tokenise while training, for data too large to prepare; `train.for` is then in steps."""
-    shuffle: bool = True
+    shuffle: Refused[bool] = True
     """Shuffle rows by seed and epoch; false keeps the order of the files."""
-    balance: bool = True
+    balance: Free[bool] = True
     """Divide the rows of a step over ranks and forwards by their cost, so that ranks wait little for each other. The
     rows of the step are the same. false keeps their order.
     """
-    workers: int = Field(default=0, ge=0)
+    workers: Free[int] = Field(default=0, ge=0)
     """Number of processes that tokenise; 0 uses every core."""
-    cache_dir: str = ".cache/ds_finetune"
+    cache_dir: Free[str] = ".cache/ds_finetune"
     """Folder of tokenised data, which later runs find again by fingerprint."""
 
     def paths(self, purpose: str) -> tuple[str, ...]:
@@ -149,21 +152,21 @@ class TrainConfig(Section):
 
     duration: DurationText = Field(default="1 epochs", alias="for")
     """Length of the run: `N steps`, `N epochs` or `N tokens`."""
-    global_batch_size: int = Field(default=32, ge=1)
+    global_batch_size: Refused[int] = Field(default=32, ge=1)
     """Rows of one optimizer step over all ranks (packed rows when packing)."""
     micro_batch_size: MicroBatchSize = 1
     """Rows of one forward on one rank; accumulation is derived. `auto` takes the most that fit into memory."""
-    max_seq_len: int = Field(default=2048, ge=2)
+    max_seq_len: Rows[int] = Field(default=2048, ge=2)
     """Most tokens of a row; both answers of a pair are in one row."""
     precision: Precision = "bf16"
     """Dtype of weights and activations; master weights and moments are fp32."""
-    seed: int = Field(default=0, ge=0)
+    seed: Refused[int] = Field(default=0, ge=0)
     """Seed of data order and of fresh weights."""
     max_grad_norm: float = Field(default=1.0, ge=0)
     """Global norm to which the gradient is clipped; 0 does not clip."""
     activation_checkpointing: bool = True
     """Recompute each decoder layer in backward instead of keeping its activations."""
-    activation_offload: bool = False
+    activation_offload: Free[bool] = False
     """Keep the inputs of recomputed layers in pinned host memory instead of on the GPU."""
     tiled_mlp: bool = False
     """Compute MLPs and routed experts for a part of the tokens at a time, which saves memory for long rows. Each part
@@ -187,7 +190,7 @@ _Beta = Annotated[float, Field(ge=0, lt=1)]
 class OptimConfig(Section):
     """Optimizer and learning rate."""
 
-    name: str = "AdamW"
+    name: Refused[str] = "AdamW"
     """Optimizer by DeepSpeed's name: AdamW (Adam is the same), Lion, Adagrad, Lamb, SGD, Muon (with AdamW for
     embedding, head and vectors).
     """
@@ -324,18 +327,18 @@ class MtpConfig(Section):
     with it.
     """
 
-    train: bool = False
+    train: Refused[bool] = False
     """Train the layer that the model is published with; false carries it to exports unchanged."""
     weight: float = Field(default=0.1, gt=0)
     """Weight of its loss beside that of the next token."""
-    detach: bool = True
+    detach: Refused[bool] = True
     """Its loss trains only the layer: all other weights have the same bits as without it. False trains them too."""
 
 
 class RouterConfig(Section):
     """How routers, which choose experts, are trained. Left out, they are trained like all weights."""
 
-    train: bool = True
+    train: Refused[bool] = True
     """Whether their weights are trained; false leaves them as they are."""
     balance: float = Field(default=0.0, ge=0)
     """Weight of the balance loss of experts, which is 1 for a layer whose experts are chosen equally often; 0 has no
@@ -350,9 +353,9 @@ class RouterConfig(Section):
 class IndexerConfig(Section):
     """Indexers of DeepSeek sparse attention, which choose the tokens that a query attends to."""
 
-    train: bool = False
+    train: Refused[bool] = False
     """Train them to score tokens as attention weighs them; false leaves them as they are."""
-    stage: Literal["sparse", "dense_warmup"] = "sparse"
+    stage: Refused[Literal["sparse", "dense_warmup"]] = "sparse"
     """`sparse` trains them beside the other weights, by attention to the chosen tokens. `dense_warmup` trains only
     them, by attention to all earlier tokens.
     """

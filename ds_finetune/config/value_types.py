@@ -2,7 +2,8 @@
 
 import math
 import re
-from typing import Annotated, Literal
+from enum import StrEnum
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -27,6 +28,22 @@ Layout = Literal[
     "ranked_pair",
     "labelled",
 ]
+
+
+class OnResume(StrEnum):
+    """What happens on resume if the value of a key differs from that in the checkpoint."""
+
+    REFUSED = "refused"
+    ROWS = "refused if it changes the training rows"
+    PRINTED = "printed"
+    FREE = "free"
+
+
+_T = TypeVar("_T")
+# A key or a section without one of these marks is printed. Free keys do not affect the results of training.
+Refused = Annotated[_T, OnResume.REFUSED]
+Rows = Annotated[_T, OnResume.ROWS]
+Free = Annotated[_T, OnResume.FREE]
 SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 """Names of held-out sets."""
 

@@ -14,16 +14,14 @@ from pydantic import BaseModel
 from ds_finetune.checkpoint.files import Manifest, commit, partial_name, step_name
 from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.same_run import (
-    ON_RESUME,
-    PRINTED,
-    REFUSED,
-    ROWS,
     RunIdentity,
     changes_since_checkpoint,
     model_mismatch,
+    on_resume,
 )
 from ds_finetune.config.objectives import OBJECTIVES, ObjectiveConfig
 from ds_finetune.config.schema import RunConfig, read_config
+from ds_finetune.config.value_types import OnResume
 from ds_finetune.errors import CheckpointError
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.system.world import World
@@ -57,8 +55,36 @@ def _is_section(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
-def test_every_key_of_the_run_file_is_classified() -> None:
-    assert set(keys_of(RunConfig)) == ON_RESUME.keys()
+KEYS = sorted(set(keys_of(RunConfig)))
+
+
+def test_a_key_of_several_objectives_has_the_same_mark_in_each() -> None:
+    marks: dict[str, set[object]] = {}
+    for row in OBJECTIVES.values():
+        for name, field in row.section.model_fields.items():
+            marks.setdefault(name, set()).add(tuple(mark for mark in field.metadata if isinstance(mark, OnResume)))
+    assert all(len(found) == 1 for found in marks.values()), marks
+
+
+@pytest.mark.parametrize(
+    ("key", "action"),
+    [
+        ("optim.lr", OnResume.PRINTED),
+        ("train.for", OnResume.PRINTED),
+        ("train.seed", OnResume.REFUSED),
+        ("data.train.a.jsonl", OnResume.ROWS),
+        ("data.columns.prompt", OnResume.ROWS),
+        ("lora.rank", OnResume.REFUSED),
+        ("checkpoint.every", OnResume.FREE),
+        ("objective.beta", OnResume.REFUSED),
+        ("objective.teacher_offload", OnResume.FREE),
+        ("deepspeed.zero_optimization.stage", OnResume.PRINTED),
+        ("features.toy.weight", OnResume.REFUSED),
+        ("a.key.of.an.older.version", OnResume.PRINTED),
+    ],
+)
+def test_the_action_on_a_key_is_its_mark_or_that_of_its_section(key: str, action: OnResume) -> None:
+    assert on_resume(key) is action
 
 
 def dumped(tree: dict[str, Any]) -> dict[str, Any]:
@@ -107,20 +133,20 @@ OPTIONAL: dict[str, Any] = {"lora": {}, "router": {}, "profile": {"steps": 1}}
 """Sections that a run file may leave out."""
 
 
-@pytest.mark.parametrize("key", ON_RESUME)
+@pytest.mark.parametrize("key", KEYS)
 def test_a_changed_key_is_refused_printed_or_without_effect(key: str) -> None:
     section = key.partition(".")[0]
     before = dumped(TREE | {name: given for name, given in OPTIONAL.items() if name == section})
     state, config = state_of(before), changed(key, before)
-    if ON_RESUME[key] is REFUSED:
+    if on_resume(key) is OnResume.REFUSED:
         with pytest.raises(CheckpointError, match=f"{key} .* -> "):
             changes_since_checkpoint(state, RunIdentity(config, "rows"))
         return
     lines = changes_since_checkpoint(state, RunIdentity(config, "rows"))
-    assert (ON_RESUME[key] in (PRINTED, ROWS)) == any(
+    assert (on_resume(key) in (OnResume.PRINTED, OnResume.ROWS)) == any(
         line.startswith(f"changed since the checkpoint: {key}") for line in lines
     ), lines
-    if ON_RESUME[key] is ROWS:
+    if on_resume(key) is OnResume.ROWS:
         with pytest.raises(CheckpointError, match="training rows rows -> others"):
             changes_since_checkpoint(state, RunIdentity(config, "others"))
 
