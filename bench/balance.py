@@ -111,7 +111,7 @@ def _rows(documents: Lengths, row_len: int) -> PreparedRows:
 def _print_arithmetic(kinds: dict[str, Lengths], shape: Shape) -> None:
     _say("| documents | tokens of a row | ranks | rows of a rank | meet each | in order | divided | least |")
     _say("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    cost = RowCost.of(shape, recomputes=True)
+    cost = RowCost.of(shape, "full")
     for (name, documents), row_len in itertools.product(kinds.items(), (2048, 8192, 32768)):
         rows = _rows(documents, row_len)
         costs = np.array([cost.of_row(*rows.sizes(number), row_len=row_len) for number in range(len(rows))])
@@ -169,7 +169,7 @@ def _measure(name: str, documents: Lengths, world: World) -> None:
         AutoConfig.for_model("deepseek_v3", **SMALL_V3).save_pretrained(folder)
         config = _config(folder)
         plan = make_plan(config, world=world, device=choose_device())
-        cost = RowCost.of(Shape.of(folder), recomputes=False)
+        cost = RowCost.of(Shape.of(folder), "none")
         in_order = BatchPlan(8, 1, world.rank, world.world_size, 0, shuffle=True, pad_token_id=0, row_len=MEASURED_LEN)
         divided = replace(in_order, row_cost=lambda number: cost.of_row(*rows.sizes(number), row_len=MEASURED_LEN))
         with start_engine(plan, plan_model(read_hf_config(folder), config)) as engine:
@@ -186,7 +186,7 @@ def _measure(name: str, documents: Lengths, world: World) -> None:
 
 def _config(folder: str) -> RunConfig:
     train = {"for": "1 steps", "global_batch_size": 8, "micro_batch_size": 1, "max_seq_len": MEASURED_LEN}
-    train |= {"precision": "fp32", "activation_checkpointing": False}
+    train |= {"precision": "fp32", "activation_checkpointing": "none"}
     return RunConfig.model_validate(
         {
             "model": {"path": folder, "weights": "random"},

@@ -69,7 +69,7 @@ def main() -> None:
 
 def _config(folder: str, ranks: int) -> RunConfig:
     train = {"for": "1 steps", "global_batch_size": ROWS, "micro_batch_size": ROWS // ranks, "max_seq_len": TOKENS}
-    train |= {"precision": "fp32", "activation_checkpointing": False}
+    train |= {"precision": "fp32", "activation_checkpointing": "none"}
     return RunConfig.model_validate(
         {
             "model": {"path": folder, "weights": "random"},

@@ -57,7 +57,7 @@ def prepare(asked: argparse.Namespace, folder: Path) -> dict[str, tuple[list[str
     """The command of each candidate and what it prints after the first step; their tokens are cached."""
     data = {"train": str(asked.rows), "template": "plain", "cache_dir": str(folder / "cache")}
     train = {"for": "1 steps", "global_batch_size": ROWS, "micro_batch_size": ROWS, "max_seq_len": asked.tokens}
-    train["activation_checkpointing"] = False
+    train["activation_checkpointing"] = "none"
     tree = {"model": str(asked.model), "data": data, "train": train, "deepspeed": {"zero_optimization": {"stage": 2}}}
     tree |= {"checkpoint": {"every": "never"}, "log": {"trackers": []}, "export": {"at_end": False}}
     run_file = folder / "run.yaml"

@@ -74,7 +74,7 @@ def run(asked: argparse.Namespace, option: str, folder: Path, *, is_exact: bool)
     tree["data"] = {"train": str(asked.train), "eval": str(asked.eval), "columns": columns, "template": "plain"}
     tree["data"]["cache_dir"] = str(folder / "cache")
     tree["train"] = {"for": f"{asked.steps} steps", "global_batch_size": BATCH, "micro_batch_size": BATCH // ranks}
-    tree["train"] |= {"max_seq_len": 512, "precision": precision, "activation_checkpointing": False}
+    tree["train"] |= {"max_seq_len": 512, "precision": precision, "activation_checkpointing": "none"}
     tree |= {"optim": {"lr": 1e-3}, "checkpoint": {"every": "never"}, "log": {"trackers": []}}
     tree |= {"export": {"at_end": False}, "eval": {"keep_best": False}}
     tree["deepspeed"] = exact if is_exact else exact | inexact

@@ -132,7 +132,7 @@ def write_run(folder: Path, layout: str, hidden: int) -> Path:
             "micro_batch_size": made.get("micro", ROWS),
             "max_seq_len": TOKENS,
             "precision": "fp32",
-            "activation_checkpointing": made.get("recomputes", False),
+            "activation_checkpointing": "full" if made.get("recomputes") else "none",
         },
         "output_dir": str(folder / "run"),
     }

@@ -166,7 +166,7 @@ def _run_file(world: World, chunks: int, micro_batches: int, folder: str) -> Run
         "model": {"path": folder, "weights": "random"},
         "data": {"train": "none.jsonl"},
         "parallel": parallel,
-        "train": {"for": "9 steps", "precision": "fp32", "activation_checkpointing": False, **sizes},
+        "train": {"for": "9 steps", "precision": "fp32", "activation_checkpointing": "none", **sizes},
         "deepspeed": {"zero_optimization": {"stage": 1}},
         "output_dir": folder,
     }

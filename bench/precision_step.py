@@ -106,7 +106,7 @@ def write_run(arguments: argparse.Namespace, folder: Path, precision: str) -> Pa
             "cache_dir": str(folder / "cache"),
         },
         "deepspeed": {"zero_optimization": {"stage": 1}},
-        "train": train | {"precision": precision, "activation_checkpointing": False},
+        "train": train | {"precision": precision, "activation_checkpointing": "none"},
         "output_dir": str(folder / "run"),
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(run))

@@ -156,8 +156,9 @@ parallel: {sp: 4}           # a GPU then has a fourth of what the table says
 ```
 
 The first columns are KiB for each token that a rank computes: the inputs of all layers, which recomputation keeps
-(`train.activation_checkpointing`, on by default), and what the backward of one layer needs beside them, without and
-with `train.tiled_mlp`. Then come GiB for 131,072 tokens: with only recomputation, with tiled MLPs, with
+(`train.activation_checkpointing: full`), and what the backward of one layer needs beside them, without and
+with `train.tiled_mlp`. Then come GiB for 131,072 tokens: with selective recomputation, which also keeps the outputs of
+attention and of the products of routed experts, with full recomputation, with tiled MLPs besides, with
 `train.activation_offload`, and with both. The host then needs as many bytes as the inputs have. Not counted are weights
 and their gradients, optimizer states, the head, and what exchanges need.
 
@@ -233,8 +234,8 @@ def _accelerator_rows() -> Iterator[str]:
 
 
 def _activation_rows() -> Iterator[str]:
-    yield "| model | inputs | one layer | tiled | recomputed | tiled MLP | offload | both | sums | pays from | ep 8 |\n"
-    yield f"| --- |{' ---: |' * 10}\n"
+    heads = ("one layer", "tiled", "selective", "full", "tiled MLP", "offload", "both", "sums", "pays from", "ep 8")
+    yield f"| model | inputs | {' | '.join(heads)} |\n| --- |{' ---: |' * (len(heads) + 1)}\n"
     for name, model in PUBLISHED.items():
         each, of_eight = (_activation_bytes(model, ep=ep) for ep in (1, 8))
         layers = [each.by_token_at_most(is_tiled=is_tiled) / 1024 for is_tiled in (False, True)]
@@ -243,6 +244,7 @@ def _activation_rows() -> Iterator[str]:
             for is_offloaded in (False, True)
             for is_tiled in (False, True)
         ]
+        peaks.insert(0, each.peak(LONG_ROW, recomputation="selective") / GIB)
         kib = " | ".join(f"{number:,.0f}" for number in (each.inputs() / 1024, *layers))
         gib = " | ".join(f"{number:,.1f}" for number in (*peaks, each.tile_sums() / GIB))
         has_experts = any(layer.router for layer in each.layers)

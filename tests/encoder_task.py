@@ -30,7 +30,7 @@ def encoder_task(folder: Path, *, dropout: float = 0.0, name: str = "bert", **se
         "micro_batch_size": 2,
         "max_seq_len": 40,
         "precision": "fp32",
-        "activation_checkpointing": False,
+        "activation_checkpointing": "none",
     }
     tree: dict[str, Any] = {
         "model": str(folder / "model"),

@@ -46,6 +46,7 @@ def layout_of(config: RunConfig) -> Layout:
     zero = given_choices(config.deepspeed)[0].get("zero_optimization") or {}
     devices = [(zero.get(key) or {}).get("device") or "none" for key in ("offload_param", "offload_optimizer")]
     offload: Offload = "all" if devices[0] != "none" else "optimizer" if devices[1] != "none" else "none"
-    activations = Activations(train.activation_checkpointing, train.tiled_mlp, train.activation_offload)
+    mode = "full" if train.activation_checkpointing == "auto" else train.activation_checkpointing
+    activations = Activations(mode, train.tiled_mlp, train.activation_offload)
     sizes = Sizes(parallel.tp, parallel.pp, parallel.sp, parallel.ep)
     return Layout(sizes, int(zero.get("stage", 0)), offload, rows_of_forward(train), activations, parallel.vpp)

@@ -57,7 +57,7 @@ def tiny_task(folder: Path, **sections: Any) -> Path:
         "micro_batch_size": 2,
         "max_seq_len": 64,
         "precision": "fp32",
-        "activation_checkpointing": False,
+        "activation_checkpointing": "none",
     }
     tree["eval"] = {"keep_best": False}
     tree["deepspeed"] = {"zero_optimization": {"stage": 2}}

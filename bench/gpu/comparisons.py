@@ -50,7 +50,7 @@ VARIANTS = (
     Variant("chunked loss instead of Liger's", replace(_BASE, model_section={"loss": "chunked"})),
     Variant(
         "no activation checkpointing",
-        replace(_BASE, sections={"train": {"activation_checkpointing": False}}),
+        replace(_BASE, sections={"train": {"activation_checkpointing": "none"}}),
         needs_gpu=False,
     ),
     Variant("activations on the host", replace(_BASE, sections={"train": {"activation_offload": True}})),

@@ -36,7 +36,7 @@ def _offloaded(sections: Sections) -> TrainingRun:
 THROUGHPUT = {
     "full 1.5B": TrainingRun(QWEN2_1B, 4096, rows=16, micro_rows=4, steps=7),
     "full 1.5B, no recomputation": TrainingRun(
-        QWEN2_1B, 4096, rows=16, micro_rows=1, steps=7, sections={"train": {"activation_checkpointing": False}}
+        QWEN2_1B, 4096, rows=16, micro_rows=1, steps=7, sections={"train": {"activation_checkpointing": "none"}}
     ),
     "full 1.5B, attention by document": TrainingRun(
         QWEN2_1B, 4096, rows=16, micro_rows=4, steps=5, model_section=BY_DOCUMENT

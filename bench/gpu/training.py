@@ -177,7 +177,7 @@ def planned_bytes(run: TrainingRun, config: RunConfig) -> int:
     train = config.train
     activations = activation_bytes(run.model, precision=run.precision).peak(
         run.tokens * run.micro_rows,
-        recomputes=train.activation_checkpointing,
+        recomputation=train.activation_checkpointing,
         is_offloaded=train.activation_offload,
         is_tiled=train.tiled_mlp,
     )

@@ -88,7 +88,10 @@ def _keys(config: Mapping[str, Any]) -> dict[str, Any]:
     found = set_values(defaults) | set_values(routers) | set_values(config)
     # Here Adam and AdamW are the same optimizer, with decoupled weight decay.
     name = str(found["optim.name"]).lower()
-    return found | {"optim.name": "adamw" if name == "adam" else name}
+    found["optim.name"] = "adamw" if name == "adam" else name
+    # In files of older versions it is a truth value.
+    key = "train.activation_checkpointing"
+    return found | {key: {True: "full", False: "none"}.get(found[key], found[key])}
 
 
 def _other_choices(state: RunState, now: RunIdentity) -> list[str]:

@@ -40,7 +40,7 @@ data: {{train: {folder}/train.jsonl, eval: {folder}/eval.jsonl}}
 deepspeed: {{zero_optimization: {{stage: 3}}}}
 train:
   {{for: 160 steps, global_batch_size: {batch}, micro_batch_size: {micro}, max_seq_len: 512, precision: fp32,
-   activation_checkpointing: false}}
+   activation_checkpointing: none}}
 optim: {{lr: 3.0e-3, warmup: 5%, min_lr_ratio: 0.05}}
 eval: {{every: 40 steps, generate: {{prompts: 40, max_new_tokens: 24}}}}
 log: {{every: 20}}

@@ -153,9 +153,9 @@ _RULES = (
     ),
     _KeyRule(
         ("train.activation_offload",),
-        lambda run: not run["train.activation_checkpointing"],
-        "train.activation_checkpointing is false: layers keep all of their activations",
-        "set train.activation_checkpointing to true",
+        lambda run: run["train.activation_checkpointing"] == "none",
+        "train.activation_checkpointing is none: layers keep all of their activations",
+        "set train.activation_checkpointing to full",
         harmless=(False,),
     ),
     _KeyRule(("mtp.",), lambda run: not run["mtp.train"], "mtp.train is false", "set mtp.train", harmless=(False,)),

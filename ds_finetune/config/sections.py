@@ -164,8 +164,12 @@ class TrainConfig(Section):
     """Seed of data order and of fresh weights."""
     max_grad_norm: float = Field(default=1.0, ge=0)
     """Global norm to which the gradient is clipped; 0 does not clip."""
-    activation_checkpointing: bool = True
-    """Recompute each decoder layer in backward instead of keeping its activations."""
+    activation_checkpointing: Literal["auto", "full", "selective", "none"] = "auto"
+    """What of a layer is computed again in backward instead of being kept. `full`: all but its input. `selective`: the
+    same without attention, the products of routed experts and their exchange between ranks, whose outputs are kept.
+    `none`: nothing. `auto` is `selective` where the estimate fits the GPUs with it, and `full` elsewhere. The numbers
+    of a run are the same with each.
+    """
     activation_offload: Free[bool] = False
     """Keep the inputs of recomputed layers in pinned host memory instead of on the GPU."""
     tiled_mlp: bool = False

@@ -19,7 +19,13 @@ from ds_finetune.engine.state.whole_tensors import partition
 from ds_finetune.families.table import family_of
 from ds_finetune.features.feature import Feature
 from ds_finetune.foreign.torch_nn import linears_without_memory
-from ds_finetune.model.activation_memory import CudaTransfer, PlainTransfer, install_tiled_mlps, offload_layer_inputs
+from ds_finetune.model.activation_memory import (
+    CudaTransfer,
+    PlainTransfer,
+    install_tiled_mlps,
+    offload_layer_inputs,
+    recompute_layers,
+)
 from ds_finetune.model.adapters.lora import AdapterPlacement
 from ds_finetune.model.attention.indexed_attention import expect_documents
 from ds_finetune.model.attention.kernels import packs_documents
@@ -216,8 +222,8 @@ def arrange_forward(lm: PreTrainedModel, plan: Plan, model: ModelPlan) -> None:
     """
     from deepspeed.utils import set_z3_leaf_module
 
-    if plan.activation_checkpointing:
-        lm.gradient_checkpointing_enable({"use_reentrant": False})
+    if plan.recomputes:
+        recompute_layers(lm, is_selective=plan.activation_checkpointing == "selective")
     if plan.activation_offload:
         device = torch.device(device_of_rank(plan.device, plan.world.local_rank))
         offload_layer_inputs(lm, PlainTransfer() if plan.device == "cpu" else CudaTransfer(device))

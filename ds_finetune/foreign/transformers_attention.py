@@ -32,6 +32,11 @@ def register_attention(name: str, attend: Callable[..., Any]) -> None:
         _REGISTRY.attribute(registry, "register")(name, function)
 
 
+def wrap_attention(name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Register transformers' own attention `name` anew as `wrap` makes it, for the life of the process."""
+    _REGISTRY.attribute(AttentionInterface, "register")(name, wrap(ALL_ATTENTION_FUNCTIONS[name]))
+
+
 @contextmanager
 def without_search_for_documents() -> Iterator[None]:
     """While this is open transformers does not search positions for packed documents when it makes masks, for whose

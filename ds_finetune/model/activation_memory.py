@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ds_finetune.families.table import family_of
+from ds_finetune.model.kept_outputs import selective_contexts
 from ds_finetune.model.parallel.expert import ExpertParallelExperts
 
 
@@ -90,17 +91,17 @@ class LayerInputOffload:
     While backward computes a layer, the input of the layer before is on its way.
     """
 
-    def __init__(self, transfer: PlainTransfer, *, layers: int) -> None:
-        self._transfer, self._last = transfer, layers - 1
+    def __init__(self, transfer: PlainTransfer, recompute: Callable[..., Any], *, layers: int) -> None:
+        self._transfer, self._recompute, self._last = transfer, recompute, layers - 1
         # Autograd owns what is stored, so that it is freed with the graph of its forward.
         self._latest: weakref.ref[_StoredInput] | None = None
         self.num_stored = self.num_fetched = 0
         """Inputs that were copied to the host and back, since the start."""
 
     def checkpoint(self, layer: int, forward: Callable[..., Any], hidden: torch.Tensor, *others: Any) -> Any:  # noqa: ANN401
-        """`forward(hidden, *others)`, recomputed in backward; the `checkpoint` of torch for layer number `layer`."""
+        """`forward(hidden, *others)`, recomputed in backward; torch's `checkpoint` for layer number `layer`."""
         with saved_tensors_hooks(partial(self._store, layer, hidden), self._fetch):
-            return checkpoint(forward, hidden, *others, use_reentrant=False)
+            return self._recompute(forward, hidden, *others)
 
     def _store(self, layer: int, hidden: torch.Tensor, saved: torch.Tensor) -> "torch.Tensor | _StoredInput":
         """What autograd keeps in place of `saved`, a tensor argument of the layer; `hidden` is the layer's input."""
@@ -131,12 +132,28 @@ class LayerInputOffload:
         return stored.arrival or self._transfer.to_device(stored.tensor)
 
 
+def recompute_layers(lm: PreTrainedModel, *, is_selective: bool) -> None:
+    """Compute the layers of `lm` again in backward, in place; `is_selective` keeps some outputs (kept_outputs.py).
+
+    Without dropout nothing in a layer is random, and the state of the random numbers is not kept: torch would read it
+    from the device for each layer, and the host would wait.
+    """
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": is_random(lm.config)}
+    lm.gradient_checkpointing_enable(options | ({"context_fn": selective_contexts} if is_selective else {}))
+
+
+def is_random(hf_config: PretrainedConfig) -> bool:
+    """Whether layers of a model draw random numbers in training: dropout of any kind, or noise in routers."""
+    values = {key: value for key, value in hf_config.to_dict().items() if "drop" in key or "jitter" in key}
+    return family_of(hf_config.model_type).is_generic or any(values.values())
+
+
 def offload_layer_inputs(lm: PreTrainedModel, transfer: PlainTransfer) -> LayerInputOffload:
-    """Keep the inputs of the layers of `lm` on the host; recomputation must have been turned on."""
+    """Keep the inputs of the layers of `lm` on the host; recomputation must have been turned on, for all alike."""
     layers = [module for module in lm.modules() if isinstance(module, GradientCheckpointingLayer)]
     assert layers
     assert all(layer.gradient_checkpointing for layer in layers)
-    offload = LayerInputOffload(transfer, layers=len(layers))
+    offload = LayerInputOffload(transfer, layers[0]._gradient_checkpointing_func, layers=len(layers))
     for number, layer in enumerate(layers):
         layer._gradient_checkpointing_func = partial(offload.checkpoint, number)
     return offload

@@ -23,6 +23,11 @@ def with_micro_batch(config: RunConfig, rows: int) -> RunConfig:
     return config.model_copy(update={"train": config.train.model_copy(update={"micro_batch_size": rows})})
 
 
+def with_recomputation(config: RunConfig, chosen: str) -> RunConfig:
+    """The run file with `chosen` as its `train.activation_checkpointing`."""
+    return config.model_copy(update={"train": config.train.model_copy(update={"activation_checkpointing": chosen})})
+
+
 @lru_cache(maxsize=4096)
 def legal_micro_batches(*, global_batch_size: int, dp: int, group: int = 1) -> tuple[int, ...]:
     """The sizes of a micro-batch that make up the global batch on `dp` data parallel ranks, ascending, with a multiple

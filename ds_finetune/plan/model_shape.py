@@ -211,18 +211,19 @@ class RowCost:
     """The positions a token attends to at most, for each layer."""
 
     @classmethod
-    def of(cls, shape: Shape | None, *, recomputes: bool) -> Self:
+    def of(cls, shape: Shape | None, recomputation: str) -> Self:
         """The cost of rows of a model; for one whose shape is not known, a row costs its tokens."""
         if shape is None:
             return cls(per_token=1.0, per_supervised_token=0.0, per_pair=0.0, limits=())
         head = shape.embedding if shape.tied else shape.head
         looked_up = 0 if shape.tied else shape.embedding
         layers = shape.active_params - shape.norms - looked_up - shape.score_head - head
-        times = _RECOMPUTED if recomputes else 1.0
+        times = 1.0 if recomputation == "none" else _RECOMPUTED
+        pairs = _RECOMPUTED if recomputation == "full" else 1.0
         return cls(
             per_token=3 * times * layers,
             per_supervised_token=3.0 * head * (1 + shape.mtp_layers),
-            per_pair=3 * times * shape.attention_width,
+            per_pair=3 * pairs * shape.attention_width,
             limits=shape.attended_limits or (None,) * shape.layers,
         )
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, Literal
 
 from ds_finetune.config.objectives import ObjectiveConfig
 from ds_finetune.config.schema import RunConfig
@@ -44,12 +44,14 @@ change.
 """
 
 
+Recomputation = Literal["full", "selective", "none"]
+"""What of layers is computed again in backward."""
+
 _TRAIN_KEYS = (
     "precision",
     "seed",
     "duration",
     "reduction_every",
-    "activation_checkpointing",
     "activation_offload",
     "tiled_mlp",
 )
@@ -106,7 +108,7 @@ class Plan:
     reduction_every: str
     """How often gradients are summed over ranks, as `train.reduction_every` says."""
     loss_kernel: str
-    activation_checkpointing: bool
+    activation_checkpointing: Recomputation
     activation_offload: bool
     """Whether the inputs of recomputed layers are in host memory."""
     tiled_mlp: bool
@@ -133,6 +135,16 @@ class Plan:
     """Parameters that are not trained, because no loss reaches them or the run file says so; checkpoints and exports
     keep them.
     """
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether backward computes layers again, all or some of their operations."""
+        return self.activation_checkpointing != "none"
+
+    @property
+    def recomputes_kept(self) -> bool:
+        """Whether it also computes again what `selective` keeps: attention, and products and exchange of experts."""
+        return self.activation_checkpointing == "full"
 
     @property
     def dp(self) -> int:
@@ -303,6 +315,8 @@ def make_plan(config: RunConfig, *, world: World, device: str, accelerate: Accel
         offload_param=run.offloads[1],
         loss_kernel=loss_kernel(config.model.loss, device=device, tp=mesh.tp, is_cross_entropy=is_cross_entropy),
         attention=config.model.attention,
+        # Where it is auto, the trainer decides with the memory of the device (trainer/recomputation.py).
+        activation_checkpointing="full" if train.activation_checkpointing == "auto" else train.activation_checkpointing,
         **{name: getattr(train, name) for name in _TRAIN_KEYS},
         **{name: getattr(config, name) for name in _SECTIONS},
         kept_files=_kept_files(run),

@@ -105,7 +105,7 @@ def _row_costs(run: PreparedRun) -> dict[str, Any]:
     if not run.config.data.balance or (run.plan.dp == 1 and batch.is_packed):
         return {}
     cost = partial(
-        RowCost.of(run.inputs.shape, recomputes=run.plan.activation_checkpointing).of_row,
+        RowCost.of(run.inputs.shape, run.plan.activation_checkpointing).of_row,
         row_len=batch.max_seq_len if batch.is_packed else None,
     )
     if isinstance(rows, PreparedRows):

@@ -1,5 +1,6 @@
-"""Decides `train.micro_batch_size: auto`: the largest that fits by the estimate is tried on the longest rows, and
-halved while memory runs out. All ranks agree on the result, which is remembered.
+"""Decides `train.activation_checkpointing: auto` by the estimate, and then `train.micro_batch_size: auto`: the largest
+that fits by the estimate is tried on the longest rows, and halved while memory runs out. All ranks agree on the result,
+which is remembered.
 """
 
 import json
@@ -22,11 +23,18 @@ from ds_finetune.config.units import GIB
 from ds_finetune.console.phase_line import Say, say_nothing
 from ds_finetune.engine.devices import exchange
 from ds_finetune.errors import ConfigError, RunError
-from ds_finetune.plan.batch import AUTO, with_micro_batch
+from ds_finetune.plan.batch import AUTO, with_micro_batch, with_recomputation
 from ds_finetune.plan.estimate.memory import estimate_memory
 from ds_finetune.plan.pipeline import forwards_together
 from ds_finetune.plan.plan import Plan, make_plan
-from ds_finetune.plan.search.fitting import SPARE, bytes_of, fits, legal_sizes, plan_with_rows
+from ds_finetune.plan.search.fitting import (
+    SPARE,
+    bytes_of,
+    chosen_recomputation,
+    fits,
+    legal_sizes,
+    plan_with_rows,
+)
 from ds_finetune.system.whole_file import replace_file
 from ds_finetune.system.world import accelerate_choices
 from ds_finetune.trainer.forecast import memory_table, what_fits
@@ -44,6 +52,26 @@ class TriedSize:
     rows: int
     peak_bytes: int
     when: str
+
+
+def decide_recomputation(
+    run: PreparedRun, store: dist.Store, monitor: Monitor
+) -> tuple[PreparedRun, list[tuple[str, str]]]:
+    """The run with what `train.activation_checkpointing: auto` is, and a line on it for its plan; collective, since
+    ranks that recompute differently would wait for each other in exchanges. The smallest device of all ranks counts.
+    """
+    plan = run.plan
+    if run.config.train.activation_checkpointing != AUTO:
+        return run, []
+    budget = None
+    if plan.device != "cpu":
+        monitor.wait_until_prepared(store)
+        own = json.dumps(run.memory.total_bytes if run.memory is not None else 0)
+        sizes = exchange(store, plan.world, "memory of devices", own, timeout=_TIMEOUT)
+        budget = min(map(int, sizes)) or None
+    chosen, reason = chosen_recomputation(plan, run.inputs.config_tree, budget=budget)
+    config, plan = with_recomputation(run.config, chosen), replace(plan, activation_checkpointing=chosen)
+    return replace(run, config=config, plan=plan), [("recomputation", f"{chosen} (auto: {reason})")]
 
 
 def decide_micro_batch(run: PreparedRun, store: dist.Store, monitor: Monitor, say: Say) -> PreparedRun:

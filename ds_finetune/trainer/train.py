@@ -34,7 +34,7 @@ from ds_finetune.trainer.batches import batches_ahead
 from ds_finetune.trainer.exports import Exports, verify_run_exports
 from ds_finetune.trainer.forecast import explain_out_of_memory, forecast_lines
 from ds_finetune.trainer.loop import run_steps, training_steps
-from ds_finetune.trainer.micro_batch import decide_micro_batch
+from ds_finetune.trainer.micro_batch import decide_micro_batch, decide_recomputation
 from ds_finetune.trainer.observers import StartedRun, make_observers
 from ds_finetune.trainer.prepare import PreparedRun, prepare_run
 from ds_finetune.trainer.profiling import profiled
@@ -187,11 +187,12 @@ def start_watchdog(
 
 
 def finish_plan(run: PreparedRun, store: dist.Store, monitor: Monitor, say: Say) -> PreparedRun:
-    """Decide what all ranks have to try first: the micro-batch where it is `auto`, and the optimizer's operators. The
-    forecast of the run is added to its plan.
+    """Decide what all ranks have to agree on first: recomputation and the micro-batch where they are `auto`, and the
+    optimizer's operators. The forecast of the run is added to its plan.
     """
+    run, lines = decide_recomputation(run, store, monitor)
     run = compile_operators(decide_micro_batch(run, store, monitor, say), store, monitor, say)
-    return replace(run, plan=replace(run.plan, decisions=(*run.plan.decisions, *forecast_lines(run))))
+    return replace(run, plan=replace(run.plan, decisions=(*run.plan.decisions, *lines, *forecast_lines(run))))
 
 
 def compile_operators(run: PreparedRun, store: dist.Store, monitor: Monitor, say: Say) -> PreparedRun:

@@ -35,7 +35,7 @@ def _without_last_steps(run: Path, *, after: int) -> None:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run file of a run with dropout and a checkpoint of each step, which has ended."""
     sections = {
-        "train": {"for": f"{STEPS} steps", "activation_checkpointing": True},
+        "train": {"for": f"{STEPS} steps", "activation_checkpointing": "full"},
         "checkpoint": {"every": "1 steps", "keep": STEPS},
         "eval": {"every": f"{STEPS} steps"},
         "export": {"at_end": False},

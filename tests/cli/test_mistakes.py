@@ -58,6 +58,7 @@ OVERRIDES: tuple[tuple[str, str], ...] = (
     ("train.seed=1.5", "`train.seed` is 1.5"),
     ("train.max_grad_norm=-1", "`train.max_grad_norm` is -1"),
     ("train.activation_checkpointing=maybe", "`train.activation_checkpointing` is 'maybe'"),
+    ("train.activation_checkpointing=true", "is True: it should be 'auto', 'full', 'selective' or 'none'"),
     ("train.max_skipped_steps=-1", "`train.max_skipped_steps` is -1"),
     ("train.reduction_dtype=fp8", "`train.reduction_dtype` is 'fp8'"),
     ("train=fast", "`train` is 'fast'"),

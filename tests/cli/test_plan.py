@@ -51,6 +51,7 @@ def test_programs_read_a_plan_as_json(run_file: str, capsys: pytest.CaptureFixtu
 
 def test_auto_stands_for_the_largest_micro_batch_that_fits(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
     command, gpu = ["plan", run_file, "--gpus", "512", "--json", "train.global_batch_size=8192"], ["--gpu", "h100-80g"]
+    command.append("train.activation_checkpointing=full")
     trees = {}
     for size in ("auto", 1, 2, 4, 8, 16):
         assert main([*command, *gpu, f"train.micro_batch_size={size}"]) == 0
@@ -66,6 +67,22 @@ def test_auto_stands_for_the_largest_micro_batch_that_fits(run_file: str, capsys
     tree = json.loads(capsys.readouterr().out)
     assert tree["micro_batch_size"] == 1
     assert "is known with --gpu NAME" in tree["decisions"]["micro batch"]
+
+
+def test_recomputation_is_decided_by_the_memory(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", run_file, "--gpus", "512", "--json"]
+    found = {}
+    for gpu in ("h200-141g", "h100-80g", ""):
+        assert main([*command, *(["--gpu", gpu] if gpu else [])]) == 0
+        found[gpu] = json.loads(capsys.readouterr().out)
+    texts = {gpu: tree["decisions"]["recomputation"] for gpu, tree in found.items()}
+    assert texts["h200-141g"].startswith("selective (auto: it takes ")
+    assert texts["h100-80g"].startswith("full (auto: selective would take ")
+    assert texts[""] == "full (auto: the memory of the GPU is not known; selective where it fits)"
+    names = {gpu: {row["name"] for row in tree["memory"]["rows"]} for gpu, tree in found.items()}
+    kept = "kept outputs of recomputed layers"
+    assert [gpu for gpu in found if kept in names[gpu]] == ["h200-141g"]
+    assert found["h200-141g"]["fits"]
 
 
 def test_a_narrow_table_cuts_no_name_off(

@@ -36,7 +36,7 @@ def batches(
     rows: PreparedRows, *, dp: int, micro: int, meets: bool, start: int = 0, is_balanced: bool = True
 ) -> list[list[Batch]]:
     """The batches of every rank from step `start` on."""
-    cost = RowCost.of(Shape.of(TINY_MODELS["llama"]), recomputes=False)
+    cost = RowCost.of(Shape.of(TINY_MODELS["llama"]), "none")
     plan = BatchPlan(BATCH, micro, 0, dp, 1, shuffle=True, pad_token_id=0, row_len=ROW_LEN, meets_each_forward=meets)
     if is_balanced:
         plan = replace(plan, row_cost=lambda number: cost.of_row(*rows.sizes(number), row_len=ROW_LEN))
@@ -85,7 +85,7 @@ def test_equal_rows_stay_in_order() -> None:
 
 def test_cost_of_a_row_is_that_of_its_documents() -> None:
     shape = Shape.of(TINY_MODELS["llama"])
-    cost = RowCost.of(shape, recomputes=False)
+    cost = RowCost.of(shape, "none")
     lengths = np.array([20, 30])
     # The same multiply-adds as those from which the utilisation is computed.
     flops = shape.flops_per_token(0, mean_attended=float((lengths**2 / 2).sum() / 50)) * 50
@@ -100,7 +100,7 @@ def test_cost_of_a_row_is_that_of_its_documents() -> None:
 
 def test_layers_run_twice_where_they_are_recomputed() -> None:
     shape = Shape.of(TINY_MODELS["deepseek_v3"])
-    once, twice = (RowCost.of(shape, recomputes=value) for value in (False, True))
+    once, twice = (RowCost.of(shape, value) for value in ("none", "full"))
     lengths = np.array([48])
     assert twice.of_row(lengths, 0, row_len=None) == pytest.approx(once.of_row(lengths, 0, row_len=None) * 4 / 3)
     assert twice.per_supervised_token == once.per_supervised_token
@@ -113,7 +113,7 @@ def test_a_window_limits_what_a_token_attends_to() -> None:
 
 
 def test_a_model_of_unknown_shape_costs_its_tokens() -> None:
-    assert RowCost.of(None, recomputes=True).of_row(np.array([3, 4]), 7, row_len=None) == 7
+    assert RowCost.of(None, "full").of_row(np.array([3, 4]), 7, row_len=None) == 7
 
 
 def test_sizes_are_those_of_the_row() -> None:
@@ -148,7 +148,7 @@ def test_a_resumed_run_divides_rows_as_before() -> None:
 
 def test_ranks_of_packed_rows_cost_nearly_the_same() -> None:
     rows = prepared()
-    cost = RowCost.of(Shape.of(TINY_MODELS["llama"]), recomputes=False)
+    cost = RowCost.of(Shape.of(TINY_MODELS["llama"]), "none")
 
     def spread(is_balanced: bool) -> float:
         ranks = batches(rows, dp=2, micro=1, meets=False, is_balanced=is_balanced)

@@ -38,6 +38,7 @@ def run(tree: dict[str, Any], launched: Launched) -> tuple[str, dict[str, Any]]:
         # On a CPU the run file's key is refused, and tensors are copied within its memory.
         "offloaded": _run(replace(plan, activation_offload=True), model),
         "tiled": _run(plan, replace(model, mlp_tiles=tiles)),
+        "selective": _run(replace(plan, activation_checkpointing="selective"), model),
     }
 
 

@@ -97,7 +97,10 @@ def _measured(
         "parallel": parallel,
         "output_dir": model,
     }
-    tree |= {"train": train | {"activation_checkpointing": False}, "deepspeed": {"zero_optimization": {"stage": stage}}}
+    tree |= {
+        "train": train | {"activation_checkpointing": "none"},
+        "deepspeed": {"zero_optimization": {"stage": stage}},
+    }
     config = RunConfig.model_validate(tree)
     plan = make_plan(config, world=world, device=device)
     with start_engine(plan, model_of(config)) as engine:

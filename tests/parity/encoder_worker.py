@@ -96,7 +96,7 @@ def run(tree: dict[str, Any], launched: Launched) -> tuple[str, dict[str, Any]]:
             "max_seq_len": ROW_LEN,
             "precision": "fp32",
             "max_grad_norm": 0.0,
-            "activation_checkpointing": cell.checkpointing,
+            "activation_checkpointing": "full" if cell.checkpointing else "none",
         },
         "optim": {"name": "AdamW", "lr": LR, "betas": list(BETAS), "weight_decay": 0.0},
         "output_dir": str(launched.out),

@@ -94,11 +94,12 @@ def matrix(request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytes
 def _compare(case: Case, out: Path) -> None:
     found = torch.load(out / f"{_id(case)}.pt", weights_only=True)
     plain, offloaded, tiled = (found[name] for name in ("plain", "offloaded", "tiled"))
-    assert offloaded["losses"] == plain["losses"]
-    assert offloaded["norms"] == plain["norms"]
-    for part in ("gradients", "weights"):
-        assert offloaded[part].keys() == plain[part].keys()
-        assert all(torch.equal(offloaded[part][name], tensor) for name, tensor in plain[part].items())
+    for same in (offloaded, found["selective"]):
+        assert same["losses"] == plain["losses"]
+        assert same["norms"] == plain["norms"]
+        for part in ("gradients", "weights"):
+            assert same[part].keys() == plain[part].keys()
+            assert all(torch.equal(same[part][name], tensor) for name, tensor in plain[part].items())
     assert tiled["losses"] == pytest.approx(plain["losses"], rel=LOSS_TOLERANCE, abs=LOSS_TOLERANCE)
     assert tiled["norms"] == pytest.approx(plain["norms"], rel=GRADIENT_TOLERANCE)
     _assert_gradients_close(tiled["gradients"], plain["gradients"])

@@ -39,7 +39,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     run_file = task(
         folder,
         deepspeed={"zero_optimization": {"stage": 3}},
-        train={"activation_checkpointing": True},
+        train={"activation_checkpointing": "full"},
         data={"packing": True},
         optim={"lr": 0.02},
         eval={"keep_best": True, "generate": {"prompts": 2, "max_new_tokens": 4}},

@@ -227,7 +227,7 @@ def test_no_memory_in_a_step_is_explained(tmp_path: Path) -> None:
     assert float(found[1]) > float(found[2])
     assert re.search(r"\d\.\d{3} GiB activations [a-z ]+ \(lowered by train.activation_checkpointing\)", errors)
     assert re.search(r"hint: by the estimate these fit, each with its need: train.micro_batch_size [24] \(0", errors)
-    assert "train.activation_checkpointing true (" in errors
+    assert "train.activation_checkpointing full (" in errors
 
 
 def test_a_bucket_beyond_the_address_space_is_named(tmp_path: Path) -> None:

@@ -342,7 +342,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "offload without a device": (
         None,
-        {"train": {"activation_checkpointing": True, "activation_offload": True}},
+        {"train": {"activation_checkpointing": "full", "activation_offload": True}},
         "with device cpu",
     ),
     "vocabulary": (

@@ -18,6 +18,7 @@ from transformers.integrations.moe import _grouped_linear
 
 from ds_finetune.config.sections import LoraConfig
 from ds_finetune.model.build.skeleton import Where
+from ds_finetune.model.kept_outputs import kept
 from ds_finetune.model.parallel.expert import ExpertParallelExperts, MarkParameter, rows_up_to
 from ds_finetune.model.parallel.rank_group import RankGroup
 from ds_finetune.model.parallel.sharding import UNSHARDED, ModelShard, TensorShard
@@ -74,6 +75,9 @@ class _AdaptedRouter(_Adapted):
             del self.__dict__["weight"]
 
 
+_kept_grouped_linear = kept(_grouped_linear)
+
+
 class _LowRankExperts(_Adapted):
     num_experts: int
     _apply_gate: Callable[[torch.Tensor], torch.Tensor]
@@ -99,7 +103,7 @@ class _LowRankExperts(_Adapted):
         """
         low = _grouped_linear(rows, getattr(self, f"{leaf}_lora_A"), ends)
         low = _grouped_linear(low, getattr(self, f"{leaf}_lora_B"), ends)
-        return _grouped_linear(rows, getattr(self, leaf), ends) + low * self.lora_scale  # type: ignore[no-any-return]
+        return _kept_grouped_linear(rows, getattr(self, leaf), ends) + low * self.lora_scale  # type: ignore[no-any-return]
 
 
 class _AdaptedExperts(_LowRankExperts):

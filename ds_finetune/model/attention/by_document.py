@@ -12,7 +12,11 @@ from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from ds_finetune.errors import ModelError
-from ds_finetune.foreign.transformers_attention import register_attention, without_search_for_documents
+from ds_finetune.foreign.transformers_attention import (
+    register_attention,
+    without_search_for_documents,
+    wrap_attention,
+)
 from ds_finetune.model.attention.kernels import (
     Documents,
     PackedDocuments,
@@ -21,6 +25,7 @@ from ds_finetune.model.attention.kernels import (
     pack_documents,
     pads_values,
 )
+from ds_finetune.model.kept_outputs import kept
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
 
 BY_DOCUMENT = "ds_finetune_by_document"
@@ -253,3 +258,5 @@ def _row(
 
 register_attention(BY_DOCUMENT, attend_by_document)
 register_attention(BY_LENGTHS, attend_by_lengths)
+for _name in ("sdpa", FLASH):
+    wrap_attention(_name, kept)

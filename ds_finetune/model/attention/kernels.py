@@ -15,6 +15,7 @@ from transformers import PretrainedConfig
 
 from ds_finetune.config.sections import OWN_ATTENTIONS
 from ds_finetune.errors import ModelError
+from ds_finetune.model.kept_outputs import kept
 from ds_finetune.plan.forward import MAX_WIDTH, varlen_problem
 
 Documents = tuple[int, ...]
@@ -62,6 +63,7 @@ def pack_documents(documents: Sequence[Documents], device: torch.device) -> Pack
     return PackedDocuments(bounds.to(device, non_blocking=True), max(lengths))
 
 
+@kept
 def varlen_attn(*parts: Any, **options: Any) -> object:  # noqa: ANN401 - what torch's takes
     """torch's kernel, imported at the first call: it registers operators, for which it imports torch's compiler."""
     from torch.nn.attention import varlen
@@ -137,6 +139,9 @@ def pads_values(query: torch.Tensor, value: torch.Tensor, *, is_masked: bool) ->
     return query.dtype in (torch.float16, torch.bfloat16) and not is_masked and query.shape[3] <= MAX_WIDTH
 
 
+_attend = kept(functional.scaled_dot_product_attention)
+
+
 def attend_document(  # noqa: PLR0913 - the arguments of torch's attention
     query: torch.Tensor,
     key: torch.Tensor,
@@ -154,7 +159,7 @@ def attend_document(  # noqa: PLR0913 - the arguments of torch's attention
     FlashAttention's.
     """
     width = value.shape[3]
-    out = functional.scaled_dot_product_attention(
+    out = _attend(
         query,
         key,
         functional.pad(value, (0, key.shape[3] - width)) if is_padded else value,

@@ -24,6 +24,7 @@ from ds_finetune.foreign.transformers_models import keep_in_fp32
 from ds_finetune.model.attention.by_document import BY_DOCUMENT, FLASH
 from ds_finetune.model.attention.indexed_attention import install_indexed_attention
 from ds_finetune.model.build.hub_folder import check_folder
+from ds_finetune.model.experts import install_grouped_experts
 from ds_finetune.model.mtp import build_mtp_layers
 from ds_finetune.model.quantised.quantisation import check_no_other_format, check_readable
 from ds_finetune.plan.config_json import check_model_path
@@ -282,6 +283,7 @@ def build_skeleton(  # noqa: PLR0913
     family = family_of(hf_config.model_type)
     if family.fused_experts or family.transposed_experts:
         assert model.config._experts_implementation == "grouped_mm", model.config._experts_implementation
+        install_grouped_experts()
     _keep_buffers(model, device)
     install_indexed_attention(model)
     return model.train()

@@ -7,6 +7,7 @@ token is dropped, and none is padded. Every rank has the whole router, which is 
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,19 +17,12 @@ from transformers import PreTrainedModel
 
 from ds_finetune.families.family import Family
 from ds_finetune.foreign.transformers_models import changed_experts
+from ds_finetune.model.kept_outputs import current_outputs
 from ds_finetune.model.parallel.rank_group import RankGroup
 
 
 class ExpertParallelGroup(RankGroup):
     """Ranks that hold the routed experts of a layer; rank i holds the i-th of equal shards."""
-
-    def all_to_all(self, rows: torch.Tensor, send_counts: list[int], receive_counts: list[int]) -> torch.Tensor:
-        """Send the first `send_counts[0]` rows to rank 0, the next to rank 1, and so on; receive `receive_counts[i]`
-        rows from rank i. No gradient.
-        """
-        exchange = _Exchange(self, send_counts, receive_counts)
-        exchange.start(rows)
-        return exchange.wait()
 
 
 class _Exchange:
@@ -39,12 +33,21 @@ class _Exchange:
     def __init__(self, ep_group: ExpertParallelGroup, send_counts: list[int], receive_counts: list[int]) -> None:
         self._group, self._send, self._receive = ep_group, send_counts, receive_counts
         self._pending: tuple[torch.Tensor, torch.Tensor, dist.Work | None] | None = None
+        self._kept = current_outputs()
 
     def start(self, rows: torch.Tensor, *, is_backward: bool = False) -> torch.Tensor:
         """Begin to send `rows`; returns the tensor that is being filled."""
         send, receive = (self._receive, self._send) if is_backward else (self._send, self._receive)
-        out, given = rows.new_empty(sum(receive), *rows.shape[1:]), rows.contiguous()
-        work = dist.all_to_all_single(out, given, receive, send, group=self._group.group, async_op=True)
+        given = rows.contiguous()
+        work: dist.Work | None = None
+
+        def begin() -> torch.Tensor:
+            nonlocal work
+            out = given.new_empty(sum(receive), *given.shape[1:])
+            work = dist.all_to_all_single(out, given, receive, send, group=self._group.group, async_op=True)
+            return out
+
+        out = begin() if self._kept is None or is_backward else self._kept.keep(begin)
         # With what is sent, which is kept until all of it is.
         self._pending = out, given, work
         return out
@@ -91,26 +94,6 @@ class _AwaitExchange(torch.autograd.Function):
         return grad, None
 
 
-class _AllToAllRows(torch.autograd.Function):
-    """`ExpertParallelGroup.all_to_all` in forward; backward sends the gradients back."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,  # noqa: ANN401
-        rows: torch.Tensor,
-        ep_group: ExpertParallelGroup,
-        send_counts: list[int],
-        receive_counts: list[int],
-    ) -> torch.Tensor:
-        ctx.backward_counts = (ep_group, receive_counts, send_counts)
-        return ep_group.all_to_all(rows, send_counts, receive_counts)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
-        ep_group, send_counts, receive_counts = ctx.backward_counts
-        return ep_group.all_to_all(grad, send_counts, receive_counts), None, None, None
-
-
 def rows_up_to(experts: torch.Tensor, number: int) -> torch.Tensor:
     """How many of the sorted `experts`, int64 [rows], are at most each of `number` experts, int64 [number].
 
@@ -131,22 +114,31 @@ class ExpertParallelExperts(nn.Module):
         """[tokens, width], chosen experts of the whole layer [tokens, k] and their weights -> [tokens, width]."""
         tokens, k = top_k_index.shape
         experts, order = top_k_index.reshape(-1).sort(stable=True)
+        kept, counted = current_outputs(), partial(self._count_rows, experts)
+        arriving, send_counts, receive_counts = counted() if kept is None else kept.keep(counted)
+        exchange = _Exchange(self.ep_group, send_counts, receive_counts)
+        arriving_rows = _StartExchange.apply(hidden[order // k], exchange)
+        if self.compute_meanwhile is not None:
+            self.compute_meanwhile()
+        rows = _AwaitExchange.apply(arriving_rows, exchange)
+        back = _Exchange(self.ep_group, receive_counts, send_counts)
+        out = _AwaitExchange.apply(_StartExchange.apply(self._run_local_experts(rows, arriving), back), back)
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(len(order), device=order.device)
+        weighted = out[inverse] * top_k_weights.reshape(-1, 1)
+        return weighted.view(tokens, k, hidden.shape[-1]).sum(1).to(hidden.dtype)
+
+    def _count_rows(self, experts: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
+        """Rows that arrive for each expert of this rank from each rank, and rows sent to and received from each rank;
+        `experts` are the sorted ones of this rank's rows.
+        """
         per_expert = rows_up_to(experts, self.num_experts * self.ep_group.size).diff(prepend=experts.new_zeros(1))
         arriving = torch.empty_like(per_expert)
         dist.all_to_all_single(arriving, per_expert, group=self.ep_group.group)
         both = torch.stack([per_expert, arriving]).view(2, self.ep_group.size, -1)
         # The only wait of the host in a layer: NCCL needs the numbers of rows.
         send_counts, receive_counts = both.sum(2).tolist()
-        exchange = _Exchange(self.ep_group, send_counts, receive_counts)
-        arriving_rows = _StartExchange.apply(hidden[order // k], exchange)
-        if self.compute_meanwhile is not None:
-            self.compute_meanwhile()
-        rows = _AwaitExchange.apply(arriving_rows, exchange)
-        out = _AllToAllRows.apply(self._run_local_experts(rows, arriving), self.ep_group, receive_counts, send_counts)
-        inverse = torch.empty_like(order)
-        inverse[order] = torch.arange(len(order), device=order.device)
-        weighted = out[inverse] * top_k_weights.reshape(-1, 1)
-        return weighted.view(tokens, k, hidden.shape[-1]).sum(1).to(hidden.dtype)
+        return arriving, send_counts, receive_counts
 
     def _run_local_experts(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
         """The outputs of this rank's experts for `rows`, sorted by source rank and expert; `arriving` counts them."""

@@ -53,6 +53,14 @@ class LayerBytes:
     """Kept a moment longer where the layer is not recomputed: outputs of experts, while their gradients are rounded."""
     forward: int = 0
     """At most beside the layer's input in a forward without gradients."""
+    attention_out: int = 0
+    """Outputs of attention, which selective recomputation keeps."""
+    products: int = 0
+    """Outputs of the products of routed experts, which it keeps as well, but for tiles."""
+
+    def kept_selectively(self, *, is_tiled: bool = False) -> int:
+        """What selective recomputation keeps of the layer beside its input."""
+        return self.attention_out + (0 if is_tiled else self.products)
 
     @property
     def kept(self) -> int:
@@ -107,8 +115,41 @@ def layer_bytes(model: Mapping[str, Any], widths: Widths, *, is_sparse: bool) ->
         for held, numel in zip(mlp.moments, mlp.tiled, strict=False)
     ]
     tiled += [Held(outside + 2 * width * hidden, (WIDE + 2 * width) * numel) for numel in mlp.tiled]
-    forward = _forward_bytes(model, widths, is_sparse=is_sparse)
-    return LayerBytes(kept, router, mlp.kept, (*moments, in_attention), (*tiled, in_attention), mlp.unreleased, forward)
+    return LayerBytes(
+        attention=kept,
+        router=router,
+        mlp=mlp.kept,
+        moments=(*moments, in_attention),
+        tiled=(*tiled, in_attention),
+        unreleased=mlp.unreleased,
+        forward=_forward_bytes(model, widths, is_sparse=is_sparse),
+        attention_out=_attention_out(model, widths),
+        products=_products(model, widths) if is_sparse else 0,
+    )
+
+
+def _attention_out(model: Mapping[str, Any], widths: Widths) -> int:
+    """The output of attention, padded where keys are wider than values, and the logarithm of a sum for each head."""
+    heads = model["num_attention_heads"] // widths.tp
+    if model.get("kv_lora_rank") is not None:
+        columns = max(model["qk_nope_head_dim"] + model["qk_rope_head_dim"], model["v_head_dim"])
+    else:
+        columns = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
+        columns += SINK_COLUMNS if family_of(str(model["model_type"])).has_sinks else 0
+    return int(heads * (widths.number * columns + WIDE))
+
+
+def keeps_products(model: Mapping[str, Any]) -> bool:
+    """Whether the products of routed experts can be kept: biases are added to them in place (model/experts.py)."""
+    return not family_of(str(model["model_type"])).transposed_experts
+
+
+def _products(model: Mapping[str, Any], widths: Widths) -> int:
+    """Outputs of the gate and up projections of routed experts, and those of their down projections."""
+    keys = family_of(str(model["model_type"])).expert_keys
+    assert keys is not None
+    columns = 2 * keys.width(model) // widths.tp + model["hidden_size"]
+    return int(widths.number * keys.per_token(model) * columns) if keeps_products(model) else 0
 
 
 def _forward_bytes(model: Mapping[str, Any], widths: Widths, *, is_sparse: bool) -> int:
@@ -335,16 +376,30 @@ class ActivationBytes:
         """
         return self.layer_input * len(self.layers)
 
-    def working_set(self, tokens: int, *, is_tiled: bool = False) -> int:
-        """What the backward of one recomputed layer, or of the last norm, holds at most beside the inputs of layers."""
-        return max(self.last_norm * tokens, *(layer.most(tokens, is_tiled=is_tiled) for layer in self.kinds))
+    def kept_selectively(self, *, is_tiled: bool = False) -> int:
+        """What selective recomputation keeps of all layers beside their inputs."""
+        return sum(layer.kept_selectively(is_tiled=is_tiled) for layer in self.layers)
 
-    def peak(self, tokens: int, *, recomputes: bool = True, is_offloaded: bool = False, is_tiled: bool = False) -> int:
+    def working_set(self, tokens: int, *, is_tiled: bool = False, is_selective: bool = False) -> int:
+        """What the backward of one recomputed layer, or of the last norm, holds at most beside the inputs of layers,
+        and beside what `is_selective` recomputation keeps.
+        """
+        layers = [
+            layer.most(tokens, is_tiled=is_tiled) - is_selective * tokens * layer.kept_selectively(is_tiled=is_tiled)
+            for layer in self.kinds
+        ]
+        return max(self.last_norm * tokens, *layers)
+
+    def peak(
+        self, tokens: int, *, recomputation: str = "full", is_offloaded: bool = False, is_tiled: bool = False
+    ) -> int:
         """Bytes on the device at most in layers. Without recomputation all layers are kept."""
-        if not recomputes:
+        if recomputation == "none":
             return self.kept_at_most(tokens, is_tiled=is_tiled)
-        inputs = self.inputs_on_device() if is_offloaded else self.inputs()
-        return inputs * tokens + self.working_set(tokens, is_tiled=is_tiled)
+        is_selective = recomputation == "selective"
+        kept = self.inputs_on_device() if is_offloaded else self.inputs()
+        kept += self.kept_selectively(is_tiled=is_tiled) if is_selective else 0
+        return kept * tokens + self.working_set(tokens, is_tiled=is_tiled, is_selective=is_selective)
 
     def inputs_on_device(self) -> int:
         """The inputs of layers that stay where they are offloaded: one that is used, and two that are copied."""

@@ -6,7 +6,7 @@ import json
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from ds_finetune.config.objectives import ObjectiveConfig, is_distillation
 from ds_finetune.config.sections import OWN_ATTENTIONS, LoraConfig, ParallelConfig
@@ -45,7 +45,7 @@ from ds_finetune.plan.estimate.zero_rows import (
 from ds_finetune.plan.forward import CPU_TOKENS, DISTILLATION_TOKENS, varlen_problem
 from ds_finetune.plan.lora_targets import adapted_targets, targets_among
 from ds_finetune.plan.pipeline import num_held_forwards
-from ds_finetune.plan.plan import Plan, is_teacher_partitioned
+from ds_finetune.plan.plan import Plan, Recomputation, is_teacher_partitioned
 from ds_finetune.plan.tested_layouts import WEIGHT_BYTES
 
 _WIDE = 4
@@ -141,7 +141,7 @@ def least_bytes_of_stages(plan: Plan, model: ModelConfig) -> StateBytes:
     merged = as_one_stage(plan)
     (weights,) = weights_of_run(merged, model)
     own = rank_elements(merged, model, weights)
-    plans = [replace(merged, activation_checkpointing=recomputes) for recomputes in (False, True)]
+    plans = [replace(merged, activation_checkpointing=each) for each in get_args(Recomputation)]
     rows = [tuple(zero_rows(each, own, weights)) for each in plans]
     # Every stage has a part of a checkpoint that is written; only the last stage has a teacher.
     others = (*(_teacher_rows(plan, None) if plan.mesh.pp == 1 else ()), *_file_rows(plan, model))
@@ -204,7 +204,7 @@ def _stage_activations(plan: Plan, model: ModelConfig, weights: RankWeights) -> 
 
 def _layer_rows(plan: Plan, own: ActivationBytes, tokens: int, *, flying: float) -> Iterator[MemoryRow]:
     home, is_tiled = _home(plan), plan.tiled_mlp
-    if not plan.activation_checkpointing:
+    if not plan.recomputes:
         kept, option = own.kept_by_layers(is_tiled=is_tiled) * tokens, "train.activation_checkpointing"
         yield MemoryRow("activations of layers", home, int(kept * flying), option, (*FORWARD, "head backward"))
         most = own.kept_at_most(tokens, is_tiled=is_tiled) + int(kept * max(flying - 1, 0))
@@ -216,11 +216,15 @@ def _layer_rows(plan: Plan, own: ActivationBytes, tokens: int, *, flying: float)
         inputs = own.inputs_on_device() * tokens
     option = _MICRO_BATCH if plan.activation_offload or plan.device == "cpu" else "train.activation_offload"
     yield MemoryRow("inputs of recomputed layers", home, inputs, option, KEPT_FOR_BACKWARD)
+    is_selective = plan.activation_checkpointing == "selective"
+    if is_selective:
+        kept, option = int(own.kept_selectively(is_tiled=is_tiled) * tokens * flying), "train.activation_checkpointing"
+        yield MemoryRow("kept outputs of recomputed layers", home, kept, option, KEPT_FOR_BACKWARD)
     forward = max(layer.forward for layer in own.kinds) * tokens
     yield MemoryRow("one layer in forward", home, forward, _MICRO_BATCH, ("forward",))
-    working = own.working_set(tokens, is_tiled=is_tiled)
+    working = own.working_set(tokens, is_tiled=is_tiled, is_selective=is_selective)
     # Tiles sum the gradients of a layer's weights in fp32, which may be more than they save.
-    in_tiles = own.working_set(tokens, is_tiled=True)
+    in_tiles = own.working_set(tokens, is_tiled=True, is_selective=is_selective)
     option = "train.tiled_mlp" if in_tiles < working else _MICRO_BATCH
     yield MemoryRow("one layer in backward", home, working, option, ("layers",))
 

@@ -16,7 +16,7 @@ from ds_finetune.config.sections import LoraConfig
 from ds_finetune.families.parameters import ModelConfig
 from ds_finetune.families.table import family_of
 from ds_finetune.families.tensors import EMBEDDING
-from ds_finetune.plan.estimate.activation_memory import SINK_COLUMNS, activation_bytes
+from ds_finetune.plan.estimate.activation_memory import SINK_COLUMNS, activation_bytes, keeps_products
 from ds_finetune.plan.estimate.rank_weights import RankWeights, is_trained, part_of, shape_of_model
 from ds_finetune.plan.estimate.states import TensorKind
 from ds_finetune.plan.forward import head_chunk
@@ -208,13 +208,19 @@ def _passes(work: Work, kind: TensorKind, weights: RankWeights) -> Passes:
     """
     part = part_of(kind.name)
     is_frozen = work.plan.lora is not None or not is_trained(work.plan, work.model, kind)
-    forward = 1.0 + work.plan.activation_checkpointing + work.extra_forwards
+    again = work.plan.recomputes_kept if _keeps_products(work, part) else work.plan.recomputes
+    forward = 1.0 + again + work.extra_forwards
     forward += work.plan.tiled_mlp and part in ("dense MLP", "routed experts", "shared experts")
     if part == "indexer":
         return Passes(forward, 0 if is_frozen else 2) if _runs_indexers(work) else Passes(0, 0)
     if work.plan.lora is not None and 0 in weights.layers and _READS_INPUT.search(kind.name):
         return Passes(forward, 1 - 1 / kind.count)
     return Passes(forward, 1 if is_frozen else 2)
+
+
+def _keeps_products(work: Work, part: str) -> bool:
+    """Whether selective recomputation keeps the products of a part of a layer; tiles are computed again as a whole."""
+    return part == "routed experts" and not work.plan.tiled_mlp and keeps_products(work.model)
 
 
 def _head(work: Work, kind: TensorKind) -> Iterator[Operation]:
@@ -251,7 +257,7 @@ def _attention(work: Work, weights: RankWeights) -> Iterator[Operation]:
     width = executed_width(work, work.model, shape) / (mesh.tp * mesh.sp)
     pairs = {limit: work.num_rows * _executed_pairs(work, limit) for limit in set(limits)}
     own = sum(pairs[limits[layer]] for layer in weights.layers if layer < len(limits))
-    forward = 1.0 + work.plan.activation_checkpointing + work.extra_forwards
+    forward = 1.0 + work.plan.recomputes_kept + work.extra_forwards
     flops = 2 * width * own * (forward + _ATTENTION_BACKWARD)
     yield Operation("attention", "attention", flops, 0)
     chooser = _indexer_width(work.model)
@@ -298,7 +304,7 @@ def _memory(work: Work, weights: RankWeights) -> Iterator[Operation]:
     each = activation_bytes(work.model, precision=work.plan.precision, tp=work.plan.mesh.tp)
     layers = [each.layers[min(layer, len(each.layers) - 1)] for layer in weights.layers]
     kept = sum(layer.kept + each.layer_input for layer in layers) * work.num_tokens
-    forwards = _PASSES_OVER_ACTIVATIONS + 2 * (work.plan.activation_checkpointing + work.extra_forwards)
+    forwards = _PASSES_OVER_ACTIVATIONS + 2 * (work.plan.recomputes + work.extra_forwards)
     yield Operation("activations", "memory", 0, forwards * kept)
 
 

@@ -223,7 +223,7 @@ def _stage_seconds(
     share = 0.0 if machine.blocks_host else machine.efficiency.hidden
     shared = parts.get("shared experts", 0.0)
     budgets: dict[Beside, float] = {"computation": share * sum(parts.values()), "shared experts": share * shared}
-    if is_detailed and work.plan.activation_checkpointing:
+    if is_detailed and work.plan.recomputes:
         parts |= _recomputation(work, machine, weights, is_last=is_last, found=parts)
     parts |= _exposed(machine, [transfer for transfer in sent if transfer.is_each_forward], budgets)
     # Only the backward of the last micro-batch is still to come when its gradients are ready.
@@ -254,7 +254,7 @@ def _exposed(machine: Machine, transfers: list[GroupTraffic], budgets: Mapping[B
 def _compute_seconds(work: Work, machine: Machine, weights: RankWeights, *, is_last: bool) -> dict[str, float]:
     """Seconds of a micro-batch by class of operators, recomputation included."""
     found = _roofline(work, machine, operations(work, weights, is_last=is_last))
-    passes = 1 + _BACKWARD_KERNELS + work.plan.activation_checkpointing + work.extra_forwards
+    passes = 1 + _BACKWARD_KERNELS + work.plan.recomputes + work.extra_forwards
     kernels = passes * sum(_KERNELS[layer.is_sparse] for layer in weights.layer_kinds)
     if machine.calls_each_document:
         kernels += passes * len(weights.layers) * len(work.rows.documents) * work.num_rows
@@ -267,7 +267,7 @@ def _recomputation(
     work: Work, machine: Machine, weights: RankWeights, *, is_last: bool, found: Mapping[str, float]
 ) -> dict[str, float]:
     """The seconds `found` of all micro-batches by class of operators, with what recomputation adds apart."""
-    once = replace(work, plan=replace(work.plan, activation_checkpointing=False))
+    once = replace(work, plan=replace(work.plan, activation_checkpointing="none"))
     times = work.plan.batch.gradient_accumulation_steps
     needed = {
         name: times * seconds

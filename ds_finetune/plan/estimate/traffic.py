@@ -184,7 +184,7 @@ def _tensor(work: Work, weights: RankWeights, stage: int) -> Iterator[GroupTraff
     group, times = RankGroups.of(mesh).tensor, work.plan.batch.gradient_accumulation_steps
     hidden = work.model["hidden_size"]
     # Recomputation of a layer ends before its last sum.
-    sums = (2 + work.plan.activation_checkpointing) * layers + (stage == 0)
+    sums = (2 + work.plan.recomputes) * layers + (stage == 0)
     columns = hidden * sums + _copied_columns(work, weights)
     if stage == 0 and work.plan.lora is not None and work.model.get("kv_lora_rank") is None:
         # Embeddings are frozen, and so need no gradient.
@@ -228,7 +228,7 @@ def _sequence(work: Work, weights: RankWeights) -> Iterator[GroupTraffic]:
     if mesh.sp == 1:
         return
     group, times = RankGroups.of(mesh).sequence, work.plan.batch.gradient_accumulation_steps
-    passes = 2 + work.plan.activation_checkpointing
+    passes = 2 + work.plan.recomputes
     columns = _exchanged_columns(work.model, mesh) * len(weights.layers)
     num_bytes = times * passes * _times("all_to_all", group, work.width * columns * work.num_tokens)
     messages = times * passes * 2 * len(weights.layers)
@@ -255,7 +255,7 @@ def _experts(work: Work, weights: RankWeights) -> Iterator[GroupTraffic]:
     group, times = RankGroups.of(mesh).experts, work.plan.batch.gradient_accumulation_steps
     keys = family_of(str(work.model["model_type"])).expert_keys
     assert keys is not None, work.model["model_type"]
-    forwards = 1 + work.plan.activation_checkpointing
+    forwards = 1 + work.plan.recomputes_kept
     # A token's row is sent once for each of its experts, also to several of one rank or one node.
     rows = work.num_tokens * work.experts_per_token * work.model["hidden_size"] * work.width
     one_way = times * sparse * _times("all_to_all", group, (forwards + 1) * rows)

@@ -284,7 +284,7 @@ def _gathered_rows(run: _Zero, weights: RankWeights) -> Iterator[MemoryRow]:
     rules = FetchingRules.of(run.plan.deepspeed["zero_optimization"])
     small = run.width * num_persistent(weights.kinds, rules)
     yield MemoryRow("small weights, whole", run.home, small, f"{_ZERO}.stage3_param_persistence_threshold")
-    passes = 3 if run.plan.activation_checkpointing else 2
+    passes = 3 if run.plan.recomputes else 2
     # What one rank holds alone is there already (zero/partition_parameters.py:1563).
     fetched = [kind for kind in weights.kinds if kind.sharers > 1 or run.plan.offload_param != "none"]
     whole = gathered_weights(fetched, rules, passes=passes, home=run.home)

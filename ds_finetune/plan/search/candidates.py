@@ -26,8 +26,9 @@ STAGES = (0, 1, 2, 3)
 _OFFLOADS: Mapping[int, tuple[Offload, ...]] = {0: OFFLOADS[:1], 1: OFFLOADS[:2], 2: OFFLOADS[:2], 3: OFFLOADS}
 """What DeepSpeed can offload, by ZeRO stage; `make_plan` refuses the rest, and is not asked."""
 ACTIVATIONS = (
-    Activations(recomputes=False),
-    Activations(recomputes=False, is_tiled=True),
+    Activations("none"),
+    Activations("none", is_tiled=True),
+    Activations("selective"),
     Activations(),
     Activations(is_tiled=True),
     Activations(is_offloaded=True),

@@ -14,7 +14,7 @@ from ds_finetune.plan.batch import legal_micro_batches
 from ds_finetune.plan.deepspeed_config import read_choices
 from ds_finetune.plan.estimate.memory import MemoryEstimate, StateBytes, estimate_memory
 from ds_finetune.plan.pipeline import forwards_together
-from ds_finetune.plan.plan import Plan, make_plan
+from ds_finetune.plan.plan import Plan, Recomputation, make_plan
 
 SPARE = 0.07
 """Share of the memory that a choice leaves free: for what fragments, and for steps that need more than others."""
@@ -44,6 +44,25 @@ def fits(num_bytes: int, budget: int) -> bool:
 def bytes_of(plan: Plan, model: ModelConfig, rows: int) -> int:
     """Bytes on the device at most with forwards of `rows` rows."""
     return estimate_memory(plan_with_rows(plan, rows), model).device_bytes
+
+
+def chosen_recomputation(plan: Plan, model: ModelConfig, *, budget: int | None) -> tuple[Recomputation, str]:
+    """What `train.activation_checkpointing: auto` is on devices of `budget` bytes, None where that is not known, and
+    the reason. Where the micro-batch is `auto` as well, `plan` has one row.
+    """
+    if plan.device == "cpu":
+        return "full", "on CPUs"
+    if budget is None:
+        return "full", "the memory of the GPU is not known; selective where it fits"
+    rows = plan.batch.micro_batch_size
+    try:
+        need = bytes_of(replace(plan, activation_checkpointing="selective"), model, rows)
+    except FinetuneError:
+        return "full", f"the memory of model_type {model['model_type']} is not known"
+    text = f"{need / GIB:.1f} of {budget / GIB:.1f} GiB by the estimate at micro-batch {rows}"
+    if fits(need, budget):
+        return "selective", f"it takes {text}"
+    return "full", f"selective would take {text}, and {SPARE:.0%} stay free"
 
 
 def plan_with_rows(plan: Plan, rows: int) -> Plan:
@@ -153,14 +172,14 @@ class _Run:
             yield f"train.micro_batch_size {rows}", {"micro_batch_size": rows}, {}
         for stage in range(plan.zero_stage + 1, _HIGHEST_STAGE + 1 if plan.world.world_size > 1 else 0):
             yield f"zero_optimization.stage {stage}", {}, {"stage": stage}
-        if not train.activation_checkpointing:
-            yield "train.activation_checkpointing true", {"activation_checkpointing": True}, {}
+        if plan.activation_checkpointing != "full":
+            yield "train.activation_checkpointing full", {"activation_checkpointing": "full"}, {}
         if not train.tiled_mlp:
             yield "train.tiled_mlp true", {"tiled_mlp": True}, {}
         if plan.device == "cpu":
             return
         if not train.activation_offload:
-            on = {"activation_offload": True, "activation_checkpointing": True}
+            on = {"activation_offload": True, "activation_checkpointing": "full"}
             yield "train.activation_offload true", on, {}
         if plan.offload_optimizer == "none":
             yield "offload_optimizer.device cpu", {}, {"offload_optimizer": {"device": "cpu"}}

@@ -1,13 +1,13 @@
 """A run on machines that need not be here, by arithmetic only: its layout, memory and time."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.table import family_of
-from ds_finetune.plan.batch import AUTO, with_micro_batch
+from ds_finetune.plan.batch import AUTO, with_micro_batch, with_recomputation
 from ds_finetune.plan.config_json import read_config_json
 from ds_finetune.plan.estimate.memory import MemoryEstimate, estimate_memory
 from ds_finetune.plan.estimate.operations import RowShape
@@ -20,7 +20,7 @@ from ds_finetune.plan.model_shape import Shape
 from ds_finetune.plan.plan import Plan, check_largest_slice, make_plan
 from ds_finetune.plan.routers import plan_routers
 from ds_finetune.plan.search.candidates import Candidates, check_run
-from ds_finetune.plan.search.fitting import SPARE, largest_micro_batch
+from ds_finetune.plan.search.fitting import SPARE, chosen_recomputation, largest_micro_batch
 from ds_finetune.plan.search.machines import Target
 
 
@@ -40,6 +40,8 @@ class Forecast:
     """Of a step; None where nothing is known of the accelerator."""
     micro_batch: str = ""
     """How `train.micro_batch_size: auto` was decided; empty where the run file has a number."""
+    recomputation: str = ""
+    """The same of `train.activation_checkpointing: auto`."""
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Name and text of each decision, for people."""
@@ -47,6 +49,8 @@ class Forecast:
         yield from plan.decisions
         if self.micro_batch:
             yield "micro batch", self.micro_batch
+        if self.recomputation:
+            yield "recomputation", self.recomputation
         yield from attention_lines(config.model.attention, model, device=plan.device, precision=plan.precision)
         if plan.device != "cpu" and plan.loss_kernel == "chunked" and config.objective.row.is_cross_entropy:
             yield head_line(int(model["vocab_size"]) // plan.mesh.tp, precision=plan.precision, device=plan.device)
@@ -165,7 +169,13 @@ def forecast_run(config: RunConfig, target: Target) -> Forecast:
     """
     plan = make_plan(config, world=target.ranks.world, device=target.ranks.device)
     model = read_model(config)
-    text = ""
+    text = again = ""
+    if config.train.activation_checkpointing == AUTO:
+        budget = target.budget.device_bytes if target.budget is not None else None
+        chosen, reason = chosen_recomputation(plan, model, budget=budget)
+        again = f"{chosen} (auto: {reason})"
+        config = with_recomputation(config, chosen)
+        plan = replace(plan, activation_checkpointing=chosen)
     if config.train.micro_batch_size == AUTO:
         number, text = _largest_rows(plan, model, target)
         config = with_micro_batch(config, number)
@@ -177,7 +187,7 @@ def forecast_run(config: RunConfig, target: Target) -> Forecast:
     if target.machine is not None:
         rows = RowShape.full(config.train.max_seq_len)
         time = estimate_time(plan, model, machine=target.machine, rows=rows)
-    return Forecast(config, model, plan, stages, estimate_memory(plan, model), target, time, text)
+    return Forecast(config, model, plan, stages, estimate_memory(plan, model), target, time, text, again)
 
 
 def _largest_rows(plan: Plan, model: Mapping[str, Any], target: Target) -> tuple[int, str]:

@@ -12,6 +12,7 @@ from ds_finetune.config.schema import ParallelConfig, RunConfig, dump_config, va
 from ds_finetune.config.shipped import DS_CONFIGS, shipped_file, shipped_names
 from ds_finetune.errors import ConfigError, OutputError
 from ds_finetune.plan.deepspeed_config import given_choices
+from ds_finetune.plan.plan import Recomputation
 from ds_finetune.plan.tested_layouts import AXES
 
 Offload = Literal["none", "optimizer", "all"]
@@ -53,11 +54,16 @@ class Sizes:
         return ParallelConfig(tp=self.tp, pp=self.pp, sp=self.sp, ep=self.ep, pp_layers=layers, vpp=vpp)
 
 
+_LEAST_FIRST: tuple[Recomputation, ...] = ("none", "selective", "full")
+"""By what is computed again."""
+_TEXTS: Mapping[Recomputation, str] = {"none": "kept", "selective": "recomputed selectively", "full": "recomputed"}
+
+
 @dataclass(frozen=True, order=True)
 class Activations:
     """How the memory of activations is kept small: `train.activation_checkpointing` and what builds on it."""
 
-    recomputes: bool = True
+    recomputation: Recomputation = "full"
     is_tiled: bool = False
     """`train.tiled_mlp`."""
     is_offloaded: bool = False
@@ -67,21 +73,22 @@ class Activations:
         """Whether it takes more time than another way, whatever the model is: a layer that is recomputed is computed
         again as a whole, and tiles compute its MLP again.
         """
-        if self.recomputes < other.recomputes or self.is_offloaded < other.is_offloaded:
+        more = _LEAST_FIRST.index(self.recomputation) - _LEAST_FIRST.index(other.recomputation)
+        if more < 0 or self.is_offloaded < other.is_offloaded:
             return False
-        return self != other and (self.recomputes > other.recomputes or self.is_tiled >= other.is_tiled)
+        return self != other and (more > 0 or self.is_tiled >= other.is_tiled)
 
-    def keys(self) -> dict[str, bool]:
+    def keys(self) -> dict[str, object]:
         """The keys of `train`."""
         return {
-            "activation_checkpointing": self.recomputes,
+            "activation_checkpointing": self.recomputation,
             "activation_offload": self.is_offloaded,
             "tiled_mlp": self.is_tiled,
         }
 
     def __str__(self) -> str:
         """`recomputed, tiled MLP, offloaded inputs`."""
-        parts = ["recomputed"] if self.recomputes else ["kept"]
+        parts = [_TEXTS[self.recomputation]]
         parts += ["tiled MLP"] if self.is_tiled else []
         return ", ".join([*parts, *(["inputs of layers on the host"] if self.is_offloaded else [])])
 

@@ -244,7 +244,7 @@ class PlainLoop:
         self._max_norm = engine.plan.optimizer.max_grad_norm or float("inf")
         self._teacher = teacher
         self._lm: Any = plain_model(engine, model).train()
-        if engine.plan.activation_checkpointing:
+        if engine.plan.recomputes:
             self._lm.gradient_checkpointing_enable({"use_reentrant": False})
         self._optimizer = torch.optim.AdamW(
             self._lm.parameters(), lr=LR, betas=engine.plan.optimizer.betas, weight_decay=0.0

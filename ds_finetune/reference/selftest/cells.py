@@ -59,6 +59,8 @@ class Cell:
     precision: str = "fp32"
     max_grad_norm: float = 0.0
     checkpointing: bool = False
+    is_selective: bool = False
+    """Whether recomputation is selective."""
     optimizer: str = "AdamW"
     weight_decay: float = 0.0
     pp: int = 1
@@ -74,6 +76,11 @@ class Cell:
     """Whether gradients are summed over ranks once a step at every ZeRO stage."""
     has_lora: bool = False
     """Whether adapters of every linear module are trained instead of the weights."""
+
+    @property
+    def recomputation(self) -> str:
+        """The value of `train.activation_checkpointing`."""
+        return ("selective" if self.is_selective else "full") if self.checkpointing else "none"
 
     @property
     def layout(self) -> str:
@@ -239,7 +246,7 @@ def run_tree(cell: Cell, model: Path, out: Path, *, dp: int) -> dict[str, Any]:
             "max_seq_len": -(-ROW_LEN // cell.sp) * cell.sp,
             "precision": cell.precision,
             "max_grad_norm": cell.max_grad_norm,
-            "activation_checkpointing": cell.checkpointing,
+            "activation_checkpointing": cell.recomputation,
             "reduction_every": "step" if cell.reduces_once else "auto",
         },
         "optim": {"name": cell.optimizer, "lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": cell.weight_decay},

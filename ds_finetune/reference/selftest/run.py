@@ -318,7 +318,9 @@ def _cases_of_run(config: RunConfig, world: World) -> list[LayoutCase]:
             reduces_once=config.train.reduction_every == "step",
             has_lora=config.lora is not None,
         )
-        tree = run_tree(replace(cell, checkpointing=config.train.activation_checkpointing), Path(), Path(), dp=mesh.dp)
+        recomputation = config.train.activation_checkpointing
+        cell = replace(cell, checkpointing=recomputation != "none", is_selective=recomputation != "full")
+        tree = run_tree(cell, Path(), Path(), dp=mesh.dp)
         tree["parallel"] = config.parallel.model_copy(update={"pp_layers": ()}).model_dump()
         attention = config.model.attention if precision == config.train.precision else "sdpa"
         tree |= {"model": {"path": "", "attention": attention, "loss": config.model.loss}, "deepspeed": choices}

@@ -96,7 +96,7 @@ class AllocationCell:
                 "micro_batch_size": MICRO_ROWS,
                 "max_seq_len": TOKENS,
                 "precision": self.precision,
-                "activation_checkpointing": self.recomputes,
+                "activation_checkpointing": "full" if self.recomputes else "none",
             },
             **self.sections,
             **({"objective": self._objective(folder)} if self.teacher is not None else {}),

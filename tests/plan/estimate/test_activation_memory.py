@@ -120,7 +120,7 @@ def test_peaks_of_deepseek_v3() -> None:
     tokens = 131072
     assert each.peak(tokens) == tokens * each.inputs() + each.working_set(tokens)
     assert each.peak(tokens, is_offloaded=True) == tokens * 3 * 7168 * 2 + each.working_set(tokens)
-    assert each.peak(tokens) < each.peak(tokens, recomputes=False)
+    assert each.peak(tokens) < each.peak(tokens, recomputation="none")
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -46,7 +46,7 @@ def test_the_first_of_equal_stages_needs_most(
 ) -> None:
     tree = {"model": "m", "data": {"train": "t.jsonl"}, "output_dir": "o", "parallel": {"pp": 8, "vpp": vpp}}
     tree |= {"deepspeed": {"zero_optimization": {"stage": 1}}}
-    tree |= {"train": {"global_batch_size": 16, "activation_checkpointing": recomputes}}
+    tree |= {"train": {"global_batch_size": 16, "activation_checkpointing": "full" if recomputes else "none"}}
     config = RunConfig.model_validate(tree)
     plan = make_plan(config, world=World(0, 8, 0, 8, "a test"), device="cuda")
     model = published(shared_data, "deepseek-ai--DeepSeek-R1-Distill-Qwen-7B")
@@ -104,7 +104,7 @@ def planned(shared_data: Path, *, ranks: int = 16, stage: int = 2, parallel: Tre
 def test_more_rows_and_longer_ones_need_more(shared_data: Path, stage: int) -> None:
     by_rows = [planned(shared_data, stage=stage, micro_batch_size=rows) for rows in (1, 2, 4)]
     by_length = [planned(shared_data, stage=stage, max_seq_len=tokens) for tokens in (1024, 2048, 8192, 32768)]
-    kept = [planned(shared_data, stage=stage, activation_checkpointing=is_on) for is_on in (True, False)]
+    kept = [planned(shared_data, stage=stage, activation_checkpointing=each) for each in ("full", "selective", "none")]
     for needs in (by_rows, by_length, kept):
         assert needs == sorted(needs)
 

@@ -51,7 +51,7 @@ def estimate(
     zero: dict[str, Any] | None = None,
     **sections: Any,
 ) -> TimeEstimate:
-    train = {"for": "100 steps", "global_batch_size": 64, "max_seq_len": SEQ, "activation_checkpointing": False}
+    train = {"for": "100 steps", "global_batch_size": 64, "max_seq_len": SEQ, "activation_checkpointing": "none"}
     tree = {"model": "m", "data": {"train": "t.jsonl"}, "output_dir": "o", **sections}
     tree |= {"train": train | sections.get("train", {})}
     tree |= {"deepspeed": {"zero_optimization": {"stage": stage, **(zero or {})}}}
@@ -95,7 +95,7 @@ def test_few_tokens_take_the_time_of_reading_the_weights() -> None:
 
 
 def test_recomputation_and_launches_are_parts() -> None:
-    plain, again = estimate(), estimate(train={"activation_checkpointing": True})
+    plain, again = estimate(), estimate(train={"activation_checkpointing": "full"})
     assert "recomputation" not in plain.parts
     assert again.parts["recomputation"] == pytest.approx(again.seconds - plain.seconds, rel=1e-6)
     # Kernels of a tiny model are shorter than the time that the host needs to start them.

@@ -54,13 +54,13 @@ def compare(
 ) -> tuple[Tracked, int]:
     """What is tracked of two rows of two documents, and the bytes of the same by arithmetic."""
     planned = estimate(tree, 2, tokens, lora, **train)
-    precision, recomputes = train.get("precision", "bf16"), train.get("activation_checkpointing", True)
+    precision, recomputation = train.get("precision", "bf16"), train.get("activation_checkpointing", "full")
     documents = [(tokens // 4, tokens - tokens // 4)] * 2
     tracked = track(
         tree,
         documents,
         precision=precision,
-        recomputes=recomputes,
+        recomputation=recomputation,
         is_tiled=train.get("tiled_mlp", False),
         lora=LoraConfig.model_validate(lora) if lora else None,
     )
@@ -76,7 +76,8 @@ LITE, DISTILL = "deepseek-ai--DeepSeek-V2-Lite", "deepseek-ai--DeepSeek-R1-Disti
 QWEN = "Qwen--Qwen3-30B-A3B"
 WAYS: dict[str, dict[str, Any]] = {
     "recomputed": {},
-    "kept": {"activation_checkpointing": False},
+    "kept": {"activation_checkpointing": "none"},
+    "selective": {"activation_checkpointing": "selective"},
     "tiled": {"tiled_mlp": True},
 }
 
@@ -96,9 +97,10 @@ WIDER = {
 """Widths of gpt-oss-20b: the copies that its attention makes are not counted, and are much of a narrow layer."""
 
 
+@pytest.mark.parametrize("way", ["recomputed", "selective"])
 @pytest.mark.parametrize("name", [LITE, DISTILL, QWEN])
-def test_published_sizes_with_few_layers(shared_data: Path, name: str) -> None:
-    tracked, planned = compare(published(shared_data, name, num_hidden_layers=2))
+def test_published_sizes_with_few_layers(shared_data: Path, name: str, way: str) -> None:
+    tracked, planned = compare(published(shared_data, name, num_hidden_layers=2), **WAYS[way])
     assert planned == pytest.approx(tracked.peak, rel=0.02)
 
 

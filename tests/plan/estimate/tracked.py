@@ -21,7 +21,7 @@ from ds_finetune.config.sections import LoraConfig
 from ds_finetune.families.tensors import model_tensors
 from ds_finetune.features.teacher import DistilledModel
 from ds_finetune.foreign.auto_configs import AutoConfig
-from ds_finetune.model.activation_memory import install_tiled_mlps
+from ds_finetune.model.activation_memory import install_tiled_mlps, recompute_layers
 from ds_finetune.model.adapters.lora import AdapterPlacement, install_lora
 from ds_finetune.model.build.skeleton import build_skeleton, whole
 from ds_finetune.model.loss import head_chunks
@@ -72,7 +72,7 @@ def track(
     documents: Sequence[Sequence[int]],
     *,
     precision: str = "bf16",
-    recomputes: bool = True,
+    recomputation: str = "full",
     is_tiled: bool = False,
     supervised: int | None = None,
     lora: LoraConfig | None = None,
@@ -87,8 +87,8 @@ def track(
     with FakeTensorMode(), gpu_kernels():
         lm = _with_head(tree, precision, lora, wanted)
         lm.train()
-        if recomputes:
-            lm.gradient_checkpointing_enable({"use_reentrant": False})
+        if recomputation != "none":
+            recompute_layers(lm, is_selective=recomputation == "selective")
         if is_tiled:
             install_tiled_mlps(lm, tiles=mlp_tiles(tree))
         model, other = TrainedModel(lm), None if teacher is None else _teacher(teacher, precision)

@@ -4,10 +4,18 @@ import pytest
 
 from ds_finetune.cli.demo import MODEL
 from ds_finetune.config.schema import RunConfig
+from ds_finetune.config.units import GIB
 from ds_finetune.plan.batch import with_micro_batch
 from ds_finetune.plan.estimate.memory import estimate_memory
 from ds_finetune.plan.plan import Plan, make_plan
-from ds_finetune.plan.search.fitting import SPARE, bytes_of, fits, fitting_changes, largest_micro_batch
+from ds_finetune.plan.search.fitting import (
+    SPARE,
+    bytes_of,
+    chosen_recomputation,
+    fits,
+    fitting_changes,
+    largest_micro_batch,
+)
 from ds_finetune.system.world import World
 
 _WIDE = MODEL | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8}
@@ -16,7 +24,7 @@ _RANKS = 4
 
 
 def _config(rows: int = 24, **train: object) -> RunConfig:
-    given = {"global_batch_size": 96, "micro_batch_size": rows, "max_seq_len": 512, "activation_checkpointing": False}
+    given = {"global_batch_size": 96, "micro_batch_size": rows, "max_seq_len": 512, "activation_checkpointing": "none"}
     tree = {"model": "m", "data": {"train": "t"}, "output_dir": "o", "deepspeed": {"zero_optimization": {"stage": 1}}}
     return RunConfig.model_validate(tree | {"train": given | train})
 
@@ -43,11 +51,11 @@ def test_every_change_that_is_named_fits() -> None:
     plan = _plan(config)
     budget = round(0.7 * estimate_memory(plan, _WIDE).device_bytes)
     changes = {change.text: change.device_bytes for change in fitting_changes(config, plan, _WIDE, budget=budget)}
-    assert {"train.micro_batch_size 12", "train.activation_checkpointing true"} <= changes.keys()
+    assert {"train.micro_batch_size 12", "train.activation_checkpointing full"} <= changes.keys()
     assert all(fits(num_bytes, budget) for num_bytes in changes.values())
-    recomputed = _config(activation_checkpointing=True)
+    recomputed = _config(activation_checkpointing="full")
     expected = estimate_memory(_plan(recomputed), _WIDE).device_bytes
-    assert changes["train.activation_checkpointing true"] == expected
+    assert changes["train.activation_checkpointing full"] == expected
 
 
 def test_changes_add_up_where_none_is_enough() -> None:
@@ -61,7 +69,28 @@ def test_changes_add_up_where_none_is_enough() -> None:
     assert both.text == "train.activation_offload true, offload_optimizer.device cpu"
     assert fits(both.device_bytes, budget)
     zero = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
-    changed = _config(rows=1, max_seq_len=4096, activation_checkpointing=True, activation_offload=True)
+    changed = _config(rows=1, max_seq_len=4096, activation_checkpointing="full", activation_offload=True)
     changed = changed.model_copy(update={"deepspeed": {"zero_optimization": zero}})
     assert both.device_bytes == estimate_memory(_plan(changed), _LARGE).device_bytes
     assert not fitting_changes(config, plan, _LARGE, budget=whole // 20)
+
+
+@pytest.mark.parametrize(("spare", "chosen"), [(1, "selective"), (-1, "full")])
+def test_recomputation_is_selective_where_that_fits(spare: int, chosen: str) -> None:
+    plan = _plan(_config(activation_checkpointing="auto"))
+    assert plan.activation_checkpointing == "full"
+    need = estimate_memory(_plan(_config(activation_checkpointing="selective")), _WIDE).device_bytes
+    assert need > estimate_memory(plan, _WIDE).device_bytes
+    found, reason = chosen_recomputation(plan, _WIDE, budget=round(need / (1 - SPARE)) + spare)
+    assert found == chosen
+    assert f"{need / GIB:.1f} of " in reason
+
+
+def test_recomputation_is_full_where_the_memory_is_not_known() -> None:
+    plan = _plan(_config(activation_checkpointing="auto"))
+    assert chosen_recomputation(plan, _WIDE, budget=None) == (
+        "full",
+        "the memory of the GPU is not known; selective where it fits",
+    )
+    on_cpus = make_plan(_config(activation_checkpointing="auto"), world=plan.world, device="cpu")
+    assert chosen_recomputation(on_cpus, _WIDE, budget=2**60) == ("full", "on CPUs")

@@ -25,8 +25,8 @@ from tests.planning import layout_of
 
 SHIPPED = sorted((ROOT / "ds_configs" / "runs").glob("*.yaml"))
 LAYOUTS = (
-    Layout(Sizes(tp=2, ep=4), 3, "optimizer", 2, Activations(recomputes=True, is_tiled=True, is_offloaded=True)),
-    Layout(Sizes(), 3, "none", 4, Activations(recomputes=False)),
+    Layout(Sizes(tp=2, ep=4), 3, "optimizer", 2, Activations(is_tiled=True, is_offloaded=True)),
+    Layout(Sizes(), 3, "none", 4, Activations("none")),
     Layout(Sizes(pp=2), 1, "none", 1, Activations()),
 )
 BLOCKS = """\
@@ -72,7 +72,10 @@ def test_blocks_and_short_forms_are_edited_where_they_are(tmp_path: Path) -> Non
     source.write_text(BLOCKS)
     text, _ = _written(source, LAYOUTS[0])
     assert "parallel: {tp: 2, ep: 4}\ntrain:\n  for: 1 steps\n  # a comment inside\n  max_seq_len: 8\n" in text
-    assert "  micro_batch_size: 2\n  activation_offload: true\n  tiled_mlp: true\noutput_dir: o\n" in text
+    assert (
+        "  micro_batch_size: 2\n  activation_checkpointing: full\n  activation_offload: true\n  tiled_mlp: true\n"
+        in text
+    )
     assert "# The sizes were measured." in text
     changed = with_values("model: a/b  # short\n", dict(override_values(["model.attention=eager", "optim.lr=1e-3"])))
     assert changed == "model: {path: a/b, attention: eager}  # short\noptim: {lr: 1e-3}\n"

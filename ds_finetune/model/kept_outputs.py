@@ -1,0 +1,132 @@
+"""Selective recomputation: some operations of a layer keep their outputs until backward, and only the others are
+computed again.
+
+Attention and the products of routed experts take most of a forward's time for each byte of their outputs, and the
+exchange of rows between ranks makes them wait for each other. The outputs of these are kept.
+
+torch has such contexts (torch 2.13, utils/checkpoint.py:1470, create_selective_checkpoint_contexts), but they demand
+that recomputation runs the same operations as forward, in the same order. Under ZeRO-3 it does not: weights are
+gathered by hooks, and whether a gather is needed depends on what was fetched before. Here an operation is asked for at
+the place where it is called, and others are not seen.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+KEPT_OPERATIONS = frozenset(
+    {
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "torch_attn::_varlen_attn",
+        "flash_attn::_flash_attn_forward",
+        "flash_attn::_flash_attn_varlen_forward",
+        "aten::_grouped_mm",
+        "transformers::grouped_mm_fallback",
+    }
+)
+"""Operations whose outputs are kept. Attention by several operations, which torch takes where no kernel fits, is not
+among them: its backward needs all of their outputs.
+"""
+
+
+class KeptOutputs(TorchDispatchMode):
+    """What one layer keeps of one forward. As a mode of torch it records operations in forward; in recomputation it
+    returns what they gave, in the same order, and does not run them.
+    """
+
+    def __init__(self, outputs: deque[Any], *, is_recomputing: bool) -> None:
+        super().__init__()
+        self._outputs, self._is_recomputing = outputs, is_recomputing
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        """Called by torch for each operation while the mode is on."""
+
+        def compute() -> Any:  # noqa: ANN401
+            return func(*args, **(kwargs or {}))
+
+        return self.keep(compute) if func.name() in KEPT_OPERATIONS else compute()
+
+    def keep(self, compute: Callable[[], T]) -> T:
+        """What `compute` returns, or in recomputation what it returned in forward. Its tensors have no history."""
+        if self._is_recomputing:
+            return tree_map_only(_Kept, _Kept.unchanged, self._outputs.popleft())  # type: ignore[no-any-return]
+        result = compute()
+        self._outputs.append(tree_map_only(torch.Tensor, _Kept, result))
+        return result
+
+
+class _Kept:
+    """A tensor with the number of changes in place that it had."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        # Autograd gives the tensor itself a history, which would keep this alive. Below autograd, where modes run, only
+        # this key lets both count the same changes (torch 2.13, utils/checkpoint.py, `_maybe_detach`).
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+            self._tensor, self._version = tensor.detach(), tensor._version
+
+    def unchanged(self) -> torch.Tensor:
+        assert self._tensor._version == self._version, "a kept output was changed in place"
+        return self._tensor
+
+
+class _Current(threading.local):
+    """Backward has threads of its own."""
+
+    kept: KeptOutputs | None = None
+
+
+_current = _Current()
+
+
+class _InLayer(AbstractContextManager[None]):
+    def __init__(self, kept: KeptOutputs) -> None:
+        self._kept = kept
+
+    def __enter__(self) -> None:
+        self._before, _current.kept = _current.kept, self._kept
+
+    def __exit__(self, *_: object) -> None:
+        _current.kept = self._before
+
+
+def selective_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Contexts of a layer's forward and of its recomputation, as `context_fn` of torch's `checkpoint` makes them."""
+    outputs: deque[Any] = deque()
+    forward, again = (KeptOutputs(outputs, is_recomputing=is_again) for is_again in (False, True))
+    return _InLayer(forward), _InLayer(again)
+
+
+def current_outputs() -> KeptOutputs | None:
+    """Where a layer that is recomputed selectively keeps outputs now; None elsewhere, and where no gradient is wanted,
+    as within a tile of an MLP, which is computed again as a whole.
+    """
+    return _current.kept if torch.is_grad_enabled() else None
+
+
+def kept(compute: Callable[P, T]) -> Callable[P, T]:
+    """`compute`, whose operations among `KEPT_OPERATIONS` keep their outputs in layers that are recomputed
+    selectively.
+    """
+
+    @wraps(compute)
+    def compute_or_keep(*args: P.args, **kwargs: P.kwargs) -> T:
+        mode = current_outputs()
+        if mode is None:
+            return compute(*args, **kwargs)
+        with mode:
+            return compute(*args, **kwargs)
+
+    return compute_or_keep

@@ -1,0 +1,136 @@
+"""Selective recomputation: the same bits as full recomputation, and no second run of what it keeps."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, PreTrainedModel
+
+from ds_finetune.config.sections import LoraConfig
+from ds_finetune.families.tensors import model_tensors
+from ds_finetune.model.activation_memory import install_tiled_mlps, is_random, recompute_layers
+from ds_finetune.model.adapters.lora import AdapterPlacement, install_lora
+from ds_finetune.model.build.skeleton import build_skeleton, whole
+from ds_finetune.model.kept_outputs import KEPT_OPERATIONS, kept, selective_contexts
+from ds_finetune.plan.lora_targets import adapted_targets, targets_among
+from tests.model.tiny import CONFIGS
+
+LAYERS, TOKENS = 2, 16
+ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
+GROUPED = "aten::_grouped_mm"
+DETACH = "aten::detach"
+"""How often it runs depends on what is kept; it copies nothing."""
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def model_of(family: str, dtype: torch.dtype = torch.float32, *, has_lora: bool = False) -> PreTrainedModel:
+    config = AutoConfig.for_model(family, **CONFIGS[family] | {"num_hidden_layers": LAYERS})
+    lm = build_skeleton(config, attention="sdpa", dtype=dtype, device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for tensor in (*lm.parameters(), *(each for each in lm.buffers() if each.is_floating_point())):
+            if tensor.ndim > 1 or "bias" not in family:
+                tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.05 + (tensor.ndim == 1))
+    if has_lora:
+        lora = LoraConfig(rank=8)
+        targets = adapted_targets(targets_among(model_tensors(config.to_dict()).named()), lora)
+        install_lora(lm, targets, lora, seed=0, placement=AdapterPlacement(whole))
+        with torch.no_grad():
+            for name, param in lm.named_parameters():
+                if "lora_B" in name:
+                    param.copy_(torch.randn(param.shape, generator=generator) * 0.05)
+    return lm
+
+
+def train(lm: PreTrainedModel, forwards: int = 1) -> tuple[list[torch.Tensor], Counter[str], Counter[str]]:
+    """Losses and gradients of forwards that are all alive before the first backward, and operations of both passes."""
+    rows = [torch.arange(1 + number, 1 + number + TOKENS)[None] for number in range(forwards)]
+    with Operations() as forward:
+        losses = [lm(input_ids=ids, labels=ids).loss for ids in rows]
+    with Operations() as backward:
+        for loss in losses:
+            loss.backward()
+    gradients = [param.grad for param in lm.parameters() if param.grad is not None]
+    return [*(loss.detach() for loss in losses), *gradients], forward.counts, backward.counts
+
+
+def recomputed(family: str, *, is_selective: bool, forwards: int = 1, **options: Any) -> Any:
+    lm = model_of(family, **options)
+    recompute_layers(lm, is_selective=is_selective)
+    return train(lm, forwards)
+
+
+@pytest.mark.parametrize("has_lora", [False, True], ids=["all", "lora"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "qwen3_moe", "gpt_oss", "olmoe"])
+def test_losses_and_gradients_have_the_same_bits(family: str, dtype: torch.dtype, has_lora: bool) -> None:
+    options: dict[str, Any] = {"dtype": dtype, "has_lora": has_lora and family != "gpt_oss", "forwards": 2}
+    full, selective = (recomputed(family, is_selective=each, **options)[0] for each in (False, True))
+    assert len(full) > LAYERS
+    assert all(torch.equal(a, b) for a, b in zip(full, selective, strict=True))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_what_is_kept_is_not_computed_again(family: str) -> None:
+    _, forward, full = recomputed(family, is_selective=False)
+    _, same, selective = recomputed(family, is_selective=True)
+    assert {**forward, DETACH: 0} == {**same, DETACH: 0}
+    grouped = 2 * LAYERS if family == "qwen3_moe" else 0
+    assert (full[ATTENTION], selective[ATTENTION]) == (LAYERS, 0)
+    # Backward has two products for each one of forward.
+    assert (full[GROUPED], selective[GROUPED]) == (3 * grouped, 2 * grouped)
+    rest = {name: count for name, count in full.items() if name not in KEPT_OPERATIONS and name != DETACH}
+    assert {name: selective[name] for name in rest} == rest
+
+
+def test_tiles_keep_nothing_of_experts() -> None:
+    models = [model_of("qwen3_moe") for _ in range(2)]
+    found = []
+    for lm, is_selective in zip(models, (False, True), strict=True):
+        recompute_layers(lm, is_selective=is_selective)
+        install_tiled_mlps(lm, tiles=2)
+        found.append(train(lm))
+    assert all(torch.equal(a, b) for a, b in zip(found[0][0], found[1][0], strict=True))
+    assert found[0][2][GROUPED] == found[1][2][GROUPED]
+
+
+def test_a_kept_output_that_is_changed_in_place_is_an_error() -> None:
+    attend = kept(torch.nn.functional.scaled_dot_product_attention)
+
+    def layer(hidden: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = attend(hidden, hidden, hidden) * 1
+        changed = attend(out, out, out)
+        changed.add_(1)
+        return changed.sin()
+
+    hidden = torch.randn(1, 2, 8, 16, requires_grad=True)
+    out = checkpoint(layer, hidden, use_reentrant=False, context_fn=selective_contexts)
+    with pytest.raises(AssertionError, match="changed in place"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "expected"),
+    [
+        ("llama", {}, False),
+        ("llama", {"attention_dropout": 0.1}, True),
+        ("mixtral", {"router_jitter_noise": 0.1}, True),
+        ("gpt2", {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}, True),
+    ],
+)
+def test_random_numbers_are_kept_where_layers_draw_some(family: str, changes: dict[str, float], expected: bool) -> None:
+    assert is_random(AutoConfig.for_model(family, **changes)) == expected
