@@ -16,6 +16,7 @@ from ds_finetune.errors import ConfigError, RunError
 from ds_finetune.plan.estimate.accelerators import with_measured_links
 from ds_finetune.plan.estimate.memory import MemoryEstimate
 from ds_finetune.plan.estimate.rows import MOMENTS, peak
+from ds_finetune.plan.precision import with_precision
 from ds_finetune.plan.search.forecast import forecast_run, seconds_text
 from ds_finetune.plan.search.layout import write_run_file
 from ds_finetune.plan.search.machines import Request, Target, check_machine, target_of
@@ -64,7 +65,9 @@ def _plan(arguments: Arguments) -> None:
     here = tuple(gpu_models()) if arguments.gpu is None else ()
     request = Request(arguments.gpu, arguments.gpus, arguments.nodes, arguments.gpus_per_node, host, here)
     target = _with_links(target_of(request, precision=config.train.precision), arguments.links)
-    check_machine(target, config.train.precision)
+    train, notes = with_precision(config.train, device=target.ranks.device, support=target.bf16)
+    config, target = config.model_copy(update={"train": train}), replace(target, notes=(*target.notes, *notes))
+    check_machine(target, train.precision)
     _check_options(arguments)
     if arguments.search:
         _search(arguments, config, target)
@@ -122,7 +125,9 @@ def _search(arguments: Arguments, config: RunConfig, target: Target) -> None:
         target = _with_measured_ranks(config.train.precision, target)
     result = search_layouts(config, target)
     if arguments.write:
-        text = run_file_text(Path(arguments.run), config, result, target, overrides=arguments.overrides)
+        # With train.precision as it is written.
+        given = read_run(arguments)
+        text = run_file_text(Path(arguments.run), given, result, target, overrides=arguments.overrides)
         write_run_file(Path(arguments.write), text)
     if arguments.json:
         OUT.print_json(json.dumps(result_tree(result, target)))

@@ -119,7 +119,7 @@ _MEANINGS = {
     "train.for": "`3 epochs` or `500 steps`",
     "train.global_batch_size": "rows of one optimizer step over all ranks, from which accumulation is derived",
     "train.micro_batch_size": "rows of one forward on one rank",
-    "train.precision": "bf16, fp16 or fp32",
+    "train.precision": "auto, bf16, fp16 or fp32",
     "optim.warmup": "`3%` or `100 steps`",
     "optim.min_lr_ratio": "a share of `lr`",
     "eval.every": "`200 steps`",

@@ -25,7 +25,7 @@ from ds_finetune.config.value_types import (
     check_time,
 )
 
-Precision = Literal["bf16", "fp16", "fp32"]
+Precision = Literal["auto", "bf16", "fp16", "fp32"]
 OWN_ATTENTIONS = ("sdpa", "by_document", "varlen")
 """Values of `model.attention` that are this package's own in families of the table; the others are transformers'."""
 
@@ -158,8 +158,10 @@ class TrainConfig(Section):
     """Rows of one forward on one rank; accumulation is derived. `auto` takes the most that fit into memory."""
     max_seq_len: Rows[int] = Field(default=2048, ge=2)
     """Most tokens of a row; both answers of a pair are in one row."""
-    precision: Precision = "bf16"
-    """Dtype of weights and activations; master weights and moments are fp32."""
+    precision: Precision = "auto"
+    """Dtype of weights and activations; master weights and moments are fp32. `auto` is bf16 where the device has
+    products in bf16 (GPUs of compute capability 8.0 or later, CPUs with AMX or AVX512-BF16), and fp32 on other CPUs.
+    """
     seed: Refused[int] = Field(default=0, ge=0)
     """Seed of data order and of fresh weights."""
     max_grad_norm: float = Field(default=1.0, ge=0)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import socket
 import sys
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ds_finetune.errors import ConfigError, LaunchError, RunError
+from ds_finetune.plan.precision import OLDEST_BF16, Bf16Support
 from ds_finetune.system.free_memory import available_bytes, total_bytes
 from ds_finetune.system.world import World
 
@@ -56,12 +58,23 @@ def device_of_rank(device: str, local_rank: int) -> str:
     return device if device == "cpu" else f"cuda:{visible_device(local_rank)}"
 
 
+def bf16_support(device: str, world: World) -> Bf16Support | None:
+    """Whether this rank's GPU has products in bf16; None for a CPU, which answers itself."""
+    if device == "cpu":
+        return None
+    index = visible_device(world.local_rank)
+    capability = torch.cuda.get_device_capability(index)
+    name = f"{torch.cuda.get_device_name(index)} (compute capability {'.'.join(map(str, capability))})"
+    # ROCm's numbers are of another count; all GPUs that its torch runs on have products in bf16.
+    return Bf16Support(name, is_native=capability >= OLDEST_BF16 or torch.version.hip is not None)
+
+
 def choose_device() -> str:
     """`cuda` where a GPU can be used and `DS_ACCELERATOR` is not `cpu`, else `cpu`; the variable is set to the
     choice for DeepSpeed.
 
-    ConfigError where `DS_ACCELERATOR` names an accelerator that cannot be used, and where it is not set and this
-    machine has GPUs that torch cannot use.
+    ConfigError where `DS_ACCELERATOR` names an accelerator that cannot be used, where it is not set and this machine
+    has GPUs that torch cannot use, and where the installed torch has no kernels for this process's GPU.
     """
     wanted = os.environ.get("DS_ACCELERATOR") or None
     if wanted not in (None, "cpu", "cuda"):
@@ -80,8 +93,30 @@ def choose_device() -> str:
             hint="install a driver and a torch that fit each other (docs/how-to/install.md), or set DS_ACCELERATOR=cpu",
         )
     device = "cuda" if usable and wanted != "cpu" else "cpu"
+    if device == "cuda" and torch.version.cuda:
+        _check_kernels(visible_device(int(os.environ.get("LOCAL_RANK", "0"))))
     os.environ["DS_ACCELERATOR"] = device
     return device
+
+
+def _check_kernels(index: int) -> None:
+    """ConfigError where torch was built without kernels for a GPU: its first operation would fail.
+
+    Those of `sm_XY` run on the same major and an equal or later minor capability; `compute_XY` is compiled for any
+    later one when it is loaded. A letter, as in `sm_90a`, restricts kernels to that capability.
+    """
+    major, minor = torch.cuda.get_device_capability(index)
+    built = torch.cuda.get_arch_list()
+    for kind, first, second, letter in re.findall(r"(sm|compute)_(\d+)(\d)([a-z]?)", " ".join(built)):
+        x, y = int(first), int(second)
+        is_near = (x, y) == (major, minor) if letter else x == major and y <= minor
+        if is_near or (kind == "compute" and (x, y) <= (major, minor)):
+            return
+    raise ConfigError(
+        f"{torch.cuda.get_device_name(index)} has compute capability {major}.{minor}, and torch {torch.__version__} "
+        f"has kernels for {', '.join(built) or 'no GPU'}",
+        hint="install a torch with kernels for it (docs/how-to/install.md), or set DS_ACCELERATOR=cpu",
+    )
 
 
 @contextmanager

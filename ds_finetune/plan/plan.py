@@ -35,6 +35,7 @@ from ds_finetune.plan.inexact import inexact_lines
 from ds_finetune.plan.layer_stages import StageLayers
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.pipeline import idle_share
+from ds_finetune.plan.precision import with_precision
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import AccelerateChoices, World
 
@@ -289,8 +290,10 @@ def make_plan(config: RunConfig, *, world: World, device: str, accelerate: Accel
     """Decide the layout of `config` on `world` with accelerator `device` (`cpu` or `cuda`); ConfigError where values
     contradict.
 
-    Where `train.micro_batch_size: auto` is undecided, the plan has the smallest micro-batch, of one row.
+    Where `train.micro_batch_size: auto` is undecided, the plan has the smallest micro-batch, of one row. An undecided
+    `train.precision: auto` is decided as if nothing were known of a GPU.
     """
+    config = config.model_copy(update={"train": with_precision(config.train, device=device)[0]})
     run = _settings(config, world, device, accelerate)
     check(run, *BEFORE_MODEL)
     finished, mesh, train, optim = run.tree, run.mesh, config.train, config.optim

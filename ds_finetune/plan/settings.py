@@ -11,6 +11,7 @@ from ds_finetune.families.table import family_of
 from ds_finetune.plan.deepspeed_config import Tree, offload_device
 from ds_finetune.plan.layer_stages import StageLayers
 from ds_finetune.plan.mesh import Mesh
+from ds_finetune.plan.precision import with_precision
 from ds_finetune.plan.tested_layouts import AXES
 
 _ALONE = Mesh(0, 1)
@@ -75,8 +76,8 @@ class RunSettings:
 
     @property
     def precision(self) -> str:
-        """`train.precision`."""
-        return self.config.train.precision
+        """`train.precision`; where `auto` is undecided, what it is without knowledge of a GPU."""
+        return with_precision(self.config.train, device=self.device)[0].precision
 
     @property
     def optimizer(self) -> str:

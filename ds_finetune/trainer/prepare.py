@@ -14,7 +14,7 @@ from ds_finetune.config.sections import OptimConfig, TrainConfig
 from ds_finetune.data.mismatched import MismatchedAnswers
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.stream import StreamedRows
-from ds_finetune.engine.devices import DeviceMemory, PeakMemory, choose_device, read_device_memory
+from ds_finetune.engine.devices import DeviceMemory, PeakMemory, bf16_support, choose_device, read_device_memory
 from ds_finetune.objectives.objective import Objective
 from ds_finetune.observers.trackers import check_trackers
 from ds_finetune.plan.checks import check, length_notes
@@ -52,7 +52,9 @@ def prepare_run(config: RunConfig, world: World) -> PreparedRun:
         # It writes what could replace files; other nodes may have a folder of their own, with checkpoints only.
         check_only_own_files(config)
     check_trackers(config.log.trackers)
-    run = read_run(resolve(config, world=world, device=choose_device(), accelerate=accelerate_choices(os.environ)))
+    device, accelerate = choose_device(), accelerate_choices(os.environ)
+    bf16 = bf16_support(device, world)
+    run = read_run(resolve(config, world=world, device=device, bf16=bf16, accelerate=accelerate))
     check_run_folder(run.output_dir, config.checkpoint)
     # What this host writes; where all hosts share the folder, each checks it for everything.
     is_first_host = world.rank < world.local_world_size or not run.estimate.is_node_local

@@ -35,6 +35,7 @@ from ds_finetune.plan.forward import mlp_tiles
 from ds_finetune.plan.indexer import plan_indexer
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.plan import Plan, make_plan
+from ds_finetune.plan.precision import Bf16Support, with_precision
 from ds_finetune.plan.routers import plan_routers
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import AccelerateChoices, World
@@ -70,26 +71,31 @@ class ResolvedRun:
         return estimate_run(self.plan, sizes)
 
 
-def resolve(
+def resolve(  # noqa: PLR0913 - what is decided, and what it is decided from
     config: RunConfig,
     *,
     world: World,
     device: str,
+    bf16: Bf16Support | None = None,
     accelerate: AccelerateChoices | None = None,
     is_config_only: bool = False,
 ) -> ResolvedRun:
     """Decide what `config` means on the ranks of `world` with accelerator `device`; ConfigError, ModelError or
     DataError where it cannot be trained so.
 
+    `bf16` is what is known of a GPU, for `train.precision: auto`.
     With `is_config_only`, only configuration and tokenizer files of a model on the hub are downloaded, and no rows are
     read: the number of classes is that of the base model, and parameters that no loss reaches are not looked for.
     """
+    train, precision = with_precision(config.train, device=device, support=bf16)
+    config = config.model_copy(update={"train": train})
     plan = make_plan(config, world=world, device=device, accelerate=accelerate)
     config = with_classes(config, is_config_only=is_config_only)
     model = make_model_plan(config, plan.mesh, is_config_only=is_config_only)
     token_limits(config, model.hf_config)
     context = model.context.notes() if model.context is not None else ()
-    notes = (*context, *try_generic_type(config, model), *length_notes(model, max_seq_len=plan.batch.max_seq_len))
+    lengths = length_notes(model, max_seq_len=plan.batch.max_seq_len)
+    notes = (*precision, *context, *try_generic_type(config, model), *lengths)
     run = ResolvedRun(config, replace(plan, objective=config.objective), model, notes)
     return run if is_config_only else complete_plan(run)
 

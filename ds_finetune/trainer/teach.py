@@ -23,7 +23,7 @@ from ds_finetune.data.scores import (
     write_manifest,
     write_shard,
 )
-from ds_finetune.engine.devices import choose_device, device_of_rank
+from ds_finetune.engine.devices import bf16_support, choose_device, device_of_rank
 from ds_finetune.errors import ConfigError
 from ds_finetune.model.build.model_plan import ModelPlan
 from ds_finetune.model.build.skeleton import resolve_folder
@@ -32,6 +32,7 @@ from ds_finetune.model.loss.soft_targets import top_log_probs
 from ds_finetune.model.loss.teacher import Teacher, load_teacher
 from ds_finetune.model.weights.load import weights_digest
 from ds_finetune.plan.checks import check
+from ds_finetune.plan.precision import with_precision
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
 from ds_finetune.trainer.inputs import RunInputs, read_inputs
@@ -68,7 +69,11 @@ def teach(config: RunConfig, teacher: str, out: Path, *, top_k: int, say: Say) -
     marks the folder as complete. Shards that are there are kept, so that a call continues one that was killed.
     ModelError where the vocabularies differ, OutputError where `out` holds scores of something else.
     """
-    config, world = _of_teacher(config, teacher), World.from_environment(os.environ)
+    world, device = World.from_environment(os.environ), choose_device()
+    train, notes = with_precision(config.train, device=device, support=bf16_support(device, world))
+    for note in notes if world.rank == 0 else ():
+        say(note)
+    config = _of_teacher(config.model_copy(update={"train": train}), teacher)
     model, inputs = _prepare(config)
     lesson = _plan_lesson(config, model, inputs, out, top_k=top_k)
     rank_shards = range(world.rank, lesson.num_shards, world.world_size)

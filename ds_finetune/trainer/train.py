@@ -1,7 +1,9 @@
 """One run from its configuration to its report: the page to read first."""
 
+import json
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,16 +21,17 @@ from ds_finetune.config.schedule import seconds_of
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.sections import WatchdogConfig
 from ds_finetune.console.phase_line import Say, say_nothing
-from ds_finetune.engine.devices import exchange
-from ds_finetune.engine.groups.default_group import meet, process_group
+from ds_finetune.engine.devices import bf16_support, choose_device, exchange
+from ds_finetune.engine.groups.default_group import COLLECTIVE_TIMEOUT, meet, process_group
 from ds_finetune.engine.ops.deepspeed_ops import build_ops, use_cores
 from ds_finetune.engine.start_engine import start_engine
-from ds_finetune.errors import RunError
+from ds_finetune.errors import ConfigError, RunError
 from ds_finetune.export.interruption import SignalInterruption
 from ds_finetune.export.verify.verify import VerificationResult
 from ds_finetune.model.build.unused_parameters import patterns_of
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.observers.stopping import StopSignals
+from ds_finetune.plan.precision import with_precision
 from ds_finetune.system.world import World, check_deepspeed_hostfile
 from ds_finetune.trainer.batches import batches_ahead
 from ds_finetune.trainer.exports import Exports, verify_run_exports
@@ -94,6 +97,7 @@ def train(config: RunConfig, *, announce: Announce, say: Callable[[str], None]) 
         keep_status(folder, log) as status,
     ):
         with start_watchdog(config.watchdog, world, folder, log.add) as (monitor, store):
+            check_same_precision(config, world, store)
             run = finish_plan(prepare_run(config, world), store, monitor, log.say)
             if world.rank == 0:
                 announce(run)
@@ -184,6 +188,22 @@ def start_watchdog(
     with observe_collectives(progress), start_monitor(progress, world, store, output_dir) as monitor:
         monitor.log = log
         yield monitor, store
+
+
+def check_same_precision(config: RunConfig, world: World, store: dist.Store) -> None:
+    """ConfigError where `train.precision: auto` is not the same on all ranks, because their devices differ."""
+    if config.train.precision != "auto":
+        return
+    device = choose_device()
+    train, lines = with_precision(config.train, device=device, support=bf16_support(device, world))
+    mine = json.dumps([train.precision, f"on {socket.gethostname()} {lines[0]}"])
+    found = [json.loads(text) for text in exchange(store, world, "precision", mine, timeout=COLLECTIVE_TIMEOUT)]
+    for rank, (precision, line) in enumerate(found):
+        if precision != found[0][0]:
+            raise ConfigError(
+                f"the devices of ranks differ: {found[0][1]} (rank 0); {line} (rank {rank})",
+                hint="set train.precision to one that all of them compute fast, such as fp32",
+            )
 
 
 def finish_plan(run: PreparedRun, store: dist.Store, monitor: Monitor, say: Say) -> PreparedRun:

@@ -168,7 +168,7 @@ def test_measured_links_take_the_place_of_the_table(
         ("--gpus 512 --gpu h100", "accelerator `h100` is not known"),
         ("--gpus 12 --gpu h100-80g", "12 GPUs do not fill nodes of 8"),
         ("--gpus 12 --nodes 5 --gpu h100-80g", "12 GPUs do not fill 5 nodes"),
-        ("--gpus 512 --gpu v100-32g", "train.precision bf16 on v100-32g"),
+        ("--gpus 512 --gpu v100-32g", "train.precision auto: v100-32g has no products in bf16"),
         ("--gpus 512 --host-memory much", "--host-memory `much` is no number with a unit"),
         ("--gpus 512 --gpu h100-80g parallel.tp=3", "parallel tp 3 = 3"),
         ("--gpus 512 --gpu h100-80g train.max_seq_len=1000000", "is more than the 163840 positions"),

@@ -39,6 +39,10 @@ def environ(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     os.environ.update(kept)
 
 
+CUDA_13 = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120"
+"""Architectures of PyPI's torch 2.13."""
+
+
 def _gpus(monkeypatch: pytest.MonkeyPatch, *, usable: int, present: int) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: usable > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: usable)
@@ -88,6 +92,46 @@ def test_a_gpu_that_cannot_be_used_never_becomes_the_cpu(
     assert caught.value.message.startswith(message)
     assert caught.value.message != message or wanted == "xpu", "the cause is missing"
     assert "cpu" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("capability", "built", "runs"),
+    [
+        ((7, 0), CUDA_13, False),
+        ((6, 1), CUDA_13, False),
+        ((7, 5), CUDA_13, True),
+        ((8, 9), CUDA_13, True),
+        ((12, 1), CUDA_13, True),
+        ((13, 0), CUDA_13, True),
+        ((7, 0), "sm_50 sm_60 sm_70 sm_75", True),
+        ((10, 3), "sm_80 sm_90a sm_100a", False),
+        ((9, 0), "sm_80 sm_90a sm_100a", True),
+        ((9, 0), "", False),
+    ],
+)
+def test_a_torch_without_kernels_for_the_gpu_is_named(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], built: str, runs: bool
+) -> None:
+    """PyPI's torch has none for a V100 since CUDA 13; the first operation would fail after the model is loaded."""
+    _gpus(monkeypatch, usable=2, present=2)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", {1: capability}.__getitem__)
+    monkeypatch.setattr(torch.cuda, "get_device_name", {1: "Tesla V100"}.__getitem__)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", built.split)
+    if runs:
+        assert choose_device() == "cuda"
+        return
+    with pytest.raises(ConfigError) as caught:
+        choose_device()
+    dotted = ".".join(map(str, capability))
+    assert caught.value.message == (
+        f"Tesla V100 has compute capability {dotted}, and torch {torch.__version__} has kernels for "
+        + (", ".join(built.split()) or "no GPU")
+    )
+    assert "install a torch with kernels for it" in caught.value.hint
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert choose_device() == "cpu"
 
 
 def test_gpus_that_are_hidden_on_purpose_are_not_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,7 +187,7 @@ def test_gradients_of_fp32_need_the_name_with_every_layout_and_by_every_key() ->
 
 
 def test_zenflow_is_refused_for_experts() -> None:
-    run = {"model": "m", "data": {"train": "a.jsonl"}, "output_dir": "o"}
+    run = {"model": "m", "data": {"train": "a.jsonl"}, "output_dir": "o", "train": {"precision": "bf16"}}
     with_zenflow, plain = (RunConfig.model_validate(run | {"inexact": names}) for names in (["zenflow"], []))
     experts = {"model_type": "deepseek_v3", "hidden_size": 32, "moe_intermediate_size": 32}
     check(RunSettings(config=with_zenflow, model_json={"model_type": "llama"}), "experts of the model")

@@ -42,7 +42,7 @@ def _config(**sections: Any) -> RunConfig:
     tree = {
         "model": "m",
         "data": {"train": "t.jsonl"},
-        "train": {"for": "1 steps", "max_seq_len": 30},
+        "train": {"for": "1 steps", "max_seq_len": 30, "precision": "bf16"},
         "parallel": {"sp": 4},
         "output_dir": "o",
     }

@@ -97,6 +97,7 @@ def build_op(name: str, say: Say = say_nothing) -> None:
     # A build fails in the compiler, the linker, on a full disk, in CUDA, or in DeepSpeed's own checks.
     causes: tuple[type[Exception], ...] = (RuntimeError, OSError, ImportError, AssertionError)
     try:
+        _check_toolkit(name)
         with reported_lock(name, say):
             getattr(builders, _BUILDERS[name])().load(verbose=False)
     except (*causes, builders.builder.CUDAMismatchException, builders.builder.MissingCUDAException) as failed:
@@ -147,6 +148,23 @@ def _check_compiler(name: str) -> None:
         raise ConfigError(
             f"DeepSpeed's {name} cannot be built: no compiler `{program}` on this host",
             hint="install one (Debian: g++), or set CXX",
+        )
+
+
+def _check_toolkit(name: str) -> None:
+    """Fail where nvcc is missing, or of another major version of CUDA than torch's: DeepSpeed 0.19.8 compares them only
+    in an installation (op_builder/builder.py:804), and compiles in vain here. async_io needs CUDA's headers.
+    """
+    from deepspeed.ops.op_builder import builder
+
+    is_built = (_folder(name) / f"{name}.so").exists() and name != "async_io"
+    if name.startswith("cpu_") or is_built or not torch.version.cuda or os.environ.get("DS_ACCELERATOR") != "cuda":
+        return
+    major, minor = builder.installed_cuda_version()
+    if major != int(torch.version.cuda.split(".")[0]) and name != "async_io":
+        raise builder.CUDAMismatchException(
+            f"nvcc is of CUDA {major}.{minor}, which does not match the version torch was compiled with, "
+            f"{torch.version.cuda}"
         )
 
 

@@ -15,6 +15,7 @@ from ds_finetune.plan.estimate.accelerators import (
     machine_of,
     rates_file,
 )
+from ds_finetune.plan.precision import Bf16Support, cpu_support
 from ds_finetune.plan.search.candidates import Ranks
 from ds_finetune.plan.search.fitting import HOST_SHARE, Budget
 from ds_finetune.system.free_memory import available_bytes
@@ -48,6 +49,14 @@ class Target:
     budget: Budget | None = None
     notes: tuple[str, ...] = ()
     """What is assumed of the machines."""
+
+    @property
+    def bf16(self) -> Bf16Support | None:
+        """Whether known GPUs have products in bf16; None for others, and for a CPU, which answers itself."""
+        if self.machine is None or self.ranks.device == "cpu":
+            return None
+        row = self.machine.accelerator
+        return Bf16Support(row.name, is_native=row.has_bf16)
 
 
 def target_of(request: Request, *, precision: str = "bf16") -> Target:
@@ -87,6 +96,7 @@ def _cpu_ranks(request: Request, precision: str) -> Target:
     ranks = _ranks(request, usual=request.gpus or 1, default=1, device="cpu")
     host = request.host_bytes or available_bytes() or _installed_bytes()
     budget = Budget(host // ranks.number, host // ranks.number)
+    precision = ("bf16" if cpu_support().is_native else "fp32") if precision == "auto" else precision
     file = rates_file(ranks.number, precision=precision, threads=max(1, (os.cpu_count() or 1) // ranks.number))
     rates = CpuRates.read(file)
     machine = cpu_machine(rates, ranks=ranks.number, memory_bytes=host) if rates is not None else None

@@ -13,7 +13,7 @@ import torch
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.console.phase_line import Say
 from ds_finetune.data.batches import Batch, MicroBatch
-from ds_finetune.engine.devices import choose_device
+from ds_finetune.engine.devices import bf16_support, choose_device
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.groups.collectives import all_gather_object
 from ds_finetune.engine.groups.default_group import process_group
@@ -80,7 +80,8 @@ def compare_step_speed(config: RunConfig, *, steps: int, say: Say) -> SpeedCompa
             f"bench compares one process with a plain loop, and this is rank {world.rank} of {world.world_size}",
             hint="start one process",
         )
-    resolved = resolve(config, world=world, device=choose_device())
+    device = choose_device()
+    resolved = resolve(config, world=world, device=device, bf16=bf16_support(device, world))
     check_peft(model := resolved.model)
     run = read_run(resolved)
     with ExitStack() as stack:

@@ -287,7 +287,7 @@ def compare_layout(
     if world.rank:
         return None
     base = (Path(config.model.path), adapters) if adapters is not None else None
-    reloaded = mean_loss(folder / "export", PRECISION_DTYPES[config.train.precision], config.objective, base=base)
+    reloaded = mean_loss(folder / "export", PRECISION_DTYPES[plan.precision], config.objective, base=base)
     return compare_steps(reference, taken, resumed, abs(reloaded - loss))
 
 

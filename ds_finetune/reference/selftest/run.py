@@ -27,7 +27,7 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.sections import LoraConfig, ParallelConfig
 from ds_finetune.console.phase_line import Say
 from ds_finetune.console.quiet import quiet_packages, show_loading_as_phase
-from ds_finetune.engine.devices import choose_device
+from ds_finetune.engine.devices import bf16_support, choose_device
 from ds_finetune.engine.groups.collectives import all_gather_object
 from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.engine.ops.deepspeed_ops import build_ops
@@ -42,6 +42,7 @@ from ds_finetune.plan.deepspeed_config import choose_deepspeed, read_choices
 from ds_finetune.plan.inexact import without_inexact
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.plan import Plan, make_plan
+from ds_finetune.plan.precision import with_precision
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.plan.tested_layouts import TESTED_LAYOUTS
 from ds_finetune.reference.selftest.cells import (
@@ -147,9 +148,9 @@ def start_world(arguments: list[str], config: RunConfig | None, *, nproc: int, h
             "ds_finetune",
         ]
     else:
-        world = World(0, nproc, 0, nproc, "selftest")
-        for case in _cases_of_run(config, world) if config is not None else []:
-            make_plan(_run_file(case, Path(), Path()), world=world, device=choose_device())
+        world, device = World(0, nproc, 0, nproc, "selftest"), choose_device()
+        for case in _cases_of_run(config, world, device) if config is not None else []:
+            make_plan(_run_file(case, Path(), Path()), world=world, device=device)
         command = [
             sys.executable,
             "-m",
@@ -176,7 +177,9 @@ def selftest(config: RunConfig | None, extent: Extent, *, say: Say) -> None:
     world.set_environment(os.environ)
     device = choose_device()
     cases = (
-        _standard_cases(world.world_size, extent.families, device) if config is None else _cases_of_run(config, world)
+        _standard_cases(world.world_size, extent.families, device)
+        if config is None
+        else _cases_of_run(config, world, device)
     )
     left_out = _left_out(config) if config is not None else []
     if left_out and world.rank == 0:
@@ -287,7 +290,7 @@ def _objective_text(cell: Cell) -> str:
     return f"{objective}{' routers' if cell.balances else ''}{' LoRA' if cell.has_lora else ''}"
 
 
-def _cases_of_run(config: RunConfig, world: World) -> list[LayoutCase]:
+def _cases_of_run(config: RunConfig, world: World, device: str) -> list[LayoutCase]:
     """The layout of a run with a tiny model of its family and structure, in fp32 and in the run's precision.
 
     Gradients can only be compared in fp32.
@@ -305,7 +308,8 @@ def _cases_of_run(config: RunConfig, world: World) -> list[LayoutCase]:
     )
     stage = choices["zero_optimization"].get("stage", 0)
     found = []
-    for precision in dict.fromkeys(("fp32", config.train.precision)):
+    chosen = with_precision(config.train, device=device, support=bf16_support(device, world))[0].precision
+    for precision in dict.fromkeys(("fp32", chosen)):
         cell = Cell(
             hub.model_type,
             stage,
@@ -322,12 +326,12 @@ def _cases_of_run(config: RunConfig, world: World) -> list[LayoutCase]:
         cell = replace(cell, checkpointing=recomputation != "none", is_selective=recomputation != "full")
         tree = run_tree(cell, Path(), Path(), dp=mesh.dp)
         tree["parallel"] = config.parallel.model_copy(update={"pp_layers": ()}).model_dump()
-        attention = config.model.attention if precision == config.train.precision else "sdpa"
+        attention = config.model.attention if precision == chosen else "sdpa"
         tree |= {"model": {"path": "", "attention": attention, "loss": config.model.loss}, "deepspeed": choices}
         tree |= {"objective": config.objective.model_dump(), "router": config.router and config.router.model_dump()}
         tree |= {"lora": config.lora and config.lora.model_dump(), "mtp": config.mtp.model_dump()}
         tree["train"] |= {name: getattr(config.train, name) for name in ("activation_offload", "tiled_mlp")}
-        if precision == config.train.precision and config.train.reduction_dtype == "fp32":
+        if precision == chosen and config.train.reduction_dtype == "fp32":
             tree["train"]["reduction_dtype"] = "fp32"
         tiny = _tiny_model_like(hub, cell.family, is_quantised=config.lora is not None and bool(config.lora.quantize))
         name = f"{hub.model_type} {mesh} ZeRO-{stage} {precision}{_objective_text(cell)}"

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils import cpp_extension
 
 from ds_finetune.cluster.doctor.messages import RequestRefused
 from ds_finetune.cluster.doctor.run import op_check
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.engine.ops.deepspeed_ops import check_op, needed_ops, true_cause
+from ds_finetune.engine.ops.deepspeed_ops import _check_toolkit, build_op, check_op, needed_ops, true_cause
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.system.world import World
@@ -67,6 +69,46 @@ def test_an_operator_with_a_substitute_is_a_warning_of_the_doctor() -> None:
     assert (found.state, found.hint) == ("warn", "install CUDA")
     assert found.found.endswith("CUDA_HOME does not exist; the run will use torch's fused AdamW")
     assert op_check("a", "cpu_adam", answer, {}).state == "fail"
+
+
+def _cuda(monkeypatch: pytest.MonkeyPatch, folder: Path, toolkit: str) -> None:
+    """A torch for CUDA 13.0, and a toolkit with nvcc of this version; none where it is empty."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cuda")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(folder / "built"))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", str(folder) if toolkit else None)
+    (folder / "bin").mkdir()
+    nvcc = folder / "bin" / "nvcc"
+    nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {toolkit}, V{toolkit}.1'\n")
+    nvcc.chmod(0o755)
+
+
+@pytest.mark.parametrize("name", ["async_io", "fused_adam"])
+def test_a_missing_toolkit_is_said(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """torch from PyPI brings none; DeepSpeed 0.19.8 joins the missing path (op_builder/async_io.py:42), a TypeError."""
+    _cuda(monkeypatch, tmp_path, toolkit="")
+    with pytest.raises(ConfigError) as caught:
+        build_op(name)
+    assert caught.value.message.startswith(f"DeepSpeed's {name} cannot be built: CUDA_HOME does not exist")
+    assert caught.value.hint == "install the CUDA toolkit of torch's version and set CUDA_HOME"
+
+
+def test_nvcc_of_another_cuda_is_said_before_it_compiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    _cuda(monkeypatch, tmp_path, toolkit="12.4")
+    with pytest.raises(ConfigError) as caught:
+        build_op("fused_adam")
+    assert caught.value.message == (
+        "DeepSpeed's fused_adam cannot be built: nvcc is of CUDA 12.4, which does not match the version torch was "
+        "compiled with, 13.0"
+    )
+    assert caught.value.hint == "install the CUDA toolkit of torch's version, or a torch of the toolkit's"
+    _check_toolkit("async_io")
+    _check_toolkit("cpu_adam")
+
+
+def test_a_later_nvcc_of_the_same_cuda_compiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    _cuda(monkeypatch, tmp_path, toolkit="13.2")
+    _check_toolkit("fused_adam")
 
 
 def test_cpu_adam_is_torchs() -> None:

@@ -41,7 +41,8 @@ def _folder(tmp_path: Path, name: str) -> str:
 def _config(folder: str, **sections: Any) -> RunConfig:
     tree: dict[str, Any] = {"data": {"train": "t.jsonl"}, "output_dir": "o", **sections}
     tree["model"] = {"path": folder, **sections.get("model", {})}
-    tree["train"] = {"for": "1 steps", "global_batch_size": 8, "max_seq_len": 32, **sections.get("train", {})}
+    train = {"for": "1 steps", "global_batch_size": 8, "max_seq_len": 32, "precision": "bf16"}
+    tree["train"] = {**train, **sections.get("train", {})}
     return RunConfig.model_validate(tree)
 
 

@@ -31,7 +31,7 @@ PLENTY = 2**50
 def _search(tmp_path: Path, name: str, *, ranks: int, per_node: int) -> Search:
     hf_config(name).save_pretrained(tmp_path)
     tree: dict[str, Any] = {"model": str(tmp_path), "data": {"train": "t.jsonl"}, "output_dir": "o"}
-    tree["train"] = {"for": "1 steps", "global_batch_size": 8, "max_seq_len": 64}
+    tree["train"] = {"for": "1 steps", "global_batch_size": 8, "max_seq_len": 64, "precision": "bf16"}
     config = RunConfig.model_validate(tree)
     candidates = Candidates(config, read_config_json(str(tmp_path)), Ranks(ranks, per_node, "cuda"))
     machine = machine_of(accelerator("h100-80g"), gpus_per_node=per_node)
@@ -111,7 +111,7 @@ def test_a_search_takes_less_than_five_seconds(name: str, gpus: int, shared_data
 @pytest.mark.parametrize(("name", "gpus"), [("Qwen--Qwen3-235B-A22B", 64), ("deepseek-ai--DeepSeek-V3.2", 960)])
 def test_a_batch_with_many_divisors_takes_as_long(name: str, gpus: int, shared_data: Path) -> None:
     tree: dict[str, Any] = {"model": str(shared_data / "configs" / name), "data": {"train": "t.jsonl"}}
-    tree["train"] = {"for": "1 steps", "global_batch_size": 960, "max_seq_len": 4096}
+    tree["train"] = {"for": "1 steps", "global_batch_size": 960, "max_seq_len": 4096, "precision": "bf16"}
     config = RunConfig.model_validate(tree | {"output_dir": "o"})
     start = time.process_time()
     search_layouts(config, target_of(Request("h100-80g", gpus, gpus_per_node=8)))

@@ -1,0 +1,59 @@
+"""What `train.precision: auto` is on a device: bf16 where it has products in bf16, and fp32 on other CPUs."""
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from ds_finetune.config.sections import TrainConfig
+from ds_finetune.errors import ConfigError
+
+OLDEST_BF16 = (8, 0)
+"""Compute capability from which GPUs have products in bf16."""
+_CPU_FLAGS = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16"}
+"""Instructions for products in bf16, by the flags of /proc/cpuinfo."""
+
+
+@dataclass(frozen=True)
+class Bf16Support:
+    """Whether a device has products in bf16; other devices emulate them."""
+
+    device: str
+    """The device and how that is known, such as `NVIDIA H100 PCIe (compute capability 9.0)`."""
+    is_native: bool
+
+
+_ASSUMED = Bf16Support("a GPU of compute capability 8.0 or later, as is assumed,", is_native=True)
+
+
+@cache
+def cpu_support(cpuinfo: Path = Path("/proc/cpuinfo")) -> Bf16Support:
+    """What the CPU of this machine has; nothing is known of one without the file."""
+    flags = set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
+    found = [name for flag, name in _CPU_FLAGS.items() if flag in flags]
+    return Bf16Support(f"this CPU ({' and '.join(found) or 'neither AMX nor AVX512-BF16'})", is_native=bool(found))
+
+
+def with_precision(
+    train: TrainConfig, *, device: str, support: Bf16Support | None = None
+) -> tuple[TrainConfig, tuple[str, ...]]:
+    """`train` with the precision that `auto` is on a `device` (`cpu` or `cuda`), and a line that says why; there is a
+    line also where a given bf16 is emulated.
+
+    Without `support` a CPU is that of this machine, and a GPU is assumed to have products in bf16. ConfigError for
+    `auto` on a GPU without them.
+    """
+    support = support or (cpu_support() if device == "cpu" else _ASSUMED)
+    has = "has" if support.is_native else "has no"
+    if train.precision != "auto":
+        if train.precision != "bf16" or support.is_native:
+            return train, ()
+        slow = "steps take about 30 times as long as in fp32" if device == "cpu" else "fp16 and fp32 are much faster"
+        return train, (f"train.precision bf16: {support.device} {has} products in bf16 and emulates them; {slow}",)
+    if device != "cpu" and not support.is_native:
+        raise ConfigError(
+            f"train.precision auto: {support.device} has no products in bf16",
+            hint="set train.precision to fp16 or fp32",
+        )
+    chosen = "bf16" if support.is_native else "fp32"
+    line = f"train.precision auto is {chosen}: {support.device} {has} products in bf16"
+    return train.model_copy(update={"precision": chosen}), (line,)
