@@ -297,7 +297,7 @@ MUTANTS = (
     Mutant(
         "indexers count in the norm",
         "features/indexer.py",
-        "return bool(self.own_loss) and self._family.is_of_indexer(name)",
+        "return bool(self.own_loss) and family_of(self.model.hf_config.model_type).is_of_indexer(name)",
         "return False",
         f"{TRAINED_INDEXER} -k dp-z0",
     ),

@@ -1,15 +1,14 @@
 """LoRA adapters as a feature; `model/adapters/` has their modules."""
 
-from typing import Self
-
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from ds_finetune.features.feature import Feature
+from ds_finetune.features.mtp import check_adapted
 from ds_finetune.model.adapters.lora import AdapterPlacement, install_lora
-from ds_finetune.model.adapters.lora_plan import LoraPlan
-from ds_finetune.model.build.model_plan import ModelPlan
+from ds_finetune.model.adapters.lora_plan import LoraPlan, plan_lora
+from ds_finetune.model.build.model_plan import task_of
 from ds_finetune.model.loss.score_head import head_parameters
-from ds_finetune.plan.plan import Plan
+from ds_finetune.plan.settings import RunSettings
 
 
 class AdapterFeature(Feature):
@@ -18,20 +17,24 @@ class AdapterFeature(Feature):
     name = "adapters"
     saves_frozen = False
 
-    def __init__(self, plan: LoraPlan, seed: int) -> None:
-        self._plan, self._seed = plan, seed
+    settings: LoraPlan
 
     @classmethod
-    def of(cls, model: ModelPlan, plan: Plan) -> Self | None:
+    def planned(cls, run: RunSettings, hf_config: PretrainedConfig) -> LoraPlan | None:
         """With the section `lora`."""
-        return None if model.lora is None else cls(model.lora, plan.seed)
+        if run.config.lora is None:
+            return None
+        lora = plan_lora(hf_config, run.config.lora, task_of(run.config.objective))
+        if run.config.mtp.train:
+            check_adapted(hf_config, run.config.mtp, lora)
+        return lora
 
     def lines(self) -> list[tuple[str, str]]:
         """What is adapted, kind by kind."""
-        return self._plan.lines()
+        return self.settings.lines()
 
     def install(self, lm: PreTrainedModel, placement: AdapterPlacement) -> None:
         """Add the adapters after the weights, because loading checks every parameter against the files."""
-        install_lora(lm, self._plan.targets, self._plan.section, seed=self._seed, placement=placement)
+        install_lora(lm, self.settings.targets, self.settings.section, seed=self.plan.seed, placement=placement)
         for name in head_parameters(lm):
             lm.get_parameter(name).requires_grad_(True)

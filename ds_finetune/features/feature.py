@@ -6,10 +6,10 @@ The methods are called in the order in which they stand here. A feature override
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from ds_finetune.model.adapters.lora import AdapterPlacement
 from ds_finetune.model.build.model_plan import ModelPlan
@@ -17,6 +17,7 @@ from ds_finetune.model.loss.extra_loss import ExtraLoss
 from ds_finetune.model.loss.teacher import Teacher
 from ds_finetune.model.loss.token_loss import HeadGroups, TrainedModel
 from ds_finetune.plan.plan import Plan
+from ds_finetune.plan.settings import RunSettings
 
 
 @dataclass(frozen=True)
@@ -33,18 +34,35 @@ class Feature:
     """A part of a model or of its training; an object of it belongs to one engine."""
 
     name: ClassVar[str]
-    """Key of its settings in `features` of the run file, where another package adds it."""
-    own_loss: str = ""
-    """Name of the auxiliary loss that is the only one to train the parameters which the feature `owns`; empty for none.
-    They are clipped by the norm of their own gradient.
-    """
+    """Its key in `ModelPlan.features`, and in `features` of the run file where another package adds it."""
     saves_frozen: bool = True
     """Whether checkpoints hold parameters that are not trained; false where all of them are in the model's folder."""
 
     @classmethod
+    def planned(cls, run: RunSettings, hf_config: PretrainedConfig) -> object | None:
+        """What follows from the run file and the model's configuration, for `ModelPlan.features`; None where the
+        feature is off. ConfigError or ModelError where its settings are wrong.
+
+        It may change `hf_config`, of which models are built from then on. By default it is `features.NAME` of the run
+        file, as it stands there.
+        """
+        return run.config.features.get(cls.name)
+
+    @classmethod
     def of(cls, model: ModelPlan, plan: Plan) -> Self | None:
-        """The feature as the run file has it; None where it is off. ConfigError where its settings are wrong."""
-        raise NotImplementedError(cls)
+        """The feature of an engine; None where it is off."""
+        settings = model.features.get(cls.name)
+        return None if settings is None else cls(settings, model, plan)
+
+    def __init__(self, settings: Any, model: ModelPlan, plan: Plan) -> None:  # noqa: ANN401 - what `planned` gave
+        self.settings, self.model, self.plan = settings, model, plan
+
+    @property
+    def own_loss(self) -> str:
+        """Name of the auxiliary loss that is the only one to train the parameters which the feature `owns`; empty for
+        none. They are clipped by the norm of their own gradient.
+        """
+        return ""
 
     def complete(self, plan: Plan) -> Plan:
         """The plan of the run with what follows from the feature: parameters that it freezes, and notes."""

@@ -2,22 +2,19 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Self
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
-from ds_finetune.families.family import Family
 from ds_finetune.families.table import family_of
 from ds_finetune.features.feature import Feature, RankParts
 from ds_finetune.model.attention.indexed_attention import DivergenceCollector, train_indexers
-from ds_finetune.model.build.model_plan import ModelPlan
 from ds_finetune.model.loss.extra_loss import ExtraLoss
 from ds_finetune.model.loss.forward_rows import ForwardRows
 from ds_finetune.model.loss.token_loss import TrainedModel
 from ds_finetune.objectives.objective import LossAndSums, Term
-from ds_finetune.plan.indexer import IndexerPlan
-from ds_finetune.plan.plan import Plan
+from ds_finetune.plan.indexer import IndexerPlan, plan_indexer
+from ds_finetune.plan.settings import RunSettings
 
 
 class IndexerLoss(ExtraLoss):
@@ -77,25 +74,28 @@ class IndexerFeature(Feature):
 
     name = "indexer"
 
-    def __init__(self, plan: IndexerPlan, family: Family) -> None:
-        self._plan, self._family = plan, family
-        self.own_loss = "" if plan.is_alone else IndexerLoss.name
+    settings: IndexerPlan
 
     @classmethod
-    def of(cls, model: ModelPlan, plan: Plan) -> Self | None:
+    def planned(cls, run: RunSettings, hf_config: PretrainedConfig) -> IndexerPlan | None:
         """With `indexer.train`."""
-        return None if model.indexer is None else cls(model.indexer, family_of(model.hf_config.model_type))
+        return plan_indexer(run.config.indexer, run.model_json)
+
+    @property
+    def own_loss(self) -> str:
+        """The loss of indexers, where other parameters are trained too."""
+        return "" if self.settings.is_alone else IndexerLoss.name
 
     def lines(self) -> list[tuple[str, str]]:
         """How many are trained, and how."""
-        return self._plan.lines()
+        return self.settings.lines()
 
     def owns(self, name: str) -> bool:
         """The indexers' parameters, where other parameters are trained too."""
-        return bool(self.own_loss) and self._family.is_of_indexer(name)
+        return bool(self.own_loss) and family_of(self.model.hf_config.model_type).is_of_indexer(name)
 
     def extra_loss(self, trained: TrainedModel, parts: RankParts) -> ExtraLoss:
         """The divergence of their scores from attention."""
         ranks = tuple(group for group in (parts.groups.tp, parts.groups.sp) if group is not None)
-        collector = DivergenceCollector(ranks, attends_to_all=self._plan.is_alone)
-        return IndexerLoss(trained.lm, collector, self._plan)
+        collector = DivergenceCollector(ranks, attends_to_all=self.settings.is_alone)
+        return IndexerLoss(trained.lm, collector, self.settings)

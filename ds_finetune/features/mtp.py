@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -18,7 +18,6 @@ from ds_finetune.features.feature import Feature, RankParts
 from ds_finetune.model.adapters.lora_plan import LoraPlan
 from ds_finetune.model.attention.by_document import Documents, mask_context
 from ds_finetune.model.build.hub_folder import INDEX, HubFolder, has_weights
-from ds_finetune.model.build.model_plan import ModelPlan
 from ds_finetune.model.build.skeleton import TOKENIZER_PATTERNS, head_of, resolve_folder
 from ds_finetune.model.loss.extra_loss import ExtraLoss
 from ds_finetune.model.loss.forward_rows import ForwardRows
@@ -34,7 +33,7 @@ from ds_finetune.model.mtp import (
 from ds_finetune.model.parallel.pipeline import MissingLayer, ReceiveHiddenStates
 from ds_finetune.objectives.labels import IGNORE_INDEX
 from ds_finetune.objectives.objective import LossAndSums, Term
-from ds_finetune.plan.plan import Plan
+from ds_finetune.plan.settings import RunSettings
 
 DocumentArguments = Callable[[tuple[Documents, ...] | None, torch.device], dict[str, Any]]
 """What tells attention where documents begin, from the lengths of the documents of each row."""
@@ -97,28 +96,31 @@ class MtpFeature(Feature):
 
     name = "mtp"
 
-    def __init__(self, section: MtpConfig, hf_config: PretrainedConfig) -> None:
-        self._section, self._hf_config = section, hf_config
-        self.own_loss = MtpLoss.name if section.detach else ""
+    settings: MtpConfig
 
     @classmethod
-    def of(cls, model: ModelPlan, plan: Plan) -> Self | None:
+    def planned(cls, run: RunSettings, hf_config: PretrainedConfig) -> MtpConfig | None:
         """With `mtp.train`."""
-        return None if model.mtp is None else cls(model.mtp, model.hf_config)
+        return plan_mtp(hf_config, run.config.model, run.config.mtp)
+
+    @property
+    def own_loss(self) -> str:
+        """With `mtp.detach`, the loss of the layer."""
+        return MtpLoss.name if self.settings.detach else ""
 
     def lines(self) -> list[tuple[str, str]]:
         """Which layer is trained, and what its loss trains."""
-        trained = "only this layer" if self._section.detach else "all that is trained"
-        layer = f"layer {self._hf_config.num_hidden_layers} is trained with weight {self._section.weight:g}"
+        trained = "only this layer" if self.settings.detach else "all that is trained"
+        layer = f"layer {self.model.hf_config.num_hidden_layers} is trained with weight {self.settings.weight:g}"
         return [("mtp", f"{layer}; its loss trains {trained}")]
 
     def owns(self, name: str) -> bool:
         """With `mtp.detach`, the layer's parameters."""
-        return bool(self.own_loss) and is_mtp_tensor(name, self._hf_config)
+        return bool(self.own_loss) and is_mtp_tensor(name, self.model.hf_config)
 
     def extra_loss(self, trained: TrainedModel, parts: RankParts) -> ExtraLoss:
         """The loss of the token after the next."""
-        weight, detach = self._section.weight, self._section.detach
+        weight, detach = self.settings.weight, self.settings.detach
         return MtpLoss(trained.lm, trained.document_arguments, weight=weight, detach=detach)
 
 

@@ -4,13 +4,13 @@ eq. 23-25; DeepSeek-V3, arXiv 2412.19437, eq. 17-20; Switch Transformer, arXiv 2
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch.nn import functional
+from transformers import PretrainedConfig
 
 from ds_finetune.features.feature import Feature, RankParts
-from ds_finetune.model.build.model_plan import ModelPlan
 from ds_finetune.model.build.unused_parameters import patterns_of
 from ds_finetune.model.loss.extra_loss import ExtraLoss
 from ds_finetune.model.loss.forward_rows import ForwardRows
@@ -20,7 +20,8 @@ from ds_finetune.model.parallel.sequence import SequenceParallelGroup
 from ds_finetune.model.routers import RouterCollector, RouterOutput, score_shares
 from ds_finetune.objectives.objective import LossAndSums, Term
 from ds_finetune.plan.plan import Plan
-from ds_finetune.plan.routers import RouterPlan
+from ds_finetune.plan.routers import RouterPlan, plan_routers
+from ds_finetune.plan.settings import RunSettings
 
 
 class BalanceLoss(ExtraLoss):
@@ -110,27 +111,26 @@ class RouterFeature(Feature):
 
     name = "routers"
 
-    def __init__(self, plan: RouterPlan, beyond: range) -> None:
-        self._plan, self._beyond = plan, beyond
+    settings: RouterPlan
 
     @classmethod
-    def of(cls, model: ModelPlan, plan: Plan) -> Self | None:
+    def planned(cls, run: RunSettings, hf_config: PretrainedConfig) -> RouterPlan | None:
         """Where the model has routers."""
-        return None if model.router is None else cls(model.router, mtp_layers(model.hf_config))
+        return plan_routers(run.config.router, run.model_json)
 
     def complete(self, plan: Plan) -> Plan:
         """Freeze the weights of routers where the run file says so; a note names them."""
-        if self._plan.section.train:
+        if self.settings.section.train:
             return plan
-        names = self._plan.parameters(self._beyond)
+        names = self.settings.parameters(mtp_layers(self.model.hf_config))
         note = f"frozen: {len(names)} weights of routers, since router.train is false: {patterns_of(names)}"
         return replace(plan, frozen=(*plan.frozen, *names), notes=(*plan.notes, note))
 
     def lines(self) -> list[tuple[str, str]]:
         """How they are trained; nothing where they are trained as all else."""
-        return self._plan.lines()
+        return self.settings.lines()
 
     def extra_loss(self, trained: TrainedModel, parts: RankParts) -> ExtraLoss | None:
         """The balance loss, where it has a weight."""
-        trained.routers = RouterCollector(trained.lm, self._plan, device=parts.device)
-        return BalanceLoss(trained.routers, parts.groups.sp) if self._plan.section.balance else None
+        trained.routers = RouterCollector(trained.lm, self.settings, device=parts.device)
+        return BalanceLoss(trained.routers, parts.groups.sp) if self.settings.section.balance else None

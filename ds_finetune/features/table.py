@@ -2,6 +2,9 @@
 
 from functools import cache
 from importlib.metadata import entry_points
+from typing import Any
+
+from transformers import PretrainedConfig
 
 from ds_finetune.errors import ConfigError
 from ds_finetune.features.adapters import AdapterFeature
@@ -12,9 +15,10 @@ from ds_finetune.features.routers import RouterFeature
 from ds_finetune.features.teacher import TeacherFeature
 from ds_finetune.model.build.model_plan import ModelPlan
 from ds_finetune.plan.plan import Plan
+from ds_finetune.plan.settings import RunSettings
 
-FEATURES: list[type[Feature]] = [RouterFeature, IndexerFeature, AdapterFeature, MtpFeature, TeacherFeature]
-"""In the order in which they are installed, and in which their losses are added."""
+FEATURES: list[type[Feature]] = [RouterFeature, IndexerFeature, MtpFeature, AdapterFeature, TeacherFeature]
+"""In the order in which they are planned and installed, and in which their losses are added."""
 _BUILT_IN = len(FEATURES)
 ENTRY_POINTS = "ds_finetune.features"
 """Group of entry points by which an installed package adds its features."""
@@ -26,16 +30,24 @@ def register_feature(feature: type[Feature]) -> None:
     FEATURES.append(feature)
 
 
-def features_of(model: ModelPlan, plan: Plan) -> tuple[Feature, ...]:
-    """The features that are on, in their order; ConfigError where the run file has settings of one that is unknown."""
+def plan_features(run: RunSettings, hf_config: PretrainedConfig) -> dict[str, Any]:
+    """What the features plan that are on, by their names; errors as `Feature.planned`, and ConfigError where the run
+    file has settings of a feature that is unknown.
+    """
     _load_entry_points()
     known = [feature.name for feature in FEATURES[_BUILT_IN:]]
-    for name, settings in model.features.items():
+    for name, settings in run.config.features.items():
         if name not in known:
             raise ConfigError(
                 f"features.{name} is {dict(settings)}, and no package has registered a feature of this name",
                 hint=f"registered: {', '.join(known) or 'none'}; install the package that adds it",
             )
+    every = ((feature.name, feature.planned(run, hf_config)) for feature in FEATURES)
+    return {name: planned for name, planned in every if planned is not None}
+
+
+def features_of(model: ModelPlan, plan: Plan) -> tuple[Feature, ...]:
+    """The features that are on, in their order."""
     every = (feature.of(model, plan) for feature in FEATURES)
     return tuple(feature for feature in every if feature is not None)
 

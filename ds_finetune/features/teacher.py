@@ -2,21 +2,25 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 
 import torch
+from transformers import PretrainedConfig
 
 from ds_finetune.features.feature import Feature, RankParts
 from ds_finetune.model.build.model_plan import ModelPlan
 from ds_finetune.model.loss.forward_rows import ForwardRows, find_supervised
 from ds_finetune.model.loss.head_chunks import LossSumsAndGradients, loss_with_gradients, needed_gradients
 from ds_finetune.model.loss.soft_targets import Mix, SoftTargets, TopTargets, chunked_mixed_loss
-from ds_finetune.model.loss.teacher import Teacher, TeacherPlan
+from ds_finetune.model.loss.teacher import Teacher, TeacherPlan, plan_teacher
 from ds_finetune.model.loss.token_loss import LossHead, TrainedModel
 from ds_finetune.model.parallel.tensor import copy_to_tensor_parallel_region
 from ds_finetune.objectives.objective import Distillation, Examples, LossAndSums, StepNumbers
+from ds_finetune.plan.checks import check
 from ds_finetune.plan.plan import Plan, is_teacher_partitioned
+from ds_finetune.plan.settings import RunSettings
 
 
 class DistillationHead(LossHead):
@@ -97,27 +101,33 @@ class TeacherFeature(Feature):
     """Trains towards a live teacher, or towards stored distributions of one."""
 
     name = "teacher"
+    settings: TeacherPlan | None
     _teacher: Teacher | None = None
 
-    def __init__(self, objective: Distillation, teacher: TeacherPlan | None, plan: Plan) -> None:
-        self._objective, self._of, self._plan = objective, teacher, plan
+    @classmethod
+    def planned(cls, run: RunSettings, hf_config: PretrainedConfig) -> TeacherPlan | None:
+        """With the objective `distill` and a live teacher."""
+        teacher = plan_teacher(run.config.objective, hf_config)
+        if teacher is not None:
+            check(replace(run, model_json=teacher.hf_config.to_dict()), "attention of the model")
+        return teacher
 
     @classmethod
     def of(cls, model: ModelPlan, plan: Plan) -> Self | None:
         """With the objective `distill`."""
-        return cls(model.objective, model.teacher, plan) if isinstance(model.objective, Distillation) else None
+        return cls(model.teacher, model, plan) if isinstance(model.objective, Distillation) else None
 
     def lines(self) -> list[tuple[str, str]]:
         """Which model the live teacher is, and where its weights are held."""
-        if self._of is None:
+        if self.settings is None:
             return []
-        plan, offload = self._plan, self._of.offload
+        plan, offload = self.plan, self.settings.offload
         where = "host memory" if offload == "cpu" or plan.device == "cpu" else "GPU memory"
         held = f"whole in {where} of each rank"
         if is_teacher_partitioned(plan.zero_stage, offload):
             held = f"partitioned by ZeRO-3 over {plan.world.world_size} ranks, in {where}"
-        params = self._of.count_params() / 1e6
-        return [("teacher", f"{self._of.path}, {params:,.3f} M parameters in {plan.precision}, {held}")]
+        params = self.settings.count_params() / 1e6
+        return [("teacher", f"{self.settings.path}, {params:,.3f} M parameters in {plan.precision}, {held}")]
 
     @contextmanager
     def open(self, parts: RankParts) -> Iterator[None]:
@@ -127,4 +137,5 @@ class TeacherFeature(Feature):
 
     def wrap(self, trained: TrainedModel) -> TrainedModel:
         """The loss of distillation in place of the cross entropy."""
-        return DistilledModel(trained, self._objective, self._teacher)
+        assert isinstance(self.model.objective, Distillation)
+        return DistilledModel(trained, self.model.objective, self._teacher)

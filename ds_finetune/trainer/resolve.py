@@ -15,16 +15,14 @@ from ds_finetune.data.prepare import TokenLimits
 from ds_finetune.data.row_kind import RowKind
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.families.table import family_of
-from ds_finetune.features.mtp import check_adapted, plan_mtp
-from ds_finetune.features.table import features_of
-from ds_finetune.model.adapters.lora_plan import check_stages, plan_lora
+from ds_finetune.features.table import features_of, plan_features
+from ds_finetune.model.adapters.lora_plan import check_stages
 from ds_finetune.model.build.encoder import check_encoder, encoder_of, max_positions
 from ds_finetune.model.build.generic_check import check_generic_type
 from ds_finetune.model.build.model_plan import ModelPlan, task_of
 from ds_finetune.model.build.skeleton import TOKENIZER_PATTERNS, Task, read_hf_config, resolve_folder
 from ds_finetune.model.build.unused_parameters import patterns_of, unused_parameters
 from ds_finetune.model.loss.score_config import set_classes, set_padding_token, with_base_classes
-from ds_finetune.model.loss.teacher import plan_teacher
 from ds_finetune.model.parallel.pipeline import build_meta_model, layers_of_stages
 from ds_finetune.model.weights.vocabulary import grow_vocabulary
 from ds_finetune.objectives.objective import make_objective
@@ -32,11 +30,9 @@ from ds_finetune.plan.checks import WITH_MESH, WITHOUT_MESH, check
 from ds_finetune.plan.context import ContextPlan, plan_context
 from ds_finetune.plan.estimate.states import RunEstimate, estimate_run
 from ds_finetune.plan.forward import mlp_tiles
-from ds_finetune.plan.indexer import plan_indexer
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.precision import Bf16Support, with_precision
-from ds_finetune.plan.routers import plan_routers
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import AccelerateChoices, World
 from ds_finetune.trainer.document_lengths import length_notes
@@ -263,21 +259,14 @@ def plan_model(hf_config: PretrainedConfig, config: RunConfig) -> ModelPlan:
     run = RunSettings(config=config, model_json=hf_config.to_dict())
     check(run, *WITHOUT_MESH)
     check_encoder(hf_config, attention=model.attention, objective=objective.name)
-    router, indexer = plan_routers(config.router, run.model_json), plan_indexer(config.indexer, run.model_json)
     resized = model.resize_vocabulary
     runtime = make_objective(objective)
     task = task_of(runtime)
-    teacher = plan_teacher(objective, hf_config)
-    if teacher is not None:
-        check(replace(run, model_json=teacher.hf_config.to_dict()), "attention of the model")
     published = read_hf_config(model.path, files=("*.json",), task=task) if resized else hf_config
-    prediction = plan_mtp(hf_config, model, config.mtp)
-    lora = plan_lora(hf_config, config.lora, task) if config.lora is not None else None
-    if prediction is not None and lora is not None:
-        check_adapted(hf_config, prediction, lora)
+    features = plan_features(run, hf_config)
     stages = layers_of_stages(hf_config, config.parallel, task)
-    if lora is not None:
-        check_stages(lora, stages, ep_size=config.parallel.ep)
+    if "adapters" in features:
+        check_stages(features["adapters"], stages, ep_size=config.parallel.ep)
     check(replace(run, stages=stages), "stages")
     return ModelPlan(
         path=model.path,
@@ -287,12 +276,7 @@ def plan_model(hf_config: PretrainedConfig, config: RunConfig) -> ModelPlan:
         resizes_vocabulary=resized,
         published_vocab_size=int(published.vocab_size),
         stages=stages,
-        lora=lora,
         objective=runtime,
-        mtp=prediction,
-        router=router,
-        indexer=indexer,
-        teacher=teacher,
+        features=features,
         mlp_tiles=mlp_tiles(hf_config.to_dict()) if config.train.tiled_mlp else 1,
-        features=config.features,
     )

@@ -1,19 +1,16 @@
 """A feature of another package: it scales the embedding, and adds the mean square of the last hidden states as a loss."""
 
 from collections.abc import Mapping
-from typing import Self
 
 import torch
 from transformers import PreTrainedModel
 
 from ds_finetune.features.feature import Feature, RankParts
 from ds_finetune.model.adapters.lora import AdapterPlacement
-from ds_finetune.model.build.model_plan import ModelPlan
 from ds_finetune.model.loss.extra_loss import ExtraLoss
 from ds_finetune.model.loss.forward_rows import ForwardRows
 from ds_finetune.model.loss.token_loss import TrainedModel
 from ds_finetune.objectives.objective import LossAndSums, Term
-from ds_finetune.plan.plan import Plan
 
 
 class ToyLoss(ExtraLoss):
@@ -38,18 +35,11 @@ class ToyLoss(ExtraLoss):
 class ToyFeature(Feature):
     name = "toy"
 
-    def __init__(self, settings: Mapping[str, float]) -> None:
-        self._scale, self._weight = settings["scale"], settings["weight"]
-
-    @classmethod
-    def of(cls, model: ModelPlan, plan: Plan) -> Self | None:
-        return cls(model.features["toy"]) if "toy" in model.features else None
-
     def lines(self) -> list[tuple[str, str]]:
-        return [("toy", f"embedding times {self._scale:g}")]
+        return [("toy", f"embedding times {self.settings['scale']:g}")]
 
     def install(self, lm: PreTrainedModel, placement: AdapterPlacement) -> None:
-        lm.get_input_embeddings().register_forward_hook(lambda _, __, embedded: embedded * self._scale)
+        lm.get_input_embeddings().register_forward_hook(lambda _, __, embedded: embedded * self.settings["scale"])
 
     def extra_loss(self, trained: TrainedModel, parts: RankParts) -> ExtraLoss:
-        return ToyLoss(self._weight)
+        return ToyLoss(self.settings["weight"])

@@ -34,23 +34,40 @@ class ModelPlan:
     """Tokens of the vocabulary in the published config.json; fewer than are trained where rows are added."""
     stages: tuple[StageLayers | None, ...]
     """Layers of each pipeline rank; one None where a rank holds all."""
-    lora: LoraPlan | None
     objective: Objective
-    mtp: MtpConfig | None = None
-    """How the multi-token prediction layer is trained; None where it is not."""
-    router: RouterPlan | None = None
-    """The routers of experts; None where there are none."""
-    indexer: IndexerPlan | None = None
-    """The indexers that are trained; None where none is."""
-    teacher: TeacherPlan | None = None
+    features: Mapping[str, Any] = field(default_factory=dict)
+    """What each feature that is on has planned, by its name; of other packages' features, their settings."""
     mlp_tiles: int = 1
     """Parts of the tokens of a forward that MLPs compute by turns; 1 where they compute all at once."""
     context: ContextPlan | None = None
     """How many tokens the run file wants positions for; None where it does not say."""
-    features: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Settings of features that other packages add, by their names."""
     padding: str = ""
     """A text on the padding token of a classifier, for people."""
+
+    @property
+    def lora(self) -> LoraPlan | None:
+        """The adapters; None where every weight is trained."""
+        return self.features.get("adapters")
+
+    @property
+    def mtp(self) -> MtpConfig | None:
+        """How the multi-token prediction layer is trained; None where it is not."""
+        return self.features.get("mtp")
+
+    @property
+    def router(self) -> RouterPlan | None:
+        """The routers of experts; None where there are none."""
+        return self.features.get("routers")
+
+    @property
+    def indexer(self) -> IndexerPlan | None:
+        """The indexers that are trained; None where none is."""
+        return self.features.get("indexer")
+
+    @property
+    def teacher(self) -> TeacherPlan | None:
+        """The live teacher; None where there is none."""
+        return self.features.get("teacher")
 
     @property
     def task(self) -> Task:
