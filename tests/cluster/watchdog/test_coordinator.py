@@ -188,8 +188,8 @@ def test_a_stranger_is_not_heard(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
-        (replace(_failed("", is_secondary=False), line=1), "`failed.line` is 1, expected str"),
-        (RankLeaving(None), "`leaving.why` is None, expected str"),
+        (replace(_failed("", is_secondary=False), line=1), "`failed.line` is 1: Input should be a valid string"),
+        (RankLeaving(None), "`leaving.why` is None: Input should be a valid string"),
         (RankRefused("sent by coordinators alone"), "its kind is 'refused'"),
     ],
 )
