@@ -10,25 +10,10 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import NoReturn
 
 from ds_finetune import __version__
-from ds_finetune.cli import (
-    checkpoint,
-    config,
-    demo,
-    doctor,
-    evaluate,
-    export,
-    init,
-    launch,
-    plan,
-    report,
-    selftest,
-    serve,
-    sweep,
-    train,
-)
 from ds_finetune.cli.arguments import BEGINNING, Arguments, add_command
 from ds_finetune.cli.interrupts import INTERRUPT_EXIT_CODE
 from ds_finetune.cluster.launch.process_tags import SUPERVISOR_VARIABLE
@@ -37,10 +22,10 @@ from ds_finetune.console.tables import show_error, show_piece
 from ds_finetune.errors import RUN_ERROR_EXIT_CODE, FinetuneError
 
 _MODULES = (
-    *(train, launch, plan, report, doctor, config, checkpoint, export, evaluate),
-    *(serve, selftest, sweep, init, demo),
+    *("train", "launch", "plan", "report", "doctor", "config", "checkpoint", "export", "evaluate"),
+    *("serve", "selftest", "sweep", "init", "demo"),
 )
-"""In the order in which `--help` lists their commands."""
+"""Modules of this package, in the order in which `--help` lists their commands."""
 _QUIET_SECONDS = 5.0
 """Other ranks of a host exit this much later with the same error, so that a launcher lets local rank 0 print it."""
 
@@ -91,8 +76,10 @@ def exit_process(code: int = 0) -> NoReturn:
     os._exit(code)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of the program with all its commands."""
+def build_parser(command: str = "") -> argparse.ArgumentParser:
+    """The parser of the program with all its commands, or with those of the module that is named like `command`: a rank
+    of a run then loads the code of no other one.
+    """
     parser = argparse.ArgumentParser(
         prog="ds-finetune",
         description="Fine-tune DeepSeek-style causal LMs with DeepSpeed.",
@@ -102,8 +89,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"ds-finetune {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for module in _MODULES:
-        module.add_commands(commands)
+    for name in (command,) if command in _MODULES else _MODULES:
+        import_module(f"ds_finetune.cli.{name}").add_commands(commands)
     text = "print a script that completes commands in a shell, e.g. for ~/.bashrc"
     completion = add_command(commands, "completion", text, _print_completion)
     completion.add_argument("shell", choices=("bash", "zsh", "fish"), help="your shell")
@@ -115,7 +102,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
     argparse itself takes them in one place only (Python 3.11, argparse.py, `_match_arguments_partial`).
     """
-    parser = build_parser()
+    parser = build_parser(argv[0] if argv else "")
     arguments, rest = parser.parse_known_args(argv)
     if not hasattr(arguments, "overrides") or any(word.startswith("-") or "=" not in word for word in rest):
         return parser.parse_args(argv)
