@@ -59,14 +59,14 @@ def train(
     _check_main_thread()
     quiet_packages()
     world = World.from_environment(os.environ)
-    from ds_finetune.trainer.run_dir import with_rows
+    from ds_finetune.trainer.run_dir import begun_with_rows
     from ds_finetune.trainer.train import train as train_run
 
     given = {name: value for name, value in (("train", rows), ("eval", eval_rows)) if value is not None}
     named = [f"data.{name}=rows" for name in given]
     run = read_config(config, [*overrides, *named] if isinstance(overrides, list | tuple) else overrides)
-    with _unchanged_environment(world):
-        report = train_run(with_rows(run, given), announce=show_plan, say=show_line)
+    with _unchanged_environment(world), begun_with_rows(run, given, is_first=world.rank == 0) as complete:
+        report = train_run(complete, announce=show_plan, say=show_line)
     if world.rank == 0:
         show_report(report)
         show_verifications(report.verdicts)

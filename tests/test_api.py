@@ -19,13 +19,14 @@ from transformers import AutoTokenizer
 
 import ds_finetune
 from ds_finetune import evaluate, export_model, plan_run, read_config, train
+from ds_finetune.checkpoint.locking import LOCK
 from ds_finetune.cli.demo import write_demo
 from ds_finetune.config.schema import dump_config
 from ds_finetune.data.prepare import TokenLimits, prepare_rows
 from ds_finetune.engine.groups.default_group import process_group
-from ds_finetune.errors import ConfigError, DataError, LaunchError
+from ds_finetune.errors import ConfigError, DataError, FinetuneError, LaunchError
 from ds_finetune.system.world import World
-from ds_finetune.trainer.run_dir import with_rows
+from ds_finetune.trainer.run_dir import begun_with_rows, with_rows
 from tests.conftest import ROOT
 from tests.running import metrics, start, tiny_task, torchrun
 
@@ -179,6 +180,18 @@ def test_rows_in_memory_are_prepared_as_those_of_their_file(tmp_path: Path) -> N
     assert with_rows(plain, {"train": rows["train"][:-1]}) != configs[0]
 
 
+def test_a_run_that_began_keeps_its_rows(tmp_path: Path) -> None:
+    """Also where it is refused when it is started again."""
+    tree, rows = _task_without_files(tmp_path)
+    config = read_config(tree, [f"data.{name}=rows" for name in rows])
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / LOCK).touch()
+    with pytest.raises(ConfigError), begun_with_rows(config, {"train": rows["train"]}, is_first=True):
+        raise ConfigError("refused", hint="none")
+    (file,) = (tmp_path / "run" / "rows").iterdir()
+    assert file.name.startswith("train-")
+
+
 def test_ranks_train_on_the_same_rows_in_memory(tmp_path: Path) -> None:
     tree, rows = _task_without_files(tmp_path)
     tree |= {"output_dir": str(tmp_path / "run"), "checkpoint": {"every": "3 steps"}}
@@ -211,7 +224,20 @@ def test_rows_that_are_none(tmp_path: Path, rows: Any, told: str) -> None:
         train(TREE | {"output_dir": tmp_path / "run"}, rows=rows)
     assert told in caught.value.message
     assert caught.value.hint
-    assert not list((tmp_path / "run").glob("rows/*"))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("is_made", [False, True])
+def test_a_refused_run_keeps_no_rows(tmp_path: Path, *, is_made: bool) -> None:
+    """Neither where its rows have no layout nor where its model is not there, which the run looks at later."""
+    folder = tmp_path / "run"
+    for changes, rows in (({}, [{"neither": "x"}]), ({"model": str(tmp_path / "none")}, [{"text": "a"}])):
+        if is_made:
+            (folder / "logs").mkdir(parents=True, exist_ok=True)
+        with pytest.raises(FinetuneError):
+            train(TREE | {"output_dir": str(folder)} | changes, rows=rows)
+        assert [path.name for path in tmp_path.glob("run/*")] == ["logs"] * is_made
+        assert folder.exists() == is_made
 
 
 @pytest.mark.parametrize(

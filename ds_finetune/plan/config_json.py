@@ -73,7 +73,7 @@ def check_sizes(file: Path) -> None:
 
 
 def _check_widths(file: Path, tree: Mapping[str, Any]) -> None:
-    """ModelError where a size is no whole number of at least 1, or heads cannot share keys and values."""
+    """ModelError where a size is no whole number of at least 1, or heads cannot share keys and values or be rotated."""
     for key in _SIZES:
         value = tree.get(key)
         is_number = isinstance(value, int) and not isinstance(value, bool)
@@ -87,6 +87,26 @@ def _check_widths(file: Path, tree: Mapping[str, Any]) -> None:
             "value head serves as many of them as the others",
             hint=_PUBLISHED,
         )
+    if any(isinstance(tree.get(key), list) for key in _SIZES):
+        return
+    name, width = _rotary_width(tree)
+    if width % 2:
+        raise ModelError(
+            f"{file}: {name} {width} is an odd number, and a rotary embedding turns pairs of columns", hint=_PUBLISHED
+        )
+
+
+def _rotary_width(tree: Mapping[str, Any]) -> tuple[str, int]:
+    """Columns of a head that the rotary embedding turns, with their key; 0 where that is not known."""
+    family, rope = family_of(str(tree.get("model_type"))), tree.get("rope_parameters")
+    # transformers 5.23 rounds the columns of a part of a head up (modeling_rope_utils.py:902).
+    is_partial = any("partial_rotary_factor" in part for part in (tree, rope) if isinstance(part, Mapping))
+    if family.is_generic or family.encoder is not None or is_partial:
+        return "", 0
+    if key := next((key for key in ("qk_rope_head_dim", "head_dim") if tree.get(key)), ""):
+        return key, tree[key]
+    heads = tree.get("num_attention_heads")
+    return "hidden_size / num_attention_heads", tree.get("hidden_size", 0) // heads if heads else 0
 
 
 def _counts(tree: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - whatever a config.json holds

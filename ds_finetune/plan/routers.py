@@ -36,7 +36,8 @@ class RouterPlan:
     def _texts(self) -> Iterator[str]:
         section = self.section
         state = "trained" if section.train else "frozen"
-        yield f"{state} in {len(self.layers)} layers, which send a token to {self.per_token} of {self.experts} experts"
+        layers = "1 layer, which sends" if len(self.layers) == 1 else f"{len(self.layers)} layers, which send"
+        yield f"{state} in {layers} a token to {self.per_token} of {self.experts} experts"
         if section.balance:
             yield f"plus {section.balance:g} x their balance loss, a mean over the documents of the global batch"
         if section.bias_update:

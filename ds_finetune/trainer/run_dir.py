@@ -19,7 +19,7 @@ from ds_finetune.cluster.watchdog.kills import FOLDER
 from ds_finetune.config.schema import RunConfig, dump_config
 from ds_finetune.config.sections import CheckpointConfig
 from ds_finetune.config.units import GIB
-from ds_finetune.errors import DataError, OutputError
+from ds_finetune.errors import DataError, FinetuneError, OutputError
 from ds_finetune.export.output_folder import as_output_errors, check_out_empty
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.observers.writers import line_of
@@ -221,6 +221,27 @@ def with_rows(config: RunConfig, rows: Mapping[str, Rows]) -> RunConfig:
     """
     files = {name: (_write(given, name, Path(config.output_dir) / ROWS),) for name, given in rows.items()}
     return config.model_copy(update={"data": config.data.model_copy(update=files)}) if files else config
+
+
+@contextmanager
+def begun_with_rows(config: RunConfig, rows: Mapping[str, Rows], *, is_first: bool) -> Iterator[RunConfig]:
+    """`with_rows`, whose files the first rank removes again where the run is refused before it begins."""
+    folder = Path(config.output_dir)
+    was_there = folder.exists()
+    try:
+        yield with_rows(config, rows)
+    except FinetuneError:
+        if is_first and not _is_run(folder):
+            for path in (path for name in rows for path in (folder / ROWS).glob(f"{name}-*.jsonl")):
+                path.unlink(missing_ok=True)
+            for made in (folder / ROWS,) if was_there else (folder / ROWS, folder):
+                _remove_empty(made)
+        raise
+
+
+def _remove_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def _write(rows: Rows, name: str, folder: Path) -> str:

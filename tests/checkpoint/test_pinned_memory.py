@@ -52,7 +52,13 @@ def test_memory_that_cannot_be_locked_is_used_all_the_same() -> None:
     pinned.release()
 
 
-def test_nothing_is_locked_without_a_gpu() -> None:
-    pinned = PinnedMap()
-    pinned.register(mmap.mmap(-1, 4096))
-    pinned.release()
+def test_memory_is_locked_where_the_process_uses_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.cuda.cudart()` would start CUDA in a process that does not use it."""
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    for uses_gpu, calls in ((False, []), (True, ["lock 4096", "unlock 4096"])):
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda uses_gpu=uses_gpu: uses_gpu)
+        pinned = PinnedMap.of_device()
+        pinned.register(mmap.mmap(-1, 4096))
+        pinned.release()
+        assert runtime.calls == calls

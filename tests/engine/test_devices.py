@@ -185,6 +185,7 @@ def test_ranks_that_cannot_work_together_are_named(ranks: list[str], message: st
 
 
 def test_ranks_that_can_work_together_are_not_refused() -> None:
+    """`check_same_devices` raises where it refuses, as in the test above."""
     check_same_devices([_rank("cpu"), _rank("cpu")])
     check_same_devices([_rank("cuda", "x"), _rank("cuda", "y"), _rank("cuda", "z", "b")])
 

@@ -111,4 +111,8 @@ def test_rows_may_be_longer_than_documents(tmp_path: Path) -> None:
     short = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]}
     rows = tmp_path / "rows.jsonl"
     rows.write_text((json.dumps(short) + "\n") * 8)
-    _read(read_config(_run_file(tmp_path, **EAGER, data={"packing": True, "train": str(rows), "eval": str(rows)})))
+    config = read_config(_run_file(tmp_path, **EAGER, data={"packing": True, "train": str(rows), "eval": str(rows)}))
+    assert config.train.max_seq_len > LIMIT
+    # The refusals of the test above raise here.
+    (note,) = _read(config)
+    assert note == "documents have at most index_topk 24 tokens and are attended to whole: the indexer is not run"

@@ -17,7 +17,7 @@ def test_a_run_balances_its_experts(tmp_path: Path) -> None:
     run_file = tiny_task(tmp_path, router=ROUTER, train={"precision": "bf16"})
     done = start(["ds-finetune", "train", str(run_file)])
     assert done.returncode == 0, done.stderr[-4000:]
-    assert "send a token to 2 of 4 experts, plus 0.01 x their balance loss" in done.stdout
+    assert "trained in 1 layer, which sends a token to 2 of 4 experts, plus 0.01 x their balance loss" in done.stdout
     records = metrics(tmp_path)
     assert all(0.9 < record["train/balance_loss"] < 4 for record in records)
     assert records[-1]["eval/balance_loss"] == pytest.approx(records[-1]["train/balance_loss"], rel=0.3)

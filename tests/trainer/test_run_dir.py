@@ -146,6 +146,7 @@ def test_what_is_there_before_a_run_is_kept(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_a_run_may_hold_anything_else(tmp_path: Path) -> None:
+    """`check_only_own_files` raises for the same files in a folder that holds no run, as in the test above."""
     for name in ("begun", "killed before its first step"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "notes.txt").touch()

@@ -102,10 +102,17 @@ def test_a_lossy_network_is_not_taken_for_a_dead_rank_zero(
     coordinator.close()
 
 
-def test_a_full_disk_behind_standard_error_does_not_end_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_behind_standard_error_does_not_end_the_thread(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     with Path("/dev/full").open("wb", buffering=0) as full:
         monkeypatch.setattr(module, "_STDERR", full.fileno())
+        # It raises where the error ends the thread.
         module._print("watchdog: rank 1 ends\n")
+    with (tmp_path / "log").open("wb", buffering=0) as log:
+        monkeypatch.setattr(module, "_STDERR", log.fileno())
+        module._print("watchdog: rank 2 ends\n")
+    assert (tmp_path / "log").read_text() == "watchdog: rank 2 ends\n"
 
 
 def test_the_death_of_a_rank_zero_that_was_ended_on_purpose_is_marked(tmp_path: Path) -> None:

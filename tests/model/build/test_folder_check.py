@@ -7,7 +7,9 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +18,7 @@ from ds_finetune.errors import ModelError
 from ds_finetune.export.folder import TOKENIZER_FILES
 from ds_finetune.model.build.hub_folder import HubFolder, check_folder, copy_model_file
 from ds_finetune.model.build.skeleton import read_hf_config
-from ds_finetune.plan.config_json import MAX_LAYERS
+from ds_finetune.plan.config_json import MAX_LAYERS, read_config_json
 from tests.conftest import ROOT
 from tests.model.fp8_folder import V3, in_fp8, master, publish
 
@@ -142,6 +144,37 @@ def test_heads_share_keys_and_values_evenly(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 12, "num_key_value_heads": 8}))
     with pytest.raises(ModelError, match="num_attention_heads 12 is no multiple of num_key_value_heads 8"):
         check_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        (
+            {"model_type": "llama", "head_dim": 13},
+            "head_dim 13 is an odd number, and a rotary embedding turns pairs of columns",
+        ),
+        (
+            {"model_type": "qwen2", "hidden_size": 52, "num_attention_heads": 4},
+            "hidden_size / num_attention_heads 13 is an odd number",
+        ),
+        (
+            {"model_type": "deepseek_v3", "qk_nope_head_dim": 8, "qk_rope_head_dim": 7},
+            "qk_rope_head_dim 7 is an odd number",
+        ),
+        ({"model_type": "llama", "head_dim": 12}, ""),
+        ({"model_type": "glm4_moe", "head_dim": 13, "partial_rotary_factor": 0.5}, ""),
+        ({"model_type": "glm4_moe", "head_dim": 13, "rope_parameters": {"partial_rotary_factor": 0.5}}, ""),
+        ({"model_type": "bert", "hidden_size": 39, "num_attention_heads": 3}, ""),
+        ({"model_type": "of_another_kind", "head_dim": 13}, ""),
+    ],
+)
+def test_heads_that_cannot_be_rotated_are_refused_by_train_and_plan(
+    tree: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tree))
+    for read in (check_folder, lambda folder: read_config_json(str(folder))):
+        with pytest.raises(ModelError, match=re.escape(said)) if said else nullcontext():
+            read(tmp_path)
 
 
 @pytest.mark.parametrize("name", TOKENIZER_FILES)

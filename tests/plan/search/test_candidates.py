@@ -61,6 +61,8 @@ def _check(name: str, changes: dict[str, Any], folder: str, *, number: int, most
     try:
         check_run(config, read_config_json(config.model.path))
     except FinetuneError:
+        # What the search refuses in every layout, `train` refuses on one rank too.
+        assert not _accepted(config, Layout(Sizes(), 1, "none", 1, ACTIVATIONS[0], 1), Ranks(1, 1, "cuda"))
         return
     candidates = _candidates(config, Ranks(number, 8, "cuda"))
     sizes = list(candidates.sizes())
