@@ -17,7 +17,6 @@ from ds_finetune.config.invalid_keys import explain
 from ds_finetune.config.objectives import read_objective
 from ds_finetune.config.schema import ConfigSource, read_config
 from ds_finetune.config.sections import DataConfig
-from ds_finetune.config.units import parse_bytes
 from ds_finetune.config.value_types import SET_NAME, check_whole_number
 from ds_finetune.console.quiet import quiet_packages
 from ds_finetune.console.tables import show_line
@@ -28,8 +27,7 @@ from ds_finetune.trainer.show import show_next, show_plan, show_report, show_ver
 if TYPE_CHECKING:
     from ds_finetune.data.row_kind import RowKind
     from ds_finetune.evaluation.evaluate import EvalReport
-    from ds_finetune.export.from_checkpoint import ExportResult
-    from ds_finetune.export.onnx.folder import OnnxExportResult
+    from ds_finetune.export.formats import ExportResult
     from ds_finetune.export.verify.verify import VerificationResult
     from ds_finetune.objectives.objective import DocumentObjective
     from ds_finetune.trainer.run_dir import Rows
@@ -79,61 +77,53 @@ def export_model(  # noqa: PLR0913 - each is an option of the command
     source: PathLike,
     out: PathLike,
     *,
-    format: Literal["safetensors", "onnx"] = "safetensors",
+    format: str = "safetensors",
     dtype: str | None = None,
     base: PathLike | None = None,
     max_shard_size: str | None = None,
     with_cache: bool = True,
     verify: bool = True,
-) -> "ExportResult | OnnxExportResult":
+) -> "ExportResult":
     """Convert the run, checkpoint, adapter or model in `source` to the new folder `out`.
 
     Print what was written, and return it.
 
-    `dtype` is bf16 (the default), fp16, fp32 or fp8; for onnx it is fp32 (the default) or fp16. `base` is the folder
-    of the model that was trained. `max_shard_size` (5GB) applies to safetensors, and `with_cache=False` (a graph
-    without past keys and values) to onnx. With `verify` a new process loads `out` and compares it with the record of
-    the run; VerificationError says how it differs. Without `verify` the folder stays marked UNVERIFIED.
+    `format` is the name of a row of `export/formats.py`, which has its dtypes (the first is the default) and options:
+    safetensors in bf16, fp16, fp32 or fp8, or onnx in fp32 or fp16. `base` is the folder of the model that was trained.
+    `max_shard_size` (5GB) applies to safetensors, and `with_cache=False` (a graph without past keys and values) to
+    onnx. With `verify` a new process loads `out` and compares it with the record of the run; VerificationError says how
+    it differs. Without `verify` the folder stays marked UNVERIFIED.
     """
+    from ds_finetune.export.formats import ExportOptions, format_named
+
     for name, path in (("source", source), ("out", out)):
         if not isinstance(path, str | Path):
             raise ConfigError(f"{name} is {path!r}", hint="give the path of a folder")
-    if format not in ("safetensors", "onnx"):
-        raise ConfigError(f"format is `{format}`", hint="name safetensors or onnx")
-    trained = None if base is None else Path(base)
-    if format == "onnx":
-        _check_onnx_options(format, max_shard_size=max_shard_size, verify=verify)
-        from ds_finetune.export.onnx.folder import export_onnx
-
-        graph = export_onnx(Path(source), Path(out), dtype=dtype or "fp32", with_cache=with_cache, base=trained)
-        show_line("\n".join(graph.lines()))
-        return graph
-    if not with_cache:
-        raise ConfigError(f"--no-cache is not valid with --format {format}", hint="it is an option of --format onnx")
-    from ds_finetune.export.from_checkpoint import EXPORT_DTYPES, export_checkpoint
-    from ds_finetune.runs.report.model_card import write_card_of_source
-
-    if dtype is not None and dtype not in EXPORT_DTYPES:
-        raise ConfigError(f"dtype is `{dtype}`", hint=f"name one of {', '.join(EXPORT_DTYPES)}")
-    max_shard_bytes = parse_bytes(str(max_shard_size or "5GB"), name="--max-shard-size")
-    exported = export_checkpoint(
-        Path(source), Path(out), dtype=dtype or "bf16", max_shard_bytes=max_shard_bytes, base=trained
+    row, trained = format_named(format), None if base is None else Path(base)
+    options = row.resolved(
+        ExportOptions(
+            dtype=dtype or "", base=trained, max_shard_size=max_shard_size, with_cache=with_cache, verify=verify
+        )
     )
-    write_card_of_source(Path(source), exported.folder)
-    for line in exported.lines():
-        show_line(line)
-    return replace(exported, verdict=verify_folder(exported.folder, trained)) if verify else exported
+    written = row.load().write(Path(source), Path(out), options)
+    if row.has_card:
+        from ds_finetune.runs.report.model_card import write_card_of_source
+
+        write_card_of_source(Path(source), written.folder)
+    show_line("\n".join(written.lines()))
+    if written.verdict is not None or not verify:
+        return written
+    return replace(written, verdict=verify_folder(written.folder, trained))
 
 
 def verify_folder(folder: Path, base: Path | None) -> "VerificationResult":
     """Verify an exported folder and print the result; VerificationError where it differs from its record."""
-    from ds_finetune.export.verify.verify import verify_exports
-    from ds_finetune.system.free_memory import available_bytes
+    from ds_finetune.export.formats import format_of
 
-    results = verify_exports([folder], base=base, available_bytes=available_bytes())
-    show_verifications(results)
-    check_verified(results)
-    return results[0]
+    result = format_of(folder).load().verify(folder, base)
+    show_verifications([result])
+    check_verified([result])
+    return result
 
 
 def check_verified(results: "Sequence[VerificationResult]") -> None:
@@ -260,16 +250,3 @@ def _unchanged_environment(world: World) -> Iterator[None]:
     finally:
         for name in added:
             os.environ.pop(name, None)
-
-
-def _check_onnx_options(format: str, *, max_shard_size: str | None, verify: bool) -> None:
-    if max_shard_size:
-        raise ConfigError(
-            f"--max-shard-size {max_shard_size} is not valid with --format {format}",
-            hint="leave it out: weights are one file",
-        )
-    if not verify:
-        raise ConfigError(
-            f"--no-verify is not valid with --format {format}",
-            hint="leave it out: an ONNX folder has its name only once it is verified",
-        )

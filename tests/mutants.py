@@ -226,7 +226,7 @@ MUTANTS = (
     ),
     Mutant(
         "router of an FP8 folder not listed",
-        "export/folder.py",
+        "export/safetensors_folder.py",
         "if tensor.key.endswith(_WEIGHT) and len(tensor.shape)",
         "if not tensor.key.endswith('.gate.weight') and len(tensor.shape)",
         CONVERSIONS,
@@ -891,7 +891,7 @@ MUTANTS = (
         "model/weights/names.py",
         "((names.gate, slice(0, half)), (names.up, slice(half, rows)))",
         "((names.up, slice(0, half)), (names.gate, slice(half, rows)))",
-        "tests/model tests/export/test_folder.py",
+        "tests/model tests/export/test_safetensors_folder.py",
     ),
     Mutant(
         "scale of adapters",

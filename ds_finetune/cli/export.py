@@ -5,7 +5,7 @@ from pathlib import Path
 from ds_finetune import api
 from ds_finetune.cli.arguments import Arguments, Commands, add_command
 from ds_finetune.errors import ConfigError, ExportError
-from ds_finetune.trainer.show import show_verifications
+from ds_finetune.export.formats import FORMATS
 
 
 def add_commands(commands: Commands) -> None:
@@ -17,10 +17,15 @@ def add_commands(commands: Commands) -> None:
     what.add_argument("source", metavar="SOURCE", nargs="?", help=text)
     what.add_argument("--check", metavar="OUT", help="verify an exported folder against its record")
     export.add_argument("out", metavar="OUT", nargs="?", help="folder to write, new or empty")
-    text = "format of OUT (default safetensors)"
-    export.add_argument("--format", choices=("safetensors", "onnx"), default="safetensors", help=text)
-    text = "dtype of the weights (default bf16, for onnx fp32)"
-    export.add_argument("--dtype", choices=("bf16", "fp16", "fp32", "fp8"), help=text)
+    default, *others = FORMATS
+    text = (
+        f"format of OUT: {', '.join(row.name for row in FORMATS)}, or one that a package adds (default {default.name})"
+    )
+    export.add_argument("--format", default=default.name, metavar="FORMAT", help=text)
+    text = f"dtype of the weights (default {default.dtypes[0]}"
+    text += f"{''.join(f', for {row.name} {row.dtypes[0]}' for row in others)})"
+    choices = dict.fromkeys(dtype for row in FORMATS for dtype in row.dtypes)
+    export.add_argument("--dtype", choices=tuple(choices), help=text)
     export.add_argument("--max-shard-size", help="largest safetensors file (default 5GB)")
     text = "folder of the base model, with config.json, tokenizer and the weights that were not trained"
     export.add_argument("--base", metavar="FOLDER", help=text)
@@ -57,24 +62,9 @@ def _export(arguments: Arguments) -> None:
 
 def _check(folder: Path, base: str | None) -> None:
     """Verify an exported folder; ConfigError or ExportError where it cannot be, VerificationError where it differs."""
-    from ds_finetune.export.onnx.folder import check_packages
-    from ds_finetune.export.verify.record import is_onnx
     from ds_finetune.model.build.hub_folder import check_folder
 
     for model in (folder, *([Path(base)] if base else [])):
         if model.is_dir():
             check_folder(model)
-    if not is_onnx(folder):
-        api.verify_folder(folder, Path(base) if base else None)
-        return
-    check_packages()
-    if base:
-        raise ConfigError(
-            f"--base {base} is not valid with the ONNX folder {folder}",
-            hint="leave it out: the folder's record is enough",
-        )
-    from ds_finetune.export.onnx.record import verify_onnx_folder
-
-    result = verify_onnx_folder(folder)
-    show_verifications([result])
-    api.check_verified([result])
+    api.verify_folder(folder, Path(base) if base else None)

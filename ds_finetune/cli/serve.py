@@ -10,6 +10,7 @@ from ds_finetune.cli.arguments import (
     positive,
 )
 from ds_finetune.console.tables import OUT, show_line, show_piece
+from ds_finetune.export.formats import ENGINES
 
 
 def add_commands(commands: Commands) -> None:
@@ -25,7 +26,7 @@ def add_commands(commands: Commands) -> None:
     serve = add_command(commands, "serve", "serve an exported folder through an OpenAI-compatible API", _serve)
     serve.add_argument("folder", metavar="OUT", help="an exported folder")
     text = "program that runs the model (default auto: chosen by the folder and the GPU)"
-    serve.add_argument("--engine", choices=("auto", "vllm", "transformers", "onnx"), default="auto", help=text)
+    serve.add_argument("--engine", choices=("auto", *ENGINES), default="auto", help=text)
     text = "address to listen on (default 127.0.0.1: only this machine)"
     serve.add_argument("--host", default="127.0.0.1", help=text)
     text = "listen for other machines without DS_FINETUNE_API_KEY, e.g. behind a proxy that asks for a key"

@@ -167,6 +167,12 @@ _RULES = (
         harmless=(False,),
     ),
     _KeyRule(
+        ("export.formats",),
+        lambda run: not run["export.at_end"],
+        "export.at_end is false: nothing is exported at the end",
+        "set export.at_end to true",
+    ),
+    _KeyRule(
         ("export.max_shard_size",),
         lambda run: not run["export.at_end"] and not (run["data.eval"] and run["eval.keep_best"]),
         "export.at_end is false and no best weights are kept: nothing is exported",

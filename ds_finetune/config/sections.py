@@ -465,10 +465,14 @@ class WatchdogConfig(Section):
 
 
 class ExportConfig(Section):
-    """The Hugging Face folder written at the end."""
+    """The folders for other programs, written at the end."""
 
     at_end: bool = True
     """Write `export/` when training ends."""
+    formats: Free[Annotated[tuple[str, ...], BeforeValidator(as_list)]] = ("safetensors",)
+    """Formats of the model at the end: `safetensors` is `export/`, from which each other one is made as `export-NAME/`
+    and compared with plain transformers.
+    """
     max_shard_size: SizeText = "5GB"
     """Largest size of a safetensors file."""
     verify: bool = True

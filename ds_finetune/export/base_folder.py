@@ -13,7 +13,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from ds_finetune.errors import ExportError
 from ds_finetune.export.convert import Conversion, num_workers
-from ds_finetune.export.folder import FolderParts
+from ds_finetune.export.safetensors_folder import FolderParts
 from ds_finetune.export.source import ModelSpec, SelectedTensors
 from ds_finetune.families.family import Family, layer_of
 from ds_finetune.model.build.hub_folder import HubFolder, has_weights

@@ -15,7 +15,7 @@ import torch
 
 from ds_finetune.console.phase_line import PhaseLine
 from ds_finetune.errors import ExportError
-from ds_finetune.export.folder import FolderParts, folder_writer
+from ds_finetune.export.safetensors_folder import FolderParts, folder_writer
 from ds_finetune.export.shards import HubTensor, ShardWriter
 from ds_finetune.export.source import TensorSource
 from ds_finetune.model.quantised.fp8 import BLOCK, FP8, SCALE, quantise, quantise_like, scale_shape

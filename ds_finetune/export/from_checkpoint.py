@@ -6,63 +6,38 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from ds_finetune.config.units import GIB
 from ds_finetune.errors import ExportError, OutputError
-from ds_finetune.export.base_folder import BaseFolder
+from ds_finetune.export.base_folder import BaseFolder, HubSource
 from ds_finetune.export.convert import Conversion, convert_source, num_workers, write_conversion
-from ds_finetune.export.folder import TOKENIZER_FILES, FolderParts, writable_section
+from ds_finetune.export.formats import ExportResult
 from ds_finetune.export.model_config import config_changes
 from ds_finetune.export.output_folder import check_out_empty
 from ds_finetune.export.readers.sources import OpenedSource, open_source
+from ds_finetune.export.safetensors_folder import TOKENIZER_FILES, FolderParts, writable_section
 from ds_finetune.export.source import ModelSpec, fit_source, read_model_spec
 from ds_finetune.export.verify.record import ExportRecord, classifier_prompts, fixed_prompts
+from ds_finetune.families.family import Family
 from ds_finetune.families.table import family_of
 from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.model.build.dtypes import PRECISION_DTYPES, dtype_name
-from ds_finetune.model.build.hub_folder import check_folder, has_weights
+from ds_finetune.model.build.hub_folder import HubFolder, check_folder, has_weights
 from ds_finetune.model.loss.score_config import is_classifier
 from ds_finetune.model.quantised.fp8 import FP8 as FP8_DTYPE
-from ds_finetune.model.weights.names import published_names
-
-if TYPE_CHECKING:
-    from ds_finetune.export.verify.verify import VerificationResult
-from ds_finetune.export.base_folder import HubSource
-from ds_finetune.families.family import Family
-from ds_finetune.model.build.hub_folder import HubFolder
 from ds_finetune.model.quantised.quantisation import has_fp4_experts
+from ds_finetune.model.weights.names import published_names
 
 COPIED_FILES = ("generation_config.json", *TOKENIZER_FILES)
 """Files that are copied beside the weights, where they exist."""
 FP8 = "fp8"
 """Linear weights in FP8 blocks as DeepSeek-V3 publishes them, the others in bf16."""
-EXPORT_DTYPES = (*PRECISION_DTYPES, FP8)
-
-
-@dataclass(frozen=True)
-class ExportResult:
-    """What `export_checkpoint` wrote."""
-
-    folder: Path
-    num_tensors: int
-    num_bytes: int
-    seconds: float
-    notes: tuple[str, ...] = ()
-    """Lines on what a user may not expect, e.g. tensors copied from the base."""
-    verdict: "VerificationResult | None" = None
-    """The result of verifying the folder; None where it was not verified."""
-
-    def lines(self) -> list[str]:
-        """Lines for the terminal."""
-        size = f"{self.num_tensors} tensors, {self.num_bytes / GIB:.2f} GiB"
-        return [f"wrote {self.folder}: {size} in {self.seconds:.1f} s", *self.notes]
 
 
 def export_checkpoint(path: Path, out: Path, *, dtype: str, max_shard_bytes: int, base: Path | None) -> ExportResult:
-    """Convert the checkpoint or model in `path` to the Hugging Face folder `out` in `dtype`, one of `EXPORT_DTYPES`.
+    """Convert the checkpoint or model in `path` to the Hugging Face folder `out` in `dtype`, one of its format's.
 
     config.json and tokenizer are taken from `base`, else from beside the checkpoint; a model, and a checkpoint whose
     vocabulary was resized, have their own. Tensors of the base for which transformers' class has no module are copied.
@@ -107,7 +82,9 @@ def export_checkpoint(path: Path, out: Path, *, dtype: str, max_shard_bytes: int
             f"{blocks.kept:,} of {blocks.written:,} FP8 blocks equal those of {parts.fp8_base.folder} and were "
             "copied byte for byte"
         )
-    return ExportResult(out, len(tensors), size, time.monotonic() - began, tuple(notes))
+    return ExportResult(
+        folder=out, num_tensors=len(tensors), num_bytes=size, seconds=time.monotonic() - began, notes=tuple(notes)
+    )
 
 
 def _export_fp4(path: Path, out: Path, *, dtype: str, max_shard_bytes: int, base: Path | None) -> ExportResult:
@@ -121,7 +98,7 @@ def _export_fp4(path: Path, out: Path, *, dtype: str, max_shard_bytes: int, base
     size = sum(tensor.num_bytes for tensor in copy.tensors)
     check_free_space(out, size)
     write_conversion(copy, out, max_shard_bytes=max_shard_bytes)
-    return ExportResult(out, len(copy.tensors), size, time.monotonic() - began)
+    return ExportResult(folder=out, num_tensors=len(copy.tensors), num_bytes=size, seconds=time.monotonic() - began)
 
 
 def _with_base(

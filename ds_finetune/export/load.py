@@ -1,66 +1,32 @@
-"""Load an exported folder, of safetensors or ONNX, as a model that generates or classifies."""
+"""Load an exported folder, of any format, as a model that generates or classifies."""
 
 import json
-from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import torch
 from transformers import PreTrainedModel
 
-from ds_finetune.console.quiet import show_loading_as_phase
 from ds_finetune.errors import ExportError
 from ds_finetune.export.classifiers import holds_classifier
-from ds_finetune.export.onnx.folder import check_packages
-from ds_finetune.export.verify.record import is_onnx
-from ds_finetune.foreign.auto_models import AutoModelForCausalLM, AutoModelForSequenceClassification
+from ds_finetune.export.formats import Scorer, format_of
 from ds_finetune.model.build.hub_folder import check_folder
 
 _HINT = "name an exported folder, e.g. runs/r1/export"
 
 
 def load_exported(folder: Path) -> PreTrainedModel:
-    """The causal LM of `folder`: by plain transformers, on a GPU where there is one, or by ONNX Runtime on the CPU.
+    """The causal LM of `folder`, on a GPU where there is one and its format computes there.
 
-    ExportError where the folder holds no config.json or no weights, or a classifier, and where the ONNX packages are
-    not installed.
+    ExportError where the folder holds no config.json or no weights, or a classifier, and where packages that its format
+    needs are not installed.
     """
     check_generates(folder)
-    if is_onnx(folder):
-        check_packages()
-        from ds_finetune.export.onnx.runtime import OnnxCausalLM
-
-        return OnnxCausalLM.from_pretrained(folder)
-    show_loading_as_phase()
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=False).eval()
-    return model.cuda() if torch.cuda.is_available() else model
-
-
-Scorer = Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
-"""From inputs of a tokenizer, int64 [rows, tokens], to logits fp32 [rows, labels] on the CPU."""
+    return format_of(folder).load().load_model(folder, "")
 
 
 def load_scorer(folder: Path) -> Scorer:
-    """The classifier of `folder`: by plain transformers, on a GPU where there is one, or by ONNX Runtime on the CPU.
-
-    ExportError where the folder holds no weights, and where the ONNX packages are not installed.
-    """
+    """The classifier of `folder`, as `load_exported` loads a language model."""
     check_loadable(folder)
-    if is_onnx(folder):
-        check_packages()
-        from ds_finetune.export.onnx.scores import OnnxScorer
-
-        runtime = OnnxScorer(folder)
-        return lambda inputs: torch.from_numpy(runtime.logits({key: part.numpy() for key, part in inputs.items()}))
-    show_loading_as_phase()
-    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype="auto", trust_remote_code=False).eval()
-    model = model.cuda() if torch.cuda.is_available() else model
-
-    def score(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        with torch.no_grad():
-            logits: torch.Tensor = model(**{key: part.to(model.device) for key, part in inputs.items()}).logits
-        return logits.float().cpu()
-
-    return score
+    return format_of(folder).load().load_scorer(folder)
 
 
 def check_generates(folder: Path) -> None:
@@ -77,8 +43,8 @@ def check_generates(folder: Path) -> None:
 
 
 def check_loadable(folder: Path) -> None:
-    """ExportError where `folder` holds no config.json or no weights that transformers or ONNX Runtime load."""
+    """ExportError where `folder` holds no config.json, or no weights in a format that is known."""
     if not (folder / "config.json").is_file():
         raise ExportError(f"`{folder}` holds no config.json", hint=_HINT)
-    if not is_onnx(folder) and not any(any(folder.glob(kind)) for kind in ("*.safetensors", "*.bin")):
+    if not format_of(folder).holds_weights(folder):
         raise ExportError(f"`{folder}` holds a config.json and no weights", hint=_HINT)

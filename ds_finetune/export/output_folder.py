@@ -28,9 +28,10 @@ def check_out_empty(out: Path, said: str = "", *, may_hold: Callable[[Path], boo
 def replaced_folder(out: Path) -> Iterator[Path]:
     """A new folder to be filled, which replaces an older `out` when the context ends without an error.
 
-    Its files are on the disk before that. After an error it is removed. OutputError where it cannot be made or renamed.
+    Its files are on the disk before that. After an error it is removed, and so is what a killed program has left: no
+    other program uses its name. OutputError where it cannot be made or renamed.
     """
-    partial = out.with_name(out.name + ".partial")
+    partial = out.with_name(f"{out.name}.ds_finetune-partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         with as_output_errors(partial):

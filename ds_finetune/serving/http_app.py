@@ -35,12 +35,10 @@ from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import Modality
 
 from ds_finetune.config.units import MIB
-from ds_finetune.console.quiet import show_loading_as_phase
 from ds_finetune.data.chat_template import TemplateLimits
 from ds_finetune.errors import ConfigError
-from ds_finetune.export.verify.record import is_onnx
+from ds_finetune.export.formats import format_of
 from ds_finetune.foreign.auto_configs import AutoTokenizer
-from ds_finetune.foreign.auto_models import AutoModelForCausalLM
 from ds_finetune.foreign.guard import Foreign
 from ds_finetune.serving.generation import AnswerState, GenerationStopper, QueueLimits, RequestQueue, stop_position
 from ds_finetune.serving.http_guard import BoundedProtocol, HostCheck, HostRules
@@ -85,15 +83,7 @@ class ServedModel(ModelManager):
         `do_sample` is set because transformers 5.23 otherwise ignores the temperature of requests
         (cli/serving/utils.py:1181).
         """
-        if is_onnx(self._folder):
-            from ds_finetune.export.onnx.runtime import OnnxCausalLM
-
-            model: PreTrainedModel = OnnxCausalLM.from_pretrained(self._folder)
-        else:
-            show_loading_as_phase()
-            model = AutoModelForCausalLM.from_pretrained(
-                self._folder, dtype="auto", device_map=self.device, trust_remote_code=False
-            ).eval()
+        model = format_of(self._folder).load().load_model(self._folder, self.device)
         settings = model.generation_config
         self.is_greedy = settings.do_sample is False
         settings.do_sample = True

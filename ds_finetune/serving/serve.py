@@ -22,7 +22,8 @@ from pathlib import Path
 
 from ds_finetune.errors import ServeError
 from ds_finetune.export.classifiers import holds_classifier
-from ds_finetune.export.verify.record import UNVERIFIED, is_onnx
+from ds_finetune.export.formats import format_of, formats
+from ds_finetune.export.verify.record import UNVERIFIED
 from ds_finetune.model.build.hub_folder import check_folder
 
 _SERVING = ("fastapi", "uvicorn", "pydantic", "openai")
@@ -130,27 +131,26 @@ def serve(folder: Path, address: Address, options: ServeOptions, *, show: Callab
 def choose_engine(engine: str, folder: Path) -> str:
     """The engine of a folder.
 
-    `auto` is onnx for an ONNX folder. For others it is vllm where that is installed and there is a GPU, else
-    transformers. ServeError where the engine is not installed or cannot read the folder.
+    `auto` is the first engine of the folder's format; vllm is left out where it is not installed or there is no GPU.
+    ServeError where the engine is not installed or cannot read the folder.
     """
+    row = format_of(folder)
     if engine == "auto":
-        engine = "onnx" if is_onnx(folder) else "vllm" if shutil.which("vllm") and _has_gpu() else "transformers"
-    if engine != "onnx" and is_onnx(folder):
-        raise ServeError(f"--engine {engine}: `{folder}` is an ONNX folder", hint="use --engine onnx")
-    if engine == "onnx" and not is_onnx(folder):
-        hint = "make one: ds-finetune export --format onnx"
-        raise ServeError(f"--engine {engine}: `{folder}` is no ONNX folder", hint=hint)
+        engine = next(name for name in row.engines if name != "vllm" or (shutil.which("vllm") and _has_gpu()))
+    if engine not in row.engines:
+        others = " or ".join(other.name for other in formats() if engine in other.engines)
+        raise ServeError(
+            f"--engine {engine} reads {others} folders, and `{folder}` is one of {row.title}",
+            hint=f"use --engine {' or '.join(row.engines)}, or make one: ds-finetune export --format {others}",
+        )
     if engine == "vllm" and not shutil.which("vllm"):
         raise ServeError(
             f"--engine {engine}: there is no `vllm` on the path", hint="pip install vllm, or use --engine transformers"
         )
-    needed = {"vllm": (), "transformers": _SERVING, "onnx": (*_SERVING, "onnxruntime")}[engine]
-    absent = [name for name in needed if find_spec(name) is None]
+    absent = [name for name in (*_SERVING, *row.packages) if engine != "vllm" and find_spec(name) is None]
     if absent:
-        raise ServeError(
-            f"--engine {engine} needs {', '.join(absent)}",
-            hint=f"pip install 'ds_finetune[serve{',onnx' if engine == 'onnx' else ''}]'",
-        )
+        extras = ",".join(filter(None, ("serve", row.extra)))
+        raise ServeError(f"--engine {engine} needs {', '.join(absent)}", hint=f"pip install 'ds_finetune[{extras}]'")
     return engine
 
 

@@ -1,7 +1,8 @@
 """Writes the exports of a run from its running engine, and verifies them."""
 
+import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -23,19 +24,19 @@ from ds_finetune.export.classifier_tokenizer import (
     fit_tokenizer,
     with_padding,
 )
-from ds_finetune.export.folder import (
+from ds_finetune.export.formats import RECORD, ExportOptions, format_named
+from ds_finetune.export.interruption import SignalInterruption
+from ds_finetune.export.model_config import TOKENIZER_CONFIG, config_changes
+from ds_finetune.export.safetensors_folder import (
     TOKENIZER_FILES,
     FolderParts,
     has_same_weights,
     link_folder,
     write_folder,
 )
-from ds_finetune.export.interruption import SignalInterruption
-from ds_finetune.export.model_config import TOKENIZER_CONFIG, config_changes
 from ds_finetune.export.source import read_model_spec
 from ds_finetune.export.verify.record import (
     PROMPT_TOKENS,
-    RECORD,
     TEXTS,
     UNVERIFIED,
     ExportRecord,
@@ -90,6 +91,21 @@ def verify_run_exports(
         results.append(replace(result, folder=best))
         mark_folder(results[-1])
     return tuple(results)
+
+
+def write_formats(names: Sequence[str], export: Path, say: Say) -> tuple[Path, ...]:
+    """Write the folder `export` of a run in the formats `names` to folders beside it, and return them."""
+    folders = []
+    for row in map(format_named, names):
+        out = export.with_name(f"{export.name}-{row.name}")
+        if (out / RECORD).is_file():
+            # That of an earlier end of this run.
+            shutil.rmtree(out)
+        written = row.load().write(export, out, row.resolved(ExportOptions()))
+        for line in written.lines():
+            say(line)
+        folders.append(out)
+    return tuple(folders)
 
 
 @dataclass

@@ -2,6 +2,7 @@
 read.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -14,6 +15,8 @@ from ds_finetune.data.classes import find_classes
 from ds_finetune.data.prepare import TokenLimits
 from ds_finetune.data.row_kind import RowKind
 from ds_finetune.data.tokenizer_files import load_tokenizer
+from ds_finetune.errors import ConfigError
+from ds_finetune.export.formats import SAFETENSORS, format_named
 from ds_finetune.families.table import family_of
 from ds_finetune.features.table import features_of, plan_features
 from ds_finetune.model.adapters.lora_plan import check_stages
@@ -89,11 +92,28 @@ def resolve(  # noqa: PLR0913 - what is decided, and what it is decided from
     config = with_classes(config, is_config_only=is_config_only)
     model = make_model_plan(config, plan.mesh, is_config_only=is_config_only)
     token_limits(config, model.hf_config)
+    check_formats(config.export.formats, model, is_config_only=is_config_only)
     context = model.context.notes() if model.context is not None else ()
     lengths = length_notes(model, max_seq_len=plan.batch.max_seq_len)
     notes = (*precision, *context, *try_generic_type(config, model), *lengths)
     run = ResolvedRun(config, replace(plan, objective=config.objective), model, notes)
     return run if is_config_only else complete_plan(run)
+
+
+def check_formats(names: Sequence[str], model: ModelPlan, *, is_config_only: bool) -> None:
+    """ConfigError or ExportError where the model cannot be exported in one of `export.formats`.
+
+    With `is_config_only`, packages and settings of the model are not looked at: another machine exports.
+    """
+    if list(names) != list(dict.fromkeys((SAFETENSORS.name, *names))):
+        raise ConfigError(
+            f"export.formats is {list(names)}",
+            hint=f"begin with {SAFETENSORS.name}, from which the others are made, and name each format once",
+        )
+    for row in (format_named(name, "a name in export.formats") for name in names[1:]):
+        row.check_model_type(model.hf_config.model_type)
+        if not is_config_only:
+            row.load().check_model(model.hf_config, is_classifier=model.task != "causal_lm")
 
 
 def complete_plan(run: ResolvedRun) -> ResolvedRun:

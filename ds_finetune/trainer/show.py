@@ -72,7 +72,7 @@ def show_next(report: "Report") -> None:
     if report.interrupted:
         return
     command = ["ds-finetune", "export", str(report.output_dir), "OUT"]
-    for folder in report.exports:
+    for folder in report.exports[:1]:
         command = ["ds-finetune", "chat", str(folder)]
         if holds_classifier(folder):
             command = ["ds-finetune", "eval", str(folder), "--data", "FILE"]

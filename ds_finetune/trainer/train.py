@@ -34,7 +34,7 @@ from ds_finetune.observers.stopping import StopSignals
 from ds_finetune.plan.precision import with_precision
 from ds_finetune.system.world import World, check_deepspeed_hostfile
 from ds_finetune.trainer.batches import batches_ahead
-from ds_finetune.trainer.exports import Exports, verify_run_exports
+from ds_finetune.trainer.exports import Exports, verify_run_exports, write_formats
 from ds_finetune.trainer.forecast import explain_out_of_memory, forecast_lines
 from ds_finetune.trainer.loop import run_steps, training_steps
 from ds_finetune.trainer.micro_batch import decide_micro_batch, decide_recomputation
@@ -110,7 +110,10 @@ def train(config: RunConfig, *, announce: Announce, say: Callable[[str], None]) 
     page = None
     if world.rank == 0:
         page = record_end(report.output_dir, verdicts, say, is_interrupted=bool(report.interrupted))
-    return replace(report, seconds=time.monotonic() - began, verdicts=verdicts, page=page)
+    exports = report.exports
+    if world.rank == 0 and exports and not any(verdict.problems for verdict in verdicts):
+        exports += write_formats(config.export.formats[1:], exports[0], say)
+    return replace(report, exports=exports, seconds=time.monotonic() - began, verdicts=verdicts, page=page)
 
 
 def _train_and_export(

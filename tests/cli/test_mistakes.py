@@ -182,7 +182,7 @@ FLAGS: tuple[tuple[str, str], ...] = (
     ("export /no DIR/out", "`/no` is not a folder"),
     ("export DIR", "and no OUT"),
     ("export DIR DIR/out --dtype int8", "argument --dtype"),
-    ("export DIR DIR/out --format gguf", "argument --format"),
+    ("export DIR DIR/out --format gguf", "format is `gguf`"),
     ("eval DIR", "has nothing to score on"),
     ("ask /no x", "`/no` holds no config.json"),
     ("ask DIR", "TEXT"),

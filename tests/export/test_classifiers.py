@@ -21,8 +21,8 @@ from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.errors import ExportError
 from ds_finetune.export.adapter import AdapterBase, write_adapter
 from ds_finetune.export.classifier_tokenizer import check_tokenizer, fit_tokenizer
-from ds_finetune.export.folder import TOKENIZER_FILES, FolderParts, write_folder
 from ds_finetune.export.from_checkpoint import export_checkpoint
+from ds_finetune.export.safetensors_folder import TOKENIZER_FILES, FolderParts, write_folder
 from ds_finetune.export.verify.record import ExportRecord, classifier_prompts
 from ds_finetune.export.verify.verify import VerificationResult, verify_exports
 from ds_finetune.families.table import family_of
@@ -33,7 +33,7 @@ from ds_finetune.model.loss.score_config import set_padding_token
 from ds_finetune.model.weights.names import is_adapter
 from tests.export.classifiers import BOS, CLASSES, EOS, PAD, TEXTS, classifier, write_tokenizer
 from tests.export.rewriting import rewrite
-from tests.export.test_folder import specs_of, tensors_of
+from tests.export.test_safetensors_folder import specs_of, tensors_of
 from tests.json_files import change_json, read_json
 
 DECODERS = ("llama", "qwen2", "deepseek_v3")

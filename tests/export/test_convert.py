@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ds_finetune.errors import ExportError
 from ds_finetune.export import convert
 from ds_finetune.export.convert import convert_source
-from ds_finetune.export.folder import FolderParts
+from ds_finetune.export.safetensors_folder import FolderParts
 from ds_finetune.export.source import fit_source, read_model_spec
 from ds_finetune.families.table import family_of
 from ds_finetune.model.weights.names import hub_pieces
@@ -91,7 +91,7 @@ def test_equals_what_transformers_writes(
     assert all(torch.equal(found[key], tensor) and found[key].dtype == tensor.dtype for key, tensor in wanted.items())
     assert (len(list(out.glob("*.safetensors"))) > 1) == (max_bytes < 10**6)
     assert json.loads((out / "config.json").read_text())["dtype"] == str(DTYPES[dtype]).removeprefix("torch.")
-    assert not (tmp_path / "out.partial").exists()
+    assert not (tmp_path / "out.ds_finetune-partial").exists()
 
 
 def test_names_of_published_checkpoints_are_accepted(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ MEASURE = """
 import sys, torch
 from pathlib import Path
 from ds_finetune.export import convert
-from ds_finetune.export.folder import FolderParts, write_folder
+from ds_finetune.export.safetensors_folder import FolderParts, write_folder
 from ds_finetune.export.readers.deepspeed_native import read_deepspeed_checkpoint
 from ds_finetune.families.table import family_of
 

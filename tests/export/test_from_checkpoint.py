@@ -20,9 +20,9 @@ from ds_finetune.config.sections import LoraConfig
 from ds_finetune.errors import ExportError
 from ds_finetune.export.adapter import AdapterBase, write_adapter
 from ds_finetune.export.base_folder import BaseFolder
-from ds_finetune.export.folder import FolderParts, write_folder
 from ds_finetune.export.from_checkpoint import ExportResult, export_checkpoint
 from ds_finetune.export.model_config import remove_code, served_config
+from ds_finetune.export.safetensors_folder import FolderParts, write_folder
 from ds_finetune.export.source import read_model_spec
 from ds_finetune.export.verify.record import UNVERIFIED, ExportRecord
 from ds_finetune.export.verify.verify import read_tensor_table, verify_exports

@@ -19,16 +19,17 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from ds_finetune.cli.main import main
 from ds_finetune.errors import ExportError
-from ds_finetune.export.folder import FolderParts, has_same_weights, link_folder, write_folder
+from ds_finetune.export.formats import RECORD
 from ds_finetune.export.interruption import SignalInterruption
+from ds_finetune.export.safetensors_folder import FolderParts, has_same_weights, link_folder, write_folder
 from ds_finetune.export.verify.logits import deviations
-from ds_finetune.export.verify.record import RECORD, UNVERIFIED, Digest, ExportRecord, fixed_prompts, sampled_logits
+from ds_finetune.export.verify.record import UNVERIFIED, Digest, ExportRecord, fixed_prompts, sampled_logits
 from ds_finetune.export.verify.verify import VerificationResult, in_ranges, read_tensor_table, verify_exports
 from ds_finetune.families.table import family_of
 from ds_finetune.trainer.exports import verify_run_exports
 from ds_finetune.trainer.show import show_verifications
 from tests.export.rewriting import rewrite
-from tests.export.test_folder import specs_of, tensors_of
+from tests.export.test_safetensors_folder import specs_of, tensors_of
 from tests.json_files import change_json, read_json
 from tests.model.weights.test_weights import published
 

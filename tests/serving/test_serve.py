@@ -299,10 +299,10 @@ def test_engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest
     (tmp_path / "vllm").chmod(0o755)
     assert choose_engine("vllm", tmp_path) == "vllm"
     assert main(["serve", str(tmp_path), "--engine", "onnx"]) == 2
-    assert "is no ONNX folder" in capsys.readouterr().err
+    assert "--engine onnx reads onnx folders" in capsys.readouterr().err
     (tmp_path / "model.onnx").write_bytes(b"")
     assert main(["serve", str(tmp_path), "--engine", "vllm"]) == 2
-    assert "is an ONNX folder" in capsys.readouterr().err
+    assert "is one of ONNX" in capsys.readouterr().err
     command = server_command(ServeOptions("vllm"), tmp_path, Address("::", 81))
     assert command == [
         "vllm",

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ds_finetune.cli.demo import write_demo
 from ds_finetune.cli.main import main
 from ds_finetune.config.schema import read_config
-from ds_finetune.export.folder import has_same_weights
+from ds_finetune.export.safetensors_folder import has_same_weights
 from ds_finetune.export.verify.record import ExportRecord
 from ds_finetune.observers.trackers import flatten
 from ds_finetune.runs.folder import RunFolder

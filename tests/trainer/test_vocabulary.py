@@ -13,8 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ds_finetune.config.sections import DataConfig
 from ds_finetune.errors import DataError
 from ds_finetune.evaluation.evaluate import EvalRequest, evaluate_model
+from ds_finetune.export.formats import ExportOptions
 from ds_finetune.export.from_checkpoint import export_checkpoint
-from ds_finetune.export.onnx.folder import export_onnx
+from ds_finetune.export.onnx.folder import write
 from tests.model.vocabulary_worker import LAYOUTS, name_of
 from tests.model.weights.test_vocabulary import loaded
 from tests.model.weights.test_weights import published
@@ -96,7 +97,7 @@ def test_a_checkpoint_is_exported_as_the_run_exported_it(task: Path, tmp_path: P
 
 def test_onnx_of_the_export(task: Path, tmp_path: Path) -> None:
     pytest.importorskip("onnx")
-    export_onnx(task.parent / "run" / "export", tmp_path / "onnx", dtype="fp32", with_cache=True)
+    write(task.parent / "run" / "export", tmp_path / "onnx", ExportOptions(dtype="fp32"))
     assert json.loads((tmp_path / "onnx" / "config.json").read_text())["vocab_size"] == AFTER
 
 

@@ -90,10 +90,17 @@ class OnnxComparison:
     failures: tuple[str, ...]
     """Differences that are not allowed."""
 
-    @property
-    def compared(self) -> str:
-        """What was compared, in words."""
-        return f"{self.positions} {'texts' if self.new_tokens_differing is None else 'positions'}"
+    def line(self) -> str:
+        """What was compared, and how near it is, for the terminal."""
+        differing = self.new_tokens_differing
+        reached = f", reaching {self.experts}" if self.experts else ""
+        flipped = f", {self.beyond} beyond it by a router's near tie" if self.beyond else ""
+        greedy = "" if differing is None else f", {differing} greedy tokens differ"
+        return (
+            f"ONNX Runtime on the CPU against transformers: {self.positions} "
+            f"{'texts' if differing is None else 'positions'}{reached}, largest difference {self.largest:.1e} of the "
+            f"largest logit (tolerance {self.tolerance:g}){flipped}{greedy}"
+        )
 
 
 def tokens_of(case: InputCase, vocab: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,6 +1,5 @@
 """`ds-finetune export --format onnx`: a folder for ONNX Runtime, which has its final name only once it is verified."""
 
-import errno
 import json
 import shutil
 import tempfile
@@ -9,21 +8,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
-from ds_finetune.config.units import GIB, MIB
-from ds_finetune.errors import ExportError, OutputError, VerificationError
+from ds_finetune.config.units import MIB
+from ds_finetune.errors import ConfigError, ExportError, VerificationError
 from ds_finetune.export.classifiers import auto_class
+from ds_finetune.export.formats import ONNX, ExportOptions, ExportResult, Scorer
 from ds_finetune.export.from_checkpoint import COPIED_FILES, check_free_space, export_checkpoint
 from ds_finetune.export.model_config import remove_code
-from ds_finetune.export.output_folder import check_out_empty
+from ds_finetune.export.output_folder import as_output_errors, check_out_empty, replaced_folder
 from ds_finetune.export.readers.sources import is_model, is_peft_adapter
 from ds_finetune.export.verify.record import UNVERIFIED
+from ds_finetune.export.verify.verify import VerificationResult
 from ds_finetune.families.table import family_of
 from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.model.build.hub_folder import check_folder, copy_model_file
@@ -37,63 +37,77 @@ INLINE_BYTES = 256 * MIB
 """Weights of more bytes than this are written to model.onnx.data: a protobuf message must stay below 2 GiB and is held
 in memory.
 """
-ONNX_DTYPES = {"fp32": "float32", "fp16": "float16"}
-_PACKAGES = ("onnx", "onnxruntime")
+_NUMBERS = {"fp32": "float32", "fp16": "float16"}
 _SHARD_BYTES = 5 * 10**9
 _PLAIN_COPY = "make a bf16 copy of it first, where it is in FP8 blocks by `ds-finetune export SOURCE COPY`"
-_CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS)
 
 
-@dataclass(frozen=True)
-class OnnxExportResult:
+@dataclass(frozen=True, kw_only=True)
+class OnnxExportResult(ExportResult):
     """What was written, and how it compares with plain transformers."""
 
-    folder: Path
-    num_bytes: int
     comparison: "OnnxComparison"
-    seconds: float
-
-    def lines(self) -> list[str]:
-        """Lines for the terminal."""
-        comparison = self.comparison
-        reached = f", reaching {comparison.experts}" if comparison.experts else ""
-        flipped = f", {comparison.beyond} of them by a router's near tie" if comparison.beyond else ""
-        return [
-            f"wrote {self.folder}: {self.num_bytes / GIB:.2f} GiB in {self.seconds:.1f} s",
-            f"verified in ONNX Runtime against transformers: {comparison.compared}{reached}, "
-            f"largest difference {comparison.largest:.1e} of the largest logit "
-            f"(tolerance {comparison.tolerance:g}){flipped}",
-        ]
 
 
-def export_onnx(source: Path, out: Path, *, dtype: str, with_cache: bool, base: Path | None = None) -> OnnxExportResult:
+def write(source: Path, out: Path, options: ExportOptions) -> OnnxExportResult:
     """Write the language model or classifier of `source` to `out` as model.onnx, with tokenizer and config beside it.
 
     `source` is a Hugging Face folder, or another folder that `export_checkpoint` reads: it is exported to a temporary
-    folder beside `out` first, with `base`. `dtype` is a key of `ONNX_DTYPES`.
+    folder beside `out` first.
 
-    ExportError where the model has no ONNX graph or a package is missing; ModelError where the weights do not fit;
-    OutputError where `out` is not empty or larger than the free space of the disk; VerificationError where ONNX
-    Runtime differs from plain transformers, and then the folder stays as `out`.unverified.
+    ExportError where the model has no ONNX graph; ModelError where the weights do not fit; OutputError where `out` is
+    not empty or larger than the free space of the disk; VerificationError where ONNX Runtime differs from plain
+    transformers, and then the folder stays as `out`.unverified.
     """
     began = time.monotonic()
-    check_packages()
-    if dtype not in ONNX_DTYPES:
-        raise ExportError(
-            f"ONNX Runtime cannot run a model in {dtype} on a CPU", hint="export with --dtype fp32 or fp16"
-        )
     check_out_empty(out)
-    with _hub_folder(source, out, base) as folder:
-        comparison = _write_and_compare(folder, out, dtype, with_cache)
+    unverified = out.with_name(out.name + ".unverified")
+    if not (unverified / UNVERIFIED).is_file():
+        check_out_empty(unverified)
+    with _hub_folder(source, out, options.base) as folder:
+        comparison = _write_and_compare(folder, out, unverified, options)
     size = sum(file.stat().st_size for file in out.iterdir())
-    return OnnxExportResult(out, size, comparison, time.monotonic() - began)
+    verdict = VerificationResult(out, lines=(comparison.line(),))
+    seconds, notes = time.monotonic() - began, (f"verified: {comparison.line()}",)
+    return OnnxExportResult(
+        folder=out, num_bytes=size, seconds=seconds, notes=notes, verdict=verdict, comparison=comparison
+    )
 
 
-def check_packages() -> None:
-    """Raise ExportError, which names them, where packages of the onnx extra are not installed."""
-    absent = [name for name in _PACKAGES if find_spec(name) is None]
-    if absent:
-        raise ExportError(f"the ONNX export needs {' and '.join(absent)}", hint="pip install 'ds_finetune[onnx]'")
+def verify(folder: Path, base: Path | None) -> VerificationResult:
+    """Compare the folder with its record, which holds results of plain transformers, and mark it."""
+    from ds_finetune.export.onnx.record import verify_onnx_folder
+
+    if base is not None:
+        raise ConfigError(
+            f"--base {base} is not valid with the ONNX folder {folder}",
+            hint="leave it out: the folder's record is enough",
+        )
+    return verify_onnx_folder(folder)
+
+
+def check_model(config: PretrainedConfig, *, is_classifier: bool) -> None:
+    """ExportError where the type, activation, rotary embedding or attention of the model has no graph."""
+    from ds_finetune.export.onnx.decoder import check_config
+    from ds_finetune.export.onnx.encoders import check_encoder_config
+
+    is_encoder = is_classifier and family_of(config.model_type).encoder is not None
+    (check_encoder_config if is_encoder else check_config)(config)
+
+
+def load_model(folder: Path, device: str) -> PreTrainedModel:
+    """The causal LM of `folder` in ONNX Runtime, which computes on the CPU whatever `device` is."""
+    from ds_finetune.export.onnx.runtime import OnnxCausalLM
+
+    return OnnxCausalLM.from_pretrained(folder)
+
+
+def load_scorer(folder: Path) -> Scorer:
+    """The classifier of `folder` in ONNX Runtime on the CPU."""
+    from ds_finetune.export.onnx.scores import OnnxScorer
+
+    runtime = OnnxScorer(folder)
+    return lambda inputs: torch.from_numpy(runtime.logits({key: part.numpy() for key, part in inputs.items()}))
 
 
 @contextmanager
@@ -114,60 +128,37 @@ def _hub_folder(source: Path, out: Path, base: Path | None) -> Iterator[Path]:
         ).folder
 
 
-def _write_and_compare(folder: Path, out: Path, dtype: str, with_cache: bool) -> "OnnxComparison":
+def _write_and_compare(folder: Path, out: Path, unverified: Path, options: ExportOptions) -> "OnnxComparison":
     from ds_finetune.export.onnx.record import OnnxRecord, compare_with, reference_of
 
-    unverified = out.with_name(out.name + ".unverified")
     model = _meta_model(folder)
-    with _new_folder(unverified):
-        _write_graph(model, folder, unverified, dtype, with_cache)
+    with replaced_folder(out) as partial:
+        with as_output_errors(partial):
+            _write_graph(model, folder, partial, options)
         reference = reference_of(folder)
-        comparison = compare_with(unverified, reference)
-        versions = {name: version(name) for name in (*_PACKAGES, "torch", "transformers")}
+        comparison = compare_with(partial, reference)
         about = {
-            "dtype": dtype,
-            "cache": with_cache and not is_classifier(model.config),
+            "dtype": options.dtype,
+            "cache": options.with_cache and not is_classifier(model.config),
             **asdict(comparison),
-            "versions": versions,
+            "versions": {name: version(name) for name in (*ONNX.packages, "torch", "transformers")},
         }
-        if comparison.failures:
-            (unverified / UNVERIFIED).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
-        else:
-            OnnxRecord.of(unverified, reference, about).write(unverified)
-    if comparison.failures:
+        if not comparison.failures:
+            OnnxRecord.of(partial, reference, about).write(partial)
+            return comparison
+        (partial / UNVERIFIED).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+        shutil.rmtree(unverified, ignore_errors=True)
+        partial.rename(unverified)
         raise VerificationError(
             f"ONNX Runtime differs from transformers, with a tolerance of {comparison.tolerance:g} of the largest "
             f"logit: {'; '.join(comparison.failures)}",
             hint=f"do not serve {unverified}, which was kept for inspection; "
-            f"{'try --dtype fp32' if dtype == 'fp16' else 'please report this'}",
+            f"{'try --dtype fp32' if options.dtype == 'fp16' else 'please report this'}",
         )
-    if out.is_dir():
-        out.rmdir()
-    unverified.rename(out)
-    return comparison
-
-
-@contextmanager
-def _new_folder(folder: Path) -> Iterator[None]:
-    """Create `folder`, and remove it after an error; OutputError where it cannot be written."""
-    shutil.rmtree(folder, ignore_errors=True)
-    try:
-        folder.mkdir(parents=True)
-        yield
-    except BaseException as error:
-        shutil.rmtree(folder, ignore_errors=True)
-        if isinstance(error, OSError) and error.errno in _CANNOT_WRITE:
-            raise OutputError(
-                f"{folder} cannot be written: {error.strerror}", hint="name a folder on a disk with room"
-            ) from error
-        raise
 
 
 def _meta_model(folder: Path) -> PreTrainedModel:
     """The model of `folder` on the meta device, without code of the folder; ExportError where it has no graph."""
-    from ds_finetune.export.onnx.decoder import check_config
-    from ds_finetune.export.onnx.encoders import check_encoder_config
-
     check_folder(folder)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -179,14 +170,13 @@ def _meta_model(folder: Path) -> PreTrainedModel:
     quantized = getattr(config, "quantization_config", None)
     if quantized:
         raise ExportError(f"{folder} is quantized ({quantized.get('quant_method')})", hint=_PLAIN_COPY)
-    is_encoder = is_classifier(config) and family_of(config.model_type).encoder is not None
-    (check_encoder_config if is_encoder else check_config)(config)
+    check_model(config, is_classifier=is_classifier(config))
     with torch.device("meta"):
         model: PreTrainedModel = auto_class(config).from_config(config, trust_remote_code=False)
     return model
 
 
-def _write_graph(model: PreTrainedModel, folder: Path, out: Path, dtype: str, with_cache: bool) -> None:
+def _write_graph(model: PreTrainedModel, folder: Path, out: Path, options: ExportOptions) -> None:
     import numpy as np
 
     from ds_finetune.export.onnx.decoder import decoder_graph, scoring_graph
@@ -196,12 +186,12 @@ def _write_graph(model: PreTrainedModel, folder: Path, out: Path, dtype: str, wi
     hub = open_weights(model, folder, family=family_of(model.config.model_type))
     if hub.has_fp8:
         raise ExportError(f"{folder} holds FP8 tensors and its config.json does not say so", hint=_PLAIN_COPY)
-    numbers = np.dtype(ONNX_DTYPES[dtype])
+    numbers = np.dtype(_NUMBERS[options.dtype])
     if is_classifier(model.config):
         build = encoder_graph if family_of(model.config.model_type).encoder else scoring_graph
         graph, ends = build(model, hub.whole, dtype=numbers)
     else:
-        graph, ends = decoder_graph(model, hub.whole, dtype=numbers, with_cache=with_cache)
+        graph, ends = decoder_graph(model, hub.whole, dtype=numbers, with_cache=options.with_cache)
     check_free_space(out, sum(weight.num_bytes for weight in graph.weights.values()))
     write_model(graph, ends, out, inline_bytes=INLINE_BYTES)
     for name in ("config.json", *COPIED_FILES):

@@ -12,7 +12,7 @@ import onnx
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 from onnx.external_data_helper import set_external_data
 
-from ds_finetune.export.verify.record import DATA, MODEL
+from ds_finetune.export.onnx import DATA, MODEL
 
 OPSET, IR_VERSION = 18, 8
 """The newest operators in use are of opset 18, which ONNX Runtime supports on every device since 1.14."""

@@ -9,9 +9,10 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ds_finetune.errors import ExportError
+from ds_finetune.export.formats import ONNX
 from ds_finetune.export.onnx.graph import Graph
 from ds_finetune.families.family import Family, OnnxGraph
-from ds_finetune.families.table import FAMILIES, family_of
+from ds_finetune.families.table import family_of
 from ds_finetune.model.weights.names import published_name
 
 Read = Callable[[str], torch.Tensor]
@@ -21,19 +22,9 @@ _LAST = -1
 
 def parts_of(config: PretrainedConfig) -> OnnxGraph:
     """The `OnnxGraph` of this model's family; ExportError where it has none."""
-    parts = family_of(config.model_type).onnx
-    if parts is None:
-        raise ExportError(
-            f"model_type `{config.model_type}` has no ONNX graph",
-            hint=f"there are graphs for {_names_of(is_encoder=False)}, and of classifiers also for "
-            f"{_names_of(is_encoder=True)}",
-        )
+    parts = ONNX.check_model_type(config.model_type).onnx
+    assert parts is not None
     return parts
-
-
-def _names_of(*, is_encoder: bool) -> str:
-    rows = FAMILIES.items()
-    return ", ".join(sorted(name for name, row in rows if row.onnx and (row.encoder is not None) == is_encoder))
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from ds_finetune.config.units import GIB, MIB
 from ds_finetune.errors import ExportError
 from ds_finetune.export.classifiers import holds_classifier
+from ds_finetune.export.formats import RECORD
+from ds_finetune.export.onnx import MODEL
 from ds_finetune.export.onnx.comparison import (
     WHOLE,
     InputCase,
@@ -24,9 +26,11 @@ from ds_finetune.export.onnx.comparison import (
     make_reference,
 )
 from ds_finetune.export.onnx.scores import ScoreReference, compare_scores, make_score_reference
-from ds_finetune.export.verify.record import MODEL, ONNX_FORMAT, RECORD, UNVERIFIED
+from ds_finetune.export.verify.record import UNVERIFIED
 from ds_finetune.export.verify.verify import VerificationResult, mark_folder
 
+FORMAT = "onnx 1"
+"""Format of the record of an ONNX folder."""
 _SEGMENT_BYTES = MIB
 """Bytes with a digest of their own, so that a message can name the bytes that changed."""
 _SAMPLED_LOGITS = 1024
@@ -80,7 +84,7 @@ class OnnxRecord:
             self.reference.as_tree() if isinstance(self.reference, ScoreReference) else _reference_tree(self.reference)
         )
         tree = {
-            "format": ONNX_FORMAT,
+            "format": FORMAT,
             **self.about,
             "files": {name: asdict(sums) for name, sums in self.files.items()},
             **of_reference,
@@ -102,8 +106,8 @@ class OnnxRecord:
 
     @classmethod
     def _of(cls, tree: dict[str, Any]) -> "OnnxRecord":
-        if tree["format"] != ONNX_FORMAT:
-            raise ValueError(f"its format is {tree['format']}, not {ONNX_FORMAT}")
+        if tree["format"] != FORMAT:
+            raise ValueError(f"its format is {tree['format']}, not {FORMAT}")
         if tree.pop("sum") != _sum_of(tree):
             raise ValueError("its own digest differs: it was changed")
         reference = ScoreReference.from_tree(tree) if "texts" in tree else _reference_from(tree)
@@ -135,22 +139,10 @@ def verify_onnx_folder(folder: Path) -> VerificationResult:
     problems, lines = _check_files(folder, record)
     if not problems:
         comparison = compare_with(folder, record.reference)
-        problems, lines = list(comparison.failures), [*lines, _comparison_line(comparison)]
+        problems, lines = list(comparison.failures), [*lines, comparison.line()]
     result = VerificationResult(folder, tuple(problems), tuple(lines))
     mark_folder(result)
     return result
-
-
-def _comparison_line(comparison: OnnxComparison) -> str:
-    reached = f", reaching {comparison.experts}" if comparison.experts else ""
-    flipped = f", {comparison.beyond} beyond" if comparison.beyond else ""
-    differing = comparison.new_tokens_differing
-    greedy = "" if differing is None else f", {differing} greedy tokens differ"
-    return (
-        f"ONNX Runtime on the CPU: {comparison.compared}{reached}, "
-        f"largest difference {comparison.largest:.1e} of the largest logit "
-        f"(tolerance {comparison.tolerance:g}){flipped}{greedy}"
-    )
 
 
 def _check_files(folder: Path, record: OnnxRecord) -> tuple[list[str], list[str]]:

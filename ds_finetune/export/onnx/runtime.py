@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ds_finetune.export.verify.record import MODEL
+from ds_finetune.export.onnx import MODEL
 from ds_finetune.foreign.auto_configs import AutoConfig
 
 _PAST = "past_key_values."

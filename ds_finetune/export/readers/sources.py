@@ -19,10 +19,11 @@ from ds_finetune.errors import CheckpointError, ExportError, ModelError
 from ds_finetune.export.adapter import CONFIG as ADAPTER_CONFIG
 from ds_finetune.export.base_folder import HubSource, find_base
 from ds_finetune.export.classifiers import holds_classifier
+from ds_finetune.export.formats import RECORD
 from ds_finetune.export.readers.adapter import MergedSource, PeftAdapter
 from ds_finetune.export.readers.deepspeed_native import is_deepspeed_checkpoint, read_deepspeed_checkpoint
 from ds_finetune.export.source import SelectedTensors, TensorSource, read_model_spec
-from ds_finetune.export.verify.record import RECORD, ExportRecord
+from ds_finetune.export.verify.record import ExportRecord
 from ds_finetune.families.table import family_of
 from ds_finetune.model.adapters.lora import Factors
 from ds_finetune.model.build.dtypes import PRECISION_DTYPES

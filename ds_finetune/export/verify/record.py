@@ -16,20 +16,15 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from ds_finetune.errors import ExportError
+from ds_finetune.export.formats import RECORD
 
-RECORD = "verification.json"
-"""File of an exported folder. It is JSON, since vLLM takes every `*.safetensors` file of a folder for weights."""
 UNVERIFIED = "UNVERIFIED"
 """File of an exported folder that is not verified, or not yet; it says why."""
-MODEL, DATA = "model.onnx", "model.onnx.data"
-"""Files of an ONNX folder: its graph, and its weights where they are not in it."""
 PROMPT_TOKENS = 32
 """Maximum number of tokens of a prompt."""
 _SAMPLED_LOGITS = 512
 """Approximate number of logits recorded for each position. 512 positions then reach every row of a head of 260,000."""
 _FORMAT = 1
-ONNX_FORMAT = "onnx 1"
-"""Format of the record of an ONNX folder (export/onnx/record.py)."""
 TEXTS = (
     "The capital of France is Paris, and the capital of Italy is",
     "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May.",
@@ -200,14 +195,3 @@ def mark_unverified(folder: Path) -> None:
     (folder / UNVERIFIED).write_text(
         f"not checked yet; see {RECORD} and `ds-finetune export --check`\n", encoding="utf-8"
     )
-
-
-def is_onnx(folder: Path) -> bool:
-    """Whether a folder is one for ONNX Runtime, by its graph, or by its record where the graph is missing."""
-    if (folder / MODEL).is_file():
-        return True
-    try:
-        tree = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(tree, dict) and tree.get("format") == ONNX_FORMAT

@@ -30,7 +30,7 @@ from ds_finetune.engine.groups.collectives import all_gather_object
 from ds_finetune.engine.ops.deepspeed_ops import build_ops
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.errors import CheckpointError
-from ds_finetune.export.folder import FolderParts, write_folder
+from ds_finetune.export.safetensors_folder import FolderParts, write_folder
 from ds_finetune.families.table import family_of
 from ds_finetune.model.adapters.lora import factors_of, merge_adapters
 from ds_finetune.model.build.dtypes import PRECISION_DTYPES

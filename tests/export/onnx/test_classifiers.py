@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 
 from ds_finetune.cli.main import main
 from ds_finetune.errors import ExportError
-from ds_finetune.export.onnx.folder import export_onnx
+from ds_finetune.export.formats import ExportOptions
+from ds_finetune.export.onnx.folder import write
 from tests.export.classifiers import CLASSES, EOS, PAD, classifier, write_tokenizer
 
 for package in ("onnx", "onnxruntime"):
@@ -58,7 +59,7 @@ def test_onnx_runtime_scores_as_transformers(kind: str, tmp_path: Path) -> None:
     family, changes = KINDS[kind]
     model = classifier(family, **changes)
     model.save_pretrained(tmp_path / "model")
-    result = export_onnx(tmp_path / "model", tmp_path / "onnx", dtype="fp32", with_cache=True)
+    result = write(tmp_path / "model", tmp_path / "onnx", ExportOptions(dtype="fp32"))
     assert f"against transformers: {10 if hasattr(model, 'score') else 8} texts" in result.lines()[1]
     session = onnxruntime.InferenceSession(str(tmp_path / "onnx" / "model.onnx"), providers=["CPUExecutionProvider"])
     names = [entry.name for entry in session.get_inputs()]
@@ -74,7 +75,7 @@ def test_onnx_runtime_scores_as_transformers(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["deepseek_v3", "bert", "modernbert"])
 def test_half_precision_is_within_its_tolerance(family: str, tmp_path: Path) -> None:
     classifier(family).save_pretrained(tmp_path / "model")
-    result = export_onnx(tmp_path / "model", tmp_path / "onnx", dtype="fp16", with_cache=False)
+    result = write(tmp_path / "model", tmp_path / "onnx", ExportOptions(dtype="fp16", with_cache=False))
     assert not result.comparison.failures
 
 
@@ -83,7 +84,7 @@ def test_a_folder_is_checked_again_and_asked(tmp_path: Path, capsys: pytest.Capt
     write_tokenizer(tmp_path / "model", adds_eos=True)
     assert main(["export", str(tmp_path / "model"), str(tmp_path / "onnx"), "--format", "onnx"]) == 0
     assert main(["export", "--check", str(tmp_path / "onnx")]) == 0
-    assert "ONNX Runtime on the CPU: 10 texts, largest difference" in capsys.readouterr().out
+    assert "against transformers: 10 texts, largest difference" in capsys.readouterr().out
     answers = []
     for folder in ("model", "onnx"):
         assert main(["ask", str(tmp_path / folder), "charge twice"]) == 0
@@ -109,7 +110,7 @@ def test_a_folder_is_checked_again_and_asked(tmp_path: Path, capsys: pytest.Capt
 def test_what_has_no_graph_is_refused(family: str, changes: dict[str, Any], said: str, tmp_path: Path) -> None:
     classifier(family, **changes).save_pretrained(tmp_path / "model")
     with pytest.raises(ExportError, match=said):
-        export_onnx(tmp_path / "model", tmp_path / "onnx", dtype="fp32", with_cache=True)
+        write(tmp_path / "model", tmp_path / "onnx", ExportOptions(dtype="fp32"))
 
 
 def test_a_classifier_of_another_type_is_refused_by_name(tmp_path: Path) -> None:
@@ -117,6 +118,6 @@ def test_a_classifier_of_another_type_is_refused_by_name(tmp_path: Path) -> None
     tree = json.loads((tmp_path / "model" / "config.json").read_text())
     tree |= {"model_type": "gemma", "architectures": ["GemmaForSequenceClassification"], "head_dim": 8}
     (tmp_path / "model" / "config.json").write_text(json.dumps(tree))
-    with pytest.raises(ExportError, match="model_type `gemma` has no ONNX graph") as refused:
-        export_onnx(tmp_path / "model", tmp_path / "onnx", dtype="fp32", with_cache=True)
+    with pytest.raises(ExportError, match="model_type `gemma` has no export to ONNX") as refused:
+        write(tmp_path / "model", tmp_path / "onnx", ExportOptions(dtype="fp32"))
     assert "of classifiers also for bert, modernbert, roberta" in refused.value.hint

@@ -15,6 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 
 from ds_finetune.cli import main as cli
 from ds_finetune.errors import ExportError, ModelError, OutputError, VerificationError
+from ds_finetune.export import formats
+from ds_finetune.export.formats import ExportOptions
 from ds_finetune.export.onnx import folder as onnx_folder
 from tests.model.tiny import CONFIGS
 from tests.running import start, tiny_task, torchrun
@@ -158,7 +160,7 @@ def near(found: np.ndarray, wanted: np.ndarray, mask: torch.Tensor, tolerance: f
 def test_equals_transformers_whole_and_cached(name: str, tmp_path: Path) -> None:
     """Logits at three shapes, the cache itself, and greedy decoding of padded rows, against plain transformers."""
     model = fresh(name)
-    onnx_folder.export_onnx(saved(tmp_path / "hub", model), tmp_path / "out", dtype="fp32", with_cache=True)
+    onnx_folder.write(saved(tmp_path / "hub", model), tmp_path / "out", ExportOptions(dtype="fp32"))
     runtime = Runtime(tmp_path / "out")
     for pads, length in (((0,), 1), ((3, 0, 6, 0), 14), ((0, 0), 57)):
         ids, mask = rows(*pads, length=length, seed=length)
@@ -179,7 +181,7 @@ def test_equals_transformers_whole_and_cached(name: str, tmp_path: Path) -> None
 
 def test_several_tokens_at_once_with_a_cache(tmp_path: Path) -> None:
     model = fresh("deepseek_v3")
-    onnx_folder.export_onnx(saved(tmp_path / "hub", model), tmp_path / "out", dtype="fp32", with_cache=True)
+    onnx_folder.write(saved(tmp_path / "hub", model), tmp_path / "out", ExportOptions(dtype="fp32"))
     runtime = Runtime(tmp_path / "out")
     ids, mask = rows(0, 4, length=20)
     wanted, past, end = plain(model, ids, mask), runtime.empty(2), 0
@@ -194,7 +196,7 @@ def test_several_tokens_at_once_with_a_cache(tmp_path: Path) -> None:
 def test_experts_follow_the_data(family: str, tmp_path: Path) -> None:
     """Every expert is chosen by some input and not by others; in one row all tokens choose the same experts."""
     model = fresh(family, num_hidden_layers=2)
-    onnx_folder.export_onnx(saved(tmp_path / "hub", model), tmp_path / "out", dtype="fp32", with_cache=True)
+    onnx_folder.write(saved(tmp_path / "hub", model), tmp_path / "out", ExportOptions(dtype="fp32"))
     runtime, seen = Runtime(tmp_path / "out"), []
     model.model.layers[1].mlp.gate.register_forward_hook(
         lambda _m, _i, out: seen.append(frozenset(out[2].flatten().tolist()))
@@ -211,9 +213,7 @@ def test_experts_follow_the_data(family: str, tmp_path: Path) -> None:
 def test_half_precision_is_near(family: str, tmp_path: Path) -> None:
     """Every position of a dense model; with experts, all but those where a near tie of the router fell differently."""
     model = fresh(family)
-    result = onnx_folder.export_onnx(
-        saved(tmp_path / "hub", model), tmp_path / "out", dtype="fp16", with_cache=True
-    ).comparison
+    result = onnx_folder.write(saved(tmp_path / "hub", model), tmp_path / "out", ExportOptions(dtype="fp16")).comparison
     assert result.largest > 1e-5
     assert result.beyond <= (0 if family == "qwen2" else 3)
     assert result.new_tokens_differing == 0
@@ -235,7 +235,9 @@ def test_without_a_cache_by_the_command(family: str, tmp_path: Path, capsys: pyt
     source = saved(tmp_path / "hub", model)
     (source / "tokenizer_config.json").write_text('{"x": "\\u00e9"}')
     assert cli.main(["export", str(source), str(tmp_path / "out"), "--format", "onnx", "--no-cache"]) == 0
-    assert "verified in ONNX Runtime against transformers: 99 positions" in " ".join(capsys.readouterr().out.split())
+    assert "verified: ONNX Runtime on the CPU against transformers: 99 positions" in " ".join(
+        capsys.readouterr().out.split()
+    )
     runtime = Runtime(tmp_path / "out")
     assert list(runtime.inputs) == ["input_ids", "attention_mask", "position_ids"]
     assert runtime.outputs == ["logits"]
@@ -249,7 +251,7 @@ def test_without_a_cache_by_the_command(family: str, tmp_path: Path, capsys: pyt
 def test_weights_beside_the_graph_above_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits come out whether weights are in the graph or in the file beside it."""
     source = saved(tmp_path / "hub", fresh("deepseek_v3"))
-    export = partial(onnx_folder.export_onnx, source, dtype="fp32", with_cache=True)
+    export = partial(onnx_folder.write, source, options=ExportOptions(dtype="fp32"))
     export(tmp_path / "inside")
     monkeypatch.setattr(onnx_folder, "INLINE_BYTES", 4096)
     export(tmp_path / "beside")
@@ -272,7 +274,7 @@ def test_one_wrong_expert_is_found(tmp_path: Path) -> None:
     from ds_finetune.export.onnx.comparison import compare, make_reference
 
     model = fresh("deepseek_v3")
-    onnx_folder.export_onnx(saved(tmp_path / "hub", model), tmp_path / "out", dtype="fp32", with_cache=True)
+    onnx_folder.write(saved(tmp_path / "hub", model), tmp_path / "out", ExportOptions(dtype="fp32"))
     with torch.no_grad():
         model.model.layers[2].mlp.experts.down_proj[6].mul_(1.01)
     assert compare(tmp_path / "out", make_reference(tmp_path / "hub")).failures == ()
@@ -338,7 +340,7 @@ def _store_in_fp8(folder: Path) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
-    "another type": (partial(_edit, model_type="granite"), "model_type `granite` has no ONNX graph"),
+    "another type": (partial(_edit, model_type="granite"), "model_type `granite` has no export to ONNX"),
     "dynamic rope": (
         partial(_edit, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
         "rope_type `dynamic`",
@@ -368,7 +370,7 @@ def test_refusals_leave_nothing(case: str, tmp_path: Path) -> None:
     source = saved(tmp_path / "hub", fresh("qwen2", tie_word_embeddings=False))
     change(source)
     with pytest.raises((ExportError, ModelError), match=message):
-        onnx_folder.export_onnx(source, tmp_path / "out", dtype="fp16", with_cache=True)
+        onnx_folder.write(source, tmp_path / "out", ExportOptions(dtype="fp16"))
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["hub"]
 
 
@@ -392,10 +394,11 @@ def test_arguments_that_are_not_valid_for_onnx_are_refused(
     Path(out).mkdir()
     (Path(out) / "kept").touch()
     with pytest.raises(OutputError, match="is not empty: kept"):
-        onnx_folder.export_onnx(Path(source), Path(out), dtype="fp32", with_cache=True)
-    monkeypatch.setattr(onnx_folder, "_PACKAGES", ("onnx", "a_package_that_is_absent"))
-    with pytest.raises(ExportError, match=r"needs a_package_that_is_absent\n  hint: pip install 'ds_finetune\[onnx\]'"):
-        onnx_folder.export_onnx(Path(source), tmp_path / "new", dtype="fp32", with_cache=True)
+        onnx_folder.write(Path(source), Path(out), ExportOptions(dtype="fp32"))
+    monkeypatch.setattr(formats, "find_spec", lambda name: None if name == "onnxruntime" else name)
+    assert cli.main(["export", source, str(tmp_path / "new"), "--format", "onnx"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "the ONNX export needs onnxruntime hint: pip install 'ds_finetune[onnx]'" in said
 
 
 @pytest.mark.slow
@@ -425,6 +428,6 @@ def test_more_than_a_protobuf_holds(tmp_path: Path) -> None:
     )
     source = saved(tmp_path / "hub", model.to(torch.bfloat16))
     del model
-    done = onnx_folder.export_onnx(source, tmp_path / "out", dtype="fp32", with_cache=True)
+    done = onnx_folder.write(source, tmp_path / "out", ExportOptions(dtype="fp32"))
     assert (tmp_path / "out" / "model.onnx.data").stat().st_size > 2**31
     assert done.comparison.largest < 1e-4

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ds_finetune.errors import ModelError
+from ds_finetune.export.formats import ExportOptions
 from ds_finetune.export.onnx import folder as onnx_folder
 from ds_finetune.families.table import family_of
 from ds_finetune.model.weights.names import hub_pieces
@@ -146,7 +147,7 @@ def test_large_positions(family: str, tmp_path: Path) -> None:
         AutoConfig.for_model(family, **(CONFIGS[family] | {"max_position_embeddings": 131_072}))
     ).eval()
     model.save_pretrained(tmp_path / "hub")
-    onnx_folder.export_onnx(tmp_path / "hub", tmp_path / "out", dtype="fp32", with_cache=False)
+    onnx_folder.write(tmp_path / "hub", tmp_path / "out", ExportOptions(dtype="fp32", with_cache=False))
     ids, mask = onnx_comparison.tokens_of(onnx_comparison.InputCase((0,), 12, (12,)), 96)
     positions = np.array([[0, 1, 5, 900, 901, 4_096, 32_768, 99_991, 99_992, 120_000, 131_070, 131_071]])
     session = onnxruntime.InferenceSession(str(tmp_path / "out" / "model.onnx"), providers=["CPUExecutionProvider"])
@@ -164,7 +165,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, onnx_comparis
     folder = tmp_path_factory.mktemp("dense")
     torch.manual_seed(4)
     AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **CONFIGS["qwen3"])).save_pretrained(folder / "hub")
-    onnx_folder.export_onnx(folder / "hub", folder / "out", dtype="fp32", with_cache=True)
+    onnx_folder.write(folder / "hub", folder / "out", ExportOptions(dtype="fp32"))
     return folder / "out", onnx_comparison.make_reference(folder / "hub")
 
 
@@ -231,5 +232,5 @@ def test_an_index_that_names_other_files(index: dict[str, str], message: str, tm
     AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **CONFIGS["llama"])).save_pretrained(source)
     (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     with pytest.raises(ModelError, match=message):
-        onnx_folder.export_onnx(source, tmp_path / "out", dtype="fp32", with_cache=True)
+        onnx_folder.write(source, tmp_path / "out", ExportOptions(dtype="fp32"))
     assert [entry.name for entry in tmp_path.iterdir()] == ["hub"]

@@ -3,13 +3,15 @@
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from ds_finetune.cli.main import main
-from ds_finetune.export.verify.record import RECORD, UNVERIFIED
+from ds_finetune.export.formats import RECORD, ExportOptions
+from ds_finetune.export.verify.record import UNVERIFIED
 from tests.export.onnx.test_onnx import fresh, saved
 from tests.json_files import change_json
 
@@ -20,11 +22,11 @@ from ds_finetune.export.onnx import comparison as onnx_comparison  # noqa: E402 
 from ds_finetune.export.onnx import folder as onnx_folder  # noqa: E402 - they need onnx
 from ds_finetune.export.onnx import record as onnx_record  # noqa: E402 - they need onnx
 
-KINDS = {
-    "llama": ("llama", {"dtype": "fp32", "with_cache": False}, {}),
-    "v3": ("deepseek_v3", {"dtype": "fp32", "with_cache": True}, {}),
-    "fp16": ("deepseek_v3", {"dtype": "fp16", "with_cache": True}, {}),
-    "wide": ("qwen2", {"dtype": "fp32", "with_cache": True}, {"vocab_size": 3000}),
+KINDS: dict[str, tuple[str, ExportOptions, dict[str, Any]]] = {
+    "llama": ("llama", ExportOptions(dtype="fp32", with_cache=False), {}),
+    "v3": ("deepseek_v3", ExportOptions(dtype="fp32"), {}),
+    "fp16": ("deepseek_v3", ExportOptions(dtype="fp16"), {}),
+    "wide": ("qwen2", ExportOptions(dtype="fp32"), {"vocab_size": 3000}),
 }
 
 
@@ -35,7 +37,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, (family, how, sizes) in KINDS.items():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(onnx_folder, "INLINE_BYTES", 4096 if name == "v3" else 2**28)
-            onnx_folder.export_onnx(saved(root / f"{name}-hub", fresh(family, **sizes)), root / name, **how)  # type: ignore[arg-type]
+            onnx_folder.write(saved(root / f"{name}-hub", fresh(family, **sizes)), root / name, how)
     return root
 
 
@@ -57,7 +59,7 @@ def test_a_right_folder_is_verified_again_and_without_the_source(
     assert f"verified: {out}" in said
     assert "files, each with the bytes that were written" in said
     assert "not of the export: README.md" in said
-    assert f"ONNX Runtime on the CPU: {99 if name == 'llama' else 151} positions" in said
+    assert f"ONNX Runtime on the CPU against transformers: {99 if name == 'llama' else 151} positions" in said
     assert not (out / UNVERIFIED).exists()
 
 

@@ -17,7 +17,8 @@ from tests.export.onnx.test_onnx import FAMILIES, fresh, rows, saved
 pytest.importorskip("onnx", reason="the onnx extra is not installed: pip install 'ds_finetune[onnx]'")
 pytest.importorskip("onnxruntime", reason="the onnx extra is not installed: pip install 'ds_finetune[onnx]'")
 
-from ds_finetune.export import load
+from ds_finetune.export import formats, load
+from ds_finetune.export.formats import ExportOptions
 from ds_finetune.export.onnx import folder as onnx_folder
 from ds_finetune.export.onnx.runtime import OnnxCausalLM
 
@@ -40,7 +41,9 @@ def _generated(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generates_what_plain_transformers_does(family: str, with_cache: bool, tmp_path: Path) -> None:
     plain = fresh(family)
-    onnx_folder.export_onnx(saved(tmp_path / "hub", plain), tmp_path / "out", dtype="fp32", with_cache=with_cache)
+    onnx_folder.write(
+        saved(tmp_path / "hub", plain), tmp_path / "out", ExportOptions(dtype="fp32", with_cache=with_cache)
+    )
     shutil.rmtree(tmp_path / "hub")
     model = load.load_exported(tmp_path / "out")
     assert isinstance(model, OnnxCausalLM)
@@ -53,7 +56,7 @@ def test_generates_what_plain_transformers_does(family: str, with_cache: bool, t
 
 def test_half_precision_with_a_cache(tmp_path: Path) -> None:
     plain = fresh("deepseek_v3")
-    onnx_folder.export_onnx(saved(tmp_path / "hub", plain), tmp_path / "out", dtype="fp16", with_cache=True)
+    onnx_folder.write(saved(tmp_path / "hub", plain), tmp_path / "out", ExportOptions(dtype="fp16"))
     model = OnnxCausalLM.from_pretrained(tmp_path / "out")
     ids, _ = rows(0, 0, length=10)
     cache = DynamicCache(config=plain.config)
@@ -72,6 +75,6 @@ def test_folders_without_a_model_are_refused(tmp_path: Path, monkeypatch: pytest
         load.load_exported(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.onnx").write_bytes(b"")
-    monkeypatch.setattr(onnx_folder, "_PACKAGES", ("a_package_that_is_absent",))
-    with pytest.raises(ExportError, match="needs a_package_that_is_absent"):
+    monkeypatch.setattr(formats, "find_spec", lambda name: None)
+    with pytest.raises(ExportError, match="the ONNX export needs onnx and onnxruntime"):
         load.load_exported(tmp_path)

@@ -287,4 +287,4 @@ def test_what_the_command_refuses(copy: Path, tmp_path: Path, capsys: pytest.Cap
     assert f"`{copy}` is not empty: config.json" in said(str(copy), str(copy))
     assert f"--base `{empty}` has no config.json" in said(str(copy), str(out), "--base", str(empty))
     assert not out.exists()
-    assert not out.with_name("out.partial").exists()
+    assert not out.with_name("out.ds_finetune-partial").exists()

@@ -15,7 +15,7 @@ import pytest
 
 from ds_finetune.cli.main import main
 from ds_finetune.errors import ModelError
-from ds_finetune.export.folder import TOKENIZER_FILES
+from ds_finetune.export.safetensors_folder import TOKENIZER_FILES
 from ds_finetune.model.build.hub_folder import HubFolder, check_folder, copy_model_file
 from ds_finetune.model.build.skeleton import read_hf_config
 from ds_finetune.plan.config_json import MAX_LAYERS, read_config_json
@@ -210,7 +210,12 @@ def test_files_of_models_are_copied_in_one_place() -> None:
         for path in (ROOT / "ds_finetune").rglob("*.py")
         if re.search(r"shutil\.copy|os\.link|copytree", path.read_text())
     }
-    assert copying == {"model/build/hub_folder.py", "export/folder.py", "cli/demo.py", "checkpoint/files.py"}
+    assert copying == {
+        "model/build/hub_folder.py",
+        "export/safetensors_folder.py",
+        "cli/demo.py",
+        "checkpoint/files.py",
+    }
 
 
 def test_links_within_the_folder_and_the_hubs_cache_are_followed(tmp_path: Path) -> None:

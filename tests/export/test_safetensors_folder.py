@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ds_finetune.config.units import parse_bytes
 from ds_finetune.errors import ExportError
-from ds_finetune.export.folder import FolderParts, write_folder
+from ds_finetune.export.safetensors_folder import FolderParts, write_folder
 from ds_finetune.families.table import family_of
 from ds_finetune.model.weights.names import hub_pieces
 from tests.json_files import read_json
@@ -62,7 +62,7 @@ def test_folder_equals_what_transformers_writes(family: str, shard: str, tmp_pat
     ids = torch.arange(3, 20)[None]
     assert torch.equal(again.eval()(ids).logits, model(ids).logits)
     assert (out / "a.txt").read_text() == "b"
-    assert not (tmp_path / "out.partial").exists()
+    assert not (tmp_path / "out.ds_finetune-partial").exists()
 
 
 def test_the_schema_of_the_config_is_kept(tmp_path: Path) -> None:

@@ -1,0 +1,262 @@
+"""The formats that a model is exported to: one row for each, which every command that deals with a format reads.
+
+Rows are plain values, so that planning and the command line load no torch. The module of a format is imported at its
+first use.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib import import_module
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, cast
+
+from ds_finetune.config.units import GIB
+from ds_finetune.errors import ConfigError, ExportError
+from ds_finetune.families.family import Family
+from ds_finetune.families.table import FAMILIES, family_of
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from ds_finetune.export.verify.verify import VerificationResult
+
+ENTRY_POINTS = "ds_finetune.formats"
+"""Group of the entry points that refer to rows of other packages."""
+RECORD = "verification.json"
+"""File of an exported folder. It is JSON, since vLLM takes every `*.safetensors` file of a folder for weights."""
+
+Scorer = Callable[[Mapping[str, "torch.Tensor"]], "torch.Tensor"]
+"""From inputs of a tokenizer, int64 [rows, tokens], to logits fp32 [rows, labels] on the CPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """How a folder is to be written, by the options of `ds-finetune export`."""
+
+    dtype: str = ""
+    """Dtype of the weights; empty for the first one of the format's row."""
+    base: Path | None = None
+    """Folder of the model that was trained."""
+    max_shard_size: str | None = None
+    with_cache: bool = True
+    verify: bool = True
+
+    def given(self) -> dict[str, str]:
+        """Options that not every format has: how they were given, by their names on the command line."""
+        size = {} if self.max_shard_size is None else {"--max-shard-size": f"--max-shard-size {self.max_shard_size}"}
+        flags = {"--no-cache": not self.with_cache, "--no-verify": not self.verify}
+        return size | {name: name for name, is_given in flags.items() if is_given}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportResult:
+    """What was written to `folder`."""
+
+    folder: Path
+    num_bytes: int
+    seconds: float
+    num_tensors: int | None = None
+    """Number of tensors; None where they are parts of a graph."""
+    notes: tuple[str, ...] = ()
+    """Lines on what was compared, and on what a user may not expect, e.g. tensors copied from the base."""
+    verdict: "VerificationResult | None" = None
+    """The result of verifying the folder; None where it was not verified, or in the course of writing."""
+
+    def lines(self) -> list[str]:
+        """Lines for the terminal."""
+        tensors = "" if self.num_tensors is None else f"{self.num_tensors} tensors, "
+        size = f"{tensors}{self.num_bytes / GIB:.2f} GiB"
+        return [f"wrote {self.folder}: {size} in {self.seconds:.1f} s", *self.notes]
+
+
+class FormatModule(Protocol):
+    """The functions of a format's module."""
+
+    def write(self, source: Path, out: Path, options: ExportOptions) -> ExportResult:
+        """Convert the run, checkpoint, adapter or model in `source` to the folder `out`, which appears when complete.
+
+        OutputError where `out` is not empty or does not fit on the disk; ExportError where the model has no such
+        export; VerificationError where the folder is compared before it gets its name, and differs.
+        """
+        ...
+
+    def verify(self, folder: Path, base: Path | None) -> "VerificationResult":
+        """Compare `folder` with its record, and mark it; `base` is the model that it was trained from, if given."""
+        ...
+
+    def check_model(self, config: "PretrainedConfig", *, is_classifier: bool) -> None:
+        """ExportError where the model type or a setting of config.json has no export in this format."""
+        ...
+
+    def load_model(self, folder: Path, device: str) -> "PreTrainedModel":
+        """The causal LM of `folder` for `generate`.
+
+        It is put on `device` (`auto`: all GPUs); where that is empty, on a GPU where there is one.
+        """
+        ...
+
+    def load_scorer(self, folder: Path) -> Scorer:
+        """The classifier of `folder`."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportFormat:
+    """One format: what its folders are, who reads them, and what `ds-finetune export` takes for it."""
+
+    name: str
+    """Its name for `--format` and `export.formats`. The record of its folders has a `format` that begins with it."""
+    title: str
+    """Its name in sentences."""
+    module: str
+    """Name of its module, which has the functions of `FormatModule`."""
+    weights: tuple[str, ...]
+    """Patterns of the files with weights, by which a folder is recognised."""
+    read_by: str
+    """Programs that read its folders."""
+    dtypes: tuple[str, ...]
+    """Values of `--dtype`; the first is the default."""
+    engines: tuple[str, ...]
+    """Engines of `ds-finetune serve` that read its folders; `auto` takes the first that can run."""
+    options: tuple[str, ...] = ()
+    """Options of `ExportOptions.given` that it has."""
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    """Hints for options that it does not have, where they say more than which format has them."""
+    packages: tuple[str, ...] = ()
+    """Packages that its module needs."""
+    extra: str = ""
+    """The extra of this package that installs them."""
+    has_family: Callable[[Family], bool] = lambda _: True
+    """Whether models of a family can be exported; of an encoder, classifiers."""
+    has_card: bool = False
+    """Whether a model card is written into the folder."""
+
+    def resolved(self, options: ExportOptions) -> ExportOptions:
+        """`options` with the default dtype filled in; ConfigError or ExportError for one that this format has not."""
+        for name, given in options.given().items():
+            if name not in self.options:
+                others = " or ".join(row.name for row in formats() if name in row.options)
+                raise ConfigError(
+                    f"{given} is not valid with --format {self.name}",
+                    hint=self.reasons.get(name, f"it is an option of --format {others}"),
+                )
+        if options.dtype and options.dtype not in {dtype for row in formats() for dtype in row.dtypes}:
+            raise ConfigError(f"dtype is `{options.dtype}`", hint=f"name one of {', '.join(self.dtypes)}")
+        if options.dtype and options.dtype not in self.dtypes:
+            raise ExportError(
+                f"{self.read_by} cannot run a model in {options.dtype}",
+                hint=f"export with --dtype {' or '.join(self.dtypes)}",
+            )
+        return replace(options, dtype=options.dtype or self.dtypes[0])
+
+    def check_model_type(self, model_type: str) -> Family:
+        """The family of `model_type`; ExportError where its models cannot be exported."""
+        family = family_of(model_type)
+        if not self.has_family(family):
+            decoders, encoders = (", ".join(self.model_types(is_encoder=is_encoder)) for is_encoder in (False, True))
+            others = f", and of classifiers also for {encoders}" if encoders else ""
+            raise ExportError(
+                f"model_type `{model_type}` has no export to {self.title}", hint=f"there is one for {decoders}{others}"
+            )
+        return family
+
+    def model_types(self, *, is_encoder: bool) -> list[str]:
+        """Model types of the table of families that can be exported, in order."""
+        rows = FAMILIES.items()
+        return sorted(name for name, row in rows if self.has_family(row) and (row.encoder is not None) == is_encoder)
+
+    def holds_weights(self, folder: Path) -> bool:
+        """Whether `folder` has files with weights in this format."""
+        return any(any(folder.glob(pattern)) for pattern in self.weights)
+
+    def load(self) -> FormatModule:
+        """Its module; ExportError where a package that it needs is not installed."""
+        absent = [name for name in self.packages if find_spec(name) is None]
+        if absent:
+            raise ExportError(
+                f"the {self.title} export needs {' and '.join(absent)}", hint=f"pip install 'ds_finetune[{self.extra}]'"
+            )
+        return cast(FormatModule, import_module(self.module))
+
+
+SAFETENSORS = ExportFormat(
+    name="safetensors",
+    title="safetensors",
+    module="ds_finetune.export.safetensors_format",
+    weights=("*.safetensors", "*.bin"),
+    read_by="transformers, vLLM, SGLang and llama.cpp's converter",
+    dtypes=("bf16", "fp16", "fp32", "fp8"),
+    engines=("vllm", "transformers"),
+    options=("--max-shard-size", "--no-verify"),
+    has_card=True,
+)
+ONNX = ExportFormat(
+    name="onnx",
+    title="ONNX",
+    module="ds_finetune.export.onnx.folder",
+    weights=("model.onnx",),
+    read_by="ONNX Runtime",
+    dtypes=("fp32", "fp16"),
+    engines=("onnx",),
+    options=("--no-cache",),
+    reasons={
+        "--max-shard-size": "leave it out: weights are one file",
+        "--no-verify": "leave it out: an ONNX folder has its name only once it is verified",
+    },
+    packages=("onnx", "onnxruntime"),
+    extra="onnx",
+    has_family=lambda family: family.onnx is not None,
+)
+FORMATS = [SAFETENSORS, ONNX]
+"""The formats of this package, and after them those that others have registered."""
+ENGINES = ("vllm", "transformers", "onnx")
+"""The engines of `ds-finetune serve`."""
+
+
+def register_format(row: ExportFormat) -> None:
+    """Add a format of another package."""
+    assert row.name not in {other.name for other in FORMATS}, row.name
+    assert set(row.engines) <= set(ENGINES), row.engines
+    FORMATS.append(row)
+
+
+def formats() -> list[ExportFormat]:
+    """All formats, those of installed packages too."""
+    _load_entry_points()
+    return FORMATS
+
+
+@cache
+def _load_entry_points() -> None:
+    for entry in entry_points(group=ENTRY_POINTS):
+        register_format(entry.load())
+
+
+def format_named(name: str, where: str = "format") -> ExportFormat:
+    """The format of this name; ConfigError where there is none, which says `where` the name was given."""
+    row = next((row for row in formats() if row.name == name), None)
+    if row is None:
+        raise ConfigError(f"{where} is `{name}`", hint=f"name {' or '.join(row.name for row in formats())}")
+    return row
+
+
+def format_of(folder: Path) -> ExportFormat:
+    """The format of an exported folder, by its weights, or by its record where they are missing.
+
+    It is safetensors where neither says so.
+    """
+    rows = [row for row in formats() if row.holds_weights(folder)]
+    if rows:
+        # A folder of another format may have a safetensors file beside its own.
+        return rows[-1]
+    try:
+        tree = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return SAFETENSORS
+    name = str(tree.get("format")).partition(" ")[0] if isinstance(tree, dict) else ""
+    return next((row for row in formats() if row.name == name), SAFETENSORS)

@@ -1,0 +1,56 @@
+"""The format `safetensors`: Hugging Face folders, which transformers and its servers read."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from ds_finetune.config.units import parse_bytes
+from ds_finetune.console.quiet import show_loading_as_phase
+from ds_finetune.export.formats import ExportOptions, ExportResult, Scorer
+from ds_finetune.export.from_checkpoint import export_checkpoint
+from ds_finetune.export.verify.verify import VerificationResult, verify_exports
+from ds_finetune.foreign.auto_models import AutoModelForCausalLM, AutoModelForSequenceClassification
+from ds_finetune.system.free_memory import available_bytes
+
+DEFAULT_SHARD_SIZE = "5GB"
+
+
+def write(source: Path, out: Path, options: ExportOptions) -> ExportResult:
+    """Convert `source` to the folder `out`, which is verified later."""
+    max_shard_bytes = parse_bytes(str(options.max_shard_size or DEFAULT_SHARD_SIZE), name="--max-shard-size")
+    return export_checkpoint(source, out, dtype=options.dtype, max_shard_bytes=max_shard_bytes, base=options.base)
+
+
+def verify(folder: Path, base: Path | None) -> VerificationResult:
+    """Compare the folder with its record in a fresh process of plain transformers, and mark it."""
+    return verify_exports([folder], base=base, available_bytes=available_bytes())[0]
+
+
+def check_model(config: PretrainedConfig, *, is_classifier: bool) -> None:
+    """Every model that trains is exported."""
+
+
+def load_model(folder: Path, device: str) -> PreTrainedModel:
+    """The causal LM of `folder`, by plain transformers."""
+    show_loading_as_phase()
+    placed = {"device_map": device} if device else {}
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        folder, dtype="auto", trust_remote_code=False, **placed
+    ).eval()
+    return model.cuda() if not device and torch.cuda.is_available() else model
+
+
+def load_scorer(folder: Path) -> Scorer:
+    """The classifier of `folder`, by plain transformers, on a GPU where there is one."""
+    show_loading_as_phase()
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype="auto", trust_remote_code=False).eval()
+    model = model.cuda() if torch.cuda.is_available() else model
+
+    def score(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        with torch.no_grad():
+            logits: torch.Tensor = model(**{key: part.to(model.device) for key, part in inputs.items()}).logits
+        return logits.float().cpu()
+
+    return score

@@ -1,0 +1,152 @@
+"""The table of export formats: each row is complete, and one that another package adds is exported, checked and loaded."""
+
+import inspect
+import json
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import ds_finetune
+from ds_finetune.cli.main import main
+from ds_finetune.errors import ConfigError, ExportError, OutputError
+from ds_finetune.export import formats
+from ds_finetune.export.formats import FormatModule
+from ds_finetune.export.load import load_exported
+from ds_finetune.export.output_folder import replaced_folder
+from ds_finetune.serving.serve import choose_engine
+from tests.export.toy_format import TOY
+from tests.model.weights.test_weights import published
+from tests.running import start, tiny_task
+
+FUNCTIONS = [name for name in vars(FormatModule) if not name.startswith("_")]
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package that offers the format `toy`, which is forgotten afterwards."""
+    info = tmp_path / "site" / "toy-1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[{formats.ENTRY_POINTS}]\ntoy = tests.export.toy_format:TOY\n")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.setattr(formats, "FORMATS", [*formats.FORMATS])
+    monkeypatch.setattr(formats, "_load_entry_points", formats.cache(formats._load_entry_points.__wrapped__))
+
+
+@pytest.mark.parametrize("row", [*formats.FORMATS, TOY], ids=lambda row: row.name)
+def test_the_module_of_a_row_has_its_functions(row: formats.ExportFormat) -> None:
+    for package in row.packages:
+        pytest.importorskip(package)
+    module = import_module(row.module)
+    for name in FUNCTIONS:
+        expected = [*inspect.signature(getattr(FormatModule, name)).parameters][1:]
+        assert [*inspect.signature(getattr(module, name)).parameters] == expected, name
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_format_of_another_package_by_the_command_and_by_the_api(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = published("qwen3", tmp_path / "hub")
+    out = tmp_path / "out"
+    assert main(["export", str(tmp_path / "hub"), str(out), "--format", "toy"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"wrote {out}: " in said
+    assert f"verified: {out} the bytes of the archive" in said
+    written = ds_finetune.export_model(tmp_path / "hub", tmp_path / "again", format="toy")
+    assert written.verdict is not None
+    assert written.verdict.is_verified
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(load_exported(out)(ids).logits, model(ids).logits)
+    assert choose_engine("auto", out) == "transformers"
+    assert main(["serve", str(out), "--engine", "onnx"]) == 2
+    assert "--engine onnx reads onnx folders" in capsys.readouterr().err
+    assert main(["export", "--check", str(out)]) == 0
+    (out / "weights.npz").write_bytes(b"other")
+    assert main(["export", "--check", str(out)]) == 1
+    assert "weights.npz has other bytes" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("installed")
+def test_what_a_row_does_not_have_is_refused(tmp_path: Path) -> None:
+    for options, told in (
+        ({"verify": False}, "--no-verify is not valid with --format toy"),
+        ({"dtype": "bf16"}, "numpy cannot run a model in bf16"),
+        ({"dtype": "int3"}, "dtype is `int3`"),
+        ({"with_cache": False}, "--no-cache is not valid with --format toy\n  hint: it is an option of --format onnx"),
+    ):
+        with pytest.raises((ConfigError, ExportError), match=told):
+            ds_finetune.export_model(tmp_path, tmp_path / "out", format="toy", **options)
+    with pytest.raises(ConfigError, match=r"format is `gguf`\n  hint: name safetensors or onnx or toy"):
+        ds_finetune.export_model(tmp_path, tmp_path / "out", format="gguf")
+    with pytest.raises(ExportError, match="model_type `bert` has no export to toy"):
+        TOY.check_model_type("bert")
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_run_ends_with_each_of_its_formats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_file = tiny_task(tmp_path, export={"formats": ["safetensors", "toy"]})
+    report = ds_finetune.train(run_file)
+    assert [folder.name for folder in report.exports] == ["export", "export-toy"]
+    said = capsys.readouterr().out
+    assert "next: ds-finetune chat" in said
+    assert "export-toy: " in said
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "export")
+    ids = torch.arange(9)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(load_exported(report.exports[1])(ids).logits, plain(ids).logits)
+    record = tmp_path / "run" / "export-toy" / formats.RECORD
+    before = record.stat().st_mtime_ns
+    ds_finetune.train(run_file)
+    assert record.stat().st_mtime_ns > before
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        ("[onnx]", "export.formats is ['onnx']"),
+        ("[safetensors,safetensors]", "export.formats is ['safetensors', 'safetensors']"),
+        ("[safetensors,gguf]", "a name in export.formats is `gguf`"),
+    ],
+)
+def test_formats_of_a_run_that_cannot_be(names: str, told: str, tmp_path: Path) -> None:
+    config = ds_finetune.read_config(tiny_task(tmp_path), [f"export.formats={names}"])
+    with pytest.raises(ConfigError) as refused:
+        ds_finetune.plan_run(config, gpus=1)
+    assert refused.value.message == told
+
+
+def test_a_model_type_without_a_format_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    run_file = tiny_task(tmp_path)
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"hidden_act": "gelu"}))
+    done = start(["ds-finetune", "train", str(run_file), "export.formats=[safetensors,onnx]"])
+    assert done.returncode == 2
+    assert "hidden_act `gelu` has no ONNX graph" in " ".join(done.stderr.split())
+
+
+def test_only_a_folder_of_this_program_is_replaced(tmp_path: Path) -> None:
+    """A folder `OUT.partial` is a user's; what a killed export has left is removed by the next one."""
+    users, ours = tmp_path / "out.partial", tmp_path / "out.ds_finetune-partial"
+    for folder in (users, ours):
+        folder.mkdir()
+        (folder / "file").touch()
+    with replaced_folder(tmp_path / "out") as partial:
+        assert partial == ours
+        assert not list(partial.iterdir())
+        (partial / "new").touch()
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "new", "out", "out.partial"]
+
+
+def test_an_unverified_folder_of_a_user_is_kept(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    (tmp_path / "out.unverified").mkdir()
+    (tmp_path / "out.unverified" / "mine").touch()
+    with pytest.raises(OutputError, match=r"out\.unverified` is not empty: mine"):
+        ds_finetune.export_model(tmp_path / "hub", tmp_path / "out", format="onnx")
+    assert (tmp_path / "out.unverified" / "mine").exists()
