@@ -5,7 +5,7 @@ The writer process imports this module, so it does not import torch.
 
 from dataclasses import dataclass
 
-from ds_finetune.checkpoint.files import Manifest
+from ds_finetune.checkpoint.commit import Manifest
 from ds_finetune.system.process_messages import ProcessMessage
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import ds_finetune
-from ds_finetune.checkpoint.files import ChecksummedFile, mark_part_written
+from ds_finetune.checkpoint.commit import ChecksummedFile, mark_part_written
 from ds_finetune.checkpoint.messages import JobDone, RemoveJob, StopWaiting
 from ds_finetune.config.units import MIB
 from ds_finetune.system.process_messages import MessageReader, ProcessMessage, send

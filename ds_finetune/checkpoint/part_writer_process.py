@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from ds_finetune.checkpoint.files import byte_pieces, commit, mark_part_written, remove_checkpoint, write_checksummed
+from ds_finetune.checkpoint.commit import byte_pieces, commit, mark_part_written, remove_checkpoint, write_checksummed
 from ds_finetune.checkpoint.messages import JOBS, CommitJob, JobDone, RemoveJob, ReserveJob, StopWaiting, WriteJob
 from ds_finetune.system.process_messages import MessageReader, ProcessMessage, send
 

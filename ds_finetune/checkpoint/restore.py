@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ds_finetune.checkpoint.files import (
+from ds_finetune.checkpoint.commit import (
     Manifest,
     complete_steps,
     damage_of,

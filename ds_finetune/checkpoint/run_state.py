@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Self
 
-from ds_finetune.checkpoint.files import STATE
+from ds_finetune.checkpoint.commit import STATE
 from ds_finetune.plan.plan import Plan
 
 _PACKAGES = ("ds_finetune", "torch", "deepspeed", "transformers")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from ds_finetune.checkpoint.files import (
+from ds_finetune.checkpoint.commit import (
     STATE,
     Manifest,
     commit,
@@ -47,11 +47,11 @@ class SaveResult:
 
 @dataclass
 class Saver:
-    """Saves the state that `groups` returns, one checkpoint at a time.
+    """Writes checkpoints of the tensors and numbers that `groups` returns, one at a time.
 
-    The files `linked` are added to each checkpoint under their keys. The files `inherited` stay open in the writer
-    process, which may exit a little later than this one. Only `start`, `remove` and `close` may be called on a single
-    rank; all ranks must call the other methods together.
+    A second process writes the files, while training continues if `is_asynchronous`. Each checkpoint also gets a link
+    to each of the files `linked`, named by its key. The open files `inherited` are handed to the second process, which
+    may exit a little later than this one. All ranks call a method together, except `start`, `remove` and `close`.
     """
 
     groups: Callable[[], list[StateGroup]]

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from ds_finetune.checkpoint.files import (
+from ds_finetune.checkpoint.commit import (
     MANIFEST,
     Manifest,
     complete_steps,

@@ -81,7 +81,7 @@ def _recognised(record: "Record", where: str) -> tuple[str, Mapping[str, str]]:
     """The objective that such rows are for, and the names of its columns where they are other ones; DataError for rows
     that fit none.
     """
-    from ds_finetune.data.layouts import PlainText
+    from ds_finetune.data.record_layouts import PlainText
     from ds_finetune.data.row_kind import DIALOGUE, RowKind, objectives_of
     from ds_finetune.data.samples import LAYOUTS_OF, read_row
 
@@ -106,7 +106,7 @@ def _recognised(record: "Record", where: str) -> tuple[str, Mapping[str, str]]:
 
 
 def _guesses(record: "Record") -> Iterator[Mapping[str, str]]:
-    from ds_finetune.data.layouts import columns_line
+    from ds_finetune.data.record_layouts import columns_line
 
     for keys in (("prompt", "chosen", "rejected"), ("prompt", "completion")):
         if line := columns_line(record, *keys):

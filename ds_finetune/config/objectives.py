@@ -23,6 +23,7 @@ Reference = Literal["cache", "adapters_off"]
 KindName = Literal["dialogue", "text", "pairs", "marked", "labelled"]
 """What the training rows of an objective are; data/row_kind.py describes each kind."""
 Unit = Literal["supervised tokens", "pairs", "examples"]
+"""What the loss of an objective is a mean over."""
 Head = Literal["tokens", "documents", "scores"]
 """What a loss reads: the logits of tokens, the log-probabilities of whole documents, or the scores of a classifier."""
 Need = Literal["reference", "teacher", "baseline"]

@@ -7,6 +7,7 @@ from decimal import Decimal
 from typing import Literal, Self
 
 Unit = Literal["steps", "epochs", "tokens"]
+"""What the length of training is counted in."""
 SchedulerName = Literal["cosine", "linear", "constant", "wsd", "exponential_rise"]
 
 _TEXT = re.compile(r"^\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][0-9]+)?)\s*(step|epoch|token)s?\s*$")

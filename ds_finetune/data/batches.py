@@ -44,11 +44,13 @@ class Ahead(NamedTuple):
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The rows of one forward: `input_ids`, `position_ids` and `labels` (already shifted), int64 [rows, tokens] each.
+    """The rows that a rank puts through the model in one forward.
 
-    `documents` has, for each row, the lengths of its documents; padding counts as the last one. It is None where each
-    row is one document. `token_types` int64 [rows, tokens] is 1 in the second text of a pair of texts, for encoders.
-    `lengths` int64 [rows] are the tokens of each row's text, which padding follows; 0 for a row that fills the batch.
+    `input_ids`, `position_ids` and `labels` are int64 [rows, tokens]; a label is the token after the one at its place.
+    `lengths` int64 [rows] are the tokens of each row without padding, which follows them; 0 for an empty row that only
+    completes the batch. `documents` has the lengths of the documents of each row, where padding counts as the last
+    document; it is None where each row is one document. `token_types` int64 [rows, tokens], for encoders, is 1 in the
+    second text of a pair.
     """
 
     input_ids: torch.Tensor
@@ -491,7 +493,7 @@ def _fill(ready: Queue[_Made], items: Iterable[Given], prepare: Callable[[Given]
             if is_closed.is_set():
                 break
         ready.put(((), None))
-    except BaseException as error:  # noqa: BLE001 - the reader raises it
+    except BaseException as error:  # noqa: BLE001 - the thread that reads the batches raises it
         ready.put(((), error))
 
 

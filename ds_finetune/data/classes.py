@@ -10,8 +10,8 @@ from pathlib import Path
 
 from ds_finetune.config.sections import DataConfig
 from ds_finetune.data.cache import lock_folder, remove_damaged, write_folder
-from ds_finetune.data.layouts import LABELLED_LAYOUTS, Record, default_columns, view_columns
 from ds_finetune.data.messages import shown_value
+from ds_finetune.data.record_layouts import LABELLED_LAYOUTS, Record, default_columns, view_columns
 from ds_finetune.data.row_kind import RowKind
 from ds_finetune.data.sources import find_sources, read_records
 from ds_finetune.errors import ConfigError, DataError

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from ds_finetune.data.layouts import (
+from ds_finetune.data.messages import Conversation, check_text, read_conversation, read_tools, shown_value
+from ds_finetune.data.record_layouts import (
     Completion,
     by_name,
     check_not_continued,
@@ -21,7 +22,6 @@ from ds_finetune.data.layouts import (
     read_text,
     role_of,
 )
-from ds_finetune.data.messages import Conversation, check_text, read_conversation, read_tools, shown_value
 from ds_finetune.errors import DataError
 
 ReadPair = Callable[[Mapping[str, Any], str], "Preference"]

@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ds_finetune.config.objectives import BosRule
 from ds_finetune.data.chat_template import ChatTemplate, adapt_messages, strip_reasoning
-from ds_finetune.data.layouts import Completion, PlainText, Sample
 from ds_finetune.data.messages import Conversation
+from ds_finetune.data.record_layouts import Completion, PlainText, Sample
 from ds_finetune.data.rendering import RenderedConversation, RewrittenTurnError, Turn, UnrenderedTextError
 from ds_finetune.data.text_encoder import ControlTokens, strip_brackets
 from ds_finetune.errors import DataError

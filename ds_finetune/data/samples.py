@@ -4,7 +4,9 @@ from collections.abc import Mapping
 
 from ds_finetune.config.objectives import KindName
 from ds_finetune.data.classes import target_of
-from ds_finetune.data.layouts import (
+from ds_finetune.data.messages import shown_value
+from ds_finetune.data.preferences import PAIR_LAYOUTS, Preference
+from ds_finetune.data.record_layouts import (
     LABELLED_LAYOUTS,
     LAYOUTS,
     MARKED_LAYOUTS,
@@ -24,8 +26,6 @@ from ds_finetune.data.layouts import (
     unread_columns,
     view_columns,
 )
-from ds_finetune.data.messages import shown_value
-from ds_finetune.data.preferences import PAIR_LAYOUTS, Preference
 from ds_finetune.data.row_kind import RowKind, objectives_of
 from ds_finetune.errors import ConfigError, DataError
 

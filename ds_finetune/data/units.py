@@ -21,8 +21,8 @@ from ds_finetune.data.documents import (
     make_documents,
 )
 from ds_finetune.data.files import ReadRecord, Record
-from ds_finetune.data.layouts import Completion, LabelledText, MarkedAnswer, PlainText, Sample
 from ds_finetune.data.preferences import Preference
+from ds_finetune.data.record_layouts import Completion, LabelledText, MarkedAnswer, PlainText, Sample
 from ds_finetune.data.row_kind import DIALOGUE, RowKind
 from ds_finetune.data.sample_tokens import SampleTokeniser, TemplateSettings, Tokens
 from ds_finetune.data.samples import RowSample, read_row

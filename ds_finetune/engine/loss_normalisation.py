@@ -28,10 +28,10 @@ def term_weights(terms: Sequence[Term], counts: torch.Tensor) -> torch.Tensor:
 
 
 def scale_for_deepspeed(loss: torch.Tensor, *, zero_ranks: int) -> torch.Tensor:
-    """A micro-batch's contribution to the loss of the global batch (scalar), as DeepSpeed's backward needs it.
+    """The loss (scalar) to call `backward` on, from a micro-batch's part of the loss of the global batch.
 
     DeepSpeed divides gradients by its `zero_ranks` ranks when it reduces them (0.19.8, zero/stage_1_and_2.py,
-    engine.allreduce_bucket). The sum over ranks is the mean already, so the loss is multiplied by that number.
+    engine.allreduce_bucket). The parts of all ranks add up to the mean already, so each is multiplied by that number.
 
     The result must not be the tensor that the module returned: at stage 0, the gradient of that one would be divided by
     the accumulation steps (runtime/engine.py:3179), because the hook of the module's output runs before the one that
@@ -41,7 +41,8 @@ def scale_for_deepspeed(loss: torch.Tensor, *, zero_ranks: int) -> torch.Tensor:
 
 
 def detached_sums(out: LossAndSums | StageOutput, number: int) -> torch.Tensor:
-    """The `number` sums of a forward, fp64; a pipeline stage before the last has zeros for the objective's, which come
-    first.
+    """The sums that a forward returned, fp64 [number]: first those of the objective, then those of extra losses.
+
+    A pipeline stage before the last computes no objective, and gets zeros in their place.
     """
     return functional.pad(out.sums, (number - len(out.sums), 0))

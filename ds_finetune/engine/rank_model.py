@@ -260,7 +260,7 @@ def saved_frozen(lm: PreTrainedModel, features: Sequence[Feature]) -> tuple[str,
 
 @contextmanager
 def start_teacher(plan: Plan, model: ModelPlan, groups: Groups) -> Iterator[Teacher | None]:
-    """The live teacher of `model`, None where it has none, and on pipeline stages before the last.
+    """The live teacher of `model`; None where it has none, and on pipeline stages before the last one.
 
     At ZeRO stage 3, and where it is offloaded, its weights are partitioned over all ranks by a second DeepSpeed engine,
     which gathers them module by module. Otherwise each rank holds them whole.

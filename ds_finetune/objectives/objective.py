@@ -99,8 +99,10 @@ class Objective(ABC):
         return "baseline" in OBJECTIVES[self.name].needs
 
     def baseline(self, log_ratio_sum: float, count: float) -> float:
-        """The number of the global batch that the loss needs, from the sum and the number of the log-ratios to the
-        reference of `Batch.baseline` over all ranks.
+        """The number that every example's loss is compared with, such as KTO's z0, once for each global batch.
+
+        `log_ratio_sum` and `count` are the sum (nats) and the number of the log-ratios of model to reference over the
+        mismatched answers (`Batch.baseline`) of all ranks.
         """
         assert not self.needs_baseline, f"{self.name} does not say how its baseline is computed"
         return 0.0

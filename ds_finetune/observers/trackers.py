@@ -113,7 +113,7 @@ class MlflowRun:
             failed_before = self._is_failing
             try:
                 self._send(status)
-            except Exception as failed:  # noqa: BLE001 - a server, a disk or the package
+            except Exception as failed:  # noqa: BLE001 - a server, a disk or the package fails; records wait
                 if not failed_before:
                     self._say(f"mlflow CANNOT BE WRITTEN: {one_line(failed)}; training continues, and its records wait")
                 self._is_failing, self._pause = True, min(2 * self._pause, _LONGEST_PAUSE)
@@ -227,6 +227,7 @@ def _opening(name: str, say: Say, *, is_resumed: bool) -> Iterator[None]:
     try:
         yield
     except Exception as failed:
+        # The packages have error classes of their own (wandb.errors.Error, MlflowException), and need not be installed.
         if not is_resumed:
             raise ConfigError(
                 f"log.trackers names `{name}`, which cannot be opened: {one_line(failed)}",
@@ -249,6 +250,7 @@ class _Direct:
         except OSError:
             raise
         except Exception as failed:
+            # Whatever a package raises is an outage: the record waits, and training continues.
             raise OSError(one_line(failed)) from failed
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from ds_finetune.plan.batch import rows_of_forward
 from ds_finetune.plan.forward import problem_of_calls, varlen_problem
 from ds_finetune.plan.inexact import inexact_checks
 from ds_finetune.plan.routers import has_routers
-from ds_finetune.plan.settings import Condition, Other, Refusal, RunSettings, setting, together
+from ds_finetune.plan.settings import Condition, Conflict, Refusal, RunSettings, setting, together
 from ds_finetune.plan.tested_layouts import ROW_BYTES, TESTED_LAYOUTS, WEIGHT_BYTES, nearest_layout, wider
 
 _MOST_RANKS_OF_AXIS = 4096
@@ -35,17 +35,17 @@ With other values, some layouts fail after weights are read, and some compute wi
 """
 _TRAINING = (
     setting("train.precision fp16", "set train.precision to bf16"),
-    Other("offload to nvme", "offload to cpu", lambda run: "nvme" in run.offloads),
+    Conflict("offload to nvme", "offload to cpu", lambda run: "nvme" in run.offloads),
     # Muon and Lamb depend on whole matrices.
-    Other("optim.name {optim.name}", "use AdamW", lambda run: run.optimizer not in ("adam", "adamw")),
+    Conflict("optim.name {optim.name}", "use AdamW", lambda run: run.optimizer not in ("adam", "adamw")),
 )
 """Settings that tests of layouts, adapters, indexers and multi-token prediction leave out."""
-_ATTENTION = Other(
+_ATTENTION = Conflict(
     "model.attention {model.attention}",
     "set model.attention to sdpa",
     lambda run: run.model.attention not in OWN_ATTENTIONS,
 )
-_ONE_NORM = Other(
+_ONE_NORM = Conflict(
     # DeepSpeed 0.19.8 takes the norm of all gradients there, also of parameters that are apart
     # (fp16/unfused_optimizer.py:214).
     "zero stage {stage} in {precision}",
@@ -54,17 +54,17 @@ _ONE_NORM = Other(
 )
 
 
-def _untested_value(option: str) -> Other:
+def _untested_value(option: str) -> Conflict:
     tested = _TESTED_OPTIONS[option]
-    return Other(
+    return Conflict(
         f"{option} {{options[{option}]}}",
         "leave it out",
         lambda run: option in run.options and run.options[option] not in tested,
     )
 
 
-def _other_objective(feature: str) -> Other:
-    return Other(
+def _other_objective(feature: str) -> Conflict:
+    return Conflict(
         "objective {objective.name}",
         f"set objective to {{legal}}, or leave {feature} out",
         lambda run: not run.objective.row.is_cross_entropy and {"legal": " or ".join(cross_entropies())},
@@ -137,7 +137,7 @@ def _activation_checks(key: str) -> Iterator[Refusal]:
     others = (
         setting("mtp.train true", hint),
         setting("indexer.train true", hint),
-        Other("lora.quantize {lora.quantize}", hint, lambda run: run.lora is not None and run.lora.quantize),
+        Conflict("lora.quantize {lora.quantize}", hint, lambda run: run.lora is not None and run.lora.quantize),
     )
     return together(f"train.{key} true", lambda run: getattr(run.train, key), others)
 
@@ -278,7 +278,7 @@ _LORA = (
             # Embedding and head are frozen: a new row would keep its random values, and adapters do not contain it.
             setting("model.resize_vocabulary true", "train all weights, or use a tokenizer that fits the model"),
             # An adapter folder names its base model, whose config.json has other positions and rotary scaling.
-            Other(
+            Conflict(
                 "model.context {model.context}",
                 "write the extension into the config.json of a copy of the model's folder",
                 lambda run: run.model.context is not None,
@@ -351,7 +351,7 @@ _INDEXERS = together(
     "indexer.train true (stage {indexer.stage})",
     lambda run: run.indexer.train,
     (
-        Other(
+        Conflict(
             "lora",
             "leave lora or indexer out; with adapters indexers stay as they are",
             lambda run: run.lora is not None,
@@ -360,12 +360,12 @@ _INDEXERS = together(
         _ATTENTION,
         *_TRAINING,
         _ONE_NORM,
-        Other(
+        Conflict(
             "parallel {mesh}",
             "set parallel.pp and parallel.ep to 1",
             lambda run: run.indexer.stage == "dense_warmup" and (run.mesh.pp > 1 or run.mesh.ep > 1),
         ),
-        Other(
+        Conflict(
             "`router`",
             "leave router out: routers stay as they are in this stage",
             lambda run: run.indexer.stage == "dense_warmup" and run.router is not None,

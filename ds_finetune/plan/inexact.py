@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from ds_finetune.config.value_types import InexactName
 from ds_finetune.plan.batch import rows_of_forward
 from ds_finetune.plan.deepspeed_config import Tree
-from ds_finetune.plan.settings import Other, Refusal, RunSettings, setting, together
+from ds_finetune.plan.settings import Conflict, Refusal, RunSettings, setting, together
 
 PAGE = "docs/how-to/inexact-options.md"
 _WITHOUT_NAME = {
@@ -33,7 +33,7 @@ class InexactOption:
     saves: str
     asked: Callable[[RunSettings], str]
     """The key and value that ask for it in a run; empty where none does."""
-    others: tuple[Other, ...]
+    others: tuple[Conflict, ...]
 
 
 def _switch(key: str) -> Callable[[RunSettings], str]:
@@ -41,23 +41,23 @@ def _switch(key: str) -> Callable[[RunSettings], str]:
 
 
 _PLAIN_RANKS = (
-    Other("parallel {mesh}", "set tp, pp, sp and ep to 1", lambda run: run.axes),
-    Other("lora", "train all weights", lambda run: run.lora is not None),
+    Conflict("parallel {mesh}", "set tp, pp, sp and ep to 1", lambda run: run.axes),
+    Conflict("lora", "train all weights", lambda run: run.lora is not None),
 )
 """What no option but one works with."""
-_ADAM = Other("optim.name {optim.name}", "use AdamW", lambda run: run.optimizer not in ("adam", "adamw"))
+_ADAM = Conflict("optim.name {optim.name}", "use AdamW", lambda run: run.optimizer not in ("adam", "adamw"))
 _NO_GPU = "run it on GPUs: DeepSpeed 0.19.8"
 _PARTITIONED = (
     *_PLAIN_RANKS,
-    Other(
+    Conflict(
         "zero stage {stage}", "set zero_optimization.stage to 3, where weights are gathered", lambda run: run.stage != 3
     ),
-    Other("offload to nvme", "offload to cpu", lambda run: "nvme" in run.offloads),
+    Conflict("offload to nvme", "offload to cpu", lambda run: "nvme" in run.offloads),
 )
 _QUANTIZED = (
     *_PARTITIONED,
-    Other("device {device}", f"{_NO_GPU} has its quantizer only as CUDA kernels", lambda run: run.device != "cuda"),
-    Other("1 rank", "start several ranks: one sends nothing", lambda run: run.mesh.world_size == 1),
+    Conflict("device {device}", f"{_NO_GPU} has its quantizer only as CUDA kernels", lambda run: run.device != "cuda"),
+    Conflict("1 rank", "start several ranks: one sends nothing", lambda run: run.mesh.world_size == 1),
 )
 
 
@@ -75,19 +75,19 @@ def _wrong_groups(run: RunSettings) -> dict[str, object] | None:
     return {"ranks": ranks, "group": group, "legal": hint}
 
 
-def _offloaded(*stages: int) -> tuple[Other, ...]:
+def _offloaded(*stages: int) -> tuple[Conflict, ...]:
     legal = " or ".join(map(str, stages))
     return (
         *_PLAIN_RANKS,
-        Other("zero stage {stage}", f"set zero_optimization.stage to {legal}", lambda run: run.stage not in stages),
-        Other(
+        Conflict("zero stage {stage}", f"set zero_optimization.stage to {legal}", lambda run: run.stage not in stages),
+        Conflict(
             "offload_optimizer.device {offloads[0]}",
             "set zero_optimization.offload_optimizer.device to cpu",
             lambda run: run.offloads[0] != "cpu",
         ),
         _ADAM,
         setting("train.precision fp16", "set train.precision to bf16"),
-        Other(
+        Conflict(
             "checkpoint.every {checkpoint.every}, because DeepSpeed keeps a part of the optimizer's state where no "
             "checkpoint finds it",
             "set checkpoint.every to never",
@@ -96,13 +96,13 @@ def _offloaded(*stages: int) -> tuple[Other, ...]:
     )
 
 
-def _untimed(key: str) -> Other:
+def _untimed(key: str) -> Conflict:
     def is_untimed(run: RunSettings) -> dict[str, object] | None:
         value = run.zero["zenflow"].get(key, "auto")
         is_number = isinstance(value, int) and not isinstance(value, bool) and value >= 1
         return None if is_number else {"value": value}
 
-    return Other(f"zenflow.{key} {{value}}", "set it to a number of steps", is_untimed)
+    return Conflict(f"zenflow.{key} {{value}}", "set it to a number of steps", is_untimed)
 
 
 def _several_forwards(run: RunSettings) -> dict[str, object] | None:
@@ -113,7 +113,7 @@ def _several_forwards(run: RunSettings) -> dict[str, object] | None:
 
 _ZENFLOW = (
     *_offloaded(1, 2),
-    Other(
+    Conflict(
         "zenflow.select_strategy {strategy}, because DeepSpeed does not know this program's epochs and would choose "
         "columns once",
         "set select_strategy to step, and select_interval and update_interval to numbers of steps",
@@ -121,12 +121,12 @@ _ZENFLOW = (
     ),
     _untimed("select_interval"),
     _untimed("update_interval"),
-    Other(
+    Conflict(
         "zenflow.overlap_step true, whose steps lag behind in a process that is not tested",
         "leave overlap_step out",
         lambda run: run.zero["zenflow"].get("overlap_step"),
     ),
-    Other(
+    Conflict(
         "train.global_batch_size {train.global_batch_size} in {accumulation} forwards of train.micro_batch_size "
         "{micro}, because ZenFlow steps in each forward",
         "set train.micro_batch_size to {one_forward}, or train.global_batch_size to {one_batch}",
@@ -151,7 +151,7 @@ OPTIONS = (
         _switch("zero_quantized_gradients"),
         (
             *_QUANTIZED,
-            Other(
+            Conflict(
                 "zero_optimization.reduce_scatter false",
                 "leave it out",
                 lambda run: run.zero.get("reduce_scatter") is False,
@@ -164,7 +164,10 @@ OPTIONS = (
         "backward reads a second copy of the weights, which the ranks of a group share out",
         "the gathers of backward between groups, for the memory of the copy",
         lambda run: f"zero_optimization.zero_hpz_partition_size {_group(run)}" if _group(run) > 1 else "",
-        (*_PARTITIONED, Other("{ranks} ranks, which do not form several groups of {group}", "{legal}", _wrong_groups)),
+        (
+            *_PARTITIONED,
+            Conflict("{ranks} ranks, which do not form several groups of {group}", "{legal}", _wrong_groups),
+        ),
     ),
     InexactOption(
         "bf16_reduction",
@@ -175,8 +178,8 @@ OPTIONS = (
             f"{_COMMUNICATION} bf16" if run.precision == "fp32" and run.tree.get(_COMMUNICATION) == "bf16" else ""
         ),
         (
-            Other("1 rank", "start several ranks: one reduces nothing", lambda run: run.mesh.world_size == 1),
-            Other("zero stage 0", "set zero_optimization.stage to 1, 2 or 3", lambda run: run.stage == 0),
+            Conflict("1 rank", "start several ranks: one reduces nothing", lambda run: run.mesh.world_size == 1),
+            Conflict("zero stage 0", "set zero_optimization.stage to 1, 2 or 3", lambda run: run.stage == 0),
         ),
     ),
     InexactOption(
@@ -201,7 +204,7 @@ OPTIONS = (
         ),
         (
             *_offloaded(3),
-            Other("device {device}", f"{_NO_GPU} refuses every other accelerator", lambda run: run.device != "cuda"),
+            Conflict("device {device}", f"{_NO_GPU} refuses every other accelerator", lambda run: run.device != "cuda"),
         ),
     ),
 )

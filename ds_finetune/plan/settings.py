@@ -14,7 +14,7 @@ from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.precision import with_precision
 from ds_finetune.plan.tested_layouts import AXES
 
-_ALONE = Mesh(0, 1)
+_ONE_RANK = Mesh(0, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class RunSettings:
     """
 
     config: RunConfig
-    mesh: Mesh = _ALONE
+    mesh: Mesh = _ONE_RANK
     device: str = "cpu"
     tree: Tree = field(default_factory=lambda: {"zero_optimization": {}})
     """The configuration that `deepspeed.initialize` gets."""
@@ -101,15 +101,15 @@ class RunSettings:
 
 
 Condition = Callable[[RunSettings], object]
-"""Whether settings are refused. A mapping has values for the message, beside the settings."""
+"""Decides whether a run is refused, which any true result means. The values of a mapping fill fields of the message."""
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Settings that are refused: when, with which message, and what to do instead.
+    """A row of the table of refused settings: when it applies, the message of the error, and a hint what to do instead.
 
     `message` and `hint` are templates of `str.format`. Their fields are settings such as `{optim.name}` and `{mesh}`,
-    and the names of the values that `applies` returns.
+    or keys of the mapping that `applies` returns.
     """
 
     applies: Condition
@@ -132,7 +132,7 @@ class _Fields(dict[str, object]):
         return getattr(self.run, name)
 
 
-class Other(NamedTuple):
+class Conflict(NamedTuple):
     """A setting that is refused together with some other: its text, what to do instead, and when it is set."""
 
     text: str
@@ -140,15 +140,15 @@ class Other(NamedTuple):
     applies: Condition
 
 
-def setting(text: str, hint: str) -> Other:
+def setting(text: str, hint: str) -> Conflict:
     """The setting whose text is its key and value, such as `mtp.train true`."""
     key, _, value = text.partition(" ")
     section, name = key.split(".")
-    return Other(text, hint, lambda run: str(getattr(getattr(run, section), name)).lower() == value.lower())
+    return Conflict(text, hint, lambda run: str(getattr(getattr(run, section), name)).lower() == value.lower())
 
 
 def together(
-    first: str, applies: Condition, others: Iterable[Other], *, link: str = " with ", why: str = " is not tested"
+    first: str, applies: Condition, others: Iterable[Conflict], *, link: str = " with ", why: str = " is not tested"
 ) -> Iterator[Refusal]:
     """A refusal for each of `others`, which are refused where `applies` holds."""
     for other in others:

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from numpy.typing import NDArray
 
-from ds_finetune.checkpoint.files import MANIFEST, STATE, Manifest, complete_steps, step_name
+from ds_finetune.checkpoint.commit import MANIFEST, STATE, Manifest, complete_steps, step_name
 from ds_finetune.config.run_file import parse_yaml
 from ds_finetune.errors import CheckpointError
 from ds_finetune.runs.metrics import METRICS, SAMPLES, Sample, read_expert_table, read_samples, read_tail
@@ -72,7 +72,9 @@ class RunFolder:
         return self._status_of_earlier_version(status) if status.state == "unknown" else status
 
     def _status_of_earlier_version(self, unknown: RunStatus) -> RunStatus:
-        """What a version without status.json has left: the watchdog's report where it is newer than the metrics."""
+        """The status of a run whose version wrote no status.json: `failed` with the first line of the watchdog's report
+        where that is newer than the metrics, else `unknown`.
+        """
         path = self.file(REPORT)
         if path is None or changed_at(path) < changed_at(self.path / METRICS):
             return unknown

@@ -9,8 +9,8 @@ from ds_finetune.config.schedule import Duration
 from ds_finetune.config.units import share_text
 from ds_finetune.data.batches import Batch, BatchPlan, Position, prefetched, training_batches
 from ds_finetune.data.prepared_rows import PreparedRows
-from ds_finetune.data.scores import NumberedRows, with_scores
 from ds_finetune.data.stream import START, StreamedRows, streaming_batches
+from ds_finetune.data.teacher_scores import NumberedRows, with_scores
 from ds_finetune.engine.engine import Engine
 from ds_finetune.model.build.encoder import encoder_of
 from ds_finetune.plan.model_shape import RowCost

@@ -10,7 +10,7 @@ import torch
 
 from ds_finetune.config.units import parse_bytes
 from ds_finetune.console.phase_line import Say
-from ds_finetune.data.layouts import LabelledText
+from ds_finetune.data.record_layouts import LabelledText
 from ds_finetune.data.units import encode_labelled
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.groups.collectives import all_gather_object

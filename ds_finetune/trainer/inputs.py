@@ -18,8 +18,8 @@ from ds_finetune.data.prepare import prepare_rows
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.row_kind import RowKind
 from ds_finetune.data.row_report import row_notes
-from ds_finetune.data.scores import StoredScores
 from ds_finetune.data.stream import StreamedRows, open_stream, overlap_notes
+from ds_finetune.data.teacher_scores import StoredScores
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.errors import ConfigError, DataError
 from ds_finetune.model.build.encoder import encoder_of

@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 import torch
 
-from ds_finetune.checkpoint.files import (
+from ds_finetune.checkpoint.commit import (
     complete_steps,
     part_name,
     remove_checkpoint,

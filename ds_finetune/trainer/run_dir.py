@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ds_finetune.checkpoint.files import complete_steps
+from ds_finetune.checkpoint.commit import complete_steps
 from ds_finetune.checkpoint.locking import LOCK, remove_own_lock
 from ds_finetune.checkpoint.tools import CHECKPOINTS
 from ds_finetune.cluster.watchdog.kills import FOLDER

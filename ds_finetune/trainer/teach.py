@@ -13,7 +13,7 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.sections import ParallelConfig
 from ds_finetune.console.phase_line import PhaseLine, Say
 from ds_finetune.data.prepared_rows import PreparedRows, Row
-from ds_finetune.data.scores import (
+from ds_finetune.data.teacher_scores import (
     DocumentScores,
     ScoreIdentity,
     documents_hash,

@@ -50,7 +50,7 @@ def end_on_error(folder: Path) -> Iterator[None]:
     """Report an error inside, and end the process at once: leaving its groups may wait for ranks that are gone."""
     try:
         yield
-    except Exception as error:  # noqa: BLE001 - the end of the process, which its parent reports
+    except Exception as error:  # noqa: BLE001 - this process ends by it, and its parent reports it
         outcome = OUT_OF_MEMORY if is_out_of_memory(error) else FAILED
         is_told = outcome == OUT_OF_MEMORY or isinstance(error, FinetuneError)
         text = str(error) if is_told else "".join(traceback.format_exception(error)[-3:])

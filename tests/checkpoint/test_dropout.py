@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ds_finetune.checkpoint.files import step_name
+from ds_finetune.checkpoint.commit import step_name
 from tests.encoder_task import encoder_task
 from tests.running import start, torchrun
 

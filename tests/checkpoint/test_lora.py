@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from ds_finetune.checkpoint.files import Manifest, part_name
+from ds_finetune.checkpoint.commit import Manifest, part_name
 from ds_finetune.checkpoint.part_storage import PartReader
 from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.same_run import RunIdentity, changes_since_checkpoint

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_finetune.checkpoint.files import complete_steps, step_name
+from ds_finetune.checkpoint.commit import complete_steps, step_name
 from tests.checkpoint.runs import numbers
 from tests.conftest import ROOT
 from tests.forks import Forkserver

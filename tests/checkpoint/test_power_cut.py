@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_finetune.checkpoint.files import (
+from ds_finetune.checkpoint.commit import (
     Manifest,
     commit,
     damage_of,

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from ds_finetune.checkpoint.files import complete_steps, step_name
+from ds_finetune.checkpoint.commit import complete_steps, step_name
 from ds_finetune.checkpoint.locking import LOCK, lock_folder
 from ds_finetune.checkpoint.tools import verify_checkpoint
 from ds_finetune.errors import CheckpointError, OutputError

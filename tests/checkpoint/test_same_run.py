@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from pydantic import BaseModel
 
-from ds_finetune.checkpoint.files import Manifest, commit, partial_name, step_name
+from ds_finetune.checkpoint.commit import Manifest, commit, partial_name, step_name
 from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.same_run import (
     RunIdentity,

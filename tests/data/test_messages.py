@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from ds_finetune.data.layouts import LAYOUTS, Conversation, unread_columns
+from ds_finetune.data.record_layouts import LAYOUTS, Conversation, unread_columns
 from ds_finetune.errors import DataError
 from tests.data.reading import sample_of
 

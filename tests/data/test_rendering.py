@@ -11,9 +11,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from ds_finetune.config.sections import DataConfig
 from ds_finetune.data.chat_template import ChatTemplate
 from ds_finetune.data.documents import Counts
-from ds_finetune.data.layouts import Completion, Conversation, PlainText
 from ds_finetune.data.messages import read_conversation
 from ds_finetune.data.prepare import TokenLimits, prepare_rows
+from ds_finetune.data.record_layouts import Completion, Conversation, PlainText
 from ds_finetune.data.row_report import row_notes, server_prompt_line
 from ds_finetune.data.sample_tokens import SampleTokeniser, TemplateSettings, Tokens
 from ds_finetune.errors import ConfigError, DataError

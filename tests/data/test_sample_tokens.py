@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from ds_finetune.data.layouts import Completion, Conversation, PlainText
+from ds_finetune.data.record_layouts import Completion, Conversation, PlainText
 from ds_finetune.data.sample_tokens import SampleTokeniser, TemplateSettings, Tokens
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.errors import DataError

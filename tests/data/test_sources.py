@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from ds_finetune.data.layouts import LAYOUTS, Completion, Conversation, PlainText, find_layout
+from ds_finetune.data.record_layouts import LAYOUTS, Completion, Conversation, PlainText, find_layout
 from ds_finetune.data.sources import find_sources, read_records
 from ds_finetune.errors import DataError
 from tests.data.reading import sample_of

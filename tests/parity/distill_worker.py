@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_finetune.data.batches import Batch, eval_batches, training_batches
-from ds_finetune.data.scores import StoredScores, with_scores
+from ds_finetune.data.teacher_scores import StoredScores, with_scores
 from ds_finetune.engine.engine import Engine
 from ds_finetune.reference.selftest.cells import run_tree
 from ds_finetune.reference.selftest.compare import batch_plan, first_gradients

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_finetune.config.sections import LoraConfig
 from ds_finetune.data.prepared_rows import Row, RowDocuments
-from ds_finetune.data.scores import DocumentScores, ScoreIdentity, StoredScores, write_manifest, write_shard
+from ds_finetune.data.teacher_scores import DocumentScores, ScoreIdentity, StoredScores, write_manifest, write_shard
 from ds_finetune.families.configs import VOCAB
 from ds_finetune.objectives.labels import IGNORE_INDEX
 from ds_finetune.reference.selftest.cells import TINY_MODELS, Cell, hf_config, rows, samples

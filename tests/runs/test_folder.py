@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_finetune.checkpoint.files import Manifest
+from ds_finetune.checkpoint.commit import Manifest
 from ds_finetune.runs import folder
 from ds_finetune.runs.folder import RunFolder, find_runs
 from ds_finetune.runs.metrics import Sample

@@ -16,7 +16,7 @@ from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.same_run import changes_since_checkpoint
 from ds_finetune.config.schema import read_config
 from ds_finetune.data.prepared_rows import PreparedRows
-from ds_finetune.data.scores import StoredScores
+from ds_finetune.data.teacher_scores import StoredScores
 from ds_finetune.errors import FinetuneError
 from ds_finetune.objectives.labels import IGNORE_INDEX
 from ds_finetune.plan.plan import make_plan

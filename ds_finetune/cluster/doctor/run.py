@@ -53,7 +53,7 @@ class DoctorRequest:
 
     @property
     def environ(self) -> dict[str, str]:
-        """The variables of this process that hosts get, as with `launch`."""
+        """The environment variables of this process that are passed on to the hosts; `launch` passes on the same."""
         files = environment_files(os.environ, home=Path.home(), directory=Path.cwd())
         return carried_variables(os.environ, files=files).values
 

@@ -23,10 +23,10 @@ class Diagnosis:
 
 
 def diagnose(statuses: Mapping[int, RankStatus | None], *, cut_off: Collection[int] = ()) -> Diagnosis:
-    """The ranks at fault in a run that hangs; None is the status of a rank that did not answer.
+    """Which ranks keep the others of a hanging run waiting, from what each answered when it was asked what it does.
 
-    Where ranks have counted lost packets no rank is at fault: ranks advance at different speeds there, and what they do
-    was asked at different times. Else the first of these rules that finds a rank decides:
+    The status of a rank that did not answer is None. Where ranks have counted lost packets no rank is named, because
+    the answers come from different times. Otherwise the first of these rules that finds a rank decides:
     1. ranks that do not answer; no rank where all of these are ranks that the network has `cut_off`;
     2. ranks that have entered fewer collectives than other ranks of the same group; of these, only the ones in no
        collective if there are any, because the rest may wait for them;

@@ -200,7 +200,7 @@ class HalfPrecisionNorms:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Open during a step of the optimizer."""
+        """Replace DeepSpeed's functions of norms while this is open, which it is during a step of the optimizer."""
         with replaced(self._module, "get_weight_norm", _norm_of_tensors):
             if not hasattr(self._module, "get_flattened_grad_norm"):
                 yield
@@ -298,7 +298,9 @@ def _norm_at_stage_3(optimizer: Any, gradients: Sequence[Any], params: Sequence[
 
 
 def _counts(optimizer: Any, param: Any) -> bool:  # noqa: ANN401
-    """Whether this rank's part of a parameter counts: of those that tensor parallel ranks hold whole, the first's."""
+    """Whether a norm counts what this rank holds of a parameter: tensor parallel ranks may each hold all of it, and
+    then only the first of them counts it.
+    """
     from deepspeed.runtime.utils import is_model_parallel_parameter
 
     return is_model_parallel_parameter(param) or optimizer.model_parallel_rank == 0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ds_finetune.checkpoint.files import MANIFEST, Manifest, complete_steps, step_name
+from ds_finetune.checkpoint.commit import MANIFEST, Manifest, complete_steps, step_name
 from ds_finetune.checkpoint.part_storage import PartReader, flat_range_chunks
 from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.tools import BASE, CHECKPOINTS, find_checkpoint, verify_checkpoint

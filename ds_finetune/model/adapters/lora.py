@@ -142,8 +142,9 @@ class AdapterPlacement:
     """Called with the new parameters of one module at a time, to partition them; below stage 3 they stay whole."""
 
     def prepare(self, param: nn.Parameter, shard: TensorShard, *, of: TensorShard) -> None:
-        """Mark a parameter of an adapter for the reduction and the norm of its gradient: it is `shard`, and its weight
-        is the shard `of`.
+        """Let the gradient of an adapter's parameter be summed over the right ranks, and counted once in the norm.
+
+        `shard` says which part of the parameter this rank holds, and `of` which part of the adapted weight.
         """
         # DeepSpeed 0.19.8 counts other parameters once in norms (runtime/utils.py:134).
         param.model_parallel = shard.dim is not None  # type: ignore[attr-defined]

@@ -173,7 +173,9 @@ class RankElements:
     trained: int
     trained_share: int
     group_share: int
-    """The share of the larger group: experts that `parallel.ep` divides and other weights are updated by turns."""
+    """The larger of two shares: of the experts that `parallel.ep` divides, and of all other weights. The optimizer
+    updates one of these groups after the other.
+    """
     largest: int
     """The largest tensor that is trained."""
     packed_bytes: int = 0

@@ -174,9 +174,10 @@ def with_values(text: str, values: Mapping[str, object]) -> str:
 
 
 def written_run_file(source: Path, values: Mapping[str, object], wanted: RunConfig, *, header: Sequence[str]) -> str:
-    """The run file `source` with `values`, from which the run `wanted` is read, and lines of comment before it.
+    """The text of the run file `source` with `values` put in, after the lines of `header` as comments.
 
-    Where the text cannot be edited so, as with anchors, the file is written anew with every key of `wanted`.
+    Reading that text gives the run `wanted`. Where it cannot be edited so, as with YAML's anchors, the result is a new
+    text with every key of `wanted`.
     """
     path = source if source.exists() else shipped_file(str(source)) or source
     comment = "".join(f"# {line}\n" for line in header)

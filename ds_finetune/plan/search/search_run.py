@@ -125,7 +125,9 @@ def _remedies(search: Search, target: Target) -> Iterator[tuple[str, RunConfig, 
 
 
 def _more_gpus(search: Search, target: Target) -> Target | None:
-    """The smallest power of two times the GPUs that fits the run; None up to `MOST_GPUS`."""
+    """The smallest number of GPUs on which the run fits, of those given times a power of two; None where it does not
+    fit on any number up to `MOST_GPUS`.
+    """
     number = target.ranks.number * 2
     while number <= MOST_GPUS:
         other = enlarged(target, number)

@@ -24,7 +24,7 @@ from ds_finetune.config.sections import LoraConfig
 from ds_finetune.config.units import GIB
 from ds_finetune.data.batches import Batch, BatchPlan, eval_baseline, eval_batches, training_batches
 from ds_finetune.data.mismatched import MismatchedAnswers
-from ds_finetune.data.scores import StoredScores, with_scores
+from ds_finetune.data.teacher_scores import StoredScores, with_scores
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.groups.collectives import all_gather_object
 from ds_finetune.engine.ops.deepspeed_ops import build_ops

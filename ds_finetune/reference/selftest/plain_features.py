@@ -18,7 +18,7 @@ from transformers.modeling_layers import MtpModel
 
 from ds_finetune.config.objectives import DistillObjective
 from ds_finetune.config.sections import LoraConfig, MtpConfig
-from ds_finetune.data.scores import DocumentScores, ScoreIdentity, StoredScores, write_manifest, write_shard
+from ds_finetune.data.teacher_scores import DocumentScores, ScoreIdentity, StoredScores, write_manifest, write_shard
 from ds_finetune.families.table import FAMILIES, family_of
 from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.foreign.auto_models import AutoModelForCausalLM

@@ -290,7 +290,7 @@ class _RepeatJob(ExperimentJob):
 
 
 def _all_repeats(study: "Study") -> list[Repeat]:
-    """Trainings of best run files, also of trials that were the best earlier."""
+    """The trainings that repeated a best trial with another seed, also those of trials that were the best earlier."""
     return [Repeat(**each) for each in study.user_attrs.get(_REPEATS, [])]
 
 

@@ -158,7 +158,7 @@ def _row_of(name: str, row: _RunRow) -> Tree:
     """The row of a run; one that cannot be read must not take the others off the list."""
     try:
         return row.read()
-    except Exception as error:  # noqa: BLE001 - whatever a folder holds
+    except Exception as error:  # noqa: BLE001 - files of other programs and versions; the row names it
         why = f"the folder cannot be read: {type(error).__name__}"
         zeros = dict.fromkeys(("step", "steps", "ranks", "started_at", "updated_at"), 0)
         nothing = dict.fromkeys(("seconds_left", "loss", "tokens_per_second"))

@@ -214,7 +214,7 @@ def test_files_of_models_are_copied_in_one_place() -> None:
         "model/build/hub_folder.py",
         "export/safetensors_folder.py",
         "cli/demo.py",
-        "checkpoint/files.py",
+        "checkpoint/commit.py",
     }
 
 

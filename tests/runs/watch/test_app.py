@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from ds_finetune.checkpoint.files import Manifest
+from ds_finetune.checkpoint.commit import Manifest
 from ds_finetune.cli.main import main
 from ds_finetune.runs.folder import RunFolder
 from ds_finetune.runs.report.charts import PLOTS, bokehjs

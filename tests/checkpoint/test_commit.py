@@ -17,8 +17,8 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaleConfi
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from safetensors import safe_open
 
-from ds_finetune.checkpoint import files
-from ds_finetune.checkpoint.files import (
+from ds_finetune.checkpoint import commit as commit_module
+from ds_finetune.checkpoint.commit import (
     Manifest,
     commit,
     complete_steps,
@@ -141,7 +141,7 @@ def test_a_checkpoint_half_taken_away_never_looks_complete(tmp_path: Path, monke
     def killed(path: Path, **_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(files.shutil, "rmtree", killed)
+    monkeypatch.setattr(commit_module.shutil, "rmtree", killed)
     with pytest.raises(KeyboardInterrupt):
         remove_checkpoint(folder)
     assert complete_steps(tmp_path) == []
@@ -378,17 +378,17 @@ def test_only_our_own_leftovers_are_taken_away(tmp_path: Path) -> None:
     for name in ours + theirs:
         (tmp_path / name).mkdir()
     assert sorted(path.name for path in unfinished_folders(tmp_path)) == sorted(ours)
-    aside = files.rename_unusable(tmp_path / "step-000400")
+    aside = commit_module.rename_unusable(tmp_path / "step-000400")
     assert aside.name == "step-000400.unusable-1"
     assert complete_steps(tmp_path) == []
 
 
 def test_gathering_again_leaves_other_checkpoints_alone(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("one")
-    files.link_or_copy(tmp_path / "a", tmp_path / "b")
+    commit_module.link_or_copy(tmp_path / "a", tmp_path / "b")
     (tmp_path / "c").write_text("two")
     with pytest.raises(FileExistsError):
-        files.link_or_copy(tmp_path / "c", tmp_path / "b")
+        commit_module.link_or_copy(tmp_path / "c", tmp_path / "b")
     assert (tmp_path / "a").read_text() == "one"
 
 
@@ -424,6 +424,6 @@ def test_a_full_disk_while_linking_is_an_error(tmp_path: Path, monkeypatch: pyte
     def no_links(*_: object) -> None:
         raise OSError(errno.EPERM, "no links here")
 
-    monkeypatch.setattr(files.os, "link", no_links)
-    files.link_or_copy(tmp_path / "a", tmp_path / "deep" / "b")
+    monkeypatch.setattr(commit_module.os, "link", no_links)
+    commit_module.link_or_copy(tmp_path / "a", tmp_path / "deep" / "b")
     assert (tmp_path / "deep" / "b").read_text() == "x"

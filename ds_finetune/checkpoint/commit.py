@@ -205,11 +205,12 @@ def commit(
     beside: Mapping[str, str],
     keep_waiting: Callable[[], bool],
 ) -> Path:
-    """Wait until every part of `manifest` is written, then rename `partial` to `step-N`; returns that path.
+    """Make a checkpoint complete: rename the folder `partial` to `step-N` once all its files are on the disk.
 
-    The files `texts` (name to content) are written, and `beside` (name to source) linked, before that. The disk has all
-    content before that name; `manifest` lists no file yet. TimeoutError if `keep_waiting` returns false while parts are
-    missing. An older folder of the same step is removed at the end.
+    Only a folder of that name counts as a checkpoint; its path is returned. Before that, the files `texts` (name to
+    content) are written, the files `beside` (name to source) linked, the parts of `manifest` that other ranks write
+    waited for, and a manifest written that lists every file. TimeoutError if `keep_waiting` returns false while parts
+    are missing. An older folder of the same step is removed at the end.
     """
     sums = _small_files(partial, texts, beside)
     sums |= _wait_for_parts(partial, manifest.parts, keep_waiting)
