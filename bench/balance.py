@@ -49,6 +49,7 @@ from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.model.build.skeleton import read_hf_config
 from ds_finetune.plan.model_shape import RowCost, Shape
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
 from ds_finetune.trainer.resolve import plan_model
 
@@ -168,11 +169,11 @@ def _measure(name: str, documents: Lengths, world: World) -> None:
     with tempfile.TemporaryDirectory() as folder:
         AutoConfig.for_model("deepseek_v3", **SMALL_V3).save_pretrained(folder)
         config = _config(folder)
-        plan = make_plan(config, world=world, device=choose_device())
+        plan = make_plan(RunSettings.of(config), world=world, device=choose_device())
         cost = RowCost.of(Shape.of(folder), "none")
         in_order = BatchPlan(8, 1, world.rank, world.world_size, 0, shuffle=True, pad_token_id=0, row_len=MEASURED_LEN)
         divided = replace(in_order, row_cost=lambda number: cost.of_row(*rows.sizes(number), row_len=MEASURED_LEN))
-        with start_engine(plan, plan_model(read_hf_config(folder), config)) as engine:
+        with start_engine(plan, plan_model(read_hf_config(folder), RunSettings.of(config))) as engine:
             found: dict[str, list[float]] = {"in order": [], "divided": []}
             _step(engine, next(_batches(rows, in_order)))
             for _, (order, shares) in itertools.product(range(ROUNDS), zip(found, (in_order, divided), strict=True)):

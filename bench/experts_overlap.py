@@ -36,6 +36,7 @@ from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.model.build.skeleton import read_hf_config
 from ds_finetune.model.parallel.expert import ExpertParallelExperts
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
 from ds_finetune.trainer.resolve import plan_model
 
@@ -50,10 +51,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, process_group(world, device):
         AutoConfig.for_model("deepseek_v3", **MODEL).save_pretrained(folder)
         config = _config(folder, world.world_size)
-        plan = make_plan(config, world=world, device=device)
+        plan = make_plan(RunSettings.of(config), world=world, device=device)
         shares = BatchPlan(ROWS, ROWS // world.world_size, plan.mesh.place("dp"), plan.dp, 0, False, 0, TOKENS)
         (batch,) = training_batches(_rows(), shares, start_step=0, total_rows=ROWS)
-        with start_engine(plan, plan_model(read_hf_config(folder), config)) as engine:
+        with start_engine(plan, plan_model(read_hf_config(folder), RunSettings.of(config))) as engine:
             _step(engine, batch)
             for _, way in itertools.product(range(ROUNDS), found):
                 with _exchange_apart(engine) if way == "apart" else nullcontext():

@@ -26,6 +26,7 @@ from ds_finetune.engine.generation import GenerationLimits
 from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
 from ds_finetune.trainer.resolve import make_model_plan
 
@@ -68,10 +69,10 @@ def answer_twice(
     config: RunConfig, world: World, device: str, asked: tuple[list[list[int]], int]
 ) -> tuple[list[float], list[list[int]]]:
     """Seconds of the first and second answers of a fresh engine, and the answers."""
-    plan = make_plan(config, world=world, device=device)
+    plan = make_plan(RunSettings.of(config), world=world, device=device)
     prompts, tokens = asked
     limits, seconds, answers = GenerationLimits(tokens, [], 0), [], None
-    with start_engine(plan, make_model_plan(config, plan.mesh)) as engine:
+    with start_engine(plan, make_model_plan(RunSettings.of(config, mesh=plan.mesh))) as engine:
         for _ in range(2):
             dist.barrier()
             began = time.perf_counter()

@@ -31,13 +31,15 @@ import psutil
 import yaml
 
 from ds_finetune.cli.demo import MODEL, write_tokenizer
+from ds_finetune.cli.plan import run_file_text
 from ds_finetune.config.schema import read_config
 from ds_finetune.plan.estimate.accelerators import CpuRates, cpu_machine
 from ds_finetune.plan.estimate.operations import RowShape
 from ds_finetune.plan.estimate.step_time import TimeEstimate, estimate_time
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.search.machines import Request, target_of
-from ds_finetune.plan.search.search_run import layout_text, run_file_text, search_layouts
+from ds_finetune.plan.search.search_run import layout_text, search_layouts
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.bench.cpu_rates import measure_ranks
 from ds_finetune.system.world import World
 
@@ -93,7 +95,7 @@ def write_chosen(folder: Path, run_file: Path) -> Path:
     config, target = read_config(run_file), target_of(Request("cpu", gpus=2), precision="fp32")
     machine = cpu_machine(measured_rates()[2], ranks=2, memory_bytes=psutil.virtual_memory().total)
     target = replace(target, machine=machine)
-    result = search_layouts(config, target)
+    result = search_layouts(RunSettings.of(config), target)
     for found in result.proposals:
         sys.stdout.write(f"searched: {found.time.seconds:.3f} s {layout_text(found.candidate)}\n")
     file = folder / "chosen.yaml"
@@ -230,7 +232,7 @@ def predict(run_file: Path, layout: str, rates: list[dict[int, CpuRates]]) -> Ti
         }
     )
     machine = cpu_machine(usual, ranks=ranks, memory_bytes=psutil.virtual_memory().total)
-    plan = make_plan(config, world=World(0, ranks, 0, ranks, "bench"), device="cpu")
+    plan = make_plan(RunSettings.of(config), world=World(0, ranks, 0, ranks, "bench"), device="cpu")
     model = json.loads((Path(config.model.path) / "config.json").read_text())
     return estimate_time(plan, model, machine=machine, rows=RowShape.full(TOKENS))
 

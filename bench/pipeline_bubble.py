@@ -31,7 +31,6 @@ import torch.distributed as dist
 from transformers import AutoConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.sections import ParallelConfig
 from ds_finetune.data.batches import Batch, BatchPlan, training_batches
@@ -49,6 +48,7 @@ from ds_finetune.model.parallel.pipeline import PipelineGroup
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.pipeline import idle_share
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
 from ds_finetune.trainer.resolve import plan_model
 
@@ -141,8 +141,8 @@ def measure_steps(world: World, device: str, micro_batches: int, folder: str) ->
         engines = {}
         for chunks in found:
             config = _run_file(world, chunks, micro_batches, folder)
-            plan = make_plan(config, world=world, device=device)
-            model = plan_model(read_hf_config(folder), config)
+            plan = make_plan(RunSettings.of(config), world=world, device=device)
+            model = plan_model(read_hf_config(folder), RunSettings.of(config))
             engines[chunks] = stack.enter_context(start_engine(plan, model))
         for _ in range(ROUNDS + 1):
             for chunks, engine in engines.items():

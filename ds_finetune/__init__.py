@@ -8,9 +8,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ds_finetune.api import evaluate, export_model, train
+    from ds_finetune.api import evaluate, export_model, plan_run, train
     from ds_finetune.config.schema import RunConfig, read_config
-    from ds_finetune.trainer.dry_run import plan_run
 
 __version__ = "0.1.0"
 __all__ = ["RunConfig", "evaluate", "export_model", "plan_run", "read_config", "train"]
@@ -18,7 +17,7 @@ __all__ = ["RunConfig", "evaluate", "export_model", "plan_run", "read_config", "
 _MODULES = {
     "RunConfig": "config.schema",
     "read_config": "config.schema",
-    "plan_run": "trainer.dry_run",
+    "plan_run": "api",
     "evaluate": "api",
     "export_model": "api",
     "train": "api",

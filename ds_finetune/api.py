@@ -1,7 +1,4 @@
-"""Functions for Python programs, notebooks and the command line: train, export and evaluate.
-
-`plan_run` is in trainer/dry_run.py.
-"""
+"""Functions for Python programs, notebooks and the command line: train, plan, export and evaluate."""
 
 import os
 import threading
@@ -30,6 +27,7 @@ if TYPE_CHECKING:
     from ds_finetune.export.formats import ExportResult
     from ds_finetune.export.verify.verify import VerificationResult
     from ds_finetune.objectives.objective import DocumentObjective
+    from ds_finetune.trainer.dry_run import PlannedRun
     from ds_finetune.trainer.run_dir import Rows
     from ds_finetune.trainer.train import Report
 
@@ -63,14 +61,34 @@ def train(
     given = {name: value for name, value in (("train", rows), ("eval", eval_rows)) if value is not None}
     named = [f"data.{name}=rows" for name in given]
     run = read_config(config, [*overrides, *named] if isinstance(overrides, list | tuple) else overrides)
-    with _unchanged_environment(world), begun_with_rows(run, given, is_first=world.rank == 0) as complete:
-        report = train_run(complete, announce=show_plan, say=show_line)
+    with _unchanged_environment(world), begun_with_rows(Path(run.output_dir), given, is_first=world.rank == 0) as files:
+        if files:
+            run = run.model_copy(update={"data": run.data.model_copy(update=files)})
+        report = train_run(run, announce=show_plan, say=show_line)
     if world.rank == 0:
         show_report(report)
         show_verifications(report.verdicts)
         check_verified(report.verdicts)
         show_next(report)
     return report
+
+
+def plan_run(config: ConfigSource, *, gpus: int, gpus_per_node: int = 8) -> "PlannedRun":
+    """The layout of a run on `gpus` GPUs, without weights or data; ConfigError as a run would raise it.
+
+    `config` is the path of a run file, its nested dictionary, or a RunConfig.
+    """
+    check_whole_number("gpus", gpus, least=1)
+    check_whole_number("gpus_per_node", gpus_per_node, least=1)
+    if gpus % min(gpus, gpus_per_node):
+        raise ConfigError(
+            f"{gpus} GPUs do not fill nodes of {gpus_per_node}", hint="give a multiple of --gpus-per-node"
+        )
+    from ds_finetune.trainer.dry_run import planned_run
+    from ds_finetune.trainer.resolve import resolve
+
+    world = World(0, gpus, 0, min(gpus, gpus_per_node), "a dry run")
+    return planned_run(resolve(config, world=world, device="cuda", is_config_only=True))
 
 
 def export_model(  # noqa: PLR0913 - each is an option of the command

@@ -15,6 +15,7 @@ from ds_finetune.errors import ConfigError
 from ds_finetune.families.configs import PUBLISHED
 from ds_finetune.plan.search.machines import Request, target_of
 from ds_finetune.plan.search.search_run import layout_text, search_layouts
+from ds_finetune.plan.settings import RunSettings
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "reference" / "layout-choices.md"
@@ -73,7 +74,7 @@ def row(name: str, number: int) -> str:
     config = read_config(ROOT / "ds_configs" / "runs" / f"{name}.yaml")
     target = target_of(Request(GPU, number, gpus_per_node=min(number, NODE)))
     try:
-        best = search_layouts(config, target, model=MODELS[name]).proposals[0]
+        best = search_layouts(RunSettings.of(config), target, model=MODELS[name]).proposals[0]
     except ConfigError as refused:
         if " fits " not in refused.message:
             return f"| {number} | none divides ranks, batch and model: {refused.hint} | | | |\n"

@@ -10,9 +10,11 @@ from ds_finetune.model.loss.score_config import set_classes
 from ds_finetune.objectives.objective import ScoreObjective, make_objective
 from ds_finetune.plan.batch import rows_of_forward
 from ds_finetune.plan.deepspeed_config import given_choices
-from ds_finetune.plan.plan import Plan
+from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.search.candidates import Candidate, Candidates
 from ds_finetune.plan.search.layout import Activations, Layout, Offload, Sizes
+from ds_finetune.plan.settings import RunSettings
+from ds_finetune.system.world import World
 from ds_finetune.trainer.prepare import PreparedRun, read_run
 from ds_finetune.trainer.resolve import ResolvedRun, plan_model
 
@@ -22,7 +24,13 @@ def model_of(config: RunConfig) -> ModelPlan:
     hf_config = read_hf_config(config.model.path, task=task_of(objective))
     if isinstance(objective, ScoreObjective):
         set_classes(hf_config, config.objective, outputs=objective.num_outputs)
-    return plan_model(hf_config, config)
+    return plan_model(hf_config, RunSettings.of(config))
+
+
+def planned_run(config: RunConfig) -> ResolvedRun:
+    """The run of `config` on one rank with its plan, and no model."""
+    plan = make_plan(RunSettings.of(config), world=World(0, 1, 0, 1, "a test"), device="cpu")
+    return ResolvedRun(config, plan, None)  # type: ignore[arg-type]
 
 
 def prepared_run(config: RunConfig, plan: Plan) -> PreparedRun:
@@ -40,7 +48,7 @@ def all_layouts(candidates: Candidates) -> Iterator[Candidate]:
                 yield found
 
 
-def layout_of(config: RunConfig) -> Layout:
+def layout_of(config: RunConfig | RunSettings) -> Layout:
     """The layout of a run file as it is written."""
     parallel, train = config.parallel, config.train
     zero = given_choices(config.deepspeed)[0].get("zero_optimization") or {}

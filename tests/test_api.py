@@ -21,12 +21,12 @@ import ds_finetune
 from ds_finetune import evaluate, export_model, plan_run, read_config, train
 from ds_finetune.checkpoint.locking import LOCK
 from ds_finetune.cli.demo import write_demo
-from ds_finetune.config.schema import dump_config
+from ds_finetune.config.schema import RunConfig, dump_config
 from ds_finetune.data.prepare import TokenLimits, prepare_rows
 from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.errors import ConfigError, DataError, FinetuneError, LaunchError
 from ds_finetune.system.world import World
-from ds_finetune.trainer.run_dir import begun_with_rows, with_rows
+from ds_finetune.trainer.run_dir import begun_with_rows, write_rows
 from tests.conftest import ROOT
 from tests.running import metrics, start, tiny_task, torchrun
 
@@ -161,10 +161,15 @@ def _task_without_files(folder: Path) -> tuple[dict[str, Any], dict[str, list[di
     return tree | {"output_dir": folder / "run"}, rows
 
 
+def _with_rows(config: RunConfig, rows: dict[str, Any]) -> RunConfig:
+    files = write_rows(Path(config.output_dir), rows)
+    return config.model_copy(update={"data": config.data.model_copy(update=files)})
+
+
 def test_rows_in_memory_are_prepared_as_those_of_their_file(tmp_path: Path) -> None:
     tree, rows = _task_without_files(tmp_path)
     plain = read_config(tree, [f"data.{name}={tmp_path}/{name}.jsonl" for name in rows])
-    configs = [with_rows(plain, {"train": given}) for given in (rows["train"], Dataset.from_list(rows["train"]))]
+    configs = [_with_rows(plain, {"train": given}) for given in (rows["train"], Dataset.from_list(rows["train"]))]
     assert configs[0] == configs[1] == read_config(yaml.safe_load(dump_config(configs[0])))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     prepared = [
@@ -175,9 +180,9 @@ def test_rows_in_memory_are_prepared_as_those_of_their_file(tmp_path: Path) -> N
     (file,) = (tmp_path / "run" / "rows").iterdir()
     before = file.stat()
     assert configs[0].data.train == (str(file),)
-    assert with_rows(plain, {"train": iter(rows["train"])}) == configs[0]
+    assert _with_rows(plain, {"train": iter(rows["train"])}) == configs[0]
     assert (file.stat().st_ino, file.stat().st_mtime_ns) == (before.st_ino, 0)
-    assert with_rows(plain, {"train": rows["train"][:-1]}) != configs[0]
+    assert _with_rows(plain, {"train": rows["train"][:-1]}) != configs[0]
 
 
 def test_a_run_that_began_keeps_its_rows(tmp_path: Path) -> None:
@@ -186,7 +191,7 @@ def test_a_run_that_began_keeps_its_rows(tmp_path: Path) -> None:
     config = read_config(tree, [f"data.{name}=rows" for name in rows])
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run" / "checkpoints" / LOCK).touch()
-    with pytest.raises(ConfigError), begun_with_rows(config, {"train": rows["train"]}, is_first=True):
+    with pytest.raises(ConfigError), begun_with_rows(Path(config.output_dir), {"train": rows["train"]}, is_first=True):
         raise ConfigError("refused", hint="none")
     (file,) = (tmp_path / "run" / "rows").iterdir()
     assert file.name.startswith("train-")
@@ -204,7 +209,7 @@ def test_ranks_train_on_the_same_rows_in_memory(tmp_path: Path) -> None:
     assert "eval/loss" in metrics(tmp_path)[-1]
     assert len(list((tmp_path / "run" / "rows").iterdir())) == len(list((tmp_path / "cache").iterdir())) == 2
     again = read_config(tmp_path / "run" / "config.yaml", ["train.for=4 steps"])
-    assert with_rows(again, {"train": rows["train"], "eval": rows["eval"]}) == again
+    assert _with_rows(again, {"train": rows["train"], "eval": rows["eval"]}) == again
 
 
 @pytest.mark.parametrize(

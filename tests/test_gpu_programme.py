@@ -28,9 +28,9 @@ from bench.gpu.supervise import note_end, run_part, run_slice
 from bench.gpu.table import tables
 from bench.gpu.throughput import THROUGHPUT, layers_that_fit, state_on_host
 from bench.gpu.training import BY_DOCUMENT, TrainingRun, flops_per_token
+from ds_finetune.api import plan_run
 from ds_finetune.config.units import GIB
 from ds_finetune.plan.model_shape import Shape
-from ds_finetune.trainer.dry_run import plan_run
 from tests.conftest import ROOT
 from tests.running import start
 

@@ -13,6 +13,7 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.units import GIB
 from ds_finetune.plan.estimate.memory import MemoryEstimate, estimate_memory
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
 
 _LIMIT = 0.05
@@ -54,5 +55,5 @@ def memory(recorder: Recorder, folder: Path, *, is_tiny: bool) -> None:
 
 def estimate_of(run: TrainingRun, config: RunConfig) -> MemoryEstimate:
     """The estimate of a run on one rank with the device that is here."""
-    plan = make_plan(config, world=World(0, 1, 0, 1, "one rank"), device=device().type)
+    plan = make_plan(RunSettings.of(config), world=World(0, 1, 0, 1, "one rank"), device=device().type)
     return estimate_memory(plan, run.model)

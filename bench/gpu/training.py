@@ -172,7 +172,7 @@ def planned_bytes(run: TrainingRun, config: RunConfig) -> int:
     """Bytes on the GPU by arithmetic: the state, and the activations of a micro-batch. Logits of a chunk, the head's
     gradient in fp32 and buffers of DeepSpeed come on top.
     """
-    from ds_finetune.trainer.dry_run import plan_run
+    from ds_finetune.api import plan_run
 
     train = config.train
     activations = activation_bytes(run.model, precision=run.precision).peak(

@@ -21,9 +21,10 @@ def add_commands(commands: Commands) -> None:
 
 def _show_rows(arguments: Arguments) -> None:
     config = read_run(arguments)
+    from ds_finetune.plan.settings import RunSettings
     from ds_finetune.trainer.preview import preview_of
 
-    OUT.print(preview_of(config, samples=arguments.samples))
+    OUT.print(preview_of(RunSettings.of(config), samples=arguments.samples))
 
 
 def _show(arguments: Arguments) -> None:

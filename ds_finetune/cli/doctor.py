@@ -12,13 +12,16 @@ from rich.text import Text
 
 from ds_finetune.cli.arguments import Arguments, Commands, add_command, add_overrides, port
 from ds_finetune.config.hostfile import Host, read_hostfile, select_hosts
-from ds_finetune.config.schema import read_config
+from ds_finetune.config.schema import RunConfig, read_config
 from ds_finetune.console.tables import ERR, OUT
 from ds_finetune.errors import USER_ERROR_EXIT_CODE, ConfigError
 from ds_finetune.system.world import DEFAULT_PORT, master_port
 
 if TYPE_CHECKING:
+    from ds_finetune.cluster.doctor.needs import CheckedRun
     from ds_finetune.cluster.host_checks import Check
+    from ds_finetune.system.world import World
+    from ds_finetune.trainer.resolve import ResolvedRun
 
 _SHOWN_HOSTS = 3
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
@@ -56,7 +59,7 @@ def hosts_of(arguments: Arguments) -> tuple[Host, ...]:
 
 
 def _doctor(arguments: Arguments) -> None:
-    config = read_config(arguments.run, arguments.overrides) if arguments.run else None
+    run = checked_run(read_config(arguments.run, arguments.overrides)) if arguments.run else None
     if arguments.simulate:
         if arguments.hostfile is None:
             raise ConfigError(
@@ -65,15 +68,29 @@ def _doctor(arguments: Arguments) -> None:
             )
         from ds_finetune.cluster.doctor.needs import simulate
 
-        _show(simulate(hosts_of(arguments), config), as_json=arguments.json)
+        _show(simulate(hosts_of(arguments), run), as_json=arguments.json)
         return
     from ds_finetune.cluster.doctor.run import DoctorRequest, examine
     from ds_finetune.cluster.launch.remote import Remote
 
     hosts = hosts_of(arguments) if arguments.hostfile else (_this_machine(),)
     meeting = master_port(os.environ, DEFAULT_PORT) if arguments.port is None else arguments.port
-    request = DoctorRequest(hosts, Remote.from_environment(arguments.ssh_args), config, meeting)
+    request = DoctorRequest(hosts, Remote.from_environment(arguments.ssh_args), run, meeting)
     _show(examine(request, say=lambda text: ERR.print(text, markup=False)), as_json=arguments.json)
+
+
+def checked_run(config: RunConfig) -> "CheckedRun":
+    """What the doctor checks of a run; its plan is made once the hosts have named their devices."""
+    from ds_finetune.cluster.doctor.needs import CheckedRun
+
+    def resolve_on(world: "World", device: str) -> "ResolvedRun":
+        from ds_finetune.trainer.resolve import resolve
+
+        return resolve(config, world=world, device=device, is_config_only=True)
+
+    saves, inputs = config.checkpoint, tuple(path for _, path in config.inputs())
+    node_local = saves.node_local if saves.saves else None
+    return CheckedRun(config.output_dir, config.data.cache_dir, inputs, node_local, config.parallel, resolve_on)
 
 
 def _this_machine() -> Host:

@@ -182,8 +182,9 @@ def _check_plan(config: RunConfig, hosts: Sequence[Host], device: str) -> None:
     """ConfigError where the layout or the batch does not fit the ranks of `hosts`."""
     from ds_finetune.cluster.host_checks import world_of
     from ds_finetune.plan.plan import make_plan
+    from ds_finetune.plan.settings import RunSettings
 
-    make_plan(config, world=world_of(hosts, "launch"), device=device)
+    make_plan(RunSettings.of(config), world=world_of(hosts, "launch"), device=device)
 
 
 def _run_with_supervisors(config: RunConfig, job: "Job", arguments: Arguments, say: Say) -> int:

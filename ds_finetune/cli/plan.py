@@ -1,9 +1,10 @@
 """`ds-finetune plan`: what a run decides and needs on given machines, which need not be here."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -13,23 +14,12 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.units import GIB, parse_bytes
 from ds_finetune.console.tables import OUT, show_pairs
 from ds_finetune.errors import ConfigError, RunError
-from ds_finetune.plan.estimate.accelerators import with_measured_links
-from ds_finetune.plan.estimate.memory import MemoryEstimate
-from ds_finetune.plan.estimate.rows import MOMENTS, peak
-from ds_finetune.plan.precision import with_precision
-from ds_finetune.plan.search.forecast import forecast_run, seconds_text
-from ds_finetune.plan.search.layout import write_run_file
-from ds_finetune.plan.search.machines import Request, Target, check_machine, target_of
-from ds_finetune.plan.search.search import SearchResult
-from ds_finetune.plan.search.search_run import (
-    layout_text,
-    reason_text,
-    result_notes,
-    result_tree,
-    run_file_text,
-    search_layouts,
-)
-from ds_finetune.system.info import gpu_models
+
+if TYPE_CHECKING:
+    # Other commands start without these.
+    from ds_finetune.plan.estimate.memory import MemoryEstimate
+    from ds_finetune.plan.search.machines import Target
+    from ds_finetune.plan.search.search import SearchResult
 
 _MOST_HELD = 16
 """Characters of a line of the times at which something is held."""
@@ -61,6 +51,10 @@ def add_commands(commands: Commands) -> None:
 
 def _plan(arguments: Arguments) -> None:
     config = read_run(arguments)
+    from ds_finetune.plan.precision import with_precision
+    from ds_finetune.plan.search.machines import Request, check_machine, target_of
+    from ds_finetune.system.info import gpu_models
+
     host = parse_bytes(arguments.host_memory, name="--host-memory") if arguments.host_memory else None
     here = tuple(gpu_models()) if arguments.gpu is None else ()
     request = Request(arguments.gpu, arguments.gpus, arguments.nodes, arguments.gpus_per_node, host, here)
@@ -72,7 +66,7 @@ def _plan(arguments: Arguments) -> None:
     if arguments.search:
         _search(arguments, config, target)
     elif arguments.tensors:
-        from ds_finetune.trainer.dry_run import plan_run
+        from ds_finetune.api import plan_run
 
         OUT.print(plan_run(config, gpus=target.ranks.number, gpus_per_node=target.ranks.per_node))
     else:
@@ -81,16 +75,18 @@ def _plan(arguments: Arguments) -> None:
         _show_forecast(config, target, is_json=arguments.json)
 
 
-def _with_links(target: Target, file: str | None) -> Target:
+def _with_links(target: "Target", file: str | None) -> "Target":
     """The target with measured links; ConfigError where the file has none, or no accelerator is known."""
     if file is None:
         return target
     if target.machine is None:
         raise ConfigError(f"--links {file} needs a known accelerator", hint="name it by --gpu")
+    from ds_finetune.plan.estimate.accelerators import with_measured_links
+
     return replace(target, machine=with_measured_links(target.machine, Path(file)))
 
 
-def _with_measured_ranks(precision: str, target: Target) -> Target:
+def _with_measured_ranks(precision: str, target: "Target") -> "Target":
     """The target with the rates of this machine's CPU ranks, which are measured where they are not known."""
     from ds_finetune.reference.bench.cpu_rates import this_cpu_machine
 
@@ -98,7 +94,7 @@ def _with_measured_ranks(precision: str, target: Target) -> Target:
     return replace(target, machine=measured)
 
 
-def _with_time_or_reason(precision: str, target: Target, *, is_asked_for: bool) -> Target:
+def _with_time_or_reason(precision: str, target: "Target", *, is_asked_for: bool) -> "Target":
     """The target with rates of CPU ranks, measured where the plan is asked for them, or a note why there is no time."""
     if not is_asked_for:
         reason = "the speed of this machine's CPU ranks has not been measured; `--gpu cpu` measures it"
@@ -120,11 +116,16 @@ def _check_options(arguments: Arguments) -> None:
         raise ConfigError(f"--write {arguments.write} needs --search", hint="add --search, or leave --write out")
 
 
-def _search(arguments: Arguments, config: RunConfig, target: Target) -> None:
+def _search(arguments: Arguments, config: RunConfig, target: "Target") -> None:
+    from ds_finetune.plan.search.search_run import result_notes, result_tree, search_layouts
+    from ds_finetune.plan.settings import RunSettings
+
     if target.ranks.device == "cpu":
         target = _with_measured_ranks(config.train.precision, target)
-    result = search_layouts(config, target)
+    result = search_layouts(RunSettings.of(config), target)
     if arguments.write:
+        from ds_finetune.config.edit_run_file import write_run_file
+
         # With train.precision as it is written.
         given = read_run(arguments)
         text = run_file_text(Path(arguments.run), given, result, target, overrides=arguments.overrides)
@@ -140,8 +141,28 @@ def _search(arguments: Arguments, config: RunConfig, target: Target) -> None:
         OUT.print(f"written: {arguments.write}", markup=False)
 
 
-def _show_forecast(config: RunConfig, target: Target, *, is_json: bool) -> None:
-    forecast = forecast_run(config, target)
+def run_file_text(
+    source: Path, config: RunConfig, result: "SearchResult", target: "Target", *, overrides: Sequence[str]
+) -> str:
+    """The run file `source`, which `config` was read from with `overrides`, with the best layout of a search."""
+    from ds_finetune.config.edit_run_file import override_values, written_run_file
+    from ds_finetune.plan.search.layout import layout_keys
+    from ds_finetune.plan.search.search_run import layout_header
+    from ds_finetune.plan.settings import RunSettings
+
+    best, run = result.proposals[0], RunSettings.of(config)
+    keys = layout_keys(best.layout, run)
+    sections = best.layout.sections(run) | {"deepspeed": keys.get("deepspeed", config.deepspeed)}
+    rest = f"The rest is {source} with these choices; its comments were written for other ones."
+    header, wanted = [*layout_header(best, target), rest], config.model_copy(update=sections)
+    return written_run_file(source, {**dict(override_values(overrides)), **keys}, wanted, header=header)
+
+
+def _show_forecast(config: RunConfig, target: "Target", *, is_json: bool) -> None:
+    from ds_finetune.plan.search.forecast import forecast_run
+    from ds_finetune.plan.settings import RunSettings
+
+    forecast = forecast_run(RunSettings.of(config), target)
     if is_json:
         OUT.print_json(json.dumps(forecast.tree()))
         return
@@ -157,8 +178,10 @@ def _table(title: str) -> Table:
     return Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
 
 
-def _memory_table(memory: MemoryEstimate) -> Table:
+def _memory_table(memory: "MemoryEstimate") -> Table:
     """What, where, how much, when it is held if not always, and what lowers it; then the most of each place."""
+    from ds_finetune.plan.estimate.rows import MOMENTS, peak
+
     table = _table("memory of a rank")
     for head in ("what", "where", "GiB", "held", "lowered by"):
         # A name that does not fit goes on in the next line: a user has to write it.
@@ -185,8 +208,11 @@ def _memory_table(memory: MemoryEstimate) -> Table:
     return table
 
 
-def _search_tables(result: SearchResult) -> Iterator[RenderableType]:
+def _search_tables(result: "SearchResult") -> Iterator[RenderableType]:
     """The best layouts with memory and time, and why the next ones lose or do not fit."""
+    from ds_finetune.plan.search.forecast import seconds_text
+    from ds_finetune.plan.search.search_run import layout_text, reason_text
+
     best = result.proposals[0]
     table = _table(f"best of {result.num_groups} layouts")
     for head in ("", "layout", "s a step", "tokens/s", "MFU", "GiB", "host GiB", "why"):

@@ -15,6 +15,7 @@ from ds_finetune.cli.arguments import (
 )
 from ds_finetune.console.tables import show_line, show_pairs
 from ds_finetune.families.table import STANDARD_SELFTEST
+from ds_finetune.system.world import World
 
 
 def add_commands(commands: Commands) -> None:
@@ -40,19 +41,23 @@ def add_commands(commands: Commands) -> None:
 
 def _selftest(arguments: Arguments) -> None:
     config = read_run(arguments) if arguments.run else None
+    from ds_finetune.plan.settings import RunSettings
     from ds_finetune.reference.selftest.run import Extent, selftest, start_world
 
+    run = RunSettings.of(config) if config is not None else None
     extent = Extent(arguments.steps, tuple(arguments.families.split(",")))
     if "RANK" in os.environ or (arguments.hostfile is None and arguments.nproc == 1):
-        selftest(config, extent, say=show_line)
+        selftest(run, extent, say=show_line)
         return
     rank_arguments = [*([arguments.run] if arguments.run else []), *arguments.overrides, *extent.arguments]
-    raise SystemExit(start_world(rank_arguments, config, nproc=arguments.nproc, hostfile=arguments.hostfile))
+    raise SystemExit(start_world(rank_arguments, run, nproc=arguments.nproc, hostfile=arguments.hostfile))
 
 
 def _bench(arguments: Arguments) -> None:
     config = read_run(arguments)
     from ds_finetune.reference.bench.step_speed import compare_step_speed
+    from ds_finetune.trainer.resolve import resolve_here
 
-    contest = compare_step_speed(config, steps=arguments.steps, say=show_line)
+    run = resolve_here(config, World.from_environment(os.environ))
+    contest = compare_step_speed(run, steps=arguments.steps, say=show_line)
     show_pairs("one optimizer step, supervised tokens a second", contest.lines())

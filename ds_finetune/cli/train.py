@@ -52,6 +52,7 @@ def _train(arguments: Arguments) -> None:
 
 def _teach(arguments: Arguments) -> None:
     config = read_run(arguments)
+    from ds_finetune.plan.settings import RunSettings
     from ds_finetune.trainer.teach import teach
 
-    teach(config, arguments.teacher, Path(arguments.out), top_k=arguments.top_k, say=show_line)
+    teach(RunSettings.of(config), arguments.teacher, Path(arguments.out), top_k=arguments.top_k, say=show_line)

@@ -82,6 +82,18 @@ class RunConfig(Section):
     output_dir: Free[str]
     """Folder of the run; docs/reference/run-directory.md lists what it holds."""
 
+    def inputs(self) -> Iterator[tuple[str, Path]]:
+        """Keys that name a file or folder to be read, with what they name: it may be an id of the hub."""
+        data = self.data
+        for purpose in ("train", "eval"):
+            for path in data.paths(purpose):
+                # It may end in `:split`.
+                yield f"data.{purpose}", Path(path if Path(path).exists() else path.partition(":")[0])
+        named = {"model.path": self.model.path, "model.tokenizer": self.model.tokenizer, "data.template": data.template}
+        named |= {f"objective.{key}": getattr(self.objective, key, None) for key in ("teacher", "scores")}
+        named["deepspeed"] = self.deepspeed if isinstance(self.deepspeed, str) else None
+        yield from ((key, Path(path)) for key, path in named.items() if path)
+
 
 ConfigSource: TypeAlias = "RunConfig | Mapping[str, Any] | str | Path"
 """A configuration, the nested dictionary of one, or the path of a run file."""

@@ -22,11 +22,11 @@ class AdapterFeature(Feature):
     @classmethod
     def planned(cls, run: RunSettings, hf_config: PretrainedConfig) -> LoraPlan | None:
         """With the section `lora`."""
-        if run.config.lora is None:
+        if run.lora is None:
             return None
-        lora = plan_lora(hf_config, run.config.lora, task_of(run.config.objective))
-        if run.config.mtp.train:
-            check_adapted(hf_config, run.config.mtp, lora)
+        lora = plan_lora(hf_config, run.lora, task_of(run.objective))
+        if run.mtp.train:
+            check_adapted(hf_config, run.mtp, lora)
         return lora
 
     def lines(self) -> list[tuple[str, str]]:

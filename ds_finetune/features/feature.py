@@ -46,7 +46,7 @@ class Feature:
         It may change `hf_config`, of which models are built from then on. By default it is `features.NAME` of the run
         file, as it stands there.
         """
-        return run.config.features.get(cls.name)
+        return run.features.get(cls.name)
 
     @classmethod
     def of(cls, model: ModelPlan, plan: Plan) -> Self | None:

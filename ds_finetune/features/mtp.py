@@ -101,7 +101,7 @@ class MtpFeature(Feature):
     @classmethod
     def planned(cls, run: RunSettings, hf_config: PretrainedConfig) -> MtpConfig | None:
         """With `mtp.train`."""
-        return plan_mtp(hf_config, run.config.model, run.config.mtp)
+        return plan_mtp(hf_config, run.model, run.mtp)
 
     @property
     def own_loss(self) -> str:

@@ -36,7 +36,7 @@ def plan_features(run: RunSettings, hf_config: PretrainedConfig) -> dict[str, An
     """
     _load_entry_points()
     known = [feature.name for feature in FEATURES[_BUILT_IN:]]
-    for name, settings in run.config.features.items():
+    for name, settings in run.features.items():
         if name not in known:
             raise ConfigError(
                 f"features.{name} is {dict(settings)}, and no package has registered a feature of this name",

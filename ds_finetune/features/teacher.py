@@ -107,7 +107,7 @@ class TeacherFeature(Feature):
     @classmethod
     def planned(cls, run: RunSettings, hf_config: PretrainedConfig) -> TeacherPlan | None:
         """With the objective `distill` and a live teacher."""
-        teacher = plan_teacher(run.config.objective, hf_config)
+        teacher = plan_teacher(run.objective, hf_config)
         if teacher is not None:
             check(replace(run, model_json=teacher.hf_config.to_dict()), "attention of the model")
         return teacher

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
-from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.sections import TrainConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.system.world import AccelerateChoices
@@ -16,16 +15,6 @@ def rows_of_forward(train: TrainConfig) -> int:
     """Rows of a forward on a rank; 1, which is the least of all, where `train.micro_batch_size: auto` is undecided."""
     size = train.micro_batch_size
     return size if isinstance(size, int) else 1
-
-
-def with_micro_batch(config: RunConfig, rows: int) -> RunConfig:
-    """The run file with `rows` as its `train.micro_batch_size`."""
-    return config.model_copy(update={"train": config.train.model_copy(update={"micro_batch_size": rows})})
-
-
-def with_recomputation(config: RunConfig, chosen: str) -> RunConfig:
-    """The run file with `chosen` as its `train.activation_checkpointing`."""
-    return config.model_copy(update={"train": config.train.model_copy(update={"activation_checkpointing": chosen})})
 
 
 @lru_cache(maxsize=4096)

@@ -154,7 +154,7 @@ _ACTIVATIONS = (
 
 
 def _unknown_ranks(run: RunSettings) -> dict[str, object] | None:
-    profile, number = run.config.profile, run.mesh.world_size
+    profile, number = run.profile, run.mesh.world_size
     unknown = [str(rank) for rank in profile.ranks if isinstance(rank, int) and rank >= number] if profile else []
     return {"unknown": ", ".join(unknown), "ranks": number, "last": number - 1} if unknown else None
 
@@ -311,7 +311,7 @@ _LORA = (
 
 def _broken_groups(run: RunSettings) -> dict[str, object] | None:
     """Values of a message where the forwards of a step are no multiple of the pipeline's size."""
-    rows, pp = rows_of_forward(run.config.train) * run.mesh.dp, run.mesh.pp
+    rows, pp = rows_of_forward(run.train) * run.mesh.dp, run.mesh.pp
     legal = _multiples(run.accumulation * rows, pp * rows)
     return {"rows": rows // run.mesh.dp, "legal": legal} if run.accumulation % pp else None
 

@@ -106,7 +106,7 @@ def _untimed(key: str) -> Conflict:
 
 
 def _several_forwards(run: RunSettings) -> dict[str, object] | None:
-    batch, micro, dp = run.train.global_batch_size, rows_of_forward(run.config.train), run.mesh.dp
+    batch, micro, dp = run.train.global_batch_size, rows_of_forward(run.train), run.mesh.dp
     values: dict[str, object] = {"micro": micro, "one_forward": batch // dp, "one_batch": micro * dp}
     return values if run.accumulation != 1 else None
 

@@ -7,7 +7,6 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
 from ds_finetune.config.objectives import ObjectiveConfig
-from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.sections import (
     CheckpointConfig,
     IndexerConfig,
@@ -286,17 +285,17 @@ def is_teacher_partitioned(zero_stage: int, offload: str) -> bool:
     return zero_stage == 3 or offload != "none"
 
 
-def make_plan(config: RunConfig, *, world: World, device: str, accelerate: AccelerateChoices | None = None) -> Plan:
-    """Decide the layout of `config` on `world` with accelerator `device` (`cpu` or `cuda`); ConfigError where values
-    contradict.
+def make_plan(given: RunSettings, *, world: World, device: str, accelerate: AccelerateChoices | None = None) -> Plan:
+    """Decide the layout of a run on `world` with accelerator `device` (`cpu` or `cuda`); ConfigError where values
+    contradict. Of `given` only the sections of the run file are read.
 
     Where `train.micro_batch_size: auto` is undecided, the plan has the smallest micro-batch, of one row. An undecided
     `train.precision: auto` is decided as if nothing were known of a GPU.
     """
-    config = config.model_copy(update={"train": with_precision(config.train, device=device)[0]})
-    run = _settings(config, world, device, accelerate)
+    given = replace(given, train=with_precision(given.train, device=device)[0])
+    run = _on_ranks(given, world, device, accelerate)
     check(run, *BEFORE_MODEL)
-    finished, mesh, train, optim = run.tree, run.mesh, config.train, config.optim
+    finished, mesh, train, optim = run.tree, run.mesh, run.train, run.optim
     # DeepSpeed counts sequence parallel ranks as data parallel (runtime/config.py, _batch_assertion), so its global
     # batch is larger by that factor.
     rows = rows_of_forward(train)
@@ -306,26 +305,26 @@ def make_plan(config: RunConfig, *, world: World, device: str, accelerate: Accel
         # (runtime/utils.py:393), and takes the norm of each rank's experts separately.
         finished["gradient_clipping"] = 0.0
     notes = inexact_lines(run) + turn_off_wrong_options(run.zero, device=device)
-    is_cross_entropy = config.objective.row.is_cross_entropy
+    is_cross_entropy = run.objective.row.is_cross_entropy
     plan = Plan(
         world=world,
         mesh=mesh,
         device=device,
-        batch=BatchSizes(train.global_batch_size, rows, run.accumulation, train.max_seq_len, config.data.packing),
+        batch=BatchSizes(train.global_batch_size, rows, run.accumulation, train.max_seq_len, run.data.packing),
         optimizer=OptimizerNumbers(run.optimizer, optim.weight_decay, optim.betas, train.max_grad_norm),
         zero_stage=run.stage,
         offload_optimizer=run.offloads[0],
         offload_param=run.offloads[1],
-        loss_kernel=loss_kernel(config.model.loss, device=device, tp=mesh.tp, is_cross_entropy=is_cross_entropy),
-        attention=config.model.attention,
-        # Where it is auto, the trainer decides with the memory of the device (trainer/recomputation.py).
+        loss_kernel=loss_kernel(run.model.loss, device=device, tp=mesh.tp, is_cross_entropy=is_cross_entropy),
+        attention=run.model.attention,
+        # Where it is auto, the trainer decides with the memory of the device (trainer/micro_batch.py).
         activation_checkpointing="full" if train.activation_checkpointing == "auto" else train.activation_checkpointing,
         **{name: getattr(train, name) for name in _TRAIN_KEYS},
-        **{name: getattr(config, name) for name in _SECTIONS},
+        **{name: getattr(run, name) for name in _SECTIONS},
         kept_files=_kept_files(run),
-        collective_seconds=config.watchdog.collective_seconds,
+        collective_seconds=run.watchdog.collective_seconds,
         # A state on NVMe may be larger than the host's memory.
-        saves_asynchronously=config.checkpoint.asynchronous and run.offloads[0] != "nvme",
+        saves_asynchronously=run.checkpoint.asynchronous and run.offloads[0] != "nvme",
         deepspeed=finished,
         decisions=(),
         notes=tuple(notes),
@@ -333,59 +332,57 @@ def make_plan(config: RunConfig, *, world: World, device: str, accelerate: Accel
     return replace(plan, decisions=_decisions(plan, run))
 
 
-def _settings(config: RunConfig, world: World, device: str, accelerate: AccelerateChoices | None) -> RunSettings:
+def _on_ranks(run: RunSettings, world: World, device: str, accelerate: AccelerateChoices | None) -> RunSettings:
     """The settings of a run with its ranks and its DeepSpeed configuration; ConfigError where two sources of one number
     contradict.
     """
-    train = config.train
-    mesh = Mesh.of(config.parallel, world_size=world.world_size, rank=world.rank)
+    train = run.train
+    mesh = Mesh.of(run.parallel, world_size=world.world_size, rank=world.rank)
     accumulation = accumulation_steps(
         global_batch_size=train.global_batch_size, micro_batch_size=rows_of_forward(train), dp=mesh.dp
     )
-    given, source = read_choices(choose_deepspeed(config.deepspeed, accelerate))
+    given, source = read_choices(choose_deepspeed(run.deepspeed, accelerate))
     check_auto(train, given, source, accelerate)
     stage_of(given, source)
     given = with_reduction_dtype(given, train, source=source)
-    tree = finish((given, source), train, config.optim, accumulation=accumulation, on_cpu=device == "cpu")
+    tree = finish((given, source), train, run.optim, accumulation=accumulation, on_cpu=device == "cpu")
     if accelerate:
         check_accelerate_agrees(accelerate, train, tree)
-    return RunSettings(config=config, mesh=mesh, device=device, tree=tree, accumulation=accumulation)
+    return replace(run, mesh=mesh, device=device, tree=tree, accumulation=accumulation)
 
 
 def _kept_files(run: RunSettings) -> KeptFiles:
-    config = run.config
-    has_best, checkpoint = bool(config.data.eval), config.checkpoint
+    has_best, checkpoint = bool(run.data.eval), run.checkpoint
     # A checkpoint is written before the oldest one that is kept is removed.
     checkpoints = checkpoint.keep + 1 + (checkpoint.keep_best and has_best) if checkpoint.saves else 0
-    exports = config.export.at_end + (config.eval.keep_best and has_best)
+    exports = run.export.at_end + (run.eval.keep_best and has_best)
     return KeptFiles(exports, checkpoints, checkpoint.node_local)
 
 
 def _decisions(plan: Plan, run: RunSettings) -> tuple[tuple[str, str], ...]:
     """Name and text of each decision, as printed before anything is loaded."""
-    config = run.config
-    model, batch = config.model, plan.batch
+    model, batch = run.model, plan.batch
     offloads = f"offload optimizer {plan.offload_optimizer}, param {plan.offload_param}"
     rows = f"{batch.global_batch_size} rows = "
     rows += (
         f"micro x accumulation x dp {plan.dp}, micro as large as fits (auto)"
-        if config.train.micro_batch_size == AUTO
+        if run.train.micro_batch_size == AUTO
         else f"micro {batch.micro_batch_size} x accumulation {batch.gradient_accumulation_steps} x dp {plan.dp}"
     )
     tokens = f"{batch.max_seq_len} tokens a row at most{', packed' if batch.is_packed else ''}"
-    tokens += ", for both sides of a pair together" if config.objective.row.unit == "pairs" else ""
+    tokens += ", for both sides of a pair together" if run.objective.row.unit == "pairs" else ""
     return (
         ("model", f"{model.path} ({model.weights} weights, {plan.precision})"),
         ("ranks", f"{plan.world.world_size} on {plan.device}, started by {plan.world.launcher}"),
         ("layout", f"{plan.mesh}, ZeRO-{plan.zero_stage}, {offloads}"),
         ("batch", f"{rows}, {tokens}"),
-        *_communication(plan, config.train.reduction_dtype),
-        *((("inexact", ", ".join(config.inexact)),) if config.inexact else ()),
+        *_communication(plan, run.train.reduction_dtype),
+        *((("inexact", ", ".join(run.inexact)),) if run.inexact else ()),
         *([("activations", "inputs of recomputed layers in host memory")] if plan.activation_offload else []),
-        *_objective_lines(config.objective),
-        ("loss", _loss_text(config.objective, kernel=plan.loss_kernel)),
-        ("length", config.train.duration),
-        ("checkpoints", _checkpoints(config.checkpoint, is_asynchronous=plan.saves_asynchronously)),
+        *_objective_lines(run.objective),
+        ("loss", _loss_text(run.objective, kernel=plan.loss_kernel)),
+        ("length", run.train.duration),
+        ("checkpoints", _checkpoints(run.checkpoint, is_asynchronous=plan.saves_asynchronously)),
     )
 
 

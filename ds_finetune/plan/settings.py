@@ -1,10 +1,28 @@
 """The settings of a run that checks read, and what a refusal of them is."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple, Self
 
-from ds_finetune.config.schema import RunConfig
+from ds_finetune.config.objectives import ObjectiveConfig
+from ds_finetune.config.schema import ConfigSource, read_config
+from ds_finetune.config.sections import (
+    CheckpointConfig,
+    DataConfig,
+    EvalConfig,
+    ExportConfig,
+    IndexerConfig,
+    LoraConfig,
+    ModelConfig,
+    MtpConfig,
+    OptimConfig,
+    ParallelConfig,
+    ProfileConfig,
+    RouterConfig,
+    TrainConfig,
+    WatchdogConfig,
+)
+from ds_finetune.config.value_types import InexactNames
 from ds_finetune.errors import ConfigError, ModelError
 from ds_finetune.families.family import Family
 from ds_finetune.families.table import family_of
@@ -18,12 +36,33 @@ _ONE_RANK = Mesh(0, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunSettings:
-    """The settings of a run, as far as they are known: a check reads only what its subject needs. Sections of the run
-    file are attributes too.
-    """
+class Sections:
+    """The sections of a run file that decide what is trained and how; planning and searching change them one by one."""
 
-    config: RunConfig
+    model: ModelConfig
+    data: DataConfig
+    deepspeed: str | dict[str, Any] | None
+    inexact: InexactNames
+    objective: ObjectiveConfig
+    train: TrainConfig
+    optim: OptimConfig
+    eval: EvalConfig
+    checkpoint: CheckpointConfig
+    parallel: ParallelConfig
+    lora: LoraConfig | None
+    mtp: MtpConfig
+    router: RouterConfig | None
+    indexer: IndexerConfig
+    features: Mapping[str, Mapping[str, Any]]
+    profile: ProfileConfig | None
+    watchdog: WatchdogConfig
+    export: ExportConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings(Sections):
+    """The settings of a run, as far as they are known: a check reads only what its subject needs."""
+
     mesh: Mesh = _ONE_RANK
     device: str = "cpu"
     tree: Tree = field(default_factory=lambda: {"zero_optimization": {}})
@@ -43,9 +82,11 @@ class RunSettings:
     rows: int | None = None
     """Rows of an epoch; None for a stream."""
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - any section of the run file
-        """A section of the run file."""
-        return getattr(self.config, name)
+    @classmethod
+    def of(cls, source: ConfigSource, **known: Any) -> Self:  # noqa: ANN401 - values of the fields below the sections
+        """The settings of a run file, with what is `known` beside it; ConfigError where the file is not valid."""
+        config = read_config(source)
+        return cls(**{each.name: getattr(config, each.name) for each in fields(Sections)}, **known)
 
     @property
     def zero(self) -> Tree:
@@ -77,12 +118,12 @@ class RunSettings:
     @property
     def precision(self) -> str:
         """`train.precision`; where `auto` is undecided, what it is without knowledge of a GPU."""
-        return with_precision(self.config.train, device=self.device)[0].precision
+        return with_precision(self.train, device=self.device)[0].precision
 
     @property
     def optimizer(self) -> str:
         """Name of the optimizer in lower case."""
-        return self.config.optim.name.lower()
+        return self.optim.name.lower()
 
     @property
     def axes(self) -> frozenset[str]:

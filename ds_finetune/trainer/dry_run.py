@@ -11,20 +11,16 @@ from rich.table import Table
 from rich.text import Text
 
 from ds_finetune.config.objectives import ObjectiveConfig
-from ds_finetune.config.schema import ConfigSource, read_config
 from ds_finetune.config.units import GIB
-from ds_finetune.config.value_types import check_whole_number
 from ds_finetune.data.row_kind import RowKind
-from ds_finetune.errors import ConfigError
 from ds_finetune.features.table import features_of
 from ds_finetune.model.build.model_plan import ModelPlan
 from ds_finetune.plan.estimate.states import RunEstimate, TensorKind, fullest_stage
 from ds_finetune.plan.forward import attention_lines, experts_lines, head_line
 from ds_finetune.plan.mesh import AXES, Mesh
 from ds_finetune.plan.plan import Plan
-from ds_finetune.system.world import World
 from ds_finetune.trainer.rank_tensors import Stages
-from ds_finetune.trainer.resolve import resolve
+from ds_finetune.trainer.resolve import ResolvedRun
 
 _SHOWN_NODES = 4
 
@@ -60,19 +56,8 @@ class PlannedRun:
         )
 
 
-def plan_run(config: ConfigSource, *, gpus: int, gpus_per_node: int = 8) -> PlannedRun:
-    """The layout of a run on `gpus` GPUs, without weights or data; ConfigError as a run would raise it.
-
-    `config` is the path of a run file, its nested dictionary, or a RunConfig.
-    """
-    check_whole_number("gpus", gpus, least=1)
-    check_whole_number("gpus_per_node", gpus_per_node, least=1)
-    if gpus % min(gpus, gpus_per_node):
-        raise ConfigError(
-            f"{gpus} GPUs do not fill nodes of {gpus_per_node}", hint="give a multiple of --gpus-per-node"
-        )
-    world = World(0, gpus, 0, min(gpus, gpus_per_node), "a dry run")
-    run = resolve(read_config(config), world=world, device="cuda", is_config_only=True)
+def planned_run(run: ResolvedRun) -> PlannedRun:
+    """The plan of a run with what people read about it; weights and data are not read for it."""
     lines = (*run.plan.decisions, *model_lines(run.model, run.plan), *_totals(run.tensors, run.estimate))
     return PlannedRun(run.plan, run.tensors, run.estimate, lines, (*run.notes, *_assumed_classes(run.config.objective)))
 

@@ -5,6 +5,7 @@ what to do where memory runs out.
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -132,8 +133,8 @@ def estimate_of(run: PreparedRun) -> MemoryEstimate | None:
 
 def what_fits(run: PreparedRun, *, budget: int) -> str:
     """The nearest settings that fit into `budget` bytes, as a hint."""
-    config = run.config.model_copy(update={"objective": run.plan.objective})
-    changes = fitting_changes(config, run.plan, run.inputs.config_tree, budget=budget)
+    settings = replace(run.settings, objective=run.plan.objective)
+    changes = fitting_changes(settings, run.plan, run.inputs.config_tree, budget=budget)
     if not changes:
         return "by the estimate no change of the run file fits: take more ranks, or devices with more memory"
     return f"by the estimate these fit, each with its need: {first_texts(changes, _MOST_CHANGES)}"

@@ -12,9 +12,8 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ds_finetune.config.objectives import ObjectiveConfig, is_distillation
 from ds_finetune.config.schedule import Duration
-from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.classes import find_classes
-from ds_finetune.data.prepare import prepare_rows
+from ds_finetune.data.prepare import TokenLimits, prepare_rows
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.row_kind import RowKind
 from ds_finetune.data.row_report import row_notes
@@ -31,8 +30,8 @@ from ds_finetune.model.mtp import mtp_layers
 from ds_finetune.model.weights.load import weights_digest
 from ds_finetune.plan.context import extend_tree
 from ds_finetune.plan.model_shape import Shape
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.trainer.document_lengths import check_answers_fit, check_lengths
-from ds_finetune.trainer.resolve import token_limits
 
 
 @dataclass(frozen=True)
@@ -95,38 +94,38 @@ class RunInputs:
             yield from (f"data.{name.replace('/', '.')}: {note}" for note in row_notes(rows.counts))
 
 
-def read_inputs(config: RunConfig, model: ModelPlan) -> RunInputs:
+def read_inputs(run: RunSettings, model: ModelPlan) -> RunInputs:
     """Read the tokenizer and tokenise the data; ModelError, DataError or ConfigError say what is wrong with them."""
-    folder = resolve_folder(config.model.path)
-    tokenizer_folder = resolve_folder(config.model.tokenizer) if config.model.tokenizer else folder
+    folder = resolve_folder(run.model.path)
+    tokenizer_folder = resolve_folder(run.model.tokenizer) if run.model.tokenizer else folder
     tokenizer = load_tokenizer(str(tokenizer_folder))
-    limits = token_limits(config, model.hf_config)
+    limits = TokenLimits(max_seq_len=run.train.max_seq_len, vocab_size=model.hf_config.vocab_size)
     check_teacher_tokens(model, tokenizer)
-    if config.data.streaming and Duration.parse(config.train.duration).unit != "steps":
+    if run.data.streaming and Duration.parse(run.train.duration).unit != "steps":
         raise ConfigError(
-            f"data.streaming does not know how long `{config.train.duration}` is", hint="give train.for in steps"
+            f"data.streaming does not know how long `{run.train.duration}` is", hint="give train.for in steps"
         )
-    if config.data.streaming and config.data.weights:
+    if run.data.streaming and run.data.weights:
         raise ConfigError(
-            f"data.train gives weights to {', '.join(config.data.weights)}, whose rows data.streaming does not count",
+            f"data.train gives weights to {', '.join(run.data.weights)}, whose rows data.streaming does not count",
             hint="set data.streaming to false, or write the rows of a mixture to one file",
         )
-    kind = find_classes(config.data, RowKind.of(config.objective))
+    kind = find_classes(run.data, RowKind.of(run.objective))
     prepare = partial(prepare_rows, tokenizer=tokenizer, limits=limits, kind=kind)
     stream = partial(open_stream, tokenizer=tokenizer, limits=limits, kind=kind)
-    train = (stream if config.data.streaming else prepare)(config.data, "train")
+    train = (stream if run.data.streaming else prepare)(run.data, "train")
     held_out = {
-        name: prepare(config.data.model_copy(update={"eval": paths}), "eval")
-        for name, paths in config.data.held_out_sets.items()
+        name: prepare(run.data.model_copy(update={"eval": paths}), "eval")
+        for name, paths in run.data.held_out_sets.items()
     }
-    generate = config.eval.generate
-    check_lengths(model, train, held_out, max_seq_len=config.train.max_seq_len, generate=generate)
+    generate = run.eval.generate
+    check_lengths(model, train, held_out, max_seq_len=run.train.max_seq_len, generate=generate)
     check_answers_fit(generate, model, held_out)
     for rows in (train, *held_out.values()):
         check_padding(rows, model, tokenizer)
     held_out_notes = [note for rows in held_out.values() for note in rows.notes]
     held_out_notes += overlap_notes(train, held_out) if held_out else []
-    scores = open_scores(config.objective, model, tokenizer, train)
+    scores = open_scores(run.objective, model, tokenizer, train)
     return RunInputs(
         folder=folder,
         model=model,

@@ -4,7 +4,6 @@ which is remembered.
 """
 
 import json
-import os
 import sys
 import time
 from contextlib import suppress
@@ -18,15 +17,14 @@ import xxhash
 from ds_finetune import __version__
 from ds_finetune.checkpoint.run_state import versions
 from ds_finetune.cluster.watchdog.monitor import Monitor
-from ds_finetune.config.schema import RunConfig
+from ds_finetune.config.sections import TrainConfig
 from ds_finetune.config.units import GIB
 from ds_finetune.console.phase_line import Say, say_nothing
 from ds_finetune.engine.devices import exchange
 from ds_finetune.errors import ConfigError, RunError
-from ds_finetune.plan.batch import AUTO, with_micro_batch, with_recomputation
+from ds_finetune.plan.batch import AUTO
 from ds_finetune.plan.estimate.memory import estimate_memory
 from ds_finetune.plan.pipeline import forwards_together
-from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.search.fitting import (
     SPARE,
     bytes_of,
@@ -36,10 +34,9 @@ from ds_finetune.plan.search.fitting import (
     plan_with_rows,
 )
 from ds_finetune.system.whole_file import replace_file
-from ds_finetune.system.world import accelerate_choices
 from ds_finetune.trainer.forecast import memory_table, what_fits
 from ds_finetune.trainer.prepare import PreparedRun
-from ds_finetune.trainer.resolve import complete_plan
+from ds_finetune.trainer.resolve import ResolvedRun, with_train
 from ds_finetune.trainer.trial import DONE, OUT_OF_MEMORY, try_steps
 
 _TIMEOUT = timedelta(minutes=30)
@@ -70,7 +67,8 @@ def decide_recomputation(
         sizes = exchange(store, plan.world, "memory of devices", own, timeout=_TIMEOUT)
         budget = min(map(int, sizes)) or None
     chosen, reason = chosen_recomputation(plan, run.inputs.config_tree, budget=budget)
-    config, plan = with_recomputation(run.config, chosen), replace(plan, activation_checkpointing=chosen)
+    train = run.config.train.model_copy(update={"activation_checkpointing": chosen})
+    config, plan = run.config.model_copy(update={"train": train}), replace(plan, activation_checkpointing=chosen)
     return replace(run, config=config, plan=plan), [("recomputation", f"{chosen} (auto: {reason})")]
 
 
@@ -114,7 +112,8 @@ def _try_sizes(
     while rows:
         need, has = estimates[rows] / GIB, budget / GIB
         say(f"trying train.micro_batch_size {rows}: {need:.3f} of {has:.3f} GiB by the estimate")
-        trial = try_steps(trial_config(run.config, run.plan, rows), run.plan.world, store, topic=f"micro-batch {rows}")
+        train = trial_section(run, rows).model_dump(mode="json", by_alias=True)
+        trial = try_steps({**run.tree, "train": train}, run.plan.world, store, topic=f"micro-batch {rows}")
         if trial.outcome == DONE and fits(trial.peak_bytes, budget):
             return TriedSize(rows, trial.peak_bytes, time.strftime("%Y-%m-%d %H:%M")), refused
         if trial.outcome not in (DONE, OUT_OF_MEMORY):
@@ -131,26 +130,24 @@ def _try_sizes(
     raise _nothing_fits(run, budget, f"; tried: {'; '.join(refused)}" if refused else "")
 
 
-def trial_config(config: RunConfig, plan: Plan, rows: int) -> RunConfig:
-    """The run file of a trial: as many forwards as are ever held at once, and two where gradients add up."""
-    group = forwards_together(config.parallel)
+def trial_section(run: ResolvedRun, rows: int) -> TrainConfig:
+    """The section `train` of a trial: as many forwards as are ever held at once, and two where gradients add up."""
+    plan, group = run.plan, forwards_together(run.plan.parallel)
     # With several chunks a rank holds those of two groups at most (`num_held_forwards`).
     most = plan.mesh.pp + 1 if group == 1 else 2 * group
     forwards = min(plan.batch.global_batch_size // (rows * plan.dp), most)
-    config = with_micro_batch(config, rows)
-    train = config.train.model_copy(update={"global_batch_size": rows * plan.dp * forwards})
-    return config.model_copy(update={"train": train})
+    size = {"micro_batch_size": rows, "global_batch_size": rows * plan.dp * forwards}
+    return run.config.train.model_copy(update=size)
 
 
 def _decided(run: PreparedRun, rows: int, how: str) -> PreparedRun:
     """The run with forwards of `rows` rows, and a line of its plan that says how they were chosen."""
-    config, old = with_micro_batch(run.config, rows), run.plan
-    plan = make_plan(config, world=old.world, device=old.device, accelerate=accelerate_choices(os.environ))
-    plan = complete_plan(replace(run, config=config, plan=plan)).plan
+    run = with_train(run, run.config.train.model_copy(update={"micro_batch_size": rows}))
+    plan = run.plan
     after = [name for name, _ in plan.decisions].index("batch") + 1
     line = ("micro batch", f"{rows} (auto: {how})")
     plan = replace(plan, decisions=(*plan.decisions[:after], line, *plan.decisions[after:]))
-    return replace(run, config=config, plan=plan)
+    return replace(run, plan=plan)
 
 
 def _took(tried: TriedSize, budget: int) -> str:

@@ -172,12 +172,11 @@ def _checkpointing(
 def _writers(started: StartedRun, left: TimeLeft) -> list[Observer]:
     """The observers of rank zero, which writes files and prints."""
     run, say = started.run, started.say
-    tree = run.config.model_dump(mode="json", by_alias=True)
     is_resumed = started.resume_point.progress.step > 0
     return [
         MetricsFile(run.output_dir / "metrics.jsonl", say),
         *([RankTimesFile(run.output_dir / "ranks.jsonl", say)] if run.plan.world.world_size > 1 else []),
-        Trackers.open(run.config.log.trackers, run.output_dir, tree, say, is_resumed=is_resumed),
+        Trackers.open(run.config.log.trackers, run.output_dir, run.tree, say, is_resumed=is_resumed),
         ProgressLine(steps=run.schedule.steps, every=run.config.log.every, left=left, log=started.log),
     ]
 

@@ -1,29 +1,23 @@
 """Prepares a run from its configuration, before any process group: plan, model, rows and learning rate."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ds_finetune.config.schedule import Duration, LrSchedule, warmup_steps
-from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.sections import OptimConfig, TrainConfig
 from ds_finetune.data.mismatched import MismatchedAnswers
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.stream import StreamedRows
-from ds_finetune.engine.devices import DeviceMemory, PeakMemory, bf16_support, choose_device, read_device_memory
+from ds_finetune.engine.devices import DeviceMemory, PeakMemory, read_device_memory
 from ds_finetune.objectives.objective import Objective
-from ds_finetune.observers.trackers import check_trackers
 from ds_finetune.plan.checks import check, length_notes
 from ds_finetune.plan.plan import Plan
-from ds_finetune.plan.settings import RunSettings
-from ds_finetune.system.world import World, accelerate_choices
 from ds_finetune.trainer.inputs import RunInputs, read_inputs
-from ds_finetune.trainer.resolve import ResolvedRun, resolve
-from ds_finetune.trainer.run_dir import check_only_own_files, check_run_disk, check_run_folder
+from ds_finetune.trainer.resolve import ResolvedRun
+from ds_finetune.trainer.run_dir import check_run_disk, check_run_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,28 +34,17 @@ class PreparedRun(ResolvedRun):
     peak: PeakMemory | None = None
     """The most that this rank has taken of its device since then."""
 
-    @property
-    def output_dir(self) -> Path:
-        """Folder of the run."""
-        return Path(self.config.output_dir)
 
-
-def prepare_run(config: RunConfig, world: World) -> PreparedRun:
-    """Plan the run, read its model's config and tokenise its data, which takes as long as the data is large."""
-    if world.rank == 0:
-        # It writes what could replace files; other nodes may have a folder of their own, with checkpoints only.
-        check_only_own_files(config)
-    check_trackers(config.log.trackers)
-    device, accelerate = choose_device(), accelerate_choices(os.environ)
-    bf16 = bf16_support(device, world)
-    run = read_run(resolve(config, world=world, device=device, bf16=bf16, accelerate=accelerate))
-    check_run_folder(run.output_dir, config.checkpoint)
+def prepare_run(resolved: ResolvedRun) -> PreparedRun:
+    """Check the run folder and tokenise the data of a run, which takes as long as the data is large."""
+    world, run = resolved.plan.world, read_run(resolved)
+    check_run_folder(run.output_dir, run.config.checkpoint)
     # What this host writes; where all hosts share the folder, each checks it for everything.
     is_first_host = world.rank < world.local_world_size or not run.estimate.is_node_local
     check_run_disk(run.output_dir, run.estimate.disk(ranks=world.local_world_size, is_first_host=is_first_host))
     inputs, schedule = run.inputs, run.schedule
     rows = None if isinstance(inputs.train, StreamedRows) else inputs.train.rows_per_epoch
-    length = RunSettings(config=config, steps=schedule.steps, warmup=schedule.warmup_steps, rows=rows)
+    length = replace(run.settings, steps=schedule.steps, warmup=schedule.warmup_steps, rows=rows)
     check(length, "length of the run")
     memory, peak = read_device_memory(world, run.plan.device), PeakMemory(run.plan.device)
     inputs = replace(inputs, notes=(*inputs.notes, *length_notes(length)))
@@ -70,7 +53,7 @@ def prepare_run(config: RunConfig, world: World) -> PreparedRun:
 
 def read_run(resolved: ResolvedRun) -> PreparedRun:
     """The run with its rows and its learning rate; ModelError, DataError or ConfigError say what is wrong with them."""
-    inputs = read_inputs(resolved.config, resolved.model)
+    inputs = read_inputs(resolved.settings, resolved.model)
     check_baseline(resolved.plan, inputs)
     schedule = make_schedule(resolved.config.train, resolved.config.optim, inputs.train)
     return PreparedRun(resolved.config, resolved.plan, resolved.model, resolved.notes, inputs=inputs, schedule=schedule)

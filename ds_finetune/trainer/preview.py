@@ -8,7 +8,6 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.units import share_text
 from ds_finetune.data.prepare import prepare_rows
 from ds_finetune.data.prepared_rows import PreparedRows
@@ -16,26 +15,27 @@ from ds_finetune.data.row_kind import RowKind
 from ds_finetune.data.row_report import row_notes, server_prompt_line
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.model.build.skeleton import resolve_folder
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.trainer.resolve import model_config, token_limits, with_classes
 
 OPEN, CLOSE = "⟦", "⟧"
 """Put around supervised text, also where there are no colours."""
 
 
-def preview_of(config: RunConfig, *, samples: int) -> RenderableType:
+def preview_of(run: RunSettings, *, samples: int) -> RenderableType:
     """The first `samples` documents, pairs or examples of each source of the training data, and a table of how many
     rows were read, dropped, truncated and split.
     """
-    config = with_classes(config, is_config_only=True)
-    tokenizer = load_tokenizer(str(resolve_folder(config.model.tokenizer or config.model.path)))
-    limits = token_limits(config, model_config(config))
-    rows = prepare_rows(config.data, "train", tokenizer=tokenizer, limits=limits, kind=RowKind.of(config.objective))
+    run = with_classes(run, is_config_only=True)
+    tokenizer = load_tokenizer(str(resolve_folder(run.model.tokenizer or run.model.path)))
+    limits = token_limits(run, model_config(run))
+    rows = prepare_rows(run.data, "train", tokenizer=tokenizer, limits=limits, kind=RowKind.of(run.objective))
     shown = chain.from_iterable(
         _shown_source(rows, name, units[:samples], tokenizer) for name, units in rows.units_of_sources().items()
     )
     notes = (*rows.notes, *row_notes(rows.counts))
     table = Table(title="counts", title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
-    for name, text in count_lines(rows, limits.max_seq_len, is_packed=config.data.packing):
+    for name, text in count_lines(rows, limits.max_seq_len, is_packed=run.data.packing):
         table.add_row(name, escaped(text))
     return Group(*shown, table, *(Text(escaped(note)) for note in notes))
 

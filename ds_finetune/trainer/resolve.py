@@ -2,19 +2,23 @@
 read.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ds_finetune.config.objectives import ObjectiveConfig
-from ds_finetune.config.schema import RunConfig
-from ds_finetune.config.sections import ModelConfig
+from ds_finetune.config.schema import ConfigSource, RunConfig, dump_config, read_config
+from ds_finetune.config.sections import ModelConfig, TrainConfig
 from ds_finetune.data.classes import find_classes
 from ds_finetune.data.prepare import TokenLimits
 from ds_finetune.data.row_kind import RowKind
 from ds_finetune.data.tokenizer_files import load_tokenizer
+from ds_finetune.engine.devices import bf16_support, choose_device
 from ds_finetune.errors import ConfigError
 from ds_finetune.export.formats import SAFETENSORS, format_named
 from ds_finetune.families.table import family_of
@@ -33,11 +37,10 @@ from ds_finetune.plan.checks import WITH_MESH, WITHOUT_MESH, check
 from ds_finetune.plan.context import ContextPlan, plan_context
 from ds_finetune.plan.estimate.states import RunEstimate, estimate_run
 from ds_finetune.plan.forward import mlp_tiles
-from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.precision import Bf16Support, with_precision
 from ds_finetune.plan.settings import RunSettings
-from ds_finetune.system.world import AccelerateChoices, World
+from ds_finetune.system.world import AccelerateChoices, World, accelerate_choices
 from ds_finetune.trainer.document_lengths import length_notes
 from ds_finetune.trainer.rank_tensors import Stages, rank_tensors, sizes_of
 
@@ -58,6 +61,34 @@ class ResolvedRun:
     notes: tuple[str, ...] = ()
     """What follows from the model and a user might not expect."""
 
+    @property
+    def output_dir(self) -> Path:
+        """Folder of the run."""
+        return Path(self.config.output_dir)
+
+    @property
+    def tree(self) -> dict[str, Any]:
+        """The run file with its defaults, as checkpoints and trackers keep it."""
+        return self.config.model_dump(mode="json", by_alias=True)
+
+    @property
+    def text(self) -> str:
+        """The run file with its defaults, as `config.yaml` of the run folder has it."""
+        return dump_config(self.config)
+
+    @cached_property
+    def settings(self) -> RunSettings:
+        """The settings of the run with what is known of its ranks and its model, as checks read them."""
+        return RunSettings.of(
+            self.config,
+            mesh=self.plan.mesh,
+            device=self.plan.device,
+            tree=self.plan.deepspeed,
+            accumulation=self.plan.batch.gradient_accumulation_steps,
+            model_json=self.model.hf_config.to_dict(),
+            stages=self.model.stages,
+        )
+
     @cached_property
     def tensors(self) -> Stages:
         """The tensors of a rank, by pipeline stage."""
@@ -70,8 +101,17 @@ class ResolvedRun:
         return estimate_run(self.plan, sizes)
 
 
+R = TypeVar("R", bound=ResolvedRun)
+
+
+def resolve_here(source: ConfigSource, world: World) -> ResolvedRun:
+    """Resolve a run on the device of this process, as rank of `world`, with the choices of `accelerate launch`."""
+    device, accelerate = choose_device(), accelerate_choices(os.environ)
+    return resolve(source, world=world, device=device, bf16=bf16_support(device, world), accelerate=accelerate)
+
+
 def resolve(  # noqa: PLR0913 - what is decided, and what it is decided from
-    config: RunConfig,
+    source: ConfigSource,
     *,
     world: World,
     device: str,
@@ -79,23 +119,25 @@ def resolve(  # noqa: PLR0913 - what is decided, and what it is decided from
     accelerate: AccelerateChoices | None = None,
     is_config_only: bool = False,
 ) -> ResolvedRun:
-    """Decide what `config` means on the ranks of `world` with accelerator `device`; ConfigError, ModelError or
+    """Decide what a run file means on the ranks of `world` with accelerator `device`; ConfigError, ModelError or
     DataError where it cannot be trained so.
 
     `bf16` is what is known of a GPU, for `train.precision: auto`.
     With `is_config_only`, only configuration and tokenizer files of a model on the hub are downloaded, and no rows are
     read: the number of classes is that of the base model, and parameters that no loss reaches are not looked for.
     """
+    config = read_config(source)
     train, precision = with_precision(config.train, device=device, support=bf16)
-    config = config.model_copy(update={"train": train})
-    plan = make_plan(config, world=world, device=device, accelerate=accelerate)
-    config = with_classes(config, is_config_only=is_config_only)
-    model = make_model_plan(config, plan.mesh, is_config_only=is_config_only)
-    token_limits(config, model.hf_config)
+    settings = replace(RunSettings.of(config), train=train)
+    plan = make_plan(settings, world=world, device=device, accelerate=accelerate)
+    settings = with_classes(replace(settings, mesh=plan.mesh, device=device), is_config_only=is_config_only)
+    model = make_model_plan(settings, is_config_only=is_config_only)
+    token_limits(settings, model.hf_config)
     check_formats(config.export.formats, model, is_config_only=is_config_only)
     context = model.context.notes() if model.context is not None else ()
     lengths = length_notes(model, max_seq_len=plan.batch.max_seq_len)
-    notes = (*precision, *context, *try_generic_type(config, model), *lengths)
+    notes = (*precision, *context, *try_generic_type(settings, model), *lengths)
+    config = config.model_copy(update={"train": train, "objective": settings.objective})
     run = ResolvedRun(config, replace(plan, objective=config.objective), model, notes)
     return run if is_config_only else complete_plan(run)
 
@@ -116,7 +158,14 @@ def check_formats(names: Sequence[str], model: ModelPlan, *, is_config_only: boo
             row.load().check_model(model.hf_config, is_classifier=model.task != "causal_lm")
 
 
-def complete_plan(run: ResolvedRun) -> ResolvedRun:
+def with_train(run: R, train: TrainConfig) -> R:
+    """The run with another section `train`, on which its model does not depend."""
+    old, settings = run.plan, replace(run.settings, train=train)
+    plan = make_plan(settings, world=old.world, device=old.device, accelerate=accelerate_choices(os.environ))
+    return complete_plan(replace(run, config=run.config.model_copy(update={"train": train}), plan=plan))
+
+
+def complete_plan(run: R) -> R:
     """The run whose plan has what follows from the model: notes, parameters that are not trained, and the local folder
     of a live teacher, which the run file may name by a hub id: estimates read its config.json.
     """
@@ -128,16 +177,15 @@ def complete_plan(run: ResolvedRun) -> ResolvedRun:
     return replace(run, plan=freeze_parameters(plan, run.model))
 
 
-def make_model_plan(config: RunConfig, mesh: Mesh, *, is_config_only: bool = False) -> ModelPlan:
-    """The model that `config` trains, checked against `mesh`; ConfigError or ModelError where it cannot be built so.
+def make_model_plan(run: RunSettings, *, is_config_only: bool = False) -> ModelPlan:
+    """The model of the run, checked against its mesh; ConfigError or ModelError where it cannot be built so.
 
     With `is_config_only`, only configuration and tokenizer files of a model on the hub are downloaded.
     """
-    hf_config, context = _config_and_context(config.model, task_of(config.objective), is_config_only=is_config_only)
-    padding = _set_up_scores(config.objective, config.model, hf_config)
-    run = RunSettings(config=config, mesh=mesh, model_json=hf_config.to_dict())
-    check(run, *WITH_MESH)
-    planned = plan_model(hf_config, config)
+    hf_config, context = _config_and_context(run.model, task_of(run.objective), is_config_only=is_config_only)
+    padding = _set_up_scores(run.objective, run.model, hf_config)
+    check(replace(run, model_json=hf_config.to_dict()), *WITH_MESH)
+    planned = plan_model(hf_config, run)
     if planned.teacher is not None:
         check(replace(run, model_json=planned.teacher.hf_config.to_dict()), "teacher")
     return replace(planned, padding=padding, context=context)
@@ -155,24 +203,24 @@ def _set_up_scores(objective: ObjectiveConfig, section: ModelConfig, hf_config: 
     return set_padding_token(hf_config, _tokenizer(section))
 
 
-def with_classes(config: RunConfig, *, is_config_only: bool = False) -> RunConfig:
-    """The run file with number and names of the classes filled in: those of a base model that is a classifier, else
+def with_classes(run: RunSettings, *, is_config_only: bool = False) -> RunSettings:
+    """The run with number and names of the classes filled in: those of a base model that is a classifier, else
     those of the training rows, which are read where it is necessary, and never with `is_config_only`.
     """
-    objective = config.objective
+    objective = run.objective
     if objective.row.kind != "labelled":
-        return config
+        return run
     objective = with_base_classes(
         objective,
-        read_hf_config(config.model.path, **(_CONFIG_FILES if is_config_only else {}), task="sequence_classification"),
+        read_hf_config(run.model.path, **(_CONFIG_FILES if is_config_only else {}), task="sequence_classification"),
     )
     if not is_config_only:
-        kind = find_classes(config.data, RowKind.of(objective))
+        kind = find_classes(run.data, RowKind.of(objective))
         objective = objective.model_copy(update={"labels": kind.labels, "num_labels": kind.num_labels})
-    return config.model_copy(update={"objective": objective})
+    return replace(run, objective=objective)
 
 
-def try_generic_type(config: RunConfig, model: ModelPlan) -> tuple[str, ...]:
+def try_generic_type(run: RunSettings, model: ModelPlan) -> tuple[str, ...]:
     """Lines on what a generic model type did on a tiny copy; ModelError where it would be trained wrongly, or where a
     teacher would not keep documents apart.
     """
@@ -181,32 +229,32 @@ def try_generic_type(config: RunConfig, model: ModelPlan) -> tuple[str, ...]:
         check_generic_type(
             hf_config,
             objective=model.objective,
-            attention=config.model.attention,
-            packing=config.data.packing,
-            row_tokens=config.train.max_seq_len,
-            precision=config.train.precision,
+            attention=run.model.attention,
+            packing=run.data.packing,
+            row_tokens=run.train.max_seq_len,
+            precision=run.precision,
         )
         for hf_config in tried
     ]
     return tuple(dict.fromkeys(line for lines in found for line in lines))
 
 
-def token_limits(config: RunConfig, hf_config: PretrainedConfig) -> TokenLimits:
+def token_limits(run: RunSettings, hf_config: PretrainedConfig) -> TokenLimits:
     """The numbers of the model that rows must respect; ConfigError where `max_seq_len` is more than the model
     allows.
     """
     allowed = max_positions(hf_config)
-    check(RunSettings(config=config, model_json=hf_config.to_dict(), positions=allowed), "positions")
-    return TokenLimits(max_seq_len=config.train.max_seq_len, vocab_size=hf_config.vocab_size)
+    check(replace(run, model_json=hf_config.to_dict(), positions=allowed), "positions")
+    return TokenLimits(max_seq_len=run.train.max_seq_len, vocab_size=hf_config.vocab_size)
 
 
-def model_config(config: RunConfig, *, is_config_only: bool = False) -> PretrainedConfig:
+def model_config(run: RunSettings, *, is_config_only: bool = False) -> PretrainedConfig:
     """The configuration of the model as it is trained, with the vocabulary that `model.resize_vocabulary` gives it, and
     the positions and rotary scaling of `model.context`.
 
     With `is_config_only`, only configuration and tokenizer files of a model on the hub are downloaded.
     """
-    return _config_and_context(config.model, task_of(config.objective), is_config_only=is_config_only)[0]
+    return _config_and_context(run.model, task_of(run.objective), is_config_only=is_config_only)[0]
 
 
 def _config_and_context(
@@ -273,10 +321,10 @@ def complete_features(plan: Plan, model: ModelPlan) -> Plan:
     return plan
 
 
-def plan_model(hf_config: PretrainedConfig, config: RunConfig) -> ModelPlan:
+def plan_model(hf_config: PretrainedConfig, run: RunSettings) -> ModelPlan:
     """The model of `hf_config` as the run file says; ConfigError or ModelError where it does not fit the model."""
-    model, objective = config.model, config.objective
-    run = RunSettings(config=config, model_json=hf_config.to_dict())
+    model, objective = run.model, run.objective
+    run = replace(run, model_json=hf_config.to_dict())
     check(run, *WITHOUT_MESH)
     check_encoder(hf_config, attention=model.attention, objective=objective.name)
     resized = model.resize_vocabulary
@@ -284,9 +332,9 @@ def plan_model(hf_config: PretrainedConfig, config: RunConfig) -> ModelPlan:
     task = task_of(runtime)
     published = read_hf_config(model.path, files=("*.json",), task=task) if resized else hf_config
     features = plan_features(run, hf_config)
-    stages = layers_of_stages(hf_config, config.parallel, task)
+    stages = layers_of_stages(hf_config, run.parallel, task)
     if "adapters" in features:
-        check_stages(features["adapters"], stages, ep_size=config.parallel.ep)
+        check_stages(features["adapters"], stages, ep_size=run.parallel.ep)
     check(replace(run, stages=stages), "stages")
     return ModelPlan(
         path=model.path,
@@ -298,5 +346,5 @@ def plan_model(hf_config: PretrainedConfig, config: RunConfig) -> ModelPlan:
         stages=stages,
         objective=runtime,
         features=features,
-        mlp_tiles=mlp_tiles(hf_config.to_dict()) if config.train.tiled_mlp else 1,
+        mlp_tiles=mlp_tiles(run.model_json) if run.train.tiled_mlp else 1,
     )

@@ -324,7 +324,7 @@ def inputs_of(run: PreparedRun) -> RunIdentity:
     """The configuration and the fingerprints of this start's inputs, as a checkpoint stores them."""
     held_out = {name: rows.fingerprint() for name, rows in run.inputs.held_out.items()}
     return RunIdentity(
-        config=run.config.model_dump(mode="json", by_alias=True),
+        config=run.tree,
         data=run.inputs.train.fingerprint(),
         base=run.inputs.base,
         teacher=run.inputs.teacher,

@@ -11,12 +11,12 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ds_finetune.checkpoint.commit import complete_steps
 from ds_finetune.checkpoint.locking import LOCK, remove_own_lock
 from ds_finetune.checkpoint.tools import CHECKPOINTS
 from ds_finetune.cluster.watchdog.kills import FOLDER
-from ds_finetune.config.schema import RunConfig, dump_config
 from ds_finetune.config.sections import CheckpointConfig
 from ds_finetune.config.units import GIB
 from ds_finetune.errors import DataError, FinetuneError, OutputError
@@ -24,10 +24,13 @@ from ds_finetune.export.output_folder import as_output_errors, check_out_empty
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.observers.writers import line_of
 from ds_finetune.plan.estimate.states import DiskNeed
-from ds_finetune.plan.plan import Plan
 from ds_finetune.runs.folder import PLAN
 from ds_finetune.runs.status import read_object
 from ds_finetune.system.whole_file import replace_file
+
+if TYPE_CHECKING:
+    # The doctor reads free disks by this module on every host, without torch.
+    from ds_finetune.trainer.resolve import ResolvedRun
 
 _LOGS = (".log", ".out", ".err")
 """Endings of files to which a shell or a scheduler writes what a run prints; no run writes such a file itself."""
@@ -37,10 +40,12 @@ ROWS = "rows"
 """The folder of these files, within that of the run."""
 
 
-def check_only_own_files(config: RunConfig) -> None:
-    """OutputError where `output_dir` holds an input of the run, or files and no run; called before a run writes."""
-    folder = Path(config.output_dir)
-    for key, path in _inputs(config):
+def check_only_own_files(folder: Path, inputs: Iterable[tuple[str, Path]], *, cache_dir: str) -> None:
+    """OutputError where the `output_dir` holds an input of the run, or files and no run; called before a run writes.
+
+    `inputs` are keys of the run file with the files or folders that they name.
+    """
+    for key, path in inputs:
         is_written_here = path.resolve().parent == (folder / ROWS).resolve()
         if not is_written_here and path.exists() and path.resolve().is_relative_to(folder.resolve()):
             raise OutputError(
@@ -48,23 +53,10 @@ def check_only_own_files(config: RunConfig) -> None:
                 hint="name another output_dir, or move the input to another folder",
             )
     if folder.is_dir() and not _is_run(folder):
-        cache = Path(config.data.cache_dir).resolve()
+        cache = Path(cache_dir).resolve()
         said = f"output_dir `{folder}` is not empty and holds no run"
         with as_output_errors(folder):
             check_out_empty(folder, said, may_hold=lambda entry: _is_kept(entry, cache))
-
-
-def _inputs(config: RunConfig) -> Iterator[tuple[str, Path]]:
-    """Keys of the run file that name a file or folder to be read, with what they name: it may be an id of the hub."""
-    data, objective = config.data, config.objective
-    for purpose in ("train", "eval"):
-        for path in data.paths(purpose):
-            # It may end in `:split`.
-            yield f"data.{purpose}", Path(path if Path(path).exists() else path.partition(":")[0])
-    named = {"model.path": config.model.path, "model.tokenizer": config.model.tokenizer, "data.template": data.template}
-    named |= {f"objective.{key}": getattr(objective, key, None) for key in ("teacher", "scores")}
-    named["deepspeed"] = config.deepspeed if isinstance(config.deepspeed, str) else None
-    yield from ((key, Path(path)) for key, path in named.items() if path)
 
 
 def _is_run(folder: Path) -> bool:
@@ -163,20 +155,20 @@ def remove_empty_on_failure(folder: Path) -> Iterator[None]:
         raise
 
 
-def prepare_run_folder(config: RunConfig, plan: Plan, *, after_step: int = 0, last: StepRecord | None = None) -> None:
+def prepare_run_folder(run: "ResolvedRun", *, after_step: int = 0, last: StepRecord | None = None) -> None:
     """Create the run folder with `config.yaml` (enough to run again), `plan.json` and `deepspeed.json`.
 
     Records of steps after `after_step` are removed from `metrics.jsonl`, `ranks.jsonl` and `samples.jsonl`, because
     these steps are done again. `last` is the record of step `after_step`. It is added where it is absent: the run was
     killed after that step's checkpoint was saved and before its line was written.
     """
-    folder = Path(config.output_dir)
+    folder, plan = run.output_dir, run.plan
     plan_text = json.dumps({**dict(plan.decisions), "notes": plan.notes}, indent=2) + "\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # First the plan, by which `_is_run` knows a run: then a user's config.yaml is never taken for that of one.
         replace_file(folder / PLAN, plan_text, is_synced=True)
-        replace_file(folder / "config.yaml", dump_config(config), is_synced=True)
+        replace_file(folder / "config.yaml", run.text, is_synced=True)
         replace_file(folder / "deepspeed.json", json.dumps(plan.deepspeed, indent=2) + "\n", is_synced=True)
         _remove_records(folder / "metrics.jsonl", after_step, last)
         for name in ("ranks.jsonl", "samples.jsonl"):
@@ -214,22 +206,20 @@ def nearest_existing(folder: Path) -> Path:
     return next(place for place in (folder, *folder.absolute().parents) if place.exists())
 
 
-def with_rows(config: RunConfig, rows: Mapping[str, Rows]) -> RunConfig:
-    """`config` with files of these rows, in `output_dir`, as its `data.train` and `data.eval`; every rank calls it.
+def write_rows(output_dir: Path, rows: Mapping[str, Rows]) -> dict[str, tuple[str]]:
+    """Write these rows, of `train` and `eval`, to files in `output_dir`, and return their paths; every rank calls it.
 
     DataError for what cannot be written as JSON, OutputError where the folder cannot be written.
     """
-    files = {name: (_write(given, name, Path(config.output_dir) / ROWS),) for name, given in rows.items()}
-    return config.model_copy(update={"data": config.data.model_copy(update=files)}) if files else config
+    return {name: (_write(given, name, output_dir / ROWS),) for name, given in rows.items()}
 
 
 @contextmanager
-def begun_with_rows(config: RunConfig, rows: Mapping[str, Rows], *, is_first: bool) -> Iterator[RunConfig]:
-    """`with_rows`, whose files the first rank removes again where the run is refused before it begins."""
-    folder = Path(config.output_dir)
+def begun_with_rows(folder: Path, rows: Mapping[str, Rows], *, is_first: bool) -> Iterator[dict[str, tuple[str]]]:
+    """`write_rows`, whose files the first rank removes again where the run is refused before it begins."""
     was_there = folder.exists()
     try:
-        yield with_rows(config, rows)
+        yield write_rows(folder, rows)
     except FinetuneError:
         if is_first and not _is_run(folder):
             for path in (path for name in rows for path in (folder / ROWS).glob(f"{name}-*.jsonl")):

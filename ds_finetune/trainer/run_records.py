@@ -193,7 +193,7 @@ def begin_run_folder(
     """
     if run.plan.world.rank:
         return
-    prepare_run_folder(run.config, run.plan, after_step=after_step, last=last)
+    prepare_run_folder(run, after_step=after_step, last=last)
     # A new run begins a new list of starts.
     with (run.output_dir / "starts.jsonl").open("a" if after_step else "w", encoding="utf-8") as file:
         file.write(json.dumps(_start(run, after_step)) + "\n")

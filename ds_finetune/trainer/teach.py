@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from ds_finetune.config.objectives import DistillObjective
-from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.sections import ParallelConfig
 from ds_finetune.console.phase_line import PhaseLine, Say
 from ds_finetune.data.prepared_rows import PreparedRows, Row
@@ -36,7 +35,7 @@ from ds_finetune.plan.precision import with_precision
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
 from ds_finetune.trainer.inputs import RunInputs, read_inputs
-from ds_finetune.trainer.resolve import model_config, plan_model, try_generic_type
+from ds_finetune.trainer.resolve import model_config, plan_model, token_limits, try_generic_type
 
 SHARD_DOCUMENTS = 256
 """Documents of a shard, which is written at once."""
@@ -46,7 +45,7 @@ SHARD_DOCUMENTS = 256
 class Lesson:
     """The documents to score and what the scores belong to."""
 
-    config: RunConfig
+    run: RunSettings
     rows: PreparedRows
     identity: ScoreIdentity
     folder: Path
@@ -62,20 +61,20 @@ class Lesson:
         return range(shard * size, min((shard + 1) * size, self.rows.counts.documents))
 
 
-def teach(config: RunConfig, teacher: str, out: Path, *, top_k: int, say: Say) -> None:
-    """Write the `top_k` log-probabilities of `teacher` for the training rows of `config` to the folder `out`.
+def teach(run: RunSettings, teacher: str, out: Path, *, top_k: int, say: Say) -> None:
+    """Write the `top_k` log-probabilities of `teacher` for the training rows of `run` to the folder `out`.
 
     Under a launcher each rank holds the whole teacher and writes its share of the shards; the last rank to finish
     marks the folder as complete. Shards that are there are kept, so that a call continues one that was killed.
     ModelError where the vocabularies differ, OutputError where `out` holds scores of something else.
     """
     world, device = World.from_environment(os.environ), choose_device()
-    train, notes = with_precision(config.train, device=device, support=bf16_support(device, world))
+    train, notes = with_precision(run.train, device=device, support=bf16_support(device, world))
     for note in notes if world.rank == 0 else ():
         say(note)
-    config = _of_teacher(config.model_copy(update={"train": train}), teacher)
-    model, inputs = _prepare(config)
-    lesson = _plan_lesson(config, model, inputs, out, top_k=top_k)
+    run = _of_teacher(replace(run, train=train), teacher)
+    model, inputs = _prepare(run)
+    lesson = _plan_lesson(run, model, inputs, out, top_k=top_k)
     rank_shards = range(world.rank, lesson.num_shards, world.world_size)
     missing = [number for number in rank_shards if not is_shard_complete(out, number, lesson.identity)]
     if missing:
@@ -91,28 +90,29 @@ def teach(config: RunConfig, teacher: str, out: Path, *, top_k: int, say: Say) -
         say(f"{out}: {complete} of {lesson.num_shards} shards are written; the last rank to finish completes it")
 
 
-def _of_teacher(config: RunConfig, teacher: str) -> RunConfig:
+def _of_teacher(run: RunSettings, teacher: str) -> RunSettings:
     """The run with `teacher` beside its model, and without what has nothing to do with its training rows."""
-    if config.data.streaming:
+    if run.data.streaming:
         raise ConfigError(
-            f"data.streaming is {config.data.streaming}: rows of a stream have no numbers by which scores are found",
+            f"data.streaming is {run.data.streaming}: rows of a stream have no numbers by which scores are found",
             hint="set data.streaming to false",
         )
     objective = DistillObjective(name="distill", teacher=teacher)
-    data = config.data.model_copy(update={"eval": ()})
-    return config.model_copy(update={"objective": objective, "data": data, "lora": None, "parallel": ParallelConfig()})
+    data = run.data.model_copy(update={"eval": ()})
+    return replace(run, objective=objective, data=data, lora=None, router=None, parallel=ParallelConfig())
 
 
-def _prepare(config: RunConfig) -> tuple[ModelPlan, RunInputs]:
+def _prepare(run: RunSettings) -> tuple[ModelPlan, RunInputs]:
     """The model of the run with its teacher, and the rows, checked against both."""
-    model = plan_model(model_config(config), config.model_copy(update={"lora": None, "router": None}))
+    model = plan_model(model_config(run), run)
     assert model.teacher is not None
-    check(RunSettings(config=config, model_json=model.teacher.hf_config.to_dict()), "teacher")
-    try_generic_type(config, model)
-    return model, read_inputs(config, model)
+    check(replace(run, model_json=model.teacher.hf_config.to_dict()), "teacher")
+    try_generic_type(run, model)
+    token_limits(run, model.hf_config)
+    return model, read_inputs(run, model)
 
 
-def _plan_lesson(config: RunConfig, model: ModelPlan, inputs: RunInputs, out: Path, *, top_k: int) -> Lesson:
+def _plan_lesson(run: RunSettings, model: ModelPlan, inputs: RunInputs, out: Path, *, top_k: int) -> Lesson:
     assert isinstance(inputs.train, PreparedRows)
     assert model.teacher is not None
     vocabulary = int(model.hf_config.vocab_size)
@@ -126,19 +126,19 @@ def _plan_lesson(config: RunConfig, model: ModelPlan, inputs: RunInputs, out: Pa
         tokenizer=tokens_hash(inputs.tokenizer.get_vocab()),
         vocabulary=vocabulary,
         teacher=weights_digest(resolve_folder(model.teacher.path)),
-        precision=config.train.precision,
+        precision=run.precision,
         top_k=top_k,
         shard_documents=SHARD_DOCUMENTS,
     )
     number = inputs.train.counts.documents
     one_by_one = replace(inputs.train, order=np.arange(number), offsets=np.arange(number + 1))
-    return Lesson(config, one_by_one, identity, out)
+    return Lesson(run, one_by_one, identity, out)
 
 
 def _write_shards(lesson: Lesson, model: ModelPlan, shards: Sequence[int], world: World) -> None:
     assert model.teacher is not None
     device = device_of_rank(choose_device(), world.local_rank)
-    teacher = load_teacher(model.teacher, model.attention, lesson.config.train.precision, device).whole()
+    teacher = load_teacher(model.teacher, model.attention, lesson.run.train.precision, device).whole()
     documents = sum(len(lesson.documents_of(shard)) for shard in shards)
     with PhaseLine("scoring documents", documents, is_rank_zero=world.rank == 0) as line:
         for shard in shards:
@@ -153,10 +153,10 @@ def _forwards(lesson: Lesson, documents: range) -> Iterator[list[Row]]:
     """Consecutive documents that are scored in one forward: as many as fit into a row, or each alone if rows are not
     packed.
     """
-    most, taken, tokens = lesson.config.train.max_seq_len, list[Row](), 0
+    most, taken, tokens = lesson.run.train.max_seq_len, list[Row](), 0
     for number in documents:
         row = lesson.rows[number]
-        if taken and (not lesson.config.data.packing or tokens + len(row.input_ids) > most):
+        if taken and (not lesson.run.data.packing or tokens + len(row.input_ids) > most):
             yield taken
             taken, tokens = [], 0
         taken.append(row)

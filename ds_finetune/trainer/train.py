@@ -19,7 +19,7 @@ from ds_finetune.cluster.watchdog.monitor import Monitor, start_monitor
 from ds_finetune.cluster.watchdog.progress import HangLimits, RankProgress, device_progress
 from ds_finetune.config.schedule import seconds_of
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.config.sections import WatchdogConfig
+from ds_finetune.config.sections import TrainConfig, WatchdogConfig
 from ds_finetune.console.phase_line import Say, say_nothing
 from ds_finetune.engine.devices import bf16_support, choose_device, exchange
 from ds_finetune.engine.groups.default_group import COLLECTIVE_TIMEOUT, meet, process_group
@@ -31,6 +31,7 @@ from ds_finetune.export.verify.verify import VerificationResult
 from ds_finetune.model.build.unused_parameters import patterns_of
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.observers.stopping import StopSignals
+from ds_finetune.observers.trackers import check_trackers
 from ds_finetune.plan.precision import with_precision
 from ds_finetune.system.world import World, check_deepspeed_hostfile
 from ds_finetune.trainer.batches import batches_ahead
@@ -42,6 +43,7 @@ from ds_finetune.trainer.observers import StartedRun, make_observers
 from ds_finetune.trainer.prepare import PreparedRun, prepare_run
 from ds_finetune.trainer.profiling import profiled
 from ds_finetune.trainer.reference import complete_reference, find_reference
+from ds_finetune.trainer.resolve import ResolvedRun, resolve_here
 from ds_finetune.trainer.resume import (
     check_not_past_end,
     ended_early,
@@ -51,7 +53,7 @@ from ds_finetune.trainer.resume import (
     saved_record,
     start_saver,
 )
-from ds_finetune.trainer.run_dir import remove_empty_on_failure
+from ds_finetune.trainer.run_dir import check_only_own_files, remove_empty_on_failure
 from ds_finetune.trainer.run_records import (
     RunLog,
     StatusKeeper,
@@ -97,8 +99,8 @@ def train(config: RunConfig, *, announce: Announce, say: Callable[[str], None]) 
         keep_status(folder, log) as status,
     ):
         with start_watchdog(config.watchdog, world, folder, log.add) as (monitor, store):
-            check_same_precision(config, world, store)
-            run = finish_plan(prepare_run(config, world), store, monitor, log.say)
+            check_same_precision(config.train, world, store)
+            run = finish_plan(prepare_run(_resolved(config, world)), store, monitor, log.say)
             if world.rank == 0:
                 announce(run)
             with open_process_group(run, store, monitor):
@@ -114,6 +116,17 @@ def train(config: RunConfig, *, announce: Announce, say: Callable[[str], None]) 
     if world.rank == 0 and exports and not any(verdict.problems for verdict in verdicts):
         exports += write_formats(config.export.formats[1:], exports[0], say)
     return replace(report, exports=exports, seconds=time.monotonic() - began, verdicts=verdicts, page=page)
+
+
+def _resolved(config: RunConfig, world: World) -> ResolvedRun:
+    """What the run file means here; first, without loading anything, that the run replaces no file that is not its own,
+    and that its trackers are installed.
+    """
+    if world.rank == 0:
+        # It writes what could replace files; other nodes may have a folder of their own, with checkpoints only.
+        check_only_own_files(Path(config.output_dir), config.inputs(), cache_dir=config.data.cache_dir)
+    check_trackers(config.log.trackers)
+    return resolve_here(config, world)
 
 
 def _train_and_export(
@@ -193,12 +206,12 @@ def start_watchdog(
         yield monitor, store
 
 
-def check_same_precision(config: RunConfig, world: World, store: dist.Store) -> None:
+def check_same_precision(section: TrainConfig, world: World, store: dist.Store) -> None:
     """ConfigError where `train.precision: auto` is not the same on all ranks, because their devices differ."""
-    if config.train.precision != "auto":
+    if section.precision != "auto":
         return
     device = choose_device()
-    train, lines = with_precision(config.train, device=device, support=bf16_support(device, world))
+    train, lines = with_precision(section, device=device, support=bf16_support(device, world))
     mine = json.dumps([train.precision, f"on {socket.gethostname()} {lines[0]}"])
     found = [json.loads(text) for text in exchange(store, world, "precision", mine, timeout=COLLECTIVE_TIMEOUT)]
     for rank, (precision, line) in enumerate(found):

@@ -12,18 +12,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
 
 import ds_finetune
-from ds_finetune.config.schema import RunConfig
 from ds_finetune.data.batches import Batch
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.stream import START, StreamedRows, streaming_batches
@@ -58,14 +58,15 @@ class TrialEnd:
     """Whether the error may only be a consequence of the end of another rank."""
 
 
-def try_steps(config: RunConfig, world: World, store: dist.Store, *, topic: str) -> TrialEnd:
-    """Try a few steps of `config` in fresh processes, one on each rank; collective, before there is a process group.
+def try_steps(tree: Mapping[str, Any], world: World, store: dist.Store, *, topic: str) -> TrialEnd:
+    """Try a few steps of the run file `tree` in fresh processes, one on each rank; collective, before there is a
+    process group.
 
     `topic` names this trial in `store`.
     """
     # The processes meet at the ranks' own store, below a name that no other trial has.
     prefix = exchange(store, world, f"{topic} name", secrets.token_hex(8), timeout=_AGREEMENT)[0]
-    request = {"config": config.model_dump(mode="json", by_alias=True), "world": asdict(world), "prefix": prefix}
+    request = {"config": tree, "world": asdict(world), "prefix": prefix}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, REQUEST).write_text(json.dumps(request), encoding="utf-8")
         end = _run_process(Path(folder), store, f"{topic} failed")

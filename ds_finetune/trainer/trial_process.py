@@ -28,7 +28,6 @@ from functools import partial
 import torch.distributed as dist
 
 from ds_finetune.cluster.watchdog.messages import is_secondary
-from ds_finetune.config.schema import RunConfig
 from ds_finetune.console.phase_line import say_nothing
 from ds_finetune.console.quiet import quiet_packages
 from ds_finetune.engine.devices import PeakMemory, exchange, is_out_of_memory
@@ -39,6 +38,7 @@ from ds_finetune.errors import FinetuneError
 from ds_finetune.system.whole_file import replace_file
 from ds_finetune.system.world import World
 from ds_finetune.trainer.prepare import PreparedRun, prepare_run
+from ds_finetune.trainer.resolve import resolve_here
 from ds_finetune.trainer.trial import DONE, END, FAILED, OUT_OF_MEMORY, REQUEST, TrialEnd, trial_batches
 
 _STEPS = 2
@@ -88,7 +88,7 @@ def main() -> None:
         request = json.loads((folder / REQUEST).read_text(encoding="utf-8"))
         world = World(**request["world"])
         world.set_environment(os.environ)
-        run = prepare_run(RunConfig.model_validate(request["config"]), world)
+        run = prepare_run(resolve_here(request["config"], world))
         peak = _peak_of_steps(run, request["prefix"], folder)
     _end(folder, TrialEnd(DONE, peak))
 

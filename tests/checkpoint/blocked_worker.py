@@ -28,6 +28,7 @@ from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.families.configs import DENSE
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest.cells import Cell, run_tree
 from ds_finetune.system.world import World
 from tests.checkpoint.layouts import LR, batches
@@ -50,7 +51,7 @@ def main() -> None:
             tree["model"] = {"path": str(folder / "model"), "weights": "random"}
             tree["train"] |= {"micro_batch_size": 1, "global_batch_size": world.world_size}
             config = RunConfig.model_validate(tree)
-            plan = make_plan(config, world=world, device=device)
+            plan = make_plan(RunSettings.of(config), world=world, device=device)
             with start_engine(plan, model_of(config)) as engine:
                 found[f"stage {stage}"] = _contest(engine, folder / str(stage))
     if world.rank == 0:

@@ -23,6 +23,7 @@ from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.families.configs import DENSE
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest.cells import Cell, run_tree
 from ds_finetune.system.world import World
 from tests.checkpoint.layouts import LR, batches
@@ -46,7 +47,7 @@ def main() -> None:
     tree["train"] |= {"micro_batch_size": 1, "global_batch_size": 1}
     world, device = World.from_environment(os.environ), choose_device()
     config = RunConfig.model_validate(tree)
-    plan = make_plan(config, world=world, device=device)
+    plan = make_plan(RunSettings.of(config), world=world, device=device)
     found = {}
     with process_group(world, device), start_engine(plan, model_of(config)) as engine:
         engine.step(next(iter(batches(engine, start_step=0, steps=1))), lr=LR)

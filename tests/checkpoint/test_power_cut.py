@@ -20,9 +20,8 @@ from ds_finetune.checkpoint.commit import (
     write_checksummed,
 )
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.plan.plan import make_plan
-from ds_finetune.system.world import World
 from ds_finetune.trainer.run_dir import prepare_run_folder
+from tests.planning import planned_run
 
 SETTINGS = ("config.yaml", "plan.json", "deepspeed.json")
 
@@ -30,7 +29,7 @@ SETTINGS = ("config.yaml", "plan.json", "deepspeed.json")
 def save(run: Path) -> Path:
     """Begin a run in `run` and save one checkpoint, which links to files as the trainer writes them."""
     config = RunConfig.model_validate({"model": "m", "data": {"train": "a.jsonl"}, "output_dir": str(run)})
-    prepare_run_folder(config, make_plan(config, world=World(0, 1, 0, 1, "a test"), device="cpu"))
+    prepare_run_folder(planned_run(config))
     base = {name: run / "base" / name for name in ("config.json", "tokenizer.json")}
     for number, path in enumerate(base.values(), start=1):
         path.parent.mkdir(exist_ok=True)

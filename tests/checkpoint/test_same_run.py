@@ -24,6 +24,7 @@ from ds_finetune.config.schema import RunConfig, read_config
 from ds_finetune.config.value_types import OnResume
 from ds_finetune.errors import CheckpointError
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
 from ds_finetune.trainer.prepare import PreparedRun
 from ds_finetune.trainer.resume import ResumePoint, check_not_past_end, find_resume_point, inputs_of
@@ -269,7 +270,7 @@ def saved(tmp_path: Path) -> Iterator[PreparedRun]:
     model = tmp_path / "t" / "model" / "config.json"
     change_json(model, {"attention_dropout": 0.1})
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    plan = make_plan(config, world=World(0, 1, 0, 1, "a test"), device="cpu")
+    plan = make_plan(RunSettings.of(config), world=World(0, 1, 0, 1, "a test"), device="cpu")
     run = prepared_run(config, plan)
     state = replace(state_of({}), step=3, position=(0, 20), layout={"mesh": "dp 2"}, **asdict(inputs_of(run)))
     partial = Path(config.output_dir) / "checkpoints" / partial_name(3, "a")

@@ -26,6 +26,7 @@ from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
 from tests.checkpoint.layouts import AFTER, BEFORE, LR, Layout, batches, config_of
 from tests.planning import model_of
@@ -54,7 +55,7 @@ def _engine(layout: Layout, world: World, device: str, job: dict[str, Any], *, l
     config = config_of(
         layout, Path(job["models"]) / layout.family, Path(job["folder"]), dp=world.world_size, disk=Path(job["disk"])
     )
-    plan = make_plan(config, world=world, device=device)
+    plan = make_plan(RunSettings.of(config), world=world, device=device)
     return start_engine(plan, model_of(config), loads_weights=loads_weights)
 
 

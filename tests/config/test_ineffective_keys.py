@@ -111,7 +111,7 @@ def test_every_run_file_of_the_project_is_taken() -> None:
 
 
 def _checked(tree: dict[str, Any], *, steps: int = 100, warmup: int = 3, rows: int | None = 1000) -> list[str]:
-    run = RunSettings(config=RunConfig.model_validate(MINIMAL | tree), steps=steps, warmup=warmup, rows=rows)
+    run = RunSettings.of(RunConfig.model_validate(MINIMAL | tree), steps=steps, warmup=warmup, rows=rows)
     check(run, "length of the run")
     return length_notes(run)
 

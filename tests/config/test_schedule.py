@@ -10,6 +10,7 @@ from ds_finetune.config.schema import read_config
 from ds_finetune.data.batches import BatchPlan, training_batches
 from ds_finetune.data.prepared_rows import Row, empty_row
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
 from ds_finetune.trainer.batches import run_batches
 from tests.planning import prepared_run
@@ -56,7 +57,7 @@ def test_a_run_in_epochs_has_batches_for_all_of_its_steps(global_batch_size: int
 def test_the_batches_of_a_run_are_as_many_as_its_schedule_says(tmp_path: Path) -> None:
     run_file = tiny_task(tmp_path / "t", data={"workers": 1, "eval": []})
     config = read_config(run_file, ["train.for=0.29 epochs", "train.global_batch_size=9", "train.micro_batch_size=1"])
-    run = prepared_run(config, make_plan(config, world=World(0, 1, 0, 1, "a test"), device="cpu"))
+    run = prepared_run(config, make_plan(RunSettings.of(config), world=World(0, 1, 0, 1, "a test"), device="cpu"))
     assert (len(run.inputs.train), run.schedule.steps) == (32, 2)
     assert [len(batch.row_ids) for batch in run_batches(run)] == [9, 1]
 

@@ -21,6 +21,7 @@ from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest import compare
 from ds_finetune.reference.selftest.cells import TINY_MODELS, Cell, run_tree
 from ds_finetune.system.world import World
@@ -74,7 +75,7 @@ def main() -> None:
 @contextmanager
 def _engine(config: RunConfig, world: World, device: str, *, loads_weights: bool = True) -> Iterator[Engine]:
     model = model_of(config)
-    plan = freeze_parameters(make_plan(config, world=world, device=device), model)
+    plan = freeze_parameters(make_plan(RunSettings.of(config), world=world, device=device), model)
     with start_engine(plan, model, loads_weights=loads_weights) as engine:
         yield engine
 

@@ -22,6 +22,7 @@ from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.plan.checks import CHECKS
 from ds_finetune.plan.plan import Plan, make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest import compare
 from ds_finetune.reference.selftest.cells import Cell, hf_config, run_tree
 from ds_finetune.system.world import World
@@ -69,7 +70,7 @@ def main() -> None:
             if world.rank == 0 and not (folder / "model").exists():
                 compare.write_model(hf_config("deepseek_v3"), folder / "model")
             torch.distributed.barrier()
-            comparison = compare.compare_layout(RunConfig.model_validate(run), world, device, folder / name, steps=3)
+            comparison = compare.compare_layout(RunSettings.of(run), world, device, folder / name, steps=3)
             if comparison is not None:
                 found[name] = {"is_equal": comparison.is_equal, "text": comparison.text(), **comparison.differences}
     if world.rank == 0:
@@ -87,7 +88,7 @@ def _put_in_place() -> None:
 
 
 def _fused_plan(config: RunConfig, *, world: World, device: str) -> Plan:
-    plan = make_plan(config, world=world, device=device)
+    plan = make_plan(RunSettings.of(config), world=world, device=device)
     params = plan.deepspeed["optimizer"]["params"]
     kept = {key: value for key, value in params.items() if key not in ("torch_adam", "fused")}
     return replace(plan, deepspeed=plan.deepspeed | {"optimizer": {"type": "AdamW", "params": kept}})

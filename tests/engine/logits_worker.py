@@ -15,6 +15,7 @@ from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest.cells import Cell, run_tree
 from ds_finetune.system.world import World
 from tests.planning import model_of
@@ -37,7 +38,9 @@ def main() -> None:
     with process_group(world, device):
         for name, cell in LAYOUTS.items():
             config = RunConfig.model_validate(run_tree(cell, model, out, dp=world.world_size // cell.sharing))
-            with start_engine(make_plan(config, world=world, device=device), model_of(config)) as engine:
+            with start_engine(
+                make_plan(RunSettings.of(config), world=world, device=device), model_of(config)
+            ) as engine:
                 logits = torch.cat(list(engine.logits(PROMPTS))).cpu()
             np.save(out / f"{name}-{world.rank}.npy", logits.numpy())
 

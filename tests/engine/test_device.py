@@ -32,6 +32,7 @@ from ds_finetune.model.parallel.pipeline import PipelineGroup
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
 from ds_finetune.model.parallel.tensor import TensorParallelGroup
 from ds_finetune.plan.plan import Plan, make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest.cells import Cell, enlarged_config, hf_config, rows, run_tree
 from ds_finetune.reference.selftest.compare import batch_plan
 from ds_finetune.system.world import World
@@ -111,11 +112,11 @@ def engine_on_device(
     tree = run_tree(cell, Path("model"), Path("out"), dp=world_size // cell.sharing)
     tree |= {"model": {"path": "model", "weights": "random"}, "objective": objective}
     config = RunConfig.model_validate(tree)
-    plan = make_plan(config, world=World(rank, world_size, rank, world_size, "test"), device="cuda")
+    plan = make_plan(RunSettings.of(config), world=World(rank, world_size, rank, world_size, "test"), device="cuda")
     with on_device(world_size, rank=rank) as calls, pytest.MonkeyPatch.context() as checks:
         groups = _groups(plan)
         enlarged = enlarged_config(hf_config(family), config.parallel)
-        model = plan_model(enlarged, config)
+        model = plan_model(enlarged, RunSettings.of(config))
         features = features_of(model, plan)
         lm, _ = build_rank_model(plan, model, groups, features, loads_weights=True)
         trained = TrainedModel(lm, groups.sequence, groups.stage)

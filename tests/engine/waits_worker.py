@@ -21,6 +21,7 @@ from ds_finetune.engine.groups.collectives import all_gather_object
 from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.plan.plan import Plan, make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest.cells import rows
 from ds_finetune.reference.selftest.compare import batch_plan, whole_batch
 from ds_finetune.system.world import World
@@ -46,7 +47,7 @@ def main() -> None:
 def _waits_of_a_step(config: RunConfig, world: World, device: str) -> dict[str, int]:
     # DeepSpeed's optimizers synchronize where they are freed; that of the last cell must not be freed in a counted step.
     gc.collect()
-    plan, model = _with_pinned_memory(make_plan(config, world=world, device=device)), model_of(config)
+    plan, model = _with_pinned_memory(make_plan(RunSettings.of(config), world=world, device=device)), model_of(config)
     with (
         imagined_accelerator() as waits,
         patch.object(rank_rows, "pins_memory", lambda _: True),

@@ -25,6 +25,7 @@ from ds_finetune.engine.patches.deepspeed_engine import gradients_reduced_at_end
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.model.mtp import mtp_layers
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest.cells import SAMPLES, Cell, rows, run_tree
 from ds_finetune.reference.selftest.compare import batch_plan
 from ds_finetune.system.world import World
@@ -83,7 +84,7 @@ def _engine(world: World, device: str, cell: Cell, *, model: str = MODEL, **sect
     folder = Path(sys.argv[1])
     tree = run_tree(cell, folder / model, folder, dp=world.world_size // cell.sharing)
     config = RunConfig.model_validate(tree | sections)
-    return start_engine(make_plan(config, world=world, device=device), model_of(config))
+    return start_engine(make_plan(RunSettings.of(config), world=world, device=device), model_of(config))
 
 
 def _batches(engine: Engine) -> Iterator[Batch]:

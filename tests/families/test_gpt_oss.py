@@ -37,17 +37,17 @@ def test_attention_without_sinks(attention: str, said: str) -> None:
     with pytest.raises(
         FinetuneError, match=f"model.attention {attention} .* whose attention has sinks: {said}"
     ) as caught:
-        plan_model(CONFIG, _run(model={"path": "none", "attention": attention}))
+        plan_model(CONFIG, RunSettings.of(_run(model={"path": "none", "attention": attention})))
     assert caught.value.hint == "set model.attention: sdpa"
 
 
 def test_lora() -> None:
     with pytest.raises(FinetuneError, match="lora of model_type gpt_oss is not tested"):
-        plan_model(CONFIG, _run(lora={"rank": 2}))
+        plan_model(CONFIG, RunSettings.of(_run(lora={"rank": 2})))
 
 
 def _check(mesh: Mesh = ALONE, **sections: Any) -> None:
-    run = RunSettings(config=_run(**sections), mesh=mesh, model_json=CONFIG.to_dict())
+    run = RunSettings.of(_run(**sections), mesh=mesh, model_json=CONFIG.to_dict())
     check(run, "sizes of the model", "experts of the model")
 
 

@@ -14,6 +14,7 @@ from ds_finetune.features import table
 from ds_finetune.features.feature import Feature
 from ds_finetune.objectives.labels import IGNORE_INDEX
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest.cells import samples
 from ds_finetune.reference.selftest.reference_loop import adamw
 from ds_finetune.system.world import World
@@ -66,7 +67,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _features(folder: Path, **settings: dict[str, float]) -> list[Feature]:
     config = read_config(tiny_task(folder, features=settings))
-    plan = make_plan(config, world=World(0, 1, 0, 1, "test"), device="cpu")
+    plan = make_plan(RunSettings.of(config), world=World(0, 1, 0, 1, "test"), device="cpu")
     return list(table.features_of(model_of(config), plan))
 
 

@@ -15,6 +15,7 @@ from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.features.table import register_feature
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest import compare
 from ds_finetune.reference.selftest.cells import TINY_MODELS, Cell, run_tree
 from ds_finetune.reference.selftest.compare import whole_batch
@@ -35,7 +36,7 @@ def main() -> None:
         torch.distributed.barrier()
         tree = run_tree(Cell("deepseek_v3", 2, 1, packing=False), folder / "model", folder / "out", dp=2)
         config = RunConfig.model_validate(tree | {"features": {"toy": SETTINGS}})
-        plan = make_plan(config, world=world, device=device)
+        plan = make_plan(RunSettings.of(config), world=world, device=device)
         with start_engine(plan, model_of(config)) as engine:
             steps = [engine.step(whole_batch(engine), lr=LR) for _ in range(2)]
     if world.rank == 0:

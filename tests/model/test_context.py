@@ -16,6 +16,7 @@ from ds_finetune.families.table import BUILT_AS, WITH_TINY_MODELS, family_of
 from ds_finetune.foreign.auto_configs import AutoConfig as OwnConfig
 from ds_finetune.model.build.model_plan import ModelPlan
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
 from ds_finetune.trainer.inputs import config_tree
 from ds_finetune.trainer.resolve import make_model_plan, model_config, token_limits
@@ -47,8 +48,8 @@ def run_of(folder: Path, context: int | None, **train: Any) -> RunConfig:
 
 def planned(folder: Path, context: int) -> ModelPlan:
     config = run_of(folder, context)
-    plan = make_plan(config, world=World(0, 1, 0, 1, "a test"), device="cpu")
-    return make_model_plan(config, plan.mesh)
+    plan = make_plan(RunSettings.of(config), world=World(0, 1, 0, 1, "a test"), device="cpu")
+    return make_model_plan(RunSettings.of(config, mesh=plan.mesh))
 
 
 def logits(config: Any, weights: dict[str, torch.Tensor] | None = None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -113,8 +114,8 @@ def test_without_the_key_the_configuration_is_the_published_one(tmp_path: Path) 
     fits = planned(tmp_path, POSITIONS)
     assert config_tree(tmp_path, fits) == published
     config = run_of(tmp_path, None)
-    plan = make_plan(config, world=World(0, 1, 0, 1, "a test"), device="cpu")
-    assert config_tree(tmp_path, make_model_plan(config, plan.mesh)) == published
+    plan = make_plan(RunSettings.of(config), world=World(0, 1, 0, 1, "a test"), device="cpu")
+    assert config_tree(tmp_path, make_model_plan(RunSettings.of(config, mesh=plan.mesh))) == published
     assert fits.hf_config.rope_parameters["rope_type"] == "default"
 
 
@@ -128,7 +129,7 @@ def test_rows_longer_than_the_positions_are_refused(tmp_path: Path) -> None:
     ):
         config = run_of(tmp_path, context, max_seq_len=max_seq_len)
         with pytest.raises(ConfigError, match=said) as caught:
-            token_limits(config, model_config(config))
+            token_limits(RunSettings.of(config), model_config(RunSettings.of(config)))
         assert "model.context" in str(caught.value.hint)
 
 
@@ -136,7 +137,7 @@ def test_adapters_are_refused(tmp_path: Path) -> None:
     tree = run_of(tmp_path, 64).model_dump(by_alias=True) | {"lora": {"rank": 8}}
     tree["model"]["weights"] = "load"
     with pytest.raises(ConfigError, match=r"lora with model\.context 64 is not tested"):
-        make_plan(RunConfig.model_validate(tree), world=World(0, 1, 0, 1, "a test"), device="cpu")
+        make_plan(RunSettings.of(RunConfig.model_validate(tree)), world=World(0, 1, 0, 1, "a test"), device="cpu")
 
 
 def test_a_run_exports_the_configuration_that_it_trained(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.model.build.skeleton import read_hf_config
 from ds_finetune.model.weights.vocabulary import grow_vocabulary
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
 from ds_finetune.trainer.resolve import plan_model
 
@@ -52,10 +53,10 @@ def main() -> None:
     with process_group(world, device):
         for family, stage, parallel in LAYOUTS:
             config = _config(folder / family, stage, parallel)
-            plan = make_plan(config, world=world, device=device)
+            plan = make_plan(RunSettings.of(config), world=world, device=device)
             hf_config = read_hf_config(config.model.path)
             grow_vocabulary(hf_config, AFTER)
-            with start_engine(plan, plan_model(hf_config, config)) as engine:
+            with start_engine(plan, plan_model(hf_config, RunSettings.of(config))) as engine:
                 found = {name: tensor.clone() for name, tensor in engine.tensors() if tensor is not None}
             if world.rank == 0:
                 torch.save(found, folder / f"{name_of(family, stage, parallel)}.pt")

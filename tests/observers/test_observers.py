@@ -28,6 +28,7 @@ from ds_finetune.observers.record import StepRecord
 from ds_finetune.observers.trackers import PACKAGES, Trackers, check_trackers
 from ds_finetune.observers.writers import MetricsFile, SampleFile
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.runs.metrics import Sample
 from ds_finetune.system.world import World
 from ds_finetune.trainer.loop import run_steps, step_values
@@ -228,7 +229,7 @@ def test_a_runs_evaluation_takes_the_limit() -> None:
             "train": {"micro_batch_size": 2},
         }
     )
-    plan = make_plan(config, world=World(0, 1, 0, 1, "python"), device="cpu")
+    plan = make_plan(RunSettings.of(config), world=World(0, 1, 0, 1, "python"), device="cpu")
     rows = [Row(np.arange(3, dtype=np.int32), np.arange(3, dtype=np.int32), np.arange(3, dtype=np.int32), 3)] * 10
     asked: list[bool] = []
 

@@ -16,6 +16,7 @@ from ds_finetune.model.activation_memory import LayerInputOffload, tiled_modules
 from ds_finetune.model.build.model_plan import ModelPlan
 from ds_finetune.plan.forward import mlp_tiles
 from ds_finetune.plan.plan import Plan, make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest.cells import Cell, run_tree
 from ds_finetune.reference.selftest.compare import take_steps
 from tests.lora_twin import lora_tree
@@ -30,7 +31,7 @@ def run(tree: dict[str, Any], launched: Launched) -> tuple[str, dict[str, Any]]:
     cell, world = Cell(**tree["cell"]), launched.world
     run_file = run_tree(cell, launched.models / cell.family, launched.out, dp=world.world_size // cell.sharing)
     config = RunConfig.model_validate(run_file | ({"lora": lora_tree(cell.family)} if tree["has_adapters"] else {}))
-    plan, model = make_plan(config, world=world, device=launched.device), model_of(config)
+    plan, model = make_plan(RunSettings.of(config), world=world, device=launched.device), model_of(config)
     tiles = mlp_tiles(model.hf_config.to_dict())
     assert tiles > 1, model.hf_config
     return f"{cell.name}-{tree['has_adapters']}", {

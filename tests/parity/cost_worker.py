@@ -27,6 +27,7 @@ from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
 from tests.planning import model_of
 
@@ -102,7 +103,7 @@ def _measured(
         "deepspeed": {"zero_optimization": {"stage": stage}},
     }
     config = RunConfig.model_validate(tree)
-    plan = make_plan(config, world=world, device=device)
+    plan = make_plan(RunSettings.of(config), world=world, device=device)
     with start_engine(plan, model_of(config)) as engine:
         shares = BatchPlan(rows, micro, plan.mesh.place("dp"), plan.dp, 0, False, 0, TOKENS)
         seconds = []

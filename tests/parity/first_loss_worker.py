@@ -18,6 +18,7 @@ from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest.cells import Cell
 from ds_finetune.reference.selftest.compare import batch_plan
 from ds_finetune.system.world import World
@@ -35,7 +36,9 @@ def main() -> None:
             objective = {"name": "dpo", "reference": "adapters_off" if layout.has_lora else "cache"}
             run_file = layout_tree(layout, models / layout.cell.family, out) | {"objective": objective}
             config = RunConfig.model_validate(run_file)
-            with start_engine(make_plan(config, world=world, device=device), model_of(config)) as engine:
+            with start_engine(
+                make_plan(RunSettings.of(config), world=world, device=device), model_of(config)
+            ) as engine:
                 found[layout.name] = _losses(engine, has_reference=not layout.has_lora)
     if world.rank == 0:
         out.write_text(json.dumps(found))

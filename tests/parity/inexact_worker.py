@@ -17,6 +17,7 @@ from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest.cells import Cell, run_tree
 from ds_finetune.reference.selftest.compare import eval_loss, take_steps
 from ds_finetune.system.world import World
@@ -41,7 +42,9 @@ def main() -> None:
             tree = run_tree(cell, models / cell.family, out, dp=world.world_size)
             tree["deepspeed"]["zero_optimization"] |= options
             config = RunConfig.model_validate(tree | {"inexact": name, "checkpoint": {"every": "never"}})
-            with start_engine(make_plan(config, world=world, device=device), model_of(config)) as engine:
+            with start_engine(
+                make_plan(RunSettings.of(config), world=world, device=device), model_of(config)
+            ) as engine:
                 # Answers after the first step, whose weights the second step trains on.
                 (first,) = take_steps(engine, 1)
                 *_, rest = take_steps(engine, STEPS - 1)

@@ -22,6 +22,7 @@ from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest.compare import batch_plan, first_gradients
 from ds_finetune.reference.selftest.reference_loop import BETAS
 from ds_finetune.system.world import World
@@ -75,7 +76,7 @@ def main() -> None:
     with process_group(world, device):
         for cell in (OddCell(*values) for values in cells):
             config = _config(folder / cell.family, cell.stage, cell.parallel, packing=cell.packing)
-            plan = make_plan(config, world=world, device=device)
+            plan = make_plan(RunSettings.of(config), world=world, device=device)
             with start_engine(plan, model_of(config)) as engine:
                 found = _step(engine, _rows(SHAPES[cell.shape]))
             if world.rank == 0:

@@ -21,6 +21,7 @@ from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.engine.state.whole_tensors import named_parameters
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest.cells import Cell, run_tree
 from ds_finetune.reference.selftest.compare import first_moments, whole_batch
 from ds_finetune.reference.selftest.reference_loop import BETAS, LR
@@ -46,7 +47,9 @@ def main() -> None:
             tree = run_tree(cell, folder, folder, dp=world.world_size) | {"lora": lora}
             tree["train"]["reduction_dtype"] = dtype
             config = RunConfig.model_validate(tree)
-            with start_engine(make_plan(config, world=world, device=device), model_of(config)) as engine:
+            with start_engine(
+                make_plan(RunSettings.of(config), world=world, device=device), model_of(config)
+            ) as engine:
                 found[f"{name}-{stage}-{dtype}"] = _step(engine)
             gc.freeze()
     if world.rank == 0:

@@ -19,6 +19,7 @@ from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
 from tests.planning import model_of
 
@@ -38,7 +39,9 @@ class Launched:
     def engine(self, run_file: RunConfig | Tree) -> Iterator[Engine]:
         """The engine of a run file."""
         config = RunConfig.model_validate(run_file)
-        with start_engine(make_plan(config, world=self.world, device=self.device), model_of(config)) as engine:
+        with start_engine(
+            make_plan(RunSettings.of(config), world=self.world, device=self.device), model_of(config)
+        ) as engine:
             yield engine
 
 

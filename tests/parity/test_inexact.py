@@ -9,6 +9,7 @@ import torch
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.plan.estimate.states import ModelSizes, estimate_run
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
 from tests.parity.inexact_worker import CELLS
 from tests.parity.reference import assert_equals_plain_loop, reference_steps
@@ -42,7 +43,7 @@ def test_the_second_weights_of_hierarchical_partitions_are_estimated(results: Pa
     tree = CONFIG | {"deepspeed": {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}}
     tree |= {"inexact": "hierarchical_partition", "checkpoint": {"every": "never"}}
     config = RunConfig.model_validate(tree)
-    plan = make_plan(config, world=World(0, 4, 0, 4, "torchrun"), device="cpu")
+    plan = make_plan(RunSettings.of(config), world=World(0, 4, 0, 4, "torchrun"), device="cpu")
     sizes = ModelSizes(result["numel"], result["numel"], -(-result["numel"] // 4))
     estimated = estimate_run(plan, sizes)
     assert estimated.state_bytes["second weights"] == pytest.approx(result["second_bytes"], rel=0.02)

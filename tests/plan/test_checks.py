@@ -20,7 +20,7 @@ from ds_finetune.plan.settings import Refusal, RunSettings
 ROWS = [*chain.from_iterable(CHECKS.values())]
 TREE = {"model": "m", "data": {"train": "t"}, "output_dir": "o"}
 SECTIONS = {"lora": {}, "router": {}, "profile": {"steps": "1"}, "objective": {"name": "distill", "teacher": "t"}}
-FULL = RunSettings(config=RunConfig.model_validate(TREE | SECTIONS))
+FULL = RunSettings.of(RunConfig.model_validate(TREE | SECTIONS))
 """Settings with each section that may be left out."""
 
 
@@ -36,7 +36,7 @@ def test_each_field_of_a_message_is_a_setting_or_a_value_of_its_check(row: Refus
 def test_the_defaults_of_the_run_file_are_refused_by_no_check() -> None:
     tree = {"zero_optimization": {"stage": 2}}
     check(
-        RunSettings(config=RunConfig.model_validate(TREE), tree=tree, steps=10, rows=1000),
+        RunSettings.of(RunConfig.model_validate(TREE), tree=tree, steps=10, rows=1000),
         *BEFORE_MODEL,
         "length of the run",
     )
@@ -85,7 +85,7 @@ def test_settings_are_refused_together(
     subject: str, said: str, sections: dict[str, Any], zero: dict[str, Any], mesh: Mesh | None
 ) -> None:
     """Combinations that no other test gives; each is refused by one row, and is accepted without its settings."""
-    settings = RunSettings(config=RunConfig.model_validate(TREE), tree={"zero_optimization": {"stage": 2}})
+    settings = RunSettings.of(RunConfig.model_validate(TREE), tree={"zero_optimization": {"stage": 2}})
     plain = replace(settings, mesh=mesh or settings.mesh)
     _check_refusal(
         subject, said, replace(_with_sections(plain, sections), tree={"zero_optimization": {"stage": 2} | zero})
@@ -175,14 +175,14 @@ def test_a_run_that_does_not_fit_its_model_or_its_length_is_refused(
     accepted: dict[str, Any],
     accepted_fields: dict[str, Any],
 ) -> None:
-    settings = RunSettings(config=RunConfig.model_validate(TREE))
+    settings = RunSettings.of(RunConfig.model_validate(TREE))
     _check_refusal(subject, said, replace(_with_sections(settings, sections), **fields))
     check(replace(_with_sections(settings, accepted), **accepted_fields), subject)
 
 
 def _with_sections(settings: RunSettings, sections: dict[str, Any]) -> RunSettings:
     tree = TREE | sections | {"model": {"path": "m"} | sections.get("model", {})}
-    return replace(settings, config=RunConfig.model_validate(tree))
+    return RunSettings.of(RunConfig.model_validate(tree), mesh=settings.mesh, tree=settings.tree)
 
 
 def _check_refusal(subject: str, said: str, run: RunSettings) -> None:

@@ -33,7 +33,7 @@ def _run(attention: str, **train: Any) -> RunConfig:
 
 def _check(attention: str, tree: dict[str, Any], *, precision: str, longest: int = 4096) -> None:
     config = _run(attention, precision=precision, max_seq_len=longest)
-    check(RunSettings(config=config, model_json=tree), "attention of the model")
+    check(RunSettings.of(config, model_json=tree), "attention of the model")
 
 
 def test_widths_of_heads() -> None:
@@ -95,14 +95,14 @@ def test_a_kernel_by_name_that_does_not_fit_is_refused(tree: dict[str, Any], pre
 def test_a_kernel_by_name_is_taken_where_it_fits() -> None:
     _check("varlen", V3, precision="bf16")
     _check("varlen", V3 | {"model_type": "deepseek_v32", "index_topk": 2048}, precision="bf16", longest=2048)
-    check(RunSettings(config=_run("varlen"), device="cuda"), "ranks")
+    check(RunSettings.of(_run("varlen"), device="cuda"), "ranks")
 
 
 def test_a_kernel_of_gpus_on_a_cpu() -> None:
     with pytest.raises(
         ConfigError, match=r"model\.attention varlen on device cpu: its kernel runs only on GPUs"
     ) as caught:
-        check(RunSettings(config=_run("varlen"), device="cpu"), "ranks")
+        check(RunSettings.of(_run("varlen"), device="cpu"), "ranks")
     assert caught.value.hint == "set model.attention: sdpa, which attends document by document on CPUs"
 
 

@@ -190,10 +190,10 @@ def test_zenflow_is_refused_for_experts() -> None:
     run = {"model": "m", "data": {"train": "a.jsonl"}, "output_dir": "o", "train": {"precision": "bf16"}}
     with_zenflow, plain = (RunConfig.model_validate(run | {"inexact": names}) for names in (["zenflow"], []))
     experts = {"model_type": "deepseek_v3", "hidden_size": 32, "moe_intermediate_size": 32}
-    check(RunSettings(config=with_zenflow, model_json={"model_type": "llama"}), "experts of the model")
-    check(RunSettings(config=plain, model_json=experts), "experts of the model")
+    check(RunSettings.of(with_zenflow, model_json={"model_type": "llama"}), "experts of the model")
+    check(RunSettings.of(plain, model_json=experts), "experts of the model")
     with pytest.raises(ConfigError, match="cannot work with experts, which model_type deepseek_v3 has"):
-        check(RunSettings(config=with_zenflow, model_json=experts), "experts of the model")
+        check(RunSettings.of(with_zenflow, model_json=experts), "experts of the model")
 
 
 @pytest.mark.parametrize("name", ASKED)

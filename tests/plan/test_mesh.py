@@ -51,11 +51,11 @@ def _config(**sections: Any) -> RunConfig:
 
 def _check_layout(mesh: Mesh, zero: dict[str, Any] | None = None, **sections: Any) -> None:
     tree = {"zero_optimization": zero or {"stage": 2}}
-    check(RunSettings(config=_config(**sections), mesh=mesh, tree=tree), "layout")
+    check(RunSettings.of(_config(**sections), mesh=mesh, tree=tree), "layout")
 
 
 def _check_model(subject: str, mesh: Mesh, model: dict[str, Any], **sections: Any) -> None:
-    check(RunSettings(config=_config(parallel={}, **sections), mesh=mesh, model_json=model), subject)
+    check(RunSettings.of(_config(parallel={}, **sections), mesh=mesh, model_json=model), subject)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_choices_of_deepspeed_that_nothing_compares_are_refused(zero: dict[str, 
 def test_four_bits_of_shards_are_refused() -> None:
     config = _config(lora={"quantize": "nf4"})
     with pytest.raises(ConfigError) as caught:
-        check(RunSettings(config=config, mesh=Mesh(0, 1, tp=2)), "LoRA")
+        check(RunSettings.of(config, mesh=Mesh(0, 1, tp=2)), "LoRA")
     assert caught.value.message == (
         "lora.quantize nf4 with parallel dp 1 x tp 2 would round other numbers than without parallel.tp"
     )
@@ -266,7 +266,7 @@ def test_stages_that_do_not_share_out_the_layers_are_refused(
     pp: int, given: list[int], message: str, hint: str
 ) -> None:
     config = _config(parallel={"pp": pp, "pp_layers": given})
-    run = RunSettings(config=config, mesh=Mesh(0, 1, pp=pp), model_json=DENSE | {"model_type": "llama"})
+    run = RunSettings.of(config, mesh=Mesh(0, 1, pp=pp), model_json=DENSE | {"model_type": "llama"})
     with pytest.raises(ConfigError) as caught:
         check(run, "sizes of the model")
     assert (caught.value.message, caught.value.hint) == (message, hint)

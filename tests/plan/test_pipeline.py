@@ -113,10 +113,10 @@ def test_chunks_that_do_not_share_out_the_layers_are_refused(
     model = DENSE | {"model_type": "llama", "num_hidden_layers": 4}
     sizes = "sizes of the model"
     fitting = _config(parallel={"pp": 2, "vpp": 2, "pp_layers": [1, 1, 1, 1]})
-    check(RunSettings(config=fitting, mesh=Mesh(0, 1, pp=2), model_json=model), sizes)
+    check(RunSettings.of(fitting, mesh=Mesh(0, 1, pp=2), model_json=model), sizes)
     config = _config(parallel={"pp": pp, "vpp": vpp, "pp_layers": given})
     with pytest.raises(ConfigError) as caught:
-        check(RunSettings(config=config, mesh=Mesh(0, 1, pp=pp), model_json=model), sizes)
+        check(RunSettings.of(config, mesh=Mesh(0, 1, pp=pp), model_json=model), sizes)
     assert (caught.value.message, caught.value.hint) == (message, hint)
 
 
@@ -161,7 +161,7 @@ def test_settings_that_do_not_go_with_several_chunks_are_refused(
     sections: dict[str, Any], message: str, hint: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        make_plan(_config(**sections), world=World(0, 2, 0, 2, "torchrun"), device="cpu")
+        make_plan(RunSettings.of(_config(**sections)), world=World(0, 2, 0, 2, "torchrun"), device="cpu")
     assert (caught.value.message, caught.value.hint) == (message, hint)
 
 
@@ -174,6 +174,6 @@ def test_settings_that_do_not_go_with_several_chunks_are_refused(
 )
 def test_the_plan_says_how_long_ranks_wait(parallel: dict[str, int], line: str) -> None:
     config = _config(parallel=parallel)
-    plan = make_plan(config, world=World(0, 2, 0, 2, "torchrun"), device="cpu")
+    plan = make_plan(RunSettings.of(config), world=World(0, 2, 0, 2, "torchrun"), device="cpu")
     assert plan.stage_lines(stages_of(EIGHT_LAYERS, config.parallel)) == [("stages", line)]
     assert plan.stage_lines((None,)) == []

@@ -40,7 +40,9 @@ def plan_of(
         "deepspeed": deepspeed,
     }
     config = RunConfig.model_validate(tree | sections)
-    return make_plan(config, world=World(0, dp, 0, dp, "torchrun"), device=device, accelerate=accelerate)
+    return make_plan(
+        RunSettings.of(config), world=World(0, dp, 0, dp, "torchrun"), device=device, accelerate=accelerate
+    )
 
 
 def zero(stage: int, **options: Any) -> dict[str, Any]:
@@ -55,8 +57,8 @@ def adam(**params: Any) -> dict[str, Any]:
 def test_odd_heads_of_complex_rotary_embeddings_are_refused(model_type: str) -> None:
     config = RunConfig.model_validate({"model": "m", "data": {"train": "a.jsonl"}, "output_dir": "o"})
     even = {"model_type": model_type, "qk_nope_head_dim": 14, "qk_rope_head_dim": 8}
-    check(RunSettings(config=config, model_json=even), "type of the model")
-    odd = RunSettings(config=config, model_json=even | {"qk_nope_head_dim": 13})
+    check(RunSettings.of(config, model_json=even), "type of the model")
+    odd = RunSettings.of(config, model_json=even | {"qk_nope_head_dim": 13})
     if model_type == "deepseek_v3":
         check(odd, "type of the model")
         return
@@ -336,7 +338,7 @@ def test_every_run_file_is_read_and_planned(path: Path, monkeypatch: pytest.Monk
     assert numbers is not None
     gpus = math.prod(int(number) for number in numbers.groups() if number)
     for ranks in {1, gpus, 8 if gpus == 1 else gpus} if config.parallel.ep == 1 else (config.parallel.ep, gpus):
-        make_plan(config, world=World(0, ranks, 0, min(ranks, 8), "deepspeed"), device="cuda")
+        make_plan(RunSettings.of(config), world=World(0, ranks, 0, min(ranks, 8), "deepspeed"), device="cuda")
 
 
 @pytest.mark.parametrize("ranks", range(1, 9))
@@ -349,14 +351,14 @@ def test_every_run_file_is_planned_on_one_to_eight_gpus_or_says_what_fits(
     batch, world = config.train.global_batch_size, World(0, ranks, 0, ranks, "deepspeed")
     if ranks % config.parallel.ep:
         with pytest.raises(ConfigError, match=r"parallel\.ep"):
-            make_plan(config, world=world, device="cuda")
+            make_plan(RunSettings.of(config), world=world, device="cuda")
     elif batch % (config.train.micro_batch_size * ranks):
         with pytest.raises(ConfigError, match=f"global_batch_size {batch} is not a multiple") as caught:
-            make_plan(config, world=world, device="cuda")
+            make_plan(RunSettings.of(config), world=world, device="cuda")
         assert "nearest: " in caught.value.hint
         assert "ranks" in caught.value.hint
     else:
-        plan = make_plan(config, world=world, device="cuda")
+        plan = make_plan(RunSettings.of(config), world=world, device="cuda")
         assert plan.batch.gradient_accumulation_steps * config.train.micro_batch_size * plan.dp == batch
         assert plan.needs_fused_adam
 
@@ -364,7 +366,7 @@ def test_every_run_file_is_planned_on_one_to_eight_gpus_or_says_what_fits(
 @pytest.mark.parametrize("ranks", range(1, 9))
 def test_the_quickstart_is_planned_on_any_number_of_gpus(tmp_path: Path, ranks: int) -> None:
     config = read_config(write_demo(tmp_path, ranks=ranks))
-    plan = make_plan(config, world=World(0, ranks, 0, ranks, "deepspeed"), device="cuda")
+    plan = make_plan(RunSettings.of(config), world=World(0, ranks, 0, ranks, "deepspeed"), device="cuda")
     assert 8 <= config.train.global_batch_size < 8 + ranks
     assert (
         plan.batch.gradient_accumulation_steps * config.train.micro_batch_size * ranks == config.train.global_batch_size

@@ -16,6 +16,7 @@ from ds_finetune.engine.devices import bf16_support
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.precision import Bf16Support, cpu_support, with_precision
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
 from ds_finetune.trainer.resolve import resolve
 from ds_finetune.trainer.train import check_same_precision
@@ -122,7 +123,7 @@ def test_what_is_searched_for_is_written_with_auto(
 def test_a_resolved_run_has_one_precision(tmp_path: Path) -> None:
     """Whatever reads the run file later finds what was chosen; a plan without more knowledge assumes a new GPU."""
     config = RunConfig.model_validate({"model": "m", "data": {"train": "t"}, "output_dir": "o"})
-    assert make_plan(config, world=ONE, device="cuda").precision == "bf16"
+    assert make_plan(RunSettings.of(config), world=ONE, device="cuda").precision == "bf16"
     task = tiny_task(tmp_path, train={"precision": "auto"})
     resolved = resolve(read_config(task), world=ONE, device="cpu", bf16=OLD_CPU)
     assert (resolved.plan.precision, resolved.config.train.precision) == ("fp32", "fp32")
@@ -137,12 +138,12 @@ def test_ranks_whose_devices_differ_are_told_both() -> None:
     other = "fp32" if mine == "bf16" else "bf16"
     store.set("precision/1", json.dumps([other, f"on b train.precision auto is {other}: another CPU"]))
     with pytest.raises(ConfigError) as caught:
-        check_same_precision(config, World(0, 2, 0, 2, "test"), store)
+        check_same_precision(config.train, World(0, 2, 0, 2, "test"), store)
     first = f"the devices of ranks differ: on {socket.gethostname()} train.precision auto is {mine}: this CPU ("
     assert caught.value.message.startswith(first)
     assert caught.value.message.endswith(f"; on b train.precision auto is {other}: another CPU (rank 1)")
     store.set("precision/1", json.dumps([mine, ""]))
-    check_same_precision(config, World(0, 2, 0, 2, "test"), store)
+    check_same_precision(config.train, World(0, 2, 0, 2, "test"), store)
 
 
 def test_a_checkpoint_records_what_was_chosen(tmp_path: Path) -> None:

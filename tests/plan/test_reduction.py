@@ -8,6 +8,7 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.estimate.states import ModelSizes, estimate_run
 from ds_finetune.plan.plan import Plan, make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
 
 
@@ -25,7 +26,7 @@ def config_of(stage: int, *, zero: dict[str, Any] | None = None, **train: Any) -
 
 
 def plan_of(stage: int, **given: Any) -> Plan:
-    return make_plan(config_of(stage, **given), world=World(0, 2, 0, 2, "torchrun"), device="cpu")
+    return make_plan(RunSettings.of(config_of(stage, **given)), world=World(0, 2, 0, 2, "torchrun"), device="cpu")
 
 
 @pytest.mark.parametrize(
@@ -108,7 +109,7 @@ def test_the_estimate_counts_what_each_choice_keeps(stage: int, own: int) -> Non
 
     def estimated(**train: Any) -> dict[str, int]:
         config = config_of(stage, **train)
-        plan = make_plan(config, world=World(0, 2, 0, 2, "torchrun"), device="cpu")
+        plan = make_plan(RunSettings.of(config), world=World(0, 2, 0, 2, "torchrun"), device="cpu")
         return dict(estimate_run(plan, sizes).state_bytes)
 
     plain = estimated()

@@ -19,7 +19,7 @@ def planned(
     section = {"router": router} if router else {}
     tree = {"model": "m", "data": {"train": "t"}, "output_dir": "o", **({"lora": {}} if lora else {})}
     config, model = RunConfig.model_validate(tree | section), TINY_MODELS[family] | (changes or {})
-    check(RunSettings(config=config, model_json=model), "type of the model")
+    check(RunSettings.of(config, model_json=model), "type of the model")
     return plan_routers(config.router, model)
 
 

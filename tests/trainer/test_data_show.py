@@ -14,6 +14,7 @@ from ds_finetune.errors import DataError
 from ds_finetune.system.world import World
 from ds_finetune.trainer.prepare import PreparedRun, prepare_run
 from ds_finetune.trainer.preview import escaped
+from ds_finetune.trainer.resolve import resolve_here
 from ds_finetune.trainer.show import show_plan
 from tests.running import tiny_task
 
@@ -35,7 +36,7 @@ def shown_data(folder: Path, capsys: pytest.CaptureFixture[str], *, samples: int
 
 
 def prepared(config: RunConfig) -> tuple[PreparedRun, str]:
-    run = prepare_run(config, World.from_environment({}))
+    run = prepare_run(resolve_here(config, World.from_environment({})))
     with OUT.capture() as shown:
         show_plan(run)
     return run, " ".join(shown.get().split())

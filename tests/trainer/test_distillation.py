@@ -12,6 +12,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
+from ds_finetune.api import plan_run
 from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.same_run import changes_since_checkpoint
 from ds_finetune.config.schema import read_config
@@ -20,9 +21,10 @@ from ds_finetune.data.teacher_scores import StoredScores
 from ds_finetune.errors import FinetuneError
 from ds_finetune.objectives.labels import IGNORE_INDEX
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
-from ds_finetune.trainer.dry_run import plan_run
 from ds_finetune.trainer.prepare import PreparedRun, prepare_run
+from ds_finetune.trainer.resolve import resolve_here
 from ds_finetune.trainer.resume import inputs_of
 from ds_finetune.trainer.teach import teach
 from tests.running import start, tiny_task, torchrun
@@ -38,7 +40,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("task")
     run_file = tiny_task(folder, eval={"every": "2 steps"}, export={"at_end": False})
     write_teacher(folder / "teacher", folder / "model")
-    teach(read_config(run_file), str(folder / "teacher"), folder / "scores", top_k=TOP_K, say=print)
+    teach(RunSettings.of(read_config(run_file)), str(folder / "teacher"), folder / "scores", top_k=TOP_K, say=print)
     return folder
 
 
@@ -53,7 +55,7 @@ def _run_file(task: Path, name: str, objective: dict[str, Any] | None, **changes
 
 
 def _prepared(run_file: Path) -> PreparedRun:
-    return prepare_run(read_config(run_file), ALONE)
+    return prepare_run(resolve_here(read_config(run_file), ALONE))
 
 
 def test_scores_are_the_logits_of_plain_transformers(task: Path) -> None:
@@ -92,7 +94,7 @@ def _teach_as(rank: int, task: Path, out: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}.items():
             patch.setenv(name, str(value))
-        teach(read_config(task / "run.yaml"), str(task / "teacher"), out, top_k=TOP_K, say=print)
+        teach(RunSettings.of(read_config(task / "run.yaml")), str(task / "teacher"), out, top_k=TOP_K, say=print)
 
 
 @pytest.mark.parametrize("source", ["teacher", "scores"])
@@ -165,7 +167,7 @@ def test_what_is_not_possible_or_not_tested_is_refused(
 ) -> None:
     config = read_config(_run_file(task, "refused", objective, **changes))
     with pytest.raises(FinetuneError, match=f"objective distill with .*{text}"):
-        make_plan(config, world=World(0, 2, 0, 2, "a test"), device="cpu")
+        make_plan(RunSettings.of(config), world=World(0, 2, 0, 2, "a test"), device="cpu")
 
 
 def test_the_plan_counts_the_teacher(task: Path) -> None:

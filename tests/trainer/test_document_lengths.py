@@ -9,6 +9,7 @@ import pytest
 from ds_finetune.config.schema import RunConfig, read_config
 from ds_finetune.errors import FinetuneError
 from ds_finetune.plan.mesh import Mesh
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest.cells import TINY_MODELS
 from ds_finetune.trainer.document_lengths import length_notes
 from ds_finetune.trainer.inputs import read_inputs
@@ -32,8 +33,8 @@ def _run_file(folder: Path, family: str = "deepseek_v32", **sections: Any) -> Pa
 
 def _read(config: RunConfig, mesh: Mesh = ONE_RANK) -> tuple[str, ...]:
     """Check the documents of a run; returns the note on them."""
-    model = make_model_plan(config, mesh)
-    read_inputs(config, model)
+    model = make_model_plan(RunSettings.of(config, mesh=mesh))
+    read_inputs(RunSettings.of(config), model)
     return length_notes(model, max_seq_len=config.train.max_seq_len)
 
 

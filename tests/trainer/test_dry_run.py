@@ -11,6 +11,7 @@ from ds_finetune.cli.main import main
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.plan.estimate.states import estimate_run
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
 from ds_finetune.trainer.rank_tensors import rank_tensors, sizes_of
 from ds_finetune.trainer.resolve import make_model_plan
@@ -47,8 +48,8 @@ def test_every_parameter_of_deepseek_v3_is_somewhere(
     deepseek_v3: Path, parallel: dict[str, int], stage: int, on_a_rank: int | None
 ) -> None:
     config = _config(deepseek_v3, parallel, stage)
-    plan = make_plan(config, world=World(0, 256, 0, 8, "test"), device="cuda")
-    model = make_model_plan(config, plan.mesh)
+    plan = make_plan(RunSettings.of(config), world=World(0, 256, 0, 8, "test"), device="cuda")
+    model = make_model_plan(RunSettings.of(config, mesh=plan.mesh))
     stages = rank_tensors(plan, model)
     kinds = [kind for stage in stages for kind in stage]
     assert sum(kind.count * math.prod(kind.whole) for kind in kinds) == 671_026_404_352
@@ -93,8 +94,8 @@ def test_the_command_shows_ranks_shapes_and_deepspeed(
 
 def test_with_lora_adapters_alone_have_gradients_and_moments(deepseek_v3: Path) -> None:
     config = RunConfig.model_validate(_config(deepseek_v3, {}, 3).model_dump(by_alias=True) | {"lora": {"rank": 16}})
-    plan = make_plan(config, world=World(0, 256, 0, 8, "test"), device="cuda")
-    model = make_model_plan(config, plan.mesh)
+    plan = make_plan(RunSettings.of(config), world=World(0, 256, 0, 8, "test"), device="cuda")
+    model = make_model_plan(RunSettings.of(config, mesh=plan.mesh))
     assert model.lora is not None
     adapters = model.lora.num_params
     # Of 61 layers 58 have 256 experts with weights [4096, 7168] and [7168, 2048].

@@ -10,6 +10,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from ds_finetune.cli.main import main
 from ds_finetune.config.schema import read_config
 from ds_finetune.errors import ConfigError
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.trainer.resolve import token_limits
 from tests.encoder_task import encoder_task
 from tests.model.encoders import ENCODERS, encoder_config
@@ -64,4 +65,4 @@ def test_what_is_not_tested_is_refused(
 def test_two_positions_of_robertas_table_are_not_for_tokens(tmp_path: Path) -> None:
     config = read_config(encoder_task(tmp_path, name="roberta", train={"max_seq_len": 41}))
     with pytest.raises(ConfigError, match=r"train\.max_seq_len 41 is more than the 40 positions"):
-        token_limits(config, encoder_config("roberta"))
+        token_limits(RunSettings.of(config), encoder_config("roberta"))

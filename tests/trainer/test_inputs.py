@@ -10,6 +10,7 @@ from ds_finetune.config.schema import read_config
 from ds_finetune.console.tables import OUT
 from ds_finetune.errors import ConfigError, DataError
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
 from ds_finetune.trainer.batches import mixture_lines
 from ds_finetune.trainer.inputs import RunInputs
@@ -23,7 +24,7 @@ from tests.running import ROWS, tiny_task
 def run_of(folder: Path, **data: Any) -> PreparedRun:
     """The tiny task with other data."""
     config = read_config(tiny_task(folder, data=data))
-    return prepared_run(config, make_plan(config, world=World(0, 1, 0, 1, "a test"), device="cpu"))
+    return prepared_run(config, make_plan(RunSettings.of(config), world=World(0, 1, 0, 1, "a test"), device="cpu"))
 
 
 def inputs_of(folder: Path, **data: Any) -> tuple[RunInputs, str]:
@@ -89,7 +90,7 @@ def test_sources_with_weights_are_named_with_their_passes(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match=r"gives weights to .*, whose rows data\.streaming does not count"):
         inputs_of(tmp_path, train={train: 3, held_out: 1}, streaming=True)
     with OUT.capture() as shown:
-        OUT.print(preview_of(run.config, samples=2))
+        OUT.print(preview_of(RunSettings.of(run.config), samples=2))
     assert f"{train}: {ROWS} of 43 rows of an epoch, drawn from {ROWS}" in shown.get()
     assert f"{held_out}: 11 of 43 rows of an epoch, drawn from {ROWS}" in shown.get()
     assert shown.get().count("⟦") == 4

@@ -24,8 +24,10 @@ from ds_finetune.errors import ConfigError
 from ds_finetune.observers.performance import MEASURED_STEPS
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.search.fitting import legal_sizes
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import AccelerateChoices, World
-from ds_finetune.trainer.micro_batch import trial_config
+from ds_finetune.trainer.micro_batch import trial_section
+from ds_finetune.trainer.resolve import ResolvedRun
 from ds_finetune.trainer.trial import DONE, END, ENDED, FAILED, OUT_OF_MEMORY, TrialEnd, judge, longest_rows, rows_again
 from ds_finetune.trainer.trial_process import end_on_error
 from tests.forks import Forkserver
@@ -172,7 +174,7 @@ def _plan(accelerate: AccelerateChoices | None = None, **deepspeed: object) -> P
     tree = {"model": "m", "data": {"train": "t"}, "output_dir": "o", "deepspeed": deepspeed}
     train = {"micro_batch_size": "auto", "global_batch_size": 24}
     config = RunConfig.model_validate(tree | {"train": train})
-    return make_plan(config, world=World(0, 2, 0, 2, "torchrun"), device="cpu", accelerate=accelerate)
+    return make_plan(RunSettings.of(config), world=World(0, 2, 0, 2, "torchrun"), device="cpu", accelerate=accelerate)
 
 
 def test_a_plan_for_an_undecided_micro_batch_has_the_smallest() -> None:
@@ -186,9 +188,10 @@ def test_sizes_and_trials_have_whole_groups_of_forwards_where_ranks_have_several
     tree["deepspeed"] = {"zero_optimization": {"stage": 1}}
     config = RunConfig.model_validate(tree | {"train": {"micro_batch_size": "auto", "global_batch_size": 36}})
     world = World(0, 3, 0, 3, "torchrun")
-    plan = make_plan(config, world=world, device="cpu")
+    plan = make_plan(RunSettings.of(config), world=world, device="cpu")
     assert legal_sizes(plan) == (1, 2, 3, 4, 6, 12)
-    trials = [trial_config(config, plan, rows) for rows in legal_sizes(plan)]
+    settings, run = RunSettings.of(config), ResolvedRun(config, plan, None)  # type: ignore[arg-type]
+    trials = [replace(settings, train=trial_section(run, rows)) for rows in legal_sizes(plan)]
     forwards = [make_plan(trial, world=world, device="cpu").batch.gradient_accumulation_steps for trial in trials]
     assert forwards == [6, 6, 6, 6, 6, 3]
 

@@ -22,6 +22,7 @@ from ds_finetune.model.build.skeleton import read_hf_config
 from ds_finetune.model.parallel.pipeline import build_meta_model
 from ds_finetune.model.weights.load import open_weights
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
 from ds_finetune.trainer.resolve import complete_features
 from tests.json_files import change_json
@@ -143,7 +144,7 @@ def _tree(tmp_path: Path, **sections: Any) -> dict[str, Any]:
 def test_untested_settings_are_refused(sections: dict[str, Any], said: str, tmp_path: Path) -> None:
     config = RunConfig.model_validate(_tree(tmp_path, **sections))
     with pytest.raises(ConfigError, match=said) as refused:
-        make_plan(config, world=World(0, 1, 0, 1, "a test"), device="cpu")
+        make_plan(RunSettings.of(config), world=World(0, 1, 0, 1, "a test"), device="cpu")
     assert refused.value.hint
 
 
@@ -151,7 +152,7 @@ def test_a_frozen_router_is_frozen_in_the_layer_too(tmp_path: Path) -> None:
     write_mtp_model("deepseek_v3", tmp_path / "m")
     sections = {"model": str(tmp_path / "m"), "router": {"train": False}}
     config = RunConfig.model_validate(_tree(tmp_path, **sections))
-    plan = make_plan(config, world=World(0, 1, 0, 1, "a test"), device="cpu")
+    plan = make_plan(RunSettings.of(config), world=World(0, 1, 0, 1, "a test"), device="cpu")
     gates = [f"model.layers.{layer}.mlp.gate.weight" for layer in (1, 2)]
     assert list(complete_features(plan, model_of(config)).frozen) == gates
 

@@ -14,6 +14,7 @@ from ds_finetune.errors import OutputError
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.plan.estimate.states import DiskNeed, ModelSizes, estimate_run
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.runs.metrics import Sample, read_samples
 from ds_finetune.system.world import World
 from ds_finetune.trainer.run_dir import (
@@ -22,6 +23,7 @@ from ds_finetune.trainer.run_dir import (
     check_run_folder,
     prepare_run_folder,
 )
+from tests.planning import planned_run
 
 
 def config_of(folder: Path, **sections: object) -> RunConfig:
@@ -33,10 +35,14 @@ def check_folder_of(config: RunConfig) -> None:
     check_run_folder(Path(config.output_dir), config.checkpoint)
 
 
+def check_files_of(config: RunConfig) -> None:
+    check_only_own_files(Path(config.output_dir), config.inputs(), cache_dir=config.data.cache_dir)
+
+
 def need_of(folder: Path, total: int, **sections: object) -> DiskNeed:
     """What a run of a model of `total` parameters writes."""
     config = config_of(folder, **sections)
-    plan = make_plan(config, world=World(0, 1, 0, 1, "a test"), device="cpu")
+    plan = make_plan(RunSettings.of(config), world=World(0, 1, 0, 1, "a test"), device="cpu")
     return estimate_run(plan, ModelSizes(total, total, total)).disk(ranks=1, is_first_host=True)
 
 
@@ -75,9 +81,9 @@ def test_where_no_folder_can_be_made(folder: str) -> None:
 def test_run_files_that_cannot_be_written_are_an_error(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").mkdir()
     config = config_of(tmp_path)
-    plan = make_plan(config, world=World(0, 1, 0, 1, "python"), device="cpu")
+    run = planned_run(config)
     with pytest.raises(OutputError, match="cannot be written: Is a directory"):
-        prepare_run_folder(config, plan)
+        prepare_run_folder(run)
 
 
 def test_checkpoints_need_room_for_one_more_than_are_kept(tmp_path: Path) -> None:
@@ -126,7 +132,7 @@ def test_files_that_no_run_wrote_are_never_replaced(name: str, tmp_path: Path) -
     with pytest.raises(
         OutputError, match=rf"output_dir `.*run` is not empty and holds no run: {name.partition('/')[0]}\n"
     ):
-        check_only_own_files(config_of(tmp_path / "run"))
+        check_files_of(config_of(tmp_path / "run"))
 
 
 def test_what_is_there_before_a_run_is_kept(tmp_path: Path) -> None:
@@ -139,10 +145,10 @@ def test_what_is_there_before_a_run_is_kept(tmp_path: Path) -> None:
     (run / "checkpoints").symlink_to(tmp_path / "disk")
     (run / "cache" / "rows").mkdir(parents=True)
     config = config_of(run, data={"train": "a.jsonl", "cache_dir": str(run / "cache" / "rows")})
-    check_only_own_files(config)
+    check_files_of(config)
     (run / "notes.txt").touch()
     with pytest.raises(OutputError, match=r"holds no run: notes\.txt\n"):
-        check_only_own_files(config)
+        check_files_of(config)
 
 
 def test_a_folder_of_a_run_may_hold_anything_else(tmp_path: Path) -> None:
@@ -151,10 +157,10 @@ def test_a_folder_of_a_run_may_hold_anything_else(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "notes.txt").touch()
     config = config_of(tmp_path / "begun")
-    prepare_run_folder(config, make_plan(config, world=World(0, 1, 0, 1, "python"), device="cpu"))
-    check_only_own_files(config)
+    prepare_run_folder(planned_run(config))
+    check_files_of(config)
     lock_folder(make_folder(tmp_path / "killed before its first step" / "checkpoints"), seconds=1, say=print).close()
-    check_only_own_files(config_of(tmp_path / "killed before its first step"))
+    check_files_of(config_of(tmp_path / "killed before its first step"))
 
 
 @pytest.mark.parametrize("place", ["run", "link"])
@@ -179,16 +185,16 @@ def test_inputs_in_the_run_folder_are_refused_by_name(
     """Also where the folder holds a run, and where the input is named by a link to the folder."""
     run = tmp_path / "run"
     config = config_of(run)
-    prepare_run_folder(config, make_plan(config, world=World(0, 1, 0, 1, "python"), device="cpu"))
+    prepare_run_folder(planned_run(config))
     (run / "export").mkdir()
     (run / "a.jsonl").touch()
     (tmp_path / "link").symlink_to(run)
-    check_only_own_files(config)
+    check_files_of(config)
     tree = json.loads(json.dumps(sections).replace("{run}", str(tmp_path / place)))
     with pytest.raises(
         OutputError, match=rf"^{re.escape(key)} `.*` is in output_dir `{run}`, where a run replaces files"
     ):
-        check_only_own_files(config_of(run, **tree))
+        check_files_of(config_of(run, **tree))
 
 
 def test_training_keeps_rows_that_have_the_name_of_a_record(tmp_path: Path) -> None:
@@ -211,10 +217,10 @@ def test_records_of_steps_that_are_done_again_go(tmp_path: Path) -> None:
     lines = [f'{{"step": {step}, "train/loss": 1.0}}' for step in (1, 2, 3)]
     (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 4, "tra']))
     config = config_of(tmp_path)
-    plan = make_plan(config, world=World(0, 1, 0, 1, "python"), device="cpu")
-    prepare_run_folder(config, plan, after_step=2, last=StepRecord(2, {"train/loss": 9.0}))
+    run = planned_run(config)
+    prepare_run_folder(run, after_step=2, last=StepRecord(2, {"train/loss": 9.0}))
     assert (tmp_path / "metrics.jsonl").read_text().splitlines() == lines[:2]
-    prepare_run_folder(config, plan, after_step=3, last=StepRecord(3, {"train/loss": 1.0}))
+    prepare_run_folder(run, after_step=3, last=StepRecord(3, {"train/loss": 1.0}))
     assert (tmp_path / "metrics.jsonl").read_text().splitlines() == lines, (
         "the record of a step that was saved, and not written before the kill"
     )
@@ -229,8 +235,6 @@ def test_a_resume_keeps_samples_with_any_character(tmp_path: Path) -> None:
     damaged = [b'[{"step": 1}]\n', b'{"step": null}\n', b'{"step": 1, "answer": "\xe2\x80\n', b"[" * 100_000 + b"\n"]
     (tmp_path / "samples.jsonl").write_bytes(b"".join([*damaged, *written])[:-3] + b"\xc3")
     config = config_of(tmp_path)
-    prepare_run_folder(
-        config, make_plan(config, world=World(0, 1, 0, 1, "python"), device="cpu"), after_step=3, last=None
-    )
+    prepare_run_folder(planned_run(config), after_step=3, last=None)
     assert (tmp_path / "samples.jsonl").read_bytes() == b"".join(written[:3])
     assert read_samples(tmp_path / "samples.jsonl") == samples[:3]

@@ -12,13 +12,14 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from ds_finetune.api import plan_run
 from ds_finetune.config.schema import read_config
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.errors import ConfigError, DataError
 from ds_finetune.system.world import World
-from ds_finetune.trainer.dry_run import plan_run
 from ds_finetune.trainer.inputs import check_padding
 from ds_finetune.trainer.prepare import PreparedRun, prepare_run
+from ds_finetune.trainer.resolve import resolve_here
 from tests.running import metrics, start, tiny_task, torchrun
 
 CLASSES = ("away", "home", "work")
@@ -104,7 +105,7 @@ def test_a_reward_model_begins_at_ln_2(tmp_path: Path) -> None:
 
 
 def prepare(run_file: Path) -> PreparedRun:
-    return prepare_run(read_config(run_file), World(0, 1, 0, 1, "a test"))
+    return prepare_run(resolve_here(read_config(run_file), World(0, 1, 0, 1, "a test")))
 
 
 def test_classes_and_padding_are_in_the_config_of_the_run(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from ds_finetune.observers.trackers import flatten
 from ds_finetune.runs.folder import RunFolder
 from ds_finetune.system.world import World
 from ds_finetune.trainer.prepare import prepare_run
+from ds_finetune.trainer.resolve import resolve_here
 from ds_finetune.trainer.show import show_plan
 from tests.json_files import change_json, read_json
 from tests.observers.test_trackers import HAS_MLFLOW, in_mlflow, in_tensorboard, recorded, status_in_mlflow
@@ -420,7 +421,7 @@ def test_data_show_marks_what_is_trained(tmp_path: Path, capsys: pytest.CaptureF
     assert "rows read" in printed
     assert re.search(r"prompts +0 of [\d,]+ rows \(0.0%\) have", printed)
     assert f"columns and fields that are not used: source ({len(rows):,} rows)" in printed
-    show_plan(prepare_run(read_config(run_file), World.from_environment({})))
+    show_plan(prepare_run(resolve_here(read_config(run_file), World.from_environment({}))))
     printed = capsys.readouterr().out
     assert "have a prompt that differs" not in printed
     assert f"data.train: columns and fields that are not used: source ({len(rows):,} rows)" in printed

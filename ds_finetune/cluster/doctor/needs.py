@@ -1,17 +1,20 @@
 """What a run needs of its hosts: plan, operators, disk, memory, folders and files; `doctor --simulate` shows it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ds_finetune.cluster.host_checks import Check, State, groups_of, label, ranks_of, world_of
 from ds_finetune.config.hostfile import Host
-from ds_finetune.config.schema import RunConfig
+from ds_finetune.config.sections import ParallelConfig
 from ds_finetune.config.units import GIB
 from ds_finetune.errors import FinetuneError
 from ds_finetune.plan.mesh import Mesh
-from ds_finetune.plan.plan import make_plan
+from ds_finetune.system.world import World
+
+if TYPE_CHECKING:
+    from ds_finetune.trainer.resolve import ResolvedRun
 
 _LAUNCHER = "the doctor"
 _EVERY_LAYER = ("tp", "sp")
@@ -28,33 +31,40 @@ class Need:
     ops: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
-def folders_of(config: RunConfig | None) -> dict[str, str]:
-    """Folders that hosts may share, by the key of the run file."""
-    if config is None:
-        return {"working folder": "."}
-    return {"output_dir": config.output_dir, "data.cache_dir": config.data.cache_dir}
+@dataclass(frozen=True)
+class CheckedRun:
+    """What the doctor needs of a run file."""
+
+    output_dir: str
+    cache_dir: str
+    inputs: tuple[Path, ...]
+    """What the run file names to be read; it may be an id of the Hugging Face hub."""
+    node_local: bool | None
+    """Whether each host has the checkpoints of its own ranks; None where nothing is saved."""
+    parallel: ParallelConfig
+    resolve: Callable[[World, str], "ResolvedRun"]
+    """Resolves the run on the ranks of a world and a kind of device; FinetuneError where it cannot be trained so."""
+
+    @property
+    def folders(self) -> dict[str, str]:
+        """Folders that hosts may share, by the key of the run file."""
+        return {"output_dir": self.output_dir, "data.cache_dir": self.cache_dir}
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Files and folders that every host must have."""
+        return tuple(str(path) for path in self.inputs if path.exists())
 
 
-def files_of(config: RunConfig | None) -> tuple[str, ...]:
-    """Files and folders that every host must have; files on the Hugging Face hub are not among them."""
-    if config is None:
-        return ()
-    named = [config.model.path, config.model.tokenizer, *config.data.paths("train"), *config.data.paths("eval")]
-    named += [getattr(config.objective, name, None) for name in ("teacher", "scores")]
-    named += [config.deepspeed] if isinstance(config.deepspeed, str) else []
-    return tuple(path for path in named if path and Path(path).exists())
-
-
-def need_of(config: RunConfig, hosts: Sequence[Host], device: str) -> tuple[Need | None, Check]:
+def need_of(checked: CheckedRun, hosts: Sequence[Host], device: str) -> tuple[Need | None, Check]:
     """What a run needs, and the check of its plan; None where the plan is refused."""
     from transformers.utils import logging
 
     from ds_finetune.engine.ops.deepspeed_ops import needed_ops
-    from ds_finetune.trainer.resolve import resolve
 
     logging.set_verbosity_error()
     try:
-        run = resolve(config, world=world_of(hosts, _LAUNCHER), device=device, is_config_only=True)
+        run = checked.resolve(world_of(hosts, _LAUNCHER), device)
         estimate, plan = run.estimate, run.plan
         disks = {
             label(host): estimate.disk(ranks=host.slots, is_first_host=number == 0).num_bytes
@@ -67,8 +77,8 @@ def need_of(config: RunConfig, hosts: Sequence[Host], device: str) -> tuple[Need
     return need, Check("plan", "", "ok", found)
 
 
-def simulate(hosts: Sequence[Host], config: RunConfig | None) -> list[Check]:
-    """The checks of `config` on `hosts` with GPUs, without contacting any; without a config only the ranks."""
+def simulate(hosts: Sequence[Host], run: CheckedRun | None) -> list[Check]:
+    """The checks of a run on `hosts` with GPUs, without contacting any; without a run only the ranks."""
     fewest_slots, most_slots = min(host.slots for host in hosts), max(host.slots for host in hosts)
     checks = [Check("hosts", "", "ok", f"{sum(host.slots for host in hosts)} ranks on {len(hosts)} hosts")]
     if fewest_slots < most_slots:
@@ -78,9 +88,9 @@ def simulate(hosts: Sequence[Host], config: RunConfig | None) -> list[Check]:
         checks.append(Check("hosts", "", "warn", found, hint))
     for host, ranks in zip(hosts, ranks_of(hosts), strict=True):
         checks.append(Check("ranks", label(host), "ok", f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else f"{ranks[0]}"))
-    if config is None:
+    if run is None:
         return checks
-    need, planned = need_of(config, hosts, "cuda")
+    need, planned = need_of(run, hosts, "cuda")
     checks.append(planned)
     if need is not None:
         most = max(need.disk_bytes.values())
@@ -91,7 +101,7 @@ def simulate(hosts: Sequence[Host], config: RunConfig | None) -> list[Check]:
         checks.append(Check("memory", "", "ok", found))
         checks.append(Check("disk", "", "ok", f"output_dir needs {most / GIB:,.1f} GiB at most"))
     try:
-        mesh = make_plan(config, world=world_of(hosts, _LAUNCHER), device="cuda").mesh
+        mesh = Mesh.of(run.parallel, world_size=sum(host.slots for host in hosts), rank=0)
     except FinetuneError:
         return checks
     return [*checks, *group_checks(mesh, hosts)]

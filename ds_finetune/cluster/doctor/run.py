@@ -20,14 +20,13 @@ from ds_finetune.cluster.doctor.checks import (
     name_checks,
     network_checks,
 )
-from ds_finetune.cluster.doctor.needs import Need, files_of, folders_of, need_of
+from ds_finetune.cluster.doctor.needs import CheckedRun, Need, need_of
 from ds_finetune.cluster.doctor.probe import gather_details
 from ds_finetune.cluster.doctor.session import Cluster
 from ds_finetune.cluster.host_checks import Check, host_checks, meeting_address, port_check, rank_device
 from ds_finetune.cluster.launch.environment import carried_variables, environment_files
 from ds_finetune.cluster.launch.remote import Remote
 from ds_finetune.config.hostfile import Host
-from ds_finetune.config.schema import RunConfig
 from ds_finetune.console.phase_line import Say
 
 _START_SECONDS = 45.0
@@ -48,7 +47,7 @@ class DoctorRequest:
 
     hosts: tuple[Host, ...]
     remote: Remote
-    config: RunConfig | None
+    run: CheckedRun | None
     port: int
 
     @property
@@ -60,8 +59,9 @@ class DoctorRequest:
 
 def examine(request: DoctorRequest, say: Say) -> list[Check]:
     """All checks of the hosts; `say` prints what takes long."""
-    folders = folders_of(request.config)
-    paths, files = tuple(folders.values()), files_of(request.config)
+    run = request.run
+    folders, files = (run.folders, run.files) if run is not None else ({"working folder": "."}, ())
+    paths = tuple(folders.values())
     query = messages.HostQuery(request.environ, request.hosts[0].name, 0, paths, files)
     with Cluster(request.hosts, request.remote, say) as cluster:
         first = next(iter(cluster.hosts))
@@ -77,9 +77,7 @@ def examine(request: DoctorRequest, say: Say) -> list[Check]:
         checks += _detail_checks(request, cluster, hosts, gather_details(query))
         checks += _run_checks(request, cluster, hosts)
         checks += _network_checks(cluster, hosts, checks, rank_device(hosts, query.environ))
-        saves = request.config.checkpoint if request.config else None
-        node_local = saves.node_local if saves and saves.saves else None
-        checks += _folder_checks(cluster, token, folders, node_local=node_local)
+        checks += _folder_checks(cluster, token, folders, node_local=run.node_local if run is not None else None)
         return [*cluster.lost, *checks]
 
 
@@ -104,13 +102,13 @@ def _detail_checks(
 def _run_checks(request: DoctorRequest, cluster: Cluster, hosts: Mapping[str, messages.HostDetails]) -> Iterator[Check]:
     """The checks that depend on the plan: limits, disk, memory and operators."""
     need = None
-    if request.config is not None:
-        need, planned = need_of(request.config, request.hosts, rank_device(hosts, request.environ))
+    if request.run is not None:
+        need, planned = need_of(request.run, request.hosts, rank_device(hosts, request.environ))
         yield planned
     world_size = sum(host.slots for host in request.hosts)
     yield from limit_checks(hosts, world_size=world_size, locks_memory=bool(need and "async_io" in need.ops))
-    if need is not None and request.config is not None:
-        yield from disk_checks(hosts, request.config.output_dir, need.disk_bytes)
+    if need is not None and request.run is not None:
+        yield from disk_checks(hosts, request.run.output_dir, need.disk_bytes)
         yield from memory_checks(cluster.hosts, hosts, rank_bytes=need.rank_bytes, gpu_bytes=need.gpu_bytes)
         yield from _op_checks(cluster, need)
 

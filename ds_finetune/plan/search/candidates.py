@@ -6,7 +6,6 @@ from functools import cached_property
 from typing import Any
 
 from ds_finetune.config.objectives import is_distillation
-from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError, ModelError
 from ds_finetune.families.table import family_of
 from ds_finetune.families.tensors import ModelTensors, model_tensors
@@ -54,18 +53,18 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with the run file that has it and its plan, which the checks of `train` accept."""
+    """A layout with the settings and the plan of the run that has it, which the checks of `train` accept."""
 
     layout: Layout
-    config: RunConfig
+    run: RunSettings
     plan: Plan
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """The legal layouts of the run of `config`, whose model has the given config.json, on some ranks."""
+    """The legal layouts of a run, whose model has the given config.json, on some ranks."""
 
-    config: RunConfig
+    run: RunSettings
     model: Mapping[str, Any]
     ranks: Ranks
     _chunks: dict[Sizes, tuple[int, ...]] = field(init=False, default_factory=dict)
@@ -117,11 +116,10 @@ class Candidates:
 
     def refusal(self, sizes: Sizes, vpp: int = 1) -> ConfigError | ModelError | None:
         """Why `train` would refuse these sizes, whatever the ZeRO stage; None where it would not."""
-        batch, dp = self.config.train.global_batch_size, self._dp(sizes)
+        batch, dp = self.run.train.global_batch_size, self._dp(sizes)
         if batch % dp:
             return ConfigError(f"train.global_batch_size {batch} is not a multiple of dp {dp}", hint="set a multiple")
-        config = self.config.model_copy(update={"parallel": sizes.section(self.config.parallel, vpp=vpp)})
-        return _refusal(self._check_search, config)
+        return _refusal(self._check_search, replace(self.run, parallel=sizes.section(self.run.parallel, vpp=vpp)))
 
     def zero_stages(self, sizes: Sizes) -> Iterator[tuple[int, Offload]]:
         """ZeRO stages and offloads that are legal with these sizes."""
@@ -138,12 +136,12 @@ class Candidates:
 
     def micro_batch_sizes(self, sizes: Sizes, vpp: int = 1) -> tuple[int, ...]:
         """Rows of a forward that divide the rows of a data parallel rank, ascending."""
-        group, batch = sizes.pp if vpp > 1 else 1, self.config.train.global_batch_size
+        group, batch = sizes.pp if vpp > 1 else 1, self.run.train.global_batch_size
         return legal_micro_batches(global_batch_size=batch, dp=self._dp(sizes), group=group)
 
     def rows_of_rank(self, sizes: Sizes) -> int:
         """Rows of a data parallel rank in a step."""
-        return self.config.train.global_batch_size // self._dp(sizes)
+        return self.run.train.global_batch_size // self._dp(sizes)
 
     def _dp(self, sizes: Sizes) -> int:
         return self.ranks.number // (sizes.tp * sizes.pp * sizes.sp)
@@ -152,14 +150,12 @@ class Candidates:
     def activations(self) -> tuple[Activations, ...]:
         """Legal ways to hold activations, the fastest first."""
 
-        def check_activations(config: RunConfig) -> None:
-            run = RunSettings(config=config, device=self.ranks.device, model_json=self.model)
+        def check_activations(run: RunSettings) -> None:
             check(run, "activations", "activations of the model")
 
-        train = self.config.train
-        runs = {each: train.model_copy(update=each.keys()) for each in ACTIVATIONS}
-        configs = {each: self.config.model_copy(update={"train": section}) for each, section in runs.items()}
-        return tuple(each for each, config in configs.items() if _refusal(check_activations, config) is None)
+        run = replace(self.run, device=self.ranks.device, model_json=self.model)
+        runs = {each: replace(run, train=run.train.model_copy(update=each.keys())) for each in ACTIVATIONS}
+        return tuple(each for each, run in runs.items() if _refusal(check_activations, run) is None)
 
     def find(self, layout: Layout) -> Candidate | None:
         """The layout with its plan; None where `make_plan` refuses it. Its way to hold activations is a legal one."""
@@ -168,77 +164,76 @@ class Candidates:
             return base
         # Nothing else of a plan depends on them but the texts of its decisions.
         keys = layout.activations.keys()
-        train = base.config.train.model_copy(update=keys)
-        config = base.config.model_copy(update={"train": train})
-        return Candidate(layout, config, replace(base.plan, **keys))  # type: ignore[arg-type]
+        run = replace(base.run, train=base.run.train.model_copy(update=keys))
+        return Candidate(layout, run, replace(base.plan, **keys))  # type: ignore[arg-type]
 
     def _with_fastest_activations(self, layout: Layout) -> Candidate | None:
         if layout not in self._planned:
-            config = layout.apply(self._decided)
+            run = layout.apply(self._decided)
             try:
-                plan = make_plan(config, world=self.ranks.world, device=self.ranks.device)
+                plan = make_plan(run, world=self.ranks.world, device=self.ranks.device)
             except ConfigError:
                 self._planned[layout] = None
             else:
-                self._planned[layout] = Candidate(layout, config, plan)
+                self._planned[layout] = Candidate(layout, run, plan)
         return self._planned[layout]
 
-    def check(self, config: RunConfig) -> tuple[StageLayers | None, ...]:
+    def check(self, run: RunSettings) -> tuple[StageLayers | None, ...]:
         """Layers of each pipeline stage of a run of these ranks; ConfigError or ModelError where its model cannot be
         divided as the section `parallel` says.
         """
-        return self._checked(config).stages
+        return self._checked(run).stages
 
-    def _checked(self, config: RunConfig) -> RunSettings:
-        mesh = Mesh.of(config.parallel, world_size=self.ranks.number, rank=0)
-        run = RunSettings(config=config, mesh=mesh, model_json=self.model)
+    def _checked(self, run: RunSettings) -> RunSettings:
+        mesh = Mesh.of(run.parallel, world_size=self.ranks.number, rank=0)
+        run = replace(run, mesh=mesh, model_json=self.model)
         check(run, *WITH_MESH)
         if self._teacher is not None:
             check(replace(run, model_json=self._teacher), "teacher", "attention of the model")
-        stages = stages_of(self._tensors, config.parallel) if mesh.pp > 1 else (None,)
+        stages = stages_of(self._tensors, run.parallel) if mesh.pp > 1 else (None,)
         run = replace(run, stages=stages)
         check(run, "stages")
         return run
 
-    def _check_search(self, config: RunConfig) -> None:
+    def _check_search(self, run: RunSettings) -> None:
         """The same, and ConfigError where chunks of stages are refused, or where the data or the built model decides
         whether a layout is legal.
         """
-        run = self._checked(config)
-        stages = run.stages
+        run = self._checked(run)
+        stages, lora = run.stages, run.lora
         # The number of forwards is decided later, and fits.
         check(replace(run, accumulation=run.mesh.pp), "interleaving", "length of documents")
-        if len(stages) > 1 and config.lora is not None and config.lora.target_modules is not None:
+        if len(stages) > 1 and lora is not None and lora.target_modules is not None:
             raise ConfigError(
-                f"lora.target_modules {list(config.lora.target_modules)} with parallel.pp {len(stages)}: which stages "
+                f"lora.target_modules {list(lora.target_modules)} with parallel.pp {len(stages)}: which stages "
                 "have adapters is known once the model is built",
                 hint="set parallel.pp in the run file, and leave --search out",
             )
 
     @cached_property
-    def _decided(self) -> RunConfig:
+    def _decided(self) -> RunSettings:
         """The run with its DeepSpeed choices as a section, so that no file is read for each layout."""
-        return self.config.model_copy(update={"deepspeed": decided(given_choices(self.config.deepspeed)[0])})
+        return replace(self.run, deepspeed=decided(given_choices(self.run.deepspeed)[0]))
 
     @cached_property
     def _tensors(self) -> ModelTensors:
-        mtp_layers = 1 if self.config.mtp.train else 0
-        return model_tensors(self.model, mtp_layers=mtp_layers, scores=self.config.objective.num_outputs)
+        mtp_layers = 1 if self.run.mtp.train else 0
+        return model_tensors(self.model, mtp_layers=mtp_layers, scores=self.run.objective.num_outputs)
 
     @cached_property
     def _teacher(self) -> Mapping[str, Any] | None:
         """config.json of a live teacher."""
-        objective = self.config.objective
+        objective = self.run.objective
         if not is_distillation(objective) or objective.teacher is None:
             return None
         return read_config_json(objective.teacher)
 
 
-def check_run(config: RunConfig, model: Mapping[str, Any]) -> None:
+def check_run(run: RunSettings, model: Mapping[str, Any]) -> None:
     """ConfigError or ModelError where `train` would refuse the run with any layout."""
     # Where model.context is given, the model gets as many positions.
-    allowed = None if config.model.context is not None else max_positions(model)
-    check(RunSettings(config=config, model_json=model, positions=allowed), *WITHOUT_MESH, "positions")
+    allowed = None if run.model.context is not None else max_positions(model)
+    check(replace(run, model_json=model, positions=allowed), *WITHOUT_MESH, "positions")
 
 
 def divisors(number: int, *, most: int | None = None) -> list[int]:
@@ -246,9 +241,9 @@ def divisors(number: int, *, most: int | None = None) -> list[int]:
     return [n for n in range(1, min(number, most or number) + 1) if number % n == 0]
 
 
-def _refusal(check: Callable[[RunConfig], object], config: RunConfig) -> ConfigError | ModelError | None:
+def _refusal(check: Callable[[RunSettings], object], run: RunSettings) -> ConfigError | ModelError | None:
     try:
-        check(config)
+        check(run)
     except (ConfigError, ModelError) as refused:
         return refused
     return None

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.units import GIB
 from ds_finetune.errors import FinetuneError
 from ds_finetune.families.parameters import ModelConfig
@@ -15,6 +14,7 @@ from ds_finetune.plan.deepspeed_config import read_choices
 from ds_finetune.plan.estimate.memory import MemoryEstimate, StateBytes, estimate_memory
 from ds_finetune.plan.pipeline import forwards_together
 from ds_finetune.plan.plan import Plan, Recomputation, make_plan
+from ds_finetune.plan.settings import RunSettings
 
 SPARE = 0.07
 """Share of the memory that a choice leaves free: for what fragments, and for steps that need more than others."""
@@ -147,7 +147,7 @@ class FittingChange:
 class _Run:
     """A run on the way to one that fits, and the change that led to it."""
 
-    config: RunConfig
+    settings: RunSettings
     plan: Plan
     model: ModelConfig
     device_bytes: int
@@ -156,17 +156,17 @@ class _Run:
     def changes(self, budget: int) -> Iterator["_Run"]:
         """The run with each change that it could make on its own, what costs least time first."""
         for text, train, zero in self._keys(budget):
-            config = self._changed(train, zero)
+            settings = self._changed(train, zero)
             try:
-                plan = make_plan(config, world=self.plan.world, device=self.plan.device)
-                yield _Run(config, plan, self.model, estimate_memory(plan, self.model).device_bytes, text)
+                plan = make_plan(settings, world=self.plan.world, device=self.plan.device)
+                yield _Run(settings, plan, self.model, estimate_memory(plan, self.model).device_bytes, text)
             except FinetuneError:
                 # The combination is refused, so it would not help.
                 continue
 
     def _keys(self, budget: int) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
         """Text of a change, keys of the section `train`, and keys of DeepSpeed's `zero_optimization`."""
-        train, plan = self.config.train, self.plan
+        train, plan = self.settings.train, self.plan
         rows = largest_micro_batch(plan, self.model, budget=budget) or 1
         if rows < plan.batch.micro_batch_size:
             yield f"train.micro_batch_size {rows}", {"micro_batch_size": rows}, {}
@@ -186,23 +186,23 @@ class _Run:
         if plan.offload_param == "none" and plan.zero_stage == _HIGHEST_STAGE:
             yield "offload_param.device cpu", {}, {"offload_param": {"device": "cpu"}}
 
-    def _changed(self, train: Mapping[str, Any], zero: Mapping[str, Any]) -> RunConfig:
+    def _changed(self, train: Mapping[str, Any], zero: Mapping[str, Any]) -> RunSettings:
         given = {"micro_batch_size": self.plan.batch.micro_batch_size, **train}
-        updates: dict[str, Any] = {"train": self.config.train.model_copy(update=given)}
+        updates: dict[str, Any] = {"train": self.settings.train.model_copy(update=given)}
         if zero:
-            tree = read_choices(self.config.deepspeed)[0] if self.config.deepspeed else {}
+            tree = read_choices(self.settings.deepspeed)[0] if self.settings.deepspeed else {}
             section = {**(tree.get("zero_optimization") or {"stage": self.plan.zero_stage}), **zero}
             updates["deepspeed"] = {**tree, "zero_optimization": section}
-        return self.config.model_copy(update=updates)
+        return replace(self.settings, **updates)
 
 
-def fitting_changes(config: RunConfig, plan: Plan, model: ModelConfig, *, budget: int) -> tuple[FittingChange, ...]:
+def fitting_changes(settings: RunSettings, plan: Plan, model: ModelConfig, *, budget: int) -> tuple[FittingChange, ...]:
     """The single changes with which the run leaves enough of `budget` bytes free; where there is none, the shortest
     sequence of changes, each the one that helps most, that does; empty where nothing does.
 
     A run with a change is one that `make_plan` accepts; none of them changes the loss.
     """
-    run, texts = _Run(config, plan, model, estimate_memory(plan, model).device_bytes), list[str]()
+    run, texts = _Run(settings, plan, model, estimate_memory(plan, model).device_bytes), list[str]()
     changes = list(run.changes(budget))
     if single := [change for change in changes if fits(change.device_bytes, budget)]:
         return tuple(FittingChange(change.text, change.device_bytes) for change in single)

@@ -4,10 +4,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.table import family_of
-from ds_finetune.plan.batch import AUTO, with_micro_batch, with_recomputation
+from ds_finetune.plan.batch import AUTO
 from ds_finetune.plan.config_json import read_config_json
 from ds_finetune.plan.estimate.memory import MemoryEstimate, estimate_memory
 from ds_finetune.plan.estimate.operations import RowShape
@@ -22,13 +21,14 @@ from ds_finetune.plan.routers import plan_routers
 from ds_finetune.plan.search.candidates import Candidates, check_run
 from ds_finetune.plan.search.fitting import SPARE, chosen_recomputation, largest_micro_batch
 from ds_finetune.plan.search.machines import Target
+from ds_finetune.plan.settings import RunSettings
 
 
 @dataclass(frozen=True)
 class Forecast:
     """What a run decides and needs on some ranks."""
 
-    config: RunConfig
+    run: RunSettings
     model: Mapping[str, Any]
     """Its config.json."""
     plan: Plan
@@ -45,25 +45,25 @@ class Forecast:
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Name and text of each decision, for people."""
-        model, plan, config = self.model, self.plan, self.config
+        model, plan, run = self.model, self.plan, self.run
         yield from plan.decisions
         if self.micro_batch:
             yield "micro batch", self.micro_batch
         if self.recomputation:
             yield "recomputation", self.recomputation
-        yield from attention_lines(config.model.attention, model, device=plan.device, precision=plan.precision)
-        if plan.device != "cpu" and plan.loss_kernel == "chunked" and config.objective.row.is_cross_entropy:
+        yield from attention_lines(run.model.attention, model, device=plan.device, precision=plan.precision)
+        if plan.device != "cpu" and plan.loss_kernel == "chunked" and run.objective.row.is_cross_entropy:
             yield head_line(int(model["vocab_size"]) // plan.mesh.tp, precision=plan.precision, device=plan.device)
-        if config.train.tiled_mlp:
+        if run.train.tiled_mlp:
             yield "MLPs", f"tokens in {mlp_tiles(model)} tiles"
         yield from plan.stage_lines(self.stages)
-        for decided in (plan_routers(config.router, model), plan_indexer(config.indexer, model)):
+        for decided in (plan_routers(run.router, model), plan_indexer(run.indexer, model)):
             yield from decided.lines() if decided is not None else ()
         yield "parameters", self._parameters()
 
     def _parameters(self) -> str:
-        shape = Shape.of(self.model, mtp_layers=1 if self.config.mtp.train else 0)
-        shape = shape.with_scores(scores) if (scores := self.config.objective.num_outputs) else shape
+        shape = Shape.of(self.model, mtp_layers=1 if self.run.mtp.train else 0)
+        shape = shape.with_scores(scores) if (scores := self.run.objective.num_outputs) else shape
         unit, name = (1e9, "B") if shape.total_params >= 1e9 else (1e6, "M")
         total, active = shape.total_params / unit, shape.active_params / unit
         return f"{total:,.3f} {name}, {active:,.3f} {name} of them used for a token"
@@ -72,7 +72,7 @@ class Forecast:
         """What a user might not expect."""
         resized = "rows that model.resize_vocabulary may add to embedding and head are not counted"
         unconfirmed = () if self.plan.device == "cpu" else (UNCONFIRMED,)
-        found = (*unconfirmed, *self.plan.notes, *((resized,) if self.config.model.resize_vocabulary else ()))
+        found = (*unconfirmed, *self.plan.notes, *((resized,) if self.run.model.resize_vocabulary else ()))
         assumed = self.time.assumptions if self.time is not None else ()
         return (*found, *self.fit(), *self.target.notes, *assumed)
 
@@ -103,7 +103,7 @@ class Forecast:
         memory, budget = self.memory, self.target.budget
         return {
             "decisions": dict(self.lines()),
-            "parallel": self.config.parallel.model_dump(mode="json"),
+            "parallel": self.run.parallel.model_dump(mode="json"),
             "dp": self.plan.dp,
             "zero_stage": self.plan.zero_stage,
             "micro_batch_size": self.plan.batch.micro_batch_size,
@@ -138,13 +138,13 @@ def memory_tree(memory: MemoryEstimate) -> dict[str, Any]:
     return {name: getattr(memory, name) for name in totals} | {"rows": [asdict(row) for row in memory.rows]}
 
 
-def read_model(config: RunConfig) -> dict[str, Any]:
+def read_model(run: RunSettings) -> dict[str, Any]:
     """config.json of the model of a run; ModelError or ConfigError where it is not that of a model whose memory is
     known by arithmetic, or where `train` would refuse the run whatever its layout.
     """
-    model = read_config_json(config.model.path)
+    model = read_config_json(run.model.path)
     check_arithmetic(model)
-    check_run(config, model)
+    check_run(run, model)
     return model
 
 
@@ -163,31 +163,31 @@ def check_arithmetic(model: Mapping[str, Any]) -> None:
         )
 
 
-def forecast_run(config: RunConfig, target: Target) -> Forecast:
-    """The run of `config` on the machines of `target`; ConfigError or ModelError as `train` raises it before it loads
+def forecast_run(given: RunSettings, target: Target) -> Forecast:
+    """The run on the machines of `target`; ConfigError or ModelError as `train` raises it before it loads
     anything.
     """
-    plan = make_plan(config, world=target.ranks.world, device=target.ranks.device)
-    model = read_model(config)
+    plan = make_plan(given, world=target.ranks.world, device=target.ranks.device)
+    run, model = given, read_model(given)
     text = again = ""
-    if config.train.activation_checkpointing == AUTO:
+    if run.train.activation_checkpointing == AUTO:
         budget = target.budget.device_bytes if target.budget is not None else None
         chosen, reason = chosen_recomputation(plan, model, budget=budget)
         again = f"{chosen} (auto: {reason})"
-        config = with_recomputation(config, chosen)
+        run = replace(run, train=run.train.model_copy(update={"activation_checkpointing": chosen}))
         plan = replace(plan, activation_checkpointing=chosen)
-    if config.train.micro_batch_size == AUTO:
+    if run.train.micro_batch_size == AUTO:
         number, text = _largest_rows(plan, model, target)
-        config = with_micro_batch(config, number)
-        plan = make_plan(config, world=target.ranks.world, device=target.ranks.device)
-    stages = Candidates(config, model, target.ranks).check(config)
+        run = replace(run, train=run.train.model_copy(update={"micro_batch_size": number}))
+        plan = make_plan(run, world=target.ranks.world, device=target.ranks.device)
+    stages = Candidates(run, model, target.ranks).check(run)
     kinds = (kind for stage in weights_of_run(plan, model) for kind in stage.kinds)
     check_largest_slice(plan, ((kind.numel // kind.count, kind.name) for kind in kinds))
     time = None
     if target.machine is not None:
-        rows = RowShape.full(config.train.max_seq_len)
+        rows = RowShape.full(run.train.max_seq_len)
         time = estimate_time(plan, model, machine=target.machine, rows=rows)
-    return Forecast(config, model, plan, stages, estimate_memory(plan, model), target, time, text, again)
+    return Forecast(run, model, plan, stages, estimate_memory(plan, model), target, time, text, again)
 
 
 def _largest_rows(plan: Plan, model: Mapping[str, Any], target: Target) -> tuple[int, str]:

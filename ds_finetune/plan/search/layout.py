@@ -1,18 +1,16 @@
-"""A layout: everything of a run file that the search may change, and a run file with it."""
+"""A layout: everything of a run file that the search may change."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import yaml
 
-from ds_finetune.config.run_file import SHORT_FORMS
-from ds_finetune.config.schema import ParallelConfig, RunConfig, dump_config, validate_tree
+from ds_finetune.config.sections import ParallelConfig
 from ds_finetune.config.shipped import DS_CONFIGS, shipped_file, shipped_names
-from ds_finetune.errors import ConfigError, OutputError
 from ds_finetune.plan.deepspeed_config import given_choices
 from ds_finetune.plan.plan import Recomputation
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.plan.tested_layouts import AXES
 
 Offload = Literal["none", "optimizer", "all"]
@@ -105,21 +103,25 @@ class Layout:
     vpp: int = 1
     """Chunks of layers on each pipeline rank."""
 
-    def apply(self, config: RunConfig) -> RunConfig:
-        """The run of `config` with this layout."""
-        train = config.train.model_copy(update={"micro_batch_size": self.micro_batch_size, **self.activations.keys()})
-        return config.model_copy(
-            update={
-                "train": train,
-                "parallel": self.sizes.section(config.parallel, vpp=self.vpp),
-                "deepspeed": deepspeed_choices(config, self.zero_stage, self.offload),
-            }
-        )
+    def apply(self, run: RunSettings) -> RunSettings:
+        """The run with this layout."""
+        return replace(run, **self.sections(run))
+
+    def sections(self, run: RunSettings) -> dict[str, Any]:
+        """The sections of the run file that this layout changes."""
+        keys = {"micro_batch_size": self.micro_batch_size, **self.activations.keys()}
+        return {
+            "train": run.train.model_copy(update=keys),
+            "parallel": self.sizes.section(run.parallel, vpp=self.vpp),
+            "deepspeed": _deepspeed_choices(run.deepspeed, self.zero_stage, self.offload),
+        }
 
 
-def deepspeed_choices(config: RunConfig, zero_stage: int, offload: Offload) -> dict[str, Any]:
+def _deepspeed_choices(
+    given_by_run: str | Mapping[str, Any] | None, zero_stage: int, offload: Offload
+) -> dict[str, Any]:
     """The DeepSpeed choices of the run file with another ZeRO stage and other offload; its other keys stay."""
-    tree = decided(given_choices(config.deepspeed)[0])
+    tree = decided(given_choices(given_by_run)[0])
     zero = dict(tree.get("zero_optimization") or {})
     given = {key: zero.pop(key, None) for key in ("offload_optimizer", "offload_param")}
     zero["stage"] = zero_stage
@@ -135,23 +137,20 @@ def decided(tree: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in found.items() if value != "auto" and value != {}}
 
 
-def layout_keys(layout: Layout, config: RunConfig, given: RunConfig) -> dict[str, object]:
-    """The keys of the run file that a layout sets, with their values.
-
-    `config` is the run with the layout and `given` the run as its file has it; keys that keep their value are left out.
-    """
-    values: dict[str, object] = {}
-    sizes = {axis: n for axis in ("tp", "pp", "sp", "ep") if (n := getattr(layout.sizes, axis)) > 1}
-    if config.parallel != given.parallel:
-        layers = {"pp_layers": list(config.parallel.pp_layers)} if config.parallel.pp_layers else {}
-        chunks = {"vpp": config.parallel.vpp} if config.parallel.vpp > 1 else {}
+def layout_keys(layout: Layout, given: RunSettings) -> dict[str, Any]:
+    """The keys of the run file that a layout sets, with their values; keys that keep their value are left out."""
+    values: dict[str, Any] = {}
+    wanted = layout.apply(given)
+    if wanted.parallel != given.parallel:
+        sizes = {axis: n for axis in ("tp", "pp", "sp", "ep") if (n := getattr(layout.sizes, axis)) > 1}
+        layers = {"pp_layers": list(wanted.parallel.pp_layers)} if wanted.parallel.pp_layers else {}
+        chunks = {"vpp": wanted.parallel.vpp} if wanted.parallel.vpp > 1 else {}
         values["parallel"] = {**sizes, **layers, **chunks}
-    assert isinstance(config.deepspeed, dict), config.deepspeed
-    if config.deepspeed != decided(given_choices(given.deepspeed)[0]):
-        values["deepspeed"] = shipped_name(config.deepspeed) or config.deepspeed
+    assert isinstance(wanted.deepspeed, dict), wanted.deepspeed
+    if wanted.deepspeed != decided(given_choices(given.deepspeed)[0]):
+        values["deepspeed"] = shipped_name(wanted.deepspeed) or wanted.deepspeed
     keys = {"micro_batch_size": layout.micro_batch_size, **layout.activations.keys()}
-    values |= {f"train.{key}": value for key, value in keys.items() if value != getattr(given.train, key)}
-    return values
+    return values | {f"train.{key}": value for key, value in keys.items() if value != getattr(given.train, key)}
 
 
 def shipped_name(choices: Mapping[str, Any]) -> str | None:
@@ -164,104 +163,3 @@ def shipped_name(choices: Mapping[str, Any]) -> str | None:
         if file is not None and decided(yaml.safe_load(file.read_text(encoding="utf-8"))) == decided(choices):
             return name.removesuffix(".json")
     return None
-
-
-def with_values(text: str, values: Mapping[str, object]) -> str:
-    """The text of a run file with other values of some dotted keys; a section that is missing is added at the end."""
-    for key, value in values.items():
-        text = _with_value(text, tuple(key.split(".")), value)
-    return text
-
-
-def written_run_file(source: Path, values: Mapping[str, object], wanted: RunConfig, *, header: Sequence[str]) -> str:
-    """The text of the run file `source` with `values` put in, after the lines of `header` as comments.
-
-    Reading that text gives the run `wanted`. Where it cannot be edited so, as with YAML's anchors, the result is a new
-    text with every key of `wanted`.
-    """
-    path = source if source.exists() else shipped_file(str(source)) or source
-    comment = "".join(f"# {line}\n" for line in header)
-    try:
-        text = with_values(path.read_text(encoding="utf-8"), values)
-        if _resolved(text) == _resolved(dump_config(wanted)):
-            return comment + text
-    except (ConfigError, yaml.YAMLError):
-        pass
-    return comment + dump_config(wanted)
-
-
-def write_run_file(path: Path, text: str) -> None:
-    """Write a new run file; OutputError where it exists already or its folder cannot be written."""
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise OutputError(f"`{path}` exists already", hint="give --write another name, or remove the file") from None
-    except OSError as failed:
-        raise OutputError(
-            f"`{path}` cannot be written: {failed.strerror}", hint="give --write another name"
-        ) from failed
-
-
-def _resolved(text: str) -> RunConfig:
-    """The run that a text describes, with its DeepSpeed choices written out."""
-    config = validate_tree(yaml.safe_load(text), {}, "the run file")
-    return config.model_copy(update={"deepspeed": decided(given_choices(config.deepspeed)[0])})
-
-
-def _with_value(text: str, keys: tuple[str, ...], value: object) -> str:
-    node, depth = yaml.compose(text, Loader=yaml.SafeLoader), 0
-    assert isinstance(node, yaml.MappingNode)
-    while depth < len(keys):
-        found = next((item for key, item in node.value if key.value == keys[depth]), None)
-        if found is None:
-            return _insert(text, node, keys[depth:], value)
-        depth += 1
-        if depth < len(keys) and not isinstance(found, yaml.MappingNode):
-            # A short form, such as `model: PATH`.
-            short = {SHORT_FORMS[keys[0]]: yaml.safe_load(_slice(text, found)), keys[depth]: value}
-            return _replace(text, found, short)
-        node = found
-    return _replace(text, node, value)
-
-
-def _slice(text: str, node: yaml.Node) -> str:
-    return text[node.start_mark.index : node.end_mark.index]
-
-
-def _replace(text: str, node: yaml.Node, value: object) -> str:
-    start, end = node.start_mark.index, node.end_mark.index
-    rest = text[end:]
-    if isinstance(node, yaml.CollectionNode) and not node.flow_style:
-        # A block begins on a line of its own and reaches up to the next key.
-        start = text.rindex(":", 0, start) + 1
-        return f"{text[:start]} {_flow(value)}\n{rest}"
-    return f"{text[:start]}{_flow(value)}{rest}"
-
-
-def _insert(text: str, node: yaml.MappingNode, keys: tuple[str, ...], value: object) -> str:
-    for key in reversed(keys[1:]):
-        value = {key: value}
-    item = f"{keys[0]}: {_flow(value)}"
-    end = node.end_mark.index
-    if node.flow_style:
-        end = text.rindex("}", 0, end)
-        return f"{text[:end].rstrip()}{', ' if node.value else ''}{item}{text[end:]}"
-    # The end of a block is where the next key begins: comments between the two stay where they are.
-    last = len(text[: node.value[-1][1].end_mark.index].rstrip())
-    line = text.find("\n", last)
-    line = len(text) if line < 0 else line
-    return f"{text[:line]}\n{' ' * node.start_mark.column}{item}{text[line:]}"
-
-
-def _flow(value: object) -> str:
-    """A value on one line."""
-    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000).strip()
-    return text.removesuffix("\n...").strip()
-
-
-def override_values(overrides: Sequence[str]) -> Iterator[tuple[str, object]]:
-    """Key and value of overrides `a.b=value`."""
-    for override in overrides:
-        name, _, text = override.partition("=")
-        yield name, yaml.safe_load(text)

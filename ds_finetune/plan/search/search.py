@@ -209,7 +209,7 @@ class Search:
         fewest = self.candidates.fewest_chunks(group.sizes)
         rows = self.candidates.micro_batch_sizes(group.sizes, fewest)
         # The heads of losses of documents compute more logits a second time where a forward has more tokens.
-        if self.candidates.config.objective.row.head != "documents":
+        if self.candidates.run.objective.row.head != "documents":
             rows = rows[-1:]
         fastest = self.candidates.activations[0]
         found = (self.candidates.find(group.layout(each, fastest, fewest)) for each in rows)

@@ -1,15 +1,14 @@
 """Searches layouts for a run and says why none is found: what is missing, and what would provide it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.sections import LoraConfig
 from ds_finetune.config.units import GIB
 from ds_finetune.errors import ConfigError, FinetuneError
 from ds_finetune.families.table import family_of
+from ds_finetune.plan.batch import rows_of_forward
 from ds_finetune.plan.estimate.memory import MemoryEstimate
 from ds_finetune.plan.estimate.operations import RowShape
 from ds_finetune.plan.estimate.rank_weights import UnchangedConfig
@@ -18,21 +17,22 @@ from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.search.candidates import Candidate, Candidates, Ranks
 from ds_finetune.plan.search.fitting import SPARE
 from ds_finetune.plan.search.forecast import memory_tree, read_model, seconds_text
-from ds_finetune.plan.search.layout import OFFLOAD_TEXTS, Layout, Sizes, layout_keys, override_values, written_run_file
+from ds_finetune.plan.search.layout import OFFLOAD_TEXTS, Layout, Sizes
 from ds_finetune.plan.search.machines import Target
 from ds_finetune.plan.search.search import Misfit, Proposal, Search, SearchResult
+from ds_finetune.plan.settings import RunSettings
 
 MOST_GPUS = 4096
 _SHORTEST_ROW = 512
 
 
-def search_layouts(config: RunConfig, target: Target, *, model: Mapping[str, Any] | None = None) -> SearchResult:
+def search_layouts(given: RunSettings, target: Target, *, model: Mapping[str, Any] | None = None) -> SearchResult:
     """The best layouts of a run on the machines of `target`; `model` is its config.json, read where it is None.
 
     ConfigError where no layout is legal or none fits, with what is missing and what would provide it.
     """
-    config = without_layout(config)
-    search = make_search(config, target, read_model(config) if model is None else model)
+    run = without_layout(given)
+    search = make_search(run, target, read_model(run) if model is None else model)
     result = search.run()
     if not result.num_groups:
         raise _no_legal_layout(search)
@@ -41,38 +41,36 @@ def search_layouts(config: RunConfig, target: Target, *, model: Mapping[str, Any
     return result
 
 
-def make_search(config: RunConfig, target: Target, model: Mapping[str, Any]) -> Search:
+def make_search(run: RunSettings, target: Target, model: Mapping[str, Any]) -> Search:
     """The search for a run; ConfigError where nothing is known of the accelerator."""
     if target.machine is None or target.budget is None:
         raise ConfigError(
             f"--search for {target.ranks.number} GPUs, and no accelerator is named or found on this machine",
             hint="name one, as --gpu h100-80g, or --gpu cpu for ranks on this machine's cores",
         )
-    rows = RowShape.full(config.train.max_seq_len)
-    candidates = Candidates(config, UnchangedConfig(model), target.ranks)
+    rows = RowShape.full(run.train.max_seq_len)
+    candidates = Candidates(run, UnchangedConfig(model), target.ranks)
     return Search(candidates, target.machine, target.budget, rows)
 
 
-def without_layout(config: RunConfig) -> RunConfig:
+def without_layout(run: RunSettings) -> RunSettings:
     """The run with one row in a forward where its number is open; the search chooses it."""
-    if config.train.micro_batch_size != "auto":
-        return config
-    return config.model_copy(update={"train": config.train.model_copy(update={"micro_batch_size": 1})})
+    return replace(run, train=run.train.model_copy(update={"micro_batch_size": rows_of_forward(run.train)}))
 
 
 def _no_legal_layout(search: Search) -> FinetuneError:
     """Why no layout is legal: the run file refuses all of them, or no layout can use so many ranks."""
     candidates = search.candidates
-    config, number = candidates.config, candidates.ranks.number
+    run, number = candidates.run, candidates.ranks.number
     alone = replace(candidates, ranks=replace(candidates.ranks, number=1))
     refusal = alone.refusal(Sizes()) or _refusal_of_stages(candidates)
     if refusal is not None:
         return refusal
     numbers = (n for n in range(number, 0, -1) if n % min(n, candidates.ranks.per_node) == 0)
     usable = next(n for n in numbers if any(replace(candidates, ranks=_with(candidates, n)).sizes()))
-    batch, tree = config.train.global_batch_size, candidates.model
+    batch, tree = run.train.global_batch_size, candidates.model
     return ConfigError(
-        f"no layout of {config.model.path} uses {number} ranks: its {tree.get('num_attention_heads')} heads and "
+        f"no layout of {run.model.path} uses {number} ranks: its {tree.get('num_attention_heads')} heads and "
         f"{tree.get('num_hidden_layers')} layers, and train.global_batch_size {batch}, cannot be divided so",
         hint=f"use {usable} ranks, or set train.global_batch_size to a multiple of {number}",
     )
@@ -85,7 +83,7 @@ def _refusal_of_stages(candidates: Candidates) -> ConfigError | None:
         return None
     layout = Layout(sizes, 1, "none", 1, candidates.activations[0])
     try:
-        make_plan(layout.apply(candidates.config), world=candidates.ranks.world, device=candidates.ranks.device)
+        make_plan(layout.apply(candidates.run), world=candidates.ranks.world, device=candidates.ranks.device)
     except ConfigError as refused:
         return refused
     return None
@@ -93,35 +91,34 @@ def _refusal_of_stages(candidates: Candidates) -> ConfigError | None:
 
 def _none_fits(search: Search, target: Target, nearest: Misfit) -> ConfigError:
     """What the nearest layout needs beyond the memory, and what would provide it."""
-    config, budget = search.candidates.config, search.budget
+    run, budget = search.candidates.run, search.budget
     missing = budget.excess(nearest.memory) / GIB
     found = [text for text, other, machines in _remedies(search, target) if _fits(search, other, machines)]
     hint = f"any of these fits: {'; '.join(found)}" if found else "take accelerators or hosts with more memory"
     return ConfigError(
-        f"no layout of {config.model.path} fits {_ranks(target.ranks.number)}: {layout_text(nearest.candidate)} comes "
+        f"no layout of {run.model.path} fits {_ranks(target.ranks.number)}: {layout_text(nearest.candidate)} comes "
         f"nearest and {budget.problem(nearest.memory)} ({SPARE:.0%} stay free), so {missing:,.1f} GiB of a rank are "
         "missing",
         hint=hint,
     )
 
 
-def _remedies(search: Search, target: Target) -> Iterator[tuple[str, RunConfig, Target]]:
+def _remedies(search: Search, target: Target) -> Iterator[tuple[str, RunSettings, Target]]:
     """Changes of a run or its machines, each alone, after which a layout may fit."""
-    config, ranks = search.candidates.config, target.ranks
+    run, ranks = search.candidates.run, target.ranks
     family = family_of(str(search.candidates.model["model_type"]))
-    if config.lora is None and family.has_lora and not config.mtp.train and not config.indexer.train:
-        yield "lora: {rank: 16}", config.model_copy(update={"lora": LoraConfig(), "router": None}), target
-    if config.lora is not None and config.lora.quantize is None:
-        lora = config.lora.model_copy(update={"quantize": "nf4"})
-        yield "lora.quantize: nf4", config.model_copy(update={"lora": lora}), target
-    if config.train.max_seq_len // 2 >= _SHORTEST_ROW:
-        train = config.train.model_copy(update={"max_seq_len": config.train.max_seq_len // 2})
-        yield f"train.max_seq_len: {train.max_seq_len}", config.model_copy(update={"train": train}), target
+    if run.lora is None and family.has_lora and not run.mtp.train and not run.indexer.train:
+        yield "lora: {rank: 16}", replace(run, lora=LoraConfig(), router=None), target
+    if run.lora is not None and run.lora.quantize is None:
+        yield "lora.quantize: nf4", replace(run, lora=run.lora.model_copy(update={"quantize": "nf4"})), target
+    if run.train.max_seq_len // 2 >= _SHORTEST_ROW:
+        train = run.train.model_copy(update={"max_seq_len": run.train.max_seq_len // 2})
+        yield f"train.max_seq_len: {train.max_seq_len}", replace(run, train=train), target
     if ranks.device == "cpu":
         return
     more = _more_gpus(search, target)
     if more is not None:
-        yield f"{more.ranks.number} GPUs", config, more
+        yield f"{more.ranks.number} GPUs", run, more
 
 
 def _more_gpus(search: Search, target: Target) -> Target | None:
@@ -131,7 +128,7 @@ def _more_gpus(search: Search, target: Target) -> Target | None:
     number = target.ranks.number * 2
     while number <= MOST_GPUS:
         other = enlarged(target, number)
-        if _fits(search, search.candidates.config, other):
+        if _fits(search, search.candidates.run, other):
             return other
         number *= 2
     return None
@@ -145,8 +142,8 @@ def enlarged(target: Target, number: int) -> Target:
     return replace(target, ranks=Ranks(number, per_node, target.ranks.device))
 
 
-def _fits(search: Search, config: RunConfig, target: Target) -> bool:
-    candidates = replace(search.candidates, config=config, ranks=target.ranks)
+def _fits(search: Search, run: RunSettings, target: Target) -> bool:
+    candidates = replace(search.candidates, run=run, ranks=target.ranks)
     return replace(search, candidates=candidates).has_fitting()
 
 
@@ -176,22 +173,15 @@ def reason_text(best: Proposal, other: Proposal) -> str:
     return f"{other.time.seconds / best.time.seconds:.2f} x the time: {more[name]:+.3g} s for {name}"
 
 
-def run_file_text(
-    source: Path, given: RunConfig, result: SearchResult, target: Target, *, overrides: Sequence[str]
-) -> str:
-    """The run file `source`, with overrides, and with the best layout of a search."""
-    best = result.proposals[0]
-    wanted = best.layout.apply(given)
-    values = {**dict(override_values(overrides)), **layout_keys(best.layout, wanted, given)}
+def layout_header(best: Proposal, target: Target) -> list[str]:
+    """Lines for people above a run file that has the best layout."""
     gpu = target.machine.accelerator.name if target.machine is not None else target.ranks.device
-    header = (
+    return [
         f"Layout for {target.ranks.number} x {gpu}, {target.ranks.per_node} in a node, by ds-finetune plan --search:",
         f"{layout_text(best.candidate)};",
         f"{best.memory.device_bytes / GIB:,.1f} GiB on the device and {seconds_text(best.time.seconds)} s a step are "
         "estimated.",
-        f"The rest is {source} with these choices; its comments were written for other ones.",
-    )
-    return written_run_file(source, values, wanted, header=header)
+    ]
 
 
 def result_tree(result: SearchResult, target: Target) -> dict[str, Any]:
@@ -223,12 +213,12 @@ def result_notes(result: SearchResult, target: Target) -> list[str]:
 
 
 def _layout_tree(candidate: Candidate, memory: MemoryEstimate) -> dict[str, Any]:
-    config = candidate.config
+    run = candidate.run
     keys = ("micro_batch_size", *candidate.layout.activations.keys())
     return {
         "text": layout_text(candidate),
-        "parallel": config.parallel.model_dump(mode="json"),
-        "deepspeed": config.deepspeed,
-        "train": {key: getattr(config.train, key) for key in keys},
+        "parallel": run.parallel.model_dump(mode="json"),
+        "deepspeed": run.deepspeed,
+        "train": {key: getattr(run.train, key) for key in keys},
         "memory": memory_tree(memory),
     }

@@ -10,10 +10,8 @@ from itertools import islice
 
 import torch
 
-from ds_finetune.config.schema import RunConfig
 from ds_finetune.console.phase_line import Say
 from ds_finetune.data.batches import Batch, MicroBatch
-from ds_finetune.engine.devices import bf16_support, choose_device
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.groups.collectives import all_gather_object
 from ds_finetune.engine.groups.default_group import process_group
@@ -29,10 +27,9 @@ from ds_finetune.reference.bench.plain_loop import (
     packed_forwards,
     padded_forwards,
 )
-from ds_finetune.system.world import World
 from ds_finetune.trainer.batches import run_batches
 from ds_finetune.trainer.prepare import read_run
-from ds_finetune.trainer.resolve import resolve
+from ds_finetune.trainer.resolve import ResolvedRun
 
 _LAYOUTS: dict[str, Layout] = {"plain loop, padded": padded_forwards, "plain loop, packed": packed_forwards}
 
@@ -63,8 +60,8 @@ class SpeedComparison:
         return found
 
 
-def compare_step_speed(config: RunConfig, *, steps: int, say: Say) -> SpeedComparison:
-    """Time `steps` optimizer steps of `config` by turns with plain loops over the same documents.
+def compare_step_speed(resolved: ResolvedRun, *, steps: int, say: Say) -> SpeedComparison:
+    """Time `steps` optimizer steps of a run by turns with plain loops over the same documents.
 
     One step before them warms up.
 
@@ -73,15 +70,13 @@ def compare_step_speed(config: RunConfig, *, steps: int, say: Say) -> SpeedCompa
     peft's. Log-probabilities of a reference model are computed before, or by all with their adapters off. ConfigError
     for several processes, and for adapters without peft.
     """
-    world = World.from_environment(os.environ)
+    world = resolved.plan.world
     world.set_environment(os.environ)
     if world.world_size > 1:
         raise ConfigError(
             f"bench compares one process with a plain loop, and this is rank {world.rank} of {world.world_size}",
             hint="start one process",
         )
-    device = choose_device()
-    resolved = resolve(config, world=world, device=device, bf16=bf16_support(device, world))
     check_peft(model := resolved.model)
     run = read_run(resolved)
     with ExitStack() as stack:

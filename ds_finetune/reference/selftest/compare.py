@@ -5,7 +5,7 @@ import itertools
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from ds_finetune.checkpoint.restore import newest_checkpoint, restore_engine
 from ds_finetune.checkpoint.run_state import RunState
 from ds_finetune.checkpoint.saver import Saver
 from ds_finetune.config.objectives import ObjectiveConfig
-from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.sections import LoraConfig
 from ds_finetune.config.units import GIB
 from ds_finetune.data.batches import Batch, BatchPlan, eval_baseline, eval_batches, training_batches
@@ -248,32 +247,30 @@ def write_model(
         (folder / "config.json").write_text(json.dumps(tree), encoding="utf-8")
 
 
-def compare_layout(
-    config: RunConfig, world: World, device: str, folder: Path, *, steps: int
-) -> LayoutComparison | None:
-    """Take `steps` (2 or more) in the layout of `config` on its tiny model, and compare them with the reference loop.
+def compare_layout(run: RunSettings, world: World, device: str, folder: Path, *, steps: int) -> LayoutComparison | None:
+    """Take `steps` (2 or more) in the layout of `run` on its tiny model, and compare them with the reference loop.
 
     All ranks call this with a shared `folder`; rank zero returns the comparison, the others None.
     """
-    plan = make_plan(config, world=world, device=device)
-    hf_config = read_hf_config(config.model.path, task=task_of(config.objective))
-    check(RunSettings(config=config, mesh=plan.mesh, model_json=hf_config.to_dict()), "sizes of the model")
+    plan = make_plan(run, world=world, device=device)
+    hf_config = read_hf_config(run.model.path, task=task_of(run.objective))
+    check(replace(run, mesh=plan.mesh, model_json=hf_config.to_dict()), "sizes of the model")
     # Before any engine: the rotary frequencies of the first model that from_pretrained builds after DeepSpeed 0.19.8's
     # zero.Init are unset memory.
     is_leader = world.rank == 0
-    model = plan_model(hf_config, config)
+    model = plan_model(hf_config, run)
     plan = complete_features(build_ops(plan, all_gather_object, _ignore), model)
-    router = model.router if config.router is not None else None
-    adapters = PlainAdapters(config.lora, plan.seed) if config.lora is not None else None
+    router = model.router if run.router is not None else None
+    adapters = PlainAdapters(run.lora, plan.seed) if run.lora is not None else None
     reference = (
         _cached_steps(
-            Path(config.model.path),
+            Path(run.model.path),
             steps=steps,
-            max_grad_norm=config.train.max_grad_norm,
-            objective=config.objective,
+            max_grad_norm=run.train.max_grad_norm,
+            objective=run.objective,
             router=router,
             adapters=adapters,
-            mtp=config.mtp if config.mtp.train else None,
+            mtp=run.mtp if run.mtp.train else None,
         )
         if is_leader
         else Steps()
@@ -281,13 +278,13 @@ def compare_layout(
     with start_engine(plan, model) as engine:
         taken = _steps_with_checkpoint(engine, folder, steps)
         loss = eval_loss(engine)
-        _export(engine, Path(config.model.path), config.lora, folder / "export")
+        _export(engine, Path(run.model.path), run.lora, folder / "export")
     with start_engine(plan, model, loads_weights=False) as engine:
         resumed = _steps_after_resume(engine, folder, steps - 1)
     if world.rank:
         return None
-    base = (Path(config.model.path), adapters) if adapters is not None else None
-    reloaded = mean_loss(folder / "export", PRECISION_DTYPES[plan.precision], config.objective, base=base)
+    base = (Path(run.model.path), adapters) if adapters is not None else None
+    reloaded = mean_loss(folder / "export", PRECISION_DTYPES[plan.precision], run.objective, base=base)
     return compare_steps(reference, taken, resumed, abs(reloaded - loss))
 
 

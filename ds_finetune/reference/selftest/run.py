@@ -23,7 +23,6 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from ds_finetune.config.objectives import is_distillation, read_objective
-from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.sections import LoraConfig, ParallelConfig
 from ds_finetune.console.phase_line import Say
 from ds_finetune.console.quiet import quiet_packages, show_loading_as_phase
@@ -127,7 +126,7 @@ class Extent:
         return ["--steps", str(self.steps), "--families", ",".join(self.families)]
 
 
-def start_world(arguments: list[str], config: RunConfig | None, *, nproc: int, hostfile: str | None) -> int:
+def start_world(arguments: list[str], run: RunSettings | None, *, nproc: int, hostfile: str | None) -> int:
     """Run `ds-finetune selftest` with `arguments` in `nproc` processes on this machine, or on the hosts of `hostfile`.
 
     Returns the exit code. Without a hostfile, errors in the run file are reported before a process is started.
@@ -149,8 +148,8 @@ def start_world(arguments: list[str], config: RunConfig | None, *, nproc: int, h
         ]
     else:
         world, device = World(0, nproc, 0, nproc, "selftest"), choose_device()
-        for case in _cases_of_run(config, world, device) if config is not None else []:
-            make_plan(_run_file(case, Path(), Path()), world=world, device=device)
+        for case in _cases_of_run(run, world, device) if run is not None else []:
+            make_plan(_settings(case, Path(), Path()), world=world, device=device)
         command = [
             sys.executable,
             "-m",
@@ -163,10 +162,10 @@ def start_world(arguments: list[str], config: RunConfig | None, *, nproc: int, h
     return subprocess.run([*command, "selftest", *arguments], check=False).returncode
 
 
-def selftest(config: RunConfig | None, extent: Extent, *, say: Say) -> None:
+def selftest(run: RunSettings | None, extent: Extent, *, say: Say) -> None:
     """Compare every case on these ranks and print a line for each; RunError where one differs.
 
-    The cases are the layout of the run `config`, or the standard set where that is None.
+    The cases are the layout of `run`, or the standard set where that is None.
     """
     # The tiny models are loaded and gathered hundreds of times, each time with a progress bar or a warning.
     quiet_packages()
@@ -177,16 +176,14 @@ def selftest(config: RunConfig | None, extent: Extent, *, say: Say) -> None:
     world.set_environment(os.environ)
     device = choose_device()
     cases = (
-        _standard_cases(world.world_size, extent.families, device)
-        if config is None
-        else _cases_of_run(config, world, device)
+        _standard_cases(world.world_size, extent.families, device) if run is None else _cases_of_run(run, world, device)
     )
-    left_out = _left_out(config) if config is not None else []
+    left_out = _left_out(run) if run is not None else []
     if left_out and world.rank == 0:
         say(f"not compared: {', '.join(left_out)}")
     wrong, began = 0, time.monotonic()
     with process_group(world, device), _shared_folder(world) as folder:
-        _build_first(make_plan(_run_file(cases[0], folder, folder), world=world, device=device), say)
+        _build_first(make_plan(_settings(cases[0], folder, folder), world=world, device=device), say)
         for number, case in enumerate(cases):
             wrong += not _is_equal(case, world, device, folder / str(number), extent.steps, say)
             if number == 0:
@@ -224,22 +221,22 @@ def _is_equal(case: LayoutCase, world: World, device: str, folder: Path, steps: 
     where = folder.parent / f"model-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     if world.rank == 0 and not where.exists():
         write_model(model, where, objective=section, has_mtp=has_mtp)
-    config = _run_file(case, where, folder)
-    if world.rank == 0 and is_distillation(config.objective):
-        write_teacher(model, config.objective)
+    run = _settings(case, where, folder)
+    if world.rank == 0 and is_distillation(run.objective):
+        write_teacher(model, run.objective)
     all_gather_object(None)
-    comparison = compare_layout(config, world, device, folder, steps=steps)
+    comparison = compare_layout(run, world, device, folder, steps=steps)
     if comparison is not None:
         say(f"{'equal' if comparison.is_equal else 'WRONG'}  {case.name:44} {comparison.text()}")
     return all_gather_object(comparison)[0].is_equal  # type: ignore[union-attr]
 
 
-def _run_file(case: LayoutCase, model_folder: Path, folder: Path) -> RunConfig:
+def _settings(case: LayoutCase, model_folder: Path, folder: Path) -> RunSettings:
     model = case.tree["model"] | {"path": str(model_folder)}
-    config = RunConfig.model_validate(case.tree | {"model": model, "output_dir": str(folder)})
-    if not is_distillation(config.objective):
-        return config
-    return config.model_copy(update={"objective": with_teacher(config.objective, model_folder)})
+    run = RunSettings.of(case.tree | {"model": model, "output_dir": str(folder)})
+    if not is_distillation(run.objective):
+        return run
+    return replace(run, objective=with_teacher(run.objective, model_folder))
 
 
 def _standard_cases(world_size: int, families: Sequence[str], device: str) -> list[LayoutCase]:
@@ -290,65 +287,65 @@ def _objective_text(cell: Cell) -> str:
     return f"{objective}{' routers' if cell.balances else ''}{' LoRA' if cell.has_lora else ''}"
 
 
-def _cases_of_run(config: RunConfig, world: World, device: str) -> list[LayoutCase]:
+def _cases_of_run(run: RunSettings, world: World, device: str) -> list[LayoutCase]:
     """The layout of a run with a tiny model of its family and structure, in fp32 and in the run's precision.
 
     Gradients can only be compared in fp32.
     """
-    hub = read_hf_config(config.model.path, files=("*.json",))
+    hub = read_hf_config(run.model.path, files=("*.json",))
     if hub.model_type not in TINY_MODELS:
         raise ConfigError(
             f"model_type {hub.model_type} has no tiny model",
             hint=f"known: {', '.join(WITH_TINY_MODELS)}",
         )
-    mesh = Mesh.of(config.parallel, world_size=world.world_size, rank=world.rank)
-    given, _ = read_choices(choose_deepspeed(config.deepspeed, accelerate_choices(os.environ)))
+    mesh = Mesh.of(run.parallel, world_size=world.world_size, rank=world.rank)
+    given, _ = read_choices(choose_deepspeed(run.deepspeed, accelerate_choices(os.environ)))
     choices = _scale_choices(
         {key: value for key, value in without_inexact(copy.deepcopy(given)).items() if key not in _DERIVED}
     )
     stage = choices["zero_optimization"].get("stage", 0)
     found = []
-    chosen = with_precision(config.train, device=device, support=bf16_support(device, world))[0].precision
+    chosen = with_precision(run.train, device=device, support=bf16_support(device, world))[0].precision
     for precision in dict.fromkeys(("fp32", chosen)):
         cell = Cell(
             hub.model_type,
             stage,
-            config.parallel.pp if config.parallel.vpp > 1 else _ACCUMULATION,
-            config.data.packing,
+            run.parallel.pp if run.parallel.vpp > 1 else _ACCUMULATION,
+            run.data.packing,
             precision=precision,
             max_grad_norm=0.5,
-            sp=config.parallel.sp,
-            objective=config.objective.name,
-            reduces_once=config.train.reduction_every == "step",
-            has_lora=config.lora is not None,
+            sp=run.parallel.sp,
+            objective=run.objective.name,
+            reduces_once=run.train.reduction_every == "step",
+            has_lora=run.lora is not None,
         )
-        recomputation = config.train.activation_checkpointing
+        recomputation = run.train.activation_checkpointing
         cell = replace(cell, checkpointing=recomputation != "none", is_selective=recomputation != "full")
         tree = run_tree(cell, Path(), Path(), dp=mesh.dp)
-        tree["parallel"] = config.parallel.model_copy(update={"pp_layers": ()}).model_dump()
-        attention = config.model.attention if precision == chosen else "sdpa"
-        tree |= {"model": {"path": "", "attention": attention, "loss": config.model.loss}, "deepspeed": choices}
-        tree |= {"objective": config.objective.model_dump(), "router": config.router and config.router.model_dump()}
-        tree |= {"lora": config.lora and config.lora.model_dump(), "mtp": config.mtp.model_dump()}
-        tree["train"] |= {name: getattr(config.train, name) for name in ("activation_offload", "tiled_mlp")}
-        if precision == chosen and config.train.reduction_dtype == "fp32":
+        tree["parallel"] = run.parallel.model_copy(update={"pp_layers": ()}).model_dump()
+        attention = run.model.attention if precision == chosen else "sdpa"
+        tree |= {"model": {"path": "", "attention": attention, "loss": run.model.loss}, "deepspeed": choices}
+        tree |= {"objective": run.objective.model_dump(), "router": run.router and run.router.model_dump()}
+        tree |= {"lora": run.lora and run.lora.model_dump(), "mtp": run.mtp.model_dump()}
+        tree["train"] |= {name: getattr(run.train, name) for name in ("activation_offload", "tiled_mlp")}
+        if precision == chosen and run.train.reduction_dtype == "fp32":
             tree["train"]["reduction_dtype"] = "fp32"
-        tiny = _tiny_model_like(hub, cell.family, is_quantised=config.lora is not None and bool(config.lora.quantize))
+        tiny = _tiny_model_like(hub, cell.family, is_quantised=run.lora is not None and bool(run.lora.quantize))
         name = f"{hub.model_type} {mesh} ZeRO-{stage} {precision}{_objective_text(cell)}"
-        found.append(LayoutCase(f"{name}{' MTP' if config.mtp.train else ''}", tiny, tree))
-    if config.lora is not None:
-        check(RunSettings(config=config, model_json=hub.to_dict()), "type of the model")
-        _check_targets(tiny, config.lora, has_mtp=config.mtp.train)
+        found.append(LayoutCase(f"{name}{' MTP' if run.mtp.train else ''}", tiny, tree))
+    if run.lora is not None:
+        check(replace(run, model_json=hub.to_dict()), "type of the model")
+        _check_targets(tiny, run.lora, has_mtp=run.mtp.train)
     return found
 
 
-def _left_out(config: RunConfig) -> list[str]:
+def _left_out(run: RunSettings) -> list[str]:
     """What the run trains with and its layout is compared without."""
     settings = (
-        (config.indexer.train, "indexer.train true"),
-        (bool(config.inexact), f"inexact {', '.join(config.inexact)}"),
-        (config.optim.name.lower() != "adamw", f"optim.name {config.optim.name}"),
-        (config.train.reduction_dtype == "bf16", "train.reduction_dtype bf16"),
+        (run.indexer.train, "indexer.train true"),
+        (bool(run.inexact), f"inexact {', '.join(run.inexact)}"),
+        (run.optim.name.lower() != "adamw", f"optim.name {run.optim.name}"),
+        (run.train.reduction_dtype == "bf16", "train.reduction_dtype bf16"),
     )
     return [text for is_set, text in settings if is_set]
 

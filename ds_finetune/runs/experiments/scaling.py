@@ -15,6 +15,7 @@ from ds_finetune.console.phase_line import Say
 from ds_finetune.errors import ConfigError, FinetuneError, OutputError, RunError
 from ds_finetune.plan.deepspeed_config import given_choices
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.runs.experiments.jobs import RUN, ExperimentJob, Place, places, run_jobs, short_run
 from ds_finetune.runs.metrics import MetricsReader
 from ds_finetune.runs.status import read_object
@@ -165,7 +166,7 @@ def _check(request: ScalingRequest, variant: Variant, tree: dict[str, Any]) -> N
     """ConfigError where the layout or the batch does not fit the ranks."""
     config = validate_tree(tree, {}, f"{request.run_file} with {variant.name}")
     try:
-        make_plan(config, world=World(0, variant.ranks, 0, variant.ranks, "scaling"), device="cpu")
+        make_plan(RunSettings.of(config), world=World(0, variant.ranks, 0, variant.ranks, "scaling"), device="cpu")
     except FinetuneError as illegal:
         raise type(illegal)(f"{variant.name}: {illegal.message}", hint=illegal.hint) from None
     if request.hostfile is not None:

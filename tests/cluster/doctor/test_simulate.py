@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
+from ds_finetune.cli.doctor import checked_run
 from ds_finetune.cli.main import main
 from ds_finetune.cluster.doctor.needs import group_checks, simulate
 from ds_finetune.cluster.host_checks import ranks_of
@@ -31,14 +32,14 @@ def test_deepseek_v3_on_64_nodes(deepseek_v3: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(ROOT)
     run_file = ROOT / "ds_configs" / "runs" / "deepseek_v3.yaml"
     config = read_config(run_file, [f"model={deepseek_v3}", "train.global_batch_size=512"])
-    found = {(check.name, check.host): check for check in simulate(read_hostfile(NODES), config)}
+    found = {(check.name, check.host): check for check in simulate(read_hostfile(NODES), checked_run(config))}
     assert not [check for check in found.values() if check.state != "ok"]
     assert found["hosts", ""].found == "512 ranks on 64 hosts"
     assert found["ranks", "node01"].found == "0-7"
     assert found["ranks", "node64"].found == "504-511"
     assert found["plan", ""].found == "dp 512 x ep 32, ZeRO-3, 512 ranks on cuda"
     assert "a rank needs" in found["memory", ""].found
-    refused = simulate(read_hostfile(NODES), read_config(run_file, [f"model={deepseek_v3}"]))
+    refused = simulate(read_hostfile(NODES), checked_run(read_config(run_file, [f"model={deepseek_v3}"])))
     assert [(check.name, check.state) for check in refused if check.state != "ok"] == [("plan", "fail")]
     assert "256" in next(check.found for check in refused if check.state == "fail")
 

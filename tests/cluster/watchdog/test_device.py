@@ -23,6 +23,7 @@ from ds_finetune.foreign.torch_distributed import default_timeout
 from ds_finetune.observers.record import StepRecord
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
 
 SECONDS = 60.0
@@ -209,8 +210,8 @@ def test_a_watchdog_that_would_come_too_late_is_refused(given: dict[str, str], i
     tree = {"model": {"path": "m"}, "data": {"train": "d"}, "output_dir": "o", "watchdog": given}
     config, world = RunConfig.model_validate(tree), World(0, 1, 0, 1, "test")
     if not is_refused:
-        make_plan(config, world=world, device="cpu")
+        make_plan(RunSettings.of(config), world=world, device="cpu")
         return
     with pytest.raises(ConfigError, match="torch would abort a collective before the watchdog reports") as refused:
-        make_plan(config, world=world, device="cpu")
+        make_plan(RunSettings.of(config), world=world, device="cpu")
     assert "leave watchdog.collective out" in refused.value.hint

@@ -18,6 +18,7 @@ from ds_finetune.engine.groups.collectives import all_gather_object
 from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest.cells import Cell, run_tree
 from ds_finetune.reference.selftest.compare import take_steps
 from ds_finetune.system.world import World
@@ -69,7 +70,7 @@ def main() -> None:
 
     def take(name: str, cell: Cell, tree: dict[str, Any]) -> None:
         config = RunConfig.model_validate(tree)
-        with start_engine(make_plan(config, world=world, device=device), model_of(config)) as engine:
+        with start_engine(make_plan(RunSettings.of(config), world=world, device=device), model_of(config)) as engine:
             if cell.ep > 1:
                 _send_all_away(engine, world.rank)
             found[name] = all_gather_object(_second_step(engine))
@@ -85,7 +86,9 @@ def main() -> None:
         for checkpointing, overlaps in () if is_more else itertools.product((False, True), (True, False)):
             cell = Cell("deepseek_v3", 1, 2, packing=True, ep=2, checkpointing=checkpointing)
             config = RunConfig.model_validate(run_tree(cell, folder / cell.family, folder, dp=world.world_size))
-            with start_engine(make_plan(config, world=world, device=device), model_of(config)) as engine:
+            with start_engine(
+                make_plan(RunSettings.of(config), world=world, device=device), model_of(config)
+            ) as engine:
                 name = "checkpointed" if checkpointing else "whole"
                 found[f"{name}, {'overlapped' if overlaps else 'apart'}"] = _overlapped(engine, overlaps=overlaps)
     if world.rank == 0:

@@ -16,6 +16,7 @@ from ds_finetune.plan.estimate.operations import RowShape, Work
 from ds_finetune.plan.estimate.rank_weights import weights_of_run
 from ds_finetune.plan.estimate.traffic import traffic
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest.cells import PACKED_ROWS, ROW_LEN, TINY_MODELS, Cell, hf_config, run_tree
 from ds_finetune.system.world import World
 from tests.engine.groups.communication_worker import CELLS, MORE, MORE_WITH_OPTIONS, WITH_OPTIONS, options_tree
@@ -145,7 +146,7 @@ def test_bytes_with_more_options(more_found: dict[str, Any], name: str, rank: in
 
 def _compare(measured: dict[str, Any], tree: dict[str, Any], cell: Cell, rank: int) -> None:
     config = RunConfig.model_validate(tree)
-    plan = make_plan(config, world=World(rank, 2, rank, 2, "a test"), device="cpu")
+    plan = make_plan(RunSettings.of(config), world=World(rank, 2, rank, 2, "a test"), device="cpu")
     rows = RowShape(ROW_LEN, measured["supervised"] / PACKED_ROWS, (ROW_LEN,))
     work = Work(plan, TINY_MODELS[cell.family], rows)
     stage = plan.mesh.place("pp", rank)

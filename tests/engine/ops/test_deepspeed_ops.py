@@ -20,6 +20,7 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.ops.deepspeed_ops import _check_toolkit, build_op, check_op, needed_ops, true_cause
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
 
 NVME = {"device": "nvme", "nvme_path": "/nvme"}
@@ -55,14 +56,16 @@ def test_which_operators_a_plan_needs(optimizer: str, device: str, zero: dict[st
         "optim": {"name": optimizer},
         "deepspeed": {"zero_optimization": zero},
     }
-    found = needed_ops(make_plan(RunConfig.model_validate(tree), world=World(0, 2, 0, 2, "test"), device=device))
+    found = needed_ops(
+        make_plan(RunSettings.of(RunConfig.model_validate(tree)), world=World(0, 2, 0, 2, "test"), device=device)
+    )
     assert set(found) == ops
     assert found.get("async_io", {"folders": ["/nvme"]})["folders"] == ["/nvme"]
 
 
 def test_an_operator_with_a_substitute_is_a_warning_of_the_doctor() -> None:
     tree = {"model": "m", "data": {"train": "t"}, "output_dir": "o"}
-    plan = make_plan(RunConfig.model_validate(tree), world=World(0, 1, 0, 1, "test"), device="cuda")
+    plan = make_plan(RunSettings.of(RunConfig.model_validate(tree)), world=World(0, 1, 0, 1, "test"), device="cuda")
     (settings,) = needed_ops(plan).values()
     answer = RequestRefused("DeepSpeed's fused_adam cannot be built: CUDA_HOME does not exist", "install CUDA")
     found = op_check("a", "fused_adam", answer, settings)

@@ -11,6 +11,7 @@ from ds_finetune.engine.ops import deepspeed_ops
 from ds_finetune.engine.ops.deepspeed_ops import build_ops, cores_of_rank, use_cores
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.plan import Plan, make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
 
 NO_NVCC = ("DeepSpeed's fused_adam cannot be built: CUDA_HOME does not exist", "install the CUDA toolkit")
@@ -19,7 +20,9 @@ OFFLOADED = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "
 
 def _plan(deepspeed: dict[str, Any] | None = None, *, device: str = "cuda", ranks: int = 2) -> Plan:
     tree = {"model": "m", "data": {"train": "t"}, "output_dir": "o", "deepspeed": deepspeed}
-    return make_plan(RunConfig.model_validate(tree), world=World(0, ranks, 0, ranks, "torchrun"), device=device)
+    return make_plan(
+        RunSettings.of(RunConfig.model_validate(tree)), world=World(0, ranks, 0, ranks, "torchrun"), device=device
+    )
 
 
 def _say(_: str) -> None:

@@ -139,7 +139,7 @@ def test_the_lines_count_what_is_trained() -> None:
 def test_models_and_ranks_that_are_not_compared_are_refused() -> None:
     config = RunConfig.model_validate({"model": "m", "data": {"train": "t"}, "output_dir": "o", "lora": {}})
     with pytest.raises(ConfigError, match="qwen2_moe is not tested"):
-        check(RunSettings(config=config, model_json={"model_type": "qwen2_moe"}), "type of the model")
+        check(RunSettings.of(config, model_json={"model_type": "qwen2_moe"}), "type of the model")
     with pytest.raises(ConfigError, match="not a multiple of 8"):
         plan_lora(hf_config("deepseek_v3"), LoraConfig(rank=4))
     assert plan_lora(hf_config("llama"), LoraConfig(rank=3)).targets

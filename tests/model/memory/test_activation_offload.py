@@ -143,8 +143,8 @@ def _run(**train: Any) -> RunConfig:
 
 def test_a_cpu_has_nothing_to_offload() -> None:
     with pytest.raises(ConfigError, match=r"activation_offload true with device cpu: activations are in host memory"):
-        make_plan(_run(activation_offload=True), world=World(0, 1, 0, 1, "a test"), device="cpu")
-    plan = make_plan(_run(activation_offload=True), world=World(0, 1, 0, 1, "a test"), device="cuda")
+        make_plan(RunSettings.of(_run(activation_offload=True)), world=World(0, 1, 0, 1, "a test"), device="cpu")
+    plan = make_plan(RunSettings.of(_run(activation_offload=True)), world=World(0, 1, 0, 1, "a test"), device="cuda")
     assert ("activations", "inputs of recomputed layers in host memory") in plan.decisions
 
 
@@ -160,7 +160,7 @@ def test_a_cpu_has_nothing_to_offload() -> None:
 def test_what_no_test_covers_is_refused(key: str, section: dict[str, Any], said: str) -> None:
     tree = _run(**{key: True}).model_dump(by_alias=True) | section
     with pytest.raises(ConfigError, match=rf"train\.{key} true with {said} is not tested"):
-        make_plan(RunConfig.model_validate(tree), world=World(0, 1, 0, 1, "a test"), device="cuda")
+        make_plan(RunSettings.of(RunConfig.model_validate(tree)), world=World(0, 1, 0, 1, "a test"), device="cuda")
 
 
 GEMMA = {"model_type": "gemma3_text"}
@@ -168,8 +168,8 @@ GEMMA = {"model_type": "gemma3_text"}
 
 def test_types_without_a_comparison_are_refused() -> None:
     with pytest.raises(ConfigError, match="activation_offload true of model_type gemma3_text is not tested"):
-        check(RunSettings(config=_run(activation_offload=True), model_json=GEMMA), "activations of the model")
-    check(RunSettings(config=_run(), model_json=GEMMA), "activations of the model")
+        check(RunSettings.of(_run(activation_offload=True), model_json=GEMMA), "activations of the model")
+    check(RunSettings.of(_run(), model_json=GEMMA), "activations of the model")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: copies on a stream of their own")

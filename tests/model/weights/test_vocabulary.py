@@ -201,17 +201,17 @@ def run_of(demo: Path, **sections: Any) -> RunConfig:
 
 def test_without_the_key_the_tokenizer_is_refused_and_the_key_named(demo: Path) -> None:
     with pytest.raises(DataError, match="the tokenizer has ids up to 100 and the model a vocabulary of 96") as caught:
-        preview_of(run_of(demo), samples=1)
+        preview_of(RunSettings.of(run_of(demo)), samples=1)
     assert "model.resize_vocabulary: true" in caught.value.hint
-    assert preview_of(run_of(demo, model={"resize_vocabulary": True}), samples=1)
+    assert preview_of(RunSettings.of(run_of(demo, model={"resize_vocabulary": True})), samples=1)
 
 
 def test_the_plan_counts_the_new_rows(demo: Path) -> None:
     config = run_of(demo, model={"resize_vocabulary": True})
-    hf_config = model_config(config, is_config_only=True)
+    hf_config = model_config(RunSettings.of(config), is_config_only=True)
     assert hf_config.vocab_size == 101
-    plan = make_plan(config, world=World(0, 1, 0, 1, "a test"), device="cpu")
-    model = make_model_plan(config, plan.mesh, is_config_only=True)
+    plan = make_plan(RunSettings.of(config), world=World(0, 1, 0, 1, "a test"), device="cpu")
+    model = make_model_plan(RunSettings.of(config, mesh=plan.mesh), is_config_only=True)
     tree = config_tree(demo / "model", model)
     assert tree == json.loads((demo / "model" / "config.json").read_text()) | {"vocab_size": 101}
     added = Shape.of(tree).total_params - Shape.of(demo / "model").total_params
@@ -228,14 +228,14 @@ def test_a_key_that_adds_nothing_says_so(demo: Path) -> None:
         json.dumps(CONFIGS["deepseek_v3"] | {"model_type": "deepseek_v3", "vocab_size": 128})
     )
     config = run_of(demo, model={"path": str(fits), "resize_vocabulary": True})
-    plan = make_plan(config, world=World(0, 1, 0, 1, "a test"), device="cpu")
-    text = dict(model_lines(make_model_plan(config, plan.mesh), plan))["vocabulary"]
+    plan = make_plan(RunSettings.of(config), world=World(0, 1, 0, 1, "a test"), device="cpu")
+    text = dict(model_lines(make_model_plan(RunSettings.of(config, mesh=plan.mesh)), plan))["vocabulary"]
     assert text == "the tokenizer's ids fit the 128 tokens; model.resize_vocabulary adds nothing"
 
 
 def test_sizes_that_do_not_divide_the_new_vocabulary_are_refused(demo: Path) -> None:
     config = run_of(demo, model={"resize_vocabulary": True})
-    run = RunSettings(config=config, mesh=Mesh(0, 2, tp=2), model_json=model_config(config).to_dict())
+    run = RunSettings.of(config, mesh=Mesh(0, 2, tp=2), model_json=model_config(RunSettings.of(config)).to_dict())
     with pytest.raises(ConfigError, match=r"parallel\.tp 2 does not divide the 101 tokens of the vocabulary"):
         check(run, "sizes of the model")
 
@@ -243,4 +243,4 @@ def test_sizes_that_do_not_divide_the_new_vocabulary_are_refused(demo: Path) -> 
 def test_adapters_do_not_train_new_rows(demo: Path) -> None:
     config = run_of(demo, model={"resize_vocabulary": True}, lora={"rank": 8})
     with pytest.raises(ConfigError, match=r"lora with model\.resize_vocabulary true"):
-        make_plan(config, world=World(0, 1, 0, 1, "a test"), device="cpu")
+        make_plan(RunSettings.of(config), world=World(0, 1, 0, 1, "a test"), device="cpu")

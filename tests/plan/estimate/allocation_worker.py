@@ -27,6 +27,7 @@ from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest.compare import batch_plan
 from ds_finetune.system.world import World
 from tests.plan.estimate.allocated_cells import DEFAULT, OTHERS, TOKENS, AllocationCell
@@ -50,7 +51,7 @@ def main() -> None:
 def _measured(cell: AllocationCell, world: World, folder: Path) -> dict[str, int]:
     """Bytes that torch's allocator gave at most while the engine was built, and while two steps were taken."""
     config = cell.config(folder)
-    plan, model = make_plan(config, world=world, device="cpu"), model_of(config)
+    plan, model = make_plan(RunSettings.of(config), world=world, device="cpu"), model_of(config)
     with (
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
         start_engine(plan, model) as engine,

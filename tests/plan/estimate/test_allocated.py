@@ -9,6 +9,7 @@ from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.plan.estimate.memory import MemoryEstimate, estimate_memory
 from ds_finetune.plan.estimate.rows import peak
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest.compare import write_model
 from ds_finetune.system.world import World
 from tests.plan.estimate.allocated_cells import DEFAULT, OTHERS, AllocationCell
@@ -21,7 +22,7 @@ NOT_MEASURED = ("a checkpoint that is written",)
 
 def estimated(cell: AllocationCell, folder: Path) -> MemoryEstimate:
     config = cell.config(folder)
-    plan = make_plan(config, world=World(0, RANKS, 0, RANKS, "a test"), device="cpu")
+    plan = make_plan(RunSettings.of(config), world=World(0, RANKS, 0, RANKS, "a test"), device="cpu")
     return estimate_memory(plan, cell.model)
 
 

@@ -11,6 +11,7 @@ from ds_finetune.plan.estimate.memory import estimate_stages
 from ds_finetune.plan.estimate.rank_weights import rank_weights
 from ds_finetune.plan.estimate.zero_rows import DEFAULT_RULES, gathered_weights
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
 from tests.plan.estimate.allocated_cells import LLAMA, AllocationCell
 
@@ -38,7 +39,7 @@ def test_as_many_as_were_traced(bucket: int, live: int, reuse: int, forward: flo
 def test_a_teacher_that_is_not_known_is_named(tmp_path: Path) -> None:
     cell = AllocationCell(2, "bf16", teacher=LLAMA, title="teacher")
     config = cell.config(tmp_path)
-    plan = make_plan(config, world=World(0, 2, 0, 2, "a test"), device="cpu")
+    plan = make_plan(RunSettings.of(config), world=World(0, 2, 0, 2, "a test"), device="cpu")
     with pytest.raises(ModelError, match=r"the teacher .*teacher has no config.json"):
         list(estimate_stages(plan, LLAMA))
     (tmp_path / "teacher").mkdir()
@@ -50,7 +51,7 @@ def test_a_teacher_that_is_not_known_is_named(tmp_path: Path) -> None:
 def test_the_last_stage_has_the_teacher(tmp_path: Path) -> None:
     cell = AllocationCell(1, "bf16", axis="pp", teacher=LLAMA, title="teacher")
     config = cell.config(tmp_path)
-    plan = make_plan(config, world=World(0, 2, 0, 2, "a test"), device="cpu")
+    plan = make_plan(RunSettings.of(config), world=World(0, 2, 0, 2, "a test"), device="cpu")
     first, last = estimate_stages(plan, LLAMA, teacher=LLAMA)
     names = {row.name for row in last.rows} - {row.name for row in first.rows}
     assert {"weights of the teacher", "one layer of the teacher", "hidden states of the teacher"} <= names

@@ -13,6 +13,7 @@ from ds_finetune.plan.estimate import memory
 from ds_finetune.plan.estimate.memory import estimate_memory
 from ds_finetune.plan.estimate.rank_weights import weights_of_run
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
 
 Tree = dict[str, Any]
@@ -27,7 +28,7 @@ def test_states_of_deepseek_v3_over_512_ranks(shared_data: Path) -> None:
     tree = {"model": "m", "data": {"train": "t.jsonl"}, "output_dir": "o", "parallel": {"ep": 32}}
     tree |= {"deepspeed": {"zero_optimization": {"stage": 3}}, "train": {"global_batch_size": 512}}
     config = RunConfig.model_validate(tree)
-    plan = make_plan(config, world=World(0, 512, 0, 8, "a test"), device="cuda")
+    plan = make_plan(RunSettings.of(config), world=World(0, 512, 0, 8, "a test"), device="cuda")
     estimate = estimate_memory(plan, published(shared_data, "deepseek-ai--DeepSeek-V3"))
     sizes = {row.name: row.num_bytes for row in estimate.rows}
     assert sizes["fp32 weights"] == pytest.approx(4 * 671_026_404_352 / 512, rel=1e-3)
@@ -48,7 +49,7 @@ def test_the_first_of_equal_stages_needs_most(
     tree |= {"deepspeed": {"zero_optimization": {"stage": 1}}}
     tree |= {"train": {"global_batch_size": 16, "activation_checkpointing": "full" if recomputes else "none"}}
     config = RunConfig.model_validate(tree)
-    plan = make_plan(config, world=World(0, 8, 0, 8, "a test"), device="cuda")
+    plan = make_plan(RunSettings.of(config), world=World(0, 8, 0, 8, "a test"), device="cuda")
     model = published(shared_data, "deepseek-ai--DeepSeek-R1-Distill-Qwen-7B")
     kinds = list(memory.estimate_stages(plan, model))
     # No stage is known to be equal to another.
@@ -69,7 +70,7 @@ def test_hierarchical_partitions_hold_second_weights(shared_data: Path) -> None:
     tree |= {"deepspeed": {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}}
     tree |= {"train": {"global_batch_size": 8, "precision": "bf16"}, "checkpoint": {"every": "never"}}
     config = RunConfig.model_validate(tree)
-    plan = make_plan(config, world=World(0, 4, 0, 4, "a test"), device="cuda")
+    plan = make_plan(RunSettings.of(config), world=World(0, 4, 0, 4, "a test"), device="cuda")
     model = published(shared_data, "deepseek-ai--DeepSeek-R1-Distill-Qwen-1.5B")
     (row,) = (row for row in estimate_memory(plan, model).rows if row.name == "second weights")
     (weights,) = weights_of_run(plan, model)
@@ -83,7 +84,7 @@ def test_nvme_needs_buffers_on_the_host(shared_data: Path) -> None:
     tree: Tree = {"model": "m", "data": {"train": "t.jsonl"}, "output_dir": "o"}
     tree |= {"deepspeed": {"zero_optimization": zero}, "train": {"global_batch_size": 8, "precision": "bf16"}}
     config = RunConfig.model_validate(tree)
-    plan = make_plan(config, world=World(0, 8, 0, 8, "a test"), device="cuda")
+    plan = make_plan(RunSettings.of(config), world=World(0, 8, 0, 8, "a test"), device="cuda")
     rows = estimate_memory(plan, published(shared_data, "Qwen--Qwen3-8B")).rows
     sizes = {row.name: row.num_bytes for row in rows if row.place == "host"}
     assert sizes["buffers between optimizer and NVMe"] == 4 * 4 * 10**9
@@ -96,7 +97,7 @@ def planned(shared_data: Path, *, ranks: int = 16, stage: int = 2, parallel: Tre
     tree: Tree = {"model": "m", "data": {"train": "t.jsonl"}, "output_dir": "o", "parallel": parallel or {}}
     tree |= {"deepspeed": {"zero_optimization": {"stage": stage}}, "train": {"global_batch_size": 64, **train}}
     config = RunConfig.model_validate(tree)
-    plan = make_plan(config, world=World(0, ranks, 0, 8, "a test"), device="cuda")
+    plan = make_plan(RunSettings.of(config), world=World(0, ranks, 0, 8, "a test"), device="cuda")
     return estimate_memory(plan, published(shared_data, "deepseek-ai--DeepSeek-V2-Lite")).device_bytes
 
 

@@ -28,6 +28,7 @@ from ds_finetune.plan.estimate.operations import RowShape, Work, operations
 from ds_finetune.plan.estimate.rank_weights import weights_of_run
 from ds_finetune.plan.estimate.step_time import teacher_flops
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
 from tests.lora_twin import adapted
 from tests.model.tiny import CONFIGS
@@ -44,7 +45,7 @@ def work_of(tree: dict[str, Any], *, supervised: float = 0, **sections: Any) -> 
     run = {"model": "m", "data": {"train": "t.jsonl"}, "output_dir": "o", "train": train, **sections}
     run |= {"deepspeed": {"zero_optimization": {"stage": 1}}}
     found = RunConfig.model_validate(run)
-    plan = make_plan(found, world=World(0, 1, 0, 1, "a test"), device="cpu")
+    plan = make_plan(RunSettings.of(found), world=World(0, 1, 0, 1, "a test"), device="cpu")
     return Work(plan, tree, RowShape.full(TOKENS, supervised_share=supervised))
 
 

@@ -19,6 +19,7 @@ from ds_finetune.plan.estimate.rank_weights import RankWeights, part_of, weights
 from ds_finetune.plan.estimate.states import TensorKind
 from ds_finetune.plan.model_shape import Shape
 from ds_finetune.plan.plan import Plan, make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest.cells import TINY_MODELS
 from ds_finetune.system.world import World
 from ds_finetune.trainer.rank_tensors import built_tensors
@@ -40,7 +41,7 @@ def run_of(parallel: dict[str, Any], *, stage: int = 1, **sections: Any) -> tupl
     tree |= {"deepspeed": {"zero_optimization": {"stage": stage}}}
     tree |= {"train": {"for": "1 steps", "global_batch_size": 64, "max_seq_len": 64}}
     config = RunConfig.model_validate(tree)
-    return config, make_plan(config, world=World(0, RANKS, 0, RANKS, "a test"), device="cpu")
+    return config, make_plan(RunSettings.of(config), world=World(0, RANKS, 0, RANKS, "a test"), device="cpu")
 
 
 def legal(tree: dict[str, Any], parallel: dict[str, Any]) -> bool:
@@ -50,7 +51,7 @@ def legal(tree: dict[str, Any], parallel: dict[str, Any]) -> bool:
 def compare(tree: dict[str, Any], parallel: dict[str, Any], *, mtp_layers: int = 0) -> None:
     config, plan = run_of(parallel, **({"mtp": {"train": True}} if mtp_layers else {}))
     hf_config = AutoConfig.for_model(tree["model_type"], **{k: v for k, v in tree.items() if k != "model_type"})
-    model = plan_model(hf_config, config.model_copy(update={"mtp": type(config.mtp)()}))
+    model = plan_model(hf_config, replace(RunSettings.of(config), mtp=type(config.mtp)()))
     if mtp_layers:
         set_mtp_layers(hf_config, mtp_layers)
         model = replace(model, stages=tuple(layers_of_stages(hf_config, config.parallel)))
@@ -104,7 +105,7 @@ def test_tensors_of_a_reward_model(name: str) -> None:
     config, plan = run_of({"pp": 2}, objective={"name": "reward"})
     tree = MODELS[name]
     hf_config = AutoConfig.for_model(name, **{k: v for k, v in tree.items() if k != "model_type"}, num_labels=1)
-    built = built_tensors(plan, plan_model(hf_config, config))
+    built = built_tensors(plan, plan_model(hf_config, RunSettings.of(config)))
     assert [counted(s.kinds) for s in weights_of_run(plan, tree)] == [counted(stage) for stage in built]
 
 

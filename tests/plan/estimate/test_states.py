@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from ds_finetune.api import plan_run
+from ds_finetune.cli.doctor import checked_run
 from ds_finetune.cluster.doctor.needs import need_of
 from ds_finetune.config.hostfile import Host
 from ds_finetune.config.schema import read_config
 from ds_finetune.plan.estimate.states import DiskNeed, ModelSizes, RunEstimate
 from ds_finetune.plan.model_shape import Shape
 from ds_finetune.system.world import World
-from ds_finetune.trainer.dry_run import plan_run
 from ds_finetune.trainer.prepare import prepare_run
+from ds_finetune.trainer.resolve import resolve_here
 from tests.model.tiny import CONFIGS
 from tests.running import tiny_task
 
@@ -49,9 +51,9 @@ def test_train_plan_and_doctor_agree(tmp_path: Path, layout: str) -> None:
         )
     config = read_config(run_file)
     hosts = [Host("a", 3, 1), Host("b", 1, 2)]
-    trained = prepare_run(config, World(0, RANKS, 0, 3, "a test")).estimate
+    trained = prepare_run(resolve_here(config, World(0, RANKS, 0, 3, "a test"))).estimate
     planned = plan_run(config, gpus=RANKS, gpus_per_node=RANKS).estimate
-    need, check = need_of(config, hosts, "cpu")
+    need, check = need_of(checked_run(config), hosts, "cpu")
     assert need is not None, check
     assert trained.sizes == planned.sizes
     assert trained.files == planned.files

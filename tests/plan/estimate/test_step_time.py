@@ -15,6 +15,7 @@ from ds_finetune.plan.estimate.step_time import TimeEstimate, estimate_time, gro
 from ds_finetune.plan.estimate.traffic import Group
 from ds_finetune.plan.model_shape import Shape
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
 from tests.model.tiny import CONFIGS
 
@@ -56,7 +57,7 @@ def estimate(
     tree |= {"train": train | sections.get("train", {})}
     tree |= {"deepspeed": {"zero_optimization": {"stage": stage, **(zero or {})}}}
     config = RunConfig.model_validate(tree)
-    plan = make_plan(config, world=World(0, ranks, 0, min(ranks, 8), "a test"), device="cuda")
+    plan = make_plan(RunSettings.of(config), world=World(0, ranks, 0, min(ranks, 8), "a test"), device="cuda")
     return estimate_time(plan, model, machine=machine, rows=rows or RowShape.full(SEQ))
 
 

@@ -14,6 +14,7 @@ from ds_finetune.families.table import FAMILIES
 from ds_finetune.plan.estimate.memory import MemoryEstimate, estimate_memory
 from ds_finetune.plan.estimate.rows import BACKWARD, FORWARD, Moment
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
 from tests.model.tiny import CONFIGS
 from tests.plan.estimate.test_activation_memory import config as wider_config
@@ -39,7 +40,7 @@ def estimate(
     run |= {"deepspeed": {"zero_optimization": {"stage": 0}}, "lora": lora}
     run |= {} if objective is None else {"objective": objective}
     config = RunConfig.model_validate(run)
-    plan = make_plan(config, world=World(0, 1, 0, 1, "a test"), device="cuda")
+    plan = make_plan(RunSettings.of(config), world=World(0, 1, 0, 1, "a test"), device="cuda")
     return estimate_memory(plan, tree, teacher=teacher)
 
 

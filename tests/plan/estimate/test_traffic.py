@@ -8,6 +8,7 @@ from ds_finetune.plan.estimate.rank_weights import weights_of_run
 from ds_finetune.plan.estimate.traffic import Group, RankGroups, traffic
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
 from tests.model.tiny import CONFIGS
 
@@ -48,7 +49,7 @@ def test_four_bits_are_gathered_as_bytes_of_two_numbers() -> None:
         tree = {"model": "m", "data": {"train": "t"}, "output_dir": "o", "lora": {"rank": 8, "quantize": quantize}}
         tree |= {"deepspeed": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 100_000}}}
         config = RunConfig.model_validate(tree | {"train": {"global_batch_size": 2, "max_seq_len": 64}})
-        plan = make_plan(config, world=World(0, 2, 0, 2, "a test"), device="cuda")
+        plan = make_plan(RunSettings.of(config), world=World(0, 2, 0, 2, "a test"), device="cuda")
         work = Work(plan, model, RowShape.full(64))
         (weights,) = weights_of_run(plan, model)
         found.append(next(each for each in traffic(work, weights, stage=0) if each.name == "gathered weights"))

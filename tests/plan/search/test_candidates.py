@@ -16,6 +16,7 @@ from ds_finetune.plan.config_json import read_config_json
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.search.candidates import ACTIVATIONS, STAGES, Candidate, Candidates, Ranks, check_run
 from ds_finetune.plan.search.layout import OFFLOADS, Layout, Sizes
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest.cells import TINY_MODELS, hf_config
 from ds_finetune.trainer.resolve import make_model_plan
 from tests.planning import all_layouts, layout_of
@@ -47,19 +48,19 @@ def _config(folder: str, **sections: Any) -> RunConfig:
 
 
 def _candidates(config: RunConfig, ranks: Ranks) -> Candidates:
-    return Candidates(config, read_config_json(config.model.path), ranks)
+    return Candidates(RunSettings.of(config), read_config_json(config.model.path), ranks)
 
 
 def _model_of(candidate: Candidate) -> ModelPlan:
     """The plan of the model as `train` makes it."""
-    return make_model_plan(candidate.config, candidate.plan.mesh)
+    return make_model_plan(replace(candidate.run, mesh=candidate.plan.mesh))
 
 
 def _check(name: str, changes: dict[str, Any], folder: str, *, number: int, most: int) -> None:
     """`train` accepts layouts that are drawn for each parallel size, of `most` sizes."""
     rng, config = random.Random(f"{name} {number}"), _config(folder, **changes)
     try:
-        check_run(config, read_config_json(config.model.path))
+        check_run(RunSettings.of(config), read_config_json(config.model.path))
     except FinetuneError:
         # What the search refuses in every layout, `train` refuses on one rank too.
         assert not _accepted(config, Layout(Sizes(), 1, "none", 1, ACTIVATIONS[0], 1), Ranks(1, 1, "cuda"))
@@ -73,8 +74,8 @@ def _check(name: str, changes: dict[str, Any], folder: str, *, number: int, most
             rows = rng.choice(candidates.micro_batch_sizes(each, vpp))
             found = candidates.find(Layout(each, stage, offload, rows, activations, vpp))
             assert found is not None
-            assert layout_of(found.config) == found.layout
-            planned = make_plan(found.config, world=candidates.ranks.world, device=candidates.ranks.device)
+            assert layout_of(found.run) == found.layout
+            planned = make_plan(found.run, world=candidates.ranks.world, device=candidates.ranks.device)
             assert replace(found.plan, decisions=()) == replace(planned, decisions=())
             assert _model_of(found).stages
 
@@ -95,10 +96,10 @@ def test_train_accepts_every_size_of_every_model(name: str, number: int, tmp_pat
 
 def _accepted(config: RunConfig, layout: Layout, ranks: Ranks) -> bool:
     """Whether `train` accepts the layout."""
-    wanted = layout.apply(config)
+    wanted = layout.apply(RunSettings.of(config))
     try:
         plan = make_plan(wanted, world=ranks.world, device=ranks.device)
-        return bool(make_model_plan(wanted, plan.mesh).stages)
+        return bool(make_model_plan(replace(wanted, mesh=plan.mesh)).stages)
     except FinetuneError:
         return False
 
@@ -124,7 +125,7 @@ def test_no_layout_is_missing(name: str, number: int, tmp_path: Path) -> None:
 def _planned(config: RunConfig, layout: Layout, ranks: Ranks) -> bool:
     """Whether `make_plan` accepts the layout; the plan of the model depends on its sizes alone."""
     try:
-        make_plan(layout.apply(config), world=ranks.world, device=ranks.device)
+        make_plan(layout.apply(RunSettings.of(config)), world=ranks.world, device=ranks.device)
     except FinetuneError:
         return False
     return True

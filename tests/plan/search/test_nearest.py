@@ -5,7 +5,6 @@ import pytest
 from ds_finetune.cli.demo import MODEL
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.units import GIB
-from ds_finetune.plan.batch import with_micro_batch
 from ds_finetune.plan.estimate.memory import estimate_memory
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.search.fitting import (
@@ -16,6 +15,7 @@ from ds_finetune.plan.search.fitting import (
     fitting_changes,
     largest_micro_batch,
 )
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
 
 _WIDE = MODEL | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8}
@@ -30,7 +30,7 @@ def _config(rows: int = 24, **train: object) -> RunConfig:
 
 
 def _plan(config: RunConfig) -> Plan:
-    return make_plan(config, world=World(0, _RANKS, 0, _RANKS, "a test"), device="cuda")
+    return make_plan(RunSettings.of(config), world=World(0, _RANKS, 0, _RANKS, "a test"), device="cuda")
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 6, 8, 12, 24])
@@ -38,7 +38,7 @@ def test_the_largest_micro_batch_is_the_largest_divisor_that_leaves_enough_free(
     config = _config()
     plan = _plan(config)
     exact = bytes_of(plan, _WIDE, rows)
-    needed = with_micro_batch(config, rows)
+    needed = _config(rows)
     assert exact == estimate_memory(_plan(needed), _WIDE).device_bytes
     budget = round(exact / (1 - SPARE)) + 1
     sizes = [size for size in (1, 2, 3, 4, 6, 8, 12, 24) if fits(bytes_of(plan, _WIDE, size), budget)]
@@ -50,7 +50,10 @@ def test_every_change_that_is_named_fits() -> None:
     config = _config()
     plan = _plan(config)
     budget = round(0.7 * estimate_memory(plan, _WIDE).device_bytes)
-    changes = {change.text: change.device_bytes for change in fitting_changes(config, plan, _WIDE, budget=budget)}
+    changes = {
+        change.text: change.device_bytes
+        for change in fitting_changes(RunSettings.of(config), plan, _WIDE, budget=budget)
+    }
     assert {"train.micro_batch_size 12", "train.activation_checkpointing full"} <= changes.keys()
     assert all(fits(num_bytes, budget) for num_bytes in changes.values())
     recomputed = _config(activation_checkpointing="full")
@@ -62,17 +65,17 @@ def test_changes_add_up_where_none_is_enough() -> None:
     config = _config(rows=1, max_seq_len=4096)
     plan = _plan(config)
     whole = estimate_memory(plan, _LARGE).device_bytes
-    single = fitting_changes(config, plan, _LARGE, budget=whole)
+    single = fitting_changes(RunSettings.of(config), plan, _LARGE, budget=whole)
     # No change alone leaves enough of this free.
     budget = min(change.device_bytes for change in single)
-    (both,) = fitting_changes(config, plan, _LARGE, budget=budget)
+    (both,) = fitting_changes(RunSettings.of(config), plan, _LARGE, budget=budget)
     assert both.text == "train.activation_offload true, offload_optimizer.device cpu"
     assert fits(both.device_bytes, budget)
     zero = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
     changed = _config(rows=1, max_seq_len=4096, activation_checkpointing="full", activation_offload=True)
     changed = changed.model_copy(update={"deepspeed": {"zero_optimization": zero}})
     assert both.device_bytes == estimate_memory(_plan(changed), _LARGE).device_bytes
-    assert not fitting_changes(config, plan, _LARGE, budget=whole // 20)
+    assert not fitting_changes(RunSettings.of(config), plan, _LARGE, budget=whole // 20)
 
 
 @pytest.mark.parametrize(("spare", "chosen"), [(1, "selective"), (-1, "full")])
@@ -92,5 +95,5 @@ def test_recomputation_is_full_where_the_memory_is_not_known() -> None:
         "full",
         "the memory of the GPU is not known; selective where it fits",
     )
-    on_cpus = make_plan(_config(activation_checkpointing="auto"), world=plan.world, device="cpu")
+    on_cpus = make_plan(RunSettings.of(_config(activation_checkpointing="auto")), world=plan.world, device="cpu")
     assert chosen_recomputation(on_cpus, _WIDE, budget=2**60) == ("full", "on CPUs")

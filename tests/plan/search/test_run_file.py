@@ -5,21 +5,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from ds_finetune.config.edit_run_file import override_values, with_values, write_run_file, written_run_file
 from ds_finetune.config.schema import RunConfig, read_config
 from ds_finetune.errors import OutputError
 from ds_finetune.plan.deepspeed_config import given_choices
-from ds_finetune.plan.search.layout import (
-    Activations,
-    Layout,
-    Sizes,
-    decided,
-    layout_keys,
-    override_values,
-    shipped_name,
-    with_values,
-    write_run_file,
-    written_run_file,
-)
+from ds_finetune.plan.search.layout import Activations, Layout, Sizes, decided, layout_keys, shipped_name
+from ds_finetune.plan.settings import RunSettings
 from tests.conftest import ROOT
 from tests.planning import layout_of
 
@@ -47,8 +38,11 @@ output_dir: o"""
 
 def _written(source: Path, layout: Layout) -> tuple[str, RunConfig]:
     given = read_config(source)
-    wanted = layout.apply(given)
-    return written_run_file(source, layout_keys(layout, wanted, given), wanted, header=["a layout"]), wanted
+    run = RunSettings.of(given)
+    keys, sections = layout_keys(layout, run), layout.sections(run)
+    wanted = given.model_copy(update=sections | {"deepspeed": keys.get("deepspeed", given.deepspeed)})
+    text = written_run_file(source, keys, wanted, header=["a layout"])
+    return text, given.model_copy(update=sections)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

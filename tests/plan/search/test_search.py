@@ -21,6 +21,7 @@ from ds_finetune.plan.search.fitting import Budget
 from ds_finetune.plan.search.machines import Request, target_of
 from ds_finetune.plan.search.search import LISTED, Search
 from ds_finetune.plan.search.search_run import search_layouts
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest.cells import hf_config
 from tests.conftest import ROOT
 from tests.planning import all_layouts, layout_of
@@ -33,7 +34,7 @@ def _search(tmp_path: Path, name: str, *, ranks: int, per_node: int) -> Search:
     tree: dict[str, Any] = {"model": str(tmp_path), "data": {"train": "t.jsonl"}, "output_dir": "o"}
     tree["train"] = {"for": "1 steps", "global_batch_size": 8, "max_seq_len": 64, "precision": "bf16"}
     config = RunConfig.model_validate(tree)
-    candidates = Candidates(config, read_config_json(str(tmp_path)), Ranks(ranks, per_node, "cuda"))
+    candidates = Candidates(RunSettings.of(config), read_config_json(str(tmp_path)), Ranks(ranks, per_node, "cuda"))
     machine = machine_of(accelerator("h100-80g"), gpus_per_node=per_node)
     return Search(candidates, machine, Budget(PLENTY, PLENTY), RowShape.full(64))
 
@@ -101,7 +102,7 @@ def test_a_search_takes_less_than_five_seconds(name: str, gpus: int, shared_data
     config, target = _run_of(name, shared_data), target_of(Request("h100-80g", gpus, gpus_per_node=min(8, gpus)))
     start = time.process_time()
     try:
-        search_layouts(config, target)
+        search_layouts(RunSettings.of(config), target)
     except ConfigError as refused:
         assert refused.message.startswith("no layout"), refused.message  # noqa: PT017
     assert time.process_time() - start < 5
@@ -114,7 +115,7 @@ def test_a_batch_with_many_divisors_takes_as_long(name: str, gpus: int, shared_d
     tree["train"] = {"for": "1 steps", "global_batch_size": 960, "max_seq_len": 4096, "precision": "bf16"}
     config = RunConfig.model_validate(tree | {"output_dir": "o"})
     start = time.process_time()
-    search_layouts(config, target_of(Request("h100-80g", gpus, gpus_per_node=8)))
+    search_layouts(RunSettings.of(config), target_of(Request("h100-80g", gpus, gpus_per_node=8)))
     assert time.process_time() - start < 5
 
 

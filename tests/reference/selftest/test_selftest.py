@@ -273,7 +273,7 @@ def test_tiny_models_grow_with_the_sizes(family: str) -> None:
     parallel = ParallelConfig(tp=8, sp=4, pp=3)
     config = enlarged_config(hf_config(family), parallel)
     for sizes in ({"pp": 3, "tp": 8}, {"sp": 4, "tp": 8}):
-        run = RunSettings(config=RUN, mesh=Mesh(0, 1, **sizes), model_json=config.to_dict())
+        run = RunSettings.of(RUN, mesh=Mesh(0, 1, **sizes), model_json=config.to_dict())
         check(run, "sizes of the model")
     build_skeleton(config, attention="sdpa", dtype=torch.float32, device="meta")
 

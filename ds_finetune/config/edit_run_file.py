@@ -1,0 +1,106 @@
+"""Edits the text of a run file: other values of some keys, while comments and order stay."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import yaml
+
+from ds_finetune.config.run_file import SHORT_FORMS
+from ds_finetune.config.schema import RunConfig, dump_config, validate_tree
+from ds_finetune.config.shipped import shipped_file
+from ds_finetune.errors import ConfigError, OutputError
+
+
+def with_values(text: str, values: Mapping[str, object]) -> str:
+    """The text of a run file with other values of some dotted keys; a section that is missing is added at the end."""
+    for key, value in values.items():
+        text = _with_value(text, tuple(key.split(".")), value)
+    return text
+
+
+def written_run_file(source: Path, values: Mapping[str, object], wanted: RunConfig, *, header: Sequence[str]) -> str:
+    """The text of the run file `source` with `values` put in, after the lines of `header` as comments.
+
+    Reading that text gives the run `wanted`. Where it cannot be edited so, as with YAML's anchors, the result is a new
+    text with every key of `wanted`.
+    """
+    path = source if source.exists() else shipped_file(str(source)) or source
+    comment = "".join(f"# {line}\n" for line in header)
+    try:
+        text = with_values(path.read_text(encoding="utf-8"), values)
+        if dump_config(validate_tree(yaml.safe_load(text), {}, "the run file")) == dump_config(wanted):
+            return comment + text
+    except (ConfigError, yaml.YAMLError):
+        pass
+    return comment + dump_config(wanted)
+
+
+def write_run_file(path: Path, text: str) -> None:
+    """Write a new run file; OutputError where it exists already or its folder cannot be written."""
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise OutputError(f"`{path}` exists already", hint="give --write another name, or remove the file") from None
+    except OSError as failed:
+        raise OutputError(
+            f"`{path}` cannot be written: {failed.strerror}", hint="give --write another name"
+        ) from failed
+
+
+def _with_value(text: str, keys: tuple[str, ...], value: object) -> str:
+    node, depth = yaml.compose(text, Loader=yaml.SafeLoader), 0
+    assert isinstance(node, yaml.MappingNode)
+    while depth < len(keys):
+        found = next((item for key, item in node.value if key.value == keys[depth]), None)
+        if found is None:
+            return _insert(text, node, keys[depth:], value)
+        depth += 1
+        if depth < len(keys) and not isinstance(found, yaml.MappingNode):
+            # A short form, such as `model: PATH`.
+            short = {SHORT_FORMS[keys[0]]: yaml.safe_load(_slice(text, found)), keys[depth]: value}
+            return _replace(text, found, short)
+        node = found
+    return _replace(text, node, value)
+
+
+def _slice(text: str, node: yaml.Node) -> str:
+    return text[node.start_mark.index : node.end_mark.index]
+
+
+def _replace(text: str, node: yaml.Node, value: object) -> str:
+    start, end = node.start_mark.index, node.end_mark.index
+    rest = text[end:]
+    if isinstance(node, yaml.CollectionNode) and not node.flow_style:
+        # A block begins on a line of its own and reaches up to the next key.
+        start = text.rindex(":", 0, start) + 1
+        return f"{text[:start]} {_flow(value)}\n{rest}"
+    return f"{text[:start]}{_flow(value)}{rest}"
+
+
+def _insert(text: str, node: yaml.MappingNode, keys: tuple[str, ...], value: object) -> str:
+    for key in reversed(keys[1:]):
+        value = {key: value}
+    item = f"{keys[0]}: {_flow(value)}"
+    end = node.end_mark.index
+    if node.flow_style:
+        end = text.rindex("}", 0, end)
+        return f"{text[:end].rstrip()}{', ' if node.value else ''}{item}{text[end:]}"
+    # The end of a block is where the next key begins: comments between the two stay where they are.
+    last = len(text[: node.value[-1][1].end_mark.index].rstrip())
+    line = text.find("\n", last)
+    line = len(text) if line < 0 else line
+    return f"{text[:line]}\n{' ' * node.start_mark.column}{item}{text[line:]}"
+
+
+def _flow(value: object) -> str:
+    """A value on one line."""
+    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000).strip()
+    return text.removesuffix("\n...").strip()
+
+
+def override_values(overrides: Sequence[str]) -> Iterator[tuple[str, object]]:
+    """Key and value of overrides `a.b=value`."""
+    for override in overrides:
+        name, _, text = override.partition("=")
+        yield name, yaml.safe_load(text)
