@@ -179,7 +179,9 @@ class TrainConfig(Section):
     is computed once more in backward.
     """
     max_skipped_steps: int = Field(default=5, ge=1)
-    """The run ends after this many steps in a row whose gradient is not finite."""
+    """The run ends after this many steps in a row whose gradient is not finite; in the first 100 steps in fp16 after 17
+    at least, in which the loss scale falls from 65,536 to 1.
+    """
     reduction_dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Dtype in which gradients are summed over ranks and forwards. `auto` is that of `precision`. `fp32` in a bf16 run
     needs ZeRO-2 or 3. `bf16` in an fp32 run rounds what is sent, and the sum over forwards stays fp32.

@@ -434,6 +434,20 @@ _OPTIONS = (
         "stage 0 has no partitioned optimizer to offload",
         "zero_optimization.stage 1, 2 or 3",
     ),
+    # Only gathering whole small weights after a step waits for the step's writes (zero/stage3.py:2840,
+    # zero/partition_parameters.py:2128); other gathers begin on a stream of their own.
+    _option(
+        "ZeRO-3 with overlap_comm and no weights that stay whole",
+        lambda run: (
+            run.stage == 3
+            and run.device != "cpu"
+            and run.mesh.dp * run.mesh.sp > 1
+            and run.zero.get("overlap_comm", True) is not False
+            and 0 in (run.zero.get(f"stage3_{key}_persistence_threshold") for key in ("param", "model"))
+        ),
+        "DeepSpeed 0.19.8 may gather weights from before the last optimizer step",
+        "zero_optimization.overlap_comm false, or leave the persistence thresholds out",
+    ),
     _option(
         "Muon with reduce_scatter under ZeRO-3",
         lambda run: run.stage == 3 and run.optimizer == "muon" and run.zero.get("reduce_scatter", True) is not False,

@@ -64,6 +64,8 @@ class Gpu:
     uuid: str
     total_bytes: int | None
     used_bytes: int | None
+    compute_mode: str = ""
+    """Which processes may use it at the same time, in nvidia-smi's word: `Default` for any."""
 
 
 def gather_host_info(port: int = 0) -> HostInfo:
@@ -99,10 +101,14 @@ def query_gpus() -> list[Gpu]:
     """GPUs with their memory by nvidia-smi; none where it is not installed or finds no driver."""
     if not shutil.which("nvidia-smi"):
         return []
-    query = ["nvidia-smi", "--query-gpu=name,uuid,memory.total,memory.used", "--format=csv,noheader,nounits"]
+    query = [
+        "nvidia-smi",
+        "--query-gpu=name,uuid,memory.total,memory.used,compute_mode",
+        "--format=csv,noheader,nounits",
+    ]
     done = subprocess.run(query, capture_output=True, text=True, timeout=_SMI_SECONDS, check=False)
     rows = csv.reader(done.stdout.splitlines(), skipinitialspace=True) if done.returncode == 0 else ()
-    return [Gpu(name, uuid, _mib(total), _mib(used)) for name, uuid, total, used in rows]
+    return [Gpu(name, uuid, _mib(total), _mib(used), mode) for name, uuid, total, used, mode in rows]
 
 
 def _mib(text: str) -> int | None:

@@ -4,6 +4,13 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+
+from ds_finetune.config.schema import RunConfig
+from ds_finetune.config.units import GIB
+from ds_finetune.plan.plan import make_plan
+from ds_finetune.system.world import World
+from ds_finetune.trainer import resume
 from tests.running import start
 
 BUFFER = 16 * 2**20
@@ -19,3 +26,18 @@ def test_a_save_holds_two_tensors_and_a_buffer_beyond_the_copy(tmp_path: Path) -
     assert found["bytes"] > 20 * bound
     assert found["False"]["extra"] <= bound, found
     assert found["True"]["extra"] <= found["bytes"] + bound, found
+
+
+@pytest.mark.parametrize(
+    ("gib", "asynchronous", "is_refused"), [(23, True, True), (24, True, False), (23, False, False)]
+)
+def test_a_copy_that_the_host_cannot_hold_is_refused_before_the_first_step(
+    gib: int, asynchronous: bool, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel would end the process without a word, at the first save; a control group's limit counts too."""
+    tree = {"model": "m", "data": {"train": "t"}, "output_dir": "o", "checkpoint": {"asynchronous": asynchronous}}
+    plan = make_plan(RunConfig.model_validate(tree), world=World(0, 2, 0, 2, "test"), device="cuda")
+    monkeypatch.setattr(resume, "available_bytes", lambda: gib * GIB)
+    error = resume._memory_error(12 * GIB, plan)
+    assert (error is not None) == is_refused
+    assert error is None or "24.00 GiB of state" in error.message

@@ -14,10 +14,11 @@ from ds_finetune.engine.state.parameter_tags import parameter_groups
 from ds_finetune.errors import FinetuneError
 from ds_finetune.families.configs import GPT_OSS
 from ds_finetune.model.build.skeleton import build_skeleton
+from ds_finetune.model.parallel.pipeline import build_meta_model
 from ds_finetune.plan.checks import check
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.settings import RunSettings
-from ds_finetune.reference.selftest.cells import Cell, run_tree
+from ds_finetune.reference.selftest.cells import TINY_MODELS, Cell, hf_config, run_tree
 from ds_finetune.trainer.resolve import plan_model
 
 ALONE = Mesh(0, 1)
@@ -81,3 +82,20 @@ def test_weights_of_experts_decay_and_their_biases_do_not() -> None:
     }
     assert all("norm" in names[id(p)] for p in others["params"] if names[id(p)].endswith("weight"))
     assert len(decayed["params"]) + len(others["params"]) == len(names)
+
+
+@pytest.mark.parametrize("family", TINY_MODELS)
+def test_weights_of_experts_begin_at_multiples_of_16_bytes_in_flat_buffers(family: str) -> None:
+    """ZeRO-1 and 2 turn weights into parts of one tensor a group, and torch's product of all experts refuses others.
+    Sinks, norms and biases, which may have any size, are in a group without such weights.
+    """
+    lm = build_meta_model(hf_config(family))
+    for param in lm.parameters():
+        param.requires_grad_()
+    plan = SimpleNamespace(optimizer=SimpleNamespace(weight_decay=0.1), zero_stage=1)
+    groups: Any = SimpleNamespace(experts=None)
+    for group in parameter_groups(lm, plan, groups):  # type: ignore[arg-type]
+        offset = 0
+        for param in group["params"]:
+            assert param.dim() < 3 or offset % 8 == 0, family
+            offset += param.numel()

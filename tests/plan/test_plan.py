@@ -423,3 +423,21 @@ def test_accelerates_deepspeed_file_must_say_what_the_run_file_says(tmp_path: Pa
     assert "zero_optimization.stage 1 and 3; zero_optimization.overlap_comm None and False" in caught.value.message
     assert "leave one of them out" in caught.value.hint
     assert plan_of(zero(3, overlap_comm=False), accelerate=choices).zero_stage == 3
+
+
+def test_gathers_that_nothing_orders_after_a_step_are_refused() -> None:
+    """Without a weight that stays whole DeepSpeed does not wait for the step before it gathers on another stream."""
+
+    def plan(ranks: int, device: str, **section: Any) -> Plan:
+        tree = {"model": "m", "data": {"train": "t"}, "output_dir": "o", "deepspeed": zero(3, **section)}
+        config = RunConfig.model_validate(tree | {"train": {"global_batch_size": 8, "precision": "bf16"}})
+        return make_plan(config, world=World(0, ranks, 0, ranks, "test"), device=device)
+
+    for key in ("param", "model"):
+        none = {f"stage3_{key}_persistence_threshold": 0}
+        with pytest.raises(ConfigError, match="ZeRO-3 with overlap_comm and no weights that stay whole is refused"):
+            plan(2, "cuda", **none)
+        plan(1, "cuda", **none)
+        plan(2, "cpu", **none)
+        plan(2, "cuda", overlap_comm=False, **none)
+    plan(2, "cuda", stage3_param_persistence_threshold=40)

@@ -19,7 +19,7 @@ def config_of(stage: int, *, zero: dict[str, Any] | None = None, **train: Any) -
         "model": "m",
         "data": {"train": "a.jsonl"},
         "output_dir": "o",
-        "train": {"global_batch_size": 8, "micro_batch_size": 1} | train,
+        "train": {"global_batch_size": 8, "micro_batch_size": 1, "precision": "bf16"} | train,
         "deepspeed": choices,
     }
     return RunConfig.model_validate(tree | sections)

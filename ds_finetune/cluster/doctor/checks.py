@@ -93,6 +93,11 @@ def gpu_checks(hosts: Mapping[str, messages.HostDetails]) -> Iterator[Check]:
         if busy:
             found = f"GPU {', '.join(busy)} has more than 1 GiB in use"
             yield Check("gpus", host, "warn", found, "find the process with nvidia-smi")
+        exclusive = [str(number) for number, gpu in enumerate(listed) if gpu.compute_mode.startswith("Exclusive")]
+        if exclusive:
+            found = f"GPU {', '.join(exclusive)} admits one process"
+            hint = "nvidia-smi -c 0; train.micro_batch_size auto and export.verify start a second process"
+            yield Check("gpus", host, "warn", found, hint)
     for a, b in combinations(hosts, 2):
         shared = {gpu.uuid for gpu in hosts[a].gpu_memory} & {gpu.uuid for gpu in hosts[b].gpu_memory}
         if shared and hosts[a].network_identity != hosts[b].network_identity:

@@ -168,4 +168,5 @@ def _stage(made: _GroupMaker, *, shares_embedding: bool, vpp: int) -> PipelineGr
         ]
         group = made.shared(ends)
         stage.embedding_group = group if stage.is_end else None
+        stage.adds_embedding = mesh.place("dp") == mesh.place("sp") == 0
     return stage

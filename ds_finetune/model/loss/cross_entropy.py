@@ -155,7 +155,8 @@ def _run_liger_kernel(
         HAS_SOFTCAPPING=False,
         HAS_GRADIENTS=has_gradients,
         BLOCK_SIZE=min(_LIGER_BLOCK, triton.next_power_of_2(columns)),
-        num_warps=32,
+        # A warp has 64 threads on AMD's GPUs, and a block 1,024 at most; Liger does the same.
+        num_warps=32 if torch.version.hip is None else 16,
     )
 
 

@@ -58,6 +58,8 @@ class PipelineGroup(RankGroup):
     """Ranks of the first and of the last stage that hold the same tensor parallel shard, with all their data and
     sequence parallel copies; None on other stages, and where only one end has the embedding.
     """
+    adds_embedding: bool = True
+    """Whether this rank, of those in `embedding_group` on its stage, has the sum of the embedding's gradients."""
     input_hidden_states: torch.Tensor | None = None
     """Hidden states that the previous stage sent for the latest forward; a leaf that requires a gradient where
     gradients are enabled. With several chunks a rank those for the running one, None for the first of the model.
@@ -119,15 +121,16 @@ class PipelineGroup(RankGroup):
         return values
 
     def all_reduce_embedding_grad(self, grad: torch.Tensor) -> None:
-        """Replace the gradient of a weight that the first and the last stage hold by the sum of both stages, averaged
-        over the ranks that process other rows.
+        """Replace the gradient of a weight that the first and the last stage hold so that its average over the ranks
+        of a stage is the sum of both stages, averaged over the ranks that process other rows.
 
-        The result is the same on all of them bit by bit, so that a later reduction is too, in whatever order it adds.
-        Otherwise the two copies would drift apart, as the position of an element in a bucket decides the order.
+        One rank of each stage gets the whole sum and the others zeros: adding them is exact in every order. Otherwise
+        the two copies would drift apart, as buckets and NCCL's algorithms decide the order on each stage.
         """
         assert self.embedding_group is not None, "only ends of a pipeline that share the embedding"
         dist.all_reduce(grad, group=self.embedding_group)
-        grad /= dist.get_world_size(self.embedding_group) // 2
+        if not self.adds_embedding:
+            grad.zero_()
 
     def broadcast_embedding(self, weight: torch.Tensor) -> None:
         """Overwrite the last stage's copy of the embedding's `weight` with the first stage's."""

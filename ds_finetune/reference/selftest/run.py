@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PretrainedConfig
 
 from ds_finetune.config.objectives import is_distillation, read_objective
@@ -170,6 +171,8 @@ def selftest(run: RunSettings | None, extent: Extent, *, say: Say) -> None:
     # The tiny models are loaded and gathered hundreds of times, each time with a progress bar or a warning.
     quiet_packages()
     show_loading_as_phase()
+    # The limits are those of fp32. NVIDIA's containers allow TF32 by TORCH_ALLOW_TF32_CUBLAS_OVERRIDE.
+    torch.set_float32_matmul_precision("highest")
     # A launcher sends this signal to the other ranks when one fails; rank zero has a folder to remove.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     world = World.from_environment(os.environ)

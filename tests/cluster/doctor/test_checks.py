@@ -68,17 +68,21 @@ def test_gpus_beside_what_nvidia_smi_lists(here: HostDetails) -> None:
     busy = replace(good, network_identity="m", gpu_memory=[replace(GPU, uuid="GPU-2", used_bytes=9 << 30)])
     silent = replace(good, network_identity="n", gpu_memory=[])
     shared = replace(good, network_identity="o")
-    found = list(gpu_checks({"a": good, "b": busy, "c": silent, "d": shared}))
+    exclusive = replace(GPU, uuid="GPU-3", compute_mode="Exclusive_Process")
+    single = replace(good, network_identity="p", gpu_memory=[exclusive])
+    found = list(gpu_checks({"a": good, "b": busy, "c": silent, "d": shared, "e": single}))
     assert [(check.host, check.state, check.found) for check in found] == [
         ("b", "warn", "GPU 0 has more than 1 GiB in use"),
         ("c", "fail", "nvidia-smi lists 0 of 1 GPUs"),
+        ("e", "warn", "GPU 0 admits one process"),
         ("d", "fail", "the same GPUs as a"),
     ]
 
 
 def test_memory_that_nvidia_smi_does_not_tell(here: HostDetails, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of GPUs that share the host's memory, and of those in MIG mode."""
-    rows = "NVIDIA GB10, GPU-1, [N/A], [N/A]\nNVIDIA H100, GPU-2, 81559, [Insufficient Permissions]\n"
+    rows = "NVIDIA GB10, GPU-1, [N/A], [N/A], Default\n"
+    rows += "NVIDIA H100, GPU-2, 81559, [Insufficient Permissions], Default\n"
     monkeypatch.setattr(info.shutil, "which", lambda _: "nvidia-smi")
     monkeypatch.setattr(info.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=rows, returncode=0))
     gpus = query_gpus()

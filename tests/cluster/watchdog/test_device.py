@@ -146,6 +146,21 @@ def test_a_hung_kernel_names_its_rank() -> None:
     assert str(answers[1]).startswith("has not reached all_reduce of 2 elements (number 2 of all) on its device")
 
 
+def test_a_device_that_has_failed_does_not_end_the_watchdog() -> None:
+    """After an illegal access every question to CUDA raises; the thread that would end the run asks on."""
+
+    class FailedMarks(StreamMarks):
+        def is_reached(self, mark: list[float]) -> bool:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    progress = RankProgress(0, NEVER)
+    progress.device = DeviceProgress(FailedMarks(Stream()))
+    progress.enter("all_reduce", 2, "all")
+    status = progress.status()
+    assert status.inside is not None
+    assert (status.inside.name, status.queued) == ("all_reduce", None)
+
+
 def test_what_a_device_is_done_with_is_forgotten() -> None:
     rank = Rank(0, threading.Barrier(1))
     for _ in range(200):

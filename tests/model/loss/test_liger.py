@@ -4,17 +4,20 @@ import os
 import subprocess
 import sys
 from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from ds_finetune.model.loss.cross_entropy import NeededGradients, liger_cross_entropy
 from tests.conftest import ROOT
 
 CASES = """
 import sys
 import torch
-from ds_finetune.model import cross_entropy as ce
+from ds_finetune.model.loss import cross_entropy as ce
 
 device, worst = sys.argv[1], 0.0
 for tokens, width, vocabulary, bias in ((37, 16, 300, False), (5, 24, 1030, True), (1, 8, 17, False), (0, 8, 17, True)):
@@ -32,6 +35,26 @@ for tokens, width, vocabulary, bias in ((37, 16, 300, False), (5, 24, 1030, True
 assert worst < 1e-5, worst
 print("worst", worst)
 """
+
+
+@pytest.mark.parametrize(("hip", "warps"), [(None, 32), ("7.0", 16)])
+def test_a_block_has_as_many_threads_as_the_gpu_allows(
+    hip: str | None, warps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """32 warps of 64 threads, as AMD's GPUs have them, are more than 1,024."""
+    launched: list[dict[str, Any]] = []
+    kernel = {(2,): lambda **given: launched.append(given)}
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(next_power_of_2=lambda number: number))
+    stub = SimpleNamespace(liger_cross_entropy_kernel=kernel)
+    monkeypatch.setitem(sys.modules, "liger_kernel.ops.cross_entropy", stub)
+    for name in ("liger_kernel", "liger_kernel.ops"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace())
+    targets = torch.zeros(2, dtype=torch.int64)
+    liger_cross_entropy(
+        torch.zeros(2, 8), torch.zeros(16, 8), None, targets, NeededGradients(False, False, False), chunk=4
+    )
+    assert [given["num_warps"] for given in launched] == [warps]
 
 
 def test_liger_equals_the_chunked_loss() -> None:

@@ -1,7 +1,12 @@
 """Pipeline stages as models: which layers each has, and what replaces the rest."""
 
+from collections.abc import Callable
+from functools import reduce
+from typing import Any, cast
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers.cache_utils import DynamicCache
 
@@ -91,6 +96,33 @@ def test_what_is_not_trained_on_a_stage_takes_no_memory() -> None:
     assert not list(lm.base_model.layers[1].parameters())
     assert isinstance(lm.get_output_embeddings(), nn.Linear)
     assert lm.get_output_embeddings().weight is None
+
+
+def test_copies_of_a_tied_embedding_get_equal_gradients_in_every_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL may add one after another on one stage and pairwise on the other: eight equal numbers in bf16 differ then."""
+    ranks = 8
+    total = (1 + torch.arange(128) / 128).bfloat16() * ranks
+    monkeypatch.setattr(dist, "all_reduce", lambda grad, group: grad.copy_(total))
+
+    def after_reduction(add: Callable[[list[torch.Tensor]], torch.Tensor]) -> torch.Tensor:
+        grads = []
+        for rank in range(ranks):
+            stage = PipelineGroup(cast(Any, None), 2, 0)
+            stage.embedding_group, stage.adds_embedding = cast(Any, "both ends"), rank == 0
+            grads.append(torch.rand(128).bfloat16())
+            stage.all_reduce_embedding_grad(grads[-1])
+        return add(grads) / ranks
+
+    def one_by_one(grads: list[torch.Tensor]) -> torch.Tensor:
+        return reduce(torch.add, grads)
+
+    def pairwise(grads: list[torch.Tensor]) -> torch.Tensor:
+        half = len(grads) // 2
+        return grads[0] if half == 0 else pairwise(grads[:half]) + pairwise(grads[half:])
+
+    first, last = after_reduction(one_by_one), after_reduction(pairwise)
+    assert torch.equal(first, last)
+    assert torch.equal(first, total / ranks)
 
 
 def test_a_multi_token_prediction_layer_is_on_the_last_stage_with_a_copy_of_the_embedding() -> None:

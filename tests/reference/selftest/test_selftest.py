@@ -2,30 +2,51 @@
 
 import math
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
 
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.sections import ParallelConfig
+from ds_finetune.errors import ConfigError
+from ds_finetune.export.verify import plain_transformers
 from ds_finetune.families.table import FAMILIES
 from ds_finetune.model.build.skeleton import build_skeleton
 from ds_finetune.plan.checks import check
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.settings import RunSettings
+from ds_finetune.reference.selftest import run
 from ds_finetune.reference.selftest.cells import TINY_MODELS, enlarged_config, hf_config
 from ds_finetune.reference.selftest.compare import compare_steps
 from ds_finetune.reference.selftest.reference_loop import Steps
-from ds_finetune.reference.selftest.run import _standard_cases
+from ds_finetune.reference.selftest.run import Extent, _standard_cases, selftest
 from tests.reference.selftest.faults import FAULTY
 from tests.running import start, tiny_task
 
 FOUR_BIT = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 COMMAND = [sys.executable, "-m", "ds_finetune", "selftest"]
+
+
+def test_what_is_compared_in_fp32_is_not_computed_in_tf32(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """NVIDIA's containers set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, and layouts would be called wrong."""
+
+    def stop() -> NoReturn:
+        raise ConfigError("far enough", hint="")
+
+    for program in (
+        lambda: selftest(None, Extent(), say=print),
+        lambda: (monkeypatch.setattr(sys, "argv", ["", "1", str(tmp_path), "{}"]), plain_transformers.main()),
+    ):
+        torch.set_float32_matmul_precision("high")
+        monkeypatch.setattr(run, "choose_device", stop)
+        with suppress(ConfigError):
+            program()
+        assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_the_layout_of_a_run_is_checked_in_two_precisions(tmp_path: Path) -> None:
