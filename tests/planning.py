@@ -1,9 +1,10 @@
-"""The model of a run file as the engine takes it, and a run as the trainer prepares it."""
+"""The model of a run file as the engine takes it, a run as the trainer prepares it, and rows with numbers."""
 
 from collections.abc import Iterator
 from itertools import product
 
 from ds_finetune.config.schema import RunConfig
+from ds_finetune.data.prepared_rows import Row, empty_row
 from ds_finetune.model.build.model_plan import ModelPlan, task_of
 from ds_finetune.model.build.skeleton import read_hf_config
 from ds_finetune.model.loss.score_config import set_classes
@@ -17,6 +18,19 @@ from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
 from ds_finetune.trainer.prepare import PreparedRun, read_run
 from ds_finetune.trainer.resolve import ResolvedRun, plan_model
+
+
+class NumberedRows:
+    """Rows whose first token is their number."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __len__(self) -> int:
+        return self._number
+
+    def __getitem__(self, index: int) -> Row:
+        return empty_row(index)
 
 
 def model_of(config: RunConfig) -> ModelPlan:

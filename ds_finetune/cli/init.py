@@ -11,7 +11,7 @@ import yaml
 
 from ds_finetune.cli.arguments import Arguments, Commands, add_command
 from ds_finetune.console.tables import show_line
-from ds_finetune.errors import DataError, OutputError
+from ds_finetune.errors import DataError
 
 if TYPE_CHECKING:
     from ds_finetune.data.sources import Record
@@ -48,6 +48,7 @@ def add_commands(commands: Commands) -> None:
 
 
 def _init(arguments: Arguments) -> None:
+    from ds_finetune.config.edit_run_file import write_run_file
     from ds_finetune.data.sources import find_sources, read_records
 
     out = Path(arguments.out)
@@ -64,15 +65,7 @@ def _init(arguments: Arguments) -> None:
         lr=_RATES.get(objective, "1.0e-5"),
         output_dir=_yaml(f"runs/{out.stem}"),
     )
-    try:
-        with Path(arguments.out).open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise OutputError(f"`{arguments.out}` exists", hint="name another file with --out, or move it away") from None
-    except OSError as refused:
-        raise OutputError(
-            f"`{arguments.out}` cannot be written: {refused.strerror}", hint="name another file"
-        ) from None
+    write_run_file(out, text, option="--out")
     show_line(f"wrote {out}: objective {objective}, from the columns {', '.join(record)}")
     show_line(f"next: ds-finetune data show {out}")
 

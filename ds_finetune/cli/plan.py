@@ -129,7 +129,7 @@ def _search(arguments: Arguments, config: RunConfig, target: "Target") -> None:
         # With train.precision as it is written.
         given = read_run(arguments)
         text = run_file_text(Path(arguments.run), given, result, target, overrides=arguments.overrides)
-        write_run_file(Path(arguments.write), text)
+        write_run_file(Path(arguments.write), text, option="--write")
     if arguments.json:
         OUT.print_json(json.dumps(result_tree(result, target)))
         return

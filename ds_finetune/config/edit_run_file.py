@@ -35,16 +35,16 @@ def written_run_file(source: Path, values: Mapping[str, object], wanted: RunConf
     return comment + dump_config(wanted)
 
 
-def write_run_file(path: Path, text: str) -> None:
-    """Write a new run file; OutputError where it exists already or its folder cannot be written."""
+def write_run_file(path: Path, text: str, *, option: str) -> None:
+    """Write a new run file, which `option` named; OutputError where it exists or its folder cannot be written."""
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise OutputError(f"`{path}` exists already", hint="give --write another name, or remove the file") from None
+        raise OutputError(f"`{path}` exists already", hint=f"give {option} another name, or remove the file") from None
     except OSError as failed:
         raise OutputError(
-            f"`{path}` cannot be written: {failed.strerror}", hint="give --write another name"
+            f"`{path}` cannot be written: {failed.strerror}", hint=f"give {option} another name"
         ) from failed
 
 

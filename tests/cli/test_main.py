@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,14 +22,6 @@ from ds_finetune.data.row_kind import DIALOGUE
 from ds_finetune.data.samples import read_row
 from ds_finetune.errors import ConfigError, DataError, RunError
 from tests.conftest import ROOT
-
-
-@pytest.fixture(autouse=True)
-def environ() -> Iterator[None]:
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
 
 
 def test_an_error_carries_its_hint() -> None:

@@ -1,7 +1,6 @@
 """Mistakes of users in run files, overrides, rows, flags and calls: each is one error that names it, before any work."""
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -290,14 +289,6 @@ CALLS: tuple[tuple[Call, str], ...] = (
     (lambda at: ds_finetune.evaluate(at / "model", at / "train.jsonl", max_seq_len=0), "max_seq_len is 0"),
     (lambda at: ds_finetune.evaluate(at / "model", at / "train.jsonl", limit="x"), "limit is 'x'"),  # type: ignore[arg-type]
 )
-
-
-@pytest.fixture(autouse=True)
-def environ() -> Iterator[None]:
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
 
 
 @pytest.fixture(scope="module")

@@ -8,12 +8,11 @@ import pytest
 from ds_finetune.config.schedule import Duration, Interval, LrSchedule, warmup_steps
 from ds_finetune.config.schema import read_config
 from ds_finetune.data.batches import BatchPlan, training_batches
-from ds_finetune.data.prepared_rows import Row, empty_row
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
 from ds_finetune.trainer.batches import run_batches
-from tests.planning import prepared_run
+from tests.planning import NumberedRows, prepared_run
 from tests.running import tiny_task
 
 
@@ -48,7 +47,7 @@ def test_a_run_in_epochs_has_batches_for_all_of_its_steps(global_batch_size: int
         length = Duration(epochs, "epochs")
         steps = length.in_steps(rows=rows, tokens=10 * rows, global_batch_size=global_batch_size)
         plan = BatchPlan(global_batch_size, 1, 0, 1, 0, shuffle=True, pad_token_id=0, row_len=None)
-        batches = training_batches(_Rows(rows), plan, start_step=0, total_rows=length.in_rows(rows))
+        batches = training_batches(NumberedRows(rows), plan, start_step=0, total_rows=length.in_rows(rows))
         found = [len(batch.row_ids) for batch in batches]
         assert len(found) == steps, (rows, epochs)
         assert rows * epochs - 1e-6 <= sum(found) < rows * epochs + 1, (rows, epochs)
@@ -60,17 +59,6 @@ def test_the_batches_of_a_run_are_as_many_as_its_schedule_says(tmp_path: Path) -
     run = prepared_run(config, make_plan(RunSettings.of(config), world=World(0, 1, 0, 1, "a test"), device="cpu"))
     assert (len(run.inputs.train), run.schedule.steps) == (32, 2)
     assert [len(batch.row_ids) for batch in run_batches(run)] == [9, 1]
-
-
-class _Rows:
-    def __init__(self, number: int) -> None:
-        self._number = number
-
-    def __len__(self) -> int:
-        return self._number
-
-    def __getitem__(self, index: int) -> Row:
-        return empty_row(index)
 
 
 def test_warmup() -> None:

@@ -14,9 +14,9 @@ from ds_finetune.config.sections import DataConfig
 from ds_finetune.data.batches import BatchPlan, Position, training_batches
 from ds_finetune.data.mixture import Mixture
 from ds_finetune.data.prepare import TokenLimits, prepare_rows
-from ds_finetune.data.prepared_rows import Row, empty_row
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.errors import DataError
+from tests.planning import NumberedRows
 
 MIXTURES = [
     Mixture.of({"a": 0.9, "b": 0.1}, [90, 1000]),
@@ -26,19 +26,6 @@ MIXTURES = [
     Mixture.of({"a": 1}, [6]),
 ]
 SETTINGS = list(product(MIXTURES, (False, True)))
-
-
-class _Rows:
-    """Rows whose first token is their number."""
-
-    def __init__(self, number: int) -> None:
-        self._number = number
-
-    def __len__(self) -> int:
-        return self._number
-
-    def __getitem__(self, index: int) -> Row:
-        return empty_row(index)
 
 
 def sequence(mixture: Mixture, epochs: int, *, shuffle: bool) -> np.ndarray:
@@ -89,7 +76,7 @@ def test_every_row_of_a_source_comes_before_any_comes_again(mixture: Mixture, sh
 @pytest.mark.parametrize(("dp", "micro"), [(1, 8), (2, 2), (4, 1)])
 def test_batches_do_not_depend_on_ranks_and_resume_at_any_step(dp: int, micro: int) -> None:
     mixture = MIXTURES[3]
-    rows, total = _Rows(sum(mixture.sizes)), 3 * mixture.rows_per_epoch + 4
+    rows, total = NumberedRows(sum(mixture.sizes)), 3 * mixture.rows_per_epoch + 4
     plans = [
         BatchPlan(8, micro, rank, dp, 3, shuffle=True, pad_token_id=0, row_len=None, mixture=mixture)
         for rank in range(dp)

@@ -52,13 +52,13 @@ def test_a_shipped_run_file_keeps_its_comments(source: Path, layout: Layout, tmp
     comments = [line for line in source.read_text().splitlines() if line.strip().startswith("#")]
     assert [line for line in text.splitlines() if line.strip().startswith("#")] == ["# a layout", *comments]
     file = tmp_path / "run.yaml"
-    write_run_file(file, text)
+    write_run_file(file, text, option="--write")
     found = read_config(file)
     assert layout_of(found) == layout
     choices = {"deepspeed": decided(given_choices(found.deepspeed)[0])}
     assert found.model_copy(update=choices) == wanted.model_copy(update={"deepspeed": decided(wanted.deepspeed)})
     with pytest.raises(OutputError, match="exists already"):
-        write_run_file(file, text)
+        write_run_file(file, text, option="--write")
 
 
 def test_blocks_and_short_forms_are_edited_where_they_are(tmp_path: Path) -> None:
