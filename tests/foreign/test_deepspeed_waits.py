@@ -1,7 +1,11 @@
 """The norm of gradients on CPUs, of which a part at a time is fp64."""
 
+import ast
+import inspect
+
 import pytest
 import torch
+from deepspeed.runtime.zero import stage3
 
 from ds_finetune.engine.patches import deepspeed_waits
 from ds_finetune.engine.patches.deepspeed_waits import _blocks_of, _sum_of_squares
@@ -28,3 +32,14 @@ def test_a_gpu_copies_no_large_gradient_whole() -> None:
         assert {block.device.type for block in blocks} == {"cuda"}
         assert [len(block) for block in blocks] == [2**25, 2**25, 2**25, 8]
         assert len(_blocks_of(gradient[:8])) == 1
+
+
+def test_a_backward_at_stage_3_ends_when_gradients_are_reduced() -> None:
+    """The step of ZeRO-3 has no other wait for the stream of reductions, since `has_overflow` is replaced."""
+    tree = ast.parse(inspect.getsource(stage3))
+    name = "independent_gradient_partition_epilogue"
+    [epilogue] = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name]
+    calls = [ast.unparse(node) for node in epilogue.body]
+    wait = "if not get_accelerator().resolves_data_dependency():\n    self.reduce_and_partition_stream.synchronize()"
+    assert wait in calls
+    assert calls.index(wait) > max(number for number, call in enumerate(calls) if "__reduce_and_partition" in call)

@@ -131,6 +131,8 @@ class ZeroNorms:
         _OVERFLOW.attribute(optimizer, "has_overflow")
         needs_overflow = "muon" in type(optimizer.optimizer).__name__.lower()
         if not needs_overflow:
+            # At stage 3 DeepSpeed's own lets the step wait for the stream of reductions (stage3.py:3026); without it
+            # only the host's wait at the end of backward does (stage3.py:1413-1414).
             optimizer.has_overflow = lambda *_, **__: has_bad_gradient()
         self.is_offloaded = gather_offloads_without_waits(optimizer, norm, needs_overflow=needs_overflow)
         name = "_get_norm_groups" if hasattr(optimizer, "_get_norm_groups") else "scaled_global_norm"
