@@ -42,6 +42,8 @@ WORDS = {
 }
 """Words that were used once, as a regular expression between word boundaries, and what is written instead."""
 FORBIDDEN = re.compile("|".join(rf"\b(?:{word})\b" for word in WORDS), re.IGNORECASE)
+NEIGHBOURLY = re.compile(r'"""(?:Those|The same (?:as|for|from|in|of|on|where|with|without))\b.*')
+"""Beginnings of docstrings that say nothing without the docstring before them."""
 
 
 def test_private_words_do_not_return() -> None:
@@ -50,6 +52,15 @@ def test_private_words_do_not_return() -> None:
         for path in TEXTS
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
         for word in FORBIDDEN.finditer(line)
+    ]
+    assert found == []
+
+
+def test_docstrings_are_understood_without_their_neighbours() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}: {fragment[0]}"
+        for path in PACKAGE
+        for fragment in NEIGHBOURLY.finditer(path.read_text(encoding="utf-8"))
     ]
     assert found == []
 

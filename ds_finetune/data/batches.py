@@ -86,7 +86,7 @@ class Batch:
     counts: Mapping[str, int]
     """Number of each unit of `objectives.objective.Unit`."""
     global_counts: Mapping[str, int] | None = None
-    """The same of the rows of all ranks; None where this rank does not know them."""
+    """Number of each unit in the rows of all ranks; None where this rank does not know them."""
     baseline: tuple[MicroBatch, ...] = ()
     """This rank's share of the documents from which the objective's number of the global batch is computed first."""
 

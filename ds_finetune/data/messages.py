@@ -63,7 +63,7 @@ class Conversation:
     unread: tuple[str, ...] = ()
 
     def with_system(self, text: str, where: str) -> Self:
-        """The same with a system text before all turns, unless it begins with that; DataError where it has another."""
+        """These turns after a system text, unless they begin with that; DataError where they begin with another."""
         first = self.messages[0]
         if first["role"] != "system":
             return replace(self, messages=({"role": "system", "content": text}, *self.messages))
@@ -310,7 +310,7 @@ class TextChange(Protocol):
     """A function that changes a text of a message with this role."""
 
     def __call__(self, text: str, role: str) -> str:
-        """The changed text."""
+        """The text to put in place of `text`."""
         ...
 
 

@@ -37,7 +37,7 @@ class Preference:
     margin: float = 0.0
 
     def with_system(self, text: str, where: str) -> Self:
-        """The same with a system text before all turns of both sides."""
+        """This pair with a system text before all turns of both sides."""
         chosen, rejected = (side.with_system(text, where) for side in (self.chosen, self.rejected))
         return replace(self, chosen=chosen, rejected=rejected)
 

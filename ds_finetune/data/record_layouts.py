@@ -60,7 +60,7 @@ class Completion:
     """Whether `prompt` ends with the separator that it needs."""
 
     def with_system(self, text: str, where: str) -> Self:
-        """The same with a system text before all turns."""
+        """This prompt and completion with a system text before all turns."""
         return replace(self, conversation=self.conversation.with_system(text, where), has_all_turns=False)
 
 

@@ -132,9 +132,9 @@ class TextEncoder:
         return [encoding.ids for encoding in self._core.encode_batch_fast(texts, add_special_tokens=False)]
 
     def _encode_later(self, pieces: Collection[str]) -> dict[str, list[int]]:
-        """Ids of pieces with a space before them.
+        """The ids of each piece when a space stands before it.
 
-        Pieces that end as those before a cut do are encoded in long texts, since a call has a cost for each text.
+        Pieces that end where a text may be cut are joined to long texts first, since each text of a call has a cost.
         """
         joined = [piece for piece in pieces if self._ends_like_a_cut.search(piece)]
         alone = [*set(pieces).difference(joined)]

@@ -17,9 +17,9 @@ class RankBatch(Batch):
     """A batch with the rows of each of its forwards."""
 
     rows: tuple[ForwardRows, ...] = ()
-    """Those of `micro`."""
+    """The rows of each forward of `micro`."""
     baseline_rows: tuple[ForwardRows, ...] = ()
-    """Those of `baseline`."""
+    """The rows of each forward of `baseline`."""
 
 
 def rank_batch(batch: Batch, sequence: SequenceParallelGroup | None, device: torch.device) -> RankBatch:

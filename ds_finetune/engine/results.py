@@ -54,7 +54,7 @@ class StepReading:
     table: torch.Tensor
     """What the routers chose, on the device, as `routers.table_of_choices` has it; empty without routers."""
     choices: RouterChoices | None
-    """The same as the host knows it; None without routers."""
+    """What the routers chose, as the host knows it; None without routers."""
 
 
 def read_step(

@@ -164,7 +164,7 @@ def _agreeing(
     encode: Encode,
     samples: Sequence[tuple[str, str | None]],
 ) -> list[tuple[str, str | None]]:
-    """Those of `samples` for which plain transformers makes the tokens of `encode` with the changed files."""
+    """The samples for which plain transformers makes the tokens of `encode` with the changed files."""
     with tempfile.TemporaryDirectory() as folder:
         for name, path in files.items():
             if "/" not in name:

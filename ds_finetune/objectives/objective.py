@@ -66,7 +66,7 @@ class DocumentLogProbs(NamedTuple):
     target: torch.Tensor
     """1 or 0 for a good or bad answer (KTO), else the objective's number of the row."""
     reference: torch.Tensor
-    """The same sums of the reference model; zeros where the objective has none."""
+    """`logp` by the reference model, without a gradient; zeros where the objective has none."""
 
 
 class Objective(ABC):
@@ -202,7 +202,7 @@ class TopLogProbs:
     """Their log-probabilities and, last, that of all other tokens together, fp16 [rows, tokens, k + 1]."""
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> "TopLogProbs":
-        """The same on `device`."""
+        """These distributions on `device`."""
         return TopLogProbs(*(part.to(device, non_blocking=non_blocking) for part in (self.ids, self.log_probs)))
 
 

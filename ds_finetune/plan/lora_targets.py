@@ -60,8 +60,8 @@ def nf4_bytes(shape: tuple[int, ...]) -> int:
 
 
 def adapted_targets(every: Sequence[LoraTarget], lora: LoraConfig) -> tuple[LoraTarget, ...]:
-    """Those that the patterns of `lora` name, or all but routers; ConfigError where a pattern names none, or experts
-    are given a rank that grouped products cannot take.
+    """The modules that the patterns of `lora` name, or all but routers; ConfigError where a pattern names none, or
+    where experts are given a rank that grouped products cannot take.
     """
     patterns = lora.target_modules
     named = {target.name for pattern in patterns or () for target in _targets_named(pattern, every)}
@@ -118,7 +118,7 @@ def last_name(name: str) -> str:
 
 
 def quantised_targets(every: Sequence[LoraTarget], lora: LoraConfig) -> tuple[LoraTarget, ...]:
-    """Those whose weights are held in four bits; ConfigError where none fits."""
+    """The modules whose weights are held in four bits; ConfigError where none fits."""
     if lora.quantize is None:
         return ()
     candidates = [target for target in every if target.kind in FOUR_BIT]

@@ -71,7 +71,7 @@ class RunInputs:
 
     @property
     def config_text(self) -> str:
-        """The same as a file: the published one byte for byte, where nothing of it is changed."""
+        """The text of `config_tree` as a file: the published one byte for byte, where nothing of it is changed."""
         text = (self.folder / "config.json").read_text(encoding="utf-8")
         return text if json.loads(text) == self.config_tree else json.dumps(self.config_tree, indent=2) + "\n"
 

@@ -42,7 +42,7 @@ def rank_tensors(plan: Plan, model: ModelPlan) -> Stages:
 
 
 def built_tensors(plan: Plan, model: ModelPlan) -> Stages:
-    """The same read off the model itself, which is built on torch's meta device."""
+    """The tensors of each pipeline stage, read off the model itself, which is built on torch's meta device."""
     return tuple(tuple(_stage_tensors(plan, model, stage)) for stage in range(plan.mesh.pp))
 
 

@@ -87,8 +87,8 @@ _NORM_NUMBERS = 2**18
 """Numbers of a gradient on a CPU that are copied to fp64 at a time, 2 MiB: fresh pages for a copy of the whole cost as
 much as the norm."""
 _NORM_NUMBERS_OF_GPU = 2**25
-"""The same on a GPU, 256 MiB: a gradient may be that of all weights, at stage 0 in 16 bits, whose copy would take twice
-the memory of their fp32 values."""
+"""Numbers of a gradient on a GPU that are copied to fp64 at a time, 256 MiB: at stage 0 in 16 bits one gradient may be
+that of all weights, and a copy of it would take twice the memory of their fp32 values."""
 _METHODS_OF_STAGE_3 = (
     "_assert_same_partition_group",
     "_get_param_partition_group",
@@ -188,8 +188,9 @@ class ZeroNorms:
 
 
 class HalfPrecisionNorms:
-    """The same for the optimizers of stage 0 in 16 bits, which wait for the flag of each parameter and three times for
-    the norm of each group; here once for each norm. With FusedAdam there is one norm.
+    """Lets the optimizers of stage 0 in 16 bits wait for the device once for each norm; with FusedAdam there is one.
+
+    DeepSpeed's own wait for the flag of each parameter, and three times for the norm of each group.
     """
 
     def __init__(self, optimizer: Any, has_bad_gradient: Callable[[], bool]) -> None:  # noqa: ANN401 - DeepSpeed's

@@ -51,9 +51,9 @@ class LoraPlan:
     adaptable: tuple[LoraTarget, ...]
     """Every module that can be adapted, in the model's order."""
     targets: tuple[LoraTarget, ...]
-    """Those that are adapted."""
+    """The modules that are adapted."""
     quantised: tuple[LoraTarget, ...]
-    """Those whose frozen weights are held in four bits, adapted or not; none without `lora.quantize`."""
+    """The modules whose frozen weights are held in four bits, adapted or not; none without `lora.quantize`."""
     model_params: int
     """Parameters of the model without adapters."""
     head_params: int = 0

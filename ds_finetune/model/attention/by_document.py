@@ -99,7 +99,7 @@ class _DocumentAttention:
         return out[:, :, -queries:, :width]
 
     def _in_blocks(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, size: int) -> torch.Tensor:
-        """The same for `size` queries at a time with the keys in their windows, so that no mask of all tokens by all
+        """Attention of `size` queries at a time to the keys in their windows, so that no mask of all tokens by all
         tokens is made."""
         assert self.window is not None
         earlier, outs = key.shape[2] - query.shape[2], []

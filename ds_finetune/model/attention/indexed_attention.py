@@ -293,7 +293,7 @@ class IndexedAttention(nn.Module):
 
 
 class IndexedAttentionWithChoice(IndexedAttention):
-    """The same where attention returns the choice for the next layer."""
+    """Indexed attention that also returns the tokens it chose, for the next layer."""
 
     def forward(
         self,

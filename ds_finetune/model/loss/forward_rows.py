@@ -73,7 +73,7 @@ class ForwardRows:
     supervised: torch.Tensor | None = None
     """Positions in the flattened rows whose label counts, int64 [supervised tokens]; found in `labels` where None."""
     next_supervised: torch.Tensor | None = None
-    """The same of `next_labels`."""
+    """Positions whose label in `next_labels` counts, int64 [number]; found in `next_labels` where None."""
 
 
 def with_tensors(rows: ForwardRows, change: Callable[[torch.Tensor], torch.Tensor]) -> ForwardRows:

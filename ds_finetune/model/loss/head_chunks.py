@@ -24,7 +24,7 @@ class NeededGradients(NamedTuple):
 
 
 def needed_gradients(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> NeededGradients:
-    """Those that autograd asks for now."""
+    """The gradients that autograd asks for now."""
     is_on = torch.is_grad_enabled()
     return NeededGradients(*(is_on and given is not None and given.requires_grad for given in (hidden, weight, bias)))
 
@@ -61,7 +61,7 @@ class HeadGradients(NamedTuple):
             self.d_bias.add_(d_logits.sum(0, dtype=self.d_bias.dtype))
 
     def add_products(self, d_logits: torch.Tensor, part: torch.Tensor, weight: torch.Tensor, start: int) -> None:
-        """The same as `add_chunk` from `d_logits` in the dtype of `hidden`, without the bias."""
+        """Add the gradients of hidden states and weight, as `add_chunk`, from `d_logits` in the dtype of `hidden`."""
         if self.d_hidden is not None:
             torch.mm(d_logits, weight, out=self.d_hidden[start : start + len(part)])
         if self.d_weight is not None:

@@ -38,7 +38,7 @@ class HeadInputs(NamedTuple):
     targets: torch.Tensor
 
     def detach(self) -> Self:
-        """The same without a gradient."""
+        """These tensors without a gradient."""
         return self._replace(
             hidden=self.hidden.detach(),
             weight=self.weight.detach(),

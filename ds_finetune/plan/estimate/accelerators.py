@@ -274,7 +274,7 @@ class CpuRates:
     memory: float
     """Bytes read and written by copies beyond the caches."""
     new_memory: float
-    """The same of an operator whose result is new memory."""
+    """Bytes read and written by an operator whose result is new memory."""
     kernel_seconds: float
     """Of an operator on a few numbers, with its share of autograd."""
     link: float

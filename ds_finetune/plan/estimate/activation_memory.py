@@ -48,7 +48,7 @@ class LayerBytes:
     moments: tuple[Held, ...]
     """What is held beside the layer's input at the moments of its backward that may be the fullest."""
     tiled: tuple[Held, ...]
-    """The same with `train.tiled_mlp`."""
+    """What is held at these moments with `train.tiled_mlp`."""
     unreleased: int = 0
     """Kept a moment longer where the layer is not recomputed: outputs of experts, while their gradients are rounded."""
     forward: int = 0
@@ -342,7 +342,7 @@ class HeadBytes(NamedTuple):
     gradient: int
     """The fp32 gradient of the head's weight."""
     rounded: int
-    """The same in the run's precision, which backward makes of it when the logits are gone."""
+    """That gradient in the run's precision, which backward makes of it when the logits are gone."""
     block: int = 0
     """The logits that a CPU has in fp32 at a time at most, where products are 16 bits."""
 

@@ -41,7 +41,7 @@ class Forecast:
     micro_batch: str = ""
     """How `train.micro_batch_size: auto` was decided; empty where the run file has a number."""
     recomputation: str = ""
-    """The same of `train.activation_checkpointing: auto`."""
+    """How `train.activation_checkpointing: auto` was decided; empty where the run file decides."""
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Name and text of each decision, for people."""
@@ -99,7 +99,7 @@ class Forecast:
         return (f"does not fit: {problem} ({SPARE:.0%} stay free); --search lists layouts that fit",)
 
     def tree(self) -> dict[str, Any]:
-        """The same for programs."""
+        """The forecast for programs."""
         memory, budget = self.memory, self.target.budget
         return {
             "decisions": dict(self.lines()),

@@ -242,7 +242,7 @@ class Search:
             yield from self._smallest(group, vpp, activations)
 
     def _smallest(self, group: LayoutGroup, vpp: int, activations: Activations) -> Iterator[Candidate]:
-        """The same for these activations: the smallest micro-batch, and the largest one, which adds up no gradients."""
+        """Layouts with the smallest micro-batch, and with the largest one, which adds up no gradients."""
         rows = self.candidates.micro_batch_sizes(group.sizes, vpp)
         ends = (self.candidates.find(group.layout(each, activations, vpp)) for each in sorted({rows[0], rows[-1]}))
         return (candidate for candidate in ends if candidate is not None)
@@ -300,7 +300,7 @@ class Search:
     def _with_activations(
         self, group: LayoutGroup, activations: Activations, fastest: Sequence[StepDivision], limit: float
     ) -> list[StepDivision]:
-        """Those of the divisions `fastest` that may take less than `limit` seconds, with bounds for these activations,
+        """The divisions of `fastest` that may take less than `limit` seconds, with bounds for these activations,
         the lowest first.
         """
         chunks: dict[int, list[int]] = {}

@@ -31,7 +31,7 @@ class Answer(NamedTuple):
     tokens: int
     """Number of its supervised tokens."""
     reference: float
-    """The same sum of the reference model."""
+    """`logp` by the reference model."""
     target: float
     """1 for a good answer, 0 for a bad one."""
 
