@@ -42,7 +42,7 @@ WORDS = {
 }
 """Words that were used once, as a regular expression between word boundaries, and what is written instead."""
 FORBIDDEN = re.compile("|".join(rf"\b(?:{word})\b" for word in WORDS), re.IGNORECASE)
-NEIGHBOURLY = re.compile(r'"""(?:Those|The same (?:as|for|from|in|of|on|where|with|without))\b.*')
+NEIGHBOURLY = re.compile(r'"""(?:Those|Of|The same (?:as|for|from|in|of|on|where|with|without))\b.*')
 """Beginnings of docstrings that say nothing without the docstring before them."""
 
 

@@ -59,7 +59,7 @@ class DocumentScores:
     ids: NDArray[np.int32]
     """[supervised tokens, k], the most likely first."""
     log_probs: NDArray[np.float16]
-    """Of these ids, and last of all other tokens together, at temperature 1, [supervised tokens, k + 1]."""
+    """Log-probabilities of these ids, and last of all others together, at temperature 1, [supervised tokens, k + 1]."""
 
 
 class StoredScores:

@@ -145,7 +145,7 @@ class Scores:
     correct: Sums
     exact: Sums | None = None
     drafts: Sums | None = None
-    """Of a multi-token prediction layer: loss and number of its predictions, how many are right, and how many the
+    """Sums of a multi-token prediction layer: loss and number of its predictions, how many are right, and how many the
     model accepts, [documents, 4]; None where the model has none.
     """
 

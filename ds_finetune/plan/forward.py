@@ -26,7 +26,7 @@ class HeadWidths(NamedTuple):
     """Columns of one attention head."""
 
     keys: int
-    """Of queries and keys."""
+    """Columns of queries and keys."""
     values: int
 
     @property
@@ -144,7 +144,7 @@ def mlp_tiles(model: Mapping[str, Any]) -> int:
 
 CPU_TOKENS = 1024
 DISTILLATION_TOKENS = 512
-"""Of a distillation, half of those of the cross entropy, as there are logits of two models."""
+"""Tokens of a chunk in distillation, half of those of the cross entropy, as there are logits of two models."""
 CPU_BLOCK_NUMBERS = 2**19
 """Logits for each thread that a CPU turns into fp32 at a time where products are 16 bits, 2 MiB: they stay in its
 caches. Loss and gradients of 2,600 tokens, width 256 and vocabulary 102,400 take 1.8 s in place of 2.5 (bf16, torch

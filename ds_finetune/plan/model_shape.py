@@ -41,7 +41,7 @@ class Shape:
     router: int
     norms: int
     indexer: int
-    """Of DeepSeek sparse attention: parameters of indexers, which are not counted as active ones."""
+    """Parameters of the indexers of DeepSeek sparse attention, which are not counted as active ones."""
     attention_width: int
     """Sum over heads of (query/key width + value width): multiply-adds in one layer for one attended position."""
     attended_limits: tuple[int | None, ...] = ()

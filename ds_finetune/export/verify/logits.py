@@ -35,11 +35,11 @@ class LoadedFolder:
     logits: Floats | None = None
     """In the folder's dtype; of an FP8 folder in bf16."""
     fp32: Floats | None = None
-    """Of the same weights in fp32, where the folder is not in fp32."""
+    """Logits of the same weights in fp32, where the folder is not in fp32."""
     perturbed: Floats | None = None
-    """Of an FP8 folder, in fp32, with each FP8 number moved within its rounding."""
+    """Logits of an FP8 folder, in fp32, with each FP8 number moved within its rounding."""
     padded: Floats | None = None
-    """Of a classifier, in fp32: from one padded batch of all prompts."""
+    """Logits of a classifier, in fp32, from one padded batch of all prompts."""
     failure: str = ""
 
     @classmethod

@@ -52,7 +52,7 @@ _GPU_FACTOR, _GPU_FACTOR_FP8 = 2.2, 4.4
 _BLOCK, _SCALE, _FP8 = 128, "_scale_inv", torch.float8_e4m3fn
 _GROUPED, _EAGER = "grouped_mm", "eager"
 _MANTISSA, _SMALLEST_STEP = 3, 2.0**-9
-"""Of E4M3: bits of the mantissa, and the distance between its smallest numbers."""
+"""Bits of the mantissa of E4M3, and the distance between its smallest numbers."""
 
 
 def main() -> None:

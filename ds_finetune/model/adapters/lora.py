@@ -52,7 +52,7 @@ class _AdaptedLinear(_LowRankLinear):
 
 
 class _AdaptedParallelLinear(_LowRankLinear):
-    """Of a `ParallelLinear`: its communication goes around weight and adapter together."""
+    """The adapted form of a `ParallelLinear`: its communication goes around weight and adapter together."""
 
     def multiply(self, hidden: torch.Tensor) -> torch.Tensor:
         """What this rank computes of the product, without communication."""
@@ -113,7 +113,7 @@ class _AdaptedExperts(_LowRankExperts):
 
 
 class _AdaptedLocalExperts(_LowRankExperts):
-    """Of `ExpertParallelExperts`, which sends tokens to their experts' ranks and back."""
+    """The adapted form of `ExpertParallelExperts`, which sends tokens to their experts' ranks and back."""
 
     def run_experts(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """The experts that this rank holds, without communication."""

@@ -317,7 +317,7 @@ def _project(
     hidden: torch.Tensor,
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of hidden states [batch, tokens, width]: low-rank queries [batch, tokens, rank], queries [batch, heads, tokens,
+    """From hidden states [batch, tokens, width]: low-rank queries [batch, tokens, rank], queries [batch, heads, tokens,
     width], latents [batch, 1, tokens, rank] and rotated keys [batch, 1, tokens, rotary width].
     """
     nope, rope = attention.qk_nope_head_dim, attention.qk_rope_head_dim

@@ -52,27 +52,27 @@ class Efficiency:
     """Shares of the peaks that kernels reach, and costs that no roofline has. All of them are assumptions."""
 
     matmul: float = 0.80
-    """Of the peak, by large products: 798 of 989 TFLOP/s were measured on an H100 (bf16, 8192 by 8192 by 8192)."""
+    """Share of the peak that large products reach: 798 of 989 TFLOP/s on an H100 (bf16, 8192 by 8192 by 8192)."""
     head: float = 0.80
-    """Of the peak, by the products of a language model's head."""
+    """Share of the peak that products reach in a language model's head."""
     grouped: float = 0.55
-    """Of the peak, by the products of routed experts, whose numbers of rows differ."""
+    """Share of the peak that products of routed experts reach, whose numbers of rows differ."""
     attention: float = 0.55
-    """Of the peak, by attention over documents, forward and backward together."""
+    """Share of the peak that attention over documents reaches, forward and backward together."""
     memory: float = 0.85
-    """Of the memory's bandwidth: 3.0 of 3.35 TB/s were measured on an H100 by copies; other kernels reach less."""
+    """Share of the memory's bandwidth: copies reached 3.0 of 3.35 TB/s on an H100, and other kernels reach less."""
     new_memory: float = 1.0
-    """Of that, by operators whose results are new memory: all of it where an allocator keeps memory, as on GPUs."""
+    """Share of that where results are new memory: all of it where an allocator keeps memory, as on GPUs."""
     link: float = 0.75
-    """Of a link's rate, by collectives of many megabytes."""
+    """Share of a link's rate that collectives reach, of many megabytes."""
     host_link: float = 0.80
-    """Of PCIe's rate, with pinned memory: 50 to 55 of 64 GB/s."""
+    """Share of PCIe's rate with pinned memory: 50 to 55 of 64 GB/s."""
     hidden: float = 0.80
-    """Of the traffic that may run beside computation, the share that does so at best."""
+    """Share of the traffic that may run beside computation which does so at best."""
     launch_seconds: float = 5e-6
-    """Of the host for a kernel, where kernels are shorter than that."""
+    """Time of the host for a kernel, where kernels are shorter than that."""
     message_seconds: float = 20e-6
-    """Of a collective without data."""
+    """Time of a collective without data."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class Machine:
     accelerator: Accelerator
     gpus_per_node: int
     host_bandwidth: float = 200 * GB
-    """Of a node's memory, for optimizers in host memory."""
+    """Bandwidth of a node's memory, for optimizers in host memory."""
     efficiency: Efficiency = field(default_factory=Efficiency)
     blocks_host: bool = False
     """Whether collectives block the ranks, so that none runs beside computation, as on CPUs."""
@@ -276,11 +276,11 @@ class CpuRates:
     new_memory: float
     """Bytes read and written by an operator whose result is new memory."""
     kernel_seconds: float
-    """Of an operator on a few numbers, with its share of autograd."""
+    """Time of an operator on a few numbers, with its share of autograd."""
     link: float
     """Bytes that a rank sends to others of its machine."""
     message_seconds: float
-    """Of a collective on a few numbers."""
+    """Time of a collective on a few numbers."""
     others: float
     """Share of the machine's processors that other processes took meanwhile."""
 

@@ -336,7 +336,7 @@ class HeadBytes(NamedTuple):
     chunk: int
     """Tokens of a chunk at most."""
     columns: int
-    """Of the vocabulary on this rank."""
+    """Tokens of the vocabulary on this rank."""
     logits: int
     """The logits of a token in it."""
     gradient: int

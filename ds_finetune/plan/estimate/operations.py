@@ -30,10 +30,10 @@ class RowShape:
     """A row as it is computed."""
 
     num_tokens: int
-    """With padding."""
+    """Tokens of a row, with padding."""
     num_supervised: float
     documents: tuple[int, ...]
-    """Their lengths; padding counts as a document."""
+    """Lengths of the documents of a row; padding counts as a document."""
 
     @classmethod
     def full(cls, num_tokens: int, *, supervised_share: float = 1.0) -> Self:
@@ -66,7 +66,7 @@ _NAMES = {
     "indexer": "indexers",
 }
 _ATTENTION_BACKWARD = 2.5
-"""Of a forward: kernels compute the scores again, and four products in place of two."""
+"""Operations of backward in those of forward: kernels compute the scores again, and four products in place of two."""
 _PASSES_OVER_ACTIVATIONS = 4
 """Each kept activation is written and read in forward, and read with its gradient in backward; about one more tensor is
 passed for each that is kept.
@@ -203,8 +203,8 @@ def _adapters(work: Work, kind: TensorKind, unit: Unit, *, rows: float, below: P
 
 
 def _passes(work: Work, kind: TensorKind, weights: RankWeights) -> Passes:
-    """Of a product in a layer: a frozen weight has no gradient, and an indexer that is not trained no backward. Below
-    adapters no gradient goes back to embeddings.
+    """Passes of a product in a layer: a frozen weight has no gradient, and an indexer that is not trained no backward.
+    Below adapters no gradient goes back to embeddings.
     """
     part = part_of(kind.name)
     is_frozen = work.plan.lora is not None or not is_trained(work.plan, work.model, kind)

@@ -54,7 +54,7 @@ class TimeEstimate:
     parts: Mapping[str, float]
     """Seconds of a step by class of operators, kind of traffic, and so on; their sum is `seconds`."""
     tokens_per_second: float
-    """Of all ranks, with padding."""
+    """Tokens of all ranks, with padding."""
     supervised_tokens_per_second: float
     mfu: float
     """As the metric `perf/mfu`: 6 FLOPs for each parameter and token, and causal attention, over the dense peak of the
@@ -67,22 +67,22 @@ class TimeEstimate:
 
     @property
     def seconds(self) -> float:
-        """Of an optimizer step."""
+        """Seconds of an optimizer step."""
         return sum(self.parts.values())
 
     @property
     def hours(self) -> float | None:
-        """Of the run without evaluations and checkpoints."""
+        """Hours of the run without evaluations and checkpoints."""
         return None if self.steps is None else self.steps * self.seconds / _SECONDS_PER_HOUR
 
     @property
     def gpu_hours(self) -> float | None:
-        """Of all ranks together."""
+        """Hours of all ranks together."""
         return None if self.hours is None else self.hours * self.num_ranks
 
     @property
     def gpu_hours_per_billion_tokens(self) -> float:
-        """Of all ranks together, for a billion tokens with padding."""
+        """Hours of all ranks together for a billion tokens with padding."""
         return self.num_ranks * 1e9 / self.tokens_per_second / _SECONDS_PER_HOUR
 
 
@@ -122,12 +122,11 @@ class LeastSeconds:
 
     num_stages: int
     forwards: float
-    """Of all stages together in all forwards of a step."""
+    """Seconds of all stages together in all forwards of a step."""
     end: float
-    """Of all stages together after them."""
+    """Seconds of all stages together after the forwards."""
     send: float
-    """Of sending the hidden states of all forwards to the next chunk of layers, or their gradients to the one before.
-    """
+    """Seconds of sending hidden states of all forwards to the next chunk of layers, or gradients to the one before."""
 
     def seconds(self, *, vpp: int, num_turns: int) -> float:
         """With `vpp` chunks on each stage and `num_turns` forwards of a chunk in a step. The seconds that
@@ -176,9 +175,9 @@ class _StageSeconds(NamedTuple):
     """Seconds of a step on a rank of one pipeline stage, by part."""
 
     forwards: dict[str, float]
-    """Of all micro-batches."""
+    """Seconds of all micro-batches."""
     end: dict[str, float]
-    """Of what is done once after them."""
+    """Seconds of what is done once after them."""
 
     @property
     def total(self) -> float:

@@ -85,9 +85,9 @@ class Budget:
     """Bytes that a rank may take; of both, `SPARE` is left free."""
 
     device_bytes: int
-    """Of its accelerator; on CPU ranks that of its host too."""
+    """Memory of its accelerator; on CPU ranks that of its host too."""
     host_bytes: int
-    """Of its host's memory, which the ranks of the host share."""
+    """Memory of its host, which the ranks of the host share."""
 
     def excess(self, memory: MemoryEstimate) -> int:
         """Bytes that an estimate needs beyond the budget, on the device or on the host, whichever is more; 0 where it

@@ -37,7 +37,7 @@ class Forecast:
     memory: MemoryEstimate
     target: Target
     time: TimeEstimate | None = None
-    """Of a step; None where nothing is known of the accelerator."""
+    """Time of a step; None where nothing is known of the accelerator."""
     micro_batch: str = ""
     """How `train.micro_batch_size: auto` was decided; empty where the run file has a number."""
     recomputation: str = ""

@@ -53,7 +53,7 @@ class Sizes:
 
 
 _LEAST_FIRST: tuple[Recomputation, ...] = ("none", "selective", "full")
-"""By what is computed again."""
+"""Ways of recomputation, that with the fewest operations first."""
 _TEXTS: Mapping[Recomputation, str] = {"none": "kept", "selective": "recomputed selectively", "full": "recomputed"}
 
 

@@ -34,7 +34,7 @@ class LayoutGroup:
     """Layouts that differ only in micro-batch, activations and chunks of pipeline stages."""
 
     least_seconds: float
-    """Of a step of each of them."""
+    """Seconds of a step of each of them, at least."""
     is_shared: bool
     """Whether that is known of the group without offload alone, which takes no more time."""
     sizes: Sizes
@@ -50,7 +50,7 @@ class StepDivision(NamedTuple):
     """How a step is divided: into forwards of some rows, and each stage of a pipeline into chunks."""
 
     least_seconds: float
-    """Of a step."""
+    """Seconds of a step, at least."""
     rows: int
     vpp: int
 

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     import torch
 
 _SECONDS = 0.08
-"""Of a measurement."""
+"""Time of a measurement."""
 _LIMIT_SECONDS = 120
-"""Of all of it; the machine may be busy."""
+"""Time of all measurements; the machine may be busy."""
 _ROWS, _COLUMNS, _EXPERT_ROWS, _VOCABULARY = 1024, 512, 128, 4096
 _HEADS, _TOKENS, _WIDTH = 8, 512, 64
 _COPIED, _SENT = 1 << 25, 1 << 22

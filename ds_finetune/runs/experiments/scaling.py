@@ -72,7 +72,7 @@ class Measurement:
     seconds: float
     """Median seconds of a timed step."""
     tokens_per_second: float
-    """Of all ranks together, over the timed steps."""
+    """Tokens of all ranks together, over the timed steps."""
     speedup: float
     """Relative to the first variant."""
     efficiency: float
@@ -84,7 +84,7 @@ class Measurement:
     memory_gib: float
     """Peak of rank 0: allocated on its GPU, on a CPU resident memory."""
     losses: tuple[float, ...]
-    """Of each step."""
+    """The loss of each step."""
     loss_difference: float
     """Largest difference from the first variant's loss of the same step, relative."""
 

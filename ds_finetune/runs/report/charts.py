@@ -25,7 +25,7 @@ PALETTE = ("#3b7ddd", "#e0701a", "#17966b", "#9460d8", "#d8446a", "#128fa6", "#a
 _DIVERGING = ("#2c5fa8", "#7fa8d9", "#d9dce2", "#eda36e", "#c2410c")
 _SEQUENTIAL = ("#e8edf5", "#a9c4ea", "#5f93dc", "#2f63b8", "#173a78")
 _BEST_TO_WORST = ("#2563eb", "#12a594", "#f2b134", "#d8446a")
-"""Of the values of trials."""
+"""Colours of the values of trials."""
 
 
 @dataclass(frozen=True)

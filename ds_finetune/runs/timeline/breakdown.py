@@ -233,7 +233,7 @@ def _mean(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def collective_rows(communications: Sequence[Communication], waits: Waits, *, steps: int) -> list[Tree]:
-    """Of each kind, set of ranks and phase: calls, bytes, seconds and seconds of waiting, per step of one rank."""
+    """For each kind, set of ranks and phase: calls, bytes, seconds and seconds of waiting, per step of one rank."""
     rows: dict[tuple[str, tuple[int, ...], str], Tree] = defaultdict(lambda: dict.fromkeys(_SUMS, 0.0))
     for made in communications:
         row = rows[made.kind, made.meeting.ranks, made.phase]

@@ -157,5 +157,5 @@ def difference(one: Spans, other: Spans) -> Spans:
 
 
 def seconds_in(spans: Spans) -> float:
-    """Their length together."""
+    """The sum of the lengths of `spans`."""
     return sum(end - begin for begin, end in spans) / 1e9
