@@ -471,7 +471,7 @@ class ExportConfig(Section):
 
     at_end: bool = True
     """Write `export/` when training ends."""
-    formats: Free[Annotated[tuple[str, ...], BeforeValidator(as_list)]] = ("safetensors",)
+    formats: Annotated[tuple[str, ...], BeforeValidator(as_list)] = ("safetensors",)
     """Formats of the model at the end: `safetensors` is `export/`, from which each other one is made as `export-NAME/`
     and compared with plain transformers.
     """

@@ -101,17 +101,8 @@ def with_padding(files: Mapping[str, Path], tokenizer: PreTrainedTokenizerBase, 
     return json.dumps(config, indent=2, ensure_ascii=False) + "\n"
 
 
-@dataclass(frozen=True)
-class _Template:
-    """Tokens that training puts before a text, between two texts, and after the last, by id."""
-
-    before: Sequence[int]
-    between: Sequence[int]
-    after: Sequence[int]
-
-
-def _template(tokenizer: PreTrainedTokenizerBase, encode: Encode) -> _Template | None:
-    """What `encode` adds to the tokens of texts; None where it does more than adding tokens."""
+def _template(tokenizer: PreTrainedTokenizerBase, encode: Encode) -> dict[str, list[int]] | None:
+    """Ids that `encode` adds: `before` a text, `between` two texts, `after` the last; None where it does more."""
     inner = tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
     single = _around(encode(_PROBE, None), inner)
     if single is None:
@@ -119,7 +110,7 @@ def _template(tokenizer: PreTrainedTokenizerBase, encode: Encode) -> _Template |
     before, after = single
     pair = encode(_PROBE, _PROBE)[len(before) + len(inner) :]
     joined = _around(pair, [*inner, *after]) if pair else None
-    return _Template(before, joined[0] if joined else [], after)
+    return {"before": before, "between": joined[0] if joined else [], "after": after}
 
 
 def _around(ids: Sequence[int], part: Sequence[int]) -> tuple[list[int], list[int]] | None:
@@ -129,7 +120,9 @@ def _around(ids: Sequence[int], part: Sequence[int]) -> tuple[list[int], list[in
     return None if begin is None else (list(ids[:begin]), list(ids[begin + len(part) :]))
 
 
-def _with_template(files: Mapping[str, Path], tokenizer: PreTrainedTokenizerBase, template: _Template) -> str:
+def _with_template(
+    files: Mapping[str, Path], tokenizer: PreTrainedTokenizerBase, template: Mapping[str, list[int]]
+) -> str:
     """tokenizer.json with a post-processor that adds the tokens of `template`."""
     file = files.get(_TOKENIZER)
     text = file.read_text(encoding="utf-8") if file else tokenizer.backend_tokenizer.to_str()
@@ -137,15 +130,14 @@ def _with_template(files: Mapping[str, Path], tokenizer: PreTrainedTokenizerBase
     old = tree.get("post_processor") or {"type": "Sequence", "processors": []}
     # A byte-level post-processor adds no token; it corrects offsets.
     kept = [part for part in old.get("processors", [old]) if part["type"] == "ByteLevel"]
-    named = {"before": template.before, "between": template.between, "after": template.after}
 
     def added(name: str) -> list[dict[str, Any]]:
-        return [{"SpecialToken": {"id": name, "type_id": 0}}] if named[name] else []
+        return [{"SpecialToken": {"id": name, "type_id": 0}}] if template[name] else []
 
     first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
     tokens = {
-        name: {"id": name, "ids": list(ids), "tokens": tokenizer.convert_ids_to_tokens(list(ids))}
-        for name, ids in named.items()
+        name: {"id": name, "ids": ids, "tokens": tokenizer.convert_ids_to_tokens(ids)}
+        for name, ids in template.items()
         if ids
     }
     processor = {

@@ -70,8 +70,16 @@ class Conversion:
         """Names, shapes and dtypes of what will be written, in order."""
         return tuple(tensor for name, shape in self.source.shapes.items() for tensor in self._hub_tensors(name, shape))
 
+    def write(self, out: Path, *, max_shard_bytes: int) -> None:
+        """Write all tensors and `parts` to `out`, which appears only when complete; errors as of `copy_to`.
+
+        Each thread holds one chunk of `CHUNK_NUMEL` elements or 128 rows, whatever the size of tensors and files.
+        """
+        with folder_writer(self.tensors, out, self.parts, max_shard_bytes=max_shard_bytes) as writer:
+            self.copy_to(writer)
+
     def copy_to(self, writer: ShardWriter) -> None:
-        """Write all tensors; each thread holds one chunk or one row of blocks at a time.
+        """Write all tensors.
 
         ExportError names a tensor that holds NaN or infinity, also where the cast makes one.
         """
@@ -99,25 +107,6 @@ class Conversion:
                 columns = piece.shape[1] if is_blocks else 0
                 for start in range(0, numel, size):
                     yield _WorkItem(name, begin, piece.key, start, min(size, numel - start), columns)
-
-
-def convert_source(
-    source: TensorSource, out: Path, parts: FolderParts, *, max_shard_bytes: int, workers: int
-) -> BlockCounts:
-    """Write every tensor of `source`, and `parts`, to `out`, which appears only when complete.
-
-    Each of `workers` threads holds one chunk of `CHUNK_NUMEL` elements or 128 rows, whatever the size of tensors and
-    files. ExportError names a tensor that holds NaN or infinity, also where the cast makes one.
-    """
-    conversion = Conversion(source, parts, workers)
-    write_conversion(conversion, out, max_shard_bytes=max_shard_bytes)
-    return conversion.blocks
-
-
-def write_conversion(conversion: Conversion, out: Path, *, max_shard_bytes: int) -> None:
-    """Write the tensors of `conversion` and its `parts` to `out`, which appears only when complete."""
-    with folder_writer(conversion.tensors, out, conversion.parts, max_shard_bytes=max_shard_bytes) as writer:
-        conversion.copy_to(writer)
 
 
 @dataclass(frozen=True, slots=True)

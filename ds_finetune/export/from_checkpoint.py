@@ -12,7 +12,7 @@ import torch
 from ds_finetune.config.units import GIB
 from ds_finetune.errors import ExportError, OutputError
 from ds_finetune.export.base_folder import BaseFolder, HubSource
-from ds_finetune.export.convert import Conversion, convert_source, num_workers, write_conversion
+from ds_finetune.export.convert import Conversion, num_workers
 from ds_finetune.export.formats import ExportResult
 from ds_finetune.export.model_config import config_changes
 from ds_finetune.export.output_folder import check_out_empty
@@ -57,10 +57,12 @@ def export_checkpoint(path: Path, out: Path, *, dtype: str, max_shard_bytes: int
     written = published_names(source.shapes, parts.family)
     parts, notes = _with_base(parts, spec, opened, base, without=written)
     source = source.with_copies(parts.copies)
-    tensors = [tensor for copied in (Conversion(source, parts, 1), *parts.base_tensors) for tensor in copied.tensors]
+    conversion = Conversion(source, parts, num_workers())
+    tensors = [tensor for copied in (conversion, *parts.base_tensors) for tensor in copied.tensors]
     unbuilt = [name for name in source.shapes if spec.may_skip(name) and name not in parts.copies]
+    kept_of, no_module = opened.hub.folder if opened.hub else path, "for which transformers' class has no module"
     notes = [
-        *_unbuilt_notes(opened.hub.folder if opened.hub else path, unbuilt),
+        *([f"{len(unbuilt)} tensors of {kept_of} {no_module} are kept, e.g. {unbuilt[0]}"] if unbuilt else []),
         *notes,
         *config_changes(parts.config, parts.files, [tensor.key for tensor in tensors]),
     ]
@@ -76,11 +78,12 @@ def export_checkpoint(path: Path, out: Path, *, dtype: str, max_shard_bytes: int
         )
     size = sum(tensor.num_bytes for tensor in tensors)
     check_free_space(out, size)
-    blocks = convert_source(source, out, parts, max_shard_bytes=max_shard_bytes, workers=num_workers())
+    conversion.write(out, max_shard_bytes=max_shard_bytes)
     if parts.fp8_base:
+        kept, written_blocks = conversion.blocks.kept, conversion.blocks.written
         notes.append(
-            f"{blocks.kept:,} of {blocks.written:,} FP8 blocks equal those of {parts.fp8_base.folder} and were "
-            "copied byte for byte"
+            f"{kept:,} of {written_blocks:,} FP8 blocks equal those of {parts.fp8_base.folder} and were copied byte "
+            "for byte"
         )
     return ExportResult(
         folder=out, num_tensors=len(tensors), num_bytes=size, seconds=time.monotonic() - began, notes=tuple(notes)
@@ -97,7 +100,7 @@ def _export_fp4(path: Path, out: Path, *, dtype: str, max_shard_bytes: int, base
     copy = published_copy(path, dtype=PRECISION_DTYPES[dtype], files=files)
     size = sum(tensor.num_bytes for tensor in copy.tensors)
     check_free_space(out, size)
-    write_conversion(copy, out, max_shard_bytes=max_shard_bytes)
+    copy.write(out, max_shard_bytes=max_shard_bytes)
     return ExportResult(folder=out, num_tensors=len(copy.tensors), num_bytes=size, seconds=time.monotonic() - began)
 
 
@@ -121,14 +124,6 @@ def _with_base(
         )
     why = opened.why_no_base if folder is None else f"{folder} has no safetensors"
     return parts, [] if opened.is_model else [f"nothing was copied from a base: {why}"]
-
-
-def _unbuilt_notes(path: Path, names: list[str]) -> list[str]:
-    return (
-        [f"{len(names)} tensors of {path} for which transformers' class has no module are kept, e.g. {names[0]}"]
-        if names
-        else []
-    )
 
 
 def check_free_space(out: Path, size: int) -> None:

@@ -9,7 +9,7 @@ import os
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,7 +21,7 @@ from ds_finetune.errors import ExportError, OutputError
 from ds_finetune.export.model_config import TOKENIZER_CONFIG, served_config, served_tokenizer
 from ds_finetune.export.output_folder import as_output_errors, replaced_folder
 from ds_finetune.export.shards import HubTensor, ShardWriter, plan_shards
-from ds_finetune.export.verify.record import ExportRecord, mark_unverified
+from ds_finetune.export.verify.record import ExportRecord
 from ds_finetune.families.family import Family
 from ds_finetune.model.build.dtypes import dtype_name
 from ds_finetune.model.build.hub_folder import HubFolder, check_inside, copy_model_file
@@ -57,17 +57,6 @@ def writable_section(config: Mapping[str, Any], file: Path) -> Mapping[str, Any]
     return section
 
 
-def section_of(folder: Path) -> Mapping[str, Any] | None:
-    """`writable_section` of the config.json in a base's folder; None where it has no such file."""
-    file = folder / "config.json"
-    return writable_section(json.loads(file.read_text(encoding="utf-8")), file) if file.is_file() else None
-
-
-def has_scales_of_two(section: Mapping[str, Any] | None) -> bool:
-    """Whether the scales of a base are powers of two (UE8M0); `section` is its `quantization_config`."""
-    return section is not None and section.get(_SCALE_FORMAT) == _POWERS_OF_TWO
-
-
 def section_for(tensors: Collection[HubTensor], base: Mapping[str, Any] | None) -> dict[str, Any]:
     """The `quantization_config` of a folder that holds `tensors`; `base` is that of the base.
 
@@ -76,7 +65,12 @@ def section_for(tensors: Collection[HubTensor], base: Mapping[str, Any] | None) 
     list that is written in FP8 is left out.
     """
     if base is None:
-        return {**QUANTIZATION_CONFIG, _NOT_CONVERTED[0]: _plain_modules(tensors)}
+        plain = (
+            tensor.key.removesuffix(_WEIGHT)
+            for tensor in tensors
+            if tensor.key.endswith(_WEIGHT) and len(tensor.shape) == _MATRIX and tensor.dtype != FP8
+        )
+        return {**QUANTIZATION_CONFIG, _NOT_CONVERTED[0]: [*plain]}
     section = {**QUANTIZATION_CONFIG}
     section |= {key: base[key] for key in (_SCALE_FORMAT, *_NOT_CONVERTED) if base.get(key) is not None}
     in_fp8 = {tensor.key.removesuffix(_WEIGHT) for tensor in tensors if tensor.dtype == FP8}
@@ -84,14 +78,6 @@ def section_for(tensors: Collection[HubTensor], base: Mapping[str, Any] | None) 
         if key in section:
             section[key] = [module for module in section[key] if module not in in_fp8]
     return section
-
-
-def _plain_modules(tensors: Iterable[HubTensor]) -> list[str]:
-    return [
-        tensor.key.removesuffix(_WEIGHT)
-        for tensor in tensors
-        if tensor.key.endswith(_WEIGHT) and len(tensor.shape) == _MATRIX and tensor.dtype != FP8
-    ]
 
 
 TOKENIZER_FILES = (
@@ -144,13 +130,16 @@ class FolderParts:
 
         The config.json beside a checkpoint has none, so that it is looked for in the base's folder.
         """
-        given = self.config.get(SECTION)
-        return section_of(self.fp8_base.folder) if given is None and self.fp8_base is not None else given
+        given: Mapping[str, Any] | None = self.config.get(SECTION)
+        if given is not None or self.fp8_base is None:
+            return given
+        file = self.fp8_base.folder / "config.json"
+        return writable_section(json.loads(file.read_text(encoding="utf-8")), file) if file.is_file() else None
 
     @property
     def has_scales_of_two(self) -> bool:
-        """Whether the scales of FP8 blocks are powers of two."""
-        return self.is_fp8 and has_scales_of_two(self.base_section)
+        """Whether the scales of FP8 blocks are powers of two (UE8M0), as those of the base."""
+        return self.is_fp8 and (self.base_section or {}).get(_SCALE_FORMAT) == _POWERS_OF_TWO
 
     def scale_dtype(self, key: str) -> torch.dtype:
         """The dtype of the scales of an FP8 weight: fp32, or one byte of exponent where the base has it so."""
@@ -245,8 +234,7 @@ def folder_writer(
         with as_output_errors(partial):
             _write_config_and_files(partial, parts, all_tensors)
             if parts.record is not None:
-                parts.record.with_digests(writer.digests()).write(partial)
-                mark_unverified(partial)
+                replace(parts.record, digests=writer.digests()).write(partial)
 
 
 def link_folder(source: Path, out: Path) -> bool:

@@ -26,11 +26,6 @@ _RELEASE_BYTES = 64 * MIB
 """Bytes written to a file before its pages are removed from the page cache."""
 
 
-def num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Bytes of a tensor's data."""
-    return math.prod(shape) * dtype.itemsize
-
-
 @dataclass(frozen=True)
 class HubTensor:
     """A tensor to be written: its published name, shape and dtype."""
@@ -47,7 +42,7 @@ class HubTensor:
     @property
     def num_bytes(self) -> int:
         """Bytes of its data."""
-        return num_bytes(self.shape, self.dtype)
+        return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -153,8 +148,7 @@ class ShardWriter:
             progress.written.append((start, start + flat.numel(), digest))
             is_full = progress.file.count(flat.numel() * tensor.dtype.itemsize)
         if is_full:
-            progress.file.synchronise()
-            progress.file.close()
+            progress.file.close(is_full=True)
 
     def finish(self) -> None:
         """Write the index where there are several files; ExportError where a tensor was not written completely once."""
@@ -228,13 +222,10 @@ class _ShardFile:
         self._missing -= num_bytes
         return self._missing == 0
 
-    def synchronise(self) -> None:
-        """Wait until the disk has what was written (fsync)."""
-        assert self._descriptor is not None
-        os.fsync(self._descriptor)
-
-    def close(self) -> None:
-        """Close, if it is open."""
+    def close(self, *, is_full: bool = False) -> None:
+        """Close, if it is open; where it is full, wait first until the disk has what was written (fsync)."""
         if self._descriptor is not None:
+            if is_full:
+                os.fsync(self._descriptor)
             os.close(self._descriptor)
             self._descriptor = None

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ds_finetune.errors import ExportError
 from ds_finetune.export import convert
-from ds_finetune.export.convert import convert_source
+from ds_finetune.export.convert import BlockCounts, Conversion
 from ds_finetune.export.safetensors_folder import FolderParts
-from ds_finetune.export.source import fit_source, read_model_spec
+from ds_finetune.export.source import TensorSource, fit_source, read_model_spec
 from ds_finetune.families.table import family_of
 from ds_finetune.model.weights.names import hub_pieces
 from tests.json_files import read_json
@@ -43,6 +43,14 @@ class InMemory:
         flat = self.tensors[name].reshape(-1)[start : start + numel]
         assert len(flat) == numel
         return flat
+
+
+def convert_source(
+    source: TensorSource, out: Path, parts: FolderParts, *, max_shard_bytes: int, workers: int
+) -> BlockCounts:
+    conversion = Conversion(source, parts, workers)
+    conversion.write(out, max_shard_bytes=max_shard_bytes)
+    return conversion.blocks
 
 
 def source_of(model: PreTrainedModel, **changed: torch.Tensor) -> InMemory:
@@ -224,7 +232,7 @@ def checkpoint(place, count):
 
 
 def stream(place):
-    convert.convert_source(read_deepspeed_checkpoint(place), place / "out", parts, max_shard_bytes=5 * 10**9, workers=2)
+    convert.Conversion(read_deepspeed_checkpoint(place), parts, 2).write(place / "out", max_shard_bytes=5 * 10**9)
 
 
 def live(place, count):

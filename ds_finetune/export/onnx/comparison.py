@@ -2,17 +2,23 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from numpy.typing import NDArray
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from ds_finetune.export.onnx.runtime import OnnxModel
-from ds_finetune.foreign.auto_models import AutoModelForCausalLM
+from ds_finetune.export.classifiers import auto_class
+from ds_finetune.export.onnx.runtime import OnnxModel, OnnxScorer
+from ds_finetune.families.table import family_of
+from ds_finetune.foreign.auto_configs import AutoConfig
+from ds_finetune.model.loss.score_config import is_classifier
 
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float32]
 TOLERANCES = {np.dtype(np.float32): 1e-4, np.dtype(np.float16): 2e-2}
 """Difference of logits, divided by the largest logit of the case, up to which they count as equal; by graph dtype."""
 FLIPPED_SHARE = 0.1
@@ -20,55 +26,67 @@ FLIPPED_SHARE = 0.1
 change.
 """
 NEW_TOKENS = 16
+GENERATED = (
+    ((0,), 1, (1,)),
+    ((0, 3), 9, (9,)),
+    ((0, 11, 5), 33, (33,)),
+    ((0,), 12, (8, 1, 1, 1, 1)),
+    ((2, 0), 21, (1, 9, 1, 1, 4, 1, 4)),
+)
+"""Cases of a language model: padding tokens at the start of each row, tokens of a row with padding, and the sizes of
+the pieces in which tokens are fed; the cache carries over from piece to piece.
+"""
+PROMPTS = ((0, 4), 11)
+"""The prompts of greedy decoding: padding tokens at the start of each row, and tokens of a row with padding."""
+SCORED = (
+    ((0,), 1, "right"),
+    ((0,), 23, "right"),
+    ((0, 3, 8), 9, "right"),
+    ((0, 11, 5), 33, "right"),
+    ((2, 0), 12, "left"),
+)
+"""Cases of a classifier: padding tokens of each row, tokens of a row with padding, and the side of the padding."""
 
 
-@dataclass(frozen=True)
-class InputCase:
-    """Rows of random tokens."""
+@dataclass(frozen=True, eq=False)
+class Case:
+    """Rows of random tokens, and what plain transformers computes from them in fp32."""
 
-    pads: tuple[int, ...]
-    """Number of padding tokens at the start of each row."""
-    length: int
-    """Tokens of every row, with padding."""
-    chunks: tuple[int, ...]
-    """Sizes of the pieces in which the tokens are fed; the cache carries over from piece to piece."""
+    name: str
+    """The case in messages."""
+    ids: Ints
+    """Token ids [rows, length]."""
+    mask: Ints
+    """Attention mask [rows, length], 0 for padding."""
+    chunks: tuple[int, ...] = ()
+    """Sizes of the pieces in which the tokens are fed to a language model."""
+    logits: Floats = field(default_factory=lambda: np.zeros((0, 0), dtype=np.float32))
+    """[tokens without padding, vocabulary], or [rows, labels] of a classifier. Those where `is_sampled` is true for
+    `stride` are compared.
+    """
+    stride: int = 1
+    """Distance between the sampled logits of a position."""
+    largest: float = 0.0
+    """Largest |logit|, of those too that are not sampled."""
 
-    @property
-    def name(self) -> str:
-        """The case in messages."""
-        return f"{len(self.pads)} rows of {self.length} with {self.pads} pads, fed in pieces of {self.chunks}"
-
-    def mask(self) -> np.ndarray:
-        """Attention mask [rows, length] in int64, with padding first."""
-        return np.array([[0] * pads + [1] * (self.length - pads) for pads in self.pads], dtype=np.int64)
-
-
-WHOLE = (InputCase((0,), 1, (1,)), InputCase((0, 3), 9, (9,)), InputCase((0, 11, 5), 33, (33,)))
-"""Cases whose tokens are fed in one piece."""
-STEPS = (InputCase((0,), 12, (8, 1, 1, 1, 1)), InputCase((2, 0), 21, (1, 9, 1, 1, 4, 1, 4)))
-"""Cases whose tokens are fed in several pieces, with a growing cache."""
-PROMPTS = InputCase((0, 4), 11, (11,))
-"""The prompts of greedy decoding."""
+    def inputs(self) -> dict[str, Ints]:
+        """The inputs of a classifier by name, with types of tokens 0 and 1."""
+        length = self.ids.shape[1]
+        types = (np.arange(length) >= length // 2) * self.mask
+        return {"input_ids": self.ids, "attention_mask": self.mask, "token_type_ids": types}
 
 
 @dataclass(frozen=True)
 class Reference:
     """What plain transformers computes in fp32."""
 
-    logits: Mapping[InputCase, np.ndarray]
-    """[rows, length, vocabulary]; those where `is_sampled` is true for the case's stride are compared."""
-    ids: Mapping[InputCase, np.ndarray]
-    """Token ids of each case, int64 [rows, length]."""
-    tokens: np.ndarray
-    """Prompts and the tokens that `generate` greedily adds, int64 [rows, length + NEW_TOKENS]."""
-    leads: np.ndarray
-    """For each new token, (best - second best logit) / largest |logit|, [rows, NEW_TOKENS]."""
+    cases: tuple[Case, ...]
     experts: str
     """How many of the routed experts the tokens reach, for messages."""
-    strides: Mapping[InputCase, int] = field(default_factory=dict)
-    """Distance between the sampled logits of a position; 1 for cases that are absent."""
-    largest: Mapping[InputCase, float] = field(default_factory=dict)
-    """Largest |logit| of a case; only for cases of which `logits` has not all of them."""
+    tokens: Ints | None = None
+    """Prompts and the tokens that `generate` greedily adds, [rows, length + NEW_TOKENS]; None for a classifier."""
+    leads: Floats | None = None
+    """For each new token, (best - second best logit) / largest |logit|, [rows, NEW_TOKENS]."""
 
 
 @dataclass(frozen=True)
@@ -90,41 +108,65 @@ class OnnxComparison:
     failures: tuple[str, ...]
     """Differences that are not allowed."""
 
+    @property
+    def unit(self) -> str:
+        """What a position is."""
+        return "texts" if self.new_tokens_differing is None else "positions"
+
     def line(self) -> str:
         """What was compared, and how near it is, for the terminal."""
-        differing = self.new_tokens_differing
         reached = f", reaching {self.experts}" if self.experts else ""
         flipped = f", {self.beyond} beyond it by a router's near tie" if self.beyond else ""
-        greedy = "" if differing is None else f", {differing} greedy tokens differ"
+        greedy = "" if self.new_tokens_differing is None else f", {self.new_tokens_differing} greedy tokens differ"
         return (
-            f"ONNX Runtime on the CPU against transformers: {self.positions} "
-            f"{'texts' if differing is None else 'positions'}{reached}, largest difference {self.largest:.1e} of the "
-            f"largest logit (tolerance {self.tolerance:g}){flipped}{greedy}"
+            f"ONNX Runtime on the CPU against transformers: {self.positions} {self.unit}{reached}, largest difference "
+            f"{self.largest:.1e} of the largest logit (tolerance {self.tolerance:g}){flipped}{greedy}"
         )
 
 
-def tokens_of(case: InputCase, vocab: int) -> tuple[np.ndarray, np.ndarray]:
-    """Random token ids and the attention mask of a case, int64 [rows, length]; the same at each call."""
-    rng = np.random.default_rng([len(case.pads), case.length])
-    mask = case.mask()
-    return rng.integers(0, vocab, size=mask.shape, dtype=np.int64) * mask, mask
-
-
 def is_sampled(shape: tuple[int, ...], stride: int) -> np.ndarray:
-    """Mask of `shape` [tokens, vocabulary]; of token n, the logits n % stride, n % stride + stride, ... are sampled."""
-    tokens, vocab = shape
-    return (np.arange(vocab) - np.arange(tokens)[:, None]) % stride == 0  # type: ignore[no-any-return]
+    """Mask of `shape` [positions, width]; of position n, logits n % stride, n % stride + stride, ... are sampled."""
+    positions, width = shape
+    return (np.arange(width) - np.arange(positions)[:, None]) % stride == 0  # type: ignore[no-any-return]
 
 
 def make_reference(folder: Path) -> Reference:
     """Run every case through the model of `folder`, loaded with plain transformers in fp32 on the CPU."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
-    vocab = model.config.vocab_size
-    with torch.no_grad(), record_experts(model) as reached:
-        logits = {case: _plain_logits(model, *tokens_of(case, vocab)) for case in (*WHOLE, *STEPS)}
-        tokens, leads = _plain_greedy(model, *tokens_of(PROMPTS, vocab))
-    ids = {case: tokens_of(case, vocab)[0] for case in logits}
-    return Reference(logits, ids, tokens, leads, describe_experts(model, reached))
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    model = auto_class(config).from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
+    decoded: tuple[Ints, Floats] | tuple[None, None] = None, None
+    with torch.no_grad(), _recorded_experts(model) as reached:
+        if is_classifier(config):
+            # An encoder scores the first token, which must not be padding.
+            is_encoder = family_of(config.model_type).encoder is not None
+            cases = [scored_case(config, *shape) for shape in SCORED if not (is_encoder and shape[-1] == "left")]
+        else:
+            cases = [generated_case(config.vocab_size, *shape) for shape in GENERATED]
+            decoded = _plain_greedy(model, generated_case(config.vocab_size, *PROMPTS, chunks=(PROMPTS[1],)))
+        cases = [_with_logits(case, model) for case in cases]
+    return Reference(tuple(cases), _experts_text(model, reached), *decoded)
+
+
+def generated_case(vocab: int, pads: tuple[int, ...], length: int, chunks: tuple[int, ...]) -> Case:
+    """Rows for a language model with padding first; the same tokens at each call."""
+    mask = np.array([[0] * count + [1] * (length - count) for count in pads], dtype=np.int64)
+    ids = np.random.default_rng([len(pads), length]).integers(0, vocab, size=mask.shape, dtype=np.int64) * mask
+    return Case(f"{len(pads)} rows of {length} with {pads} pads, fed in pieces of {chunks}", ids, mask, chunks)
+
+
+def scored_case(config: PretrainedConfig, pads: tuple[int, ...], length: int, side: str) -> Case:
+    """Rows without the padding token, but for their padding, so that transformers finds the last token of each."""
+    rng, pad = np.random.default_rng([len(pads), length]), config.pad_token_id
+    if pad is None:
+        pads = pads[:1]
+    ids = rng.integers(0, config.vocab_size - 1, size=(len(pads), length), dtype=np.int64)
+    ids += ids >= (config.vocab_size if pad is None else pad)
+    mask = np.ones_like(ids)
+    for row, count in enumerate(pads):
+        mask[row, length - count :] = 0
+    mask = mask if side == "right" else mask[:, ::-1].copy()
+    name = f"{len(pads)} texts of {length} tokens with {pads} pads on the {side}"
+    return Case(name, np.where(mask == 1, ids, 0 if pad is None else pad), mask)
 
 
 def compare(folder: Path, reference: Reference) -> OnnxComparison:
@@ -133,36 +175,38 @@ def compare(folder: Path, reference: Reference) -> OnnxComparison:
     Every position must be within the tolerance. With routed experts in fp16, a share of `FLIPPED_SHARE` may be beyond
     it: where two experts' scores are nearly equal, rounding may choose the other expert than in fp32.
     """
-    model = OnnxModel(folder)
+    model = OnnxScorer(folder) if reference.tokens is None else OnnxModel(folder)
     tolerance = TOLERANCES[model.dtype]
     allowed = FLIPPED_SHARE if reference.experts and model.dtype == np.float16 else 0.0
-    cases = [case for case in reference.logits if model.has_cache or len(case.chunks) == 1]
-    distances = {case: _distances(model, case, reference) for case in cases}
-    every = np.concatenate(list(distances.values()))
-    beyond, differing = int((~(every <= tolerance)).sum()), _differing_tokens(model, reference, tolerance)
-    worst = max(cases, key=lambda case: np.nan_to_num(distances[case], nan=np.inf).max())
+    # Without a cache, tokens cannot be fed in pieces.
+    cases = [case for case in reference.cases if len(case.chunks) < 2 or getattr(model, "has_cache", False)]
+    distances = [_distances(model, case) for case in cases]
+    every = np.concatenate(distances)
+    beyond = int((~(every <= tolerance)).sum())
+    differing = _differing_tokens(model, reference, tolerance) if isinstance(model, OnnxModel) else None
+    result = OnnxComparison(
+        len(every), beyond, float(every.max()), tolerance, allowed, differing, reference.experts, ()
+    )
     failures = []
     if beyond > allowed * len(every) or not np.isfinite(every).all():
-        failures.append(
-            f"{beyond} of {len(every)} positions are beyond it, worst by {distances[worst].max():.2e} with {worst.name}"
-        )
-    if differing > allowed * reference.leads.size:
+        worst = int(np.argmax([np.nan_to_num(each, nan=np.inf).max() for each in distances]))
+        by = f"worst by {distances[worst].max():.2e} with {cases[worst].name}"
+        failures.append(f"{beyond} of {len(every)} {result.unit} are beyond it, {by}")
+    if differing is not None and reference.leads is not None and differing > allowed * reference.leads.size:
         failures.append(f"{differing} of {reference.leads.size} greedy tokens differ")
-    return OnnxComparison(
-        len(every), beyond, float(every.max()), tolerance, allowed, differing, reference.experts, tuple(failures)
-    )
+    return replace(result, failures=tuple(failures))
 
 
-def _distances(model: OnnxModel, case: InputCase, reference: Reference) -> np.ndarray:
-    """For each token, the largest difference of its sampled logits, divided by the largest logit of the case."""
-    mask = case.mask()
-    is_token = mask.astype(bool)
-    expected = reference.logits[case][is_token]
-    logits = model.logits(reference.ids[case], mask, case.chunks)[is_token].astype(np.float32)
+def _distances(model: OnnxModel | OnnxScorer, case: Case) -> np.ndarray:
+    """For each position, the largest difference of its sampled logits, divided by the largest logit of the case."""
+    if isinstance(model, OnnxScorer):
+        logits = model.logits(case.inputs())
+    else:
+        logits = model.logits(case.ids, case.mask, case.chunks)[case.mask.astype(bool)].astype(np.float32)
     # NaN and infinity count also where they are not sampled.
-    is_compared = is_sampled(expected.shape, reference.strides.get(case, 1)) | ~np.isfinite(logits)
-    gaps = np.where(is_compared, np.abs(logits - expected), 0).max(axis=-1)
-    return gaps / (reference.largest.get(case) or np.abs(expected).max())  # type: ignore[no-any-return]
+    is_compared = is_sampled(case.logits.shape, case.stride) | ~np.isfinite(logits)
+    gaps = np.where(is_compared, np.abs(logits - case.logits), 0).max(axis=-1)
+    return gaps / case.largest  # type: ignore[no-any-return]
 
 
 def _differing_tokens(model: OnnxModel, reference: Reference, tolerance: float) -> int:
@@ -171,45 +215,50 @@ def _differing_tokens(model: OnnxModel, reference: Reference, tolerance: float) 
     0 means that greedy decoding gives the same tokens. A token whose lead over the second best is within the tolerance
     is not counted. With a cache, tokens are fed one at a time.
     """
-    ids = reference.tokens[:, :-1]
-    mask = np.concatenate([PROMPTS.mask(), np.ones((len(ids), NEW_TOKENS - 1), dtype=np.int64)], axis=1)
-    chunks = (PROMPTS.length, *[1] * (NEW_TOKENS - 1)) if model.has_cache else (ids.shape[1],)
+    assert reference.tokens is not None
+    assert reference.leads is not None
+    ids, (pads, length) = reference.tokens[:, :-1], PROMPTS
+    mask = np.array([[0] * count + [1] * (ids.shape[1] - count) for count in pads], dtype=np.int64)
+    chunks = (length, *[1] * (NEW_TOKENS - 1)) if model.has_cache else (ids.shape[1],)
     best = model.logits(ids, mask, chunks)[:, -NEW_TOKENS:].argmax(axis=-1)
     return int(((best != reference.tokens[:, -NEW_TOKENS:]) & (reference.leads > tolerance)).sum())
 
 
-def _plain_logits(model: PreTrainedModel, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    attention_mask = torch.from_numpy(mask)
-    out = model(
-        input_ids=torch.from_numpy(ids),
-        attention_mask=attention_mask,
-        position_ids=(attention_mask.cumsum(1) - 1).clamp(min=0),
-        use_cache=False,
-    )
-    return out.logits.float().numpy()  # type: ignore[no-any-return]
+def _with_logits(case: Case, model: PreTrainedModel) -> Case:
+    """The case with the logits of plain transformers."""
+    inputs = {name: torch.from_numpy(part) for name, part in case.inputs().items()}
+    if case.chunks or getattr(model.config, "type_vocab_size", 1) < 2:
+        del inputs["token_type_ids"]
+    if case.chunks:
+        mask = inputs["attention_mask"]
+        out = model(**inputs, position_ids=(mask.cumsum(1) - 1).clamp(min=0), use_cache=False)
+        logits = out.logits.float()[mask.bool()].numpy()
+    else:
+        logits = model(**inputs).logits.numpy()
+    return replace(case, logits=logits, largest=float(np.abs(logits).max()))
 
 
-def _plain_greedy(model: PreTrainedModel, ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _plain_greedy(model: PreTrainedModel, prompts: Case) -> tuple[Ints, Floats]:
     settings = GenerationConfig(
         do_sample=False, max_new_tokens=NEW_TOKENS, pad_token_id=0, return_dict_in_generate=True, output_logits=True
     )
     # The model's own settings may sample or end early; the best token of every step is compared.
     model.generation_config = settings
-    out: Any = model.generate(torch.from_numpy(ids), attention_mask=torch.from_numpy(mask))
+    out: Any = model.generate(torch.from_numpy(prompts.ids), attention_mask=torch.from_numpy(prompts.mask))
     best = torch.stack(out.logits, dim=1).topk(2).values
     leads = (best[..., 0] - best[..., 1]) / torch.stack(out.logits, dim=1).abs().amax(dim=-1)
     return out.sequences.numpy(), leads.numpy()
 
 
-def describe_experts(model: PreTrainedModel, reached: Mapping[str, set[int]]) -> str:
-    """How many experts of a layer tokens chose, from what `record_experts` recorded; empty where there are none."""
+def _experts_text(model: PreTrainedModel, reached: Mapping[str, set[int]]) -> str:
+    """How many experts of a layer tokens chose; empty where there are none."""
     counts = [len(experts) for experts in reached.values()]
     routers = (model.get_submodule(name) for name in reached)
     return f"{min(counts)} to {max(counts)} of {len(next(routers).weight)} experts a layer" if counts else ""
 
 
 @contextmanager
-def record_experts(model: PreTrainedModel) -> Iterator[dict[str, set[int]]]:
+def _recorded_experts(model: PreTrainedModel) -> Iterator[dict[str, set[int]]]:
     """The sets of experts that tokens choose within the context, by the name of the router."""
     routers = {name: module for name, module in model.named_modules() if name.endswith("mlp.gate")}
     experts: dict[str, set[int]] = {name: set() for name in routers}

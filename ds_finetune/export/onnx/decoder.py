@@ -10,7 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from ds_finetune.errors import ExportError
 from ds_finetune.export.onnx.experts import moe
 from ds_finetune.export.onnx.graph import BATCH, LENGTH, Graph, GraphEnds, value
-from ds_finetune.export.onnx.layers import Layers, Mask, Read, Rotary, parts_of
+from ds_finetune.export.onnx.layers import Layers, Mask, Read, Rotary, parts_of, token_places
 
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embedding whose frequencies do not depend on the length of the input, so that they are constants."""
@@ -55,8 +55,7 @@ def scoring_graph(model: PreTrainedModel, read: Read, *, dtype: np.dtype) -> tup
     before = graph.op("Sub", counted, graph.scalar(1, np.int64))
     positions = graph.op("Max", before, graph.scalar(0, np.int64))
     hidden = _last_hidden_states(layers, positions, with_cache=False)
-    length = graph.op("Squeeze", graph.op("Shape", "input_ids", start=1, end=2), graph.ints(0))
-    places = graph.op("Range", graph.scalar(0, np.int64), length, graph.scalar(1, np.int64))
+    places = token_places(graph)
     last = graph.op("ReduceMax", graph.op("Mul", places, "attention_mask"), graph.ints(1), keepdims=1)
     pooled = graph.op("GatherND", hidden, last, batch_dims=1)
     graph.op("Identity", layers.linear(pooled, "score"), name="logits")
@@ -69,12 +68,7 @@ def _last_hidden_states(layers: Layers, positions: str, *, with_cache: bool) -> 
     graph, config = layers.graph, layers.model.config
     attention, _ = ATTENTION[parts_of(config).attention](config)
     mask, rotary = _mask(graph), _rotary(graph, layers.model, positions)
-    hidden = graph.op(
-        "Gather",
-        layers.weight("model.embed_tokens.weight", (config.vocab_size, config.hidden_size)),
-        "input_ids",
-        axis=0,
-    )
+    hidden = graph.op("Gather", layers.weight("model.embed_tokens.weight"), "input_ids", axis=0)
     for number in range(config.num_hidden_layers):
         name = f"model.layers.{number}"
         normed = layers.norm(hidden, f"{name}.input_layernorm")
@@ -223,17 +217,14 @@ def _split_kv_b(layers: Layers, name: str, heads: int, widths: tuple[int, int]) 
 
     The stored weight is [heads * (nope + value), rank].
     """
-    graph, key, (nope, width) = layers.graph, f"{name}.weight", widths
+    key, (nope, width) = f"{name}.weight", widths
     rank = layers.module(name).weight.shape[1]
 
     def by_head(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.view(heads, nope + width, rank)
 
-    to_key = graph.weight(f"{key}_key", (heads, nope, rank), lambda: layers.arrays(key, lambda t: by_head(t)[:, :nope]))
-    to_value = graph.weight(
-        f"{key}_value", (heads, rank, width), lambda: layers.arrays(key, lambda t: by_head(t)[:, nope:].transpose(1, 2))
-    )
-    return to_key, to_value
+    to_key = layers.weight(key, lambda t: by_head(t)[:, :nope], name=f"{key}_key")
+    return to_key, layers.weight(key, lambda t: by_head(t)[:, nope:].transpose(1, 2), name=f"{key}_value")
 
 
 ATTENTION: Mapping[str, Callable[[PretrainedConfig], tuple[Callable[[_AttentionScope, str, str], str], Cache]]] = {
@@ -255,19 +246,15 @@ def _mask(graph: Graph) -> Mask:
 
 
 def _rotary(graph: Graph, model: PreTrainedModel, position_ids: str) -> Rotary:
-    """Cosines and sines, in fp32, of transformers' frequencies for this config, with YaRN's scaling."""
+    """The rotary embedding of this config, by transformers' own class."""
     config = model.config
     # A new one from the config, since the model's may be on the meta device.
     embedding = type(model.model.rotary_emb)(config)
-    frequencies = embedding.inv_freq.to(torch.float32).numpy()
-    positions = graph.cast(graph.op("Unsqueeze", position_ids, graph.ints(1, 3)), np.float32)
-    angles = graph.op("Mul", positions, graph.constant(frequencies))
-    scale = graph.scalar(embedding.attention_scaling, np.float32)
-    tables = [graph.op("Mul", graph.op(kind, angles), scale) for kind in ("Cos", "Sin")]
-    cos, sin = (graph.cast(table, graph.dtype) if graph.is_half() else table for table in tables)
     is_interleaved = parts_of(config).is_rotary_interleaved
+    frequencies, scaling = embedding.inv_freq.to(torch.float32).numpy(), float(embedding.attention_scaling)
     pairs_in = is_interleaved or bool(getattr(config, "rope_interleave", False))
-    return Rotary(graph, cos, sin, 2 * len(frequencies), pairs_in=pairs_in, pairs_out=is_interleaved)
+    positions = graph.op("Unsqueeze", position_ids, graph.ints(1, 3))
+    return Rotary.of(graph, positions, frequencies, scaling, pairs_in=pairs_in, pairs_out=is_interleaved)
 
 
 def _head(layers: Layers, x: str, config: PretrainedConfig) -> None:

@@ -9,7 +9,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ds_finetune.errors import ExportError
 from ds_finetune.export.onnx.graph import BATCH, LENGTH, Graph, GraphEnds, value
-from ds_finetune.export.onnx.layers import Layers, Mask, Read, Rotary, parts_of
+from ds_finetune.export.onnx.layers import Layers, Mask, Read, Rotary, parts_of, token_places
 from ds_finetune.families.family import Encoder
 from ds_finetune.families.table import family_of
 
@@ -61,14 +61,13 @@ class _EncoderModules:
 
     def embed(self, name: str, ids: str) -> str:
         """Rows of the embedding `name`."""
-        shape = tuple(self.layers.module(name).weight.shape)
-        return self.graph.op("Gather", self.layers.weight(f"{name}.weight", shape), ids, axis=0)
+        return self.graph.op("Gather", self.layers.weight(f"{name}.weight"), ids, axis=0)
 
     def norm(self, x: str, name: str) -> str:
         """LayerNorm over the last dimension, computed in fp32; without a bias where the module has none."""
         module, graph = self.layers.module(name), self.graph
-        weight = self.layers.weight(f"{name}.weight", tuple(module.weight.shape))
-        bias = [] if module.bias is None else [self.layers.weight(f"{name}.bias", tuple(module.bias.shape))]
+        weight = self.layers.weight(f"{name}.weight")
+        bias = [] if module.bias is None else [self.layers.weight(f"{name}.bias")]
         return graph.op("LayerNormalization", x, weight, *bias, axis=-1, epsilon=module.eps)
 
     def gelu(self, x: str) -> str:
@@ -99,17 +98,11 @@ class _EncoderModules:
         total = graph.op("Shape", "input_ids", start=1, end=2)
         allowed = graph.op("Unsqueeze", graph.cast("attention_mask", np.bool_), graph.ints(1, 2))
         if window is not None:
-            positions = self.positions()
+            positions = token_places(graph)
             apart = graph.op("Sub", positions, graph.op("Unsqueeze", positions, graph.ints(1)))
             near = graph.op("LessOrEqual", graph.op("Abs", apart), graph.scalar(window, np.int64))
             allowed = graph.op("And", allowed, near)
         return Mask(graph, allowed, total)
-
-    def positions(self) -> str:
-        """0, 1, ... for each token, int64 [length]."""
-        graph = self.graph
-        length = graph.op("Squeeze", graph.op("Shape", "input_ids", start=1, end=2), graph.ints(0))
-        return graph.op("Range", graph.scalar(0, np.int64), length, graph.scalar(1, np.int64))
 
     def first(self, x: str) -> str:
         """The first token of each row, [batch, width]."""
@@ -126,7 +119,7 @@ def _post_norm(encoder: _EncoderModules) -> str:
         counted = graph.op("Mul", graph.op("CumSum", is_token, graph.scalar(1, np.int64)), is_token)
         positions = graph.op("Add", counted, pad)
     else:
-        positions = encoder.positions()
+        positions = token_places(graph)
     types = TOKEN_TYPES if encoder.kind.has_token_types else graph.op("Sub", "input_ids", "input_ids")
     first = encoder.first(_post_norm_states(encoder, positions, types))
     pooler = next((name for name in encoder.kind.head if name.endswith(".pooler")), None)
@@ -197,15 +190,11 @@ def _mean(encoder: _EncoderModules, hidden: str) -> str:
 
 
 def _layer_rotary(encoder: _EncoderModules, kind: str) -> Rotary:
-    """Cosines and sines of one kind of layer, from transformers' frequencies."""
-    graph, config = encoder.graph, encoder.config
-    embedding = type(encoder.layers.module("model.rotary_emb"))(config)
+    """The rotary embedding of one kind of layer, by transformers' own class."""
+    graph = encoder.graph
+    embedding = type(encoder.layers.module("model.rotary_emb"))(encoder.config)
     frequencies = getattr(embedding, f"{kind}_inv_freq").float().numpy()
-    positions = graph.cast(graph.op("Unsqueeze", encoder.positions(), graph.ints(0, 1, 3)), np.float32)
-    angles = graph.op("Mul", positions, graph.constant(frequencies))
-    tables = [graph.op(name, angles) for name in ("Cos", "Sin")]
-    cos, sin = (graph.cast(table, graph.dtype) if graph.is_half() else table for table in tables)
-    return Rotary(graph, cos, sin, 2 * len(frequencies), pairs_in=False, pairs_out=False)
+    return Rotary.of(graph, graph.op("Unsqueeze", token_places(graph), graph.ints(0, 1, 3)), frequencies)
 
 
 ENCODER_GRAPHS: Mapping[str, Callable[[_EncoderModules], str]] = {"post_norm": _post_norm, "pre_norm": _pre_norm}

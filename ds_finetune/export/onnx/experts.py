@@ -1,34 +1,29 @@
 """Routers and routed experts in an ONNX graph: a loop over the experts that tokens choose."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
 import torch
+from onnx import helper
 from transformers import PretrainedConfig
 
-from ds_finetune.export.onnx.graph import Graph, body, value
+from ds_finetune.export.onnx.graph import Graph, value
 from ds_finetune.export.onnx.layers import Layers, array_of, parts_of, silu
 from ds_finetune.model.weights.names import hub_pieces
 
 _FP32 = np.dtype(np.float32)
 
 
-@dataclass(frozen=True)
-class Routing:
-    """Experts of each token [tokens, k] int64, and their weights [tokens, k] fp32."""
-
-    experts: str
-    weights: str
+Routing = tuple[str, str]
+"""Experts of each token [tokens, k] int64, and their weights [tokens, k] fp32."""
 
 
 def moe(layers: Layers, x: str, name: str, config: PretrainedConfig) -> str:
     """x [batch, length, hidden] through the routed and the shared experts of the module `name`: the same shape."""
     graph = layers.graph
     flat = graph.op("Reshape", x, graph.ints(-1, config.hidden_size))
-    gate = layers.module(f"{name}.gate")
-    matrix = layers.fp32(f"{name}.gate.weight", tuple(gate.weight.shape)[::-1], torch.t)
+    matrix = layers.weight(f"{name}.gate.weight", torch.t, dtype=_FP32)
     logits = graph.op("MatMul", graph.cast(flat, np.float32) if graph.is_half() else flat, matrix)
     routing = ROUTERS[parts_of(config).router or ""](layers, logits, f"{name}.gate", config)
     routed = graph.op("Reshape", _experts(layers, flat, routing, f"{name}.experts"), graph.op("Shape", x))
@@ -44,7 +39,7 @@ def _route_sigmoid(layers: Layers, logits: str, name: str, config: PretrainedCon
     """
     graph, experts = layers.graph, layers.module(name).num_experts
     scores = graph.op("Sigmoid", logits)
-    choice = graph.op("Add", scores, layers.fp32(f"{name}.e_score_correction_bias", (experts,)))
+    choice = graph.op("Add", scores, layers.weight(f"{name}.e_score_correction_bias", dtype=_FP32))
     pairs, _ = _top(graph, _in_groups(graph, choice, config.n_group, experts), 2)
     kept = _in_best_groups(graph, graph.op("ReduceSum", pairs, graph.ints(-1), keepdims=0), config, experts)
     _, index = _top(graph, graph.op("Where", kept, choice, graph.scalar(-np.inf, _FP32)), config.num_experts_per_tok)
@@ -52,7 +47,7 @@ def _route_sigmoid(layers: Layers, logits: str, name: str, config: PretrainedCon
     if config.norm_topk_prob:
         total = graph.op("Add", graph.op("ReduceSum", weights, graph.ints(-1), keepdims=1), graph.scalar(1e-20, _FP32))
         weights = graph.op("Div", weights, total)
-    return Routing(index, graph.op("Mul", weights, graph.scalar(config.routed_scaling_factor, _FP32)))
+    return index, graph.op("Mul", weights, graph.scalar(config.routed_scaling_factor, _FP32))
 
 
 def _route_grouped_softmax(layers: Layers, logits: str, name: str, config: PretrainedConfig) -> Routing:
@@ -66,7 +61,7 @@ def _route_grouped_softmax(layers: Layers, logits: str, name: str, config: Pretr
         best = graph.op("ReduceMax", _in_groups(graph, scores, config.n_group, experts), graph.ints(-1), keepdims=0)
         scores = graph.op("Where", _in_best_groups(graph, best, config, experts), scores, graph.scalar(0, _FP32))
     weights, index = _top(graph, scores, config.num_experts_per_tok)
-    return Routing(index, graph.op("Mul", weights, graph.scalar(config.routed_scaling_factor, _FP32)))
+    return index, graph.op("Mul", weights, graph.scalar(config.routed_scaling_factor, _FP32))
 
 
 def _route_softmax(layers: Layers, logits: str, name: str, config: PretrainedConfig) -> Routing:
@@ -78,7 +73,7 @@ def _route_softmax(layers: Layers, logits: str, name: str, config: PretrainedCon
     weights, index = _top(graph, graph.op("Softmax", logits, axis=-1), config.num_experts_per_tok)
     if getattr(layers.module(name), "norm_topk_prob", True):
         weights = graph.op("Div", weights, graph.op("ReduceSum", weights, graph.ints(-1), keepdims=1))
-    return Routing(index, weights)
+    return index, weights
 
 
 ROUTERS: Mapping[str, Callable[[Layers, str, str, PretrainedConfig], Routing]] = {
@@ -122,7 +117,7 @@ def _experts(layers: Layers, x: str, routing: Routing, name: str) -> str:
     stacks = _stacks(layers, name)
     by_expert = graph.op("Concat", graph.op("Shape", x, start=0, end=1), graph.ints(module.num_experts), axis=0)
     zeros = graph.op("ConstantOfShape", by_expert)
-    weights = graph.op("ScatterElements", zeros, routing.experts, routing.weights, axis=1)
+    weights = graph.op("ScatterElements", zeros, *routing, axis=1)
     is_used = graph.op("Greater", graph.op("ReduceMax", weights, graph.ints(0), keepdims=0), graph.scalar(0, _FP32))
     used = graph.op("Squeeze", graph.op("NonZero", is_used), graph.ints(0))
     count = graph.op("Squeeze", graph.op("Shape", used), graph.ints(0))
@@ -132,8 +127,9 @@ def _experts(layers: Layers, x: str, routing: Routing, name: str) -> str:
     result = _one_expert(inner, x, weights, stacks, (inner.op("Gather", used, step, axis=0), summed))
     still = inner.op("Identity", condition)
     hidden = module.hidden_dim
-    loop = body(
-        inner,
+    loop = helper.make_graph(
+        inner.nodes,
+        "body",
         [value(step, np.int64, ()), value(condition, np.bool_, ()), value(summed, np.float32, ("tokens", hidden))],
         [value(still, np.bool_, ()), value(result, np.float32, ("tokens", hidden))],
     )

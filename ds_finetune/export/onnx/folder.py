@@ -104,7 +104,7 @@ def load_model(folder: Path, device: str) -> PreTrainedModel:
 
 def load_scorer(folder: Path) -> Scorer:
     """The classifier of `folder` in ONNX Runtime on the CPU."""
-    from ds_finetune.export.onnx.scores import OnnxScorer
+    from ds_finetune.export.onnx.runtime import OnnxScorer
 
     runtime = OnnxScorer(folder)
     return lambda inputs: torch.from_numpy(runtime.logits({key: part.numpy() for key, part in inputs.items()}))
@@ -129,14 +129,15 @@ def _hub_folder(source: Path, out: Path, base: Path | None) -> Iterator[Path]:
 
 
 def _write_and_compare(folder: Path, out: Path, unverified: Path, options: ExportOptions) -> "OnnxComparison":
-    from ds_finetune.export.onnx.record import OnnxRecord, compare_with, reference_of
+    from ds_finetune.export.onnx.comparison import compare, make_reference
+    from ds_finetune.export.onnx.record import write_record
 
     model = _meta_model(folder)
     with replaced_folder(out) as partial:
         with as_output_errors(partial):
             _write_graph(model, folder, partial, options)
-        reference = reference_of(folder)
-        comparison = compare_with(partial, reference)
+        reference = make_reference(folder)
+        comparison = compare(partial, reference)
         about = {
             "dtype": options.dtype,
             "cache": options.with_cache and not is_classifier(model.config),
@@ -144,7 +145,7 @@ def _write_and_compare(folder: Path, out: Path, unverified: Path, options: Expor
             "versions": {name: version(name) for name in (*ONNX.packages, "torch", "transformers")},
         }
         if not comparison.failures:
-            OnnxRecord.of(partial, reference, about).write(partial)
+            write_record(partial, reference, about)
             return comparison
         (partial / UNVERIFIED).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
         shutil.rmtree(unverified, ignore_errors=True)

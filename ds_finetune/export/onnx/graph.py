@@ -100,11 +100,11 @@ class Graph:
         return f"{kind.lower()}_{next(self.numbers)}_out"
 
 
-def write_model(graph: Graph, ends: GraphEnds, folder: Path, *, inline_bytes: int) -> bool:
+def write_model(graph: Graph, ends: GraphEnds, folder: Path, *, inline_bytes: int) -> None:
     """Write `graph` with its inputs and outputs `ends` to `folder`/model.onnx.
 
     Weights of more than `inline_bytes` together are written to model.onnx.data, one piece at a time, since a protobuf
-    message must stay below 2 GiB. Returns whether they were.
+    message must stay below 2 GiB.
     """
     is_external = sum(weight.num_bytes for weight in graph.weights.values()) > inline_bytes
     weights = list(graph.weights.values())
@@ -115,14 +115,6 @@ def write_model(graph: Graph, ends: GraphEnds, folder: Path, *, inline_bytes: in
     )
     (folder / MODEL).write_bytes(model.SerializeToString())
     onnx.checker.check_model(str(folder / MODEL), full_check=False)
-    return is_external
-
-
-def body(
-    graph: Graph, inputs: Sequence[onnx.ValueInfoProto], outputs: Sequence[onnx.ValueInfoProto]
-) -> onnx.GraphProto:
-    """The nodes of a subgraph as the body of a Loop; constants and weights are those of the outer graph."""
-    return helper.make_graph(graph.nodes, "body", inputs, outputs)
 
 
 def value(name: str, dtype: np.dtype | type, shape: Sequence[int | str | None]) -> onnx.ValueInfoProto:

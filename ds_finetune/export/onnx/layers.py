@@ -52,32 +52,30 @@ class Layers:
 
         The weight is stored as [in, out], as MatMul and tools that quantise it expect.
         """
-        module = self.module(name)
-        rows, columns = module.weight.shape
-        key = f"{name}.weight"
-        y = self.graph.op(
-            "MatMul", x, self.graph.weight(f"{key}_transposed", (columns, rows), lambda: self.arrays(key, torch.t))
-        )
-        return (
-            y if module.bias is None else self.graph.op("Add", y, self.weight(f"{name}.bias", tuple(module.bias.shape)))
-        )
+        weight = self.weight(f"{name}.weight", torch.t, name=f"{name}.weight_transposed")
+        y = self.graph.op("MatMul", x, weight)
+        return y if self.module(name).bias is None else self.graph.op("Add", y, self.weight(f"{name}.bias"))
 
     def weight(
-        self, key: str, shape: tuple[int, ...], change: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.contiguous
+        self,
+        key: str,
+        change: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.contiguous,
+        *,
+        name: str = "",
+        dtype: np.dtype | None = None,
     ) -> str:
-        """The tensor `key` after `change`, which makes it `shape`, in the graph's dtype."""
-        return self.graph.weight(key, shape, lambda: self.arrays(key, change))
+        """The model's tensor `key` after `change`, as the weight `name` of the graph (by default `key`).
 
-    def fp32(
-        self, key: str, shape: tuple[int, ...], change: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.contiguous
-    ) -> str:
-        """As `weight`, but in fp32 whatever the graph's dtype, as transformers computes routers."""
-        return self.graph.weight(
-            key,
-            shape,
-            lambda: iter((array_of(change(self._tensor(key)), np.dtype(np.float32), key),)),
-            dtype=np.dtype(np.float32),
-        )
+        It has the graph's dtype unless another is given: transformers computes routers in fp32. It is no tensor of
+        fused experts.
+        """
+        module, _, leaf = key.rpartition(".")
+        shape, stored = tuple(change(getattr(self.module(module), leaf)).shape), published_name(key, self.family)
+
+        def pieces() -> Iterator[np.ndarray]:
+            yield array_of(change(self.read(stored)), dtype or self.graph.dtype, key)
+
+        return self.graph.weight(name or key, shape, pieces, dtype)
 
     def norm(self, x: str, name: str) -> str:
         """RMSNorm over the last dimension, in fp32 as transformers does; the epsilon is the module's own."""
@@ -88,7 +86,7 @@ class Layers:
         root = graph.op("Sqrt", graph.op("Add", mean, graph.scalar(module.variance_epsilon, np.float32)))
         scaled = graph.op("Div", wide, root)
         narrow = graph.cast(scaled, graph.dtype) if graph.is_half() else scaled
-        return graph.op("Mul", narrow, self.weight(f"{name}.weight", tuple(module.weight.shape)))
+        return graph.op("Mul", narrow, self.weight(f"{name}.weight"))
 
     def mlp(self, x: str, name: str) -> str:
         """down(silu(gate(x)) * up(x))."""
@@ -109,14 +107,6 @@ class Layers:
         """[batch, heads, length, width] as [batch, length, heads * width]."""
         return self.graph.op("Reshape", self.graph.op("Transpose", x, perm=[0, 2, 1, 3]), self.graph.ints(0, 0, -1))
 
-    def arrays(self, key: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[np.ndarray]:
-        """The tensor `key` after `change` in the graph's dtype, as one array."""
-        yield array_of(change(self._tensor(key)), self.graph.dtype, key)
-
-    def _tensor(self, name: str) -> torch.Tensor:
-        """The model's tensor `name`, which is no tensor of fused experts."""
-        return self.read(published_name(name, self.family))
-
 
 def array_of(tensor: torch.Tensor, dtype: np.dtype, key: str) -> np.ndarray:
     """`tensor` in row-major order as `dtype`; ExportError where that gives NaN or infinity, as beyond fp16's 65504."""
@@ -136,6 +126,12 @@ def silu(graph: Graph, x: str) -> str:
     return graph.op("Mul", x, graph.op("Sigmoid", x))
 
 
+def token_places(graph: Graph) -> str:
+    """0, 1, ... for each token of a row of input_ids, int64 [length]."""
+    length = graph.op("Squeeze", graph.op("Shape", "input_ids", start=1, end=2), graph.ints(0))
+    return graph.op("Range", graph.scalar(0, np.int64), length, graph.scalar(1, np.int64))
+
+
 @dataclass(frozen=True)
 class Rotary:
     """Rotary embedding: cosines and sines of every position [batch, 1, length, width / 2] in the graph's dtype.
@@ -148,8 +144,18 @@ class Rotary:
     cos: str
     sin: str
     width: int
-    pairs_in: bool
-    pairs_out: bool
+    pairs_in: bool = False
+    pairs_out: bool = False
+
+    @classmethod
+    def of(cls, graph: Graph, positions: str, frequencies: np.ndarray, scaling: float = 1.0, **pairs: bool) -> "Rotary":
+        """Of `positions` int64 [rows, 1, length, 1], by transformers' frequencies and scaling, computed in fp32."""
+        angles = graph.op("Mul", graph.cast(positions, np.float32), graph.constant(frequencies))
+        tables = [graph.op(kind, angles) for kind in ("Cos", "Sin")]
+        if scaling != 1:
+            tables = [graph.op("Mul", table, graph.scalar(scaling, np.float32)) for table in tables]
+        cos, sin = (graph.cast(table, graph.dtype) if graph.is_half() else table for table in tables)
+        return cls(graph, cos, sin, 2 * len(frequencies), **pairs)
 
     def rotate(self, x: str) -> str:
         """x [batch, heads, length, width] with each pair rotated by the angle of its position."""

@@ -9,27 +9,16 @@ from typing import Any
 
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from ds_finetune.config.units import GIB, MIB
 from ds_finetune.errors import ExportError
-from ds_finetune.export.classifiers import holds_classifier
 from ds_finetune.export.formats import RECORD
 from ds_finetune.export.onnx import MODEL
-from ds_finetune.export.onnx.comparison import (
-    WHOLE,
-    InputCase,
-    OnnxComparison,
-    Reference,
-    compare,
-    is_sampled,
-    make_reference,
-)
-from ds_finetune.export.onnx.scores import ScoreReference, compare_scores, make_score_reference
+from ds_finetune.export.onnx.comparison import Case, Reference, compare, is_sampled
 from ds_finetune.export.verify.record import UNVERIFIED
 from ds_finetune.export.verify.verify import VerificationResult, mark_folder
 
-FORMAT = "onnx 1"
+FORMAT = "onnx 2"
 """Format of the record of an ONNX folder."""
 _SEGMENT_BYTES = MIB
 """Bytes with a digest of their own, so that a message can name the bytes that changed."""
@@ -62,70 +51,49 @@ class FileSums:
         return runs
 
 
-@dataclass(frozen=True)
-class OnnxRecord:
-    """The record of an ONNX folder."""
+def write_record(folder: Path, reference: Reference, about: Mapping[str, Any]) -> None:
+    """Write the file RECORD into a folder that has just been written and compared.
 
-    about: Mapping[str, Any]
-    """The result of the comparison, and versions of packages, for people who read the file."""
-    files: Mapping[str, FileSums]
-    """The files that were written, by name."""
-    reference: Reference | ScoreReference
-    """Has about `_SAMPLED_LOGITS` logits of each position, at different rows of the head, or all of a classifier."""
-
-    @classmethod
-    def of(cls, folder: Path, reference: Reference | ScoreReference, about: Mapping[str, Any]) -> "OnnxRecord":
-        """The record of a folder that has just been written and compared."""
-        return cls(about, {path.name: FileSums.of(path) for path in _files(folder)}, reference)
-
-    def write(self, folder: Path) -> None:
-        """Write the file RECORD into `folder`."""
-        of_reference = (
-            self.reference.as_tree() if isinstance(self.reference, ScoreReference) else _reference_tree(self.reference)
-        )
-        tree = {
-            "format": FORMAT,
-            **self.about,
-            "files": {name: asdict(sums) for name, sums in self.files.items()},
-            **of_reference,
-        }
-        (folder / RECORD).write_text(json.dumps({**tree, "sum": _sum_of(tree)}) + "\n", encoding="utf-8")
-
-    @classmethod
-    def read(cls, folder: Path) -> "OnnxRecord":
-        """Read the file RECORD; ExportError where there is none, or it is damaged or of another format."""
-        try:
-            tree: dict[str, Any] = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-            return cls._of(tree)
-        except FileNotFoundError:
-            raise ExportError(
-                f"`{folder}` holds no {RECORD}", hint="name a folder that `export --format onnx` wrote"
-            ) from None
-        except (KeyError, TypeError, ValueError) as broken:
-            raise ExportError(f"{folder}/{RECORD} cannot be read: {broken}", hint="export the folder again") from broken
-
-    @classmethod
-    def _of(cls, tree: dict[str, Any]) -> "OnnxRecord":
-        if tree["format"] != FORMAT:
-            raise ValueError(f"its format is {tree['format']}, not {FORMAT}")
-        if tree.pop("sum") != _sum_of(tree):
-            raise ValueError("its own digest differs: it was changed")
-        reference = ScoreReference.from_tree(tree) if "texts" in tree else _reference_from(tree)
-        return cls(
-            tree, {name: FileSums(each["size"], tuple(each["sums"])) for name, each in tree["files"].items()}, reference
-        )
+    `about` is the result of the comparison, and versions of packages, for people who read the file.
+    """
+    longest = max(len(case.logits) for case in reference.cases)
+    tree = {
+        "format": FORMAT,
+        **about,
+        "files": {path.name: asdict(FileSums.of(path)) for path in _files(folder)},
+        "cases": [_case_tree(case, longest) for case in reference.cases],
+        "experts": reference.experts,
+        "tokens": None if reference.tokens is None else reference.tokens.tolist(),
+        "leads": None if reference.leads is None else reference.leads.tolist(),
+    }
+    (folder / RECORD).write_text(json.dumps({**tree, "sum": _sum_of(tree)}) + "\n", encoding="utf-8")
 
 
-def reference_of(folder: Path) -> Reference | ScoreReference:
-    """What plain transformers computes with the model of `folder`."""
-    return make_score_reference(folder) if holds_classifier(folder) else make_reference(folder)
+def read_record(folder: Path) -> tuple[dict[str, FileSums], Reference]:
+    """The digests of files by name, and the reference, in the file RECORD.
+
+    ExportError where there is none, or it is damaged or of another format.
+    """
+    try:
+        return _record_of(json.loads((folder / RECORD).read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise ExportError(
+            f"`{folder}` holds no {RECORD}", hint="name a folder that `export --format onnx` wrote"
+        ) from None
+    except (KeyError, TypeError, ValueError) as broken:
+        raise ExportError(f"{folder}/{RECORD} cannot be read: {broken}", hint="export the folder again") from broken
 
 
-def compare_with(folder: Path, reference: Reference | ScoreReference) -> OnnxComparison:
-    """ONNX Runtime's results of `folder` compared with `reference`."""
-    if isinstance(reference, ScoreReference):
-        return compare_scores(folder, reference)
-    return compare(folder, reference)
+def _record_of(tree: dict[str, Any]) -> tuple[dict[str, FileSums], Reference]:
+    if tree["format"] != FORMAT:
+        raise ValueError(f"its format is {tree['format']}, not {FORMAT}")
+    if tree.pop("sum") != _sum_of(tree):
+        raise ValueError("its own digest differs: it was changed")
+    tokens = None if tree["tokens"] is None else np.array(tree["tokens"], dtype=np.int64)
+    leads = None if tree["leads"] is None else np.array(tree["leads"], dtype=np.float32)
+    cases = tuple(_case_from(each) for each in tree["cases"])
+    files = {name: FileSums(each["size"], tuple(each["sums"])) for name, each in tree["files"].items()}
+    return files, Reference(cases, tree["experts"], tokens, leads)
 
 
 def verify_onnx_folder(folder: Path) -> VerificationResult:
@@ -135,28 +103,28 @@ def verify_onnx_folder(folder: Path) -> VerificationResult:
     compared with the recorded ones of plain transformers, for tokens given at once and onto a growing cache.
     ExportError where there is no record that can be read.
     """
-    record = OnnxRecord.read(folder)
-    problems, lines = _check_files(folder, record)
+    files, reference = read_record(folder)
+    problems, lines = _check_files(folder, files)
     if not problems:
-        comparison = compare_with(folder, record.reference)
+        comparison = compare(folder, reference)
         problems, lines = list(comparison.failures), [*lines, comparison.line()]
     result = VerificationResult(folder, tuple(problems), tuple(lines))
     mark_folder(result)
     return result
 
 
-def _check_files(folder: Path, record: OnnxRecord) -> tuple[list[str], list[str]]:
+def _check_files(folder: Path, files: Mapping[str, FileSums]) -> tuple[list[str], list[str]]:
     """Problems with the files on the disk, and lines that say what was compared."""
     present = {path.name: FileSums.of(path) for path in _files(folder)}
-    problems = [f"{name} was written and is missing" for name in sorted(record.files.keys() - present.keys())]
-    changed = {name: sums.differences(present[name]) for name, sums in record.files.items() if name in present}
+    problems = [f"{name} was written and is missing" for name in sorted(files.keys() - present.keys())]
+    changed = {name: sums.differences(present[name]) for name, sums in files.items() if name in present}
     for name, runs in changed.items():
         weights = _weights_at(folder, name, runs) if not changed.get(MODEL) else []
         inside = f", in {', '.join(weights)}" if weights else ""
         problems += [f"{name} holds other bytes than were written, within {_ranges(runs)}{inside}"] if runs else []
-    added = sorted(present.keys() - record.files.keys())
+    added = sorted(present.keys() - files.keys())
     size = sum(sums.size for sums in present.values()) / GIB
-    lines = [] if problems else [f"{len(record.files)} files, each with the bytes that were written: {size:.2f} GiB"]
+    lines = [] if problems else [f"{len(files)} files, each with the bytes that were written: {size:.2f} GiB"]
     return problems, [*lines, *([f"not of the export: {', '.join(added)}"] if added else [])]
 
 
@@ -183,52 +151,30 @@ def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.is_file() and path.name not in (RECORD, UNVERIFIED))
 
 
-def _reference_tree(reference: Reference) -> dict[str, Any]:
-    vocab = reference.logits[WHOLE[-1]].shape[-1]
-    stride = min(-(-vocab // _SAMPLED_LOGITS), int(WHOLE[-1].mask().sum()))
+def _case_tree(case: Case, longest: int) -> dict[str, Any]:
+    """A case with its sampled logits, flat, in order of positions, in fp32; those of a classifier are all recorded.
+
+    `longest` is the number of positions of the longest case, which samples every row of the head.
+    """
+    stride = min(-(-case.logits.shape[1] // _SAMPLED_LOGITS), longest) if case.chunks else 1
     return {
-        "cases": [_case_tree(case, reference, stride) for case in reference.logits],
-        "tokens": reference.tokens.tolist(),
-        "leads": reference.leads.tolist(),
-        "experts": reference.experts,
-    }
-
-
-def _reference_from(tree: Mapping[str, Any]) -> Reference:
-    cases = {InputCase(tuple(each["pads"]), each["length"], tuple(each["chunks"])): each for each in tree["cases"]}
-    return Reference(
-        logits={case: _logits_of(case, each) for case, each in cases.items()},
-        ids={case: np.array(each["ids"], dtype=np.int64) for case, each in cases.items()},
-        tokens=np.array(tree["tokens"], dtype=np.int64),
-        leads=np.array(tree["leads"], dtype=np.float32),
-        experts=tree["experts"],
-        strides={case: each["stride"] for case, each in cases.items()},
-        largest={case: each["largest"] for case, each in cases.items()},
-    )
-
-
-def _case_tree(case: InputCase, reference: Reference, stride: int) -> dict[str, Any]:
-    """A case with the sampled logits of its tokens, flat, in order of positions, in fp32."""
-    logits = reference.logits[case][case.mask().astype(bool)]
-    sampled = logits[is_sampled(logits.shape, stride)].astype("<f4")
-    return {
-        **asdict(case),
-        "ids": reference.ids[case].tolist(),
+        "name": case.name,
+        "ids": case.ids.tolist(),
+        "mask": case.mask.tolist(),
+        "chunks": case.chunks,
         "stride": stride,
-        "vocab": logits.shape[1],
-        "largest": float(np.abs(logits).max()),
-        "logits": base64.b64encode(sampled.tobytes()).decode(),
+        "largest": case.largest,
+        "shape": case.logits.shape,
+        "logits": base64.b64encode(case.logits[is_sampled(case.logits.shape, stride)].astype("<f4").tobytes()).decode(),
     }
 
 
-def _logits_of(case: InputCase, tree: Mapping[str, Any]) -> NDArray[np.float32]:
-    """Logits [rows, length, vocabulary]; zero where they were not recorded."""
-    is_token = case.mask().astype(bool)
-    rows = np.zeros((int(is_token.sum()), tree["vocab"]), dtype=np.float32)
-    rows[is_sampled(rows.shape, tree["stride"])] = np.frombuffer(base64.b64decode(tree["logits"]), dtype="<f4")
-    logits = np.zeros((*is_token.shape, tree["vocab"]), dtype=np.float32)
-    logits[is_token] = rows
-    return logits
+def _case_from(tree: Mapping[str, Any]) -> Case:
+    """The case of `_case_tree`; logits that were not recorded are 0."""
+    logits = np.zeros(tree["shape"], dtype=np.float32)
+    logits[is_sampled(logits.shape, tree["stride"])] = np.frombuffer(base64.b64decode(tree["logits"]), dtype="<f4")
+    ids, mask = (np.array(tree[name], dtype=np.int64) for name in ("ids", "mask"))
+    return Case(tree["name"], ids, mask, tuple(tree["chunks"]), logits, tree["stride"], tree["largest"])
 
 
 def _sum_of(tree: Mapping[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """Run an ONNX folder in ONNX Runtime on the CPU, also as a model of transformers for its `generate` and its server."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,19 @@ class OnnxModel:
             end += size
         assert end == ids.shape[1], chunks
         return np.concatenate(parts, axis=1)
+
+
+class OnnxScorer:
+    """The model.onnx of a classifier's folder in ONNX Runtime, on all CPU cores of this process."""
+
+    def __init__(self, folder: Path) -> None:
+        self._session, self.dtype = open_session(folder)
+        self.names = [entry.name for entry in self._session.get_inputs()]
+
+    def logits(self, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Logits [rows, labels] as fp32 of inputs int64 [rows, tokens]; others than the graph's are ignored."""
+        (found,) = self._session.run(["logits"], {name: inputs[name] for name in self.names})
+        return found.astype(np.float32)  # type: ignore[no-any-return]
 
 
 class OnnxCausalLM(PreTrainedModel, GenerationMixin):

@@ -17,7 +17,7 @@ from ds_finetune.console.phase_line import PhaseLine
 from ds_finetune.export.verify.record import ExportRecord, Floats
 from ds_finetune.families.table import BUILT_AS
 
-_LIMIT = {"float32": 1e-5}
+_LIMIT_FP32 = 1e-5
 _LIMIT_16_BIT, _NOISE_FACTOR, _HIGHEST_LIMIT = 1e-3, 3.0, 0.05
 _NOISE_FACTOR_FP8, _HIGHEST_LIMIT_FP8 = 2.0, 0.15
 _QUANTILE = 0.9
@@ -165,10 +165,8 @@ def _limit(record: ExportRecord, loaded: LoadedFolder, logits: Floats) -> float:
     if loaded.perturbed is not None:
         rounding = rounding + deviations(loaded.perturbed, fp32, lengths)
         return min(_NOISE_FACTOR_FP8 * float(np.quantile(rounding, _QUANTILE)), _HIGHEST_LIMIT_FP8)
-    return _LIMIT.get(record.dtype) or _limit_16_bit(rounding)
-
-
-def _limit_16_bit(rounding: NDArray[np.float64]) -> float:
+    if record.dtype == "float32":
+        return _LIMIT_FP32
     return min(max(_LIMIT_16_BIT, _NOISE_FACTOR * float(np.quantile(rounding, _QUANTILE))), _HIGHEST_LIMIT)
 
 

@@ -106,17 +106,16 @@ class ExportRecord:
             return [self.num_labels] * self.num_positions
         return [len(range(number % self.stride, self.vocab_size, self.stride)) for number in range(self.num_positions)]
 
-    def with_digests(self, digests: Mapping[str, Digest]) -> "ExportRecord":
-        """The same record with the digests of what was written."""
-        return replace(self, digests=digests)
-
     def write(self, folder: Path) -> None:
-        """Write the file RECORD into `folder`."""
+        """Write the file RECORD into `folder`, and mark it as not verified yet."""
         tree = asdict(replace(self, logits=None, digests=None))
         logits = None if self.logits is None else base64.b64encode(self.logits.astype("<f4").tobytes()).decode()
         digests = {key: [digest.runs, digest.value] for key, digest in (self.digests or {}).items()}
         text = json.dumps({"format": _FORMAT, **tree, "stride": self.stride, "logits": logits, "digests": digests})
         (folder / RECORD).write_text(text + "\n", encoding="utf-8")
+        (folder / UNVERIFIED).write_text(
+            f"not checked yet; see {RECORD} and `ds-finetune export --check`\n", encoding="utf-8"
+        )
 
     @classmethod
     def read(cls, folder: Path) -> "ExportRecord":
@@ -188,10 +187,3 @@ def sampled_logits(logits: Iterable[torch.Tensor], prompts: Sequence[Sequence[in
         parts += [row[(start + index) % stride :: stride].float().cpu().numpy() for index, row in enumerate(rows)]
     assert len(parts) == sum(map(len, prompts)), (len(parts), prompts)
     return np.concatenate(parts)
-
-
-def mark_unverified(folder: Path) -> None:
-    """Mark a folder that was written and is not verified yet."""
-    (folder / UNVERIFIED).write_text(
-        f"not checked yet; see {RECORD} and `ds-finetune export --check`\n", encoding="utf-8"
-    )

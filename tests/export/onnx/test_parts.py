@@ -148,7 +148,8 @@ def test_large_positions(family: str, tmp_path: Path) -> None:
     ).eval()
     model.save_pretrained(tmp_path / "hub")
     onnx_folder.write(tmp_path / "hub", tmp_path / "out", ExportOptions(dtype="fp32", with_cache=False))
-    ids, mask = onnx_comparison.tokens_of(onnx_comparison.InputCase((0,), 12, (12,)), 96)
+    case = onnx_comparison.generated_case(96, (0,), 12, (12,))
+    ids, mask = case.ids, case.mask
     positions = np.array([[0, 1, 5, 900, 901, 4_096, 32_768, 99_991, 99_992, 120_000, 131_070, 131_071]])
     session = onnxruntime.InferenceSession(str(tmp_path / "out" / "model.onnx"), providers=["CPUExecutionProvider"])
     found = session.run(None, {"input_ids": ids, "attention_mask": mask, "position_ids": positions})[0]
@@ -181,15 +182,16 @@ def test_a_comparison_allows_ties_and_no_more(dense: tuple[Path, onnx_comparison
     assert onnx_comparison.compare(folder, replace(reference, tokens=tokens, leads=tied)).failures == ()
 
 
-@pytest.mark.parametrize(("change", "beyond"), [(np.nan, 15), (1e-3, 1), (1e-6, 0)])
+@pytest.mark.parametrize(("change", "beyond"), [(np.nan, 1), (1e-3, 1), (1e-6, 0)])
 def test_a_comparison_sees_one_position(
     dense: tuple[Path, onnx_comparison.Reference], change: float, beyond: int
 ) -> None:
     folder, reference = dense
-    case = onnx_comparison.WHOLE[1]
-    logits = reference.logits[case].copy()
-    logits[1, -1, 7] += change * np.abs(logits).max()
-    result = onnx_comparison.compare(folder, replace(reference, logits={**reference.logits, case: logits}))
+    first, case, *others = reference.cases
+    logits = case.logits.copy()
+    logits[-1, 7] += change * case.largest
+    changed = replace(case, logits=logits)
+    result = onnx_comparison.compare(folder, replace(reference, cases=(first, changed, *others)))
     assert result.beyond == beyond
     assert len(result.failures) == min(beyond, 1)
     assert beyond == 0 or case.name in result.failures[0]
@@ -197,11 +199,11 @@ def test_a_comparison_sees_one_position(
 
 def test_padding_is_not_compared(dense: tuple[Path, onnx_comparison.Reference]) -> None:
     folder, reference = dense
-    case = onnx_comparison.WHOLE[1]
-    logits = reference.logits[case].copy()
-    logits[1, 0] = 1e6
-    assert case.pads[1] > 0
-    assert onnx_comparison.compare(folder, replace(reference, logits={**reference.logits, case: logits})).beyond == 0
+    first, case, *others = reference.cases
+    assert case.mask[1, 0] == 0
+    ids = np.where(case.mask == 1, case.ids, 5)
+    changed = replace(case, ids=ids)
+    assert onnx_comparison.compare(folder, replace(reference, cases=(first, changed, *others))).beyond == 0
 
 
 def test_an_incomplete_weight_is_noticed(tmp_path: Path) -> None:
