@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ds_finetune.errors import ConfigError, LaunchError, RunError
 from ds_finetune.plan.precision import OLDEST_BF16, Bf16Support
 from ds_finetune.system.free_memory import available_bytes, total_bytes
+from ds_finetune.system.info import query_gpus
 from ds_finetune.system.world import World
 
 _HIDDEN = ("", "-1", "NoDevFiles")
@@ -25,10 +26,12 @@ _HIDDEN = ("", "-1", "NoDevFiles")
 
 
 def present_gpus(devices: Path = Path("/dev")) -> int:
-    """Number of GPUs in `devices`; 0 where CUDA_VISIBLE_DEVICES hides all of them on purpose."""
+    """Number of GPUs in `devices`, or that nvidia-smi lists where there are none, as in WSL 2; 0 where
+    CUDA_VISIBLE_DEVICES hides all of them on purpose.
+    """
     if os.environ.get("CUDA_VISIBLE_DEVICES") in _HIDDEN:
         return 0
-    return len(list(devices.glob("nvidia[0-9]*")))
+    return len(list(devices.glob("nvidia[0-9]*"))) or len(query_gpus())
 
 
 def why_no_gpu() -> str:

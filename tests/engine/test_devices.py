@@ -23,6 +23,7 @@ from ds_finetune.engine.devices import (
 )
 from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.errors import ConfigError, LaunchError, RunError
+from ds_finetune.system.info import Gpu
 from ds_finetune.system.world import World
 
 SOON = timedelta(seconds=0.2)
@@ -138,6 +139,8 @@ def test_gpus_that_are_hidden_on_purpose_are_not_missed(tmp_path: Path, monkeypa
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
     assert present_gpus(tmp_path) == 2
+    monkeypatch.setattr(devices, "query_gpus", lambda: [Gpu("RTX 4090", "GPU-1", None, None)])
+    assert present_gpus(tmp_path / "none") == 1, "WSL 2 has no such files"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert present_gpus(tmp_path) == 0
 
