@@ -98,3 +98,12 @@ def test_this_machine_and_what_a_run_needs(
         main(["doctor", str(run_file), "train.global_batch_size=7", *options])
     assert ended.value.code == 2
     assert [check["name"] for check in json.loads(capsys.readouterr().out) if check["state"] == "fail"] == ["plan"]
+
+
+def test_files_that_hosts_must_have_are_those_that_exist_here(tmp_path: Path) -> None:
+    for name in ("rows.jsonl", "template.jinja"):
+        (tmp_path / name).touch()
+    data = {"train": f"{tmp_path}/rows.jsonl:train", "eval": "hub/rows", "template": f"{tmp_path}/template.jinja"}
+    run = checked_run(read_config({"model": "hub/model", "data": data, "output_dir": str(tmp_path / "run")}))
+    assert run.files == (f"{tmp_path}/rows.jsonl", f"{tmp_path}/template.jinja")
+    assert run.folders["output_dir"] == str(tmp_path / "run")
