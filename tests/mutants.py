@@ -847,8 +847,8 @@ MUTANTS = (
     Mutant(
         "biases by the choices of one rank",
         "engine/results.py",
-        "table=numbers.split(sizes)[-1].view_as(table),",
-        "table=table,",
+        "name: (one.view_as(table),",
+        "name: (table,",
         ROUTERS,
     ),
     Mutant(

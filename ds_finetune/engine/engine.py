@@ -55,7 +55,6 @@ from ds_finetune.model.loss.forward_rows import ForwardRows, StageOutput
 from ds_finetune.model.loss.score_head import SCORE_HEAD, logits_of_prompt
 from ds_finetune.model.mtp import mtp_layers
 from ds_finetune.model.parallel.pipeline import PipelineGroup, has_tied_head
-from ds_finetune.model.routers import RouterCollector, finish_step
 from ds_finetune.model.weights.names import is_adapter
 from ds_finetune.objectives.objective import Examples, LossAndSums, Objective, StepNumbers
 from ds_finetune.plan.plan import Plan
@@ -122,23 +121,25 @@ class Engine:
         for group in self._ds.optimizer.param_groups:
             group["lr"] = lr
         self._probe.reset()
-        if self._routers is not None:
-            self._routers.clear()
         if self._stage is None:
             sums = self._run_micro_batches(rows, numbers)
         else:
             sums = self._run_pipeline(rows, numbers, self._stage)
         own_counts = copy_to_device(unit_counts(batch.counts), self._device)
-        reading = read_step(sums, self._probe.is_bad(), own_counts, self._routers, mesh)
+        reading = read_step(sums, self._probe.is_bad(), own_counts, self._total_loss.extras, mesh)
         check_counts(batch.global_counts or reading.counts, reading.counts)
         self.has_bad_gradient = reading.has_bad_gradient
         norm, is_skipped = self._step_optimizer()
-        if self._routers is not None and reading.choices is not None:
-            tokens = int(reading.counts["tokens"])
-            finish_step(self._routers, reading.choices, reading.table, num_tokens=tokens, is_skipped=is_skipped)
+        tokens = int(reading.counts["tokens"])
+        counted = {
+            extra.name: extra.finish_step(*reading.counted[extra.name], num_tokens=tokens, is_skipped=is_skipped)
+            for extra in self._total_loss.extras
+            if extra.name in reading.counted
+        }
         result = step_result(reading, self._total_loss, norm, own_norms=self.own_norms, is_skipped=is_skipped)
         return replace(
             result,
+            counted=counted,
             culprit=self._probe.culprit(mesh) if is_skipped else "",
             communication=self.meter.counted() if mesh.world_size > 1 else None,
         )
@@ -338,11 +339,6 @@ class Engine:
     def _step_numbers(self, counts: torch.Tensor, baseline: Iterable[ForwardRows] = ()) -> StepNumbers:
         number = torch.full((), self._baseline(baseline), dtype=torch.float64, device=self._device)
         return StepNumbers(term_weights(self._total_loss.terms, counts), number)
-
-    @property
-    def _routers(self) -> RouterCollector | None:
-        found: RouterCollector | None = self._ds.module.routers
-        return found
 
     @property
     def _total_loss(self) -> TotalLoss:

@@ -1,8 +1,9 @@
 """What the host reads of a step and of an evaluation: one reduction over all ranks, and one wait for the device."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,9 +16,8 @@ from ds_finetune.engine.groups.communication import StepCommunication
 from ds_finetune.engine.loss_normalisation import UNITS, unit_counts
 from ds_finetune.engine.rank_rows import copy_to_device
 from ds_finetune.errors import RunError
-from ds_finetune.model.loss.extra_loss import TotalLoss
+from ds_finetune.model.loss.extra_loss import ExtraLoss, TotalLoss
 from ds_finetune.model.loss.forward_rows import StageOutput
-from ds_finetune.model.routers import RouterChoices, RouterCollector, choices_of, table_of_choices
 from ds_finetune.objectives.objective import LossAndSums
 from ds_finetune.plan.mesh import Mesh
 
@@ -51,31 +51,32 @@ class StepReading:
     """Whether a gradient is not finite on any rank."""
     counts: dict[str, float]
     """Numbers of units."""
-    table: torch.Tensor
-    """What the routers chose, on the device, as `routers.table_of_choices` has it; empty without routers."""
-    choices: RouterChoices | None
-    """What the routers chose, as the host knows it; None without routers."""
+    counted: dict[str, tuple[torch.Tensor, torch.Tensor]]
+    """What auxiliary losses counted in the step, by their names: on the device, and on the host."""
 
 
 def read_step(
-    sums: torch.Tensor, is_bad: torch.Tensor, counts: torch.Tensor, routers: RouterCollector | None, mesh: Mesh
+    sums: torch.Tensor, is_bad: torch.Tensor, counts: torch.Tensor, extras: Sequence[ExtraLoss], mesh: Mesh
 ) -> StepReading:
     """Add up what each rank has, and read it; collective.
 
     `sums` fp64 [sums] and `is_bad`, a scalar, are those of this rank's forwards, `counts` fp64 [units] the units of its
     rows. Ranks that have the same ones count once.
     """
-    table = sums.new_zeros(0) if routers is None else table_of_choices(routers, mesh)
-    numbers = torch.cat([sums, is_bad.to(sums)[None], counts, table.flatten()])
+    tables = {extra.name: table for extra in extras if (table := extra.counted(mesh)) is not None}
+    numbers = torch.cat([sums, is_bad.to(sums)[None], counts, *(table.flatten() for table in tables.values())])
     dist.all_reduce(numbers)
-    sizes = [len(sums), 1, len(counts), table.numel()]
-    totals, bad, units, chosen = numbers.cpu().split(sizes)
+    sizes = [len(sums), 1, len(counts), *(table.numel() for table in tables.values())]
+    totals, bad, units, *on_host = numbers.cpu().split(sizes)
+    here = numbers.split(sizes)[3:]
     return StepReading(
         sums=(totals / mesh.tp).tolist(),
         has_bad_gradient=bool(bad > 0),
         counts=dict(zip(UNITS, (units / mesh.sharing).tolist(), strict=True)),
-        table=numbers.split(sizes)[-1].view_as(table),
-        choices=None if routers is None else choices_of(chosen.view(table.shape), routers.plan),
+        counted={
+            name: (one.view_as(table), other.view(table.shape))
+            for (name, table), one, other in zip(tables.items(), here, on_host, strict=True)
+        },
     )
 
 
@@ -117,8 +118,8 @@ class StepResult:
     culprit: str
     num_examples: int = 0
     """Pairs, marked answers or labelled texts; 0 where the loss is a sum over tokens."""
-    router_choices: RouterChoices | None = None
-    """What the routers chose; None where the model has none."""
+    counted: Mapping[str, Any] = field(default_factory=dict)
+    """What auxiliary losses counted in the step, by their names, such as the choices of routers."""
     communication: StepCommunication | None = None
     """What this rank's collectives were, which other ranks' may differ from; None where there is one rank."""
 
@@ -161,5 +162,4 @@ def step_result(
         num_examples=int(counts["examples"]),
         skipped=is_skipped,
         culprit="",
-        router_choices=reading.choices,
     )

@@ -39,7 +39,7 @@ class IndexerLoss(ExtraLoss):
         return {"indexer_loss": sums["indexer"] / max(counts["tokens"], 1) / self._indexers}
 
     @contextmanager
-    def listen(self) -> Iterator[None]:
+    def listen(self, rows: ForwardRows, *, is_counting: bool, is_first: bool) -> Iterator[None]:
         """Collect the divergences of the forward that runs inside."""
         self._collector.is_listening = True
         try:

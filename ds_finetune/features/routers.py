@@ -2,7 +2,8 @@
 eq. 23-25; DeepSeek-V3, arXiv 2412.19437, eq. 17-20; Switch Transformer, arXiv 2101.03961, eq. 4-6).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -17,37 +18,72 @@ from ds_finetune.model.loss.forward_rows import ForwardRows
 from ds_finetune.model.loss.token_loss import TrainedModel
 from ds_finetune.model.mtp import mtp_layers
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
-from ds_finetune.model.routers import RouterCollector, RouterOutput, score_shares
+from ds_finetune.model.routers import (
+    RouterChoices,
+    RouterCollector,
+    RouterOutput,
+    choices_of,
+    finish_step,
+    score_shares,
+    table_of_choices,
+)
 from ds_finetune.objectives.objective import LossAndSums, Term
+from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.plan import Plan
 from ds_finetune.plan.routers import RouterPlan, plan_routers
 from ds_finetune.plan.settings import RunSettings
 
 
 class BalanceLoss(ExtraLoss):
-    """The sum over layers of `sum_i f_i P_i` of a document, as a mean over documents.
+    """The sum over layers of `sum_i f_i P_i` of a document, as a mean over documents, where it has a weight; and what
+    routers choose in a step, by which biases are updated.
 
     f_i is the share of its choices that fall on expert i, times the number of experts; P_i is the mean share of expert
     i in its scores. Where all experts are chosen alike it is 1 for each layer.
     """
 
-    name = "balance"
-    sum_names = ("balance",)
+    name = "routers"
 
     def __init__(self, routers: RouterCollector, sp_group: SequenceParallelGroup | None) -> None:
-        self.terms = (Term("documents", routers.plan.section.balance),)
+        weight = routers.plan.section.balance
+        self.terms, self.sum_names = ((Term("documents", weight),), ("balance",)) if weight else ((), ())
         self._routers, self._sp_group = routers, sp_group
-        routers.keeps_outputs = True
+        routers.keeps_outputs = bool(weight)
 
     def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
-        """`balance_loss`: the mean over documents and layers, without the weight."""
+        """`balance_loss`: the mean over documents and layers, without the weight; nothing where it has none."""
+        if not self.terms:
+            return {}
         return {"balance_loss": sums["balance"] / max(counts["documents"], 1) / len(self._routers.plan.layers)}
+
+    def listen(self, rows: ForwardRows, *, is_counting: bool, is_first: bool) -> AbstractContextManager[None]:
+        """Collect what routers give in the forward of `rows` that runs inside."""
+        if not is_counting and not self._routers.keeps_outputs:
+            return nullcontext()
+        return self._routers.listen(rows, is_counting=is_counting, counts_tokens=is_first)
+
+    def counted(self, mesh: Mesh) -> torch.Tensor:
+        """The choices of this rank's routers."""
+        table = table_of_choices(self._routers, mesh)
+        self._routers.clear()
+        return table
+
+    def finish_step(
+        self, here: torch.Tensor, on_host: torch.Tensor, *, num_tokens: int, is_skipped: bool
+    ) -> RouterChoices:
+        """Update biases by the choices of all routers, and return these."""
+        choices = choices_of(on_host, self._routers.plan)
+        finish_step(self._routers, choices, here, num_tokens=num_tokens, is_skipped=is_skipped)
+        return choices
 
     def loss(self, rows: ForwardRows, hidden: torch.Tensor, weights: torch.Tensor) -> LossAndSums | None:
         """The contribution of the documents of `rows`; sequence parallel ranks contribute the parts of their tokens."""
         outputs = self._routers.outputs
-        if not outputs:
-            return None
+        found = self._balance(outputs, weights) if outputs else None
+        self._routers.release()
+        return found
+
+    def _balance(self, outputs: Sequence[RouterOutput], weights: torch.Tensor) -> LossAndSums:
         counts = torch.stack([self._count_choices(output) for output in outputs])
         if self._sp_group is not None:
             counts = self._sp_group.all_reduce(counts)
@@ -130,7 +166,6 @@ class RouterFeature(Feature):
         """How they are trained; nothing where they are trained as all else."""
         return self.settings.lines()
 
-    def extra_loss(self, trained: TrainedModel, parts: RankParts) -> ExtraLoss | None:
-        """The balance loss, where it has a weight."""
-        trained.routers = RouterCollector(trained.lm, self.settings, device=parts.device)
-        return BalanceLoss(trained.routers, parts.groups.sp) if self.settings.section.balance else None
+    def extra_loss(self, trained: TrainedModel, parts: RankParts) -> ExtraLoss:
+        """The balance loss, where it has a weight, and the counts."""
+        return BalanceLoss(RouterCollector(trained.lm, self.settings, device=parts.device), parts.groups.sp)

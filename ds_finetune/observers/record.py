@@ -1,12 +1,8 @@
 """The record of one optimizer step, and what an observer is."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, Self
-
-if TYPE_CHECKING:
-    # The doctor's programs read run folders on every host, and importing torch and transformers takes seconds.
-    from ds_finetune.model.routers import RouterChoices
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, Self
 
 
 @dataclass(frozen=True)
@@ -14,9 +10,9 @@ class StepRecord:
     """Numbers of one optimizer step by metric name (`train/loss`, ...); `step` counts from 1; `stop` is why the run
     ends here.
 
-    `position` is the position in this rank's data after the step; `slow` names a straggler. `router_choices`
-    are the loads of experts, where there are any. `rank_seconds` are the step times of all ranks without collectives,
-    where they were gathered.
+    `position` is the position in this rank's data after the step; `slow` names a straggler. `counted`
+    is what features counted in the step, such as the choices of routers. `rank_seconds` are the step times of all ranks
+    without collectives, where they were gathered.
     """
 
     step: int
@@ -27,7 +23,7 @@ class StepRecord:
     best_step: int = 0
     position: tuple[int, ...] = ()
     slow: str = ""
-    router_choices: "RouterChoices | None" = None
+    counted: Mapping[str, Any] = field(default_factory=dict)
     rank_seconds: tuple[float, ...] = ()
 
     def with_values(self, values: Mapping[str, float]) -> Self:

@@ -96,7 +96,7 @@ class RouterMetrics(Observer):
 
     def after_step(self, record: StepRecord) -> StepRecord:
         """Add the values of a step whose routers were counted."""
-        choices = record.router_choices
+        choices: RouterChoices | None = record.counted.get("routers")
         if choices is None:
             return record
         counts = choices.counts.numpy()
@@ -155,9 +155,9 @@ class LoadWatch(Observer):
 
     def after_step(self, record: StepRecord) -> StepRecord:
         """Add the loads of the step, and look at the sum when it is of enough steps and tokens."""
-        if record.router_choices is None or self.has_warned:
+        if "routers" not in record.counted or self.has_warned:
             return record
-        counts = record.router_choices.counts.numpy()
+        counts = record.counted["routers"].counts.numpy()
         if self._counts is None:
             self._counts, self._since = counts.copy(), record.step
         else:
@@ -311,8 +311,8 @@ class ExpertTableWriter:
 
     def after_step(self, record: StepRecord) -> StepRecord:
         """Append the loads of the step where it is its turn."""
-        if record.router_choices is not None and record.step % self._every == 0:
-            self._records.put((record.step, record.router_choices))
+        if "routers" in record.counted and record.step % self._every == 0:
+            self._records.put((record.step, record.counted["routers"]))
         return record
 
     def close(self) -> None:

@@ -50,7 +50,7 @@ def training_steps(
             is_last=step >= schedule.steps,
             notice=result.culprit,
             position=astuple(batch.position),
-            router_choices=result.router_choices,
+            counted=result.counted,
         )
         waited_from = time.perf_counter()
 

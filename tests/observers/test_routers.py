@@ -27,7 +27,7 @@ COLLAPSED = [[160, 0, 0, 0], [0, 0, 0, 160]]
 
 def record(step: int, counts: list[list[int]], *, skipped: bool = False) -> StepRecord:
     choices = RouterChoices((1, 2), torch.tensor(counts), torch.tensor([1.0, 0.5], dtype=torch.float64), 80)
-    return StepRecord(step, {"train/skipped": float(skipped)}, router_choices=choices)
+    return StepRecord(step, {"train/skipped": float(skipped)}, counted={"routers": choices})
 
 
 def test_metrics_of_a_step() -> None:

@@ -34,11 +34,10 @@ def _run(engine: Engine) -> dict[str, Any]:
     moments = dict[str, torch.Tensor]()
     for _ in range(STEPS):
         result = engine.step(batch, lr=0.0)
-        assert result.router_choices is not None
         found["biases"].append(_biases(engine))
         found["steps"].append({"metrics": dict(result.metrics), "norm": result.grad_norm, "skipped": result.skipped})
-        found["steps"][-1]["counts"] = result.router_choices.counts
-        found["steps"][-1]["tokens"] = result.router_choices.num_tokens
+        found["steps"][-1]["counts"] = result.counted["routers"].counts
+        found["steps"][-1]["tokens"] = result.counted["routers"].num_tokens
         if engine.plan.precision == "fp32":
             # Adam's first moment is the running mean of the gradients of all steps.
             moments, before = first_gradients(engine), moments

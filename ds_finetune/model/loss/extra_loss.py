@@ -12,6 +12,7 @@ import torch
 
 from ds_finetune.model.loss.forward_rows import ForwardRows
 from ds_finetune.objectives.objective import LossAndSums, Objective, StepNumbers, Term
+from ds_finetune.plan.mesh import Mesh
 
 
 class ExtraLoss(ABC):
@@ -30,8 +31,12 @@ class ExtraLoss(ABC):
         those of the whole loss. Without a unit every metric is 0.
         """
 
-    def listen(self) -> AbstractContextManager[None]:
-        """What is open during the forward of the layers whose part of the loss is asked for afterwards."""
+    def listen(self, rows: ForwardRows, *, is_counting: bool, is_first: bool) -> AbstractContextManager[None]:
+        """What is open during the forward of the layers whose part of the loss is asked for afterwards.
+
+        `is_counting` in the forwards of a step. `is_first` unless this rank has passed the same rows through an earlier
+        chunk of the model.
+        """
         return nullcontext()
 
     @abstractmethod
@@ -42,6 +47,18 @@ class ExtraLoss(ABC):
         fp64 [terms] multiply the sums of the terms over their units. None where the layers of this stage
         have no part in it.
         """
+
+    def counted(self, mesh: Mesh) -> torch.Tensor | None:
+        """What this rank has counted since the last call, in the forwards of a step: fp64 on its device, to be added up
+        over all ranks. None where nothing is counted.
+        """
+        return None
+
+    def finish_step(self, here: torch.Tensor, on_host: torch.Tensor, *, num_tokens: int, is_skipped: bool) -> object:
+        """Act on the sum of `counted` over all ranks, which is `here` on the device and `on_host`, after a step on a
+        global batch of `num_tokens`. What it returns is given to observers, as `StepRecord.counted[name]`.
+        """
+        return None
 
 
 def numbers_of_parts(numbers: StepNumbers, extras: Sequence[ExtraLoss]) -> tuple[StepNumbers, list[torch.Tensor]]:

@@ -39,7 +39,6 @@ from ds_finetune.model.loss.log_probs import (
 from ds_finetune.model.parallel.pipeline import ModelChunks, PipelineGroup
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
 from ds_finetune.model.parallel.tensor import TensorParallelGroup, copy_to_tensor_parallel_region
-from ds_finetune.model.routers import RouterCollector
 from ds_finetune.objectives.objective import (
     Examples,
     LossAndSums,
@@ -161,8 +160,6 @@ class TrainedModel(nn.Module):
     packs_documents = False
     """Whether attention takes all documents of a forward in one call."""
     _packed: tuple[tuple[Documents, ...], PackedDocuments] | None = None
-    routers: RouterCollector | None = None
-    """What the routers of this rank's layers give; None where there is none."""
     chunks: ModelChunks | None = None
     """The chunks of an interleaved pipeline rank; None where it has one."""
 
@@ -209,14 +206,15 @@ class TrainedModel(nn.Module):
         # Score heads have no log-probabilities.
         inputs |= {"wants_log_probs": True} if wants_log_probs else {}
         extras = () if numbers is None or wants_log_probs else self.extras
-        with self._listening(rows, is_trained=self.training and numbers is not None, extras=extras):
+        is_first = self.pp_group is None or not self.pp_group.running_chunk
+        with ExitStack() as stack:
+            for extra in extras:
+                stack.enter_context(extra.listen(rows, is_counting=self.training, is_first=is_first))
             hidden = self.hidden(rows.input_ids, rows.position_ids, rows.documents, rows.token_types)
         weights: list[torch.Tensor] = []
         if numbers is not None:
             numbers, weights = numbers_of_parts(numbers, extras)
         extra_loss, extra_sums = add_extra_losses(extras, rows, hidden, weights)
-        if self.routers is not None:
-            self.routers.release()
         if not self.has_head:
             return StageOutput(hidden, extra_loss, extra_sums)
         out: LossAndSums | torch.Tensor = head_of(self.lm)(hidden, rows.labels, numbers, **inputs)
@@ -225,15 +223,6 @@ class TrainedModel(nn.Module):
         assert isinstance(out, LossAndSums)
         loss = out.loss if extra_loss is None else out.loss + extra_loss
         return out._replace(loss=loss, sums=torch.cat([out.sums, extra_sums]))
-
-    def _listening(self, rows: ForwardRows, *, is_trained: bool, extras: tuple[ExtraLoss, ...]) -> ExitStack:
-        stack = ExitStack()
-        for extra in extras:
-            stack.enter_context(extra.listen())
-        if self.routers is not None and (is_trained or extras):
-            is_first = self.pp_group is None or not self.pp_group.running_chunk
-            stack.enter_context(self.routers.listen(rows, is_counting=is_trained, counts_tokens=is_first))
-        return stack
 
     def head_inputs(self, rows: ForwardRows) -> dict[str, Any]:
         """What the head takes beside hidden states, labels and numbers; called while no activations are kept for

@@ -92,7 +92,7 @@ def take_steps(engine: Engine, steps: int) -> Iterator[Steps]:
         results.balances += [result.metrics["balance_loss"]] if "balance_loss" in result.metrics else []
         results.mtp_losses += [result.metrics["mtp_loss"]] if "mtp_loss" in result.metrics else []
         results.mtp_norms += [result.metrics["mtp_grad_norm"]] if "mtp_grad_norm" in result.metrics else []
-        results.choices += [result.router_choices.counts] if result.router_choices is not None else []
+        results.choices += [result.counted["routers"].counts] if "routers" in result.counted else []
         if step == 0 and has_gradients:
             results.gradients = first_gradients(engine)
         if step == 1 and has_gradients:
