@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -38,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.small_v3 import SMALL_V3
 from ds_finetune.config.schema import RunConfig
-from ds_finetune.data.batches import Batch, BatchPlan, Division, divide_rows, training_batches
+from ds_finetune.data.batches import Batch, BatchPlan, divide_rows, training_batches
 from ds_finetune.data.documents import Documents, KeptDocument
 from ds_finetune.data.prepared_rows import PreparedRows, pack
 from ds_finetune.engine.devices import choose_device
@@ -109,6 +110,14 @@ def _rows(documents: Lengths, row_len: int) -> PreparedRows:
     return PreparedRows(kept, np.concatenate(bins), np.concatenate([[0], np.cumsum([*map(len, bins)])]), kept.counts)
 
 
+class Division(NamedTuple):
+    """Ranks, the forwards of a step on each, with one row each, and whether ranks wait for each other in every one."""
+
+    dp: int
+    forwards: int
+    meets_each_forward: bool
+
+
 def _print_arithmetic(kinds: dict[str, Lengths], shape: Shape) -> None:
     _say("| documents | tokens of a row | ranks | rows of a rank | meet each | in order | divided | least |")
     _say("| --- | --- | --- | --- | --- | --- | --- | --- |")
@@ -118,9 +127,9 @@ def _print_arithmetic(kinds: dict[str, Lengths], shape: Shape) -> None:
         costs = np.array([cost.of_row(*rows.sizes(number), row_len=row_len) for number in range(len(rows))])
         costs = costs[np.random.default_rng(1).permutation(len(costs))]
         for dp, forwards, meets in itertools.product((2, 8, 32), (4, 8), (False, True)):
-            division = Division(dp, 1, forwards, meets)
+            division = Division(dp, forwards, meets)
             if len(costs) >= LEAST_STEPS * dp * forwards:
-                before, after = (_waiting(costs, division, divide) for divide in (_in_order, divide_rows))
+                before, after = (_waiting(costs, division, divide) for divide in (_in_order, _divided))
                 when, least = "forward" if meets else "step", _least_waiting(costs, division)
                 _say(f"| {name} | {row_len} | {dp} | {forwards} | {when} | {before:.2%} | {after:.2%} | {least:.2%} |")
 
@@ -132,6 +141,10 @@ def _say(line: str) -> None:
 def _in_order(costs: NDArray[np.float64], division: Division) -> list[list[int]]:
     shares: list[list[int]] = np.arange(len(costs)).reshape(division.dp, -1).tolist()
     return shares
+
+
+def _divided(costs: NDArray[np.float64], division: Division) -> list[list[int]]:
+    return divide_rows(costs, division.dp, division.forwards, meets_each_forward=division.meets_each_forward)
 
 
 def _waiting(
@@ -160,7 +173,7 @@ def _least_waiting(costs: NDArray[np.float64], division: Division) -> float:
 
 
 def _steps(costs: NDArray[np.float64], division: Division) -> list[NDArray[np.float64]]:
-    size = division.dp * division.share
+    size = division.dp * division.forwards
     return [costs[first : first + size] for first in range(0, len(costs) - size + 1, size)]
 
 

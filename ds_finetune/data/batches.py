@@ -204,9 +204,8 @@ def _balanced_indices(every: Sequence[int], plan: BatchPlan, row_cost: Callable[
     """Indices of this rank's rows in the global batch, by their costs; empty rows that fill the batch cost nothing."""
     costs = np.zeros(plan.global_batch_size)
     costs[: len(every)] = [row_cost(number) for number in every]
-    size = plan.micro_batch_size
-    forwards = plan.global_batch_size // plan.dp // size
-    return divide_rows(costs, Division(plan.dp, size, forwards, plan.meets_each_forward))[plan.rank]
+    forwards = plan.global_batch_size // plan.dp // plan.micro_batch_size
+    return divide_rows(costs, plan.dp, forwards, meets_each_forward=plan.meets_each_forward)[plan.rank]
 
 
 def _row_id(number: int, num_rows: int, plan: BatchPlan) -> int:
@@ -369,42 +368,26 @@ _NEARLY_EVEN = 1e-3
 """Parts whose sums differ by this share of their mean are left as they are."""
 
 
-@dataclass(frozen=True)
-class Division:
-    """How many rows a rank and a forward have, and when ranks wait for each other."""
-
-    dp: int
-    micro_batch_size: int
-    forwards: int
-    """Forwards of a step on a rank."""
-    meets_each_forward: bool
-    """Whether ranks wait for each other in every forward or backward, and not only at the end of a step."""
-
-    @property
-    def share(self) -> int:
-        """Rows of a rank in a step."""
-        return self.micro_batch_size * self.forwards
-
-
-def divide_rows(costs: NDArray[np.float64], division: Division) -> list[list[int]]:
-    """The row indices of each rank, in the order of its forwards; `costs` [dp x share] are the rows' costs.
+def divide_rows(costs: NDArray[np.float64], dp: int, forwards: int, *, meets_each_forward: bool) -> list[list[int]]:
+    """The row indices of each of `dp` ranks, in the order of its `forwards`; `costs` are the rows' costs.
 
     It depends only on the costs: every rank computes the same division. Rows of similar cost share a forward,
     which also keeps unpacked rows from being padded much. Forwards are done in descending order of cost.
 
-    Where ranks meet in each forward, the n-th forwards of all ranks get rows that follow one another by cost; otherwise
-    whole shares are evened out: the costliest row left goes to the rank with the least so far (Graham's LPT rule, with
-    equal numbers of rows), and swaps even out what is left.
+    With `meets_each_forward`, where ranks wait for each other in every forward or backward, and not only at the end of
+    a step, the n-th forwards of all ranks get rows that follow one another by cost. Otherwise whole shares are evened
+    out: the costliest row left goes to the rank with the least so far (Graham's LPT rule, with equal numbers of rows),
+    and swaps even out what is left.
     """
-    assert len(costs) == division.dp * division.share
+    assert len(costs) % (dp * forwards) == 0
     order = np.argsort(-costs, kind="stable")
-    if not division.meets_each_forward:
-        shares = _even_out(order.tolist(), costs, division.dp)
+    if not meets_each_forward:
+        shares = _even_out(order.tolist(), costs, dp)
         return [sorted(share, key=lambda index: (-costs[index], index)) for share in shares]
-    ranks: list[list[int]] = [[] for _ in range(division.dp)]
-    totals = np.zeros(division.dp)
-    for chunk in order.reshape(division.forwards, -1):
-        parts = _even_out(chunk.tolist(), costs, division.dp)
+    ranks: list[list[int]] = [[] for _ in range(dp)]
+    totals = np.zeros(dp)
+    for chunk in order.reshape(forwards, -1):
+        parts = _even_out(chunk.tolist(), costs, dp)
         parts.sort(key=lambda part: -costs[part].sum())
         for rank, part in zip(np.argsort(totals, kind="stable").tolist(), parts, strict=True):
             ranks[rank] += part

@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from ds_finetune.data.batches import Batch, BatchPlan, Division, divide_rows, training_batches
+from ds_finetune.data.batches import Batch, BatchPlan, divide_rows, training_batches
 from ds_finetune.data.documents import Documents, KeptDocument
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.families.configs import VOCAB
@@ -44,30 +44,31 @@ def batches(
     return [list(make(replace(plan, rank=rank))) for rank in range(dp)]
 
 
-def waiting(costs: np.ndarray, shares: list[list[int]], division: Division) -> float:
+def waiting(costs: np.ndarray, shares: list[list[int]], forwards: int, *, meets: bool) -> float:
     """How much longer than the mean rank a step takes."""
-    sums = np.array([costs[share].reshape(division.forwards, -1).sum(1) for share in shares])
-    slowest = sums.max(0).sum() if division.meets_each_forward else sums.sum(1).max()
+    sums = np.array([costs[share].reshape(forwards, -1).sum(1) for share in shares])
+    slowest = sums.max(0).sum() if meets else sums.sum(1).max()
     return float(slowest / sums.sum(1).mean()) - 1
 
 
 @pytest.mark.parametrize("meets", [False, True])
 @pytest.mark.parametrize(("dp", "micro"), [(1, 4), (2, 1), (2, 4), (8, 1), (8, 2)])
 def test_every_row_is_in_one_place(dp: int, micro: int, meets: bool) -> None:
-    division = Division(dp, micro, len(LONG_TAIL) // dp // micro, meets)
-    shares = divide_rows(LONG_TAIL, division)
-    assert [len(share) for share in shares] == [division.share] * dp
+    forwards = len(LONG_TAIL) // dp // micro
+    shares = divide_rows(LONG_TAIL, dp, forwards, meets_each_forward=meets)
+    assert [len(share) for share in shares] == [micro * forwards] * dp
     assert sorted(itertools.chain(*shares)) == list(range(len(LONG_TAIL)))
-    assert divide_rows(LONG_TAIL, division) == shares
+    assert divide_rows(LONG_TAIL, dp, forwards, meets_each_forward=meets) == shares
 
 
 @pytest.mark.parametrize("meets", [False, True])
 @pytest.mark.parametrize(("dp", "micro"), [(2, 1), (2, 4), (8, 1), (8, 4)])
 def test_ranks_wait_less_than_in_the_order_of_rows(dp: int, micro: int, meets: bool) -> None:
-    division = Division(dp, micro, len(LONG_TAIL) // dp // micro, meets)
+    forwards = len(LONG_TAIL) // dp // micro
     in_order = np.arange(len(LONG_TAIL)).reshape(dp, -1).tolist()
-    found = waiting(LONG_TAIL, divide_rows(LONG_TAIL, division), division)
-    assert found < 0.2 * waiting(LONG_TAIL, in_order, division)
+    divided = divide_rows(LONG_TAIL, dp, forwards, meets_each_forward=meets)
+    found = waiting(LONG_TAIL, divided, forwards, meets=meets)
+    assert found < 0.2 * waiting(LONG_TAIL, in_order, forwards, meets=meets)
     if not meets:
         assert found < 1e-3
 
@@ -75,12 +76,12 @@ def test_ranks_wait_less_than_in_the_order_of_rows(dp: int, micro: int, meets: b
 def test_rows_of_similar_cost_share_a_forward() -> None:
     costs = np.array([1.0, 9.0, 2.0, 8.0, 1.0, 9.0, 2.0, 8.0])
     for meets in (False, True):
-        for share in divide_rows(costs, Division(2, 2, 2, meets)):
+        for share in divide_rows(costs, 2, 2, meets_each_forward=meets):
             assert costs[share].tolist() == [9, 8, 2, 1]
 
 
 def test_equal_rows_stay_in_order() -> None:
-    assert divide_rows(np.ones(4), Division(1, 2, 2, False)) == [[0, 1, 2, 3]]
+    assert divide_rows(np.ones(4), 1, 2, meets_each_forward=False) == [[0, 1, 2, 3]]
 
 
 def test_cost_of_a_row_is_that_of_its_documents() -> None:
