@@ -29,7 +29,6 @@ class Shape:
     layers: int
     hidden: int
     vocab: int
-    max_positions: int
     tied: bool
     embedding: int
     head: int
@@ -95,7 +94,6 @@ class Shape:
             layers=layers,
             hidden=hidden,
             vocab=config["vocab_size"],
-            max_positions=config.get("max_position_embeddings", 0),
             tied=tied,
             embedding=vocabulary,
             head=0 if tied else vocabulary,

@@ -100,11 +100,6 @@ class LineBuffer:
         self._bytes += piece
         return self._lines()
 
-    @property
-    def rest(self) -> bytes:
-        """The bytes after the last line that was taken."""
-        return bytes(self._bytes)
-
     def _lines(self) -> Iterator[bytes]:
         while (end := self._bytes.find(b"\n", self._searched)) >= 0:
             self._check(end)

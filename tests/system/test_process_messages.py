@@ -145,7 +145,7 @@ def test_lines_are_cut_wherever_the_bytes_were() -> None:
     assert list(buffer.feed(b"one\ntw")) == [b"one"]
     assert list(buffer.feed(b"")) == []
     assert list(buffer.feed(b"o\nthree\n\nfo")) == [b"two", b"three", b""]
-    assert buffer.rest == b"fo"
+    assert list(buffer.feed(b"ur\n")) == [b"four"]
 
 
 def test_lines_that_are_not_taken_stay() -> None:

@@ -55,7 +55,6 @@ class TimeEstimate:
     """Seconds of a step by class of operators, kind of traffic, and so on; their sum is `seconds`."""
     tokens_per_second: float
     """Tokens of all ranks, with padding."""
-    supervised_tokens_per_second: float
     mfu: float
     """As the metric `perf/mfu`: 6 FLOPs for each parameter and token, and causal attention, over the dense peak of the
     run's precision; recomputation is not counted. With LoRA, where runs do not report it, 4 FLOPs for each parameter.
@@ -102,7 +101,6 @@ def estimate_time(plan: Plan, model: ModelConfig, *, machine: Machine, rows: Row
     return TimeEstimate(
         parts=parts,
         tokens_per_second=per_second,
-        supervised_tokens_per_second=per_second * rows.num_supervised / rows.num_tokens,
         mfu=per_second * flops / (ranks * _peak(machine, plan.precision)),
         num_ranks=ranks,
         steps=_steps(plan.duration, tokens),
