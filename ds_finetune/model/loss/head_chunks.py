@@ -202,7 +202,7 @@ def softmax_of_chunk(
     if tp_group is not None:
         first = tp_group.group_rank * logits.shape[1]
         top, most_likely = tp_group.all_reduce_argmax(top, most_likely + first)
-    columns, is_here = _labels_of_shard(labels, logits.shape[1], tp_group)
+    columns, is_here = columns_in_shard(labels[:, None], logits.shape[1], tp_group)
     below_top = logits.gather(1, columns)[:, 0] - top
     exps = logits.sub_(top[:, None]).exp_()
     norm = exps.sum(-1)
@@ -216,18 +216,18 @@ def subtract_one_hot(
     probabilities: torch.Tensor, labels: torch.Tensor, tp_group: TensorParallelGroup | None = None
 ) -> torch.Tensor:
     """`probabilities` [tokens, vocabulary] minus 1 at each label, in place; with `tp_group` a shard of them."""
-    columns, is_here = _labels_of_shard(labels, probabilities.shape[1], tp_group)
+    columns, is_here = columns_in_shard(labels[:, None], probabilities.shape[1], tp_group)
     return probabilities.scatter_(1, columns, probabilities.gather(1, columns) - is_here.to(probabilities.dtype))
 
 
-def _labels_of_shard(
-    labels: torch.Tensor, size: int, tp_group: TensorParallelGroup | None
+def columns_in_shard(
+    ids: torch.Tensor, size: int, tp_group: TensorParallelGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The column of each label in this rank's shard of `size` columns, and whether it is there, [tokens, 1] each; 0 for
-    the label of another shard. A list of the labels here would make a GPU wait for its length.
+    """The column of each of `ids` in this rank's shard of `size` columns, int64, and whether it is there; 0 for an id
+    of another shard. A list of the ids here would make a GPU wait for its length.
     """
     if tp_group is None:
-        return labels[:, None], torch.ones_like(labels[:, None], dtype=torch.bool)
-    local = labels[:, None] - tp_group.group_rank * size
+        return ids.long(), torch.ones_like(ids, dtype=torch.bool)
+    local = ids.long() - tp_group.group_rank * size
     is_here = (local >= 0) & (local < size)
     return local.where(is_here, 0), is_here

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from ds_finetune.model.loss.head_chunks import HeadGradients, NeededGradients, logits_of_chunk
+from ds_finetune.model.loss.head_chunks import HeadGradients, NeededGradients, columns_in_shard, logits_of_chunk
 from ds_finetune.model.parallel.tensor import TensorParallelGroup
 from ds_finetune.plan.forward import DISTILLATION_TOKENS
 
@@ -51,12 +51,6 @@ class VocabularyShard(NamedTuple):
         """The id of the largest logit of each token, int64 [tokens]."""
         top, index = logits.max(-1)
         return index if self.tp_group is None else self.tp_group.all_reduce_argmax(top, index + self.start)[1]
-
-    def find(self, ids: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Columns of `ids` here, and whether they are here; a column of an id that is not is 0."""
-        local = ids.long() - self.start
-        is_here = (local >= 0) & (local < columns)
-        return torch.where(is_here, local, 0), is_here
 
 
 class SoftTargets(Protocol):
@@ -116,7 +110,7 @@ class TopTargets:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As in `SoftTargets`."""
         wanted = torch.log_softmax(self.log_probs[tokens].float(), dim=-1)
-        columns, is_here = shard.find(self.ids[tokens], log_probs.shape[1])
+        columns, is_here = columns_in_shard(self.ids[tokens], log_probs.shape[1], shard.tp_group)
         top = shard.add_up(torch.where(is_here, log_probs.gather(1, columns), 0.0))
         # A list of the ids here would make a GPU wait for its length. Ids of other shards share column 0 with one here.
         infinity = torch.full_like(top, float("inf"))
@@ -189,7 +183,7 @@ def _chunk_loss(  # noqa: PLR0913 - the values of one chunk
     correct = (shard.most_likely(logits) == labels).sum()
     soft = None if mix.temperature == 1 else logits / mix.temperature
     log_probs = logits.sub_(shard.log_norm(logits))
-    column, is_here = shard.find(labels[:, None], logits.shape[1])
+    column, is_here = columns_in_shard(labels[:, None], logits.shape[1], shard.tp_group)
     label_loss = -shard.add_up(torch.where(is_here, log_probs.gather(1, column), 0.0)).sum()
     soft = log_probs if soft is None else soft.sub_(shard.log_norm(soft))
     divergence, gradient = label_loss.new_zeros(()), torch.zeros_like(logits) if targets is None else None
