@@ -9,6 +9,7 @@ import pytest
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.config.units import GIB
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
 from ds_finetune.trainer import resume
 from tests.running import start
@@ -36,7 +37,7 @@ def test_a_copy_that_the_host_cannot_hold_is_refused_before_the_first_step(
 ) -> None:
     """The kernel would end the process without a word, at the first save; a control group's limit counts too."""
     tree = {"model": "m", "data": {"train": "t"}, "output_dir": "o", "checkpoint": {"asynchronous": asynchronous}}
-    plan = make_plan(RunConfig.model_validate(tree), world=World(0, 2, 0, 2, "test"), device="cuda")
+    plan = make_plan(RunSettings.of(RunConfig.model_validate(tree)), world=World(0, 2, 0, 2, "test"), device="cuda")
     monkeypatch.setattr(resume, "available_bytes", lambda: gib * GIB)
     error = resume._memory_error(12 * GIB, plan)
     assert (error is not None) == is_refused

@@ -431,7 +431,7 @@ def test_gathers_that_nothing_orders_after_a_step_are_refused() -> None:
     def plan(ranks: int, device: str, **section: Any) -> Plan:
         tree = {"model": "m", "data": {"train": "t"}, "output_dir": "o", "deepspeed": zero(3, **section)}
         config = RunConfig.model_validate(tree | {"train": {"global_batch_size": 8, "precision": "bf16"}})
-        return make_plan(config, world=World(0, ranks, 0, ranks, "test"), device=device)
+        return make_plan(RunSettings.of(config), world=World(0, ranks, 0, ranks, "test"), device=device)
 
     for key in ("param", "model"):
         none = {f"stage3_{key}_persistence_threshold": 0}

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch.utils import cpp_extension
 
 from ds_finetune.cluster.doctor.messages import RequestRefused
@@ -76,6 +77,8 @@ def test_an_operator_with_a_substitute_is_a_warning_of_the_doctor() -> None:
 
 def _cuda(monkeypatch: pytest.MonkeyPatch, folder: Path, toolkit: str) -> None:
     """A torch for CUDA 13.0, and a toolkit with nvcc of this version; none where it is empty."""
+    # DeepSpeed chooses once in a process, and other tests need the CPU.
+    assert get_accelerator().device_name() == "cpu"
     monkeypatch.setenv("DS_ACCELERATOR", "cuda")
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(folder / "built"))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
