@@ -20,6 +20,8 @@ from ds_finetune.plan.settings import RunSettings
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "reference" / "layout-choices.md"
 GPU, NUMBERS, NODE = "h100-80g", (1, 8, 64, 512), 8
+_LARGEST_USUAL = 64
+"""Larger numbers are shown of models that fit on no smaller one."""
 _QWEN_1B5 = {"hidden_size": 1536, "num_attention_heads": 12, "num_key_value_heads": 2, "intermediate_size": 8960}
 _QWEN_0B6 = {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8}
 _QWEN_0B6 |= {"intermediate_size": 3072, "tie_word_embeddings": True}
@@ -49,7 +51,7 @@ ds-finetune plan ds_configs/runs/qwen3_8b.yaml --gpus 8 --gpu {GPU} --search
 ```
 
 The batch of a run file stays as it is. On many GPUs a small batch leaves each of them little work: see MFU. GiB are
-those of a GPU.
+those of a GPU. Activations are kept where the layout does not say that they are recomputed.
 
 | run file, rows of a step | GPUs | layout | s a step | MFU | GiB |
 | --- | ---: | --- | ---: | ---: | ---: |
@@ -66,7 +68,10 @@ def section(name: str) -> Iterator[str]:
     train = read_config(ROOT / "ds_configs" / "runs" / f"{name}.yaml").train
     title = f"`{name}`, {train.global_batch_size} of {train.max_seq_len}"
     for number in NUMBERS:
-        yield f"| {title if number == NUMBERS[0] else ''} {row(name, number)}".replace("|  |", "| |")
+        text = row(name, number)
+        yield f"| {title if number == NUMBERS[0] else ''} {text}".replace("|  |", "| |")
+        if number == _LARGEST_USUAL and "none fits" not in text:
+            return
 
 
 def row(name: str, number: int) -> str:
@@ -80,7 +85,8 @@ def row(name: str, number: int) -> str:
             return f"| {number} | none divides ranks, batch and model: {refused.hint} | | | |\n"
         return f"| {number} | none fits; it would with: {refused.hint.partition(': ')[2]} | | | |\n"
     memory = f"{best.memory.device_bytes / GIB:.1f}"
-    return f"| {number} | {layout_text(best.candidate)} | {best.time.seconds:.3g} | {best.time.mfu:.1%} | {memory} |\n"
+    layout = layout_text(best.candidate).replace(", activations kept", "")
+    return f"| {number} | {layout} | {best.time.seconds:.3g} | {best.time.mfu:.1%} | {memory} |\n"
 
 
 if __name__ == "__main__":

@@ -149,7 +149,7 @@ class Rotary:
 
     @classmethod
     def of(cls, graph: Graph, positions: str, frequencies: np.ndarray, scaling: float = 1.0, **pairs: bool) -> "Rotary":
-        """Of `positions` int64 [rows, 1, length, 1], by transformers' frequencies and scaling, computed in fp32."""
+        """From `positions` int64 [rows, 1, length, 1], by transformers' frequencies and scaling, computed in fp32."""
         angles = graph.op("Mul", graph.cast(positions, np.float32), graph.constant(frequencies))
         tables = [graph.op(kind, angles) for kind in ("Cos", "Sin")]
         if scaling != 1:
