@@ -132,7 +132,8 @@ def test_no_documented_command_changes_which_gpus_are_visible() -> None:
 
 def test_the_quickstart_leaves_the_visible_gpus_as_they_are(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
-    program.write_text("import os\nprint('sees', os.environ['CUDA_VISIBLE_DEVICES'])\n")
+    # One write for a line, which the other rank's cannot split.
+    program.write_text("import os\nos.write(1, f'sees {os.environ[\"CUDA_VISIBLE_DEVICES\"]}\\n'.encode())\n")
     lines = (ROOT / "scripts" / "quickstart.sh").read_text().splitlines()
     [line] = [line for line in lines if "ds_finetune/train.py" in line]
     command = line.replace("ds_finetune/train.py", str(program)).replace("$ranks", "2")
