@@ -51,6 +51,7 @@ def add_commands(commands: Commands) -> None:
 
 def _plan(arguments: Arguments) -> None:
     config = read_run(arguments)
+    from ds_finetune.export.formats import formats_of_run
     from ds_finetune.plan.precision import with_precision
     from ds_finetune.plan.search.machines import Request, check_machine, target_of
     from ds_finetune.system.info import gpu_models
@@ -63,6 +64,7 @@ def _plan(arguments: Arguments) -> None:
     config, target = config.model_copy(update={"train": train}), replace(target, notes=(*target.notes, *notes))
     check_machine(target, train.precision)
     _check_options(arguments)
+    formats_of_run(config.export.formats)
     if arguments.search:
         _search(arguments, config, target)
     elif arguments.tensors:

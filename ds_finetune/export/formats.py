@@ -5,7 +5,7 @@ first use.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
@@ -243,6 +243,16 @@ def format_named(name: str, where: str = "format") -> ExportFormat:
     if row is None:
         raise ConfigError(f"{where} is `{name}`", hint=f"name {' or '.join(row.name for row in formats())}")
     return row
+
+
+def formats_of_run(names: Sequence[str]) -> list[ExportFormat]:
+    """The formats of `export.formats`; ConfigError where one is unknown or they do not begin with safetensors."""
+    if list(names) != list(dict.fromkeys((SAFETENSORS.name, *names))):
+        raise ConfigError(
+            f"export.formats is {list(names)}",
+            hint=f"begin with {SAFETENSORS.name}, from which the others are made, and name each format once",
+        )
+    return [format_named(name, "a name in export.formats") for name in names]
 
 
 def format_of(folder: Path) -> ExportFormat:

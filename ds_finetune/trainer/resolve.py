@@ -19,8 +19,7 @@ from ds_finetune.data.prepare import TokenLimits
 from ds_finetune.data.row_kind import RowKind
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.engine.devices import bf16_support, choose_device
-from ds_finetune.errors import ConfigError
-from ds_finetune.export.formats import SAFETENSORS, format_named
+from ds_finetune.export.formats import formats_of_run
 from ds_finetune.families.table import family_of
 from ds_finetune.features.table import features_of, plan_features
 from ds_finetune.model.adapters.lora_plan import check_stages
@@ -147,12 +146,7 @@ def check_formats(names: Sequence[str], model: ModelPlan, *, is_config_only: boo
 
     With `is_config_only`, packages and settings of the model are not looked at: another machine exports.
     """
-    if list(names) != list(dict.fromkeys((SAFETENSORS.name, *names))):
-        raise ConfigError(
-            f"export.formats is {list(names)}",
-            hint=f"begin with {SAFETENSORS.name}, from which the others are made, and name each format once",
-        )
-    for row in (format_named(name, "a name in export.formats") for name in names[1:]):
+    for row in formats_of_run(names)[1:]:
         row.check_model_type(model.hf_config.model_type)
         if not is_config_only:
             row.load().check_model(model.hf_config, is_classifier=model.task != "causal_lm")

@@ -113,11 +113,15 @@ def test_a_run_ends_with_each_of_its_formats(tmp_path: Path, capsys: pytest.Capt
         ("[safetensors,gguf]", "a name in export.formats is `gguf`"),
     ],
 )
-def test_formats_of_a_run_that_cannot_be(names: str, told: str, tmp_path: Path) -> None:
-    config = ds_finetune.read_config(tiny_task(tmp_path), [f"export.formats={names}"])
+def test_formats_of_a_run_that_cannot_be(
+    names: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_file, override = tiny_task(tmp_path), f"export.formats={names}"
     with pytest.raises(ConfigError) as refused:
-        ds_finetune.plan_run(config, gpus=1)
+        ds_finetune.plan_run(ds_finetune.read_config(run_file, [override]), gpus=1)
     assert refused.value.message == told
+    assert main(["plan", str(run_file), "--gpu", "h100-80g", override]) == 2
+    assert told in capsys.readouterr().err
 
 
 def test_a_model_type_without_a_format_is_refused_before_the_first_step(tmp_path: Path) -> None:
