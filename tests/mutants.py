@@ -805,9 +805,23 @@ MUTANTS = (
     Mutant(
         "router without gradient",
         "model/parallel/expert.py",
-        "top_k_weights.reshape(-1, 1)",
-        "top_k_weights.detach().reshape(-1, 1)",
+        "chosen.weights_of(top_k_weights)",
+        "chosen.weights_of(top_k_weights.detach())",
         PARALLEL,
+    ),
+    Mutant(
+        "kept outputs of a layer in another order",
+        "model/kept_outputs.py",
+        "self._outputs.popleft()",
+        "self._outputs.pop()",
+        "tests/model/memory/test_kept_outputs.py",
+    ),
+    Mutant(
+        "gradients of tokens from the rows of others",
+        "model/experts.py",
+        "_sums(grad.index_select(0, places), ctx.k)",
+        "_sums(grad, ctx.k)",
+        "tests/model/test_experts.py",
     ),
     Mutant(
         "tied weights with one gradient",

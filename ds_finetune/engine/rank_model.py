@@ -45,8 +45,8 @@ from ds_finetune.model.loss.teacher import Teacher, load_teacher
 from ds_finetune.model.loss.token_loss import HeadGroups, TrainedModel, install_loss_head
 from ds_finetune.model.parallel.expert import (
     build_local_experts,
+    compute_shared_experts_ahead,
     install_expert_parallel,
-    install_overlapped_exchange,
 )
 from ds_finetune.model.parallel.pipeline import (
     ModelChunks,
@@ -218,7 +218,7 @@ def _loss_kernel(plan: Plan, model: ModelPlan, groups: Groups) -> Kernel:
 
 def arrange_forward(lm: PreTrainedModel, plan: Plan, model: ModelPlan) -> None:
     """Recompute layers, with their inputs on the host, and compute MLPs in tiles, as the run file says; else shared
-    experts beside the exchange of rows.
+    experts before routed ones.
     """
     from deepspeed.utils import set_z3_leaf_module
 
@@ -230,9 +230,9 @@ def arrange_forward(lm: PreTrainedModel, plan: Plan, model: ModelPlan) -> None:
     for module in install_tiled_mlps(lm, tiles=model.mlp_tiles) if model.mlp_tiles > 1 else ():
         # ZeRO-3 gathers all matrices of an MLP before its first tile, and releases them after its last.
         set_z3_leaf_module(module, True)
-    if plan.mesh.ep > 1 and model.mlp_tiles == 1:
+    if model.mlp_tiles == 1 and not family_of(model.hf_config.model_type).is_generic:
         # Tiles of routed experts run without shared ones, and again in backward.
-        install_overlapped_exchange(lm)
+        compute_shared_experts_ahead(lm)
 
 
 def trained_model(

@@ -1,23 +1,147 @@
-"""The forward of routed experts that transformers calls for `experts_implementation: grouped_mm`."""
+"""The forward of routed experts: rows are sorted by expert, multiplied by all experts in one product, and summed.
+
+Sorting and summing are gathers, and so are their gradients, since the inverse of the permutation is known. Autograd's
+own gradient of `hidden[index]` adds up rows by `index_put`, which sorts the index on a GPU. The sum over a token's
+experts is taken in fp32 and rounded once; `index_put` rounds after each summand, in the order of experts. In fp32
+results differ by the order of a sum of `k` numbers, and are equal for k up to 2.
+
+The routing weight multiplies the input of the down projection, which is linear: gradients of weights then need no
+output of experts, and products with weights have the experts' width, not the model's.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear, grouped_mm_experts_forward
 
-from ds_finetune.model.kept_outputs import kept
+from ds_finetune.model.kept_outputs import current_outputs, kept
 
-_keep_products = kept(grouped_mm_experts_forward)
+Project = Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor]
+"""From rows [rows, in] sorted by expert, the ends of experts in them and the name of a fused weight to [rows, out]."""
+
+_kept_grouped_linear = kept(_grouped_linear)
+
+
+def rows_up_to(experts: torch.Tensor, number: int) -> torch.Tensor:
+    """How many of the sorted `experts`, int64 [rows], are at most each of `number` experts, int64 [number].
+
+    Unlike `torch.bincount` it does not make a GPU wait for its largest number.
+    """
+    return torch.searchsorted(experts, torch.arange(number, device=experts.device), right=True)
+
+
+class _Dispatch(torch.autograd.Function):
+    """`source` at `index`; backward sums the `k` rows at `places` of each row of `source`."""
+
+    @staticmethod
+    def forward(ctx: Any, source: torch.Tensor, index: torch.Tensor, places: torch.Tensor, k: int) -> torch.Tensor:  # noqa: ANN401
+        ctx.save_for_backward(places)
+        ctx.k = k
+        return source.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
+        (places,) = ctx.saved_tensors
+        return _sums(grad.index_select(0, places), ctx.k), None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    """The sums of the `k` rows at `places`; backward is the gradient at `index`.
+
+    Its node holds the index. As a saved tensor it would be the last of a layer that backward needs, and recomputation,
+    which ends with the last, would compute the down projection only to reach it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, index: torch.Tensor, places: torch.Tensor, k: int) -> torch.Tensor:  # noqa: ANN401
+        ctx.index = index.int()
+        return _sums(rows.index_select(0, places), k)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
+        return grad.index_select(0, ctx.index), None, None, None
+
+
+def _sums(rows: torch.Tensor, k: int) -> torch.Tensor:
+    return rows if k == 1 else rows.unflatten(0, (-1, k)).sum(1)
+
+
+class SortedRows(NamedTuple):
+    """The rows of tokens for their chosen experts, sorted by expert."""
+
+    experts: torch.Tensor
+    """The expert of each row, int64 [tokens x k]."""
+    choices: torch.Tensor
+    """Which of the choices of all tokens each row is, int64 [tokens x k]."""
+    places: torch.Tensor
+    """The row of each choice: the inverse."""
+    k: int
+
+    @classmethod
+    def of(cls, top_k_index: torch.Tensor) -> "SortedRows":
+        """The sorted rows of the chosen experts `top_k_index` [tokens, k]."""
+        experts, choices = top_k_index.reshape(-1).sort(stable=True)
+        places = torch.empty_like(choices)
+        places[choices] = torch.arange(len(choices), device=choices.device)
+        return cls(experts, choices, places, top_k_index.shape[1])
+
+    def rows_of(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[tokens, width] -> the row of each token for each of its experts [tokens x k, width]."""
+        return _Dispatch.apply(hidden, self.choices // self.k, self.places, self.k)  # type: ignore[no-any-return]
+
+    def weights_of(self, top_k_weights: torch.Tensor) -> torch.Tensor:
+        """[tokens, k] -> the weight of each row [tokens x k, 1]."""
+        return _Dispatch.apply(top_k_weights.reshape(-1, 1), self.choices, self.places, 1)  # type: ignore[no-any-return]
+
+    def sums_of(self, rows: torch.Tensor) -> torch.Tensor:
+        """[tokens x k, width] -> the sum of each token's rows [tokens, width]."""
+        return _Combine.apply(rows, self.choices // self.k, self.places, self.k)  # type: ignore[no-any-return]
+
+
+def grouped_product(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, *, leaf: str, **options: Any) -> Any:  # noqa: ANN401 - transformers' options
+    """`rows` [rows, in] through the fused `weight` named `leaf`. The output of the first projection is kept where
+    layers are recomputed selectively; no gradient needs that of the second.
+    """
+    multiply = _kept_grouped_linear if leaf == "gate_up_proj" else _grouped_linear
+    return multiply(rows, weight, ends, **options)
+
+
+def _project(module: Any, rows: torch.Tensor, ends: torch.Tensor, leaf: str) -> torch.Tensor:  # noqa: ANN401 - a module of any family
+    weight = getattr(module, leaf)
+    return grouped_product(rows, weight, ends, leaf=leaf, is_transposed=module.is_transposed)  # type: ignore[no-any-return]
 
 
 def run_experts(
-    module: nn.Module, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    module: Any,  # noqa: ANN401 - a module of any family
+    hidden: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    project: Project | None = None,
 ) -> torch.Tensor:
-    """[tokens, width], chosen experts [tokens, k] and their weights -> [tokens, width]."""
-    # Biases are added to products in place (transformers 5.23, integrations/moe.py:419), which so cannot be kept.
-    run = grouped_mm_experts_forward if module.has_bias else _keep_products
-    return run(module, hidden, top_k_index, top_k_weights)
+    """[tokens, width], chosen experts [tokens, k] and their weights -> [tokens, width]; `project` multiplies rows by
+    the weights of `module`, or by what takes their place.
+    """
+    if not module.has_gate or module.has_post_expert_norm or module._is_expert_parallel:
+        return grouped_mm_experts_forward(module, hidden, top_k_index, top_k_weights)  # type: ignore[no-any-return]
+    project = project or partial(_project, module)
+    chosen = SortedRows.of(top_k_index)
+    if (compute := getattr(module, "compute_before", None)) is not None:
+        compute()
+    ends, weights = rows_up_to(chosen.experts, module.num_experts).int(), chosen.weights_of(top_k_weights)
+    rows = project(chosen.rows_of(hidden), ends, "gate_up_proj")
+    if module.has_bias:
+        of_row = (chosen.experts[:, None] == torch.arange(module.num_experts, device=rows.device)).to(rows.dtype)
+        bias = of_row @ module.gate_up_proj_bias
+        rows = rows.add_(bias) if current_outputs() is None else rows + bias
+    inner = module._apply_gate(rows)
+    out = chosen.sums_of(project((inner * weights).to(inner.dtype), ends, "down_proj"))
+    if module.has_bias:
+        out = out + chosen.sums_of((of_row * weights).to(out.dtype)) @ module.down_proj_bias
+    return out
 
 
 def install_grouped_experts() -> None:
-    """Let transformers call `run_experts`, for the life of the process."""
+    """Let transformers call `run_experts` for `experts_implementation: grouped_mm`, for the life of the process."""
     ALL_EXPERTS_FUNCTIONS.register("grouped_mm", run_experts)

@@ -18,8 +18,8 @@ from transformers.integrations.moe import _grouped_linear
 
 from ds_finetune.config.sections import LoraConfig
 from ds_finetune.model.build.skeleton import Where
-from ds_finetune.model.kept_outputs import kept
-from ds_finetune.model.parallel.expert import ExpertParallelExperts, MarkParameter, rows_up_to
+from ds_finetune.model.experts import grouped_product, run_experts
+from ds_finetune.model.parallel.expert import ExpertParallelExperts, MarkParameter
 from ds_finetune.model.parallel.rank_group import RankGroup
 from ds_finetune.model.parallel.sharding import UNSHARDED, ModelShard, TensorShard
 from ds_finetune.model.parallel.tensor import ParallelLinear
@@ -75,9 +75,6 @@ class _AdaptedRouter(_Adapted):
             del self.__dict__["weight"]
 
 
-_kept_grouped_linear = kept(_grouped_linear)
-
-
 class _LowRankExperts(_Adapted):
     num_experts: int
     _apply_gate: Callable[[torch.Tensor], torch.Tensor]
@@ -85,17 +82,9 @@ class _LowRankExperts(_Adapted):
     def _run(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """[tokens, width], chosen experts [tokens, k] and their weights -> [tokens, width].
 
-        The computation is that of transformers 5.23 (integrations/moe.py, grouped_mm_experts_forward). peft instead
-        merges a copy of all experts in each forward, and needs a gradient of that size.
+        peft instead merges a copy of all experts in each forward, and needs a gradient of that size.
         """
-        tokens, k = top_k_index.shape
-        experts, order = top_k_index.reshape(-1).sort(stable=True)
-        ends = rows_up_to(experts, self.num_experts).int()
-        inner = self._apply_gate(self._project(hidden[order // k], ends, "gate_up_proj"))
-        out = self._project(inner, ends, "down_proj") * top_k_weights.reshape(-1)[order, None]
-        inverse = torch.empty_like(order)
-        inverse[order] = torch.arange(len(order), device=order.device)
-        return out[inverse].view(tokens, k, -1).sum(1).to(hidden.dtype)
+        return run_experts(self, hidden, top_k_index, top_k_weights, self._project)
 
     def _project(self, rows: torch.Tensor, ends: torch.Tensor, leaf: str) -> torch.Tensor:
         """`rows` [rows, in], sorted by expert and ending at `ends`, through each expert's weight `leaf` and its
@@ -103,7 +92,7 @@ class _LowRankExperts(_Adapted):
         """
         low = _grouped_linear(rows, getattr(self, f"{leaf}_lora_A"), ends)
         low = _grouped_linear(low, getattr(self, f"{leaf}_lora_B"), ends)
-        return _kept_grouped_linear(rows, getattr(self, leaf), ends) + low * self.lora_scale  # type: ignore[no-any-return]
+        return grouped_product(rows, getattr(self, leaf), ends, leaf=leaf) + low * self.lora_scale  # type: ignore[no-any-return]
 
 
 class _AdaptedExperts(_LowRankExperts):

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from ds_finetune.families.family import Family
 from ds_finetune.foreign.transformers_models import changed_experts
+from ds_finetune.model.experts import SortedRows, rows_up_to
 from ds_finetune.model.kept_outputs import current_outputs
 from ds_finetune.model.parallel.rank_group import RankGroup
 
@@ -30,10 +31,12 @@ class _Exchange:
     and the end of each is hidden behind it.
     """
 
-    def __init__(self, ep_group: ExpertParallelGroup, send_counts: list[int], receive_counts: list[int]) -> None:
+    def __init__(
+        self, ep_group: ExpertParallelGroup, send_counts: list[int], receive_counts: list[int], *, is_kept: bool = True
+    ) -> None:
         self._group, self._send, self._receive = ep_group, send_counts, receive_counts
         self._pending: tuple[torch.Tensor, torch.Tensor, dist.Work | None] | None = None
-        self._kept = current_outputs()
+        self._kept = current_outputs() if is_kept else None
 
     def start(self, rows: torch.Tensor, *, is_backward: bool = False) -> torch.Tensor:
         """Begin to send `rows`; returns the tensor that is being filled."""
@@ -94,14 +97,6 @@ class _AwaitExchange(torch.autograd.Function):
         return grad, None
 
 
-def rows_up_to(experts: torch.Tensor, number: int) -> torch.Tensor:
-    """How many of the sorted `experts`, int64 [rows], are at most each of `number` experts, int64 [number].
-
-    Unlike `torch.bincount` it does not make a GPU wait for its largest number.
-    """
-    return torch.searchsorted(experts, torch.arange(number, device=experts.device), right=True)
-
-
 class ExpertParallelExperts(nn.Module):
     """Mixed into a family's experts module that holds `num_experts` of the layer's experts."""
 
@@ -112,21 +107,20 @@ class ExpertParallelExperts(nn.Module):
 
     def forward(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """[tokens, width], chosen experts of the whole layer [tokens, k] and their weights -> [tokens, width]."""
-        tokens, k = top_k_index.shape
-        experts, order = top_k_index.reshape(-1).sort(stable=True)
-        kept, counted = current_outputs(), partial(self._count_rows, experts)
+        chosen = SortedRows.of(top_k_index)
+        kept, counted = current_outputs(), partial(self._count_rows, chosen.experts)
         arriving, send_counts, receive_counts = counted() if kept is None else kept.keep(counted)
-        exchange = _Exchange(self.ep_group, send_counts, receive_counts)
-        arriving_rows = _StartExchange.apply(hidden[order // k], exchange)
+        of_weights, of_rows = (_Exchange(self.ep_group, send_counts, receive_counts) for _ in range(2))
+        arriving_weights = _StartExchange.apply(chosen.weights_of(top_k_weights), of_weights)
+        arriving_rows = _StartExchange.apply(chosen.rows_of(hidden), of_rows)
         if self.compute_meanwhile is not None:
             self.compute_meanwhile()
-        rows = _AwaitExchange.apply(arriving_rows, exchange)
-        back = _Exchange(self.ep_group, receive_counts, send_counts)
-        out = _AwaitExchange.apply(_StartExchange.apply(self._run_local_experts(rows, arriving), back), back)
-        inverse = torch.empty_like(order)
-        inverse[order] = torch.arange(len(order), device=order.device)
-        weighted = out[inverse] * top_k_weights.reshape(-1, 1)
-        return weighted.view(tokens, k, hidden.shape[-1]).sum(1).to(hidden.dtype)
+        rows = _AwaitExchange.apply(arriving_rows, of_rows)
+        weights = _AwaitExchange.apply(arriving_weights, of_weights)
+        # No gradient needs these rows.
+        back = _Exchange(self.ep_group, receive_counts, send_counts, is_kept=False)
+        out = self._run_local_experts(rows, weights, arriving)
+        return chosen.sums_of(_AwaitExchange.apply(_StartExchange.apply(out, back), back))
 
     def _count_rows(self, experts: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
         """Rows that arrive for each expert of this rank from each rank, and rows sent to and received from each rank;
@@ -140,15 +134,17 @@ class ExpertParallelExperts(nn.Module):
         send_counts, receive_counts = both.sum(2).tolist()
         return arriving, send_counts, receive_counts
 
-    def _run_local_experts(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
-        """The outputs of this rank's experts for `rows`, sorted by source rank and expert; `arriving` counts them."""
+    def _run_local_experts(self, rows: torch.Tensor, weights: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
+        """The outputs of this rank's experts for `rows`, times `weights` [rows, 1], sorted by source rank and expert;
+        `arriving` counts them.
+        """
         expert = torch.arange(self.num_experts, device=rows.device).repeat(self.ep_group.size)
         expert = expert.repeat_interleave(arriving, output_size=len(rows))
         if not len(rows):
-            # Without a row the experts would have no gradient, for which other ranks wait.
-            zero = self.run_experts(rows.new_zeros(1, rows.shape[1]), expert.new_zeros(1, 1), rows.new_zeros(1, 1))
-            return rows + zero.sum() * 0
-        return self.run_experts(rows, expert[:, None], rows.new_ones(len(rows), 1))
+            # Without a row neither experts nor exchanges would have a gradient, for which other ranks wait.
+            zero = self.run_experts(rows.new_zeros(1, rows.shape[1]), expert.new_zeros(1, 1), weights.new_zeros(1, 1))
+            return rows + (zero.sum() + weights.sum()) * 0
+        return self.run_experts(rows, expert[:, None], weights)
 
     def run_experts(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """The family's own forward of the experts that this rank holds, without communication."""
@@ -211,14 +207,15 @@ class SharedExpertsAhead(nn.Module):
         self._ahead = None
 
 
-def install_overlapped_exchange(lm: PreTrainedModel) -> None:
-    """Compute shared experts while rows are on their way to routed ones, in place; the numbers stay the same.
+def compute_shared_experts_ahead(lm: PreTrainedModel) -> None:
+    """Compute shared experts while rows are on their way to routed ones, or before these on ranks that hold all of
+    them, in place; the numbers stay the same. Recomputation then ends before the down projection of routed experts.
 
     Only in families whose layers compute `shared_experts(x)` after `experts(x, ...)`. Others compute theirs first.
     """
     for name, module in list(lm.named_modules()):
         shared = getattr(module, "shared_experts", None)
-        if name.endswith(".mlp") and shared is not None and isinstance(module.experts, ExpertParallelExperts):
+        if name.endswith(".mlp") and shared is not None:
             shared.__class__ = type(f"Ahead{type(shared).__name__}", (SharedExpertsAhead, type(shared)), {})
             _Overlap(module, shared, module.experts)
 
@@ -226,14 +223,17 @@ def install_overlapped_exchange(lm: PreTrainedModel) -> None:
 class _Overlap:
     """Gives the input of a layer's MLP to its shared experts as soon as rows are on their way."""
 
-    def __init__(self, mlp: nn.Module, shared: SharedExpertsAhead, experts: ExpertParallelExperts) -> None:
+    def __init__(self, mlp: nn.Module, shared: SharedExpertsAhead, experts: Any) -> None:  # noqa: ANN401 - of any family
         self._shared = shared
         self._hidden: torch.Tensor | None = None
         self._has_grad = False
         mlp.register_forward_pre_hook(self._begin)
         # Also after an error: torch ends the recomputation of a layer by one, as soon as it has what backward needs.
         mlp.register_forward_hook(self._end, always_call=True)
-        experts.compute_meanwhile = self._compute
+        if isinstance(experts, ExpertParallelExperts):
+            experts.compute_meanwhile = self._compute
+        else:
+            experts.compute_before = self._compute
 
     def _begin(self, _: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
         self._hidden, self._has_grad = args[0], torch.is_grad_enabled()

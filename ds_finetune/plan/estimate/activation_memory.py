@@ -49,8 +49,6 @@ class LayerBytes:
     """What is held beside the layer's input at the moments of its backward that may be the fullest."""
     tiled: tuple[Held, ...]
     """What is held at these moments with `train.tiled_mlp`."""
-    unreleased: int = 0
-    """Kept a moment longer where the layer is not recomputed: outputs of experts, while their gradients are rounded."""
     forward: int = 0
     """At most beside the layer's input in a forward without gradients."""
     attention_out: int = 0
@@ -121,7 +119,6 @@ def layer_bytes(model: Mapping[str, Any], widths: Widths, *, is_sparse: bool) ->
         mlp=mlp.kept,
         moments=(*moments, in_attention),
         tiled=(*tiled, in_attention),
-        unreleased=mlp.unreleased,
         forward=_forward_bytes(model, widths, is_sparse=is_sparse),
         attention_out=_attention_out(model, widths),
         products=_products(model, widths) if is_sparse else 0,
@@ -139,17 +136,13 @@ def _attention_out(model: Mapping[str, Any], widths: Widths) -> int:
     return int(heads * (widths.number * columns + WIDE))
 
 
-def keeps_products(model: Mapping[str, Any]) -> bool:
-    """Whether the products of routed experts can be kept: biases are added to them in place (model/experts.py)."""
-    return not family_of(str(model["model_type"])).transposed_experts
-
-
 def _products(model: Mapping[str, Any], widths: Widths) -> int:
-    """Outputs of the gate and up projections of routed experts, and those of their down projections."""
+    """Outputs of the gate and up projections of routed experts."""
     keys = family_of(str(model["model_type"])).expert_keys
     assert keys is not None
-    columns = 2 * keys.width(model) // widths.tp + model["hidden_size"]
-    return int(widths.number * keys.per_token(model) * columns) if keeps_products(model) else 0
+    # With expert parallelism also the rows that arrive.
+    columns = 2 * keys.width(model) // widths.tp + (model["hidden_size"] if widths.ep > 1 else 0)
+    return int(widths.number * keys.per_token(model) * columns)
 
 
 def _forward_bytes(model: Mapping[str, Any], widths: Widths, *, is_sparse: bool) -> int:
@@ -183,7 +176,7 @@ def _attention_forward(model: Mapping[str, Any], widths: Widths) -> int:
 
 
 def _experts_forward(model: Mapping[str, Any], widths: Widths) -> int:
-    """Rows by expert, with gate, up and what is made of them, or with outputs, weighted and in another order."""
+    """Rows by expert, with gate, up and what is made of them, or outputs, also in another order."""
     family, width = family_of(str(model["model_type"])), widths.number
     keys = family.expert_keys
     assert keys is not None
@@ -192,7 +185,7 @@ def _experts_forward(model: Mapping[str, Any], widths: Widths) -> int:
     # Those with transposed weights copy biases for each row, and clamp gate and up.
     biased = 1 if family.transposed_experts else 0
     among = width * (rows + (4 + 5 * biased) * inner)
-    return max(among, (2 + biased) * width * rows + 2 * _weighted_bytes(model, width) * rows)
+    return max(among, 2 * width * rows)
 
 
 class _Mlp(NamedTuple):
@@ -203,7 +196,6 @@ class _Mlp(NamedTuple):
     """Bytes within it at moments of its backward."""
     tiled: tuple[int, ...]
     """Parameters of its modules that are computed in tiles, in the order of the moments."""
-    unreleased: int = 0
 
 
 def norm_bytes(
@@ -288,8 +280,8 @@ def _routes_in_fp32(model: Mapping[str, Any]) -> bool:
     return "kv_lora_rank" in model or (family.router is not None and family.router.scores == "sigmoid")
 
 
-def _weighted_bytes(model: Mapping[str, Any], width: int) -> int:
-    """Bytes of a number of the weighted outputs of experts, which become fp32 where the weights are."""
+def weighted_bytes(model: Mapping[str, Any], width: int) -> int:
+    """Bytes of a number of routing weights, and of what is multiplied with them, which becomes fp32 where they are."""
     router = family_of(str(model["model_type"])).router
     # transformers 5.23, mixtral/modeling_mixtral.py:106-110 does not round them.
     is_wide = _routes_in_fp32(model) or (router is not None and not router.rounds_weights)
@@ -303,24 +295,26 @@ def _experts(model: Mapping[str, Any], widths: Widths) -> _Mlp:
     assert keys is not None
     chosen, inner = keys.per_token(model), keys.width(model) // widths.tp
     row, inner_row = chosen * width * hidden, chosen * width * inner
-    # Rows by expert, gate and up, what is made of them, and rows to be weighted; in gpt_oss also clamped ones.
-    routed = 2 * row + (7 if family.transposed_experts else 4) * inner_row + chosen * (3 * _INDEX + width)
+    # Rows by expert, gate and up, what is made of them, and its product with routing weights; in gpt_oss also clamped
+    # ones.
+    routed = row + (8 if family.transposed_experts else 5) * inner_row + chosen * (3 * _INDEX + width)
     if not widths.keeps("mlp.experts"):
         routed -= row + inner_row
     routed += 2 * chosen * widths.low_rank("mlp.experts")
     inner_shared = (model.get("n_shared_experts") or 0) * keys.width(model)
     shared = _dense(model, widths, inner=inner_shared, name="mlp.shared_experts")
-    weighted = chosen * hidden * _weighted_bytes(model, width)
+    wide_inner = chosen * inner * weighted_bytes(model, width)
     matrices = 0 if widths.rank else width * keys.number(model) // widths.ep * inner * hidden
     moments = (
-        # The gradient of each token's sum, once for each expert; zeros for them in another order; and these.
-        Held(routed + 3 * weighted),
-        Held(routed + shared.moments[0].by_token),
-        Held(2 * row + 5 * inner_row, matrices),
-        Held(2 * row + 2 * inner_row, 2 * matrices),
+        # The gradient of each token's sum, once for each expert, and that of the down projection's input and weight.
+        Held(routed + shared.kept + row + inner_row, matrices),
+        # Gradients times routing weights, which are fp32 in most families.
+        Held(routed + shared.kept + 3 * wide_inner, matrices),
+        Held(shared.kept + 2 * row + 2 * inner_row, 2 * matrices),
+        *shared.moments,
     )
     tiled = (3 * matrices // width, *(shared.tiled if shared.kept else ()))
-    return _Mlp(routed + shared.kept, moments, tiled, row if weighted > row else 0)
+    return _Mlp(routed + shared.kept, moments, tiled)
 
 
 _MOST_TOKENS = 2**30
@@ -431,8 +425,7 @@ class ActivationBytes:
         earlier = most = self.inputs() * tokens if self.keeps_inputs else 0
         fullest, kept = {}, {}
         for layer in self.kinds:
-            unreleased = 0 if is_tiled else layer.unreleased * tokens
-            fullest[id(layer)] = layer.most(tokens, is_tiled=is_tiled) + unreleased
+            fullest[id(layer)] = layer.most(tokens, is_tiled=is_tiled)
             kept[id(layer)] = (layer.kept - (layer.mlp if is_tiled else 0)) * tokens
         for layer in self.layers:
             most = max(most, earlier + fullest[id(layer)])

@@ -16,7 +16,7 @@ from ds_finetune.config.sections import LoraConfig
 from ds_finetune.families.parameters import ModelConfig
 from ds_finetune.families.table import family_of
 from ds_finetune.families.tensors import EMBEDDING
-from ds_finetune.plan.estimate.activation_memory import SINK_COLUMNS, activation_bytes, keeps_products
+from ds_finetune.plan.estimate.activation_memory import SINK_COLUMNS, activation_bytes
 from ds_finetune.plan.estimate.rank_weights import RankWeights, is_trained, part_of, shape_of_model
 from ds_finetune.plan.estimate.states import TensorKind
 from ds_finetune.plan.forward import head_chunk
@@ -220,7 +220,7 @@ def _passes(work: Work, kind: TensorKind, weights: RankWeights) -> Passes:
 
 def _keeps_products(work: Work, part: str) -> bool:
     """Whether selective recomputation keeps the products of a part of a layer; tiles are computed again as a whole."""
-    return part == "routed experts" and not work.plan.tiled_mlp and keeps_products(work.model)
+    return part == "routed experts" and not work.plan.tiled_mlp
 
 
 def _head(work: Work, kind: TensorKind) -> Iterator[Operation]:

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 from ds_finetune.families.parameters import ModelConfig
 from ds_finetune.families.table import family_of
 from ds_finetune.families.tensors import EMBEDDING
+from ds_finetune.plan.estimate.activation_memory import weighted_bytes
 from ds_finetune.plan.estimate.operations import Work, adapter_elements, adapter_parts, is_quantised
 from ds_finetune.plan.estimate.rank_weights import RankWeights, is_trained, part_of
 from ds_finetune.plan.estimate.states import TensorKind
@@ -257,16 +258,19 @@ def _experts(work: Work, weights: RankWeights) -> Iterator[GroupTraffic]:
     assert keys is not None, work.model["model_type"]
     forwards = 1 + work.plan.recomputes_kept
     # A token's row is sent once for each of its experts, also to several of one rank or one node.
-    rows = work.num_tokens * work.experts_per_token * work.model["hidden_size"] * work.width
-    one_way = times * sparse * _times("all_to_all", group, (forwards + 1) * rows)
+    sent = work.num_tokens * work.experts_per_token
+    rows, routing = sent * work.model["hidden_size"] * work.width, sent * weighted_bytes(work.model, work.width)
+    there = times * sparse * _times("all_to_all", group, (forwards + 1) * (rows + routing))
+    # Recomputation of a layer ends before rows go back.
+    back = times * sparse * _times("all_to_all", group, 2 * rows)
     counts = times * sparse * _times("all_to_all", group, forwards * keys.number(work.model) * _INDEX)
     # Shared experts are computed while rows, or gradients of rows, are on their way to or from experts; ranks wait for
     # the other way (model/parallel/expert.py).
-    messages = times * sparse * (forwards + 1)
+    messages = times * sparse * 2 * (forwards + 1)
     beside: Beside = "shared experts" if _has_shared_experts(weights) else ""
-    yield GroupTraffic("rows over ep", "all_to_all", group, one_way, messages, True, beside)
-    messages += times * sparse * forwards
-    yield GroupTraffic("rows over ep", "all_to_all", group, one_way + counts, messages, True)
+    yield GroupTraffic("rows over ep", "all_to_all", group, there, messages, True, beside)
+    messages = times * sparse * (2 + forwards)
+    yield GroupTraffic("rows over ep", "all_to_all", group, back + counts, messages, True)
 
 
 def between_chunks(work: Work) -> GroupTraffic:

@@ -33,6 +33,7 @@ MORE = [
     Cell("deepseek_v3", 1, 2, packing=True, checkpointing=True, tp=2),
     Cell("deepseek_v3", 2, 2, packing=True, checkpointing=True, sp=2),
     Cell("deepseek_v3", 2, 2, packing=True, checkpointing=True, ep=2, reduces_once=True),
+    Cell("deepseek_v3", 1, 2, packing=True, checkpointing=True, is_selective=True, ep=2),
     Cell("llama", 3, 2, packing=True, precision="bf16", reduces_once=True),
 ]
 """Whose bytes are compared with arithmetic alone (ds_finetune/plan/estimate/traffic.py)."""

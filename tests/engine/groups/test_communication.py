@@ -104,14 +104,21 @@ def test_tensor_parallel_ranks_sum_activations(found: dict[str, Any]) -> None:
 def test_expert_parallel_ranks_exchange_chosen_rows(found: dict[str, Any]) -> None:
     config, params = hf_config("deepseek_v3"), numbers("deepseek_v3")
     shared = FP32 * sum(number for name, number in params.items() if ".mlp.experts." not in name)
-    # All rows of this rank's half of the tokens are for the other: there and back, in both passes; and their counts.
-    rows = 4 * (ACTIVATIONS / 2) * config.num_experts_per_tok
+    # All rows of this rank's half of the tokens are for the other: there and back, in both passes, and with a weight
+    # there; and their counts.
+    rows = 4 * (ACTIVATIONS / 2) * config.num_experts_per_tok * (1 + 1 / (2 * HIDDEN))
     counts = FORWARDS * config.n_routed_experts * 8 / 2
     for rank in found["ep 2, ZeRO-1"]:
         sent = rank["bytes"]
         assert sent["all_to_all"] == rows + counts
         assert sent["all_gather"] == shared / 2
         assert sent["all_reduce"] == pytest.approx(shared, abs=COUNTS)
+
+
+def test_selective_recomputation_sends_no_row_again(found: dict[str, Any]) -> None:
+    (cell,) = (cell for cell in MORE if cell.is_selective)
+    for kept, once in zip(found[cell.name], found["ep 2, ZeRO-1"], strict=True):
+        assert kept["bytes"]["all_to_all"] == once["bytes"]["all_to_all"]
 
 
 @pytest.mark.parametrize("layers", ["whole", "checkpointed"])

@@ -29,6 +29,7 @@ from ds_finetune.model.loss.cross_entropy import chunked_cross_entropy
 from ds_finetune.model.loss.forward_rows import ForwardRows
 from ds_finetune.model.loss.teacher import HiddenStates, Teacher
 from ds_finetune.model.loss.token_loss import LossHead, TrainedModel, install_loss_head
+from ds_finetune.model.parallel.expert import compute_shared_experts_ahead
 from ds_finetune.objectives.objective import Distillation, DocumentObjective, Examples, Objective, make_objective
 from ds_finetune.plan.forward import head_chunk, mlp_tiles
 from ds_finetune.plan.lora_targets import adapted_targets, targets_among
@@ -91,6 +92,8 @@ def track(
             recompute_layers(lm, is_selective=recomputation == "selective")
         if is_tiled:
             install_tiled_mlps(lm, tiles=mlp_tiles(tree))
+        else:
+            compute_shared_experts_ahead(lm)
         model, other = TrainedModel(lm), None if teacher is None else _teacher(teacher, precision)
         if isinstance(wanted, Distillation):
             model = DistilledModel(model, wanted, other)
