@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from ds_finetune.config.units import GIB
 from ds_finetune.errors import ConfigError, ExportError
+from ds_finetune.export.output_folder import RECORD
 from ds_finetune.families.family import Family
 from ds_finetune.families.table import FAMILIES, family_of
 
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 
 ENTRY_POINTS = "ds_finetune.formats"
 """Group of the entry points that refer to rows of other packages."""
-RECORD = "verification.json"
-"""File of an exported folder. It is JSON, since vLLM takes every `*.safetensors` file of a folder for weights."""
 
 Scorer = Callable[[Mapping[str, "torch.Tensor"]], "torch.Tensor"]
 """From inputs of a tokenizer, int64 [rows, tokens], to logits fp32 [rows, labels] on the CPU."""

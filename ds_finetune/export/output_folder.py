@@ -8,6 +8,8 @@ from pathlib import Path
 from ds_finetune.errors import OutputError
 from ds_finetune.system.whole_file import synchronise
 
+RECORD = "verification.json"
+"""File of an exported folder. It is JSON, since vLLM takes every `*.safetensors` file of a folder for weights."""
 _SHOWN = 5
 
 

@@ -24,9 +24,10 @@ from ds_finetune.export.classifier_tokenizer import (
     fit_tokenizer,
     with_padding,
 )
-from ds_finetune.export.formats import RECORD, ExportOptions, format_named
+from ds_finetune.export.formats import ExportOptions, format_named
 from ds_finetune.export.interruption import SignalInterruption
 from ds_finetune.export.model_config import TOKENIZER_CONFIG, config_changes
+from ds_finetune.export.output_folder import RECORD
 from ds_finetune.export.safetensors_folder import (
     TOKENIZER_FILES,
     FolderParts,

@@ -15,7 +15,7 @@ from ds_finetune.errors import ConfigError, ExportError, OutputError
 from ds_finetune.export import formats
 from ds_finetune.export.formats import FormatModule
 from ds_finetune.export.load import load_exported
-from ds_finetune.export.output_folder import replaced_folder
+from ds_finetune.export.output_folder import RECORD, replaced_folder
 from ds_finetune.serving.serve import choose_engine
 from tests.export.toy_format import TOY
 from tests.model.weights.test_weights import published
@@ -99,7 +99,7 @@ def test_a_run_ends_with_each_of_its_formats(tmp_path: Path, capsys: pytest.Capt
     ids = torch.arange(9)[None]
     with torch.no_grad():
         torch.testing.assert_close(load_exported(report.exports[1])(ids).logits, plain(ids).logits)
-    record = tmp_path / "run" / "export-toy" / formats.RECORD
+    record = tmp_path / "run" / "export-toy" / RECORD
     before = record.stat().st_mtime_ns
     ds_finetune.train(run_file)
     assert record.stat().st_mtime_ns > before

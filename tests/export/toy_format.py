@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ds_finetune.errors import ExportError
-from ds_finetune.export.formats import RECORD, ExportFormat, ExportOptions, ExportResult, Scorer
+from ds_finetune.export.formats import ExportFormat, ExportOptions, ExportResult, Scorer
 from ds_finetune.export.from_checkpoint import COPIED_FILES, export_checkpoint
-from ds_finetune.export.output_folder import check_out_empty, replaced_folder
+from ds_finetune.export.output_folder import RECORD, check_out_empty, replaced_folder
 from ds_finetune.export.verify.verify import VerificationResult, mark_folder
 
 TOY = ExportFormat(

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import ds_finetune.plan.checks as checks
 from ds_finetune.cli.main import main
-from ds_finetune.export.formats import RECORD
+from ds_finetune.export.output_folder import RECORD
 from ds_finetune.export.verify.record import UNVERIFIED, ExportRecord
 from tests.lora_twin import in_peft
 from tests.running import metrics, start, tiny_task, torchrun

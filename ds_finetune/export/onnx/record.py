@@ -12,9 +12,9 @@ import xxhash
 
 from ds_finetune.config.units import GIB, MIB
 from ds_finetune.errors import ExportError
-from ds_finetune.export.formats import RECORD
 from ds_finetune.export.onnx import MODEL
 from ds_finetune.export.onnx.comparison import Case, Reference, compare, is_sampled
+from ds_finetune.export.output_folder import RECORD
 from ds_finetune.export.verify.record import UNVERIFIED
 from ds_finetune.export.verify.verify import VerificationResult, mark_folder
 

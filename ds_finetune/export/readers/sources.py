@@ -19,7 +19,7 @@ from ds_finetune.errors import CheckpointError, ExportError, ModelError
 from ds_finetune.export.adapter import CONFIG as ADAPTER_CONFIG
 from ds_finetune.export.base_folder import HubSource, find_base
 from ds_finetune.export.classifiers import holds_classifier
-from ds_finetune.export.formats import RECORD
+from ds_finetune.export.output_folder import RECORD
 from ds_finetune.export.readers.adapter import MergedSource, PeftAdapter
 from ds_finetune.export.readers.deepspeed_native import is_deepspeed_checkpoint, read_deepspeed_checkpoint
 from ds_finetune.export.source import SelectedTensors, TensorSource, read_model_spec

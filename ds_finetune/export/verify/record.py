@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from ds_finetune.errors import ExportError
-from ds_finetune.export.formats import RECORD
+from ds_finetune.export.output_folder import RECORD
 
 UNVERIFIED = "UNVERIFIED"
 """File of an exported folder that is not verified, or not yet; it says why."""

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from ds_finetune.cli.main import main
-from ds_finetune.export.formats import RECORD, ExportOptions
+from ds_finetune.export.formats import ExportOptions
+from ds_finetune.export.output_folder import RECORD
 from ds_finetune.export.verify.record import UNVERIFIED
 from tests.export.onnx.test_onnx import fresh, saved
 from tests.json_files import change_json
