@@ -24,7 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,10 @@ _TCP_INFO = {
 """Type and offset of fields of struct tcp_info (Linux 5.4, include/uapi/linux/tcp.h), named without `tcpi_`."""
 _LEAST_RESENT, _LEAST_RATIO = 5, 0.05
 """A connection that loses fewer packets does not hold up a collective for as long as the watchdog's limit."""
+_LEAST_UNANSWERED = 3
+"""Times that one packet is sent again in vain before its address counts, however many packets arrived earlier. Even a
+stopped process has a kernel that answers, and on a busy machine the third time comes only after seconds.
+"""
 
 
 @dataclass(frozen=True)
@@ -290,10 +294,14 @@ def _set_keepalive(connected: socket.socket) -> None:
 
 @dataclass(frozen=True)
 class PacketCounts:
-    """Data packets that this process sent to each address, and those of them that were sent again as they were lost."""
+    """Data packets that this process sent to each address, and those of them that were sent again as they were lost.
+
+    `unanswered` says how often the packet that waits for an answer now has been sent again.
+    """
 
     sent: Mapping[str, int]
     resent: Mapping[str, int]
+    unanswered: Mapping[str, int] = field(default_factory=dict)
 
     def losses_since(self, before: "PacketCounts") -> tuple[str, ...]:
         """One text for each address to which many packets were lost since `before`."""
@@ -301,7 +309,8 @@ class PacketCounts:
         for address, total in self.resent.items():
             resent = total - before.resent.get(address, 0)
             sent = self.sent[address] - before.sent.get(address, 0)
-            if resent >= max(_LEAST_RESENT, _LEAST_RATIO * sent):
+            is_many = resent >= max(_LEAST_RESENT, _LEAST_RATIO * sent)
+            if is_many or self.unanswered.get(address, 0) >= _LEAST_UNANSWERED:
                 texts.append(f"to {address}: {resent:,} of {sent:,} packets sent again ({resent / max(sent, 1):.0%})")
         return tuple(texts)
 
@@ -314,7 +323,7 @@ def packet_counts() -> PacketCounts:
 
     There are none where the kernel does not tell.
     """
-    sent, resent = Counter[str](), Counter[str]()
+    sent, resent, unanswered = Counter[str](), Counter[str](), Counter[str]()
     for entry in Path("/proc/self/fd").iterdir() if sys.platform == "linux" else ():
         # A connection may be closed meanwhile, and most files are none.
         with suppress(OSError):
@@ -325,7 +334,8 @@ def packet_counts() -> PacketCounts:
                 address = str(connection.getpeername()[0]).removeprefix("::ffff:")
             sent[address] += info["data_segs_out"]
             resent[address] += max(info["total_retrans"] - info["dsack_dups"], 0)
-    return PacketCounts(sent, resent)
+            unanswered[address] = max(unanswered[address], info["retransmits"])
+    return PacketCounts(sent, resent, unanswered)
 
 
 def _tcp_info(connection: socket.socket) -> dict[str, int]:

@@ -1,7 +1,9 @@
 """Lost packets between real sockets: the receiver's own filter drops a share of what arrives, as a bad link does."""
 
+import re
 import socket
 import sys
+import time
 
 import pytest
 
@@ -36,6 +38,25 @@ def test_lost_packets_are_counted_by_address() -> None:
 
 def test_a_network_without_losses_has_none() -> None:
     assert _echo(0, 100) == ()
+
+
+def test_one_packet_that_nothing_answers_is_a_bad_link_however_many_arrived_before() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        near = socket.create_connection(listening.getsockname())
+        far, _ = listening.accept()
+        with near, far:
+            for _ in range(300):
+                near.sendall(b"x")
+                assert far.recv(1) == b"x"
+            before = packet_counts()
+            assert packet_counts().losses_since(before) == ()
+            lose_packets(far, 0.999999)
+            near.sendall(b"x")
+            until = time.monotonic() + 60
+            while not (losses := packet_counts().losses_since(before)) and time.monotonic() < until:
+                time.sleep(0.05)
+    (loss,) = losses
+    assert re.fullmatch(r"to 127\.0\.0\.1: [3-5] of [1-6] packets sent again .*", loss), loss
 
 
 def test_a_few_lost_packets_are_no_bad_link() -> None:
