@@ -119,12 +119,15 @@ def current_outputs() -> KeptOutputs | None:
 def kept(compute: Callable[P, T]) -> Callable[P, T]:
     """`compute`, whose operations among `KEPT_OPERATIONS` keep their outputs in layers that are recomputed
     selectively.
+
+    Attention with dropout is computed again: were it not, later dropouts of the layer would draw the random numbers
+    that it drew in forward.
     """
 
     @wraps(compute)
     def compute_or_keep(*args: P.args, **kwargs: P.kwargs) -> T:
         mode = current_outputs()
-        if mode is None:
+        if mode is None or kwargs.get("dropout") or kwargs.get("dropout_p"):
             return compute(*args, **kwargs)
         with mode:
             return compute(*args, **kwargs)

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from ds_finetune.cli.main import exit_process
-from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.engine.start_engine import start_engine
@@ -87,8 +86,8 @@ def _put_in_place() -> None:
     CHECKS[options] = tuple(row for row in CHECKS[options] if not row.message.startswith("fp16"))
 
 
-def _fused_plan(config: RunConfig, *, world: World, device: str) -> Plan:
-    plan = make_plan(RunSettings.of(config), world=world, device=device)
+def _fused_plan(run: RunSettings, *, world: World, device: str) -> Plan:
+    plan = make_plan(run, world=world, device=device)
     params = plan.deepspeed["optimizer"]["params"]
     kept = {key: value for key, value in params.items() if key not in ("torch_adam", "fused")}
     return replace(plan, deepspeed=plan.deepspeed | {"optimizer": {"type": "AdamW", "params": kept}})

@@ -141,9 +141,11 @@ class ExpertParallelExperts(nn.Module):
         expert = torch.arange(self.num_experts, device=rows.device).repeat(self.ep_group.size)
         expert = expert.repeat_interleave(arriving, output_size=len(rows))
         if not len(rows):
-            # Without a row neither experts nor exchanges would have a gradient, for which other ranks wait.
-            zero = self.run_experts(rows.new_zeros(1, rows.shape[1]), expert.new_zeros(1, 1), weights.new_zeros(1, 1))
-            return rows + (zero.sum() + weights.sum()) * 0
+            # Without a row neither experts nor exchanges would have a gradient, for which other ranks wait. The row of
+            # zeros has the history of `rows`: recomputation stops where the last tensor for backward is saved, which
+            # must not be before the exchanges, and frozen experts save none for a row without history.
+            zero = self.run_experts(rows.sum(0, keepdim=True), expert.new_zeros(1, 1), weights.sum(0, keepdim=True))
+            return rows + zero.sum() * 0
         return self.run_experts(rows, expert[:, None], weights)
 
     def run_experts(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:

@@ -173,6 +173,9 @@ def _products(work: Work, weights: RankWeights, *, is_last: bool) -> Iterator[Op
         if is_head(kind, weights, is_last=is_last):
             yield from _head(work, kind)
             continue
+        if part == "routed experts" and kind.name.endswith("bias"):
+            yield _expert_bias(work, kind, _passes(work, kind, weights))
+            continue
         if len(kind.local) == 1 or kind.name.endswith("bias") or part in ("norms", "embedding"):
             continue
         is_grouped = part == "routed experts"
@@ -188,6 +191,17 @@ def _products(work: Work, weights: RankWeights, *, is_last: bool) -> Iterator[Op
         if is_quantised(work.plan.lora, part):
             # Four bits are read, and numbers of 16 bits are written, for each product but that of the weight gradient.
             yield Operation("dequantised weights", "memory", 0, passes.total * kind.numel * (0.5 + work.width))
+
+
+def _expert_bias(work: Work, kind: TensorKind, passes: Passes) -> Operation:
+    """The product of each row's choice of an expert, as zeros and a one, with the biases of all experts."""
+    # Rows of a token are summed before the bias of the down projection, but with expert parallelism only afterwards.
+    is_down = "down_proj" in kind.name
+    rows = work.num_tokens * (1 if is_down and work.plan.mesh.ep == 1 else work.experts_per_token)
+    # Only routing weights, which are in the input of the second, want its gradient.
+    number = passes.total - (0 if is_down else 1)
+    columns = sum(kind.local[-2:]) * kind.count
+    return Operation("routed experts", "matmul", 2 * rows * kind.numel * number, work.width * rows * columns * number)
 
 
 def _adapters(work: Work, kind: TensorKind, unit: Unit, *, rows: float, below: Passes) -> Operation:

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
 from ds_finetune.config.sections import LoraConfig
 from ds_finetune.families.tensors import model_tensors
+from ds_finetune.model import kept_outputs
 from ds_finetune.model.activation_memory import install_tiled_mlps, is_random, recompute_layers
 from ds_finetune.model.adapters.lora import AdapterPlacement, install_lora
 from ds_finetune.model.build.skeleton import build_skeleton, whole
@@ -125,6 +126,56 @@ def test_a_kept_output_that_is_changed_in_place_is_an_error() -> None:
     out = checkpoint(layer, hidden, use_reentrant=False, context_fn=selective_contexts)
     with pytest.raises(AssertionError, match="changed in place"):
         out.sum().backward()
+
+
+def _scores_times_values(query: Any, key: Any, value: Any, mask: torch.Tensor) -> torch.Tensor:
+    return (torch.softmax(query @ key.mT / query.shape[-1] ** 0.5, -1) * mask) @ value
+
+
+@torch.library.custom_op("ds_finetune_tests::attend", mutates_args=())
+def attend_at_random(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, p: float) -> list[torch.Tensor]:
+    """Attention that draws its own dropout, as kernels of GPUs do; returns the mask for backward too."""
+    shape = (*query.shape[:-1], key.shape[-2])
+    mask = (torch.rand(shape) >= p).float() if p else torch.ones(shape)
+    return [_scores_times_values(query, key, value, mask), mask]
+
+
+def _backward(ctx: Any, grads: list[torch.Tensor]) -> Any:
+    *inputs, mask = ctx.saved_tensors
+    with torch.enable_grad():
+        inputs = [each.detach().requires_grad_() for each in inputs]
+        return *torch.autograd.grad(_scores_times_values(*inputs, mask), inputs, grads[0]), None
+
+
+attend_at_random.register_autograd(
+    _backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:3], output[1])
+)
+
+
+@pytest.mark.parametrize("attention", [0.0, 0.1])
+@pytest.mark.parametrize("hidden", [0.0, 0.1])
+def test_dropouts_after_attention_draw_what_they_drew_in_forward(
+    attention: float, hidden: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def attend(*inputs: torch.Tensor, dropout_p: float = 0.0, **_: Any) -> torch.Tensor:
+        return attend_at_random(*inputs[:3], dropout_p)[0]
+
+    monkeypatch.setattr(kept_outputs, "KEPT_OPERATIONS", KEPT_OPERATIONS | {"ds_finetune_tests::attend"})
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", kept(attend))
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    dropouts = {"attention_probs_dropout_prob": attention, "hidden_dropout_prob": hidden}
+    config = AutoConfig.for_model("bert", vocab_size=64, attn_implementation="sdpa", **sizes, **dropouts)
+    found = {}
+    for mode in ("none", "full", "selective"):
+        torch.manual_seed(0)
+        lm = AutoModelForSequenceClassification.from_config(config).train()
+        if mode != "none":
+            recompute_layers(lm, is_selective=mode == "selective")
+        torch.manual_seed(1)
+        lm(input_ids=torch.arange(1, 33).view(2, 16), labels=torch.tensor([0, 1])).loss.backward()
+        found[mode] = [param.grad for param in lm.parameters() if param.grad is not None]
+    for mode in ("full", "selective"):
+        assert all(torch.equal(a, b) for a, b in zip(found["none"], found[mode], strict=True)), mode
 
 
 @pytest.mark.parametrize(
