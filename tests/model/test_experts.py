@@ -2,6 +2,7 @@
 
 from collections import Counter
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from transformers.integrations.moe import grouped_mm_experts_forward
 from ds_finetune.families.table import FAMILIES
 from ds_finetune.model.build.skeleton import build_skeleton
 from ds_finetune.model.experts import run_experts
+from tests.conftest import ROOT
 from tests.model.tiny import CONFIGS
+from tests.running import start, torchrun
 
 WITH_EXPERTS = [name for name, family in FAMILIES.items() if family.expert_keys is not None and name in CONFIGS]
 TOKENS = 12
@@ -100,3 +103,11 @@ def test_backward_neither_sorts_nor_adds_by_index(family: str) -> None:
     assert not [name for counts in after for name in counts if "local_scalar" in name]
     totals = [sum(counts.values()) for counts in (*before, *after)]
     assert totals[3] <= totals[1], totals
+
+
+def test_a_rank_without_rows_takes_part_in_recomputed_exchanges() -> None:
+    done = start(torchrun(str(Path(__file__).with_name("no_row_worker.py"))), {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line.split() for line in done.stdout.splitlines() if line.startswith("rank")]
+    assert len(lines) == 8, done.stdout
+    assert max(float(line[-1]) for line in lines) < 1e-6, done.stdout
