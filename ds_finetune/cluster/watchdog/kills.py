@@ -151,6 +151,9 @@ class StackFile:
             is_two_stage = self._end_timer.set(seconds + BACKSTOP_SECONDS)
             dump_seconds = seconds + (_DUMP_SECONDS if is_two_stage else BACKSTOP_SECONDS)
             faulthandler.dump_traceback_later(dump_seconds, file=self._file, exit=not is_two_stage)
+        except RuntimeError:
+            # There is no memory for its thread, e.g. with a limit of the address space. The next call tries again.
+            self._armed_until = math.nan
         finally:
             self._lock.release()
 

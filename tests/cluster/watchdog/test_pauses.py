@@ -49,6 +49,24 @@ file.arm(time.monotonic() + 100)
 print(file.path.stat().st_size, flush=True)
 file.close()
 """
+FULL = """
+import faulthandler, sys, threading, time
+from pathlib import Path
+from ds_finetune.cluster.watchdog import kills
+refusals = [True]
+def refuse_once(*args, **options):
+    refusals.pop()
+    raise RuntimeError("unable to start watchdog thread")
+faulthandler.dump_traceback_later = refuse_once
+file, until = kills.StackFile(Path(sys.argv[1]), 0), time.monotonic() + 100
+file.arm(until)
+assert not refusals
+print("ready", flush=True)
+faulthandler.dump_traceback_later = lambda *args, **options: print("armed", flush=True)
+file.arm(until)
+file.arm(until)
+file.close()
+"""
 
 
 @contextmanager
@@ -102,3 +120,10 @@ def test_native_code_that_holds_the_lock_is_ended(tmp_path: Path) -> None:
     with _started(ARM, str(tmp_path), "hold") as process:
         assert process.wait(SECONDS) == -signal.SIGALRM
     assert "Timeout (" in (tmp_path / "watchdog" / "rank-00000.txt").read_text()
+
+
+def test_a_timer_that_has_no_memory_for_its_thread_is_set_later(tmp_path: Path) -> None:
+    with _started(FULL, str(tmp_path)) as process:
+        text, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0
+    assert text.split() == ["armed"]
