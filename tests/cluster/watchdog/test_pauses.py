@@ -124,6 +124,6 @@ def test_native_code_that_holds_the_lock_is_ended(tmp_path: Path) -> None:
 
 def test_a_timer_that_has_no_memory_for_its_thread_is_set_later(tmp_path: Path) -> None:
     with _started(FULL, str(tmp_path)) as process:
-        text, _ = process.communicate(timeout=SECONDS)
-    assert process.returncode == 0
-    assert text.split() == ["armed"]
+        assert process.stdout is not None
+        assert process.stdout.read().split() == ["armed"]
+        assert process.wait(SECONDS) == 0
