@@ -21,7 +21,7 @@ def add_commands(commands: Commands) -> None:
     text = (
         f"format of OUT: {', '.join(row.name for row in FORMATS)}, or one that a package adds (default {default.name})"
     )
-    export.add_argument("--format", default=default.name, metavar="FORMAT", help=text)
+    export.add_argument("--format", metavar="FORMAT", help=text)
     text = f"dtype of the weights (default {default.dtypes[0]}"
     text += f"{''.join(f', for {row.name} {row.dtypes[0]}' for row in others)})"
     choices = dict.fromkeys(dtype for row in FORMATS for dtype in row.dtypes)
@@ -36,7 +36,7 @@ def add_commands(commands: Commands) -> None:
 
 def _export(arguments: Arguments) -> None:
     if arguments.check:
-        _check(Path(arguments.check), arguments.base)
+        _check(arguments)
         return
     if arguments.out is None:
         raise ConfigError(
@@ -51,7 +51,7 @@ def _export(arguments: Arguments) -> None:
     api.export_model(
         arguments.source,
         arguments.out,
-        format=arguments.format,
+        format=arguments.format or FORMATS[0].name,
         dtype=arguments.dtype,
         base=arguments.base,
         max_shard_size=arguments.max_shard_size,
@@ -60,8 +60,19 @@ def _export(arguments: Arguments) -> None:
     )
 
 
-def _check(folder: Path, base: str | None) -> None:
+def _check(arguments: Arguments) -> None:
     """Verify an exported folder; ConfigError or ExportError where it cannot be, VerificationError where it differs."""
+    options = {"--format": arguments.format, "--dtype": arguments.dtype, "--max-shard-size": arguments.max_shard_size}
+    options |= {"--no-cache": arguments.no_cache, "--no-verify": not arguments.verify}
+    given = [name for name, value in options.items() if value]
+    if given:
+        raise ConfigError(
+            f"--check {arguments.check} is given with {' and '.join(given)}",
+            hint=f"leave {' and '.join(given)} out: the folder and its record say how it was written",
+        )
+    folder, base = Path(arguments.check), arguments.base
+    if not folder.is_dir():
+        raise ExportError(f"`{folder}` is not a folder", hint="name a folder that `ds-finetune export` wrote")
     from ds_finetune.model.build.hub_folder import check_folder
 
     for model in (folder, *([Path(base)] if base else [])):

@@ -154,3 +154,20 @@ def test_an_unverified_folder_of_a_user_is_kept(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match=r"out\.unverified` is not empty: mine"):
         ds_finetune.export_model(tmp_path / "hub", tmp_path / "out", format="onnx")
     assert (tmp_path / "out.unverified" / "mine").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--format", "onnx"], "is given with --format"),
+        (["--dtype", "fp8", "--no-cache"], "is given with --dtype and --no-cache"),
+        (["--no-verify"], "is given with --no-verify"),
+        (["--max-shard-size", "1GB"], "is given with --max-shard-size"),
+        ([], "is not a folder"),
+    ],
+)
+def test_options_without_effect_on_a_check_are_refused(
+    options: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", "--check", str(tmp_path / "none"), *options]) == 2
+    assert told in capsys.readouterr().err
