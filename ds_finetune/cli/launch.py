@@ -70,10 +70,12 @@ def _hosts(arguments: Arguments, nproc: int | None) -> tuple[Host, ...]:
             f"{arguments.include or arguments.exclude} selects from a hostfile, and --hostfile is not given",
             hint="give --hostfile as well",
         )
-    if nproc is None or nproc < 1:
+    if nproc is None:
         raise LaunchError(
-            f"neither --hostfile nor --nproc says where to start ranks (--nproc is {nproc})", hint="give one of them"
+            f"neither --hostfile nor --nproc says where to start ranks of {arguments.run}", hint="give one of them"
         )
+    if nproc < 1:
+        raise LaunchError(f"--nproc is {nproc}", hint="give the number of ranks on this host, at least 1")
     return (Host("localhost", nproc, 0),)
 
 
@@ -86,7 +88,8 @@ def _launch(arguments: Arguments) -> None:
     is_local = not (arguments.hostfile or arguments.emit or whole_allocation)
     environment = carried_variables(os.environ, arguments.env, files, is_local=is_local)
     visible = environment.values.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and arguments.launcher == "deepspeed":
+    has_gpus = os.environ.get("DS_ACCELERATOR") != "cpu"
+    if visible is not None and has_gpus and arguments.launcher == "deepspeed":
         raise LaunchError(
             f"CUDA_VISIBLE_DEVICES is `{visible}`, and DeepSpeed's launcher replaces it by the host's first devices",
             hint="use --launcher torchrun, or give --hostfile and choose devices with --include",

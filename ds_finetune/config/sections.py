@@ -161,6 +161,7 @@ class TrainConfig(Section):
     precision: Precision = "auto"
     """Dtype of weights and activations; master weights and moments are fp32. `auto` is bf16 where the device has
     products in bf16 (GPUs of compute capability 8.0 or later, CPUs with AMX or AVX512-BF16), and fp32 on other CPUs.
+    On other GPUs it is an error, because fp16 and fp32 are a choice there.
     """
     seed: Refused[int] = Field(default=0, ge=0)
     """Seed of data order and of fresh weights."""
@@ -472,8 +473,8 @@ class ExportConfig(Section):
     at_end: bool = True
     """Write `export/` when training ends."""
     formats: Annotated[tuple[str, ...], BeforeValidator(as_list)] = ("safetensors",)
-    """Formats of the model at the end: `safetensors` is `export/`, from which each other one is made as `export-NAME/`
-    and compared with plain transformers.
+    """Formats of the model at the end. The first is `safetensors`, in `export/`, from which each other one is made as
+    `export-NAME/` and compared with plain transformers. `onnx` needs the extra `onnx` of this package.
     """
     max_shard_size: SizeText = "5GB"
     """Largest size of a safetensors file."""

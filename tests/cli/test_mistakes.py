@@ -168,6 +168,7 @@ FLAGS: tuple[tuple[str, str], ...] = (
     ("plan RUN --links /no", "/no"),
     ("launch RUN", "neither --hostfile nor --nproc"),
     ("launch RUN --nproc 0", "--nproc is 0"),
+    ("launch RUN --nproc 0", "--nproc is 0"),
     ("launch RUN --hostfile /no", "hostfile `/no` does not exist"),
     ("launch RUN --emit pbs", "invalid choice: 'pbs'"),
     ("config shwo RUN", "invalid choice: 'shwo'"),

@@ -171,6 +171,9 @@ def test_ranks_of_this_host_use_the_devices_that_are_visible_here(
     words = ["launch", str(run_file), "--nproc", "2", "--dry-run"]
     assert main(words) == 0
     assert "CUDA_VISIBLE_DEVICES=2,MIG-3\n" in capsys.readouterr().out
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert main([*words, "--launcher", "deepspeed"]) == 0
+    monkeypatch.setenv("DS_ACCELERATOR", "cuda")
     assert main([*words, "--launcher", "deepspeed"]) == 2
     assert "CUDA_VISIBLE_DEVICES is `2,MIG-3`, and DeepSpeed's launcher replaces it" in capsys.readouterr().err
     (tmp_path / "hosts").write_text("localhost slots=2\n")
