@@ -257,7 +257,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("data show run.yaml data.template=dir", "data.template `dir` cannot be read"),
         ("demo run.yaml", "`run.yaml` cannot be written: Not a directory"),
         ("demo /proc/x", "`/proc/x` cannot be written"),
-        ("export --check run.yaml", "`run.yaml` holds no verification.json"),
+        ("export --check run.yaml", "`run.yaml` is not a folder"),
         ("ask model hi", "`model` holds a config.json and no weights"),
         ("chat model", "`model` holds a config.json and no weights"),
         ("serve model --engine transformers", "`model` holds a config.json and no weights"),

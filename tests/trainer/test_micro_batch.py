@@ -220,7 +220,7 @@ def test_no_memory_in_a_step_is_explained(tmp_path: Path) -> None:
     """A real limit of the address space, of which a step with all activations kept needs more than there is."""
     run_file = _wide_task(tmp_path, ranks=1)
     worker = str(Path(__file__).with_name("limited_worker.py"))
-    done = start([sys.executable, worker, "900", str(run_file)])
+    done = start([sys.executable, worker, "800", str(run_file)])
     assert done.returncode == 1, done.stdout + done.stderr
     errors = " ".join(done.stderr.split())
     assert "error: rank 0 ran out of memory: " in errors
