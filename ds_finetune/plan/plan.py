@@ -394,8 +394,9 @@ def _communication(plan: Plan, reduction_dtype: str) -> tuple[tuple[str, str], .
     dtype = plan.precision if reduction_dtype == "auto" else reduction_dtype
     given = plan.deepspeed.get("communication_data_type")
     text = f"gradients summed in {given or dtype} {'in each forward' if each else 'once a step'}"
-    overlaps = plan.deepspeed["zero_optimization"].get("overlap_comm", False)
-    text += ", beside the backward pass" if overlaps else ""
+    if plan.deepspeed["zero_optimization"].get("overlap_comm", False):
+        is_after = plan.reduces_once or plan.mesh.pp > 1
+        text += ", after the backward pass in spite of overlap_comm" if is_after else ", beside the backward pass"
     return (("communication", text),)
 
 

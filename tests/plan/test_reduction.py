@@ -116,3 +116,24 @@ def test_the_estimate_counts_what_each_choice_keeps(stage: int, own: int) -> Non
     assert plain["gradients"] == own
     assert estimated(**FP32) == plain | {"gradients": 2 * own}
     assert estimated(**STEP) == plain | {"unreduced gradients": 2 * 1000}
+
+
+@pytest.mark.parametrize(
+    ("stage", "given", "when"),
+    [
+        (1, {}, "once a step"),
+        (1, {"zero": {"overlap_comm": True}}, "once a step, beside the backward pass"),
+        (2, {"zero": {"overlap_comm": True}}, "in each forward, beside the backward pass"),
+        (
+            2,
+            {"zero": {"overlap_comm": True}, "reduction_every": "step"},
+            "once a step, after the backward pass in spite of overlap_comm",
+        ),
+    ],
+)
+def test_the_plan_says_whether_sums_are_beside_the_backward_pass(stage: int, given: dict[str, Any], when: str) -> None:
+    run, world = RunSettings.of(config_of(stage, **given)), World(0, 2, 0, 2, "torchrun")
+    assert (
+        dict(make_plan(run, world=world, device="cuda").decisions)["communication"]
+        == f"gradients summed in bf16 {when}"
+    )

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 
 from ds_finetune.engine.groups.process_groups import Groups
@@ -18,6 +19,7 @@ _ALLREDUCE = Foreign("deepspeed", "runtime/engine.py:548, 3163")
 _COALESCE = Foreign("deepspeed", "runtime/engine.py:3239-3300")
 _CONSTRUCTOR_STEP = Foreign("deepspeed", "runtime/fp16/unfused_optimizer.py:425, fused_optimizer.py:130")
 _EXPERT_NORM = Foreign("deepspeed", "runtime/zero/stage3.py:694-718, 1978, 2452")
+_OVERLAP = Foreign("deepspeed", "runtime/zero/stage_1_and_2.py:1434, 1530-1546, 1594-1620, 2269")
 _LINKED_STATES = Foreign("deepspeed", "runtime/zero/stage_1_and_2.py:744, 852-857")
 
 
@@ -121,6 +123,23 @@ def link_optimizer_states(optimizer: Any) -> None:  # noqa: ANN401 - DeepSpeed's
     link()
 
 
+def keep_reduced_gradients(optimizer: Any) -> None:  # noqa: ANN401 - DeepSpeed's optimizer of stages 1 and 2
+    """Let the allocator keep gradients until the stream of `overlap_comm` has reduced them.
+
+    A gradient larger than a bucket is reduced where backward put it. Ranks whose partition it is not part of drop it
+    as soon as the reduction is started, and with several owners nothing records that another stream still reads it:
+    backward's next kernels may write there, and the sum over ranks is wrong.
+    """
+    average = _OVERLAP.attribute(optimizer, "average_tensor")
+    _OVERLAP.source(average, "stream = self.reduction_stream")
+
+    def average_kept(tensor: torch.Tensor, dtype: torch.dtype) -> None:
+        average(tensor, dtype)
+        tensor.record_stream(optimizer.reduction_stream)
+
+    optimizer.average_tensor = average_kept
+
+
 @contextmanager
 def corrected(plan: Plan) -> Iterator[None]:
     """What is corrected in DeepSpeed while an engine of the plan is built and runs."""
@@ -135,6 +154,8 @@ def correct_start(trained: nn.Module, optimizer: object, plan: Plan, groups: Gro
     """Undo what DeepSpeed did wrong at this stage when it took over the model and wrapped the optimizer."""
     if plan.zero_stage == 0 and plan.precision != "fp32":
         undo_constructor_step(optimizer)
+    if plan.zero_stage in (1, 2) and getattr(optimizer, "overlap_comm", False):
+        keep_reduced_gradients(optimizer)
     if plan.zero_stage == 3:
         forget_second_copies(trained)
     if plan.zero_stage == 3 and groups.tensor is not None and groups.experts is not None:
