@@ -12,7 +12,7 @@ import torch
 from ds_finetune.config.units import GIB
 from ds_finetune.console.phase_line import Say
 from ds_finetune.data.prepared_rows import PreparedRows
-from ds_finetune.engine.devices import DeviceMemory, is_out_of_memory
+from ds_finetune.engine.devices import DeviceMemory, allocator_settings, is_out_of_memory
 from ds_finetune.engine.groups.collectives import all_reduce_max
 from ds_finetune.errors import FinetuneError, RunError
 from ds_finetune.observers.performance import ForecastCheck, Predicted
@@ -39,6 +39,8 @@ def forecast_lines(run: PreparedRun) -> list[tuple[str, str]]:
     """Lines of the plan about memory and time, for people; none of what is not known."""
     memory, time = estimate_of(run), time_of(run)
     lines = [("memory of a rank", _memory_text(run, memory))] if memory is not None else []
+    if run.plan.device == "cuda" and allocator_settings():
+        lines.append(("allocator", allocator_settings()))
     if time is not None:
         text = f"{time.seconds:.2f} s, {time.tokens_per_second:,.0f} tokens/s with padding, MFU {time.mfu:.1%}"
         machine = _machine(run)

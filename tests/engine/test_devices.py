@@ -2,7 +2,10 @@
 
 import json
 import os
+import platform
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -14,6 +17,7 @@ import torch.distributed as dist
 
 from ds_finetune.engine import devices
 from ds_finetune.engine.devices import (
+    allocator_settings,
     check_same_devices,
     choose_device,
     deepspeed_local_rank,
@@ -133,6 +137,46 @@ def test_a_torch_without_kernels_for_the_gpu_is_named(
     assert "install a torch with kernels for it" in caught.value.hint
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert choose_device() == "cpu"
+
+
+GROWING = "expandable_segments:True"
+
+
+@pytest.mark.parametrize(
+    ("given", "release", "is_initialised", "chosen"),
+    [
+        ({}, "6.8.0-generic", False, GROWING),
+        ({}, "5.15.167.4-microsoft-standard-WSL2", False, ""),
+        ({}, "6.8.0-generic", True, ""),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "6.8.0-generic", False, "max_split_size_mb:64"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}, "6.8.0-generic", False, "backend:cudaMallocAsync"),
+        ({"TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK": "1"}, "6.8.0-generic", False, ""),
+        ({"DS_ACCELERATOR": "cpu"}, "6.8.0-generic", False, ""),
+    ],
+)
+def test_segments_grow_where_nothing_speaks_against_it(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], release: str, is_initialised: bool, chosen: str
+) -> None:
+    _gpus(monkeypatch, usable=1, present=1)
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(platform, "release", lambda: release)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: is_initialised)
+    monkeypatch.setattr(devices, "_check_kernels", lambda _: None)
+    choose_device()
+    assert allocator_settings() == chosen
+
+
+def test_torch_reads_the_settings_of_its_allocator_when_it_needs_them() -> None:
+    """Not when it is imported: `choose_device` sets them later."""
+    code = f"import os, torch; os.environ['PYTORCH_ALLOC_CONF'] = '{GROWING}'; " + (
+        "print(torch._C._accelerator_getAllocatorSettings())"
+    )
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTORCH_")}
+    assert subprocess.check_output([sys.executable, "-c", code], text=True, env=environ).strip() == GROWING
 
 
 def test_gpus_that_are_hidden_on_purpose_are_not_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
