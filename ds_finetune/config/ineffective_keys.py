@@ -116,6 +116,42 @@ _RULES = (
         harmless=("last_assistant",),
     ),
     _KeyRule(
+        ("data.train_on",),
+        lambda run: _row(run).head == "answers",
+        "the objective trains answers that the model writes",
+        "set objective to sft",
+    ),
+    _KeyRule(
+        ("rollout.",),
+        lambda run: "rollout" not in _row(run).needs,
+        "no answers are sampled",
+        "set objective to grpo",
+    ),
+    _KeyRule(
+        ("objective.clip_low", "objective.clip_high", "objective.dual_clip"),
+        lambda run: run["objective.ratio"] == "capped",
+        "objective.ratio is capped, which has only an upper bound",
+        "set objective.ratio_cap",
+    ),
+    _KeyRule(
+        ("objective.fixed_length",),
+        lambda run: run["objective.aggregation"] != "fixed",
+        "objective.aggregation is not fixed",
+        "set objective.aggregation to fixed",
+    ),
+    _KeyRule(
+        ("objective.ratio_cap",),
+        lambda run: run["objective.ratio"] != "capped",
+        "objective.ratio is not capped",
+        "set objective.ratio to capped",
+    ),
+    _KeyRule(
+        ("objective.mismatch_cap",),
+        lambda run: run["objective.mismatch"] == "none",
+        "objective.mismatch is none: no weight corrects the difference to the sampler",
+        "set objective.mismatch to token or geometric",
+    ),
+    _KeyRule(
         ("eval.generate.",),
         lambda run: _row(run).head == "scores",
         "the objective trains a model that scores texts and writes none",

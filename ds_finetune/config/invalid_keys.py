@@ -9,7 +9,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from ds_finetune.config.objectives import OBJECTIVES, ObjectiveConfig
+from ds_finetune.config.objectives import OBJECTIVES, GrpoObjective, ObjectiveConfig
 from ds_finetune.config.run_file import Lines
 from ds_finetune.errors import ConfigError
 
@@ -37,7 +37,7 @@ KEYS_OF_OTHER_PROGRAMS = {
     "train.micro_batch_size": "per_device_train_batch_size per_device_eval_batch_size per_gpu_train_batch_size "
     "micro_batch_size_per_gpu",
     "train.max_seq_len": "max_length max_seq_length max_sequence_length cutoff_len sequence_len "
-    "seq_len seq_length model_max_length block_size max_prompt_length max_completion_length",
+    "seq_len seq_length model_max_length block_size max_prompt_length",
     "train.precision": "bf16 fp16 fp32 bfloat16 float16 tf32 pure_bf16 torch_dtype dtype mixed_precision",
     "train.seed": "data_seed random_seed",
     "train.max_grad_norm": "gradient_clipping grad_clip clip_grad max_norm gradient_clip_val",
@@ -91,6 +91,25 @@ KEYS_OF_OTHER_PROGRAMS = {
     "objective.teacher": "teacher_model teacher_model_name_or_path teacher_model_init_kwargs",
     "objective.temperature": "kd_temperature distill_temperature",
     "objective.label_weight": "kd_ce_alpha kd_alpha",
+    "objective.group_size": "num_generations n_samples_per_prompt num_samples_per_prompt rollouts_per_example",
+    "objective.advantage": "scale_rewards advantage_estimator adv_estimator norm_adv_by_std_in_grpo",
+    "objective.no_spread": "dynamic_sampling dynamic_sample dynamic_filtering filter_groups",
+    "objective.aggregation": "loss_agg_mode",
+    "objective.ratio": "importance_sampling_level",
+    "objective.clip_low": "epsilon_low clip_ratio clip_ratio_low cliprange eps_clip eps_clip_low",
+    "objective.clip_high": "epsilon_high clip_ratio_high eps_clip_high",
+    "objective.dual_clip": "delta clip_ratio_c",
+    "objective.kl_weight": "kl_coef init_kl_coef kl_loss_coef kl_coeff kl_penalty_coef",
+    "objective.truncated": "mask_truncated_completions overlong_filter",
+    "objective.mismatch": "vllm_importance_sampling_correction vllm_importance_sampling_mode rollout_is "
+    "rollout_importance_sampling_mode",
+    "objective.mismatch_cap": "vllm_importance_sampling_cap rollout_is_threshold tis_imp_ratio_cap",
+    "rollout.engine": "use_vllm vllm_mode vllm_server_host vllm_server_base_url",
+    "rollout.prompts_per_step": "generation_batch_size rollout_batch_size num_prompts_per_step",
+    "rollout.steps_per_rollout": "num_iterations steps_per_generation ppo_epochs num_ppo_epochs ppo_mini_batch_size",
+    "rollout.max_new_tokens": "max_completion_length max_response_length response_length generate_max_len",
+    "rollout.temperature": "top_p top_k min_p repetition_penalty",
+    "rollout.stop": "stop_words stop_strings",
     "deepspeed": "deepspeed_config deepspeed_config_file ds_config zero_stage zero_optimization fsdp fsdp_config",
     "output_dir": "output out_dir save_dir run_dir checkpoint_dir",
     "export.max_shard_size": "save_max_shard_size shard_size",
@@ -110,10 +129,25 @@ NAMES_OF_OTHER_PROGRAMS: Mapping[str, str] = {
     "{name: dpo, nll_weight: 1.0}": "rpo dpop",
     "kto": "kto_pair bco",
     "distill": "gkd distillation knowledge_distillation kd",
+    "grpo": "rlvr",
+    "{name: grpo, aggregation: fixed}": "dr_grpo drgrpo",
+    "{name: grpo, advantage: mean_std, no_spread: resample}": "dapo",
+    "{name: grpo, ratio: sequence, aggregation: sequence, clip_low: 0.0003, clip_high: 0.0004}": "gspo",
+    "{name: grpo, ratio: capped, ratio_cap: 5.0}": "cispo",
+    "{name: grpo, advantage: leave_one_out}": "rloo",
 }
 """Objectives, each with its names in TRL, LLaMA-Factory, ms-swift, OpenRLHF and papers."""
-_SAMPLING = ("grpo", "dr_grpo", "dapo", "gspo", "rloo", "ppo", "reinforce", "online_dpo", "nash_md", "xpo", "rlhf")
-"""Methods that train on answers which the model samples during the training."""
+_SAMPLING = ("ppo", "reinforce", "reinforce++", "online_dpo", "nash_md", "xpo", "rlhf")
+"""Other methods that train on answers which the model samples during the training."""
+_KEYS_OF_GRPO: Mapping[str, str] = {
+    "beta": "objective.kl_weight",
+    "epsilon": "objective.clip_low",
+    "loss_type": "objective.aggregation",
+    "loss": "objective.aggregation",
+    "temperature": "rollout.temperature",
+    "max_length": "rollout.max_new_tokens",
+}
+"""Keys of other programs for GRPO that mean something else in other sections, and what to write instead."""
 _MEANT = {word: meant for meant, words in NAMES_OF_OTHER_PROGRAMS.items() for word in words.split()}
 _MEANINGS = {
     "train.for": "`3 epochs` or `500 steps`",
@@ -125,6 +159,13 @@ _MEANINGS = {
     "eval.every": "`200 steps`",
     "checkpoint.every": "`500 steps`",
     "lora.quantize": "nf4",
+    "objective.advantage": "mean, mean_std or leave_one_out",
+    "objective.aggregation": "token (DAPO), sequence (GRPO) or fixed (Dr. GRPO); objective.ratio has GSPO and CISPO",
+    "objective.clip_high": "what the ratio may exceed 1 by. For CISPO set objective.ratio_cap, the largest ratio: "
+    "epsilon_high of TRL and ms-swift, and 1 + that of verl",
+    "rollout.steps_per_rollout": "how many steps the answers of one rollout are divided over; each is used once",
+    "rollout.temperature": "1, with which answers are drawn from the distribution that is trained; nothing else is "
+    "supported",
     "objective": "a name such as dpo, or a section with `name`",
     "objective.nll_weight": "a key of dpo and cpo",
     "objective.loss": "a key of dpo and cpo",
@@ -222,11 +263,14 @@ def _suggestion(path: Sequence[str], section: type[BaseModel], root: type[BaseMo
     one.
     """
     word, known = path[-1], _own_names(section)
-    owners = objectives_with(word) if path[0] == "objective" else []
+    meant = _KEYS_OF_GRPO.get(word) if section is GrpoObjective else None
+    owners = objectives_with(word) if path[0] == "objective" and not meant else []
     if owners:
         return f"`{word}` is a key of {', '.join(owners)}; known here: {', '.join(known)}"
-    key = _KEY_OF.get(word.lower()) or next(
-        (name for name in _all_names(root) if name.rpartition(".")[2] == word), None
+    key = (
+        meant
+        or _KEY_OF.get(word.lower())
+        or next((name for name in _all_names(root) if name.rpartition(".")[2] == word), None)
     )
     if key is not None:
         return f"did you mean `{key}`?" + (f" It is {_MEANINGS[key]}" if key in _MEANINGS else "")
@@ -285,7 +329,7 @@ def explain_objective(error: Any) -> tuple[str, str] | None:  # noqa: ANN401 - p
     if word in _SAMPLING:
         return (
             f"`objective` is {given!r}, which trains on sampled answers and is not available in this version",
-            f"TRL and verl have it; with pairs of answers train dpo (docs/how-to/preferences.md); {names}",
+            f"train grpo, which compares rewards of sampled answers, or dpo with pairs of answers; {names}",
         )
     near = _MEANT.get(word) or next(iter(difflib.get_close_matches(word, OBJECTIVES, n=1)), None)
     hint = f"did you mean `{near}`? " if near else ""

@@ -14,21 +14,24 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
 from ds_finetune.config.run_file import SHORT_FORMS
-from ds_finetune.config.sections import Section, short_form
+from ds_finetune.config.sections import RolloutConfig, Section, short_form
 from ds_finetune.config.value_types import Free, Refused, Rows
 from ds_finetune.errors import ConfigError
 
 BosRule = Literal["auto", "always", "never"]
 Reference = Literal["cache", "adapters_off"]
-KindName = Literal["dialogue", "text", "pairs", "marked", "labelled"]
+KindName = Literal["dialogue", "text", "pairs", "marked", "labelled", "prompts"]
 """What the training rows of an objective are; data/row_kind.py describes each kind."""
 Unit = Literal["supervised tokens", "pairs", "examples"]
 """What the loss of an objective is a mean over."""
-Head = Literal["tokens", "documents", "scores"]
-"""What a loss reads: the logits of tokens, the log-probabilities of whole documents, or the scores of a classifier."""
-Need = Literal["reference", "teacher", "baseline"]
+Head = Literal["tokens", "documents", "answers", "scores"]
+"""What a loss reads: the logits of tokens, the log-probabilities of whole documents, those of the tokens of sampled
+answers, or the scores of a classifier.
+"""
+Need = Literal["reference", "teacher", "baseline", "rollout"]
 """`reference`: log-probabilities of a reference model. `teacher`: its distributions of the next token. `baseline`: a
-number of the global batch that is computed before the loss.
+number of the global batch that is computed before the loss. `rollout`: answers that the model samples while it trains,
+and their rewards.
 """
 ENTRY_POINTS = "ds_finetune.objectives"
 """Group of the entry points by which an installed package offers an objective: its name, and the module that calls
@@ -50,6 +53,11 @@ class ObjectiveConfig(Section):
     def reference_source(self) -> Reference | None:
         """Where the log-probabilities of the reference model come from; None where the loss has no reference."""
         return getattr(self, "reference", "cache") if "reference" in self.row.needs else None
+
+    @property
+    def unit(self) -> Unit:
+        """What the first term of the loss is a mean over."""
+        return self.row.unit
 
     @property
     def chosen_weight(self) -> float:
@@ -221,6 +229,76 @@ class DistillObjective(ObjectiveConfig):
     """Share of the cross entropy of the labels in the loss; the rest is the divergence."""
 
 
+class GrpoObjective(ObjectiveConfig):
+    """Reinforcement learning from rewards of sampled answers, which are compared within the group of one prompt: GRPO
+    (Shao et al., arXiv 2402.03300) and its variants.
+    """
+
+    name: Refused[Literal["grpo"]]
+    """Policy gradient of answers that the model samples. Answers whose reward is above the mean of their group become
+    more likely, the others less.
+    """
+    group_size: Refused[int] = Field(default=8, ge=2)
+    """Answers that are sampled for each prompt."""
+    advantage: Refused[Literal["mean", "mean_std", "leave_one_out"]] = "mean"
+    """How rewards become advantages. `mean`: the reward minus the mean of its group (Dr. GRPO). `mean_std`: this
+    divided by the standard deviation of the group (GRPO). `leave_one_out`: the reward minus the mean of the others
+    (RLOO).
+    """
+    no_spread: Refused[Literal["count", "drop", "resample"]] = "count"
+    """What becomes of a group whose rewards are all equal, from which nothing is learned. `count`: its answers count in
+    the mean. `drop`: they do not. `resample`: other prompts take its place (DAPO).
+    """
+    aggregation: Refused[Literal["token", "sequence", "fixed"]] = "token"
+    """What the loss is a mean over. `token`: all answer tokens of the step (DAPO). `sequence`: the mean of each answer,
+    then of all answers (GRPO). `fixed`: the sum of tokens divided by answers x `fixed_length` (Dr. GRPO).
+    """
+    fixed_length: Refused[int | None] = Field(default=None, ge=1)
+    """Tokens by which `aggregation: fixed` divides the sum of an answer; left out, it is rollout.max_new_tokens."""
+    ratio: Refused[Literal["token", "sequence", "capped"]] = "token"
+    """Ratio of the probabilities of now to those at the time of sampling. `token`: of each token, clipped. `sequence`:
+    the geometric mean over the answer, clipped (GSPO). `capped`: of each token, as a weight of at most `ratio_cap`
+    without a gradient (CISPO).
+    """
+    clip_low: Refused[float] = Field(default=0.2, gt=0, lt=1)
+    """A token whose ratio is below 1 - clip_low is not made less likely. GSPO uses 3e-4."""
+    clip_high: Refused[float] = Field(default=0.28, gt=0)
+    """A token whose ratio is above 1 + clip_high is not made more likely. GSPO uses 4e-4."""
+    ratio_cap: Refused[float | None] = Field(default=None, gt=1)
+    """Largest weight with `ratio: capped`, such as 5.0. It is the ratio itself, not what it may exceed 1 by."""
+    dual_clip: Refused[float | None] = Field(default=None, gt=1)
+    """Bound of the ratio of tokens with a negative advantage, such as 3.0; left out, there is none."""
+    kl_weight: Refused[float] = Field(default=0.0, ge=0)
+    """Weight of the KL divergence from the model to the reference, whose gradient has no bias."""
+    reference: Literal["auto", "none", "adapters_off"] = "auto"
+    """Model that the divergence is measured to. `adapters_off`: the model without its adapters. `auto`: this with
+    `lora`, and none without.
+    """
+    truncated: Refused[Literal["train", "mask"]] = "train"
+    """Answers that were cut at rollout.max_new_tokens: trained like all others, or left out of the loss. Their rewards
+    count in the mean of their group in both cases.
+    """
+    mismatch: Refused[Literal["none", "token", "geometric"]] = "none"
+    """Weight that corrects the difference between the probabilities with which answers were sampled and those of the
+    training forward: none, that of each token, or the geometric mean over the answer.
+    """
+    mismatch_cap: Refused[float] = Field(default=2.0, ge=1)
+    """Largest weight of `mismatch`."""
+    reward_scale: Refused[Literal["sum", "each"]] = "sum"
+    """`sum` adds up the weighted rewards and compares their sums. `each` first brings each reward of a group to mean 0
+    and standard deviation 1 (GDPO).
+    """
+
+    @property
+    def unit(self) -> Unit:
+        """Tokens, or answers."""
+        return "supervised tokens" if self.aggregation == "token" else "examples"
+
+    def has_reference(self, *, has_adapters: bool) -> bool:
+        """Whether log-probabilities of a reference are computed, which is the model with its adapters off."""
+        return self.reference == "adapters_off" or (self.reference == "auto" and has_adapters)
+
+
 @dataclass(frozen=True)
 class ObjectiveRow:
     """What the program knows of an objective; it needs no torch."""
@@ -234,7 +312,7 @@ class ObjectiveRow:
     kind: KindName
     """The kind of rows that it is trained on."""
     unit: Unit
-    """What the first term of its loss is a mean over."""
+    """What the first term of its loss is a mean over, unless the section says otherwise."""
     head: Head
     needs: tuple[Need, ...] = ()
 
@@ -266,6 +344,7 @@ OBJECTIVES: dict[str, ObjectiveRow] = {
         ObjectiveRow(
             DistillObjective, "objective:Distillation", "dialogue", "supervised tokens", "tokens", ("teacher",)
         ),
+        ObjectiveRow(GrpoObjective, "grpo:PolicyGradient", "prompts", "supervised tokens", "answers", ("rollout",)),
     )
 }
 """The objectives by name, in the order in which the docs and messages list them."""
@@ -281,6 +360,16 @@ def register(row: ObjectiveRow) -> None:
 def is_distillation(section: ObjectiveConfig) -> TypeGuard[DistillObjective]:
     """Whether the model learns from a teacher."""
     return "teacher" in section.row.needs
+
+
+def is_grpo(section: ObjectiveConfig) -> TypeGuard[GrpoObjective]:
+    """Whether the model learns from rewards of answers that it samples."""
+    return isinstance(section, GrpoObjective)
+
+
+def rows_of_step(section: ObjectiveConfig, rollout: RolloutConfig, global_batch_size: int) -> int:
+    """Rows of the data that an optimizer step uses: prompts where the model samples answers to them."""
+    return rollout.prompts_per_step if is_grpo(section) else global_batch_size
 
 
 def cross_entropies() -> Iterator[str]:

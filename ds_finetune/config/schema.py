@@ -3,14 +3,14 @@
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import yaml
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
 
 from ds_finetune.config.ineffective_keys import check_keys_have_effect
 from ds_finetune.config.invalid_keys import explain
-from ds_finetune.config.objectives import ObjectiveField, SftObjective
+from ds_finetune.config.objectives import GrpoObjective, ObjectiveConfig, ObjectiveField, SftObjective
 from ds_finetune.config.run_file import SHORT_FORMS, Lines, apply_override, read_yaml
 from ds_finetune.config.sections import (
     CheckpointConfig,
@@ -26,6 +26,7 @@ from ds_finetune.config.sections import (
     OptimConfig,
     ParallelConfig,
     ProfileConfig,
+    RolloutConfig,
     RouterConfig,
     Section,
     TrainConfig,
@@ -47,9 +48,11 @@ class RunConfig(Section):
     """DeepSpeed choices such as the ZeRO stage: a JSON file, a name of ds_configs/ such as `zero3`, or a section."""
     inexact: InexactNames = ()
     """DeepSpeed options that may be used although they cannot equal a plain loop; docs/how-to/inexact-options.md."""
+    rollout: RolloutConfig = RolloutConfig()
+    """Sampling of answers."""
     objective: ObjectiveField = SftObjective()
     """What is trained: a name such as `dpo`, or a section `{name: dpo, beta: 0.1}`."""
-    train: TrainConfig = TrainConfig()
+    train: TrainConfig = Field(default=TrainConfig(), validate_default=True)
     """Length, batch and precision."""
     optim: OptimConfig = OptimConfig()
     """Optimizer."""
@@ -82,6 +85,25 @@ class RunConfig(Section):
     output_dir: Free[str]
     """Folder of the run; docs/reference/run-directory.md lists what it holds."""
 
+    @field_validator("objective")
+    @classmethod
+    def _fill_in_length(cls, objective: ObjectiveConfig, before: ValidationInfo) -> ObjectiveConfig:
+        """The length of an answer that a mean divides by, where it is left out."""
+        rollout = before.data.get("rollout")
+        is_left_out = isinstance(objective, GrpoObjective) and objective.aggregation == "fixed"
+        if rollout is None or not is_left_out or "fixed_length" in objective.model_fields_set:
+            return objective
+        return _filled(objective, fixed_length=rollout.max_new_tokens)
+
+    @field_validator("train")
+    @classmethod
+    def _fill_in_answers(cls, train: TrainConfig, before: ValidationInfo) -> TrainConfig:
+        """The global batch size that follows from the sampled answers, where it is left out."""
+        objective, rollout = before.data.get("objective"), before.data.get("rollout")
+        if rollout is None or not isinstance(objective, GrpoObjective) or "global_batch_size" in train.model_fields_set:
+            return train
+        return _filled(train, global_batch_size=rollout.prompts_per_step * objective.group_size)
+
     def inputs(self) -> Iterator[tuple[str, Path]]:
         """Keys that name a file or folder to be read, with what they name: it may be an id of the hub."""
         data = self.data
@@ -93,6 +115,16 @@ class RunConfig(Section):
         named |= {f"objective.{key}": getattr(self.objective, key, None) for key in ("teacher", "scores")}
         named["deepspeed"] = self.deepspeed if isinstance(self.deepspeed, str) else None
         yield from ((key, Path(path)) for key, path in named.items() if path)
+
+
+_Filled = TypeVar("_Filled", bound=Section)
+
+
+def _filled(section: _Filled, **values: object) -> _Filled:
+    """The section with values that follow from other sections; a later override of those may change them."""
+    filled = section.model_copy(update=values)
+    filled.model_fields_set.difference_update(values)
+    return filled
 
 
 ConfigSource: TypeAlias = "RunConfig | Mapping[str, Any] | str | Path"

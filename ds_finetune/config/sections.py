@@ -153,7 +153,9 @@ class TrainConfig(Section):
     duration: DurationText = Field(default="1 epochs", alias="for")
     """Length of the run: `N steps`, `N epochs` or `N tokens`."""
     global_batch_size: Refused[int] = Field(default=32, ge=1)
-    """Rows of one optimizer step over all ranks (packed rows when packing)."""
+    """Rows of one optimizer step over all ranks (packed rows when packing). For `objective: grpo` it is the answers of
+    a step, rollout.prompts_per_step x objective.group_size, also where it is left out.
+    """
     micro_batch_size: MicroBatchSize = 1
     """Rows of one forward on one rank; accumulation is derived. `auto` takes the most that fit into memory."""
     max_seq_len: Rows[int] = Field(default=2048, ge=2)
@@ -370,6 +372,25 @@ class IndexerConfig(Section):
     """
     weight: float = Field(default=1.0, gt=0)
     """Weight of their loss, which hardly changes the steps of Adam."""
+
+
+class RolloutConfig(Section):
+    """How answers are sampled while the model trains, for `objective: grpo`."""
+
+    engine: Literal["own"] = "own"
+    """What samples: `own` is the model under training itself."""
+    prompts_per_step: Refused[int] = Field(default=32, ge=1)
+    """Prompts of an optimizer step. Their answers, prompts_per_step x objective.group_size, are its global batch."""
+    steps_per_rollout: Refused[int] = Field(default=1, ge=1)
+    """Steps for which answers are sampled at a time, by the weights before the first of them."""
+    max_new_tokens: int = Field(default=256, ge=1)
+    """Most tokens of an answer; a longer one is cut there."""
+    temperature: Refused[float] = Field(default=1.0, gt=0)
+    """Temperature of sampling; only 1 is supported, where answers have the probabilities that training computes."""
+    stop: Annotated[Refused[tuple[str, ...]], BeforeValidator(as_list)] = ()
+    """Texts that end an answer, beside the end token of the model."""
+    batch_rows: Free[Annotated[int, Field(ge=1)] | Literal["auto"]] = "auto"
+    """Answers that a rank samples at the same time; answers do not depend on it. `auto` takes as many as fit."""
 
 
 class LogConfig(Section):

@@ -1,4 +1,6 @@
-"""The kind of rows that an objective is trained on: dialogue, plain text, pairs, marked answers or labelled texts."""
+"""The kind of rows that an objective is trained on: dialogue, plain text, pairs, marked answers, labelled texts or
+prompts.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ _KINDS: Mapping[KindName, _Kind] = {
     "pairs": _Kind("pairs of a chosen and a rejected answer", 2),
     "marked": _Kind("answers that are marked as good or bad", 1),
     "labelled": _Kind("texts with a label", 1),
+    "prompts": _Kind("prompts, to which the model samples answers", 1),
 }
 
 

@@ -3,6 +3,7 @@
 What needs the host is done here, before any copy: a GPU would make it wait for the numbers of tokens and documents.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from ds_finetune.data.batches import Batch, MicroBatch
 from ds_finetune.model.loss.forward_rows import ForwardRows, RealTokens, find_real_tokens, find_supervised, with_tensors
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
+from ds_finetune.objectives.objective import AnswerNumbers, Examples
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,14 @@ def rank_batch(batch: Batch, sequence: SequenceParallelGroup | None, device: tor
 def pins_memory(device: torch.device) -> bool:
     """Whether copies to `device` run beside the host where they are from pinned memory."""
     return device.type == "cuda"
+
+
+def _share_examples(examples: Examples, share: Callable[[torch.Tensor], torch.Tensor]) -> Examples:
+    """`examples` with what a rank has of their numbers by token."""
+    known = examples.answers
+    if known is not None:
+        known = AnswerNumbers(share(known.old), share(known.reference), share(known.sampled))
+    return replace(examples, index=share(examples.index), answers=known)
 
 
 def copy_to_device(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -67,7 +77,7 @@ def host_rows(micro: MicroBatch, sequence: SequenceParallelGroup | None) -> Forw
         position_ids=share(micro.position_ids),
         labels=labels,
         documents=micro.documents,
-        examples=None if examples is None else replace(examples, index=share(examples.index)),
+        examples=None if examples is None else _share_examples(examples, share),
         next_ids=None if ahead is None else share(ahead.input_ids),
         next_labels=None if ahead is None else share(ahead.labels),
         token_types=micro.token_types,

@@ -6,7 +6,7 @@ known before the first forward, so a forward returns its contribution to these m
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import ClassVar, Literal, NamedTuple, TypeGuard
@@ -150,6 +150,41 @@ class DocumentObjective(Objective):
         """
 
 
+class AnswerTokens(NamedTuple):
+    """The answer tokens of a forward, fp64 [tokens] each; NaN where a number is absent."""
+
+    logp: torch.Tensor
+    """Log-probability in nats; has a gradient."""
+    entropy: torch.Tensor
+    """Entropy of the distribution from which the token comes, in nats, without a gradient."""
+    advantage: torch.Tensor
+    """Advantage of the answer of each token."""
+    lengths: torch.Tensor
+    """Tokens of the answer of each token."""
+    old: torch.Tensor
+    """`logp` by the weights that sampled the answer, in a training forward; absent where those are the weights of
+    now.
+    """
+    reference: torch.Tensor
+    """`logp` by the reference model."""
+    sampled: torch.Tensor
+    """`logp` as the sampler knew it."""
+    means: Callable[[torch.Tensor], torch.Tensor]
+    """The mean over its answer for each token, of numbers fp64 [tokens] without a gradient."""
+
+
+class AnswerObjective(Objective):
+    """A loss of the tokens of answers that the model has sampled."""
+
+    head = "answers"
+
+    @abstractmethod
+    def loss(self, tokens: AnswerTokens, weights: torch.Tensor) -> LossAndSums:
+        """The contribution of these tokens to the loss of the step; `weights` fp64 [terms] multiply the sums of the
+        terms over their units. Sums for metrics are sums over tokens.
+        """
+
+
 class ScoreObjective(Objective):
     """A loss of the outputs of a classification head, one row of outputs for each document."""
 
@@ -178,13 +213,18 @@ def make_objective(section: ObjectiveConfig) -> Objective:
     make = resolve_name(f"ds_finetune.objectives.{row.maker}") if isinstance(row.maker, str) else row.maker
     objective: Objective = make(section)
     unit = objective.terms[0].unit.replace("_", " ")
-    assert (objective.name, objective.head, unit) == (row.name, row.head, row.unit), row
+    assert (objective.name, objective.head, unit) == (row.name, row.head, section.unit), row
     return objective
 
 
 def is_of_documents(objective: Objective) -> TypeGuard[DocumentObjective]:
     """Whether the loss reads the log-probabilities of documents."""
     return objective.head == "documents"
+
+
+def is_of_answers(objective: Objective) -> TypeGuard[AnswerObjective]:
+    """Whether the loss reads the tokens of sampled answers."""
+    return objective.head == "answers"
 
 
 def is_of_scores(objective: Objective) -> TypeGuard[ScoreObjective]:
@@ -207,6 +247,20 @@ class TopLogProbs:
 
 
 @dataclass(frozen=True)
+class AnswerNumbers:
+    """Log-probabilities of answer tokens that are known before the forward, fp32 [rows, tokens] each, at the positions
+    of their labels; NaN where one is not known.
+    """
+
+    old: torch.Tensor
+    """By the weights that sampled the answers."""
+    reference: torch.Tensor
+    """By the reference model."""
+    sampled: torch.Tensor
+    """As the sampler knew them."""
+
+
+@dataclass(frozen=True)
 class Examples:
     """The documents of one forward in the order of its rows, without padding, for objectives whose loss is not a sum
     over tokens.
@@ -226,6 +280,8 @@ class Examples:
     """Log-probability of each document under the reference model, fp64 [documents]; zeros where there is none."""
     top: TopLogProbs | None = None
     """Stored distributions of a teacher; None where there are none."""
+    answers: AnswerNumbers | None = None
+    """What is known of the tokens of sampled answers; None for other documents."""
 
 
 class Distillation(Objective):

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from importlib.util import find_spec
 
-from ds_finetune.config.objectives import cross_entropies, is_distillation
+from ds_finetune.config.objectives import cross_entropies, is_distillation, is_grpo, rows_of_step
 from ds_finetune.config.schedule import Duration
 from ds_finetune.config.sections import OWN_ATTENTIONS, REPORT_SECONDS
 from ds_finetune.errors import ModelError
@@ -17,6 +17,7 @@ from ds_finetune.families.table import FAMILIES, WITH_TINY_MODELS
 from ds_finetune.plan.batch import rows_of_forward
 from ds_finetune.plan.forward import problem_of_calls, varlen_problem
 from ds_finetune.plan.inexact import inexact_checks
+from ds_finetune.plan.rollout_checks import ROLLOUT_MODEL, rollout_checks
 from ds_finetune.plan.routers import has_routers
 from ds_finetune.plan.settings import Condition, Conflict, Refusal, RunSettings, setting, together
 from ds_finetune.plan.tested_layouts import ROW_BYTES, TESTED_LAYOUTS, WEIGHT_BYTES, nearest_layout, wider
@@ -862,18 +863,23 @@ def _hopeless_patience(run: RunSettings) -> dict[str, object] | None:
 
 
 def _joined_epochs(run: RunSettings) -> dict[str, object] | None:
-    if not length_notes(run) or Duration.parse(run.train.duration).unit == "steps":
-        return None
-    return {"kind": "packed rows" if run.data.packing else "rows"}
+    return None if Duration.parse(run.train.duration).unit == "steps" else _larger_step(run)
 
 
 def length_notes(run: RunSettings) -> list[str]:
     """A line where an optimizer step has more rows than an epoch."""
-    batch, kind = run.train.global_batch_size, "packed rows" if run.data.packing else "rows"
-    if run.rows is None or batch <= run.rows:
-        return []
-    text = f"train.global_batch_size {batch} is more than the {run.rows} {kind} of an epoch"
-    return [f"{text}: each step sees rows more than once"]
+    values = _larger_step(run)
+    text = "{key} {batch} is more than the {rows} {kind} of an epoch: each step sees rows more than once"
+    return [text.format(**values)] if values else []
+
+
+def _larger_step(run: RunSettings) -> dict[str, object] | None:
+    """Values of a message where an optimizer step has more rows than an epoch."""
+    samples, kind = is_grpo(run.objective), "packed rows" if run.data.packing else "rows"
+    batch = rows_of_step(run.objective, run.rollout, run.train.global_batch_size)
+    key, kind = ("rollout.prompts_per_step", "prompts") if samples else ("train.global_batch_size", kind)
+    is_larger = run.rows is not None and batch > run.rows
+    return {"key": key, "batch": batch, "rows": run.rows, "kind": kind} if is_larger else None
 
 
 _LENGTH = (
@@ -895,14 +901,15 @@ _LENGTH = (
     ),
     Refusal(
         _joined_epochs,
-        "train.global_batch_size {train.global_batch_size} is more than the {rows} {kind} of an epoch: the epochs of "
-        "`{train.duration}` would be joined in fewer steps",
-        "set train.global_batch_size to at most {rows}, or give train.for in steps",
+        "{key} {batch} is more than the {rows} {kind} of an epoch: the epochs of `{train.duration}` would be joined in "
+        "fewer steps",
+        "set {key} to at most {rows}, or give train.for in steps",
     ),
 )
 
 BEFORE_MODEL = {
     "objective": _OBJECTIVE,
+    "sampled answers": tuple(rollout_checks()),
     "activations": _ACTIVATIONS,
     "ranks": _RANKS,
     "layout": _LAYOUT,
@@ -919,6 +926,7 @@ WITH_MESH = {"sizes of the model": _SIZES, "experts of the model": _EXPERTS}
 WITHOUT_MESH = {
     "activations of the model": (_untested_switch("activation_offload"), _untested_switch("tiled_mlp")),
     "type of the model": _TYPE,
+    "sampled answers of the model": ROLLOUT_MODEL,
     "attention of the model": _KERNEL,
 }
 """The checks of config.json with and without the layout of the run."""

@@ -370,7 +370,7 @@ def _decisions(plan: Plan, run: RunSettings) -> tuple[tuple[str, str], ...]:
         else f"micro {batch.micro_batch_size} x accumulation {batch.gradient_accumulation_steps} x dp {plan.dp}"
     )
     tokens = f"{batch.max_seq_len} tokens a row at most{', packed' if batch.is_packed else ''}"
-    tokens += ", for both sides of a pair together" if run.objective.row.unit == "pairs" else ""
+    tokens += ", for both sides of a pair together" if run.objective.unit == "pairs" else ""
     return (
         ("model", f"{model.path} ({model.weights} weights, {plan.precision})"),
         ("ranks", f"{plan.world.world_size} on {plan.device}, started by {plan.world.launcher}"),
@@ -435,7 +435,7 @@ def _numbers(objective: ObjectiveConfig) -> Iterator[tuple[str, object]]:
 
 def _loss_text(objective: ObjectiveConfig, *, kernel: str) -> str:
     """What the loss is a mean over, and the kernel of the head where the model predicts tokens."""
-    text = f"mean over the {objective.row.unit} of the global batch"
+    text = f"mean over the {objective.unit} of the global batch"
     if objective.chosen_weight:
         text += f", plus {objective.chosen_weight:g} x the mean cross entropy of its chosen tokens"
     return text if objective.row.head == "scores" else f"{kernel} kernel, {text}"

@@ -18,6 +18,7 @@ from ds_finetune.config.sections import (
     OptimConfig,
     ParallelConfig,
     ProfileConfig,
+    RolloutConfig,
     RouterConfig,
     TrainConfig,
     WatchdogConfig,
@@ -54,6 +55,7 @@ class Sections:
     router: RouterConfig | None
     indexer: IndexerConfig
     features: Mapping[str, Mapping[str, Any]]
+    rollout: RolloutConfig
     profile: ProfileConfig | None
     watchdog: WatchdogConfig
     export: ExportConfig

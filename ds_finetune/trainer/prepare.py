@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from ds_finetune.config.objectives import rows_of_step
 from ds_finetune.config.schedule import Duration, LrSchedule, warmup_steps
-from ds_finetune.config.sections import OptimConfig, TrainConfig
 from ds_finetune.data.mismatched import MismatchedAnswers
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.stream import StreamedRows
@@ -15,6 +15,7 @@ from ds_finetune.engine.devices import DeviceMemory, PeakMemory, read_device_mem
 from ds_finetune.objectives.objective import Objective
 from ds_finetune.plan.checks import check, length_notes
 from ds_finetune.plan.plan import Plan
+from ds_finetune.plan.settings import RunSettings
 from ds_finetune.trainer.inputs import RunInputs, read_inputs
 from ds_finetune.trainer.resolve import ResolvedRun
 from ds_finetune.trainer.run_dir import check_run_disk, check_run_folder
@@ -55,7 +56,7 @@ def read_run(resolved: ResolvedRun) -> PreparedRun:
     """The run with its rows and its learning rate; ModelError, DataError or ConfigError say what is wrong with them."""
     inputs = read_inputs(resolved.settings, resolved.model)
     check_baseline(resolved.plan, inputs)
-    schedule = make_schedule(resolved.config.train, resolved.config.optim, inputs.train)
+    schedule = make_schedule(resolved.settings, inputs.train)
     return PreparedRun(resolved.config, resolved.plan, resolved.model, resolved.notes, inputs=inputs, schedule=schedule)
 
 
@@ -77,11 +78,12 @@ def check_baseline(plan: Plan, inputs: RunInputs) -> None:
                 mismatched.check(name)
 
 
-def make_schedule(train: TrainConfig, optim: OptimConfig, rows: PreparedRows | StreamedRows) -> LrSchedule:
+def make_schedule(run: RunSettings, rows: PreparedRows | StreamedRows) -> LrSchedule:
     """Learning rate over the run, whose length in steps is known once the rows are."""
+    train, optim = run.train, run.optim
     number, tokens = (0, 0.0) if isinstance(rows, StreamedRows) else (rows.rows_per_epoch, rows.tokens_per_epoch)
     steps = Duration.parse(train.duration).in_steps(
-        rows=number, tokens=tokens, global_batch_size=train.global_batch_size
+        rows=number, tokens=tokens, global_batch_size=rows_of_step(run.objective, run.rollout, train.global_batch_size)
     )
     return LrSchedule(
         name=optim.lr_scheduler,

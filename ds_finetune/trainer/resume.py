@@ -33,6 +33,7 @@ from ds_finetune.checkpoint.run_state import RunState, layout_of, versions
 from ds_finetune.checkpoint.same_run import RunIdentity, changes_since_checkpoint, model_mismatch
 from ds_finetune.checkpoint.saver import Saver
 from ds_finetune.checkpoint.tools import BASE, CHECKPOINTS
+from ds_finetune.config.objectives import rows_of_step
 from ds_finetune.config.units import GIB
 from ds_finetune.console.phase_line import Say
 from ds_finetune.data.batches import Position
@@ -335,11 +336,12 @@ def inputs_of(run: PreparedRun) -> RunIdentity:
 
 def _rows_left_out(found: UsableCheckpoint, run: PreparedRun) -> list[str]:
     """Rows that a longer run does not see: those for which a shorter one filled its last step up with empty rows."""
-    rows, train = run.inputs.train, run.config.train
-    if isinstance(rows, StreamedRows) or found.state.config["train"]["for"] == train.duration:
+    rows, config = run.inputs.train, run.config
+    if isinstance(rows, StreamedRows) or found.state.config["train"]["for"] == config.train.duration:
         return []
     epoch, index = found.state.position[:2]
-    missed = found.state.step * train.global_batch_size - (epoch * rows.rows_per_epoch + index)
+    of_step = rows_of_step(config.objective, config.rollout, config.train.global_batch_size)
+    missed = found.state.step * of_step - (epoch * rows.rows_per_epoch + index)
     text = f"{missed} rows of epoch {epoch + 1} are left out: step {found.state.step} was the last one, and not full"
     return [text] if missed > 0 else []
 

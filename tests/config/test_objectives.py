@@ -7,7 +7,7 @@ import yaml
 from pydantic import ValidationError
 
 from ds_finetune.config.invalid_keys import NAMES_OF_OTHER_PROGRAMS, explain
-from ds_finetune.config.objectives import OBJECTIVES
+from ds_finetune.config.objectives import OBJECTIVES, GrpoObjective
 from ds_finetune.config.schema import RunConfig, dump_config, read_config
 from ds_finetune.errors import ConfigError
 
@@ -35,7 +35,14 @@ def test_a_name_alone_is_a_section_with_defaults(tmp_path: Path) -> None:
         ("IPO", "`objective` is 'IPO'", "did you mean `{name: dpo, loss: ipo}`?"),
         ("apo-zero", "`objective` is 'apo-zero'", "did you mean `{name: dpo, loss: apo_zero}`?"),
         ("rm", "`objective` is 'rm'", "did you mean `reward`?"),
-        ("GRPO", "`objective` is 'GRPO', which trains on sampled answers and is not", "TRL and verl have it; with pairs"),
+        ("PPO", "`objective` is 'PPO', which trains on sampled answers and is not", "train grpo, which compares rewards"),
+        ("GRPO", "`objective` is 'GRPO'", "did you mean `grpo`?"),
+        ("Dr-GRPO", "`objective` is 'Dr-GRPO'", "did you mean `{name: grpo, aggregation: fixed}`?"),
+        ({"name": "grpo", "beta": 0.1}, "unknown key `objective.beta` of objective grpo", "`objective.kl_weight`?"),
+        ({"name": "grpo", "epsilon": 0.1}, "unknown key `objective.epsilon` of objective grpo", "`objective.clip_low`?"),
+        ({"name": "grpo", "epsilon_high": 5}, "unknown key `objective.epsilon_high` of", "For CISPO set objective.ratio_"),
+        ({"name": "grpo", "top_p": 0.9}, "unknown key `objective.top_p` of objective grpo", "`rollout.temperature`?"),
+        ({"name": "grpo", "group_size": 1}, "`objective.group_size` is 1: it should be at least 2", "(at least 2, by"),
         ("poetry", "`objective` is 'poetry'", "objectives are sft, pretrain, classification, dpo, simpo, cpo, orpo, reward"),
         (5, "`objective` is 5: it should be a name or a section", "objectives are sft"),
         (None, "`objective` is None: it should be a name or a section", "objectives are sft"),
@@ -77,6 +84,11 @@ def test_mistakes_name_line_and_hint(tmp_path: Path, objective: object, message:
         ("ref_model", "objective.reference"),
         ("num_labels", "objective.num_labels"),
         ("rlhf_type", "objective"),
+        ("num_generations", "objective.group_size"),
+        ("scale_rewards", "objective.advantage"),
+        ("num_iterations", "rollout.steps_per_rollout"),
+        ("max_completion_length", "rollout.max_new_tokens"),
+        ("top_k", "rollout.temperature"),
     ],
 )
 def test_words_of_other_programs_find_their_key(key: str, meant: str) -> None:
@@ -91,6 +103,21 @@ def test_the_names_of_other_programs_mean_objectives_that_exist(tmp_path: Path) 
     assert len(words) == len(set(words))
     for meant in NAMES_OF_OTHER_PROGRAMS:
         read(tmp_path, yaml.safe_load(meant))
+
+
+def test_a_batch_is_the_answers_of_its_prompts(tmp_path: Path) -> None:
+    """What follows from other sections is filled in, and follows an override of them."""
+    config = read(tmp_path, {"name": "grpo", "aggregation": "fixed"}, "rollout.prompts_per_step=4")
+    assert isinstance(config.objective, GrpoObjective)
+    assert (config.train.global_batch_size, config.objective.fixed_length) == (32, 256)
+    again = read_config(config, ["rollout.max_new_tokens=8", "objective.group_size=2"])
+    assert isinstance(again.objective, GrpoObjective)
+    assert (again.train.global_batch_size, again.objective.fixed_length) == (8, 8)
+    (tmp_path / "again.yaml").write_text(dump_config(again))
+    assert read_config(tmp_path / "again.yaml") == again
+    given = read_config(again, ["train.global_batch_size=12", "objective.fixed_length=7"])
+    assert isinstance(given.objective, GrpoObjective)
+    assert (given.train.global_batch_size, given.objective.fixed_length) == (12, 7)
 
 
 def test_an_editor_accepts_the_short_form() -> None:

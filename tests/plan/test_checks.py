@@ -11,8 +11,8 @@ import pytest
 
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError, ModelError
-from ds_finetune.plan import checks, inexact
-from ds_finetune.plan.checks import BEFORE_MODEL, CHECKS, check
+from ds_finetune.plan import checks, inexact, rollout_checks
+from ds_finetune.plan.checks import BEFORE_MODEL, CHECKS, check, length_notes
 from ds_finetune.plan.layer_stages import StageLayers
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.settings import Refusal, RunSettings
@@ -20,17 +20,27 @@ from ds_finetune.plan.settings import Refusal, RunSettings
 ROWS = [*chain.from_iterable(CHECKS.values())]
 TREE = {"model": "m", "data": {"train": "t"}, "output_dir": "o"}
 SECTIONS = {"lora": {}, "router": {}, "profile": {"steps": "1"}, "objective": {"name": "distill", "teacher": "t"}}
-FULL = RunSettings.of(RunConfig.model_validate(TREE | SECTIONS))
-"""Settings with each section that may be left out."""
+GRPO: dict[str, Any] = {"objective": {"name": "grpo"}}
+FULL = [RunSettings.of(RunConfig.model_validate(TREE | SECTIONS | objective)) for objective in ({}, GRPO)]
+"""Settings with each section that may be left out, of objectives whose keys messages name."""
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.message[:40])
 def test_each_field_of_a_message_is_a_setting_or_a_value_of_its_check(row: Refusal) -> None:
-    source = "".join(Path(str(module.__file__)).read_text(encoding="utf-8") for module in (checks, inexact))
+    modules = (checks, inexact, rollout_checks)
+    source = "".join(Path(str(module.__file__)).read_text(encoding="utf-8") for module in modules)
     names = [name.partition("[")[0] for _, name, _, _ in string.Formatter().parse(row.message + row.hint) if name]
     for name in names:
         if f'"{name}":' not in source:
-            attrgetter(name)(FULL)
+            assert any(_has(run, name) for run in FULL), name
+
+
+def _has(run: RunSettings, name: str) -> bool:
+    try:
+        attrgetter(name)(run)
+    except AttributeError:
+        return False
+    return True
 
 
 def test_the_defaults_of_the_run_file_are_refused_by_no_check() -> None:
@@ -91,6 +101,78 @@ def test_settings_are_refused_together(
         subject, said, replace(_with_sections(plain, sections), tree={"zero_optimization": {"stage": 2} | zero})
     )
     check(plain, subject)
+
+
+def grpo(**keys: object) -> dict[str, Any]:
+    return {"objective": {"name": "grpo", **keys}}
+
+
+SAMPLED: list[tuple[str, dict[str, Any], dict[str, Any], Mesh | None]] = [
+    (
+        "train.global_batch_size 48 is not rollout.prompts_per_step 32 x objective.group_size 8 = 256",
+        GRPO | {"train": {"global_batch_size": 48}},
+        {},
+        None,
+    ),
+    ("rollout.temperature 0.7: answers would not be drawn", GRPO | {"rollout": {"temperature": 0.7}}, {}, None),
+    (
+        "rollout.max_new_tokens 256 leaves no room for a prompt in a row of train.max_seq_len 256",
+        GRPO | {"train": {"max_seq_len": 256}},
+        {},
+        None,
+    ),
+    ("objective.ratio capped without objective.ratio_cap", grpo(ratio="capped"), {}, None),
+    ("adapters_off without lora: there are no adapters", grpo(reference="adapters_off"), {}, None),
+    ("objective.kl_weight 0.1 without a reference model", grpo(kl_weight=0.1), {}, None),
+    ("objective.kl_weight 0.1 without a", grpo(kl_weight=0.1, reference="none") | {"lora": {}}, {}, None),
+    ("train.for `1000 tokens`: how long the sampled", GRPO | {"train": {"for": "1000 tokens"}}, {}, None),
+    ("objective grpo with mtp.train true is not tested", GRPO | {"mtp": {"train": True}}, {}, None),
+    ("objective grpo with indexer.train true is not tested", GRPO | {"indexer": {"train": True}}, {}, None),
+    (
+        "objective grpo with data.streaming true is not tested",
+        GRPO | {"data": {"train": "t", "streaming": True}},
+        {},
+        None,
+    ),
+    ("objective grpo with lora.quantize nf4 is not tested", GRPO | QUANTIZED, {}, None),
+    ("objective grpo with offload to nvme is not tested", GRPO, NVME, None),
+    ("objective grpo with inexact option zenflow", GRPO | {"inexact": "zenflow"}, {}, None),
+    ("x pp 2 is not tested", GRPO, {}, Mesh(0, 2, pp=2)),
+    ("x ep 2 is not tested", GRPO, {}, Mesh(0, 2, ep=2)),
+    ("x sp 2 x tp 2 is not tested", GRPO, {}, Mesh(0, 4, sp=2, tp=2)),
+]
+
+
+@pytest.mark.parametrize(("said", "sections", "zero", "mesh"), SAMPLED, ids=[case[0][:50] for case in SAMPLED])
+def test_what_sampled_answers_are_refused_with(
+    said: str, sections: dict[str, Any], zero: dict[str, Any], mesh: Mesh | None
+) -> None:
+    _check_refusal("sampled answers", said, sampled(sections, zero, mesh))
+
+
+def sampled(sections: dict[str, Any], zero: dict[str, Any] | None = None, mesh: Mesh | None = None) -> RunSettings:
+    run = _with_sections(RunSettings.of(RunConfig.model_validate(TREE)), sections)
+    return replace(run, tree={"zero_optimization": zero or {}}, mesh=mesh or Mesh(0, 2))
+
+
+def test_each_refusal_of_sampled_answers_is_tested() -> None:
+    applied = {row for _, *given in SAMPLED for row in CHECKS["sampled answers"] if row.applies(sampled(*given))}
+    assert applied == set(CHECKS["sampled answers"])
+    for mesh in (Mesh(0, 2), Mesh(0, 2, tp=2), Mesh(0, 2, sp=2)):
+        check(sampled(GRPO, mesh=mesh), "sampled answers")
+
+
+def test_a_prompt_is_a_row_of_the_data() -> None:
+    """A step uses prompts_per_step rows, although its batch has more answers than the data have prompts."""
+    run = RunSettings.of(RunConfig.model_validate(TREE | GRPO), steps=10, rows=100)
+    assert (run.train.global_batch_size, length_notes(run)) == (256, [])
+    check(run, "length of the run")
+    few = replace(run, rows=31)
+    assert length_notes(few) == [
+        "rollout.prompts_per_step 32 is more than the 31 prompts of an epoch: each step sees rows more than once"
+    ]
+    with pytest.raises(ConfigError, match=r"set rollout.prompts_per_step to at most 31|would be joined"):
+        check(few, "length of the run")
 
 
 LLAMA: dict[str, Any] = {"model_type": "llama", "num_attention_heads": 3, "max_position_embeddings": 64}
@@ -156,6 +238,14 @@ EVEN, ODD = ((StageLayers((range(n),)), StageLayers((range(n, 4),))) for n in (2
             {"model_json": INDEXED, "stages": ODD},
             PP | {"train": {"max_seq_len": 17}},
             {"model_json": INDEXED, "stages": EVEN},
+        ),
+        (
+            "sampled answers of the model",
+            "objective grpo of a model with attention_dropout 0.1: answers",
+            GRPO,
+            {"model_json": LLAMA | {"attention_dropout": 0.1, "resid_pdrop": 0.0}},
+            GRPO,
+            {"model_json": LLAMA | {"attention_dropout": 0.0}},
         ),
         (
             "length of the run",

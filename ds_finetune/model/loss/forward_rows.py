@@ -9,7 +9,7 @@ import torch
 
 from ds_finetune.model.attention.by_document import Documents
 from ds_finetune.objectives.labels import IGNORE_INDEX
-from ds_finetune.objectives.objective import Examples, TopLogProbs
+from ds_finetune.objectives.objective import AnswerNumbers, Examples, TopLogProbs
 
 
 class RealTokens(NamedTuple):
@@ -84,7 +84,7 @@ def with_tensors(rows: ForwardRows, change: Callable[[torch.Tensor], torch.Tenso
             return change(value)
         if isinstance(value, RealTokens):
             return RealTokens(*map(change, value))
-        if isinstance(value, (ForwardRows, Examples, TopLogProbs)):
+        if isinstance(value, (ForwardRows, Examples, TopLogProbs, AnswerNumbers)):
             return replace(value, **{each.name: changed(getattr(value, each.name)) for each in fields(value)})
         return value
 

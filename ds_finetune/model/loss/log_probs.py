@@ -13,6 +13,7 @@ import torch
 
 from ds_finetune.model.loss.head_chunks import (
     CHUNK_TOKENS,
+    ChunkSoftmax,
     HeadGradients,
     NeededGradients,
     logits_of_chunk,
@@ -22,7 +23,15 @@ from ds_finetune.model.loss.head_chunks import (
 )
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
 from ds_finetune.model.parallel.tensor import TensorParallelGroup
-from ds_finetune.objectives.objective import DocumentLogProbs, DocumentObjective, Examples, LossAndSums, StepNumbers
+from ds_finetune.objectives.objective import (
+    AnswerObjective,
+    AnswerTokens,
+    DocumentLogProbs,
+    DocumentObjective,
+    Examples,
+    LossAndSums,
+    StepNumbers,
+)
 
 
 class HeadInputs(NamedTuple):
@@ -54,14 +63,26 @@ class TwoPassHead:
     """
 
     def __init__(
-        self, inputs: HeadInputs, *, chunk: int = CHUNK_TOKENS, tp_group: TensorParallelGroup | None = None
+        self,
+        inputs: HeadInputs,
+        *,
+        chunk: int = CHUNK_TOKENS,
+        tp_group: TensorParallelGroup | None = None,
+        forbidden: torch.Tensor | None = None,
+        with_entropy: bool = False,
     ) -> None:
+        """Ids that are `forbidden`, bool [vocabulary], have probability 0, as if they had no logits; with a tensor
+        parallel group it is this rank's shard. `with_entropy` lets the first pass compute entropies.
+        """
         self._inputs, self._chunk, self._tp_group = inputs, chunk, tp_group
+        self._forbidden = forbidden
         tokens = len(inputs.targets)
         self._starts = range(0, tokens, chunk)
         self._buffer = inputs.hidden.new_empty(min(chunk, tokens), inputs.weight.shape[0])
         self._log_sum = torch.zeros(tokens, dtype=torch.float32, device=inputs.hidden.device)
         self._last: torch.Tensor | None = None
+        self.entropy = torch.zeros_like(self._log_sum) if with_entropy else None
+        """Entropy of the distribution of each token in nats, fp32 [tokens], once the first pass is done."""
 
     def log_probs(self) -> torch.Tensor:
         """The log-probability of each target in nats, fp32 [tokens]; the first pass."""
@@ -93,6 +114,8 @@ class TwoPassHead:
             here = slice(start, start + self._chunk)
             softmax = softmax_of_chunk(self._logits(start), targets[here], self._tp_group)
             logp[here], self._log_sum[here] = softmax.logp, softmax.log_sum
+            if self.entropy is not None:
+                self.entropy[here] = _entropy(softmax, self._tp_group)
             if directions is not None:
                 direction = subtract_one_hot(softmax.exps.div_(softmax.norm[:, None]), targets[here], self._tp_group)
                 torch.mm(direction.neg_().to(hidden.dtype), weight, out=directions[here])
@@ -111,7 +134,15 @@ class TwoPassHead:
     def _logits(self, start: int) -> torch.Tensor:
         hidden, weight, bias, _ = self._inputs
         part = hidden[start : start + self._chunk]
-        return logits_of_chunk(part, weight, bias, self._buffer[: len(part)])
+        logits = logits_of_chunk(part, weight, bias, self._buffer[: len(part)])
+        return logits if self._forbidden is None else logits.masked_fill_(self._forbidden, -torch.inf)
+
+
+def _entropy(softmax: ChunkSoftmax, tp_group: TensorParallelGroup | None) -> torch.Tensor:
+    """Entropies fp32 [tokens]: with exps e and their sum n, -sum e/n log(e/n) = log n - 1/n sum e log e."""
+    weighted = torch.special.entr(softmax.exps).sum(-1)
+    weighted = weighted if tp_group is None else tp_group.all_reduce(weighted)
+    return softmax.norm.log() + weighted / softmax.norm
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,6 +167,36 @@ class DocumentTokens:
         if self.sp_group is not None:
             sums = self.sp_group.all_reduce(sums)
         return DocumentLogProbs(sums[0], sums[1], self.examples.targets, self.examples.reference)
+
+
+@dataclass(frozen=True, eq=False)
+class AnswerPositions:
+    """The answer tokens of a forward: where their numbers stand, and the documents that they belong to."""
+
+    positions: torch.Tensor
+    """Positions of their labels in the flattened rows, int64 [tokens]."""
+    documents: DocumentTokens
+
+    def numbers(self, logp: torch.Tensor, entropy: torch.Tensor) -> AnswerTokens:
+        """All that a loss reads of these tokens; collective in the sequence parallel group."""
+        examples, index = self.documents.examples, self.documents.index
+        known = examples.answers
+        absent = torch.full_like(logp, torch.nan, requires_grad=False)
+        old, reference, sampled = (
+            absent if rows is None else rows.reshape(-1).index_select(0, self.positions).double()
+            for rows in ((None, None, None) if known is None else (known.old, known.reference, known.sampled))
+        )
+        lengths = self.documents.sums(torch.zeros_like(absent)).num_tokens
+        return AnswerTokens(
+            logp=logp,
+            entropy=entropy.double(),
+            advantage=examples.targets[index],
+            lengths=lengths[index],
+            old=old,
+            reference=reference,
+            sampled=sampled,
+            means=lambda values: (self.documents.sums(values).logp / lengths.clamp(min=1))[index],
+        )
 
 
 class LossOfDocuments:
@@ -167,8 +228,31 @@ class LossOfDocuments:
         return StepNumbers(one, one.new_zeros(()))
 
 
+class LossOfAnswers:
+    """An objective of answer tokens at the numbers of one step; `head` computes their log-probabilities."""
+
+    def __init__(
+        self, objective: AnswerObjective, tokens: AnswerPositions, numbers: StepNumbers | None, head: TwoPassHead
+    ) -> None:
+        self._objective, self._tokens, self._numbers, self._head = objective, tokens, numbers, head
+
+    def of_tokens(self, logp: torch.Tensor, *, has_gradient: bool) -> tuple[LossAndSums, torch.Tensor | None]:
+        """Loss, sums and gradient, as `LossOfDocuments.of_tokens`. With sequence parallelism both are those of this
+        rank's tokens.
+        """
+        assert self._head.entropy is not None
+        logp = logp.double().requires_grad_(has_gradient)
+        one = torch.ones(1, dtype=torch.float64, device=logp.device)
+        with torch.set_grad_enabled(has_gradient):
+            weights = one if self._numbers is None else self._numbers.weights
+            found = self._objective.loss(self._tokens.numbers(logp, self._head.entropy), weights)
+        d_logp = torch.autograd.grad(found.loss, logp)[0] if has_gradient else None
+        return LossAndSums(found.loss.detach().float(), found.sums), d_logp
+
+
 class _DocumentLoss(torch.autograd.Function):
-    """The loss of an objective over documents, with gradients of the head computed in forward and scaled in backward.
+    """The loss of an objective over documents or their tokens, with gradients of the head computed in forward and
+    scaled in backward.
 
     Nothing of the head is needed in backward, where ZeRO-3 may not hold it any more.
     """
@@ -180,7 +264,7 @@ class _DocumentLoss(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         head: TwoPassHead,
-        loss: LossOfDocuments,
+        loss: LossOfDocuments | LossOfAnswers,
         needed: NeededGradients,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.dtypes = (hidden.dtype, weight.dtype, bias.dtype if bias is not None else None)
@@ -227,9 +311,25 @@ def document_loss(
 
     With `tp_group` the gradient of `hidden` is this rank's partial sum.
     """
+    return _loss(inputs, loss, TwoPassHead(inputs.detach(), chunk=chunk, tp_group=tp_group))
+
+
+def answer_loss(
+    inputs: HeadInputs,
+    tokens: AnswerPositions,
+    numbers: StepNumbers | None,
+    objective: AnswerObjective,
+    head: TwoPassHead,
+) -> LossAndSums:
+    """The loss of the answers of a forward, as `document_loss`; `head` has the same inputs, detached, and computes
+    entropies.
+    """
+    return _loss(inputs, LossOfAnswers(objective, tokens, numbers, head), head)
+
+
+def _loss(inputs: HeadInputs, loss: LossOfDocuments | LossOfAnswers, head: TwoPassHead) -> LossAndSums:
     hidden, weight, bias, _ = inputs
     needed = needed_gradients(hidden, weight, bias)
-    head = TwoPassHead(inputs.detach(), chunk=chunk, tp_group=tp_group)
     return LossAndSums(*_DocumentLoss.apply(hidden, weight, bias, head, loss, needed))
 
 

@@ -30,9 +30,12 @@ from ds_finetune.model.loss.head_chunks import (
     needed_gradients,
 )
 from ds_finetune.model.loss.log_probs import (
+    AnswerPositions,
     DocumentTokens,
     HeadInputs,
     LossOfDocuments,
+    TwoPassHead,
+    answer_loss,
     document_log_probs,
     document_loss,
 )
@@ -45,6 +48,7 @@ from ds_finetune.objectives.objective import (
     Objective,
     StepNumbers,
     TokenObjective,
+    is_of_answers,
     is_of_documents,
 )
 
@@ -67,6 +71,10 @@ class LossHead(nn.Linear):
     kernel: Kernel = staticmethod(chunked_cross_entropy)
     objective: Objective = TokenObjective("sft")
     groups = HeadGroups()
+    forbidden: torch.Tensor | None = None
+    """Ids that are never sampled, bool [vocabulary], this rank's shard of it; answers have the probabilities of a
+    softmax without them.
+    """
 
     def forward(  # noqa: PLR0913
         self,
@@ -83,7 +91,8 @@ class LossHead(nn.Linear):
         LossAndSums of the objective.
 
         With `wants_log_probs`: the sum of the log-probabilities of the supervised tokens of each document in `examples`
-        instead, fp64 [documents], without a gradient; the same on every tensor and sequence parallel rank.
+        instead, fp64 [documents], without a gradient; the same on every tensor and sequence parallel rank. For sampled
+        answers those of this rank's tokens, fp32 [supervised tokens].
 
         Unless `is_trained` no gradient reaches the head's own weights from this call.
 
@@ -106,6 +115,13 @@ class LossHead(nn.Linear):
         assert examples is not None, "the batch has no examples; set documents_per_unit in its BatchPlan"
         index = examples.index.reshape(-1).index_select(0, supervised)
         tokens = DocumentTokens(index, examples, self.groups.sp)
+        if is_of_answers(self.objective):
+            head = TwoPassHead(
+                inputs.detach(), tp_group=self.groups.tp, forbidden=self.forbidden, with_entropy=not wants_log_probs
+            )
+            if wants_log_probs:
+                return head.log_probs()
+            return answer_loss(inputs, AnswerPositions(supervised, tokens), numbers, self.objective, head)
         if wants_log_probs:
             return document_log_probs(inputs, tokens, tp_group=self.groups.tp)
         assert is_of_documents(self.objective), type(self.objective)

@@ -43,7 +43,7 @@ class Answer(NamedTuple):
 
 def samples_per_unit(section: ObjectiveConfig) -> int:
     """2 for pairs of answers, else 1."""
-    return 2 if section.row.unit == "pairs" else 1
+    return 2 if section.unit == "pairs" else 1
 
 
 def answers_loss(section: ObjectiveConfig, answers: Sequence[Answer], z0: float) -> torch.Tensor:

@@ -1,0 +1,184 @@
+"""Group relative policy optimisation (GRPO): advantages of sampled answers, and the loss of their tokens.
+
+In formulas, `lp` is the log-probability of an answer token by the model that is trained, `old` by the weights that
+sampled the answer, `A` the advantage of its answer, and sg[...] has no gradient. A loss is the negative of what the
+papers maximise.
+"""
+
+from collections.abc import Mapping
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ds_finetune.config.objectives import GrpoObjective
+from ds_finetune.objectives.objective import AnswerObjective, AnswerTokens, LossAndSums, Term
+
+_ROUNDING = 8 * np.finfo(np.float64).eps
+"""Rewards that differ by no more than this share of the larger one are equal: weighted sums are rounded."""
+
+
+def has_spread(rewards: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Whether the rewards of each group differ, bool [groups], from fp64 [groups, size]; NaN is no reward."""
+    is_scored = ~np.isnan(rewards)
+    top = np.where(is_scored, rewards, -np.inf).max(axis=1)
+    bottom = np.where(is_scored, rewards, np.inf).min(axis=1)
+    # A group without a reward has a bottom above its top.
+    return np.asarray(top - bottom > _ROUNDING * np.maximum(np.abs(top), np.abs(bottom)))
+
+
+def advantages(rewards: NDArray[np.float64], how: Literal["mean", "mean_std", "leave_one_out"]) -> NDArray[np.float64]:
+    """The advantage of each answer, fp64 [groups, size], from the rewards r of the same shape.
+
+    `mean`: r - mean(r) (Dr. GRPO, arXiv 2503.20783). `mean_std`: (r - mean(r)) / std(r) (GRPO, arXiv 2402.03300), where
+    the standard deviation divides by n - 1. `leave_one_out`: r minus the mean of the others, which is
+    n / (n - 1) (r - mean(r)) (RLOO, arXiv 2402.14740).
+
+    NaN is no reward: such an answer has the advantage 0 and does not count in its group. Where the rewards of a group
+    do not differ, its advantages are exactly 0.
+    """
+    found = np.zeros_like(rewards)
+    for number in np.flatnonzero(has_spread(rewards)):
+        is_scored = ~np.isnan(rewards[number])
+        scored = rewards[number, is_scored]
+        centred = scored - scored.mean()
+        if how == "mean_std":
+            centred /= scored.std(ddof=1)
+        elif how == "leave_one_out":
+            centred *= len(scored) / (len(scored) - 1)
+        found[number, is_scored] = centred
+    return found
+
+
+_SUMS = (
+    "loss",
+    "entropy",
+    "ratio",
+    "clipped_low",
+    "clipped_high",
+    "approx_kl",
+    "kl",
+    "mismatch",
+    "mismatch_weight",
+    "mismatch_square",
+    "advantage_abs",
+    "tokens_of_reference",
+    "tokens_of_sampler",
+)
+_PER_TOKEN = ("entropy", "ratio", "clipped_low", "clipped_high", "approx_kl")
+"""Metrics that are means over all answer tokens."""
+
+
+class PolicyGradient(AnswerObjective):
+    """The loss of answer tokens: a policy gradient with a bounded ratio, and a divergence from a reference.
+
+    `aggregation` says what it is a mean over: tokens, 1/N sum_i sum_t (DAPO, arXiv 2503.14476); answers,
+    1/G sum_i 1/n_i sum_t (GRPO, arXiv 2402.03300); or a fixed length L, 1/(G L) sum_i sum_t (Dr. GRPO, arXiv
+    2503.20783), for G answers with n_i of N tokens in the global batch.
+    """
+
+    name = "grpo"
+    documents_per_unit = 1
+    sum_names = _SUMS
+
+    def __init__(self, section: GrpoObjective) -> None:
+        self._section = section
+        self.terms = (Term("supervised_tokens"),) if section.aggregation == "token" else (Term("examples"),)
+        if section.aggregation == "fixed":
+            assert section.fixed_length is not None, "a run file fills it in"
+            self.terms = (Term("examples", 1 / section.fixed_length),)
+
+    def loss(self, tokens: AnswerTokens, weights: torch.Tensor) -> LossAndSums:
+        """The contribution of these tokens to the loss of the step, and sums over tokens for the metrics."""
+        share = 1 / tokens.lengths if self._section.aggregation == "sequence" else torch.ones_like(tokens.lengths)
+        old = tokens.logp.detach().where(tokens.old.isnan(), tokens.old)
+        log_ratio = tokens.logp - old
+        policy, clipped_low, clipped_high = self._policy(tokens, log_ratio)
+        is_compared = ~tokens.reference.isnan()
+        divergence = _k3(tokens.logp, tokens.reference.where(is_compared, tokens.logp.detach()))
+        losses = policy
+        if self._section.kl_weight:
+            losses = losses + self._section.kl_weight * log_ratio.exp() * divergence
+        difference = (old - tokens.sampled).nan_to_num(0.0)
+        loss = (losses * self._sampler_weight(tokens, difference) * share).sum()
+        is_sampled, ratio = ~tokens.sampled.isnan(), log_ratio.detach().exp()
+        sums = {
+            "loss": loss,
+            "entropy": tokens.entropy.sum(),
+            "ratio": ratio.sum(),
+            "clipped_low": clipped_low.sum(),
+            "clipped_high": clipped_high.sum(),
+            "approx_kl": (ratio - 1 - log_ratio).sum(),
+            "kl": divergence.sum(),
+            "mismatch": difference.abs().sum(),
+            "mismatch_weight": difference.exp()[is_sampled].sum(),
+            "mismatch_square": (2 * difference).exp()[is_sampled].sum(),
+            "advantage_abs": (tokens.advantage.abs() / tokens.lengths).sum(),
+            "tokens_of_reference": is_compared.sum(),
+            "tokens_of_sampler": is_sampled.sum(),
+        }
+        return LossAndSums(loss * weights[0], torch.stack([sums[name].detach().double() for name in self.sum_names]))
+
+    def _policy(self, tokens: AnswerTokens, log_ratio: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The loss of each token, and whether its ratio was too low or too high to have a gradient.
+
+        `token`: -min(rho A, clip(rho, 1 - low, 1 + high) A) with rho = exp(lp - old) (PPO's surrogate, as in GRPO and
+        DAPO). With a dual clip c it is at most c |A| where A < 0 (arXiv 1912.09729). `sequence`: the same with
+        s = exp(1/n_i sum_t (lp - old)) for all tokens of an answer, whose gradient is that of sg[s] exp(lp - sg[lp])
+        (GSPO, arXiv 2507.18071). `capped`: -sg[min(rho, cap)] A lp (CISPO, arXiv 2506.13585).
+        """
+        section, advantage = self._section, tokens.advantage
+        if section.ratio == "capped":
+            assert section.ratio_cap is not None
+            ratio = log_ratio.detach().exp()
+            capped = ratio > section.ratio_cap
+            return -ratio.clamp(max=section.ratio_cap) * advantage * tokens.logp, torch.zeros_like(capped), capped
+        if section.ratio == "sequence":
+            log_ratio = tokens.means(log_ratio.detach()) + tokens.logp - tokens.logp.detach()
+        ratio = log_ratio.exp()
+        low, high = 1 - section.clip_low, 1 + section.clip_high
+        gain = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
+        if section.dual_clip is not None:
+            gain = gain.maximum(section.dual_clip * advantage.clamp(max=0)).where(advantage < 0, gain)
+        ratio = ratio.detach()
+        return -gain, (ratio < low) & (advantage < 0), (ratio > high) & (advantage > 0)
+
+    def _sampler_weight(self, tokens: AnswerTokens, difference: torch.Tensor) -> torch.Tensor:
+        """min(exp(d), cap) from the difference d = old - sampled of the log-probabilities by which the training forward
+        and the sampler know a token: 1 without a correction, d of the token, or its mean over the answer. A product
+        over the answer would be almost 0 for long ones.
+        """
+        if self._section.mismatch == "none":
+            return torch.ones_like(difference)
+        difference = tokens.means(difference) if self._section.mismatch == "geometric" else difference
+        return difference.exp().clamp(max=self._section.mismatch_cap)
+
+    def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
+        """The loss; means over the answer tokens of the step, in nats but for ratios and shares; `advantage_abs` is a
+        mean over answers.
+
+        `kl` is measured to the reference and `mismatch` to the sampler, where there is one. `mismatch_ess` is the
+        effective share of the tokens, (sum w)^2 / (n sum w^2), if each had the weight w that corrects the sampler.
+        """
+        (term,), tokens = self.terms, max(counts["supervised_tokens"], 1)
+        found = {"loss": term.weight * sums["loss"] / max(counts[term.unit], 1)}
+        found |= {name: sums[name] / tokens for name in _PER_TOKEN}
+        found["advantage_abs"] = sums["advantage_abs"] / max(counts["examples"], 1)
+        if number := sums["tokens_of_reference"]:
+            found["kl"] = sums["kl"] / number
+        if number := sums["tokens_of_sampler"]:
+            found["mismatch"] = sums["mismatch"] / number
+            found["mismatch_ess"] = sums["mismatch_weight"] ** 2 / (number * sums["mismatch_square"])
+        return found
+
+
+def _k3(logp: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """An estimate of the divergence KL(model || reference) of each token, exp(-d) - 1 + d with d = lp - reference; it
+    is never negative (Schulman, http://joschu.net/blog/kl-approx.html).
+
+    As a loss of its own it pulls towards the reference by the other divergence. Multiplied by the ratio exp(lp - old),
+    its gradient is d times that of lp, as it should be (DeepSeek-V3.2, arXiv 2512.02556).
+    """
+    difference = logp - reference
+    return torch.expm1(-difference) + difference

@@ -1,0 +1,100 @@
+"""The settings that are refused where the model learns from answers that it samples."""
+
+from collections.abc import Iterable, Iterator
+
+from ds_finetune.config.objectives import GrpoObjective, is_grpo
+from ds_finetune.config.schedule import Duration
+from ds_finetune.plan.settings import Condition, Conflict, Refusal, RunSettings, setting, together
+
+_LAYOUTS: tuple[frozenset[str], ...] = (frozenset(), frozenset({"tp"}), frozenset({"sp"}))
+"""Axes beside data parallelism with which tests/parity/test_grpo.py compares the loss with a plain loop."""
+
+
+def _refused(applies: Condition, message: str, hint: str) -> Refusal:
+    """A refusal of what `applies` finds in a run with sampled answers."""
+    return Refusal(lambda run: is_grpo(run.objective) and applies(run), message, hint)
+
+
+def _section(run: RunSettings) -> GrpoObjective:
+    assert isinstance(run.objective, GrpoObjective)
+    return run.objective
+
+
+def _other_batch(run: RunSettings) -> dict[str, object] | None:
+    size, prompts = _section(run).group_size, run.rollout.prompts_per_step
+    answers, given = prompts * size, run.train.global_batch_size
+    fitting = f"rollout.prompts_per_step to {given // size}, or " if given % size == 0 else ""
+    return {"answers": answers, "fitting": fitting} if given != answers else None
+
+
+def _untested() -> Iterable[Conflict]:
+    yield setting("mtp.train true", "set mtp.train to false")
+    yield setting("indexer.train true", "set indexer.train to false")
+    yield setting("data.streaming true", "set data.streaming to false")
+    quantizes: Condition = lambda run: run.lora is not None and run.lora.quantize  # noqa: E731
+    yield Conflict("lora.quantize {lora.quantize}", "leave lora.quantize out", quantizes)
+    yield Conflict("parallel {mesh}", "set parallel.tp or parallel.sp only", lambda run: run.axes not in _LAYOUTS)
+    yield Conflict("offload to nvme", "offload to cpu", lambda run: "nvme" in run.offloads)
+    # It counts forwards to know when all weights are updated, and their number differs from step to step.
+    yield Conflict("inexact option zenflow", "leave zenflow out", lambda run: "zenflow" in run.inexact)
+
+
+def rollout_checks() -> Iterator[Refusal]:
+    """What the run file and the layout decide."""
+    yield _refused(
+        _other_batch,
+        "train.global_batch_size {train.global_batch_size} is not rollout.prompts_per_step "
+        "{rollout.prompts_per_step} x objective.group_size {objective.group_size} = {answers}",
+        "leave train.global_batch_size out; or set {fitting}train.global_batch_size to {answers}",
+    )
+    yield _refused(
+        lambda run: run.rollout.temperature != 1,
+        "rollout.temperature {rollout.temperature:g}: answers would not be drawn from the distribution that is "
+        "trained, and the ratio of their probabilities would be wrong from the first token on",
+        "leave rollout.temperature out, which is 1",
+    )
+    yield _refused(
+        lambda run: run.rollout.max_new_tokens >= run.train.max_seq_len,
+        "rollout.max_new_tokens {rollout.max_new_tokens} leaves no room for a prompt in a row of train.max_seq_len "
+        "{train.max_seq_len}",
+        "set train.max_seq_len to the longest prompt and rollout.max_new_tokens together",
+    )
+    yield _refused(
+        lambda run: _section(run).ratio == "capped" and _section(run).ratio_cap is None,
+        "objective.ratio capped without objective.ratio_cap",
+        "set objective.ratio_cap, such as 5.0; it is the largest ratio itself, also where another program's "
+        "epsilon_high is what the ratio may exceed 1 by",
+    )
+    yield _refused(
+        lambda run: _section(run).reference == "adapters_off" and run.lora is None,
+        "objective.reference adapters_off without lora: there are no adapters to turn off",
+        "add `lora`, or set objective.reference to none",
+    )
+    yield _refused(
+        lambda run: _section(run).kl_weight and not _section(run).has_reference(has_adapters=run.lora is not None),
+        "objective.kl_weight {objective.kl_weight:g} without a reference model",
+        "add `lora`, whose reference is the model with its adapters off, or set objective.kl_weight to 0",
+    )
+    yield _refused(
+        lambda run: Duration.parse(run.train.duration).unit == "tokens",
+        "train.for `{train.duration}`: how long the sampled answers will be is not known",
+        "give train.for in steps, or in epochs of the prompts",
+    )
+    yield from together("objective grpo", lambda run: is_grpo(run.objective), _untested())
+
+
+def _dropouts(run: RunSettings) -> dict[str, object] | None:
+    """Values of a message where layers of the model drop numbers."""
+    ends = ("dropout", "_pdrop", "_dropout_prob")
+    drops = [f"{key} {value}" for key, value in run.model_json.items() if key.endswith(ends) and value]
+    return {"drops": ", ".join(drops)} if drops else None
+
+
+ROLLOUT_MODEL = (
+    _refused(
+        _dropouts,
+        "objective grpo of a model with {drops}: answers would be sampled, scored and trained by different models",
+        "set it to 0 in the model's config.json",
+    ),
+)
+"""What the model's config.json decides."""
