@@ -246,17 +246,27 @@ def read_device_memory(world: World, device: str) -> DeviceMemory | None:
 class PeakMemory:
     """The most that this process has taken of its device since the object was made."""
 
-    def __init__(self, device: str) -> None:
-        self._device = device
-        if device == "cuda" and torch.cuda.is_initialized():
+    def __init__(self, device: str, world: World) -> None:
+        self._index = visible_device(world.local_rank) if device == "cuda" else None
+        if self._index is not None and torch.cuda.is_initialized():
             # Of an earlier run of this process, whose device may be another.
-            for index in range(torch.cuda.device_count()):
-                torch.cuda.reset_peak_memory_stats(index)
-        self._before = 0 if device == "cuda" else _status_bytes("VmRSS")
+            torch.cuda.reset_peak_memory_stats(self._index)
+        self._before = _status_bytes("VmRSS") if self._index is None else _bytes_besides_torch(self._index)
 
     def num_bytes(self) -> int:
-        """`peak_bytes` on a GPU; on a CPU the growth of the process's resident memory up to its peak."""
-        return max(0, peak_bytes(self._device) - self._before)
+        """On a GPU what torch has reserved for tensors, and what NCCL and other libraries have taken since; on a CPU
+        the growth of the process's resident memory up to its peak.
+        """
+        if self._index is None:
+            return max(0, peak_bytes("cpu") - self._before)
+        others = max(0, _bytes_besides_torch(self._index) - self._before)
+        return torch.cuda.max_memory_reserved(self._index) + others
+
+
+def _bytes_besides_torch(index: int) -> int:
+    """Bytes of a GPU that are taken, but not by the allocator of this process."""
+    free, total = torch.cuda.mem_get_info(index)
+    return total - free - torch.cuda.memory_reserved(index)
 
 
 def peak_bytes(device: str) -> int:

@@ -100,6 +100,18 @@ class Mesh:
         """Number of ranks that work on the same rows."""
         return self.sp * self.tp * self.pp
 
+    def num_groups(self, *, vpp: int = 1) -> int:
+        """Process groups that each of several ranks is in: the default one, those of `open_groups` with `vpp` chunks a
+        rank, and DeepSpeed's copy of the default one, which it makes where the model is not divided.
+        """
+        sizes = dict(zip(AXES, self._sizes, strict=True))
+        asked: list[tuple[Axis, ...]] = [(axis,) for axis in ("pp", "sp", "tp") if sizes[axis] > 1]
+        is_divided = self.tp * self.pp > 1
+        asked += [("pp", "tp"), ("dp", "sp")] if is_divided else []
+        # Axes of one rank do not make another group.
+        lines = {tuple(axis for axis in axes if sizes[axis] > 1) for axes in asked}
+        return 1 + len(lines) + (not is_divided) + 2 * (self.ep > 1) + 4 * (vpp > 1)
+
     def place(self, axis: Axis, rank: int | None = None) -> int:
         """Index of a rank (this one by default) along an axis."""
         inner = math.prod(self._sizes[AXES.index(axis) + 1 :])

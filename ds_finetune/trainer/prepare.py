@@ -47,7 +47,7 @@ def prepare_run(resolved: ResolvedRun) -> PreparedRun:
     rows = None if isinstance(inputs.train, StreamedRows) else inputs.train.rows_per_epoch
     length = replace(run.settings, steps=schedule.steps, warmup=schedule.warmup_steps, rows=rows)
     check(length, "length of the run")
-    memory, peak = read_device_memory(world, run.plan.device), PeakMemory(run.plan.device)
+    memory, peak = read_device_memory(world, run.plan.device), PeakMemory(run.plan.device, world)
     inputs = replace(inputs, notes=(*inputs.notes, *length_notes(length)))
     return replace(run, inputs=inputs, memory=memory, peak=peak)
 

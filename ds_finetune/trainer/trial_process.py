@@ -73,7 +73,8 @@ def _peak_of_steps(run: PreparedRun, prefix: str, folder: Path) -> int:
     agree = partial(exchange, store, world, "operators", timeout=timeout)
     run = replace(run, plan=build_ops(use_cores(run.plan, os.environ), agree, say_nothing))
     with process_group(world, run.plan.device, store, timeout=timeout), end_on_error(folder):
-        peak = PeakMemory(run.plan.device)
+        # On a GPU counted from before the group: its communicator takes memory.
+        peak = run.peak if run.plan.device == "cuda" and run.peak is not None else PeakMemory("cpu", world)
         with start_engine(run.plan, run.model) as engine, end_on_error(folder):
             for batch in trial_batches(run, steps=_STEPS):
                 engine.step(batch, lr=0.0)

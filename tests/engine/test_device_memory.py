@@ -62,7 +62,7 @@ def test_ranks_of_a_host_share_its_memory() -> None:
 
 
 def test_the_peak_of_a_cpu_is_growth_of_resident_memory() -> None:
-    peak = PeakMemory("cpu")
+    peak = PeakMemory("cpu", World(0, 1, 0, 1, "test"))
     before = peak.num_bytes()
     kept = torch.ones(before + 256 * MIB, dtype=torch.uint8)
     assert before + 200 * MIB < peak.num_bytes() < before + GIB
@@ -70,12 +70,21 @@ def test_the_peak_of_a_cpu_is_growth_of_resident_memory() -> None:
     assert peak.num_bytes() > before + 200 * MIB
 
 
-def test_the_peak_of_a_gpu_is_not_that_of_an_earlier_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On whichever device of this process that was."""
-    peaks = {0: 3 * GIB, 1: 5 * GIB}
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda index: peaks.update({index: GIB}))
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peaks[1])
-    assert PeakMemory("cuda").num_bytes() == GIB
-    assert peaks == {0: GIB, 1: GIB}
+def test_the_peak_of_a_gpu_is_what_is_reserved_and_what_libraries_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of this rank's GPU, since the object was made: an earlier run of the process, and other processes, do not count."""
+    peaks, free, reserved = {1: 5 * GIB}, [60 * GIB], [2 * GIB]
+    fakes = {
+        "is_initialized": lambda: True,
+        "device_count": lambda: 2,
+        "reset_peak_memory_stats": lambda index: peaks.update({index: reserved[0]}),
+        "max_memory_reserved": lambda index: peaks[index],
+        "memory_reserved": lambda index: {1: reserved[0]}[index],
+        "mem_get_info": lambda index: {1: (free[0], 80 * GIB)}[index],
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    peak = PeakMemory("cuda", World(1, 2, 1, 2, "test"))
+    assert peak.num_bytes() == 2 * GIB
+    # Of 30 GiB that are taken now, torch has 27 and NCCL 3; torch had one GiB more before.
+    free[0], reserved[0], peaks[1] = 30 * GIB, 29 * GIB, 30 * GIB
+    assert peak.num_bytes() == 33 * GIB

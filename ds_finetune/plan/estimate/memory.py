@@ -10,6 +10,7 @@ from typing import NamedTuple, get_args
 
 from ds_finetune.config.objectives import ObjectiveConfig, is_distillation
 from ds_finetune.config.sections import OWN_ATTENTIONS, LoraConfig, ParallelConfig
+from ds_finetune.config.units import GIB
 from ds_finetune.errors import ConfigError, ModelError
 from ds_finetune.families.family import layer_of
 from ds_finetune.families.parameters import ModelConfig
@@ -52,6 +53,12 @@ _WIDE = 4
 _MICRO_BATCH, _LENGTH = "train.micro_batch_size", "train.max_seq_len"
 EXPERT_IMBALANCE = 1.25
 """Rows that the experts of a rank get over their mean, where `parallel.ep` ranks divide the experts: assumed."""
+
+_COMMUNICATOR, _PEER = GIB // 2, 4 * GIB // 9
+"""Bytes that NCCL takes for a communicator, and for each rank of the node that exchanges rows: assumed. Others measured
+388 MiB on an RTX 3060 (sglang 35538), 544 and 688 MiB on A100s (NCCL issue 964), and 3.3 GB for an exchange with seven
+other H100s (NCCL issue 1685).
+"""
 
 
 @dataclass(frozen=True)
@@ -106,7 +113,8 @@ def estimate_stages(plan: Plan, model: ModelConfig, *, teacher: ModelConfig | No
     has the most forwards in flight. Errors as those of `estimate_memory`.
     """
     stages = weights_of_run(plan, model)
-    files, last = tuple(_file_rows(plan, model)), tuple(_teacher_rows(plan, teacher))
+    files = (*_communicator_rows(plan), *_file_rows(plan, model))
+    last = tuple(_teacher_rows(plan, teacher))
     seen = set()
     for number, weights in enumerate(stages):
         is_last = number == len(stages) - 1
@@ -150,6 +158,16 @@ def least_bytes_of_stages(plan: Plan, model: ModelConfig) -> StateBytes:
     return StateBytes(
         *(peak(shared, place) + min(peak(each, place) for each in rows) // plan.mesh.pp for place in places)
     )
+
+
+def _communicator_rows(plan: Plan) -> Iterator[MemoryRow]:
+    """What NCCL takes besides torch's allocator, for all groups and the ranks that exchange rows."""
+    mesh, local = plan.mesh, plan.world.local_world_size
+    if plan.device == "cpu" or mesh.world_size == 1:
+        return
+    peers = sum(min(size, local) - 1 for size in (mesh.sp, mesh.ep))
+    size = mesh.num_groups(vpp=plan.parallel.vpp) * _COMMUNICATOR + peers * _PEER
+    yield MemoryRow("communicators", "gpu", size, "NCCL_MAX_NCHANNELS")
 
 
 def _home(plan: Plan) -> Place:

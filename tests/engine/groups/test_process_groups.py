@@ -29,6 +29,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
     [
         ({}, False, 0),
         ({"sp": 2}, False, 4),
+        ({"sp": 8}, False, 1),
         # Of tensor parallel ranks and of ranks with the same part; the former are also those that hold a model.
         ({"tp": 2}, False, 4 + 2),
         ({"tp": 8}, False, 1 + 8),
@@ -53,6 +54,10 @@ def test_groups_of_the_same_ranks_are_opened_once(
     mesh = Mesh.of(ParallelConfig(**sizes), world_size=RANKS, rank=1)
     with open_groups(mesh, shares_embedding=shares_embedding, vpp=sizes.get("vpp", 1)) as groups:
         assert len(opened) == number
+        # With the default group, and DeepSpeed's copy of it; the planner leaves the group of the embedding out.
+        is_shared = groups.stage is not None and groups.stage.embedding_group is not None
+        known = 1 + (groups.mpu is None) + sum(1 in ranks for ranks in opened) - is_shared
+        assert mesh.num_groups(vpp=sizes.get("vpp", 1)) == known
         if mesh.tp > 1 and mesh.pp == 1:
             assert groups.tensor is not None
             assert groups.mpu is not None

@@ -93,12 +93,13 @@ def test_nvme_needs_buffers_on_the_host(shared_data: Path) -> None:
 
 
 def planned(shared_data: Path, *, ranks: int = 16, stage: int = 2, parallel: Tree | None = None, **train: Any) -> int:
-    """Bytes on the device of a rank that trains DeepSeek-V2-Lite."""
+    """Bytes on the device of a rank that trains DeepSeek-V2-Lite, without communicators, of which axes need more."""
     tree: Tree = {"model": "m", "data": {"train": "t.jsonl"}, "output_dir": "o", "parallel": parallel or {}}
     tree |= {"deepspeed": {"zero_optimization": {"stage": stage}}, "train": {"global_batch_size": 64, **train}}
     config = RunConfig.model_validate(tree)
     plan = make_plan(RunSettings.of(config), world=World(0, ranks, 0, 8, "a test"), device="cuda")
-    return estimate_memory(plan, published(shared_data, "deepseek-ai--DeepSeek-V2-Lite")).device_bytes
+    estimate = estimate_memory(plan, published(shared_data, "deepseek-ai--DeepSeek-V2-Lite"))
+    return estimate.device_bytes - sum(row.num_bytes for row in estimate.rows if row.name == "communicators")
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -124,3 +125,24 @@ def test_more_ranks_need_less(shared_data: Path, stage: int) -> None:
 def test_zero_stages_need_less(shared_data: Path) -> None:
     needs = [planned(shared_data, stage=stage) for stage in (1, 2)]
     assert needs == sorted(needs, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "device", "parallel", "gib"),
+    [
+        (8, "cuda", {}, 2 * 0.5),
+        (16, "cuda", {"ep": 16}, 4 * 0.5 + 7 * 4 / 9),
+        (8, "cuda", {"tp": 2}, 3 * 0.5),
+        (1, "cuda", {}, 0),
+        (2, "cpu", {}, 0),
+    ],
+)
+def test_communicators_take_memory_besides_torchs(
+    shared_data: Path, ranks: int, device: str, parallel: Tree, gib: float
+) -> None:
+    tree: Tree = {"model": "m", "data": {"train": "t.jsonl"}, "output_dir": "o", "parallel": parallel}
+    config = RunConfig.model_validate(tree | {"train": {"global_batch_size": 16}})
+    plan = make_plan(RunSettings.of(config), world=World(0, ranks, 0, min(ranks, 8), "a test"), device=device)
+    rows = estimate_memory(plan, published(shared_data, "deepseek-ai--DeepSeek-V2-Lite")).rows
+    found = sum(row.num_bytes for row in rows if row.name == "communicators")
+    assert found / 2**30 == pytest.approx(gib)
