@@ -127,7 +127,9 @@ class BatchPlan:
     row_cost: Callable[[int], float] | None = None
     """Cost of a training row by its number, by which ranks get equal shares; None leaves the rows in order."""
     streamed_row_cost: Callable[[Row], float] | None = None
-    """Cost of a streamed row, by which a rank's rows of a step are ordered; None leaves them in order."""
+    """Cost of a streamed row, by which a rank's rows of a step are ordered, or of a row of sampled answers, by which
+    ranks get equal shares; None leaves them in order.
+    """
     meets_each_forward: bool = False
     """Whether ranks wait for each other in every forward or backward, and not only at the end of a step."""
 
@@ -239,11 +241,11 @@ def make_batch(rows: Sequence[Row | None], plan: BatchPlan, position: Position, 
         position=position,
         row_ids=row_ids,
         num_tokens=sum(row.num_tokens for row in filled),
-        counts=_counts(filled, plan.documents_per_unit),
+        counts=count_rows(filled, plan.documents_per_unit),
     )
 
 
-def _counts(rows: Sequence[Row], documents_per_unit: int) -> dict[str, int]:
+def count_rows(rows: Sequence[Row], documents_per_unit: int) -> dict[str, int]:
     """Number of each unit; rows whose `documents` is None have only tokens, supervised ones and documents."""
     lengths = [row.documents.lengths for row in rows if row.documents is not None]
     examples = sum(map(len, lengths)) // max(documents_per_unit, 1)
@@ -260,7 +262,7 @@ def _counts(rows: Sequence[Row], documents_per_unit: int) -> dict[str, int]:
 def _count_units(rows: Rows, ids: Sequence[int], plan: BatchPlan) -> Mapping[str, int]:
     if isinstance(rows, CountedRows):
         return rows.count_units(ids, plan.documents_per_unit)
-    return _counts([rows[i] for i in ids], plan.documents_per_unit)
+    return count_rows([rows[i] for i in ids], plan.documents_per_unit)
 
 
 def _chosen_tokens(row: Row) -> int:

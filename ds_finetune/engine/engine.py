@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from operator import itemgetter
 from types import MappingProxyType
 from typing import Any
 
@@ -49,14 +50,14 @@ from ds_finetune.engine.results import (
 from ds_finetune.engine.state.state import EngineState
 from ds_finetune.engine.state.whole_tensors import WholeTensors, named_parameters
 from ds_finetune.errors import RunError
-from ds_finetune.model.adapters.lora import adapters_off
+from ds_finetune.model.adapters.lora import adapters_off as turn_adapters_off
 from ds_finetune.model.loss.extra_loss import TotalLoss
 from ds_finetune.model.loss.forward_rows import ForwardRows, StageOutput
 from ds_finetune.model.loss.score_head import SCORE_HEAD, logits_of_prompt
 from ds_finetune.model.mtp import mtp_layers
 from ds_finetune.model.parallel.pipeline import PipelineGroup, has_tied_head
 from ds_finetune.model.weights.names import is_adapter
-from ds_finetune.objectives.objective import Examples, LossAndSums, Objective, StepNumbers
+from ds_finetune.objectives.objective import Examples, LossAndSums, Objective, StepNumbers, is_of_answers
 from ds_finetune.plan.plan import Plan
 
 
@@ -207,6 +208,41 @@ class Engine:
         order = np.argsort(every[0], kind="stable")
         return every[0][order], every[1][order]
 
+    def token_log_probs(
+        self, batches: Iterable[Batch], *, adapters_off: bool = False
+    ) -> dict[int, NDArray[np.float32]]:
+        """The log-probability of each supervised token in nats by the number of its document, on every rank.
+
+        The batches of all ranks hold each document once, and have equally many forwards. They are the numbers that
+        `step` computes, bit by bit, where the forwards have the same rows. With `adapters_off` they are those of
+        the model before it got its adapters.
+        """
+        self._ds.eval()
+        mine = list[tuple[int, NDArray[np.float32]]]()
+        with turn_adapters_off(self.lm) if adapters_off else nullcontext():
+            for batch in batches:
+                for rows in self.prepare(batch).rows:
+                    logp, supervised = self._log_probs(rows).cpu().numpy(), rows.supervised
+                    examples = _examples_of(rows)
+                    assert supervised is not None
+                    index = examples.index.reshape(-1)[supervised]
+                    ends = index.bincount(minlength=len(examples.numbers)).cumsum(0)
+                    mine += zip(examples.numbers.tolist(), np.split(logp, ends.tolist()[:-1]), strict=False)
+        mesh = self.plan.mesh
+        shares = all_gather_object((mesh.place("sp"), mine if mesh.place("tp") == 0 else []))
+        found: dict[int, list[NDArray[np.float32]]] = {}
+        for _, share in sorted(shares, key=itemgetter(0)):
+            for number, part in share:
+                found.setdefault(number, []).append(part)
+        return {number: np.concatenate(parts) for number, parts in found.items()}
+
+    def allow_only(self, allowed: torch.Tensor | None) -> None:
+        """From now on the loss of answers knows only the ids that are `allowed`, bool [vocabulary], or all of them, as
+        the sampler draws no others: its softmax has probability 0 for the rest.
+        """
+        head, tp = self._ds.module.lm.get_output_embeddings(), self.plan.mesh.tp
+        head.forbidden = None if allowed is None else ~allowed.chunk(tp)[self.plan.mesh.place("tp")].to(self._device)
+
     def generate(
         self, prompts: list[list[int]], limits: GenerationLimits, *, is_over: Callable[[], bool] = _never
     ) -> list[list[int]] | None:
@@ -280,7 +316,7 @@ class Engine:
         if not self.objective.reference_from_adapters:
             return rows
         self._ds.eval()
-        with adapters_off(self.lm):
+        with turn_adapters_off(self.lm):
             return replace(rows, examples=replace(_examples_of(rows), reference=self._log_probs(rows)))
 
     def _baseline(self, every: Iterable[ForwardRows]) -> float:
@@ -298,10 +334,14 @@ class Engine:
     def _run_micro_batches(self, every: Sequence[ForwardRows], numbers: StepNumbers) -> torch.Tensor:
         """Forward and backward of every micro-batch; returns this rank's sums of the objective, fp64."""
         sums, once = self._no_sums(), self.plan.reduces_once
+        # How many forwards sampled answers take is not known to DeepSpeed, which would count them to find the last.
+        varies = not once and is_of_answers(self.objective)
         with gradients_reduced_at_end(self._ds, zero_stage=self.plan.zero_stage) if once else nullcontext():
             for index, rows in enumerate(every, start=1):
                 out = self._forward(rows, numbers)
                 assert isinstance(out, LossAndSums)
+                if varies:
+                    self._ds.set_gradient_accumulation_boundary(index == len(every))
                 self._ds.backward(self._scaled(out.loss), scale_wrt_gas=False)
                 sums += out.sums
                 if index < len(every) and not once:

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
+from ds_finetune.config.objectives import is_grpo
 from ds_finetune.config.schedule import Duration
 from ds_finetune.config.units import share_text
 from ds_finetune.data.batches import Batch, BatchPlan, Position, prefetched, training_batches
@@ -97,7 +98,8 @@ def batch_plan(run: PreparedRun) -> BatchPlan:
 
 
 def _row_costs(run: PreparedRun) -> dict[str, Any]:
-    """What a prepared row costs, by its number, or what a streamed row costs; nothing where rows stay in order.
+    """What a prepared row costs, by its number, or what a row of a stream or of sampled answers costs; nothing where
+    rows stay in order.
 
     On one rank only padding can be saved, by rows of similar length in a forward, and packed rows have the same length.
     """
@@ -108,6 +110,8 @@ def _row_costs(run: PreparedRun) -> dict[str, Any]:
         RowCost.of(run.inputs.shape, run.plan.activation_checkpointing).of_row,
         row_len=batch.max_seq_len if batch.is_packed else None,
     )
+    if is_grpo(run.config.objective):
+        return {"streamed_row_cost": lambda row: cost(row.document_lengths, row.supervised)}
     if isinstance(rows, PreparedRows):
         return {"row_cost": lambda number: cost(*rows.sizes(number))}
     # Where ranks do not meet in each forward, the order of a rank's packed rows makes no difference.

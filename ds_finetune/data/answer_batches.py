@@ -1,0 +1,113 @@
+"""Batches of answers that the model has sampled: rows of prompts with answers, and what is known of their tokens."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ds_finetune.data.batches import Batch, BatchPlan, MicroBatch, Position, count_rows, divide_rows, make_batch
+from ds_finetune.data.prepared_rows import Row, RowDocuments, next_token_labels, pack
+from ds_finetune.objectives.labels import IGNORE_INDEX
+from ds_finetune.objectives.objective import AnswerNumbers
+
+LogProbs = NDArray[np.float32] | None
+"""The log-probability of each token of an answer in nats, fp32 [tokens]; None where it is not known."""
+
+
+@dataclass(frozen=True, eq=False)
+class ScoredAnswer:
+    """A sampled answer with its advantage; `objectives.objective.AnswerNumbers` says what the log-probabilities are."""
+
+    prompt_ids: Sequence[int]
+    ids: Sequence[int] | NDArray[np.int64]
+    """The answer, with its end token unless it was cut; at least one token."""
+    advantage: float
+    number: int
+    """Its number among the answers of the step."""
+    sampled: LogProbs = None
+    old: LogProbs = None
+    reference: LogProbs = None
+
+
+def answer_batch(answers: Sequence[ScoredAnswer], plan: BatchPlan, *, position: Position | None = None) -> Batch:
+    """This rank's share of a step on `answers`, which are the same on every rank, with the counts of all of them.
+
+    Packed rows are filled with the longest answers first, and empty rows fill up the last forwards: the number of
+    forwards depends on the answers, and is the same on every rank. `position` is that in the prompts after the step.
+    """
+    every = _rows(answers, plan)
+    rows = [*every, *[None] * (-len(every) % (plan.micro_batch_size * plan.dp))]
+    rows = rows or [None] * (plan.micro_batch_size * plan.dp)
+    mine = _indices_of_rank(rows, plan)
+    batch = make_batch([rows[index] for index in mine], plan, position or Position(0, 0), ())
+    by_number = {answer.number: answer for answer in answers}
+    assert len(by_number) == len(answers), "two answers of a step have the same number"
+    return replace(
+        batch,
+        micro=tuple(_with_numbers(micro, by_number) for micro in batch.micro),
+        global_counts=count_rows(every, plan.documents_per_unit),
+    )
+
+
+def _rows(answers: Sequence[ScoredAnswer], plan: BatchPlan) -> list[Row]:
+    """Rows of one answer each, or of as many as fit."""
+    if plan.row_len is None:
+        return [_row([answer]) for answer in answers]
+    lengths = np.array([len(answer.prompt_ids) + len(answer.ids) for answer in answers], dtype=np.int64)
+    return [_row([answers[index] for index in row]) for row in pack(lengths, plan.row_len)]
+
+
+def _row(answers: Sequence[ScoredAnswer]) -> Row:
+    ids = [np.array([*answer.prompt_ids, *answer.ids], dtype=np.int32) for answer in answers]
+    prompts = [len(answer.prompt_ids) for answer in answers]
+    parts = zip(ids, prompts, strict=True)
+    labels = np.concatenate([next_token_labels(part, np.arange(len(part)) >= prompt) for part, prompt in parts])
+    lengths = np.array([len(part) for part in ids], dtype=np.int64)
+    return Row(
+        input_ids=np.concatenate(ids),
+        position_ids=np.concatenate([np.arange(length, dtype=np.int32) for length in lengths]),
+        labels=labels,
+        supervised=int((labels != IGNORE_INDEX).sum()),
+        documents=RowDocuments(
+            lengths=lengths,
+            numbers=np.array([answer.number for answer in answers], dtype=np.int64),
+            targets=np.array([answer.advantage for answer in answers]),
+            second=lengths,
+        ),
+    )
+
+
+def _indices_of_rank(rows: Sequence[Row | None], plan: BatchPlan) -> Sequence[int]:
+    """Indices of this rank's rows: by their costs where the plan has them, else a contiguous range."""
+    share, row_cost = len(rows) // plan.dp, plan.streamed_row_cost
+    if row_cost is None:
+        return range(plan.rank * share, (plan.rank + 1) * share)
+    costs = np.array([0.0 if row is None else row_cost(row) for row in rows])
+    forwards = share // plan.micro_batch_size
+    return divide_rows(costs, plan.dp, forwards, meets_each_forward=plan.meets_each_forward)[plan.rank]
+
+
+def _with_numbers(micro: MicroBatch, answers: dict[int, ScoredAnswer]) -> MicroBatch:
+    """The rows with the log-probabilities of their answers at the places of the labels."""
+    assert micro.examples is not None
+    # A document is whole in its row, and documents are numbered in the order of the rows.
+    held = [answers[number] for number in micro.examples.numbers.tolist()]
+    is_supervised = (micro.labels != IGNORE_INDEX).numpy()
+
+    def spread(parts: Sequence[LogProbs]) -> torch.Tensor:
+        known = np.full(is_supervised.shape, np.nan, dtype=np.float32)
+        if held:
+            whole = [
+                np.full(len(each.ids), np.nan) if part is None else part for each, part in zip(held, parts, strict=True)
+            ]
+            known[is_supervised] = np.concatenate(whole)
+        return torch.from_numpy(known)
+
+    numbers = AnswerNumbers(
+        old=spread([answer.old for answer in held]),
+        reference=spread([answer.reference for answer in held]),
+        sampled=spread([answer.sampled for answer in held]),
+    )
+    return replace(micro, examples=replace(micro.examples, answers=numbers))
