@@ -28,7 +28,7 @@ from ds_finetune.model.activation_memory import (
 )
 from ds_finetune.model.adapters.lora import AdapterPlacement
 from ds_finetune.model.attention.indexed_attention import expect_documents
-from ds_finetune.model.attention.kernels import packs_documents
+from ds_finetune.model.attention.kernels import choose_flash_attention, packs_documents
 from ds_finetune.model.build.dtypes import PRECISION_DTYPES
 from ds_finetune.model.build.encoder import encoder_of
 from ds_finetune.model.build.model_plan import ModelPlan
@@ -248,6 +248,7 @@ def trained_model(
     trained.packs_documents = packs_documents(
         model.attention, model.hf_config, device=plan.device, precision=plan.precision
     )
+    choose_flash_attention(model.hf_config, packs_documents=trained.packs_documents)
     return trained
 
 

@@ -17,6 +17,8 @@ HALF_PRECISIONS = ("bf16", "fp16")
 """The precisions that FlashAttention computes in."""
 _OLDEST = (8, 0)
 """Compute capability from which FlashAttention runs."""
+_HOPPER = 9
+"""Major compute capability for which FlashAttention 3 is written (torch 2.13, nn/attention/_fa3.py:155)."""
 _NO_BACKWARD = {(8, 6), (8, 7), (8, 9), (12, 0), (12, 1)}
 """Compute capabilities with too little shared memory for its backward pass at 193 to 224 columns (torch 2.13,
 aten/src/ATen/native/transformers/cuda/sdp_utils.cpp:531)."""
@@ -66,27 +68,46 @@ def varlen_problem(tree: Mapping[str, Any], *, precision: str, capability: tuple
     return next((text for is_set, text in problems if is_set), "")
 
 
-def attention_lines(attention: str, tree: Mapping[str, Any], *, device: str, precision: str) -> list[tuple[str, str]]:
-    """Name and text of the decision, for people; none on CPUs, and none for kernels of transformers."""
+def flash_3_problem(tree: Mapping[str, Any], *, capability: tuple[int, int], is_installed: bool) -> str:
+    """Why FlashAttention 3 does not attend to all documents of a forward; empty where it does."""
+    if capability[0] != _HOPPER:
+        return f"FlashAttention 3 is for compute capability {_HOPPER}.x"
+    if dropout := _dropout(tree):
+        return f"FlashAttention 3 has no dropout, and the attention has {dropout}"
+    return "" if is_installed else "FlashAttention 3 needs a torch that takes it, and its module flash_attn_interface"
+
+
+def attention_lines(
+    attention: str, tree: Mapping[str, Any], *, device: str, precision: str, flash_3: str | None = None
+) -> list[tuple[str, str]]:
+    """Name and text of the decision, for people; none on CPUs, and none for kernels of transformers.
+
+    `flash_3` is the `flash_3_problem` of this GPU, or None where no GPU is here.
+    """
     if device == "cpu" or attention not in OWN_ATTENTIONS or family_of(tree["model_type"]).is_generic:
         return []
     if attention == "by_document":
         return [("attention", "a call for each document")]
-    problem = varlen_problem(tree, precision=precision)
-    return [("attention", f"a call for each document: {problem}" if problem else "one call for all documents")]
+    if problem := varlen_problem(tree, precision=precision):
+        return [("attention", f"a call for each document: {problem}")]
+    version = "" if flash_3 is None else f", by FlashAttention 2: {flash_3}" if flash_3 else ", by FlashAttention 3"
+    return [("attention", f"one call for all documents{version}")]
 
 
 def problem_of_calls(tree: Mapping[str, Any], longest: int) -> str:
     """Why some calls would not use the kernel, although it fits the model; empty where all do. `longest` is the maximum
     number of tokens of a document.
     """
-    dropout = tree.get("attention_dropout") or tree.get("attention_probs_dropout_prob") or 0.0
-    if dropout:
+    if dropout := _dropout(tree):
         return f"dropout {dropout} of its attention, which the kernel does not have"
     chosen = tree.get("index_topk") if family_of(tree["model_type"]).indexer is not None else None
     if chosen and longest > chosen:
         return f"documents of {longest} tokens, whose queries attend to the {chosen} that an indexer chooses"
     return ""
+
+
+def _dropout(tree: Mapping[str, Any]) -> float:
+    return tree.get("attention_dropout") or tree.get("attention_probs_dropout_prob") or 0.0
 
 
 def _dotted(capability: tuple[int, int]) -> str:

@@ -6,17 +6,18 @@ import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from itertools import accumulate, chain
 from typing import Any
 
 import torch
-from torch.nn import functional
+from torch.nn import attention, functional
 from transformers import PretrainedConfig
 
 from ds_finetune.config.sections import OWN_ATTENTIONS
-from ds_finetune.errors import ModelError
+from ds_finetune.errors import DependencyError, ModelError
 from ds_finetune.model.kept_outputs import kept
-from ds_finetune.plan.forward import MAX_WIDTH, varlen_problem
+from ds_finetune.plan.forward import MAX_WIDTH, flash_3_problem, varlen_problem
 
 Documents = tuple[int, ...]
 """Lengths of the consecutive documents of a row, with padding as one of them; their sum is the row's length."""
@@ -43,6 +44,40 @@ def packs_documents(attention: str, hf_config: PretrainedConfig, *, device: str,
             hint="set model.attention: sdpa, which attends document by document there",
         )
     return not problem
+
+
+_FLASH_3, _FLASH_3_MODULE = "FA3", "flash_attn_interface"
+"""torch's name of FlashAttention 3, and the module that torch takes it from (2.13, nn/attention/_fa3.py:65)."""
+
+
+def problem_of_flash_3(hf_config: PretrainedConfig) -> str:
+    """Why this GPU does not attend by FlashAttention 3; empty where it does, if documents are packed."""
+    known: list[str] = getattr(attention, "list_flash_attention_impls", list)()
+    is_installed = _FLASH_3 in known and find_spec(_FLASH_3_MODULE) is not None
+    capability = torch.cuda.get_device_capability()
+    return flash_3_problem(hf_config.to_dict(), capability=capability, is_installed=is_installed)
+
+
+def choose_flash_attention(hf_config: PretrainedConfig, *, packs_documents: bool) -> None:
+    """Let torch compute attention by FlashAttention 3 where it can for a model whose documents are packed on this GPU,
+    and by its own kernels else, for the whole process.
+
+    DependencyError where the package of FlashAttention 3 cannot be loaded.
+    """
+    if not hasattr(attention, "activate_flash_attention_impl"):
+        return
+    active = attention.current_flash_attention_impl()
+    is_taken = packs_documents and not problem_of_flash_3(hf_config)
+    if active == _FLASH_3 and not is_taken:
+        attention.restore_flash_attention_impl()
+    if is_taken and active is None:
+        try:
+            attention.activate_flash_attention_impl(_FLASH_3)
+        except (ImportError, RuntimeError, OSError) as error:
+            raise DependencyError(
+                f"FlashAttention 3 is installed and cannot be loaded: {error}",
+                hint=f"install one that was built for torch {torch.__version__}, or remove it",
+            ) from error
 
 
 @dataclass(frozen=True)
