@@ -47,6 +47,8 @@ from ds_finetune.engine.results import (
     scores_of,
     step_result,
 )
+from ds_finetune.engine.sampling.answers import PackedAnswers, PromptToSample, SampledAnswer, SamplingLimits, in_order
+from ds_finetune.engine.sampling.sampler import SamplingRequest, sample_prompts
 from ds_finetune.engine.state.state import EngineState
 from ds_finetune.engine.state.whole_tensors import WholeTensors, named_parameters
 from ds_finetune.errors import RunError
@@ -71,8 +73,8 @@ def _never() -> bool:
 
 
 class Engine:
-    """A model under DeepSpeed: `step`, `evaluate`, `document_log_probs`, `generate`, `logits`, and its whole
-    `tensors`.
+    """A model under DeepSpeed: `step`, `evaluate`, `document_log_probs`, `generate`, `sample`, `logits`, and its
+    whole `tensors`.
     """
 
     drawn: tuple[str, ...] = ()
@@ -258,6 +260,35 @@ class Engine:
             return None
         merged = {index: answer for part in all_gather_object(mine) for index, answer in part.items()}
         return [merged[index] for index in range(len(prompts))]
+
+    def sample(  # noqa: PLR0913
+        self,
+        prompts: Sequence[PromptToSample],
+        *,
+        group_size: int,
+        limits: SamplingLimits,
+        seed: int,
+        greedy: bool = False,
+        batch_rows: int | None = None,
+        is_over: Callable[[], bool] = _never,
+    ) -> list[list[SampledAnswer]] | None:
+        """`group_size` answers to each of `prompts`, on every rank; prompts are distributed over the ranks.
+
+        They depend on the seed and on the numbers of rollout, prompt and answer, and on no rank or batch but for
+        rounding. With `greedy` they are the most probable tokens. A batch has at most `batch_rows` rows; with None
+        memory decides. `is_over` is called before each batch and must return the same on every rank; where it is true,
+        the result is None.
+        """
+        request = SamplingRequest(group_size, limits, None if greedy else seed, batch_rows, is_over)
+        was_training = self._ds.training
+        self._ds.eval()
+        mine = sample_prompts(self._ds, self.plan, self._groups.tensor, prompts, request)
+        self._ds.train(was_training)
+        if mine is None:
+            return None
+        is_first = self.plan.mesh.place("tp") == self.plan.mesh.place("pp") == 0
+        every = all_gather_object(PackedAnswers.of(mine if is_first else {}))
+        return in_order(every, group_size=group_size)
 
     def logits(self, prompts: Sequence[Sequence[int]]) -> Iterator[torch.Tensor]:
         """Logits of each prompt (token ids) in the run's precision, [tokens, vocabulary] as fp32, on every rank; of a

@@ -98,6 +98,32 @@ class _DocumentAttention:
         )
         return out[:, :, -queries:, :width]
 
+    def of_last_token(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_key: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Attention of the last token of each row: query [rows, heads, 1, width], key and value [rows, key heads,
+        tokens, width]. With `is_key`, bool [rows, 1, 1, tokens], other tokens are not part of their row.
+        """
+        if self.window is not None:
+            key, value = key[:, :, -self.window :], value[:, :, -self.window :]
+            is_key = None if is_key is None else is_key[..., -self.window :]
+        rows, heads, _, _ = query.shape
+        if self.sinks is None:
+            # Queries that share a head of keys are those of one head, so that keys are not copied for each.
+            query = query.reshape(rows, key.shape[1], -1, query.shape[3])
+            out = attend_document(
+                query, key, value, is_padded=False, scale=self.scaling, mask=is_key, dropout=self.dropout
+            )
+            return out.reshape(rows, heads, 1, -1)
+        groups = heads // key.shape[1]
+        mask = None if is_key is None else functional.pad(is_key, (1, 0), value=True)
+        width = value.shape[3]
+        query, key, value = _with_sinks(
+            query, repeat_kv(key, groups), repeat_kv(value, groups), self.sinks / self.scaling
+        )
+        out = attend_document(query, key, value, is_padded=False, scale=self.scaling, mask=mask, dropout=self.dropout)
+        return out[..., :width]
+
     def _in_blocks(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, size: int) -> torch.Tensor:
         """Attention of `size` queries at a time to the keys in their windows, so that no mask of all tokens by all
         tokens is made."""
@@ -141,6 +167,7 @@ def attend_by_document(  # noqa: PLR0913 - transformers' interface
     s_aux: torch.Tensor | None = None,
     chosen: ChosenTokens | None = None,
     packed: PackedDocuments | None = None,
+    is_key: torch.Tensor | None = None,
     **others: Any,  # noqa: ANN401 - what other implementations take
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: query [rows, heads, tokens, width], key and value [rows, key heads, tokens,
@@ -153,8 +180,9 @@ def attend_by_document(  # noqa: PLR0913 - transformers' interface
     each head's softmax has beside those of the tokens (gpt_oss/modeling_gpt_oss.py:244). With `chosen` queries attend
     only to these keys. With `packed`, which describes the same documents, one call attends to all of them; a call for
     each remains where the kernel lacks what is asked for: sinks, dropout, chosen keys. A module whose `is_causal` is
-    false attends in both directions, as in transformers 5.23 (integrations/sdpa_attention.py:143). ModelError where
-    another argument would change the result.
+    false attends in both directions, as in transformers 5.23 (integrations/sdpa_attention.py:143). With `is_key`, bool
+    [rows, 1, 1, keys], a single query of each row attends only to these keys. ModelError where another argument would
+    change the result.
     """
     if unknown := _unknown(others):
         raise ModelError(
@@ -171,7 +199,11 @@ def attend_by_document(  # noqa: PLR0913 - transformers' interface
     window, is_causal = sliding_window or getattr(module, "sliding_window", None), getattr(module, "is_causal", True)
     if packed is not None and s_aux is None and chosen is None and not dropout:
         out = attend_packed((query, key, value), packed, scaling=scaling, window=window, is_causal=is_causal)
+    elif query.shape[2] == 1 and documents is None and chosen is None:
+        attend = _DocumentAttention(scaling, window, dropout, is_causal, s_aux)
+        out = attend.of_last_token(query, key, value, is_key).transpose(1, 2)
     else:
+        assert is_key is None, "only single queries attend to chosen keys of their rows"
         attend = _DocumentAttention(scaling, window, dropout, is_causal, s_aux)
         out = _attend_to_rows(attend, (query, key, value), documents, chosen).transpose(1, 2)
     out = out.contiguous()

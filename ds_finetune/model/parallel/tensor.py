@@ -39,6 +39,11 @@ class TensorParallelGroup(RankGroup):
         dist.all_reduce(first, dist.ReduceOp.MIN, group=self.group)
         return maximum, first
 
+    def broadcast_from_first(self, values: torch.Tensor) -> torch.Tensor:
+        """The `values` of the first rank, in place."""
+        dist.broadcast(values, group=self.group, group_src=0)
+        return values
+
     def all_gather_last_dim(self, shard: torch.Tensor) -> torch.Tensor:
         """The shards of all ranks concatenated along the last dimension; no gradient."""
         shards = [torch.empty_like(shard) for _ in range(self.size)]

@@ -1,0 +1,1 @@
+"""Sampled answers to prompts by the model that is being trained."""

@@ -1,0 +1,164 @@
+"""Answers to the prompts of one batch, token by token; rows whose answers have ended leave it."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import numpy as np
+import torch
+from transformers.cache_utils import Cache
+
+from ds_finetune.engine.sampling.answer_model import AnswerModel
+from ds_finetune.engine.sampling.answers import Finish, PromptToSample, SampledAnswer, SamplingLimits
+from ds_finetune.engine.sampling.noise import answer_keys, draw_tokens, id_keys
+from ds_finetune.engine.sampling.row_cache import RowCache
+from ds_finetune.errors import RunError
+
+_KEPT_SHARE = 7 / 8
+"""Rows that have ended stay in the batch while this share has not, since the cache is copied where some leave."""
+_PROMPT_TOKENS = 2**14
+"""Tokens of prompts in one forward, at most, unless one prompt has more."""
+
+
+@dataclass(frozen=True)
+class PromptPart:
+    """Some answers to one prompt, with their numbers in its group and the place of the first among all answers."""
+
+    prompt: PromptToSample
+    samples: range
+    place: int
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt.ids)
+
+
+@dataclass
+class _RunningAnswer:
+    place: int
+    ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    finish: Finish | None = None
+
+    def add(self, token: int, log_prob: float, limits: SamplingLimits) -> None:
+        self.ids.append(token)
+        self.log_probs.append(log_prob)
+        if token in limits.stop_ids or (limits.stops is not None and limits.stops(self.ids)):
+            self.finish = "stop"
+        elif len(self.ids) == limits.max_new_tokens:
+            self.finish = "length"
+
+    def sampled(self) -> SampledAnswer:
+        assert self.finish is not None
+        return SampledAnswer(np.array(self.ids), np.array(self.log_probs, dtype=np.float32), self.finish)
+
+
+class Drawing:
+    """How the tokens of answers are chosen from logits: by noise of `seed`, or with None the most probable one."""
+
+    def __init__(self, limits: SamplingLimits, seed: int | None, device: torch.device) -> None:
+        self._limits, self._seed, self._device = limits, seed, device
+        self._forbidden: torch.Tensor | None = None
+        self._of_ids = torch.zeros(0, dtype=torch.int64)
+
+    def keys(self, parts: Sequence[PromptPart]) -> torch.Tensor:
+        """A key of each answer, int64 [rows]."""
+        numbers = [(part.prompt.key, part.prompt.number, sample) for part in parts for sample in part.samples]
+        return answer_keys(self._seed or 0, numbers, self._device)
+
+    def tokens(self, logits: torch.Tensor, keys: torch.Tensor, *, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """An id for each row of `logits` fp32 [rows, vocabulary], and its log-probability among allowed ids."""
+        if self._forbidden is None:
+            self._forbidden, self._of_ids = self._of_vocabulary(logits.shape[1])
+        logits = logits.masked_fill_(self._forbidden, float("-inf"))
+        if self._seed is not None:
+            return draw_tokens(logits, keys, self._of_ids, position=position)
+        log_probs, ids = logits.log_softmax(dim=-1).max(dim=-1)
+        return ids, log_probs
+
+    def _of_vocabulary(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        limits = self._limits
+        allowed = torch.arange(size) < limits.num_ids
+        if limits.allowed is not None:
+            allowed &= limits.allowed.cpu()
+        assert allowed.any(), limits
+        return ~allowed.to(self._device), id_keys(size, self._device)
+
+
+class BatchOfAnswers:
+    """The answers to `parts`, which are sorted by the lengths of their prompts."""
+
+    def __init__(
+        self, model: AnswerModel, parts: Sequence[PromptPart], drawing: Drawing, limits: SamplingLimits
+    ) -> None:
+        self._model, self._drawing, self._limits = model, drawing, limits
+        self._running = [_RunningAnswer(part.place + number) for part in parts for number in range(len(part.samples))]
+        self._answers = list(self._running)
+        self._keys = drawing.keys(parts)
+        lengths = [part.length for part in parts for _ in part.samples]
+        self._lengths = torch.tensor(lengths, device=model.device)
+        columns = max(lengths)
+        # Columns that the cache may have: the last token of an answer is not read.
+        longest = columns + limits.max_new_tokens - 1
+        self._is_key = None
+        if min(lengths) < columns:
+            first = (columns - self._lengths)[:, None, None, None]
+            self._is_key = torch.arange(longest, device=model.device) >= first
+        self._logits: list[torch.Tensor] = []
+        self._cache = RowCache(self._read_prompts(parts), rows=len(lengths), columns=columns, longest=longest)
+
+    def _read_prompts(self, parts: Sequence[PromptPart]) -> Iterator[tuple[slice, Cache]]:
+        """The caches of the prompts, of which only one is in memory at a time, with the rows that they fill."""
+        begin = 0
+        for (length, copies), group in groupby(parts, key=lambda part: (part.length, len(part.samples))):
+            for some in _pieces(list(group), max(1, _PROMPT_TOKENS // length)):
+                ids = torch.tensor([list(part.prompt.ids) for part in some], device=self._model.device)
+                cache, logits = self._model.read_prompts(ids)
+                self._logits.append(logits.repeat_interleave(copies, dim=0))
+                rows = slice(begin, begin + copies * len(some))
+                begin = rows.stop
+                yield rows, cache
+
+    def run(self) -> dict[int, SampledAnswer]:
+        """Sample until all answers have ended; returns them by their places."""
+        logits, self._logits = torch.cat(self._logits), []
+        for position in range(self._limits.max_new_tokens):
+            ids = self._draw(logits, position)
+            if all(answer.finish for answer in self._running):
+                break
+            ids = self._drop_ended(ids)
+            is_key = None if self._is_key is None else self._is_key[..., : self._cache.columns + 1]
+            logits = self._model.read_tokens(ids, self._lengths + position, self._cache, is_key)
+        return {answer.place: answer.sampled() for answer in self._answers}
+
+    def _draw(self, logits: torch.Tensor, position: int) -> torch.Tensor:
+        """Add a token to each answer that runs; returns the tokens of all rows, int64 [rows]."""
+        drawn, log_probs = self._drawing.tokens(logits, self._keys, position=position)
+        ids = self._model.agreed(drawn)
+        for answer, token, log_prob in zip(self._running, ids.tolist(), log_probs.tolist(), strict=True):
+            if answer.finish is None:
+                if not np.isfinite(log_prob):
+                    raise RunError(
+                        f"token {position + 1} of an answer has the log-probability {log_prob}: logits are not finite",
+                        hint="lower optim.lr, or train in bf16 or fp32 instead of fp16",
+                    )
+                answer.add(token, log_prob, self._limits)
+        return ids
+
+    def _drop_ended(self, ids: torch.Tensor) -> torch.Tensor:
+        """Drop the rows of answers that have ended, where these are many enough; returns the tokens of the others."""
+        kept = [row for row, answer in enumerate(self._running) if answer.finish is None]
+        if len(kept) > _KEPT_SHARE * len(self._running):
+            return ids
+        self._running = [self._running[row] for row in kept]
+        rows = torch.tensor(kept, device=ids.device)
+        self._cache.keep_rows(rows)
+        self._keys, self._lengths = self._keys[rows], self._lengths[rows]
+        self._is_key = None if self._is_key is None else self._is_key[rows]
+        return ids[rows]
+
+
+def _pieces(parts: list[PromptPart], size: int) -> Iterator[list[PromptPart]]:
+    for begin in range(0, len(parts), size):
+        yield parts[begin : begin + size]

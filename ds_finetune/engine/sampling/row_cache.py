@@ -1,0 +1,131 @@
+"""Keys and values of a batch of answers: memory is reserved ahead, rows of prompts are repeated, and rows may leave."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, DynamicIndexedLayer
+
+_GROWTH = 1.5
+"""Columns are reserved for so many times the tokens; each growth copies what is there."""
+
+
+def prompt_cache() -> Cache:
+    """An empty cache for the forward of prompts. It keeps all tokens, also of layers with a window."""
+    return Cache(layer_class_to_replicate=DynamicIndexedLayer)
+
+
+def token_bytes(cache: Cache) -> int:
+    """Bytes of a token of one row, in all layers of a cache of prompts."""
+    parts = [part for layer in cache.layers for part in _parts(layer) if part is not None]
+    return sum(part.nbytes // (len(part) * part.shape[-2]) for part in parts)
+
+
+def _parts(layer: Any) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401 - a layer of a cache
+    """Keys and values [rows, heads, tokens, width] and an indexer's keys [rows, tokens, width]; None for what a layer,
+    or this pipeline stage, has not.
+    """
+    return layer.keys, layer.values, layer.indexer_keys
+
+
+class _Columns:
+    """The columns of all layers: how many have tokens, and for how many there is memory."""
+
+    def __init__(self, used: int, reserved: int) -> None:
+        self.used, self.reserved = used, reserved
+
+
+class _RowLayer(DynamicIndexedLayer):
+    """Keys and values of one layer; `update` writes the tokens of the column that the forward computes."""
+
+    def __init__(self, columns: _Columns) -> None:
+        super().__init__()
+        self._columns = columns
+        self.parts: list[torch.Tensor | None] = [None, None, None]
+
+    def update(  # type: ignore[override]
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: object, **__: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add the token of each row, [rows, heads, 1, width]; returns all tokens so far."""
+        return self._write(0, key_states), self._write(1, value_states)
+
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """Add an indexer's key of each row, [rows, 1, width]; returns those of all tokens so far."""
+        return self._write(2, indexer_key_states)
+
+    def _write(self, index: int, token: torch.Tensor) -> torch.Tensor:
+        part, column = self.parts[index], self._columns.used
+        assert part is not None, index
+        assert token.shape[-2] == 1, token.shape
+        part[..., column : column + 1, :] = token
+        return part[..., : column + 1, :]
+
+    def get_seq_length(self) -> int:
+        """Tokens before the running forward."""
+        return self._columns.used
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Keys that a query of `query_length` tokens attends to, and the first of them."""
+        return self._columns.used + query_length, 0
+
+
+class RowCache(Cache):
+    """Keys and values of rows, the last tokens of all of which are in the same column.
+
+    A shorter prompt begins in a later column; the columns before it hold zeros.
+    """
+
+    def __init__(self, prompts: Iterable[tuple[slice, Cache]], *, rows: int, columns: int, longest: int) -> None:
+        """Take the caches of prompts of at most `columns` tokens, each for the given rows: one row of such a cache for
+        as many equal rows in a row here. `longest` is the most columns that there will be.
+        """
+        self._columns, self._longest = _Columns(columns, columns), longest
+        super().__init__(layers=[])
+        for place, of_prompts in prompts:
+            self._take(place, of_prompts, rows)
+
+    def _take(self, place: slice, of_prompts: Cache, rows: int) -> None:
+        self.layers += [_RowLayer(self._columns) for _ in of_prompts.layers[len(self.layers) :]]
+        for layer, given in zip(self.layers, of_prompts.layers, strict=True):
+            for index, part in enumerate(_parts(given)):
+                if part is not None:
+                    layer.parts[index] = self._placed(layer.parts[index], part, place, rows)
+
+    def _placed(self, whole: torch.Tensor | None, part: torch.Tensor, place: slice, rows: int) -> torch.Tensor:
+        columns = self._columns.used
+        if whole is None:
+            whole = part.new_zeros(rows, *part.shape[1:-2], columns, part.shape[-1])
+        copies = (place.stop - place.start) // len(part)
+        whole[place, ..., columns - part.shape[-2] :, :] = part.repeat_interleave(copies, dim=0)
+        return whole
+
+    @property
+    def columns(self) -> int:
+        """Columns with tokens."""
+        return self._columns.used
+
+    def begin_column(self) -> None:
+        """Have memory for a further token of each row."""
+        columns = self._columns
+        if columns.used < columns.reserved:
+            return
+        columns.reserved = min(self._longest, max(columns.used + 1, int(columns.used * _GROWTH)))
+
+        def grow(part: torch.Tensor) -> torch.Tensor:
+            grown = part.new_empty(*part.shape[:-2], columns.reserved, part.shape[-1])
+            grown[..., : columns.used, :] = part
+            return grown
+
+        self._replace(grow)
+
+    def end_column(self) -> None:
+        """Count the column that a forward has filled."""
+        self._columns.used += 1
+
+    def keep_rows(self, rows: torch.Tensor) -> None:
+        """Drop all rows but these, int64 [kept rows]."""
+        self._replace(lambda part: part.index_select(0, rows))
+
+    def _replace(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        for layer in self.layers:
+            layer.parts = [None if part is None else change(part) for part in layer.parts]

@@ -1,0 +1,101 @@
+"""Samples answers to prompts, which are distributed over the ranks, in batches as large as memory allows."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ds_finetune.engine.answer_weights import least_free_bytes, weights_for_answers
+from ds_finetune.engine.sampling.answer_model import AnswerModel
+from ds_finetune.engine.sampling.answers import PromptToSample, SampledAnswer, SamplingLimits
+from ds_finetune.engine.sampling.batch import BatchOfAnswers, Drawing, PromptPart
+from ds_finetune.engine.sampling.row_cache import token_bytes
+from ds_finetune.model.parallel.tensor import TensorParallelGroup
+from ds_finetune.plan.plan import Plan
+
+_CACHE_SHARE = 0.4
+"""Share of a rank's free memory that keys, values and logits of a batch may take."""
+_MOST_ROWS = 256
+"""Rows of a batch, at most, where memory decides."""
+_COPIES_OF_LOGITS = 6
+"""Numbers in fp32 for each logit while tokens are drawn."""
+
+
+@dataclass(frozen=True)
+class SamplingRequest:
+    """`group_size` answers to each prompt, with noise of `seed`; with None the most probable tokens.
+
+    `batch_rows` is the number of rows in a batch, at most; with None memory decides. `is_over` is called before each
+    batch, equally often on every rank.
+    """
+
+    group_size: int
+    limits: SamplingLimits
+    seed: int | None
+    batch_rows: int | None
+    is_over: Callable[[], bool]
+
+
+def sample_prompts(
+    wrapped: Any,  # noqa: ANN401 - a DeepSpeedEngine
+    plan: Plan,
+    tp_group: TensorParallelGroup | None,
+    prompts: Sequence[PromptToSample],
+    request: SamplingRequest,
+) -> dict[int, SampledAnswer] | None:
+    """Answers to this rank's prompts by their places among all answers; None where it is over before a batch."""
+    assert prompts, "there are no prompts to sample"
+    answers, device = dict[int, SampledAnswer](), torch.device(wrapped.device)
+    with weights_for_answers(wrapped, plan) as is_collective:
+        model = AnswerModel(wrapped.module.lm, device, tp_group=tp_group, is_collective=is_collective)
+        rows = request.batch_rows or _rows_in_memory(model, plan, prompts, request.limits)
+        drawing = Drawing(request.limits, request.seed, device)
+        for parts in _batches(prompts, plan, request.group_size, rows):
+            if request.is_over():
+                return None
+            for group in one_forward_each(parts, model):
+                answers |= BatchOfAnswers(model, group, drawing, request.limits).run()
+            model.join_others()
+    return answers
+
+
+def one_forward_each(parts: Sequence[PromptPart], model: AnswerModel) -> Iterator[Sequence[PromptPart]]:
+    """The parts of a batch that are sampled together: all, or those with prompts of one length."""
+    if model.takes_mixed_lengths:
+        yield from [parts] if parts else []
+        return
+    for length in sorted({part.length for part in parts}):
+        yield [part for part in parts if part.length == length]
+
+
+def _rows_in_memory(model: AnswerModel, plan: Plan, prompts: Sequence[PromptToSample], limits: SamplingLimits) -> int:
+    """Rows for which the rank with the least free memory has room; collective."""
+    cache, logits = model.read_prompts(torch.tensor([prompts[0].ids[:1]], device=model.device))
+    tokens = max(len(prompt.ids) for prompt in prompts) + limits.max_new_tokens
+    bytes_of_row = tokens * token_bytes(cache) + _COPIES_OF_LOGITS * logits.nbytes
+    return max(1, min(_MOST_ROWS, int(_CACHE_SHARE * least_free_bytes(plan) / bytes_of_row)))
+
+
+def _batches(prompts: Sequence[PromptToSample], plan: Plan, group_size: int, rows: int) -> Iterator[list[PromptPart]]:
+    """This rank's batches of at most `rows` rows, as many as every other rank has; some may be empty.
+
+    Prompts are sorted by length and dealt to the ranks in turn: a rank's work is that of its prompts' tokens and of its
+    answers, of which nothing is known. Groups stay together unless one is larger than a batch.
+    """
+    mesh, ranks = plan.mesh, plan.zero_ranks
+    rank = mesh.place("dp") * mesh.sp + mesh.place("sp")
+    order = sorted(range(len(prompts)), key=lambda place: (len(prompts[place].ids), place))
+    size = min(group_size, rows)
+    samples = [range(first, min(first + size, group_size)) for first in range(0, group_size, size)]
+    parts = [
+        PromptPart(prompts[place], some, place * group_size + some.start)
+        for place in order[rank::ranks]
+        for some in samples
+    ]
+    most = math.ceil(len(prompts) / ranks) * len(samples)
+    number = math.ceil(most / max(1, rows // size))
+    for batch in range(number):
+        some = parts[batch * len(parts) // number : (batch + 1) * len(parts) // number]
+        yield sorted(some, key=lambda part: (part.length, len(part.samples)))

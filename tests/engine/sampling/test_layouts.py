@@ -1,0 +1,70 @@
+"""Every layout samples the same answers, those of plain transformers on one rank."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from ds_finetune.engine.sampling.answers import SampledAnswer
+from ds_finetune.reference.selftest.cells import hf_config
+from tests.engine.sampling.plain import assert_same, plain_answer, prompts_of
+from tests.engine.sampling.worker import GROUP, LAYOUTS, LENGTHS, LIMITS
+from tests.running import start, torchrun
+
+RUNS = {1: ("zero0", "lora"), 2: tuple(LAYOUTS), 3: ("zero3", "zero1")}
+
+
+@cache
+def _plain(family: str) -> PreTrainedModel:
+    torch.manual_seed(11)
+    model = AutoModelForCausalLM.from_config(hf_config(family)).float().eval()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(3 if param.ndim > 1 else 1)
+    return model  # type: ignore[no-any-return]
+
+
+@cache
+def _wanted(family: str) -> list[list[SampledAnswer]]:
+    prompts = prompts_of(LENGTHS)
+    return [[plain_answer(_plain(family), prompt, sample, LIMITS) for sample in range(GROUP)] for prompt in prompts]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for family in {cell.family for cell in LAYOUTS.values()}:
+        _plain(family).save_pretrained(folder / family)
+    return folder
+
+
+@pytest.fixture(scope="module", params=RUNS)
+def ranks(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.fixture(scope="module")
+def found(ranks: int, models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What so many ranks sampled in each of their layouts."""
+    out = tmp_path_factory.mktemp("sampled") / "found.json"
+    worker = Path(__file__).with_name("worker.py")
+    done = start(torchrun(str(worker), str(models), str(out), *RUNS[ranks], ranks=ranks))
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert ("each token gathers the weights layer by layer" in done.stderr) == (ranks == 2)
+    return dict(json.loads(out.read_text()))
+
+
+def test_answers_are_those_of_one_rank(found: dict[str, Any], ranks: int) -> None:
+    assert set(found) == set(RUNS[ranks])
+    for name, sampled in found.items():
+        wanted = _wanted(LAYOUTS[name].family)
+        for groups in sampled.values():
+            for group, others in zip(groups, wanted, strict=True):
+                for (ids, log_probs, finish), other in zip(group, others, strict=True):
+                    assert_same(SampledAnswer(np.array(ids), np.array(log_probs, dtype=np.float32), finish), other)
+    assert {len(answer.ids) for group in _wanted("llama") for answer in group} > {8}
