@@ -190,7 +190,7 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
         if value is not None:
             check_whole_number(name, value, least=bound)
     from ds_finetune.evaluation.evaluate import EvalRequest, evaluate_model
-    from ds_finetune.evaluation.extractors import EXTRACTORS
+    from ds_finetune.objectives.rewards.extractors import EXTRACTORS
 
     if extract is not None and extract not in EXTRACTORS:
         raise ConfigError(f"extract is `{extract}`", hint=f"name one of {', '.join(EXTRACTORS)}")

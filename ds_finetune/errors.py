@@ -65,6 +65,12 @@ class ServeError(FinetuneError):
     """A server cannot be started, or it has ended without being told to."""
 
 
+class RewardError(FinetuneError):
+    """A reward, and not the answer that it should score, is at fault; or a record lacks what a reward needs."""
+
+    exit_code = RUN_ERROR_EXIT_CODE
+
+
 class RunError(FinetuneError):
     """A run that had started cannot continue."""
 

@@ -318,6 +318,8 @@ def _sections(schema: Mapping[str, Any]) -> Iterator[str]:
             yield f"\n## {name}\n\n{_wrapped(section['description'])}\n"
             if "anyOf" in key:
                 yield "\nThe section may be left out.\n"
+            if "items" in key:
+                yield "\nThis is a list of such sections, which is empty by default.\n"
             yield from _keys(schema, section, prefix=f"{name}.")
         elif objectives := _objectives(schema, schema["properties"][name]):
             yield from _objective_section(name, schema["properties"][name], objectives)
@@ -368,8 +370,8 @@ def _keys(schema: Mapping[str, Any], section: Mapping[str, Any], *, prefix: str)
 
 
 def _target(schema: Mapping[str, Any], key: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The definition that a key refers to; empty for a plain value."""
-    for choice in (key, *key.get("anyOf", ())):
+    """The definition that a key, or each item of its list, refers to; empty for a plain value."""
+    for choice in (key, key.get("items", {}), *key.get("anyOf", ())):
         if "$ref" in choice:
             definition: Mapping[str, Any] = schema["$defs"][choice["$ref"].rpartition("/")[2]]
             return definition

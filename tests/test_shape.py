@@ -26,7 +26,7 @@ ERRORS = {
     "RunError",
     "CheckpointError",
 }
-ERRORS |= {"VerificationError", "ServeError"}
+ERRORS |= {"VerificationError", "ServeError", "RewardError"}
 
 
 def _functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:

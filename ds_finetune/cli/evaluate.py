@@ -15,7 +15,7 @@ from ds_finetune.cli.arguments import Arguments, Commands, add_command, positive
 from ds_finetune.config.run_file import parse_yaml
 from ds_finetune.console.tables import OUT, show_line
 from ds_finetune.errors import ConfigError, DataError, OutputError
-from ds_finetune.evaluation.extractors import EXTRACTORS
+from ds_finetune.objectives.rewards.extractors import EXTRACTORS
 from ds_finetune.plan.config_json import check_model_path
 
 if TYPE_CHECKING:

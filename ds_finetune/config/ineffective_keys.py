@@ -122,7 +122,7 @@ _RULES = (
         "set objective to sft",
     ),
     _KeyRule(
-        ("rollout.",),
+        ("rollout.", "rewards"),
         lambda run: "rollout" not in _row(run).needs,
         "no answers are sampled",
         "set objective to grpo",

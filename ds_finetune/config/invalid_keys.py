@@ -110,6 +110,8 @@ KEYS_OF_OTHER_PROGRAMS = {
     "rollout.max_new_tokens": "max_completion_length max_response_length response_length generate_max_len",
     "rollout.temperature": "top_p top_k min_p repetition_penalty",
     "rollout.stop": "stop_words stop_strings",
+    "rewards": "reward_funcs reward_functions reward_function reward_fn custom_reward_function reward_weights "
+    "reward_func_weights remote_rm_url",
     "deepspeed": "deepspeed_config deepspeed_config_file ds_config zero_stage zero_optimization fsdp fsdp_config",
     "output_dir": "output out_dir save_dir run_dir checkpoint_dir",
     "export.max_shard_size": "save_max_shard_size shard_size",
@@ -167,6 +169,7 @@ _MEANINGS = {
     "rollout.temperature": "1, with which answers are drawn from the distribution that is trained; nothing else is "
     "supported",
     "objective": "a name such as dpo, or a section with `name`",
+    "rewards": "a list such as `[exact_match, {reward: file.py:function, weight: 0.5}]`",
     "objective.nll_weight": "a key of dpo and cpo",
     "objective.loss": "a key of dpo and cpo",
     "objective.reference": "`cache` or `adapters_off`: the reference is the model before training",

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, fi
 from ds_finetune.config.ineffective_keys import check_keys_have_effect
 from ds_finetune.config.invalid_keys import explain
 from ds_finetune.config.objectives import GrpoObjective, ObjectiveConfig, ObjectiveField, SftObjective
+from ds_finetune.config.rewards import RewardList
 from ds_finetune.config.run_file import SHORT_FORMS, Lines, apply_override, read_yaml
 from ds_finetune.config.sections import (
     CheckpointConfig,
@@ -52,6 +53,8 @@ class RunConfig(Section):
     """Sampling of answers."""
     objective: ObjectiveField = SftObjective()
     """What is trained: a name such as `dpo`, or a section `{name: dpo, beta: 0.1}`."""
+    rewards: RewardList = ()
+    """What scores the answers that the model samples: names such as `number`, or sections `{reward: NAME}`."""
     train: TrainConfig = Field(default=TrainConfig(), validate_default=True)
     """Length, batch and precision."""
     optim: OptimConfig = OptimConfig()
@@ -115,6 +118,7 @@ class RunConfig(Section):
         named |= {f"objective.{key}": getattr(self.objective, key, None) for key in ("teacher", "scores")}
         named["deepspeed"] = self.deepspeed if isinstance(self.deepspeed, str) else None
         yield from ((key, Path(path)) for key, path in named.items() if path)
+        yield from (("rewards", Path(reward.file)) for reward in self.rewards if reward.file)
 
 
 _Filled = TypeVar("_Filled", bound=Section)

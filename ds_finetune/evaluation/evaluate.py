@@ -29,7 +29,6 @@ from ds_finetune.evaluation.classifier_scores import (
     score_labelled,
 )
 from ds_finetune.evaluation.compare import METHOD, Metric, compare
-from ds_finetune.evaluation.extractors import EXTRACTORS
 from ds_finetune.evaluation.model_scores import (
     Document,
     Scores,
@@ -52,6 +51,7 @@ from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.model.build.encoder import max_positions
 from ds_finetune.model.build.skeleton import resolve_folder
 from ds_finetune.objectives.objective import DocumentObjective
+from ds_finetune.objectives.rewards.extractors import EXTRACTORS
 
 AnyScores = TypeVar("AnyScores", Scores, LabelledScores, PreferenceScores, MarkedScores)
 AnyDocument = TypeVar("AnyDocument", Document, LabelledDocument, MarkedDocument)

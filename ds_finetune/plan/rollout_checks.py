@@ -81,6 +81,11 @@ def rollout_checks() -> Iterator[Refusal]:
         "give train.for in steps, or in epochs of the prompts",
     )
     yield from together("objective grpo", lambda run: is_grpo(run.objective), _untested())
+    yield _refused(
+        lambda run: not run.rewards,
+        "objective {objective.name} without rewards: sampled answers have no score",
+        "add e.g. `rewards: [exact_match]`",
+    )
 
 
 def _dropouts(run: RunSettings) -> dict[str, object] | None:

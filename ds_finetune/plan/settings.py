@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, Self
 
 from ds_finetune.config.objectives import ObjectiveConfig
+from ds_finetune.config.rewards import RewardConfig
 from ds_finetune.config.schema import ConfigSource, read_config
 from ds_finetune.config.sections import (
     CheckpointConfig,
@@ -45,6 +46,7 @@ class Sections:
     deepspeed: str | dict[str, Any] | None
     inexact: InexactNames
     objective: ObjectiveConfig
+    rewards: tuple[RewardConfig, ...]
     train: TrainConfig
     optim: OptimConfig
     eval: EvalConfig

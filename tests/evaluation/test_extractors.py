@@ -2,7 +2,7 @@
 
 import pytest
 
-from ds_finetune.evaluation.extractors import EXTRACTORS
+from ds_finetune.objectives.rewards.extractors import EXTRACTORS
 
 CASES = [
     ("gsm8k", "Janet makes 9 * 2 = $<<9*2=18>>18.\n#### 18", "18"),

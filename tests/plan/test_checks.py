@@ -121,6 +121,7 @@ SAMPLED: list[tuple[str, dict[str, Any], dict[str, Any], Mesh | None]] = [
         {},
         None,
     ),
+    ("objective grpo without rewards: sampled answers have no score", GRPO, {}, None),
     ("objective.ratio capped without objective.ratio_cap", grpo(ratio="capped"), {}, None),
     ("adapters_off without lora: there are no adapters", grpo(reference="adapters_off"), {}, None),
     ("objective.kl_weight 0.1 without a reference model", grpo(kl_weight=0.1), {}, None),
@@ -159,7 +160,7 @@ def test_each_refusal_of_sampled_answers_is_tested() -> None:
     applied = {row for _, *given in SAMPLED for row in CHECKS["sampled answers"] if row.applies(sampled(*given))}
     assert applied == set(CHECKS["sampled answers"])
     for mesh in (Mesh(0, 2), Mesh(0, 2, tp=2), Mesh(0, 2, sp=2)):
-        check(sampled(GRPO, mesh=mesh), "sampled answers")
+        check(sampled(GRPO | {"rewards": ["number"]}, mesh=mesh), "sampled answers")
 
 
 def test_a_prompt_is_a_row_of_the_data() -> None:

@@ -1,0 +1,155 @@
+"""The rewards of a run: each is built in or a function of a Python file, with its weight and its options."""
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from ds_finetune.config.sections import Section, short_form
+from ds_finetune.config.units import parse_bytes
+from ds_finetune.config.value_types import SET_NAME, as_list
+
+OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "exact_match": ("column", "ignore_case", "unparsed"),
+    "number": ("column", "tolerance", "unparsed"),
+    "choice": ("column", "unparsed"),
+    "regex": ("pattern",),
+    "format": ("answer_tag",),
+    "length": ("max_tokens", "soft_tokens"),
+    "json": ("column", "unparsed"),
+    "math": ("column", "unparsed"),
+    "code": ("column", "partial", "unparsed"),
+}
+"""The options of each built-in reward, beside those that all rewards have."""
+_NEEDED = {"regex": "pattern", "length": "max_tokens"}
+_COLUMNS = {"code": "tests", "json": ""}
+"""Columns of the record that rewards read if none is given; that of the others is `answer`."""
+_FUNCTION = re.compile(r".+\.py:[A-Za-z_]\w*")
+
+
+def _check_memory(text: str) -> str:
+    if parse_bytes(text, name="memory of a reward") < 2**26:
+        raise ValueError(f"`{text}` is less than 64MB, in which Python does not start")
+    return text
+
+
+class RewardConfig(Section):
+    """A function that scores an answer; the name of one is short for `{reward: NAME}`."""
+
+    reward: str
+    """A built-in reward, or a function of a Python file as `file.py:function`."""
+    name: str | None = None
+    """Name in metrics and tables; left out, that of the reward or of the function."""
+    weight: float = 1.0
+    """Factor of its scores in the sum of all rewards; with 0 it is only reported."""
+    timeout: float = Field(default=30.0, gt=0)
+    """Seconds that it may take for an answer. More is an error that ends the run; only for `math` and `code` the answer
+    gets the score of `unparsed`.
+    """
+    memory: Annotated[str, AfterValidator(_check_memory)] = "4GB"
+    """Memory that its process may take, and that of each program of `code`."""
+    workers: int = Field(default=0, ge=0)
+    """Number of processes that score answers on each rank; the largest number of all rewards counts. 0 is one for each
+    core of the rank.
+    """
+    column: str | None = None
+    """Column of the record with the reference answer (`answer`), or with the tests of `code` (`tests`); a dot leads
+    into a mapping, as in `extra.answer`. Without a column `json` accepts any JSON.
+    """
+    unparsed: float = 0.0
+    """Score of an answer in which there is no result: it is empty, its reasoning does not end, or it has no number,
+    letter, JSON, formula or program.
+    """
+    ignore_case: bool = False
+    """`exact_match`: whether upper and lower case are the same."""
+    tolerance: float = Field(default=0.0, ge=0)
+    """`number`: largest difference, as a share of the reference answer."""
+    pattern: str | None = None
+    """`regex`: the regular expression that is searched in the answer."""
+    answer_tag: bool = False
+    """`format`: whether `<answer>` and `</answer>` enclose all that follows the reasoning."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """`length`: tokens from which on the score is -1."""
+    soft_tokens: int = Field(default=0, ge=0)
+    """`length`: number of tokens before `max_tokens` in which the score falls from 0 to -1."""
+    partial: bool = False
+    """`code`: whether the score is the share of the tests that pass, instead of 1 if all pass."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_name(cls, value: object) -> object:
+        return short_form("reward")(value)
+
+    @model_validator(mode="after")
+    def _check_options(self) -> Self:
+        if not self.is_builtin and not _FUNCTION.fullmatch(self.reward):
+            near = difflib.get_close_matches(self.reward, OPTIONS, n=1)
+            meant = f"did you mean `{near[0]}`? " if near else ""
+            raise ValueError(f"`{self.reward}` is no reward; {meant}write `file.py:function`, or {', '.join(OPTIONS)}")
+        own = OPTIONS.get(self.reward, ())
+        every = {option for options in OPTIONS.values() for option in options}
+        for option in sorted(every & self.model_fields_set - set(own)):
+            if getattr(self, option) != type(self).model_fields[option].default:
+                owners = ", ".join(name for name, options in OPTIONS.items() if option in options)
+                has = f"has {', '.join(own)}" if own else "has none"
+                raise ValueError(f"`{option}` is an option of {owners}; `{self.reward}` {has}")
+        self._check_values()
+        return self
+
+    def _check_values(self) -> None:
+        needed = _NEEDED.get(self.reward)
+        if needed and getattr(self, needed) is None:
+            raise ValueError(f"`{self.reward}` needs `{needed}`")
+        if self.soft_tokens > (self.max_tokens or 0):
+            raise ValueError(f"`soft_tokens` {self.soft_tokens} is more than `max_tokens` {self.max_tokens}")
+        if self.name is not None and not SET_NAME.fullmatch(self.name):
+            raise ValueError(f"the name `{self.name}` has more than letters, digits, `_`, `-` and `.`")
+        try:
+            re.compile(self.pattern or "")
+        except re.error as wrong:
+            raise ValueError(f"`pattern` {self.pattern!r} is no regular expression: {wrong}") from None
+
+    @property
+    def is_builtin(self) -> bool:
+        """Whether it is one of this package."""
+        return self.reward in OPTIONS
+
+    @property
+    def shown_name(self) -> str:
+        """Its name in metrics and tables."""
+        return self.name or self.reward.rpartition(":")[2]
+
+    @property
+    def file(self) -> str | None:
+        """The Python file of its function; None for one that is built in."""
+        return None if self.is_builtin else self.reward.rpartition(":")[0]
+
+    @property
+    def read_column(self) -> str:
+        """The column of the record that it reads; empty for one that reads none, or whatever it wants."""
+        return self.column or _COLUMNS.get(self.reward, "answer") if "column" in OPTIONS.get(self.reward, ()) else ""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What its process needs to know."""
+        return self.model_dump() | {
+            "name": self.shown_name,
+            "column": self.read_column,
+            "memory": parse_bytes(self.memory, name="memory"),
+        }
+
+
+def _check_rewards(rewards: Sequence[RewardConfig]) -> Sequence[RewardConfig]:
+    names = [reward.shown_name for reward in rewards]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"two rewards have the name `{name}`; give one of them another `name`")
+    if rewards and not any(reward.weight for reward in rewards):
+        raise ValueError("the weight of every reward is 0, so that nothing is trained; give one a weight")
+    return rewards
+
+
+RewardList = Annotated[tuple[RewardConfig, ...], BeforeValidator(as_list), AfterValidator(_check_rewards)]
+"""Rewards; a single name is a list of one."""

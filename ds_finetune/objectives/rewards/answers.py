@@ -1,0 +1,79 @@
+"""What a reward gets, and what it says: an answer with its record, and an outcome. It needs the standard library only,
+because worker processes import it.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+_ANSWER_TAGS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class AnswerToScore:
+    """A sampled answer, with all that rewards may read."""
+
+    record: Mapping[str, Any]
+    """The row of the data, with its reference answer as `answer` where it has one."""
+    prompt: str
+    """The text of the prompt, with its control tokens."""
+    text: str
+    """The answer without its end token; nothing that follows the end token is part of it."""
+    ids: Sequence[int]
+    """Token ids of the answer, with the end token where it has one."""
+    finish: str
+    """`stop` where the model ended the answer, `length` where it was cut."""
+    where: str
+    """Names the answer in errors, as `train.jsonl line 7, answer 3`."""
+
+
+class Outcome(NamedTuple):
+    """What a reward says of an answer."""
+
+    score: float | None
+    """None where the reward is not applicable."""
+    has_result: bool | None = None
+    """Whether the answer had a result that could be read, such as a number; None for rewards that read none."""
+
+
+class RewardFaultError(Exception):
+    """The reward or the record is at fault, not the answer; the argument says how."""
+
+
+def final_part(answer: AnswerToScore) -> str:
+    """The answer proper: what follows the reasoning, or the last `<answer>` in it. It is empty where the reasoning,
+    which the prompt may have begun, does not end.
+    """
+    _, end, text = answer.text.rpartition("</think>")
+    if not end and ("<think>" in answer.text or begins_reasoning(answer.prompt)):
+        return ""
+    tagged = _ANSWER_TAGS.findall(text)
+    return (tagged[-1] if tagged else text).strip()
+
+
+def begins_reasoning(prompt: str) -> bool:
+    """Whether the prompt ends with an open `<think>`, as the chat template of R1 writes it."""
+    return prompt.rstrip().endswith("<think>")
+
+
+def last_box(text: str) -> str | None:
+    r"""The content of the last `\\boxed{...}`; None where there is none, or it is not closed."""
+    start = text.rfind(r"\boxed{")
+    if start < 0:
+        return None
+    depth = 0
+    for end in range(start + len(r"\boxed"), len(text)):
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
+        if not depth:
+            return text[start + len(r"\boxed{") : end]
+    return None
+
+
+def column_of(record: Mapping[str, Any], column: str) -> object:
+    """The value of a column; a dot leads into a mapping. None where there is none."""
+    if column in record:
+        return record[column]
+    outer, dot, inner = column.partition(".")
+    branch = record.get(outer)
+    return column_of(branch, inner) if dot and isinstance(branch, Mapping) else None

@@ -1,0 +1,216 @@
+"""The built-in rewards. Each reads the reference answer of a record, and scores an answer.
+
+All look at the answer after its reasoning only, except `regex`, `format` and `length`. An answer without a result gets
+the score of the option `unparsed`.
+"""
+
+import decimal
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ds_finetune.objectives.rewards.answers import (
+    AnswerToScore,
+    Outcome,
+    RewardFaultError,
+    begins_reasoning,
+    final_part,
+    last_box,
+)
+from ds_finetune.objectives.rewards.extractors import choice, plain_text
+from ds_finetune.objectives.rewards.programs import read_tests, score_program
+
+Settings = Mapping[str, Any]
+"""Keys of config.rewards.RewardConfig."""
+_NUMBER = re.compile(
+    r"(?:(?<![\w)\]])[-+])?(?:\$[-+]?)?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\d)\.\d+)"
+    r"(?:[eE][-+]?\d+)?(?:/\d+)?"
+)
+_FRACTION = re.compile(r"\\[dt]?frac\s*\{\s*(-?\d+)\s*\}\s*\{\s*(\d+)\s*\}")
+_STYLED = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
+_FENCED = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
+_EXACT = decimal.Context(prec=50, traps=[])
+
+
+@dataclass(frozen=True)
+class Builtin:
+    """A built-in reward."""
+
+    score: Callable[[AnswerToScore, Any, Settings], Outcome]
+    """Gets the answer, what `read` made of the reference answer, and its settings."""
+    read: Callable[[Any], Any] | None = None
+    """Makes of the column's value what `score` compares with; RewardFaultError where that is not possible."""
+    is_long_answers_fault: bool = False
+    """Whether an answer that takes too much time is at fault, and not the reward."""
+    package: str = ""
+    """Module of another package that it needs."""
+
+
+def _unparsed(settings: Settings) -> Outcome:
+    return Outcome(settings["unparsed"], has_result=False)
+
+
+def _compared(result: object, is_right: bool, settings: Settings) -> Outcome:
+    return _unparsed(settings) if result is None else Outcome(float(is_right), has_result=True)
+
+
+def _text(value: Any) -> str:  # noqa: ANN401 - any JSON value
+    if isinstance(value, str | int | float) and str(value).strip():
+        return str(value)
+    raise RewardFaultError(f"is {type(value).__name__} {value!r:.60}, and should be a text or a number")
+
+
+def _texts(value: Any) -> list[str]:  # noqa: ANN401 - any JSON value
+    values = value if isinstance(value, list) and value else [value]
+    return [plain_text(_text(each)) for each in values]
+
+
+def _exact_match(answer: AnswerToScore, references: list[str], settings: Settings) -> Outcome:
+    """1 where the answer is the reference answer, or one of several; runs of white space count as one space."""
+    text = plain_text(final_part(answer))
+    change = str.casefold if settings["ignore_case"] else str
+    return _compared(text or None, change(text) in map(change, references), settings)
+
+
+def last_number(text: str) -> decimal.Decimal | None:
+    r"""The last number of the last `\\boxed{...}`, or of a text that has none; `$` and commas are removed, and a
+    fraction of whole numbers is its value. None where there is no finite number.
+    """
+    boxed = last_box(text)
+    text = (text if boxed is None else boxed.replace("{,}", ",").replace(r"\$", "$")).replace("\u2212", "-")
+    numbers = _NUMBER.findall(_FRACTION.sub(r"\1/\2", text))
+    if not numbers:
+        return None
+    above, _, below = numbers[-1].replace("$", "").replace(",", "").partition("/")
+    number = _EXACT.divide(_EXACT.create_decimal(above), _EXACT.create_decimal(below or "1"))
+    return number if number.is_finite() else None
+
+
+def _read_number(value: Any) -> decimal.Decimal:  # noqa: ANN401 - any JSON value
+    number = last_number(_text(value))
+    if number is None:
+        raise RewardFaultError(f"is {value!r:.60}, which has no number")
+    return number
+
+
+def _number(answer: AnswerToScore, reference: decimal.Decimal, settings: Settings) -> Outcome:
+    """1 where the last number is that of the reference answer, or at most `tolerance` x its size away from it."""
+    number = last_number(final_part(answer))
+    if number is None:
+        return _unparsed(settings)
+    most = _EXACT.multiply(_EXACT.create_decimal(repr(settings["tolerance"])), _EXACT.abs(reference))
+    distance = _EXACT.abs(_EXACT.subtract(number, reference))
+    return Outcome(float(_EXACT.compare(distance, most) <= 0), has_result=True)
+
+
+def _read_choice(value: Any) -> str:  # noqa: ANN401 - any JSON value
+    if isinstance(value, int) and 0 <= value < 26:
+        return chr(ord("A") + value)
+    letter = choice(_text(value))
+    if letter is None:
+        raise RewardFaultError(f"is {value!r:.60}, which has no letter of a choice")
+    return letter
+
+
+def _choice(answer: AnswerToScore, reference: str, settings: Settings) -> Outcome:
+    """1 where the letter of a multiple-choice answer is that of the reference answer; a number counts from A = 0."""
+    text = final_part(answer)
+    letter = choice(_STYLED.sub(r"\1", last_box(text) or text))
+    return _compared(letter, letter == reference, settings)
+
+
+def _regex(answer: AnswerToScore, _: object, settings: Settings) -> Outcome:
+    """1 where the regular expression is found anywhere in the answer."""
+    return Outcome(float(bool(answer.text) and re.search(settings["pattern"], answer.text) is not None))
+
+
+def _format(answer: AnswerToScore, _: object, settings: Settings) -> Outcome:
+    """1 for `<think>...</think>` with a text in it, then an answer; where the prompt has opened it, without the first
+    tag.
+    """
+    text = "<think>" * begins_reasoning(answer.prompt) + answer.text.strip()
+    thought, end, rest = text.removeprefix("<think>").partition("</think>")
+    if settings["answer_tag"]:
+        is_enclosed = rest.strip().startswith("<answer>") and rest.strip().endswith("</answer>")
+        rest = rest.strip().removeprefix("<answer>").removesuffix("</answer>") if is_enclosed else ""
+    has_tag = any(tag in part for part in (thought, rest) for tag in ("<think>", "</think>", "<answer>", "</answer>"))
+    is_right = text.startswith("<think>") and bool(end and thought.strip() and rest.strip()) and not has_tag
+    return Outcome(float(is_right))
+
+
+def _length(answer: AnswerToScore, _: object, settings: Settings) -> Outcome:
+    """Soft overlong punishment of DAPO (arXiv 2503.14476, equation 13): with L = `max_tokens`, C = `soft_tokens` and n
+    tokens, 0 for n <= L - C, ((L - C) - n) / C up to L, and -1 beyond.
+    """
+    tokens, most, soft = len(answer.ids), settings["max_tokens"], settings["soft_tokens"]
+    if tokens <= most - soft:
+        return Outcome(0.0)
+    return Outcome((most - soft - tokens) / soft if tokens <= most else -1.0)
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _parsed_json(text: str) -> Any:  # noqa: ANN401 - any JSON value
+    """The value of a JSON text, which may stand in a fenced block; ValueError where there is none."""
+    fenced = _FENCED.findall(text)
+    return json.loads(fenced[-1] if fenced else text, parse_constant=_no_constant)
+
+
+def _read_json(value: Any) -> Any:  # noqa: ANN401 - any JSON value
+    if not isinstance(value, str):
+        return value
+    try:
+        return _parsed_json(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+def _json(answer: AnswerToScore, reference: Any, settings: Settings) -> Outcome:  # noqa: ANN401 - any JSON value
+    """1 where the answer is JSON, or with `column` where its value is that of the reference answer."""
+    try:
+        value = _parsed_json(final_part(answer))
+    except (ValueError, RecursionError):
+        return _unparsed(settings)
+    return Outcome(float(not settings["column"] or value == reference), has_result=True)
+
+
+def _math(answer: AnswerToScore, reference: str, settings: Settings) -> Outcome:
+    r"""1 where the formula of the answer, of the last `\\boxed{...}` where it has one, equals the reference answer.
+
+    math-verify's own time limits are off: they use the alarm on which the worker relies.
+    """
+    from math_verify import parse, verify
+
+    gold = parse(reference, parsing_timeout=None) or parse(f"${reference}$", parsing_timeout=None)
+    if not gold:
+        raise RewardFaultError(f"has the reference answer {reference!r:.60}, in which math-verify finds no formula")
+    text = final_part(answer)
+    boxed = last_box(text)
+    found = parse(text if boxed is None else rf"\boxed{{{boxed}}}", parsing_timeout=None) if text else []
+    return _compared(found or None, bool(found) and verify(gold, found, timeout_seconds=None), settings)
+
+
+def _code(answer: AnswerToScore, tests: Any, settings: Settings) -> Outcome:  # noqa: ANN401 - what read_tests makes
+    """1 where the program of the answer passes all tests of the record, or with `partial` their share."""
+    share = score_program(final_part(answer), tests, timeout=settings["timeout"], memory=settings["memory"])
+    if share is None:
+        return _unparsed(settings)
+    return Outcome(share if settings["partial"] else float(share == 1), has_result=True)
+
+
+BUILTIN: Mapping[str, Builtin] = {
+    "exact_match": Builtin(_exact_match, _texts),
+    "number": Builtin(_number, _read_number),
+    "choice": Builtin(_choice, _read_choice),
+    "regex": Builtin(_regex),
+    "format": Builtin(_format),
+    "length": Builtin(_length),
+    "json": Builtin(_json, _read_json),
+    "math": Builtin(_math, _text, is_long_answers_fault=True, package="math_verify"),
+    "code": Builtin(_code, read_tests, is_long_answers_fault=True),
+}
+"""The built-in rewards by name; `config.rewards.OPTIONS` has their options."""

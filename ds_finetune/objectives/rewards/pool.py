@@ -1,0 +1,345 @@
+"""Scores answers in worker processes, while the caller does something else.
+
+A reward may loop for ever, end its process or take all memory. A process that ends is started again once for the same
+answer; one that does not answer in time is killed with all that it has started.
+"""
+
+import fcntl
+import json
+import os
+import queue
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ds_finetune.config.rewards import RewardConfig
+from ds_finetune.errors import ConfigError, RewardError
+from ds_finetune.objectives.rewards.answers import AnswerToScore, RewardFaultError
+from ds_finetune.objectives.rewards.builtin import BUILTIN
+from ds_finetune.objectives.rewards.worker import GRACE_SECONDS, read_reference, seconds_of
+
+Part = Mapping[str, Any]
+"""What a reward says of an answer: `score`, `has_result` and `seconds`, or an `error`."""
+_Futures = Sequence[Future[list[Part]]]
+_PACKAGES = str(Path(__file__).resolve().parents[3])
+_PROGRAM = (
+    f"import sys; sys.path.append({_PACKAGES!r}); from ds_finetune.objectives.rewards import worker; "
+    "worker.main(int(sys.argv[1]), int(sys.argv[2]))"
+)
+_START_SECONDS = 120.0
+_LOG_BYTES = 2**24
+"""A log that is longer is emptied."""
+
+
+class _EndedError(Exception):
+    """The process has ended without an answer; the argument says how."""
+
+
+class _LateError(Exception):
+    """The process did not answer in time, and was killed."""
+
+
+class _Worker:
+    """One process, which is started when it is first needed and again after it has ended."""
+
+    def __init__(self, settings: Sequence[Mapping[str, Any]], log: IO[bytes]) -> None:
+        self._settings, self._log = settings, log
+        self._process: subprocess.Popen[bytes] | None = None
+        self._requests = self._replies = -1
+        self._read = b""
+        self._is_closed = False
+        self.at = 0
+        """Number of the reward that it computes, or has computed last."""
+
+    def start(self) -> None:
+        """Start the process unless it runs; RewardFaultError where a reward cannot be loaded."""
+        if self._process is not None:
+            return
+        if self._is_closed:
+            raise _EndedError("the end of the run")
+        theirs_in, self._requests = os.pipe()
+        self._replies, theirs_out = os.pipe()
+        os.set_blocking(self._requests, False)
+        self._read = b""
+        # A session of its own: Ctrl-C reaches the program only, and what a reward starts is killed with it.
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, str(theirs_in), str(theirs_out)],
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            pass_fds=(theirs_in, theirs_out),
+            start_new_session=True,
+        )
+        os.close(theirs_in)
+        os.close(theirs_out)
+        limit = _START_SECONDS + max(map(seconds_of, self._settings))
+        self._send(self._settings, limit)
+        said = self._receive(limit)
+        if said["error"]:
+            self.at = said["at"]
+            self.kill()
+            raise RewardFaultError(said["error"])
+
+    def score(self, answer: AnswerToScore) -> list[Part]:
+        """What each reward says of an answer."""
+        self.at = 0
+        self.start()
+        self._send(asdict(answer), _START_SECONDS)
+        limit = _START_SECONDS
+        while "parts" not in (said := self._receive(limit)):
+            self.at = said["at"]
+            limit = seconds_of(self._settings[self.at]) + GRACE_SECONDS
+        parts: list[Part] = said["parts"]
+        if any("is_stuck" in part for part in parts):
+            self.kill()
+        return parts
+
+    def close(self) -> None:
+        """End the process for good; a thread that waits for it hears of that."""
+        self._is_closed = True
+        self._signal()
+
+    def kill(self) -> None:
+        """End the process, and all of its session."""
+        if self._process is None:
+            return
+        self._signal()
+        self._process.wait()
+        os.close(self._requests)
+        os.close(self._replies)
+        self._process = None
+
+    def _signal(self) -> None:
+        with suppress(ProcessLookupError):
+            if self._process is not None:
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _send(self, message: object, seconds: float) -> None:
+        rest = json.dumps(message).encode() + b"\n"
+        for _ in self._until(seconds):
+            if select.select([], [self._requests], [], 0.2)[1]:
+                try:
+                    rest = rest[os.write(self._requests, rest) :]
+                except BrokenPipeError:
+                    self._raise_ended()
+            if not rest:
+                return
+
+    def _receive(self, seconds: float) -> dict[str, Any]:
+        for _ in self._until(seconds):
+            if b"\n" not in self._read and select.select([self._replies], [], [], 0.2)[0]:
+                new = os.read(self._replies, 2**16)
+                self._read += new
+                if not new:
+                    self._raise_ended()
+            if b"\n" in self._read:
+                break
+        line, _, self._read = self._read.partition(b"\n")
+        said: dict[str, Any] = json.loads(line)
+        return said
+
+    def _until(self, seconds: float) -> Iterator[None]:
+        """Repeat until the process has ended or used `seconds`. A pause of this machine counts as one of them."""
+        assert self._process is not None
+        last, used = time.monotonic(), 0.0
+        while used < seconds:
+            has_ended = self._is_closed or self._process.poll() is not None
+            yield
+            if has_ended:
+                self._raise_ended()
+            now = time.monotonic()
+            last, used = now, used + min(now - last, 1.0)
+        self.kill()
+        raise _LateError
+
+    def _raise_ended(self) -> None:
+        assert self._process is not None
+        # It may have closed its pipes only.
+        self._signal()
+        code = self._process.wait()
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        self.kill()
+        raise _EndedError(how)
+
+
+class PendingScores:
+    """Answers that are being scored."""
+
+    def __init__(
+        self, rewards: "Rewards", answers: Sequence[AnswerToScore], futures: Sequence[Future[list[Part]]]
+    ) -> None:
+        self._rewards, self._answers, self._futures = rewards, answers, futures
+
+    def parts(self) -> list[list[Part]]:
+        """What each reward says of each answer, errors included; waits until all are scored."""
+        return [future.result() for future in self._futures]
+
+    def result(self) -> NDArray[np.float64]:
+        """Scores [answers, rewards], NaN where a reward is not applicable; waits until all are scored.
+
+        RewardError for the first answer on which a reward failed; the answers after it are not waited for.
+        """
+        for answer, future in zip(self._answers, self._futures, strict=True):
+            parts = zip(self._rewards.names, future.result(), strict=True)
+            for name, error in ((name, part["error"]) for name, part in parts if "error" in part):
+                for other in self._futures:
+                    other.cancel()
+                raise self._rewards.error(name, error, answer)
+        return self._array("score")
+
+    def has_result(self) -> NDArray[np.float64]:
+        """1 where an answer had a result that the reward could read, 0 where not, NaN for rewards that read none
+        [answers, rewards].
+        """
+        return self._array("has_result")
+
+    def seconds(self) -> NDArray[np.float64]:
+        """Seconds that each reward took for each answer [answers, rewards]."""
+        return self._array("seconds")
+
+    def _array(self, key: str) -> NDArray[np.float64]:
+        rows = [[np.nan if part.get(key) is None else part[key] for part in parts] for parts in self.parts()]
+        return np.array(rows, dtype=np.float64).reshape(len(rows), len(self._rewards.names))
+
+
+class Rewards:
+    """The rewards of a run, with the processes that compute them; `open_rewards` makes one."""
+
+    def __init__(self, sections: Sequence[RewardConfig], workers: int, log: IO[bytes]) -> None:
+        self.names = tuple(section.shown_name for section in sections)
+        self.weights = np.array([section.weight for section in sections], dtype=np.float64)
+        self._settings = [section.settings for section in sections]
+        self._log = log
+        self._workers = [_Worker(self._settings, log) for _ in range(workers)]
+        self._idle: queue.LifoQueue[_Worker] = queue.LifoQueue()
+        for worker in reversed(self._workers):
+            self._idle.put(worker)
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="rewards")
+
+    def check(self) -> None:
+        """Start a process; ConfigError where a reward cannot be loaded."""
+        worker = self._workers[0]
+        try:
+            worker.start()
+        except (RewardFaultError, _EndedError, _LateError) as fault:
+            name = self._settings[worker.at]["reward"]
+            how = str(fault) if isinstance(fault, RewardFaultError) else f"cannot be loaded: {_how(fault)}"
+            raise ConfigError(
+                f"reward `{name}` {how}",
+                hint=f"{self._log_line()}write e.g. `def reward(record, text)`, which returns a number",
+            ) from None
+
+    def needs(self, record: Mapping[str, Any]) -> str:
+        """What the first reward that cannot score answers to this record says of it; empty where all can."""
+        for name, settings in zip(self.names, self._settings, strict=True):
+            if settings["reward"] in BUILTIN:
+                try:
+                    read_reference(settings, record)
+                except RewardFaultError as fault:
+                    return f"reward `{name}` {fault}"
+        return ""
+
+    def start(self, answers: Sequence[AnswerToScore]) -> PendingScores:
+        """Begin to score answers, in the background."""
+        return PendingScores(self, answers, [self._threads.submit(self._score, answer) for answer in answers])
+
+    def score(self, answers: Sequence[AnswerToScore]) -> NDArray[np.float64]:
+        """Scores [answers, rewards], as `PendingScores.result`."""
+        return self.start(answers).result()
+
+    def error(self, name: str, how: str, answer: AnswerToScore) -> RewardError:
+        """The error of a reward on an answer."""
+        record = json.dumps(answer.record, ensure_ascii=False)
+        return RewardError(
+            f"reward `{name}` failed on {answer.where}: it {how}\n  answer: {answer.text!r:.300}\n"
+            f"  record: {record:.300}",
+            hint=f"{self._log_line()}a reward returns a number, or None for answers to which it does not apply",
+        )
+
+    def close(self) -> None:
+        """End all processes."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for worker in self._workers:
+            worker.close()
+        self._threads.shutdown()
+        for worker in self._workers:
+            worker.kill()
+
+    def _log_line(self) -> str:
+        return f"what it printed is in {self._log.name}; " if isinstance(self._log.name, str) else ""
+
+    def _score(self, answer: AnswerToScore) -> list[Part]:
+        worker = self._idle.get()
+        try:
+            return self._score_twice(worker, answer)
+        finally:
+            if os.fstat(self._log.fileno()).st_size > _LOG_BYTES:
+                os.ftruncate(self._log.fileno(), 0)
+            self._idle.put(worker)
+
+    def _score_twice(self, worker: _Worker, answer: AnswerToScore) -> list[Part]:
+        """What the rewards say, from a second process where the first one ended."""
+        how = ""
+        for _ in range(2):
+            try:
+                return worker.score(answer)
+            except _EndedError as ended:
+                how = f"ended its process twice, with {ended}"
+            except RewardFaultError as fault:
+                how = str(fault)
+            except _LateError:
+                return self._late(worker.at)
+        return self._parts(worker.at, {"error": how, "seconds": 0.0})
+
+    def _late(self, at: int) -> list[Part]:
+        settings = self._settings[at]
+        builtin = BUILTIN.get(settings["reward"])
+        if builtin is not None and builtin.is_long_answers_fault:
+            return self._parts(at, {"score": settings["unparsed"], "has_result": False, "seconds": settings["timeout"]})
+        error = f"did not end within {settings['timeout']:g} seconds (`timeout`), and its process was killed"
+        return self._parts(at, {"error": error, "seconds": settings["timeout"]})
+
+    def _parts(self, at: int, part: Part) -> list[Part]:
+        """The parts of all rewards where only one of them said something."""
+        return [part if number == at else {"score": None, "seconds": 0.0} for number in range(len(self.names))]
+
+
+def _how(fault: Exception) -> str:
+    return f"its process ended with {fault}" if isinstance(fault, _EndedError) else "it took too long"
+
+
+def default_workers(ranks_here: int = 1) -> int:
+    """Worker processes of a rank: its share of the cores of the machine that this process may use."""
+    return max(1, len(os.sched_getaffinity(0)) // max(ranks_here, 1))
+
+
+@contextmanager
+def open_rewards(
+    sections: Sequence[RewardConfig], *, workers: int = 0, ranks_here: int = 1, log: Path | None = None
+) -> Iterator[Rewards]:
+    """The rewards of a run, whose processes end with the `with`.
+
+    `workers` is the number of processes; 0 is what `workers` of the sections says, else `default_workers`. What rewards
+    print is appended to the file `log`, or to a temporary one. RewardError where a reward cannot be loaded.
+    """
+    number = workers or max(section.workers for section in sections) or default_workers(ranks_here)
+    with tempfile.TemporaryFile("ab") if log is None else log.open("ab") as file:
+        fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)
+        rewards = Rewards(sections, number, file)
+        try:
+            rewards.check()
+            yield rewards
+        finally:
+            rewards.close()

@@ -1,0 +1,229 @@
+"""A process that computes rewards, started by pool.py. It reads one answer as a line of JSON, and writes lines back.
+
+Each reward has an alarm that raises an exception in it. Where that does not arrive, as in C code, a thread of
+faulthandler ends the process, and so does the process that started it. What rewards print goes to the log of the pool.
+"""
+
+import ctypes
+import faulthandler
+import importlib.util
+import inspect
+import json
+import math
+import os
+import resource
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from numbers import Real
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from ds_finetune.objectives.rewards.answers import AnswerToScore, Outcome, RewardFaultError, column_of
+from ds_finetune.objectives.rewards.builtin import BUILTIN
+
+GRACE_SECONDS = 10.0
+"""From the alarm on until the process is killed from outside."""
+ARGUMENTS = ("record", "prompt", "text", "token_ids", "finish_reason")
+"""Names of the arguments that a reward of a file may have."""
+Scorer = Callable[[AnswerToScore], Outcome]
+Settings = Mapping[str, Any]
+
+
+class RewardAlarmError(BaseException):
+    """The alarm of a reward. It is not an Exception, so that code which ignores those does not ignore it."""
+
+
+def seconds_of(settings: Settings) -> float:
+    """Seconds after which the alarm of a reward rings. The programs of `code` have a limit of their own before."""
+    return float(settings["timeout"]) + GRACE_SECONDS * (settings["reward"] == "code")
+
+
+def load_scorer(settings: Settings) -> Scorer:
+    """The function of a reward; RewardFaultError where a file has none that can be called."""
+    builtin = BUILTIN.get(settings["reward"])
+    if builtin is None:
+        return _FileReward(settings["reward"])
+    if builtin.package and importlib.util.find_spec(builtin.package) is None:
+        package = builtin.package.replace("_", "-")
+        raise RewardFaultError(f"needs the package {package}, which `pip install ds_finetune[math]` installs")
+
+    def score(answer: AnswerToScore) -> Outcome:
+        return builtin.score(answer, read_reference(settings, answer.record), settings)
+
+    return score
+
+
+def read_reference(settings: Settings, record: Mapping[str, Any]) -> Any:  # noqa: ANN401 - any JSON value
+    """What a built-in reward compares answers with; RewardFaultError where the record does not have it."""
+    builtin, column = BUILTIN[settings["reward"]], settings["column"]
+    if builtin.read is None or not column:
+        return None
+    value = column_of(record, column)
+    if value is None:
+        raise RewardFaultError(f"needs column `{column}`, and the record has {', '.join(sorted(record))}")
+    try:
+        return builtin.read(value)
+    except RewardFaultError as unread:
+        raise RewardFaultError(f"cannot use column `{column}`: it {unread}") from None
+
+
+class _FileReward:
+    """The reward of a file. Coroutines run in one event loop, so that what they open can be kept."""
+
+    def __init__(self, reward: str) -> None:
+        file, _, name = reward.rpartition(":")
+        self._loop: Any = None
+        sys.path.insert(0, str(Path(file).resolve().parent))
+        spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+        function = getattr(module, name, None)
+        if not callable(function):
+            raise RewardFaultError(f"needs a function `{name}`, and {file} has none")
+        self._call: Callable[..., Any] = function
+        parameters = inspect.signature(function).parameters.values()
+        takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
+        by_name = [each for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)]
+        unknown = [each.name for each in by_name if each.name not in ARGUMENTS and each.default is each.empty]
+        if unknown or any(each.kind is each.POSITIONAL_ONLY for each in parameters):
+            raise RewardFaultError(
+                f"has the arguments {', '.join(each.name for each in parameters)}; it is called for one answer with "
+                f"those it names of {', '.join(ARGUMENTS)}, by keyword"
+            )
+        self._names = [name for name in ARGUMENTS if takes_all or name in {each.name for each in by_name}]
+
+    def __call__(self, answer: AnswerToScore) -> Outcome:
+        values = (answer.record, answer.prompt, answer.text, list(answer.ids), answer.finish)
+        given = dict(zip(ARGUMENTS, values, strict=True))
+        score = self._call(**{name: given[name] for name in self._names})
+        if inspect.isawaitable(score):
+            # It takes half the time of the start.
+            import asyncio
+
+            self._loop = self._loop or asyncio.Runner()
+            score = self._loop.run(_awaited(score))
+        return Outcome(score)
+
+
+async def _awaited(value: Any) -> Any:  # noqa: ANN401 - what a reward returns
+    return await value
+
+
+def check_score(score: object) -> float | None:
+    """A score as a number, or None; RewardFaultError for anything else."""
+    if score is None:
+        return None
+    if isinstance(score, list | tuple | dict):
+        raise RewardFaultError(f"returned {len(score)} scores ({score!r:.60}), and should return one for one answer")
+    if not isinstance(score, Real):
+        raise RewardFaultError(f"returned {type(score).__name__} {score!r:.60}, and should return a number or None")
+    if not math.isfinite(score):
+        raise RewardFaultError(f"returned {float(score)}, and should return a finite number or None")
+    return float(score)
+
+
+def run_reward(scorer: Scorer, settings: Settings, answer: AnswerToScore) -> dict[str, Any]:
+    """What a reward says of an answer: `score`, `has_result` and `seconds`, or an `error`."""
+    began = time.monotonic()
+    seconds = seconds_of(settings)
+    builtin = BUILTIN.get(settings["reward"])
+    said: dict[str, Any] = {}
+    try:
+        _set_limits(seconds, settings["memory"])
+        try:
+            outcome = scorer(answer)
+            said = {"score": check_score(outcome.score), "has_result": outcome.has_result}
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    except RewardFaultError as fault:
+        said = {"error": str(fault)}
+    except RewardAlarmError:
+        is_answers_fault = builtin is not None and builtin.is_long_answers_fault
+        late = {"error": f"took more than {settings['timeout']:g} seconds (`timeout`)", "is_stuck": True}
+        said = {"score": settings["unparsed"], "has_result": False} if is_answers_fault else late
+    except BaseException as raised:  # noqa: BLE001 - whatever the code of a user raises, also by sys.exit
+        traceback.print_exc()
+        said = {"error": f"raised {_shown(raised)}"}
+    faulthandler.cancel_dump_traceback_later()
+    return {**said, "seconds": time.monotonic() - began}
+
+
+def _shown(raised: BaseException) -> str:
+    """An exception with the place of the reward's code that raised it."""
+    frames = traceback.extract_tb(raised.__traceback__)
+    place = f" at {frames[-1].filename} line {frames[-1].lineno}" if frames else ""
+    return f"{type(raised).__name__}: {raised!s:.300}{place}"
+
+
+def _set_limits(seconds: float, memory: int) -> None:
+    """Set alarm and memory for one call; what the last call has changed of them is set again."""
+    signal.signal(signal.SIGALRM, _raise_time_is_up)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (memory if hard < 0 else min(memory, hard), hard))
+    faulthandler.dump_traceback_later(seconds + 2 * GRACE_SECONDS, exit=True, file=2)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
+def _raise_time_is_up(_: int, __: FrameType | None) -> None:
+    raise RewardAlarmError
+
+
+class _Replies:
+    """Writes lines to the process that started this one.
+
+    A process that a reward has forked, and that returned from the reward as well, ends when it writes here.
+    """
+
+    def __init__(self, pipe: int) -> None:
+        self._pipe, self._owner = pipe, os.getpid()
+
+    def write(self, message: Mapping[str, Any]) -> None:
+        if os.getpid() != self._owner:
+            os._exit(0)
+        line = json.dumps(message).encode() + b"\n"
+        while line:
+            line = line[os.write(self._pipe, line) :]
+
+
+def _load(every: list[Settings]) -> tuple[list[Scorer], str, int]:
+    """The functions of all rewards; or the error of one, and its number."""
+    scorers: list[Scorer] = []
+    for number, settings in enumerate(every):
+        try:
+            _set_limits(seconds_of(settings) + 60, settings["memory"])
+            scorers.append(load_scorer(settings))
+        except RewardFaultError as fault:
+            return [], str(fault), number
+        except BaseException as raised:  # noqa: BLE001 - whatever the file of a user raises when it is imported
+            traceback.print_exc()
+            return [], f"cannot be imported: {_shown(raised)}", number
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            faulthandler.cancel_dump_traceback_later()
+    return scorers, "", 0
+
+
+def main(requests: int, replies: int) -> None:
+    """Answer requests until their pipe is closed, or the thread that started this process has ended."""
+    # PR_SET_PDEATHSIG of prctl(2).
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+    out = _Replies(replies)
+    with os.fdopen(requests, "rb") as lines:
+        every = json.loads(lines.readline())
+        scorers, error, number = _load(every)
+        out.write({"error": error, "at": number})
+        for line in lines:
+            answer = AnswerToScore(**json.loads(line))
+            parts = []
+            for at, (scorer, settings) in enumerate(zip(scorers, every, strict=True)):
+                out.write({"at": at})
+                parts.append(run_reward(scorer, settings, answer))
+            out.write({"parts": parts})

@@ -1,0 +1,217 @@
+"""Rewards in their processes: what they get and return, and all that may go wrong with them."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ds_finetune.errors import ConfigError, RewardError
+from ds_finetune.objectives.rewards import worker
+from ds_finetune.objectives.rewards.answers import AnswerToScore
+from ds_finetune.objectives.rewards.pool import open_rewards
+from ds_finetune.system.processes import began_at, has_ended
+from tests.objectives.rewards.scoring import FILE, answer_of, scores_of, section_of
+
+RIGHT, WRONG = answer_of("4"), answer_of("five")
+LATE = 0.3
+LONGEST = 240
+"""Seconds after which a test fails that waits for something; it takes a few."""
+
+
+def test_scores_of_several_rewards_for_several_answers() -> None:
+    sections = ["exact_match", ":only_numbers", {"reward": ":waits", "weight": 0.5, "name": "later"}]
+    answers = [RIGHT, WRONG, answer_of("5"), answer_of("")] * 20
+    with open_rewards([section_of(each) for each in sections], workers=3) as rewards:
+        assert rewards.names == ("exact_match", "only_numbers", "later")
+        assert rewards.weights.tolist() == [1.0, 1.0, 0.5]
+        first, second = rewards.start(answers), rewards.start(answers[:1])
+        expected = [[1, 1, 1], [0, np.nan, 0], [0, 1, 0], [0, np.nan, 0]] * 20
+        np.testing.assert_array_equal(first.result(), expected)
+        np.testing.assert_array_equal(second.result(), expected[:1])
+        assert first.has_result()[:4, 0].tolist() == [1, 1, 1, 0]
+        assert np.isnan(first.has_result()[:, 1:]).all()
+        assert (first.seconds() >= 0).all()
+        assert rewards.score([]).shape == (0, 3)
+
+
+def test_what_a_function_gets() -> None:
+    assert scores_of([":everything", ":any_arguments"], [RIGHT]).tolist() == [[6, len(worker.ARGUMENTS)]]
+
+
+FAULTS = [
+    ("not_a_number", "it returned nan, and should return a finite number"),
+    ("infinite", "it returned inf"),
+    ("a_text", "it returned str 'good'"),
+    ("a_list", "it returned 2 scores ([1.0, 0.0]), and should return one for one answer"),
+    ("raises", "it raised ZeroDivisionError: division by zero at"),
+    ("leaves", "it raised SystemExit: 0"),
+    ("loops", f"it took more than {LATE} seconds"),
+    ("sleeps", f"it took more than {LATE} seconds"),
+    ("ends_process", "it ended its process twice, with exit code 7"),
+    ("is_killed", "it ended its process twice, with signal SIGKILL"),
+    ("takes_memory", "it raised MemoryError"),
+]
+
+
+@pytest.mark.parametrize(("name", "message"), FAULTS, ids=[name for name, _ in FAULTS])
+def test_a_reward_at_fault_is_an_error_that_names_reward_record_and_answer(name: str, message: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(RewardError) as raised:
+        scores_of(["exact_match", {"reward": f":{name}", "timeout": LATE}], [RIGHT, WRONG])
+    text = str(raised.value)
+    assert f"reward `{name}` failed on rows.jsonl line 7, answer 3: {message}" in text
+    assert "answer: '4'" in text
+    assert 'record: {"answer": "4"}' in text
+    assert "hint:" in text
+    assert raised.value.exit_code == 1
+    assert time.monotonic() - began < LONGEST
+
+
+def test_a_reward_that_hangs_in_c_is_killed_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ds_finetune.objectives.rewards.pool.GRACE_SECONDS", LATE)
+    with pytest.raises(RewardError, match=r"did not end within 0\.3 seconds.*its process was killed"):
+        scores_of([{"reward": ":hangs_in_c", "timeout": LATE}], [RIGHT])
+
+
+def test_the_process_that_hangs_in_c_ends_without_the_one_that_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = (
+        "from ds_finetune.objectives.rewards import worker; worker.GRACE_SECONDS = 0.1\n"
+        "import json\nfrom tests.objectives.rewards.scoring import *\n"
+        f"settings = section_of({{'reward': ':hangs_in_c', 'timeout': {LATE}}}).settings\n"
+        "worker.run_reward(worker.load_scorer(settings), settings, answer_of('4'))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=LONGEST)
+    assert done.returncode == 1
+    assert "Timeout" in done.stderr
+    assert "hangs_in_c" in done.stderr
+
+
+def test_a_process_that_was_killed_is_started_again_for_the_same_answer(tmp_path: Path) -> None:
+    answers = [answer_of(str(n), {"file": str(tmp_path / f"{n}")}) for n in range(3)]
+    assert scores_of([":is_killed_once", ":waits"], answers).tolist() == [[0.5, 0], [0.5, 0], [0.5, 0]]
+
+
+def test_the_second_process_of_a_forked_reward_is_not_heard() -> None:
+    assert scores_of([":forks", "exact_match"], [RIGHT, WRONG, RIGHT]).tolist() == [[0.25, 1], [0.25, 0], [0.25, 1]]
+
+
+def test_what_a_reward_starts_ends_with_it(tmp_path: Path) -> None:
+    kept = tmp_path / "pid"
+    with pytest.raises(RewardError, match="ended its process twice, with exit code 1"):
+        scores_of([":leaves_a_process"], [answer_of("4", {"file": str(kept)})])
+    deadline = time.monotonic() + LONGEST
+    pid = int(kept.read_text())
+    while (began := began_at(pid)) and not has_ended(pid, began):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_what_a_reward_prints_goes_to_the_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "rewards.log"
+    assert scores_of([":prints"], [RIGHT, WRONG], log=log).tolist() == [[1], [1]]
+    assert capfd.readouterr() == ("", "")
+    assert log.read_text().count("written by the reward") == 2
+    assert "an error line" in log.read_text()
+    with pytest.raises(RewardError, match=f"what it printed is in {log}"):
+        scores_of([":raises"], [RIGHT], log=log)
+    assert "ZeroDivisionError" in log.read_text()
+
+
+def test_a_long_log_is_emptied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ds_finetune.objectives.rewards.pool._LOG_BYTES", 10_000)
+    log = tmp_path / "rewards.log"
+    scores_of([":prints"], [RIGHT] * 20, log=log)
+    assert log.stat().st_size < 10_000
+
+
+def test_answers_are_not_scored_after_the_end() -> None:
+    began = time.monotonic()
+    with open_rewards([section_of({"reward": ":loops", "timeout": 10_000})], workers=2) as rewards:
+        rewards.start([RIGHT] * 50)
+    assert time.monotonic() - began < LONGEST
+
+
+def test_a_long_answer_of_a_program_is_the_answers_fault() -> None:
+    section = {"reward": "code", "timeout": LATE, "unparsed": -1.0}
+    loop = answer_of("```python\nwhile True: pass\n```", {"tests": "assert True"})
+    assert scores_of([section], [loop]).tolist() == [[0]]
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("absent", "needs a function `absent`"),
+        ("NO_FUNCTION", "needs a function `NO_FUNCTION`"),
+        ("of_trl", r"has the arguments completions, kwargs; it is called for one answer"),
+    ],
+)
+def test_a_file_without_such_a_function(function: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        scores_of([f":{function}"], [])
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("1 / 0", "cannot be imported: ZeroDivisionError"),
+        ("def reward(text): return 1 +", "cannot be imported: SyntaxError"),
+        ("import no_such_module", "cannot be imported: ModuleNotFoundError"),
+        ("import sys; sys.exit()", "cannot be imported: SystemExit"),
+        ("import os; os._exit(3)", "cannot be loaded: its process ended with exit code 3"),
+    ],
+)
+def test_a_file_that_cannot_be_imported(source: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(source)
+    with pytest.raises(ConfigError, match=message):
+        scores_of([f"{tmp_path}/mine.py:reward"], [])
+    with pytest.raises(ConfigError, match=r"none\.py:reward` cannot be imported: FileNotFoundError"):
+        scores_of([f"{tmp_path}/none.py:reward"], [])
+
+
+def test_a_file_imports_its_neighbours_and_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "neighbour.py").write_text(
+        "import sys\nHEAVY = {'torch', 'transformers', 'deepspeed'} & set(sys.modules)"
+    )
+    (tmp_path / "mine.py").write_text("from neighbour import HEAVY\ndef reward(text): return len(HEAVY)")
+    assert scores_of([f"{tmp_path}/mine.py:reward"], [RIGHT]).tolist() == [[0]]
+
+
+@pytest.mark.parametrize(
+    ("section", "record", "message"),
+    [
+        ("exact_match", {"question": "2+2"}, "needs column `answer`, and the record has question"),
+        ("exact_match", {"answer": None}, "needs column `answer`"),
+        ("exact_match", {"answer": " "}, "cannot use column `answer`: it is str ' '"),
+        ("exact_match", {"answer": []}, "cannot use column `answer`: it is list"),
+        ("number", {"answer": "four"}, "cannot use column `answer`: it is 'four', which has no number"),
+        ("choice", {"answer": "none"}, "has no letter of a choice"),
+        ("code", {"answer": "x"}, "needs column `tests`"),
+        ("code", {"tests": [1, 2]}, "should be Python code"),
+        ("code", {"tests": {"inputs": ["1"], "outputs": []}}, "should be Python code"),
+        ({"reward": "number", "column": "extra.truth"}, {"extra": {"answer": 1}}, "needs column `extra.truth`"),
+    ],
+)
+def test_records_without_what_a_reward_needs(section: Any, record: dict[str, Any], message: str) -> None:
+    with open_rewards([section_of("format"), section_of(section)], workers=1) as rewards:
+        assert message in rewards.needs(record)
+        with pytest.raises(RewardError) as raised:
+            rewards.score([answer_of("4", record)])
+        assert message in str(raised.value)
+
+
+def test_many_answers_and_long_ones() -> None:
+    answers = [answer_of(str(n), {"answer": str(n), "text": "x" * 100_000}) for n in range(50)]
+    assert scores_of(["exact_match"], answers, workers=2).tolist() == [[1]] * 50
+
+
+def test_relative_files_are_those_of_the_current_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(FILE.parent)
+    assert scores_of([f"{FILE.name}:right"], [RIGHT]).tolist() == [[1]]
+
+
+def test_an_answer_has_all_that_the_process_gets() -> None:
+    assert set(AnswerToScore.__dataclass_fields__) == {"record", "prompt", "text", "ids", "finish", "where"}
