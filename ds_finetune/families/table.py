@@ -79,6 +79,7 @@ _DEEPSEEK_V3 = replace(
         GROUPED_ROUTING,
         deep=_DEEP,
         biases={"attention_bias": True},
+        biases_deep={"attention_bias": True, **_DEEP},
         moonlight={**ONE_GROUP, "q_lora_rank": None},
         moonlight_deep={**ONE_GROUP, "q_lora_rank": None, **_DEEP},
         in_standard_selftest=True,
@@ -97,6 +98,7 @@ _ROWS = (
             {
                 "deepseek_v2_deep": {**LATENT, "topk_method": "greedy", **_DEEP},
                 "deepseek_v2_lite": {**LATENT, "topk_method": "greedy", "q_lora_rank": None},
+                "deepseek_v2_lite_deep": {**LATENT, "topk_method": "greedy", "q_lora_rank": None, **_DEEP},
             },
         ),
     ),
