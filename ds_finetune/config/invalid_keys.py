@@ -19,6 +19,7 @@ KEYS_OF_OTHER_PROGRAMS = {
     "model.attention": "attn_implementation attn_impl flash_attn flash_attention "
     "flash_attention_2 sdp_attention use_flash_attention_2",
     "model.loss": "use_liger_kernel use_liger liger_kernel enable_liger_kernel liger_fused_linear_cross_entropy",
+    "model.kernels": "liger_rope liger_rms_norm liger_swiglu liger_glu_activation torch_compile",
     "data.train": "dataset datasets dataset_name dataset_path train_file train_files train_data data_path dataset_dir",
     "data.eval": "eval_dataset eval_file validation_file val_file test_datasets "
     "eval_data val_set_size val_size test_size",

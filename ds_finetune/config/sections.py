@@ -66,6 +66,11 @@ class ModelConfig(Section):
     """Loss kernel. `auto` is Liger's fused kernel on GPUs where liger-kernel is installed, and the chunked one
     elsewhere.
     """
+    kernels: Literal["auto", "torch", "liger", "compile"] = "auto"
+    """What computes RMSNorm, rotary embedding and SwiGLU: Liger's kernels, those that torch.compile makes (ZeRO 0 to
+    2), or the single operations of `torch`. `auto` is the first of these that can run on a GPU, and `torch` on a CPU;
+    the plan says which, and why.
+    """
 
 
 class DataConfig(Section):

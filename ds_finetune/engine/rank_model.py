@@ -33,6 +33,7 @@ from ds_finetune.model.build.dtypes import PRECISION_DTYPES
 from ds_finetune.model.build.encoder import encoder_of
 from ds_finetune.model.build.model_plan import ModelPlan
 from ds_finetune.model.build.skeleton import Where, build_skeleton, model_class, resolve_folder, whole
+from ds_finetune.model.fused.install import install_fused
 from ds_finetune.model.loss.cross_entropy import KERNELS, Kernel, chunked_cross_entropy, liger_cross_entropy
 from ds_finetune.model.loss.score_config import fresh_parameters
 from ds_finetune.model.loss.score_head import (
@@ -217,11 +218,12 @@ def _loss_kernel(plan: Plan, model: ModelPlan, groups: Groups) -> Kernel:
 
 
 def arrange_forward(lm: PreTrainedModel, plan: Plan, model: ModelPlan) -> None:
-    """Recompute layers, with their inputs on the host, and compute MLPs in tiles, as the run file says; else shared
-    experts before routed ones.
+    """Run fused kernels, recompute layers, with their inputs on the host, and compute MLPs in tiles, as the run file
+    says; else shared experts before routed ones.
     """
     from deepspeed.utils import set_z3_leaf_module
 
+    install_fused(lm, plan.kernels.of(family_of(model.hf_config.model_type)))
     if plan.recomputes:
         recompute_layers(lm, is_selective=plan.activation_checkpointing == "selective")
     if plan.activation_offload:

@@ -13,6 +13,7 @@ TESTED = {
     "bitsandbytes": "0.50.2",
     "datasets": "5.2.0",
     "deepspeed": "0.19.8",
+    "liger-kernel": "0.8.5",
     "torch": "2.13.0",
     "transformers": "5.23.0",
 }

@@ -77,6 +77,8 @@ class SortedRows(NamedTuple):
     """Which of the choices of all tokens each row is, int64 [tokens x k]."""
     places: torch.Tensor
     """The row of each choice: the inverse."""
+    tokens: torch.Tensor
+    """The token of each row."""
     k: int
 
     @classmethod
@@ -85,11 +87,12 @@ class SortedRows(NamedTuple):
         experts, choices = top_k_index.reshape(-1).sort(stable=True)
         places = torch.empty_like(choices)
         places[choices] = torch.arange(len(choices), device=choices.device)
-        return cls(experts, choices, places, top_k_index.shape[1])
+        k = top_k_index.shape[1]
+        return cls(experts, choices, places, choices // k, k)
 
     def rows_of(self, hidden: torch.Tensor) -> torch.Tensor:
         """[tokens, width] -> the row of each token for each of its experts [tokens x k, width]."""
-        return _Dispatch.apply(hidden, self.choices // self.k, self.places, self.k)  # type: ignore[no-any-return]
+        return _Dispatch.apply(hidden, self.tokens, self.places, self.k)  # type: ignore[no-any-return]
 
     def weights_of(self, top_k_weights: torch.Tensor) -> torch.Tensor:
         """[tokens, k] -> the weight of each row [tokens x k, 1]."""
@@ -97,7 +100,7 @@ class SortedRows(NamedTuple):
 
     def sums_of(self, rows: torch.Tensor) -> torch.Tensor:
         """[tokens x k, width] -> the sum of each token's rows [tokens, width]."""
-        return _Combine.apply(rows, self.choices // self.k, self.places, self.k)  # type: ignore[no-any-return]
+        return _Combine.apply(rows, self.tokens, self.places, self.k)  # type: ignore[no-any-return]
 
 
 def grouped_product(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, *, leaf: str, **options: Any) -> Any:  # noqa: ANN401 - transformers' options

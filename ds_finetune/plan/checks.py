@@ -17,6 +17,7 @@ from ds_finetune.families.table import FAMILIES, WITH_TINY_MODELS
 from ds_finetune.plan.batch import rows_of_forward
 from ds_finetune.plan.forward import problem_of_calls, varlen_problem
 from ds_finetune.plan.inexact import inexact_checks
+from ds_finetune.plan.kernels import has_fused_operations
 from ds_finetune.plan.rollout_checks import ROLLOUT_MODEL, rollout_checks
 from ds_finetune.plan.routers import has_routers
 from ds_finetune.plan.settings import Condition, Conflict, Refusal, RunSettings, setting, together
@@ -754,6 +755,12 @@ _KERNEL = (
         _unfit_for_varlen,
         "model.attention varlen with model_type `{model_type}`: {problem}",
         "set model.attention: sdpa, which attends document by document there",
+        ModelError,
+    ),
+    Refusal(
+        lambda run: run.model.kernels in ("liger", "compile") and not has_fused_operations(run.family),
+        "model.kernels {model.kernels} with model_type `{model_type}`: none of its operations has a fused kernel",
+        "set model.kernels to auto",
         ModelError,
     ),
 )

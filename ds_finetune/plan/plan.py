@@ -31,6 +31,7 @@ from ds_finetune.plan.deepspeed_config import (
     with_reduction_dtype,
 )
 from ds_finetune.plan.inexact import inexact_lines
+from ds_finetune.plan.kernels import ChosenKernels, choose_kernels
 from ds_finetune.plan.layer_stages import StageLayers
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.pipeline import idle_share
@@ -108,6 +109,8 @@ class Plan:
     reduction_every: str
     """How often gradients are summed over ranks, as `train.reduction_every` says."""
     loss_kernel: str
+    kernels: ChosenKernels
+    """What computes norms, rotary embeddings and SwiGLU, in families that have kernels for them."""
     activation_checkpointing: Recomputation
     activation_offload: bool
     """Whether the inputs of recomputed layers are in host memory."""
@@ -316,6 +319,7 @@ def make_plan(given: RunSettings, *, world: World, device: str, accelerate: Acce
         offload_optimizer=run.offloads[0],
         offload_param=run.offloads[1],
         loss_kernel=loss_kernel(run.model.loss, device=device, tp=mesh.tp, is_cross_entropy=is_cross_entropy),
+        kernels=choose_kernels(run.model.kernels, device=device, stage=run.stage),
         attention=run.model.attention,
         # Where it is auto, the trainer decides with the memory of the device (trainer/micro_batch.py).
         activation_checkpointing="full" if train.activation_checkpointing == "auto" else train.activation_checkpointing,

@@ -13,6 +13,7 @@ from rich.text import Text
 from ds_finetune.config.objectives import ObjectiveConfig
 from ds_finetune.config.units import GIB
 from ds_finetune.data.row_kind import RowKind
+from ds_finetune.families.table import family_of
 from ds_finetune.features.table import features_of
 from ds_finetune.model.attention.kernels import problem_of_flash_3
 from ds_finetune.model.build.model_plan import ModelPlan
@@ -161,6 +162,7 @@ def model_lines(model: ModelPlan, plan: Plan, *, capability: tuple[int, int] | N
         *_score_lines(model),
         *kernel,
         *experts,
+        *plan.kernels.lines(family_of(model.hf_config.model_type)),
         *_head_lines(model, plan),
         *([("MLPs", f"tokens in {model.mlp_tiles} tiles")] if model.mlp_tiles > 1 else []),
         *plan.stage_lines(model.stages),

@@ -131,6 +131,7 @@ def _fingerprint(run: PreparedRun, name: str, rows: PreparedRows) -> str:
         "objective": config.objective.name,
         "precision": plan.precision,
         "attention": [config.model.attention, plan.loss_kernel, plan.device],
+        **({"kernels": plan.kernels.name} if plan.kernels.name != "torch" else {}),
         **({"context": config.model.context} if config.model.context is not None else {}),
         "quantize": config.lora.quantize if config.lora is not None else None,
         "layout": sizes,

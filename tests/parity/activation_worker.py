@@ -1,8 +1,10 @@
-"""Take the steps of each cell as it is, with layer inputs on the host, and with tiled MLPs, in one launched world.
+"""Take the steps of each cell as it is, with layer inputs on the host, with tiled MLPs, with some outputs kept, and with
+fused operations, in one launched world. These run as formulas, or by Liger's kernels with TRITON_INTERPRET=1.
 
 Started by the tests as `torchrun --nproc-per-node N activation_worker.py MODELS_DIR OUT_DIR CELLS.json`.
 """
 
+import os
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -14,16 +16,23 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.model.activation_memory import LayerInputOffload, tiled_modules
 from ds_finetune.model.build.model_plan import ModelPlan
+from ds_finetune.model.fused import formulas, install
 from ds_finetune.plan.forward import mlp_tiles
+from ds_finetune.plan.kernels import ChosenKernels
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest.cells import Cell, run_tree
 from ds_finetune.reference.selftest.compare import take_steps
 from tests.lora_twin import lora_tree
+from tests.model.fused.fused_kernels import interpret_floats
 from tests.parity.serving import Launched, serve
 from tests.planning import model_of
 
 STEPS = 2
+IS_LIGER = os.environ.get("TRITON_INTERPRET") == "1"
+FUSED = ChosenKernels("liger", "a test")
+if not IS_LIGER:
+    install.kernels_of = lambda _: formulas  # type: ignore[assignment, return-value]
 
 
 def run(tree: dict[str, Any], launched: Launched) -> tuple[str, dict[str, Any]]:
@@ -40,11 +49,15 @@ def run(tree: dict[str, Any], launched: Launched) -> tuple[str, dict[str, Any]]:
         "offloaded": _run(replace(plan, activation_offload=True), model),
         "tiled": _run(plan, replace(model, mlp_tiles=tiles)),
         "selective": _run(replace(plan, activation_checkpointing="selective"), model),
+        "fused": _run(replace(plan, kernels=FUSED), model),
+        "fused and tiled": _run(replace(plan, kernels=FUSED), replace(model, mlp_tiles=tiles)),
     }
 
 
 def _run(plan: Plan, model: ModelPlan) -> dict[str, Any]:
     with start_engine(plan, model) as engine:
+        is_fused = any(isinstance(module, install.FusedNorm) for module in engine.lm.modules())
+        assert is_fused == (plan.kernels.name != "torch")
         *_, steps = take_steps(engine, STEPS)
         weights = {name: tensor.clone() for name, tensor in engine.tensors() if tensor is not None}
         weights |= {name: tensor.clone() for name, tensor in engine.adapters() if tensor is not None}
@@ -78,4 +91,6 @@ def _check_one_gather(lm: torch.nn.Module) -> None:
 
 
 if __name__ == "__main__":
+    if IS_LIGER:
+        interpret_floats()
     serve(run)

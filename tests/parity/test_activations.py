@@ -1,4 +1,5 @@
-"""Inputs of layers on the host change no bit, and tiled MLPs only the order of sums, in every layout."""
+"""Inputs of layers on the host change no bit, and tiled MLPs and fused operations only the order of sums, in every
+layout."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -100,9 +101,10 @@ def _compare(case: Case, out: Path) -> None:
         for part in ("gradients", "weights"):
             assert same[part].keys() == plain[part].keys()
             assert all(torch.equal(same[part][name], tensor) for name, tensor in plain[part].items())
-    assert tiled["losses"] == pytest.approx(plain["losses"], rel=LOSS_TOLERANCE, abs=LOSS_TOLERANCE)
-    assert tiled["norms"] == pytest.approx(plain["norms"], rel=GRADIENT_TOLERANCE)
-    _assert_gradients_close(tiled["gradients"], plain["gradients"])
+    for close in (tiled, found["fused"], found["fused and tiled"]):
+        assert close["losses"] == pytest.approx(plain["losses"], rel=LOSS_TOLERANCE, abs=LOSS_TOLERANCE)
+        assert close["norms"] == pytest.approx(plain["norms"], rel=GRADIENT_TOLERANCE)
+        _assert_gradients_close(close["gradients"], plain["gradients"])
 
 
 def _assert_gradients_close(found: dict[str, Any], wanted: dict[str, Any]) -> None:

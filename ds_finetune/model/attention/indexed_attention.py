@@ -208,6 +208,8 @@ class IndexedAttention(nn.Module):
     o_proj: nn.Linear
     indexer: Any
     expand_kv: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    rotate: Callable[..., Any] | None = None
+    """A kernel that turns queries and keys; None for transformers' function."""
     rotates_pairs: bool
     """Whether the indexer's rotary embedding turns pairs of neighbouring columns, not the two halves."""
     chooses = False
@@ -313,7 +315,7 @@ class IndexedAttentionWithChoice(IndexedAttention):
 
 
 def _project(
-    attention: Any,  # noqa: ANN401 - latent attention of transformers
+    attention: Any,  # noqa: ANN401 - latent attention of transformers, mixed with IndexedAttention
     hidden: torch.Tensor,
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -325,7 +327,8 @@ def _project(
     query = attention.q_b_proj(low_rank).unflatten(-1, (-1, nope + rope)).transpose(1, 2)
     plain, rotated = query.split([nope, rope], dim=-1)
     latent, rotary_key = attention.kv_a_proj_with_mqa(hidden).split([attention.kv_lora_rank, rope], dim=-1)
-    rotated, rotary_key = rotate_pairs()(rotated, rotary_key[:, None], *position_embeddings)
+    rotate = attention.rotate or rotate_pairs()
+    rotated, rotary_key = rotate(rotated, rotary_key[:, None], *position_embeddings)
     return low_rank, torch.cat([plain, rotated], dim=-1), attention.kv_a_layernorm(latent)[:, None], rotary_key
 
 

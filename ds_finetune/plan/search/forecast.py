@@ -52,6 +52,7 @@ class Forecast:
         if self.recomputation:
             yield "recomputation", self.recomputation
         yield from attention_lines(run.model.attention, model, device=plan.device, precision=plan.precision)
+        yield from plan.kernels.lines(family_of(str(model["model_type"])))
         if plan.device != "cpu" and plan.loss_kernel == "chunked" and run.objective.row.is_cross_entropy:
             yield head_line(int(model["vocab_size"]) // plan.mesh.tp, precision=plan.precision, device=plan.device)
         if run.train.tiled_mlp:

@@ -1,0 +1,1 @@
+"""RMSNorm, rotary embedding and SwiGLU as one kernel each."""

@@ -1,0 +1,104 @@
+"""What `model.kernels: auto` is: which kernels compute RMSNorm, rotary embedding and SwiGLU, and why."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+from ds_finetune.errors import ConfigError
+from ds_finetune.families.family import Family
+
+_HINT = "set model.kernels to auto"
+_EXTRA = "pip install 'ds_finetune[gpu]'"
+
+
+@dataclass(frozen=True)
+class ChosenKernels:
+    """`liger`, `compile`, or `torch`, which runs transformers' own operations one by one."""
+
+    name: str
+    reason: str
+
+    def of(self, family: Family) -> str:
+        """The kernels for models of this family; `torch` where its operations are none of those that are fused."""
+        return self.name if has_fused_operations(family) else "torch"
+
+    def lines(self, family: Family) -> Iterator[tuple[str, str]]:
+        """What the plan shows of the choice."""
+        if self.of(family) != self.name:
+            yield "kernels", f"torch: no operation of {family.model_type} has a fused kernel"
+        elif self.name == "torch":
+            yield "kernels", f"torch: {self.reason}"
+        else:
+            what = "RMSNorm and rotary embedding" if family.has_sinks else "RMSNorm, rotary embedding and SwiGLU"
+            rest = "; experts keep their clamped SwiGLU" if family.has_sinks else ""
+            yield "kernels", f"{self.name}: {what} are one kernel each ({self.reason}){rest}"
+
+
+def has_fused_operations(family: Family) -> bool:
+    """Whether models of this family have operations that the kernels are tested with."""
+    return not family.is_generic and family.encoder is None
+
+
+def choose_kernels(name: str, *, device: str, stage: int) -> ChosenKernels:
+    """The kernels that `model.kernels` says, on a `device` (`cpu` or `cuda`) at a ZeRO stage.
+
+    `auto` is Liger's on a GPU where liger-kernel is installed, else compiled ones up to stage 2. ConfigError where a
+    kernel is asked for that cannot run.
+    """
+    if name == "torch":
+        return ChosenKernels(name, "as the run file says")
+    if name != "auto":
+        if (problem := _problem(name, device, stage)) is not None:
+            raise ConfigError(f"model.kernels {name}: {problem[0]}", hint=problem[1])
+        return ChosenKernels(name, "as the run file says")
+    if device == "cpu":
+        return ChosenKernels("torch", "a CPU has no fused kernels (auto)")
+    of_liger = _problem("liger", device, stage)
+    if of_liger is None:
+        return ChosenKernels("liger", f"auto: liger-kernel {_version('liger-kernel')} is installed")
+    of_compile = _problem("compile", device, stage)
+    if of_compile is None:
+        return ChosenKernels("compile", f"auto: {of_liger[0]}")
+    return ChosenKernels("torch", f"{of_liger[0]}, and {of_compile[0]} (auto); {of_liger[1]} makes steps faster")
+
+
+def _problem(name: str, device: str, stage: int) -> tuple[str, str] | None:
+    """Why these kernels cannot run, and what to do; None where they can."""
+    has_triton, compilers = find_spec("triton") is not None, _compilers()
+    if name == "liger":
+        is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+        problems = (
+            (not _version("liger-kernel"), "liger-kernel is not installed", _EXTRA),
+            (not has_triton, "liger-kernel is installed without triton", "pip install triton"),
+            (device == "cpu" and not is_interpreted, "its kernels need a GPU, and the device is cpu", _HINT),
+        )
+    else:
+        needs = f"torch.compile needs a C++ compiler on a CPU, and there is no {' or '.join(compilers)}"
+        problems = (
+            (stage == 3, "torch.compile is not tested with ZeRO stage 3", "use stage 2, or model.kernels liger"),
+            (
+                device != "cpu" and not has_triton,
+                "torch.compile needs triton on a GPU, which is not installed",
+                "pip install triton",
+            ),
+            (device == "cpu" and not any(map(shutil.which, compilers)), needs, _HINT),
+        )
+    return next(((text, hint) for applies, text, hint in problems if applies), None)
+
+
+def _compilers() -> tuple[str, ...]:
+    """C++ compilers that torch looks for."""
+    return (os.environ["CXX"],) if "CXX" in os.environ else ("g++", "clang++", "c++")
+
+
+@lru_cache(maxsize=2)
+def _version(package: str) -> str:
+    """The installed version, empty where there is none."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""

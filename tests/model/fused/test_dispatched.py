@@ -1,0 +1,134 @@
+"""Operations that a layer dispatches in forward, and in backward with full recomputation: with kernels at most as many as
+stand here. An operation is about one launch on a GPU; views and empty tensors are none.
+
+The counts of layers are differences between models of four and three of them, on fake tensors. A fused operation counts
+once, and so does each launch of Liger where it is installed, with the copies and sums that it makes beside it.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ds_finetune.model.activation_memory import recompute_layers
+from ds_finetune.model.fused import formulas, install
+from ds_finetune.model.loss.token_loss import LossHead, TrainedModel
+from ds_finetune.model.parallel.expert import compute_shared_experts_ahead
+from tests.plan.estimate import tracked
+
+NOT_LAUNCHED = {"prim::device", "aten::_unsafe_view", "aten::detach"}
+DENSE, LITE = "deepseek-ai--DeepSeek-R1-Distill-Qwen-7B", "deepseek-ai--DeepSeek-V2-Lite"
+Counts = tuple[int, int]
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that compute something; a fused one counts itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.is_fused = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
+        if not (is_view or self.is_fused or func.name() in NOT_LAUNCHED or "empty" in func.name()):
+            self.counts[func.name()] += 1
+        return result
+
+    def count(self, name: str, compute: Callable[[], Any]) -> Any:
+        self.is_fused = True
+        result = compute()
+        self.is_fused = False
+        self.counts[name] += 1
+        return result
+
+
+class OneLaunch:
+    """The formulas, each as one launch of the pass that is counted now."""
+
+    now: Launches
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *args: self.now.count(name, lambda: getattr(formulas, name)(*args))
+
+
+@contextmanager
+def ligers_launches(counted: OneLaunch, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Liger's functions, whose kernels compute nothing on fake tensors."""
+    from liger_kernel.ops import rms_norm, rope, swiglu
+
+    class Kernel:
+        def __getitem__(self, _: Any) -> Callable[..., Any]:
+            return lambda *_, **__: counted.now.count("a kernel", lambda: None)
+
+    for module in (rms_norm, rope, swiglu):
+        for name in vars(module):
+            if name.endswith(("_kernel", "_kernel_tiled", "_triton_rope")):
+                monkeypatch.setattr(module, name, Kernel())
+    from ds_finetune.foreign import liger_operations
+
+    yield liger_operations
+
+
+def launches(tree: dict[str, Any], counted: OneLaunch, *, is_fused: bool) -> tuple[Counter[str], Counter[str]]:
+    with FakeTensorMode(), tracked.gpu_kernels():
+        lm = tracked._with_head(tree, "bf16", None, LossHead.objective)
+        lm.train()
+        install.install_fused(lm, "a test" if is_fused else "torch")
+        recompute_layers(lm, is_selective=False)
+        compute_shared_experts_ahead(lm)
+        model = TrainedModel(lm)
+        model.packs_documents = True
+        with Launches() as forward:
+            counted.now = forward
+            loss = model(tracked._rows([(64, 192)], None)).loss
+        with Launches() as backward:
+            counted.now = backward
+            loss.backward()
+        return forward.counts, backward.counts
+
+
+def of_a_layer(tree: dict[str, Any], counted: OneLaunch, *, is_fused: bool) -> Counts:
+    more, fewer = (launches(tree | {"num_hidden_layers": n}, counted, is_fused=is_fused) for n in (4, 3))
+    forward, backward = (sum(a.values()) - sum(b.values()) for a, b in zip(more, fewer, strict=True))
+    return forward, backward
+
+
+def config(shared_data: Path, name: str) -> dict[str, Any]:
+    tree: dict[str, Any] = json.loads((shared_data / "configs" / name / "config.json").read_text())
+    return tree
+
+
+@pytest.mark.parametrize(
+    ("name", "single", "fused"), [(DENSE, (38, 112), (15, 44)), (LITE, (72, 187), (44, 102))], ids=["dense", "v2_lite"]
+)
+def test_a_layer_dispatches_at_most(
+    name: str, single: Counts, fused: Counts, shared_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = OneLaunch()
+    monkeypatch.setattr(install, "kernels_of", lambda _: counted)
+    assert of_a_layer(config(shared_data, name), counted, is_fused=False) == single
+    assert all(
+        a <= b for a, b in zip(of_a_layer(config(shared_data, name), counted, is_fused=True), fused, strict=True)
+    )
+
+
+@pytest.mark.parametrize(("name", "fused"), [(DENSE, (17, 54)), (LITE, (46, 118))], ids=["dense", "v2_lite"])
+def test_a_layer_with_ligers_kernels_dispatches_at_most(
+    name: str, fused: Counts, shared_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if find_spec("liger_kernel") is None or find_spec("triton") is None:
+        pytest.skip("liger-kernel is not installed: pip install -e .[gpu]")
+    counted = OneLaunch()
+    with ligers_launches(counted, monkeypatch) as liger:
+        monkeypatch.setattr(install, "kernels_of", lambda _: liger)
+        found = of_a_layer(config(shared_data, name), counted, is_fused=True)
+    assert all(a <= b for a, b in zip(found, fused, strict=True)), found

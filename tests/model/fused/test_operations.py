@@ -1,0 +1,161 @@
+"""Fused operations against those of transformers: outputs and gradients."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import apply_rotary_emb
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
+from transformers.models.glm4_moe.modeling_glm4_moe import apply_rotary_pos_emb as glm_rotary
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
+from transformers.models.gpt_oss.modeling_gpt_oss import apply_rotary_pos_emb as gpt_oss_rotary
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
+from ds_finetune.model.fused.install import _rotary
+from ds_finetune.model.fused.operations import gate, joined_gate, norm
+from tests.model.fused.fused_kernels import DEVICE, NAMES, dtypes, fused_kernels
+
+ROUNDING = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
+"""Most of a difference, of the norm of what is wanted."""
+Tensors = Sequence[torch.Tensor]
+
+
+def compare(
+    wanted: Callable[..., Any], found: Callable[..., Any], inputs: Tensors, like: Any = lambda out: out
+) -> None:
+    """Outputs, and gradients of `inputs`; `like` brings the outputs that are wanted into the order of those found."""
+    results = []
+    for run, ordered in ((wanted, like), (found, lambda out: out)):
+        leaves = [each.detach().requires_grad_(each.requires_grad) for each in inputs]
+        out = run(*leaves)
+        outputs = [ordered(each) for each in (out if isinstance(out, tuple) else (out,))]
+        generator = torch.Generator().manual_seed(7)
+        grads = [torch.randn(each.shape, generator=generator).to(each) for each in outputs]
+        torch.autograd.backward(outputs, grads)
+        results.append([*(each.detach() for each in outputs), *(leaf.grad for leaf in leaves)])
+    for theirs, mine in zip(*results, strict=True):
+        assert (theirs is None) == (mine is None)
+        if theirs is not None:
+            assert mine.shape == theirs.shape
+            assert mine.dtype == theirs.dtype
+            error = (mine.double() - theirs.double()).norm() / theirs.double().norm().clamp(min=1e-30)
+            assert not mine.numel() or error <= ROUNDING[theirs.dtype], float(error)
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int = 0, needs_grad: bool = True) -> torch.Tensor:
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+    return drawn.to(DEVICE, dtype).requires_grad_(needs_grad)
+
+
+@pytest.mark.parametrize("is_frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("kind", [LlamaRMSNorm, GptOssRMSNorm])
+@pytest.mark.parametrize("name", NAMES)
+def test_norms(name: str, kind: type[nn.Module], is_frozen: bool) -> None:
+    kernels = fused_kernels(name)
+    for dtype in dtypes(name):
+        for shape in ((2, 5, 37), (1, 3, 2, 8), (4, 64)):
+            module: Any = kind(shape[-1], eps=1e-5).to(DEVICE, dtype)
+
+            def wanted(hidden: torch.Tensor, weight: torch.Tensor, module: Any = module) -> Any:
+                return torch.func.functional_call(module, {"weight": weight}, (hidden,))
+
+            def found(hidden: torch.Tensor, weight: torch.Tensor) -> Any:
+                return norm(kernels, hidden, weight, 1e-5, rounds_last=kind is GptOssRMSNorm)
+
+            weight = random(shape[-1], dtype=dtype, needs_grad=not is_frozen)
+            compare(wanted, found, [random(*shape, dtype=dtype), weight])
+
+
+def angles(rows: int, tokens: int, width: int) -> torch.Tensor:
+    """Positions of packed documents times frequencies, [rows, tokens, width]: each row begins again elsewhere."""
+    positions = torch.stack([torch.arange(tokens) % (tokens - 2 - row) for row in range(rows)])
+    return (positions[..., None] * 0.7 ** torch.arange(width)).to(DEVICE)
+
+
+def halves(x: torch.Tensor) -> torch.Tensor:
+    """Columns in pairs -> those that come first in a pair before those that come second."""
+    return torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1)
+
+
+def unchanged(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+ROTARY = {
+    "halves": (apply_rotary_pos_emb, unchanged),
+    "part": (glm_rotary, unchanged),
+    "short halves": (gpt_oss_rotary, unchanged),
+    "pairs": (apply_rotary_pos_emb_interleave, unchanged),
+    "complex pairs": (apply_rotary_emb, halves),
+}
+
+
+@pytest.mark.parametrize("turn", ROTARY)
+@pytest.mark.parametrize("name", NAMES)
+def test_rotary_embeddings(name: str, turn: str) -> None:
+    kernels = fused_kernels(name)
+    wanted, like = ROTARY[turn]
+    found = _rotary(kernels, "halves" if turn == "part" else turn)
+    for dtype in dtypes(name):
+        for rows, heads, key_heads, width in ((2, 3, 1, 12), (1, 4, 2, 10)):
+            # Queries as projections leave them, and keys that are some columns of a wider output.
+            query = random(rows, 7, heads, width, dtype=dtype).transpose(1, 2)
+            key = random(rows, 7, key_heads, width + 4, dtype=dtype).transpose(1, 2)[..., 4:]
+            half = angles(1 if heads == 4 else rows, 7, (width - 4 if turn == "part" else width) // 2)
+            given: tuple[torch.Tensor, ...] = (torch.polar(torch.ones_like(half), half),)
+            mine: tuple[torch.Tensor, ...] = (torch.stack([half.cos(), half.sin()]),)
+            if turn != "complex pairs":
+                whole = half if turn == "short halves" else torch.cat([half, half], dim=-1)
+                mine = given = whole.cos().to(dtype), whole.sin().to(dtype)
+            inputs = [query, key]
+            before = [each.detach().clone() for each in inputs]
+            compare(lambda *x, g=given: wanted(*x, *g), lambda *x, g=mine: found(*x, *g), inputs, like)
+            assert all(torch.equal(a, b) for a, b in zip(before, inputs, strict=True))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gates(name: str) -> None:
+    kernels = fused_kernels(name)
+    for dtype in dtypes(name):
+        for shape in ((2, 5, 37), (6, 16), (0, 8)):
+            both = [random(*shape, dtype=dtype, seed=seed) for seed in range(2)]
+            compare(lambda a, b: functional.silu(a) * b, lambda a, b: gate(kernels, a, b), both)
+
+            def of_joined(x: torch.Tensor) -> torch.Tensor:
+                left, right = x.chunk(2, dim=-1)
+                return functional.silu(left) * right
+
+            joined = random(*shape[:-1], 2 * shape[-1], dtype=dtype)
+            compare(of_joined, lambda x: joined_gate(kernels, x), [joined])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_second_backward_of_what_was_overwritten_is_an_error(name: str) -> None:
+    kernels = fused_kernels(name)
+    for run in (lambda x: gate(kernels, x * 1, x * 2), lambda x: joined_gate(kernels, x * 1)):
+        out = run(random(3, 8, dtype=torch.float32))
+        out.sum().backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
+@pytest.mark.slow
+def test_packed_rows_of_any_length_are_not_compiled_again() -> None:
+    kernels = fused_kernels("compile")
+    dtype = torch.float32
+
+    def step(rows: int, tokens: int) -> None:
+        hidden, weight = random(rows, tokens, 24, dtype=dtype), random(24, dtype=dtype)
+        heads = norm(kernels, hidden, weight, 1e-6, rounds_last=False).unflatten(-1, (3, 8)).transpose(1, 2)
+        half = angles(rows, tokens, 4)
+        cos = torch.cat([half, half], dim=-1)
+        query, key = _rotary(kernels, "halves")(heads, heads[:, :2], cos.cos(), cos.sin())
+        joined_gate(kernels, gate(kernels, query, query) * key.sum()).sum().backward()
+
+    step(2, 9)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for rows, tokens in ((2, 13), (3, 8), (5, 31)):
+            step(rows, tokens)

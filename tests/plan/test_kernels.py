@@ -1,0 +1,105 @@
+"""What `model.kernels` is on a device: what `auto` takes and why, and what cannot run."""
+
+import shutil
+
+import pytest
+
+from ds_finetune.config.schema import RunConfig
+from ds_finetune.errors import ConfigError, ModelError
+from ds_finetune.families.table import FAMILIES, family_of
+from ds_finetune.plan import kernels
+from ds_finetune.plan.checks import check
+from ds_finetune.plan.kernels import choose_kernels, has_fused_operations
+from ds_finetune.plan.settings import RunSettings
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.delenv("CXX", raising=False)
+
+
+def install(monkeypatch: pytest.MonkeyPatch, *, liger: str = "", triton: bool = False, compiler: bool = False) -> None:
+    monkeypatch.setattr(kernels, "_version", lambda _: liger)
+    monkeypatch.setattr(kernels, "find_spec", lambda _: object() if triton else None)
+    monkeypatch.setattr(shutil, "which", lambda _: "/a/compiler" if compiler else None)
+
+
+@pytest.mark.parametrize(
+    ("liger", "triton", "stage", "expected", "reason"),
+    [
+        ("0.8.5", True, 3, "liger", "auto: liger-kernel 0.8.5 is installed"),
+        ("", True, 2, "compile", "auto: liger-kernel is not installed"),
+        ("0.8.5", False, 2, "torch", "liger-kernel is installed without triton, and torch.compile needs triton"),
+        ("", True, 3, "torch", "and torch.compile is not tested with ZeRO stage 3 (auto); pip install"),
+        ("", False, 0, "torch", "liger-kernel is not installed, and torch.compile needs triton"),
+    ],
+)
+def test_auto_on_a_gpu(
+    liger: str, triton: bool, stage: int, expected: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, liger=liger, triton=triton)
+    chosen = choose_kernels("auto", device="cuda", stage=stage)
+    assert chosen.name == expected
+    assert reason in chosen.reason
+    ((name, text),) = chosen.lines(family_of("llama"))
+    assert (name, text.partition(":")[0]) == ("kernels", expected)
+    assert reason in text
+
+
+def test_auto_on_a_cpu_runs_single_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, liger="0.8.5", triton=True, compiler=True)
+    assert choose_kernels("auto", device="cpu", stage=0).name == "torch"
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "stage", "liger", "triton", "message"),
+    [
+        ("liger", "cuda", 0, "", True, "model.kernels liger: liger-kernel is not installed"),
+        ("liger", "cuda", 0, "0.8.5", False, "model.kernels liger: liger-kernel is installed without triton"),
+        ("liger", "cpu", 0, "0.8.5", True, "model.kernels liger: its kernels need a GPU, and the device is cpu"),
+        ("compile", "cuda", 3, "", True, "model.kernels compile: torch.compile is not tested with ZeRO stage 3"),
+        ("compile", "cuda", 2, "", False, "model.kernels compile: torch.compile needs triton on a GPU"),
+        ("compile", "cpu", 2, "", False, "needs a C++ compiler on a CPU, and there is no g"),
+    ],
+)
+def test_kernels_that_cannot_run_are_refused(
+    name: str, device: str, stage: int, liger: str, triton: bool, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, liger=liger, triton=triton)
+    with pytest.raises(ConfigError) as raised:
+        choose_kernels(name, device=device, stage=stage)
+    assert message in raised.value.message
+    assert raised.value.hint
+
+
+def test_kernels_that_can_run_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, liger="0.8.5", triton=True, compiler=True)
+    for name, device, stage in (
+        ("liger", "cuda", 3),
+        ("compile", "cuda", 2),
+        ("compile", "cpu", 2),
+        ("torch", "cuda", 0),
+    ):
+        assert choose_kernels(name, device=device, stage=stage).name == name
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert choose_kernels("liger", device="cpu", stage=0).name == "liger"
+
+
+def test_families_without_such_operations_run_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, liger="0.8.5", triton=True)
+    chosen = choose_kernels("auto", device="cuda", stage=0)
+    without = {name for name, family in FAMILIES.items() if not has_fused_operations(family)}
+    assert without == {"bert", "roberta", "modernbert"}
+    for name in (*without, "a type without a row"):
+        assert chosen.of(family_of(name)) == "torch"
+        assert list(chosen.lines(family_of(name))) == [("kernels", f"torch: no operation of {name} has a fused kernel")]
+    assert "clamped SwiGLU" in dict(chosen.lines(family_of("gpt_oss")))["kernels"]
+    for name, is_refused in (("bert", True), ("llama", False)):
+        tree = {"model": {"path": "m", "kernels": "liger"}, "data": {"train": "a.jsonl"}, "output_dir": "o"}
+        run = RunSettings.of(RunConfig.model_validate(tree), model_json={"model_type": name})
+        if is_refused:
+            with pytest.raises(ModelError, match=r"model\.kernels liger with model_type `bert`"):
+                check(run, "attention of the model")
+        else:
+            check(run, "attention of the model")
