@@ -27,6 +27,8 @@ Layout = Literal[
     "pair",
     "ranked_pair",
     "labelled",
+    "prompt",
+    "input",
 ]
 
 

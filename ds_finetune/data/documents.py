@@ -55,8 +55,11 @@ _ARRAYS = {
     "digests": np.dtype(np.uint64),
     "targets": np.dtype(np.float64),
     "second": np.dtype(np.int32),
+    "records": np.dtype(np.uint8),
+    "places": np.dtype(np.uint8),
 }
-DOCUMENT_ARRAYS = tuple(_ARRAYS)
+DOCUMENT_ARRAYS = ("ids", "mask", "offsets", "digests", "targets", "second")
+PROMPT_ARRAYS = (*DOCUMENT_ARRAYS, "records")
 TOKEN_ARRAYS = ("ids", "mask", "offsets", "digests")
 """The arrays that decide what is trained where the loss is a sum over tokens."""
 
@@ -71,6 +74,9 @@ class KeptDocument(NamedTuple):
     mask: Sequence[bool]
     target: float = 0.0
     second: int | None = None
+    record: str = ""
+    """The columns of the row as JSON, where rewards need them."""
+    where: str = ""
 
 
 @dataclass(frozen=True)
@@ -136,7 +142,8 @@ class Documents:
 
     `digests` uint64 [documents] are hashes of each document's ids. `targets` float64 [documents] are classes, ratings,
     margins, or 1 and 0 for good and bad answers, and `second` int32 [documents] is the first token of the second text
-    of a pair of texts; see `rows.RowDocuments`.
+    of a pair of texts; see `rows.RowDocuments`. `records` and `places` uint8 are lines of UTF-8, one for each document:
+    the columns of its row as JSON, and the location of the row. Both are empty unless rows are prompts.
     """
 
     ids: NDArray[np.int32]
@@ -145,6 +152,8 @@ class Documents:
     digests: NDArray[np.uint64]
     targets: NDArray[np.float64]
     second: NDArray[np.int32]
+    records: NDArray[np.uint8]
+    places: NDArray[np.uint8]
 
     @classmethod
     def of(cls, documents: Sequence[KeptDocument]) -> Self:
@@ -155,7 +164,9 @@ class Documents:
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         targets = np.array([document.target for document in documents], dtype=np.float64)
         second = [length if d.second is None else d.second for d, length in zip(documents, lengths, strict=True)]
-        return cls(ids, mask, offsets, _digests(ids, offsets), targets, np.array(second, dtype=np.int32))
+        records, places = (_lines(texts) for texts in ([d.record for d in documents], [d.where for d in documents]))
+        seconds = np.array(second, dtype=np.int32)
+        return cls(ids, mask, offsets, _digests(ids, offsets), targets, seconds, records, places)
 
     @property
     def counts(self) -> Counts:
@@ -176,6 +187,8 @@ class Documents:
 def join_parts(parts: Sequence[Path], folder: Path, counts: Counts) -> None:
     """Write the documents of all `parts`, in order, to `folder`, with one part in memory at a time."""
     sizes = {"ids": counts.tokens, "mask": counts.tokens, "offsets": counts.documents + 1}
+    for name in ("records", "places"):
+        sizes[name] = sum(len(np.load(part / f"{name}.npy", mmap_mode="r")) for part in parts)
     arrays = {
         name: ArrayParts(dtype, sizes.get(name, counts.documents), _concatenate(parts, name))
         for name, dtype in _ARRAYS.items()
@@ -193,6 +206,12 @@ def _concatenate(parts: Sequence[Path], name: str) -> Iterator[NDArray[np.generi
         offsets = np.load(part / "offsets.npy")[1:] + end
         end = int(offsets[-1]) if len(offsets) else end
         yield offsets
+
+
+def _lines(texts: Sequence[str]) -> NDArray[np.uint8]:
+    """Texts as lines; nothing where all are empty."""
+    text = "".join(f"{text}\n" for text in texts) if any(texts) else ""
+    return np.frombuffer(text.encode(), dtype=np.uint8)
 
 
 def _texts(counts: Counts) -> dict[str, str]:

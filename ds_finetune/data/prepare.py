@@ -30,6 +30,7 @@ from ds_finetune.data.cache import ArrayParts, content_hash, find_damage, lock_f
 from ds_finetune.data.classes import find_classes
 from ds_finetune.data.documents import (
     DOCUMENT_ARRAYS,
+    PROMPT_ARRAYS,
     TOKEN_ARRAYS,
     Counts,
     Documents,
@@ -51,7 +52,7 @@ from ds_finetune.data.tokenizer_files import tokenizer_digest
 from ds_finetune.data.units import ROWS_PER_PART, Tokenisation, tokenise_records
 from ds_finetune.errors import ConfigError, DataError, RunError
 
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 """Increased when the format of the cache changes, so that an older cache is not read."""
 _Task = tuple[Path, list[tuple[str, ReadRecord]]]
 """The folder of a part, and its records, each with its location (`file line 7`)."""
@@ -63,6 +64,8 @@ class TokenLimits:
 
     max_seq_len: int
     vocab_size: int
+    answer_tokens: int = 0
+    """Tokens of a row that are left to the answer that the model samples to a prompt."""
 
 
 def prepare_rows(
@@ -96,16 +99,24 @@ def prepare_rows(
             check_columns(counts, config)
         documents = Documents.read(whole)
         parts = _units_of_paths(counts, weights, sources, kind)
-        if config.packing and not packed.is_dir():
+        is_packed = config.packing and kind.name != "prompts"
+        if is_packed and not packed.is_dir():
             arrays = zip(("order", "offsets"), pack_units(documents, kind, limits.max_seq_len, parts), strict=True)
             write_folder(packed, {name: ArrayParts.of(array) for name, array in arrays}, {})
     notes = [*dict.fromkeys(source.note for source in sources if source.note), *notes]
     order, offsets = one_unit_a_row(documents, kind)
-    if config.packing:
+    if is_packed:
         order, offsets = np.load(packed / "order.npy"), np.load(packed / "offsets.npy")
     mixture = Mixture.of(weights, _rows_of_paths(order, offsets, parts)) if weights else None
-    content = content_hash(whole, DOCUMENT_ARRAYS if kind.documents_per_unit else TOKEN_ARRAYS)
+    content = content_hash(whole, _hashed_arrays(kind))
     return PreparedRows(documents, order, offsets, counts, content, tuple(notes), mixture, kind)
+
+
+def _hashed_arrays(kind: RowKind) -> tuple[str, ...]:
+    """The arrays that decide what is trained."""
+    if kind.name == "prompts":
+        return PROMPT_ARRAYS
+    return DOCUMENT_ARRAYS if kind.documents_per_unit else TOKEN_ARRAYS
 
 
 def _units_of_paths(
@@ -152,7 +163,12 @@ def plan_tokenisation(
     if config.long_rows == "split" and (config.layout not in ("auto", "text") or kind.documents_per_unit):
         what = kind.description if kind.documents_per_unit else f"data.layout is {config.layout}"
         raise ConfigError(f"data.long_rows split is for plain text, and {what}", hint="use truncate or drop")
-    limit = LengthLimit(limits.max_seq_len, config.long_rows)
+    if config.long_rows == "truncate" and kind.name == "prompts":
+        raise ConfigError(
+            f"data.long_rows is {config.long_rows}, and {kind.description}: the end of a prompt decides its answer",
+            hint="set data.long_rows to drop, or leave it out, so that a longer prompt is an error",
+        )
+    limit = LengthLimit(limits.max_seq_len - limits.answer_tokens, config.long_rows)
     return sources, Tokenisation(tokenizer, settings, config.layout, dict(config.columns), limit, kind)
 
 

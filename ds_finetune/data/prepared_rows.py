@@ -4,10 +4,12 @@ A row has one unit, or as many as fit, by best-fit-decreasing packing: units, lo
 that has room for them. A unit is one document, or the two documents of a pair.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import xxhash
@@ -111,6 +113,7 @@ def empty_row(pad_token_id: int) -> Row:
 
 
 _SHOWN_CLASSES = 8
+_LINE_FEED = ord("\n")
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 """Makes the hash of a pair depend on which side is which."""
 
@@ -208,7 +211,7 @@ class PreparedRows:
         is_packed = len(self) < self.num_units
         rows = f"{len(self):,} packed rows of {self.counts.read:,} rows" if is_packed else f"{len(self):,} rows"
         text = f"{rows}, {units}{self.num_tokens:,} tokens"
-        text += "" if self.kind.name == "labelled" else f", {share_text(share)} of them supervised"
+        text += f", {share_text(share)} of them supervised" if self.kind.has_supervised_tokens else ""
         text += "".join(f"; {name} {line}" for name, line in self.label_lines())
         if self.counts.split:
             text += (
@@ -247,11 +250,32 @@ class PreparedRows:
         They are prompts and reference answers, with which generated answers are compared. Rejected and bad answers are
         left out.
         """
-        assert self.kind.name != "labelled"
+        assert self.kind.has_supervised_tokens
         wanted: Sequence[int] = range(0, self.counts.documents, max(self.kind.documents_per_unit, 1))
         if self.kind.name == "marked":
             wanted = np.flatnonzero(self.documents.targets).tolist()
         return [self._last_answer(i) for i in wanted[:number]]
+
+    def prompt_ids(self, number: int) -> list[int]:
+        """Token ids of a prompt, with the header of the answer."""
+        return self.document(number)[0]
+
+    def record(self, number: int) -> dict[str, Any]:
+        """All columns of the row of a prompt, with the reference answer as `answer` where it has one."""
+        columns: dict[str, Any] = json.loads(_line(self.documents.records, self._record_ends, number))
+        return columns
+
+    def where(self, number: int) -> str:
+        """The location of the row of a prompt, as `train.jsonl line 7`."""
+        return _line(self.documents.places, self._place_ends, number)
+
+    @cached_property
+    def _record_ends(self) -> NDArray[np.int64]:
+        return np.flatnonzero(np.asarray(self.documents.records) == _LINE_FEED)
+
+    @cached_property
+    def _place_ends(self) -> NDArray[np.int64]:
+        return np.flatnonzero(np.asarray(self.documents.places) == _LINE_FEED)
 
     def unit_digests(self) -> NDArray[np.uint64]:
         """A hash of the tokens of each unit, uint64 [units]."""
@@ -342,6 +366,11 @@ class PreparedRows:
 
 
 Numbers = NDArray[np.int64]
+
+
+def _line(text: NDArray[np.uint8], ends: Numbers, number: int) -> str:
+    start = int(ends[number - 1]) + 1 if number else 0
+    return bytes(text[start : int(ends[number])]).decode()
 
 
 def one_unit_a_row(documents: Documents, kind: RowKind) -> tuple[Numbers, Numbers]:

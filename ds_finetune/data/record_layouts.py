@@ -26,9 +26,12 @@ _OTHER_NAMES = (
     {"prompt": "question", "completion": "response"},
     {"output": "response", "input": "context"},
     {"output": "response"},
+    {"prompt": "question"},
+    {"prompt": "problem"},
+    {"prompt": "query"},
 )
-"""Names of columns in data of HelpSteer and verl, ms-swift, Orca, dolly and GPTeacher, tried in this order if no layout
-fits.
+"""Names of columns in data of HelpSteer and verl, ms-swift, Orca, dolly and GPTeacher, and of prompts with reference
+answers, tried in this order if no layout fits.
 """
 _PAIRS_OF_TEXTS = (
     ("sentence1", "sentence2"),

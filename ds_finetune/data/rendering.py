@@ -144,6 +144,11 @@ class RenderedConversation:
         except RenderingError:
             return None
 
+    def open_prompt(self) -> str:
+        """The messages with the header of an answer, as a server sends them; DataError where the template fails."""
+        prompt = self.server_prompt(len(self._messages))
+        return self._render(self._messages, opens=True) if prompt is None else prompt
+
     def tools_note(self, document: str) -> str:
         """A key of `row_report.NOTED` where the template renders no tools or `document` lacks some of their texts."""
         if not self._tools:

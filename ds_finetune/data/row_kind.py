@@ -74,7 +74,13 @@ class RowKind:
     @property
     def unit(self) -> str:
         """What rows consist of, in the plural, for reports."""
-        return {0: "documents", 1: "examples", 2: "pairs"}[self.documents_per_unit]
+        by_size = {0: "documents", 1: "examples", 2: "pairs"}
+        return "prompts" if self.name == "prompts" else by_size[self.documents_per_unit]
+
+    @property
+    def has_supervised_tokens(self) -> bool:
+        """Whether some tokens of a row carry loss."""
+        return self.name not in ("labelled", "prompts")
 
     @property
     def is_regression(self) -> bool:

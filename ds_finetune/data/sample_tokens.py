@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from ds_finetune.config.objectives import BosRule
 from ds_finetune.data.chat_template import ChatTemplate, adapt_messages, strip_reasoning
 from ds_finetune.data.messages import Conversation
+from ds_finetune.data.prompts import Prompt
 from ds_finetune.data.record_layouts import Completion, PlainText, Sample
 from ds_finetune.data.rendering import RenderedConversation, RewrittenTurnError, Turn, UnrenderedTextError
 from ds_finetune.data.text_encoder import ControlTokens, strip_brackets
@@ -109,8 +110,8 @@ class SampleTokeniser:
         self._bos = [tokenizer.bos_token_id] if is_added and tokenizer.bos_token_id is not None else []
         self._has_eos = has_eos
 
-    def tokenise(self, samples: Sequence[tuple[str, Sample]]) -> list[Tokens]:
-        """Tokens of each sample, from one call of the tokenizer.
+    def tokenise(self, samples: Sequence[tuple[str, Sample | Prompt]]) -> list[Tokens]:
+        """Tokens of each sample, from one call of the tokenizer; of a prompt, those that a server gives the model.
 
         The first of each pair names the row for messages (`file line 7`). DataError where a row cannot be tokenised.
         """
@@ -136,7 +137,9 @@ class SampleTokeniser:
         differs = text.result.server_prompt_differs or (bool(text.server_prompt) and prompt_ids != server_ids)
         return replace(text.result, ids=ids, mask=mask, server_prompt_differs=differs)
 
-    def _sample_texts(self, sample: Sample, where: str) -> list[_SampleText]:
+    def _sample_texts(self, sample: Sample | Prompt, where: str) -> list[_SampleText]:
+        if isinstance(sample, Prompt):
+            return self._prompt_texts(sample.sample, where)
         if self._template is not None and not isinstance(sample, PlainText):
             return self._chat_texts(
                 sample.conversation if isinstance(sample, Completion) else sample, self._template, where
@@ -163,6 +166,27 @@ class SampleTokeniser:
         notes = tuple(name for name, applies in remarks.items() if applies)
         segments = [Segment(sample.text, "all")] if isinstance(sample, PlainText) else self._completion_segments(sample)
         return [_SampleText(tuple(segments), Tokens([], [], notes=notes))]
+
+    def _prompt_texts(self, sample: Conversation | Completion, where: str) -> list[_SampleText]:
+        """The text of a prompt that a server makes of its messages, or without a template what precedes a completion in
+        supervised fine-tuning.
+        """
+        if self._template is None:
+            (text,) = self._sample_texts(sample, where)
+            notes = tuple(note for note in text.result.notes if note != "empty_answer")
+            return [replace(text, segments=text.segments[:1], result=replace(text.result, notes=notes))]
+        original = sample.conversation if isinstance(sample, Completion) else sample
+        conversation, control_note = self._control.protect(original, where)
+        messages = adapt_messages(conversation, self._template, self._settings.reasoning)
+        unread = (*original.unread, *_unread_fields(conversation, self._template))
+        try:
+            whole = RenderedConversation(self._template, messages, conversation.tools, where)
+            prompt = whole.open_prompt()
+            whole.check([Turn(len(messages), prompt, "", "")], is_protected=bool(control_note))
+        except UnrenderedTextError as error:
+            return [_SampleText((), Tokens([], [], dropped=str(error), unread=unread))]
+        remarks = tuple(note for note in (control_note, whole.tools_note(prompt)) if note)
+        return [_SampleText((Segment(prompt, "none"),), Tokens([], [], notes=remarks, unread=unread))]
 
     def _completion_segments(self, sample: Completion) -> list[Segment]:
         completion = strip_reasoning(sample.completion) if self._settings.reasoning == "strip" else sample.completion

@@ -1,4 +1,6 @@
-"""Reads records as the samples of an objective: dialogue, plain text, pairs, marked answers or labelled texts."""
+"""Reads records as the samples of an objective: dialogue, plain text, pairs, marked answers, labelled texts
+or prompts.
+"""
 
 from collections.abc import Mapping
 
@@ -6,6 +8,7 @@ from ds_finetune.config.objectives import KindName
 from ds_finetune.data.classes import target_of
 from ds_finetune.data.messages import shown_value
 from ds_finetune.data.preferences import PAIR_LAYOUTS, Preference
+from ds_finetune.data.prompts import PROMPT_LAYOUTS, Prompt
 from ds_finetune.data.record_layouts import (
     LABELLED_LAYOUTS,
     LAYOUTS,
@@ -29,13 +32,14 @@ from ds_finetune.data.record_layouts import (
 from ds_finetune.data.row_kind import RowKind, objectives_of
 from ds_finetune.errors import ConfigError, DataError
 
-RowSample = Sample | Preference | MarkedAnswer | LabelledText
+RowSample = Sample | Preference | MarkedAnswer | LabelledText | Prompt
 LAYOUTS_OF: Mapping[KindName, Mapping[str, LayoutColumns]] = {
     "pairs": PAIR_LAYOUTS,
     "marked": MARKED_LAYOUTS,
     "labelled": LABELLED_LAYOUTS,
     "dialogue": LAYOUTS,
     "text": {"text": LAYOUTS["text"]},
+    "prompts": PROMPT_LAYOUTS,
 }
 """The layouts that are tried for each kind of rows."""
 
@@ -68,13 +72,16 @@ def read_row(
     named = columns
     if kind.name in ("dialogue", "text"):
         check_supervised(record, columns, where)
-    else:
+    elif kind.name != "prompts":
         columns = default_columns(record, columns)
     if layout == "auto":
         columns = published_columns(record, columns, LAYOUTS_OF[kind.name])
     chosen = LAYOUTS_OF[kind.name][_recognise(record, kind, columns, where) if layout == "auto" else layout]
     _check_used(record, named, chosen, where)
     view = view_columns(record, chosen, columns, where)
+    if kind.name == "prompts":
+        # Rewards read all columns.
+        return chosen.read(view, where).of_record(record), []
     unread = unread_columns(record, chosen, columns)
     if kind.name == "marked":
         good = _read_mark(view["label"], columns.get("label", "label"), where)
@@ -118,7 +125,7 @@ def _recognise(record: Record, kind: RowKind, columns: Mapping[str, str], where:
         return found
     absent = [f"{key}: {column}" for key, column in columns.items() if column not in record]
     others = f", and data.columns names others: {', '.join(absent)}" if absent else ""
-    wanted = {"pairs": ("prompt", "chosen", "rejected"), "text": (), "labelled": ()}.get(
+    wanted = {"pairs": ("prompt", "chosen", "rejected"), "text": (), "labelled": (), "prompts": ("prompt",)}.get(
         kind.name, ("prompt", "completion")
     )
     raise DataError(

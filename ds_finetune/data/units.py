@@ -1,11 +1,14 @@
 """Makes documents of records: reads each as a sample of the objective, tokenises it, and cuts or drops long ones.
 
 Rows of objectives whose loss is not a sum over tokens become one unit each: two documents of a pair, one of a labelled
-completion, one of a text with a label. Dropped rows are counted by their reason.
+completion, one of a text with a label, one of a prompt. Dropped rows are counted by their reason.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import date, datetime, time
+from decimal import Decimal
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -22,6 +25,7 @@ from ds_finetune.data.documents import (
 )
 from ds_finetune.data.files import ReadRecord, Record
 from ds_finetune.data.preferences import Preference
+from ds_finetune.data.prompts import Prompt
 from ds_finetune.data.record_layouts import Completion, LabelledText, MarkedAnswer, PlainText, Sample
 from ds_finetune.data.row_kind import DIALOGUE, RowKind
 from ds_finetune.data.sample_tokens import SampleTokeniser, TemplateSettings, Tokens
@@ -321,10 +325,51 @@ def _encode_for_decoder(
     return [*ids[: limit - 1], eos], None, max(len(ids) + 1 - limit, 0)
 
 
+def _make_prompts(samples: Sequence[tuple[str, Prompt]], how: Tokenisation) -> Made:
+    """One document for each prompt, with its record; no token carries loss. A longer prompt is an error or left out: a
+    part of a question has another answer.
+    """
+    tokens = SampleTokeniser(how.tokenizer, how.settings).tokenise(samples)
+    kept: list[KeptDocument] = []
+    counts = Counts(read=len(samples))
+    for (where, prompt), row in zip(samples, tokens, strict=True):
+        if len(row.ids) <= how.limits.max_seq_len:
+            kept += [] if row.dropped else [_prompt_document(row.ids, prompt, where)]
+            continue
+        if how.limits.long_rows != "drop":
+            raise DataError(
+                f"{where}: the prompt has {len(row.ids)} tokens, and train.max_seq_len less rollout.max_new_tokens is "
+                f"{how.limits.max_seq_len}",
+                hint="raise train.max_seq_len, or set data.long_rows to drop",
+            )
+        counts += Counts(too_long_dropped=1)
+    documents = Documents.of(kept)
+    return documents, counts + documents.counts, tokens
+
+
+def _prompt_document(ids: list[int], prompt: Prompt, where: str) -> KeptDocument:
+    try:
+        record = json.dumps(dict(prompt.record), default=_plain)
+    except (TypeError, ValueError, RecursionError) as broken:
+        raise DataError(
+            f"{where}: its columns {', '.join(prompt.record)} cannot be written as JSON for the rewards: {broken}",
+            hint="remove the column, or write it as text",
+        ) from None
+    return KeptDocument(ids, [False] * len(ids), record=record, where=where)
+
+
+def _plain(value: object) -> str:
+    """Dates and decimal numbers of Parquet as texts."""
+    if isinstance(value, date | datetime | time | Decimal):
+        return str(value)
+    raise TypeError(f"it has {type(value).__name__} {value!r:.60}")
+
+
 _MAKERS: Mapping[KindName, Callable[[Sequence[tuple[str, Any]], Tokenisation], Made]] = {
     "dialogue": _make_token_documents,
     "text": _make_token_documents,
     "pairs": _make_pairs,
     "marked": _make_labelled_completions,
     "labelled": _make_labelled_texts,
+    "prompts": _make_prompts,
 }

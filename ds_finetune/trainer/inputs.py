@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from ds_finetune.config.objectives import ObjectiveConfig, is_distillation
 from ds_finetune.config.schedule import Duration
 from ds_finetune.data.classes import find_classes
-from ds_finetune.data.prepare import TokenLimits, prepare_rows
+from ds_finetune.data.prepare import prepare_rows
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.row_kind import RowKind
 from ds_finetune.data.row_report import row_notes
@@ -32,6 +32,7 @@ from ds_finetune.plan.context import extend_tree
 from ds_finetune.plan.model_shape import Shape
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.trainer.document_lengths import check_answers_fit, check_lengths
+from ds_finetune.trainer.resolve import limits_of
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def read_inputs(run: RunSettings, model: ModelPlan) -> RunInputs:
     folder = resolve_folder(run.model.path)
     tokenizer_folder = resolve_folder(run.model.tokenizer) if run.model.tokenizer else folder
     tokenizer = load_tokenizer(str(tokenizer_folder))
-    limits = TokenLimits(max_seq_len=run.train.max_seq_len, vocab_size=model.hf_config.vocab_size)
+    limits = limits_of(run, model.hf_config)
     check_teacher_tokens(model, tokenizer)
     if run.data.streaming and Duration.parse(run.train.duration).unit != "steps":
         raise ConfigError(

@@ -1,6 +1,7 @@
 """Preview of the training data: samples with their supervised tokens marked, and counts of rows and tokens."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from rich.console import Group, RenderableType
@@ -8,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
+from ds_finetune.config.rewards import RewardConfig
 from ds_finetune.config.units import share_text
 from ds_finetune.data.prepare import prepare_rows
 from ds_finetune.data.prepared_rows import PreparedRows
@@ -15,6 +17,7 @@ from ds_finetune.data.row_kind import RowKind
 from ds_finetune.data.row_report import row_notes, server_prompt_line
 from ds_finetune.data.tokenizer_files import load_tokenizer
 from ds_finetune.model.build.skeleton import resolve_folder
+from ds_finetune.objectives.rewards.pool import first_unusable
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.trainer.resolve import model_config, token_limits, with_classes
 
@@ -33,9 +36,10 @@ def preview_of(run: RunSettings, *, samples: int) -> RenderableType:
     shown = chain.from_iterable(
         _shown_source(rows, name, units[:samples], tokenizer) for name, units in rows.units_of_sources().items()
     )
-    notes = (*rows.notes, *row_notes(rows.counts))
+    notes = (*rows.notes, *row_notes(rows.counts), *needs_lines(run.rewards, rows))
     table = Table(title="counts", title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
-    for name, text in count_lines(rows, limits.max_seq_len, is_packed=run.data.packing):
+    most = limits.max_seq_len - limits.answer_tokens
+    for name, text in count_lines(rows, most, is_packed=run.data.packing and rows.kind.name != "prompts"):
         table.add_row(name, escaped(text))
     return Group(*shown, table, *(Text(escaped(note)) for note in notes))
 
@@ -58,11 +62,16 @@ def _shown_unit(rows: PreparedRows, number: int, tokenizer: PreTrainedTokenizerB
         if title:
             yield Text(escaped(title), style="bold")
         yield mark_supervised(*rows.document(document), tokenizer)
+        if rows.kind.name == "prompts":
+            record = json.dumps(rows.record(document), ensure_ascii=False)
+            yield Text(escaped(f"rewards see {record}\n"))
 
 
 def document_title(rows: PreparedRows, document: int) -> str:
     """The line above a document; empty where there is nothing to say about it."""
     kind, target = rows.kind, float(rows.documents.targets[document])
+    if kind.name == "prompts":
+        return f"prompt {document + 1}, {rows.where(document)}"
     if kind.name == "pairs":
         margin = f", margin {target:g}" if kind.has_margin and target else ""
         return f"pair {document // 2 + 1}{margin}: {'rejected' if document % 2 else 'chosen'}"
@@ -100,10 +109,16 @@ def marked_spans(ids: list[int], mask: list[bool], tokenizer: PreTrainedTokenize
         start = end
 
 
+def needs_lines(rewards: Sequence[RewardConfig], rows: PreparedRows) -> Iterator[str]:
+    """A line for the first record that a reward cannot use."""
+    if rows.kind.name == "prompts" and (problem := first_unusable(rewards, rows)):
+        yield f"{problem[0]}: {problem[1]}"
+
+
 def count_lines(rows: PreparedRows, max_seq_len: int, *, is_packed: bool) -> list[tuple[str, str]]:
     """Names and texts of the counts of rows, documents, labels and tokens."""
     counts = rows.counts
-    has_answers = rows.kind.name != "labelled"
+    has_answers = rows.kind.has_supervised_tokens
     supervised = f", {share_text(counts.supervised / max(counts.tokens, 1))} supervised" if has_answers else ""
     filled = f", {share_text(rows.fill_ratio(max_seq_len), 2)} filled" if is_packed else ", padded"
     cut = f"{counts.truncated:,} truncated, {counts.too_long_dropped:,} dropped, {counts.split:,} split"

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from ds_finetune.config.objectives import ObjectiveConfig
+from ds_finetune.config.objectives import ObjectiveConfig, is_grpo
 from ds_finetune.config.schema import ConfigSource, RunConfig, dump_config, read_config
 from ds_finetune.config.sections import ModelConfig, TrainConfig
 from ds_finetune.data.classes import find_classes
@@ -239,7 +239,13 @@ def token_limits(run: RunSettings, hf_config: PretrainedConfig) -> TokenLimits:
     """
     allowed = max_positions(hf_config)
     check(replace(run, model_json=hf_config.to_dict(), positions=allowed), "positions")
-    return TokenLimits(max_seq_len=run.train.max_seq_len, vocab_size=hf_config.vocab_size)
+    return limits_of(run, hf_config)
+
+
+def limits_of(run: RunSettings, hf_config: PretrainedConfig) -> TokenLimits:
+    """The limits on rows; those of prompts leave room for the longest answer that is sampled."""
+    answer = run.rollout.max_new_tokens if is_grpo(run.objective) else 0
+    return TokenLimits(run.train.max_seq_len, hf_config.vocab_size, answer)
 
 
 def model_config(run: RunSettings, *, is_config_only: bool = False) -> PretrainedConfig:

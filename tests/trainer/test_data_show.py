@@ -98,3 +98,22 @@ def test_texts_with_windows_line_ends_are_counted(tmp_path: Path, capsys: pytest
     shown = " ".join(shown_data(tmp_path, capsys).split())
     assert "1 of 2 rows have Windows line ends (a carriage return before the line feed)" in shown
     assert "train.jsonl line 2" in shown
+
+
+def test_a_prompt_is_shown_with_what_the_rewards_see(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": "2+2?", "answer": "4", "level": 1}, {"prompt": "3+3?", "answer": "six"}]
+    run_file = tiny_task(
+        tmp_path, objective="grpo", rewards=["number"], rollout={"max_new_tokens": 16}, train={"max_seq_len": 64}
+    )
+    for name in ("train", "eval"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    read_config(run_file)
+    shown = shown_data(tmp_path, capsys, samples=2)
+    flat = " ".join(shown.split())
+    assert "prompt 1, " in flat
+    assert "train.jsonl line 1 <|bos|><|user|>2+2?<|assistant|>" in flat
+    assert 'rewards see {"prompt": "2+2?", "answer": "4", "level": 1}' in flat
+    assert "line 2: reward `number` cannot use column `answer`: it is 'six', which has no number" in flat
+    assert re.search(r"^prompts +2 *$", shown, re.MULTILINE)
+    assert "longer than 48" in shown
+    assert "supervised" not in shown

@@ -19,13 +19,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ds_finetune.config.rewards import RewardConfig
-from ds_finetune.errors import ConfigError, RewardError
+from ds_finetune.errors import ConfigError, DataError, RewardError
 from ds_finetune.objectives.rewards.answers import AnswerToScore, RewardFaultError
 from ds_finetune.objectives.rewards.builtin import BUILTIN
 from ds_finetune.objectives.rewards.worker import GRACE_SECONDS, read_reference, seconds_of
@@ -243,13 +243,7 @@ class Rewards:
 
     def needs(self, record: Mapping[str, Any]) -> str:
         """What the first reward that cannot score answers to this record says of it; empty where all can."""
-        for name, settings in zip(self.names, self._settings, strict=True):
-            if settings["reward"] in BUILTIN:
-                try:
-                    read_reference(settings, record)
-                except RewardFaultError as fault:
-                    return f"reward `{name}` {fault}"
-        return ""
+        return needs_of(self._settings, record)
 
     def start(self, answers: Sequence[AnswerToScore]) -> PendingScores:
         """Begin to score answers, in the background."""
@@ -314,6 +308,53 @@ class Rewards:
     def _parts(self, at: int, part: Part) -> list[Part]:
         """The parts of all rewards where only one of them said something."""
         return [part if number == at else {"score": None, "seconds": 0.0} for number in range(len(self.names))]
+
+
+def needs_of(rewards: Sequence[Mapping[str, Any]], record: Mapping[str, Any]) -> str:
+    """What the first of `rewards`, the settings of sections, that cannot use a record says of it; empty where all
+    can.
+    """
+    for settings in rewards:
+        if settings["reward"] in BUILTIN:
+            try:
+                read_reference(settings, record)
+            except RewardFaultError as fault:
+                return f"reward `{settings['name']}` {fault}"
+    return ""
+
+
+class Prompts(Protocol):
+    """Rows of prompts with their records."""
+
+    def __len__(self) -> int:
+        """Number of prompts."""
+        ...
+
+    def record(self, number: int) -> dict[str, Any]:
+        """All columns of a prompt's row."""
+        ...
+
+    def where(self, number: int) -> str:
+        """The location of its row."""
+        ...
+
+
+def first_unusable(sections: Sequence[RewardConfig], rows: Prompts) -> tuple[str, str] | None:
+    """Location and problem of the first record that a reward cannot use; None where all can be used."""
+    rewards = [section.settings for section in sections]
+    for number in range(len(rows)):
+        if problem := needs_of(rewards, rows.record(number)):
+            return rows.where(number), problem
+    return None
+
+
+def check_records(sections: Sequence[RewardConfig], rows: Prompts) -> None:
+    """DataError for the first record that a reward cannot use; to be called before the first rollout."""
+    if found := first_unusable(sections, rows):
+        where, problem = found
+        raise DataError(
+            f"{where}: {problem}", hint="correct the row, or name its column by the key `column` of the reward"
+        )
 
 
 def _how(fault: Exception) -> str:

@@ -1,0 +1,116 @@
+"""Prompts that the model answers itself: their layouts, and their records, which the rewards see.
+
+A row may also have an answer, as those of supervised fine-tuning: that is the reference answer, column `answer` of the
+record.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+from ds_finetune.data.files import Record
+from ds_finetune.data.messages import Conversation, read_conversation
+from ds_finetune.data.record_layouts import (
+    LAYOUTS,
+    Completion,
+    LayoutColumns,
+    Sample,
+    by_name,
+    is_answer,
+)
+from ds_finetune.errors import DataError
+
+ANSWER = "answer"
+"""Column of a record with the reference answer."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt, as a conversation without the answer, or as a text with its conversation and an empty completion."""
+
+    sample: Conversation | Completion
+    answer: object = None
+    """The reference answer; None where the row has none."""
+    record: Mapping[str, Any] = field(default_factory=dict)
+    """All columns of the row, with the reference answer."""
+
+    def with_system(self, text: str, where: str) -> Self:
+        """This prompt with a system text before all turns."""
+        return replace(self, sample=self.sample.with_system(text, where))
+
+    def of_record(self, record: Record) -> Self:
+        """This prompt with its record."""
+        return replace(self, record={**record, **({} if self.answer is None else {ANSWER: self.answer})})
+
+
+def _prompt_of(view: Mapping[str, Any], column: str, where: str) -> Prompt:
+    """The prompt in a column, as a text or as messages, and the first reference answer that the row has."""
+    value, answer = view[column], _reference(view)
+    if isinstance(value, list | tuple):
+        if value and is_answer(value[-1]):
+            raise DataError(
+                f"{where}: `{column}` ends with an assistant turn, {value[-1]!r:.60}, and the model writes the answer",
+                hint=f"end `{column}` with the user's turn",
+            )
+        return Prompt(read_conversation(value, view.get("tools"), column, where), answer)
+    return _without_answer(
+        LAYOUTS["prompt_completion"].read({**view, "prompt": value, "completion": ""}, where), answer
+    )
+
+
+def _reference(view: Mapping[str, Any]) -> object:
+    """The reference answer, of TRL and axolotl (`answer`, `solution`), ms-swift (`solution`), verl
+    (`reward_model.ground_truth`), OpenRLHF (`label`), or of rows of supervised fine-tuning (`completion`).
+    """
+    graded = view.get("reward_model")
+    truth = graded.get("ground_truth") if isinstance(graded, Mapping) else None
+    given = (view.get(ANSWER), view.get("solution"), truth, view.get("label"), _last_content(view.get("completion")))
+    return next((value for value in given if value is not None), None)
+
+
+def _last_content(completion: object) -> object:
+    if isinstance(completion, Sequence) and not isinstance(completion, str) and completion:
+        last = completion[-1]
+        return last.get("content", last.get("value")) if isinstance(last, Mapping) else None
+    return completion
+
+
+def _without_answer(sample: Sample, answer: object) -> Prompt:
+    """The prompt of a dialogue, whose last turn is the reference answer unless `answer` is given."""
+    conversation = sample.conversation if isinstance(sample, Completion) else sample
+    assert isinstance(conversation, Conversation)
+    last = conversation.messages[-1]
+    if last["role"] != "assistant":
+        return Prompt(conversation, answer)
+    prompt = replace(conversation, messages=conversation.messages[:-1])
+    answer = (last["content"] or None) if answer is None else answer
+    return Prompt(
+        replace(sample, completion="", conversation=prompt) if isinstance(sample, Completion) else prompt, answer
+    )
+
+
+def _dialogue(layout: str) -> tuple[str, str, str, Any]:
+    """A layout of dialogue whose last turn, where it is the assistant's, is the reference answer."""
+    row = LAYOUTS[layout]
+
+    def read(view: Mapping[str, Any], where: str) -> Prompt:
+        needed = {name: view.get(name, "") for name in row.needed}
+        return _without_answer(row.read({**view, **needed}, where), _reference({**view, "completion": None}))
+
+    needed = " ".join(row.needed - {"output"})
+    return layout, needed, " ".join({*row.optional, "output", ANSWER, "solution"} - {"system"}), read
+
+
+PROMPT_LAYOUTS: Mapping[str, LayoutColumns] = by_name(
+    (
+        "prompt",
+        "prompt",
+        "answer solution completion reward_model label system history tools",
+        lambda view, where: _prompt_of(view, "prompt", where),
+    ),
+    _dialogue("messages"),
+    _dialogue("sharegpt"),
+    _dialogue("alpaca"),
+    ("input", "input", "answer label system tools", lambda view, where: _prompt_of(view, "input", where)),
+)
+"""Layouts of prompts by name, in the order in which they are tried; other columns are for the rewards."""
