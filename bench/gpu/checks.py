@@ -12,6 +12,7 @@ _TESTS = tuple(
     f"tests/model/{folder}/test_{name}.py"
     for folder, names in {
         "attention": ("packed_attention",),
+        "experts": ("grouped_kernel",),
         "fused": ("operations",),
         "loss": ("head_chunks", "loss", "liger"),
         "memory": ("activation_offload",),

@@ -10,18 +10,41 @@ output of experts, and products with weights have the experts' width, not the mo
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear, grouped_mm_experts_forward
 
+from ds_finetune.model.build.dtypes import PRECISION_DTYPES
 from ds_finetune.model.kept_outputs import current_outputs, kept
+from ds_finetune.plan.forward import product_of_experts
 
 Project = Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor]
 """From rows [rows, in] sorted by expert, the ends of experts in them and the name of a fused weight to [rows, out]."""
 
-_kept_grouped_linear = kept(_grouped_linear)
+
+@cache
+def _is_own_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether this program's kernel multiplies by all experts on this device, not torch's or a loop."""
+    if device.type != "cuda":
+        return False
+    precision = next((name for name, known in PRECISION_DTYPES.items() if known == dtype), "")
+    return product_of_experts(precision, torch.cuda.get_device_capability(device)) == "triton"
+
+
+def multiply(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, *, is_transposed: bool = False) -> Any:  # noqa: ANN401 - untyped
+    """`rows` [rows, in], sorted by expert and ending at `ends`, times `weight` [experts, out, in]: [rows, out];
+    `weight` is [experts, in, out] where it `is_transposed`.
+    """
+    if not _is_own_kernel(weight.device, weight.dtype):
+        return _grouped_linear(rows, weight, ends, is_transposed=is_transposed)
+    from ds_finetune.model.grouped_kernel import grouped_product as by_kernel
+
+    return by_kernel(rows.to(weight.dtype), weight if is_transposed else weight.transpose(1, 2), ends)
+
+
+_kept_multiply = kept(multiply)
 
 
 def rows_up_to(experts: torch.Tensor, number: int) -> torch.Tensor:
@@ -103,12 +126,11 @@ class SortedRows(NamedTuple):
         return _Combine.apply(rows, self.tokens, self.places, self.k)  # type: ignore[no-any-return]
 
 
-def grouped_product(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, *, leaf: str, **options: Any) -> Any:  # noqa: ANN401 - transformers' options
+def grouped_product(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, *, leaf: str, **options: bool) -> Any:  # noqa: ANN401 - untyped
     """`rows` [rows, in] through the fused `weight` named `leaf`. The output of the first projection is kept where
     layers are recomputed selectively; no gradient needs that of the second.
     """
-    multiply = _kept_grouped_linear if leaf == "gate_up_proj" else _grouped_linear
-    return multiply(rows, weight, ends, **options)
+    return (_kept_multiply if leaf == "gate_up_proj" else multiply)(rows, weight, ends, **options)
 
 
 def _project(module: Any, rows: torch.Tensor, ends: torch.Tensor, leaf: str) -> torch.Tensor:  # noqa: ANN401 - a module of any family

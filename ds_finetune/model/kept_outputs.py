@@ -35,6 +35,7 @@ KEPT_OPERATIONS = frozenset(
         "flash_attn::_flash_attn_varlen_forward",
         "aten::_grouped_mm",
         "transformers::grouped_mm_fallback",
+        "ds_finetune::grouped_product",
     }
 )
 """Operations whose outputs are kept. Attention by several operations, which torch takes where no kernel fits, is not

@@ -4,7 +4,8 @@ head. Packed rows are attended by one call for all documents of a forward on GPU
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from importlib.util import find_spec
+from typing import Any, Literal, NamedTuple
 
 from ds_finetune.config.sections import OWN_ATTENTIONS
 from ds_finetune.config.units import GIB
@@ -138,17 +139,28 @@ def experts_lines(
     return [("experts", _implementation(precision, capability))]
 
 
+def product_of_experts(precision: str, capability: tuple[int, int]) -> Literal["torch", "triton", "loop"]:
+    """What multiplies rows by the weights of all experts on a GPU: torch's kernel, this program's in Triton
+    (model/grouped_kernel.py), or a product for each expert.
+    """
+    if precision == FUSED_PRECISION and capability[0] in _FUSED:
+        return "torch"
+    fits = precision in HALF_PRECISIONS and capability >= _OLDEST_GROUPED and find_spec("triton") is not None
+    return "triton" if fits else "loop"
+
+
 def _implementation(precision: str, capability: tuple[int, int] | None) -> str:
-    if precision != FUSED_PRECISION:
-        return f"{_LOOP}: torch's kernel for all experts computes in {FUSED_PRECISION}, not in {precision}"
-    majors = " and ".join(f"{major}.x" for major in _FUSED)
+    torchs = f"torch's, in {FUSED_PRECISION} on compute capability {' and '.join(f'{major}.x' for major in _FUSED)}"
     if capability is None:
-        return f"one kernel for all on compute capability {majors}; {_LOOP} on others"
-    if capability[0] in _FUSED:
+        halves, oldest = " and ".join(HALF_PRECISIONS), _dotted(_OLDEST_GROUPED)
+        return f"one kernel for all: {torchs}; else Triton's, in {halves} from {oldest} on; {_LOOP} on others"
+    product, gpu = product_of_experts(precision, capability), _dotted(capability)
+    if product == "torch":
         return "torch's kernel for all experts"
+    if product == "triton":
+        return f"a Triton kernel for all experts, in {precision} on compute capability {gpu} ({torchs})"
     whose = "" if capability >= _OLDEST_GROUPED else ", by transformers' loop"
-    gpu = ".".join(map(str, capability))
-    return f"{_LOOP}{whose}: torch's kernel for all experts runs on compute capability {majors}, and this is {gpu}"
+    return f"{_LOOP}{whose}: no kernel for all experts is here in {precision} on compute capability {gpu} ({torchs})"
 
 
 def mlp_tiles(model: Mapping[str, Any]) -> int:

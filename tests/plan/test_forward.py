@@ -8,6 +8,7 @@ import pytest
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError, ModelError
 from ds_finetune.families.table import FAMILIES
+from ds_finetune.plan import forward
 from ds_finetune.plan.checks import check
 from ds_finetune.plan.forward import (
     HeadWidths,
@@ -175,25 +176,53 @@ def test_the_plan_states_their_memory() -> None:
     assert line == ("head", "logits of 2,048 supervised tokens at a time, 1.48 GiB")
 
 
+TORCHS = "torch's, in bf16 on compute capability 9.x and 10.x"
+LOOP = "a product for each expert, whose numbers of rows the host reads first"
+
+
 @pytest.mark.parametrize(
-    ("precision", "capability", "expected"),
+    ("precision", "capability", "with_triton", "without"),
     [
-        ("bf16", (9, 0), "torch's kernel for all experts"),
-        ("bf16", (10, 3), "torch's kernel for all experts"),
-        ("bf16", (8, 0), "runs on compute capability 9.x and 10.x, and this is 8.0"),
-        ("bf16", (12, 0), "and this is 12.0"),
-        ("bf16", (7, 5), "by transformers' loop"),
-        ("bf16", None, "one kernel for all on compute capability 9.x and 10.x; a product for each expert"),
-        ("fp16", (9, 0), "computes in bf16, not in fp16"),
-        ("fp32", None, "computes in bf16, not in fp32"),
+        ("bf16", (9, 0), "torch's kernel for all experts", None),
+        ("bf16", (10, 3), "torch's kernel for all experts", None),
+        ("bf16", (8, 0), f"a Triton kernel for all experts, in bf16 on compute capability 8.0 ({TORCHS})", LOOP),
+        ("bf16", (12, 0), f"a Triton kernel for all experts, in bf16 on compute capability 12.0 ({TORCHS})", LOOP),
+        ("fp16", (9, 0), f"a Triton kernel for all experts, in fp16 on compute capability 9.0 ({TORCHS})", LOOP),
+        (
+            "bf16",
+            (7, 5),
+            f"{LOOP}, by transformers' loop: no kernel for all experts is here in bf16 on compute capability 7.5 "
+            f"({TORCHS})",
+            None,
+        ),
+        (
+            "fp32",
+            (9, 0),
+            f"{LOOP}: no kernel for all experts is here in fp32 on compute capability 9.0 ({TORCHS})",
+            None,
+        ),
+        (
+            "bf16",
+            None,
+            f"one kernel for all: {TORCHS}; else Triton's, in bf16 and fp16 from 8.0 on; {LOOP} on others",
+            None,
+        ),
     ],
 )
-def test_the_line_names_the_implementation(precision: str, capability: tuple[int, int] | None, expected: str) -> None:
-    tree = {"model_type": "deepseek_v3"}
-    ((name, text),) = experts_lines(tree, device="cuda", precision=precision, capability=capability)
-    assert name == "experts"
-    assert expected in text
-    assert (text == expected) == (expected == "torch's kernel for all experts")
+def test_the_line_names_the_implementation(
+    precision: str,
+    capability: tuple[int, int] | None,
+    with_triton: str,
+    without: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`without` triton the line is another one where it is given, and begins so."""
+    for has_triton, expected in ((True, with_triton), (False, without or with_triton)):
+        monkeypatch.setattr(forward, "find_spec", lambda _, is_there=has_triton: object() if is_there else None)
+        tree = {"model_type": "deepseek_v3"}
+        ((name, text),) = experts_lines(tree, device="cuda", precision=precision, capability=capability)
+        assert name == "experts"
+        assert text == expected or (not has_triton and without is not None and text.startswith(f"{without}: "))
 
 
 @pytest.mark.parametrize(("kind", "device"), [("deepseek_v3", "cpu"), ("llama", "cuda"), ("some_other", "cuda")])

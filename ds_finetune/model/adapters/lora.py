@@ -14,11 +14,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 from transformers import PreTrainedModel
-from transformers.integrations.moe import _grouped_linear
 
 from ds_finetune.config.sections import LoraConfig
 from ds_finetune.model.build.skeleton import Where
-from ds_finetune.model.experts import grouped_product, run_experts
+from ds_finetune.model.experts import grouped_product, multiply, run_experts
 from ds_finetune.model.parallel.expert import ExpertParallelExperts, MarkParameter
 from ds_finetune.model.parallel.rank_group import RankGroup
 from ds_finetune.model.parallel.sharding import UNSHARDED, ModelShard, TensorShard
@@ -90,8 +89,8 @@ class _LowRankExperts(_Adapted):
         """`rows` [rows, in], sorted by expert and ending at `ends`, through each expert's weight `leaf` and its
         adapter.
         """
-        low = _grouped_linear(rows, getattr(self, f"{leaf}_lora_A"), ends)
-        low = _grouped_linear(low, getattr(self, f"{leaf}_lora_B"), ends)
+        low = multiply(rows, getattr(self, f"{leaf}_lora_A"), ends)
+        low = multiply(low, getattr(self, f"{leaf}_lora_B"), ends)
         return grouped_product(rows, getattr(self, leaf), ends, leaf=leaf) + low * self.lora_scale  # type: ignore[no-any-return]
 
 
