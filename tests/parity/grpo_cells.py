@@ -117,6 +117,7 @@ def layout_tree(layout: Layout, model: Path, out: Path) -> dict[str, Any]:
     prompts = layout.world // cell.sharing * cell.accumulation
     tree = run_tree(cell, model, out, dp=layout.world // cell.sharing)
     tree["objective"] = {"name": "grpo", "group_size": 2}
+    tree["rewards"] = ["exact_match"]
     tree["rollout"] = {"prompts_per_step": prompts, "max_new_tokens": 40}
     tree["train"] |= {"global_batch_size": 2 * prompts, "micro_batch_size": 2}
     return tree | ({"lora": {"rank": 4, "alpha": 8}} if cell.has_lora else {})
