@@ -168,8 +168,7 @@ class TrainConfig(Section):
     precision: Precision = "auto"
     """Dtype of weights and activations; master weights and moments are fp32. `auto` is bf16 where the device has
     products in bf16 (GPUs of compute capability 8.0 or later, CPUs with AMX or AVX512-BF16), and fp32 on other CPUs.
-    On other GPUs it is an error, because fp16 and fp32 are a choice there. A run that resumes where `auto` is another
-    precision says both.
+    On other GPUs it is an error, because fp16 and fp32 are a choice there.
     """
     seed: Refused[int] = Field(default=0, ge=0)
     """Seed of data order and of fresh weights."""
@@ -395,6 +394,8 @@ class RolloutConfig(Section):
     """Temperature of sampling; only 1 is supported, where answers have the probabilities that training computes."""
     stop: Annotated[Refused[tuple[str, ...]], BeforeValidator(as_list)] = ()
     """Texts that end an answer, beside the end token of the model."""
+    eval_samples: int = Field(default=0, ge=0)
+    """Answers to each held-out prompt that are sampled for `eval/pass_at_k`, beside the greedy one."""
     batch_rows: Free[Annotated[int, Field(ge=1)] | Literal["auto"]] = "auto"
     """Answers that a rank samples at the same time; answers do not depend on it. `auto` takes as many as fit."""
 

@@ -148,7 +148,7 @@ def training_batches(
     for step in range(start_step, steps):
         first = step * plan.global_batch_size
         after = min(first + plan.global_batch_size, total_rows)
-        every = [_row_id(number, per_epoch, plan) for number in range(first, after)]
+        every = [row_id(number, per_epoch, plan) for number in range(first, after)]
         indices = _rank_indices(plan) if plan.row_cost is None else _balanced_indices(every, plan, plan.row_cost)
         ids = [every[index] if index < len(every) else None for index in indices]
         batch = _batch(rows, ids, plan, Position(*divmod(after, per_epoch)))
@@ -210,7 +210,8 @@ def _balanced_indices(every: Sequence[int], plan: BatchPlan, row_cost: Callable[
     return divide_rows(costs, plan.dp, forwards, meets_each_forward=plan.meets_each_forward)[plan.rank]
 
 
-def _row_id(number: int, num_rows: int, plan: BatchPlan) -> int:
+def row_id(number: int, num_rows: int, plan: BatchPlan) -> int:
+    """The row at place `number` of the sequence of epochs, each of `num_rows` rows."""
     epoch, index = divmod(number, num_rows)
     if plan.mixture is not None:
         return int(_mixed_order(plan.mixture, plan.seed, epoch, shuffle=plan.shuffle)[index])

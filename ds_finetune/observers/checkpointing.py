@@ -14,6 +14,7 @@ from ds_finetune.config.schedule import Interval
 from ds_finetune.console.phase_line import Say
 from ds_finetune.engine.groups.collectives import all_gather_object, all_reduce_max
 from ds_finetune.errors import RunError
+from ds_finetune.observers.evaluation import held_out_loss
 from ds_finetune.observers.record import Resumable, StepRecord
 from ds_finetune.observers.stopping import StopSignals
 
@@ -66,7 +67,7 @@ class Checkpointing:
         self._report(self.saver.settle(wait=True))
         state = self.run_text(record, {name: observer.state() for name, observer in self.remembered.items()})
         rank_state = {"random": random_state(), "position": record.position}
-        blocked = self.saver.save(record.step, state, rank_state=rank_state, eval_loss=record.values.get("eval/loss"))
+        blocked = self.saver.save(record.step, state, rank_state=rank_state, eval_loss=held_out_loss(record.values))
         record = record.with_values({"checkpoint/blocked_seconds": blocked})
         if not is_stop_requested:
             return record

@@ -56,7 +56,9 @@ class Evaluation(Observer):
 
 @dataclass
 class BestAndPatience(Observer):
-    """Tracks the lowest `eval/loss`, keeps its weights, and stops after `patience` evaluations without a lower one."""
+    """Tracks the lowest `eval/loss`, or the highest `eval/reward`, keeps its weights, and stops after `patience`
+    evaluations without a better one.
+    """
 
     config: EvalConfig
     keep: Callable[[int], None]
@@ -65,8 +67,8 @@ class BestAndPatience(Observer):
     worse_in_a_row: int = 0
 
     def after_step(self, record: StepRecord) -> StepRecord:
-        """Act on `eval/loss` where the record has one."""
-        loss = record.values.get("eval/loss")
+        """Act on an evaluation where the record has one."""
+        loss = held_out_loss(record.values)
         if loss is None:
             return record
         if loss < self.best_loss:
@@ -77,10 +79,10 @@ class BestAndPatience(Observer):
             self.worse_in_a_row += 1
         record = replace(record, best_step=self.best_step)
         if self.config.patience and self.worse_in_a_row >= self.config.patience:
-            return record.stopping(
-                f"eval/loss has not fallen below {self.best_loss:.4f} of step {self.best_step} for "
-                f"{self.worse_in_a_row} evaluations"
-            )
+            best = f"loss has not fallen below {self.best_loss:.4f}"
+            if "eval/reward" in record.values:
+                best = f"reward has not risen above {-self.best_loss:.4f}"
+            return record.stopping(f"eval/{best} of step {self.best_step} for {self.worse_in_a_row} evaluations")
         return record
 
     def state(self) -> dict[str, Any]:
@@ -94,6 +96,12 @@ class BestAndPatience(Observer):
             state["best_step"],
             state["worse_in_a_row"],
         )
+
+
+def held_out_loss(values: Mapping[str, float]) -> float | None:
+    """What evaluations are compared by, lower is better: `eval/loss`, or `eval/reward` times -1; None without them."""
+    reward = values.get("eval/reward")
+    return values.get("eval/loss") if reward is None else -reward
 
 
 def matches(answers: Sequence[str], expected: Sequence[str]) -> float:

@@ -117,7 +117,13 @@ class ProgressLine:
     def after_step(self, record: StepRecord) -> StepRecord:
         """Write the line when it is due, and always for a notice, an evaluation or the end of the run."""
         self._left.count_step(record.values["perf/step_seconds"])
-        must_print = record.slow or record.notice or record.stop or record.is_last or "eval/loss" in record.values
+        must_print = (
+            record.slow
+            or record.notice
+            or record.stop
+            or record.is_last
+            or any(name in record.values for name in ("eval/loss", "eval/reward"))
+        )
         is_due = must_print or record.step % self._every == 0
         if not is_due and not self._live:
             return record
@@ -153,6 +159,10 @@ class ProgressLine:
 
 
 def _is_shown(name: str) -> bool:
-    """Whether the line has this metric: those of all held-out rows, and the loss of each set that has a name."""
+    """Whether the line has this metric: those of all held-out rows, the loss of each set that has a name, and the
+    reward of rollouts.
+    """
     part, *of_set, metric = name.split("/")
+    if name in ("rollout/reward", "rollout/cut"):
+        return True
     return part == "eval" and (metric == "loss" if of_set else metric != "perplexity")

@@ -16,7 +16,17 @@ from numpy.typing import NDArray
 from ds_finetune.checkpoint.commit import MANIFEST, STATE, Manifest, complete_steps, step_name
 from ds_finetune.config.run_file import parse_yaml
 from ds_finetune.errors import CheckpointError
-from ds_finetune.runs.metrics import METRICS, SAMPLES, Sample, read_expert_table, read_samples, read_tail
+from ds_finetune.runs.metrics import (
+    METRICS,
+    ROLLOUTS,
+    SAMPLES,
+    RolloutAnswer,
+    Sample,
+    read_expert_table,
+    read_rollouts,
+    read_samples,
+    read_tail,
+)
 from ds_finetune.runs.status import STATUS, LastChange, RunStatus, changed_at, parse_object, read_object, seen_status
 
 CONFIG, PLAN, EXPERTS, LOG, RANK_TIMES = "config.yaml", "plan.json", "experts.bin", "log.txt", "ranks.jsonl"
@@ -165,6 +175,11 @@ class RunFolder:
     def samples(self) -> list[Sample]:
         """Generated samples, oldest first."""
         return [] if (path := self.file(SAMPLES)) is None else read_samples(path)
+
+    @property
+    def rollouts(self) -> list[RolloutAnswer]:
+        """Answers that were sampled to training prompts, oldest first."""
+        return [] if (path := self.file(ROLLOUTS)) is None else read_rollouts(path)
 
     @property
     def experts(self) -> tuple[list[int], NDArray[Any]] | None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ds_finetune.config.units import MIB
 from ds_finetune.runs.status import parse_object
 
-METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+METRICS, SAMPLES, ROLLOUTS = "metrics.jsonl", "samples.jsonl", "rollouts.jsonl"
 _CHUNK_BYTES, _MOST_BYTES = 4 * MIB, 8 * MIB
 _TAIL_BYTES, _LINE_BYTES = 64 * 1024, 8 * 1024
 _KEPT_BYTES = 256
@@ -240,10 +240,50 @@ class Sample:
     prompt: str
     answer: str
     expected: str
+    """Empty where only rewards tell how good an answer is."""
+    scores: str = ""
+    """Its rewards in words, where it has any."""
 
     def line(self) -> str:
         """The line of `samples.jsonl`."""
-        return json.dumps(asdict(self), ensure_ascii=False) + "\n"
+        tree = {name: value for name, value in asdict(self).items() if value or name != "scores"}
+        return json.dumps(tree, ensure_ascii=False) + "\n"
+
+
+@dataclass(frozen=True)
+class RolloutAnswer:
+    """An answer that was sampled to a training prompt before a step, and how it was scored."""
+
+    step: int
+    prompt: str
+    text: str
+    scores: str
+    """Its reward, the parts of it, its advantage and how it ended, in words."""
+
+
+def read_rollouts(path: Path) -> list[RolloutAnswer]:
+    """The answers in the last 8 MiB of a file, oldest first; lines that are none are passed over."""
+    return [answer for line in read_tail(path, _MOST_BYTES).splitlines() for answer in _answers_of(line)]
+
+
+def _answers_of(line: bytes) -> list[RolloutAnswer]:
+    record = _record_of(line)
+    try:
+        return (
+            []
+            if record is None
+            else [
+                RolloutAnswer(record[_STEP], str(record["prompt"]), str(each["text"]), _scores_text(each))
+                for each in record["answers"]
+            ]
+        )
+    except (KeyError, TypeError, AttributeError):
+        return []
+
+
+def _scores_text(answer: Mapping[str, Any]) -> str:
+    parts = ", ".join(f"{name} {score}" for name, score in answer["parts"].items())
+    return f"reward {answer['reward']} ({parts}), advantage {answer['advantage']}, {answer['finish']}"
 
 
 def read_samples(path: Path) -> list[Sample]:
@@ -257,5 +297,5 @@ def _sample_of(line: bytes) -> Sample | None:
         sample = Sample(**parse_object(line))
     except TypeError:
         return None
-    texts = (sample.name, sample.prompt, sample.answer, sample.expected)
+    texts = (sample.name, sample.prompt, sample.answer, sample.expected, sample.scores)
     return sample if isinstance(sample.step, int) and all(isinstance(text, str) for text in texts) else None

@@ -43,6 +43,9 @@ from ds_finetune.trainer.exports import Exports
 from ds_finetune.trainer.forecast import forecast_check
 from ds_finetune.trainer.prepare import PreparedRun, mismatched_answers
 from ds_finetune.trainer.resume import ResumePoint, make_state_text, restore_observers
+from ds_finetune.trainer.rollouts.evaluation import RewardEvaluation
+from ds_finetune.trainer.rollouts.observer import LOSS_NOTE, RolloutMetrics, RolloutSamples
+from ds_finetune.trainer.rollouts.source import RolloutSource
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -74,7 +77,7 @@ class StartedRun:
     """Adds a line to the run's log without printing it."""
 
 
-def make_observers(started: StartedRun, signals: StopSignals) -> list[Observer]:
+def make_observers(started: StartedRun, signals: StopSignals, rollouts: RolloutSource | None = None) -> list[Observer]:
     """The observers in the order in which they see a record, with what they remembered at the checkpoint."""
     config, plan = started.run.config, started.run.plan
     left = make_time_left(started.run)
@@ -88,16 +91,20 @@ def make_observers(started: StartedRun, signals: StopSignals) -> list[Observer]:
     routers = _router_observers(started)
     observers += routers.values()
     resumable |= routers
+    if rollouts is not None:
+        metrics = _rollout_metrics(started, rollouts)
+        observers.append(metrics)
+        resumable |= {"rollouts": rollouts, "rollout_metrics": metrics}
     samples = _sample_file(started)
     if started.run.inputs.held_out:
-        evaluation, best = _evaluation(started, left, signals, samples)
+        evaluation, best = _evaluation(started, left, signals, samples, rollouts)
         observers += [evaluation, best]
         resumable |= {"evaluation": evaluation, "best": best}
     restore_observers(resumable, started.resume_point)
     observers += [*([] if samples is None else [samples]), *_expert_table(started)]
     if started.saver is not None:
         observers.append(_checkpointing(started, started.saver, left, signals, resumable))
-    return [*observers, *(_writers(started, left) if started.engine.is_rank_zero else [])]
+    return [*observers, *(_writers(started, left, rollouts) if started.engine.is_rank_zero else [])]
 
 
 def make_time_left(run: PreparedRun) -> TimeLeft:
@@ -128,6 +135,12 @@ def _router_observers(started: StartedRun) -> dict[str, RouterMetrics | LoadWatc
     }
 
 
+def _rollout_metrics(started: StartedRun, rollouts: RolloutSource) -> RolloutMetrics:
+    if not started.resume_point.progress.step:
+        started.say(LOSS_NOTE)
+    return RolloutMetrics(rollouts, started.say)
+
+
 def _expert_table(started: StartedRun) -> list[Observer]:
     """What writes the loads of experts on rank zero, before a checkpoint of the same step is saved."""
     router = started.run.model.router
@@ -141,17 +154,24 @@ def _expert_table(started: StartedRun) -> list[Observer]:
 def _sample_file(started: StartedRun) -> SampleFile | None:
     """What keeps generated answers on rank zero; None where evaluations generate none."""
     run = started.run
-    if not (run.inputs.held_out and run.config.eval.generate.prompts and started.engine.is_rank_zero):
+    is_answered = run.config.eval.generate.prompts or run.model.objective.head == "answers"
+    if not (run.inputs.held_out and is_answered and started.engine.is_rank_zero):
         return None
     return SampleFile(run.output_dir / "samples.jsonl", started.say)
 
 
 def _evaluation(
-    started: StartedRun, left: TimeLeft, signals: StopSignals, samples: SampleFile | None
+    started: StartedRun,
+    left: TimeLeft,
+    signals: StopSignals,
+    samples: SampleFile | None,
+    rollouts: RolloutSource | None,
 ) -> tuple[Evaluation, BestAndPatience]:
     config, progress = started.run.config, started.rank_progress
     collect = None if samples is None else samples.collect
     evaluate, exact_match = evaluation_functions(started.run, started.engine, signals, collect=collect)
+    if rollouts is not None:
+        evaluate = RewardEvaluation(rollouts, signals.is_stop_requested, collect).scores
     evaluation = Evaluation(
         _evaluates_every(config.eval),
         left.measure(EVALUATION, _in_phase(progress, "evaluation", evaluate)),
@@ -170,12 +190,13 @@ def _checkpointing(
     return Checkpointing(saver, signals, kept, resumable, state_text, started.say, saving)
 
 
-def _writers(started: StartedRun, left: TimeLeft) -> list[Observer]:
+def _writers(started: StartedRun, left: TimeLeft, rollouts: RolloutSource | None) -> list[Observer]:
     """The observers of rank zero, which writes files and prints."""
     run, say = started.run, started.say
     is_resumed = started.resume_point.progress.step > 0
     return [
         MetricsFile(run.output_dir / "metrics.jsonl", say),
+        *([] if rollouts is None else [RolloutSamples(run.output_dir, rollouts, say)]),
         *([RankTimesFile(run.output_dir / "ranks.jsonl", say)] if run.plan.world.world_size > 1 else []),
         Trackers.open(run.config.log.trackers, run.output_dir, run.tree, say, is_resumed=is_resumed),
         ProgressLine(steps=run.schedule.steps, every=run.config.log.every, left=left, log=started.log),

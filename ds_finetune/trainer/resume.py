@@ -188,7 +188,7 @@ def _group_of(numbers: torch.Tensor, checkpoints: CheckpointFolder) -> StateGrou
 
 
 def resume_engine(run: PreparedRun, engine: Engine, point: ResumePoint) -> Position:
-    """Restore the checkpoint of `point` into `engine`; returns the position in the stream of data. Collective.
+    """Restore the checkpoint of `point` into `engine`; returns the position in the data. Collective.
 
     CheckpointError where a stream was divided among another number of ranks.
     """
@@ -205,7 +205,7 @@ def resume_engine(run: PreparedRun, engine: Engine, point: ResumePoint) -> Posit
             hint=f"start {point.found.manifest.world_size} ranks with the same `parallel`, or prepare the data "
             "(data.streaming false) in a new run",
         )
-    return Position(*own["position"]) if is_stream else START
+    return Position(*(own if is_stream else {"position": point.found.state.position})["position"])
 
 
 @contextmanager

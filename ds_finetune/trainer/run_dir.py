@@ -158,9 +158,9 @@ def remove_empty_on_failure(folder: Path) -> Iterator[None]:
 def prepare_run_folder(run: "ResolvedRun", *, after_step: int = 0, last: StepRecord | None = None) -> None:
     """Create the run folder with `config.yaml` (enough to run again), `plan.json` and `deepspeed.json`.
 
-    Records of steps after `after_step` are removed from `metrics.jsonl`, `ranks.jsonl` and `samples.jsonl`, because
-    these steps are done again. `last` is the record of step `after_step`. It is added where it is absent: the run was
-    killed after that step's checkpoint was saved and before its line was written.
+    Records of steps after `after_step` are removed from all files of records, because these steps are done again.
+    `last` is the record of step `after_step`. It is added where it is absent: the run was killed after that step's
+    checkpoint was saved and before its line was written.
     """
     folder, plan = run.output_dir, run.plan
     plan_text = json.dumps({**dict(plan.decisions), "notes": plan.notes}, indent=2) + "\n"
@@ -171,7 +171,7 @@ def prepare_run_folder(run: "ResolvedRun", *, after_step: int = 0, last: StepRec
         replace_file(folder / "config.yaml", run.text, is_synced=True)
         replace_file(folder / "deepspeed.json", json.dumps(plan.deepspeed, indent=2) + "\n", is_synced=True)
         _remove_records(folder / "metrics.jsonl", after_step, last)
-        for name in ("ranks.jsonl", "samples.jsonl"):
+        for name in ("ranks.jsonl", "samples.jsonl", "rollouts.jsonl"):
             _remove_records(folder / name, after_step, None)
     except OSError as full:
         reason = full.strerror or full

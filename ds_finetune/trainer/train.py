@@ -6,7 +6,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import chain
@@ -53,6 +53,7 @@ from ds_finetune.trainer.resume import (
     saved_record,
     start_saver,
 )
+from ds_finetune.trainer.rollouts.source import open_rollouts
 from ds_finetune.trainer.run_dir import check_only_own_files, remove_empty_on_failure
 from ds_finetune.trainer.run_records import (
     RunLog,
@@ -178,10 +179,15 @@ def train_steps(started: StartedRun, status: StatusKeeper) -> tuple[StepRecord |
     if ended_early(resume_point, patience=run.config.eval.patience):
         started.say("the run had ended early because eval/loss did not fall; nothing is left to train")
         return None, ""
-    with StopSignals(can_save=started.saver is not None, tells=engine.is_rank_zero) as signals:
-        observers = make_observers(started, signals)
+    with (
+        StopSignals(can_save=started.saver is not None, tells=engine.is_rank_zero) as signals,
+        open_rollouts(run, engine, started.rank_progress) as rollouts,
+    ):
+        observers = make_observers(started, signals, rollouts)
         with (
-            batches_ahead(run, engine, after=resume_point.progress, stream_position=stream_position) as batches,
+            batches_ahead(run, engine, after=resume_point.progress, stream_position=stream_position)
+            if rollouts is None
+            else nullcontext(rollouts.batches(resume_point.progress, stream_position)) as batches,
             profiled(training_steps(engine, batches, run.schedule, after=resume_point.progress), started) as records,
         ):
             last = run_steps(chain(due, started.rank_progress.count_steps(records)), observers)

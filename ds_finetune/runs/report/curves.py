@@ -35,6 +35,17 @@ def _trained_and_held_out(metric: str) -> dict[str, str]:
 
 
 GROUPS = (
+    CurveGroup(
+        "Reward of sampled answers",
+        {"rollout/reward": "rollouts", "eval/reward": "held out, greedy", "eval/pass_at_1": "held out, share right"},
+        is_smoothed=True,
+    ),
+    CurveGroup(
+        "Groups of sampled answers",
+        {"rollout/all_right": "all right", "rollout/all_wrong": "all wrong", "rollout/no_spread": "equal rewards"},
+        "percent",
+        is_smoothed=True,
+    ),
     CurveGroup("Loss", _trained_and_held_out("loss"), is_smoothed=True, can_be_logarithmic=True),
     CurveGroup(
         "Accuracy", _trained_and_held_out("accuracy") | {"eval/exact_match": "exact match"}, "percent", is_smoothed=True

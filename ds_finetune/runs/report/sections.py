@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_finetune.config.units import share_text
-from ds_finetune.runs.metrics import Sample
+from ds_finetune.runs.metrics import RolloutAnswer, Sample
 from ds_finetune.runs.report.blocks import (
     NONE,
     Block,
@@ -200,12 +200,32 @@ def answer_section(run: ReportedRun) -> ReportSection | None:
             f"Prompt {number}" + ("" if name == "eval" else f" of {name.removeprefix('eval/')}"),
             _shortened(prompt),
             _shortened(group[-1].expected),
-            [(f"step {sample.step:,}", _shortened(sample.answer)) for sample in _spread(group)],
+            [(f"step {sample.step:,} {sample.scores}".strip(), _shortened(sample.answer)) for sample in _spread(group)],
         )
         for number, ((name, prompt), group) in enumerate(list(by_prompt.items())[:_MOST_SAMPLES], start=1)
     ]
     lead = "Greedy answers to held-out prompts, at the evaluations of the run."
     return ReportSection("answers", "Generated answers over time", blocks, lead) if blocks else None
+
+
+def rollout_section(run: ReportedRun) -> ReportSection | None:
+    """Answers of rollouts over the run, with how they were scored; None for a run without rollouts."""
+    by_prompt: dict[tuple[int, str], list[RolloutAnswer]] = {}
+    for answer in run.folder.rollouts:
+        by_prompt.setdefault((answer.step, answer.prompt), []).append(answer)
+    groups = list(by_prompt.items())
+    kept = np.unique(np.linspace(0, len(groups) - 1, _MOST_SAMPLES).round().astype(int)).tolist() if groups else []
+    blocks = [
+        PromptAnswers(
+            f"Before step {step:,}",
+            _shortened(prompt),
+            "",
+            [(answer.scores, _shortened(answer.text)) for answer in group],
+        )
+        for (step, prompt), group in (groups[place] for place in kept)
+    ]
+    lead = "Answers that the model sampled to training prompts, and how they were scored."
+    return ReportSection("rollouts", "Sampled answers and their rewards", blocks, lead) if blocks else None
 
 
 def checkpoint_section(run: ReportedRun) -> ReportSection | None:
@@ -388,6 +408,7 @@ SECTIONS: tuple[Callable[[ReportedRun], ReportSection | None], ...] = (
     expert_section,
     data_section,
     answer_section,
+    rollout_section,
     checkpoint_section,
     export_section,
     repeat_section,

@@ -67,6 +67,7 @@ class RunStore:
             "starts": [_start(start) for start in run.starts],
             "checkpoints": [asdict(checkpoint) for checkpoint in run.checkpoints],
             "exports": dict(run.exports),
+            "rollouts": [asdict(answer) for answer in run.rollouts[-_SHOWN_SAMPLES:]],
             "samples": [asdict(sample) for sample in run.samples[-_SHOWN_SAMPLES:]],
             "log": run.log_tail(),
             "watchdog": run.watchdog_report() if row["state"] in ("hung", "failed") else "",

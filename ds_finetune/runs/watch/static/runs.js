@@ -2,8 +2,8 @@
 import { addressOf, ago, badge, bytes, duration, element, number, request } from "./page.js";
 import { Chart, colour, shortened } from "./charts.js";
 
-const FIRST = ["train/loss", "eval/loss", "train/accuracy", "train/grad_norm", "optim/lr", "perf/tokens_per_second"];
-const BESIDE = { "train/loss": ["eval/loss"], "train/accuracy": ["eval/accuracy"] };
+const FIRST = ["rollout/reward", "eval/reward", "train/loss", "eval/loss", "train/accuracy", "train/grad_norm", "optim/lr", "perf/tokens_per_second"];
+const BESIDE = { "rollout/reward": ["eval/reward"], "train/loss": ["eval/loss"], "train/accuracy": ["eval/accuracy"] };
 const POINTS = 800;
 const MORE = 1.5;
 
@@ -235,6 +235,7 @@ function sectionsOf(run, open) {
     run.watchdog && section("Report of the watchdog", element("pre", {}, run.watchdog), true),
     run.log && element("section", { class: "panel" }, element("h3", {}, "End of the log"), element("pre", { class: "log", tabindex: 0, "aria-label": "End of the log" }, run.log)),
     run.samples.length > 0 && element("section", { class: "panel" }, element("h3", {}, "Generated samples"), samplesOf(run.samples)),
+    run.rollouts.length > 0 && element("section", { class: "panel" }, element("h3", {}, "Sampled answers and their rewards"), rolloutsOf(run.rollouts)),
     section("Plan", Object.keys(run.plan).length > 0 && pairsOf(run.plan)),
     section("Configuration", run.config && element("pre", {}, run.config)),
     section("Checkpoints and exports", (run.checkpoints.length > 0 || Object.keys(run.exports).length > 0) && savedOf(run)),
@@ -250,7 +251,18 @@ function samplesOf(samples) {
     shown.map((sample) => element("dl", {},
       element("dt", {}, "Prompt"), element("dd", {}, element("pre", {}, sample.prompt)),
       element("dt", {}, "Answer"), element("dd", { class: sample.answer.trim() === sample.expected.trim() ? "right" : "" }, element("pre", {}, sample.answer || " ")),
-      element("dt", {}, "Expected"), element("dd", {}, element("pre", {}, sample.expected)))));
+      sample.expected && [element("dt", {}, "Expected"), element("dd", {}, element("pre", {}, sample.expected))],
+      sample.scores && [element("dt", {}, "Scores"), element("dd", {}, sample.scores)])));
+}
+
+function rolloutsOf(answers) {
+  const step = answers.at(-1).step;
+  const shown = answers.filter((answer) => answer.step === step);
+  return element("div", { class: "samples" }, element("p", { class: "sub" }, `before step ${step.toLocaleString("en")}`),
+    shown.map((answer) => element("dl", {},
+      element("dt", {}, "Prompt"), element("dd", {}, element("pre", {}, answer.prompt)),
+      element("dt", {}, "Answer"), element("dd", {}, element("pre", {}, answer.text || " ")),
+      element("dt", {}, "Scores"), element("dd", {}, answer.scores))));
 }
 
 function pairsOf(tree) {

@@ -1,0 +1,109 @@
+"""Scores of answers to held-out prompts: the reward of greedy answers, and pass@k from sampled ones."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ds_finetune.data.batches import num_eval_rows
+from ds_finetune.data.prepared_rows import PreparedRows
+from ds_finetune.engine.results import HeldOutScores
+from ds_finetune.runs.metrics import Sample
+from ds_finetune.trainer.rollouts.rollout import AnswerGroup
+from ds_finetune.trainer.rollouts.source import RolloutSource
+
+_ALL = "eval"
+_MOST_SAMPLES = 8
+Collect = Callable[[Sequence[Sample]], None]
+
+
+def pass_at(k: int, *, samples: int, right: int) -> float:
+    """The unbiased estimate, from `right` of `samples` answers, of the probability that one of k answers is right:
+    1 - C(samples - right, k) / C(samples, k) (Chen et al., arXiv 2107.03374, equation 1).
+    """
+    return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
+
+
+def ks(samples: int) -> list[int]:
+    """The k of pass@k that are reported: powers of two from 2 on, and the number of samples."""
+    return sorted({*(2**power for power in range(1, samples.bit_length()) if 2**power <= samples), samples} - {0, 1})
+
+
+@dataclass(frozen=True)
+class RewardEvaluation:
+    """Answers the held-out prompts of a run by the weights of the moment."""
+
+    source: RolloutSource
+    is_stop_requested: Callable[[], bool]
+    """Asked before answers; the same on every rank."""
+    collect: Collect | None = None
+    """Takes the first greedy answers of each set."""
+
+    def scores(self) -> Mapping[str, HeldOutScores] | None:
+        """Scores of each set, and of the prompts of all sets together; None where a signal ended it."""
+        greedy = self._groups_by_set(0)
+        samples = self.source.run.config.rollout.eval_samples
+        sampled = self._groups_by_set(samples) if samples and greedy is not None else {}
+        if greedy is None or sampled is None:
+            return None
+        if self.collect is not None:
+            self.collect([sample for name in greedy for sample in self._samples(name, greedy[name])])
+        names = greedy.keys() if _ALL in greedy else {_ALL: None, **greedy}
+        return {name: held_out_scores(_of_sets(greedy, name), _of_sets(sampled, name)) for name in names}
+
+    def _groups_by_set(self, size: int) -> dict[str, list[AnswerGroup]] | None:
+        """The groups of each set, as `_groups`; None where a signal ended it."""
+        run = self.source.run
+        found: dict[str, list[AnswerGroup]] = {}
+        for name, rows in run.inputs.held_out.items():
+            groups = self._groups(rows, range(num_eval_rows(rows, run.config.eval.limit)), size)
+            if groups is None:
+                return None
+            found[name] = groups
+        return found
+
+    def _groups(self, rows: PreparedRows, numbers: Iterable[int], size: int) -> list[AnswerGroup] | None:
+        """A group of `size` sampled answers for each prompt, or of the greedy answer where that is 0."""
+        sampler, prompts = self.source.sampler, [(number, number) for number in numbers]
+        if self.is_stop_requested():
+            return None
+        answers = sampler.answers(rows, prompts, size or 1, greedy=not size)
+        assert answers is not None
+        parts = sampler.scores(rows, [number for _, number in prompts], answers)
+        of_groups = parts.reshape(len(prompts), size or 1, -1)
+        return [
+            AnswerGroup.scored(prompt, of_prompt, of_group, self.source.rule)
+            for prompt, of_prompt, of_group in zip(prompts, answers, of_groups, strict=True)
+        ]
+
+    def _samples(self, name: str, groups: Sequence[AnswerGroup]) -> Iterable[Sample]:
+        sampler, rows = self.source.sampler, self.source.run.inputs.held_out[name]
+        columns = [section.read_column for section in self.source.run.config.rewards if section.read_column]
+        for group in groups[:_MOST_SAMPLES]:
+            expected = str(rows.record(group.number).get(columns[0], "")) if columns else ""
+            prompt, answer = sampler.prompt_text(rows, group.number), sampler.text(group.answers[0])
+            yield Sample(0, name, prompt, answer, expected, f"reward {group.rewards[0]:.4g}")
+
+
+def _of_sets(groups: Mapping[str, list[AnswerGroup]], name: str) -> list[AnswerGroup]:
+    """The groups of a set, or those of all sets for the name that stands for all."""
+    return groups[name] if name in groups else [group for of_set in groups.values() for group in of_set]
+
+
+def held_out_scores(greedy: Sequence[AnswerGroup], sampled: Sequence[AnswerGroup]) -> HeldOutScores:
+    """Metrics of the greedy answers to some prompts and of those that were sampled to the same prompts."""
+    rewards = np.array([group.rewards[0] for group in greedy])
+    metrics = {
+        "reward": float(np.nanmean(rewards)) if not np.isnan(rewards).all() else 0.0,
+        "pass_at_1": float(np.mean([group.is_all_right for group in greedy])),
+        "cut": float(np.mean([group.answers[0].finish == "length" for group in greedy])),
+    }
+    if sampled:
+        size = len(sampled[0].answers)
+        right = [int((group.verdicts >= 1).sum()) for group in sampled]
+        metrics["sampled_reward"] = float(np.nanmean([group.rewards for group in sampled]))
+        metrics["sampled_pass_at_1"] = float(np.mean([pass_at(1, samples=size, right=each) for each in right]))
+        for k in ks(size):
+            metrics[f"pass_at_{k}"] = float(np.mean([pass_at(k, samples=size, right=each) for each in right]))
+    return HeldOutScores(metrics, {}, is_per_token=False, sums={}, scores=np.zeros((0, 2)))

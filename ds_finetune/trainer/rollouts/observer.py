@@ -1,0 +1,163 @@
+"""What is recorded of rollouts: metrics, samples, and every few rollouts the cause line."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ds_finetune.console.phase_line import Say
+from ds_finetune.observers.record import Observer, StepRecord
+from ds_finetune.observers.writers import LineFile
+from ds_finetune.runs.metrics import ROLLOUTS
+from ds_finetune.trainer.rollouts.causes import Shares, cause_line
+from ds_finetune.trainer.rollouts.rollout import AnswerGroup, Rollout
+from ds_finetune.trainer.rollouts.sampling import Sampler
+from ds_finetune.trainer.rollouts.source import RolloutSource
+
+EVERY = 10
+"""Rollouts between two cause lines."""
+_SAMPLED_GROUPS, _SAMPLED_ANSWERS = 2, 4
+"""Groups of a rollout, and answers of each, that are written."""
+LOSS_NOTE = (
+    "the loss is close to 0 from the beginning and may rise, because advantages add up to 0: watch "
+    "rollout/reward, and eval/reward of held-out prompts"
+)
+
+
+class RolloutMetrics(Observer):
+    """Adds `rollout/*` to the record of the first step of each rollout, and says the cause line."""
+
+    def __init__(self, source: RolloutSource, say: Say) -> None:
+        self._source, self._say = source, say
+        self._start: Shares | None = None
+        """Shares of the first rollouts of the run that a line was about."""
+        self._recent: list[Shares] = []
+        self._since = 0
+
+    def after_step(self, record: StepRecord) -> StepRecord:
+        """Add the metrics of a rollout that begins with this step; with the last step the line is always said."""
+        rollout = self._source.latest
+        if rollout is not None and rollout.first == record.step - 1:
+            values = rollout_metrics(rollout, self._source.sampler)
+            self._recent.append(_shares({**record.values, **values}))
+            record = record.with_values({f"rollout/{name}": value for name, value in values.items()})
+        if self._recent and (len(self._recent) >= EVERY or record.is_last or record.stop):
+            now = Shares.mean(self._recent)
+            self._start = self._start or now
+            self._say(cause_line(f"steps {self._since + 1:,} to {record.step:,}", now, self._start))
+            self._recent, self._since = [], record.step
+        return record
+
+    def state(self) -> dict[str, Any]:
+        """The shares of the beginning, and those since the last line."""
+        start = None if self._start is None else asdict(self._start)
+        return {"start": start, "recent": [asdict(each) for each in self._recent], "since": self._since}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state`."""
+        self._start = None if state["start"] is None else Shares(**state["start"])
+        self._recent, self._since = [Shares(**each) for each in state["recent"]], state["since"]
+
+
+def rollout_metrics(rollout: Rollout, sampler: Sampler) -> dict[str, float]:
+    """The metrics of a rollout by the last parts of their names; shares are of groups or of answers."""
+    groups = rollout.groups
+    answers = [answer for group in groups for answer in group.answers]
+    rewards, parts = np.concatenate([group.rewards for group in groups]), np.concatenate([g.parts for g in groups])
+    lengths = np.array([len(answer.ids) for answer in answers])
+    values = {
+        "reward": _mean(rewards),
+        "reward_std": float(np.mean([np.nanstd(g.rewards) if not np.isnan(g.rewards).all() else 0.0 for g in groups])),
+    }
+    for place, name in enumerate(sampler.rewards.names):
+        values[f"part/{name}"] = _mean(parts[:, place])
+        values[f"scored/{name}"] = float((~np.isnan(parts[:, place])).mean())
+    values |= {
+        "groups": float(len(groups)),
+        "all_right": _share(group.is_all_right for group in groups),
+        "all_wrong": _share(group.is_all_wrong for group in groups),
+        "no_spread": _share(not group.has_spread for group in groups),
+        "answer_tokens": float(lengths.mean()),
+        "answer_tokens_min": float(lengths.min()),
+        "answer_tokens_max": float(lengths.max()),
+        "cut": _share(answer.finish == "length" for answer in answers),
+        "unparsed": rollout.noted.get("unparsed", 0.0) / len(answers),
+        "prompts_drawn": float(rollout.until),
+    }
+    noted = rollout.noted
+    values |= {f"{part}_seconds": noted.get(part, 0.0) for part in ("sample", "reward", "log_probs")}
+    values["tokens_per_second"] = float(lengths.sum()) / max(noted.get("sample", 0.0), 1e-9)
+    return values
+
+
+def _shares(values: Mapping[str, float]) -> Shares:
+    train = {name: values.get(f"train/{name}", 0.0) for name in ("entropy", "mismatch", "clipped_low", "clipped_high")}
+    return Shares(
+        reward=values["reward"],
+        all_right=values["all_right"],
+        all_wrong=values["all_wrong"],
+        no_spread=values["no_spread"],
+        cut=values["cut"],
+        unparsed=values["unparsed"],
+        tokens=values["answer_tokens"],
+        entropy=train["entropy"],
+        mismatch=train["mismatch"],
+        clipped=train["clipped_low"] + train["clipped_high"],
+    )
+
+
+def _mean(values: Any) -> float:  # noqa: ANN401 - an array
+    return float(np.nanmean(values)) if not np.isnan(values).all() else 0.0
+
+
+def _share(every: Iterator[bool]) -> float:
+    found = list(every)
+    return sum(found) / max(len(found), 1)
+
+
+class RolloutSamples(LineFile):
+    """`rollouts.jsonl`: some groups of each rollout, a line for each, with the answers and how they were scored."""
+
+    def __init__(self, folder: Path, source: RolloutSource, say: Say) -> None:
+        super().__init__(folder / ROLLOUTS, say)
+        self._source = source
+
+    def after_step(self, record: StepRecord) -> StepRecord:
+        """Write the samples of a rollout that begins with this step."""
+        rollout = self._source.latest
+        if rollout is not None and rollout.first == record.step - 1:
+            # Groups with spread are those from which something is learned.
+            first = sorted(rollout.groups, key=lambda group: not group.has_spread)[:_SAMPLED_GROUPS]
+            for group in first:
+                self.put(json.dumps({"step": record.step, **self._sample(group)}, ensure_ascii=False) + "\n")
+        return record
+
+    def _sample(self, group: AnswerGroup) -> dict[str, Any]:
+        sampler, rows = self._source.sampler, self._source.rows
+        order = np.argsort(-np.nan_to_num(group.rewards), kind="stable")
+        # The best and the worst ones.
+        kept = [*order[: _SAMPLED_ANSWERS // 2], *order[_SAMPLED_ANSWERS // 2 :][-(_SAMPLED_ANSWERS // 2) :]]
+        return {
+            "row": rows.where(group.number),
+            "prompt": sampler.prompt_text(rows, group.number),
+            "answers": [
+                {
+                    "text": sampler.text(group.answers[at]),
+                    "reward": _number(group.rewards[at]),
+                    "parts": {
+                        name: _number(part) for name, part in zip(sampler.rewards.names, group.parts[at], strict=True)
+                    },
+                    "advantage": round(float(group.advantages[at]), 6),
+                    "finish": group.answers[at].finish,
+                    "tokens": len(group.answers[at].ids),
+                }
+                for at in kept
+            ],
+        }
+
+
+def _number(value: float) -> float | None:
+    return None if np.isnan(value) else round(float(value), 6)

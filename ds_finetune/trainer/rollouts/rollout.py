@@ -1,0 +1,223 @@
+"""A rollout: groups of sampled answers with their rewards and advantages, and the file that a run resumes from where
+several steps share one rollout.
+"""
+
+import hashlib
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ds_finetune.checkpoint.commit import complete_steps
+from ds_finetune.checkpoint.folder import raise_on_every_rank
+from ds_finetune.checkpoint.tools import CHECKPOINTS
+from ds_finetune.engine.groups.collectives import all_gather_object
+from ds_finetune.engine.sampling.answers import SampledAnswer
+from ds_finetune.errors import CheckpointError, OutputError
+from ds_finetune.objectives.grpo import advantages, has_spread
+from ds_finetune.objectives.rewards.combine import combine_rewards
+from ds_finetune.system.whole_file import replace_file
+
+FOLDER = "rollouts"
+Floats = NDArray[np.float64]
+TokenNumbers = Mapping[int, NDArray[np.float32]]
+"""A number for each token of an answer, by the number of the answer in its rollout."""
+
+
+@dataclass(frozen=True)
+class RewardRule:
+    """How the rewards of an answer become its advantage; keys of the objective, and the weights of the rewards."""
+
+    weights: Floats
+    scale: Literal["sum", "each"]
+    advantage: Literal["mean", "mean_std", "leave_one_out"]
+
+    def combine(self, parts: Floats) -> Floats:
+        """The rewards of a group's answers [answers] from their parts [answers, rewards]."""
+        return combine_rewards(parts, self.weights, np.zeros(len(parts), dtype=np.int64), self.scale)
+
+
+@dataclass(frozen=True)
+class AnswerGroup:
+    """A prompt, the answers that were sampled to it, and how they were scored."""
+
+    draw: int
+    """Number of the prompt in the order of the run, which continues from epoch to epoch."""
+    number: int
+    """Number of the prompt in the data."""
+    answers: tuple[SampledAnswer, ...]
+    parts: Floats
+    """Scores by each reward, fp64 [answers, rewards]; NaN where one does not apply."""
+    rewards: Floats
+    """Weighed and added up, fp64 [answers]."""
+    advantages: Floats
+
+    @classmethod
+    def scored(
+        cls, prompt: tuple[int, int], answers: Sequence[SampledAnswer], parts: Floats, rule: RewardRule
+    ) -> "AnswerGroup":
+        """The group of a prompt, which is its draw and its number, with what follows from the scores of its answers."""
+        rewards = rule.combine(parts)
+        return cls(*prompt, tuple(answers), parts, rewards, advantages(rewards[None], rule.advantage)[0])
+
+    @cached_property
+    def has_spread(self) -> bool:
+        """Whether its answers have different rewards."""
+        return bool(has_spread(self.rewards[None])[0])
+
+    @property
+    def verdicts(self) -> Floats:
+        """For each answer its score by the first reward of the run file that applies to it, fp64 [answers]: 1 or more
+        is right, 0 or less is wrong.
+        """
+        first = np.argmax(~np.isnan(self.parts), axis=1)
+        return self.parts[np.arange(len(self.parts)), first]
+
+    @property
+    def is_all_right(self) -> bool:
+        """Whether every answer is right."""
+        return bool((self.verdicts >= 1).all())
+
+    @property
+    def is_all_wrong(self) -> bool:
+        """Whether no answer has any part of the reward."""
+        return bool((self.verdicts <= 0).all())
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """The groups that one step or more are trained on, in the order in which they were drawn."""
+
+    first: int
+    """Steps that were done before it."""
+    groups: tuple[AnswerGroup, ...]
+    trained: tuple[int, ...]
+    """Indices of the groups whose answers are trained."""
+    until: int
+    """The draw after the last prompt of the rollout."""
+    steps: int
+    """Optimizer steps that share it."""
+    noted: Mapping[str, float] = field(default_factory=dict)
+    """What `Sampler` noted, and the seconds of `log_probs`; empty where it was read from a file."""
+    old: TokenNumbers = field(default_factory=dict)
+    """Log-probabilities before the first of its steps, of answers of later steps."""
+    reference: TokenNumbers = field(default_factory=dict)
+    """Log-probabilities under the reference model."""
+
+    def groups_of_step(self, place: int) -> Sequence[int]:
+        """Indices of the groups of one of its steps: whole groups, as evenly divided as possible."""
+        number = len(self.trained)
+        return self.trained[place * number // self.steps : (place + 1) * number // self.steps]
+
+    def content(self) -> bytes:
+        """All but `noted`, as the bytes of an .npz file."""
+        answers = [answer for group in self.groups for answer in group.answers]
+        arrays: dict[str, NDArray[Any]] = {
+            "head": np.array([self.first, self.until, self.steps], dtype=np.int64),
+            "trained": np.array(self.trained, dtype=np.int64),
+            "prompts": np.array([(group.draw, group.number) for group in self.groups], dtype=np.int64).reshape(-1, 2),
+            "parts": np.stack([group.parts for group in self.groups]),
+            "lengths": np.array([len(answer.ids) for answer in answers], dtype=np.int64),
+            "ids": np.concatenate([answer.ids for answer in answers]),
+            "sampled": np.concatenate([answer.log_probs for answer in answers]),
+            "cut": np.array([answer.finish == "length" for answer in answers]),
+        }
+        for name, numbers in (("old", self.old), ("reference", self.reference)):
+            arrays |= {f"{name}_of": np.array(sorted(numbers), dtype=np.int64)}
+            arrays |= {name: np.concatenate([np.zeros(0, np.float32), *(numbers[of] for of in sorted(numbers))])}
+        file = io.BytesIO()
+        np.savez(file, **arrays)  # type: ignore[arg-type]
+        return file.getvalue()
+
+    @classmethod
+    def read(cls, content: bytes, rule: RewardRule) -> "Rollout":
+        """The rollout of `content`."""
+        with np.load(io.BytesIO(content)) as file:
+            found = dict(file)
+        ends = np.cumsum(found["lengths"])[:-1]
+        answers = [
+            SampledAnswer(ids, log_probs, "length" if is_cut else "stop")
+            for ids, log_probs, is_cut in zip(
+                np.split(found["ids"], ends), np.split(found["sampled"], ends), found["cut"], strict=True
+            )
+        ]
+        size = found["parts"].shape[1]
+        groups = tuple(
+            AnswerGroup.scored((int(draw), int(number)), answers[place * size : (place + 1) * size], parts, rule)
+            for place, ((draw, number), parts) in enumerate(zip(found["prompts"], found["parts"], strict=True))
+        )
+        first, until, steps = found["head"].tolist()
+        old, reference = (
+            _by_answer(found[f"{name}_of"], found[name], found["lengths"]) for name in ("old", "reference")
+        )
+        trained = tuple(found["trained"].tolist())
+        return cls(first, groups, trained, until, steps, old=old, reference=reference)
+
+
+def _by_answer(of: NDArray[np.int64], flat: NDArray[np.float32], lengths: NDArray[np.int64]) -> TokenNumbers:
+    if not len(of):
+        return {}
+    return dict(zip(of.tolist(), np.split(flat, np.cumsum(lengths[of])[:-1]), strict=True))
+
+
+class RolloutFiles:
+    """The files of rollouts in a run folder, by their first steps; rank zero writes and reads them.
+
+    At most `steps` steps share a rollout.
+    """
+
+    def __init__(self, output_dir: Path, *, steps: int, is_rank_zero: bool) -> None:
+        self._folder, self._checkpoints = output_dir / FOLDER, output_dir / CHECKPOINTS
+        self._steps, self._is_rank_zero = steps, is_rank_zero
+
+    def write(self, rollout: Rollout) -> str:
+        """Write a rollout, on the disk before this returns, and remove those that no checkpoint needs; returns the
+        hash of the file. Collective: OutputError on every rank where it cannot be written.
+        """
+        error, digest = None, ""
+        if self._is_rank_zero:
+            content = rollout.content()
+            digest = hashlib.sha256(content).hexdigest()
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                replace_file(self._path(rollout.first), content, is_synced=True)
+                self._remove_unneeded()
+            except OSError as refused:
+                error = OutputError(
+                    f"`{self._path(rollout.first)}` cannot be written: {refused.strerror}",
+                    hint="make room; the same command resumes from the last checkpoint",
+                )
+        raise_on_every_rank(error)
+        return all_gather_object(digest)[0]
+
+    def read(self, first: int, digest: str, rule: RewardRule) -> Rollout:
+        """The rollout of that first step; CheckpointError on every rank where it is not what the checkpoint names."""
+        path, content, error = self._path(first), b"", None
+        if self._is_rank_zero:
+            content = path.read_bytes() if path.is_file() else b""
+            if hashlib.sha256(content).hexdigest() != digest:
+                what = "is damaged" if content else "is missing"
+                error = CheckpointError(
+                    f"`{path}` {what}; the checkpoint is of a step in the middle of this rollout",
+                    hint="put the file back, or resume from another checkpoint",
+                )
+        raise_on_every_rank(error)
+        return Rollout.read(all_gather_object(content)[0], rule)
+
+    def _path(self, first: int) -> Path:
+        return self._folder / f"rollout-{first:06d}.npz"
+
+    def _remove_unneeded(self) -> None:
+        """Remove the files of rollouts that no checkpoint is in the middle of. The one before the newest may be needed
+        by a checkpoint that is still being written.
+        """
+        kept = complete_steps(self._checkpoints) if self._checkpoints.is_dir() else []
+        for path in sorted(self._folder.glob("rollout-*.npz"))[:-2]:
+            first = int(path.stem.rpartition("-")[2])
+            if not any(first < step < first + self._steps for step in kept):
+                path.unlink(missing_ok=True)

@@ -1,0 +1,161 @@
+"""Whole runs with rewards: they learn, resume at each step, and are the same on one rank and on two."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import LlamaForCausalLM
+
+from tests.running import start, torchrun
+from tests.sums_task import greedy_share, sums_task
+
+LEARNING = {
+    "objective": {"group_size": 8, "advantage": "mean_std"},
+    "rollout": {"prompts_per_step": 32},
+    "data": {"packing": False},
+    "train": {"for": "100 steps", "micro_batch_size": 64},
+    "optim": {"lr": 6e-4, "lr_scheduler": "constant", "warmup": "5 steps"},
+    "checkpoint": {"every": "never"},
+}
+TIMES = ("_seconds", "_per_second", "memory/", "comm/", "straggler")
+
+
+def run(run_file: Path, *overrides: str, ranks: int = 0) -> str:
+    """Train, and return what was printed."""
+    words = [str(run_file), *overrides]
+    done = start(torchrun("ds_finetune/train.py", *words, ranks=ranks) if ranks else ["ds-finetune", "train", *words])
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def records(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    """The records of a file of the run."""
+    return [json.loads(line) for line in (folder / "run" / name).read_text().splitlines()]
+
+
+def numbers(folder: Path) -> list[dict[str, Any]]:
+    """The metrics of each step but times and sizes."""
+    return [
+        {name: value for name, value in record.items() if not any(part in name for part in TIMES)}
+        for record in records(folder)
+    ]
+
+
+def test_rewards_only_teach_what_supervised_training_left_open(tmp_path: Path) -> None:
+    run_file = sums_task(tmp_path, **LEARNING)
+    before = greedy_share(LlamaForCausalLM.from_pretrained(tmp_path / "model"))
+    printed = run(run_file)
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "run" / "export")
+    assert sum(param.numel() for param in model.parameters()) < 100_000
+    assert 0.4 < before < 0.75
+    assert greedy_share(model) >= 0.99
+    found = records(tmp_path)
+    rewards = [record["rollout/reward"] for record in found]
+    assert np.mean(rewards[-10:]) > np.mean(rewards[:10]) + 0.3
+    assert max(abs(record["train/loss"]) for record in found) < 0.1
+    assert max(record["train/mismatch"] for record in found) < 1e-5
+    assert "the loss is close to 0 from the beginning" in printed
+    assert printed.count("ROLLOUTS of steps ") == 10
+
+
+def test_a_constant_reward_prints_its_cause(tmp_path: Path) -> None:
+    (tmp_path / "half.py").write_text("def reward(record, text):\n    return 0.5\n")
+    printed = run(sums_task(tmp_path, rewards=[f"{tmp_path}/half.py:reward"]))
+    assert "0% all right, 0% all wrong, 100% between, 100% with equal rewards" in printed
+    assert "have equal rewards, from which nothing is learned: give a reward that tells them apart" in printed
+    assert all(record["train/grad_norm"] == 0 for record in records(tmp_path))
+
+
+@pytest.mark.parametrize("objective", [{}, {"no_spread": "resample"}])
+def test_a_run_resumes_at_each_step_bit_by_bit(tmp_path: Path, objective: dict[str, Any]) -> None:
+    """Also between the steps of a rollout, whose answers are read from its file."""
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    sections = {"train": {"for": "5 steps"}, "rollout": {"steps_per_rollout": 3}, "objective": objective}
+    run_file = sums_task(whole, **sections, checkpoint={"every": "1 steps", "keep": 9})
+    run(run_file)
+    expected, samples = numbers(whole), records(whole, "rollouts.jsonl")
+    assert [("rollout/reward" in record) for record in expected] == [True, False, False, True, False]
+    assert expected[1]["train/approx_kl"] > 0 == expected[0]["train/approx_kl"]
+    for step in (1, 2, 3, 4):
+        resumed = whole / "run"
+        kept = tmp_path / f"kept-{step}"
+        shutil.copytree(resumed, kept)
+        for later in range(step + 1, 6):
+            shutil.rmtree(resumed / "checkpoints" / f"step-{later:06d}")
+        shutil.rmtree(resumed / "export")
+        assert f"step-{step:06d}, step {step} of" in run(run_file)
+        assert [record["step"] for record in numbers(whole)] == [1, 2, 3, 4, 5]
+        assert numbers(whole) == expected, step
+        assert records(whole, "rollouts.jsonl") == samples
+        shutil.rmtree(resumed)
+        kept.rename(resumed)
+
+
+def test_a_damaged_rollout_is_not_resumed_from(tmp_path: Path) -> None:
+    run_file = sums_task(tmp_path, rollout={"steps_per_rollout": 3}, checkpoint={"every": "1 steps", "keep": 9})
+    run(run_file)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000003")
+    shutil.rmtree(tmp_path / "run" / "export")
+    (tmp_path / "run" / "rollouts" / "rollout-000000.npz").write_bytes(b"")
+    done = start(["ds-finetune", "train", str(run_file)])
+    assert done.returncode == 2
+    assert "rollout-000000.npz` is missing; the checkpoint is of a step in the middle of this rollout" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("layout", "sections"),
+    [
+        ("two ranks", {}),
+        ("two ranks with ZeRO-3", {"deepspeed": {"zero_optimization": {"stage": 3}}}),
+        ("two ranks with LoRA", {"lora": {"rank": 4}, "objective": {"kl_weight": 0.1}}),
+    ],
+)
+def test_ranks_make_no_difference(tmp_path: Path, layout: str, sections: dict[str, Any]) -> None:
+    folders = [tmp_path / name for name in ("one", "two")]
+    for ranks, folder in enumerate(folders, start=1):
+        folder.mkdir()
+        run(sums_task(folder, train={"micro_batch_size": 2}, **sections), ranks=ranks)
+    one, two = ([line["answers"] for line in records(folder, "rollouts.jsonl")] for folder in folders)
+    assert one == two, layout
+    for first, second in zip(*map(numbers, folders), strict=True):
+        shared = first.keys() & second.keys() - {"step", "train/mismatch", "train/mismatch_ess"}
+        assert {"train/loss", "train/grad_norm", "rollout/reward"} <= shared
+        for name in shared:
+            assert first[name] == pytest.approx(second[name], rel=1e-5, abs=1e-6), (layout, name)
+
+
+def test_groups_and_answers_may_be_left_out(tmp_path: Path) -> None:
+    """What is dropped does not count in the mean; what is cut counts in its group only."""
+    sections = {"objective": {"no_spread": "drop", "truncated": "mask"}, "rollout": {"max_new_tokens": 3}}
+    run(sums_task(tmp_path, **sections))
+    for record in records(tmp_path):
+        trained = 16 * (1 - record["rollout/no_spread"])
+        assert record["data/supervised_tokens"] <= 3 * trained
+        assert record["data/supervised_tokens"] < record["rollout/answer_tokens"] * 16
+
+
+def test_held_out_prompts_are_scored_and_the_best_weights_are_kept(tmp_path: Path) -> None:
+    run_file = sums_task(
+        tmp_path,
+        data={"eval": str(tmp_path / "train.jsonl")},
+        rollout={"eval_samples": 4},
+        eval={"every": "2 steps", "keep_best": True},
+    )
+    run(run_file)
+    found = [record for record in records(tmp_path) if "eval/reward" in record]
+    assert [record["step"] for record in found] == [2, 3]
+    for record in found:
+        assert record["eval/pass_at_1"] == record["eval/reward"]
+        assert record["eval/sampled_pass_at_1"] <= record["eval/pass_at_2"] <= record["eval/pass_at_4"] <= 1
+        assert record["eval/sampled_reward"] == pytest.approx(record["eval/sampled_pass_at_1"])
+    best = max(found, key=lambda record: (record["eval/reward"], -record["step"]))
+    share = greedy_share(LlamaForCausalLM.from_pretrained(tmp_path / "run" / "export-best"))
+    assert share == pytest.approx(best["eval/reward"], abs=1e-6)
+    samples = records(tmp_path, "samples.jsonl")
+    assert samples[0]["prompt"] == "0+0="
+    assert samples[0]["expected"] == "00"
+    assert samples[0]["scores"].startswith("reward ")
