@@ -77,6 +77,11 @@ def exported_folder(folder: str) -> Path:
     return Path(folder)
 
 
+def zero_or_more(text: str) -> int:
+    """A whole number of 0 or more."""
+    return _whole_number(text, least=0)
+
+
 def positive(text: str) -> int:
     """A whole number of 1 or more."""
     return _whole_number(text, least=1)

@@ -6,6 +6,7 @@ from ds_finetune import api
 from ds_finetune.cli.arguments import Arguments, Commands, add_command
 from ds_finetune.errors import ConfigError, ExportError
 from ds_finetune.export.formats import FORMATS
+from ds_finetune.export.output_folder import check_out_empty
 
 
 def add_commands(commands: Commands) -> None:
@@ -43,7 +44,8 @@ def _export(arguments: Arguments) -> None:
             f"export has SOURCE `{arguments.source}` and no OUT",
             hint="write `ds-finetune export SOURCE OUT`, or `--check OUT`",
         )
-    # Before what reads sources is imported, which takes seconds.
+    # Both before what reads sources is imported, which takes seconds.
+    check_out_empty(Path(arguments.out))
     if not Path(arguments.source).is_dir():
         raise ExportError(
             f"`{arguments.source}` is not a folder", hint="name the folder of a run, a checkpoint or a model"

@@ -22,7 +22,7 @@ from ds_finetune.console.tables import show_error, show_piece
 from ds_finetune.errors import RUN_ERROR_EXIT_CODE, FinetuneError
 
 _MODULES = (
-    *("train", "launch", "plan", "report", "doctor", "config", "checkpoint", "export", "evaluate"),
+    *("train", "launch", "plan", "report", "doctor", "config", "rewards", "checkpoint", "export", "evaluate"),
     *("serve", "selftest", "sweep", "init", "demo"),
 )
 """Modules of this package, in the order in which `--help` lists their commands."""

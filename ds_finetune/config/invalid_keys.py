@@ -157,6 +157,7 @@ _MEANINGS = {
     "train.global_batch_size": "rows of one optimizer step over all ranks, from which accumulation is derived",
     "train.micro_batch_size": "rows of one forward on one rank",
     "train.precision": "auto, bf16, fp16 or fp32",
+    "train.activation_checkpointing": "`full` for true, `none` for false",
     "optim.warmup": "`3%` or `100 steps`",
     "optim.min_lr_ratio": "a share of `lr`",
     "eval.every": "`200 steps`",
@@ -216,6 +217,8 @@ def _explain_one(error: Any, root: type[BaseModel], source: str, lines: Lines) -
     if field is not None and (is_too_short or error["type"] == "too_long"):
         message = f"it should have {len(get_args(field.annotation))} values"
     hint = f"give `{name}` a value, or leave it out" if error["input"] is None else _value_hint(name, field)
+    if isinstance(error["input"], bool) and name in _MEANINGS:
+        hint = f"it is {_MEANINGS[name]}; {hint}"
     return f"{where}: `{name}` is {error['input']!r}: {message}", hint
 
 

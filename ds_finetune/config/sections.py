@@ -168,7 +168,8 @@ class TrainConfig(Section):
     precision: Precision = "auto"
     """Dtype of weights and activations; master weights and moments are fp32. `auto` is bf16 where the device has
     products in bf16 (GPUs of compute capability 8.0 or later, CPUs with AMX or AVX512-BF16), and fp32 on other CPUs.
-    On other GPUs it is an error, because fp16 and fp32 are a choice there.
+    On other GPUs it is an error, because fp16 and fp32 are a choice there. A run that resumes where `auto` is another
+    precision says both.
     """
     seed: Refused[int] = Field(default=0, ge=0)
     """Seed of data order and of fresh weights."""

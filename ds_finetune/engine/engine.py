@@ -47,7 +47,7 @@ from ds_finetune.engine.results import (
     scores_of,
     step_result,
 )
-from ds_finetune.engine.sampling.answers import PackedAnswers, PromptToSample, SampledAnswer, SamplingLimits, in_order
+from ds_finetune.engine.sampling.answers import PromptToSample, SampledAnswer, SamplingLimits
 from ds_finetune.engine.sampling.sampler import SamplingRequest, sample_prompts
 from ds_finetune.engine.state.state import EngineState
 from ds_finetune.engine.state.whole_tensors import WholeTensors, named_parameters
@@ -287,8 +287,9 @@ class Engine:
         if mine is None:
             return None
         is_first = self.plan.mesh.place("tp") == self.plan.mesh.place("pp") == 0
-        every = all_gather_object(PackedAnswers.of(mine if is_first else {}))
-        return in_order(every, group_size=group_size)
+        shares = all_gather_object(mine if is_first else {})
+        every = {place: answer for share in shares for place, answer in share.items()}
+        return [[every[prompt * group_size + sample] for sample in range(group_size)] for prompt in range(len(prompts))]
 
     def logits(self, prompts: Sequence[Sequence[int]]) -> Iterator[torch.Tensor]:
         """Logits of each prompt (token ids) in the run's precision, [tokens, vocabulary] as fp32, on every rank; of a

@@ -7,6 +7,7 @@ first use.
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -240,7 +241,10 @@ def format_named(name: str, where: str = "format") -> ExportFormat:
     """The format of this name; ConfigError where there is none, which says `where` the name was given."""
     row = next((row for row in formats() if row.name == name), None)
     if row is None:
-        raise ConfigError(f"{where} is `{name}`", hint=f"name {' or '.join(row.name for row in formats())}")
+        known = [row.name for row in formats()]
+        near = get_close_matches(name, known, n=1)
+        meant = f"did you mean `{near[0]}`? " if near else ""
+        raise ConfigError(f"{where} `{name}` is not known", hint=f"{meant}known formats are {', '.join(known)}")
     return row
 
 
@@ -251,7 +255,7 @@ def formats_of_run(names: Sequence[str]) -> list[ExportFormat]:
             f"export.formats is {list(names)}",
             hint=f"begin with {SAFETENSORS.name}, from which the others are made, and name each format once",
         )
-    return [format_named(name, "a name in export.formats") for name in names]
+    return [format_named(name, "export.formats: format") for name in names]
 
 
 def format_of(folder: Path) -> ExportFormat:

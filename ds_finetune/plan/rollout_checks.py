@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 
 from ds_finetune.config.objectives import GrpoObjective, is_grpo
 from ds_finetune.config.schedule import Duration
+from ds_finetune.plan.batch import AUTO
 from ds_finetune.plan.settings import Condition, Conflict, Refusal, RunSettings, setting, together
 
 _LAYOUTS: tuple[frozenset[str], ...] = (frozenset(), frozenset({"tp"}), frozenset({"sp"}))
@@ -79,6 +80,11 @@ def rollout_checks() -> Iterator[Refusal]:
         lambda run: Duration.parse(run.train.duration).unit == "tokens",
         "train.for `{train.duration}`: how long the sampled answers will be is not known",
         "give train.for in steps, or in epochs of the prompts",
+    )
+    yield _refused(
+        lambda run: run.train.micro_batch_size == AUTO,
+        "objective grpo with train.micro_batch_size auto: sizes are tried on rows of the data, which have no answers",
+        "give train.micro_batch_size a number; the plan prints the memory that it needs",
     )
     yield from together("objective grpo", lambda run: is_grpo(run.objective), _untested())
     yield _refused(

@@ -54,12 +54,12 @@ class TriedSize:
 def decide_recomputation(
     run: PreparedRun, store: dist.Store, monitor: Monitor
 ) -> tuple[PreparedRun, list[tuple[str, str]]]:
-    """The run with what `train.activation_checkpointing: auto` is, and a line on it for its plan; collective, since
+    """The run with what `train.activation_checkpointing: auto` is, and a line on it for its plan. `auto` is collective:
     ranks that recompute differently would wait for each other in exchanges. The smallest device of all ranks counts.
     """
     plan = run.plan
     if run.config.train.activation_checkpointing != AUTO:
-        return run, []
+        return run, [("recomputation", plan.activation_checkpointing)]
     budget = None
     if plan.device != "cpu":
         monitor.wait_until_prepared(store)

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ds_finetune.config.rewards import RewardConfig
 from ds_finetune.config.units import share_text
-from ds_finetune.data.prepare import prepare_rows
+from ds_finetune.data.prepare import TokenLimits, prepare_rows
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.row_kind import RowKind
 from ds_finetune.data.row_report import row_notes, server_prompt_line
@@ -29,10 +29,7 @@ def preview_of(run: RunSettings, *, samples: int) -> RenderableType:
     """The first `samples` documents, pairs or examples of each source of the training data, and a table of how many
     rows were read, dropped, truncated and split.
     """
-    run = with_classes(run, is_config_only=True)
-    tokenizer = load_tokenizer(str(resolve_folder(run.model.tokenizer or run.model.path)))
-    limits = token_limits(run, model_config(run))
-    rows = prepare_rows(run.data, "train", tokenizer=tokenizer, limits=limits, kind=RowKind.of(run.objective))
+    rows, tokenizer, limits = training_rows(run)
     shown = chain.from_iterable(
         _shown_source(rows, name, units[:samples], tokenizer) for name, units in rows.units_of_sources().items()
     )
@@ -42,6 +39,15 @@ def preview_of(run: RunSettings, *, samples: int) -> RenderableType:
     for name, text in count_lines(rows, most, is_packed=run.data.packing and rows.kind.name != "prompts"):
         table.add_row(name, escaped(text))
     return Group(*shown, table, *(Text(escaped(note)) for note in notes))
+
+
+def training_rows(run: RunSettings) -> tuple[PreparedRows, PreTrainedTokenizerBase, TokenLimits]:
+    """The training rows of a run, the tokenizer of its model, and the limits on rows."""
+    run = with_classes(run, is_config_only=True)
+    tokenizer = load_tokenizer(str(resolve_folder(run.model.tokenizer or run.model.path)))
+    limits = token_limits(run, model_config(run))
+    rows = prepare_rows(run.data, "train", tokenizer=tokenizer, limits=limits, kind=RowKind.of(run.objective))
+    return rows, tokenizer, limits
 
 
 def _shown_source(rows: PreparedRows, name: str, units: range, tokenizer: PreTrainedTokenizerBase) -> Iterator[Text]:

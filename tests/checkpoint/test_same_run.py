@@ -21,9 +21,11 @@ from ds_finetune.checkpoint.same_run import (
 )
 from ds_finetune.config.objectives import OBJECTIVES, ObjectiveConfig
 from ds_finetune.config.schema import RunConfig, read_config
+from ds_finetune.config.sections import TrainConfig
 from ds_finetune.config.value_types import OnResume
 from ds_finetune.errors import CheckpointError
 from ds_finetune.plan.plan import make_plan
+from ds_finetune.plan.precision import Bf16Support, with_precision
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
 from ds_finetune.trainer.prepare import PreparedRun
@@ -174,6 +176,17 @@ def test_recomputation_was_a_truth_value_in_older_versions(old: bool, now: str) 
     assert changes_since_checkpoint(state_of(then), RunIdentity(same, "rows")) == []
     (line,) = changes_since_checkpoint(state_of(then), RunIdentity(other, "rows"))
     assert line == f"changed since the checkpoint: train.activation_checkpointing '{now}' -> 'selective'"
+
+
+@pytest.mark.parametrize("asked", ["auto", "fp32"])
+def test_another_precision_is_printed_with_both(asked: str) -> None:
+    """Also where the run file has `auto`, which is another precision on the CPU that resumes than on the first one."""
+    then = dumped(TREE | {"train": {"precision": "bf16"}})
+    section = TrainConfig.model_validate({"precision": asked})
+    train, _ = with_precision(section, device="cpu", support=Bf16Support("an old CPU", is_native=False))
+    now = dumped(TREE) | {"train": train.model_dump(mode="json", by_alias=True)}
+    lines = changes_since_checkpoint(state_of(then), RunIdentity(now, "rows"))
+    assert lines == ["changed since the checkpoint: train.precision 'bf16' -> 'fp32'"]
 
 
 def test_a_deepspeed_file_whose_contents_changed_is_printed() -> None:

@@ -301,6 +301,9 @@ def test_a_port_that_is_none_is_reported_by_commands_with_ranks(
 
 def test_a_folder_that_is_not_there_is_reported_before_torch_is_imported(tmp_path: Path) -> None:
     commands = ("ask nowhere hi", "chat nowhere", "serve nowhere", "eval nowhere --data d", "export nowhere out")
+    commands += ("export . full",)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
     script = (
         "import sys; from ds_finetune.cli.main import main\n"
         f"codes = [main(command.split()) for command in {commands}]\n"
@@ -310,8 +313,10 @@ def test_a_folder_that_is_not_there_is_reported_before_torch_is_imported(tmp_pat
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
     )
-    assert done.stdout.strip() == "[2, 2, 2, 2, 2] False"
-    assert done.stderr.count("`nowhere`") == done.stderr.count("hint: ") == len(commands)
+    assert done.stdout.strip() == "[2, 2, 2, 2, 2, 2] False"
+    assert done.stderr.count("`nowhere`") == len(commands) - 1
+    assert "`full` is not empty" in done.stderr
+    assert done.stderr.count("hint: ") == len(commands)
 
 
 def test_overrides_are_not_among_the_missing_arguments(capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,6 +85,11 @@ def test_recomputation_is_decided_by_the_memory(run_file: str, capsys: pytest.Ca
     assert found["h200-141g"]["fits"]
 
 
+def test_recomputation_that_is_given_is_named(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", run_file, "--gpus", "512", "--json", "train.activation_checkpointing=none"]) == 0
+    assert json.loads(capsys.readouterr().out)["decisions"]["recomputation"] == "none"
+
+
 def test_a_narrow_table_cuts_no_name_off(
     run_file: str, shared_data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

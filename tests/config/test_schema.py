@@ -225,3 +225,12 @@ def test_infinity_is_no_value(tmp_path: Path) -> None:
     path.write_text("model: m\ndata: {train: a}\noutput_dir: o\n")
     with pytest.raises(ConfigError, match=r"`optim\.lr` is inf"):
         read_config(path, ["optim.lr=.inf"])
+
+
+@pytest.mark.parametrize("given", ["train: {activation_checkpointing: true}", "gradient_checkpointing: false"])
+def test_truth_values_of_recomputation_are_translated(given: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"model: m\ndata: {{train: a.jsonl}}\noutput_dir: o\n{given}\n")
+    with pytest.raises(ConfigError) as refused:
+        read_config(file)
+    assert "`full` for true, `none` for false" in refused.value.hint

@@ -81,7 +81,9 @@ def test_what_a_row_does_not_have_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises((ConfigError, ExportError), match=told):
             ds_finetune.export_model(tmp_path, tmp_path / "out", format="toy", **options)
-    with pytest.raises(ConfigError, match=r"format is `gguf`\n  hint: name safetensors or onnx or toy"):
+    with pytest.raises(
+        ConfigError, match=r"format `gguf` is not known\n  hint: known formats are safetensors, onnx, toy"
+    ):
         ds_finetune.export_model(tmp_path, tmp_path / "out", format="gguf")
     with pytest.raises(ExportError, match="model_type `bert` has no export to toy"):
         TOY.check_model_type("bert")
@@ -110,7 +112,7 @@ def test_a_run_ends_with_each_of_its_formats(tmp_path: Path, capsys: pytest.Capt
     [
         ("[onnx]", "export.formats is ['onnx']"),
         ("[safetensors,safetensors]", "export.formats is ['safetensors', 'safetensors']"),
-        ("[safetensors,gguf]", "a name in export.formats is `gguf`"),
+        ("[safetensors,gguf]", "export.formats: format `gguf` is not known"),
     ],
 )
 def test_formats_of_a_run_that_cannot_be(

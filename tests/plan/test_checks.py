@@ -126,6 +126,7 @@ SAMPLED: list[tuple[str, dict[str, Any], dict[str, Any], Mesh | None]] = [
     ("adapters_off without lora: there are no adapters", grpo(reference="adapters_off"), {}, None),
     ("objective.kl_weight 0.1 without a reference model", grpo(kl_weight=0.1), {}, None),
     ("objective.kl_weight 0.1 without a", grpo(kl_weight=0.1, reference="none") | {"lora": {}}, {}, None),
+    ("objective grpo with train.micro_batch_size auto", GRPO | {"train": {"micro_batch_size": "auto"}}, {}, None),
     ("train.for `1000 tokens`: how long the sampled", GRPO | {"train": {"for": "1000 tokens"}}, {}, None),
     ("objective grpo with mtp.train true is not tested", GRPO | {"mtp": {"train": True}}, {}, None),
     ("objective grpo with indexer.train true is not tested", GRPO | {"indexer": {"train": True}}, {}, None),

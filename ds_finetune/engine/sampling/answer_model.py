@@ -1,5 +1,6 @@
 """The model as answers are sampled from it: forwards with a cache that give the logits of next tokens."""
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from ds_finetune.engine.groups.collectives import all_reduce_max
 from ds_finetune.engine.sampling.row_cache import RowCache, prompt_cache
 from ds_finetune.families.table import family_of
 from ds_finetune.model.attention.by_document import BY_DOCUMENT
+from ds_finetune.model.attention.latents import attending_to_latents
 from ds_finetune.model.build.skeleton import head_of
 from ds_finetune.model.parallel.tensor import TensorParallelGroup
 
@@ -44,6 +46,11 @@ class AnswerModel:
         """From prompts of one length, int64 [prompts, tokens]: their cache, and logits fp32 [prompts, vocabulary]."""
         cache, positions = prompt_cache(), torch.arange(ids.shape[1], device=ids.device)
         return cache, self._logits(ids, positions.expand_as(ids), past_key_values=cache)
+
+    def reading_tokens(self) -> AbstractContextManager[None]:
+        """What is open while tokens are added to rows."""
+        # Where forwards wait for others, ZeRO-3 may gather the weights again for each.
+        return attending_to_latents(self._lm, keeps_weights=not self._is_collective)
 
     def read_tokens(
         self, ids: torch.Tensor, positions: torch.Tensor, cache: RowCache, is_key: torch.Tensor | None

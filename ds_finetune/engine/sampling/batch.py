@@ -123,13 +123,14 @@ class BatchOfAnswers:
     def run(self) -> dict[int, SampledAnswer]:
         """Sample until all answers have ended; returns them by their places."""
         logits, self._logits = torch.cat(self._logits), []
-        for position in range(self._limits.max_new_tokens):
-            ids = self._draw(logits, position)
-            if all(answer.finish for answer in self._running):
-                break
-            ids = self._drop_ended(ids)
-            is_key = None if self._is_key is None else self._is_key[..., : self._cache.columns + 1]
-            logits = self._model.read_tokens(ids, self._lengths + position, self._cache, is_key)
+        with self._model.reading_tokens():
+            for position in range(self._limits.max_new_tokens):
+                ids = self._draw(logits, position)
+                if all(answer.finish for answer in self._running):
+                    break
+                ids = self._drop_ended(ids)
+                is_key = None if self._is_key is None else self._is_key[..., : self._cache.columns + 1]
+                logits = self._model.read_tokens(ids, self._lengths + position, self._cache, is_key)
         return {answer.place: answer.sampled() for answer in self._answers}
 
     def _draw(self, logits: torch.Tensor, position: int) -> torch.Tensor:

@@ -11,6 +11,7 @@ from ds_finetune.engine.answer_weights import least_free_bytes, weights_for_answ
 from ds_finetune.engine.sampling.answer_model import AnswerModel
 from ds_finetune.engine.sampling.answers import PromptToSample, SampledAnswer, SamplingLimits
 from ds_finetune.engine.sampling.batch import BatchOfAnswers, Drawing, PromptPart
+from ds_finetune.engine.sampling.cache_check import check_cache
 from ds_finetune.engine.sampling.row_cache import token_bytes
 from ds_finetune.model.parallel.tensor import TensorParallelGroup
 from ds_finetune.plan.plan import Plan
@@ -50,6 +51,7 @@ def sample_prompts(
     answers, device = dict[int, SampledAnswer](), torch.device(wrapped.device)
     with weights_for_answers(wrapped, plan) as is_collective:
         model = AnswerModel(wrapped.module.lm, device, tp_group=tp_group, is_collective=is_collective)
+        check_cache(model, wrapped.module.lm)
         rows = request.batch_rows or _rows_in_memory(model, plan, prompts, request.limits)
         drawing = Drawing(request.limits, request.seed, device)
         for parts in _batches(prompts, plan, request.group_size, rows):

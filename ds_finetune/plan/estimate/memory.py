@@ -303,7 +303,7 @@ def _head_rows(plan: Plan, own: ActivationBytes, tokens: int) -> Iterator[Memory
     yield MemoryRow("last norm", home, head.by_token * tokens, _MICRO_BATCH, ("head", "head backward"))
     if plan.objective.row.head == "scores":
         return
-    is_of_documents = plan.objective.row.head == "documents"
+    is_of_documents = plan.objective.row.head in ("documents", "answers")
     yield MemoryRow("hidden states of supervised tokens", home, head.by_supervised * tokens, _MICRO_BATCH, ("head",))
     logits = _logits_bytes(plan.objective, head, tokens, width)
     yield MemoryRow("logits of a chunk", home, logits, "parallel.tp", ("head",))
@@ -325,6 +325,10 @@ def _logits_bytes(objective: ObjectiveConfig, head: HeadBytes, tokens: int, widt
         # Products, logits and their rounded gradient, or the gradient of the chunk before (model/loss/log_probs.py).
         chunk, is_wide = CPU_TOKENS, width == _WIDE
         one, later = (_WIDE, _WIDE) if is_wide else (2 * width + _WIDE, width + 2 * _WIDE)
+    elif objective.row.head == "answers":
+        # Products, and in the first pass their exponentials and what the entropy adds up.
+        chunk = CPU_TOKENS
+        one = later = (0 if width == _WIDE else width) + 2 * _WIDE
     elif is_distillation(objective):
         # Products and log-probabilities of the model, with a teacher its own and their exponentials, with stored scores
         # the tokens that are not stored, and a gradient (model/loss/soft_targets.py). Another temperature needs both of

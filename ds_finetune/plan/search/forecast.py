@@ -49,8 +49,7 @@ class Forecast:
         yield from plan.decisions
         if self.micro_batch:
             yield "micro batch", self.micro_batch
-        if self.recomputation:
-            yield "recomputation", self.recomputation
+        yield "recomputation", self.recomputation or plan.activation_checkpointing
         yield from attention_lines(run.model.attention, model, device=plan.device, precision=plan.precision)
         yield from plan.kernels.lines(family_of(str(model["model_type"])))
         if plan.device != "cpu" and plan.loss_kernel == "chunked" and run.objective.row.is_cross_entropy:

@@ -42,6 +42,7 @@ OBJECTIVES: Mapping[str, dict[str, Any]] = {
     "distill": {"temperature": 2.0, "label_weight": 0.3},
     "simpo": {},
     "cpo": {},
+    "grpo": {"group_size": 2, "aggregation": "sequence", "clip_low": 0.1, "mismatch": "token", "mismatch_cap": 1.1},
 }
 """Objectives of the standard set, with numbers other than those that leave a part of the loss out."""
 
@@ -165,6 +166,20 @@ def log_prob_of_random_weights(labels: np.ndarray) -> float:
     return -math.log(VOCAB) * int((labels != IGNORE_INDEX).sum())
 
 
+@cache
+def answer_log_probs(number: int) -> np.ndarray:
+    """Imagined log-probabilities of the answer tokens of a sample, fp32 [3, tokens], near those of random weights: by
+    the weights that sampled it, by the sampler, and by a reference model.
+    """
+    noise = np.random.default_rng([17, number]).normal(size=(3, len(parts_of(number)[1])))
+    return (0.2 * noise - math.log(VOCAB)).astype(np.float32)
+
+
+def answer_advantages() -> np.ndarray:
+    """An advantage of each sample as a sampled answer, fp64."""
+    return 2 * targets() - 1
+
+
 def rows(packing: bool, documents_per_unit: int = 0) -> list[Row]:
     """One unit per row, or with `packing` several units per row; each sample starts at position 0.
 
@@ -224,7 +239,9 @@ def run_tree(cell: Cell, model: Path, out: Path, *, dp: int) -> dict[str, Any]:
         zero["offload_optimizer"] = {"device": "cpu"}
     if cell.offload == "param":
         zero["offload_param"] = {"device": "cpu"}
-    return {
+    rollout = {"prompts_per_step": size * share // 2, "max_new_tokens": ROW_LEN // 2}
+    sampled = {"rollout": rollout, "rewards": ["exact_match"]}
+    return (sampled if cell.objective == "grpo" else {}) | {
         "model": str(model),
         "data": {"train": "none.jsonl", "packing": cell.packing, "shuffle": False},
         "deepspeed": {"zero_optimization": zero},
@@ -279,7 +296,7 @@ def mismatched_samples() -> list[tuple[np.ndarray, np.ndarray]]:
     """For each sample, its prompt with the answer of another one, as (ids, shifted labels)."""
     found, answers = [], mismatched_answers(packing=False)
     for number in range(SAMPLES):
-        prompt, answer = _parts(number)[0], _parts(answers.partner(number))[1]
+        prompt, answer = parts_of(number)[0], parts_of(answers.partner(number))[1]
         ids = np.concatenate([prompt, answer])
         labels = np.concatenate([ids[1:], [IGNORE_INDEX]]).astype(np.int32)
         labels[: len(prompt) - 1] = IGNORE_INDEX
@@ -287,7 +304,7 @@ def mismatched_samples() -> list[tuple[np.ndarray, np.ndarray]]:
     return found
 
 
-def _parts(number: int) -> tuple[np.ndarray, np.ndarray]:
+def parts_of(number: int) -> tuple[np.ndarray, np.ndarray]:
     """Prompt and answer of a sample."""
     ids, labels = samples()[number]
     first = 1 + int(np.flatnonzero(labels != IGNORE_INDEX)[0])

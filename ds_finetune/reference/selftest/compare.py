@@ -21,6 +21,7 @@ from ds_finetune.checkpoint.saver import Saver
 from ds_finetune.config.objectives import ObjectiveConfig
 from ds_finetune.config.sections import LoraConfig
 from ds_finetune.config.units import GIB
+from ds_finetune.data.answer_batches import ScoredAnswer, answer_batch
 from ds_finetune.data.batches import Batch, BatchPlan, eval_baseline, eval_batches, training_batches
 from ds_finetune.data.mismatched import MismatchedAnswers
 from ds_finetune.data.teacher_scores import StoredScores, with_scores
@@ -37,11 +38,18 @@ from ds_finetune.model.build.model_plan import task_of
 from ds_finetune.model.build.skeleton import read_hf_config
 from ds_finetune.model.mtp import PREDICTION_LAYERS
 from ds_finetune.model.weights.names import is_adapter
-from ds_finetune.objectives.objective import Distillation, Objective
+from ds_finetune.objectives.objective import Distillation, Objective, is_of_answers
 from ds_finetune.plan.checks import check
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.settings import RunSettings
-from ds_finetune.reference.selftest.cells import all_reference_log_probs, mismatched_answers, rows
+from ds_finetune.reference.selftest.cells import (
+    all_reference_log_probs,
+    answer_advantages,
+    answer_log_probs,
+    mismatched_answers,
+    parts_of,
+    rows,
+)
 from ds_finetune.reference.selftest.plain_features import PlainAdapters, add_random_layer
 from ds_finetune.reference.selftest.reference_loop import (
     BETAS,
@@ -106,6 +114,10 @@ def take_steps(engine: Engine, steps: int) -> Iterator[Steps]:
 
 def eval_loss(engine: Engine) -> float:
     """Mean loss over the samples."""
+    if is_of_answers(engine.objective):
+        answered = engine.evaluate([whole_batch(engine)])
+        assert answered is not None
+        return answered.loss
     every = rows(engine.plan.batch.is_packed, engine.objective.documents_per_unit)
     plan, mismatched = batch_plan(engine.plan, engine.objective), _mismatched(engine)
     baseline = () if mismatched is None else eval_baseline(mismatched, plan)
@@ -118,8 +130,20 @@ def whole_batch(engine: Engine) -> Batch:
     """This rank's share of a batch of all samples."""
     every = rows(engine.plan.batch.is_packed, engine.objective.documents_per_unit)
     plan = batch_plan(engine.plan, engine.objective)
+    if is_of_answers(engine.objective):
+        return answer_batch(_sampled_answers(), plan)
     batches = training_batches(every, plan, start_step=0, total_rows=len(every), mismatched=_mismatched(engine))
     return next(_with_scores(engine, batches))
+
+
+def _sampled_answers() -> list[ScoredAnswer]:
+    """The samples as sampled answers."""
+    found = []
+    for number, advantage in enumerate(answer_advantages().tolist()):
+        old, sampled, reference = answer_log_probs(number)
+        prompt, ids = parts_of(number)
+        found.append(ScoredAnswer(prompt.tolist(), ids, advantage, number, sampled, old, reference))
+    return found
 
 
 def _mismatched(engine: Engine) -> MismatchedAnswers | None:

@@ -3,7 +3,7 @@
 They import nothing that computes an objective in the program, so that a fault there shows as a difference.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from ds_finetune.config.objectives import (
     CpoObjective,
     DistillObjective,
     DpoObjective,
+    GrpoObjective,
     KtoObjective,
     ObjectiveConfig,
     OrpoObjective,
@@ -39,6 +40,18 @@ class Answer(NamedTuple):
     def ratio(self) -> torch.Tensor:
         """log p - log p_reference."""
         return self.logp - self.reference
+
+
+class SampledTokens(NamedTuple):
+    """The tokens of a sampled answer: log-probabilities in nats, fp64 [tokens] each."""
+
+    logp: torch.Tensor
+    old: torch.Tensor
+    """By the weights that sampled the answer."""
+    sampled: torch.Tensor
+    """As the sampler knew them."""
+    reference: torch.Tensor
+    advantage: float
 
 
 def samples_per_unit(section: ObjectiveConfig) -> int:
@@ -108,6 +121,42 @@ def _kto_loss(section: KtoObjective, answer: Answer, z0: float) -> torch.Tensor:
     if answer.target:
         return section.desirable_weight * (1 - torch.sigmoid(section.beta * (answer.ratio - z0)))
     return section.undesirable_weight * (1 - torch.sigmoid(section.beta * (z0 - answer.ratio)))
+
+
+def sampled_loss(section: GrpoObjective, answer: SampledTokens, counts: Mapping[str, int]) -> torch.Tensor:
+    """The contribution of a sampled answer to the mean loss over all answers."""
+    losses = _policy_losses(section, answer)
+    # k3 (Schulman, 2020) times the ratio (DeepSeek-V3.2, arXiv 2512.02556)
+    away = answer.reference - answer.logp
+    losses = losses + section.kl_weight * torch.exp(answer.logp - answer.old) * (torch.exp(away) - away - 1)
+    behind = answer.old - answer.sampled
+    if section.mismatch != "none":
+        behind = behind if section.mismatch == "token" else behind.mean().expand(len(behind))
+        losses = losses * torch.clamp(torch.exp(behind), max=section.mismatch_cap)
+    match section.aggregation:
+        case "token":
+            # DAPO, arXiv 2503.14476
+            return losses.sum() / counts["supervised_tokens"]
+        case "sequence":
+            # GRPO, arXiv 2402.03300
+            return losses.mean() / counts["units"]
+        case "fixed":
+            # Dr. GRPO, arXiv 2503.20783
+            assert section.fixed_length is not None
+            return losses.sum() / (counts["units"] * section.fixed_length)
+
+
+def _policy_losses(section: GrpoObjective, answer: SampledTokens) -> torch.Tensor:
+    a, ratio = answer.advantage, torch.exp(answer.logp - answer.old)
+    match section.ratio:
+        case "capped":
+            # CISPO, arXiv 2506.13585
+            return -torch.clamp(ratio.detach(), max=section.ratio_cap) * a * answer.logp
+        case "sequence":
+            # GSPO, arXiv 2507.18071
+            ratio = torch.exp((answer.logp - answer.old).mean()).expand(len(ratio))
+    gain = torch.minimum(ratio * a, torch.clamp(ratio, 1 - section.clip_low, 1 + section.clip_high) * a)
+    return -(torch.clamp(gain, min=section.dual_clip * a) if section.dual_clip and a < 0 else gain)
 
 
 def kto_baseline(ratios: list[float]) -> float:

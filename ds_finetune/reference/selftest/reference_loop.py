@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ds_finetune.config.objectives import DistillObjective, ObjectiveConfig, SftObjective, is_distillation
+from ds_finetune.config.objectives import DistillObjective, ObjectiveConfig, SftObjective, is_distillation, is_grpo
 from ds_finetune.config.sections import MtpConfig
 from ds_finetune.engine.generation import GenerationLimits
 from ds_finetune.foreign.auto_models import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -21,6 +21,8 @@ from ds_finetune.plan.routers import RouterPlan
 from ds_finetune.reference.selftest.cells import (
     SAMPLES,
     all_reference_log_probs,
+    answer_advantages,
+    answer_log_probs,
     mismatched_samples,
     samples,
     targets,
@@ -35,9 +37,11 @@ from ds_finetune.reference.selftest.plain_features import (
 )
 from ds_finetune.reference.selftest.plain_losses import (
     Answer,
+    SampledTokens,
     answers_loss,
     distill_loss,
     kto_baseline,
+    sampled_loss,
     samples_per_unit,
     score_loss,
 )
@@ -229,6 +233,10 @@ def _unit_loss(model: nn.Module, unit: Sequence[int], problem: _Problem, *, base
     logps = [_log_probs(model, *samples()[number]) for number in unit]
     if objective.row.head == "tokens":
         return -logps[0].sum() / counts["supervised_tokens"]
+    if is_grpo(objective):
+        old, sampled, reference = torch.from_numpy(answer_log_probs(unit[0])).double()
+        tokens = SampledTokens(logps[0].double(), old, sampled, reference, float(answer_advantages()[unit[0]]))
+        return sampled_loss(objective, tokens, counts)
     answers = [
         Answer(logp.double().sum(), len(logp), float(problem.reference[number]), float(targets()[number]))
         for number, logp in zip(unit, logps, strict=True)

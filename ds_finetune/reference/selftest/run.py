@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from ds_finetune.config.objectives import is_distillation, read_objective
+from ds_finetune.config.objectives import ObjectiveConfig, is_distillation, is_grpo, read_objective
 from ds_finetune.config.sections import LoraConfig, ParallelConfig
 from ds_finetune.console.phase_line import Say
 from ds_finetune.console.quiet import quiet_packages, show_loading_as_phase
@@ -328,7 +328,10 @@ def _cases_of_run(run: RunSettings, world: World, device: str) -> list[LayoutCas
         tree["parallel"] = run.parallel.model_copy(update={"pp_layers": ()}).model_dump()
         attention = run.model.attention if precision == chosen else "sdpa"
         tree |= {"model": {"path": "", "attention": attention, "loss": run.model.loss}, "deepspeed": choices}
-        tree |= {"objective": run.objective.model_dump(), "router": run.router and run.router.model_dump()}
+        tree |= {
+            "objective": _small_groups(run.objective).model_dump(),
+            "router": run.router and run.router.model_dump(),
+        }
         tree |= {"lora": run.lora and run.lora.model_dump(), "mtp": run.mtp.model_dump()}
         tree["train"] |= {name: getattr(run.train, name) for name in ("activation_offload", "tiled_mlp")}
         if precision == chosen and run.train.reduction_dtype == "fp32":
@@ -340,6 +343,11 @@ def _cases_of_run(run: RunSettings, world: World, device: str) -> list[LayoutCas
         check(replace(run, model_json=hub.to_dict()), "type of the model")
         _check_targets(tiny, run.lora, has_mtp=run.mtp.train)
     return found
+
+
+def _small_groups(objective: ObjectiveConfig) -> ObjectiveConfig:
+    """The objective with groups of two answers, of which the batch of a cell has a whole number."""
+    return objective.model_copy(update={"group_size": 2}) if is_grpo(objective) else objective
 
 
 def _left_out(run: RunSettings) -> list[str]:

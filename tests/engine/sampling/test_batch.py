@@ -5,13 +5,16 @@ from functools import cache
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from ds_finetune.engine.sampling import cache_check
 from ds_finetune.engine.sampling.answer_model import AnswerModel
 from ds_finetune.engine.sampling.answers import PromptToSample, SampledAnswer, SamplingLimits
 from ds_finetune.engine.sampling.batch import BatchOfAnswers, Drawing, PromptPart
+from ds_finetune.engine.sampling.cache_check import check_cache
 from ds_finetune.engine.sampling.sampler import one_forward_each
-from ds_finetune.errors import RunError
+from ds_finetune.errors import ModelError, RunError
+from ds_finetune.model.attention.by_document import BY_DOCUMENT
 from ds_finetune.model.build.skeleton import build_skeleton
 from ds_finetune.model.weights.load import initialise_weights
 from ds_finetune.reference.selftest.cells import hf_config
@@ -125,6 +128,33 @@ def test_answers_may_end_at_once() -> None:
     cut = _sampled(ours, prompts, range(4), SamplingLimits(1, (), 93))
     assert [answer.ids.tolist() for answer in cut] == [answer.ids[:1].tolist() for answer in every]
     assert {answer.finish for answer in cut} == {"length"}
+
+
+def _generic(kind: str, **keys: object) -> PreTrainedModel:
+    config = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48}
+    torch.manual_seed(3)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config, **keys)).float().eval()  # type: ignore[no-any-return]
+
+
+def test_a_type_without_a_row_in_the_table_is_tried_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mistral's window is shorter than the texts."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 4}
+    ours, plain = (_generic("mistral", **heads) for _ in range(2))
+    ours.config._attn_implementation = BY_DOCUMENT
+    check_cache(AnswerModel(ours, CPU), ours)
+    prompts = prompts_of(LENGTHS)
+    for prompt, answer in zip(prompts, _sampled(ours, prompts, range(1)), strict=True):
+        assert_same(answer, plain_answer(plain, prompt, 0, LIMITS))
+    monkeypatch.setattr(cache_check, "_LIMITS", {torch.float32: 0.0})
+    check_cache(AnswerModel(ours, CPU), ours)
+    with pytest.raises(ModelError, match="`mistral` cannot be sampled: with a cache its logits differ by"):
+        check_cache(AnswerModel(plain, CPU), plain)
+
+
+def test_layers_with_another_state_are_refused_by_name() -> None:
+    mamba = _generic("mamba", state_size=4)
+    with pytest.raises(ModelError, match="`mamba` cannot be sampled: it has linear_attention"):
+        check_cache(AnswerModel(mamba, CPU), mamba)
 
 
 def test_logits_that_are_not_finite_are_an_error() -> None:

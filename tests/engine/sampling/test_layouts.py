@@ -13,10 +13,16 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ds_finetune.engine.sampling.answers import SampledAnswer
 from ds_finetune.reference.selftest.cells import hf_config
 from tests.engine.sampling.plain import assert_same, plain_answer, prompts_of
-from tests.engine.sampling.worker import GROUP, LAYOUTS, LENGTHS, LIMITS
+from tests.engine.sampling.worker import GROUP, LAYOUTS, LENGTHS, LIMITS, WITH_STEP
+from tests.parity.four_bit import HAS_FOUR_BIT, WIDE, write_wide
 from tests.running import start, torchrun
 
-RUNS = {1: ("zero0", "lora"), 2: tuple(LAYOUTS), 3: ("zero3", "zero1")}
+RUNS = {
+    1: ("zero0", "lora"),
+    2: tuple(name for name in LAYOUTS if HAS_FOUR_BIT or name != "qlora"),
+    3: ("zero3", "zero1"),
+}
+"""Layouts by the number of ranks."""
 
 
 @cache
@@ -38,7 +44,8 @@ def _wanted(family: str) -> list[list[SampledAnswer]]:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
-    for family in {cell.family for cell in LAYOUTS.values()}:
+    write_wide(folder)
+    for family in {cell.family for cell in LAYOUTS.values()} - {WIDE}:
         _plain(family).save_pretrained(folder / family)
     return folder
 
@@ -59,12 +66,22 @@ def found(ranks: int, models: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return dict(json.loads(out.read_text()))
 
 
+def _answers(group: list[Any]) -> list[SampledAnswer]:
+    return [SampledAnswer(np.array(ids), np.array(logps, dtype=np.float32), finish) for ids, logps, finish in group]
+
+
 def test_answers_are_those_of_one_rank(found: dict[str, Any], ranks: int) -> None:
     assert set(found) == set(RUNS[ranks])
     for name, sampled in found.items():
-        wanted = _wanted(LAYOUTS[name].family)
-        for groups in sampled.values():
+        auto, small = ([_answers(group) for group in sampled[key]] for key in ("auto", "small"))
+        wanted = auto if name in WITH_STEP else _wanted(LAYOUTS[name].family)
+        for groups in (auto, small):
             for group, others in zip(groups, wanted, strict=True):
-                for (ids, log_probs, finish), other in zip(group, others, strict=True):
-                    assert_same(SampledAnswer(np.array(ids), np.array(log_probs, dtype=np.float32), finish), other)
+                for answer, other in zip(group, others, strict=True):
+                    assert_same(answer, other)
     assert {len(answer.ids) for group in _wanted("llama") for answer in group} > {8}
+
+
+def test_log_probabilities_are_those_of_training(found: dict[str, Any]) -> None:
+    for name, sampled in found.items():
+        assert sampled["training"] <= 1e-4, name

@@ -127,4 +127,12 @@ def of_trl(completions: list[str], **kwargs: Any) -> list[float]:
     return [1.0 for _ in completions]
 
 
+def a_wrong_constant(text: str) -> float:
+    return -1.0
+
+
+def not_applicable(text: str) -> None:
+    return None
+
+
 NO_FUNCTION = 3

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -215,3 +216,16 @@ def test_relative_files_are_those_of_the_current_folder(monkeypatch: pytest.Monk
 
 def test_an_answer_has_all_that_the_process_gets() -> None:
     assert set(AnswerToScore.__dataclass_fields__) == {"record", "prompt", "text", "ids", "finish", "where"}
+
+
+@pytest.mark.skipif(find_spec("math_verify") is None, reason="math-verify is an optional package")
+def test_a_formula_that_takes_too_long_is_the_answers_fault() -> None:
+    answers = [answer_of(r"\boxed{9^{9^{9^{9}}}}"), answer_of(r"\boxed{4.0}")]
+    section = {"reward": "math", "timeout": 5 * LATE, "unparsed": -0.25}
+    assert scores_of([section], answers).tolist() == [[-0.25], [1]]
+
+
+@pytest.mark.skipif(find_spec("math_verify") is not None, reason="it is about a package that is missing")
+def test_a_reward_without_its_package() -> None:
+    with pytest.raises(ConfigError, match="reward `math` needs the package math-verify"):
+        scores_of(["math"], [])

@@ -39,6 +39,7 @@ def estimate(
     run = {"model": "m", "data": {"train": "t.jsonl"}, "output_dir": "o", "train": section}
     run |= {"deepspeed": {"zero_optimization": {"stage": 0}}, "lora": lora}
     run |= {} if objective is None else {"objective": objective}
+    run |= {"rollout": {"prompts_per_step": rows}, "rewards": ["number"]}
     config = RunConfig.model_validate(run)
     plan = make_plan(RunSettings.of(config), world=World(0, 1, 0, 1, "a test"), device="cuda")
     return estimate_memory(plan, tree, teacher=teacher)
@@ -139,6 +140,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "one teacher": DISTILLATION,
     "temperature": DISTILLATION | {"temperature": 2.0, "label_weight": 0.5},
     "dpo": {"name": "dpo"},
+    "grpo": {"name": "grpo", "group_size": 2},
 }
 
 

@@ -30,7 +30,14 @@ from ds_finetune.model.loss.forward_rows import ForwardRows
 from ds_finetune.model.loss.teacher import HiddenStates, Teacher
 from ds_finetune.model.loss.token_loss import LossHead, TrainedModel, install_loss_head
 from ds_finetune.model.parallel.expert import compute_shared_experts_ahead
-from ds_finetune.objectives.objective import Distillation, DocumentObjective, Examples, Objective, make_objective
+from ds_finetune.objectives.objective import (
+    AnswerObjective,
+    Distillation,
+    DocumentObjective,
+    Examples,
+    Objective,
+    make_objective,
+)
 from ds_finetune.plan.forward import head_chunk, mlp_tiles
 from ds_finetune.plan.lora_targets import adapted_targets, targets_among
 
@@ -102,7 +109,7 @@ def track(
         for param in trained:
             param.grad = torch.zeros_like(param)
         rows = _rows(documents, supervised)
-        if isinstance(wanted, DocumentObjective):
+        if isinstance(wanted, DocumentObjective | AnswerObjective):
             rows = replace(rows, examples=_examples(rows))
         tracker, beside = MemTracker(), () if other is None else (other.run,)
         tracker.track_external(model, *beside, *(param.grad for param in trained))

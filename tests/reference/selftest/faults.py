@@ -8,8 +8,8 @@ import torch
 from torch.nn import functional
 
 from ds_finetune.config.objectives import KtoObjective
-from ds_finetune.objectives import preferences, scores
-from ds_finetune.objectives.objective import DocumentLogProbs
+from ds_finetune.objectives import grpo, preferences, scores
+from ds_finetune.objectives.objective import AnswerTokens, DocumentLogProbs
 
 FAULTY: Mapping[str, dict[str, Any]] = {
     "dpo": {"name": "dpo"},
@@ -20,6 +20,7 @@ FAULTY: Mapping[str, dict[str, Any]] = {
     "kto": {"name": "kto", "desirable_weight": 1.3},
     "reward": {"name": "reward"},
     "classification": {"name": "classification", "label_smoothing": 0.1},
+    "grpo": {"name": "grpo", "group_size": 2, "aggregation": "sequence"},
 }
 """Sections of the run file by the name of the fault."""
 
@@ -45,6 +46,11 @@ def _without_smoothing(*arguments: Any, label_smoothing: float, **others: Any) -
     return functional.cross_entropy(*arguments, **others)
 
 
+def _unclipped(_: Any, tokens: AnswerTokens, log_ratio: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    zeros = torch.zeros_like(log_ratio)
+    return -log_ratio.exp() * tokens.advantage, zeros, zeros
+
+
 class _Functional(ModuleType):
     """torch.nn.functional whose cross entropy ignores label smoothing."""
 
@@ -66,6 +72,7 @@ def plant(name: str, put: Callable[[Any, str, Any], None] = setattr) -> None:
         "kto": (preferences.KahnemanTversky, "__init__", _swaps_weights(preferences.KahnemanTversky.__init__)),
         "reward": (scores.Reward, "loss", _without_margin(scores.Reward.loss)),
         "classification": (scores, "functional", _Functional("functional")),
+        "grpo": (grpo.PolicyGradient, "_policy", _unclipped),
     }
     put(*faults[name])
 

@@ -1,0 +1,61 @@
+"""`ds-finetune rewards`: try the rewards of a run before it is trained."""
+
+from typing import TYPE_CHECKING
+
+from rich.markup import escape
+from rich.table import Table
+
+from ds_finetune.cli.arguments import Arguments, Commands, add_run_command, positive, read_run, zero_or_more
+from ds_finetune.console.tables import OUT, show_line
+from ds_finetune.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ds_finetune.evaluation.dry_rewards import ScoredAnswers
+
+_SHOWN, _CHARACTERS = 3, 300
+
+
+def add_commands(commands: Commands) -> None:
+    """Add `rewards`."""
+    text = "score reference answers and a few answers of the model, and find rewards that never fire"
+    parser = add_run_command(commands, "rewards", text, _try)
+    text = "number of prompts whose reference answers are scored (default 20)"
+    parser.add_argument("--records", type=positive, default=20, help=text)
+    text = "number of prompts that the model answers; 0 loads no model (default 4)"
+    parser.add_argument("--samples", type=zero_or_more, default=4, help=text)
+
+
+def _try(arguments: Arguments) -> None:
+    config = read_run(arguments)
+    from ds_finetune.evaluation.dry_rewards import faults, try_rewards
+    from ds_finetune.plan.settings import RunSettings
+
+    names = [section.shown_name for section in config.rewards]
+    scored = try_rewards(RunSettings.of(config), records=arguments.records, samples=arguments.samples)
+    for each in scored:
+        OUT.print(_table(each, names))
+    for each in scored[1:]:
+        _show_examples(each, names)
+    if arguments.samples and len(scored) == 1:
+        show_line(f"the model is not asked: model.weights is {config.model.weights}")
+    if found := list(faults(config.rewards, scored)):
+        raise ConfigError(
+            "; ".join(found), hint="correct the reward, its `column`, or the rows: nothing would be learned from it"
+        )
+
+
+def _table(scored: "ScoredAnswers", names: list[str]) -> Table:
+    table = Table(title=scored.title, title_justify="left")
+    for column in ("reward", "mean", "with a result", "not applicable", "errors", "seconds each"):
+        table.add_column(column, justify="left" if column == "reward" else "right")
+    for number, name in enumerate(names):
+        table.add_row(escape(name), *scored.numbers(number))
+    return table
+
+
+def _show_examples(scored: "ScoredAnswers", names: list[str]) -> None:
+    for answer, parts in list(zip(scored.answers, scored.parts, strict=True))[:_SHOWN]:
+        said = ((name, part or {}) for name, part in zip(names, parts, strict=True))
+        scores = ", ".join(f"{name} {part.get('error') or part.get('score')}" for name, part in said)
+        show_line(f"\n{answer.where}: {scores} ({answer.finish})")
+        show_line(f"  prompt: {answer.prompt[-_CHARACTERS:]!r}\n  answer: {answer.text[:_CHARACTERS]!r}")

@@ -1,0 +1,172 @@
+"""Scores reference answers, and answers of the model, by the rewards of a run, before anything is trained."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from statistics import mean
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ds_finetune.config.rewards import RewardConfig
+from ds_finetune.data.prepared_rows import PreparedRows
+from ds_finetune.data.prompts import ANSWER
+from ds_finetune.errors import ConfigError
+from ds_finetune.evaluation.model_scores import load_model
+from ds_finetune.export.load import check_generates
+from ds_finetune.model.build.skeleton import resolve_folder
+from ds_finetune.objectives.rewards.answers import AnswerToScore, column_of
+from ds_finetune.objectives.rewards.pool import Part, Rewards, check_records, open_rewards
+from ds_finetune.plan.settings import RunSettings
+from ds_finetune.trainer.preview import training_rows
+
+
+@dataclass(frozen=True)
+class ScoredAnswers:
+    """Answers of one origin, and what each reward says of each; None where there was nothing to score."""
+
+    title: str
+    answers: Sequence[AnswerToScore]
+    parts: Sequence[Sequence[Part | None]]
+
+    def column(self, reward: int) -> list[Part]:
+        """What one reward says of the answers that it got."""
+        return [part for parts in self.parts if (part := parts[reward]) is not None]
+
+    def scores(self, reward: int) -> list[float]:
+        """Scores of one reward, where it applies."""
+        return [part["score"] for part in self.column(reward) if part.get("score") is not None]
+
+    def errors(self, reward: int) -> list[str]:
+        """Errors of one reward, each with the location of its answer."""
+        pairs = zip(self.answers, self.parts, strict=True)
+        return [
+            f"{answer.where}: it {part['error']}"
+            for answer, parts in pairs
+            if (part := parts[reward]) is not None and "error" in part
+        ]
+
+    def numbers(self, reward: int) -> tuple[str, ...]:
+        """Texts for a row of a table: mean, answers with a result, not applicable, errors, seconds for an answer."""
+        parts, scores = self.column(reward), self.scores(reward)
+        read = [part["has_result"] for part in parts if part.get("has_result") is not None]
+        errors = len(self.errors(reward))
+        seconds = f"{mean(part['seconds'] for part in parts):.3f}" if parts else "-"
+        mean_score = f"{mean(scores):.3f}" if scores else "-"
+        share = f"{sum(read)}/{len(read)}" if read else "-"
+        return mean_score, share, str(len(parts) - len(scores) - errors), str(errors), seconds
+
+
+@dataclass(frozen=True)
+class _RewardTrial:
+    run: RunSettings
+    rows: PreparedRows
+    tokenizer: PreTrainedTokenizerBase
+
+    def references(self, rewards: Rewards, most: int) -> ScoredAnswers:
+        """Each reward gets the reference answer as it would stand in an answer that it understands."""
+        answers: list[AnswerToScore] = []
+        parts: list[list[Part | None]] = []
+        for number in range(min(most, len(self.rows))):
+            texts = [_reference_text(section, self.rows.record(number)) for section in self.run.rewards]
+            given = [self._answer(number, text or "", self.tokenizer(text or "")["input_ids"]) for text in texts]
+            found = rewards.start(given).parts()
+            answers.append(given[0])
+            parts.append([None if text is None else found[at][at] for at, text in enumerate(texts)])
+        return ScoredAnswers(f"reference answers of {len(answers)} records", answers, parts)
+
+    def samples(self, rewards: Rewards, most: int) -> ScoredAnswers:
+        """An answer of the model to each of the first prompts, drawn by transformers at temperature 1."""
+        folder = resolve_folder(self.run.model.path)
+        check_generates(folder)
+        model = load_model(folder)
+        torch.manual_seed(self.run.train.seed)
+        answers = []
+        for number in range(min(most, len(self.rows))):
+            prompt, limit = self.rows.prompt_ids(number), self.run.rollout.max_new_tokens
+            ids, stops = _generate(model, self.tokenizer, prompt, most=limit)
+            ends = bool(ids) and ids[-1] in stops
+            text = str(self.tokenizer.decode(ids[:-1] if ends else ids))
+            answers.append(replace(self._answer(number, text, ids), finish="stop" if ends else "length"))
+        return ScoredAnswers(f"{len(answers)} answers of the model", answers, rewards.start(answers).parts())
+
+    def _answer(self, number: int, text: str, ids: Sequence[int]) -> AnswerToScore:
+        prompt = str(self.tokenizer.decode(self.rows.prompt_ids(number)))
+        return AnswerToScore(self.rows.record(number), prompt, text, list(ids), "stop", self.rows.where(number))
+
+
+def try_rewards(run: RunSettings, *, records: int, samples: int) -> list[ScoredAnswers]:
+    """Scores of the reference answers of the first `records` prompts, and of an answer of the model to each of the
+    first `samples`.
+
+    ConfigError where the run has no rewards, or one cannot be loaded; DataError for a record that a reward cannot use.
+    """
+    if not run.rewards:
+        raise ConfigError(
+            f"objective {run.objective.name} has no rewards to try", hint="set objective: grpo and `rewards`"
+        )
+    rows, tokenizer, _ = training_rows(run)
+    check_records(run.rewards, rows)
+    trial = _RewardTrial(run, rows, tokenizer)
+    with open_rewards(run.rewards) as rewards:
+        scored = [trial.references(rewards, records)]
+        if samples and run.model.weights == "load":
+            scored.append(trial.samples(rewards, samples))
+    return scored
+
+
+def _reference_text(section: RewardConfig, record: Mapping[str, object]) -> str | None:
+    """The text of a right answer; None where the record has none."""
+    column = section.read_column if section.reward != "code" else ANSWER
+    value = column_of(record, column or ANSWER)
+    value = value[0] if section.reward == "exact_match" and isinstance(value, list) else value
+    if value is None:
+        return None
+    if section.reward == "choice" and isinstance(value, int):
+        return chr(ord("A") + value)
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    if section.reward == "math" and not any(mark in text for mark in (r"\boxed", "$")):
+        return rf"\boxed{{{text}}}"
+    return f"```python\n{text}\n```" if section.reward == "code" and "```" not in text else text
+
+
+def _generate(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: list[int], *, most: int
+) -> tuple[list[int], list[int]]:
+    """Ids of an answer, and the ids that end one. Ids without a token are not drawn."""
+    given = model.generation_config.eos_token_id
+    stops = [*(given if isinstance(given, list) else [given]), tokenizer.eos_token_id]
+    stops = sorted({int(i) for i in stops if i is not None})
+    absent = sorted(set(range(model.config.get_text_config().vocab_size)) - set(tokenizer.get_vocab().values()))
+    ids = torch.tensor([prompt], device=model.device)
+    with torch.no_grad():
+        out = model.generate(  # type: ignore[operator]
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=True,
+            **{"temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0},
+            max_new_tokens=most,
+            eos_token_id=stops,
+            pad_token_id=stops[0],
+            suppress_tokens=absent or None,
+        )
+    return out[0, len(prompt) :].tolist(), stops
+
+
+def faults(sections: Sequence[RewardConfig], scored: Sequence[ScoredAnswers]) -> Iterator[str]:
+    """What is wrong with the rewards: one that fails, that gives no reference answer a score above 0, or a function
+    that gives the same to all answers.
+    """
+    for at, section in enumerate(sections):
+        name, errors = section.shown_name, list(chain.from_iterable(each.errors(at) for each in scored))
+        every = list(chain.from_iterable(each.scores(at) for each in scored))
+        references = scored[0].scores(at)
+        if errors:
+            yield f"reward `{name}` failed on {errors[0]}"
+        elif section.is_builtin and section.read_column and scored[0].column(at) and max(references, default=0) <= 0:
+            example = _reference_text(section, scored[0].answers[0].record)
+            text = f"the first is {example!r:.80}"
+            yield f"reward `{name}` gives none of the {len(references)} reference answers a score above 0; {text}"
+        elif not section.is_builtin and (not every or max(every) == min(every) <= 0):
+            yield f"reward `{name}` gives every answer {f'the score {every[0]:g}' if every else 'None'}"

@@ -1,0 +1,93 @@
+"""Attention of single queries to the latents of multi-head latent attention, whose keys and values are not expanded
+(DeepSeek-V2, arXiv 2405.04434, section 2.1.2).
+
+The projection of latents to keys and values is applied to the query and to the sum of latents instead: for each new
+token a few products with its weight, not one for each token of the cache.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ds_finetune.families.table import family_of
+from ds_finetune.foreign.guard import replaced
+from ds_finetune.foreign.transformers_attention import register_attention
+
+_BY_LATENTS = "ds_finetune_by_latents"
+_Weights = tuple[torch.Tensor, torch.Tensor]
+
+
+class _LatentWeights:
+    """The projection of one layer, by its parts: to keys [rank, heads, width] and to values [rank, heads, width]."""
+
+    def __init__(self, attention: Any, *, is_kept: bool) -> None:  # noqa: ANN401 - latent attention of transformers
+        self._attention, self._is_kept = attention, is_kept
+        self._parts: _Weights | None = None
+
+    def parts(self, like: torch.Tensor) -> _Weights:
+        """Computed by the module, which may have adapters, weights in four bits or weights that are gathered."""
+        if self._parts is not None:
+            return self._parts
+        attention = self._attention
+        whole = attention.kv_b_proj(torch.eye(attention.kv_lora_rank, dtype=like.dtype, device=like.device))
+        widths = [attention.qk_nope_head_dim, attention.v_head_dim]
+        to_key, to_value = whole.unflatten(-1, (-1, sum(widths))).split(widths, dim=-1)
+        self._parts = (to_key, to_value) if self._is_kept else None
+        return to_key, to_value
+
+
+@contextmanager
+def attending_to_latents(lm: PreTrainedModel, *, keeps_weights: bool) -> Iterator[None]:
+    """While this is open, forwards of `lm` with a cache take one token of each row. Other models than those with latent
+    attention stay as they are.
+
+    With `keeps_weights` the weights do not change while it is open, and are computed once.
+    """
+    family = family_of(lm.config.model_type)
+    layers = (
+        [] if family.is_generic or family.indexer else [each for each in lm.modules() if hasattr(each, "expand_kv")]
+    )
+    if not layers:
+        yield
+        return
+    with ExitStack() as stack:
+        stack.enter_context(replaced(lm.config, "_attn_implementation_internal", _BY_LATENTS))
+        for layer in layers:
+            stack.enter_context(replaced(layer, "expand_kv", lambda latent, rotary: (latent, rotary)))
+            weights = _LatentWeights(layer, is_kept=keeps_weights)
+            stack.enter_context(replaced(layer, "latent_weights", weights))
+        yield
+
+
+def _attend_to_latents(  # noqa: PLR0913 - transformers' interface
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float,
+    is_key: torch.Tensor | None = None,
+    **_: Any,  # noqa: ANN401 - what other implementations take
+) -> tuple[torch.Tensor, None]:
+    """Attention of query [rows, heads, 1, width] to latents, `key` [rows, 1, tokens, rank], and rotary keys, `value`
+    [rows, 1, tokens, rotary width]; those of `is_key` where it is given. Returns [rows, 1, heads, value width].
+    """
+    assert attention_mask is None
+    latents, rotary = key[:, 0], value[:, 0]
+    weights: Any = module.latent_weights
+    to_key, to_value = weights.parts(query)
+    plain, rotated = query[:, :, 0].split([to_key.shape[2], rotary.shape[2]], dim=-1)
+    projected = torch.einsum("bhw,rhw->bhr", plain, to_key)
+    scores = (projected @ latents.mT + rotated @ rotary.mT) * scaling
+    if is_key is not None:
+        scores = scores.masked_fill(~is_key[:, 0], float("-inf"))
+    shares = scores.softmax(dim=-1, dtype=torch.float32).to(latents.dtype)
+    return torch.einsum("bhr,rhv->bhv", shares @ latents, to_value)[:, None], None
+
+
+register_attention(_BY_LATENTS, _attend_to_latents)
