@@ -1,16 +1,18 @@
 """The model as answers are sampled from it: forwards with a cache that give the logits of next tokens."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from itertools import accumulate
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 
 from ds_finetune.engine.groups.collectives import all_reduce_max
-from ds_finetune.engine.sampling.row_cache import RowCache, prompt_cache
+from ds_finetune.engine.sampling.row_cache import ReadPrompt, RowCache, prompt_cache
 from ds_finetune.families.table import family_of
 from ds_finetune.model.attention.by_document import BY_DOCUMENT
+from ds_finetune.model.attention.kernels import pack_documents
 from ds_finetune.model.attention.latents import attending_to_latents
 from ds_finetune.model.build.skeleton import head_of
 from ds_finetune.model.parallel.tensor import TensorParallelGroup
@@ -28,11 +30,14 @@ class AnswerModel:
         *,
         tp_group: TensorParallelGroup | None = None,
         is_collective: bool = False,
+        packs_documents: bool = False,
     ) -> None:
+        """With `packs_documents` attention takes all prompts of a forward in one call."""
         self.device = device
         self._lm = lm
         self._tp_group = tp_group
         self._is_collective = is_collective
+        self._packs = packs_documents
 
     @property
     def takes_mixed_lengths(self) -> bool:
@@ -42,10 +47,25 @@ class AnswerModel:
         config = self._lm.config
         return config._attn_implementation == BY_DOCUMENT and family_of(config.model_type).indexer is None
 
-    def read_prompts(self, ids: torch.Tensor) -> tuple[Cache, torch.Tensor]:
-        """From prompts of one length, int64 [prompts, tokens]: their cache, and logits fp32 [prompts, vocabulary]."""
-        cache, positions = prompt_cache(), torch.arange(ids.shape[1], device=ids.device)
-        return cache, self._logits(ids, positions.expand_as(ids), past_key_values=cache)
+    def read_prompts(self, texts: Sequence[Sequence[int]]) -> tuple[list[ReadPrompt], torch.Tensor]:
+        """From prompts, of one length unless the model takes others: their places in a cache, and logits of next
+        tokens, fp32 [prompts, vocabulary].
+        """
+        cache, lengths = prompt_cache(), [len(text) for text in texts]
+        positions = [torch.arange(length, device=self.device) for length in lengths]
+        ids = torch.tensor([token for text in texts for token in text], device=self.device)
+        ends = list(accumulate(lengths))
+        last = torch.tensor(ends, device=self.device) - 1
+        if not self.takes_mixed_lengths:
+            shape = (len(texts), -1)
+            logits = self._logits(ids.view(shape), torch.stack(positions), last, past_key_values=cache)
+            return [ReadPrompt(cache, row, slice(None)) for row in range(len(texts))], logits
+        # All prompts in one row, without padding.
+        documents = (tuple(lengths),)
+        given = {"documents": documents, "packed": pack_documents(documents, self.device) if self._packs else None}
+        logits = self._logits(ids[None], torch.cat(positions)[None], last, past_key_values=cache, **given)
+        places = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+        return [ReadPrompt(cache, 0, place) for place in places], logits
 
     def reading_tokens(self) -> AbstractContextManager[None]:
         """What is open while tokens are added to rows."""
@@ -61,17 +81,25 @@ class AnswerModel:
         """
         cache.begin_column()
         given = {} if is_key is None else {"is_key": is_key}
-        logits = self._logits(ids[:, None], positions[:, None], past_key_values=cache, **given)
+        logits = self._logits(ids[:, None], positions[:, None], None, past_key_values=cache, **given)
         cache.end_column()
         return logits
 
-    def _logits(self, ids: torch.Tensor, positions: torch.Tensor, **others: Any) -> torch.Tensor:  # noqa: ANN401
+    def _logits(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        last: torch.Tensor | None,
+        **others: Any,  # noqa: ANN401
+    ) -> torch.Tensor:
+        """Logits after the tokens at `last` of the flattened rows, or after all, fp32 [tokens, vocabulary]."""
         if self._is_collective:
             all_reduce_max(1.0)
         with torch.no_grad():
             out = self._lm.base_model(input_ids=ids, position_ids=positions, use_cache=True, **others)
-            logits: torch.Tensor = head_of(self._lm)(out.last_hidden_state[:, -1:])
-        return logits[:, 0].float()
+            hidden = out.last_hidden_state.flatten(0, 1)
+            logits: torch.Tensor = head_of(self._lm)(hidden if last is None else hidden[last])
+        return logits.float()
 
     def agreed(self, ids: torch.Tensor) -> torch.Tensor:
         """The ids that the first tensor parallel rank has drawn, from logits that may differ by a rounding."""

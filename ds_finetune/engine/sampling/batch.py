@@ -2,22 +2,20 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 
 import numpy as np
 import torch
-from transformers.cache_utils import Cache
 
 from ds_finetune.engine.sampling.answer_model import AnswerModel
 from ds_finetune.engine.sampling.answers import Finish, PromptToSample, SampledAnswer, SamplingLimits
 from ds_finetune.engine.sampling.noise import answer_keys, draw_tokens, id_keys
-from ds_finetune.engine.sampling.row_cache import RowCache
+from ds_finetune.engine.sampling.row_cache import ReadPrompt, RowCache
 from ds_finetune.errors import RunError
 
 _KEPT_SHARE = 7 / 8
 """Rows that have ended stay in the batch while this share has not, since the cache is copied where some leave."""
 _PROMPT_TOKENS = 2**14
-"""Tokens of prompts in one forward, at most, unless one prompt has more."""
+"""Tokens of prompts in one forward, at most, unless one prompt has more; as if all were as long as the longest."""
 
 
 @dataclass(frozen=True)
@@ -108,17 +106,16 @@ class BatchOfAnswers:
         self._logits: list[torch.Tensor] = []
         self._cache = RowCache(self._read_prompts(parts), rows=len(lengths), columns=columns, longest=longest)
 
-    def _read_prompts(self, parts: Sequence[PromptPart]) -> Iterator[tuple[slice, Cache]]:
-        """The caches of the prompts, of which only one is in memory at a time, with the rows that they fill."""
-        begin = 0
-        for (length, copies), group in groupby(parts, key=lambda part: (part.length, len(part.samples))):
-            for some in _pieces(list(group), max(1, _PROMPT_TOKENS // length)):
-                ids = torch.tensor([list(part.prompt.ids) for part in some], device=self._model.device)
-                cache, logits = self._model.read_prompts(ids)
-                self._logits.append(logits.repeat_interleave(copies, dim=0))
-                rows = slice(begin, begin + copies * len(some))
-                begin = rows.stop
-                yield rows, cache
+    def _read_prompts(self, parts: Sequence[PromptPart]) -> Iterator[tuple[ReadPrompt, slice]]:
+        """The prompts with the rows that they fill; the cache of one forward is in memory at a time."""
+        begin, size = 0, max(1, _PROMPT_TOKENS // parts[-1].length)
+        for first in range(0, len(parts), size):
+            some = parts[first : first + size]
+            prompts, logits = self._model.read_prompts([part.prompt.ids for part in some])
+            for part, prompt, row in zip(some, prompts, logits, strict=True):
+                self._logits.append(row.expand(len(part.samples), -1))
+                yield prompt, slice(begin, begin + len(part.samples))
+                begin += len(part.samples)
 
     def run(self) -> dict[int, SampledAnswer]:
         """Sample until all answers have ended; returns them by their places."""
@@ -158,8 +155,3 @@ class BatchOfAnswers:
         self._keys, self._lengths = self._keys[rows], self._lengths[rows]
         self._is_key = None if self._is_key is None else self._is_key[rows]
         return ids[rows]
-
-
-def _pieces(parts: list[PromptPart], size: int) -> Iterator[list[PromptPart]]:
-    for begin in range(0, len(parts), size):
-        yield parts[begin : begin + size]

@@ -46,15 +46,15 @@ def check_cache(model: AnswerModel, lm: PreTrainedModel) -> None:
 def _differences(model: AnswerModel, vocabulary: int) -> torch.Tensor:
     """The difference of the logits after each text, read whole, and token by token beside the other one."""
     lengths = _TEXTS if model.takes_mixed_lengths else _TEXTS[:1] * 2
-    texts = [torch.arange(3, 3 + length, device=model.device) * 7 % vocabulary for length in lengths]
-    whole = torch.cat([model.read_prompts(text[None])[1] for text in texts])
-    caches = [model.read_prompts(text[None, :-_READ])[0] for text in texts]
+    texts = [[token * 7 % vocabulary for token in range(3, 3 + length)] for length in lengths]
+    whole = torch.cat([model.read_prompts([text])[1] for text in texts])
+    prompts, _ = model.read_prompts([text[:-_READ] for text in texts])
     columns, begins = max(lengths) - _READ, torch.tensor(lengths, device=model.device) - _READ
-    places = [(slice(row, row + 1), cache) for row, cache in enumerate(caches)]
-    cache = RowCache(places, rows=len(texts), columns=columns, longest=max(lengths))
+    rows = [(prompt, slice(row, row + 1)) for row, prompt in enumerate(prompts)]
+    cache = RowCache(rows, rows=len(texts), columns=columns, longest=max(lengths))
     is_key = torch.arange(max(lengths), device=model.device) >= (columns - begins)[:, None, None, None]
     for step in range(_READ):
-        ids = torch.stack([text[step - _READ] for text in texts])
+        ids = torch.tensor([text[step - _READ] for text in texts], device=model.device)
         seen = is_key[..., : columns + step + 1] if model.takes_mixed_lengths else None
         logits = model.read_tokens(ids, begins + step, cache, seen)
     return (logits - whole).abs().amax(dim=1) / whole.abs().max()

@@ -1,7 +1,7 @@
 """Keys and values of a batch of answers: memory is reserved ahead, rows of prompts are repeated, and rows may leave."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers.cache_utils import Cache, DynamicIndexedLayer
@@ -15,9 +15,17 @@ def prompt_cache() -> Cache:
     return Cache(layer_class_to_replicate=DynamicIndexedLayer)
 
 
-def token_bytes(cache: Cache) -> int:
-    """Bytes of a token of one row, in all layers of a cache of prompts."""
-    parts = [part for layer in cache.layers for part in _parts(layer) if part is not None]
+class ReadPrompt(NamedTuple):
+    """Where the tokens of a prompt are in the cache of a forward of several."""
+
+    cache: Cache
+    row: int
+    tokens: slice
+
+
+def token_bytes(prompt: ReadPrompt) -> int:
+    """Bytes of a token of one row, in all layers of the cache of a prompt."""
+    parts = [part for layer in prompt.cache.layers for part in _parts(layer) if part is not None]
     return sum(part.nbytes // (len(part) * part.shape[-2]) for part in parts)
 
 
@@ -75,29 +83,22 @@ class RowCache(Cache):
     A shorter prompt begins in a later column; the columns before it hold zeros.
     """
 
-    def __init__(self, prompts: Iterable[tuple[slice, Cache]], *, rows: int, columns: int, longest: int) -> None:
-        """Take the caches of prompts of at most `columns` tokens, each for the given rows: one row of such a cache for
-        as many equal rows in a row here. `longest` is the most columns that there will be.
+    def __init__(self, prompts: Iterable[tuple[ReadPrompt, slice]], *, rows: int, columns: int, longest: int) -> None:
+        """Take prompts of at most `columns` tokens, each for some of the rows. `longest` is the most columns that there
+        will be.
         """
         self._columns, self._longest = _Columns(columns, columns), longest
         super().__init__(layers=[])
-        for place, of_prompts in prompts:
-            self._take(place, of_prompts, rows)
-
-    def _take(self, place: slice, of_prompts: Cache, rows: int) -> None:
-        self.layers += [_RowLayer(self._columns) for _ in of_prompts.layers[len(self.layers) :]]
-        for layer, given in zip(self.layers, of_prompts.layers, strict=True):
-            for index, part in enumerate(_parts(given)):
-                if part is not None:
-                    layer.parts[index] = self._placed(layer.parts[index], part, place, rows)
-
-    def _placed(self, whole: torch.Tensor | None, part: torch.Tensor, place: slice, rows: int) -> torch.Tensor:
-        columns = self._columns.used
-        if whole is None:
-            whole = part.new_zeros(rows, *part.shape[1:-2], columns, part.shape[-1])
-        copies = (place.stop - place.start) // len(part)
-        whole[place, ..., columns - part.shape[-2] :, :] = part.repeat_interleave(copies, dim=0)
-        return whole
+        for prompt, of_prompt in prompts:
+            self.layers += [_RowLayer(self._columns) for _ in prompt.cache.layers[len(self.layers) :]]
+            for layer, given in zip(self.layers, prompt.cache.layers, strict=True):
+                for index, part in enumerate(_parts(given)):
+                    if part is None:
+                        continue
+                    if layer.parts[index] is None:
+                        layer.parts[index] = part.new_zeros(rows, *part.shape[1:-2], columns, part.shape[-1])
+                    tokens = part[prompt.row, ..., prompt.tokens, :]
+                    layer.parts[index][of_prompt, ..., columns - tokens.shape[-2] :, :] = tokens
 
     @property
     def columns(self) -> int:

@@ -50,7 +50,13 @@ def sample_prompts(
     assert prompts, "there are no prompts to sample"
     answers, device = dict[int, SampledAnswer](), torch.device(wrapped.device)
     with weights_for_answers(wrapped, plan) as is_collective:
-        model = AnswerModel(wrapped.module.lm, device, tp_group=tp_group, is_collective=is_collective)
+        model = AnswerModel(
+            wrapped.module.lm,
+            device,
+            tp_group=tp_group,
+            is_collective=is_collective,
+            packs_documents=wrapped.module.packs_documents,
+        )
         check_cache(model, wrapped.module.lm)
         rows = request.batch_rows or _rows_in_memory(model, plan, prompts, request.limits)
         drawing = Drawing(request.limits, request.seed, device)
@@ -74,9 +80,9 @@ def one_forward_each(parts: Sequence[PromptPart], model: AnswerModel) -> Iterato
 
 def _rows_in_memory(model: AnswerModel, plan: Plan, prompts: Sequence[PromptToSample], limits: SamplingLimits) -> int:
     """Rows for which the rank with the least free memory has room; collective."""
-    cache, logits = model.read_prompts(torch.tensor([prompts[0].ids[:1]], device=model.device))
-    tokens = max(len(prompt.ids) for prompt in prompts) + limits.max_new_tokens
-    bytes_of_row = tokens * token_bytes(cache) + _COPIES_OF_LOGITS * logits.nbytes
+    (prompt,), logits = model.read_prompts([prompts[0].ids[:1]])
+    tokens = max(len(each.ids) for each in prompts) + limits.max_new_tokens
+    bytes_of_row = tokens * token_bytes(prompt) + _COPIES_OF_LOGITS * logits.nbytes
     return max(1, min(_MOST_ROWS, int(_CACHE_SHARE * least_free_bytes(plan) / bytes_of_row)))
 
 
@@ -99,5 +105,4 @@ def _batches(prompts: Sequence[PromptToSample], plan: Plan, group_size: int, row
     most = math.ceil(len(prompts) / ranks) * len(samples)
     number = math.ceil(most / max(1, rows // size))
     for batch in range(number):
-        some = parts[batch * len(parts) // number : (batch + 1) * len(parts) // number]
-        yield sorted(some, key=lambda part: (part.length, len(part.samples)))
+        yield parts[batch * len(parts) // number : (batch + 1) * len(parts) // number]
