@@ -122,6 +122,12 @@ _RULES = (
         "set objective to sft",
     ),
     _KeyRule(
+        ("eval.generate.",),
+        lambda run: _row(run).head == "answers",
+        "the rewards score the answers to held-out prompts",
+        "set objective to sft",
+    ),
+    _KeyRule(
         ("rollout.", "rewards"),
         lambda run: "rollout" not in _row(run).needs,
         "no answers are sampled",

@@ -11,13 +11,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ds_finetune.config.rewards import RewardConfig
 from ds_finetune.data.prepared_rows import PreparedRows
-from ds_finetune.data.prompts import ANSWER
+from ds_finetune.data.prompts import ANSWER, check_records
 from ds_finetune.errors import ConfigError
 from ds_finetune.evaluation.model_scores import load_model
 from ds_finetune.export.load import check_generates
 from ds_finetune.model.build.skeleton import resolve_folder
 from ds_finetune.objectives.rewards.answers import AnswerToScore, column_of
-from ds_finetune.objectives.rewards.pool import Part, Rewards, check_records, open_rewards
+from ds_finetune.objectives.rewards.pool import Part, Rewards, open_rewards
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.trainer.preview import training_rows
 

@@ -15,6 +15,7 @@ from ds_finetune.config.schedule import Duration
 from ds_finetune.data.classes import find_classes
 from ds_finetune.data.prepare import prepare_rows
 from ds_finetune.data.prepared_rows import PreparedRows
+from ds_finetune.data.prompts import check_records
 from ds_finetune.data.row_kind import RowKind
 from ds_finetune.data.row_report import row_notes
 from ds_finetune.data.stream import StreamedRows, open_stream, overlap_notes
@@ -124,6 +125,8 @@ def read_inputs(run: RunSettings, model: ModelPlan) -> RunInputs:
     check_answers_fit(generate, model, held_out)
     for rows in (train, *held_out.values()):
         check_padding(rows, model, tokenizer)
+        if isinstance(rows, PreparedRows) and kind.name == "prompts":
+            check_records(run.rewards, rows)
     held_out_notes = [note for rows in held_out.values() for note in rows.notes]
     held_out_notes += overlap_notes(train, held_out) if held_out else []
     scores = open_scores(run.objective, model, tokenizer, train)

@@ -63,6 +63,7 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
     (objective("grpo", mismatch_cap=5), "objective.mismatch_cap", "objective.mismatch is none"),
     (objective("grpo", fixed_length=5), "objective.fixed_length", "objective.aggregation is not fixed"),
     (EVAL | {"objective": "reward", "eval": {"generate": {"prompts": 4}}}, "eval.generate.prompts", "scores texts"),
+    (EVAL | {"objective": "grpo", "eval": {"generate": {"prompts": 4}}}, "eval.generate.prompts", "the rewards score"),
 ]
 
 

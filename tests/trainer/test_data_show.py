@@ -102,12 +102,14 @@ def test_texts_with_windows_line_ends_are_counted(tmp_path: Path, capsys: pytest
 
 def test_a_prompt_is_shown_with_what_the_rewards_see(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"prompt": "2+2?", "answer": "4", "level": 1}, {"prompt": "3+3?", "answer": "six"}]
-    run_file = tiny_task(
-        tmp_path, objective="grpo", rewards=["number"], rollout={"max_new_tokens": 16}, train={"max_seq_len": 64}
-    )
+    sizes = {"max_new_tokens": 16, "prompts_per_step": 2}
+    objective = {"name": "grpo", "group_size": 4}
+    run_file = tiny_task(tmp_path, objective=objective, rewards=["number"], rollout=sizes, train={"max_seq_len": 64})
     for name in ("train", "eval"):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    read_config(run_file)
+    config = read_config(run_file)
+    with pytest.raises(DataError, match="line 2: reward `number` cannot use column `answer`"):
+        prepared(config)
     shown = shown_data(tmp_path, capsys, samples=2)
     flat = " ".join(shown.split())
     assert "prompt 1, " in flat

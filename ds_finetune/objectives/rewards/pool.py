@@ -19,16 +19,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ds_finetune.config.rewards import RewardConfig
-from ds_finetune.errors import ConfigError, DataError, RewardError
+from ds_finetune.errors import ConfigError, RewardError
 from ds_finetune.objectives.rewards.answers import AnswerToScore, RewardFaultError
-from ds_finetune.objectives.rewards.builtin import BUILTIN
-from ds_finetune.objectives.rewards.worker import GRACE_SECONDS, read_reference, seconds_of
+from ds_finetune.objectives.rewards.worker import GRACE_SECONDS, late_part, needs_of, seconds_of
 
 Part = Mapping[str, Any]
 """What a reward says of an answer: `score`, `has_result` and `seconds`, or an `error`."""
@@ -48,7 +47,7 @@ class _EndedError(Exception):
 
 
 class _LateError(Exception):
-    """The process did not answer in time, and was killed."""
+    """The process did not answer in time, and was killed; the argument says so."""
 
 
 class _Worker:
@@ -68,7 +67,7 @@ class _Worker:
         if self._process is not None:
             return
         if self._is_closed:
-            raise _EndedError("the end of the run")
+            raise _EndedError("is not needed any more")
         theirs_in, self._requests = os.pipe()
         self._replies, theirs_out = os.pipe()
         os.set_blocking(self._requests, False)
@@ -162,7 +161,7 @@ class _Worker:
             now = time.monotonic()
             last, used = now, used + min(now - last, 1.0)
         self.kill()
-        raise _LateError
+        raise _LateError(f"takes more than {seconds:g} seconds to load")
 
     def _raise_ended(self) -> None:
         assert self._process is not None
@@ -171,7 +170,7 @@ class _Worker:
         code = self._process.wait()
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         self.kill()
-        raise _EndedError(how)
+        raise _EndedError(f"ended its process with {how}")
 
 
 class PendingScores:
@@ -205,10 +204,6 @@ class PendingScores:
         """
         return self._array("has_result")
 
-    def seconds(self) -> NDArray[np.float64]:
-        """Seconds that each reward took for each answer [answers, rewards]."""
-        return self._array("seconds")
-
     def _array(self, key: str) -> NDArray[np.float64]:
         rows = [[np.nan if part.get(key) is None else part[key] for part in parts] for parts in self.parts()]
         return np.array(rows, dtype=np.float64).reshape(len(rows), len(self._rewards.names))
@@ -235,7 +230,7 @@ class Rewards:
             worker.start()
         except (RewardFaultError, _EndedError, _LateError) as fault:
             name = self._settings[worker.at]["reward"]
-            how = str(fault) if isinstance(fault, RewardFaultError) else f"cannot be loaded: {_how(fault)}"
+            how = f"cannot be loaded: it {fault}" if isinstance(fault, _EndedError) else str(fault)
             raise ConfigError(
                 f"reward `{name}` {how}",
                 hint=f"{self._log_line()}write e.g. `def reward(record, text)`, which returns a number",
@@ -285,85 +280,18 @@ class Rewards:
 
     def _score_twice(self, worker: _Worker, answer: AnswerToScore) -> list[Part]:
         """What the rewards say, from a second process where the first one ended."""
-        how = ""
         for _ in range(2):
             try:
                 return worker.score(answer)
             except _EndedError as ended:
-                how = f"ended its process twice, with {ended}"
+                said: Part = {"error": f"{ended}, twice", "seconds": 0.0}
             except RewardFaultError as fault:
-                how = str(fault)
+                said = {"error": str(fault), "seconds": 0.0}
             except _LateError:
-                return self._late(worker.at)
-        return self._parts(worker.at, {"error": how, "seconds": 0.0})
-
-    def _late(self, at: int) -> list[Part]:
-        settings = self._settings[at]
-        builtin = BUILTIN.get(settings["reward"])
-        if builtin is not None and builtin.is_long_answers_fault:
-            return self._parts(at, {"score": settings["unparsed"], "has_result": False, "seconds": settings["timeout"]})
-        error = f"did not end within {settings['timeout']:g} seconds (`timeout`), and its process was killed"
-        return self._parts(at, {"error": error, "seconds": settings["timeout"]})
-
-    def _parts(self, at: int, part: Part) -> list[Part]:
-        """The parts of all rewards where only one of them said something."""
-        return [part if number == at else {"score": None, "seconds": 0.0} for number in range(len(self.names))]
-
-
-def needs_of(rewards: Sequence[Mapping[str, Any]], record: Mapping[str, Any]) -> str:
-    """What the first of `rewards`, the settings of sections, that cannot use a record says of it; empty where all
-    can.
-    """
-    for settings in rewards:
-        if settings["reward"] in BUILTIN:
-            try:
-                read_reference(settings, record)
-            except RewardFaultError as fault:
-                return f"reward `{settings['name']}` {fault}"
-    return ""
-
-
-class Prompts(Protocol):
-    """Rows of prompts with their records."""
-
-    def __len__(self) -> int:
-        """Number of prompts."""
-        ...
-
-    def record(self, number: int) -> dict[str, Any]:
-        """All columns of a prompt's row."""
-        ...
-
-    def where(self, number: int) -> str:
-        """The location of its row."""
-        ...
-
-
-def first_unusable(sections: Sequence[RewardConfig], rows: Prompts) -> tuple[str, str] | None:
-    """Location and problem of the first record that a reward cannot use; None where all can be used."""
-    rewards = [section.settings for section in sections]
-    for number in range(len(rows)):
-        if problem := needs_of(rewards, rows.record(number)):
-            return rows.where(number), problem
-    return None
-
-
-def check_records(sections: Sequence[RewardConfig], rows: Prompts) -> None:
-    """DataError for the first record that a reward cannot use; to be called before the first rollout."""
-    if found := first_unusable(sections, rows):
-        where, problem = found
-        raise DataError(
-            f"{where}: {problem}", hint="correct the row, or name its column by the key `column` of the reward"
-        )
-
-
-def _how(fault: Exception) -> str:
-    return f"its process ended with {fault}" if isinstance(fault, _EndedError) else "it took too long"
-
-
-def default_workers(ranks_here: int = 1) -> int:
-    """Worker processes of a rank: its share of the cores of the machine that this process may use."""
-    return max(1, len(os.sched_getaffinity(0)) // max(ranks_here, 1))
+                settings = self._settings[worker.at]
+                said = {**late_part(settings, "and its process was killed"), "seconds": settings["timeout"]}
+                break
+        return [said if at == worker.at else {"score": None, "seconds": 0.0} for at in range(len(self.names))]
 
 
 @contextmanager
@@ -372,10 +300,12 @@ def open_rewards(
 ) -> Iterator[Rewards]:
     """The rewards of a run, whose processes end with the `with`.
 
-    `workers` is the number of processes; 0 is what `workers` of the sections says, else `default_workers`. What rewards
-    print is appended to the file `log`, or to a temporary one. RewardError where a reward cannot be loaded.
+    `workers` is the number of processes; 0 is what `workers` of the sections says, else this rank's share of the cores
+    of a machine with `ranks_here` ranks. What rewards print is appended to the file `log`, or to a temporary one.
+    ConfigError where a reward cannot be loaded.
     """
-    number = workers or max(section.workers for section in sections) or default_workers(ranks_here)
+    cores = max(1, len(os.sched_getaffinity(0)) // ranks_here)
+    number = workers or max(section.workers for section in sections) or cores
     with tempfile.TemporaryFile("ab") if log is None else log.open("ab") as file:
         fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)
         rewards = Rewards(sections, number, file)

@@ -34,9 +34,12 @@ os.unlink(sys.argv[2])
 # is allowed, the program has the network of this machine.
 ctypes.CDLL(None).unshare(0x40000000 | (0x10000000 if os.geteuid() else 0))
 for name, most in task["limits"].items():
+    hard = resource.getrlimit(getattr(resource, name))[1]
+    most = most if hard < 0 else min(most, hard)
     resource.setrlimit(getattr(resource, name), (most, most))
 def say(number, key=task["key"]):
     os.write(report, f"{key} {number}\n".encode())
+say("begins")
 scope = {"__name__": "__main__"}
 tests = task["tests"]
 try:
@@ -141,32 +144,39 @@ def _run(program: str, tests: Sequence[str], given: str, *, deadline: float, mem
         (folder / "task.json").write_text(json.dumps(task))
         (folder / "in").write_text(given)
         (folder / "work").mkdir()
-        _drive(folder, seconds)
+        is_late = _drive(folder, seconds)
         printed = (folder / "out").read_text(errors="replace")
         report = (folder / "report").read_text(errors="replace").splitlines()
+        if f"{key} begins" not in report and not is_late:
+            error = (folder / "error").read_text(errors="replace").strip()
+            raise RewardFaultError(f"could not start Python for a program: {error[-300:]!r}")
     return len(set(report) & {f"{key} {number}" for number in range(max(len(tests), 1))}), printed
 
 
-def _drive(folder: Path, seconds: float) -> None:
-    """Run the driver until it ends or its time is up; then nothing of its session is left."""
+def _drive(folder: Path, seconds: float) -> bool:
+    """Run the driver until it ends or its time is up, and return whether it is; then nothing of its session is left."""
     with (
         (folder / "in").open("rb") as stdin,
         (folder / "out").open("wb") as stdout,
+        (folder / "error").open("wb") as stderr,
         (folder / "report").open("wb") as report,
     ):
         process = subprocess.Popen(
             [sys.executable, "-I", "-X", "utf8", "-c", _DRIVER, str(report.fileno()), str(folder / "task.json")],
             stdin=stdin,
             stdout=stdout,
-            stderr=subprocess.DEVNULL,
+            stderr=stderr,
             cwd=folder / "work",
             env={"OMP_NUM_THREADS": "1"},
             pass_fds=(report.fileno(),),
             start_new_session=True,
         )
         try:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(seconds)
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return True
+        else:
+            return False
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

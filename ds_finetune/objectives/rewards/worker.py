@@ -16,10 +16,11 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from numbers import Real
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 from ds_finetune.objectives.rewards.answers import AnswerToScore, Outcome, RewardFaultError, column_of
@@ -71,6 +72,24 @@ def read_reference(settings: Settings, record: Mapping[str, Any]) -> Any:  # noq
         raise RewardFaultError(f"cannot use column `{column}`: it {unread}") from None
 
 
+def needs_of(rewards: Sequence[Settings], record: Mapping[str, Any]) -> str:
+    """What the first of `rewards` that cannot use a record says of it; empty where all can."""
+    for settings in rewards:
+        try:
+            _ = settings["reward"] in BUILTIN and read_reference(settings, record)
+        except RewardFaultError as fault:
+            return f"reward `{settings['name']}` {fault}"
+    return ""
+
+
+def late_part(settings: Settings, end: str = "") -> dict[str, Any]:
+    """What is said of a reward that took too long: its error, or for some built-in ones the score of such an answer."""
+    builtin = BUILTIN.get(settings["reward"])
+    if builtin is not None and builtin.is_long_answers_fault:
+        return {"score": settings["unparsed"], "has_result": False}
+    return {"error": f"took more than {settings['timeout']:g} seconds (`timeout`) {end}".rstrip(), "is_stuck": True}
+
+
 class _FileReward:
     """The reward of a file. Coroutines run in one event loop, so that what they open can be kept."""
 
@@ -78,13 +97,7 @@ class _FileReward:
         file, _, name = reward.rpartition(":")
         self._loop: Any = None
         sys.path.insert(0, str(Path(file).resolve().parent))
-        spec = importlib.util.spec_from_file_location(Path(file).stem, file)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-        function = getattr(module, name, None)
+        function = getattr(_module_of(file), name, None)
         if not callable(function):
             raise RewardFaultError(f"needs a function `{name}`, and {file} has none")
         self._call: Callable[..., Any] = function
@@ -100,7 +113,8 @@ class _FileReward:
         self._names = [name for name in ARGUMENTS if takes_all or name in {each.name for each in by_name}]
 
     def __call__(self, answer: AnswerToScore) -> Outcome:
-        values = (answer.record, answer.prompt, answer.text, list(answer.ids), answer.finish)
+        # A copy, since other rewards get the record as well.
+        values = (deepcopy(answer.record), answer.prompt, answer.text, list(answer.ids), answer.finish)
         given = dict(zip(ARGUMENTS, values, strict=True))
         score = self._call(**{name: given[name] for name in self._names})
         if inspect.isawaitable(score):
@@ -110,6 +124,18 @@ class _FileReward:
             self._loop = self._loop or asyncio.Runner()
             score = self._loop.run(_awaited(score))
         return Outcome(score)
+
+
+def _module_of(file: str) -> ModuleType:
+    """The module of a file, which is imported once, under a name that hides no other module."""
+    name = f"reward file {Path(file).resolve()}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[name]
 
 
 async def _awaited(value: Any) -> Any:  # noqa: ANN401 - what a reward returns
@@ -132,11 +158,9 @@ def check_score(score: object) -> float | None:
 def run_reward(scorer: Scorer, settings: Settings, answer: AnswerToScore) -> dict[str, Any]:
     """What a reward says of an answer: `score`, `has_result` and `seconds`, or an `error`."""
     began = time.monotonic()
-    seconds = seconds_of(settings)
-    builtin = BUILTIN.get(settings["reward"])
     said: dict[str, Any] = {}
     try:
-        _set_limits(seconds, settings["memory"])
+        _set_limits(seconds_of(settings), settings["memory"])
         try:
             outcome = scorer(answer)
             said = {"score": check_score(outcome.score), "has_result": outcome.has_result}
@@ -145,9 +169,7 @@ def run_reward(scorer: Scorer, settings: Settings, answer: AnswerToScore) -> dic
     except RewardFaultError as fault:
         said = {"error": str(fault)}
     except RewardAlarmError:
-        is_answers_fault = builtin is not None and builtin.is_long_answers_fault
-        late = {"error": f"took more than {settings['timeout']:g} seconds (`timeout`)", "is_stuck": True}
-        said = {"score": settings["unparsed"], "has_result": False} if is_answers_fault else late
+        said = late_part(settings)
     except BaseException as raised:  # noqa: BLE001 - whatever the code of a user raises, also by sys.exit
         traceback.print_exc()
         said = {"error": f"raised {_shown(raised)}"}

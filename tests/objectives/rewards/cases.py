@@ -123,6 +123,10 @@ def takes_memory(text: str) -> float:
     return 1.0
 
 
+def changes_its_record(record: dict[str, Any]) -> float:
+    return float(record.pop("answer") == "4")
+
+
 def of_trl(completions: list[str], **kwargs: Any) -> list[float]:
     return [1.0 for _ in completions]
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from ds_finetune.objectives.rewards.answers import RewardFaultError
 from ds_finetune.objectives.rewards.builtin import BUILTIN, last_number
 from ds_finetune.objectives.rewards.worker import load_scorer
 from tests.objectives.rewards.scoring import answer_of, section_of
@@ -160,6 +161,12 @@ def test_a_program_starts_in_an_empty_folder_and_without_the_environment() -> No
     program = "import os\nfib = lambda n: (os.listdir(), sorted(os.environ))"
     tests = "assert fib(1)[0] == [], fib(1)\nassert not {'HOME', 'USER'} & set(fib(1)[1])"
     assert outcome("code", fenced(program), tests=tests) == (1, True)
+
+
+def test_a_program_that_cannot_be_started_is_not_at_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ds_finetune.objectives.rewards.programs.sys.executable", "/bin/false")
+    with pytest.raises(RewardFaultError, match="could not start Python for a program"):
+        outcome("code", fenced(FIBONACCI), tests=ASSERTS)
 
 
 @FORMULAS

@@ -35,7 +35,6 @@ def test_scores_of_several_rewards_for_several_answers() -> None:
         np.testing.assert_array_equal(second.result(), expected[:1])
         assert first.has_result()[:4, 0].tolist() == [1, 1, 1, 0]
         assert np.isnan(first.has_result()[:, 1:]).all()
-        assert (first.seconds() >= 0).all()
         assert rewards.score([]).shape == (0, 3)
 
 
@@ -52,8 +51,8 @@ FAULTS = [
     ("leaves", "it raised SystemExit: 0"),
     ("loops", f"it took more than {LATE} seconds"),
     ("sleeps", f"it took more than {LATE} seconds"),
-    ("ends_process", "it ended its process twice, with exit code 7"),
-    ("is_killed", "it ended its process twice, with signal SIGKILL"),
+    ("ends_process", "it ended its process with exit code 7, twice"),
+    ("is_killed", "it ended its process with signal SIGKILL, twice"),
     ("takes_memory", "it raised MemoryError"),
 ]
 
@@ -74,7 +73,7 @@ def test_a_reward_at_fault_is_an_error_that_names_reward_record_and_answer(name:
 
 def test_a_reward_that_hangs_in_c_is_killed_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ds_finetune.objectives.rewards.pool.GRACE_SECONDS", LATE)
-    with pytest.raises(RewardError, match=r"did not end within 0\.3 seconds.*its process was killed"):
+    with pytest.raises(RewardError, match=r"took more than 0\.3 seconds.*its process was killed"):
         scores_of([{"reward": ":hangs_in_c", "timeout": LATE}], [RIGHT])
 
 
@@ -102,7 +101,7 @@ def test_the_second_process_of_a_forked_reward_is_not_heard() -> None:
 
 def test_what_a_reward_starts_ends_with_it(tmp_path: Path) -> None:
     kept = tmp_path / "pid"
-    with pytest.raises(RewardError, match="ended its process twice, with exit code 1"):
+    with pytest.raises(RewardError, match="ended its process with exit code 1, twice"):
         scores_of([":leaves_a_process"], [answer_of("4", {"file": str(kept)})])
     deadline = time.monotonic() + LONGEST
     pid = int(kept.read_text())
@@ -162,7 +161,7 @@ def test_a_file_without_such_a_function(function: str, message: str) -> None:
         ("def reward(text): return 1 +", "cannot be imported: SyntaxError"),
         ("import no_such_module", "cannot be imported: ModuleNotFoundError"),
         ("import sys; sys.exit()", "cannot be imported: SystemExit"),
-        ("import os; os._exit(3)", "cannot be loaded: its process ended with exit code 3"),
+        ("import os; os._exit(3)", "cannot be loaded: it ended its process with exit code 3"),
     ],
 )
 def test_a_file_that_cannot_be_imported(source: str, message: str, tmp_path: Path) -> None:
@@ -207,6 +206,18 @@ def test_records_without_what_a_reward_needs(section: Any, record: dict[str, Any
 def test_many_answers_and_long_ones() -> None:
     answers = [answer_of(str(n), {"answer": str(n), "text": "x" * 100_000}) for n in range(50)]
     assert scores_of(["exact_match"], answers, workers=2).tolist() == [[1]] * 50
+
+
+def test_a_reward_has_a_record_of_its_own() -> None:
+    sections = [":changes_its_record", {"reward": ":changes_its_record", "name": "again"}, "exact_match"]
+    assert scores_of(sections, [RIGHT, RIGHT]).tolist() == [[1, 1, 1], [1, 1, 1]]
+
+
+def test_a_file_with_the_name_of_another_module(tmp_path: Path) -> None:
+    (tmp_path / "json.py").write_text(
+        "CALLS = []\ndef one(text): CALLS.append(1); return len(CALLS)\ndef two(text): return len(CALLS)"
+    )
+    assert scores_of([f"{tmp_path}/json.py:one", f"{tmp_path}/json.py:two"], [RIGHT]).tolist() == [[1, 1]]
 
 
 def test_relative_files_are_those_of_the_current_folder(monkeypatch: pytest.MonkeyPatch) -> None:
