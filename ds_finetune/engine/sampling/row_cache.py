@@ -92,13 +92,18 @@ class RowCache(Cache):
         for prompt, of_prompt in prompts:
             self.layers += [_RowLayer(self._columns) for _ in prompt.cache.layers[len(self.layers) :]]
             for layer, given in zip(self.layers, prompt.cache.layers, strict=True):
-                for index, part in enumerate(_parts(given)):
-                    if part is None:
-                        continue
-                    if layer.parts[index] is None:
-                        layer.parts[index] = part.new_zeros(rows, *part.shape[1:-2], columns, part.shape[-1])
-                    tokens = part[prompt.row, ..., prompt.tokens, :]
-                    layer.parts[index][of_prompt, ..., columns - tokens.shape[-2] :, :] = tokens
+                layer.parts = [
+                    None if part is None else self._filled(whole, part, prompt, of_prompt, rows=rows)
+                    for whole, part in zip(layer.parts, _parts(given), strict=True)
+                ]
+
+    def _filled(
+        self, whole: torch.Tensor | None, part: torch.Tensor, prompt: ReadPrompt, of_prompt: slice, *, rows: int
+    ) -> torch.Tensor:
+        columns, tokens = self._columns.used, part[prompt.row, ..., prompt.tokens, :]
+        whole = part.new_zeros(rows, *part.shape[1:-2], columns, part.shape[-1]) if whole is None else whole
+        whole[of_prompt, ..., columns - tokens.shape[-2] :, :] = tokens
+        return whole
 
     @property
     def columns(self) -> int:
