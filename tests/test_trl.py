@@ -1,4 +1,6 @@
-"""Losses of one full forward equal those of TRL 1.16, which is installed in an environment of its own."""
+"""Losses of one full forward, and those of sampled answers with their gradients, equal those of TRL 1.16, which is
+installed in an environment of its own.
+"""
 
 import json
 import os
@@ -15,7 +17,7 @@ import torch
 from pydantic import TypeAdapter
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from ds_finetune.config.objectives import ObjectiveField
+from ds_finetune.config.objectives import GrpoObjective, ObjectiveField
 from ds_finetune.data.batches import BatchPlan, MicroBatch, Position, make_batch
 from ds_finetune.data.prepared_rows import Row, RowDocuments
 from ds_finetune.engine.rank_rows import rank_rows
@@ -25,6 +27,9 @@ from ds_finetune.model.loss.token_loss import StepNumbers, TrainedModel, install
 from ds_finetune.objectives.labels import IGNORE_INDEX
 from ds_finetune.objectives.objective import DocumentObjective, LossAndSums, make_objective
 from tests.model.tiny import CONFIGS
+from tests.objectives.test_grpo import answers as grpo_answers
+from tests.objectives.test_grpo import logps
+from tests.objectives.test_grpo import ours as grpo_loss
 
 TRL = "1.16.0"
 VOCABULARY, PAIRS, MARKED = 96, 8, 8
@@ -103,12 +108,16 @@ def losses_of_trl(python: Path, folder: Path) -> Sequence[float]:
         "marked": _marked(),
     }
     (folder / "cases.json").write_text(json.dumps(given))
-    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
-    command = [str(python), str(Path(__file__).with_name("trl_worker.py")), str(folder)]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=SECONDS)
-    assert done.returncode == 0, done.stderr[-4000:]
+    _run_worker(python, "trl_worker.py", folder)
     losses: Sequence[float] = json.loads((folder / "losses.json").read_text())
     return losses
+
+
+def _run_worker(python: Path, name: str, folder: Path) -> None:
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
+    command = [str(python), str(Path(__file__).with_name(name)), str(folder)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 @pytest.fixture(scope="module")
@@ -220,3 +229,46 @@ def test_losses_equal_those_of_trl(number: int, folder: Path, losses_of_trl: Seq
     loss = metrics["loss"] - (metrics["nll"] if trainer == "orpo" else 0.0)
     assert metrics.get("kl", 1.0) > 0, "z0 is not clamped"
     assert loss == pytest.approx(losses_of_trl[number], rel=2e-6)
+
+
+GRPO: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
+    ({}, {"loss_type": "dapo"}),
+    ({"aggregation": "sequence", "dual_clip": 1.4}, {"loss_type": "grpo", "delta": 1.4}),
+    ({"aggregation": "fixed", "fixed_length": 30}, {"loss_type": "dr_grpo", "max_completion_length": 30}),
+    ({"ratio": "capped", "ratio_cap": 1.3}, {"loss_type": "cispo", "epsilon_high": 1.3}),
+    ({"kl_weight": 0.2}, {"loss_type": "dapo", "beta": 0.2}),
+    (
+        {"ratio": "sequence", "aggregation": "sequence", "clip_low": 0.03, "clip_high": 0.04},
+        {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_low": 0.03, "epsilon_high": 0.04},
+    ),
+    (
+        {"ratio": "sequence", "clip_low": 0.03, "clip_high": 0.04},
+        {"loss_type": "dapo", "importance_sampling_level": "sequence", "epsilon_low": 0.03, "epsilon_high": 0.04},
+    ),
+)
+"""Keys of the section `grpo` and of TRL, where TRL's mean is that of the whole step."""
+
+
+@pytest.fixture(scope="module")
+def grpo_losses_of_trl(python: Path, folder: Path) -> Sequence[dict[str, Any]]:
+    answers = [
+        answer._asdict() | {"logp": logp.tolist()} for answer, logp in zip(grpo_answers(), logps(0.3), strict=True)
+    ]
+    (folder / "grpo_cases.json").write_text(json.dumps({"cases": [keys for _, keys in GRPO], "answers": answers}))
+    _run_worker(python, "trl_grpo_worker.py", folder)
+    losses: Sequence[dict[str, Any]] = json.loads((folder / "grpo_losses.json").read_text())
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(GRPO)), ids=["-".join(map(str, keys.values())) for _, keys in GRPO])
+def test_losses_of_sampled_answers_equal_those_of_trl(
+    number: int, grpo_losses_of_trl: Sequence[dict[str, Any]]
+) -> None:
+    given, logp, wanted = grpo_answers(), logps(0.3), grpo_losses_of_trl[number]
+    loss = grpo_loss(GrpoObjective(name="grpo", **GRPO[number][0]), given, logp).loss
+    loss.backward()
+    assert loss.item() == pytest.approx(wanted["loss"], rel=1e-12)
+    for each, gradient in zip(logp, wanted["gradients"], strict=True):
+        assert each.grad is not None
+        assert each.grad.tolist() == pytest.approx(gradient, rel=1e-10, abs=1e-15)

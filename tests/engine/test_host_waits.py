@@ -78,6 +78,7 @@ FURTHER = [
     Layout(Cell("deepseek_v3", 3, 1, packing=False), layers=2, sections=_LORA, label="lora"),
     Layout(Cell("llama", 0, 4, packing=True, max_grad_norm=0.5), layers=2),
     Layout(Cell("llama", 1, 4, packing=True, objective="dpo"), layers=2),
+    Layout(Cell("llama", 2, 2, packing=True, max_grad_norm=0.5, objective="grpo"), layers=2),
     Layout(_CLIPPED("deepseek_v3", 1, 4, tp=2), 2, layers=4),
 ]
 

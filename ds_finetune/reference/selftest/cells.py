@@ -239,9 +239,11 @@ def run_tree(cell: Cell, model: Path, out: Path, *, dp: int) -> dict[str, Any]:
         zero["offload_optimizer"] = {"device": "cpu"}
     if cell.offload == "param":
         zero["offload_param"] = {"device": "cpu"}
-    rollout = {"prompts_per_step": size * share // 2, "max_new_tokens": ROW_LEN // 2}
-    sampled = {"rollout": rollout, "rewards": ["exact_match"]}
-    return (sampled if cell.objective == "grpo" else {}) | {
+    sampled: dict[str, Any] = {}
+    if cell.objective == "grpo":
+        rollout = {"prompts_per_step": size * share // 2, "max_new_tokens": ROW_LEN // 2}
+        sampled = {"objective": {"name": "grpo", "group_size": 2}, "rollout": rollout, "rewards": ["exact_match"]}
+    return {
         "model": str(model),
         "data": {"train": "none.jsonl", "packing": cell.packing, "shuffle": False},
         "deepspeed": {"zero_optimization": zero},
@@ -268,6 +270,7 @@ def run_tree(cell: Cell, model: Path, out: Path, *, dp: int) -> dict[str, Any]:
         },
         "optim": {"name": cell.optimizer, "lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": cell.weight_decay},
         "output_dir": str(out),
+        **sampled,
     }
 
 
