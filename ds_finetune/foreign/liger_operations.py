@@ -4,15 +4,10 @@ Its autograd functions are not used. They turn queries and keys in place without
 what is not contiguous.
 """
 
+from typing import Any
+
 import torch
-from liger_kernel.ops.rms_norm import rms_norm_backward, rms_norm_forward
-from liger_kernel.ops.rope import rope_backward, rope_forward
-from liger_kernel.ops.swiglu import (
-    swiglu_backward,
-    swiglu_forward,
-    swiglu_fused_gate_up_backward,
-    swiglu_fused_gate_up_forward,
-)
+from liger_kernel.ops import rms_norm, rope, swiglu
 from liger_kernel.ops.utils import calculate_settings
 
 from ds_finetune.foreign.guard import Foreign
@@ -20,11 +15,11 @@ from ds_finetune.foreign.guard import Foreign
 _NORM = Foreign("liger-kernel", "ops/rms_norm.py:449, 526")
 _ROPE = Foreign("liger-kernel", "ops/rope.py:135, 201")
 _GATE = Foreign("liger-kernel", "ops/swiglu.py:159, 201, 364, 389")
-_NORM.parameters(rms_norm_forward, "X", "W", "eps", "offset", "casting_mode", "row_mode")
-_NORM.parameters(rms_norm_backward, "dY", "RSTD", "num_warps", "in_place", "needs_dw")
-_ROPE.parameters(rope_forward, "q", "k", "cos", "sin", "rotary_dim")
-_ROPE.parameters(rope_backward, "dq", "dk", "cos", "sin", "rotary_dim")
-_GATE.parameters(swiglu_fused_gate_up_backward, "y", "dc", "in_place")
+_NORM.parameters(rms_norm.rms_norm_forward, "X", "W", "eps", "offset", "casting_mode", "row_mode")
+_NORM.parameters(rms_norm.rms_norm_backward, "dY", "RSTD", "num_warps", "in_place", "needs_dw")
+_ROPE.parameters(rope.rope_forward, "q", "k", "cos", "sin", "rotary_dim")
+_ROPE.parameters(rope.rope_backward, "dq", "dk", "cos", "sin", "rotary_dim")
+_GATE.parameters(swiglu.swiglu_fused_gate_up_backward, "y", "dc", "in_place")
 
 _LLAMA, _GEMMA = 0, 1
 """Casting modes: the normalised row is rounded before it is multiplied by the weight, or after (liger-kernel 0.8.5,
@@ -33,46 +28,34 @@ ops/rms_norm.py:62-64)."""
 
 def norm(rows: torch.Tensor, weight: torch.Tensor, eps: float, rounds_last: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """As the formula; what backward needs is the reciprocal of the root, fp32 [rows]."""
-    out, _, scale, *_ = rms_norm_forward(rows, weight, eps, 0.0, _GEMMA if rounds_last else _LLAMA, None)
+    out, _, scale, *_ = rms_norm.rms_norm_forward(rows, weight, eps, 0.0, _GEMMA if rounds_last else _LLAMA, None)
     return out, scale
 
 
-def norm_backward(  # noqa: PLR0913 - as the formula
-    grad: torch.Tensor,
-    rows: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    rounds_last: bool,
-    needs_weight: bool,
+def norm_backward(
+    grad: torch.Tensor, saved: tuple[torch.Tensor, ...], rounds_last: bool, needs_weight: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As the formula. `grad` is not overwritten: residual connections read the same tensor."""
-    mode = _GEMMA if rounds_last else _LLAMA
-    block, warps = calculate_settings(rows.shape[-1])
-    found: tuple[torch.Tensor, torch.Tensor | None] = rms_norm_backward(
-        grad, rows, weight, scale, 0.0, mode, block, warps, in_place=False, row_mode=None, needs_dw=needs_weight
+    mode, (block, warps) = _GEMMA if rounds_last else _LLAMA, calculate_settings(grad.shape[-1])
+    return rms_norm.rms_norm_backward(  # type: ignore[no-any-return]
+        grad, *saved, 0.0, mode, block, warps, in_place=False, row_mode=None, needs_dw=needs_weight
     )
-    return found
 
 
-def rotate(  # noqa: PLR0913 - as the formula
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, width: int, in_pairs: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rotate(
+    tensors: tuple[torch.Tensor, ...],
+    angles: tuple[torch.Tensor, ...],
+    turn: Any,  # noqa: ANN401 - that of the formula, which this package cannot import
+    is_backward: bool,
+) -> tuple[torch.Tensor, ...]:
     """As the formula; the kernel turns copies in place."""
-    query, key = (_copy(each, width, in_pairs=in_pairs) for each in (query, key))
-    query, key, *_ = rope_forward(query, key, cos, sin, rotary_dim=width)
-    return query, key
-
-
-def rotate_backward(  # noqa: PLR0913 - as the formula
-    d_query: torch.Tensor, d_key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, width: int, in_pairs: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the formula."""
-    d_query, d_key = (_copy(each, width, in_pairs=False) for each in (d_query, d_key))
-    d_query, d_key = rope_backward(d_query, d_key, cos, sin, rotary_dim=width)
-    if not in_pairs:
-        return d_query, d_key
-    d_query, d_key = (_regrouped(each, width, (2, -1)) for each in (d_query, d_key))
-    return d_query, d_key
+    width, in_pairs = turn
+    run = rope.rope_backward if is_backward else rope.rope_forward
+    copies = (_copy(each, width, in_pairs=in_pairs and not is_backward) for each in tensors)
+    query, key, *_ = run(*copies, *angles, rotary_dim=width)
+    if not (in_pairs and is_backward):
+        return query, key
+    return _regrouped(query, width, (2, -1)), _regrouped(key, width, (2, -1))
 
 
 def _copy(x: torch.Tensor, width: int, *, in_pairs: bool) -> torch.Tensor:
@@ -90,21 +73,14 @@ def _regrouped(x: torch.Tensor, width: int, shape: tuple[int, int]) -> torch.Ten
     return torch.cat([turned.flatten(-2), x[..., width:]], dim=-1)
 
 
-def gate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def gate(*parts: torch.Tensor) -> torch.Tensor:
     """As the formula."""
-    return swiglu_forward(gate, up)[2]  # type: ignore[no-any-return]
+    forward = swiglu.swiglu_forward if len(parts) > 1 else swiglu.swiglu_fused_gate_up_forward
+    return forward(*parts)[-1]  # type: ignore[no-any-return]
 
 
-def gate_backward(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the formula; the gradients overwrite gate and up."""
-    return swiglu_backward(gate, up, grad)  # type: ignore[no-any-return]
-
-
-def joined_gate(gate_up: torch.Tensor) -> torch.Tensor:
-    """As the formula."""
-    return swiglu_fused_gate_up_forward(gate_up)[1]  # type: ignore[no-any-return]
-
-
-def joined_gate_backward(grad: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
-    """As the formula; the gradient overwrites both."""
-    return swiglu_fused_gate_up_backward(gate_up, grad, in_place=True)  # type: ignore[no-any-return]
+def gate_backward(grad: torch.Tensor, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """As the formula; the gradients overwrite `parts`."""
+    if len(parts) > 1:
+        return swiglu.swiglu_backward(*parts, grad)  # type: ignore[no-any-return]
+    return (swiglu.swiglu_fused_gate_up_backward(*parts, grad, in_place=True),)

@@ -1,7 +1,7 @@
 """transformers' norms, rotary embeddings and gated MLPs: which modules have which formula, by their source."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -90,12 +90,16 @@ def returns_complex(kind: type[nn.Module]) -> bool:
     return kind.__name__.endswith("RotaryEmbedding") and "torch.polar(" in inspect.getsource(kind.forward)
 
 
-def with_functions(forward: Any, functions: dict[str, Callable[..., Any]]) -> Any:  # noqa: ANN401
+def with_functions(forward: Any, functions: Mapping[str, Callable[..., Any]]) -> Any:  # noqa: ANN401
     """The function `forward` with other global functions, by their names. The module that it is from keeps its own, for
     reference models in the same process.
     """
     changed = FunctionType(
-        forward.__code__, forward.__globals__ | functions, forward.__name__, forward.__defaults__, forward.__closure__
+        forward.__code__,
+        {**forward.__globals__, **functions},
+        forward.__name__,
+        forward.__defaults__,
+        forward.__closure__,
     )
     changed.__kwdefaults__ = forward.__kwdefaults__
     return changed

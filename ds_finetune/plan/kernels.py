@@ -38,6 +38,9 @@ class ChosenKernels:
             yield "kernels", f"{self.name}: {what} are one kernel each ({self.reason}){rest}"
 
 
+SINGLE = ChosenKernels("torch", "as the run file says")
+
+
 def has_fused_operations(family: Family) -> bool:
     """Whether models of this family have operations that the kernels are tested with."""
     return not family.is_generic and family.encoder is None
@@ -50,7 +53,7 @@ def choose_kernels(name: str, *, device: str, stage: int) -> ChosenKernels:
     kernel is asked for that cannot run.
     """
     if name == "torch":
-        return ChosenKernels(name, "as the run file says")
+        return SINGLE
     if name != "auto":
         if (problem := _problem(name, device, stage)) is not None:
             raise ConfigError(f"model.kernels {name}: {problem[0]}", hint=problem[1])

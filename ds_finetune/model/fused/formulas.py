@@ -2,8 +2,18 @@
 each. What transformers rounds to the precision of hidden states is rounded here too.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch.nn import functional
+
+
+class Turning(NamedTuple):
+    """How a rotary embedding turns the first `width` columns."""
+
+    width: int
+    in_pairs: bool
+    """Whether columns that turn together are neighbours, not half the width apart."""
 
 
 def norm(rows: torch.Tensor, weight: torch.Tensor, eps: float, rounds_last: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -13,20 +23,15 @@ def norm(rows: torch.Tensor, weight: torch.Tensor, eps: float, rounds_last: bool
     """
     wide = rows.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    if rounds_last:
-        return (weight * (wide * scale)).to(rows.dtype), scale
-    return weight * (wide * scale).to(rows.dtype), scale
+    normed = wide * scale
+    return (weight * normed).to(rows.dtype) if rounds_last else weight * normed.to(rows.dtype), scale
 
 
-def norm_backward(  # noqa: PLR0913 - the tensors of a norm
-    grad: torch.Tensor,
-    rows: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    rounds_last: bool,
-    needs_weight: bool,
+def norm_backward(
+    grad: torch.Tensor, saved: tuple[torch.Tensor, ...], rounds_last: bool, needs_weight: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The gradients of rows and weight; None where the weight needs none."""
+    """The gradients of rows and weight from `saved` rows, weight and scale; None where the weight needs none."""
+    rows, weight, scale = saved
     normed = rows.float() * scale
     by_weight = grad.float() * weight.float() if rounds_last else (grad * weight).float()
     d_rows = scale * (by_weight - normed * (by_weight * normed).mean(-1, keepdim=True))
@@ -36,58 +41,36 @@ def norm_backward(  # noqa: PLR0913 - the tensors of a norm
     return d_rows.to(rows.dtype), d_weight.to(weight.dtype)
 
 
-def rotate(  # noqa: PLR0913 - queries, keys and how they are turned
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, width: int, in_pairs: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries and keys [rows, heads, tokens, columns] whose first `width` columns are turned by cosines and sines
-    [rows, tokens, width / 2 or more]. Columns that turn together are neighbours where they are `in_pairs`, and half the
-    width apart elsewhere, as they always are in the result.
+def rotate(
+    tensors: tuple[torch.Tensor, ...], angles: tuple[torch.Tensor, ...], turn: Turning, is_backward: bool
+) -> tuple[torch.Tensor, ...]:
+    """Queries and keys [rows, heads, tokens, columns], turned by cosines and sines [rows, tokens, width / 2 or more];
+    in the result columns that turn together are half the width apart. Or their gradients, from those of the result.
     """
-    first, second = _turned(query, cos, sin, width, in_pairs), _turned(key, cos, sin, width, in_pairs)
-    return first, second
+    half = turn.width // 2
+    cos, sin = (each[:, None, :, :half] for each in angles)
+    return tuple(_turned(each, cos, -sin if is_backward else sin, turn, is_backward) for each in tensors)
 
 
-def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, width: int, in_pairs: bool) -> torch.Tensor:
-    half = width // 2
-    cos, sin = cos[:, None, :, :half], sin[:, None, :, :half]
-    a, b = (x[..., 0:width:2], x[..., 1:width:2]) if in_pairs else (x[..., :half], x[..., half:width])
-    return torch.cat([(a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype), x[..., width:]], dim=-1)
+def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, turn: Turning, is_backward: bool) -> torch.Tensor:
+    width, rest = turn.width, x[..., turn.width :]
+    from_pairs = turn.in_pairs and not is_backward
+    a, b = (x[..., 0:width:2], x[..., 1:width:2]) if from_pairs else x[..., :width].chunk(2, -1)
+    a, b = (a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype)
+    return torch.cat([torch.stack([a, b], -1).flatten(-2), rest] if turn.in_pairs and is_backward else [a, b, rest], -1)
 
 
-def rotate_backward(  # noqa: PLR0913 - as above
-    d_query: torch.Tensor, d_key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, width: int, in_pairs: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of queries and keys from those of the turned ones."""
-    first, second = _turned_back(d_query, cos, sin, width, in_pairs), _turned_back(d_key, cos, sin, width, in_pairs)
-    return first, second
-
-
-def _turned_back(d: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, width: int, in_pairs: bool) -> torch.Tensor:
-    half = width // 2
-    cos, sin = cos[:, None, :, :half], sin[:, None, :, :half]
-    a, b = d[..., :half], d[..., half:width]
-    a, b = (a * cos + b * sin).to(d.dtype), (b * cos - a * sin).to(d.dtype)
-    return torch.cat([torch.stack([a, b], -1).flatten(-2), d[..., width:]] if in_pairs else [a, b, d[..., width:]], -1)
-
-
-def gate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) x up, [rows, width]."""
+def gate(*parts: torch.Tensor) -> torch.Tensor:
+    """silu(gate) x up, [rows, width]; `parts` are gate and up, or one tensor with both side by side."""
+    gate, up = parts if len(parts) > 1 else parts[0].chunk(2, -1)
     return functional.silu(gate) * up
 
 
-def gate_backward(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of gate and up."""
+def gate_backward(grad: torch.Tensor, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The gradients of `parts`."""
+    gate, up = parts if len(parts) > 1 else parts[0].chunk(2, -1)
     wide = gate.float()
     sigmoid = torch.sigmoid(wide)
-    d_silu = sigmoid * (1 + wide * (1 - sigmoid))
-    return (grad.float() * up * d_silu).to(gate.dtype), (grad * (wide * sigmoid).to(gate.dtype))
-
-
-def joined_gate(gate_up: torch.Tensor) -> torch.Tensor:
-    """As `gate`, of both side by side [rows, 2 width]."""
-    return gate(*gate_up.chunk(2, dim=-1))
-
-
-def joined_gate_backward(grad: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
-    """The gradient of both."""
-    return torch.cat(gate_backward(grad, *gate_up.chunk(2, dim=-1)), dim=-1)
+    d_gate = (grad.float() * up * sigmoid * (1 + wide * (1 - sigmoid))).to(gate.dtype)
+    d_parts = d_gate, grad * (wide * sigmoid).to(gate.dtype)
+    return d_parts if len(parts) > 1 else (torch.cat(d_parts, -1),)

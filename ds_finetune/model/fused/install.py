@@ -1,6 +1,5 @@
 """Lets norms, rotary embeddings and gated MLPs of a built model run fused kernels."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,8 @@ from ds_finetune.foreign.transformers_elementwise import (
     with_functions,
 )
 from ds_finetune.model.attention.indexed_attention import IndexedAttention
-from ds_finetune.model.fused.operations import Kernels, Turning, gate, joined_gate, kernels_of, norm, rotate
+from ds_finetune.model.fused.formulas import Turning
+from ds_finetune.model.fused.operations import Kernels, gate, kernels_of, norm, rotate
 from ds_finetune.plan.kernels import has_fused_operations
 
 
@@ -33,7 +33,7 @@ class FusedNorm(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., width] before and after."""
-        return norm(self.kernels, hidden, self.weight, self.variance_epsilon, rounds_last=self.rounds_last)  # type: ignore[no-any-return]
+        return norm(self.kernels, hidden, self.weight, self.variance_epsilon, self.rounds_last)  # type: ignore[no-any-return]
 
 
 class FusedMlp(nn.Module):
@@ -55,7 +55,7 @@ class FusedExperts(nn.Module):
     kernels: Kernels
 
     def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return joined_gate(self.kernels, gate_up)  # type: ignore[no-any-return]
+        return gate(self.kernels, gate_up)  # type: ignore[no-any-return]
 
 
 class RealAngles(nn.Module):
@@ -85,9 +85,9 @@ def install_fused(lm: PreTrainedModel, name: str) -> None:
         elif has_plain_gate(module) and is_silu(module):
             _mix_in(module, FusedExperts, kernels=kernels)
         elif isinstance(module, IndexedAttention):
-            module.rotate = _rotary(kernels, "pairs")
+            module.rotate = partial(_rotate, kernels, "pairs")
         elif turns := rotary_functions(kind):
-            functions = {each: _rotary(kernels, turn) for each, turn in turns.items()}
+            functions = {each: partial(_rotate, kernels, turn) for each, turn in turns.items()}
             _mix_in(module, nn.Module, forward=with_functions(kind.forward, functions))
         elif returns_complex(kind):
             _mix_in(module, RealAngles)
@@ -99,35 +99,12 @@ def _mix_in(module: nn.Module, mixin: type[nn.Module], **attributes: Any) -> Non
     module.__class__ = type(f"Fused{kind.__name__}", bases, attributes)
 
 
-def _rotary(kernels: Kernels, turn: str) -> Callable[..., Any]:
-    """A function in place of transformers' that turns columns in this way."""
-    if turn == "complex pairs":
-        return partial(_rotate_by_both, kernels)
-    return partial(_rotate, kernels, is_short=turn == "short halves", in_pairs=turn == "pairs")
+def _rotate(kernels: Kernels, turn: str, query: torch.Tensor, key: torch.Tensor, *angles: torch.Tensor) -> Any:  # noqa: ANN401
+    """In place of transformers' function that turns columns in this way, by cosines and sines, or by `RealAngles`.
 
-
-def _rotate(  # noqa: PLR0913 - transformers' arguments
-    kernels: Kernels,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    unsqueeze_dim: int = 1,
-    *,
-    is_short: bool,
-    in_pairs: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    assert unsqueeze_dim == 1
-    turn = Turning(cos.shape[-1] * (1 + is_short), in_pairs)
-    return rotate(kernels, query, key, cos, sin, turn)  # type: ignore[no-any-return]
-
-
-def _rotate_by_both(
-    kernels: Kernels, query: torch.Tensor, key: torch.Tensor, angles: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`angles` are those of `RealAngles`. transformers leaves columns in pairs; in another order, the same for queries
-    and keys, their products are the same.
+    With these transformers leaves columns in pairs; in another order, the same for queries and keys, their products are
+    the same.
     """
-    cos, sin = angles.unbind()
-    turn = Turning(2 * angles.shape[-1], in_pairs=True)
-    return rotate(kernels, query, key, cos, sin, turn)  # type: ignore[no-any-return]
+    cos, sin = angles if len(angles) > 1 else angles[0]
+    width = cos.shape[-1] * (1 if turn in ("halves", "pairs") else 2)
+    return rotate(kernels, Turning(width, turn.endswith("pairs")), query, key, cos, sin)

@@ -83,6 +83,18 @@ class Widths:
     """Rank of adapters; 0 where the weights themselves are trained."""
     adapted: frozenset[str] = frozenset()
     """Modules of the layer that have adapters."""
+    kernels: str = "torch"
+    """What computes norms, rotary embeddings and SwiGLU."""
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether these keep only what their kernels of backward read."""
+        return self.kernels != "torch"
+
+    @property
+    def keeps_inputs(self) -> bool:
+        """Whether norms keep their input itself, not a copy in fp32."""
+        return self.is_fused or self.number == WIDE
 
     def keeps(self, *modules: str) -> bool:
         """Whether the input of these modules is kept: that of a frozen weight is not."""
@@ -97,10 +109,10 @@ def layer_bytes(model: Mapping[str, Any], widths: Widths, *, is_sparse: bool) ->
     """What a layer holds, with routed experts where it `is_sparse`."""
     hidden, width = model["hidden_size"], widths.number
     norm_width = WIDE if family_of(str(model["model_type"])).has_sinks else width
-    # In fp32 the first norm keeps the layer's input itself.
+    # The first norm may keep the layer's input itself.
     inputs = (widths.keeps(*_READERS), widths.keeps(*_MLP_READERS))
     norms = sum(norm_bytes(hidden, widths, normalised=norm_width, feeds_product=is_kept) for is_kept in inputs)
-    norms -= WIDE * hidden if width == WIDE else 0
+    norms -= width * hidden if widths.keeps_inputs else 0
     attention, gradients = _attention(model, widths)
     kept = norms + attention
     router, mlp = (_router(model, widths), _experts(model, widths)) if is_sparse else (0, _dense(model, widths))
@@ -150,8 +162,11 @@ def _forward_bytes(model: Mapping[str, Any], widths: Widths, *, is_sparse: bool)
     attention, or in its MLP.
     """
     state = widths.number * model["hidden_size"]
-    # Norms hold their input in fp32 and a product of it.
-    norm, attention = 2 * WIDE * model["hidden_size"], state + _attention_forward(model, widths)
+    # Norms that are not fused hold their input in fp32 and a product of it.
+    norm, attention = (
+        state if widths.is_fused else 2 * WIDE * model["hidden_size"],
+        state + _attention_forward(model, widths),
+    )
     mlp = _experts_forward(model, widths) if is_sparse else 3 * widths.number * model["intermediate_size"] // widths.tp
     # The second norm reads the sum of the layer's input and attention.
     return state + max(norm + state, attention, mlp + 2 * state)
@@ -204,7 +219,8 @@ def norm_bytes(
     """Bytes that an RMSNorm keeps: its input in fp32, the normalised one if its weight is trained, a root for each
     group of columns, and its output where a matrix that is trained or adapted is multiplied with it.
     """
-    kept = WIDE * columns + (0 if widths.rank else (normalised or widths.number) * columns) + WIDE * roots
+    kept = WIDE * columns + (0 if widths.rank else (normalised or widths.number) * columns)
+    kept = (widths.number * columns if widths.is_fused else kept) + WIDE * roots
     return kept + (widths.number * columns if feeds_product else 0)
 
 
@@ -220,7 +236,7 @@ def _latent_attention(model: Mapping[str, Any], widths: Widths) -> tuple[int, in
     heads, rope, nope = model["num_attention_heads"] // tp, model["qk_rope_head_dim"], model["qk_nope_head_dim"]
     query_key, value, rank = nope + rope, model["v_head_dim"], model["kv_lora_rank"]
     latents = norm_bytes(rank, widths, feeds_product=widths.keeps("self_attn.kv_b_proj"))
-    latents += WIDE * rope if width == WIDE else 0
+    latents += width * rope if widths.keeps_inputs else 0
     if model.get("q_lora_rank"):
         latents += norm_bytes(model["q_lora_rank"], widths, feeds_product=widths.keeps("self_attn.q_b_proj"))
     # Values narrower than keys are padded; others are kept with the product that they are columns of.
@@ -252,15 +268,18 @@ def _grouped_attention(model: Mapping[str, Any], widths: Widths) -> tuple[int, i
 
 def _dense(model: Mapping[str, Any], widths: Widths, *, inner: int | None = None, name: str = "mlp") -> _Mlp:
     """Gate, up, the activated gate and the product of both are kept. When the product is gone, its gradient and those
-    of both factors are there.
+    of both factors are there. Fused kernels keep no activated gate, and Liger's write gradients over gate and up.
     """
     inner = (model["intermediate_size"] if inner is None else inner) // widths.tp
     row, matrix = widths.number * inner, widths.number * inner * model["hidden_size"]
+    between = 1 if widths.is_fused else 0
+    gradients = {"liger": 1, "compile": 3}.get(widths.kernels, 2) * row
     if not widths.rank:
-        return _Mlp(4 * row, (Held(6 * row), Held(5 * row, matrix)), (3 * inner * model["hidden_size"],))
+        held = Held((6 - between) * row), Held((5 - between) * row, matrix)
+        return _Mlp((4 - between) * row, held, (3 * inner * model["hidden_size"],))
     low = widths.low_rank(*(f"{name}.{each}_proj" for each in ("gate", "up", "down")))
-    kept = (4 if widths.keeps(f"{name}.down_proj") else 3) * row + low
-    return _Mlp(kept, (Held(kept + 2 * row),), (0,))
+    kept = (4 - between if widths.keeps(f"{name}.down_proj") else 3 - between) * row + low
+    return _Mlp(kept, (Held(kept + gradients),), (0,))
 
 
 def _router(model: Mapping[str, Any], widths: Widths) -> int:
@@ -297,7 +316,8 @@ def _experts(model: Mapping[str, Any], widths: Widths) -> _Mlp:
     row, inner_row = chosen * width * hidden, chosen * width * inner
     # Rows by expert, gate and up, what is made of them, and its product with routing weights; in gpt_oss also clamped
     # ones.
-    routed = row + (8 if family.transposed_experts else 5) * inner_row + chosen * (3 * _INDEX + width)
+    among = 8 if family.transposed_experts else 4 if widths.is_fused else 5
+    routed = row + among * inner_row + chosen * (3 * _INDEX + width)
     if not widths.keeps("mlp.experts"):
         routed -= row + inner_row
     routed += 2 * chosen * widths.low_rank("mlp.experts")
@@ -453,12 +473,13 @@ def activation_bytes(  # noqa: PLR0913 - what a rank computes, and with which ke
     is_packed: bool = False,
     device: str = "cuda",
     adapters: AdaptedLayers | None = None,
+    kernels: str = "torch",
 ) -> ActivationBytes:
     """The activations of a model of the table of families, whose config.json is given, in a `precision` on `tp` tensor
     parallel ranks, of which `ep` divide the experts. With `is_packed` attention to all documents is one call.
     With `adapters` all other weights are frozen.
     """
-    widths = Widths(4 if precision == "fp32" else 2, tp, ep, is_packed)
+    widths = Widths(4 if precision == "fp32" else 2, tp, ep, is_packed, kernels=kernels)
     hidden, rules = model["hidden_size"], family_of(str(model["model_type"])).parameters
     assert rules is not None, model["model_type"]
     kinds = [
@@ -474,8 +495,8 @@ def activation_bytes(  # noqa: PLR0913 - what a rank computes, and with which ke
         layer_input=widths.number * hidden,
         layers=tuple(layers[kind] for kind in kinds),
         head=_head(model, widths, precision, device),
-        last_norm=6 * WIDE * hidden,
-        keeps_inputs=widths.number == WIDE,
+        last_norm=(4 * widths.number if widths.is_fused else 6 * WIDE) * hidden,
+        keeps_inputs=widths.keeps_inputs,
     )
 
 

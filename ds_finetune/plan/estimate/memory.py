@@ -14,6 +14,7 @@ from ds_finetune.config.units import GIB
 from ds_finetune.errors import ConfigError, ModelError
 from ds_finetune.families.family import layer_of
 from ds_finetune.families.parameters import ModelConfig
+from ds_finetune.families.table import family_of
 from ds_finetune.families.tensors import EMBEDDING, HEAD, model_tensors
 from ds_finetune.plan.estimate.activation_memory import ActivationBytes, AdaptedLayers, HeadBytes, activation_bytes
 from ds_finetune.plan.estimate.rank_weights import (
@@ -44,6 +45,7 @@ from ds_finetune.plan.estimate.zero_rows import (
     zero_rows,
 )
 from ds_finetune.plan.forward import CPU_TOKENS, DISTILLATION_TOKENS, varlen_problem
+from ds_finetune.plan.kernels import SINGLE
 from ds_finetune.plan.lora_targets import adapted_targets, targets_among
 from ds_finetune.plan.pipeline import num_held_forwards
 from ds_finetune.plan.plan import Plan, Recomputation, is_teacher_partitioned
@@ -280,8 +282,16 @@ def _activations(
     )
     tp, ep, mtp_layers = sizes
     adapters = _adapters(model, lora, mtp_layers) if lora is not None else None
+    kernels = plan.kernels.of(family_of(str(model["model_type"])))
     return activation_bytes(
-        model, precision=plan.precision, tp=tp, ep=ep, is_packed=is_packed, device=plan.device, adapters=adapters
+        model,
+        precision=plan.precision,
+        tp=tp,
+        ep=ep,
+        is_packed=is_packed,
+        device=plan.device,
+        adapters=adapters,
+        kernels=kernels,
     )
 
 
@@ -362,7 +372,7 @@ def _teacher_rows(plan: Plan, given: ModelConfig | None) -> Iterator[MemoryRow]:
     if is_cut:
         yield from _gathered_teacher_rows(weights, home, width)
     # The forward of one layer at a time, and hidden states until the head of the model has read them.
-    activations = _activations(plan, teacher, (1, 1, 0), None)
+    activations = _activations(replace(plan, kernels=SINGLE), teacher, (1, 1, 0), None)
     working = max(layer.forward for layer in activations.kinds) + activations.layer_input
     yield MemoryRow("one layer of the teacher", home, working * tokens, _LENGTH, ("teacher",))
     yield MemoryRow("hidden states of the teacher", home, activations.layer_input * tokens, _LENGTH, FORWARD)

@@ -315,7 +315,8 @@ def _indexer_width(model: ModelConfig) -> int:
 
 def _memory(work: Work, weights: RankWeights) -> Iterator[Operation]:
     """Norms, rotations, gates and sums: their time is that of the memory that they read and write."""
-    each = activation_bytes(work.model, precision=work.plan.precision, tp=work.plan.mesh.tp)
+    plan, kernels = work.plan, work.plan.kernels.of(family_of(str(work.model["model_type"])))
+    each = activation_bytes(work.model, precision=plan.precision, tp=plan.mesh.tp, kernels=kernels)
     layers = [each.layers[min(layer, len(each.layers) - 1)] for layer in weights.layers]
     kept = sum(layer.kept + each.layer_input for layer in layers) * work.num_tokens
     forwards = _PASSES_OVER_ACTIVATIONS + 2 * (work.plan.recomputes + work.extra_forwards)

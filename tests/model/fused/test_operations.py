@@ -1,6 +1,7 @@
 """Fused operations against those of transformers: outputs and gradients."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,8 +15,8 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.gpt_oss.modeling_gpt_oss import apply_rotary_pos_emb as gpt_oss_rotary
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from ds_finetune.model.fused.install import _rotary
-from ds_finetune.model.fused.operations import gate, joined_gate, norm
+from ds_finetune.model.fused.install import _rotate
+from ds_finetune.model.fused.operations import gate, norm
 from tests.model.fused.fused_kernels import DEVICE, NAMES, dtypes, fused_kernels
 
 ROUNDING = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
@@ -63,7 +64,7 @@ def test_norms(name: str, kind: type[nn.Module], is_frozen: bool) -> None:
                 return torch.func.functional_call(module, {"weight": weight}, (hidden,))
 
             def found(hidden: torch.Tensor, weight: torch.Tensor) -> Any:
-                return norm(kernels, hidden, weight, 1e-5, rounds_last=kind is GptOssRMSNorm)
+                return norm(kernels, hidden, weight, 1e-5, kind is GptOssRMSNorm)
 
             weight = random(shape[-1], dtype=dtype, needs_grad=not is_frozen)
             compare(wanted, found, [random(*shape, dtype=dtype), weight])
@@ -98,7 +99,7 @@ ROTARY = {
 def test_rotary_embeddings(name: str, turn: str) -> None:
     kernels = fused_kernels(name)
     wanted, like = ROTARY[turn]
-    found = _rotary(kernels, "halves" if turn == "part" else turn)
+    found = partial(_rotate, kernels, "halves" if turn == "part" else turn)
     for dtype in dtypes(name):
         for rows, heads, key_heads, width in ((2, 3, 1, 12), (1, 4, 2, 10)):
             # Queries as projections leave them, and keys that are some columns of a wider output.
@@ -129,13 +130,13 @@ def test_gates(name: str) -> None:
                 return functional.silu(left) * right
 
             joined = random(*shape[:-1], 2 * shape[-1], dtype=dtype)
-            compare(of_joined, lambda x: joined_gate(kernels, x), [joined])
+            compare(of_joined, lambda x: gate(kernels, x), [joined])
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_second_backward_of_what_was_overwritten_is_an_error(name: str) -> None:
     kernels = fused_kernels(name)
-    for run in (lambda x: gate(kernels, x * 1, x * 2), lambda x: joined_gate(kernels, x * 1)):
+    for run in (lambda x: gate(kernels, x * 1, x * 2), lambda x: gate(kernels, x * 1)):
         out = run(random(3, 8, dtype=torch.float32))
         out.sum().backward(retain_graph=True)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -149,11 +150,11 @@ def test_packed_rows_of_any_length_are_not_compiled_again() -> None:
 
     def step(rows: int, tokens: int) -> None:
         hidden, weight = random(rows, tokens, 24, dtype=dtype), random(24, dtype=dtype)
-        heads = norm(kernels, hidden, weight, 1e-6, rounds_last=False).unflatten(-1, (3, 8)).transpose(1, 2)
+        heads = norm(kernels, hidden, weight, 1e-6, False).unflatten(-1, (3, 8)).transpose(1, 2)
         half = angles(rows, tokens, 4)
         cos = torch.cat([half, half], dim=-1)
-        query, key = _rotary(kernels, "halves")(heads, heads[:, :2], cos.cos(), cos.sin())
-        joined_gate(kernels, gate(kernels, query, query) * key.sum()).sum().backward()
+        query, key = _rotate(kernels, "halves", heads, heads[:, :2], cos.cos(), cos.sin())
+        gate(kernels, gate(kernels, query, query * 1) * key.sum()).sum().backward()
 
     step(2, 9)
     with torch._dynamo.config.patch(error_on_recompile=True):

@@ -12,6 +12,8 @@ from ds_finetune.families.configs import PUBLISHED
 from ds_finetune.families.table import FAMILIES
 from ds_finetune.model.activation_memory import install_tiled_mlps
 from ds_finetune.model.build.skeleton import build_skeleton
+from ds_finetune.model.fused import formulas, install
+from ds_finetune.model.fused.install import install_fused
 from ds_finetune.model.loss.token_loss import TrainedModel
 from ds_finetune.plan.estimate.activation_memory import activation_bytes
 from tests.model.tiny import CONFIGS
@@ -31,12 +33,13 @@ def config(family: str) -> dict[str, Any]:
     return AutoConfig.for_model(FAMILIES[family].built_as or family, **tree).to_dict()
 
 
-def saved_by_layer(tree: dict[str, Any], dtype: torch.dtype, *, is_tiled: bool) -> list[float]:
+def saved_by_layer(tree: dict[str, Any], dtype: torch.dtype, *, is_tiled: bool, kernels: str) -> list[float]:
     """Bytes a token that autograd saves in each layer, but parameters, rotary tables and the layer's input."""
     hf_config = AutoConfig.for_model(**tree)
     lm = build_skeleton(hf_config, attention="sdpa", dtype=dtype, device="cpu")
     for param in lm.parameters():
         param.data.normal_(0, 0.05)
+    install_fused(lm, kernels)
     if is_tiled:
         install_tiled_mlps(lm, tiles=4)
     known = {tensor.untyped_storage().data_ptr() for tensor in (*lm.parameters(), *lm.buffers())}
@@ -75,6 +78,12 @@ def test_what_layers_keep(family: str) -> None:
     _compare(family, "bf16", is_tiled=False)
 
 
+@pytest.mark.parametrize("family", CONFIGS)
+def test_what_layers_keep_with_fused_kernels(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(install, "kernels_of", lambda _: formulas)
+    _compare(family, "bf16", is_tiled=False, kernels="liger")
+
+
 def test_what_layers_keep_with_tiled_mlps() -> None:
     _compare("deepseek_v3", "fp32", is_tiled=True)
 
@@ -87,11 +96,11 @@ def test_what_layers_keep_in_every_way(family: str, precision: str, *, is_tiled:
     _compare(family, precision, is_tiled=is_tiled)
 
 
-def _compare(family: str, precision: str, *, is_tiled: bool) -> None:
+def _compare(family: str, precision: str, *, is_tiled: bool, kernels: str = "torch") -> None:
     tree = config(family)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
-    measured = saved_by_layer(tree, dtype, is_tiled=is_tiled)
-    planned = activation_bytes(tree | {"model_type": family}, precision=precision)
+    measured = saved_by_layer(tree, dtype, is_tiled=is_tiled, kernels=kernels)
+    planned = activation_bytes(tree | {"model_type": family}, precision=precision, kernels=kernels)
     for layer, found in zip(planned.layers, measured, strict=True):
         kept = layer.kept - layer.mlp if is_tiled else layer.kept
         assert found == pytest.approx(kept, rel=0.02)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from ds_finetune.config.sections import LoraConfig
 from ds_finetune.families.table import FAMILIES
 from ds_finetune.plan.estimate.memory import MemoryEstimate, estimate_memory
 from ds_finetune.plan.estimate.rows import BACKWARD, FORWARD, Moment
+from ds_finetune.plan.kernels import ChosenKernels
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
@@ -33,6 +35,7 @@ def estimate(
     *,
     objective: Mapping[str, Any] | None = None,
     teacher: Mapping[str, Any] | None = None,
+    kernels: str = "torch",
     **train: Any,
 ) -> MemoryEstimate:
     section = {"max_seq_len": tokens, "micro_batch_size": rows, "global_batch_size": 2 * rows, **train}
@@ -42,7 +45,7 @@ def estimate(
     run |= {"rollout": {"prompts_per_step": rows}, "rewards": ["number"]}
     config = RunConfig.model_validate(run)
     plan = make_plan(RunSettings.of(config), world=World(0, 1, 0, 1, "a test"), device="cuda")
-    return estimate_memory(plan, tree, teacher=teacher)
+    return estimate_memory(replace(plan, kernels=ChosenKernels(kernels, "a test")), tree, teacher=teacher)
 
 
 def bytes_at(planned: MemoryEstimate, moment: Moment) -> int:
@@ -52,10 +55,15 @@ def bytes_at(planned: MemoryEstimate, moment: Moment) -> int:
 
 
 def compare(
-    tree: Mapping[str, Any], *, tokens: int = 4096, lora: Mapping[str, Any] | None = None, **train: Any
+    tree: Mapping[str, Any],
+    *,
+    tokens: int = 4096,
+    lora: Mapping[str, Any] | None = None,
+    kernels: str = "torch",
+    **train: Any,
 ) -> tuple[Tracked, int]:
     """What is tracked of two rows of two documents, and the bytes of the same by arithmetic."""
-    planned = estimate(tree, 2, tokens, lora, **train)
+    planned = estimate(tree, 2, tokens, lora, kernels=kernels, **train)
     precision, recomputation = train.get("precision", "bf16"), train.get("activation_checkpointing", "full")
     documents = [(tokens // 4, tokens - tokens // 4)] * 2
     tracked = track(
@@ -65,6 +73,7 @@ def compare(
         recomputation=recomputation,
         is_tiled=train.get("tiled_mlp", False),
         lora=LoraConfig.model_validate(lora) if lora else None,
+        kernels=kernels,
     )
     return tracked, max(bytes_at(planned, moment) for moment in MOMENTS)
 
@@ -106,6 +115,17 @@ def test_published_sizes_with_few_layers(shared_data: Path, name: str, way: str)
     assert planned == pytest.approx(tracked.peak, rel=0.02)
 
 
+FUSED = ("liger", "compile")
+
+
+@pytest.mark.parametrize("way", ["recomputed", pytest.param("selective", marks=pytest.mark.slow), "kept"])
+@pytest.mark.parametrize("kernels", ["liger", pytest.param("compile", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [LITE, DISTILL])
+def test_fused_kernels(shared_data: Path, name: str, kernels: str, way: str) -> None:
+    tracked, planned = compare(published(shared_data, name, num_hidden_layers=2), kernels=kernels, **WAYS[way])
+    assert planned == pytest.approx(tracked.peak, rel=0.02)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", [LITE, DISTILL, QWEN])
@@ -121,6 +141,28 @@ def test_every_family(family: str, way: str) -> None:
     tree = wider_config(family) | {"model_type": family, "vocab_size": 1024} | WIDER.get(family, {})
     assert FAMILIES[family].parameters is not None
     tracked, planned = compare(tree, **WAYS[way])
+    assert planned == pytest.approx(tracked.peak, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kernels", FUSED)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_fused_kernels_of_every_family(family: str, kernels: str, way: str) -> None:
+    tree = wider_config(family) | {"model_type": family, "vocab_size": 1024} | WIDER.get(family, {})
+    tracked, planned = compare(tree, kernels=kernels, **WAYS[way])
+    assert planned == pytest.approx(tracked.peak, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernels", FUSED)
+@pytest.mark.parametrize("way", ["recomputed", "kept"])
+@pytest.mark.parametrize("targets", [[], ["q_proj", "o_proj"]], ids=["all", "two"])
+@pytest.mark.parametrize("name", [LITE, DISTILL])
+def test_adapters_with_fused_kernels(shared_data: Path, name: str, targets: list[str], way: str, kernels: str) -> None:
+    lora = {"rank": 16} | ({"target_modules": targets} if targets else {})
+    tree = published(shared_data, name, num_hidden_layers=3)
+    tracked, planned = compare(tree, lora=lora, kernels=kernels, **WAYS[way])
     assert planned == pytest.approx(tracked.peak, rel=0.05)
 
 

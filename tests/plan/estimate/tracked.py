@@ -24,6 +24,8 @@ from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.model.activation_memory import install_tiled_mlps, recompute_layers
 from ds_finetune.model.adapters.lora import AdapterPlacement, install_lora
 from ds_finetune.model.build.skeleton import build_skeleton, whole
+from ds_finetune.model.fused import install
+from ds_finetune.model.fused.install import install_fused
 from ds_finetune.model.loss import head_chunks
 from ds_finetune.model.loss.cross_entropy import chunked_cross_entropy
 from ds_finetune.model.loss.forward_rows import ForwardRows
@@ -61,12 +63,37 @@ class Tracked:
         return self.peak - self.states
 
 
+class OutputsOnly:
+    """Fused kernels that compute nothing, and have no tensors but their results: Liger's, which write the gradients of
+    gate and up over them, or those of torch.compile.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.overwrites = name == "liger"
+
+    def norm(self, rows: torch.Tensor, weight: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.empty_like(rows), rows.new_empty(len(rows), dtype=torch.float32)
+
+    def norm_backward(self, grad: torch.Tensor, saved: tuple[torch.Tensor, ...], _: bool, needs_weight: bool) -> Any:
+        return torch.empty_like(grad), torch.empty_like(saved[1]) if needs_weight else None
+
+    def rotate(self, tensors: tuple[torch.Tensor, ...], *_: Any) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.empty_like(each) for each in tensors)
+
+    def gate(self, *parts: torch.Tensor) -> torch.Tensor:
+        return parts[0].new_empty(len(parts[0]), parts[0].shape[1] * len(parts) // 2)
+
+    def gate_backward(self, _: torch.Tensor, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return parts if self.overwrites else tuple(torch.empty_like(each) for each in parts)
+
+
 @contextmanager
 def gpu_kernels() -> Iterator[None]:
     """Experts by torch's grouped product, blocks of logits as large as the chunk, and products that are added where
     they are computed: what a GPU does, on fake tensors that are said to be on a CPU.
     """
     with ExitStack() as stack:
+        stack.enter_context(patch.object(install, "kernels_of", OutputsOnly))
         stack.enter_context(patch.object(head_chunks, "_BLOCK_NUMBERS", 2**62))
         stack.enter_context(patch.object(head_chunks, "_add_product", lambda *_: None))
         stack.enter_context(patch.object(mod_tracker, "register_multi_grad_hook", _hook_where_it_can))
@@ -86,6 +113,7 @@ def track(
     lora: LoraConfig | None = None,
     objective: ObjectiveConfig | None = None,
     teacher: Mapping[str, Any] | None = None,
+    kernels: str = "torch",
 ) -> Tracked:
     """One micro-batch of a model with the config.json `tree`; `documents` are the lengths of those of each row. So many
     tokens are `supervised`, or all. With `lora` adapters are trained. A `teacher` runs beside the model of an
@@ -95,6 +123,7 @@ def track(
     with FakeTensorMode(), gpu_kernels():
         lm = _with_head(tree, precision, lora, wanted)
         lm.train()
+        install_fused(lm, kernels)
         if recomputation != "none":
             recompute_layers(lm, is_selective=recomputation == "selective")
         if is_tiled:
