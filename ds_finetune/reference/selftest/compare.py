@@ -250,11 +250,16 @@ class LayoutComparison:
 
 
 def write_model(
-    config: PretrainedConfig, folder: Path, *, objective: ObjectiveConfig = SFT, has_mtp: bool = False
+    config: PretrainedConfig,
+    folder: Path,
+    *,
+    objective: ObjectiveConfig = SFT,
+    has_mtp: bool = False,
+    router_scale: float = 1.0,
 ) -> None:
     """Write a model of `config` for the objective to `folder`; its random weights are the same on every machine.
 
-    With `has_mtp` it has a multi-token prediction layer.
+    With `has_mtp` it has a multi-token prediction layer. `router_scale` multiplies the weights of routers.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(11)
@@ -263,6 +268,8 @@ def write_model(
             if name.endswith("_proj.bias"):
                 # transformers draws zeros, with which a bias that is left out or added twice would not show.
                 nn.init.normal_(param, std=0.1)
+            if name.endswith((".gate.weight", ".router.weight")):
+                param.data.mul_(router_scale)
         if has_mtp:
             add_random_layer(model)
         model.save_pretrained(folder)
