@@ -1,10 +1,11 @@
 """Compares sampled answers in batches with one prompt at a time: tokens per second of `Engine.sample`.
 
-    OMP_NUM_THREADS=2 python bench/sampling.py [MODEL] [--rows 1 8 32] [--tokens 64] [--prompt 48]
+    OMP_NUM_THREADS=2 python -m bench.sampling [MODEL] [--rows 1 8 32] [--tokens 64] [--prompt 48]
 
 MODEL is a folder with config.json, whose weights are random; without it a Llama of 21 million parameters is written to
 a temporary folder. Batches take turns, and the medians of all rounds are printed, with that of `Engine.generate`,
-which answers one prompt at a time. Prompts have different lengths, from half of `--prompt` tokens on.
+which answers one prompt at a time; CPU seconds are those of all threads, and tell more where others use the cores.
+Prompts have different lengths, from half of `--prompt` tokens on.
 """
 
 import argparse
@@ -63,23 +64,24 @@ def compare(engine: Engine, asked: argparse.Namespace) -> None:
     """Print the tokens per second of each number of rows."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(asked.prompt // 2, asked.prompt + 1, (asked.prompts,), generator=generator).tolist()
-    ids = [torch.randint(3, 500, (length,), generator=generator).tolist() for length in lengths]
+    ids = [torch.randint(3, 100, (length,), generator=generator).tolist() for length in lengths]
     prompts = [PromptToSample(number, prompt, 0) for number, prompt in enumerate(ids)]
     limits = SamplingLimits(asked.tokens, (), engine.lm.config.vocab_size)
     ways: dict[str, Callable[[], int]] = {"one prompt at a time, greedy (generate)": lambda: greedy(engine, ids, asked)}
     for rows in asked.rows:
         ways[f"{rows} rows (sample)"] = lambda rows=rows: sampled(engine, prompts, limits, asked.group, rows)
-    speeds: dict[str, list[float]] = {name: [] for name in ways}
+    speeds: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     for _ in range(asked.rounds):
         for name, way in ways.items():
-            began = time.perf_counter()
+            began, used = time.perf_counter(), time.process_time()
             tokens = way()
-            speeds[name].append(tokens / (time.perf_counter() - began))
-    first = None
+            speeds[name].append((tokens / (time.perf_counter() - began), tokens / (time.process_time() - used)))
+    first: tuple[float, float] | None = None
     for name, each in speeds.items():
-        speed = statistics.median(each)
-        first = first or speed
-        say(f"{name:42s} {speed:8,.0f} tokens/s, {speed / first:5.1f} times the first")
+        wall, cpu = map(statistics.median, zip(*each, strict=True))
+        first = first or (wall, cpu)
+        times = f"{wall / first[0]:.1f} and {cpu / first[1]:.1f} times the first"
+        say(f"{name:42s} {wall:7,.0f} tokens/s, {cpu:7,.0f} per CPU second: {times}")
 
 
 def greedy(engine: Engine, ids: list[list[int]], asked: argparse.Namespace) -> int:
