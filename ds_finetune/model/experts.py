@@ -158,13 +158,17 @@ def run_experts(
     rows = project(chosen.rows_of(hidden), ends, "gate_up_proj")
     if module.has_bias:
         of_row = (chosen.experts[:, None] == torch.arange(module.num_experts, device=rows.device)).to(rows.dtype)
-        bias = of_row @ module.gate_up_proj_bias
-        rows = rows.add_(bias) if current_outputs() is None else rows + bias
+        # A local name would keep the biases of all rows until the end.
+        if current_outputs() is None:
+            rows.add_(of_row @ module.gate_up_proj_bias)
+        else:
+            rows = rows + of_row @ module.gate_up_proj_bias
     inner = module._apply_gate(rows)
-    out = chosen.sums_of(project((inner * weights).to(inner.dtype), ends, "down_proj"))
-    if module.has_bias:
-        out = out + chosen.sums_of((of_row * weights).to(out.dtype)) @ module.down_proj_bias
-    return out
+    weighted = (inner * weights).to(inner.dtype)
+    # Before the down projection, at which recomputation ends: gradients need what is multiplied with the bias.
+    added = chosen.sums_of((of_row * weights).to(inner.dtype)) @ module.down_proj_bias if module.has_bias else None
+    out = chosen.sums_of(project(weighted, ends, "down_proj"))
+    return out if added is None else out + added
 
 
 def install_grouped_experts() -> None:

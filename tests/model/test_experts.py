@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig
 from transformers.integrations.moe import grouped_mm_experts_forward
 
@@ -111,3 +112,16 @@ def test_a_rank_without_rows_takes_part_in_recomputed_exchanges() -> None:
     lines = [line.split() for line in done.stdout.splitlines() if line.startswith("rank")]
     assert len(lines) == 8, done.stdout
     assert max(float(line[-1]) for line in lines) < 1e-6, done.stdout
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_recomputation_ends_before_the_down_projection(family: str) -> None:
+    """No gradient needs its output, also where experts have biases."""
+    experts = experts_of(family, torch.float32)
+    index, weights = torch.tensor([[0, 1], [1, 2], [0, 3]]), torch.rand(3, 2, requires_grad=True)
+    hidden = torch.randn(3, CONFIGS[family]["hidden_size"], requires_grad=True)
+    out = checkpoint(run_experts, experts, hidden, index, weights, use_reentrant=False)
+    with Operations() as operations:
+        out.sum().backward()
+    # The gate and up projection again, and two products for the gradients of each.
+    assert operations.counts["aten::_grouped_mm"] == 5

@@ -328,8 +328,8 @@ def _experts(model: Mapping[str, Any], widths: Widths) -> _Mlp:
     moments = (
         # The gradient of each token's sum, once for each expert, and that of the down projection's input and weight.
         Held(routed + shared.kept + row + inner_row, matrices),
-        # Gradients times routing weights, which are fp32 in most families.
-        Held(routed + shared.kept + 3 * wide_inner, matrices),
+        # Gradients times routing weights, which are fp32 in most families; in others that product needs no copy.
+        Held(routed + shared.kept + (2 if wide_inner == inner_row else 3) * wide_inner, matrices),
         Held(shared.kept + 2 * row + 2 * inner_row, 2 * matrices),
         *shared.moments,
     )
