@@ -30,7 +30,7 @@ from packaging.version import Version
 
 project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
 extras = project["optional-dependencies"]
-lines = project["dependencies"] + [line for name in ("serve", "onnx", "quantize", "sweep") for line in extras[name]]
+lines = project["dependencies"] + [line for name in ("serve", "onnx", "gguf", "quantize", "sweep") for line in extras[name]]
 for line in lines:
     wanted = Requirement(line)
     if wanted.name == "torch":

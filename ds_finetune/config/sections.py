@@ -503,7 +503,7 @@ class ExportConfig(Section):
     """Write `export/` when training ends."""
     formats: Annotated[tuple[str, ...], BeforeValidator(as_list)] = ("safetensors",)
     """Formats of the model at the end. The first is `safetensors`, in `export/`, from which each other one is made as
-    `export-NAME/` and compared with plain transformers. `onnx` needs the extra `onnx` of this package.
+    `export-NAME/` and verified. `onnx` and `gguf` need the extras of these names.
     """
     max_shard_size: SizeText = "5GB"
     """Largest size of a safetensors file."""

@@ -23,7 +23,7 @@ from ds_finetune.families.table import FAMILIES, family_of
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from ds_finetune.export.verify.verify import VerificationResult
 
@@ -40,6 +40,8 @@ class ExportOptions:
 
     dtype: str = ""
     """Dtype of the weights; empty for the first one of the format's row."""
+    quantise: str = ""
+    """Type in which weights are stored; empty for the first one of the format's row."""
     base: Path | None = None
     """Folder of the model that was trained."""
     max_shard_size: str | None = None
@@ -50,7 +52,8 @@ class ExportOptions:
         """Options that not every format has: how they were given, by their names on the command line."""
         size = {} if self.max_shard_size is None else {"--max-shard-size": f"--max-shard-size {self.max_shard_size}"}
         flags = {"--no-cache": not self.with_cache, "--no-verify": not self.verify}
-        return size | {name: name for name, is_given in flags.items() if is_given}
+        kind = {"--quantise": f"--quantise {self.quantise}"} if self.quantise else {}
+        return size | kind | {name: name for name, is_given in flags.items() if is_given}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +92,12 @@ class FormatModule(Protocol):
         """Compare `folder` with its record, and mark it; `base` is the model that it was trained from, if given."""
         ...
 
-    def check_model(self, config: "PretrainedConfig", *, is_classifier: bool) -> None:
-        """ExportError where the model type or a setting of config.json has no export in this format."""
+    def check_model(
+        self, config: "PretrainedConfig", *, is_classifier: bool, tokenizer: "PreTrainedTokenizerBase | None" = None
+    ) -> None:
+        """ExportError where the model type, a setting of config.json or the tokenizer, if given, has no export in this
+        format.
+        """
         ...
 
     def load_model(self, folder: Path, device: str) -> "PreTrainedModel":
@@ -120,9 +127,13 @@ class ExportFormat:
     read_by: str
     """Programs that read its folders."""
     dtypes: tuple[str, ...]
-    """Values of `--dtype`; the first is the default."""
+    """Values of `--dtype`; the first is the default. Empty where `--quantise` says it."""
     engines: tuple[str, ...]
-    """Engines of `ds-finetune serve` that read its folders; `auto` takes the first that can run."""
+    """Engines of `ds-finetune serve` that read its folders; `auto` takes the first that can run. Empty where this
+    program does not run them.
+    """
+    quantised: tuple[str, ...] = ()
+    """Values of `--quantise`; the first is the default."""
     options: tuple[str, ...] = ()
     """Options of `ExportOptions.given` that it has."""
     reasons: Mapping[str, str] = field(default_factory=dict)
@@ -145,6 +156,11 @@ class ExportFormat:
                     f"{given} is not valid with --format {self.name}",
                     hint=self.reasons.get(name, f"it is an option of --format {others}"),
                 )
+        if options.dtype and not self.dtypes:
+            raise ConfigError(
+                f"--dtype {options.dtype} is not valid with --format {self.name}",
+                hint=f"say it by --quantise {', '.join(self.quantised)}",
+            )
         if options.dtype and options.dtype not in {dtype for row in formats() for dtype in row.dtypes}:
             raise ConfigError(f"dtype is `{options.dtype}`", hint=f"name one of {', '.join(self.dtypes)}")
         if options.dtype and options.dtype not in self.dtypes:
@@ -152,7 +168,13 @@ class ExportFormat:
                 f"{self.read_by} cannot run a model in {options.dtype}",
                 hint=f"export with --dtype {' or '.join(self.dtypes)}",
             )
-        return replace(options, dtype=options.dtype or self.dtypes[0])
+        if options.quantise and options.quantise not in self.quantised:
+            raise ConfigError(f"--quantise is `{options.quantise}`", hint=f"name one of {', '.join(self.quantised)}")
+        return replace(
+            options,
+            dtype=options.dtype or next(iter(self.dtypes), ""),
+            quantise=options.quantise or next(iter(self.quantised), ""),
+        )
 
     def check_model_type(self, model_type: str) -> Family:
         """The family of `model_type`; ExportError where its models cannot be exported."""
@@ -173,6 +195,14 @@ class ExportFormat:
     def holds_weights(self, folder: Path) -> bool:
         """Whether `folder` has files with weights in this format."""
         return any(any(folder.glob(pattern)) for pattern in self.weights)
+
+    def check_runs_here(self, folder: Path) -> None:
+        """ExportError where this program does not run models of `folder`, which is of this format."""
+        if not self.engines:
+            raise ExportError(
+                f"`{folder}` is a {self.title} folder, which {self.read_by} run, and not this program",
+                hint="name the safetensors export of the model",
+            )
 
     def load(self) -> FormatModule:
         """Its module; ExportError where a package that it needs is not installed."""
@@ -212,7 +242,25 @@ ONNX = ExportFormat(
     extra="onnx",
     has_family=lambda family: family.onnx is not None,
 )
-FORMATS = [SAFETENSORS, ONNX]
+GGUF = ExportFormat(
+    name="gguf",
+    title="GGUF",
+    module="ds_finetune.export.gguf.folder",
+    weights=("*.gguf",),
+    read_by="llama.cpp and Ollama",
+    dtypes=(),
+    quantised=("bf16", "f16", "f32", "q8_0"),
+    engines=(),
+    options=("--quantise",),
+    reasons={
+        "--max-shard-size": "leave it out: a GGUF is one file",
+        "--no-verify": "leave it out: a GGUF has its name only once it is verified",
+    },
+    packages=("gguf",),
+    extra="gguf",
+    has_family=lambda family: family.gguf is not None,
+)
+FORMATS = [SAFETENSORS, ONNX, GGUF]
 """The formats of this package, and after them those that others have registered."""
 ENGINES = ("vllm", "transformers", "onnx")
 """The engines of `ds-finetune serve`."""

@@ -43,7 +43,8 @@ def check_generates(folder: Path) -> None:
 
 
 def check_loadable(folder: Path) -> None:
-    """ExportError where `folder` holds no config.json, or no weights in a format that is known."""
+    """ExportError where `folder` holds no config.json, no weights in a format that is known, or none that run here."""
+    format_of(folder).check_runs_here(folder)
     if not (folder / "config.json").is_file():
         raise ExportError(f"`{folder}` holds no config.json", hint=_HINT)
     if not format_of(folder).holds_weights(folder):

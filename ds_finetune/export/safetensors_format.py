@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ds_finetune.config.units import parse_bytes
 from ds_finetune.console.quiet import show_loading_as_phase
@@ -28,7 +28,9 @@ def verify(folder: Path, base: Path | None) -> VerificationResult:
     return verify_exports([folder], base=base, available_bytes=available_bytes())[0]
 
 
-def check_model(config: PretrainedConfig, *, is_classifier: bool) -> None:
+def check_model(
+    config: PretrainedConfig, *, is_classifier: bool, tokenizer: PreTrainedTokenizerBase | None = None
+) -> None:
     """Every model that trains is exported."""
 
 

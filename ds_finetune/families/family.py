@@ -38,6 +38,18 @@ class OnnxGraph:
 
 
 @dataclass(frozen=True)
+class GgufArchitecture:
+    """What llama.cpp computes of a family, which `export/gguf` writes and `tests/export/gguf` compares."""
+
+    name: str
+    """Name of its architecture."""
+    computes: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Values of keys of config.json that it computes, the usual one first; of other keys it computes any."""
+    rotates_pairs: bool = False
+    """Rotary embeddings turn pairs of neighbouring columns of queries and keys, and may be scaled as Llama 3's."""
+
+
+@dataclass(frozen=True)
 class RouterKind:
     """How the router of a layer scores its experts. It is a module that returns logits [tokens, experts], weights and
     numbers of the chosen experts [tokens, chosen]."""
@@ -157,6 +169,7 @@ class Family:
     """None for causal models."""
 
     onnx: OnnxGraph | None = None
+    gguf: GgufArchitecture | None = None
     tiny_models: TinyModels | None = None
 
     def is_of_indexer(self, name: str) -> bool:

@@ -135,6 +135,7 @@ def choose_engine(engine: str, folder: Path) -> str:
     ServeError where the engine is not installed or cannot read the folder.
     """
     row = format_of(folder)
+    row.check_runs_here(folder)
     if engine == "auto":
         engine = next(name for name in row.engines if name != "vllm" or (shutil.which("vllm") and _has_gpu()))
     if engine not in row.engines:

@@ -132,7 +132,7 @@ def resolve(  # noqa: PLR0913 - what is decided, and what it is decided from
     settings = with_classes(replace(settings, mesh=plan.mesh, device=device), is_config_only=is_config_only)
     model = make_model_plan(settings, is_config_only=is_config_only)
     token_limits(settings, model.hf_config)
-    check_formats(config.export.formats, model, is_config_only=is_config_only)
+    check_formats(config.export.formats, model, settings.model, is_config_only=is_config_only)
     context = model.context.notes() if model.context is not None else ()
     lengths = length_notes(model, max_seq_len=plan.batch.max_seq_len)
     notes = (*precision, *context, *try_generic_type(settings, model), *lengths)
@@ -141,15 +141,16 @@ def resolve(  # noqa: PLR0913 - what is decided, and what it is decided from
     return run if is_config_only else complete_plan(run)
 
 
-def check_formats(names: Sequence[str], model: ModelPlan, *, is_config_only: bool) -> None:
-    """ConfigError or ExportError where the model cannot be exported in one of `export.formats`.
+def check_formats(names: Sequence[str], model: ModelPlan, section: ModelConfig, *, is_config_only: bool) -> None:
+    """ConfigError or ExportError where the model or its tokenizer cannot be exported in one of `export.formats`.
 
-    With `is_config_only`, packages and settings of the model are not looked at: another machine exports.
+    With `is_config_only`, packages, settings of the model and tokenizer are not looked at: another machine exports.
     """
     for row in formats_of_run(names)[1:]:
         row.check_model_type(model.hf_config.model_type)
         if not is_config_only:
-            row.load().check_model(model.hf_config, is_classifier=model.task != "causal_lm")
+            is_classifier, tokenizer = model.task != "causal_lm", _tokenizer(section)
+            row.load().check_model(model.hf_config, is_classifier=is_classifier, tokenizer=tokenizer)
 
 
 def with_train(run: R, train: TrainConfig) -> R:

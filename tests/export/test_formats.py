@@ -82,9 +82,9 @@ def test_what_a_row_does_not_have_is_refused(tmp_path: Path) -> None:
         with pytest.raises((ConfigError, ExportError), match=told):
             ds_finetune.export_model(tmp_path, tmp_path / "out", format="toy", **options)
     with pytest.raises(
-        ConfigError, match=r"format `gguf` is not known\n  hint: known formats are safetensors, onnx, toy"
+        ConfigError, match=r"format `tar` is not known\n  hint: known formats are safetensors, onnx, gguf, toy"
     ):
-        ds_finetune.export_model(tmp_path, tmp_path / "out", format="gguf")
+        ds_finetune.export_model(tmp_path, tmp_path / "out", format="tar")
     with pytest.raises(ExportError, match="model_type `bert` has no export to toy"):
         TOY.check_model_type("bert")
 
@@ -112,7 +112,7 @@ def test_a_run_ends_with_each_of_its_formats(tmp_path: Path, capsys: pytest.Capt
     [
         ("[onnx]", "export.formats is ['onnx']"),
         ("[safetensors,safetensors]", "export.formats is ['safetensors', 'safetensors']"),
-        ("[safetensors,gguf]", "export.formats: format `gguf` is not known"),
+        ("[safetensors,tar]", "export.formats: format `tar` is not known"),
     ],
 )
 def test_formats_of_a_run_that_cannot_be(
@@ -164,6 +164,7 @@ def test_an_unverified_folder_of_a_user_is_kept(tmp_path: Path) -> None:
         (["--format", "onnx"], "is given with --format"),
         (["--dtype", "fp8", "--no-cache"], "is given with --dtype and --no-cache"),
         (["--no-verify"], "is given with --no-verify"),
+        (["--quantise", "q8_0"], "is given with --quantise"),
         (["--max-shard-size", "1GB"], "is given with --max-shard-size"),
         ([], "is not a folder"),
     ],

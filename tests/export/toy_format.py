@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ds_finetune.errors import ExportError
 from ds_finetune.export.formats import ExportFormat, ExportOptions, ExportResult, Scorer
@@ -55,7 +55,9 @@ def verify(folder: Path, base: Path | None) -> VerificationResult:
     return result
 
 
-def check_model(config: PretrainedConfig, *, is_classifier: bool) -> None:
+def check_model(
+    config: PretrainedConfig, *, is_classifier: bool, tokenizer: PreTrainedTokenizerBase | None = None
+) -> None:
     TOY.check_model_type(config.model_type)
     if is_classifier:
         raise ExportError(f"model_type {config.model_type} is a classifier", hint="export it as safetensors")

@@ -2,33 +2,27 @@
 
 import json
 import shutil
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ds_finetune.config.units import MIB
-from ds_finetune.errors import ConfigError, ExportError, VerificationError
-from ds_finetune.export.classifiers import auto_class
+from ds_finetune.errors import ConfigError, VerificationError
 from ds_finetune.export.formats import ONNX, ExportOptions, ExportResult, Scorer
-from ds_finetune.export.from_checkpoint import COPIED_FILES, check_free_space, export_checkpoint
+from ds_finetune.export.from_checkpoint import COPIED_FILES, check_free_space
 from ds_finetune.export.model_config import remove_code
 from ds_finetune.export.output_folder import as_output_errors, check_out_empty, replaced_folder
-from ds_finetune.export.readers.sources import is_model, is_peft_adapter
+from ds_finetune.export.plain_source import meta_model, plain_folder, plain_weights
 from ds_finetune.export.verify.record import UNVERIFIED
 from ds_finetune.export.verify.verify import VerificationResult
 from ds_finetune.families.table import family_of
-from ds_finetune.foreign.auto_configs import AutoConfig
-from ds_finetune.model.build.hub_folder import check_folder, copy_model_file
+from ds_finetune.model.build.hub_folder import copy_model_file
 from ds_finetune.model.loss.score_config import is_classifier
-from ds_finetune.model.weights.load import open_weights
 
 if TYPE_CHECKING:
     from ds_finetune.export.onnx.comparison import OnnxComparison
@@ -38,8 +32,6 @@ INLINE_BYTES = 256 * MIB
 in memory.
 """
 _NUMBERS = {"fp32": "float32", "fp16": "float16"}
-_SHARD_BYTES = 5 * 10**9
-_PLAIN_COPY = "make a bf16 copy of it first, where it is in FP8 blocks by `ds-finetune export SOURCE COPY`"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +56,7 @@ def write(source: Path, out: Path, options: ExportOptions) -> OnnxExportResult:
     unverified = out.with_name(out.name + ".unverified")
     if not (unverified / UNVERIFIED).is_file():
         check_out_empty(unverified)
-    with _hub_folder(source, out, options.base) as folder:
+    with plain_folder(source, out, options.base) as folder:
         comparison = _write_and_compare(folder, out, unverified, options)
     size = sum(file.stat().st_size for file in out.iterdir())
     verdict = VerificationResult(out, lines=(comparison.line(),))
@@ -86,7 +78,9 @@ def verify(folder: Path, base: Path | None) -> VerificationResult:
     return verify_onnx_folder(folder)
 
 
-def check_model(config: PretrainedConfig, *, is_classifier: bool) -> None:
+def check_model(
+    config: PretrainedConfig, *, is_classifier: bool, tokenizer: PreTrainedTokenizerBase | None = None
+) -> None:
     """ExportError where the type, activation, rotary embedding or attention of the model has no graph."""
     from ds_finetune.export.onnx.decoder import check_config
     from ds_finetune.export.onnx.encoders import check_encoder_config
@@ -110,29 +104,11 @@ def load_scorer(folder: Path) -> Scorer:
     return lambda inputs: torch.from_numpy(runtime.logits({key: part.numpy() for key, part in inputs.items()}))
 
 
-@contextmanager
-def _hub_folder(source: Path, out: Path, base: Path | None) -> Iterator[Path]:
-    """`source` itself where it is a Hugging Face folder, else a temporary folder that it is exported to."""
-    if is_model(source) and not is_peft_adapter(source):
-        if base is not None:
-            raise ExportError(
-                f"--base {base} is not valid with the Hugging Face folder {source}",
-                hint="leave it out: the folder has a config.json",
-            )
-        yield source
-        return
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f"{out.name}.", dir=out.parent) as scratch:
-        yield export_checkpoint(
-            source, Path(scratch) / "hub", dtype="fp32", max_shard_bytes=_SHARD_BYTES, base=base
-        ).folder
-
-
 def _write_and_compare(folder: Path, out: Path, unverified: Path, options: ExportOptions) -> "OnnxComparison":
     from ds_finetune.export.onnx.comparison import compare, make_reference
     from ds_finetune.export.onnx.record import write_record
 
-    model = _meta_model(folder)
+    model = meta_model(folder, lambda config: check_model(config, is_classifier=is_classifier(config)))
     with replaced_folder(out) as partial:
         with as_output_errors(partial):
             _write_graph(model, folder, partial, options)
@@ -158,25 +134,6 @@ def _write_and_compare(folder: Path, out: Path, unverified: Path, options: Expor
         )
 
 
-def _meta_model(folder: Path) -> PreTrainedModel:
-    """The model of `folder` on the meta device, without code of the folder; ExportError where it has no graph."""
-    check_folder(folder)
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (ValueError, OSError) as unknown:
-        raise ExportError(
-            f"{folder}/config.json: {str(unknown).splitlines()[0]}",
-            hint="name the folder of a causal LM or a classifier",
-        ) from unknown
-    quantized = getattr(config, "quantization_config", None)
-    if quantized:
-        raise ExportError(f"{folder} is quantized ({quantized.get('quant_method')})", hint=_PLAIN_COPY)
-    check_model(config, is_classifier=is_classifier(config))
-    with torch.device("meta"):
-        model: PreTrainedModel = auto_class(config).from_config(config, trust_remote_code=False)
-    return model
-
-
 def _write_graph(model: PreTrainedModel, folder: Path, out: Path, options: ExportOptions) -> None:
     import numpy as np
 
@@ -184,9 +141,7 @@ def _write_graph(model: PreTrainedModel, folder: Path, out: Path, options: Expor
     from ds_finetune.export.onnx.encoders import encoder_graph
     from ds_finetune.export.onnx.graph import write_model
 
-    hub = open_weights(model, folder, family=family_of(model.config.model_type))
-    if hub.has_fp8:
-        raise ExportError(f"{folder} holds FP8 tensors and its config.json does not say so", hint=_PLAIN_COPY)
+    hub = plain_weights(model, folder)
     numbers = np.dtype(_NUMBERS[options.dtype])
     if is_classifier(model.config):
         build = encoder_graph if family_of(model.config.model_type).encoder else scoring_graph

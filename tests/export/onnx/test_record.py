@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ds_finetune.cli.main import main
+from ds_finetune.export import file_record
 from ds_finetune.export.formats import ExportOptions
 from ds_finetune.export.output_folder import RECORD
 from ds_finetune.export.verify.record import UNVERIFIED
@@ -114,7 +115,7 @@ def test_a_changed_weight_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch
         if tensor.external_data
     ]
     name = names[len(names) // 2]
-    monkeypatch.setattr(onnx_record, "_SEGMENT_BYTES", 4096)
+    monkeypatch.setattr(file_record, "_SEGMENT_BYTES", 4096)
     _, reference = onnx_record.read_record(folder)
     onnx_record.write_record(folder, reference, {})
     place = _place_of(folder, name)

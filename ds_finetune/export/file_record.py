@@ -1,0 +1,110 @@
+"""The record of a folder by the digests of its files: every changed byte is found, and the record's own too."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import xxhash
+
+from ds_finetune.config.units import GIB, MIB
+from ds_finetune.errors import ExportError
+from ds_finetune.export.output_folder import RECORD
+from ds_finetune.export.verify.record import UNVERIFIED
+
+T = TypeVar("T")
+_SEGMENT_BYTES = MIB
+"""Bytes with a digest of their own, so that a message can name the bytes that changed."""
+Runs = list[tuple[int, int]]
+"""First and last byte of ranges of a file."""
+
+
+@dataclass(frozen=True)
+class FileSums:
+    """Size of a file in bytes, and xxh3 of each `_SEGMENT_BYTES` of it."""
+
+    size: int
+    sums: tuple[str, ...]
+
+    @classmethod
+    def of(cls, path: Path) -> "FileSums":
+        """The digests of the file at `path`; one segment at a time is in memory."""
+        with path.open("rb") as file:
+            sums = tuple(xxhash.xxh3_64_hexdigest(piece) for piece in iter(lambda: file.read(_SEGMENT_BYTES), b""))
+        return cls(path.stat().st_size, sums)
+
+    def differences(self, other: "FileSums") -> Runs:
+        """First and last byte of each run of segments in which `other` differs, or which only one of both has."""
+        count = max(len(self.sums), len(other.sums))
+        changed = [n for n in range(count) if self.sums[n : n + 1] != other.sums[n : n + 1]]
+        runs: Runs = []
+        for number in changed:
+            begin, end = number * _SEGMENT_BYTES, min((number + 1) * _SEGMENT_BYTES, max(self.size, other.size)) - 1
+            runs[-1:] = [(runs[-1][0], end)] if runs and runs[-1][1] == begin - 1 else [*runs[-1:], (begin, end)]
+        return runs
+
+
+def write_file_record(folder: Path, tree: Mapping[str, Any]) -> None:
+    """Write `tree`, the digests of all files in `folder`, and a digest of both, to the file RECORD."""
+    whole = {**tree, "files": {path.name: asdict(FileSums.of(path)) for path in _files(folder)}}
+    (folder / RECORD).write_text(json.dumps({**whole, "sum": _sum_of(whole)}) + "\n", encoding="utf-8")
+
+
+def read_file_record(folder: Path, kind: str, parse: Callable[[Mapping[str, Any]], T]) -> tuple[dict[str, FileSums], T]:
+    """The digests of files by name in the file RECORD of the format `kind`, e.g. `onnx 2`, and what `parse` makes of
+    its tree.
+
+    ExportError where there is none, or it is damaged or of another format.
+    """
+    try:
+        tree = _own_tree(json.loads((folder / RECORD).read_text(encoding="utf-8")), kind)
+        files = {name: FileSums(each["size"], tuple(each["sums"])) for name, each in tree["files"].items()}
+        return files, parse(tree)
+    except FileNotFoundError:
+        name = kind.partition(" ")[0]
+        raise ExportError(
+            f"`{folder}` holds no {RECORD}", hint=f"name a folder that `export --format {name}` wrote"
+        ) from None
+    except (KeyError, TypeError, ValueError) as broken:
+        raise ExportError(f"{folder}/{RECORD} cannot be read: {broken}", hint="export the folder again") from broken
+
+
+def _own_tree(tree: dict[str, Any], kind: str) -> dict[str, Any]:
+    if tree["format"] != kind:
+        raise ValueError(f"its format is {tree['format']}, not {kind}")
+    if tree.pop("sum") != _sum_of(tree):
+        raise ValueError("its own digest differs: it was changed")
+    return tree
+
+
+def check_files(
+    folder: Path, files: Mapping[str, FileSums], parts_at: Callable[[str, Mapping[str, Runs]], list[str]]
+) -> tuple[list[str], list[str]]:
+    """Problems with the files on the disk, and lines that say what was compared.
+
+    `parts_at(name, changed)` names what a changed file holds there; `changed` has the ranges of bytes by file.
+    """
+    present = {path.name: FileSums.of(path) for path in _files(folder)}
+    problems = [f"{name} was written and is missing" for name in sorted(files.keys() - present.keys())]
+    changed = {name: sums.differences(present[name]) for name, sums in files.items() if name in present}
+    for name, runs in changed.items():
+        parts = parts_at(name, changed) if runs else []
+        inside = f", in {', '.join(parts)}" if parts else ""
+        problems += [f"{name} holds other bytes than were written, within {_ranges(runs)}{inside}"] if runs else []
+    added = sorted(present.keys() - files.keys())
+    size = sum(sums.size for sums in present.values()) / GIB
+    lines = [] if problems else [f"{len(files)} files, each with the bytes that were written: {size:.2f} GiB"]
+    return problems, [*lines, *([f"not of the export: {', '.join(added)}"] if added else [])]
+
+
+def _ranges(runs: Runs) -> str:
+    return ", ".join(f"bytes {begin:,} to {end:,}" for begin, end in runs)
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_file() and path.name not in (RECORD, UNVERIFIED))
+
+
+def _sum_of(tree: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(tree).encode())

@@ -1,0 +1,166 @@
+"""`ds-finetune export --format gguf`: a folder with one file for llama.cpp, and a Modelfile for Ollama."""
+
+import time
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+
+import gguf
+import numpy as np
+import xxhash
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from ds_finetune.console.phase_line import count_parts
+from ds_finetune.errors import ConfigError, ExportError, VerificationError
+from ds_finetune.export.file_record import Runs, check_files, read_file_record, write_file_record
+from ds_finetune.export.formats import GGUF, ExportOptions, ExportResult, Scorer
+from ds_finetune.export.from_checkpoint import check_free_space
+from ds_finetune.export.gguf.gguf_tensors import KINDS, GgufTensor, gguf_tensors
+from ds_finetune.export.gguf.llama_tokenizer import add_tokenizer, check_tokenizer
+from ds_finetune.export.gguf.settings import add_settings, check_settings, notes_on
+from ds_finetune.export.output_folder import as_output_errors, check_out_empty, replaced_folder
+from ds_finetune.export.plain_source import meta_model, plain_folder, plain_weights
+from ds_finetune.export.verify.verify import VerificationResult, mark_folder
+from ds_finetune.families.table import family_of
+from ds_finetune.model.build.hub_folder import HubFolder
+from ds_finetune.model.loss.score_config import is_classifier
+
+_FORMAT = "gguf 1"
+"""Format of the record of a GGUF folder."""
+
+
+def write(source: Path, out: Path, options: ExportOptions) -> ExportResult:
+    """Write the language model of `source` to `out` as one GGUF named after `out`, a piece of a tensor at a time.
+
+    `source` is a Hugging Face folder, or another folder that `export_checkpoint` reads. Errors as of `FormatModule`;
+    DataError where there is no tokenizer, which llama.cpp reads from the same file.
+    """
+    began = time.monotonic()
+    check_out_empty(out)
+    name = f"{out.name}.gguf"
+    with plain_folder(source, out, options.base) as folder, replaced_folder(out) as partial, as_output_errors(partial):
+        places, notes = _write_file(folder, partial / name, options)
+        (partial / "Modelfile").write_text(f"FROM ./{name}\n", encoding="utf-8")
+        versions = {name: version(name) for name in (*GGUF.packages, "torch", "transformers")}
+        about = {"quantise": options.quantise, "versions": versions, "tensors": places}
+        write_file_record(partial, {"format": _FORMAT, **about})
+    lines = (f"{len(places)} tensors were read back as written",)
+    return ExportResult(
+        folder=out,
+        num_tensors=len(places),
+        num_bytes=(out / name).stat().st_size,
+        seconds=time.monotonic() - began,
+        notes=(*notes, f"verified: {lines[0]}"),
+        verdict=VerificationResult(out, lines=lines),
+    )
+
+
+def verify(folder: Path, base: Path | None) -> VerificationResult:
+    """Compare the files of the folder with their digests in its record, and mark it."""
+    if base is not None:
+        raise ConfigError(
+            f"--base {base} is not valid with the GGUF folder {folder}",
+            hint="leave it out: the folder's record is enough",
+        )
+    files, places = read_file_record(folder, _FORMAT, lambda tree: dict(tree["tensors"]))
+
+    def tensors_at(name: str, changed: Mapping[str, Runs]) -> list[str]:
+        hit = [key for key, (begin, end) in places.items() if any(begin <= b and a < end for a, b in changed[name])]
+        return hit if name.endswith(".gguf") else []
+
+    problems, lines = check_files(folder, files, tensors_at)
+    result = VerificationResult(folder, tuple(problems), tuple(lines))
+    mark_folder(result)
+    return result
+
+
+def check_model(
+    config: PretrainedConfig, *, is_classifier: bool, tokenizer: PreTrainedTokenizerBase | None = None
+) -> None:
+    """ExportError where the type, a setting or the tokenizer has no counterpart in llama.cpp, or it classifies."""
+    family = GGUF.check_model_type(config.model_type)
+    if is_classifier:
+        raise ExportError(
+            f"config.json names the classifier {', '.join(config.architectures or [])}, and a GGUF generates text",
+            hint="export it with --format safetensors or onnx",
+        )
+    check_settings(config, family)
+    if tokenizer is not None:
+        check_tokenizer(tokenizer)
+
+
+def load_model(folder: Path, device: str) -> PreTrainedModel:
+    """Not called: the row has no engine."""
+    raise NotImplementedError
+
+
+def load_scorer(folder: Path) -> Scorer:
+    """Not called, as `load_model`."""
+    raise NotImplementedError
+
+
+def _write_file(folder: Path, file: Path, options: ExportOptions) -> tuple[dict[str, tuple[int, int]], list[str]]:
+    """Write the model of `folder` to `file`; first byte and end of each tensor by name, and notes."""
+    model = meta_model(folder, lambda config: check_model(config, is_classifier=is_classifier(config)))
+    config, family = model.config, family_of(model.config.model_type)
+    hub = plain_weights(model, folder)
+    tensors = gguf_tensors(hub, config, family, KINDS[options.quantise])
+    check_free_space(file, sum(tensor.num_bytes for tensor in tensors))
+    assert family.gguf is not None
+    writer = gguf.GGUFWriter(file, family.gguf.name)
+    writer.add_type("model")
+    writer.add_name(file.stem)
+    prefix = "ALL" if options.quantise == "f32" else "MOSTLY"
+    writer.add_file_type(gguf.LlamaFileType[f"{prefix}_{options.quantise.upper()}"])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    add_settings(writer, config, family)
+    add_tokenizer(writer, folder, config.vocab_size)
+    for tensor in tensors:
+        # The writer reads the dtype of an array only where it is not told ggml's type.
+        fp32 = np.dtype(np.float32)
+        writer.add_tensor_info(tensor.name, tensor.shape, fp32, tensor.num_bytes, raw_dtype=tensor.kind)
+    try:
+        places = _write_tensors(writer, file, tensors, hub)
+    finally:
+        writer.close()
+    return places, [*_notes(tensors, hub, options.quantise), *notes_on(config)]
+
+
+def _write_tensors(
+    writer: gguf.GGUFWriter, file: Path, tensors: list[GgufTensor], hub: HubFolder
+) -> dict[str, tuple[int, int]]:
+    """Write header, settings and tensors; first byte and end of each tensor.
+
+    VerificationError where the file holds other bytes than were written. It is not read by gguf's reader, which takes
+    10 s for a vocabulary of 100,000.
+    """
+    writer.write_header_to_file(file)
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    assert writer.fout is not None
+    stream, places = writer.fout[0], {}
+    writer.write_padding(stream, stream.tell())
+    for tensor in count_parts("writing tensors", tensors, len(tensors)):
+        digest, begin = xxhash.xxh3_64(), stream.tell()
+        for piece in tensor.pieces(hub):
+            stream.write(piece)
+            digest.update(piece)
+        places[tensor.name] = begin, stream.tell()
+        writer.write_padding(stream, tensor.num_bytes)
+        writer.flush()
+        read = np.memmap(file, np.uint8, mode="r", offset=begin, shape=(tensor.num_bytes,))
+        if xxhash.xxh3_64_digest(read.data) != digest.digest():
+            raise VerificationError(f"`{tensor.name}` is not read back as it was written", hint="check the disk")
+    return places
+
+
+def _notes(tensors: list[GgufTensor], hub: HubFolder, quantise: str) -> list[str]:
+    """Lines on tensors that are kept in f16 for their width, and on those that are left out."""
+    kept = [tensor for tensor in tensors if tensor.kind == KINDS["f16"]] if quantise == "q8_0" else []
+    notes = [
+        f"{len(kept)} tensors are kept in f16, since their rows are no multiple of 32 elements, e.g. {tensor.name} "
+        f"with {tensor.shape[-1]}"
+        for tensor in kept[:1]
+    ]
+    left = sorted(hub.shapes.keys() - {key for tensor in tensors for key in tensor.keys})
+    return [*notes, *(f"{len(left)} tensors are left out, e.g. {key}" for key in left[:1])]

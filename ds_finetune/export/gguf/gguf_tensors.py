@@ -1,0 +1,170 @@
+"""The tensors of a GGUF: which published tensors each is made of, and its bytes, a bounded piece at a time."""
+
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Kind
+from gguf.quants import quantize
+from transformers import PretrainedConfig
+
+from ds_finetune.errors import ExportError
+from ds_finetune.export.gguf.settings import head_dim, rope_factors
+from ds_finetune.families.family import Family
+from ds_finetune.model.build.hub_folder import HubFolder
+
+KINDS = {"bf16": Kind.BF16, "f16": Kind.F16, "f32": Kind.F32, "q8_0": Kind.Q8_0}
+"""Values of `--quantise`, with ggml's types."""
+_CHUNK_NUMEL = 2**22
+"""Elements that are read, cast and written at a time: 16 MiB of fp32."""
+_EXPERT = re.compile(r"^(model\.layers\.\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight$")
+_FP32_WEIGHTS = ("_norm.weight", ".ffn_gate_inp.weight")
+_ROTATED = tuple(f"{name}_proj.{part}" for name in "qk" for part in ("weight", "bias"))
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+"""From rows of a published tensor, [groups, rows of a group, columns], to those of a GGUF."""
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """One tensor of a GGUF. `keys` are the published tensors that it consists of, one after the other."""
+
+    name: str
+    shape: tuple[int, ...]
+    """In torch's order of dimensions; GGUF lists them the other way round."""
+    kind: Kind
+    keys: tuple[str, ...]
+    group: int = 1
+    """Rows that are changed together."""
+    change: Change | None = None
+    values: torch.Tensor | None = None
+    """The tensor itself, where it is not published but follows from the configuration."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size in the file, without padding."""
+        block, size = gguf.GGML_QUANT_SIZES[self.kind]
+        return math.prod(self.shape) // block * size
+
+    def pieces(self, hub: HubFolder) -> Iterator[bytes]:
+        """Its bytes in order; ExportError where a value is NaN or infinite, or becomes so in its type."""
+        for part in self._parts(hub):
+            values = part.float().reshape(-1, self.shape[-1]).numpy()
+            with np.errstate(over="ignore"):
+                data = quantize(values, self.kind)
+            if not np.isfinite(values).all() or (self.kind == Kind.F16 and not np.isfinite(data).all()):
+                is_read = bool(np.isfinite(values).all())
+                raise ExportError(
+                    f"tensor `{self.keys[0]}` holds NaN or infinity {'as f16' if is_read else 'in the source'}",
+                    hint="export with --quantise bf16 or f32" if is_read else "export an older checkpoint of the run",
+                )
+            yield data.tobytes()
+
+    def _parts(self, hub: HubFolder) -> Iterator[torch.Tensor]:
+        if self.values is not None:
+            yield self.values
+        for key in self.keys:
+            shape = hub.shapes[key]
+            columns = shape[-1] if len(shape) > 1 else 1
+            numel = self.group * columns
+            step = max(_CHUNK_NUMEL // numel, 1) * numel
+            for start in range(0, math.prod(shape), step):
+                flat = hub.read(key, start, min(step, math.prod(shape) - start))
+                yield self.change(flat.view(-1, self.group, columns)) if self.change else flat
+
+
+def gguf_tensors(hub: HubFolder, config: PretrainedConfig, family: Family, kind: Kind) -> list[GgufTensor]:
+    """What a GGUF of `hub` has; weights whose rows are no multiple of the block of `kind` are kept in f16.
+
+    Left out are a tied head, and layers past the last one. ExportError where llama.cpp has no place for a tensor.
+    """
+    assert family.gguf is not None
+    tied = "lm_head.weight" if config.tie_word_embeddings else ""
+    keys = [key for key in hub.shapes if key != tied and not family.may_skip(key, layers=config.num_hidden_layers)]
+    arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == family.gguf.name)
+    places = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    tensors: list[GgufTensor] = []
+    for key, parts in _experts_together(keys, family).items():
+        shape = hub.shapes[parts[0]] if parts == [key] else (len(parts), *hub.shapes[parts[0]])
+        for place, view, group, change in _views(key, shape, config, family):
+            name = places.get_name(place, try_suffixes=(".weight", ".bias"))
+            if name is None:
+                raise ExportError(
+                    f"tensor `{parts[0]}` has no place in llama.cpp's architecture {family.gguf.name}",
+                    hint="export with --format safetensors",
+                )
+            tensors.append(GgufTensor(name, view, _kind_of(name, view, kind), tuple(parts), group, change))
+    factors = rope_factors(config)
+    if factors is not None:
+        tensors.append(GgufTensor("rope_freqs.weight", tuple(factors.shape), Kind.F32, (), values=factors))
+    return tensors
+
+
+def _kind_of(name: str, shape: Sequence[int], kind: Kind) -> Kind:
+    """llama.cpp reads vectors, biases, and weights of norms and routers in fp32 only (conversion/base.py)."""
+    if len(shape) == 1 or name.endswith(_FP32_WEIGHTS) or not name.endswith(".weight"):
+        return Kind.F32
+    return kind if shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0 else Kind.F16
+
+
+def _experts_together(keys: Sequence[str], family: Family) -> dict[str, list[str]]:
+    """The keys of all experts in order under one key of transformers' names; every other key under itself."""
+    names = family.published_mlp
+    projections = {names.gate: "gate_proj", names.up: "up_proj", names.down: "down_proj"}
+    together: dict[str, list[str]] = {}
+    for key in keys:
+        expert = _EXPERT.match(key)
+        one = f"{expert[1]}.mlp.experts.{projections[expert[3]]}.weight" if expert else key
+        together.setdefault(one, []).append(key)
+    return {one: sorted(parts, key=_expert_number) for one, parts in together.items()}
+
+
+def _expert_number(key: str) -> int:
+    expert = _EXPERT.match(key)
+    return int(expert[2]) if expert else 0
+
+
+def _views(
+    key: str, shape: tuple[int, ...], config: PretrainedConfig, family: Family
+) -> Iterator[tuple[str, tuple[int, ...], int, Change | None]]:
+    """The parts of a published tensor that GGUF has: the name that `gguf` looks up, shape, `group` and `change`."""
+    assert family.gguf is not None
+    module, _, leaf = key.rpartition(".self_attn.")
+    if leaf == "kv_b_proj.weight":
+        # llama.cpp multiplies queries by the keys' half, so that it is stored transposed, and each head by itself.
+        nope, rank, place = config.qk_nope_head_dim, shape[1], f"{module}.self_attn."
+        both = nope + config.v_head_dim
+        heads = shape[0] // both
+        yield place + "k_b_proj.weight", (heads, rank, nope), both, lambda rows: rows[:, :nope].mT
+        yield place + "v_b_proj.weight", (heads, both - nope, rank), both, lambda rows: rows[:, nope:]
+    elif family.gguf.rotates_pairs and leaf in _ROTATED:
+        yield key, shape, head_dim(config), _pairs
+    elif family.transposed_experts and ".experts." in key:
+        # [experts, inputs, outputs], and biases [experts, outputs], with gate and up in turns.
+        start, bias, _ = key.partition("_bias")
+        turns = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
+        for name, part in turns.items() if start.endswith("gate_up_proj") else [("down_proj", slice(None))]:
+            one, outputs = start.replace("gate_up_proj", name), len(range(shape[-1])[part])
+            if bias:
+                yield f"{one}.bias", (shape[0], outputs), 1, partial(_outputs, part=part)
+            else:
+                yield f"{one}.weight", (shape[0], outputs, shape[1]), shape[1], partial(_outputs, part=part)
+    else:
+        end = ".weight" if leaf == "sinks" else ""
+        yield key.replace("e_score_correction_bias", "e_score_correction.bias") + end, shape, 1, None
+
+
+def _outputs(rows: torch.Tensor, part: slice) -> torch.Tensor:
+    """Some outputs [groups, outputs, inputs] of experts [groups, inputs, outputs]."""
+    return rows[..., part].mT
+
+
+def _pairs(heads: torch.Tensor) -> torch.Tensor:
+    """Rows of heads with those next to each other that are rotated together, which are half a head apart before."""
+    groups, rows, columns = heads.shape
+    return heads.view(groups, 2, rows // 2, columns).transpose(1, 2)

@@ -1,0 +1,158 @@
+"""A tokenizer as llama.cpp reads it from a GGUF: tokens, types, scores or merges, special ids, and a chat template."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import gguf
+from transformers import PreTrainedTokenizerBase
+
+from ds_finetune.data.tokenizer_files import load_tokenizer
+from ds_finetune.errors import ExportError
+from ds_finetune.model.build.hub_folder import check_inside
+
+_PROBE = (
+    "\n \n\n \n\n\n \t \t\t \t\n  \n   \n    \n     \n\U0001f680 (normal) \U0001f636‍\U0001f32b️ (multiple emojis "
+    "concatenated) ✅ \U0001f999\U0001f999 3 33 333 3333 33333 333333 3333333 33333333 3.3 3..3 3...3 "
+    "កាន់តែពិសេសអាច\U0001f601 ?我想在apple工作1314151天～ ------======= нещо на Български "  # noqa: RUF001
+    "''''''```````\"\"\"\"......!!!!!!?????? I've been 'told he's there, 'RE you sure? 'M not sure I'll make it, 'D "
+    "you like some tea? We'Ve a'lL"
+)
+"""The text by whose ids llama.cpp's converter recognises a tokenizer (conversion/base.py, get_vocab_base_pre)."""
+_SPLITTERS = {
+    "0ef9807a4087ebef797fc749390439009c3b9eda9ad1a097abbe738f486c01e5": "llama-bpe",
+    "c136ed14d01c2745d4f60a9596ae66800e2b61fa45643e72436041855ad4089d": "smaug-bpe",
+    "049ecf7629871e3041641907f3de7c733e4dbfdc736f57d882ba0b0845599754": "deepseek-llm",
+    "347715f544604f9118bb75ed199f68779f423cabb20db6de6f31b908d04d7821": "deepseek-coder",
+    "877081d19cf6996e2c4ff0e1236341e9b7bde288f5311a56a937f0afbbb3aeb5": "deepseek-v3",
+    "b3f499bb4255f8ca19fccd664443283318f2fd2414d5e0b040fbdd0cc195d6c5": "deepseek-r1-qwen",
+    "e636dc30a262dcc0d8c323492e32ae2b70728f4df7dfe9737d9f920a282b8aea": "qwen2",
+    "d4540891389ea895b53b399da6ac824becc30f2fba0e9ddbb98f92e55ca0e97c": "qwen2",
+    "ccc2ef013c104be7bae2965776d611e1d7a8a2a9c547dd93a682c9a9fc80352e": "gpt-4o",
+    "a1336059768a55c99a734006ffb02203cd450fed003e9a71886c88acf24fdbc2": "glm4",
+    "9ca2dd618e8afaf09731a7cf6e2105b373ba6a1821559f258b272fe83e6eb902": "glm4",
+    "63b97e4253352e6f357cc59ea5b583e3a680eaeaf2632188c2b952de2588485e": "tekken",
+    "855059429035d75a914d1eda9f10a876752e281a054a7a3d421ef0533e5b6249": "smollm",
+    "9d032fcbd5501f4a38150912590928bfb36091efb5df11b8e2124b0390e3fb1e": "falcon3",
+    "3ce83efda5659b07b1ad37ca97ca5797ea4285d9b9ab0dc679e4a720c9da7454": "gpt-2",
+}
+"""Names of llama.cpp's rules for splitting text into words, by sha256 of the ids of `_PROBE`: those that its converter
+lists for tokenizers of the exported families.
+"""
+_BYTE = re.compile(r"^<0x[0-9A-F]{2}>$")
+_UNSCORED = -1e4
+"""Score of tokens that no merge makes; llama.cpp's converter gives it to unused ones."""
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
+    """ExportError where llama.cpp has no tokenizer of this kind, or no rules that split text into words like it."""
+    if not _is_sentencepiece(json.loads(tokenizer.backend_tokenizer.to_str())):
+        splitter(tokenizer)
+
+
+def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, vocab_size: int) -> None:
+    """Add the tokenizer of `folder` to `writer`, for a model of `vocab_size` tokens.
+
+    DataError where the folder has none; ExportError as of `check_tokenizer`, and where it has more tokens than the
+    model.
+    """
+    tokenizer = load_tokenizer(str(folder))
+    check_tokenizer(tokenizer)
+    tree = json.loads(tokenizer.backend_tokenizer.to_str())
+    core, added = tree["model"], {token["id"]: token for token in tree["added_tokens"]}
+    texts = {number: text for text, number in core["vocab"].items()}
+    texts |= {number: token["content"] for number, token in added.items()}
+    if max(texts) >= vocab_size:
+        raise ExportError(
+            f"the tokenizer of `{folder}` has a token {max(texts)}, and the model has {vocab_size} tokens",
+            hint="take the tokenizer that belongs to the model",
+        )
+    if _is_sentencepiece(tree):
+        _add_scores(writer, tokenizer, core, [texts.get(number, "") for number in range(vocab_size)])
+    else:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(splitter(tokenizer))
+        # A space within a part of a merge is written as byte-level tokens write it.
+        writer.add_token_merges([" ".join(part.replace(" ", "Ġ") for part in pair) for pair in core["merges"]])
+    types = [_type_of(texts.get(number), added.get(number), core) for number in range(vocab_size)]
+    user = gguf.TokenType.USER_DEFINED
+    tokens = (texts.get(number, f"[PAD{number}]") for number in range(vocab_size))
+    writer.add_token_list(
+        [text.replace("▁", " ") if kind == user else text for text, kind in zip(tokens, types, strict=True)]
+    )
+    writer.add_token_types(types)
+    _add_special(writer, tokenizer, folder)
+
+
+def _is_sentencepiece(tree: Mapping[str, Any]) -> bool:
+    return bool(tree["model"]["type"] == "BPE" and tree["model"]["byte_fallback"])
+
+
+def _add_scores(
+    writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerBase, core: Mapping[str, Any], texts: list[str]
+) -> None:
+    """SentencePiece's kind: the score of a token is the negative rank of the first merge that makes it."""
+    ranks: dict[str, int] = {}
+    for rank, pair in enumerate(core["merges"]):
+        ranks.setdefault("".join(pair), rank)
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_scores([-float(ranks[text]) if text in ranks else _UNSCORED for text in texts])
+    writer.add_add_space_prefix(tokenizer.tokenize("a")[0].startswith("▁"))
+
+
+def splitter(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Name of llama.cpp's rules for splitting text into words; ExportError where it has none of the tokenizer."""
+    ids = (tokenizer(_PROBE, add_special_tokens=special)["input_ids"] for special in (True, False))
+    sums = [sha256(str(each).encode()).hexdigest() for each in ids]
+    for each in sums:
+        if each in _SPLITTERS:
+            return _SPLITTERS[each]
+    kinds = type(tokenizer.backend_tokenizer.model).__name__, type(tokenizer.backend_tokenizer.pre_tokenizer).__name__
+    raise ExportError(
+        f"llama.cpp is not known to split text like the tokenizer `{tokenizer.name_or_path}` ({' after '.join(kinds)}; "
+        f"sha256 of its ids of llama.cpp's probe {sums[0]})",
+        hint=f"it has the rules {', '.join(dict.fromkeys(_SPLITTERS.values()))}, and SentencePiece's BPE with bytes",
+    )
+
+
+def _type_of(text: str | None, added: Mapping[str, Any] | None, core: Mapping[str, Any]) -> int:
+    if text is None:
+        return int(gguf.TokenType.UNUSED)
+    if text == core["unk_token"]:
+        return int(gguf.TokenType.UNKNOWN)
+    if added is not None:
+        # llama.cpp's converter reads such texts as control tokens too (does_token_look_special).
+        is_control = added["special"] or re.match(r"^<[|｜].*[|｜]>$", text)  # noqa: RUF001
+        return int(gguf.TokenType.CONTROL if is_control else gguf.TokenType.USER_DEFINED)
+    return int(gguf.TokenType.BYTE if core["byte_fallback"] and _BYTE.match(text) else gguf.TokenType.NORMAL)
+
+
+def _add_special(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Special ids, whether the tokenizer adds them to a text, and the chat template, which is only text."""
+    for name in ("bos", "eos", "unk", "pad"):
+        number = getattr(tokenizer, f"{name}_token_id")
+        if number is not None:
+            getattr(writer, f"add_{name}_token_id")(number)
+    adders = (writer.add_eot_token_id, writer.add_eom_token_id)
+    for add, number in zip(adders, _further_ends(tokenizer, folder), strict=False):
+        add(number)
+    ids = tokenizer("a")["input_ids"]
+    writer.add_add_bos_token(tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id)
+    writer.add_add_eos_token(ids[-1] == tokenizer.eos_token_id)
+    template = tokenizer.chat_template
+    if isinstance(template, str):
+        writer.add_chat_template(template)
+    elif template:
+        writer.add_chat_template([{"name": name, "template": text} for name, text in template.items()])
+
+
+def _further_ends(tokenizer: PreTrainedTokenizerBase, folder: Path) -> Iterator[int]:
+    """Ids that end a generation by generation_config.json, but for the tokenizer's end of sequence."""
+    file = folder / "generation_config.json"
+    if file.is_file():
+        ends = json.loads(check_inside(file).read_text(encoding="utf-8")).get("eos_token_id")
+        yield from (number for number in (ends if isinstance(ends, list) else []) if number != tokenizer.eos_token_id)

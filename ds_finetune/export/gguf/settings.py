@@ -1,0 +1,154 @@
+"""The settings of a model as llama.cpp reads them from a GGUF, and those for which it has no counterpart."""
+
+import math
+from typing import Any
+
+import torch
+from gguf import ExpertGatingFuncType, GGUFWriter, RopeScalingType
+from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from ds_finetune.errors import ExportError
+from ds_finetune.families.family import Family
+
+_SCALED = {"linear": RopeScalingType.LINEAR, "yarn": RopeScalingType.YARN}
+
+
+def check_settings(config: PretrainedConfig, family: Family) -> None:
+    """ExportError where a setting of config.json has no counterpart in llama.cpp."""
+    assert family.gguf is not None
+    for name, values in {"hidden_act": ("silu",), **family.gguf.computes}.items():
+        value = getattr(config, name, values[0])
+        if value not in values:
+            raise ExportError(
+                f"{name} is {value} in config.json, and llama.cpp computes {config.model_type} with {values[0]} only",
+                hint="export with --format safetensors or onnx",
+            )
+    rope = config.rope_parameters
+    kinds = ("default", *_SCALED, *(["llama3"] if family.gguf.rotates_pairs else []))
+    if rope["rope_type"] not in kinds:
+        raise ExportError(
+            f"rope_type `{rope['rope_type']}` of {config.model_type} is none of llama.cpp",
+            hint=f"it computes {', '.join(kinds)}",
+        )
+    if hasattr(config, "kv_lora_rank") and rope["rope_type"] == "yarn":
+        # llama.cpp scales scores as by mscale_all_dim, and cosines and sines not at all.
+        factor = _yarn_factor(config)
+        if factor != 1.0 or not rope.get("mscale_all_dim"):
+            raise ExportError(
+                f"YaRN's mscale and mscale_all_dim are {rope.get('mscale')} and {rope.get('mscale_all_dim')} in "
+                f"config.json, which make cosines and sines {factor:g} times as large",
+                hint="llama.cpp computes latent attention where both are the same",
+            )
+
+
+def notes_on(config: PretrainedConfig) -> list[str]:
+    """What llama.cpp computes a little differently from transformers."""
+    if config.rope_parameters["rope_type"] == "yarn" and config.rope_parameters.get("truncate") is False:
+        return ["llama.cpp rounds the limits of YaRN's ramp, and config.json says `truncate: false`: logits differ"]
+    return []
+
+
+def head_dim(config: PretrainedConfig) -> int:
+    """Columns of a query's head."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def rope_factors(config: PretrainedConfig) -> torch.Tensor | None:
+    """What llama.cpp divides frequencies by, fp32 [pairs], for the scaling of Llama 3; None for other kinds."""
+    if config.rope_parameters["rope_type"] != "llama3":
+        return None
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    width = 2 * len(scaled)
+    plain = config.rope_parameters["rope_theta"] ** -(torch.arange(0, width, 2, dtype=torch.float32) / width)
+    return (plain / scaled).float()
+
+
+def add_settings(writer: GGUFWriter, config: PretrainedConfig, family: Family) -> None:
+    """Add the sizes and settings of the model to `writer`."""
+    sizes = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "head_count": config.num_attention_heads,
+        "layer_norm_rms_eps": config.rms_norm_eps,
+        "vocab_size": config.vocab_size,
+        **({"sliding_window": config.sliding_window} if family.has_sinks else {}),
+        **(_latent_heads(config) if hasattr(config, "kv_lora_rank") else _heads(config)),
+        **_rope(config),
+        **(_experts(config, family) if family.expert_keys is not None else {}),
+    }
+    for name, value in sizes.items():
+        getattr(writer, f"add_{name}")(value)
+
+
+def _heads(config: PretrainedConfig) -> dict[str, Any]:
+    width, share = head_dim(config), config.rope_parameters.get("partial_rotary_factor", 1.0)
+    sizes = {"head_count_kv": config.num_key_value_heads, "key_length": width, "value_length": width}
+    return sizes | {"rope_dimension_count": int(width * share)}
+
+
+def _latent_heads(config: PretrainedConfig) -> dict[str, Any]:
+    """Latent attention is one head of keys and values, as wide as what the cache holds."""
+    return {
+        "head_count_kv": 1,
+        # Without it llama.cpp reads models of 26, 27 and 48 layers only (src/models/deepseek2.cpp, is_lite).
+        "q_lora_rank": config.q_lora_rank or 0,
+        "kv_lora_rank": config.kv_lora_rank,
+        "key_length": config.kv_lora_rank + config.qk_rope_head_dim,
+        "value_length": config.kv_lora_rank,
+        "key_length_mla": config.qk_nope_head_dim + config.qk_rope_head_dim,
+        "value_length_mla": config.v_head_dim,
+        "rope_dimension_count": config.qk_rope_head_dim,
+    }
+
+
+def _rope(config: PretrainedConfig) -> dict[str, Any]:
+    rope = config.rope_parameters
+    base = {"rope_freq_base": rope["rope_theta"]}
+    if rope["rope_type"] not in _SCALED:
+        return base
+    base |= {"rope_scaling_type": _SCALED[rope["rope_type"]], "rope_scaling_factor": rope["factor"]}
+    if rope["rope_type"] == "linear":
+        return base
+    base |= {
+        "rope_scaling_orig_ctx_len": rope["original_max_position_embeddings"],
+        "rope_scaling_yarn_beta_fast": rope.get("beta_fast") or 32.0,
+        "rope_scaling_yarn_beta_slow": rope.get("beta_slow") or 1.0,
+    }
+    if hasattr(config, "kv_lora_rank"):
+        # A tenth of it, which llama.cpp undoes (src/models/deepseek2.cpp, TAG_DEEPSEEK2_YARN_LOG_MUL_FIX).
+        return base | {"rope_scaling_yarn_log_mul": 0.1 * rope["mscale_all_dim"]}
+    # llama.cpp multiplies it by YaRN's own (src/llama-context.cpp, yarn_attn_factor).
+    own = 0.1 * math.log(max(rope["factor"], 1.0)) + 1.0
+    return base | {"rope_scaling_attn_factors": _yarn_factor(config) / own}
+
+
+def _yarn_factor(config: PretrainedConfig) -> float:
+    """What transformers multiplies cosines and sines by."""
+    return float(ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))[1])
+
+
+def _experts(config: PretrainedConfig, family: Family) -> dict[str, Any]:
+    assert family.expert_keys is not None
+    assert family.router is not None
+    sizes = {
+        "expert_count": family.expert_keys.number(config.to_dict()),
+        "expert_used_count": config.num_experts_per_tok,
+        "expert_feed_forward_length": getattr(config, family.expert_keys.width_key),
+    }
+    if not hasattr(config, "first_k_dense_replace"):
+        return sizes
+    is_sigmoid = family.router.scores == "sigmoid"
+    sizes |= {
+        "leading_dense_block_count": config.first_k_dense_replace,
+        "expert_shared_count": config.n_shared_experts,
+        "expert_weights_scale": config.routed_scaling_factor,
+        # transformers 5.23 never norms those of softmax (deepseek_v2/modeling_deepseek_v2.py:97-116).
+        "expert_weights_norm": is_sigmoid and config.norm_topk_prob,
+        "expert_gating_func": ExpertGatingFuncType.SIGMOID if is_sigmoid else ExpertGatingFuncType.SOFTMAX,
+    }
+    if not is_sigmoid or config.n_group == 1:
+        return sizes
+    return sizes | {"expert_group_count": config.n_group, "expert_group_used_count": config.topk_group}

@@ -1,0 +1,69 @@
+"""The Hugging Face folder that a format other than safetensors is made from, and its model without memory."""
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from ds_finetune.errors import ExportError
+from ds_finetune.export.classifiers import auto_class
+from ds_finetune.export.from_checkpoint import export_checkpoint
+from ds_finetune.export.readers.sources import is_model, is_peft_adapter
+from ds_finetune.families.table import family_of
+from ds_finetune.foreign.auto_configs import AutoConfig
+from ds_finetune.model.build.hub_folder import HubFolder, check_folder
+from ds_finetune.model.weights.load import open_weights
+
+_SHARD_BYTES = 5 * 10**9
+_PLAIN_COPY = "make a bf16 copy of it first, where it is in FP8 blocks by `ds-finetune export SOURCE COPY`"
+
+
+@contextmanager
+def plain_folder(source: Path, out: Path, base: Path | None) -> Iterator[Path]:
+    """`source` itself where it is a Hugging Face folder, else a temporary folder, beside `out`, with its export."""
+    if is_model(source) and not is_peft_adapter(source):
+        if base is not None:
+            raise ExportError(
+                f"--base {base} is not valid with the Hugging Face folder {source}",
+                hint="leave it out: the folder has a config.json",
+            )
+        yield source
+        return
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{out.name}.", dir=out.parent) as scratch:
+        yield export_checkpoint(
+            source, Path(scratch) / "hub", dtype="fp32", max_shard_bytes=_SHARD_BYTES, base=base
+        ).folder
+
+
+def meta_model(folder: Path, check: Callable[[PretrainedConfig], None]) -> PreTrainedModel:
+    """The model of `folder` on the meta device, without code of the folder.
+
+    ExportError where it is unknown or quantised, and what `check` raises of its configuration.
+    """
+    check_folder(folder)
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (ValueError, OSError) as unknown:
+        raise ExportError(
+            f"{folder}/config.json: {str(unknown).splitlines()[0]}",
+            hint="name the folder of a causal LM or a classifier",
+        ) from unknown
+    quantized = getattr(config, "quantization_config", None)
+    if quantized:
+        raise ExportError(f"{folder} is quantized ({quantized.get('quant_method')})", hint=_PLAIN_COPY)
+    check(config)
+    with torch.device("meta"):
+        model: PreTrainedModel = auto_class(config).from_config(config, trust_remote_code=False)
+    return model
+
+
+def plain_weights(model: PreTrainedModel, folder: Path) -> HubFolder:
+    """The weights of `folder`; ModelError where they do not fit `model`, ExportError where they are in FP8."""
+    hub = open_weights(model, folder, family=family_of(model.config.model_type))
+    if hub.has_fp8:
+        raise ExportError(f"{folder} holds FP8 tensors and its config.json does not say so", hint=_PLAIN_COPY)
+    return hub
