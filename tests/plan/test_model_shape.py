@@ -273,6 +273,7 @@ RUN_FILES = {
     "r1_distill_qwen_1b5": "deepseek-ai--DeepSeek-R1-Distill-Qwen-1.5B",
     "r1_distill_qwen_7b": "deepseek-ai--DeepSeek-R1-Distill-Qwen-7B",
     "dpo_r1_distill_qwen_7b": "deepseek-ai--DeepSeek-R1-Distill-Qwen-7B",
+    "grpo_r1_distill_qwen_1b5_math": "deepseek-ai--DeepSeek-R1-Distill-Qwen-1.5B",
 }
 _STATED = {"zai-org--GLM-4.7-Flash": GLM_47_FLASH}
 OTHER_STATES = {

@@ -1,0 +1,96 @@
+"""Parts of rollouts: their files, which ids may be drawn, and pass@k."""
+
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ds_finetune.checkpoint.commit import step_name
+from ds_finetune.engine.sampling.answers import SampledAnswer
+from ds_finetune.trainer.rollouts.evaluation import ks, pass_at
+from ds_finetune.trainer.rollouts.rollout import AnswerGroup, RewardRule, Rollout, RolloutFiles
+from ds_finetune.trainer.rollouts.sampling import allowed_ids
+
+RULE = RewardRule(np.array([1.0, 0.5]), "sum", "mean")
+NAN = float("nan")
+
+
+def group(draw: int, parts: list[list[float]]) -> AnswerGroup:
+    """Answers of 1, 2, ... tokens to one prompt, of which the last one is cut."""
+    answers = [
+        SampledAnswer(
+            np.arange(length, dtype=np.int64) + draw,
+            np.linspace(-1, 0, length, dtype=np.float32),
+            "length" if length == len(parts) else "stop",
+        )
+        for length in range(1, len(parts) + 1)
+    ]
+    return AnswerGroup.scored((draw, draw % 3), answers, np.array(parts), RULE)
+
+
+def test_rewards_of_a_group_are_weighed_and_compared() -> None:
+    found = group(4, [[1, 0], [0, 1], [NAN, NAN]])
+    assert found.rewards.tolist()[:2] == [1.0, 0.5]
+    assert found.advantages.tolist() == [0.25, -0.25, 0]
+    assert found.has_spread
+    assert found.verdicts.tolist()[:2] == [1, 0]
+    assert not found.is_all_right
+    assert not found.is_all_wrong
+    assert group(0, [[1, 0], [NAN, 1]]).is_all_right
+    assert group(0, [[0, 1], [-1, 1]]).is_all_wrong
+
+
+def test_a_rollout_is_read_as_it_was_written() -> None:
+    groups = (group(4, [[1, 0], [0, NAN]]), group(5, [[0.1, 0], [0.1, 0]]))
+    numbers = {1: np.array([-0.5, -0.25], np.float32), 2: np.array([-0.125], np.float32)}
+    rollout = Rollout(6, groups, (0,), 7, 3, old=numbers, reference={})
+    again = Rollout.read(rollout.content(), RULE)
+    assert again.content() == rollout.content()
+    assert (again.first, again.trained, again.until, again.steps) == (6, (0,), 7, 3)
+    for mine, theirs in zip(groups, again.groups, strict=True):
+        assert mine.advantages.tolist() == theirs.advantages.tolist()
+        assert [answer.ids.tolist() for answer in mine.answers] == [answer.ids.tolist() for answer in theirs.answers]
+        assert [answer.finish for answer in mine.answers] == [answer.finish for answer in theirs.answers]
+    assert {number: part.tolist() for number, part in again.old.items()} == {1: [-0.5, -0.25], 2: [-0.125]}
+
+
+def test_whole_groups_are_divided_over_the_steps_of_a_rollout() -> None:
+    groups = tuple(group(draw, [[1, 0], [0, 0]]) for draw in range(7))
+    rollout = Rollout(0, groups, (0, 1, 3, 4, 6), 7, 3)
+    steps = [list(rollout.groups_of_step(place)) for place in range(3)]
+    assert steps == [[0], [1, 3], [4, 6]]
+
+
+def test_files_that_no_checkpoint_needs_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ds_finetune.trainer.rollouts.rollout.all_gather_object", lambda mine: [mine])
+    monkeypatch.setattr("ds_finetune.trainer.rollouts.rollout.raise_on_every_rank", lambda error: None)
+    monkeypatch.setattr("ds_finetune.trainer.rollouts.rollout.complete_steps", lambda folder: [4, 9])
+    (tmp_path / "checkpoints" / step_name(4)).mkdir(parents=True)
+    files = RolloutFiles(tmp_path, steps=3, is_rank_zero=True)
+    for first in (0, 3, 6, 9, 12):
+        files.write(Rollout(first, (group(0, [[1, 0], [0, 0]]),), (0,), 1, 3))
+    kept = sorted(path.name for path in (tmp_path / "rollouts").iterdir())
+    assert kept == ["rollout-000003.npz", "rollout-000009.npz", "rollout-000012.npz"]
+
+
+def test_ids_without_a_token_are_not_drawn() -> None:
+    assert allowed_ids({"a": 0, "b": 1}, 2) is None
+    found = allowed_ids({"a": 0, "b": 2, "of another model": 9}, 4)
+    assert found is not None
+    assert torch.equal(found, torch.tensor([True, False, True, False]))
+
+
+@pytest.mark.parametrize("right", range(6))
+@pytest.mark.parametrize("k", [1, 2, 5])
+def test_pass_at_k_is_the_share_of_draws_with_a_right_answer(right: int, k: int) -> None:
+    answers = [True] * right + [False] * (5 - right)
+    draws = [any(drawn) for drawn in combinations(answers, k)]
+    assert pass_at(k, samples=5, right=right) == pytest.approx(sum(draws) / len(draws))
+
+
+def test_powers_of_two_and_all_samples_are_reported() -> None:
+    assert ks(1) == []
+    assert ks(4) == [2, 4]
+    assert ks(6) == [2, 4, 6]
