@@ -29,6 +29,7 @@ from ds_finetune.model.loss.score_config import score_settings
 from ds_finetune.model.loss.teacher import check_same_tokens
 from ds_finetune.model.mtp import mtp_layers
 from ds_finetune.model.weights.load import weights_digest
+from ds_finetune.objectives.rewards.pool import check_files
 from ds_finetune.plan.context import extend_tree
 from ds_finetune.plan.model_shape import Shape
 from ds_finetune.plan.settings import RunSettings
@@ -112,6 +113,7 @@ def read_inputs(run: RunSettings, model: ModelPlan) -> RunInputs:
             f"data.train gives weights to {', '.join(run.data.weights)}, whose rows data.streaming does not count",
             hint="set data.streaming to false, or write the rows of a mixture to one file",
         )
+    check_files(run.rewards)
     kind = find_classes(run.data, RowKind.of(run.objective))
     prepare = partial(prepare_rows, tokenizer=tokenizer, limits=limits, kind=kind)
     stream = partial(open_stream, tokenizer=tokenizer, limits=limits, kind=kind)

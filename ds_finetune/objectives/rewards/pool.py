@@ -294,6 +294,18 @@ class Rewards:
         return [said if at == worker.at else {"score": None, "seconds": 0.0} for at in range(len(self.names))]
 
 
+def check_files(sections: Sequence[RewardConfig]) -> None:
+    """ConfigError where the file of a reward cannot be read, or does not have its function; no file is imported."""
+    for section in sections:
+        try:
+            text = Path(section.file).read_text(encoding="utf-8") if section.file else section.reward
+            compile(text if section.file else "", str(section.file), "exec")
+        except (OSError, SyntaxError, ValueError) as broken:
+            raise ConfigError(f"reward `{section.reward}` cannot be read: {broken}", hint="correct the file") from None
+        if (name := section.reward.rpartition(":")[2]) not in text:
+            raise ConfigError(f"reward `{section.reward}`: the file has no `{name}`", hint="name one of its functions")
+
+
 @contextmanager
 def open_rewards(
     sections: Sequence[RewardConfig], *, workers: int = 0, ranks_here: int = 1, log: Path | None = None
@@ -306,6 +318,8 @@ def open_rewards(
     """
     cores = max(1, len(os.sched_getaffinity(0)) // ranks_here)
     number = workers or max(section.workers for section in sections) or cores
+    if log is not None:
+        log.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile("ab") if log is None else log.open("ab") as file:
         fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)
         rewards = Rewards(sections, number, file)

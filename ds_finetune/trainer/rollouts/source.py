@@ -144,7 +144,10 @@ def open_rollouts(run: PreparedRun, engine: Engine, progress: RankProgress) -> I
     files = None
     if steps > 1 and policy.saves:
         files = RolloutFiles(run.output_dir, steps=steps, is_rank_zero=engine.is_rank_zero)
-    with open_rewards(run.config.rewards, ranks_here=run.plan.world.local_world_size) as rewards:
+    world, sections = run.plan.world, run.config.rewards
+    prints = any(section.file for section in sections)
+    log = run.output_dir / "rewards" / f"rank-{world.rank}.txt" if prints else None
+    with open_rewards(sections, ranks_here=world.local_world_size, log=log) as rewards:
         sampler = Sampler(run, engine, rewards, progress, Counter())
         engine.allow_only(sampler.limits.allowed)
         yield RolloutSource(run, engine, sampler, files)

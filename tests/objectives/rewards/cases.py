@@ -118,6 +118,11 @@ def prints(text: str) -> float:
     return 1.0
 
 
+def prints_and_raises(record: dict[str, Any]) -> float:
+    print("from the reward")  # noqa: T201
+    return float(record["no such column"])
+
+
 def takes_memory(text: str) -> float:
     KEPT.append(bytearray(2**40))
     return 1.0
