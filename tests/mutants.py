@@ -48,6 +48,7 @@ COMMUNICATION, BALANCE = "tests/engine/groups/test_communication.py", "tests/dat
 REDUCTION = "tests/parity/test_reduction.py"
 INEXACT, LORA = "tests/parity/test_inexact.py", "tests/parity/test_lora.py"
 HEAD = "tests/model/loss/test_head_chunks.py"
+GRPO, ANSWERS = "tests/objectives/test_grpo.py", "tests/parity/test_grpo.py"
 MUTANTS = (
     Mutant(
         "an all-reduce counted as one pass over the ring",
@@ -433,6 +434,41 @@ MUTANTS = (
         'replace(how.settings, train_on="last_assistant")',
         "how.settings",
         PREFERENCES,
+    ),
+    Mutant(
+        "a divergence without the ratio",
+        "objectives/grpo.py",
+        "self._section.kl_weight * log_ratio.exp() * divergence",
+        "self._section.kl_weight * divergence",
+        GRPO,
+    ),
+    Mutant(
+        "groups without spread found by their standard deviation",
+        "objectives/grpo.py",
+        "for number in np.flatnonzero(has_spread(rewards)):",
+        "for number in np.flatnonzero(rewards.std(axis=1) > 0):",
+        GRPO,
+    ),
+    Mutant(
+        "the planned number of forwards for sampled answers",
+        "engine/engine.py",
+        "varies = not once and is_of_answers(self.objective)",
+        "varies = False",
+        ANSWERS,
+    ),
+    Mutant(
+        "the tokens of one rank for the ratio of an answer",
+        "model/loss/log_probs.py",
+        "        if self.sp_group is not None:\n            sums = self.sp_group.all_reduce(sums)\n",
+        "",
+        ANSWERS,
+    ),
+    Mutant(
+        "ids that are never sampled in the loss",
+        "model/loss/log_probs.py",
+        "logits if self._forbidden is None else logits.masked_fill_(self._forbidden, -torch.inf)",
+        "logits",
+        "tests/model/loss/test_answer_loss.py",
     ),
     Mutant("earlier turns not compared", "data/preferences.py", "    if ours == theirs:", "    if True:", PREFERENCES),
     Mutant(
