@@ -13,6 +13,7 @@ from ds_finetune.config.rewards import RewardConfig
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.prompts import ANSWER, check_records
 from ds_finetune.errors import ConfigError
+from ds_finetune.evaluation.evaluate import find_stop_ids
 from ds_finetune.evaluation.model_scores import load_model
 from ds_finetune.export.load import check_generates
 from ds_finetune.model.build.skeleton import resolve_folder
@@ -66,15 +67,18 @@ class _RewardTrial:
 
     def references(self, rewards: Rewards, most: int) -> ScoredAnswers:
         """Each reward gets the reference answer as it would stand in an answer that it understands."""
-        answers: list[AnswerToScore] = []
-        parts: list[list[Part | None]] = []
-        for number in range(min(most, len(self.rows))):
-            texts = [_reference_text(section, self.rows.record(number)) for section in self.run.rewards]
-            given = [self._answer(number, text or "", self.tokenizer(text or "")["input_ids"]) for text in texts]
-            found = rewards.start(given).parts()
-            answers.append(given[0])
-            parts.append([None if text is None else found[at][at] for at, text in enumerate(texts)])
-        return ScoredAnswers(f"reference answers of {len(answers)} records", answers, parts)
+        numbers = range(min(most, len(self.rows)))
+        texts = [[_reference_text(section, self.rows.record(n)) for section in self.run.rewards] for n in numbers]
+        given = [
+            [self._answer(number, text or "", self.tokenizer(text or "")["input_ids"]) for text in of_record]
+            for number, of_record in zip(numbers, texts, strict=True)
+        ]
+        found = rewards.start([answer for of_record in given for answer in of_record]).parts()
+        parts = [
+            [None if text is None else found[row * len(of_record) + at][at] for at, text in enumerate(of_record)]
+            for row, of_record in enumerate(texts)
+        ]
+        return ScoredAnswers(f"reference answers of {len(given)} records", [answers[0] for answers in given], parts)
 
     def samples(self, rewards: Rewards, most: int) -> ScoredAnswers:
         """An answer of the model to each of the first prompts, drawn by transformers at temperature 1."""
@@ -135,9 +139,7 @@ def _generate(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: list[int], *, most: int
 ) -> tuple[list[int], list[int]]:
     """Ids of an answer, and the ids that end one. Ids without a token are not drawn."""
-    given = model.generation_config.eos_token_id
-    stops = [*(given if isinstance(given, list) else [given]), tokenizer.eos_token_id]
-    stops = sorted({int(i) for i in stops if i is not None})
+    stops = find_stop_ids(model, tokenizer)
     absent = sorted(set(range(model.config.get_text_config().vocab_size)) - set(tokenizer.get_vocab().values()))
     ids = torch.tensor([prompt], device=model.device)
     with torch.no_grad():

@@ -339,7 +339,7 @@ def _score(
     scores = score_documents(model, documents, batch_tokens=request.batch_tokens, drafter=load_drafter(folder, model))
     if references is None or request.extract is None:
         return scores
-    stop_ids = _stop_ids(model, tokenizer)
+    stop_ids = find_stop_ids(model, tokenizer)
     answers = generate_answers(
         model, documents, max_new_tokens=request.max_new_tokens, stop_ids=stop_ids, batch_tokens=request.batch_tokens
     )
@@ -351,7 +351,7 @@ def _score(
     return replace(scores, exact=np.array(exact, dtype=np.float64))
 
 
-def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def find_stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Ids that end an answer: those of the model's generation config, and the tokenizer's eos token."""
     configured = model.generation_config.eos_token_id
     ids = configured if isinstance(configured, list) else [configured]

@@ -237,6 +237,8 @@ def main(requests: int, replies: int) -> None:
     """Answer requests until their pipe is closed, or the thread that started this process has ended."""
     # PR_SET_PDEATHSIG of prctl(2).
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+    # A scheduler that asks a run to end signals all of its processes; rewards are still needed until it has saved.
+    signal.signal(signal.SIGTERM, lambda *_: None)
     out = _Replies(replies)
     with os.fdopen(requests, "rb") as lines:
         every = json.loads(lines.readline())

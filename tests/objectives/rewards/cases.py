@@ -96,6 +96,11 @@ def is_killed_once(record: dict[str, Any], text: str) -> float:
     return is_killed(text)
 
 
+def is_asked_to_end(text: str) -> float:
+    os.kill(os.getpid(), signal.SIGTERM)
+    return float(text)
+
+
 def forks(text: str) -> float:
     """Both processes return."""
     pid = os.fork()

@@ -95,6 +95,10 @@ def test_a_process_that_was_killed_is_started_again_for_the_same_answer(tmp_path
     assert scores_of([":is_killed_once", ":waits"], answers).tolist() == [[0.5, 0], [0.5, 0], [0.5, 0]]
 
 
+def test_a_scheduler_that_ends_the_run_does_not_end_rewards() -> None:
+    assert scores_of([":is_asked_to_end"], [RIGHT, answer_of("5")]).tolist() == [[4], [5]]
+
+
 def test_the_second_process_of_a_forked_reward_is_not_heard() -> None:
     assert scores_of([":forks", "exact_match"], [RIGHT, WRONG, RIGHT]).tolist() == [[0.25, 1], [0.25, 0], [0.25, 1]]
 
