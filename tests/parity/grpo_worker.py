@@ -67,6 +67,10 @@ def _run(engine: Engine, layout: Layout) -> dict[str, Any]:
         found["steps"].append(step | {"gradients": gradients, "forwards": len(batch.micro)})
     found["logps"] = {number: part.tolist() for number, part in known.items()}
     found["off"] = {number: part.tolist() for number, part in off.items()}
+    every_group = replace(VARIANTS[0], keys={}, groups=(0, 1, 2, 3))
+    exact = engine.token_log_probs([_step(engine, every_group, {}, {})])
+    scored = [replace(_scored(*given), old=exact[given[0].number]) for given in answers_of(every_group)]
+    found["same"] = dict(engine.step(_batch(engine, scored), lr=0.0).metrics)
     # Two steps on one rollout: the second is off policy.
     on_policy = replace(VARIANTS[0], keys={}, groups=(0, 2))
     results = [

@@ -150,6 +150,8 @@ def _assert_equals_plain_loop(layout: Layout, folder: Path, models: Path) -> Non
         assert found.keys() == logps.keys()
         for number, logp in logps.items():
             assert found[number] == pytest.approx(logp.tolist(), abs=2e-5)
+    # What is read before a step are the bits that it computes in the same rows.
+    assert (result["same"]["ratio"], result["same"]["approx_kl"]) == (1, 0)
     on_policy, later = result["ratios"]
     assert on_policy == 1
     assert later != 1
