@@ -1,5 +1,6 @@
 """Durations and learning rates are exact."""
 
+import json
 from itertools import product
 from pathlib import Path
 
@@ -59,6 +60,18 @@ def test_the_batches_of_a_run_are_as_many_as_its_schedule_says(tmp_path: Path) -
     run = prepared_run(config, make_plan(RunSettings.of(config), world=World(0, 1, 0, 1, "a test"), device="cpu"))
     assert (len(run.inputs.train), run.schedule.steps) == (32, 2)
     assert [len(batch.row_ids) for batch in run_batches(run)] == [9, 1]
+
+
+def test_epochs_of_prompts_are_counted_in_prompts(tmp_path: Path) -> None:
+    """A step has eight answers, and uses two of the ten prompts."""
+    rows = [{"prompt": f"{number}+1", "answer": str(number + 1)} for number in range(10)]
+    given = {"train": str(tmp_path / "t.jsonl"), "workers": 1, "eval": []}
+    run_file = tiny_task(tmp_path, data=given, objective={"name": "grpo", "group_size": 4}, rewards=["number"])
+    (tmp_path / "t.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    settings = ("train.for=3 epochs", "rollout={prompts_per_step: 2, max_new_tokens: 8}", "train.micro_batch_size=2")
+    config = read_config(run_file, settings)
+    run = prepared_run(config, make_plan(RunSettings.of(config), world=World(0, 1, 0, 1, "a test"), device="cpu"))
+    assert (config.train.global_batch_size, run.schedule.steps) == (8, 15)
 
 
 def test_warmup() -> None:
