@@ -132,6 +132,8 @@ def _tiles(run: ReportedRun) -> list[Tile]:
         Tile("steps", f"{steps:,}", f"of {planned:,}" if planned and planned != steps else ""),
         _last_tile(run, "train/loss", "train loss", "number", "at the last step"),
         Tile("best eval loss", number_text(best[1]), f"at step {best[0]:,}") if best is not None else None,
+        _last_tile(run, "rollout/reward", "reward", "number", "of the last rollout"),
+        _last_tile(run, "eval/reward", "eval reward", "number", "greedy answers, last evaluation"),
         _last_tile(run, "eval/accuracy", "eval accuracy", "percent", "last evaluation"),
         _last_tile(run, "eval/exact_match", "exact match", "percent", "last evaluation"),
         Tile("tokens", _short(seen), "without padding") if seen else None,
@@ -182,6 +184,7 @@ def _result_rows(runs: Sequence[ReportedRun]) -> list[tuple[str, ...]]:
                 ("eval loss at the end", "eval/loss", "number"),
                 ("eval accuracy at the end", "eval/accuracy", "percent"),
                 ("exact match at the end", "eval/exact_match", "percent"),
+                ("eval reward at the end", "eval/reward", "number"),
                 ("reward accuracy at the end", "eval/reward_accuracy", "percent"),
             )
         ),
