@@ -271,15 +271,16 @@ class Engine:
         greedy: bool = False,
         batch_rows: int | None = None,
         is_over: Callable[[], bool] = _never,
+        on_forward: Callable[[], object] = _never,
     ) -> list[list[SampledAnswer]] | None:
         """`group_size` answers to each of `prompts`, on every rank; prompts are distributed over the ranks.
 
         They depend on the seed and on the numbers of rollout, prompt and answer, and on no rank or batch but for
         rounding. With `greedy` they are the most probable tokens. A batch has at most `batch_rows` rows; with None
         memory decides. `is_over` is called before each batch and must return the same on every rank; where it is true,
-        the result is None.
+        the result is None. `on_forward` is called before each forward of a rank.
         """
-        request = SamplingRequest(group_size, limits, None if greedy else seed, batch_rows, is_over)
+        request = SamplingRequest(group_size, limits, None if greedy else seed, batch_rows, is_over, on_forward)
         was_training = self._ds.training
         self._ds.eval()
         mine = sample_prompts(self._ds, self.plan, self._groups.tensor, prompts, request)

@@ -7,12 +7,13 @@ from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.state.whole_tensors import named_parameters
 from ds_finetune.foreign.guard import Wrap, replaced
 
-STEP, FORWARD, BACKWARD, OPTIMIZER, EVALUATION, OFFLOAD = (
+STEP, FORWARD, BACKWARD, OPTIMIZER, EVALUATION, SAMPLING, OFFLOAD = (
     "step",
     "forward",
     "backward",
     "optimizer",
     "evaluation",
+    "sampling",
     "offload",
 )
 _OWN = {
@@ -22,6 +23,7 @@ _OWN = {
     "_step_optimizer": OPTIMIZER,
     "evaluate": EVALUATION,
     "generate": EVALUATION,
+    "sample": SAMPLING,
 }
 _DEEPSPEED = {"backward": BACKWARD, "step": OPTIMIZER}
 _OPTIMIZER_SWAPS = ("swap_in_optimizer_state", "swap_out_optimizer_state", "swap_out_gradients")

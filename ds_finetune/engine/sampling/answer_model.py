@@ -1,7 +1,8 @@
 """The model as answers are sampled from it: forwards with a cache that give the logits of next tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -18,33 +19,27 @@ from ds_finetune.model.build.skeleton import head_of
 from ds_finetune.model.parallel.tensor import TensorParallelGroup
 
 
+@dataclass(frozen=True)
 class AnswerModel:
-    """A model in evaluation mode, without gradients. With `is_collective` its forwards wait for all other ranks, so all
-    ranks run as many: one whose rows have ended calls `join_others`.
-    """
+    """A model in evaluation mode, without gradients."""
 
-    def __init__(
-        self,
-        lm: PreTrainedModel,
-        device: torch.device,
-        *,
-        tp_group: TensorParallelGroup | None = None,
-        is_collective: bool = False,
-        packs_documents: bool = False,
-    ) -> None:
-        """With `packs_documents` attention takes all prompts of a forward in one call."""
-        self.device = device
-        self._lm = lm
-        self._tp_group = tp_group
-        self._is_collective = is_collective
-        self._packs = packs_documents
+    lm: PreTrainedModel
+    device: torch.device
+    tp_group: TensorParallelGroup | None = None
+    is_collective: bool = False
+    """Whether forwards wait for all other ranks, so that all ranks run as many: one whose rows have ended calls
+    `join_others`."""
+    packs_documents: bool = False
+    """Whether attention takes all prompts of a forward in one call."""
+    on_forward: Callable[[], object] = lambda: None
+    """Called before each forward."""
 
     @property
     def takes_mixed_lengths(self) -> bool:
         """Whether the rows of a batch may have prompts of different lengths: attention must know which columns of the
         cache belong to a row, and so must the choice of an indexer.
         """
-        config = self._lm.config
+        config = self.lm.config
         return config._attn_implementation == BY_DOCUMENT and family_of(config.model_type).indexer is None
 
     def read_prompts(self, texts: Sequence[Sequence[int]]) -> tuple[list[ReadPrompt], torch.Tensor]:
@@ -62,7 +57,10 @@ class AnswerModel:
             return [ReadPrompt(cache, row, slice(None)) for row in range(len(texts))], logits
         # All prompts in one row, without padding.
         documents = (tuple(lengths),)
-        given = {"documents": documents, "packed": pack_documents(documents, self.device) if self._packs else None}
+        given = {
+            "documents": documents,
+            "packed": pack_documents(documents, self.device) if self.packs_documents else None,
+        }
         logits = self._logits(ids[None], torch.cat(positions)[None], last, past_key_values=cache, **given)
         places = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
         return [ReadPrompt(cache, 0, place) for place in places], logits
@@ -70,7 +68,7 @@ class AnswerModel:
     def reading_tokens(self) -> AbstractContextManager[None]:
         """What is open while tokens are added to rows."""
         # Where forwards wait for others, ZeRO-3 may gather the weights again for each.
-        return attending_to_latents(self._lm, keeps_weights=not self._is_collective)
+        return attending_to_latents(self.lm, keeps_weights=not self.is_collective)
 
     def read_tokens(
         self, ids: torch.Tensor, positions: torch.Tensor, cache: RowCache, is_key: torch.Tensor | None
@@ -93,25 +91,27 @@ class AnswerModel:
         **others: Any,  # noqa: ANN401
     ) -> torch.Tensor:
         """Logits after the tokens at `last` of the flattened rows, or after all, fp32 [tokens, vocabulary]."""
-        if self._is_collective:
+        self.on_forward()
+        if self.is_collective:
             all_reduce_max(1.0)
         with torch.no_grad():
-            out = self._lm.base_model(input_ids=ids, position_ids=positions, use_cache=True, **others)
+            out = self.lm.base_model(input_ids=ids, position_ids=positions, use_cache=True, **others)
             hidden = out.last_hidden_state.flatten(0, 1)
-            logits: torch.Tensor = head_of(self._lm)(hidden if last is None else hidden[last])
+            logits: torch.Tensor = head_of(self.lm)(hidden if last is None else hidden[last])
         return logits.float()
 
     def agreed(self, ids: torch.Tensor) -> torch.Tensor:
         """The ids that the first tensor parallel rank has drawn, from logits that may differ by a rounding."""
-        return ids if self._tp_group is None else self._tp_group.broadcast_from_first(ids)
+        return ids if self.tp_group is None else self.tp_group.broadcast_from_first(ids)
 
     def join_others(self) -> None:
         """Run forwards of one token, whose results nobody reads, until the rows of all ranks have ended."""
-        while self._is_collective and all_reduce_max(0.0)[0] > 0:
+        while self.is_collective and all_reduce_max(0.0)[0] > 0:
+            self.on_forward()
             self._idle()
 
     def _idle(self) -> None:
         ids = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         with torch.no_grad():
-            out = self._lm.base_model(input_ids=ids, position_ids=ids, use_cache=False)
-            head_of(self._lm)(out.last_hidden_state)
+            out = self.lm.base_model(input_ids=ids, position_ids=ids, use_cache=False)
+            head_of(self.lm)(out.last_hidden_state)

@@ -29,7 +29,7 @@ class SamplingRequest:
     """`group_size` answers to each prompt, with noise of `seed`; with None the most probable tokens.
 
     `batch_rows` is the number of rows in a batch, at most; with None memory decides. `is_over` is called before each
-    batch, equally often on every rank.
+    batch, equally often on every rank, and `on_forward` before each forward.
     """
 
     group_size: int
@@ -37,6 +37,7 @@ class SamplingRequest:
     seed: int | None
     batch_rows: int | None
     is_over: Callable[[], bool]
+    on_forward: Callable[[], object]
 
 
 def sample_prompts(
@@ -56,6 +57,7 @@ def sample_prompts(
             tp_group=tp_group,
             is_collective=is_collective,
             packs_documents=wrapped.module.packs_documents,
+            on_forward=request.on_forward,
         )
         check_cache(model, wrapped.module.lm)
         rows = request.batch_rows or _rows_in_memory(model, plan, prompts, request.limits)
@@ -63,13 +65,13 @@ def sample_prompts(
         for parts in _batches(prompts, plan, request.group_size, rows):
             if request.is_over():
                 return None
-            for group in one_forward_each(parts, model):
+            for group in sampled_together(parts, model):
                 answers |= BatchOfAnswers(model, group, drawing, request.limits).run()
             model.join_others()
     return answers
 
 
-def one_forward_each(parts: Sequence[PromptPart], model: AnswerModel) -> Iterator[Sequence[PromptPart]]:
+def sampled_together(parts: Sequence[PromptPart], model: AnswerModel) -> Iterator[Sequence[PromptPart]]:
     """The parts of a batch that are sampled together: all, or those with prompts of one length."""
     if model.takes_mixed_lengths:
         yield from [parts] if parts else []

@@ -11,7 +11,7 @@ from itertools import chain
 from statistics import fmean
 from typing import Any
 
-from ds_finetune.engine.phases import BACKWARD, EVALUATION, FORWARD, OFFLOAD, OPTIMIZER, STEP
+from ds_finetune.engine.phases import BACKWARD, EVALUATION, FORWARD, OFFLOAD, OPTIMIZER, SAMPLING, STEP
 from ds_finetune.runs.timeline.clock import (
     ClockAlignment,
     Span,
@@ -26,10 +26,10 @@ from ds_finetune.runs.timeline.recorder import CHECKPOINT, DATA, Communication, 
 
 AFTER = "after the step"
 """The phase of what no other phase holds: metrics, logs, exports."""
-PHASES = (DATA, FORWARD, BACKWARD, OPTIMIZER, STEP, EVALUATION, CHECKPOINT, AFTER)
+PHASES = (DATA, FORWARD, BACKWARD, OPTIMIZER, STEP, EVALUATION, SAMPLING, CHECKPOINT, AFTER)
 COMPUTE, COMMUNICATION, WAITING, OTHER = "compute", "communication", "waiting", "other"
 CATEGORIES = (COMPUTE, COMMUNICATION, WAITING, DATA, OFFLOAD, CHECKPOINT, OTHER)
-_COMPUTING = (FORWARD, BACKWARD, OPTIMIZER, EVALUATION)
+_COMPUTING = (FORWARD, BACKWARD, OPTIMIZER, EVALUATION, SAMPLING)
 _ALWAYS = (0, 2**63)
 PhaseTable = dict[str, dict[str, float]]
 """Seconds by phase and category."""

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from ds_finetune.engine.groups.communication import INPUT_AT, POINT_TO_POINT, bytes_of, input_of
-from ds_finetune.engine.phases import EVALUATION
+from ds_finetune.engine.phases import EVALUATION, SAMPLING
 from ds_finetune.foreign.torch_distributed import wrapped_group_calls
 from ds_finetune.runs.timeline.clock import HostClock, Span
 
 DATA, CHECKPOINT = "data", "checkpoint"
-_WHOLE_PHASES = (EVALUATION, CHECKPOINT)
-"""Phases inside which no others are told apart: an evaluation has forwards of its own."""
+_WHOLE_PHASES = (EVALUATION, SAMPLING, CHECKPOINT)
+"""Phases inside which no others are told apart: an evaluation and sampling have forwards of their own."""
 
 
 class Meeting(NamedTuple):

@@ -59,7 +59,7 @@ class Sampler:
         size: int,
         *,
         greedy: bool = False,
-        is_over: Callable[[], bool] | None = None,
+        is_over: Callable[[], bool] = lambda: False,
     ) -> list[list[SampledAnswer]] | None:
         """`size` answers to each prompt; None where `is_over` was true before they were finished."""
         began = time.perf_counter()
@@ -71,7 +71,9 @@ class Sampler:
             seed=self.run.plan.seed,
             greedy=greedy,
             batch_rows=None if (rows_at_once := self.run.config.rollout.batch_rows) == "auto" else rows_at_once,
-            is_over=is_over or self._note_progress,
+            is_over=is_over,
+            # So that the watchdog sees that a long rollout is no hang.
+            on_forward=self.progress.restart_limit,
         )
         self._add("sample", began)
         return answers
@@ -154,11 +156,6 @@ class Sampler:
 
     def _add(self, part: str, began: float) -> None:
         self.noted[part] += time.perf_counter() - began  # type: ignore[assignment]
-
-    def _note_progress(self) -> bool:
-        """Called before each forward, so that the watchdog sees that a long rollout is no hang; never over."""
-        self.progress.restart_limit()
-        return False
 
 
 def allowed_ids(vocabulary: Mapping[str, int], num_ids: int) -> torch.Tensor | None:

@@ -12,7 +12,7 @@ from ds_finetune.engine.sampling.answer_model import AnswerModel
 from ds_finetune.engine.sampling.answers import PromptToSample, SampledAnswer, SamplingLimits
 from ds_finetune.engine.sampling.batch import BatchOfAnswers, Drawing, PromptPart
 from ds_finetune.engine.sampling.cache_check import check_cache
-from ds_finetune.engine.sampling.sampler import one_forward_each
+from ds_finetune.engine.sampling.sampler import sampled_together
 from ds_finetune.errors import ModelError, RunError
 from ds_finetune.model.attention.by_document import BY_DOCUMENT
 from ds_finetune.model.build.skeleton import build_skeleton
@@ -49,7 +49,7 @@ def _sampled(
     model = AnswerModel(lm, CPU)
     parts = [PromptPart(prompt, samples, place * len(samples)) for place, prompt in enumerate(prompts)]
     drawing, found = Drawing(limits, None if greedy else SEED, CPU), dict[int, SampledAnswer]()
-    for group in one_forward_each(sorted(parts, key=lambda part: part.length), model):
+    for group in sampled_together(sorted(parts, key=lambda part: part.length), model):
         found |= BatchOfAnswers(model, group, drawing, limits).run()
     return [found[place] for place in range(len(prompts) * len(samples))]
 

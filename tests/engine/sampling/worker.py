@@ -84,7 +84,7 @@ def main() -> None:
 
 
 def _sampled(engine: Engine, *, has_step: bool) -> dict[str, Any]:
-    """Answers in batches as memory allows, and of at most four rows; the same on all ranks. And how far the
+    """Answers in batches as memory allows, and of at most two rows; the same on all ranks. And how far the
     log-probabilities of their tokens are from those of training forwards.
     """
     prompts, every, is_grpo = prompts_of(LENGTHS), [], engine.objective.head == "answers"
@@ -95,12 +95,15 @@ def _sampled(engine: Engine, *, has_step: bool) -> dict[str, Any]:
         assert first is not None
         engine.step(_batch(engine, first) if is_grpo else whole_batch(engine), lr=1e-2)
     engine._ds.train()
-    for rows in (None, 4):
+    for rows in (None, 2):
         answers = engine.sample(prompts, group_size=GROUP, limits=LIMITS, seed=SEED, batch_rows=rows)
         assert answers is not None
         every.append([[(a.ids.tolist(), a.log_probs.tolist(), a.finish) for a in group] for group in answers])
     assert engine._ds.training
     assert all(part == every for part in all_gather_object(every))
+    calls: list[int] = []
+    engine.sample(prompts[:1], group_size=1, limits=LIMITS, seed=SEED, on_forward=lambda: calls.append(1))
+    assert calls
     ended = engine.sample(prompts, group_size=1, limits=LIMITS, seed=SEED, is_over=lambda: True)
     assert ended is None
     assert answers is not None
