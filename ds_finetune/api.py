@@ -97,7 +97,6 @@ def export_model(  # noqa: PLR0913 - each is an option of the command
     *,
     format: str = "safetensors",
     dtype: str | None = None,
-    quantise: str | None = None,
     base: PathLike | None = None,
     max_shard_size: str | None = None,
     with_cache: bool = True,
@@ -108,11 +107,10 @@ def export_model(  # noqa: PLR0913 - each is an option of the command
     Print what was written, and return it.
 
     `format` is the name of a row of `export/formats.py`, which has its dtypes (the first is the default) and options:
-    safetensors in bf16, fp16, fp32 or fp8, onnx in fp32 or fp16, or gguf, whose weights `quantise` stores as bf16, f16,
-    f32 or q8_0. `base` is the folder of the model that was trained.
-    `max_shard_size` (5GB) applies to safetensors, and `with_cache=False` (a graph without past keys and values) to
-    onnx. With `verify` a new process loads `out` and compares it with the record of the run; VerificationError says how
-    it differs. Without `verify` the folder stays marked UNVERIFIED.
+    safetensors in bf16, fp16, fp32 or fp8, onnx in fp32 or fp16, or gguf in bf16, f16, f32 or q8_0. `base` is the
+    folder of the model that was trained. `max_shard_size` (5GB) applies to safetensors, and `with_cache=False` (a graph
+    without past keys and values) to onnx. With `verify` a new process loads `out` and compares it with the record of
+    the run; VerificationError says how it differs. Without `verify` the folder stays marked UNVERIFIED.
     """
     from ds_finetune.export.formats import ExportOptions, format_named
 
@@ -122,12 +120,7 @@ def export_model(  # noqa: PLR0913 - each is an option of the command
     row, trained = format_named(format), None if base is None else Path(base)
     options = row.resolved(
         ExportOptions(
-            dtype=dtype or "",
-            quantise=quantise or "",
-            base=trained,
-            max_shard_size=max_shard_size,
-            with_cache=with_cache,
-            verify=verify,
+            dtype=dtype or "", base=trained, max_shard_size=max_shard_size, with_cache=with_cache, verify=verify
         )
     )
     written = row.load().write(Path(source), Path(out), options)

@@ -224,8 +224,7 @@ def _formats() -> Iterator[str]:
         parts = {
             "read by": row.read_by,
             "recognised by": " or ".join(f"`{pattern}`" for pattern in row.weights),
-            "`--dtype`": f"{', '.join(row.dtypes)} (default {row.dtypes[0]})" if row.dtypes else "",
-            "`--quantise`": f"{', '.join(row.quantised)} (default {row.quantised[0]})" if row.quantised else "",
+            "`--dtype`": f"{', '.join(row.dtypes)} (default {row.dtypes[0]})",
             "options of its own": ", ".join(f"`{option}`" for option in row.options),
             "engines of `serve`": ", ".join(f"`{engine}`" for engine in row.engines),
             "installed by": f"`pip install 'ds_finetune[{row.extra}]'`" if row.extra else "",

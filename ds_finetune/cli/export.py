@@ -18,7 +18,7 @@ def add_commands(commands: Commands) -> None:
     what.add_argument("source", metavar="SOURCE", nargs="?", help=text)
     what.add_argument("--check", metavar="OUT", help="verify an exported folder against its record")
     export.add_argument("out", metavar="OUT", nargs="?", help="folder to write, new or empty")
-    default, *others = (row for row in FORMATS if row.dtypes)
+    default, *others = FORMATS
     text = (
         f"format of OUT: {', '.join(row.name for row in FORMATS)}, or one that a package adds (default {default.name})"
     )
@@ -26,10 +26,7 @@ def add_commands(commands: Commands) -> None:
     text = f"dtype of the weights (default {default.dtypes[0]}"
     text += f"{''.join(f', for {row.name} {row.dtypes[0]}' for row in others)})"
     choices = dict.fromkeys(dtype for row in FORMATS for dtype in row.dtypes)
-    export.add_argument("--dtype", choices=tuple(choices), help=text)
-    text = "gguf: type in which weights are stored (default {})"
-    kinds = next(row.quantised for row in FORMATS if row.quantised)
-    export.add_argument("--quantise", choices=kinds, help=text.format(kinds[0]))
+    export.add_argument("--dtype", "--quantise", choices=tuple(choices), help=text)
     export.add_argument("--max-shard-size", help="largest safetensors file (default 5GB)")
     text = "folder of the base model, with config.json, tokenizer and the weights that were not trained"
     export.add_argument("--base", metavar="FOLDER", help=text)
@@ -58,7 +55,6 @@ def _export(arguments: Arguments) -> None:
         arguments.out,
         format=arguments.format or FORMATS[0].name,
         dtype=arguments.dtype,
-        quantise=arguments.quantise,
         base=arguments.base,
         max_shard_size=arguments.max_shard_size,
         with_cache=not arguments.no_cache,
@@ -69,7 +65,7 @@ def _export(arguments: Arguments) -> None:
 def _check(arguments: Arguments) -> None:
     """Verify an exported folder; ConfigError or ExportError where it cannot be, VerificationError where it differs."""
     options = {"--format": arguments.format, "--dtype": arguments.dtype, "--max-shard-size": arguments.max_shard_size}
-    options |= {"--quantise": arguments.quantise, "--no-cache": arguments.no_cache, "--no-verify": not arguments.verify}
+    options |= {"--no-cache": arguments.no_cache, "--no-verify": not arguments.verify}
     given = [name for name, value in options.items() if value]
     if given:
         raise ConfigError(

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import xxhash
 
 from ds_finetune.config.units import GIB, MIB
-from ds_finetune.errors import ExportError
+from ds_finetune.errors import ConfigError, ExportError
 from ds_finetune.export.output_folder import RECORD
 from ds_finetune.export.verify.record import UNVERIFIED
 
@@ -76,6 +76,14 @@ def _own_tree(tree: dict[str, Any], kind: str) -> dict[str, Any]:
     if tree.pop("sum") != _sum_of(tree):
         raise ValueError("its own digest differs: it was changed")
     return tree
+
+
+def check_no_base(base: Path | None, folder: Path) -> None:
+    """ConfigError where a base is named for a folder that is verified against its record only."""
+    if base is not None:
+        raise ConfigError(
+            f"--base {base} is not valid with `{folder}`", hint="leave it out: the folder's record is enough"
+        )
 
 
 def check_files(

@@ -40,8 +40,6 @@ class ExportOptions:
 
     dtype: str = ""
     """Dtype of the weights; empty for the first one of the format's row."""
-    quantise: str = ""
-    """Type in which weights are stored; empty for the first one of the format's row."""
     base: Path | None = None
     """Folder of the model that was trained."""
     max_shard_size: str | None = None
@@ -52,8 +50,7 @@ class ExportOptions:
         """Options that not every format has: how they were given, by their names on the command line."""
         size = {} if self.max_shard_size is None else {"--max-shard-size": f"--max-shard-size {self.max_shard_size}"}
         flags = {"--no-cache": not self.with_cache, "--no-verify": not self.verify}
-        kind = {"--quantise": f"--quantise {self.quantise}"} if self.quantise else {}
-        return size | kind | {name: name for name, is_given in flags.items() if is_given}
+        return size | {name: name for name, is_given in flags.items() if is_given}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,9 +92,7 @@ class FormatModule(Protocol):
     def check_model(
         self, config: "PretrainedConfig", *, is_classifier: bool, tokenizer: "PreTrainedTokenizerBase | None" = None
     ) -> None:
-        """ExportError where the model type, a setting of config.json or the tokenizer, if given, has no export in this
-        format.
-        """
+        """ExportError where the model type, a setting of config.json or the tokenizer has no export in this format."""
         ...
 
     def load_model(self, folder: Path, device: str) -> "PreTrainedModel":
@@ -127,13 +122,9 @@ class ExportFormat:
     read_by: str
     """Programs that read its folders."""
     dtypes: tuple[str, ...]
-    """Values of `--dtype`; the first is the default. Empty where `--quantise` says it."""
+    """Values of `--dtype`; the first is the default."""
     engines: tuple[str, ...]
-    """Engines of `ds-finetune serve` that read its folders; `auto` takes the first that can run. Empty where this
-    program does not run them.
-    """
-    quantised: tuple[str, ...] = ()
-    """Values of `--quantise`; the first is the default."""
+    """Engines of `ds-finetune serve` that read its folders; `auto` takes the first that can run. There may be none."""
     options: tuple[str, ...] = ()
     """Options of `ExportOptions.given` that it has."""
     reasons: Mapping[str, str] = field(default_factory=dict)
@@ -156,11 +147,6 @@ class ExportFormat:
                     f"{given} is not valid with --format {self.name}",
                     hint=self.reasons.get(name, f"it is an option of --format {others}"),
                 )
-        if options.dtype and not self.dtypes:
-            raise ConfigError(
-                f"--dtype {options.dtype} is not valid with --format {self.name}",
-                hint=f"say it by --quantise {', '.join(self.quantised)}",
-            )
         if options.dtype and options.dtype not in {dtype for row in formats() for dtype in row.dtypes}:
             raise ConfigError(f"dtype is `{options.dtype}`", hint=f"name one of {', '.join(self.dtypes)}")
         if options.dtype and options.dtype not in self.dtypes:
@@ -168,13 +154,7 @@ class ExportFormat:
                 f"{self.read_by} cannot run a model in {options.dtype}",
                 hint=f"export with --dtype {' or '.join(self.dtypes)}",
             )
-        if options.quantise and options.quantise not in self.quantised:
-            raise ConfigError(f"--quantise is `{options.quantise}`", hint=f"name one of {', '.join(self.quantised)}")
-        return replace(
-            options,
-            dtype=options.dtype or next(iter(self.dtypes), ""),
-            quantise=options.quantise or next(iter(self.quantised), ""),
-        )
+        return replace(options, dtype=options.dtype or self.dtypes[0])
 
     def check_model_type(self, model_type: str) -> Family:
         """The family of `model_type`; ExportError where its models cannot be exported."""
@@ -248,10 +228,8 @@ GGUF = ExportFormat(
     module="ds_finetune.export.gguf.folder",
     weights=("*.gguf",),
     read_by="llama.cpp and Ollama",
-    dtypes=(),
-    quantised=("bf16", "f16", "f32", "q8_0"),
+    dtypes=("bf16", "f16", "f32", "q8_0"),
     engines=(),
-    options=("--quantise",),
     reasons={
         "--max-shard-size": "leave it out: a GGUF is one file",
         "--no-verify": "leave it out: a GGUF has its name only once it is verified",

@@ -39,10 +39,11 @@ def plain_folder(source: Path, out: Path, base: Path | None) -> Iterator[Path]:
         ).folder
 
 
-def meta_model(folder: Path, check: Callable[[PretrainedConfig], None]) -> PreTrainedModel:
-    """The model of `folder` on the meta device, without code of the folder.
+def plain_model(folder: Path, check: Callable[[PretrainedConfig], None]) -> tuple[PreTrainedModel, HubFolder]:
+    """The model of `folder` on the meta device, without code of the folder, and its weights.
 
-    ExportError where it is unknown or quantised, and what `check` raises of its configuration.
+    ExportError where it is unknown or quantised, ModelError where the weights do not fit, and what `check` raises of
+    the configuration.
     """
     check_folder(folder)
     try:
@@ -58,12 +59,7 @@ def meta_model(folder: Path, check: Callable[[PretrainedConfig], None]) -> PreTr
     check(config)
     with torch.device("meta"):
         model: PreTrainedModel = auto_class(config).from_config(config, trust_remote_code=False)
-    return model
-
-
-def plain_weights(model: PreTrainedModel, folder: Path) -> HubFolder:
-    """The weights of `folder`; ModelError where they do not fit `model`, ExportError where they are in FP8."""
-    hub = open_weights(model, folder, family=family_of(model.config.model_type))
+    hub = open_weights(model, folder, family=family_of(config.model_type))
     if hub.has_fp8:
         raise ExportError(f"{folder} holds FP8 tensors and its config.json does not say so", hint=_PLAIN_COPY)
-    return hub
+    return model, hub

@@ -38,7 +38,7 @@ class OnnxGraph:
 
 
 @dataclass(frozen=True)
-class GgufArchitecture:
+class Gguf:
     """What llama.cpp computes of a family, which `export/gguf` writes and `tests/export/gguf` compares."""
 
     name: str
@@ -169,7 +169,7 @@ class Family:
     """None for causal models."""
 
     onnx: OnnxGraph | None = None
-    gguf: GgufArchitecture | None = None
+    gguf: Gguf | None = None
     tiny_models: TinyModels | None = None
 
     def is_of_indexer(self, name: str) -> bool:

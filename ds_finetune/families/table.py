@@ -18,16 +18,7 @@ from ds_finetune.families.configs import (
     SPARSE,
     WIDE_VALUES,
 )
-from ds_finetune.families.family import (
-    MIXTRAL_NAMES,
-    Encoder,
-    Family,
-    GgufArchitecture,
-    Indexer,
-    OnnxGraph,
-    RouterKind,
-    TinyModels,
-)
+from ds_finetune.families.family import MIXTRAL_NAMES, Encoder, Family, Gguf, Indexer, OnnxGraph, RouterKind, TinyModels
 from ds_finetune.families.parameters import (
     QWEN_EXPERTS,
     ExpertKeys,
@@ -52,8 +43,13 @@ _ROUTER_BIASES = ("e_score_correction_bias", "expert_bias")
 _POSITION_IDS = r"(^|\.)embeddings\.position_ids$"
 """A constant that older versions of transformers saved."""
 
-_SHARED = {"n_shared_experts": tuple(range(1, 65))}
-_PLAIN_ATTENTION = {"use_sliding_window": (False,), "attention_bias": (False,)}
+_SHARED: dict[str, tuple[object, ...]] = {"n_shared_experts": tuple(range(1, 65))}
+_ALL_SPARSE: dict[str, tuple[object, ...]] = {
+    "norm_topk_prob": (True,),
+    "decoder_sparse_step": (1,),
+    "mlp_only_layers": ([], None),
+}
+_PLAIN_ATTENTION: dict[str, tuple[object, ...]] = {"use_sliding_window": (False,), "attention_bias": (False,)}
 _DEEP = {"num_hidden_layers": 4}
 
 
@@ -100,7 +96,7 @@ _ROWS = (
     replace(
         _MIXTURE,
         model_type="deepseek_v2",
-        gguf=GgufArchitecture(
+        gguf=Gguf(
             "deepseek2", _SHARED | {"topk_method": ("greedy",), "attention_bias": (False,), "mlp_bias": (False,)}
         ),
         parameters=ParameterRules(latent_attention, sparse_after_first, mlp_bias=True),
@@ -116,10 +112,7 @@ _ROWS = (
             },
         ),
     ),
-    replace(
-        _DEEPSEEK_V3,
-        gguf=GgufArchitecture("deepseek2", _SHARED | {"attention_bias": (False,), "rope_interleave": (True,)}),
-    ),
+    replace(_DEEPSEEK_V3, gguf=Gguf("deepseek2", _SHARED | {"attention_bias": (False,), "rope_interleave": (True,)})),
     replace(
         _DEEPSEEK_V3,
         model_type="kimi_k2",
@@ -141,7 +134,7 @@ _ROWS = (
     replace(
         _DEEPSEEK_V3,
         model_type="glm4_moe",
-        gguf=GgufArchitecture("glm4moe", _SHARED),
+        gguf=Gguf("glm4moe", _SHARED),
         parameters=ParameterRules(glm_attention, sparse_after_first),
         experts_class="Glm4MoeExperts",
         onnx=OnnxGraph("grouped_query", router="sigmoid"),
@@ -181,14 +174,14 @@ _ROWS = (
     replace(
         _DENSE,
         model_type="qwen2",
-        gguf=GgufArchitecture("qwen2", {"use_sliding_window": (False,)}),
+        gguf=Gguf("qwen2", {"use_sliding_window": (False,)}),
         parameters=ParameterRules(grouped_query_attention(qkv_bias=True)),
         tiny_models=_tiny("qwen2", {**DENSE, "tie_word_embeddings": True}, deep=_DEEP),
     ),
     replace(
         _DENSE,
         model_type="qwen3",
-        gguf=GgufArchitecture("qwen3", _PLAIN_ATTENTION),
+        gguf=Gguf("qwen3", _PLAIN_ATTENTION),
         parameters=ParameterRules(grouped_query_attention(norms="of heads")),
         tiny_models=_tiny("qwen3", {**DENSE, "head_dim": 12}, deep=_DEEP),
     ),
@@ -196,10 +189,7 @@ _ROWS = (
     replace(
         _MIXTURE,
         model_type="qwen3_moe",
-        gguf=GgufArchitecture(
-            "qwen3moe",
-            _PLAIN_ATTENTION | {"norm_topk_prob": (True,), "decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
-        ),
+        gguf=Gguf("qwen3moe", _PLAIN_ATTENTION | _ALL_SPARSE),
         parameters=ParameterRules(grouped_query_attention(norms="of heads"), sparse_by_step),
         expert_keys=QWEN_EXPERTS,
         experts_class="Qwen3MoeExperts",
@@ -208,7 +198,7 @@ _ROWS = (
     replace(
         _MIXTURE,
         model_type="mixtral",
-        gguf=GgufArchitecture("llama", {"sliding_window": (None,)}, rotates_pairs=True),
+        gguf=Gguf("llama", {"sliding_window": (None,)}, rotates_pairs=True),
         parameters=ParameterRules(grouped_query_attention(reads_bias=False), always_sparse),
         expert_keys=_MIXTRAL_EXPERTS,
         published_mlp=MIXTRAL_NAMES,
@@ -230,7 +220,7 @@ _ROWS = (
     replace(
         _DENSE,
         model_type="llama",
-        gguf=GgufArchitecture("llama", rotates_pairs=True),
+        gguf=Gguf("llama", rotates_pairs=True),
         parameters=ParameterRules(grouped_query_attention(), mlp_bias=True),
         tiny_models=_tiny(
             "llama",
@@ -243,9 +233,7 @@ _ROWS = (
     ),
     Family(
         "gpt_oss",
-        gguf=GgufArchitecture(
-            "gpt-oss", {"swiglu_limit": (7.0,), "attention_bias": (True,), "tie_word_embeddings": (False,)}
-        ),
+        gguf=Gguf("gpt-oss", {"swiglu_limit": (7.0,), "attention_bias": (True,), "tie_word_embeddings": (False,)}),
         parameters=ParameterRules(attention_with_sinks, always_sparse, expert_bias=True),
         expert_keys=_MIXTRAL_EXPERTS,
         transposed_experts=True,

@@ -164,7 +164,7 @@ def test_an_unverified_folder_of_a_user_is_kept(tmp_path: Path) -> None:
         (["--format", "onnx"], "is given with --format"),
         (["--dtype", "fp8", "--no-cache"], "is given with --dtype and --no-cache"),
         (["--no-verify"], "is given with --no-verify"),
-        (["--quantise", "q8_0"], "is given with --quantise"),
+        (["--quantise", "q8_0"], "is given with --dtype"),
         (["--max-shard-size", "1GB"], "is given with --max-shard-size"),
         ([], "is not a folder"),
     ],

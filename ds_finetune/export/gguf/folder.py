@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 
 import gguf
@@ -11,15 +10,15 @@ import xxhash
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ds_finetune.console.phase_line import count_parts
-from ds_finetune.errors import ConfigError, ExportError, VerificationError
-from ds_finetune.export.file_record import Runs, check_files, read_file_record, write_file_record
+from ds_finetune.errors import ExportError, VerificationError
+from ds_finetune.export.file_record import Runs, check_files, check_no_base, read_file_record, write_file_record
 from ds_finetune.export.formats import GGUF, ExportOptions, ExportResult, Scorer
 from ds_finetune.export.from_checkpoint import check_free_space
 from ds_finetune.export.gguf.gguf_tensors import KINDS, GgufTensor, gguf_tensors
-from ds_finetune.export.gguf.llama_tokenizer import add_tokenizer, check_tokenizer
+from ds_finetune.export.gguf.llama_tokenizer import add_tokenizer, splitting
 from ds_finetune.export.gguf.settings import add_settings, check_settings, notes_on
 from ds_finetune.export.output_folder import as_output_errors, check_out_empty, replaced_folder
-from ds_finetune.export.plain_source import meta_model, plain_folder, plain_weights
+from ds_finetune.export.plain_source import plain_folder, plain_model
 from ds_finetune.export.verify.verify import VerificationResult, mark_folder
 from ds_finetune.families.table import family_of
 from ds_finetune.model.build.hub_folder import HubFolder
@@ -41,9 +40,7 @@ def write(source: Path, out: Path, options: ExportOptions) -> ExportResult:
     with plain_folder(source, out, options.base) as folder, replaced_folder(out) as partial, as_output_errors(partial):
         places, notes = _write_file(folder, partial / name, options)
         (partial / "Modelfile").write_text(f"FROM ./{name}\n", encoding="utf-8")
-        versions = {name: version(name) for name in (*GGUF.packages, "torch", "transformers")}
-        about = {"quantise": options.quantise, "versions": versions, "tensors": places}
-        write_file_record(partial, {"format": _FORMAT, **about})
+        write_file_record(partial, {"format": _FORMAT, "dtype": options.dtype, "tensors": places})
     lines = (f"{len(places)} tensors were read back as written",)
     return ExportResult(
         folder=out,
@@ -57,11 +54,7 @@ def write(source: Path, out: Path, options: ExportOptions) -> ExportResult:
 
 def verify(folder: Path, base: Path | None) -> VerificationResult:
     """Compare the files of the folder with their digests in its record, and mark it."""
-    if base is not None:
-        raise ConfigError(
-            f"--base {base} is not valid with the GGUF folder {folder}",
-            hint="leave it out: the folder's record is enough",
-        )
+    check_no_base(base, folder)
     files, places = read_file_record(folder, _FORMAT, lambda tree: dict(tree["tensors"]))
 
     def tensors_at(name: str, changed: Mapping[str, Runs]) -> list[str]:
@@ -86,7 +79,7 @@ def check_model(
         )
     check_settings(config, family)
     if tokenizer is not None:
-        check_tokenizer(tokenizer)
+        splitting(tokenizer)
 
 
 def load_model(folder: Path, device: str) -> PreTrainedModel:
@@ -101,17 +94,16 @@ def load_scorer(folder: Path) -> Scorer:
 
 def _write_file(folder: Path, file: Path, options: ExportOptions) -> tuple[dict[str, tuple[int, int]], list[str]]:
     """Write the model of `folder` to `file`; first byte and end of each tensor by name, and notes."""
-    model = meta_model(folder, lambda config: check_model(config, is_classifier=is_classifier(config)))
+    model, hub = plain_model(folder, lambda config: check_model(config, is_classifier=is_classifier(config)))
     config, family = model.config, family_of(model.config.model_type)
-    hub = plain_weights(model, folder)
-    tensors = gguf_tensors(hub, config, family, KINDS[options.quantise])
+    tensors = gguf_tensors(hub, config, family, KINDS[options.dtype])
     check_free_space(file, sum(tensor.num_bytes for tensor in tensors))
     assert family.gguf is not None
     writer = gguf.GGUFWriter(file, family.gguf.name)
     writer.add_type("model")
     writer.add_name(file.stem)
-    prefix = "ALL" if options.quantise == "f32" else "MOSTLY"
-    writer.add_file_type(gguf.LlamaFileType[f"{prefix}_{options.quantise.upper()}"])
+    prefix = "ALL" if options.dtype == "f32" else "MOSTLY"
+    writer.add_file_type(gguf.LlamaFileType[f"{prefix}_{options.dtype.upper()}"])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     add_settings(writer, config, family)
     add_tokenizer(writer, folder, config.vocab_size)
@@ -123,7 +115,7 @@ def _write_file(folder: Path, file: Path, options: ExportOptions) -> tuple[dict[
         places = _write_tensors(writer, file, tensors, hub)
     finally:
         writer.close()
-    return places, [*_notes(tensors, hub, options.quantise), *notes_on(config)]
+    return places, [*_notes(tensors, hub, options.dtype), *notes_on(config)]
 
 
 def _write_tensors(

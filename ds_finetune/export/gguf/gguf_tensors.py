@@ -19,7 +19,7 @@ from ds_finetune.families.family import Family
 from ds_finetune.model.build.hub_folder import HubFolder
 
 KINDS = {"bf16": Kind.BF16, "f16": Kind.F16, "f32": Kind.F32, "q8_0": Kind.Q8_0}
-"""Values of `--quantise`, with ggml's types."""
+"""Values of `--quantise`, which is `--dtype`, with ggml's types."""
 _CHUNK_NUMEL = 2**22
 """Elements that are read, cast and written at a time: 16 MiB of fp32."""
 _EXPERT = re.compile(r"^(model\.layers\.\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight$")

@@ -2,12 +2,13 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import gguf
+from gguf import TokenType as Type
 from transformers import PreTrainedTokenizerBase
 
 from ds_finetune.data.tokenizer_files import load_tokenizer
@@ -42,26 +43,36 @@ _SPLITTERS = {
 """Names of llama.cpp's rules for splitting text into words, by sha256 of the ids of `_PROBE`: those that its converter
 lists for tokenizers of the exported families.
 """
-_BYTE = re.compile(r"^<0x[0-9A-F]{2}>$")
-_UNSCORED = -1e4
-"""Score of tokens that no merge makes; llama.cpp's converter gives it to unused ones."""
 
 
-def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
-    """ExportError where llama.cpp has no tokenizer of this kind, or no rules that split text into words like it."""
-    if not _is_sentencepiece(json.loads(tokenizer.backend_tokenizer.to_str())):
-        splitter(tokenizer)
+def splitting(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Name of llama.cpp's rules for splitting text into words; None for SentencePiece's BPE with bytes, which has none.
+
+    ExportError where llama.cpp has no such rules.
+    """
+    core = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    if core["type"] == "BPE" and core["byte_fallback"]:
+        return None
+    ids = (tokenizer(_PROBE, add_special_tokens=special)["input_ids"] for special in (True, False))
+    sums = [sha256(str(each).encode()).hexdigest() for each in ids]
+    for each in sums:
+        if each in _SPLITTERS:
+            return _SPLITTERS[each]
+    kinds = f"{core['type']} after {type(tokenizer.backend_tokenizer.pre_tokenizer).__name__}"
+    raise ExportError(
+        f"llama.cpp is not known to split text like the tokenizer `{tokenizer.name_or_path}` ({kinds}; sha256 of its "
+        f"ids of llama.cpp's probe {sums[0]})",
+        hint=f"it has the rules {', '.join(dict.fromkeys(_SPLITTERS.values()))}, and SentencePiece's BPE with bytes",
+    )
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, vocab_size: int) -> None:
     """Add the tokenizer of `folder` to `writer`, for a model of `vocab_size` tokens.
 
-    DataError where the folder has none; ExportError as of `check_tokenizer`, and where it has more tokens than the
-    model.
+    DataError where the folder has none; ExportError as of `splitting`, and where it has more tokens than the model.
     """
     tokenizer = load_tokenizer(str(folder))
-    check_tokenizer(tokenizer)
-    tree = json.loads(tokenizer.backend_tokenizer.to_str())
+    rules, tree = splitting(tokenizer), json.loads(tokenizer.backend_tokenizer.to_str())
     core, added = tree["model"], {token["id"]: token for token in tree["added_tokens"]}
     texts = {number: text for text, number in core["vocab"].items()}
     texts |= {number: token["content"] for number, token in added.items()}
@@ -70,89 +81,49 @@ def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, vocab_size: int) -> Non
             f"the tokenizer of `{folder}` has a token {max(texts)}, and the model has {vocab_size} tokens",
             hint="take the tokenizer that belongs to the model",
         )
-    if _is_sentencepiece(tree):
-        _add_scores(writer, tokenizer, core, [texts.get(number, "") for number in range(vocab_size)])
-    else:
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre(splitter(tokenizer))
+    writer.add_tokenizer_model("gpt2" if rules else "llama")
+    writer.add_tokenizer_pre(rules or "default")
+    if rules:
         # A space within a part of a merge is written as byte-level tokens write it.
         writer.add_token_merges([" ".join(part.replace(" ", "Ġ") for part in pair) for pair in core["merges"]])
+    else:
+        # The score of a token is the negative rank of the first merge that makes it.
+        ranks = {"".join(pair): rank for rank, pair in reversed([*enumerate(core["merges"])])}
+        writer.add_token_scores([-float(ranks.get(texts.get(number, ""), 10_000)) for number in range(vocab_size)])
+        writer.add_add_space_prefix(tokenizer.tokenize("a")[0].startswith("▁"))
     types = [_type_of(texts.get(number), added.get(number), core) for number in range(vocab_size)]
-    user = gguf.TokenType.USER_DEFINED
     tokens = (texts.get(number, f"[PAD{number}]") for number in range(vocab_size))
-    writer.add_token_list(
-        [text.replace("▁", " ") if kind == user else text for text, kind in zip(tokens, types, strict=True)]
-    )
+    pairs = zip(tokens, types, strict=True)
+    writer.add_token_list([text.replace("▁", " ") if kind == Type.USER_DEFINED else text for text, kind in pairs])
     writer.add_token_types(types)
     _add_special(writer, tokenizer, folder)
 
 
-def _is_sentencepiece(tree: Mapping[str, Any]) -> bool:
-    return bool(tree["model"]["type"] == "BPE" and tree["model"]["byte_fallback"])
-
-
-def _add_scores(
-    writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerBase, core: Mapping[str, Any], texts: list[str]
-) -> None:
-    """SentencePiece's kind: the score of a token is the negative rank of the first merge that makes it."""
-    ranks: dict[str, int] = {}
-    for rank, pair in enumerate(core["merges"]):
-        ranks.setdefault("".join(pair), rank)
-    writer.add_tokenizer_model("llama")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_scores([-float(ranks[text]) if text in ranks else _UNSCORED for text in texts])
-    writer.add_add_space_prefix(tokenizer.tokenize("a")[0].startswith("▁"))
-
-
-def splitter(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Name of llama.cpp's rules for splitting text into words; ExportError where it has none of the tokenizer."""
-    ids = (tokenizer(_PROBE, add_special_tokens=special)["input_ids"] for special in (True, False))
-    sums = [sha256(str(each).encode()).hexdigest() for each in ids]
-    for each in sums:
-        if each in _SPLITTERS:
-            return _SPLITTERS[each]
-    kinds = type(tokenizer.backend_tokenizer.model).__name__, type(tokenizer.backend_tokenizer.pre_tokenizer).__name__
-    raise ExportError(
-        f"llama.cpp is not known to split text like the tokenizer `{tokenizer.name_or_path}` ({' after '.join(kinds)}; "
-        f"sha256 of its ids of llama.cpp's probe {sums[0]})",
-        hint=f"it has the rules {', '.join(dict.fromkeys(_SPLITTERS.values()))}, and SentencePiece's BPE with bytes",
-    )
-
-
-def _type_of(text: str | None, added: Mapping[str, Any] | None, core: Mapping[str, Any]) -> int:
+def _type_of(text: str | None, added: Mapping[str, Any] | None, core: Mapping[str, Any]) -> Type:
     if text is None:
-        return int(gguf.TokenType.UNUSED)
+        return Type.UNUSED
     if text == core["unk_token"]:
-        return int(gguf.TokenType.UNKNOWN)
+        return Type.UNKNOWN
     if added is not None:
         # llama.cpp's converter reads such texts as control tokens too (does_token_look_special).
         is_control = added["special"] or re.match(r"^<[|｜].*[|｜]>$", text)  # noqa: RUF001
-        return int(gguf.TokenType.CONTROL if is_control else gguf.TokenType.USER_DEFINED)
-    return int(gguf.TokenType.BYTE if core["byte_fallback"] and _BYTE.match(text) else gguf.TokenType.NORMAL)
+        return Type.CONTROL if is_control else Type.USER_DEFINED
+    return Type.BYTE if core["byte_fallback"] and re.match(r"^<0x[0-9A-F]{2}>$", text) else Type.NORMAL
 
 
 def _add_special(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Special ids, whether the tokenizer adds them to a text, and the chat template, which is only text."""
-    for name in ("bos", "eos", "unk", "pad"):
-        number = getattr(tokenizer, f"{name}_token_id")
+    ids = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "unk", "pad")}
+    file = folder / "generation_config.json"
+    ends = json.loads(check_inside(file).read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
+    others = [number for number in (ends if isinstance(ends, list) else []) if number != tokenizer.eos_token_id]
+    for name, number in {**ids, **dict(zip(("eot", "eom"), others, strict=False))}.items():
         if number is not None:
             getattr(writer, f"add_{name}_token_id")(number)
-    adders = (writer.add_eot_token_id, writer.add_eom_token_id)
-    for add, number in zip(adders, _further_ends(tokenizer, folder), strict=False):
-        add(number)
-    ids = tokenizer("a")["input_ids"]
-    writer.add_add_bos_token(tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id)
-    writer.add_add_eos_token(ids[-1] == tokenizer.eos_token_id)
+    encoded = tokenizer("a")["input_ids"]
+    writer.add_add_bos_token(encoded[0] == tokenizer.bos_token_id)
+    writer.add_add_eos_token(encoded[-1] == tokenizer.eos_token_id)
     template = tokenizer.chat_template
-    if isinstance(template, str):
-        writer.add_chat_template(template)
-    elif template:
-        writer.add_chat_template([{"name": name, "template": text} for name, text in template.items()])
-
-
-def _further_ends(tokenizer: PreTrainedTokenizerBase, folder: Path) -> Iterator[int]:
-    """Ids that end a generation by generation_config.json, but for the tokenizer's end of sequence."""
-    file = folder / "generation_config.json"
-    if file.is_file():
-        ends = json.loads(check_inside(file).read_text(encoding="utf-8")).get("eos_token_id")
-        yield from (number for number in (ends if isinstance(ends, list) else []) if number != tokenizer.eos_token_id)
+    if template:
+        named = isinstance(template, dict) and [{"name": name, "template": text} for name, text in template.items()]
+        writer.add_chat_template(named or template)

@@ -17,28 +17,20 @@ _SCALED = {"linear": RopeScalingType.LINEAR, "yarn": RopeScalingType.YARN}
 def check_settings(config: PretrainedConfig, family: Family) -> None:
     """ExportError where a setting of config.json has no counterpart in llama.cpp."""
     assert family.gguf is not None
-    for name, values in {"hidden_act": ("silu",), **family.gguf.computes}.items():
-        value = getattr(config, name, values[0])
-        if value not in values:
-            raise ExportError(
-                f"{name} is {value} in config.json, and llama.cpp computes {config.model_type} with {values[0]} only",
-                hint="export with --format safetensors or onnx",
-            )
     rope = config.rope_parameters
     kinds = ("default", *_SCALED, *(["llama3"] if family.gguf.rotates_pairs else []))
-    if rope["rope_type"] not in kinds:
-        raise ExportError(
-            f"rope_type `{rope['rope_type']}` of {config.model_type} is none of llama.cpp",
-            hint=f"it computes {', '.join(kinds)}",
-        )
+    allowed: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu",), **family.gguf.computes}
+    values = [(name, getattr(config, name, usual[0]), usual) for name, usual in allowed.items()]
+    values.append(("rope_type", rope["rope_type"], kinds))
     if hasattr(config, "kv_lora_rank") and rope["rope_type"] == "yarn":
         # llama.cpp scales scores as by mscale_all_dim, and cosines and sines not at all.
-        factor = _yarn_factor(config)
-        if factor != 1.0 or not rope.get("mscale_all_dim"):
+        ratio = _yarn_factor(config) if rope.get("mscale_all_dim") else None
+        values.append(("the ratio of YaRN's mscale and mscale_all_dim", ratio, (1.0,)))
+    for name, value, usual in values:
+        if value not in usual:
             raise ExportError(
-                f"YaRN's mscale and mscale_all_dim are {rope.get('mscale')} and {rope.get('mscale_all_dim')} in "
-                f"config.json, which make cosines and sines {factor:g} times as large",
-                hint="llama.cpp computes latent attention where both are the same",
+                f"{name} is {value} in config.json, and llama.cpp computes {config.model_type} with {usual[0]}",
+                hint="export with --format safetensors or onnx",
             )
 
 

@@ -12,16 +12,17 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ds_finetune.config.units import MIB
-from ds_finetune.errors import ConfigError, VerificationError
+from ds_finetune.errors import VerificationError
+from ds_finetune.export.file_record import check_no_base
 from ds_finetune.export.formats import ONNX, ExportOptions, ExportResult, Scorer
 from ds_finetune.export.from_checkpoint import COPIED_FILES, check_free_space
 from ds_finetune.export.model_config import remove_code
 from ds_finetune.export.output_folder import as_output_errors, check_out_empty, replaced_folder
-from ds_finetune.export.plain_source import meta_model, plain_folder, plain_weights
+from ds_finetune.export.plain_source import plain_folder, plain_model
 from ds_finetune.export.verify.record import UNVERIFIED
 from ds_finetune.export.verify.verify import VerificationResult
 from ds_finetune.families.table import family_of
-from ds_finetune.model.build.hub_folder import copy_model_file
+from ds_finetune.model.build.hub_folder import HubFolder, copy_model_file
 from ds_finetune.model.loss.score_config import is_classifier
 
 if TYPE_CHECKING:
@@ -70,11 +71,7 @@ def verify(folder: Path, base: Path | None) -> VerificationResult:
     """Compare the folder with its record, which holds results of plain transformers, and mark it."""
     from ds_finetune.export.onnx.record import verify_onnx_folder
 
-    if base is not None:
-        raise ConfigError(
-            f"--base {base} is not valid with the ONNX folder {folder}",
-            hint="leave it out: the folder's record is enough",
-        )
+    check_no_base(base, folder)
     return verify_onnx_folder(folder)
 
 
@@ -108,10 +105,10 @@ def _write_and_compare(folder: Path, out: Path, unverified: Path, options: Expor
     from ds_finetune.export.onnx.comparison import compare, make_reference
     from ds_finetune.export.onnx.record import write_record
 
-    model = meta_model(folder, lambda config: check_model(config, is_classifier=is_classifier(config)))
+    model, hub = plain_model(folder, lambda config: check_model(config, is_classifier=is_classifier(config)))
     with replaced_folder(out) as partial:
         with as_output_errors(partial):
-            _write_graph(model, folder, partial, options)
+            _write_graph(model, hub, partial, options)
         reference = make_reference(folder)
         comparison = compare(partial, reference)
         about = {
@@ -134,14 +131,13 @@ def _write_and_compare(folder: Path, out: Path, unverified: Path, options: Expor
         )
 
 
-def _write_graph(model: PreTrainedModel, folder: Path, out: Path, options: ExportOptions) -> None:
+def _write_graph(model: PreTrainedModel, hub: HubFolder, out: Path, options: ExportOptions) -> None:
     import numpy as np
 
     from ds_finetune.export.onnx.decoder import decoder_graph, scoring_graph
     from ds_finetune.export.onnx.encoders import encoder_graph
     from ds_finetune.export.onnx.graph import write_model
 
-    hub = plain_weights(model, folder)
     numbers = np.dtype(_NUMBERS[options.dtype])
     if is_classifier(model.config):
         build = encoder_graph if family_of(model.config.model_type).encoder else scoring_graph
@@ -151,6 +147,6 @@ def _write_graph(model: PreTrainedModel, folder: Path, out: Path, options: Expor
     check_free_space(out, sum(weight.num_bytes for weight in graph.weights.values()))
     write_model(graph, ends, out, inline_bytes=INLINE_BYTES)
     for name in ("config.json", *COPIED_FILES):
-        if (folder / name).is_file():
-            copy_model_file(folder / name, out / name)
+        if (hub.folder / name).is_file():
+            copy_model_file(hub.folder / name, out / name)
     remove_code(out)

@@ -1,15 +1,18 @@
 """llama.cpp itself computes what plain transformers computes. It needs the wheel `xllamacpp`: pip install xllamacpp."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ds_finetune
+from ds_finetune.data.tokenizer_files import load_tokenizer
 from tests.conftest import ROOT
 from tests.export.gguf.models import MODELS, TEXTS, greedy, save
 
@@ -18,8 +21,16 @@ pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install
 
 WORKER = ROOT / "tests" / "export" / "gguf" / "llama_worker.py"
 TOKENS = 36
-TOLERANCES = {"f32": 1e-2, "f16": 5e-2}
-"""Largest difference of log-probabilities."""
+TOLERANCES = {"f32": 1e-4, "f16": 5e-2}
+"""Largest difference of log-probabilities of the five best tokens of a position."""
+FLIPPED_SHARE = {"f32": 0.0, "f16": 0.1}
+"""Share of positions that may be beyond it."""
+ASKED = {"n_predict": TOKENS, "temperature": 0, "n_probs": 5, "ignore_eos": True, "cache_prompt": False}
+STORY = (
+    "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. One day, she saw a big "
+    "red ball. She wanted to play with it, but it was too high. Lily's mom said, \"Lily, let's go to the park.\" Lily was "
+    "sad and didn't know what to do. She said, \"I want to play with your ball, but I can't find it.\""
+)
 
 
 def answers(folder: Path, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -44,28 +55,42 @@ def chosen(answer: dict[str, Any]) -> tuple[list[int], list[dict[int, float]]]:
 @pytest.mark.parametrize("kind", TOLERANCES)
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_equal_those_of_transformers(name: str, kind: str, tmp_path: Path) -> None:
+    """Three prompts and 36 greedy tokens each, and one token after each prefix of a text."""
     model = save(name, tmp_path / "hub").eval()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hub")
-    ds_finetune.export_model(tmp_path / "hub", tmp_path / "out", format="gguf", quantise=kind)
+    ds_finetune.export_model(tmp_path / "hub", tmp_path / "out", format="gguf", dtype=kind)
     prompts = [tokenizer(text)["input_ids"] for text in TEXTS]
     starts = [prompts[0][:count] for count in range(1, len(prompts[0]))]
-    greedily = {"n_predict": TOKENS, "temperature": 0, "n_probs": 5, "ignore_eos": True, "cache_prompt": False}
-    requests = [
-        *({**greedily, "prompt": ids} for ids in prompts),
-        *({**greedily, "prompt": ids, "n_predict": 1} for ids in starts),
-    ]
-    worst = 0.0
+    requests = [ASKED | {"prompt": ids} for ids in prompts]
+    requests += [ASKED | {"prompt": ids, "n_predict": 1} for ids in starts]
+    gaps: list[float] = []
     for asked, answer in zip(requests, answers(tmp_path / "out", requests), strict=True):
         ids, logs = greedy(model, asked["prompt"], asked["n_predict"])
         tokens, tops = chosen(answer)
-        assert tokens == ids
-        worst = max(
-            worst,
-            *(
-                abs(logs[n, token].item() - log)
-                for n, top in enumerate(tops)
-                for token, log in top.items()
-                if log > -20
-            ),
-        )
-    assert worst < TOLERANCES[kind]
+        same = next((n for n, (ours, its) in enumerate(zip(ids, tokens, strict=True)) if ours != its), len(ids) - 1)
+        if tokens != ids:
+            # f16 rounds what goes into a product: another token of a near tie, or another expert, which counts as beyond.
+            assert kind == "f16"
+        gaps += [
+            max(abs(logs[n, token].item() - log) for token, log in top.items() if log > -20)
+            for n, top in enumerate(tops[: same + 1])
+        ]
+    beyond = sum(gap > TOLERANCES[kind] for gap in gaps)
+    assert beyond <= FLIPPED_SHARE[kind] * len(gaps), sorted(gaps)[-20:]
+
+
+def test_perplexity_of_q8_0(shared_data: Path, tmp_path: Path) -> None:
+    """A Llama of 260,000 parameters that was trained on stories, with a tokenizer of SentencePiece's kind."""
+    hub = shared_data / "models" / "stories260K"
+    model = AutoModelForCausalLM.from_pretrained(hub).eval()
+    ds_finetune.export_model(hub, tmp_path / "out", format="gguf", dtype="q8_0")
+    ids = load_tokenizer(str(hub))(STORY)["input_ids"]
+    asked = ASKED | {"n_predict": 1, "n_probs": model.config.vocab_size, "logit_bias": []}
+    requests = [asked | {"prompt": ids[:count]} for count in range(1, len(ids))]
+    text = ASKED | {"prompt": STORY, "n_predict": 1}
+    *scored, whole = answers(tmp_path / "out", [*requests, text])
+    assert whole["usage"]["prompt_tokens"] == len(ids)
+    loss = -sum(chosen(answer)[1][0][token] for answer, token in zip(scored, ids[1:], strict=True)) / len(requests)
+    with torch.no_grad():
+        plain = model(torch.tensor([ids]), labels=torch.tensor([ids])).loss.item()
+    assert abs(math.exp(loss - plain) - 1) < 1e-3, (loss, plain)
