@@ -16,6 +16,7 @@ from ds_finetune.families.table import family_of
 from ds_finetune.model.adapters.lora import AdapterPlacement, factors_of, install_lora
 from ds_finetune.model.adapters.lora_plan import plan_lora
 from ds_finetune.model.build.skeleton import whole
+from ds_finetune.model.experts import spread_ids
 from ds_finetune.model.weights.names import is_adapter
 from ds_finetune.reference.selftest.cells import hf_config
 from ds_finetune.reference.selftest.reference_loop import adamw
@@ -44,6 +45,7 @@ def base_model(family: str) -> PreTrainedModel:
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(torch.linspace(-0.2, 0.2, len(buffer)))
+    spread_ids(model, getattr(model.config, "n_routed_experts", 0))
     return model
 
 

@@ -57,7 +57,8 @@ def _answer_prompt(
 ) -> list[int]:
     """Token ids of the greedy answer, without the prompt and the stop token.
 
-    With `is_collective` a rank whose answer ends runs the model until those of all ranks do.
+    With `is_collective` a rank whose answer ends runs the model until those of all ranks do. There is no cache then
+    where modules run only at some lengths of a text (`_is_stateful`), for whose weights other ranks would wait.
     """
     ids = torch.tensor([prompt], device=device)
     with torch.no_grad():
@@ -68,7 +69,7 @@ def _answer_prompt(
             max_new_tokens=limits.max_new_tokens,
             eos_token_id=limits.stop_ids,
             pad_token_id=limits.pad_id,
-            use_cache=True,
+            use_cache=not (is_collective and lm._is_stateful),
             synced_gpus=is_collective,
         )
     answer = out[0, len(prompt) :].tolist()

@@ -19,6 +19,7 @@ from ds_finetune.families.family import Family, layer_of
 from ds_finetune.model.build.hub_folder import HubFolder, has_weights
 from ds_finetune.model.build.skeleton import HUB_FILES, IGNORED_HUB_FILES
 from ds_finetune.model.quantised.quantisation import check_config_readable, check_no_other_format
+from ds_finetune.model.weights.names import is_kept_in_fp32
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class HubSource:
     @property
     def fp32_names(self) -> Collection[str]:
         """Tensors that the family keeps in fp32."""
-        return {name for name in self.hub.shapes if name.rpartition(".")[2] in self.family.fp32_buffers}
+        return {key for key in self.hub.shapes if is_kept_in_fp32(key, self.family)}
 
     def read(self, name: str, start: int, numel: int) -> torch.Tensor:
         """Elements `start` to `start + numel` of the flattened tensor, 1-D; ModelError where they cannot be read."""

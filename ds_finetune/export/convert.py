@@ -19,7 +19,7 @@ from ds_finetune.export.safetensors_folder import FolderParts, folder_writer
 from ds_finetune.export.shards import HubTensor, ShardWriter
 from ds_finetune.export.source import TensorSource
 from ds_finetune.model.quantised.fp8 import BLOCK, FP8, SCALE, quantise, quantise_like, scale_shape
-from ds_finetune.model.weights.names import hub_pieces
+from ds_finetune.model.weights.names import hub_pieces, is_table
 
 CHUNK_NUMEL = 2**20
 """Elements read, cast and written at a time by each thread: 4 MiB of fp32, which caches still hold when they are cast.
@@ -88,6 +88,8 @@ class Conversion:
 
     def dtype_of(self, name: str) -> torch.dtype:
         """The dtype of a tensor that is not written in FP8."""
+        if is_table(name):
+            return torch.int64
         return torch.float32 if name in self.source.fp32_names else self.parts.dtype
 
     def _hub_tensors(self, name: str, shape: tuple[int, ...]) -> Iterator[HubTensor]:

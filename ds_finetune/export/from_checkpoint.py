@@ -197,21 +197,9 @@ def _record_without_logits(folder: Path, opened: OpenedSource, dtype: torch.dtyp
     )
 
 
-_WHOLE_NUMBERS = (torch.int64, torch.int32)
-"""Dtypes of tables of V4's routers, which are copied as they are."""
-
-
-@dataclass(frozen=True)
-class _PublishedTensors(HubSource):
-    """The tensors of a folder; those that are stored in fp32 or as whole numbers keep their dtype."""
-
-    def __post_init__(self) -> None:
-        self.hub.check_dtypes(besides=[key for key in self.hub.shapes if self.hub.dtype(key) in _WHOLE_NUMBERS])
-
-
 @dataclass(frozen=True)
 class _Copy(Conversion):
-    source: _PublishedTensors
+    source: HubSource
 
     def dtype_of(self, name: str) -> torch.dtype:
         """The dtype of the export for what is quantised or has 16 bits, else the stored one."""
@@ -255,4 +243,4 @@ def published_copy(path: Path, *, dtype: torch.dtype, files: tuple[Path, ...]) -
         files=files,
         record=ExportRecord(str(path.absolute()), dtype_name(dtype), vocab_size, fixed_prompts(vocab_size, None)),
     )
-    return _Copy(_PublishedTensors(hub, family), parts, num_workers())
+    return _Copy(HubSource(hub, family), parts, num_workers())

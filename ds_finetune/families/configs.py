@@ -22,6 +22,16 @@ _YARN |= {"truncate": False, "original_max_position_embeddings": 32}
 GPT_OSS: Config = {**DENSE, "intermediate_size": 16, "head_dim": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
 GPT_OSS |= {"sliding_window": 5, "attention_bias": True, "swiglu_limit": 1.0, "rope_parameters": _YARN}
 """Attention sinks, a window in every other layer, and biased experts, whose limit some numbers reach."""
+COMPRESSED: Config = {**DENSE, "num_hidden_layers": 4, "num_key_value_heads": 1, "head_dim": 16, "q_lora_rank": 24}
+COMPRESSED |= {"intermediate_size": 16, "moe_intermediate_size": 16, "n_shared_experts": 1}
+COMPRESSED |= {"n_routed_experts": 8, "num_experts_per_tok": 2}
+COMPRESSED |= {"qk_rope_head_dim": 8, "o_groups": 2, "o_lora_rank": 8, "sliding_window": 5, "swiglu_limit": 1.0}
+COMPRESSED |= {"index_topk": 8, "index_n_heads": 16, "index_head_dim": 16, "hc_sinkhorn_iters": 4}
+COMPRESSED |= {"num_hash_layers": 1, "rope_scaling": {**_YARN, "type": "yarn"}}
+COMPRESSED |= {"compress_ratios": [0, 4, 128, 4], "compress_rate_hca": 12}
+"""A window in each layer, and in some layers entries of compressed tokens, whose rotary embedding is scaled. The first
+layer chooses experts by token ids.
+"""
 QWEN3_MOE: Config = {**DENSE, "head_dim": 12, "moe_intermediate_size": 16, "num_experts": 8}
 QWEN3_MOE |= {"num_experts_per_tok": 2, "norm_topk_prob": True, "mlp_only_layers": [0]}
 """Grouped-query attention and, after the first layer, routed experts."""

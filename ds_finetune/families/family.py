@@ -23,6 +23,36 @@ class MlpNames:
 AS_BUILT = MlpNames()
 MIXTRAL_NAMES = MlpNames(module="block_sparse_moe", gate="w1", up="w3", down="w2")
 """transformers 5.23, conversion_mapping.py:1270-1296."""
+Renames = tuple[tuple[str, str], ...]
+"""Regular expressions on names and what takes the place of their matches, in the order in which they are applied."""
+DEEPSEEK_V4_RENAMES: Renames = (
+    (r"^model\.embed_tokens\.", "embed."),
+    (r"^lm_head\.", "head."),
+    (r"^model\.hc_head\.", ""),
+    (r"^hc_(fn|base|scale)$", r"hc_head_\1"),
+    (r"^model\.", ""),
+    (r"\.input_layernorm\.", ".attn_norm."),
+    (r"\.post_attention_layernorm\.", ".ffn_norm."),
+    (r"\.(attn|ffn)_hc\.(\w+)$", r".hc_\1_\2"),
+    (r"\.self_attn\.compressor\.indexer\.(scorer\.)?(q_b_proj|weights_proj)\.", r".self_attn.indexer.\2."),
+    (r"\.self_attn\.compressor\.indexer\.", ".self_attn.indexer.compressor."),
+    (r"\.compressor\.kv_norm\.", ".compressor.norm."),
+    (r"\.position_bias$", ".ape"),
+    (r"\.self_attn\.sinks$", ".self_attn.attn_sink"),
+    (r"\.q_a_norm\.", ".q_norm."),
+    (r"\.(q_a|q_b|o_a|o_b)_proj\.", r".w\1."),
+    (r"(\.self_attn(\.\w+)*)\.(kv|gate)_proj\.", r"\1.w\3."),
+    (r"\.self_attn\.", ".attn."),
+    (r"\.attn\.norm\.", ".attn.kv_norm."),
+    (r"\.e_score_correction_bias$", ".bias"),
+    (r"\.shared_experts\.gate_proj\.", ".shared_experts.w1."),
+    (r"\.shared_experts\.up_proj\.", ".shared_experts.w3."),
+    (r"\.shared_experts\.down_proj\.", ".shared_experts.w2."),
+    (r"\.mlp\.", ".ffn."),
+)
+"""From names of transformers 5.23 to those of the published checkpoint (conversion_mapping.py:649-686), and from
+the names that transformers itself writes, with `model.` and with `attn.norm` for `attn.kv_norm`.
+"""
 
 
 @dataclass(frozen=True)
@@ -54,12 +84,14 @@ class RouterKind:
     """How the router of a layer scores its experts. It is a module that returns logits [tokens, experts], weights and
     numbers of the chosen experts [tokens, chosen]."""
 
-    scores: Literal["sigmoid", "softmax"]
+    scores: Literal["sigmoid", "softmax", "sqrtsoftplus"]
     module: str = "mlp.gate"
     """Its name within a layer."""
     parameters: tuple[str, ...] = ("weight",)
     bias: str | None = None
     """Buffer of the module that is added to scores to choose experts, and to nothing else (arXiv 2408.15664)."""
+    reads_ids: bool = False
+    """Whether some layers choose experts by the ids of tokens, for which they have a table instead of a bias."""
     rounds_weights: bool = True
     """Whether weights from a softmax in fp32 are rounded to the precision of hidden states."""
 
@@ -104,6 +136,14 @@ class Indexer:
     is_shared: bool = False
     """Whether layers hand the chosen tokens on to the next one: they return them beside the hidden states
     (transformers 5.23, glm_moe_dsa/modeling_glm_moe_dsa.py)."""
+    chooses_entries: bool = False
+    """Whether it chooses entries, each of `compress_rates` tokens compressed, instead of tokens (DeepSeek-V4)."""
+
+    def longest_document(self, config: Mapping[str, Any]) -> int:
+        """Maximum tokens of a document that is attended whole whatever is chosen."""
+        chosen = int(config["index_topk"])
+        rate = int(config["compress_rates"]["compressed_sparse_attention"]) if self.chooses_entries else 1
+        return chosen * rate + rate - 1
 
 
 @dataclass(frozen=True)
@@ -130,6 +170,8 @@ class Family:
     output, and columns of gate and up by turns (gpt_oss). They go through torch's grouped product."""
     published_mlp: MlpNames = AS_BUILT
     """Names of its MLPs and experts in published checkpoints."""
+    published_renames: Renames = ()
+    """How the names of all other tensors change in published checkpoints."""
     drops_layers_beyond: bool = False
     """Layers numbered past `num_hidden_layers` (DeepSeek-V3's multi-token prediction) are published and not built."""
     has_mtp: bool = False
@@ -172,9 +214,14 @@ class Family:
     gguf: Gguf | None = None
     tiny_models: TinyModels | None = None
 
+    @property
+    def compresses(self) -> bool:
+        """Whether its attention reads entries of compressed tokens."""
+        return self.indexer is not None and self.indexer.chooses_entries
+
     def is_of_indexer(self, name: str) -> bool:
         """Whether the parameter `name` is an indexer's, which the loss of an objective does not reach."""
-        return self.indexer is not None and ".self_attn.indexer." in name
+        return self.indexer is not None and ".self_attn." in name and ".indexer." in name
 
     def may_skip(self, key: str, *, layers: int) -> bool:
         """Whether a model of `layers` layers need not load the checkpoint tensor `key`: it matches `may_be_unexpected`,

@@ -83,8 +83,83 @@ def indexed_latent_attention(c: ModelConfig) -> AttentionTensors:
     return replace(latent_attention(c), indexer=indexer)
 
 
+_SPARSE, _HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
+_RATES: Mapping[str, int] = {_SPARSE: 4, _HEAVY: 128}
+RATIOS: Mapping[int, str] = {0: "sliding_attention", 4: _SPARSE, 128: _HEAVY}
+"""Kinds of attention of DeepSeek-V4 by the published `compress_ratios`; 0 where nothing is compressed."""
+
+
+def compressed_attention(c: ModelConfig) -> AttentionTensors:
+    """What attention of DeepSeek-V4 has in every layer, and its indexer (transformers 5.23,
+    deepseek_v4/modeling_deepseek_v4.py:775-800).
+    """
+    hidden, heads, width, rank = c["hidden_size"], c["num_attention_heads"], c["head_dim"], c["q_lora_rank"]
+    index_heads, groups, index = c["index_n_heads"], c["o_groups"], "compressor.indexer"
+    return AttentionTensors(
+        projections={
+            **_linear("q_a_proj", rank, hidden),
+            **_linear("q_b_proj", heads * width, rank),
+            **_linear("kv_proj", width, hidden),
+            **_linear("o_a_proj", groups * c["o_lora_rank"], heads * width // groups),
+            **_linear("o_b_proj", hidden, groups * c["o_lora_rank"]),
+        },
+        inner_norms={"q_a_norm.weight": (rank,), "kv_norm.weight": (width,), "sinks": (heads,)},
+        width=2 * heads * width,
+        indexer={
+            **_compressor(index, hidden, c["index_head_dim"], _rate(c, _SPARSE), series=2),
+            **_linear(f"{index}.q_b_proj", index_heads * c["index_head_dim"], rank),
+            **_linear(f"{index}.scorer.weights_proj", index_heads, hidden),
+        },
+    )
+
+
+def compressed_layer(c: ModelConfig, kind: str) -> Tensors:
+    """What a layer of DeepSeek-V4 whose attention is of `kind` has beside what all have: a compressor, and hyper-
+    connections, whose streams are `hc_mult`.
+    """
+    hidden, streams = c["hidden_size"], c.get("hc_mult", 4)
+    found: dict[str, Shape] = {}
+    for module in ("attn_hc", "ffn_hc"):
+        found[f"{module}.fn"] = ((2 + streams) * streams, streams * hidden)
+        found |= {f"{module}.base": ((2 + streams) * streams,), f"{module}.scale": (3,)}
+    if kind in _RATES:
+        series = 2 if kind == _SPARSE else 1
+        found |= _compressor("self_attn.compressor", hidden, c["head_dim"], _rate(c, kind), series=series)
+    return found
+
+
+def hyper_head(c: ModelConfig) -> Tensors:
+    """What DeepSeek-V4 has after its layers: the weights that make one stream of all."""
+    streams = c.get("hc_mult", 4)
+    head = {"hc_fn": (streams, streams * c["hidden_size"]), "hc_base": (streams,), "hc_scale": (1,)}
+    return {f"model.hc_head.{name}": shape for name, shape in head.items()}
+
+
+def compressed_types(c: ModelConfig) -> tuple[str, ...]:
+    """The kind of attention of each layer of DeepSeek-V4: `layer_types`, or as it is published `compress_ratios`.
+    KeyError where a ratio is not known.
+    """
+    kinds = c.get("layer_types") or [RATIOS[ratio] for ratio in c["compress_ratios"]]
+    return tuple(kinds[: c["num_hidden_layers"]])
+
+
+def _compressor(name: str, hidden: int, width: int, rate: int, *, series: int) -> dict[str, Shape]:
+    """A compressor into entries of `width` columns: of windows, or in two series of windows and those before them."""
+    columns = series * width
+    projections = {**_linear(f"{name}.kv_proj", columns, hidden), **_linear(f"{name}.gate_proj", columns, hidden)}
+    return {**projections, f"{name}.position_bias": (rate, columns), f"{name}.kv_norm.weight": (width,)}
+
+
+def _rate(c: ModelConfig, kind: str) -> int:
+    """Tokens of a window: of `compress_rates`, or of the keys that transformers reads in its place."""
+    older = c.get("compress_rate_csa" if kind == _SPARSE else "compress_rate_hca")
+    return int(older or (c.get("compress_rates") or _RATES)[kind])
+
+
 def indexed_layers(c: ModelConfig) -> tuple[int, ...]:
     """Numbers of the layers with an indexer (transformers 5.23, glm_moe_dsa/configuration_glm_moe_dsa.py)."""
+    if c.get("compress_ratios") or c.get("compress_rates"):
+        return tuple(layer for layer, kind in enumerate(compressed_types(c)) if kind == _SPARSE)
     types = c.get("indexer_types") or c.get("index_topk_pattern")
     if types is not None:
         return tuple(layer for layer, kind in enumerate(types) if kind in ("full", "F"))
@@ -229,3 +304,14 @@ class ParameterRules:
     """Whether `mlp_bias` of the config is read: dense and shared experts have it then, routed experts never."""
     expert_bias: bool = False
     """Whether routed experts and their router have biases."""
+    types: Callable[[ModelConfig], tuple[str, ...]] | None = None
+    """The kind of attention of each layer, where layers differ in more than experts and indexers."""
+    of_type: Callable[[ModelConfig, str], Tensors] = lambda _, __: {}
+    """Further tensors of a layer with such a kind, by their names within it."""
+    ends: Callable[[ModelConfig], Tensors] = lambda _: {}
+    """Further tensors outside of layers."""
+
+    def type_of(self, c: ModelConfig, layer: int) -> str:
+        """The kind of attention of layer number `layer`; of layers after the last one, the last one's."""
+        kinds = self.types(c) if self.types is not None else ()
+        return kinds[min(layer, len(kinds) - 1)] if kinds else ""

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ds_finetune.families.configs import (
+    COMPRESSED,
     DENSE,
     GPT_OSS,
     GROUPED_QUERY_EXPERTS,
@@ -18,7 +19,18 @@ from ds_finetune.families.configs import (
     SPARSE,
     WIDE_VALUES,
 )
-from ds_finetune.families.family import MIXTRAL_NAMES, Encoder, Family, Gguf, Indexer, OnnxGraph, RouterKind, TinyModels
+from ds_finetune.families.family import (
+    DEEPSEEK_V4_RENAMES,
+    MIXTRAL_NAMES,
+    Encoder,
+    Family,
+    Gguf,
+    Indexer,
+    MlpNames,
+    OnnxGraph,
+    RouterKind,
+    TinyModels,
+)
 from ds_finetune.families.parameters import (
     QWEN_EXPERTS,
     ExpertKeys,
@@ -26,8 +38,12 @@ from ds_finetune.families.parameters import (
     ParameterRules,
     always_sparse,
     attention_with_sinks,
+    compressed_attention,
+    compressed_layer,
+    compressed_types,
     glm_attention,
     grouped_query_attention,
+    hyper_head,
     indexed_latent_attention,
     latent_attention,
     sparse_after_first,
@@ -245,6 +261,24 @@ _ROWS = (
         tiny_models=_tiny("gpt_oss", GPT_OSS, deep=_DEEP),
     ),
     Family(
+        "deepseek_v4",
+        parameters=ParameterRules(
+            compressed_attention, always_sparse, types=compressed_types, of_type=compressed_layer, ends=hyper_head
+        ),
+        expert_keys=ExpertKeys(),
+        fused_experts=True,
+        published_mlp=MlpNames(module="ffn", gate="w1", up="w3", down="w2"),
+        published_renames=DEEPSEEK_V4_RENAMES,
+        may_be_unexpected=(r"^mtp\.",),
+        fp8_linear=None,
+        fp32_buffers=_ROUTER_BIASES,
+        has_sinks=True,
+        router=RouterKind("sqrtsoftplus", bias="e_score_correction_bias", reads_ids=True),
+        has_lora=True,
+        indexer=Indexer(chooses_entries=True),
+        tiny_models=_tiny("deepseek_v4", COMPRESSED, sparse={"index_topk": 4}),
+    ),
+    Family(
         "bert",
         may_be_unexpected=(r"^cls\.", _POSITION_IDS),
         fp8_linear=None,
@@ -273,6 +307,8 @@ BUILT_AS: Mapping[str, str] = {name: family.built_as for name, family in FAMILIE
 """Model types that transformers does not know, with those whose classes are used for them."""
 WITH_TINY_MODELS = tuple(name for name, family in FAMILIES.items() if family.tiny_models is not None)
 """Model types whose tiny models are compared with transformers."""
+FULLY_TESTED = tuple(name for name in WITH_TINY_MODELS if not FAMILIES[name].compresses)
+"""Types that are tested with `model.context`, `train.activation_offload` and `train.tiled_mlp`."""
 STANDARD_SELFTEST = tuple(
     name for name, family in FAMILIES.items() if family.tiny_models and family.tiny_models.in_standard_selftest
 )

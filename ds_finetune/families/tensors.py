@@ -28,6 +28,8 @@ class LayerKind(NamedTuple):
     has_indexer: bool = False
     is_prediction: bool = False
     """Whether it is a multi-token prediction layer."""
+    attention: str = ""
+    """The kind of its attention, where layers differ in it."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ def model_tensors(config: ModelConfig, *, mtp_layers: int = 0, scores: int = 0) 
         ends[SCORE_HEAD] = (scores, hidden)
     elif not is_tied:
         ends[HEAD] = (vocabulary, hidden)
+    ends |= rules.ends(config)
     return ModelTensors(kinds, of_kind, ends, is_tied)
 
 
@@ -98,7 +101,10 @@ def layer_kinds(config: ModelConfig, *, mtp_layers: int = 0) -> tuple[LayerKind,
     family = family_of(str(config.get("model_type")))
     rules, number = known_rules(family), config["num_hidden_layers"]
     indexed = frozenset(indexed_layers(config)) if family.indexer is not None else frozenset()
-    kinds = [LayerKind(rules.is_sparse(config, layer), layer in indexed) for layer in range(number)]
+    kinds = [
+        LayerKind(rules.is_sparse(config, layer), layer in indexed, attention=rules.type_of(config, layer))
+        for layer in range(number)
+    ]
     longer = with_layers(config, mtp_layers)
     kinds += [
         LayerKind(rules.is_sparse(longer, layer), family.indexer is not None, is_prediction=True)
@@ -121,6 +127,7 @@ def _layer(c: ModelConfig, kind: LayerKind, family: Family, rules: ParameterRule
     tensors = {**attention.projections, **attention.inner_norms, **(attention.indexer if kind.has_indexer else {})}
     found = {f"self_attn.{name}": shape for name, shape in tensors.items()}
     found |= _experts(c, family, rules) if kind.is_sparse else _mlp("mlp", c, c["intermediate_size"], rules)
+    found |= rules.of_type(c, kind.attention)
     found |= {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
     if kind.is_prediction:
         found |= {"enorm.weight": (hidden,), "hnorm.weight": (hidden,), "eh_proj.weight": (hidden, 2 * hidden)}

@@ -10,6 +10,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, masking_uti
 from transformers.masking_utils import flash_attention_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
+from transformers.models.deepseek_v4 import modeling_deepseek_v4
 
 from ds_finetune.foreign.guard import Foreign, replaced
 
@@ -18,6 +19,7 @@ _REGISTRY = Foreign("transformers", "modeling_utils.py (AttentionInterface), mas
 _MASKS = Foreign("transformers", "masking_utils.py:750-781, 876-881")
 _LATENT = Foreign("transformers", "models/deepseek_v3/modeling_deepseek_v3.py:310, 349")
 _INDEXED = Foreign("transformers", "models/deepseek_v32/modeling_deepseek_v32.py:296-478")
+_COMPRESSED = Foreign("transformers", "models/deepseek_v4/modeling_deepseek_v4.py:361-872")
 _PROJECTIONS = ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")
 _INPUTS = ("hidden_states", "position_embeddings", "attention_mask", "past_key_values")
 
@@ -77,3 +79,21 @@ def replace_forward(attention: nn.Module, mixin: type[nn.Module]) -> None:
     for name in (*_PROJECTIONS, "expand_kv", "scaling", "layer_idx"):
         _INDEXED.attribute(attention, name)
     attention.__class__ = type(f"{mixin.__name__}{kind.__name__}", (mixin, kind), {})
+
+
+def compressed_classes() -> tuple[type[nn.Module], ...]:
+    """Attention, compressors (sparse and heavy) and indexer of DeepSeek-V4."""
+    names = ("Attention", "CSACompressor", "HCACompressor", "Indexer")
+    return tuple(_COMPRESSED.attribute(modeling_deepseek_v4, f"DeepseekV4{name}") for name in names)
+
+
+def rotate_last_pairs() -> Callable[..., Any]:
+    """The function that rotates pairs of the last columns of one tensor by cosines and sines."""
+    return _COMPRESSED.attribute(modeling_deepseek_v4, "apply_rotary_pos_emb")  # type: ignore[no-any-return]
+
+
+def replace_compressed(module: nn.Module, mixin: type[nn.Module]) -> None:
+    """Let a module of DeepSeek-V4's attention run the forward of `mixin` first, in place."""
+    kind = type(module)
+    _COMPRESSED.parameters(kind.forward, "hidden_states", "position_ids", "past_key_values")
+    module.__class__ = type(f"{mixin.__name__}{kind.__name__}", (mixin, kind), {})

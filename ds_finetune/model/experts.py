@@ -14,10 +14,12 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear, grouped_mm_experts_forward
 
 from ds_finetune.model.build.dtypes import PRECISION_DTYPES
 from ds_finetune.model.kept_outputs import current_outputs, kept
+from ds_finetune.model.weights.names import is_table
 from ds_finetune.plan.forward import product_of_experts
 
 Project = Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor]
@@ -169,6 +171,16 @@ def run_experts(
     added = chosen.sums_of((of_row * weights).to(inner.dtype)) @ module.down_proj_bias if module.has_bias else None
     out = chosen.sums_of(project(weighted, ends, "down_proj"))
     return out if added is None else out + added
+
+
+def spread_ids(lm: nn.Module, experts: int) -> None:
+    """Let tables of token ids name all `experts` by turns, in place. They are zeros in a model without weights: one
+    expert, as often as a token is sent to some.
+    """
+    for name, table in lm.named_buffers():
+        if is_table(name):
+            ids, places = (torch.arange(size, device=table.device) for size in table.shape)
+            table.copy_((ids[:, None] + places) % experts)
 
 
 def install_grouped_experts() -> None:

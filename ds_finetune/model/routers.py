@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from ds_finetune.model.loss.forward_rows import ForwardRows, RealTokens
 from ds_finetune.model.parallel.pipeline import MissingLayer
@@ -122,8 +123,8 @@ def score_shares(logits: torch.Tensor, scores: str) -> torch.Tensor:
     """Each expert's share of the scores of a token, fp32 [tokens, experts], which sum to 1."""
     if scores == "softmax":
         return logits.float().softmax(dim=-1)
-    sigmoids = logits.float().sigmoid()
-    return sigmoids / sigmoids.sum(dim=-1, keepdim=True)
+    found = functional.softplus(logits.float()).sqrt() if scores == "sqrtsoftplus" else logits.float().sigmoid()
+    return found / found.sum(dim=-1, keepdim=True)
 
 
 @dataclass(frozen=True)

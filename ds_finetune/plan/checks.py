@@ -13,7 +13,7 @@ from ds_finetune.config.schedule import Duration
 from ds_finetune.config.sections import OWN_ATTENTIONS, REPORT_SECONDS
 from ds_finetune.errors import ModelError
 from ds_finetune.families.parameters import indexed_layers
-from ds_finetune.families.table import FAMILIES, WITH_TINY_MODELS
+from ds_finetune.families.table import FAMILIES, FULLY_TESTED
 from ds_finetune.plan.batch import rows_of_forward
 from ds_finetune.plan.forward import problem_of_calls, varlen_problem
 from ds_finetune.plan.inexact import inexact_checks
@@ -655,9 +655,9 @@ _EXPERTS = (
 
 def _untested_switch(key: str) -> Refusal:
     return Refusal(
-        lambda run: getattr(run.train, key) and run.model_type not in WITH_TINY_MODELS,
+        lambda run: getattr(run.train, key) and run.model_type not in FULLY_TESTED,
         f"train.{key} true of model_type {{model_type}} is not tested",
-        f"leave it out; tested: {', '.join(WITH_TINY_MODELS)}",
+        f"leave it out; tested: {', '.join(FULLY_TESTED)}",
     )
 
 
@@ -729,6 +729,33 @@ _TYPE = (
 )
 
 
+_COMPRESSED = (
+    *together(
+        "model_type {model_type}",
+        lambda run: run.family.compresses,
+        (
+            *_TRAINING,
+            Conflict("objective {objective.name}", "set objective to sft or dpo", lambda run: is_grpo(run.objective)),
+            Conflict("lora.quantize {lora.quantize}", "leave lora.quantize out", _quantizes),
+            setting("indexer.train true", "leave indexer out: indexers stay as they are"),
+            setting("model.resize_vocabulary true", "use a tokenizer that fits the model: new ids have no experts"),
+        ),
+    ),
+    *together(
+        "model_type {model_type}, some of whose layers choose experts by token ids,",
+        lambda run: run.router is not None and run.family.router is not None and run.family.router.reads_ids,
+        (
+            Conflict("router.balance {router.balance:g}", "set it to 0", lambda run: run.router and run.router.balance),
+            Conflict(
+                "router.bias_update {router.bias_update:g}",
+                "set it to 0",
+                lambda run: run.router and run.router.bias_update,
+            ),
+        ),
+    ),
+)
+
+
 def _blind_to_sinks(run: RunSettings) -> dict[str, object] | None:
     if not run.family.has_sinks or run.model.attention in OWN_ATTENTIONS:
         return None
@@ -769,7 +796,7 @@ _KERNEL = (
 def _beyond_positions(run: RunSettings) -> dict[str, object] | None:
     if not run.positions or run.train.max_seq_len <= run.positions:
         return None
-    return {"extend": ", or extend the model by model.context" if run.model_type in WITH_TINY_MODELS else ""}
+    return {"extend": ", or extend the model by model.context" if run.model_type in FULLY_TESTED else ""}
 
 
 _POSITIONS = (
@@ -932,7 +959,7 @@ BEFORE_MODEL = {
 WITH_MESH = {"sizes of the model": _SIZES, "experts of the model": _EXPERTS}
 WITHOUT_MESH = {
     "activations of the model": (_untested_switch("activation_offload"), _untested_switch("tiled_mlp")),
-    "type of the model": _TYPE,
+    "type of the model": (*_TYPE, *_COMPRESSED),
     "sampled answers of the model": ROLLOUT_MODEL,
     "attention of the model": _KERNEL,
 }

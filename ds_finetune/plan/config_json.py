@@ -7,6 +7,7 @@ from typing import Any
 
 from ds_finetune.config.units import MIB
 from ds_finetune.errors import ModelError
+from ds_finetune.families.parameters import RATIOS
 from ds_finetune.families.table import family_of
 
 MAX_LAYERS = 1000
@@ -69,7 +70,29 @@ def check_sizes(file: Path) -> None:
                 hint=_PUBLISHED,
             )
     if isinstance(tree, Mapping):
+        _check_type(file, tree)
         _check_widths(file, tree)
+
+
+def _check_type(file: Path, tree: Mapping[str, Any]) -> None:
+    """ModelError for DeepSeek-V4.1, and for a DeepSeek-V4 whose layers compress tokens in a way that is not known."""
+    kind = tree.get("model_type")
+    if kind == "deepseek_v41":
+        raise ModelError(
+            f"{file}: model_type {kind} is neither trained nor converted: transformers 5.23 has no classes for it. "
+            "Missing are keys and values that layers share, Engram tables and DSpark layers",
+            hint="take DeepSeek-V4",
+        )
+    if not family_of(str(kind)).compresses:
+        return
+    ratios, rates = tree.get("compress_ratios") or (), tree.get("compress_rates") or {}
+    unknown = sorted({ratio for ratio in ratios if ratio not in RATIOS}, key=str)
+    if unknown or not all(isinstance(rate, int) and rate > 1 for rate in rates.values()):
+        raise ModelError(
+            f"{file}: layers compress {unknown or rates} tokens into an entry; known are {', '.join(map(str, RATIOS))} "
+            "in compress_ratios, and numbers above 1 in compress_rates",
+            hint=_PUBLISHED,
+        )
 
 
 def _check_widths(file: Path, tree: Mapping[str, Any]) -> None:

@@ -169,7 +169,7 @@ def mlp_tiles(model: Mapping[str, Any]) -> int:
     So many that what one tile keeps within its MLP is no more than one hidden state of every token. The number does not
     depend on the tokens, so that all ranks have as many.
     """
-    dense = 4 * model["intermediate_size"]
+    dense = 4 * model.get("intermediate_size", 0)
     keys = family_of(str(model["model_type"])).expert_keys
     experts = keys.per_token(model) * (2 * model["hidden_size"] + 4 * keys.width(model)) if keys else 0
     return max(1, math.ceil(max(dense, experts) / model["hidden_size"]))

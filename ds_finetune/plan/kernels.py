@@ -43,7 +43,7 @@ SINGLE = ChosenKernels("torch", "as the run file says")
 
 def has_fused_operations(family: Family) -> bool:
     """Whether models of this family have operations that the kernels are tested with."""
-    return not family.is_generic and family.encoder is None
+    return not family.is_generic and family.encoder is None and not family.compresses
 
 
 def choose_kernels(name: str, *, device: str, stage: int) -> ChosenKernels:

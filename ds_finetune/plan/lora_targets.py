@@ -13,14 +13,16 @@ ROUTED, ROUTER = "routed experts", "router"
 FOUR_BIT = ("attention", "dense MLP", "shared experts")
 """Kinds of modules whose weights `lora.quantize` holds in four bits."""
 KINDS = (
-    ("attention", re.compile(r"\.self_attn\.\w+$"), ("weight",)),
+    ("attention", re.compile(r"\.self_attn\.(?!o_a_proj$)\w+$"), ("weight",)),
     ("dense MLP", re.compile(r"\.mlp\.\w+_proj$"), ("weight",)),
     ("shared experts", re.compile(r"\.mlp\.shared_experts\.\w+_proj$"), ("weight",)),
     (ROUTED, re.compile(r"\.mlp\.experts$"), ("gate_up_proj", "down_proj")),
     (ROUTER, re.compile(r"\.mlp\.gate$"), ("weight",)),
     ("multi-token prediction", re.compile(r"\.eh_proj$"), ("weight",)),
 )
-"""Kinds of modules that can be adapted, by name, and their weights. Embeddings, norms and the head cannot."""
+"""Kinds of modules that can be adapted, by name, and their weights. Embeddings, norms and the head cannot, nor
+DeepSeek-V4's `o_a_proj`, whose groups of outputs have inputs of their own.
+"""
 _ALIGNED = 8
 """Grouped products of experts need rows of a multiple of 16 bytes (torch 2.13, native/GroupedMMUtils.h)."""
 

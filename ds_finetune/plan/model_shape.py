@@ -97,13 +97,13 @@ class Shape:
             tied=tied,
             embedding=vocabulary,
             head=0 if tied else vocabulary,
-            attention=layers * attention.weights,
+            attention=layers * attention.weights + numel(rules.ends(config)) + _by_type(config, rules),
             norms=layers * (2 * hidden + attention.norms) + hidden + mtp_layers * 3 * hidden,
             mtp_layers=mtp_layers,
             mtp_projection=mtp_layers * 2 * hidden * hidden,
             indexer=indexer,
             attention_width=attention.width,
-            attended_limits=_attended_limits(config),
+            attended_limits=_attended_limits(config, rules),
             **_mlps(config, sum(rules.is_sparse(config, layer) for layer in range(layers)), family, rules),
         )
 
@@ -155,9 +155,19 @@ class Shape:
         )
 
 
-def _attended_limits(config: ModelConfig) -> tuple[int | None, ...]:
-    """Positions at most in each layer: a sliding window's, or those that an indexer chooses."""
+def _by_type(config: ModelConfig, rules: ParameterRules) -> int:
+    """Parameters that layers have for the kind of their attention."""
+    return sum(numel(rules.of_type(config, rules.type_of(config, n))) for n in range(config["num_hidden_layers"]))
+
+
+def _attended_limits(config: ModelConfig, rules: ParameterRules) -> tuple[int | None, ...]:
+    """Positions at most in each layer: a sliding window's, or those that an indexer chooses. Layers that compress
+    tokens attend to a window and to entries, of which as many are counted where no indexer chooses.
+    """
     layers, chosen = config["num_hidden_layers"], config.get("index_topk")
+    if rules.types is not None:
+        near = int(config["sliding_window"])
+        return tuple(near + (kind != "sliding_attention") * int(chosen or 0) for kind in rules.types(config))
     if chosen is not None:
         return (int(chosen),) * layers
     kinds, window = config.get("layer_types") or (), config.get("sliding_window")
@@ -170,8 +180,9 @@ def _attended_limits(config: ModelConfig) -> tuple[int | None, ...]:
 def _mlps(c: ModelConfig, sparse: int, family: Family, rules: ParameterRules) -> dict[str, int]:
     """Parameters of dense and expert MLPs over all layers; `sparse` is the number of layers with routed experts."""
     hidden, biased = c["hidden_size"], rules.mlp_bias and bool(c.get("mlp_bias"))
-    counts = dict.fromkeys(("shared_experts", "routed_experts", "active_routed_experts", "router"), 0)
-    counts["dense_mlp"] = (c["num_hidden_layers"] - sparse) * _mlp(hidden, c["intermediate_size"], biased=biased)
+    counts = dict.fromkeys(("dense_mlp", "shared_experts", "routed_experts", "active_routed_experts", "router"), 0)
+    if dense := c["num_hidden_layers"] - sparse:
+        counts["dense_mlp"] = dense * _mlp(hidden, c["intermediate_size"], biased=biased)
     if sparse:
         keys = family.expert_keys
         assert keys is not None, family.model_type

@@ -11,6 +11,7 @@ from ds_finetune.config.sections import OWN_ATTENTIONS, GenerateConfig
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.data.stream import StreamedRows
 from ds_finetune.errors import ConfigError, DataError
+from ds_finetune.families.table import family_of
 from ds_finetune.model.attention.indexed_attention import longest_document
 from ds_finetune.model.build.encoder import max_positions
 from ds_finetune.model.build.model_plan import ModelPlan
@@ -32,6 +33,11 @@ def length_notes(model: ModelPlan, *, max_seq_len: int) -> tuple[str, ...]:
     tokens = longest_document(model.hf_config)
     if tokens is None:
         return ()
+    if family_of(model.hf_config.model_type).compresses:
+        given = (
+            f"up to {tokens} tokens, index_topk {model.hf_config.index_topk} entries, the indexer leaves nothing out"
+        )
+        return (f"{given}; it is {'run, and not trained' if max_seq_len > tokens else 'not run'}",)
     if model.indexer is not None and model.indexer.is_alone:
         return (
             f"documents are attended to whole, also those longer than index_topk {tokens}: only indexers are trained",

@@ -66,6 +66,10 @@ DeepSeek sparse attention (`deepseek_v32`, `glm_moe_dsa`) attends to all of a do
 and in longer ones to the tokens that an [indexer](../how-to/sparse-attention.md) chooses. Longer documents are refused
 with `model.attention: eager`, in teachers, and where a pipeline stage of GLM begins with a layer without an indexer.
 
+`deepseek_v4` is trained on data parallel ranks: ZeRO 0 to 3, offload, LoRA, recomputation. Its indexer is frozen; in
+documents of at most 4 x `index_topk` + 3 tokens it leaves nothing out. In bf16, forwards round the weights that
+transformers keeps in fp32. Memory and time are not estimated.
+
 Router biases (`e_score_correction_bias`, `expert_bias`) stay fp32 in every type. A balance loss that a config asks for
 by `output_router_logits: true` is refused; [routers](../how-to/routers.md) says which one is computed.
 

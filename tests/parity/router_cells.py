@@ -55,7 +55,8 @@ def write_models(folder: Path) -> Path:
 @cache
 def layouts(worlds: Sequence[int]) -> list[RouterLayout]:
     """Every layout on these numbers of ranks."""
-    families = [name for name, family in FAMILIES.items() if family.router is not None and name in TINY_MODELS]
+    routed = [name for name, family in FAMILIES.items() if family.router is not None and name in TINY_MODELS]
+    families = [name for name in routed if (kind := FAMILIES[name].router) and not kind.reads_ids]
     plain = [
         RouterLayout(Cell(family, stage, accumulation, packing=packing, checkpointing=checkpointing), world)
         for family, stage, accumulation, packing, checkpointing in product(

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from ds_finetune.families.table import FAMILIES
+from ds_finetune.families.table import FULLY_TESTED
 from ds_finetune.plan.tested_layouts import TESTED_LAYOUTS, ParallelLayout
 from ds_finetune.reference.selftest.cells import TINY_MODELS, Cell
 from tests.parity.reference import GRADIENT_TOLERANCE, LOSS_TOLERANCE, is_for, launch
 
 PLAIN = ParallelLayout(frozenset(), (0, 1, 2, 3))
-FAMILY_NAMES = tuple(name for name, family in FAMILIES.items() if family.tiny_models)
 Case = tuple[Cell, bool]
 """A cell, and whether adapters are trained."""
 
@@ -50,7 +49,7 @@ MATRIX = [
     *(_case("deepseek_v3", PLAIN, stage, has_adapters=True) for stage in PLAIN.stages),
     *(_case("deepseek_v3", row, stage) for row in (PLAIN, *TESTED_LAYOUTS) for stage in row.stages),
     *(_case("llama", row, row.stages[-1]) for row in (PLAIN, *TESTED_LAYOUTS) if row.axes <= {"tp", "sp", "pp"}),
-    *(_case(family, PLAIN, 3) for family in FAMILY_NAMES if family not in ("deepseek_v3", "llama")),
+    *(_case(family, PLAIN, 3) for family in FULLY_TESTED if family not in ("deepseek_v3", "llama")),
     *(_with_objective(name, _row(*axes), stage) for name, axes, stage in PAIRS),
     *(_balanced(_row(*axes), stage) for axes, stage in ((("ep",), 2), (("sp",), 3), (("pp",), 1))),
     *(_case("llama", PLAIN, stage, has_adapters=True) for stage in PLAIN.stages),

@@ -417,7 +417,7 @@ def _check_length(tokens: int, limit: int) -> None:
 def install_indexed_attention(lm: PreTrainedModel) -> None:
     """Make attention with an indexer work by document, in place; models without indexers stay as they are."""
     indexer = family_of(lm.config.model_type).indexer
-    if indexer is None:
+    if indexer is None or indexer.chooses_entries:
         return
     for name, module in lm.named_modules():
         if name.endswith(".self_attn"):
@@ -431,7 +431,7 @@ def expect_documents(lm: PreTrainedModel, *, longest: int) -> None:
     if limit is None or longest <= limit:
         return
     for module in lm.modules():
-        if isinstance(module, IndexedAttention):
+        if hasattr(module, "chooses"):
             module.chooses = True
 
 
@@ -448,7 +448,8 @@ def train_indexers(lm: PreTrainedModel, collector: DivergenceCollector) -> list[
 
 
 def longest_document(hf_config: PretrainedConfig) -> int | None:
-    """Maximum number of tokens of a document in which every token attends to all earlier ones: `index_topk` of the
-    configuration; None where documents of any length are such.
+    """Maximum number of tokens of a document in which an indexer leaves nothing out; None where documents of any length
+    are such.
     """
-    return None if family_of(hf_config.model_type).indexer is None else int(hf_config.index_topk)
+    indexer = family_of(hf_config.model_type).indexer
+    return None if indexer is None else indexer.longest_document(hf_config.to_dict())

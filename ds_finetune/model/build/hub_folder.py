@@ -11,12 +11,14 @@ import math
 import shlex
 import shutil
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
 import transformers
 
 from ds_finetune.errors import ModelError
+from ds_finetune.families.family import DEEPSEEK_V4_RENAMES
 from ds_finetune.model.quantised.fp8 import BLOCK, FP8, SCALE, SCALE_DTYPES, dequantise, scale_shape
 from ds_finetune.model.quantised.mxfp4 import (
     BLOCKS,
@@ -27,7 +29,7 @@ from ds_finetune.model.quantised.mxfp4 import (
     find_experts,
     find_matrices,
 )
-from ds_finetune.model.weights.names import differences
+from ds_finetune.model.weights.names import differences, is_table, renamed
 from ds_finetune.model.weights.safetensors_file import (
     Header,
     SafetensorsFile,
@@ -102,6 +104,8 @@ _WEIGHTS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, FP8)
 _SHOWN = 10
 _COMPARED_NUMEL = 2**20
 """Elements that are compared at a time."""
+_OF_TRANSFORMERS = "model.hc_head.hc_fn"
+"""A tensor of a DeepSeek-V4 that transformers saved, by other names than the published ones."""
 
 
 class HubFolder:
@@ -116,6 +120,8 @@ class HubFolder:
         self.folder = folder
         self._scratch = Scratch()
         stored = _with_usual_scales(_read_tensors(folder))
+        if _OF_TRANSFORMERS in stored:
+            stored = _renamed(stored, partial(renamed, renames=DEEPSEEK_V4_RENAMES), folder)
         self._stored = stored if rename is None else _renamed(stored, rename, folder)
         fp8 = [key for key, stored in self._stored.items() if stored.dtype == FP8]
         _check_scales(folder, self._stored, fp8)
@@ -209,7 +215,8 @@ class HubFolder:
     def check_dtypes(self, *, besides: Iterable[str] = ()) -> None:
         """ModelError where a tensor has a dtype that weights do not have; tensors in `besides` may have any."""
         read = self.shapes.keys() - self._packed.keys() - set(besides)
-        others = [f"`{key}` is {self._stored[key].dtype}" for key in read if self._stored[key].dtype not in _WEIGHTS]
+        dtypes = {key: self._stored[key].dtype for key in read}
+        others = [f"`{key}` is {kind}" for key, kind in dtypes.items() if not _may_be(key, kind)]
         if others:
             raise ModelError(
                 f"{self.folder} holds {len(others)} tensors of another kind: {', '.join(others[:_SHOWN])}",
@@ -224,6 +231,10 @@ class HubFolder:
         step = max(1, _COMPARED_NUMEL // max(1, math.prod(shape[1:])))
         ranges = ((first, min(first + step, shape[0])) for first in range(0, shape[0], step))
         return all(torch.equal(self.rows(key, *some).clone(), self.rows(other, *some)) for some in ranges)
+
+
+def _may_be(key: str, dtype: torch.dtype) -> bool:
+    return dtype in _WEIGHTS or (is_table(key) and dtype in (torch.int32, torch.int64))
 
 
 def has_weights(folder: Path) -> bool:

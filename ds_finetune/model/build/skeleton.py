@@ -22,9 +22,10 @@ from ds_finetune.foreign.auto_models import AutoModelForCausalLM, AutoModelForSe
 from ds_finetune.foreign.hub_access import hub_problem
 from ds_finetune.foreign.transformers_models import keep_in_fp32
 from ds_finetune.model.attention.by_document import BY_DOCUMENT, FLASH
+from ds_finetune.model.attention.compressed_attention import install_compressed_attention
 from ds_finetune.model.attention.indexed_attention import install_indexed_attention
 from ds_finetune.model.build.hub_folder import check_folder
-from ds_finetune.model.experts import install_grouped_experts
+from ds_finetune.model.experts import install_grouped_experts, spread_ids
 from ds_finetune.model.mtp import build_mtp_layers
 from ds_finetune.model.quantised.quantisation import check_no_other_format, check_readable
 from ds_finetune.plan.config_json import check_model_path
@@ -284,8 +285,10 @@ def build_skeleton(  # noqa: PLR0913
     if family.fused_experts or family.transposed_experts:
         assert model.config._experts_implementation == "grouped_mm", model.config._experts_implementation
         install_grouped_experts()
+        spread_ids(model, family.expert_keys.number(hf_config.to_dict()) if family.expert_keys else 0)
     _keep_buffers(model, device)
     install_indexed_attention(model)
+    install_compressed_attention(model)
     return model.train()
 
 

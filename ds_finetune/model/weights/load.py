@@ -23,7 +23,7 @@ from ds_finetune.model.build.hub_folder import HubFolder
 from ds_finetune.model.build.skeleton import Fragment, Where, has_score_head, whole
 from ds_finetune.model.mtp import published_copies
 from ds_finetune.model.parallel.sharding import UNSHARDED, ModelShard, TensorShard
-from ds_finetune.model.weights.names import Piece, hub_pieces
+from ds_finetune.model.weights.names import Piece, hub_pieces, is_table
 from ds_finetune.model.weights.vocabulary import GrownFolder, Growth
 
 _STRIP_NUMEL = 2**20
@@ -95,6 +95,8 @@ def load_weights(  # noqa: PLR0913
         with target.fragment.opened() as flat:
             for piece in target.pieces:
                 _copy_piece(hub, target, flat, piece)
+            if is_table(target.name):
+                _check_table(hub, target, flat, model)
     return LoadReport(
         num_tensors=sum(len(target.pieces) for target in stored),
         skipped=tuple(skipped),
@@ -307,6 +309,16 @@ def _copy_piece(hub: HubFolder, target: _ModelTensor, flat: torch.Tensor, piece:
         source_from, target_from = max(0, -offset), max(0, offset)
         count = min(flat_values.numel() - source_from, fragment.numel - target_from)
         flat[target_from : target_from + count].copy_(flat_values[source_from : source_from + count])
+
+
+def _check_table(hub: HubFolder, target: _ModelTensor, table: torch.Tensor, model: PreTrainedModel) -> None:
+    """ModelError where a table of token ids names an expert that there is not."""
+    low, high, experts = int(table.min()), int(table.max()), int(model.config.n_routed_experts)
+    if low < 0 or high >= experts:
+        raise ModelError(
+            f"tensor `{target.pieces[0].key}` of {hub.folder} names experts {low} to {high}, and a layer has {experts}",
+            hint="the checkpoint is damaged; download it again",
+        )
 
 
 def _read_rows(hub: HubFolder, piece: Piece, rows: slice, offsets: tuple[int, ...]) -> torch.Tensor:

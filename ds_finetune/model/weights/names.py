@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ds_finetune.families.family import Family
+from ds_finetune.families.family import Family, Renames
 
 Index = tuple[int | slice, ...]
 _SHOWN = 10
@@ -66,7 +66,25 @@ def published_names(shapes: Mapping[str, tuple[int, ...]], family: Family) -> tu
 
 def published_name(name: str, family: Family) -> str:
     """The name in a published checkpoint of the model's tensor `name`, which is no tensor of fused experts."""
+    name = renamed(name, family.published_renames)
     return _MLP.sub(rf"\1.{family.published_mlp.module}.", name)
+
+
+def renamed(name: str, renames: Renames) -> str:
+    """`name` after all of `renames`."""
+    for pattern, new in renames:
+        name = re.sub(pattern, new, name)
+    return name
+
+
+def is_table(name: str) -> bool:
+    """Whether a tensor holds whole numbers: the experts of each token id (DeepSeek-V4)."""
+    return name.endswith(".tid2eid")
+
+
+def is_kept_in_fp32(key: str, family: Family) -> bool:
+    """Whether `family` keeps the tensor `key` of a published checkpoint in fp32."""
+    return key.endswith(tuple(published_name(f".{leaf}", family) for leaf in family.fp32_buffers))
 
 
 def differences(expected: Mapping[str, tuple[int, ...]], stored: Mapping[str, tuple[int, ...]]) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from ds_finetune.errors import ConfigError
 from ds_finetune.families.table import family_of
 from ds_finetune.plan.estimate.rank_weights import remembered
 from ds_finetune.plan.forward import CPU_BLOCK_NUMBERS, head_chunk, logits_bytes, mlp_tiles
@@ -21,6 +22,16 @@ _MLP_READERS += ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
 """Modules of a layer by what they read: the first norm, latents, and the second norm."""
 SINK_COLUMNS = 8
 """Columns that queries and keys get for attention sinks (model/attention/by_document.py)."""
+
+
+def check_known(model: Mapping[str, Any]) -> None:
+    """ConfigError where the activations of a model are not known from its config.json."""
+    kind = str(model["model_type"])
+    if family_of(kind).compresses:
+        raise ConfigError(
+            f"model_type {kind} cannot be planned by arithmetic: the activations of its layers are not known",
+            hint="--tensors shows what a rank holds of it but activations",
+        )
 
 
 class Held(NamedTuple):

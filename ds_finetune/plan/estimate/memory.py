@@ -16,7 +16,13 @@ from ds_finetune.families.family import layer_of
 from ds_finetune.families.parameters import ModelConfig
 from ds_finetune.families.table import family_of
 from ds_finetune.families.tensors import EMBEDDING, HEAD, model_tensors
-from ds_finetune.plan.estimate.activation_memory import ActivationBytes, AdaptedLayers, HeadBytes, activation_bytes
+from ds_finetune.plan.estimate.activation_memory import (
+    ActivationBytes,
+    AdaptedLayers,
+    HeadBytes,
+    activation_bytes,
+    check_known,
+)
 from ds_finetune.plan.estimate.rank_weights import (
     RankWeights,
     as_one_stage,
@@ -114,6 +120,7 @@ def estimate_stages(plan: Plan, model: ModelConfig, *, teacher: ModelConfig | No
     """What a rank of each pipeline stage needs, in their order; of stages that hold the same, the first alone, which
     has the most forwards in flight. Errors as those of `estimate_memory`.
     """
+    check_known(model)
     stages = weights_of_run(plan, model)
     files = (*_communicator_rows(plan), *_file_rows(plan, model))
     last = tuple(_teacher_rows(plan, teacher))

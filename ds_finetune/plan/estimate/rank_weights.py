@@ -20,7 +20,7 @@ from ds_finetune.families.family import layer_of
 from ds_finetune.families.parameters import ModelConfig
 from ds_finetune.families.parameters import Shape as TensorShape
 from ds_finetune.families.table import family_of
-from ds_finetune.families.tensors import EMBEDDING, FINAL_NORM, HEAD, SCORE_HEAD, LayerKind, ModelTensors, model_tensors
+from ds_finetune.families.tensors import EMBEDDING, LayerKind, ModelTensors, model_tensors
 from ds_finetune.plan.estimate.states import TensorKind
 from ds_finetune.plan.layer_stages import stages_of
 from ds_finetune.plan.lora_targets import adapted_targets, nf4_bytes, quantised_targets, targets_among
@@ -71,13 +71,19 @@ def _text(model: ModelConfig) -> str:
 
 _MOST_REMEMBERED = 4096
 _PARTS = (
-    ("indexer", re.compile(r"\.self_attn\.indexer\.")),
-    ("attention", re.compile(r"\.self_attn\.\w+_proj(_with_mqa)?\.|\.self_attn\.sinks$")),
+    ("indexer", re.compile(r"\.self_attn\.(compressor\.)?indexer\.")),
+    (
+        "attention",
+        re.compile(
+            r"\.self_attn\.(compressor\.)?\w+_proj(_with_mqa)?\.|\.self_attn\.(sinks|compressor\.position_bias)$"
+        ),
+    ),
     ("routed experts", re.compile(r"\.mlp\.experts\.")),
     ("shared experts", re.compile(r"\.mlp\.shared_experts\.")),
     ("router", re.compile(r"\.mlp\.(gate|router)\.")),
     ("dense MLP", re.compile(r"\.mlp\.\w+_proj\.")),
     ("multi-token prediction", re.compile(r"\.eh_proj\.")),
+    ("hyper-connections", re.compile(r"(attn|ffn)_hc\.|\.hc_head\.")),
     ("norms", re.compile(r"norm")),
     ("embedding", re.compile(r"embed_tokens")),
     ("head", re.compile(r"^(lm_head|score)\.")),
@@ -151,8 +157,8 @@ def _stage_tensors(
     """
     predicts = any(tensors.layers[layer].is_prediction for layer in layers)
     has_embedding = is_first or (is_last and (tensors.is_tied or predicts))
-    ends = ((EMBEDDING,) if has_embedding else ()) + ((FINAL_NORM, HEAD, SCORE_HEAD) if is_last else ())
-    counts = Counter((name, tensors.ends[name]) for name in ends if name in tensors.ends)
+    ends = [name for name in tensors.ends if (has_embedding if name == EMBEDDING else is_last)]
+    counts = Counter((name, tensors.ends[name]) for name in ends)
     for kind, number in Counter(tensors.layers[layer] for layer in layers).items():
         for name, shape in tensors.of_kind[kind].items():
             counts[f"model.layers.N.{name}", shape] += number

@@ -114,7 +114,7 @@ def enlarged_config(config: PretrainedConfig, parallel: ParallelConfig) -> Pretr
     tree["hidden_size"] = tree["hidden_size"] // tree["num_attention_heads"] * heads
     tree |= {"num_attention_heads": heads, "num_key_value_heads": heads if "kv_lora_rank" in tree else keys}
     experts = FAMILIES[config.model_type].expert_keys
-    for name in {"intermediate_size", "vocab_size", *([experts.width_key] if experts else [])}:
+    for name in {"intermediate_size", "vocab_size", *([experts.width_key] if experts else [])} & tree.keys():
         tree[name] = math.lcm(tree[name], parallel.tp)
     if experts:
         tree[experts.number_key(tree)] = math.lcm(experts.number(tree), parallel.ep)

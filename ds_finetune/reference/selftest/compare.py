@@ -36,6 +36,7 @@ from ds_finetune.model.adapters.lora import factors_of, merge_adapters
 from ds_finetune.model.build.dtypes import PRECISION_DTYPES
 from ds_finetune.model.build.model_plan import task_of
 from ds_finetune.model.build.skeleton import read_hf_config
+from ds_finetune.model.experts import spread_ids
 from ds_finetune.model.mtp import PREDICTION_LAYERS
 from ds_finetune.model.weights.names import is_adapter
 from ds_finetune.objectives.objective import Distillation, Objective, is_of_answers
@@ -270,6 +271,7 @@ def write_model(
                 nn.init.normal_(param, std=0.1)
             if name.endswith((".gate.weight", ".router.weight")):
                 param.data.mul_(router_scale)
+        spread_ids(model, getattr(config, "n_routed_experts", 0))
         if has_mtp:
             add_random_layer(model)
         model.save_pretrained(folder)

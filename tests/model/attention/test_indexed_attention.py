@@ -14,7 +14,7 @@ from ds_finetune.model.loss.token_loss import TrainedModel
 from ds_finetune.model.weights.load import initialise_weights
 from ds_finetune.reference.selftest.cells import hf_config
 
-INDEXED = [name for name, family in FAMILIES.items() if family.indexer is not None]
+INDEXED = [name for name, family in FAMILIES.items() if family.indexer is not None and not family.compresses]
 SPARSE = [f"{name}_sparse" for name in INDEXED]
 LENGTHS = ((20, 28), (32, 11, 5))
 """The rows are longer than the 32 tokens of `index_topk`, the documents are not; they are longer than the 6 of SPARSE."""

@@ -115,6 +115,8 @@ PUBLISHED = (
     ("deepseek-ai--DeepSeek-V2-Lite", {"tp": 2, "ep": 2}),
     ("deepseek-ai--DeepSeek-R1-Distill-Qwen-1.5B", {"pp": 2}),
     ("Qwen--Qwen3-30B-A3B", {"ep": 8}),
+    ("deepseek-ai--DeepSeek-V4-Flash", {}),
+    ("deepseek-ai--DeepSeek-V4-Pro", {}),
 )
 
 
@@ -148,6 +150,13 @@ def test_totals_of_published_models(shared_data: Path) -> None:
         assert sum(_by_part(whole).values()) == whole.numel
 
 
+@pytest.mark.parametrize(("name", "billions", "active"), [("Flash", 284.3, 13.6), ("Pro", 1573.0, 49.3)])
+def test_totals_of_deepseek_v4(name: str, billions: float, active: float, shared_data: Path) -> None:
+    shape = Shape.of(shared_data / "configs" / f"deepseek-ai--DeepSeek-V4-{name}")
+    assert round(shape.total_params / 1e9, 1) == billions
+    assert round(shape.active_params / 1e9, 1) == active
+
+
 def test_parts_of_a_model() -> None:
     _, plan = run_of({})
     (whole,) = weights_of_run(plan, MODELS["deepseek_v3"])
@@ -166,7 +175,6 @@ def test_parts_of_a_model() -> None:
     [
         ("qwen2_moe", "attention and the MLPs between its experts"),
         ("bert", "the layers"),
-        ("deepseek_v4", "the layers"),
     ],
 )
 def test_a_type_that_is_not_known_names_the_part(model_type: str, part: str) -> None:

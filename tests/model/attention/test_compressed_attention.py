@@ -1,0 +1,171 @@
+"""DeepSeek-V4 on packed rows is transformers' eager model on each document alone, in values and all gradients."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from ds_finetune.model.attention import compressed_attention
+from ds_finetune.model.attention.indexed_attention import expect_documents, longest_document
+from ds_finetune.model.build.skeleton import build_skeleton
+from ds_finetune.model.kept_outputs import selective_contexts
+from ds_finetune.model.loss.forward_rows import ForwardRows, RealTokens, find_real_tokens
+from ds_finetune.model.loss.token_loss import TrainedModel
+from ds_finetune.model.routers import RouterCollector
+from ds_finetune.model.weights.load import initialise_weights
+from ds_finetune.plan.routers import plan_routers
+from ds_finetune.reference.selftest.cells import hf_config
+
+ROWS = ((1, 61, 2, 3, 13), (4, 12, 1, 24, 39), (80,))
+"""Documents shorter and longer than the window of 5, the windows of 4 and 12 tokens of an entry, and the 19 tokens of
+the 4 entries that an indexer chooses; odd lengths, and single tokens.
+"""
+Models = tuple[TrainedModel, PreTrainedModel]
+
+
+def _fill(lm: PreTrainedModel) -> None:
+    """Values for what begins as zeros or ones in all layers."""
+    generator = torch.Generator().manual_seed(7)
+    for name, tensor in [*lm.named_parameters(), *lm.named_buffers()]:
+        leaf = name.rpartition(".")[2]
+        if leaf == "tid2eid":
+            chosen = torch.rand(len(tensor), lm.config.n_routed_experts, generator=generator)
+            tensor.copy_(chosen.topk(tensor.shape[1]).indices)
+        elif leaf in ("sinks", "position_bias", "base", "scale", "hc_base", "hc_scale", "e_score_correction_bias"):
+            tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.5)
+        elif "norm" in name:
+            tensor.copy_(1 + torch.randn(tensor.shape, generator=generator) * 0.1)
+
+
+@pytest.fixture
+def make() -> Callable[..., Models]:
+    """Makes a model as it is trained, and transformers' own with the same weights."""
+
+    def models(*, longest: int = 80) -> Models:
+        ours = build_skeleton(hf_config("deepseek_v4_sparse"), attention="sdpa", dtype=torch.float32, device="cpu")
+        initialise_weights(ours, seed=2)
+        with torch.no_grad():
+            _fill(ours)
+        expect_documents(ours, longest=longest)
+        plain = AutoModelForCausalLM.from_config(hf_config("deepseek_v4_sparse"), attn_implementation="eager").float()
+        plain.load_state_dict(ours.state_dict())
+        return TrainedModel(ours), plain
+
+    return models
+
+
+def _ids(rows: int = len(ROWS)) -> torch.Tensor:
+    return torch.randint(3, 90, (rows, 80), generator=torch.Generator().manual_seed(1))
+
+
+def _losses(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(logits[:-1], ids[1:], reduction="sum")
+
+
+def _compare(models: Models, rows: tuple[tuple[int, ...], ...] = ROWS) -> None:
+    """The sum of all documents' losses, and its gradient of every parameter."""
+    ours, plain = models
+    ids = _ids(len(rows))
+    positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in rows])
+    logits = ours.lm.lm_head(ours.hidden(ids, positions, rows))
+    pairs = [(row, part) for row, lengths in enumerate(rows) for part in ids[row].split(lengths)]
+    packed = [part for row, lengths in zip(logits, rows, strict=True) for part in row.split(lengths)]
+    loss = sum(_losses(part, of_ids) for part, (_, of_ids) in zip(packed, pairs, strict=True))
+    wanted = sum(_losses(plain(part[None], use_cache=False).logits[0], part) for _, part in pairs)
+    assert abs(loss - wanted) < 1e-6 * wanted
+    for total in (loss, wanted):
+        total.backward()
+    gradients = {name: param.grad for name, param in ours.lm.named_parameters()}
+    for name, param in plain.named_parameters():
+        if param.grad is None:
+            assert gradients[name] is None or not gradients[name].any(), name
+        else:
+            apart = (gradients[name] - param.grad).norm() / param.grad.norm().clamp_min(1e-30)
+            assert apart < 1e-4, (name, apart)
+    without = {name.rpartition(".layers.")[2] for name, gradient in gradients.items() if gradient is None}
+    assert all("indexer" in name for name in without)
+
+
+@pytest.mark.parametrize("at_once", [2**26, 4 * 30 * 3])
+def test_documents_of_packed_rows_are_those_of_transformers_alone(
+    at_once: int, make: Callable[..., Models], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compressed_attention, "PRODUCTS_AT_ONCE", at_once)
+    _compare(make())
+
+
+@pytest.mark.parametrize("options", [{}, {"context_fn": selective_contexts}], ids=["full", "selective"])
+def test_recomputed_layers(
+    options: dict[str, Any], make: Callable[..., Models], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Selectively, attention is computed once for each layer."""
+    calls: list[int] = []
+    attend = compressed_attention._attend
+    monkeypatch.setattr(compressed_attention, "_attend", lambda *given: calls.append(1) or attend(*given))
+    models = make()
+    models[0].lm.gradient_checkpointing_enable({"use_reentrant": False, **options})
+    _compare(models)
+    assert len(calls) == 4 * 2 * (1 if options else 2)
+
+
+@torch.no_grad()
+def test_one_token_more_than_the_chosen_entries_needs_the_indexer(make: Callable[..., Models]) -> None:
+    models = make(longest=0)
+    limit = longest_document(models[1].config)
+    assert limit == 4 * 4 + 3
+    ids, positions = _ids(1), torch.arange(80)[None]
+    wanted = models[1].model(ids, use_cache=False).last_hidden_state
+    whole = models[0].hidden(ids, positions, None)
+    assert torch.allclose(whole[:, :limit], wanted[:, :limit], atol=1e-5)
+    assert (whole - wanted)[:, limit].abs().max() > 1e-4
+    expect_documents(models[0].lm, longest=limit)
+    assert torch.equal(models[0].hidden(ids, positions, None), whole)
+    expect_documents(models[0].lm, longest=limit + 1)
+    assert torch.allclose(models[0].hidden(ids, positions, None), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_answers_are_those_of_transformers(use_cache: bool, make: Callable[..., Models]) -> None:
+    """Without a cache where ranks wait for each other's weights."""
+    ids = _ids(1)[:, :30]
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 20, "pad_token_id": 0}
+    ours, plain = (model.eval() for model in (make()[0].lm, make()[1]))
+    assert torch.equal(ours.generate(ids, **options, use_cache=use_cache), plain.generate(ids, **options))
+
+
+def _count(count: torch.Tensor, *given: Any) -> None:
+    """A forward hook of a router."""
+    count += given[2][2].reshape(-1).bincount(minlength=8)
+
+
+@torch.no_grad()
+def test_choices_of_routers_are_counted(make: Callable[..., Models]) -> None:
+    """By the table in the layer that has one, and by scores in the others."""
+    ours, plain = make()
+    plan = plan_routers(None, plain.config.to_dict())
+    assert plan is not None
+    assert plan.layers == (0, 1, 2, 3)
+    collector = RouterCollector(ours.lm, plan, device=torch.device("cpu"))
+    ids, wanted = _ids(), [torch.zeros(8, dtype=torch.int64) for _ in plan.layers]
+    positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in ROWS])
+    real = RealTokens(*find_real_tokens((80, 80, 80), ROWS, 80))
+    rows = ForwardRows(ids, positions, ids, ROWS, real=real._replace(document=real.document.reshape(-1)))
+    with collector.listen(rows, is_counting=True):
+        ours.hidden(ids, positions, ROWS)
+    for count, layer in zip(wanted, plain.model.layers, strict=True):
+        layer.mlp.gate.register_forward_hook(partial(_count, count))
+    for row, lengths in zip(ids, ROWS, strict=True):
+        for part in row.split(lengths):
+            plain(part[None], use_cache=False)
+    assert torch.equal(collector.counts, torch.stack(wanted))
+    of_table = ours.lm.model.layers[0].mlp.gate.tid2eid[ids.reshape(-1)].reshape(-1).bincount(minlength=8)
+    assert torch.equal(collector.counts[0], of_table)
+    assert (collector.entropy > 0).all()
+
+
+def test_documents_without_entries(make: Callable[..., Models]) -> None:
+    """All parameters but the indexer's get gradients, or ranks that have entries would wait for them."""
+    _compare(make(), ((3, 2, 1, 1, 3) * 8,))

@@ -1,0 +1,230 @@
+"""Runs that train DeepSeek-V4: resume, exports by the published names, adapters, what the plan says, and refusals."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from ds_finetune import read_config, train
+from ds_finetune.cli.main import main
+from ds_finetune.config.schema import RunConfig
+from ds_finetune.errors import FinetuneError, ModelError
+from ds_finetune.families.table import family_of
+from ds_finetune.foreign.auto_configs import AutoConfig
+from ds_finetune.model.build.skeleton import read_hf_config
+from ds_finetune.model.experts import spread_ids
+from ds_finetune.model.weights.names import hub_pieces, renamed
+from ds_finetune.plan.checks import check
+from ds_finetune.plan.context import plan_context
+from ds_finetune.plan.mesh import Mesh
+from ds_finetune.plan.settings import RunSettings
+from ds_finetune.reference.selftest.cells import TINY_MODELS
+from ds_finetune.trainer.resolve import plan_model
+from tests.json_files import change_json
+from tests.running import metrics, start, tiny_task, torchrun
+
+V4 = family_of("deepseek_v4")
+LEARNING = {"lr": 1e-2, "warmup": "0%", "min_lr_ratio": 1.0, "weight_decay": 0.1}
+PREDICTION = "mtp.0.norm.weight"
+
+
+def _run_file(folder: Path, *, is_published: bool = True, **sections: Any) -> Path:
+    """A model in bf16 values, by its published names and with a part of a prediction layer, or as transformers saves."""
+    run_file = tiny_task(
+        folder,
+        **{
+            "optim": LEARNING,
+            "model": {"weights": "load"},
+            "train": {"for": "4 steps"},
+            "eval": {"every": "2 steps"},
+            "data": {"packing": True},
+        }
+        | sections,
+    )
+    model = folder / "model"
+    torch.manual_seed(31)
+    vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
+    lm = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**TINY_MODELS["deepseek_v4_sparse"] | {"vocab_size": vocabulary})
+    )
+    spread_ids(lm, lm.config.n_routed_experts)
+    lm.float().save_pretrained(model)
+    if is_published:
+        tensors = {
+            piece.key: tensor[piece.index].clone()
+            for name, tensor in lm.state_dict().items()
+            for piece in hub_pieces(name, tuple(tensor.shape), V4)
+        }
+        save_file(tensors | {PREDICTION: torch.ones(32)}, model / "model.safetensors")
+    return run_file
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was resumed after two of its four steps, on two ranks with ZeRO-3."""
+    folder = tmp_path_factory.mktemp("run")
+    run_file = _run_file(folder)
+    train(read_config(run_file, ["train.for=2 steps", "export.at_end=false"]))
+    done = start(torchrun("ds_finetune/train.py", str(run_file), "deepspeed.zero_optimization.stage=3"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    (folder / "printed.txt").write_text(done.stdout)
+    return folder
+
+
+def test_a_resumed_run_has_the_numbers_of_an_uninterrupted_one(finished: Path, tmp_path: Path) -> None:
+    """Which begins with a folder that transformers saved, by its own names."""
+    train(read_config(_run_file(tmp_path, is_published=False, export={"at_end": False})))
+    wanted, found = metrics(tmp_path), metrics(finished)
+    for name in ("train/loss", "train/grad_norm", "router/entropy"):
+        assert [each[name] for each in found] == pytest.approx([each[name] for each in wanted], rel=1e-4), name
+    assert found[-1]["eval/loss"] == pytest.approx(wanted[-1]["eval/loss"], rel=1e-4)
+
+
+def test_the_export_has_the_published_names(finished: Path) -> None:
+    """The run has verified it in plain transformers; what is not trained is as it was."""
+    before, after = (load_file(finished / name / "model.safetensors") for name in ("model", "run/export"))
+    assert before.keys() == after.keys()
+    same = {name for name in before if torch.equal(before[name], after[name])}
+    assert {name for name in before if "indexer" in name} | {PREDICTION} <= same
+    assert all("indexer" in name or name.endswith(("tid2eid", ".bias", PREDICTION)) for name in same)
+    assert not (finished / "run" / "export" / "UNVERIFIED").exists()
+    _, info = AutoModelForCausalLM.from_pretrained(finished / "run" / "export", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+
+
+def test_the_plan_says_what_is_done(finished: Path) -> None:
+    printed = " ".join((finished / "printed.txt").read_text().split())
+    assert (
+        "up to 19 tokens, index_topk 4 entries, the indexer leaves nothing out; it is run, and not trained" in printed
+    )
+    assert "parameters that the loss does not reach, kept as they are" in printed
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_adapters(stage: int, tmp_path: Path) -> None:
+    """In bf16: the base with adapters is what is exported, and peft loads the adapters."""
+    run_file = _run_file(tmp_path, lora={"rank": 8})
+    train(
+        read_config(
+            run_file, [f"deepspeed={{zero_optimization: {{stage: {stage}}}}}", "train.precision=bf16", "eval.every="]
+        )
+    )
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "run/export"))
+    changed = {name for name in before if not torch.equal(before[name].to(after[name].dtype), after[name])}
+    assert {name.split(".", 2)[2] for name in changed if name.startswith("layers.1.attn.")} == {
+        f"attn.{part}.weight" for part in ("wq_a", "wq_b", "wkv", "wo_b")
+    }
+    assert any(".experts." in name for name in changed)
+    found = metrics(tmp_path)
+    assert found[-1]["train/loss"] < found[0]["train/loss"]
+
+
+def _plan(mesh: Mesh | None = None, **sections: Any) -> None:
+    tree = {
+        "model": {"path": "none"},
+        "data": {"train": "none.jsonl"},
+        "train": {"for": "1 steps"},
+        "output_dir": "out",
+    }
+    for name, section in sections.items():
+        tree[name] = {**tree.get(name, {}), **section} if isinstance(section, dict) else section
+    config = AutoConfig.for_model(**TINY_MODELS["deepseek_v4_sparse"])
+    run = RunSettings.of(RunConfig.model_validate(tree), mesh=mesh or Mesh(0, 1), model_json=config.to_dict())
+    check(run, "sizes of the model", "type of the model", "attention of the model", "activations of the model")
+    plan_model(config, run)
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"lora": {"rank": 8, "quantize": "nf4"}}, "with lora.quantize nf4 is not tested"),
+        ({"objective": {"name": "grpo"}}, "with objective grpo is not tested"),
+        ({"model": {"kernels": "compile"}}, "model.kernels compile"),
+        ({"indexer": {"train": True}}, "with indexer.train true is not tested"),
+        ({"model": {"resize_vocabulary": True}}, "with model.resize_vocabulary true is not tested"),
+        ({"optim": {"name": "Muon"}}, "with optim.name Muon is not tested"),
+        ({"train": {"precision": "fp16"}}, "with train.precision fp16 is not tested"),
+        ({"train": {"tiled_mlp": True}}, "train.tiled_mlp true of model_type deepseek_v4 is not tested"),
+        ({"router": {"balance": 0.1}}, "choose experts by token ids, with router.balance 0.1 is not tested"),
+        ({"router": {"bias_update": 0.1}}, "choose experts by token ids, with router.bias_update 0.1 is not tested"),
+        ({"model": {"attention": "eager"}}, "documents of a packed row would see each other"),
+    ],
+)
+def test_refusals(sections: dict[str, Any], said: str) -> None:
+    with pytest.raises(FinetuneError, match=said):
+        _plan(**sections)
+
+
+@pytest.mark.parametrize("axis", ["tp", "pp", "sp", "ep"])
+def test_layouts_are_refused(axis: str) -> None:
+    with pytest.raises(FinetuneError, match=f"{axis} 2.* of model_type deepseek_v4 is not tested"):
+        _plan(Mesh(0, 2, **{axis: 2}))
+    _plan()
+
+
+def test_its_positions_are_not_extended() -> None:
+    with pytest.raises(FinetuneError, match=r"model\.context 256 of model_type deepseek_v4 is not tested"):
+        plan_context(AutoConfig.for_model(**TINY_MODELS["deepseek_v4_sparse"]).to_dict(), 256)
+
+
+def test_what_transformers_has_no_class_for(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no class of model_type `deepseek_v4` for sequence classification"):
+        read_hf_config(str(_folder(tmp_path)), task="sequence_classification")
+
+
+def test_its_prediction_layer_is_not_trained(tmp_path: Path) -> None:
+    with pytest.raises(FinetuneError, match="of model_type deepseek_v4, which is not tested"):
+        train(read_config(_run_file(tmp_path, mtp={"train": True})))
+
+
+def _folder(folder: Path, **changes: Any) -> Path:
+    AutoConfig.for_model(**TINY_MODELS["deepseek_v4_sparse"]).save_pretrained(folder)
+    change_json(folder / "config.json", changes)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model_type": "deepseek_v41"}, "deepseek_v41 is neither trained nor converted: .* Engram tables"),
+        ({"compress_ratios": [0, 4, 7, 4]}, r"layers compress \[7\] tokens into an entry; known are 0, 4, 128"),
+        ({"compress_rates": {"compressed_sparse_attention": 1}}, "numbers above 1 in compress_rates"),
+    ],
+)
+def test_configurations_that_are_not_known(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=said):
+        read_hf_config(str(_folder(tmp_path, **changes)))
+
+
+def test_no_copy_is_made_of_v41(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _folder(
+        tmp_path / "model", model_type="deepseek_v41", expert_dtype="fp4", quantization_config={"quant_method": "fp8"}
+    )
+    assert main(["export", str(tmp_path / "model"), str(tmp_path / "out"), "--dtype", "bf16"]) == 2
+    assert "deepseek_v41 is neither trained nor converted" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_tables_that_name_an_expert_that_there_is_not(tmp_path: Path) -> None:
+    run_file = _run_file(tmp_path)
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["layers.0.ffn.gate.tid2eid"][3] = 8
+    save_file(tensors, file)
+    with pytest.raises(ModelError, match=r"`layers\.0\.ffn\.gate\.tid2eid` .* names experts 0 to 8, and a layer has 8"):
+        train(read_config(run_file))
+
+
+def test_published_names_stay_as_they_are() -> None:
+    config = AutoConfig.for_model(**TINY_MODELS["deepseek_v4_sparse"])
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(config)
+    names = [p.key for name, t in lm.state_dict().items() for p in hub_pieces(name, tuple(t.shape), V4)]
+    assert [renamed(name, V4.published_renames) for name in names] == names
+    assert {"embed.weight", "norm.weight", "head.weight", "hc_head_fn", "layers.1.attn.kv_norm.weight"} <= set(names)
+    assert {"layers.1.attn.indexer.compressor.ape", "layers.0.ffn.gate.tid2eid", "layers.1.hc_ffn_base"} <= set(names)
