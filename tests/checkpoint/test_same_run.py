@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import pytest
 import torch.distributed as dist
@@ -42,7 +42,9 @@ def keys_of(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Dotted name of every key of the run file."""
     for name, field in section.model_fields.items():
         key = f"{prefix}{field.alias or name}"
-        kinds = (field.annotation, *getattr(field.annotation, "__args__", ()))
+        # A list of sections is one value.
+        parts = () if get_origin(field.annotation) is tuple else getattr(field.annotation, "__args__", ())
+        kinds = (field.annotation, *parts)
         is_objective = field.annotation is ObjectiveConfig
         sections = (
             [row.section for row in OBJECTIVES.values()]

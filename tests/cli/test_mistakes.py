@@ -91,7 +91,7 @@ OVERRIDES: tuple[tuple[str, str], ...] = (
     ("data.packing=2", "`data.packing` is 2"),
     ("data.separator=5", "`data.separator` is 5"),
     ("data.bad_rows=ignore", "`data.bad_rows` is 'ignore'"),
-    ("objective=grpo", "train.global_batch_size 8 is not rollout.prompts_per_step 32 x objective.group_size 8 = 256"),
+    ("objective=grpo", "`eval.generate.prompts` is 40 and has no effect: the rewards"),
     ("objective=ppo", "`objective` is 'ppo'"),
     ("objective=DPO", "`objective` is 'DPO'"),
     ("objective=classification", "`eval.generate.max_new_tokens` is 24 and has no effect"),
