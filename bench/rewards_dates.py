@@ -15,8 +15,8 @@ from pathlib import Path
 
 import yaml
 
-START_STEPS = 60
-STEPS = 240
+START_STEPS = 84
+STEPS = 150
 EVERY = 30
 
 
@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--ways", nargs="+", choices=["full", "lora"], default=["full", "lora"])
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--lr", type=float, help="learning rate (default: 5e-4, with LoRA 2e-3)")
+    parser.add_argument("--lr", type=float, help="learning rate (default: 5e-4, with LoRA 1e-3)")
     arguments = parser.parse_args()
     folder: Path = arguments.folder
     start = make_start(folder)
@@ -63,7 +63,7 @@ def make_start(folder: Path) -> Path:
 def run_file(run: Path, start: Path, seed: int, arguments: argparse.Namespace) -> Path:
     """The run file of one run."""
     folder, way = run.parent, run.name.partition("-")[0]
-    lr = arguments.lr or {"full": 5e-4, "lora": 2e-3}[way]
+    lr = arguments.lr or {"full": 5e-4, "lora": 1e-3}[way]
     tree = {
         "model": str(start),
         "objective": {"name": "grpo", "group_size": 8, "advantage": "mean_std"},
@@ -79,7 +79,7 @@ def run_file(run: Path, start: Path, seed: int, arguments: argparse.Namespace) -
             "seed": seed,
         },
         "optim": {"lr": lr, "warmup": "10 steps", "lr_scheduler": "constant", "weight_decay": 0.0},
-        "eval": {"every": f"{EVERY} steps", "keep_best": False},
+        "eval": {"every": f"{EVERY} steps", "limit": 100, "keep_best": False},
         "deepspeed": {"zero_optimization": {"stage": 0}},
         "log": {"every": 10, "trackers": []},
         "output_dir": str(run),

@@ -55,7 +55,8 @@ def show_report(report: "Report") -> None:
     if report.last is not None:
         values = report.last.values
         best = f", the best is step {report.last.best_step}" if report.last.best_step else ""
-        shown = ("train/loss", *(name for name in values if name.startswith("eval/")))
+        told = (name for name in values if name.startswith("eval/") or name == "rollout/reward")
+        shown = ("train/loss", *told)
         rows += [("steps", f"{report.last.step} ({values['train/skipped_steps']:.0f} skipped){best}")]
         rows += [("metrics", "  ".join(f"{name} {values[name]:.4f}" for name in shown))]
         rows += [("stopped", report.last.stop)] if report.last.stop and not report.interrupted else []

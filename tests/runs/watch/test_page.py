@@ -37,6 +37,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "".join(f"step {step} with a long line of output {'x' * 90}\n" for step in range(90))
     )
     own_status().write(root / "a")
+    answer = {"text": "<b>5</b>", "reward": 1.0, "parts": {"number": 1.0}, "advantage": 0.5, "finish": "stop"}
+    lines = [{"step": step, "prompt": "2 + 3 =", "answers": [answer]} for step in (1, 2)]
+    (root / "a" / "rollouts.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     (root / "b" / "status.json").write_text(json.dumps({"state": "hung", "reason": "rank 1 does not answer" * 6}))
     return root
 
@@ -106,6 +109,13 @@ class Page:
         while not is_so():
             assert time.monotonic() < until, self.run("return document.body.innerText")[:3000]
             time.sleep(0.02)
+
+
+def test_a_run_shows_its_latest_sampled_answers_as_text(page: Page) -> None:
+    page.open("#run=a")
+    page.wait_for(lambda: page.texts(".samples dd"))
+    assert page.texts(".samples .sub") == ["before step 2"]
+    assert page.texts(".samples dd") == ["2 + 3 =", "<b>5</b>", "reward 1.0 (number 1.0), advantage 0.5, stop"]
 
 
 def test_the_list_shows_runs_as_text_and_new_ones(page: Page, runs: Path) -> None:

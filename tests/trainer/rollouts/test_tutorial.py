@@ -22,7 +22,7 @@ def test_the_tutorial_runs_as_it_is_written(tmp_path: Path) -> None:
     (tmp_path / "score.py").write_text(reward)
     held_out = (tmp_path / "demo" / "eval.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "demo" / "eval.jsonl").write_text("".join(held_out[:8]))
-    smaller = {"100 steps": "2 steps", "20 steps": "1 steps", "10 steps": "1 steps", "_step: 32": "_step: 4"}
+    smaller = {"150 steps": "2 steps", "30 steps": "1 steps", "10 steps": "1 steps", "_step: 32": "_step: 4"}
     for old, new in (smaller | {"micro_batch_size: 64": "micro_batch_size: 8"}).items():
         assert old in run_file
         run_file = run_file.replace(old, new)
