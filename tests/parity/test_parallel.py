@@ -163,6 +163,7 @@ SPARSE = [
     )
     for family in INDEXED
     for row in (PLAIN, *TESTED_LAYOUTS)
+    if row.axes <= FAMILIES[family].parallel_axes
     for stage, (packing, accumulation) in itertools.product(row.stages, ((True, 4), (False, 1)))
 ]
 """Most documents are longer than `index_topk`."""

@@ -51,7 +51,11 @@ WIDE = {
     "num_attention_heads": 4,
 }
 """Rows of whole blocks, but for the shared experts' `down_proj` and the `o_proj` of qwen3 and qwen3_moe."""
-OTHERS = [name for name, family in FAMILIES.items() if family.has_lora and name not in ("deepseek_v3", "qwen2")]
+OTHERS = [
+    name
+    for name, family in FAMILIES.items()
+    if family.has_lora and not family.compresses and name not in ("deepseek_v3", "qwen2")
+]
 CELLS = [
     Cell(family, stage, 2, True, max_grad_norm=CLIP, checkpointing=True)
     for family in ("deepseek_v3", "qwen2")
