@@ -15,11 +15,9 @@ from ds_finetune.foreign.guard import Foreign
 _NORM = Foreign("liger-kernel", "ops/rms_norm.py:449, 526")
 _ROPE = Foreign("liger-kernel", "ops/rope.py:135, 201")
 _GATE = Foreign("liger-kernel", "ops/swiglu.py:159, 201, 364, 389")
-_NORM.parameters(rms_norm.rms_norm_forward, "X", "W", "eps", "offset", "casting_mode", "row_mode")
-_NORM.parameters(rms_norm.rms_norm_backward, "dY", "RSTD", "num_warps", "in_place", "needs_dw")
-_ROPE.parameters(rope.rope_forward, "q", "k", "cos", "sin", "rotary_dim")
-_ROPE.parameters(rope.rope_backward, "dq", "dk", "cos", "sin", "rotary_dim")
-_GATE.parameters(swiglu.swiglu_fused_gate_up_backward, "y", "dc", "in_place")
+_NORM.parameters(rms_norm.rms_norm_backward, "in_place", "row_mode", "needs_dw")
+_ROPE.parameters(rope.rope_backward, "rotary_dim")
+_GATE.parameters(swiglu.swiglu_fused_gate_up_backward, "in_place")
 
 _LLAMA, _GEMMA = 0, 1
 """Casting modes: the normalised row is rounded before it is multiplied by the weight, or after (liger-kernel 0.8.5,

@@ -73,15 +73,10 @@ def rotary_functions(kind: type[nn.Module]) -> dict[str, str]:
     turns: dict[str, str] = {}
     for name in forward.__code__.co_names if isinstance(forward, FunctionType) else ():
         source = inspect.getsource(forward.__globals__[name]) if name.startswith("apply_rotary") else ""
-        if (turn := _turn_in(source)) is not None:
-            turns[name] = turn
+        turns |= {name: turn for text, turn in _ROTARY.items() if text in source}  # noqa: B035 - one text is in it
     if not turns:
         _ATTENTION.source(kind.forward, next(iter(_ROTARY)))
     return turns
-
-
-def _turn_in(source: str) -> str | None:
-    return next((turn for text, turn in _ROTARY.items() if text in source), None)
 
 
 @cache

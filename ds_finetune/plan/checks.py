@@ -786,7 +786,7 @@ _KERNEL = (
     ),
     Refusal(
         lambda run: run.model.kernels in ("liger", "compile") and not has_fused_operations(run.family),
-        "model.kernels {model.kernels} with model_type `{model_type}`: none of its operations has a fused kernel",
+        "model.kernels {model.kernels} with model_type `{model_type}` is not tested",
         "set model.kernels to auto",
         ModelError,
     ),

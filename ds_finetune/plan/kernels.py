@@ -23,13 +23,13 @@ class ChosenKernels:
     reason: str
 
     def of(self, family: Family) -> str:
-        """The kernels for models of this family; `torch` where its operations are none of those that are fused."""
+        """The kernels for models of this family; `torch` where the others are not tested with it."""
         return self.name if has_fused_operations(family) else "torch"
 
     def lines(self, family: Family) -> Iterator[tuple[str, str]]:
         """What the plan shows of the choice."""
         if self.of(family) != self.name:
-            yield "kernels", f"torch: no operation of {family.model_type} has a fused kernel"
+            yield "kernels", f"torch: fused kernels are not tested with {family.model_type}"
         elif self.name == "torch":
             yield "kernels", f"torch: {self.reason}"
         else:
@@ -42,8 +42,8 @@ SINGLE = ChosenKernels("torch", "as the run file says")
 
 
 def has_fused_operations(family: Family) -> bool:
-    """Whether models of this family have operations that the kernels are tested with."""
-    return not family.is_generic and family.encoder is None and not family.compresses
+    """Whether the kernels are tested with models of this family."""
+    return family.tiny_models is not None and not family.compresses
 
 
 def choose_kernels(name: str, *, device: str, stage: int) -> ChosenKernels:
@@ -60,46 +60,40 @@ def choose_kernels(name: str, *, device: str, stage: int) -> ChosenKernels:
         return ChosenKernels(name, "as the run file says")
     if device == "cpu":
         return ChosenKernels("torch", "a CPU has no fused kernels (auto)")
-    of_liger = _problem("liger", device, stage)
-    if of_liger is None:
-        return ChosenKernels("liger", f"auto: liger-kernel {_version('liger-kernel')} is installed")
-    of_compile = _problem("compile", device, stage)
-    if of_compile is None:
+    if (of_liger := _problem("liger", device, stage)) is None:
+        return ChosenKernels("liger", f"auto: liger-kernel {version_of('liger-kernel')} is installed")
+    if (of_compile := _problem("compile", device, stage)) is None:
         return ChosenKernels("compile", f"auto: {of_liger[0]}")
     return ChosenKernels("torch", f"{of_liger[0]}, and {of_compile[0]} (auto); {of_liger[1]} makes steps faster")
 
 
 def _problem(name: str, device: str, stage: int) -> tuple[str, str] | None:
     """Why these kernels cannot run, and what to do; None where they can."""
-    has_triton, compilers = find_spec("triton") is not None, _compilers()
+    has_triton, is_cpu = find_spec("triton") is not None, device == "cpu"
+    compilers = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++", "c++"]
     if name == "liger":
         is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
         problems = (
-            (not _version("liger-kernel"), "liger-kernel is not installed", _EXTRA),
+            (not version_of("liger-kernel"), "liger-kernel is not installed", _EXTRA),
             (not has_triton, "liger-kernel is installed without triton", "pip install triton"),
-            (device == "cpu" and not is_interpreted, "its kernels need a GPU, and the device is cpu", _HINT),
+            (is_cpu and not is_interpreted, "its kernels need a GPU, and the device is cpu", _HINT),
         )
     else:
         needs = f"torch.compile needs a C++ compiler on a CPU, and there is no {' or '.join(compilers)}"
         problems = (
             (stage == 3, "torch.compile is not tested with ZeRO stage 3", "use stage 2, or model.kernels liger"),
             (
-                device != "cpu" and not has_triton,
-                "torch.compile needs triton on a GPU, which is not installed",
+                not (is_cpu or has_triton),
+                "torch.compile needs triton on a GPU, and there is none",
                 "pip install triton",
             ),
-            (device == "cpu" and not any(map(shutil.which, compilers)), needs, _HINT),
+            (is_cpu and not any(map(shutil.which, compilers)), needs, _HINT),
         )
     return next(((text, hint) for applies, text, hint in problems if applies), None)
 
 
-def _compilers() -> tuple[str, ...]:
-    """C++ compilers that torch looks for."""
-    return (os.environ["CXX"],) if "CXX" in os.environ else ("g++", "clang++", "c++")
-
-
 @lru_cache(maxsize=2)
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
     """The installed version, empty where there is none."""
     try:
         return version(package)

@@ -2,8 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
 from ds_finetune.config.objectives import ObjectiveConfig
@@ -31,7 +29,7 @@ from ds_finetune.plan.deepspeed_config import (
     with_reduction_dtype,
 )
 from ds_finetune.plan.inexact import inexact_lines
-from ds_finetune.plan.kernels import ChosenKernels, choose_kernels
+from ds_finetune.plan.kernels import ChosenKernels, choose_kernels, version_of
 from ds_finetune.plan.layer_stages import StageLayers
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.pipeline import idle_share
@@ -226,7 +224,7 @@ def loss_kernel(name: str, *, device: str, tp: int = 1, is_cross_entropy: bool =
 
     ConfigError where `liger` is requested and cannot run, or is installed in another version than `LIGER`.
     """
-    found = _liger_version()
+    found = version_of("liger-kernel")
     if tp > 1:
         if name == "liger":
             raise ConfigError(
@@ -248,15 +246,6 @@ def loss_kernel(name: str, *, device: str, tp: int = 1, is_cross_entropy: bool =
             hint=f"pip install liger-kernel=={LIGER}, or set model.loss to chunked",
         )
     return "liger"
-
-
-@lru_cache(maxsize=1)
-def _liger_version() -> str:
-    """The installed version, empty where there is none."""
-    try:
-        return version("liger-kernel")
-    except PackageNotFoundError:
-        return ""
 
 
 _DEFAULT_BUFFER = 100_000_000

@@ -253,7 +253,7 @@ def test_optimizers_without_a_cpu_kernel_are_refused_there(name: str) -> None:
 def test_the_loss_kernel_is_ligers_only_on_a_gpu_that_has_the_tested_version(
     monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
-    monkeypatch.setattr(layout, "_liger_version", lambda: version)
+    monkeypatch.setattr(layout, "version_of", lambda _: version)
     chosen = {
         (asked, device): _kernel(asked, device) for asked in ("auto", "chunked", "liger") for device in ("cpu", "cuda")
     }
