@@ -297,7 +297,7 @@ def test_a_plan_is_a_value(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"format": "gguf"}, "format `gguf` is not known"),
+        ({"format": "tar"}, "format `tar` is not known"),
         ({"source": None}, "source is None"),
         ({"out": 5}, "out is 5"),
         ({"dtype": "int8"}, "dtype is `int8`"),
