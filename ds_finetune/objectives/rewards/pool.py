@@ -50,6 +50,14 @@ class _LateError(Exception):
     """The process did not answer in time, and was killed; the argument says so."""
 
 
+def _is_ready(pipe: int, event: int) -> bool:
+    """Whether a pipe can be read or written now or soon, or its other end is closed."""
+    # Not select(2), which refuses file descriptors from 1024 on; a rank of a large cluster has as many sockets.
+    poll = select.poll()
+    poll.register(pipe, event)
+    return bool(poll.poll(200))
+
+
 class _Worker:
     """One process, which is started when it is first needed and again after it has ended."""
 
@@ -128,7 +136,7 @@ class _Worker:
     def _send(self, message: object, seconds: float) -> None:
         rest = json.dumps(message).encode() + b"\n"
         for _ in self._until(seconds):
-            if select.select([], [self._requests], [], 0.2)[1]:
+            if _is_ready(self._requests, select.POLLOUT):
                 try:
                     rest = rest[os.write(self._requests, rest) :]
                 except BrokenPipeError:
@@ -138,7 +146,7 @@ class _Worker:
 
     def _receive(self, seconds: float) -> dict[str, Any]:
         for _ in self._until(seconds):
-            if b"\n" not in self._read and select.select([self._replies], [], [], 0.2)[0]:
+            if b"\n" not in self._read and _is_ready(self._replies, select.POLLIN):
                 new = os.read(self._replies, 2**16)
                 self._read += new
                 if not new:

@@ -1,5 +1,7 @@
 """Rewards in their processes: what they get and return, and all that may go wrong with them."""
 
+import os
+import resource
 import subprocess
 import sys
 import time
@@ -36,6 +38,19 @@ def test_scores_of_several_rewards_for_several_answers() -> None:
         assert first.has_result()[:4, 0].tolist() == [1, 1, 1, 0]
         assert np.isnan(first.has_result()[:, 1:]).all()
         assert rewards.score([]).shape == (0, 3)
+
+
+def test_file_descriptors_may_have_large_numbers() -> None:
+    """select(2) takes none from 1024 on; a rank of a large cluster has as many sockets."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, most[1]), most[1]))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
+    try:
+        assert scores_of(["exact_match"], [RIGHT, WRONG]).tolist() == [[1], [0]]
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, most)
 
 
 def test_what_a_function_gets() -> None:
