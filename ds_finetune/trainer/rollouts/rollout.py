@@ -5,8 +5,7 @@ several steps share one rollout.
 import hashlib
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,8 +37,14 @@ class RewardRule:
     advantage: Literal["mean", "mean_std", "leave_one_out"]
 
     def combine(self, parts: Floats) -> Floats:
-        """The rewards of a group's answers [answers] from their parts [answers, rewards]."""
+        """The rewards of a group's answers [answers] from their parts [answers, rewards], as advantages compare them.
+        With `scale` each they add up to 0 in the group, and tell nothing of its level.
+        """
         return combine_rewards(parts, self.weights, np.zeros(len(parts), dtype=np.int64), self.scale)
+
+    def total(self, parts: Floats) -> Floats:
+        """The weighted sums of parts, which are reported."""
+        return replace(self, scale="sum").combine(parts)
 
 
 @dataclass(frozen=True)
@@ -56,19 +61,17 @@ class AnswerGroup:
     rewards: Floats
     """Weighed and added up, fp64 [answers]."""
     advantages: Floats
+    has_spread: bool
+    """Whether the rewards that the advantages compare are different."""
 
     @classmethod
     def scored(
         cls, prompt: tuple[int, int], answers: Sequence[SampledAnswer], parts: Floats, rule: RewardRule
     ) -> "AnswerGroup":
         """The group of a prompt, which is its draw and its number, with what follows from the scores of its answers."""
-        rewards = rule.combine(parts)
-        return cls(*prompt, tuple(answers), parts, rewards, advantages(rewards[None], rule.advantage)[0])
-
-    @cached_property
-    def has_spread(self) -> bool:
-        """Whether its answers have different rewards."""
-        return bool(has_spread(self.rewards[None])[0])
+        compared = rule.combine(parts)[None]
+        found = advantages(compared, rule.advantage)[0]
+        return cls(*prompt, tuple(answers), parts, rule.total(parts), found, bool(has_spread(compared)[0]))
 
     @property
     def verdicts(self) -> Floats:
@@ -122,6 +125,9 @@ class Rollout:
             "trained": np.array(self.trained, dtype=np.int64),
             "prompts": np.array([(group.draw, group.number) for group in self.groups], dtype=np.int64).reshape(-1, 2),
             "parts": np.stack([group.parts for group in self.groups]),
+            "rewards": np.stack([group.rewards for group in self.groups]),
+            "advantages": np.stack([group.advantages for group in self.groups]),
+            "has_spread": np.array([group.has_spread for group in self.groups]),
             "lengths": np.array([len(answer.ids) for answer in answers], dtype=np.int64),
             "ids": np.concatenate([answer.ids for answer in answers]),
             "sampled": np.concatenate([answer.log_probs for answer in answers]),
@@ -135,8 +141,8 @@ class Rollout:
         return file.getvalue()
 
     @classmethod
-    def read(cls, content: bytes, rule: RewardRule) -> "Rollout":
-        """The rollout of `content`."""
+    def read(cls, content: bytes) -> "Rollout":
+        """The rollout of `content`, as it was scored, whatever the rewards of the run file are now."""
         with np.load(io.BytesIO(content)) as file:
             found = dict(file)
         ends = np.cumsum(found["lengths"])[:-1]
@@ -148,8 +154,16 @@ class Rollout:
         ]
         size = found["parts"].shape[1]
         groups = tuple(
-            AnswerGroup.scored((int(draw), int(number)), answers[place * size : (place + 1) * size], parts, rule)
-            for place, ((draw, number), parts) in enumerate(zip(found["prompts"], found["parts"], strict=True))
+            AnswerGroup(
+                draw=draw,
+                number=number,
+                answers=tuple(answers[place * size : (place + 1) * size]),
+                parts=found["parts"][place],
+                rewards=found["rewards"][place],
+                advantages=found["advantages"][place],
+                has_spread=bool(found["has_spread"][place]),
+            )
+            for place, (draw, number) in enumerate(found["prompts"].tolist())
         )
         first, until, steps = found["head"].tolist()
         old, reference = (
@@ -174,6 +188,9 @@ class RolloutFiles:
     def __init__(self, output_dir: Path, *, steps: int, is_rank_zero: bool) -> None:
         self._folder, self._checkpoints = output_dir / FOLDER, output_dir / CHECKPOINTS
         self._steps, self._is_rank_zero = steps, is_rank_zero
+        self.of_save: int | None = None
+        """First step of the rollout that the latest save is in the middle of; it may last longer than a few rollouts.
+        """
 
     def write(self, rollout: Rollout) -> str:
         """Write a rollout, on the disk before this returns, and remove those that no checkpoint needs; returns the
@@ -186,7 +203,7 @@ class RolloutFiles:
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 replace_file(self._path(rollout.first), content, is_synced=True)
-                self._remove_unneeded()
+                self._remove_unneeded(rollout.first)
             except OSError as refused:
                 error = OutputError(
                     f"`{self._path(rollout.first)}` cannot be written: {refused.strerror}",
@@ -195,7 +212,7 @@ class RolloutFiles:
         raise_on_every_rank(error)
         return all_gather_object(digest)[0]
 
-    def read(self, first: int, digest: str, rule: RewardRule) -> Rollout:
+    def read(self, first: int, digest: str) -> Rollout:
         """The rollout of that first step; CheckpointError on every rank where it is not what the checkpoint names."""
         path, content, error = self._path(first), b"", None
         if self._is_rank_zero:
@@ -207,17 +224,18 @@ class RolloutFiles:
                     hint="put the file back, or resume from another checkpoint",
                 )
         raise_on_every_rank(error)
-        return Rollout.read(all_gather_object(content)[0], rule)
+        return Rollout.read(all_gather_object(content)[0])
 
     def _path(self, first: int) -> Path:
         return self._folder / f"rollout-{first:06d}.npz"
 
-    def _remove_unneeded(self) -> None:
-        """Remove the files of rollouts that no checkpoint is in the middle of. The one before the newest may be needed
-        by a checkpoint that is still being written.
+    def _remove_unneeded(self, newest: int) -> None:
+        """Remove the files of rollouts that no checkpoint is in the middle of; files later than the newest one are of
+        steps that are done again.
         """
         kept = complete_steps(self._checkpoints) if self._checkpoints.is_dir() else []
-        for path in sorted(self._folder.glob("rollout-*.npz"))[:-2]:
-            first = int(path.stem.rpartition("-")[2])
-            if not any(first < step < first + self._steps for step in kept):
+        paths = {int(path.stem.rpartition("-")[2]): path for path in self._folder.glob("rollout-*.npz")}
+        recent = sorted(first for first in paths if first <= newest)[-2:]
+        for first, path in paths.items():
+            if first not in (*recent, self.of_save) and not any(first < step < first + self._steps for step in kept):
                 path.unlink(missing_ok=True)

@@ -43,7 +43,9 @@ class RolloutSource:
         self.rule = RewardRule(sampler.rewards.weights, self._objective.reward_scale, self._objective.advantage)
 
     def state(self) -> dict[str, Any]:
-        """The file that a run needs to resume in the middle of a rollout; no file between two rollouts."""
+        """The file that a run needs to resume in the middle of a rollout, which is kept; no file between two."""
+        if self._left and self._files is not None:
+            self._files.of_save = self._first
         return {"digest": self._digest if self._left else "", "first": self._first}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -54,7 +56,7 @@ class RolloutSource:
         """This rank's share of the steps after those that are done; `position` is that of the next prompt to draw."""
         cursor = position.epoch * self._per_epoch + position.index
         if self._digest and self._files is not None:
-            self.latest = self._files.read(self._first, self._digest, self.rule)
+            self.latest = self._files.read(self._first, self._digest)
         for step in range(after.step, self.run.schedule.steps):
             if self.latest is None or step >= self.latest.first + self.latest.steps:
                 self.latest = self._make(step, cursor)

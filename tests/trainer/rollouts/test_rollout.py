@@ -42,15 +42,28 @@ def test_rewards_of_a_group_are_weighed_and_compared() -> None:
     assert group(0, [[0, 1], [-1, 1]]).is_all_wrong
 
 
+def test_rewards_that_are_scaled_one_by_one_are_reported_as_sums() -> None:
+    """A greedy answer is a group of one, which scaling would make 0 whatever its score."""
+    rule = RewardRule(np.array([1.0, 0.5]), "each", "mean")
+    (answer, other) = group(0, [[1, 0], [0, 1]]).answers
+    assert AnswerGroup.scored((0, 0), [answer], np.array([[1.0, 1.0]]), rule).rewards.tolist() == [1.5]
+    both = AnswerGroup.scored((0, 0), [answer, other], np.array([[1.0, 1.0], [0.0, 1.0]]), rule)
+    assert both.rewards.tolist() == [1.5, 0.5]
+    assert both.advantages.tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)])
+    assert both.has_spread
+
+
 def test_a_rollout_is_read_as_it_was_written() -> None:
     groups = (group(4, [[1, 0], [0, NAN]]), group(5, [[0.1, 0], [0.1, 0]]))
     numbers = {1: np.array([-0.5, -0.25], np.float32), 2: np.array([-0.125], np.float32)}
     rollout = Rollout(6, groups, (0,), 7, 3, old=numbers, reference={})
-    again = Rollout.read(rollout.content(), RULE)
+    again = Rollout.read(rollout.content())
     assert again.content() == rollout.content()
     assert (again.first, again.trained, again.until, again.steps) == (6, (0,), 7, 3)
     for mine, theirs in zip(groups, again.groups, strict=True):
         assert mine.advantages.tolist() == theirs.advantages.tolist()
+        assert mine.rewards.tolist() == theirs.rewards.tolist()
+        assert mine.has_spread == theirs.has_spread
         assert [answer.ids.tolist() for answer in mine.answers] == [answer.ids.tolist() for answer in theirs.answers]
         assert [answer.finish for answer in mine.answers] == [answer.finish for answer in theirs.answers]
     assert {number: part.tolist() for number, part in again.old.items()} == {1: [-0.5, -0.25], 2: [-0.125]}
@@ -73,6 +86,17 @@ def test_files_that_no_checkpoint_needs_are_removed(tmp_path: Path, monkeypatch:
         files.write(Rollout(first, (group(0, [[1, 0], [0, 0]]),), (0,), 1, 3))
     kept = sorted(path.name for path in (tmp_path / "rollouts").iterdir())
     assert kept == ["rollout-000003.npz", "rollout-000009.npz", "rollout-000012.npz"]
+    # Step 4 was resumed from: files of steps that are done again are not newer than what is written now.
+    monkeypatch.setattr("ds_finetune.trainer.rollouts.rollout.complete_steps", lambda folder: [4])
+    files.write(Rollout(6, (group(0, [[1, 0], [0, 0]]),), (0,), 1, 3))
+    kept = sorted(path.name for path in (tmp_path / "rollouts").iterdir())
+    assert kept == ["rollout-000003.npz", "rollout-000006.npz"]
+    # A save in the middle of rollout 6 goes on while others are made.
+    files.of_save = 6
+    for first in (9, 12, 15):
+        files.write(Rollout(first, (group(0, [[1, 0], [0, 0]]),), (0,), 1, 3))
+    kept = sorted(path.name for path in (tmp_path / "rollouts").iterdir())
+    assert kept == [f"rollout-{first:06d}.npz" for first in (3, 6, 12, 15)]
 
 
 def test_ids_without_a_token_are_not_drawn() -> None:
