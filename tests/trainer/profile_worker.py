@@ -54,9 +54,9 @@ def main() -> None:
         with batches_ahead(run, engine, **where) as batches:  # type: ignore[arg-type]
             yield (_late(batch, seconds) for batch in batches)
 
-    def watched(started: StartedRun, signals: object) -> list[object]:
+    def watched(started: StartedRun, *others: object) -> list[object]:
         watch = Watch(started.engine, started.run.output_dir.parent / f"wrapped-{rank}.jsonl")
-        return [*make_observers(started, signals), watch]  # type: ignore[arg-type]
+        return [*make_observers(started, *others), watch]  # type: ignore[arg-type]
 
     train.make_observers = watched  # type: ignore[assignment]
     if rank == slow_rank:
