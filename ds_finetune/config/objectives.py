@@ -152,7 +152,7 @@ class DpoObjective(ObjectiveConfig):
     label_smoothing: Refused[float] = Field(default=0.0, ge=0, lt=0.5)
     """Assumed share of pairs whose answers are swapped; for `sigmoid` (conservative DPO) and `robust`."""
     nll_weight: Refused[float] = Field(default=0.0, ge=0)
-    """Weight of the cross entropy of the chosen answers, its mean over their tokens in the global batch."""
+    """Weight of the cross entropy of the chosen answers."""
     reference: Reference = "cache"
     """Log-probabilities of the reference: computed once and cached, or with the adapters off at each step."""
 
@@ -178,7 +178,7 @@ class CpoObjective(ObjectiveConfig):
     loss: Refused[Literal["sigmoid", "hinge", "ipo"]] = "sigmoid"
     """Variant of the loss."""
     nll_weight: Refused[float] = Field(default=1.0, ge=0)
-    """Weight of the cross entropy of the chosen answers, its mean over their tokens in the global batch."""
+    """Weight of the cross entropy of the chosen answers."""
 
 
 class OrpoObjective(ObjectiveConfig):
@@ -211,10 +211,12 @@ class KtoObjective(ObjectiveConfig):
 
 
 class DistillObjective(ObjectiveConfig):
-    """Distillation: forward KL divergence from a teacher's distribution of the next token."""
+    """Distillation from a teacher."""
 
     name: Refused[Literal["distill"]]
-    """KL divergence from a teacher's distribution, optionally mixed with the cross entropy of the labels."""
+    """Forward KL divergence from a teacher's distribution of the next token, optionally mixed with the cross entropy of
+    the labels.
+    """
     teacher: str | None = None
     """Folder or hub id of a teacher that runs beside the model; it needs the model's tokenizer and vocabulary."""
     scores: str | None = None
@@ -230,57 +232,52 @@ class DistillObjective(ObjectiveConfig):
 
 
 class GrpoObjective(ObjectiveConfig):
-    """Reinforcement learning from rewards of sampled answers, which are compared within the group of one prompt: GRPO
-    (Shao et al., arXiv 2402.03300) and its variants.
-    """
+    """Reinforcement learning from rewards of sampled answers: GRPO (Shao et al., arXiv 2402.03300) and its variants."""
 
     name: Refused[Literal["grpo"]]
-    """Policy gradient of answers that the model samples. Answers whose reward is above the mean of their group become
-    more likely, the others less.
-    """
+    """Answers whose reward is above the mean of their prompt's answers become more likely, the others less."""
     group_size: Refused[int] = Field(default=8, ge=2)
     """Answers that are sampled for each prompt."""
     advantage: Refused[Literal["mean", "mean_std", "leave_one_out"]] = "mean"
-    """How rewards become advantages. `mean`: the reward minus the mean of its group (Dr. GRPO). `mean_std`: this
-    divided by the standard deviation of the group (GRPO). `leave_one_out`: the reward minus the mean of the others
-    (RLOO).
+    """The reward minus the mean of its group (Dr. GRPO), this divided by the group's standard deviation (`mean_std`,
+    GRPO), or the reward minus the mean of the others (`leave_one_out`, RLOO).
     """
     no_spread: Refused[Literal["count", "drop", "resample"]] = "count"
-    """What becomes of a group whose rewards are all equal, from which nothing is learned. `count`: its answers count in
-    the mean. `drop`: they do not. `resample`: other prompts take its place (DAPO).
+    """Answers of a group with equal rewards, from which nothing is learned, `count` in the mean, or do not (`drop`), or
+    other prompts take its place (`resample`, DAPO).
     """
     aggregation: Refused[Literal["token", "sequence", "fixed"]] = "token"
-    """What the loss is a mean over. `token`: all answer tokens of the step (DAPO). `sequence`: the mean of each answer,
-    then of all answers (GRPO). `fixed`: the sum of tokens divided by answers x `fixed_length` (Dr. GRPO).
+    """What the loss is a mean over: all answer tokens of the step (`token`, DAPO), or answers, each by the mean of its
+    tokens (`sequence`, GRPO) or by their sum / `fixed_length` (`fixed`, Dr. GRPO).
     """
     fixed_length: Refused[int | None] = Field(default=None, ge=1)
-    """Tokens by which `aggregation: fixed` divides the sum of an answer; left out, it is rollout.max_new_tokens."""
+    """Divisor of `aggregation: fixed`; left out, it is rollout.max_new_tokens."""
     ratio: Refused[Literal["token", "sequence", "capped"]] = "token"
-    """Ratio of the probabilities of now to those at the time of sampling. `token`: of each token, clipped. `sequence`:
-    the geometric mean over the answer, clipped (GSPO). `capped`: of each token, as a weight of at most `ratio_cap`
-    without a gradient (CISPO).
+    """Ratio of the probabilities of now to those of sampling: of each token, clipped; its geometric mean over the
+    answer, clipped (`sequence`, GSPO); or of each token, as a weight of at most `ratio_cap` without a gradient
+    (`capped`, CISPO).
     """
     clip_low: Refused[float] = Field(default=0.2, gt=0, lt=1)
     """A token whose ratio is below 1 - clip_low is not made less likely. GSPO uses 3e-4."""
     clip_high: Refused[float] = Field(default=0.28, gt=0)
     """A token whose ratio is above 1 + clip_high is not made more likely. GSPO uses 4e-4."""
     ratio_cap: Refused[float | None] = Field(default=None, gt=1)
-    """Largest weight with `ratio: capped`, such as 5.0. It is the ratio itself, not what it may exceed 1 by."""
+    """Largest ratio with `ratio: capped`, such as 5.0, and not what it may exceed 1 by."""
     dual_clip: Refused[float | None] = Field(default=None, gt=1)
-    """Bound of the ratio of tokens with a negative advantage, such as 3.0; left out, there is none."""
+    """Bound of the ratio of tokens with a negative advantage, such as 3.0."""
     kl_weight: Refused[float] = Field(default=0.0, ge=0)
     """Weight of the KL divergence from the model to the reference, whose gradient has no bias."""
     reference: Literal["auto", "none", "adapters_off"] = "auto"
-    """Model that the divergence is measured to. `adapters_off`: the model without its adapters. `auto`: this with
-    `lora`, and none without.
+    """Model that the divergence is measured to: the model without its adapters, or none. `auto` is the first with
+    `lora`.
     """
     truncated: Refused[Literal["train", "mask"]] = "train"
-    """Answers that were cut at rollout.max_new_tokens: trained like all others, or left out of the loss. Their rewards
-    count in the mean of their group in both cases.
+    """Whether answers that were cut at rollout.max_new_tokens are trained; the mean of their group includes them in
+    both cases.
     """
     mismatch: Refused[Literal["none", "token", "geometric"]] = "none"
-    """Weight that corrects the difference between the probabilities with which answers were sampled and those of the
-    training forward: none, that of each token, or the geometric mean over the answer.
+    """Weight that corrects the difference between the probabilities of sampling and of training: none, that of each
+    token, or the geometric mean over the answer.
     """
     mismatch_cap: Refused[float] = Field(default=2.0, ge=1)
     """Largest weight of `mismatch`."""

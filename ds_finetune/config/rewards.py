@@ -44,23 +44,20 @@ class RewardConfig(Section):
     weight: float = 1.0
     """Factor of its scores in the sum of all rewards; with 0 it is only reported."""
     timeout: float = Field(default=30.0, gt=0)
-    """Seconds that it may take for an answer. More is an error that ends the run; only for `math` and `code` the answer
-    gets the score of `unparsed`.
+    """Seconds that it may take for an answer. More ends the run with an error, or with `math` and `code` gives the
+    score of `unparsed`.
     """
     memory: Annotated[str, AfterValidator(_check_memory)] = "4GB"
     """Memory that its process may take, and that of each program of `code`."""
     workers: int = Field(default=0, ge=0)
-    """Number of processes that score answers on each rank; the largest number of all rewards counts. 0 is one for each
-    core of the rank.
+    """Processes that score answers on each rank, the largest number of all rewards; 0 is one for each core of the rank.
     """
     column: str | None = None
-    """Column of the record with the reference answer (`answer`), or with the tests of `code` (`tests`); a dot leads
-    into a mapping, as in `extra.answer`. Without a column `json` accepts any JSON.
+    """Column with the reference answer (`answer`) or the tests of `code` (`tests`); a dot leads into a mapping:
+    `extra.answer`. Without one `json` accepts any JSON.
     """
     unparsed: float = 0.0
-    """Score of an answer in which there is no result: it is empty, its reasoning does not end, or it has no number,
-    letter, JSON, formula or program.
-    """
+    """Score of an answer without a result, such as an empty one or one whose reasoning does not end."""
     ignore_case: bool = False
     """`exact_match`: whether upper and lower case are the same."""
     tolerance: float = Field(default=0.0, ge=0)
@@ -74,7 +71,7 @@ class RewardConfig(Section):
     soft_tokens: int = Field(default=0, ge=0)
     """`length`: number of tokens before `max_tokens` in which the score falls from 0 to -1."""
     partial: bool = False
-    """`code`: whether the score is the share of the tests that pass, instead of 1 if all pass."""
+    """`code`: give the share of the tests that pass, instead of 1 if all pass."""
 
     @model_validator(mode="before")
     @classmethod

@@ -49,27 +49,22 @@ class ModelConfig(Section):
     tokenizer: Rows[str | None] = None
     """Folder or hub id of the tokenizer. Left out, it is the model's own."""
     resize_vocabulary: bool = False
-    """Add rows to embedding and head where the tokenizer has more ids than the model; false refuses such a tokenizer.
-    """
+    """Add rows to embedding and head for ids of the tokenizer that the model lacks; false refuses such a tokenizer."""
     context: int | None = Field(default=None, ge=1)
-    """Number of positions (tokens of a document) that the model must have. If config.json has fewer, YaRN extends them:
-    positions and rotary scaling change, also in exports, and a line says what that does to short texts.
+    """Positions (tokens of a document) that the model must have. If config.json has fewer, YaRN extends them, also in
+    exports.
     """
     weights: Literal["load", "random"] = "load"
     """`random` builds the model only from `config.json`, with new random weights; the plan says so."""
     attention: Literal["sdpa", "by_document", "varlen", "eager", "flash_attention_2"] = "sdpa"
-    """Attention kernel. With `packing` each keeps the documents of a row apart. `by_document` makes a call for each
-    document. `varlen` makes one call for all documents of a forward, only on GPUs in bf16 and fp16. `sdpa` is `varlen`
-    where that kernel fits the model, and `by_document` elsewhere.
+    """Attention kernel; each keeps packed documents apart. `by_document` makes a call for each document, `varlen` one
+    for all of a forward (GPUs in bf16 and fp16). `sdpa` is `varlen` where it fits the model, else `by_document`.
     """
     loss: Literal["auto", "chunked", "liger"] = "auto"
-    """Loss kernel. `auto` is Liger's fused kernel on GPUs where liger-kernel is installed, and the chunked one
-    elsewhere.
-    """
+    """Loss kernel. `auto` is Liger's on GPUs where liger-kernel is installed, else the chunked one."""
     kernels: Literal["auto", "torch", "liger", "compile"] = "auto"
-    """What computes RMSNorm, rotary embedding and SwiGLU: Liger's kernels, those that torch.compile makes (ZeRO 0 to
-    2), or the single operations of `torch`. `auto` is the first of these that can run on a GPU, and `torch` on a CPU;
-    the plan says which, and why.
+    """Kernels of RMSNorm, rotary embedding and SwiGLU: Liger's, those of torch.compile (ZeRO 0 to 2), or torch's own
+    operations. `auto` is the first of these that can run on a GPU, and `torch` on a CPU; the plan says why.
     """
 
 
@@ -77,13 +72,13 @@ class DataConfig(Section):
     """What is trained on and how rows become tokens."""
 
     train: Rows[WeightedPaths]
-    """Training files, folders or hub ids (JSON, JSONL, CSV, Parquet, text); a split is named after a colon, as in
-    `org/name:train` or `org/name:subset:train`. Left out, it is the training split. A mapping of them to weights, as in
+    """Training files, folders or hub ids (JSON, JSONL, CSV, Parquet, text); a split follows a colon, as in
+    `org/name:train` or `org/name:subset:train`, and is the training split by default. A mapping to weights, such as
     `{new.txt: 0.9, old.txt: 0.1}`, mixes their rows in these shares.
     """
     eval: HeldOutPaths = ()
-    """Held-out files, folders or hub ids; where no split is named, it is the validation split, else the test split.
-    Several sets are given by name, as in `{new: a.txt, old: b.txt}`; each has its own metrics, `eval/new/loss`.
+    """Held-out files, folders or hub ids, by default of the validation split, else of the test split. Several sets have
+    names, as in `{new: a.txt, old: b.txt}`, and metrics of their own, `eval/new/loss`.
     """
     layout: Rows[Layout] = "auto"
     """Layout of a row; `auto` recognises it by its columns."""
@@ -109,12 +104,11 @@ class DataConfig(Section):
     `auto` splits plain text and truncates all else. Both sides of a pair are cut to a common length.
     """
     bad_rows: Literal["error", "drop"] = "error"
-    """Rows that cannot be read or tokenised: `error` lists them and ends the run before it starts; `drop` leaves them
-    out, lists them, and counts them in `max_dropped_ratio`.
+    """Rows that cannot be read or tokenised are listed; `error` ends the run before it starts, `drop` leaves them out.
     """
     max_dropped_ratio: float = Field(default=0.1, ge=0, le=1)
-    """No run starts if more than this share of its rows is dropped as bad, is too long, is lost in the chat template,
-    or has no supervised token.
+    """No run starts if a larger share of its rows is dropped: bad, too long, lost in the chat template, or without a
+    supervised token.
     """
     max_truncated_ratio: float = Field(default=0.1, ge=0, le=1)
     """No run starts if more than this share of all tokens is lost by truncation."""
@@ -123,9 +117,7 @@ class DataConfig(Section):
     shuffle: Refused[bool] = True
     """Shuffle rows by seed and epoch; false keeps the order of the files."""
     balance: Free[bool] = True
-    """Divide the rows of a step over ranks and forwards by their cost, so that ranks wait little for each other. The
-    rows of the step are the same. false keeps their order.
-    """
+    """Divide the rows of a step over ranks and forwards by cost, so that ranks wait less; false keeps their order."""
     workers: Free[int] = Field(default=0, ge=0)
     """Number of processes that tokenise; 0 uses every core."""
     cache_dir: Free[str] = ".cache/ds_finetune"
@@ -158,38 +150,36 @@ class TrainConfig(Section):
     duration: DurationText = Field(default="1 epochs", alias="for")
     """Length of the run: `N steps`, `N epochs` or `N tokens`."""
     global_batch_size: Refused[int] = Field(default=32, ge=1)
-    """Rows of one optimizer step over all ranks (packed rows when packing). For `objective: grpo` it is the answers of
-    a step, rollout.prompts_per_step x objective.group_size, also where it is left out.
+    """Rows of one optimizer step over all ranks (packed rows when packing). For `grpo` it is rollout.prompts_per_step x
+    objective.group_size, also where it is left out.
     """
     micro_batch_size: MicroBatchSize = 1
     """Rows of one forward on one rank; accumulation is derived. `auto` takes the most that fit into memory."""
     max_seq_len: Rows[int] = Field(default=2048, ge=2)
     """Most tokens of a row; both answers of a pair are in one row."""
     precision: Precision = "auto"
-    """Dtype of weights and activations; master weights and moments are fp32. `auto` is bf16 where the device has
-    products in bf16 (GPUs of compute capability 8.0 or later, CPUs with AMX or AVX512-BF16), and fp32 on other CPUs.
-    On other GPUs it is an error, because fp16 and fp32 are a choice there. A run that resumes where `auto` is another
-    precision says both.
+    """Dtype of weights and activations; master weights and moments are fp32. `auto` is bf16 where the device computes
+    it (GPUs from compute capability 8.0 on, CPUs with AMX or AVX512-BF16), fp32 on other CPUs, and an error on other
+    GPUs.
     """
     seed: Refused[int] = Field(default=0, ge=0)
     """Seed of data order and of fresh weights."""
     max_grad_norm: float = Field(default=1.0, ge=0)
     """Global norm to which the gradient is clipped; 0 does not clip."""
     activation_checkpointing: Literal["auto", "full", "selective", "none"] = "auto"
-    """What of a layer is computed again in backward instead of being kept. `full`: all but its input. `selective`: the
-    same without attention, the products of routed experts and their exchange between ranks, whose outputs are kept.
-    `none`: nothing. `auto` is `selective` where the estimate fits the GPUs with it, and `full` elsewhere. The numbers
-    of a run are the same with each.
+    """What backward computes again instead of keeping it. `full`: all of a layer but its input. `selective`: the same
+    without attention, the products of routed experts and their exchange between ranks. `none`: nothing. `auto` is
+    `selective` where the estimate fits the GPUs, else `full`. The numbers of a run are the same.
     """
     activation_offload: Free[bool] = False
     """Keep the inputs of recomputed layers in pinned host memory instead of on the GPU."""
     tiled_mlp: bool = False
-    """Compute MLPs and routed experts for a part of the tokens at a time, which saves memory for long rows. Each part
-    is computed once more in backward.
+    """Compute MLPs and routed experts for a part of the tokens at a time, and once more in backward, which saves memory
+    for long rows.
     """
     max_skipped_steps: int = Field(default=5, ge=1)
-    """The run ends after this many steps in a row whose gradient is not finite; in the first 100 steps in fp16 after 17
-    at least, in which the loss scale falls from 65,536 to 1.
+    """The run ends after this many steps in a row without a finite gradient; in the first 100 steps of fp16 after at
+    least 17, while the loss scale falls.
     """
     reduction_dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Dtype in which gradients are summed over ranks and forwards. `auto` is that of `precision`. `fp32` in a bf16 run
@@ -281,9 +271,7 @@ class CheckpointConfig(Section):
     value is the folder of a run or checkpoint.
     """
     asynchronous: bool = True
-    """Copy the state to host memory and write it while training continues. false writes it while training waits, and
-    needs no such memory.
-    """
+    """Write the state while training continues, from a copy in host memory; false needs no copy."""
     node_local: bool = False
     """Each node keeps the parts of its own ranks in its own `output_dir`; for hosts without a shared file system."""
 
@@ -306,12 +294,12 @@ class ParallelConfig(Section):
     pp: int = Field(default=1, ge=1)
     """Pipeline parallel size: stages of consecutive layers, balanced by parameters."""
     pp_layers: tuple[int, ...] = ()
-    """Number of layers of each stage, such as [12, 16], where stages should not be balanced by parameters. With `vpp`
-    it is the layers of each chunk, in the model's order.
+    """Layers of each stage, such as [12, 16], instead of a balance by parameters; with `vpp` of each chunk, in the
+    model's order.
     """
     vpp: int = Field(default=1, ge=1)
-    """Virtual pipeline size: chunks of consecutive layers that each pipeline rank holds. With more than one
-    (interleaved 1F1B), ranks wait less and send hidden states more often.
+    """Virtual pipeline size: chunks of consecutive layers that each pipeline rank holds. With more than one, ranks wait
+    less and send more often.
     """
     ep: int = Field(default=1, ge=1)
     """Expert parallel size: data (and sequence) parallel ranks that share out the routed experts."""
@@ -330,13 +318,11 @@ class LoraConfig(Section):
     """The product B A is multiplied by alpha / rank before it is added."""
     target_modules: Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(as_list)] | None = None
     """Modules to adapt, by the last part of their names such as `q_proj` or `experts`, or by regular expressions on
-    full names. Left out, all linear modules of attention, MLPs, shared and routed experts are adapted. The router is
-    adapted only where `gate` is named; embeddings and head never are.
+    full names. Left out, all linear modules of attention, MLPs, shared and routed experts are adapted. Routers are
+    adapted only where `gate` is named, embeddings and head never.
     """
     quantize: Literal["nf4"] | None = None
-    """`nf4` holds the frozen weights of attention, dense MLPs and shared experts in four bits, by bitsandbytes, whether
-    they are adapted or not.
-    """
+    """`nf4` holds the frozen weights of attention, dense MLPs and shared experts in four bits, by bitsandbytes."""
 
 
 class MtpConfig(Section):
@@ -358,12 +344,10 @@ class RouterConfig(Section):
     train: Refused[bool] = True
     """Whether their weights are trained; false leaves them as they are."""
     balance: float = Field(default=0.0, ge=0)
-    """Weight of the balance loss of experts, which is 1 for a layer whose experts are chosen equally often; 0 has no
-    such loss.
-    """
+    """Weight of the balance loss of experts, which is 1 for a layer whose experts are chosen equally often."""
     bias_update: float = Field(default=0.0, ge=0)
-    """How far the bias of each expert moves after a step: down where it was chosen more often than the mean expert, up
-    where less often. 0 leaves biases as they are.
+    """How far the bias of each expert moves after a step: down where it was chosen more often than the mean, up where
+    less often; 0 moves none.
     """
 
 
@@ -386,19 +370,19 @@ class RolloutConfig(Section):
     engine: Literal["own"] = "own"
     """What samples: `own` is the model under training itself."""
     prompts_per_step: Refused[int] = Field(default=32, ge=1)
-    """Prompts of an optimizer step. Their answers, prompts_per_step x objective.group_size, are its global batch."""
+    """Prompts of an optimizer step, whose answers are its global batch."""
     steps_per_rollout: Refused[int] = Field(default=1, ge=1)
     """Steps for which answers are sampled at a time, by the weights before the first of them."""
     max_new_tokens: int = Field(default=256, ge=1)
     """Most tokens of an answer; a longer one is cut there."""
     temperature: Refused[float] = Field(default=1.0, gt=0)
-    """Temperature of sampling; only 1 is supported, where answers have the probabilities that training computes."""
+    """Temperature of sampling; only 1 is supported."""
     stop: Annotated[Refused[tuple[str, ...]], BeforeValidator(as_list)] = ()
     """Texts that end an answer, beside the end token of the model."""
     eval_samples: int = Field(default=0, ge=0)
     """Answers to each held-out prompt that are sampled for `eval/pass_at_k`, beside the greedy one."""
     batch_rows: Free[Annotated[int, Field(ge=1)] | Literal["auto"]] = "auto"
-    """Answers that a rank samples at the same time; answers do not depend on it. `auto` takes as many as fit."""
+    """Answers that a rank samples at a time; `auto` takes as many as fit."""
 
 
 class LogConfig(Section):
@@ -448,7 +432,7 @@ class ProfileConfig(Section):
     steps: Annotated[str, BeforeValidator(_check_profiled_steps)]
     """First and last step that are profiled, as in `10-12`, or a single step."""
     ranks: Annotated[Literal["all"] | tuple[int, ...], BeforeValidator(_as_ranks)] = "all"
-    """Ranks that are profiled: `all`, one such as 0, or a list. Waits for the slowest rank are known only with all."""
+    """Ranks that are profiled: `all`, one or a list. Waits for the slowest rank are known only with all."""
 
     @property
     def first_and_last(self) -> tuple[int, int]:
@@ -502,15 +486,13 @@ class ExportConfig(Section):
     at_end: bool = True
     """Write `export/` when training ends."""
     formats: Annotated[tuple[str, ...], BeforeValidator(as_list)] = ("safetensors",)
-    """Formats of the model at the end. The first is `safetensors`, in `export/`, from which each other one is made as
-    `export-NAME/` and verified. `onnx` and `gguf` need the extras of these names.
+    """Formats of the model at the end: `safetensors` in `export/`, from which each other one is made as `export-NAME/`.
+    `onnx` and `gguf` need the extras of these names.
     """
     max_shard_size: SizeText = "5GB"
     """Largest size of a safetensors file."""
     verify: bool = True
-    """Record logits of fixed prompts with each export, and compare the folder with them in a fresh process of plain
-    transformers.
-    """
+    """Compare each export with logits of the run, in a fresh process of plain transformers."""
 
 
 class LaunchConfig(Section):
@@ -523,9 +505,7 @@ class LaunchConfig(Section):
     wait_seconds: float = Field(default=600, ge=0)
     """How long a restart waits for hosts to return where there are too few."""
     greeting_seconds: float = Field(default=30, gt=0)
-    """How long a host has to send its first message, with the start of ssh and Python; ssh tries to connect for two
-    seconds less.
-    """
+    """How long a host has to send its first message, with the start of ssh and Python."""
     silent_seconds: float = Field(default=10, ge=3)
     """A host without a message for this long is given up, and a host that hears nothing for this long ends its ranks.
     """
