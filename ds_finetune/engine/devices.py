@@ -205,13 +205,14 @@ def check_same_devices(found: list[str]) -> None:
 _WORDS = (
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
+    "std::bad_alloc",
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "Cuda failure 'out of memory'",
     "Cuda failure 2 'out of memory'",
 )
-"""In RuntimeErrors of torch 2.13: of its CPU allocator (c10/core/impl/alloc_cpu.cpp), of calls of the driver, of
-workspaces of cuBLAS, and of communicators of NCCL, whose older versions leave the number out.
+"""In RuntimeErrors of torch 2.13: of its CPU allocator (c10/core/impl/alloc_cpu.cpp), of C++, of calls of the driver,
+of workspaces of cuBLAS, and of communicators of NCCL, whose older versions leave the number out.
 """
 
 

@@ -31,10 +31,11 @@ def test_an_allocation_that_fails_is_out_of_memory_whatever_is_raised_from_it() 
     "error",
     [
         torch.AcceleratorError("CUDA error: out of memory"),
+        RuntimeError("std::bad_alloc"),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
         torch.distributed.DistBackendError("ncclUnhandledCudaError\nLast error:\nCuda failure 2 'out of memory'"),
     ],
-    ids=("driver", "cuBLAS", "NCCL"),
+    ids=("driver", "C++", "cuBLAS", "NCCL"),
 )
 def test_libraries_of_a_gpu_run_out_of_memory(error: RuntimeError) -> None:
     assert is_out_of_memory(error)
