@@ -85,6 +85,16 @@ def no_group_left() -> Iterator[None]:
         dist.destroy_process_group()
 
 
+@pytest.fixture(autouse=True)
+def no_linear_of_deepspeed_left() -> Iterator[None]:
+    """zero.Init of DeepSpeed 0.19.8 replaces torch's linear function for good (zero/partition_parameters.py:412)."""
+    yield
+    of_deepspeed = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
+    torchs = of_deepspeed and getattr(of_deepspeed.InsertPostInitMethodToModuleSubClasses, "linear_bk", None)
+    if torchs:
+        sys.modules["torch.nn.functional"].linear = torchs
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """Real tokenizers, configs and data beside the checkout; tests that need them skip where they are absent."""
