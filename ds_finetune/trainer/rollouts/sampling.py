@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -12,7 +13,6 @@ import torch
 from ds_finetune.cluster.watchdog.progress import RankProgress
 from ds_finetune.config.objectives import GrpoObjective
 from ds_finetune.data.prepared_rows import PreparedRows
-from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.groups.collectives import all_gather_object
 from ds_finetune.engine.sampling.answers import PromptToSample, SampledAnswer, SamplingLimits
 from ds_finetune.errors import FinetuneError
@@ -27,12 +27,31 @@ _TAIL = 16
 """Tokens that are decoded beyond those of the longest stop text: a token may be part of a character."""
 
 
+class AnswerEngine(Protocol):
+    """What samples answers: the engine of the run itself, or a server that has its weights."""
+
+    def sample(  # noqa: PLR0913
+        self,
+        prompts: Sequence[PromptToSample],
+        *,
+        group_size: int,
+        limits: SamplingLimits,
+        seed: int,
+        greedy: bool,
+        batch_rows: int | None,
+        is_over: Callable[[], bool],
+        on_forward: Callable[[], object],
+    ) -> list[list[SampledAnswer]] | None:
+        """As `Engine.sample` describes it."""
+        ...
+
+
 @dataclass(frozen=True)
 class Sampler:
-    """Samples with the engine of a run, and scores with its rewards; its methods are collective."""
+    """Samples with an engine, and scores with its rewards; its methods are collective."""
 
     run: PreparedRun
-    engine: Engine
+    engine: AnswerEngine
     rewards: Rewards
     progress: RankProgress
     noted: Counter[str]
