@@ -41,13 +41,13 @@ class _LowRankLinear(_Adapted):
     lora_B: torch.Tensor  # noqa: N815
 
     def _low_rank(self, hidden: torch.Tensor) -> torch.Tensor:
-        return functional.linear(functional.linear(hidden, self.lora_A), self.lora_B) * self.lora_scale
+        return functional.linear(functional.linear(hidden, self.lora_A), self.lora_B).mul_(self.lora_scale)
 
 
 class _AdaptedLinear(_LowRankLinear):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out]."""
-        return super().forward(hidden) + self._low_rank(hidden)  # type: ignore[no-any-return]
+        return self._low_rank(hidden).add_(super().forward(hidden))  # type: ignore[no-any-return]
 
 
 class _AdaptedParallelLinear(_LowRankLinear):
@@ -55,7 +55,7 @@ class _AdaptedParallelLinear(_LowRankLinear):
 
     def multiply(self, hidden: torch.Tensor) -> torch.Tensor:
         """What this rank computes of the product, without communication."""
-        return super().multiply(hidden) + self._low_rank(hidden)  # type: ignore[misc,no-any-return]
+        return self._low_rank(hidden).add_(super().multiply(hidden))  # type: ignore[misc]
 
 
 class _AdaptedRouter(_Adapted):
@@ -91,7 +91,8 @@ class _LowRankExperts(_Adapted):
         """
         low = multiply(rows, getattr(self, f"{leaf}_lora_A"), ends)
         low = multiply(low, getattr(self, f"{leaf}_lora_B"), ends)
-        return grouped_product(rows, getattr(self, leaf), ends, leaf=leaf) + low * self.lora_scale  # type: ignore[no-any-return]
+        # In place: of products as wide as gate and up only two exist at a time.
+        return low.mul_(self.lora_scale).add_(grouped_product(rows, getattr(self, leaf), ends, leaf=leaf))  # type: ignore[no-any-return]
 
 
 class _AdaptedExperts(_LowRankExperts):

@@ -329,18 +329,19 @@ def _experts(model: Mapping[str, Any], widths: Widths) -> _Mlp:
     # ones.
     among = 8 if family.transposed_experts else 4 if widths.is_fused else 5
     routed = row + among * inner_row + chosen * (3 * _INDEX + width)
-    if not widths.keeps("mlp.experts"):
-        routed -= row + inner_row
+    is_kept = widths.keeps("mlp.experts")
+    routed -= 0 if is_kept else row + inner_row
     routed += 2 * chosen * widths.low_rank("mlp.experts")
     inner_shared = (model.get("n_shared_experts") or 0) * keys.width(model)
     shared = _dense(model, widths, inner=inner_shared, name="mlp.shared_experts")
     wide_inner = chosen * inner * weighted_bytes(model, width)
     matrices = 0 if widths.rank else width * keys.number(model) // widths.ep * inner * hidden
     moments = (
-        # The gradient of each token's sum, once for each expert, and that of the down projection's input and weight.
-        Held(routed + shared.kept + row + inner_row, matrices),
-        # Gradients times routing weights, which are fp32 in most families; in others that product needs no copy.
-        Held(routed + shared.kept + (2 if wide_inner == inner_row else 3) * wide_inner, matrices),
+        # The gradient of each token's sum, once for each expert and once more for an adapter, and that of the down
+        # projection's input and weight.
+        Held(routed + shared.kept + (2 if widths.rank and is_kept else 1) * row + inner_row, matrices),
+        # That input is gone. Gradients times routing weights, fp32 in most families; in others that needs no copy.
+        Held(routed + shared.kept + (2 if wide_inner == inner_row else 3) * wide_inner - is_kept * inner_row, matrices),
         Held(shared.kept + 2 * row + 2 * inner_row, 2 * matrices),
         *shared.moments,
     )
