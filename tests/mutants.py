@@ -49,7 +49,94 @@ REDUCTION = "tests/parity/test_reduction.py"
 INEXACT, LORA = "tests/parity/test_inexact.py", "tests/parity/test_lora.py"
 HEAD = "tests/model/loss/test_head_chunks.py"
 GRPO, ANSWERS = "tests/objectives/test_grpo.py", "tests/parity/test_grpo.py"
+COMPRESSED = "tests/model/attention/test_compressed_attention.py"
+FUSED, GGUF = "tests/model/fused/test_operations.py", "tests/export/gguf/test_gguf.py"
+GGUF_SETTINGS = "tests/export/gguf/test_settings.py"
 MUTANTS = (
+    Mutant(
+        "a window of DeepSeek-V4 over the border of documents",
+        "model/attention/compressed_attention.py",
+        "first = np.maximum(begins, np.arange(len(begins)) - window + 1)",
+        "first = np.maximum(0, np.arange(len(begins)) - window + 1)",
+        COMPRESSED,
+    ),
+    Mutant(
+        "compressed entries seen before their window is full or one token late",
+        "model/attention/compressed_attention.py",
+        "end = first + (positions + 1) // rate",
+        "end = first + positions // rate",
+        COMPRESSED,
+    ),
+    Mutant(
+        "compressed entries of another document's window",
+        "model/attention/compressed_attention.py",
+        "before = before.roll(1, 0).masked_fill(is_first[:, None, None], absent)",
+        "before = before.roll(1, 0)",
+        COMPRESSED,
+    ),
+    Mutant(
+        "compressed keys without the gradient of values",
+        "model/attention/compressed_attention.py",
+        " + weights.to(keys.dtype).flatten(0, 1).T @ grad[at].flatten(0, 1)",
+        "",
+        COMPRESSED,
+    ),
+    Mutant(
+        "all entries in backward where the indexer chose some",
+        "model/attention/compressed_attention.py",
+        "for part, chosen in zip(parts, ctx.chosen, strict=True):",
+        "for part, chosen in zip(parts, [None] * len(ctx.chosen), strict=True):",
+        COMPRESSED,
+    ),
+    Mutant(
+        "a cached window without an end",
+        "model/attention/compressed_attention.py",
+        "seen = (distance >= 0) & (distance < self.sliding_window)",
+        "seen = distance >= 0",
+        COMPRESSED,
+    ),
+    Mutant(
+        "a fused norm that rounds after its weight",
+        "model/fused/formulas.py",
+        "if rounds_last else weight * normed.to(rows.dtype), scale",
+        "if rounds_last else (weight * normed).to(rows.dtype), scale",
+        FUSED,
+    ),
+    Mutant(
+        "overwritten gates that a second backward may read",
+        "model/fused/operations.py",
+        "        increment_version(parts)\n",
+        "",
+        FUSED,
+    ),
+    Mutant(
+        "experts of a GGUF in the order of letters",
+        "export/gguf/gguf_tensors.py",
+        "sorted(parts, key=_expert_number)",
+        "sorted(parts)",
+        GGUF,
+    ),
+    Mutant(
+        "heads of a GGUF that are not interleaved",
+        "export/gguf/gguf_tensors.py",
+        "return heads.view(groups, 2, rows // 2, columns).transpose(1, 2)",
+        "return heads.view(groups, rows // 2, 2, columns).transpose(1, 2)",
+        GGUF,
+    ),
+    Mutant(
+        "expert weights of DeepSeek-V2 normed by llama.cpp",
+        "export/gguf/settings.py",
+        "is_sigmoid and config.norm_topk_prob",
+        "config.norm_topk_prob",
+        GGUF_SETTINGS,
+    ),
+    Mutant(
+        "YaRN's mscale without llama.cpp's tenth",
+        "export/gguf/settings.py",
+        '0.1 * rope["mscale_all_dim"]',
+        'rope["mscale_all_dim"]',
+        GGUF_SETTINGS,
+    ),
     Mutant(
         "an all-reduce counted as one pass over the ring",
         "engine/groups/communication.py",

@@ -29,7 +29,7 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
     "qwen2-yarn": ("qwen2", {"rope_parameters": {**_YARN, "attention_factor": 1.3}}),
     "qwen3": ("qwen3", {}),
     "qwen3-yarn": ("qwen3", {"rope_parameters": _YARN, "head_dim": 12}),
-    "qwen3_moe": ("qwen3_moe", {"mlp_only_layers": [], "norm_topk_prob": True}),
+    "qwen3_moe": ("qwen3_moe", {"mlp_only_layers": [], "norm_topk_prob": True, "num_experts": 12}),
     "mixtral": ("mixtral", {"sliding_window": None}),
     "deepseek_v2": ("deepseek_v2", {**_NO_GROUPS, "rope_parameters": _LATENT_YARN}),
     "deepseek_v2_lite": ("deepseek_v2", {**_NO_GROUPS, "q_lora_rank": None}),

@@ -15,6 +15,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.gpt_oss.modeling_gpt_oss import apply_rotary_pos_emb as gpt_oss_rotary
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
+from ds_finetune.model.fused import formulas
 from ds_finetune.model.fused.install import _rotate
 from ds_finetune.model.fused.operations import gate, norm
 from tests.model.fused.fused_kernels import DEVICE, NAMES, dtypes, fused_kernels
@@ -68,6 +69,14 @@ def test_norms(name: str, kind: type[nn.Module], is_frozen: bool) -> None:
 
             weight = random(shape[-1], dtype=dtype, needs_grad=not is_frozen)
             compare(wanted, found, [random(*shape, dtype=dtype), weight])
+
+
+@pytest.mark.parametrize("kind", [LlamaRMSNorm, GptOssRMSNorm])
+def test_the_formula_of_a_norm_rounds_where_transformers_does(kind: type[nn.Module]) -> None:
+    module: Any = kind(64, eps=1e-5).to(torch.bfloat16)
+    hidden, module.weight.data = (random(*size, dtype=torch.bfloat16, needs_grad=False) for size in ((40, 64), (64,)))
+    out, _ = formulas.norm(hidden, module.weight.data, 1e-5, kind is GptOssRMSNorm)
+    assert torch.equal(out, module(hidden))
 
 
 def angles(rows: int, tokens: int, width: int) -> torch.Tensor:
