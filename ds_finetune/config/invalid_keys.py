@@ -135,7 +135,7 @@ NAMES_OF_OTHER_PROGRAMS: Mapping[str, str] = {
     "grpo": "rlvr",
     "{name: grpo, aggregation: fixed}": "dr_grpo drgrpo",
     "{name: grpo, advantage: mean_std, no_spread: resample}": "dapo",
-    "{name: grpo, ratio: sequence, aggregation: sequence, clip_low: 0.0003, clip_high: 0.0004}": "gspo",
+    "{name: grpo, ratio: sequence, aggregation: sequence}": "gspo",
     "{name: grpo, ratio: capped, ratio_cap: 5.0}": "cispo",
     "{name: grpo, advantage: leave_one_out}": "rloo",
 }

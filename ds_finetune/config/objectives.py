@@ -231,6 +231,10 @@ class DistillObjective(ObjectiveConfig):
     """Share of the cross entropy of the labels in the loss; the rest is the divergence."""
 
 
+SEQUENCE_CLIPS = {"clip_low": 3e-4, "clip_high": 4e-4}
+"""Clips of `ratio: sequence`, those of GSPO: a mean over an answer moves much less than a token."""
+
+
 class GrpoObjective(ObjectiveConfig):
     """Reinforcement learning from rewards of sampled answers: GRPO (Shao et al., arXiv 2402.03300) and its variants."""
 
@@ -258,9 +262,9 @@ class GrpoObjective(ObjectiveConfig):
     (`capped`, CISPO).
     """
     clip_low: Refused[float] = Field(default=0.2, gt=0, lt=1)
-    """A token whose ratio is below 1 - clip_low is not made less likely. GSPO uses 3e-4."""
+    """A token whose ratio is below 1 - clip_low is not made less likely; 3e-4 if left out with `ratio: sequence`."""
     clip_high: Refused[float] = Field(default=0.28, gt=0)
-    """A token whose ratio is above 1 + clip_high is not made more likely. GSPO uses 4e-4."""
+    """A token whose ratio is above 1 + clip_high is not made more likely; 4e-4 if left out with `ratio: sequence`."""
     ratio_cap: Refused[float | None] = Field(default=None, gt=1)
     """Largest ratio with `ratio: capped`, such as 5.0, and not what it may exceed 1 by."""
     dual_clip: Refused[float | None] = Field(default=None, gt=1)

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, fi
 
 from ds_finetune.config.ineffective_keys import check_keys_have_effect
 from ds_finetune.config.invalid_keys import explain
-from ds_finetune.config.objectives import GrpoObjective, ObjectiveConfig, ObjectiveField, SftObjective
+from ds_finetune.config.objectives import SEQUENCE_CLIPS, GrpoObjective, ObjectiveConfig, ObjectiveField, SftObjective
 from ds_finetune.config.rewards import RewardList
 from ds_finetune.config.run_file import SHORT_FORMS, Lines, apply_override, read_yaml
 from ds_finetune.config.sections import (
@@ -90,13 +90,18 @@ class RunConfig(Section):
 
     @field_validator("objective")
     @classmethod
-    def _fill_in_length(cls, objective: ObjectiveConfig, before: ValidationInfo) -> ObjectiveConfig:
-        """The length of an answer that a mean divides by, where it is left out."""
-        rollout = before.data.get("rollout")
-        is_left_out = isinstance(objective, GrpoObjective) and objective.aggregation == "fixed"
-        if rollout is None or not is_left_out or "fixed_length" in objective.model_fields_set:
+    def _fill_in_numbers(cls, objective: ObjectiveConfig, before: ValidationInfo) -> ObjectiveConfig:
+        """The length of an answer that a mean divides by, and the clips of a ratio of whole answers, where they are
+        left out.
+        """
+        rollout, values = before.data.get("rollout"), dict[str, object]()
+        if not isinstance(objective, GrpoObjective):
             return objective
-        return _filled(objective, fixed_length=rollout.max_new_tokens)
+        if objective.aggregation == "fixed" and rollout is not None:
+            values = {"fixed_length": rollout.max_new_tokens}
+        if objective.ratio == "sequence":
+            values |= SEQUENCE_CLIPS
+        return _filled(objective, **{key: values[key] for key in values.keys() - objective.model_fields_set})
 
     @field_validator("train")
     @classmethod

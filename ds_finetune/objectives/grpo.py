@@ -160,10 +160,11 @@ class PolicyGradient(AnswerObjective):
 
         `kl` is measured to the reference and `mismatch` to the sampler, where there is one. `mismatch_ess` is the
         effective share of the tokens, (sum w)^2 / (n sum w^2), if each had the weight w that corrects the sampler.
+        A step in which no answer is left has a loss of 0, and no means over tokens.
         """
-        (term,), tokens = self.terms, max(counts["supervised_tokens"], 1)
+        (term,), tokens = self.terms, counts["supervised_tokens"]
         found = {"loss": term.weight * sums["loss"] / max(counts[term.unit], 1)}
-        found |= {name: sums[name] / tokens for name in _PER_TOKEN}
+        found |= {name: sums[name] / tokens for name in _PER_TOKEN if tokens}
         found["advantage_abs"] = sums["advantage_abs"] / max(counts["examples"], 1)
         if number := sums["tokens_of_reference"]:
             found["kl"] = sums["kl"] / number

@@ -28,6 +28,14 @@ def _other_batch(run: RunSettings) -> dict[str, object] | None:
     return {"answers": answers, "fitting": fitting} if given != answers else None
 
 
+def _unreached_length(run: RunSettings) -> dict[str, object] | None:
+    for reward in run.rewards:
+        least = (reward.max_tokens or 0) - reward.soft_tokens
+        if reward.reward == "length" and least >= run.rollout.max_new_tokens:
+            return {"reward": reward.shown_name, "least": least}
+    return None
+
+
 def _untested() -> Iterable[Conflict]:
     yield setting("mtp.train true", "set mtp.train to false")
     yield setting("indexer.train true", "set indexer.train to false")
@@ -85,6 +93,12 @@ def rollout_checks() -> Iterator[Refusal]:
         lambda run: run.train.micro_batch_size == AUTO,
         "objective grpo with train.micro_batch_size auto: sizes are tried on rows of the data, which have no answers",
         "give train.micro_batch_size a number; the plan prints the memory that it needs",
+    )
+    yield _refused(
+        _unreached_length,
+        "reward `{reward}` begins to fall after {least} tokens (max_tokens less soft_tokens), and "
+        "rollout.max_new_tokens is {rollout.max_new_tokens}: no answer is long enough",
+        "lower max_tokens, raise soft_tokens, or leave the reward out",
     )
     yield from together("objective grpo", lambda run: is_grpo(run.objective), _untested())
     yield _refused(

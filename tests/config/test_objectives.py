@@ -120,6 +120,17 @@ def test_a_batch_is_the_answers_of_its_prompts(tmp_path: Path) -> None:
     assert (given.train.global_batch_size, given.objective.fixed_length) == (12, 7)
 
 
+def test_clips_of_whole_answers_are_those_of_gspo_unless_they_are_given(tmp_path: Path) -> None:
+    config = read(tmp_path, {"name": "grpo", "ratio": "sequence", "clip_high": 0.1})
+    assert isinstance(config.objective, GrpoObjective)
+    assert (config.objective.clip_low, config.objective.clip_high) == (3e-4, 0.1)
+    (tmp_path / "again.yaml").write_text(dump_config(config))
+    assert read_config(tmp_path / "again.yaml") == config
+    tokens = read_config(config, ["objective.ratio=token"])
+    assert isinstance(tokens.objective, GrpoObjective)
+    assert (tokens.objective.clip_low, tokens.objective.clip_high) == (0.2, 0.1)
+
+
 def test_an_editor_accepts_the_short_form() -> None:
     schema = RunConfig.model_json_schema(by_alias=True)["properties"]["objective"]
     assert schema["anyOf"][0]["enum"] == [*OBJECTIVES]

@@ -121,6 +121,13 @@ SAMPLED: list[tuple[str, dict[str, Any], dict[str, Any], Mesh | None]] = [
         {},
         None,
     ),
+    (
+        "reward `length` begins to fall after 256 tokens (max_tokens less soft_tokens), and rollout.max_new_tokens is "
+        "256: no answer is long enough",
+        GRPO | {"rewards": [{"reward": "length", "max_tokens": 300, "soft_tokens": 44}]},
+        {},
+        None,
+    ),
     ("objective grpo without rewards: sampled answers have no score", GRPO, {}, None),
     ("objective.ratio capped without objective.ratio_cap", grpo(ratio="capped"), {}, None),
     ("adapters_off without lora: there are no adapters", grpo(reference="adapters_off"), {}, None),

@@ -1,6 +1,6 @@
 """Answers to the prompts of one batch, token by token; rows whose answers have ended leave it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,6 +16,20 @@ _KEPT_SHARE = 7 / 8
 """Rows that have ended stay in the batch while this share has not, since the cache is copied where some leave."""
 _PROMPT_TOKENS = 2**14
 """Tokens of prompts in one forward, at most, unless one prompt has more; as if all were as long as the longest."""
+
+
+_BROKEN = -1
+"""The token of an answer for which no token can be drawn, because its logits are not finite; it ends the answer."""
+
+
+def check_answers(answers: Iterable[SampledAnswer]) -> None:
+    """RunError where the logits of an answer were not finite; the same on all ranks that have the same answers."""
+    for answer in answers:
+        if answer.ids[-1] == _BROKEN:
+            raise RunError(
+                f"token {len(answer.ids)} of an answer cannot be drawn: logits are not finite",
+                hint="lower optim.lr, or train in bf16 or fp32 instead of fp16",
+            )
 
 
 @dataclass(frozen=True)
@@ -42,7 +56,10 @@ class _RunningAnswer:
     def add(self, token: int, log_prob: float, limits: SamplingLimits) -> None:
         self.ids.append(token)
         self.log_probs.append(log_prob)
-        if token in limits.stop_ids or (limits.stops is not None and limits.stops(self.ids)):
+        if token == _BROKEN:
+            # Not an error here, since other ranks wait for this one's forwards.
+            self.finish = "length"
+        elif token in limits.stop_ids or (limits.stops is not None and limits.stops(self.ids)):
             self.finish = "stop"
         elif len(self.ids) == limits.max_new_tokens:
             self.finish = "length"
@@ -117,12 +134,14 @@ class BatchOfAnswers:
                 yield prompt, slice(begin, begin + len(part.samples))
                 begin += len(part.samples)
 
-    def run(self) -> dict[int, SampledAnswer]:
-        """Sample until all answers have ended; returns them by their places."""
+    def run(self, on_answer: Callable[[int, SampledAnswer], object]) -> dict[int, SampledAnswer]:
+        """Sample until all answers have ended; returns them by their places. `on_answer` is called with the place of
+        each when it ends.
+        """
         logits, self._logits = torch.cat(self._logits), []
         with self._model.reading_tokens():
             for position in range(self._limits.max_new_tokens):
-                ids = self._draw(logits, position)
+                ids = self._draw(logits, position, on_answer)
                 if all(answer.finish for answer in self._running):
                     break
                 ids = self._drop_ended(ids)
@@ -130,19 +149,18 @@ class BatchOfAnswers:
                 logits = self._model.read_tokens(ids, self._lengths + position, self._cache, is_key)
         return {answer.place: answer.sampled() for answer in self._answers}
 
-    def _draw(self, logits: torch.Tensor, position: int) -> torch.Tensor:
+    def _draw(
+        self, logits: torch.Tensor, position: int, on_answer: Callable[[int, SampledAnswer], object]
+    ) -> torch.Tensor:
         """Add a token to each answer that runs; returns the tokens of all rows, int64 [rows]."""
         drawn, log_probs = self._drawing.tokens(logits, self._keys, position=position)
-        ids = self._model.agreed(drawn)
+        ids = self._model.agreed(drawn.where(log_probs.isfinite(), _BROKEN))
         for answer, token, log_prob in zip(self._running, ids.tolist(), log_probs.tolist(), strict=True):
             if answer.finish is None:
-                if not np.isfinite(log_prob):
-                    raise RunError(
-                        f"token {position + 1} of an answer has the log-probability {log_prob}: logits are not finite",
-                        hint="lower optim.lr, or train in bf16 or fp32 instead of fp16",
-                    )
                 answer.add(token, log_prob, self._limits)
-        return ids
+                if answer.finish and token != _BROKEN:
+                    on_answer(answer.place, answer.sampled())
+        return ids.clamp(min=0)
 
     def _drop_ended(self, ids: torch.Tensor) -> torch.Tensor:
         """Drop the rows of answers that have ended, where these are many enough; returns the tokens of the others."""

@@ -29,7 +29,8 @@ class SamplingRequest:
     """`group_size` answers to each prompt, with noise of `seed`; with None the most probable tokens.
 
     `batch_rows` is the number of rows in a batch, at most; with None memory decides. `is_over` is called before each
-    batch, equally often on every rank, and `on_forward` before each forward.
+    batch, equally often on every rank, and `on_forward` before each forward. `on_answer` is called with the place of an
+    answer of this rank among all and the answer itself, as soon as it has ended.
     """
 
     group_size: int
@@ -38,6 +39,7 @@ class SamplingRequest:
     batch_rows: int | None
     is_over: Callable[[], bool]
     on_forward: Callable[[], object]
+    on_answer: Callable[[int, SampledAnswer], object]
 
 
 def sample_prompts(
@@ -66,7 +68,7 @@ def sample_prompts(
             if request.is_over():
                 return None
             for group in sampled_together(parts, model):
-                answers |= BatchOfAnswers(model, group, drawing, request.limits).run()
+                answers |= BatchOfAnswers(model, group, drawing, request.limits).run(request.on_answer)
             model.join_others()
     return answers
 

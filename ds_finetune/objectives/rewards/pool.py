@@ -1,7 +1,8 @@
 """Scores answers in worker processes, while the caller does something else.
 
 A reward may loop for ever, end its process or take all memory. A process that ends is started again once for the same
-answer; one that does not answer in time is killed with all that it has started.
+reward; one that does not answer in time is killed with all that it has started. What the other rewards say of the
+answer counts in both cases.
 """
 
 import fcntl
@@ -39,7 +40,7 @@ _PROGRAM = (
 )
 _START_SECONDS = 120.0
 _LOG_BYTES = 2**24
-"""A log that is longer is emptied."""
+"""A log that is longer is emptied, and says so."""
 
 
 class _EndedError(Exception):
@@ -47,7 +48,7 @@ class _EndedError(Exception):
 
 
 class _LateError(Exception):
-    """The process did not answer in time, and was killed; the argument says so."""
+    """The process did not answer in time, and was killed."""
 
 
 def _is_ready(pipe: int, event: int) -> bool:
@@ -92,26 +93,32 @@ class _Worker:
         os.close(theirs_in)
         os.close(theirs_out)
         limit = _START_SECONDS + max(map(seconds_of, self._settings))
-        self._send(self._settings, limit)
-        said = self._receive(limit)
+        try:
+            self._send(self._settings, limit)
+            said = self._receive(limit)
+        except _LateError:
+            raise RewardFaultError(f"takes more than {limit:g} seconds to load") from None
         if said["error"]:
             self.at = said["at"]
             self.kill()
             raise RewardFaultError(said["error"])
 
-    def score(self, answer: AnswerToScore) -> list[Part]:
-        """What each reward says of an answer."""
+    def score(self, answer: AnswerToScore, known: dict[int, Part]) -> None:
+        """Add to `known` what each reward says of an answer, by its number; those in it are not asked again."""
         self.at = 0
         self.start()
-        self._send(asdict(answer), _START_SECONDS)
-        limit = _START_SECONDS
-        while "parts" not in (said := self._receive(limit)):
-            self.at = said["at"]
-            limit = seconds_of(self._settings[self.at]) + GRACE_SECONDS
-        parts: list[Part] = said["parts"]
-        if any("is_stuck" in part for part in parts):
+        self._send({"answer": asdict(answer), "known": list(known)}, _START_SECONDS)
+        limit, is_stuck = _START_SECONDS, False
+        while len(known) < len(self._settings):
+            said = self._receive(limit)
+            if "part" in said:
+                known[self.at] = said["part"]
+                is_stuck |= "is_stuck" in said["part"]
+            else:
+                self.at = said["at"]
+                limit = seconds_of(self._settings[self.at]) + GRACE_SECONDS
+        if is_stuck:
             self.kill()
-        return parts
 
     def close(self) -> None:
         """End the process for good; a thread that waits for it hears of that."""
@@ -169,7 +176,7 @@ class _Worker:
             now = time.monotonic()
             last, used = now, used + min(now - last, 1.0)
         self.kill()
-        raise _LateError(f"takes more than {seconds:g} seconds to load")
+        raise _LateError
 
     def _raise_ended(self) -> None:
         assert self._process is not None
@@ -236,7 +243,7 @@ class Rewards:
         worker = self._workers[0]
         try:
             worker.start()
-        except (RewardFaultError, _EndedError, _LateError) as fault:
+        except (RewardFaultError, _EndedError) as fault:
             name = self._settings[worker.at]["reward"]
             how = f"cannot be loaded: it {fault}" if isinstance(fault, _EndedError) else str(fault)
             raise ConfigError(
@@ -280,26 +287,38 @@ class Rewards:
     def _score(self, answer: AnswerToScore) -> list[Part]:
         worker = self._idle.get()
         try:
-            return self._score_twice(worker, answer)
+            return self._parts(worker, answer)
         finally:
-            if os.fstat(self._log.fileno()).st_size > _LOG_BYTES:
-                os.ftruncate(self._log.fileno(), 0)
+            log = self._log.fileno()
+            if os.fstat(log).st_size > _LOG_BYTES:
+                os.ftruncate(log, 0)
+                os.write(log, f"This log had more than {_LOG_BYTES:,} bytes and was emptied here.\n".encode())
             self._idle.put(worker)
 
-    def _score_twice(self, worker: _Worker, answer: AnswerToScore) -> list[Part]:
-        """What the rewards say, from a second process where the first one ended."""
-        for _ in range(2):
+    def _parts(self, worker: _Worker, answer: AnswerToScore) -> list[Part]:
+        """What the rewards say. One that ends its process is asked twice, one that is late once."""
+        known: dict[int, Part] = {}
+        said: Part = {}
+        ended_at = -1
+        while not said:
             try:
-                return worker.score(answer)
-            except _EndedError as ended:
-                said: Part = {"error": f"{ended}, twice", "seconds": 0.0}
-            except RewardFaultError as fault:
-                said = {"error": str(fault), "seconds": 0.0}
+                worker.score(answer, known)
+                break
             except _LateError:
                 settings = self._settings[worker.at]
-                said = {**late_part(settings, "and its process was killed"), "seconds": settings["timeout"]}
-                break
-        return [said if at == worker.at else {"score": None, "seconds": 0.0} for at in range(len(self.names))]
+                late = late_part(settings, "and its process was killed")
+                known[worker.at] = {**late, "seconds": settings["timeout"]}
+            except _EndedError as ended:
+                error: Part = {"error": f"{ended}, twice", "seconds": 0.0}
+                if worker.at in known:
+                    # It ends before it computes any reward.
+                    said = error
+                elif worker.at == ended_at:
+                    known[worker.at] = error
+                ended_at = worker.at
+            except RewardFaultError as fault:
+                said = {"error": str(fault), "seconds": 0.0}
+        return [known.get(at, said) for at in range(len(self.names))]
 
 
 def check_files(sections: Sequence[RewardConfig]) -> None:

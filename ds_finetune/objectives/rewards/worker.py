@@ -245,9 +245,8 @@ def main(requests: int, replies: int) -> None:
         scorers, error, number = _load(every)
         out.write({"error": error, "at": number})
         for line in lines:
-            answer = AnswerToScore(**json.loads(line))
-            parts = []
-            for at, (scorer, settings) in enumerate(zip(scorers, every, strict=True)):
+            request = json.loads(line)
+            answer = AnswerToScore(**request["answer"])
+            for at in [at for at in range(len(every)) if at not in request["known"]]:
                 out.write({"at": at})
-                parts.append(run_reward(scorer, settings, answer))
-            out.write({"parts": parts})
+                out.write({"part": run_reward(scorers[at], every[at], answer)})

@@ -1,5 +1,6 @@
 """The cause line: why the reward of a run rises or does not, from a few shares, with one hint from a fixed table."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Self
@@ -10,7 +11,9 @@ MANY = 0.8
 
 @dataclass(frozen=True)
 class Shares:
-    """What a cause line is made of: means over the rollouts since the last line, and those of the run's beginning."""
+    """What a cause line is made of: means over the rollouts since the last line, and those of the run's beginning. NaN
+    is what a rollout does not have.
+    """
 
     reward: float
     all_right: float
@@ -25,13 +28,18 @@ class Shares:
     tokens: float
     """Mean length of an answer."""
     entropy: float
+    """It and the next two are means over answer tokens; NaN where no answer is left to train."""
     mismatch: float
     clipped: float
+    empty: float = 0.0
+    """Share of the rollouts whose first step has no answer left to train."""
 
     @classmethod
     def mean(cls, parts: list[Self]) -> Self:
-        """The mean of each share."""
-        return cls(*(sum(getattr(part, each.name) for part in parts) / len(parts) for each in fields(cls)))
+        """The mean of each share over those that have it."""
+        columns = [[getattr(part, each.name) for part in parts] for each in fields(cls)]
+        known = [[value for value in column if not math.isnan(value)] for column in columns]
+        return cls(*(sum(values) / len(values) if values else math.nan for values in known))
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,11 @@ CAUSES = (
     Cause(
         lambda now, _: now.all_right > MANY,
         "nearly all groups are all right: take harder prompts, or end the run",
+    ),
+    Cause(
+        lambda now, _: now.empty > 0.3,
+        "many steps have no answer left to train: set objective.no_spread to resample or count, or raise "
+        "rollout.max_new_tokens where answers that are cut are masked",
     ),
     Cause(
         lambda now, _: now.no_spread > MANY,
@@ -99,5 +112,7 @@ def cause_line(steps: str, now: Shares, start: Shares) -> str:
         f"{now.all_right:.0%} all right, {now.all_wrong:.0%} all wrong, {between:.0%} between, "
         f"{now.no_spread:.0%} with equal rewards; answers {now.tokens:.0f} tokens, {now.cut:.0%} cut, "
         f"{now.unparsed:.0%} unparsed; entropy {now.entropy:.3g} ({start.entropy:.3g}), mismatch {now.mismatch:.2g}, "
-        f"{now.clipped:.0%} clipped" + (f". {hint}" if hint else "")
+        f"{now.clipped:.0%} clipped"
+        + (f"; {now.empty:.0%} of the steps without an answer to train" if now.empty else "")
+        + (f". {hint}" if hint else "")
     )

@@ -10,7 +10,7 @@ from ds_finetune.data.batches import num_eval_rows
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.engine.results import HeldOutScores
 from ds_finetune.runs.metrics import Sample
-from ds_finetune.trainer.rollouts.rollout import AnswerGroup
+from ds_finetune.trainer.rollouts.rollout import AnswerGroup, mean_score
 from ds_finetune.trainer.rollouts.source import RolloutSource
 
 _ALL = "eval"
@@ -36,7 +36,7 @@ class RewardEvaluation:
 
     source: RolloutSource
     is_stop_requested: Callable[[], bool]
-    """Asked before answers; the same on every rank."""
+    """Asked before each batch of answers; the same on every rank."""
     collect: Collect | None = None
     """Takes the first greedy answers of each set."""
 
@@ -65,11 +65,11 @@ class RewardEvaluation:
 
     def _groups(self, rows: PreparedRows, numbers: Iterable[int], size: int) -> list[AnswerGroup] | None:
         """A group of `size` sampled answers for each prompt, or of the greedy answer where that is 0."""
-        sampler, prompts = self.source.sampler, [(number, number) for number in numbers]
-        if self.is_stop_requested():
+        # Draws of training count from 0 on, so that these have other noise.
+        sampler, prompts = self.source.sampler, [(-1 - number, number) for number in numbers]
+        answers = sampler.answers(rows, prompts, size or 1, greedy=not size, is_over=self.is_stop_requested)
+        if answers is None:
             return None
-        answers = sampler.answers(rows, prompts, size or 1, greedy=not size)
-        assert answers is not None
         parts = sampler.scores(rows, [number for _, number in prompts], answers)
         of_groups = parts.reshape(len(prompts), size or 1, -1)
         return [
@@ -95,14 +95,14 @@ def held_out_scores(greedy: Sequence[AnswerGroup], sampled: Sequence[AnswerGroup
     """Metrics of the greedy answers to some prompts and of those that were sampled to the same prompts."""
     rewards = np.array([group.rewards[0] for group in greedy])
     metrics = {
-        "reward": float(np.nanmean(rewards)) if not np.isnan(rewards).all() else 0.0,
+        "reward": mean_score(rewards),
         "pass_at_1": float(np.mean([group.is_all_right for group in greedy])),
         "cut": float(np.mean([group.answers[0].finish == "length" for group in greedy])),
     }
     if sampled:
         size = len(sampled[0].answers)
         right = [int((group.verdicts >= 1).sum()) for group in sampled]
-        metrics["sampled_reward"] = float(np.nanmean([group.rewards for group in sampled]))
+        metrics["sampled_reward"] = mean_score(np.array([group.rewards for group in sampled]))
         metrics["sampled_pass_at_1"] = float(np.mean([pass_at(1, samples=size, right=each) for each in right]))
         for k in ks(size):
             metrics[f"pass_at_{k}"] = float(np.mean([pass_at(k, samples=size, right=each) for each in right]))

@@ -13,7 +13,7 @@ from ds_finetune.observers.record import Observer, StepRecord
 from ds_finetune.observers.writers import LineFile
 from ds_finetune.runs.metrics import ROLLOUTS
 from ds_finetune.trainer.rollouts.causes import Shares, cause_line
-from ds_finetune.trainer.rollouts.rollout import AnswerGroup, Rollout
+from ds_finetune.trainer.rollouts.rollout import AnswerGroup, Rollout, mean_score
 from ds_finetune.trainer.rollouts.sampling import Sampler
 from ds_finetune.trainer.rollouts.source import RolloutSource
 
@@ -69,11 +69,11 @@ def rollout_metrics(rollout: Rollout, sampler: Sampler) -> dict[str, float]:
     rewards, parts = np.concatenate([group.rewards for group in groups]), np.concatenate([g.parts for g in groups])
     lengths = np.array([len(answer.ids) for answer in answers])
     values = {
-        "reward": _mean(rewards),
+        "reward": mean_score(rewards),
         "reward_std": float(np.mean([np.nanstd(g.rewards) if not np.isnan(g.rewards).all() else 0.0 for g in groups])),
     }
     for place, name in enumerate(sampler.rewards.names):
-        values[f"part/{name}"] = _mean(parts[:, place])
+        values[f"part/{name}"] = mean_score(parts[:, place])
         values[f"scored/{name}"] = float((~np.isnan(parts[:, place])).mean())
     values |= {
         "groups": float(len(groups)),
@@ -94,7 +94,8 @@ def rollout_metrics(rollout: Rollout, sampler: Sampler) -> dict[str, float]:
 
 
 def _shares(values: Mapping[str, float]) -> Shares:
-    train = {name: values.get(f"train/{name}", 0.0) for name in ("entropy", "mismatch", "clipped_low", "clipped_high")}
+    names = ("entropy", "mismatch", "clipped_low", "clipped_high")
+    train = {name: values.get(f"train/{name}", float("nan")) for name in names}
     return Shares(
         reward=values["reward"],
         all_right=values["all_right"],
@@ -106,11 +107,8 @@ def _shares(values: Mapping[str, float]) -> Shares:
         entropy=train["entropy"],
         mismatch=train["mismatch"],
         clipped=train["clipped_low"] + train["clipped_high"],
+        empty=float("train/entropy" not in values),
     )
-
-
-def _mean(values: Any) -> float:  # noqa: ANN401 - an array
-    return float(np.nanmean(values)) if not np.isnan(values).all() else 0.0
 
 
 def _share(every: Iterator[bool]) -> float:

@@ -28,6 +28,11 @@ TokenNumbers = Mapping[int, NDArray[np.float32]]
 """A number for each token of an answer, by the number of the answer in its rollout."""
 
 
+def mean_score(scores: Floats) -> float:
+    """The mean of the scores that apply, which is 0 where none does; NaN does not apply."""
+    return float(np.nanmean(scores)) if not np.isnan(scores).all() else 0.0
+
+
 @dataclass(frozen=True)
 class RewardRule:
     """How the rewards of an answer become its advantage; keys of the objective, and the weights of the rewards."""

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from ds_finetune.engine.sampling import cache_check
 from ds_finetune.engine.sampling.answer_model import AnswerModel
 from ds_finetune.engine.sampling.answers import PromptToSample, SampledAnswer, SamplingLimits
-from ds_finetune.engine.sampling.batch import BatchOfAnswers, Drawing, PromptPart
+from ds_finetune.engine.sampling.batch import BatchOfAnswers, Drawing, PromptPart, check_answers
 from ds_finetune.engine.sampling.cache_check import check_cache
 from ds_finetune.engine.sampling.sampler import sampled_together
 from ds_finetune.errors import ModelError, RunError
@@ -50,7 +50,7 @@ def _sampled(
     parts = [PromptPart(prompt, samples, place * len(samples)) for place, prompt in enumerate(prompts)]
     drawing, found = Drawing(limits, None if greedy else SEED, CPU), dict[int, SampledAnswer]()
     for group in sampled_together(sorted(parts, key=lambda part: part.length), model):
-        found |= BatchOfAnswers(model, group, drawing, limits).run()
+        found |= BatchOfAnswers(model, group, drawing, limits).run(lambda place, answer: None)
     return [found[place] for place in range(len(prompts) * len(samples))]
 
 
@@ -164,7 +164,8 @@ def test_logits_that_are_not_finite_are_an_error() -> None:
     kept = embedding.detach().clone()
     with torch.no_grad():
         embedding[5] = torch.nan
-    with pytest.raises(RunError, match="not finite"):
-        _sampled(ours, prompts_of(LENGTHS), range(1))
+    answers = _sampled(ours, prompts_of(LENGTHS), range(1))
+    with pytest.raises(RunError, match="token 1 of an answer cannot be drawn: logits are not finite"):
+        check_answers(answers)
     with torch.no_grad():
         embedding.copy_(kept)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from ds_finetune.cli.main import exit_process
@@ -20,7 +21,9 @@ from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.groups.collectives import all_gather_object
 from ds_finetune.engine.groups.default_group import process_group
 from ds_finetune.engine.sampling.answers import SampledAnswer, SamplingLimits
+from ds_finetune.engine.sampling.batch import Drawing
 from ds_finetune.engine.start_engine import start_engine
+from ds_finetune.errors import RunError
 from ds_finetune.families.configs import VOCAB
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
@@ -104,6 +107,13 @@ def _sampled(engine: Engine, *, has_step: bool) -> dict[str, Any]:
     calls: list[int] = []
     engine.sample(prompts[:1], group_size=1, limits=LIMITS, seed=SEED, on_forward=lambda: calls.append(1))
     assert calls
+    told: dict[int, SampledAnswer] = {}
+    again = engine.sample(prompts, group_size=GROUP, limits=LIMITS, seed=SEED, on_answer=told.__setitem__)
+    assert again is not None
+    flat = [answer for group in again for answer in group]
+    assert all(flat[place].ids.tolist() == answer.ids.tolist() for place, answer in told.items())
+    assert set(range(len(flat))) == {place for part in all_gather_object(list(told)) for place in part}
+    _check_error_on_every_rank(engine)
     ended = engine.sample(prompts, group_size=1, limits=LIMITS, seed=SEED, is_over=lambda: True)
     assert ended is None
     assert answers is not None
@@ -111,6 +121,16 @@ def _sampled(engine: Engine, *, has_step: bool) -> dict[str, Any]:
     flat = [answer for group in answers for answer in group]
     worst = max(float(np.abs(known[number] - answer.log_probs).max()) for number, answer in enumerate(flat))
     return {"auto": every[0], "small": every[1], "training": worst}
+
+
+def _check_error_on_every_rank(engine: Engine) -> None:
+    """Where the first rank that samples, with those that share its rows, has logits that are not finite."""
+    tokens = Drawing.tokens
+    if engine.plan.mesh.place("dp") == engine.plan.mesh.place("sp") == 0:
+        Drawing.tokens = lambda *args, **keys: (tokens(*args, **keys)[0], torch.full((len(args[1]),), torch.nan))  # type: ignore[method-assign]
+    with pytest.raises(RunError, match="logits are not finite"):
+        engine.sample(prompts_of(LENGTHS), group_size=GROUP, limits=LIMITS, seed=SEED, batch_rows=4)
+    Drawing.tokens = tokens  # type: ignore[method-assign]
 
 
 def _by_logits(engine: Engine, answers: list[list[SampledAnswer]]) -> dict[int, np.ndarray]:

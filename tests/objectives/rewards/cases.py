@@ -78,6 +78,12 @@ def hangs_in_c(text: str) -> float:
     return 1.0
 
 
+def counts_calls(record: dict[str, Any]) -> int:
+    with Path(record["file"]).open("a") as file:
+        file.write("x")
+    return Path(record["file"]).stat().st_size
+
+
 def ends_process(text: str) -> float:
     os._exit(7)
 

@@ -92,6 +92,30 @@ def test_a_reward_that_hangs_in_c_is_killed_from_outside(monkeypatch: pytest.Mon
         scores_of([{"reward": ":hangs_in_c", "timeout": LATE}], [RIGHT])
 
 
+@pytest.mark.parametrize("name", ["hangs_in_c", "ends_process", "not_a_number"])
+def test_other_rewards_count_where_one_is_at_fault(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those after it, and each of them is computed once."""
+    monkeypatch.setattr("ds_finetune.objectives.rewards.pool.GRACE_SECONDS", LATE)
+    sections = [":counts_calls", {"reward": f":{name}", "timeout": LATE}, "exact_match", {"reward": ":waits"}]
+    calls = tmp_path / "calls"
+    with open_rewards([section_of(each) for each in sections], workers=1) as rewards:
+        pending = rewards.start([answer_of(text, {"answer": "4", "file": str(calls)}) for text in ("4", "5")])
+        assert [[part.get("score") for part in parts] for parts in pending.parts()] == [
+            [1, None, 1, 1],
+            [2, None, 0, 0],
+        ]
+        assert [["error" in part for part in parts] for parts in pending.parts()] == [[False, True, False, False]] * 2
+
+
+def test_other_rewards_count_where_the_answer_is_at_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a formula of `math` on which a library does not return."""
+    monkeypatch.setattr("ds_finetune.objectives.rewards.pool.GRACE_SECONDS", LATE)
+    late = {"score": -0.5, "has_result": False}
+    monkeypatch.setattr("ds_finetune.objectives.rewards.pool.late_part", lambda settings, end: late)
+    sections = ["exact_match", {"reward": ":hangs_in_c", "timeout": LATE}, ":waits"]
+    assert scores_of(sections, [RIGHT, WRONG]).tolist() == [[1, -0.5, 1], [0, -0.5, 0]]
+
+
 def test_the_process_that_hangs_in_c_ends_without_the_one_that_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
     program = (
         "from ds_finetune.objectives.rewards import worker; worker.GRACE_SECONDS = 0.1\n"
@@ -145,6 +169,7 @@ def test_a_long_log_is_emptied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     log = tmp_path / "rewards.log"
     scores_of([":prints"], [RIGHT] * 20, log=log)
     assert log.stat().st_size < 10_000
+    assert "This log had more than 10,000 bytes and was emptied here." in log.read_text()
 
 
 def test_answers_are_not_scored_after_the_end() -> None:

@@ -1,5 +1,6 @@
 """The cause line: what it shows, and which hint of the table it ends with."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -36,6 +37,7 @@ def test_the_line_of_a_run_that_learns_has_no_hint() -> None:
         ({"cut": 0.4}, "max_new_tokens"),
         ({"all_wrong": 1.0, "all_right": 0.0, "no_spread": 1.0, "reward": 0.0}, "too hard"),
         ({"all_right": 0.9, "no_spread": 0.9}, "harder"),
+        ({"empty": 0.5}, "no answer left to train"),
         ({"all_right": 0.0, "all_wrong": 0.0, "no_spread": 1.0}, "tells them apart"),
         ({"entropy": 0.01}, "entropy has fallen"),
         ({"mismatch": 0.2}, "disagree"),
@@ -57,3 +59,11 @@ def test_the_first_cause_that_applies_is_named() -> None:
 
 def test_shares_are_averaged() -> None:
     assert Shares.mean([GOOD, replace(GOOD, reward=0.8)]) == replace(GOOD, reward=pytest.approx(0.6))
+
+
+def test_a_step_without_answers_has_no_entropy() -> None:
+    nothing = replace(GOOD, entropy=math.nan, mismatch=math.nan, clipped=math.nan, empty=1.0)
+    mean = Shares.mean([GOOD, nothing])
+    assert mean == replace(GOOD, empty=0.5)
+    assert "; 50% of the steps without an answer to train" in cause_line("steps 1 to 2", mean, GOOD)
+    assert math.isnan(Shares.mean([nothing]).entropy)

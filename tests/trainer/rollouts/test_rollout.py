@@ -9,7 +9,7 @@ import torch
 
 from ds_finetune.checkpoint.commit import step_name
 from ds_finetune.engine.sampling.answers import SampledAnswer
-from ds_finetune.trainer.rollouts.evaluation import ks, pass_at
+from ds_finetune.trainer.rollouts.evaluation import held_out_scores, ks, pass_at
 from ds_finetune.trainer.rollouts.rollout import AnswerGroup, RewardRule, Rollout, RolloutFiles
 from ds_finetune.trainer.rollouts.sampling import allowed_ids
 
@@ -112,6 +112,14 @@ def test_pass_at_k_is_the_share_of_draws_with_a_right_answer(right: int, k: int)
     answers = [True] * right + [False] * (5 - right)
     draws = [any(drawn) for drawn in combinations(answers, k)]
     assert pass_at(k, samples=5, right=right) == pytest.approx(sum(draws) / len(draws))
+
+
+def test_held_out_answers_to_which_no_reward_applies() -> None:
+    """They count as wrong, with a reward of 0, and no metric is NaN."""
+    groups = [group(0, [[NAN, NAN], [NAN, NAN]]), group(1, [[NAN, NAN], [NAN, NAN]])]
+    found = held_out_scores(groups, groups).metrics
+    assert found["cut"] == 0
+    assert {found[name] for name in ("reward", "sampled_reward", "pass_at_1", "sampled_pass_at_1", "pass_at_2")} == {0}
 
 
 def test_powers_of_two_and_all_samples_are_reported() -> None:
