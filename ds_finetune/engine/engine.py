@@ -106,7 +106,7 @@ class Engine:
     @property
     def state(self) -> EngineState:
         """What a checkpoint saves and restores of this rank."""
-        return EngineState(self._ds, self.plan)
+        return EngineState(self._ds, self.plan, self._groups.same_part)
 
     @property
     def is_rank_zero(self) -> bool:
@@ -134,6 +134,8 @@ class Engine:
         check_counts(batch.global_counts or reading.counts, reading.counts)
         self.has_bad_gradient = reading.has_bad_gradient
         norm, is_skipped = self._step_optimizer()
+        if self._ds.module.in_fp32.params:
+            self.state.update_fp32()
         tokens = int(reading.counts["tokens"])
         counted = {
             extra.name: extra.finish_step(*reading.counted[extra.name], num_tokens=tokens, is_skipped=is_skipped)

@@ -60,6 +60,7 @@ from ds_finetune.model.parallel.pipeline import (
 from ds_finetune.model.parallel.sharding import ModelShard
 from ds_finetune.model.parallel.tensor import install_tensor_parallel, local_config
 from ds_finetune.model.quantised.four_bit import four_bit_or, install_four_bit
+from ds_finetune.model.weights.fp32_weights import Fp32Weights
 from ds_finetune.model.weights.load import clear_weights, initialise_weights, load_weights, seed_of
 from ds_finetune.model.weights.vocabulary import Growth
 from ds_finetune.objectives.objective import is_of_scores
@@ -69,22 +70,25 @@ from ds_finetune.plan.plan import Plan, is_teacher_partitioned
 
 def build_rank_model(
     plan: Plan, model: ModelPlan, groups: Groups, features: Sequence[Feature], *, loads_weights: bool
-) -> tuple[PreTrainedModel, tuple[str, ...]]:
-    """The part of the model that this rank holds, with its weights, features and loss head; and the names of parameters
-    that were randomly initialised because the model's folder does not have them.
+) -> tuple[PreTrainedModel, tuple[str, ...], Fp32Weights]:
+    """The part of the model that this rank holds, with its weights, features and loss head; the names of parameters
+    that were randomly initialised because the model's folder does not have them; and what forwards use in fp32.
     """
     lm = build_modules(plan, model, groups)
     install_groups(lm, model, groups)
     placement = _placement(lm, plan, groups)
     # Checkpoints do not hold frozen weights that are in the model's folder.
     loads_weights = loads_weights or not all(feature.saves_frozen for feature in features)
-    drawn = fill_weights(lm, plan, model, where=placement.where, loads_weights=loads_weights)
+    in_fp32 = Fp32Weights(lm, placement.where)
+    drawn = fill_weights(lm, plan, model, where=in_fp32.where, loads_weights=loads_weights)
+    in_fp32.round_into_parameters()
+    in_fp32.install(lm)
     for feature in features:
         feature.install(lm, placement)
     _mark_parameters(lm, plan, model, groups, features)
     install_head(lm, plan, model, groups)
     arrange_forward(lm, plan, model)
-    return lm, drawn
+    return lm, drawn, in_fp32
 
 
 def _placement(lm: PreTrainedModel, plan: Plan, groups: Groups) -> AdapterPlacement:

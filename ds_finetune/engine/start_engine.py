@@ -51,9 +51,10 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
         for feature in features:
             stack.enter_context(feature.open(parts))
         stack.enter_context(corrected(plan))
-        lm, drawn = build_rank_model(plan, model, groups, features, loads_weights=loads_weights)
+        lm, drawn, in_fp32 = build_rank_model(plan, model, groups, features, loads_weights=loads_weights)
         plan = replace(plan, frozen=saved_frozen(lm, features))
         trained = trained_model(lm, plan, model, groups, features)
+        trained.in_fp32 = in_fp32
         wrapped, optimizer = _start_deepspeed(trained, plan, groups)
         stack.enter_context(destroyed_at_end(wrapped, plan.world))
         # After `deepspeed.initialize`, whose hooks must run before those of features.
@@ -61,6 +62,8 @@ def start_engine(plan: Plan, model: ModelPlan, *, loads_weights: bool = True) ->
         trained.extras = tuple(loss for loss in losses if loss is not None)
         correct_start(trained, optimizer, plan, groups)
         engine = Engine(wrapped, plan, groups, model.objective)
+        if in_fp32.params:
+            engine.state.store_fp32()
         set_norms(engine, optimizer, groups, [feature.own_loss for feature in features if feature.own_loss])
         engine.drawn = drawn
         # Dropout draws from torch's own generator: other numbers on ranks with other rows, the same on ranks that share

@@ -90,7 +90,8 @@ class Conversion:
         """The dtype of a tensor that is not written in FP8."""
         if is_table(name):
             return torch.int64
-        return torch.float32 if name in self.source.fp32_names else self.parts.dtype
+        is_fp32 = name in self.source.fp32_names or self.parts.family.is_in_fp32(name)
+        return torch.float32 if is_fp32 else self.parts.dtype
 
     def _hub_tensors(self, name: str, shape: tuple[int, ...]) -> Iterator[HubTensor]:
         for piece in hub_pieces(name, shape, self.parts.family):

@@ -181,6 +181,9 @@ class Family:
     """Regular expressions of checkpoint keys that the model does not load."""
     fp32_buffers: tuple[str, ...] = ()
     """Last parts of the names of untrained tensors that are kept in fp32 at any precision."""
+    fp32_weights: str | None = None
+    """Regular expression of parameters that forwards use in fp32 at any precision, by the model's names and those of
+    published checkpoints."""
     fp8_linear: str | None = r"\.(self_attn|mlp)\.([\w.]+\.)?\w+_proj(_with_mqa)?\.weight$"
     """Regular expression of the checkpoint keys whose weights are published in FP8; the default is DeepSeek-V3's:
     attention, MLPs, shared and routed experts. None where it is unknown and has to be read from the base model."""
@@ -222,6 +225,10 @@ class Family:
     def is_of_indexer(self, name: str) -> bool:
         """Whether the parameter `name` is an indexer's, which the loss of an objective does not reach."""
         return self.indexer is not None and ".self_attn." in name and ".indexer." in name
+
+    def is_in_fp32(self, name: str) -> bool:
+        """Whether forwards use the parameter `name` in fp32 at any precision."""
+        return self.fp32_weights is not None and re.search(self.fp32_weights, name) is not None
 
     def may_skip(self, key: str, *, layers: int) -> bool:
         """Whether a model of `layers` layers need not load the checkpoint tensor `key`: it matches `may_be_unexpected`,

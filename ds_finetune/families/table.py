@@ -272,6 +272,8 @@ _ROWS = (
         may_be_unexpected=(r"^mtp\.",),
         fp8_linear=None,
         fp32_buffers=_ROUTER_BIASES,
+        # transformers 5.23, deepseek_v4/modeling_deepseek_v4.py:1242-1254.
+        fp32_weights=r"norm\.weight$|hc(_head)?[._]\w+$|\.(sinks|attn_sink|position_bias|ape)$",
         has_sinks=True,
         router=RouterKind("sqrtsoftplus", bias="e_score_correction_bias", reads_ids=True),
         has_lora=True,

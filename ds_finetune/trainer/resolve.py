@@ -279,18 +279,7 @@ def _tokenizer(section: ModelConfig) -> PreTrainedTokenizerBase:
 
 def freeze_parameters(plan: Plan, model: ModelPlan) -> Plan:
     """Freeze what is not trained: parameters that no loss reaches, and those that features freeze."""
-    return complete_features(freeze_unreached(with_rounding(plan, model), model), model)
-
-
-def with_rounding(plan: Plan, model: ModelPlan) -> Plan:
-    """The plan with a note on weights of DeepSeek-V4 that transformers keeps in fp32, and DeepSpeed does not."""
-    if plan.precision == "fp32" or not family_of(model.hf_config.model_type).compresses:
-        return plan
-    note = (
-        f"forwards round all weights to {plan.precision}, also those of hyper-connections, norms, sinks and position "
-        "biases, which transformers keeps in fp32 and with which they compute in fp32; the optimizer's copies are fp32"
-    )
-    return replace(plan, notes=(*plan.notes, note))
+    return complete_features(freeze_unreached(plan, model), model)
 
 
 def freeze_unreached(plan: Plan, model: ModelPlan) -> Plan:

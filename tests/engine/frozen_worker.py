@@ -57,13 +57,13 @@ def main() -> None:
         for name, (model, cell) in CASES.items():
             tree = run_tree(cell, folder / model, folder / name, dp=world.world_size // cell.sharing)
             config = RunConfig.model_validate(tree | {"router": ROUTER if model == "deep" else None})
-            with _engine(config, world, device) as engine:
-                before = _weights(engine)
+            with engine_of(config, world, device) as engine:
+                before = weights_of(engine)
                 compare._steps_with_checkpoint(engine, folder / name, 3)
-                trained, notes = _weights(engine), engine.plan.notes
-            with _engine(config, world, device, loads_weights=False) as engine:
+                trained, notes = weights_of(engine), engine.plan.notes
+            with engine_of(config, world, device, loads_weights=False) as engine:
                 compare._steps_after_resume(engine, folder / name, 2)
-                resumed = _weights(engine)
+                resumed = weights_of(engine)
             if not found:
                 # ZeRO-3 collects garbage at each start; this excludes everything imported so far.
                 gc.freeze()
@@ -73,14 +73,16 @@ def main() -> None:
 
 
 @contextmanager
-def _engine(config: RunConfig, world: World, device: str, *, loads_weights: bool = True) -> Iterator[Engine]:
+def engine_of(config: RunConfig, world: World, device: str, *, loads_weights: bool = True) -> Iterator[Engine]:
+    """The engine of a run file, with what is frozen."""
     model = model_of(config)
     plan = freeze_parameters(make_plan(RunSettings.of(config), world=world, device=device), model)
     with start_engine(plan, model, loads_weights=loads_weights) as engine:
         yield engine
 
 
-def _weights(engine: Engine) -> dict[str, torch.Tensor]:
+def weights_of(engine: Engine) -> dict[str, torch.Tensor]:
+    """Whole tensors by name on rank zero."""
     return {name: tensor.clone() for name, tensor in engine.tensors() if tensor is not None}
 
 

@@ -67,8 +67,8 @@ and in longer ones to the tokens that an [indexer](../how-to/sparse-attention.md
 with `model.attention: eager`, in teachers, and where a pipeline stage of GLM begins with a layer without an indexer.
 
 `deepseek_v4` is trained on data parallel ranks: ZeRO 0 to 3, offload, LoRA, recomputation. Its indexer is frozen; in
-documents of at most 4 x `index_topk` + 3 tokens it leaves nothing out. In bf16, forwards round the weights that
-transformers keeps in fp32. Memory and time are not estimated.
+documents of at most 4 x `index_topk` + 3 tokens it leaves nothing out. In bf16, forwards use in fp32 what
+transformers does: norms, sinks, position biases and hyper-connections. Memory and time are not estimated.
 
 Router biases (`e_score_correction_bias`, `expert_bias`) stay fp32 in every type. A balance loss that a config asks for
 by `output_router_logits: true` is refused; [routers](../how-to/routers.md) says which one is computed.

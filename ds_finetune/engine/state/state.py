@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ds_finetune.engine.groups.collectives import all_gather_object
@@ -15,7 +16,7 @@ from ds_finetune.engine.patches.deepspeed_init import forget_second_copies
 from ds_finetune.engine.state.parameter_tags import is_copy
 from ds_finetune.engine.state.whole_tensors import partition, persistent_buffers
 from ds_finetune.families.table import family_of
-from ds_finetune.model.build.skeleton import Fragment
+from ds_finetune.model.build.skeleton import Fragment, in_memory
 from ds_finetune.model.parallel.sharding import ModelShard, shape_in_model
 from ds_finetune.plan.mesh import Axis
 from ds_finetune.plan.plan import Plan
@@ -180,8 +181,8 @@ class StateGroup:
 class EngineState:
     """Weights, optimizer state, persistent buffers and counters of one rank."""
 
-    def __init__(self, wrapped: Any, plan: Plan) -> None:  # noqa: ANN401 - a DeepSpeedEngine
-        self._ds, self._plan = wrapped, plan
+    def __init__(self, wrapped: Any, plan: Plan, same_part: dist.ProcessGroup | None) -> None:  # noqa: ANN401 - a DeepSpeedEngine
+        self._ds, self._plan, self._same_part = wrapped, plan, same_part
         self._model_shard = ModelShard.of(plan.mesh, family_of(wrapped.module.lm.config.model_type))
         self._masters = master_weights(wrapped, plan)
         self._copies = {name.removeprefix("lm.") for name, param in wrapped.module.named_parameters() if is_copy(param)}
@@ -262,6 +263,41 @@ class EngineState:
         if self._is_fp16:
             restore_loss_scale(self._scaler, scalars["loss_scale"])
         self._update_model_weights()
+        self.update_fp32()
+        self._ds.module.in_fp32.round_into_parameters()
+
+    def store_fp32(self) -> None:
+        """Give the masters of weights that forwards use in fp32 these values: DeepSpeed made them from 16 bits."""
+        values = self._ds.module.in_fp32.values
+        for part, flat in self._parts_in_fp32():
+            flat.copy_(values[part.name].view(-1)[part.start : part.start + part.numel])
+
+    def update_fp32(self) -> None:
+        """Let forwards use the masters of these weights as they are now; collective among the ranks that hold the same
+        part of the model.
+        """
+        in_fp32 = self._ds.module.in_fp32
+        trained = [name for name, param in in_fp32.params.items() if param.requires_grad]
+        if not trained:
+            return
+        sizes = [in_fp32.values[name].numel() for name in trained]
+        every = torch.zeros(sum(sizes), device=self._ds.device)
+        flat_of = dict(zip(trained, every.split(sizes), strict=True))
+        for part, flat in self._parts_in_fp32():
+            flat_of[part.name][part.start : part.start + part.numel] = flat
+        if self._plan.zero_stage:
+            # Every element is one rank's, and zero on the others.
+            dist.all_reduce(every, group=self._same_part)
+        for name, flat in flat_of.items():
+            in_fp32.values[name].view(-1).copy_(flat)
+
+    def _parts_in_fp32(self) -> Iterator[tuple[Part, torch.Tensor]]:
+        """The parts of this rank's masters that forwards use in fp32, and their elements."""
+        names = self._ds.module.in_fp32.params
+        for master in self._masters:
+            for part in master.parts:
+                if part.name in names:
+                    yield part, master.flat.detach().view(-1)[part.offset : part.offset + part.numel]
 
     def first_moment(self, param: nn.Parameter) -> torch.Tensor:
         """Adam's first moment of a parameter as this rank computes with it, fp32; collective among ranks that
@@ -372,13 +408,25 @@ class EngineState:
         is_saved = restoring or is_replicated or self._is_first_here(*of_rows, "tp")
         params = [(name, param) for name, param in self._ds.module.lm.named_parameters() if name in self._plan.frozen]
         for name, param in params if is_saved else ():
-            fragment = partition(param)
+            fragment = self._frozen_fragment(name, param, restoring)
             numel = fragment.end - fragment.start
             if numel > 0:
+                dtype = torch.float32 if name in self._ds.module.in_fp32.values else param.dtype
                 part = Slice(
-                    f"{WEIGHT}/{name}", fragment.shape, fragment.start, numel, param.dtype, is_replicated=is_replicated
+                    f"{WEIGHT}/{name}", fragment.shape, fragment.start, numel, dtype, is_replicated=is_replicated
                 )
                 yield StateGroup((part,), partial(_open_fragment, fragment, numel))
+
+    def _frozen_fragment(self, name: str, param: nn.Parameter, restoring: bool) -> Fragment:
+        """What this rank saves or restores of a frozen parameter; of a value in fp32, which all ranks hold whole, it
+        saves its part and restores all.
+        """
+        fragment, value = partition(param), self._ds.module.in_fp32.values.get(name)
+        if value is None:
+            return fragment
+        if restoring:
+            return in_memory(value.view(-1), start=0, shape=fragment.shape)
+        return in_memory(value.view(-1)[fragment.start : fragment.end], start=fragment.start, shape=fragment.shape)
 
     @contextmanager
     def _open_masters(self, masters: Sequence[Master], read: Read, write: bool) -> Iterator[Read]:

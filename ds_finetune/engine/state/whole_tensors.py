@@ -32,6 +32,8 @@ class WholeTensors:
         self._stage = groups.stage
         lm: Any = module.lm
         self._model_shard = ModelShard.of(plan.mesh, family_of(lm.config.model_type))
+        in_fp32: Any = module.in_fp32
+        self._in_fp32: dict[str, torch.Tensor] = in_fp32.values
         own = self._specs_of_stage()
         self._specs = [own] if self._stage is None else self._stage.all_gather_object(own)
 
@@ -45,7 +47,7 @@ class WholeTensors:
         Collective: every rank must run the iterator to its end. Ranks begin each tensor together, so that none waits
         in a collective for longer than rank zero needs for one tensor.
         """
-        here = dict(named_parameters(self._module)) | dict(persistent_buffers(self._module))
+        here = dict(named_parameters(self._module)) | dict(persistent_buffers(self._module)) | self._in_fp32
         for stage, specs in enumerate(self._specs):
             tensors = here if stage == self._plan.mesh.place("pp") else {}
             for name, spec in ((name, spec) for name, spec in specs.items() if is_wanted(name)):
@@ -78,7 +80,8 @@ class WholeTensors:
             if not is_copy(param):
                 shape = shape_of(param) if is_four_bit(param) else local_shape(param)
                 whole_shape = self._model_shard.tensor_shard(name, shape).whole_shape
-                specs[name] = torch.empty(whole_shape, dtype=dtype_of(param), device="meta")
+                dtype = torch.float32 if name in self._in_fp32 else dtype_of(param)
+                specs[name] = torch.empty(whole_shape, dtype=dtype, device="meta")
         return specs | {name: buffer.to("meta") for name, buffer in persistent_buffers(self._module)}
 
     def _send_to_rank_zero(self, whole: torch.Tensor | None, spec: torch.Tensor, stage: int) -> torch.Tensor | None:

@@ -27,6 +27,7 @@ from ds_finetune.model.build.skeleton import (
 from ds_finetune.model.loss.soft_targets import TeacherStates
 from ds_finetune.model.loss.token_loss import TrainedModel
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
+from ds_finetune.model.weights.fp32_weights import Fp32Weights
 from ds_finetune.model.weights.load import load_weights
 
 
@@ -112,7 +113,9 @@ def load_teacher(  # noqa: PLR0913 - where and how the model is built
     """The teacher in evaluation mode, without gradients; arguments as those of `build_skeleton` and `load_weights`."""
     dtype = PRECISION_DTYPES[precision]
     lm = build_skeleton(teacher.hf_config, attention=attention, dtype=dtype, device=device, init_context=init_context)
-    load_weights(lm, resolve_folder(teacher.path), family=family_of(lm.config.model_type), where=where)
+    in_fp32 = Fp32Weights(lm, where)
+    load_weights(lm, resolve_folder(teacher.path), family=family_of(lm.config.model_type), where=in_fp32.where)
+    in_fp32.install(lm)
     states = HiddenStates(lm.requires_grad_(requires_grad=False).eval(), sp_group)
     kind = torch.device(device).type
     states.packs_documents = packs_documents(attention, teacher.hf_config, device=kind, precision=precision)

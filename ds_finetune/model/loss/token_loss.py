@@ -42,6 +42,7 @@ from ds_finetune.model.loss.log_probs import (
 from ds_finetune.model.parallel.pipeline import ModelChunks, PipelineGroup
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
 from ds_finetune.model.parallel.tensor import TensorParallelGroup, copy_to_tensor_parallel_region
+from ds_finetune.model.weights.fp32_weights import Fp32Weights
 from ds_finetune.objectives.objective import (
     Examples,
     LossAndSums,
@@ -178,6 +179,8 @@ class TrainedModel(nn.Module):
     _packed: tuple[tuple[Documents, ...], PackedDocuments] | None = None
     chunks: ModelChunks | None = None
     """The chunks of an interleaved pipeline rank; None where it has one."""
+    in_fp32: Fp32Weights
+    """What forwards use in fp32 in a run in 16 bits."""
 
     def __init__(
         self, lm: PreTrainedModel, sp_group: SequenceParallelGroup | None = None, pp_group: PipelineGroup | None = None

@@ -84,7 +84,8 @@ def is_table(name: str) -> bool:
 
 def is_kept_in_fp32(key: str, family: Family) -> bool:
     """Whether `family` keeps the tensor `key` of a published checkpoint in fp32."""
-    return key.endswith(tuple(published_name(f".{leaf}", family) for leaf in family.fp32_buffers))
+    buffers = tuple(published_name(f".{leaf}", family) for leaf in family.fp32_buffers)
+    return key.endswith(buffers) or family.is_in_fp32(key)
 
 
 def differences(expected: Mapping[str, tuple[int, ...]], stored: Mapping[str, tuple[int, ...]]) -> str:

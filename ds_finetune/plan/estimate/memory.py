@@ -134,8 +134,16 @@ def estimate_stages(plan: Plan, model: ModelConfig, *, teacher: ModelConfig | No
         # The teacher runs where the head is (engine/rank_model.py).
         others = (*last, *files) if is_last else files
         own = zero_rows(plan, rank_elements(plan, model, weights), weights)
-        rows = (*own, *_activation_rows(plan, model, weights, number), *others)
+        rows = (*own, *_fp32_rows(plan, model, weights), *_activation_rows(plan, model, weights, number), *others)
         yield MemoryEstimate(rows, number, _home(plan))
+
+
+def _fp32_rows(plan: Plan, model: ModelConfig, weights: RankWeights) -> Iterator[MemoryRow]:
+    """What forwards of DeepSeek-V4 use in fp32 (model/weights/fp32_weights.py), which every rank holds whole."""
+    family = family_of(str(model["model_type"]))
+    if plan.precision != "fp32" and family.fp32_weights is not None:
+        size = WEIGHT_BYTES["fp32"] * sum(kind.numel for kind in weights.kinds if family.is_in_fp32(kind.name))
+        yield MemoryRow("weights used in fp32", _home(plan), size, "train.precision")
 
 
 def _held_by_stage(plan: Plan, model: ModelConfig, weights: RankWeights) -> Hashable:

@@ -1,0 +1,79 @@
+"""Parameters that forwards use in fp32 in a run in 16 bits, where a family computes with them in fp32.
+
+DeepSpeed 0.19.8 casts every parameter to the run's precision (runtime/keep_in_fp32.py keeps only buffers), and makes
+the optimizer's fp32 copies from these. So their values are held here in fp32, whole on each rank: modules compute with
+them, and the parameters in 16 bits get the gradients.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ds_finetune.families.table import family_of
+from ds_finetune.model.build.skeleton import Fragment, Where, whole
+
+
+class _InFp32(torch.autograd.Function):
+    """The value in fp32 of a parameter, which gets the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
+        ctx.dtype = param.dtype
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ANN401
+        return grad.to(ctx.dtype), None
+
+
+class Fp32Weights:
+    """The fp32 values of those parameters of `lm` that its family keeps in fp32; none of a model in fp32."""
+
+    def __init__(self, lm: PreTrainedModel, where: Where = whole) -> None:
+        family, self._where = family_of(lm.config.model_type), where
+        self.params: dict[str, nn.Parameter] = {
+            name: param
+            for name, param in lm.named_parameters()
+            if param.dtype != torch.float32 and family.is_in_fp32(name)
+        }
+        self.values = {
+            name: torch.zeros(where(param).shape, dtype=torch.float32, device=param.device)
+            for name, param in self.params.items()
+        }
+        self._of_param = {id(param): self.values[name] for name, param in self.params.items()}
+
+    def where(self, param: torch.Tensor) -> Fragment:
+        """What is to be filled with weights of the model: the value in fp32, else this rank's part of `param`."""
+        value = self._of_param.get(id(param))
+        return self._where(param) if value is None else whole(value)
+
+    def round_into_parameters(self) -> None:
+        """Give the parameters in 16 bits the values, rounded."""
+        for name, param in self.params.items():
+            fragment = self._where(param)
+            if fragment.end > fragment.start:
+                with fragment.opened() as flat:
+                    flat[: fragment.end - fragment.start] = self.values[name].view(-1)[fragment.start : fragment.end]
+
+    def install(self, lm: nn.Module) -> None:
+        """Let the modules of `lm` compute with the values."""
+        for name in self.params:
+            owner, _, leaf = name.rpartition(".")
+            module = lm.get_submodule(owner)
+            module.__class__ = _reading_fp32(type(module), leaf)  # type: ignore[arg-type]
+            module.__dict__[f"_fp32_{leaf}"] = self.values[name]
+
+
+@lru_cache
+def _reading_fp32(kind: type[nn.Module], leaf: str) -> type[nn.Module]:
+    """The class of modules whose attribute `leaf` is the value in fp32 of their parameter."""
+
+    def read(module: nn.Module) -> torch.Tensor:
+        param, value = module._parameters[leaf], module.__dict__[f"_fp32_{leaf}"]
+        assert param is not None
+        return _InFp32.apply(param, value) if param.requires_grad else value  # type: ignore[no-any-return]
+
+    return type(kind.__name__, (kind,), {leaf: property(read)})
