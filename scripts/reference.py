@@ -102,8 +102,9 @@ of each type. Data parallelism by itself is tested with all model types and ZeRO
 RULES = """
 Further rules, each with its own error message:
 
-- `tp` divides attention heads, key and value heads, the widths of MLP and experts, and the vocabulary; `sp` divides the
-  attention heads of a tensor parallel rank; `ep` divides the routed experts; `pp` is at most the number of layers.
+- `tp` divides attention heads, key and value heads (of `deepseek_v4` instead `o_groups`), the widths of MLP and
+  experts, and the vocabulary; `sp` divides the attention heads of a tensor parallel rank (`deepseek_v4`: any number);
+  `ep` divides the routed experts; `pp` is at most the number of layers.
 - `vpp` chunks on each pipeline rank: every row with `pp`; `pp` x `vpp` is at most the number of layers, and `pp`
   divides the forwards of a step. Not with `indexer.train`.
 - LoRA: every row, for the model types of [LoRA](../how-to/lora.md#limits); `lora.quantize` needs `tp` 1.

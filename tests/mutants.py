@@ -1005,8 +1005,8 @@ MUTANTS = (
     Mutant(
         "the last norm after every chunk of the last rank",
         "model/parallel/pipeline.py",
-        "            self._norms[:-1] = [nn.Identity() for _ in chunks[1:]]\n",
-        "            pass\n",
+        '                part["norm"] = nn.Identity()\n',
+        "                pass\n",
         PARALLEL,
     ),
     Mutant(

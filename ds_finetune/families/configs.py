@@ -32,6 +32,8 @@ COMPRESSED |= {"compress_ratios": [0, 4, 128, 4], "compress_rate_hca": 12}
 """A window in each layer, and in some layers entries of compressed tokens, whose rotary embedding is scaled. The first
 layer chooses experts by token ids.
 """
+HASHED: Config = {"num_hidden_layers": 5, "compress_ratios": [0, 4, 128, 4, 0], "num_hash_layers": 4}
+"""Changes after which later stages of a pipeline have such a layer too."""
 QWEN3_MOE: Config = {**DENSE, "head_dim": 12, "moe_intermediate_size": 16, "num_experts": 8}
 QWEN3_MOE |= {"num_experts_per_tok": 2, "norm_topk_prob": True, "mlp_only_layers": [0]}
 """Grouped-query attention and, after the first layer, routed experts."""

@@ -9,6 +9,7 @@ from ds_finetune.families.configs import (
     GPT_OSS,
     GROUPED_QUERY_EXPERTS,
     GROUPED_ROUTING,
+    HASHED,
     INDEXED,
     LATENT,
     MIXTRAL,
@@ -275,10 +276,12 @@ _ROWS = (
         # transformers 5.23, deepseek_v4/modeling_deepseek_v4.py:1242-1254.
         fp32_weights=r"norm\.weight$|hc(_head)?[._]\w+$|\.(sinks|attn_sink|position_bias|ape)$",
         has_sinks=True,
+        parallel_axes=_ALL_AXES,
+        experts_class="DeepseekV4Experts",
         router=RouterKind("sqrtsoftplus", bias="e_score_correction_bias", reads_ids=True),
         has_lora=True,
         indexer=Indexer(chooses_entries=True),
-        tiny_models=_tiny("deepseek_v4", COMPRESSED, sparse={"index_topk": 4}),
+        tiny_models=_tiny("deepseek_v4", COMPRESSED, deep=HASHED, sparse={"index_topk": 4}),
     ),
     Family(
         "bert",

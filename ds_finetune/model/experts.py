@@ -183,6 +183,16 @@ def spread_ids(lm: nn.Module, experts: int) -> None:
             table.copy_((ids[:, None] + places) % experts)
 
 
+def with_whole_tables(lm: nn.Module, vocabulary: int) -> None:
+    """Let tables of token ids that were built for a shard of the vocabulary have all ids, in place."""
+    for name, table in list(lm.named_buffers()):
+        if is_table(name):
+            module, _, leaf = name.rpartition(".")
+            router: Any = lm.get_submodule(module)
+            setattr(router, leaf, nn.Buffer(table.new_zeros(vocabulary, table.shape[1]), persistent=True))
+            spread_ids(router, router.num_experts)
+
+
 def install_grouped_experts() -> None:
     """Let transformers call `run_experts` for `experts_implementation: grouped_mm`, for the life of the process."""
     ALL_EXPERTS_FUNCTIONS.register("grouped_mm", run_experts)

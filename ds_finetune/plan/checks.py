@@ -540,9 +540,12 @@ def _divided_dimensions(run: RunSettings) -> Iterator[tuple[str, str, int]]:
     model, tp, keys = run.model_json, run.mesh.tp, run.family.expert_keys
     heads = int(model["num_attention_heads"])
     yield "tp", "attention heads", heads
-    yield "sp", f"attention heads{' of a tensor parallel rank' if tp > 1 else ''}", heads // tp
-    yield "tp", "key and value heads", int(model.get("num_key_value_heads") or heads)
-    if keys is None or keys.width_key != "intermediate_size":
+    if run.family.compresses:
+        yield "tp", "groups of outputs", int(model["o_groups"])
+    else:
+        yield "sp", f"attention heads{' of a tensor parallel rank' if tp > 1 else ''}", heads // tp
+        yield "tp", "key and value heads", int(model.get("num_key_value_heads") or heads)
+    if keys is None or (keys.width_key != "intermediate_size" and "intermediate_size" in model):
         yield "tp", "columns of the MLP", int(model["intermediate_size"])
     if keys is not None:
         yield "tp", "columns of an expert", keys.width(model)

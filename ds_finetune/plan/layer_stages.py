@@ -8,7 +8,7 @@ from math import prod
 
 from ds_finetune.config.sections import ParallelConfig
 from ds_finetune.errors import ConfigError
-from ds_finetune.families.tensors import EMBEDDING, FINAL_NORM, HEAD, SCORE_HEAD, ModelTensors
+from ds_finetune.families.tensors import EMBEDDING, ModelTensors
 from ds_finetune.plan.tensor_cuts import fused_experts_part
 
 
@@ -110,8 +110,8 @@ def _layer_parameters(tensors: ModelTensors, ep_size: int) -> list[int]:
     counts = [of_kind[kind] for kind in tensors.layers if not kind.is_prediction]
     predictions = [of_kind[kind] for kind in tensors.layers if kind.is_prediction]
     embedding = prod(tensors.ends[EMBEDDING])
-    head = tensors.ends.get(HEAD) or tensors.ends.get(SCORE_HEAD)
     counts[0] += embedding
     counts[-1] += sum(predictions) + (embedding if predictions else 0)
-    counts[-1] += prod(tensors.ends[FINAL_NORM]) + (prod(head) if head else embedding)
+    counts[-1] += sum(prod(shape) for name, shape in tensors.ends.items() if name != EMBEDDING)
+    counts[-1] += embedding if tensors.is_tied else 0
     return counts

@@ -4,11 +4,12 @@ import re
 from functools import lru_cache
 
 _COLUMN_PARALLEL = re.compile(
-    r"(^|\.)(q_proj|k_proj|v_proj|q_b_proj|kv_b_proj|gate_proj|up_proj|embed_tokens|lm_head)\.(weight|bias)$"
-    r"|\.self_attn\.sinks$"
+    r"^(?!.*\.compressor\.)(|.*\.)"
+    r"((q_proj|k_proj|v_proj|q_b_proj|kv_b_proj|o_a_proj|gate_proj|up_proj|embed_tokens|lm_head)\.(weight|bias)"
+    r"|self_attn\.sinks)$"
 )
-"""Sharded along the output (heads, inner width, vocabulary): dim 0."""
-_ROW_PARALLEL = re.compile(r"(^|\.)(o_proj|down_proj)\.weight$")
+"""Sharded along the output (heads, groups of heads, inner width, vocabulary): dim 0. Compressors are whole."""
+_ROW_PARALLEL = re.compile(r"(^|\.)(o_proj|o_b_proj|down_proj)\.weight$")
 """Sharded along the input: dim 1. Every rank has the whole bias, which is added once, after the sum over ranks."""
 _FUSED_EXPERTS = re.compile(r"\.mlp\.experts\.(?P<part>(gate_up_proj|down_proj)(_bias)?)$")
 """Fused experts, sharded along each expert's inner width."""

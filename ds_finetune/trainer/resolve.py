@@ -279,7 +279,15 @@ def _tokenizer(section: ModelConfig) -> PreTrainedTokenizerBase:
 
 def freeze_parameters(plan: Plan, model: ModelPlan) -> Plan:
     """Freeze what is not trained: parameters that no loss reaches, and those that features freeze."""
-    return complete_features(freeze_unreached(plan, model), model)
+    return complete_features(freeze_unreached(with_whole_keys(plan, model), model), model)
+
+
+def with_whole_keys(plan: Plan, model: ModelPlan) -> Plan:
+    """The plan with a note on what tensor parallelism cannot share out in DeepSeek-V4."""
+    if plan.mesh.tp == 1 or not family_of(model.hf_config.model_type).compresses:
+        return plan
+    note = "all heads share one key and value head, which each tensor parallel rank has whole, with compressed entries"
+    return replace(plan, notes=(*plan.notes, note))
 
 
 def freeze_unreached(plan: Plan, model: ModelPlan) -> Plan:

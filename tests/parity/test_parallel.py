@@ -212,6 +212,8 @@ _NORMS_OVER_HEADS = [cell for cell in _cells(("olmoe",)) if cell.layout == "tp 2
 """The norms of queries and keys need the heads of all ranks."""
 # Its second stage begins with a layer that would take the choice of the layer before.
 _OF_EACH.append(Cell("glm_moe_dsa", 1, 2, packing=True, checkpointing=True, pp=2))
+# Tables of token ids in later stages, and the whole vocabulary's on ranks that share it.
+_OF_EACH += [Cell("deepseek_v4_deep", 0, 2, packing=True, checkpointing=True, **{axis: 2}) for axis in ("pp", "tp")]
 CHOSEN += each_value(runs_of(INTERLEAVED, worlds=WORLDS[-1:]), _axes)
 CHOSEN += _without(
     runs_of(BIASES + SPARSE_CHOSEN + ONCE_CHOSEN + _OF_EACH + _NORMS_OVER_HEADS, worlds=WORLDS[-1:]), CHOSEN

@@ -160,11 +160,10 @@ def test_refusals(sections: dict[str, Any], said: str) -> None:
         _plan(**sections)
 
 
-@pytest.mark.parametrize("axis", ["tp", "pp", "sp", "ep"])
-def test_layouts_are_refused(axis: str) -> None:
-    with pytest.raises(FinetuneError, match=f"{axis} 2.* of model_type deepseek_v4 is not tested"):
-        _plan(Mesh(0, 2, **{axis: 2}))
-    _plan()
+def test_layouts_that_do_not_divide_its_groups_of_outputs() -> None:
+    with pytest.raises(FinetuneError, match=r"parallel\.tp 4 does not divide the 2 groups of outputs"):
+        _plan(Mesh(0, 4, tp=4))
+    _plan(Mesh(0, 2, tp=2))
 
 
 def test_its_positions_are_not_extended() -> None:

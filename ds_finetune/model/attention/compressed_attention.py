@@ -4,9 +4,12 @@ An entry is a mean of the tokens of a window of `compress_rate` tokens, and wher
 before; a document's last tokens that fill no window are in none. An indexer chooses `index_topk` of them for a query.
 Rows are flattened, and the entries of all documents are in the order of their tokens: a query attends to a range of
 tokens and in a range of entries, with which some queries at a time are compared.
+
+Sequence parallel ranks hold the queries of their tokens, the tokens of a window before these, and all entries: each
+makes those whose last token it has, of tokens that it has or gets from the ranks before.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import copy
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
@@ -14,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ds_finetune.errors import ModelError
@@ -22,6 +26,7 @@ from ds_finetune.foreign.transformers_attention import compressed_classes, repla
 from ds_finetune.model.attention.by_document import BY_DOCUMENT, Documents
 from ds_finetune.model.attention.indexed_attention import ScoreInputs, index_scores
 from ds_finetune.model.kept_outputs import KeptOutputs, current_outputs
+from ds_finetune.model.parallel.sequence import SequenceParallelGroup
 
 PRODUCTS_AT_ONCE = 2**26
 """Products of queries and keys that are computed at a time, of all heads: 0.25 GiB in fp32."""
@@ -31,15 +36,46 @@ _LAYOUTS = 8
 """Layouts of documents that are kept: those of a forward by compression rate, for all of its layers."""
 
 
+class RowShards(NamedTuple):
+    """The documents of rows, and which of the equal shards of each row this rank has."""
+
+    documents: tuple[Documents, ...]
+    sp: int = 1
+    rank: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a row on a rank."""
+        return sum(self.documents[0]) // self.sp
+
+    def own(self, of_tokens: np.ndarray) -> np.ndarray:
+        """What belongs to this rank's tokens, of an array with something for each token of the flattened rows."""
+        begin = self.rank * self.tokens
+        return of_tokens.reshape(len(self.documents), -1)[:, begin : begin + self.tokens].reshape(-1)
+
+    def places(self, tokens: np.ndarray, before: int) -> np.ndarray:
+        """Where some of the flattened rows' tokens are, after `before` tokens of earlier ranks in front of each row's
+        shard, or all where there are fewer.
+        """
+        begin, (row, in_row) = self.rank * self.tokens, np.divmod(tokens, self.tokens * self.sp)
+        before = min(before, begin)
+        return row * (before + self.tokens) + in_row - begin + before
+
+
 class Entries(NamedTuple):
-    """The entries of documents whose rows are flattened, and what each token sees of them."""
+    """The entries of documents whose rows are flattened, and what each of this rank's tokens sees of them."""
 
     windows: torch.Tensor
-    """Tokens of each entry's window, int64 [entries, rate]."""
+    """Tokens of the window of each entry that this rank makes, int64 [own entries, rate]; those of the windows before
+    are `rate` places earlier.
+    """
     is_first: torch.Tensor
-    """Whether an entry is the first of its document, bool [entries]."""
+    """Whether an entry is the first of its document, bool [own entries]."""
     positions: torch.Tensor
-    """The position in its document of the first token of each entry's window, int64 [entries]."""
+    """The position in its document of the first token of each entry's window, int64 [own entries]."""
+    order: torch.Tensor
+    """Where each entry is among those of all ranks, of which each gives `most`, int64 [entries]."""
+    most: int
     first: torch.Tensor
     """The first entry of each token's document, int64 [tokens]."""
     end: torch.Tensor
@@ -49,35 +85,50 @@ class Entries(NamedTuple):
 
 
 class SeenTokens(NamedTuple):
-    """The documents of flattened rows."""
+    """What each of this rank's tokens sees of them and those before."""
 
-    lengths: Documents
-    first_seen: torch.Tensor
-    """The first token that each token sees: a window's, or its document's; int64 [tokens]."""
+    own: torch.Tensor
+    """The token itself, int64 [tokens]."""
+    first: torch.Tensor
+    """The first token that it sees: a window's, or its document's; int64 [tokens]."""
+    places: np.ndarray
+    """`own` in host memory."""
+
+
+def _begins(documents: tuple[Documents, ...]) -> np.ndarray:
+    """The first token of the document of each token of flattened rows."""
+    lengths = [length for row in documents for length in row]
+    return np.repeat(np.cumsum([0, *lengths])[:-1], lengths)
 
 
 @lru_cache(_LAYOUTS)
-def tokens_of(documents: tuple[Documents, ...], window: int, device: torch.device) -> SeenTokens:
-    """What tokens see of the rows that consist of `documents`."""
-    lengths = tuple(length for row in documents for length in row)
-    begins = np.repeat(np.cumsum((0, *lengths))[:-1], lengths)
+def tokens_of(shards: RowShards, window: int, device: torch.device) -> SeenTokens:
+    """What tokens see of rows, each of up to `window` tokens."""
+    begins = _begins(shards.documents)
     first = np.maximum(begins, np.arange(len(begins)) - window + 1)
-    return SeenTokens(lengths, torch.from_numpy(first).to(device))
+    own, seen = (shards.places(shards.own(of), window - 1) for of in (np.arange(len(begins)), first))
+    return SeenTokens(torch.from_numpy(own).to(device), torch.from_numpy(seen).to(device), own)
 
 
 @lru_cache(_LAYOUTS)
-def entries_of(lengths: Documents, rate: int, device: torch.device) -> Entries:
-    """The entries of documents of these lengths, each for `rate` tokens."""
-    sizes = np.array(lengths, dtype=np.int64)
+def entries_of(shards: RowShards, rate: int, before: int, device: torch.device) -> Entries:
+    """The entries of documents, each for `rate` tokens, where each rank has `before` tokens of those before its own."""
+    sizes = np.array([length for row in shards.documents for length in row], dtype=np.int64)
     begins, number = np.cumsum(sizes) - sizes, sizes // rate
     first_entries = np.cumsum(number) - number
     in_document = np.arange(number.sum()) - np.repeat(first_entries, number)
     windows = np.repeat(begins, number)[:, None] + in_document[:, None] * rate + np.arange(rate)
-    first, positions = np.repeat(first_entries, sizes), np.arange(sizes.sum()) - np.repeat(begins, sizes)
-    end = first + (positions + 1) // rate
-    parts = (windows, in_document == 0, in_document * rate, first, end)
-    windows_of, is_first, positions_of, first_of, end_of = (torch.from_numpy(part).to(device) for part in parts)
-    return Entries(windows_of, is_first, positions_of, first_of, end_of, (first, end))
+    maker = windows[:, -1] // shards.tokens % shards.sp
+    made = np.bincount(maker, minlength=shards.sp)
+    order = np.empty_like(maker)
+    for rank in range(shards.sp):
+        order[maker == rank] = rank * made.max() + np.arange(made[rank])
+    own = maker == shards.rank
+    first, positions = np.repeat(first_entries, sizes), np.arange(sizes.sum()) - _begins(shards.documents)
+    ranges = shards.own(first), shards.own(first + (positions + 1) // rate)
+    parts = (shards.places(windows[own], before), in_document[own] == 0, in_document[own] * rate, order)
+    at, is_first, places, order_of, first_of, end = (torch.from_numpy(part).to(device) for part in (*parts, *ranges))
+    return Entries(at, is_first, places, order_of, int(made.max()), first_of, end, ranges)
 
 
 class _QueryPart(NamedTuple):
@@ -91,8 +142,7 @@ class _QueryPart(NamedTuple):
 class _Seen(NamedTuple):
     """What queries attend to, for all parts of a forward."""
 
-    tokens: torch.Tensor
-    """The first token that each query sees, int64 [tokens]."""
+    tokens: SeenTokens
     entries: Entries | None
     scored: ScoreInputs | None
     """What an indexer scores entries from; None where queries see all up to their own."""
@@ -102,15 +152,15 @@ class _Seen(NamedTuple):
 
     def parts(self, heads: int, window: int) -> Iterator[_QueryPart]:
         """All queries, some at a time."""
-        number, begin = len(self.tokens), 0
+        own, number, begin = self.tokens.places, len(self.tokens.places), 0
         first, end = self.entries.ranges if self.entries is not None else (np.zeros(number, int),) * 2
         while begin < number:
             size = min(max(window, _QUERIES), number - begin)
-            keys = size + window + int(end[begin + size - 1] - first[begin])
+            keys = int(own[begin + size - 1] - own[begin]) + window + int(end[begin + size - 1] - first[begin])
             last = begin + max(1, min(size, PRODUCTS_AT_ONCE // (heads * keys)))
             yield _QueryPart(
                 slice(begin, last),
-                slice(max(0, begin - window + 1), last),
+                slice(max(0, int(own[begin]) - window + 1), int(own[last - 1]) + 1),
                 slice(int(first[begin]), int(end[last - 1])),
             )
             begin = last
@@ -128,15 +178,13 @@ class _Seen(NamedTuple):
 
     def mask(self, part: _QueryPart, chosen: torch.Tensor | None) -> torch.Tensor:
         """Whether each query of `part` attends to each of its tokens and entries, bool [queries, 1, keys]."""
-        device = self.tokens.device
-        query = torch.arange(part.queries.start, part.queries.stop, device=device)[:, None]
-        token = torch.arange(part.tokens.start, part.tokens.stop, device=device)
-        seen = (token <= query) & (token >= self.tokens[part.queries, None])
+        token = torch.arange(part.tokens.start, part.tokens.stop, device=self.tokens.own.device)
+        seen = (token <= self.tokens.own[part.queries, None]) & (token >= self.tokens.first[part.queries, None])
         return (seen if self.entries is None else torch.cat([seen, self._entries(part, chosen)], dim=1))[:, None]
 
     def _entries(self, part: _QueryPart, chosen: torch.Tensor | None) -> torch.Tensor:
         assert self.entries is not None
-        entry = torch.arange(part.entries.start, part.entries.stop, device=self.tokens.device)
+        entry = torch.arange(part.entries.start, part.entries.stop, device=self.tokens.own.device)
         first, end = self.entries.first[part.queries, None], self.entries.end[part.queries, None]
         seen = (entry >= first) & (entry < end)
         return seen if chosen is None else torch.zeros_like(seen).scatter_(1, chosen, value=True) & seen
@@ -218,7 +266,9 @@ def _logits(query: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor, scaling
 
 
 class CompressorByDocument(nn.Module):
-    """Mixed into transformers' compressors and indexer: the entries of each document, [entries, width]."""
+    """Mixed into transformers' compressors and indexer: the entries of each document, [entries, width], the same on
+    every sequence parallel rank.
+    """
 
     compress_rate: int
     head_dim: int
@@ -232,37 +282,56 @@ class CompressorByDocument(nn.Module):
     """Whether documents may have more entries than an indexer chooses. Under ZeRO-3 its parameters are gathered, which
     all ranks must do equally often, so this is not decided by the documents of a forward."""
 
-    def forward(self, hidden: torch.Tensor, *others: Any, lengths: Documents | None = None) -> Any:  # noqa: ANN401
-        """transformers' own result, and with `lengths` entries and what an indexer scores them from, of flattened
-        rows.
-        """
-        if lengths is None:
+    def forward(self, hidden: torch.Tensor, *others: Any, rows: RowShards | None = None, sp_group: Any = None) -> Any:  # noqa: ANN401
+        """transformers' own result, and with `rows` entries and what an indexer scores them from, of flattened rows."""
+        if rows is None:
             return super().forward(hidden, *others)
         is_scored = self.chooses and hasattr(self, "indexer")
-        scored = self.indexer(hidden, *others, lengths=lengths) if is_scored else None
-        return self.entries(hidden, lengths), scored
+        scored = self.indexer(hidden, *others, rows=rows, sp_group=sp_group) if is_scored else None
+        return self.entries(hidden, rows, sp_group), scored
 
-    def entries(self, hidden: torch.Tensor, lengths: Documents) -> torch.Tensor:
+    @property
+    def series(self) -> int:
+        """How many windows an entry is a mean of: 2 where they overlap."""
+        return int(self.kv_proj.out_features) // self.head_dim
+
+    def layout(self, rows: RowShards, device: torch.device) -> Entries:
+        """The entries of `rows`."""
+        return entries_of(rows, self.compress_rate, self.series * self.compress_rate - 1, device)
+
+    def entries(
+        self, hidden: torch.Tensor, rows: RowShards, sp_group: SequenceParallelGroup | None = None
+    ) -> torch.Tensor:
         """transformers 5.23, deepseek_v4/modeling_deepseek_v4.py:411-433, 646-686."""
-        layout, rows = entries_of(lengths, self.compress_rate, hidden.device), hidden.flatten(0, 1)
-        value, gate = (project(rows)[layout.windows] for project in (self.kv_proj, self.gate_proj))
+        layout = self.layout(rows, hidden.device)
+        value, gate = self.kv_proj(hidden), self.gate_proj(hidden)
+        if sp_group is not None:
+            before = self.series * self.compress_rate - 1
+            value, gate = sp_group.with_tokens_before(torch.cat([value, gate], dim=-1), before).chunk(2, dim=-1)
+        value, gate = (_in_windows(part.flatten(0, 1), layout, self.series) for part in (value, gate))
         # transformers keeps the bias in fp32, and the sum with it.
-        gate = gate + self.position_bias.to(torch.promote_types(gate.dtype, torch.float32))
-        if value.shape[-1] > self.head_dim:
-            value, gate = _with_window_before(value, layout.is_first, 0.0), _with_window_before(gate, layout.is_first)
+        bias = torch.cat(self.position_bias.chunk(self.series, dim=-1))
+        gate = gate + bias.to(torch.promote_types(gate.dtype, torch.float32))
+        if self.series > 1:
+            is_absent = layout.is_first[:, None] & (torch.arange(len(bias), device=gate.device) < self.compress_rate)
+            gate = gate.masked_fill(is_absent[..., None], float("-inf"))
         weight = gate.softmax(dim=1, dtype=torch.promote_types(gate.dtype, torch.float32)).to(value.dtype)
         found = self.kv_norm((value * weight).sum(dim=1))
         cos, sin = self.rotary_emb(found[None], position_ids=layout.positions[None], layer_type="compress")
-        return rotate_last_pairs()(found[None, None], cos, sin)[0, 0]
+        found = rotate_last_pairs()(found[None, None], cos, sin)[0]
+        if sp_group is None:
+            return found[0]
+        padded = functional.pad(found, (0, 0, 0, max(layout.most, 1) - found.shape[1]))
+        return sp_group.gather_tokens(padded)[0].index_select(0, layout.order)
 
 
-def _with_window_before(both: torch.Tensor, is_first: torch.Tensor, absent: float = float("-inf")) -> torch.Tensor:
-    """From [windows, rate, 2 x width] the first columns of the window before, which a document's first window has not,
-    and the last columns of the window itself: [windows, 2 x rate, width].
+def _in_windows(tokens: torch.Tensor, layout: Entries, series: int) -> torch.Tensor:
+    """From [tokens, series x width] the tokens of each entry, [entries, series x rate, width]: the last columns of its
+    window, and before them the first columns of the window before. A document's first window has none, and gets others.
     """
-    before, own = both.chunk(2, dim=-1)
-    before = before.roll(1, 0).masked_fill(is_first[:, None, None], absent)
-    return torch.cat([before, own], dim=1)
+    windows = layout.windows
+    of_series = [(windows - windows.shape[1]).clamp_min(0), windows][-series:]
+    return torch.cat([part[at] for part, at in zip(tokens.chunk(series, dim=-1), of_series, strict=True)], dim=1)
 
 
 class IndexerByDocument(CompressorByDocument):
@@ -272,16 +341,16 @@ class IndexerByDocument(CompressorByDocument):
     scorer: Any
 
     @torch.no_grad()
-    def forward(self, hidden: torch.Tensor, *others: Any, lengths: Documents | None = None) -> Any:  # noqa: ANN401
-        """transformers' own result, and with `lengths` what it scores the entries of flattened rows from."""
-        if lengths is None:
+    def forward(self, hidden: torch.Tensor, *others: Any, rows: RowShards | None = None, sp_group: Any = None) -> Any:  # noqa: ANN401
+        """transformers' own result, and with `rows` what it scores the entries of flattened rows from."""
+        if rows is None:
             return super().forward(hidden, *others)
         low_rank, positions = others[:2]
         query = self.q_b_proj(low_rank).unflatten(-1, (-1, self.head_dim))
         cos, sin = self.rotary_emb(hidden, position_ids=positions, layer_type="compress")
         query = rotate_last_pairs()(query, cos, sin, unsqueeze_dim=2)
         weight = self.scorer.weights_proj(hidden).float() * self.scorer.weights_scaling
-        return ScoreInputs(query.flatten(0, 1), self.entries(hidden, lengths), weight.flatten(0, 1))
+        return ScoreInputs(query.flatten(0, 1), self.entries(hidden, rows, sp_group), weight.flatten(0, 1))
 
 
 class CompressedAttention(nn.Module):
@@ -304,6 +373,8 @@ class CompressedAttention(nn.Module):
     sliding_window: int
     sinks: nn.Parameter
     compressor: CompressorByDocument | None
+    for_heads: Callable[[torch.Tensor], torch.Tensor] = staticmethod(lambda shared: shared)
+    """What tensor parallel ranks do with what the heads of all ranks attend to."""
 
     def forward(  # noqa: PLR0913 - transformers' interface
         self,
@@ -313,7 +384,8 @@ class CompressedAttention(nn.Module):
         attention_mask: torch.Tensor | None,
         past_key_values: Any = None,  # noqa: ANN401 - transformers' Cache
         documents: tuple[Documents, ...] | None = None,
-        **others: Any,  # noqa: ANN401 - what attention implementations take
+        sp_group: SequenceParallelGroup | None = None,
+        **_: Any,  # noqa: ANN401 - what other implementations take
     ) -> tuple[torch.Tensor, None]:
         """Hidden states [batch, tokens, width] before and after; None in place of attention weights.
 
@@ -325,22 +397,27 @@ class CompressedAttention(nn.Module):
             given = (position_embeddings, position_ids, attention_mask, past_key_values)
             return super().forward(hidden_states, *given)  # type: ignore[no-any-return]
         assert attention_mask is None, "attention by document does not support masked tokens inside a row"
-        assert others.get("sp_group") is None, "the layout was refused"
         rows, length = hidden_states.shape[:2]
         cos, sin = position_embeddings[self.rope_layer_type]
         rotate: Any = rotate_last_pairs()
         low_rank = self.q_a_norm(self.q_a_proj(hidden_states))
         query = self.q_b_norm(self.q_b_proj(low_rank).unflatten(-1, (-1, self.head_dim)))
         tokens = self.kv_norm(self.kv_proj(hidden_states))[:, :, None]
-        query, tokens = (rotate(part, cos, sin, unsqueeze_dim=2).flatten(0, 1) for part in (query, tokens))
-        layout = tokens_of(documents or ((length,),) * rows, self.sliding_window, hidden_states.device)
-        entries, seen = tokens[:0, 0], _Seen(layout.first_seen, None, None, 0, 1.0)
+        query, tokens = (rotate(part, cos, sin, unsqueeze_dim=2) for part in (query, tokens))
+        sp, rank = (1, 0) if sp_group is None else (sp_group.size, sp_group.group_rank)
+        shards = RowShards(documents or ((length * sp,),) * rows, sp, rank)
+        if sp_group is not None:
+            tokens = sp_group.with_tokens_before(tokens, self.sliding_window - 1)
+        query, tokens = query.flatten(0, 1), tokens[:, :, 0].flatten(0, 1)
+        of_tokens = tokens_of(shards, self.sliding_window, hidden_states.device)
+        entries, seen = tokens[:0], _Seen(of_tokens, None, None, 0, 1.0)
         if self.compressor is not None:
-            entries, scored = self.compressor(hidden_states, low_rank, position_ids, lengths=layout.lengths)
-            of_entries = entries_of(layout.lengths, self.compressor.compress_rate, hidden_states.device)
-            seen = _Seen(layout.first_seen, of_entries, scored, *_choice_of(self.compressor))
+            entries, scored = self.compressor(hidden_states, low_rank, position_ids, rows=shards, sp_group=sp_group)
+            of_entries = self.compressor.layout(shards, hidden_states.device)
+            seen = _Seen(of_tokens, of_entries, scored, *_choice_of(self.compressor))
+        tokens, entries = self.for_heads(tokens), self.for_heads(entries)
         sizes = (self.sliding_window, self.scaling)
-        out = _Attention.apply(query, tokens[:, 0], entries, self.sinks, seen, *sizes, current_outputs())
+        out = _Attention.apply(query, tokens, entries, self.sinks, seen, *sizes, current_outputs())
         out = rotate(out.unflatten(0, (rows, length)), cos, -sin, unsqueeze_dim=2)
         out = out.reshape(rows, length, self.config.o_groups, -1)
         return self.o_b_proj(self.o_a_proj(out).flatten(2)), None

@@ -264,17 +264,11 @@ class TrainedModel(nn.Module):
         other.
         """
         lengths = self.document_arguments(documents, input_ids.device)
-        inputs = {"position_ids": position_ids, **self._first_inputs(input_ids)}
+        inputs = {"position_ids": position_ids, "input_ids": input_ids}
         if encoder_of(self.lm.config) is not None:
             inputs = {"input_ids": input_ids, **encoder_inputs(self.lm.config, position_ids, token_types)}
         with mask_context(self.lm):
             return self.lm.base_model(use_cache=False, **inputs, **lengths).last_hidden_state
-
-    def _first_inputs(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What the layers begin with: tokens, or hidden states that the schedule received for the running chunk."""
-        if self.pp_group is None or self.pp_group.running_chunk is None or self.pp_group.input_hidden_states is None:
-            return {"input_ids": input_ids}
-        return {"inputs_embeds": self.pp_group.input_hidden_states}
 
     def document_arguments(self, documents: tuple[Documents, ...] | None, device: torch.device) -> dict[str, Any]:
         """What tells attention where the documents of each row begin."""

@@ -7,8 +7,9 @@ states are sent.
 """
 
 import copy
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
@@ -145,11 +146,13 @@ class PipelineGroup(RankGroup):
 
 
 class MissingLayer(nn.Module):
-    """Replaces a layer that another stage holds. With `has_choice` layers also return tokens chosen by an indexer."""
+    """Replaces a layer that another stage holds. With `has_choice` layers also return tokens chosen by an indexer; with
+    several `streams` hidden states are [batch, tokens, streams, width] between layers.
+    """
 
-    def __init__(self, layer: int, *, has_choice: bool = False) -> None:
+    def __init__(self, layer: int, *, has_choice: bool = False, streams: int = 1) -> None:
         super().__init__()
-        self.layer, self.has_choice = layer, has_choice
+        self.layer, self.has_choice, self.streams = layer, has_choice, streams
 
     def forward(
         self,
@@ -161,8 +164,11 @@ class MissingLayer(nn.Module):
         """Return the hidden states unchanged. The cache counts the tokens of its first layer, so it gets some here."""
         if past_key_values is not None:
             # One number a token: with none it would count as empty (transformers 5.23, cache_utils.py, get_seq_length).
-            token = hidden[:, None, :, :1]
+            token = hidden.flatten(2)[:, None, :, :1]
             past_key_values.update(token, token, self.layer)
+        if self.streams > 1:
+            # As one wide stream where they have just arrived.
+            hidden = hidden.reshape(*hidden.shape[:2], self.streams, -1)
         return (hidden, None) if self.has_choice else hidden
 
 
@@ -235,7 +241,22 @@ def layers_of_stages(
 def missing_layer(config: PretrainedConfig, layer: int) -> MissingLayer:
     """What replaces layer number `layer` of a model with this configuration."""
     indexer = family_of(config.model_type).indexer
-    return MissingLayer(layer, has_choice=indexer is not None and indexer.is_shared)
+    has_choice = indexer is not None and indexer.is_shared
+    return MissingLayer(layer, has_choice=has_choice, streams=residual_streams(config))
+
+
+def residual_streams(config: PretrainedConfig) -> int:
+    """Number of hidden states of each token between layers: several with hyper-connections (DeepSeek-V4)."""
+    return int(config.hc_mult) if family_of(config.model_type).compresses else 1
+
+
+def _of_one_stream(config: PretrainedConfig) -> PretrainedConfig:
+    """The configuration of a model that takes the streams that arrive as one wide stream, not as embeddings, of which
+    it would make equal streams. Its layers have their own.
+    """
+    changed = copy.copy(config)
+    changed.hc_mult = 1
+    return changed
 
 
 @contextmanager
@@ -259,14 +280,19 @@ def install_pipeline_stage(lm: PreTrainedModel, pp_group: PipelineGroup, *, outp
     """
     embedding, head = lm.get_input_embeddings(), head_of(lm)
     is_tied = head.weight is embedding.weight
-    pp_group.no_hidden_states = embedding.weight.new_empty(0, embedding.embedding_dim)
+    streams, base = residual_streams(lm.config), lm.base_model
+    # Neighbours send all streams of a token as one row.
+    pp_group.no_hidden_states = embedding.weight.new_empty(0, streams * embedding.embedding_dim)
     if not pp_group.is_first:
+        base.config = _of_one_stream(lm.config) if streams > 1 else base.config
         embedding.__class__ = ReceiveHiddenStates
         embedding.pp_group = pp_group
         if not (pp_group.is_last and (is_tied or mtp_layers(lm.config))):
             embedding.weight = None
     if not pp_group.is_last:
-        lm.base_model.norm = SendHiddenStates(pp_group)
+        base.norm = SendHiddenStates(pp_group)
+        if streams > 1:
+            base.hc_head = nn.Flatten(2)
         head.__class__ = ReceiveLogits
         head.pp_group, head.outputs = pp_group, outputs
         head.weight = head.bias = None
@@ -292,7 +318,7 @@ class HandOver(MissingLayer):
     """
 
     def __init__(self, missing: MissingLayer, pp_group: PipelineGroup) -> None:
-        super().__init__(missing.layer, has_choice=missing.has_choice)
+        super().__init__(missing.layer, has_choice=missing.has_choice, streams=missing.streams)
         self.pp_group = pp_group
         self.sends = self.receives = False
 
@@ -314,35 +340,57 @@ class ModelChunks:
 
     def __init__(self, lm: PreTrainedModel, pp_group: PipelineGroup, chunks: Sequence[range]) -> None:
         self._base: Any = lm.base_model
-        self._norms = [self._base.norm] * len(chunks)
+        self._parts: list[dict[str, Any]] = [{"layers": self._layers(lm, chunk)} for chunk in chunks]
         if pp_group.is_last:
-            self._norms[:-1] = [nn.Identity() for _ in chunks[1:]]
-        self._layers = [
-            nn.ModuleList(
-                layer if number in chunk else missing_layer(lm.config, number)
-                for number, layer in enumerate(self._base.layers)
-            )
-            for chunk in chunks
-        ]
+            for part in self._parts[:-1]:
+                part["norm"] = nn.Identity()
+        if residual_streams(lm.config) > 1:
+            self._take_streams(lm, pp_group)
+        embedding: Any = lm.get_input_embeddings()
+        embedding.forward = partial(_arrived_or, pp_group, embedding.forward)
         for before, after in pairwise(chunks):
             self._hand_over(before.stop, pp_group).sends = True
             self._hand_over(after.start - 1, pp_group).receives = True
 
     @contextmanager
     def only(self, chunk: int) -> Iterator[None]:
-        """While this is open, the model has only the layers of this chunk, and the norm after the last one.
+        """While this is open, the model has only the layers of this chunk, and what comes after the last one.
 
         What activation checkpointing computes again calls layers themselves, so backward may run outside.
         """
-        layers, norm = self._base.layers, self._base.norm
-        self._base.layers, self._base.norm = self._layers[chunk], self._norms[chunk]
+        whole = {name: getattr(self._base, name) for name in self._parts[chunk]}
+        for name, part in self._parts[chunk].items():
+            setattr(self._base, name, part)
         try:
             yield
         finally:
-            self._base.layers, self._base.norm = layers, norm
+            for name, part in whole.items():
+                setattr(self._base, name, part)
+
+    def _layers(self, lm: PreTrainedModel, chunk: range) -> nn.ModuleList:
+        return nn.ModuleList(
+            layer if number in chunk else missing_layer(lm.config, number)
+            for number, layer in enumerate(self._base.layers)
+        )
+
+    def _take_streams(self, lm: PreTrainedModel, pp_group: PipelineGroup) -> None:
+        """Let chunks after the model's first one begin, and those before its last one end, with streams as rows."""
+        for number, part in enumerate(self._parts):
+            if not pp_group.is_first or number:
+                part["config"] = _of_one_stream(lm.config)
+            if not pp_group.is_last or number < len(self._parts) - 1:
+                part["hc_head"] = nn.Flatten(2)
 
     def _hand_over(self, layer: int, pp_group: PipelineGroup) -> HandOver:
         found = self._base.layers[layer]
         if not isinstance(found, HandOver):
             self._base.layers[layer] = found = HandOver(found, pp_group)
         return found
+
+
+def _arrived_or(
+    pp_group: PipelineGroup, embed: Callable[[torch.Tensor], torch.Tensor], input_ids: torch.Tensor
+) -> torch.Tensor:
+    """The hidden states that arrived for the running chunk, or embeddings where none did."""
+    arrived = pp_group.input_hidden_states
+    return embed(input_ids) if pp_group.running_chunk is None or arrived is None else arrived

@@ -60,6 +60,14 @@ class SequenceParallelGroup(RankGroup):
         """From this rank's tokens [batch, tokens / ranks, ...] to all tokens [batch, tokens, ...]."""
         return _GatherTokens.apply(shard, self)  # type: ignore[no-any-return]
 
+    def with_tokens_before(self, shard: torch.Tensor, number: int) -> torch.Tensor:
+        """This rank's tokens [batch, tokens, ...] after the `number` tokens before them, or all where there are
+        fewer.
+        """
+        size = min(number, shard.shape[1])
+        tails, end = self.gather_tokens(shard[:, shard.shape[1] - size :]), self.group_rank * size
+        return torch.cat([tails[:, max(0, end - number) : end], shard], dim=1)
+
     def gather_tokens_scatter_heads(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """From this rank's tokens of all heads [batch, heads, tokens, width] to all tokens of this rank's heads, in one
         all-to-all for all `tensors`.

@@ -5,6 +5,7 @@ share; its gradient is summed over the ranks that use it, which DeepSpeed 0.19.8
 """
 
 import copy
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -15,6 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ds_finetune.families.family import Family
 from ds_finetune.families.table import family_of
+from ds_finetune.model.experts import with_whole_tables
 from ds_finetune.model.parallel.pipeline import ReceiveHiddenStates
 from ds_finetune.model.parallel.rank_group import RankGroup, sum_over_ranks
 
@@ -25,6 +27,7 @@ _SHARDED_SIZES = (
     "intermediate_size",
     "moe_intermediate_size",
     "vocab_size",
+    "o_groups",
 )
 
 
@@ -178,7 +181,8 @@ def local_config(hf_config: PretrainedConfig, tp_size: int) -> PretrainedConfig:
     if hasattr(config, "num_key_value_heads") and not hasattr(config, "kv_lora_rank"):
         config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     for name in _SHARDED_SIZES:
-        if getattr(config, name, None):
+        # Another name of a size is not divided again, nor the only key and value head, which every rank has.
+        if name not in config.attribute_map and (getattr(config, name, None) or 0) > 1:
             setattr(config, name, getattr(config, name) // tp_size)
     config.pad_token_id = None
     return config
@@ -193,6 +197,7 @@ def install_tensor_parallel(lm: PreTrainedModel, tp_group: TensorParallelGroup, 
     assert isinstance(embedding, nn.Embedding), type(embedding)
     embedding.padding_idx = padding_idx
     is_later_stage = isinstance(embedding, ReceiveHiddenStates)
+    with_whole_tables(lm, embedding.num_embeddings * tp_group.size)
     _change_class(embedding, ReceiveOrEmbed if is_later_stage else VocabParallelEmbedding, tp_group)
     for name, module in lm.named_modules():
         kind = name.rpartition(".")[2]
@@ -209,6 +214,12 @@ def _change_class(module: nn.Module, parallel_class: type[nn.Module], tp_group: 
 
 def install_tensor_parallel_attention(attention: Any, tp_group: TensorParallelGroup, *, family: Family) -> None:  # noqa: ANN401 - an attention module of any family
     """Make an attention module that holds some of the heads work with those of the other ranks, in place."""
+    if family.compresses:
+        # Every rank has the key and value head and the entries, whose gradients are those of all heads.
+        _change_class(attention.q_b_proj, ColumnParallelLinear, tp_group)
+        _change_class(attention.o_b_proj, RowParallelLinear, tp_group)
+        attention.for_heads = partial(copy_to_tensor_parallel_region, tp_group=tp_group)
+        return
     _change_class(attention.o_proj, RowParallelLinear, tp_group)
     if not hasattr(attention, "kv_a_proj_with_mqa"):
         attention.register_forward_pre_hook(

@@ -267,16 +267,17 @@ def _standard_cases(world_size: int, families: Sequence[str], device: str) -> li
             cells += [
                 replace(cell, stage=stage) for stage in (row.stages if family == families[0] else row.stages[-1:])
             ]
+    first = FAMILIES[hf_config(families[0]).model_type]
     for precision in ("bf16", "fp16") if device == "cuda" else ("bf16",):
         cells += [Cell(families[0], stage, _ACCUMULATION, packing=True, precision=precision) for stage in (1, 3)]
     cells += [
         Cell(families[0], stage, _ACCUMULATION, packing=True, objective=name)
         for stage, name in zip(itertools.cycle((1, 3, 2)), OBJECTIVES, strict=False)
-        if has_class(hf_config(families[0]), task_of(objective_of(name)))
+        if has_class(hf_config(families[0]), task_of(objective_of(name))) and not (first.compresses and name == "grpo")
     ]
-    if FAMILIES[hf_config(families[0]).model_type].has_lora:
+    if first.has_lora:
         cells += [Cell(families[0], stage, _ACCUMULATION, packing=True, has_lora=True) for stage in (2, 3)]
-    if FAMILIES[hf_config(families[0]).model_type].router is not None:
+    if first.router is not None and not first.router.reads_ids:
         cells += [Cell(families[0], stage, _ACCUMULATION, packing=True, balances=True) for stage in (1, 3)]
     return [_case(cell, world_size) for cell in cells]
 

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ds_finetune.model.attention import compressed_attention
+from ds_finetune.model.attention.compressed_attention import RowShards, entries_of, tokens_of
 from ds_finetune.model.attention.indexed_attention import expect_documents, longest_document
 from ds_finetune.model.build.skeleton import build_skeleton
 from ds_finetune.model.kept_outputs import selective_contexts
@@ -55,6 +56,36 @@ def make() -> Callable[..., Models]:
         return TrainedModel(ours), plain
 
     return models
+
+
+@pytest.mark.parametrize("sp", [2, 4, 8, 16])
+def test_ranks_that_share_rows_see_what_one_rank_sees(sp: int) -> None:
+    """Shards of 40 to 5 tokens, so that windows of tokens and of entries cross several borders."""
+    window, rate, before, cpu = 9, 4, 7, torch.device("cpu")
+    tokens, whole = tokens_of(RowShards(ROWS), window, cpu), entries_of(RowShards(ROWS), rate, before, cpu)
+    rows, size = torch.arange(len(ROWS))[:, None] * 80, 80 // sp
+    made = {}
+    for rank in range(sp):
+        shards, begin = RowShards(ROWS, sp, rank), rank * size
+        own = (rows + torch.arange(begin, begin + size)).flatten()
+        held, for_entries = (
+            (rows + torch.arange(max(0, begin - number), begin + size)).flatten() for number in (window - 1, before)
+        )
+        seen, entries = tokens_of(shards, window, cpu), entries_of(shards, rate, before, cpu)
+        assert torch.equal(held[seen.own], own)
+        assert torch.equal(held[seen.first], tokens.first[own])
+        assert torch.equal(entries.first, whole.first[own])
+        assert torch.equal(entries.end, whole.end[own])
+        numbers = [
+            (entries.order == rank * entries.most + place).nonzero().item() for place in range(len(entries.windows))
+        ]
+        for place, number in enumerate(numbers):
+            made[number] = for_entries[entries.windows[place]]
+            assert entries.positions[place] == whole.positions[number]
+            if not (is_first := entries.is_first[place]):
+                assert torch.equal(for_entries[entries.windows[place] - rate], whole.windows[number] - rate)
+            assert is_first == whole.is_first[number]
+    assert torch.equal(torch.stack([made[number] for number in range(len(whole.windows))]), whole.windows)
 
 
 def _ids(rows: int = len(ROWS)) -> torch.Tensor:
