@@ -42,8 +42,12 @@ class HubSource:
 
     @property
     def fp32_names(self) -> Collection[str]:
-        """Tensors that the family keeps in fp32."""
-        return {key for key in self.hub.shapes if is_kept_in_fp32(key, self.family)}
+        """Tensors that the family keeps in fp32; where it computes with some in fp32, all that are stored so."""
+        plain = (
+            {key for key in self.hub.shapes if not self.hub.is_quantised(key)} if self.family.fp32_weights else set()
+        )
+        stored = {key for key in plain if self.hub.dtype(key) == torch.float32}
+        return stored | {key for key in self.hub.shapes if is_kept_in_fp32(key, self.family)}
 
     def read(self, name: str, start: int, numel: int) -> torch.Tensor:
         """Elements `start` to `start + numel` of the flattened tensor, 1-D; ModelError where they cannot be read."""

@@ -18,7 +18,8 @@ from ds_finetune.errors import ExportError
 from ds_finetune.export.safetensors_folder import FolderParts, folder_writer
 from ds_finetune.export.shards import HubTensor, ShardWriter
 from ds_finetune.export.source import TensorSource
-from ds_finetune.model.quantised.fp8 import BLOCK, FP8, SCALE, quantise, quantise_like, scale_shape
+from ds_finetune.model.quantised.fp8 import BLOCK, BYTE_SCALE, FP8, quantise, quantise_like, scale_shape
+from ds_finetune.model.quantised.mxfp4 import PACKED, pack, packed_shapes
 from ds_finetune.model.weights.names import hub_pieces, is_table
 
 CHUNK_NUMEL = 2**20
@@ -97,7 +98,12 @@ class Conversion:
         for piece in hub_pieces(name, shape, self.parts.family):
             if self.parts.in_fp8(piece.key, piece.shape):
                 yield HubTensor(piece.key, piece.shape, FP8)
-                yield HubTensor(piece.key + SCALE, scale_shape(piece.shape), self.parts.scale_dtype(piece.key))
+                scales, kind = scale_shape(piece.shape), self.parts.scale_dtype(piece.key)
+                yield HubTensor(self.parts.scale_key(piece.key), scales, kind)
+            elif self.parts.in_fp4(piece.key):
+                packed, scales = packed_shapes(piece.shape)
+                yield HubTensor(piece.key, packed, PACKED)
+                yield HubTensor(self.parts.scale_key(piece.key), scales, BYTE_SCALE)
             else:
                 yield HubTensor(piece.key, piece.shape, self.dtype_of(name))
 
@@ -105,7 +111,7 @@ class Conversion:
         for name, shape in self.source.shapes.items():
             for piece in hub_pieces(name, shape, self.parts.family):
                 begin, numel = piece.first_element(shape), math.prod(piece.shape)
-                is_blocks = self.parts.in_fp8(piece.key, piece.shape)
+                is_blocks = self.parts.in_fp8(piece.key, piece.shape) or self.parts.in_fp4(piece.key)
                 size = BLOCK * piece.shape[1] if is_blocks else CHUNK_NUMEL
                 columns = piece.shape[1] if is_blocks else 0
                 for start in range(0, numel, size):
@@ -141,11 +147,21 @@ class _Converter(threading.local):
         assert flat.shape == (item.numel,), (item, flat.shape)
         if item.columns:
             _check_finite(item, flat, flat)
-            self._quantise(item, flat.view(-1, item.columns))
+            write = self._pack if self._conversion.parts.in_fp4(item.key) else self._quantise
+            write(item, flat.view(-1, item.columns))
             return
         cast = self._cast(flat, self._conversion.dtype_of(item.name))
         _check_finite(item, flat, cast)
         self._writer.write(item.key, item.start, cast)
+
+    def _pack(self, item: _WorkItem, values: torch.Tensor) -> None:
+        """Write some rows in FP4 and their scales."""
+        parts, row = self._conversion.parts, item.start // item.columns
+        base = parts.fp8_base.fp4(item.key) if parts.fp8_base is not None else None
+        packed, scales, kept = pack(values, base.stored_rows(row, row + len(values)) if base is not None else None)
+        self._writer.write(item.key, row * packed.shape[1], packed.view(-1))
+        self._writer.write(parts.scale_key(item.key), row * scales.shape[1], scales.view(-1))
+        self._conversion.blocks.count(scales.numel(), kept)
 
     def _quantise(self, item: _WorkItem, values: torch.Tensor) -> None:
         """Write a row of blocks [rows, columns] and its scales; only some columns at a time are held in fp32."""
@@ -164,7 +180,7 @@ class _Converter(threading.local):
                 )
                 kept += int(same.sum())
         self._writer.write(item.key, item.start, quantised.view(-1))
-        self._writer.write(item.key + SCALE, row // BLOCK * len(scale), scale.to(parts.scale_dtype(item.key)))
+        self._writer.write(parts.scale_key(item.key), row // BLOCK * len(scale), scale.to(parts.scale_dtype(item.key)))
         self._conversion.blocks.count(len(scale), kept)
 
     def _base_blocks(self, key: str, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -82,8 +82,8 @@ def export_checkpoint(path: Path, out: Path, *, dtype: str, max_shard_bytes: int
     if parts.fp8_base:
         kept, written_blocks = conversion.blocks.kept, conversion.blocks.written
         notes.append(
-            f"{kept:,} of {written_blocks:,} FP8 blocks equal those of {parts.fp8_base.folder} and were copied byte "
-            "for byte"
+            f"{kept:,} of {written_blocks:,} quantised blocks equal those of {parts.fp8_base.folder} and were copied "
+            "byte for byte"
         )
     return ExportResult(
         folder=out, num_tensors=len(tensors), num_bytes=size, seconds=time.monotonic() - began, notes=tuple(notes)

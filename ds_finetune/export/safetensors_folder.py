@@ -27,6 +27,7 @@ from ds_finetune.model.build.dtypes import dtype_name
 from ds_finetune.model.build.hub_folder import HubFolder, check_inside, copy_model_file
 from ds_finetune.model.loss.score_config import is_classifier
 from ds_finetune.model.quantised.fp8 import BYTE_SCALE, FP8, QUANTIZATION_CONFIG, is_quantised
+from ds_finetune.model.quantised.quantisation import EXPERT_DTYPE, FP4
 from ds_finetune.model.weights.names import hub_pieces
 
 SECTION = "quantization_config"
@@ -146,6 +147,14 @@ class FolderParts:
         base = self.fp8_base
         is_byte = base is not None and base.is_fp8(key) and base.scale_dtype(key) == BYTE_SCALE
         return BYTE_SCALE if is_byte and self.has_scales_of_two else torch.float32
+
+    def scale_key(self, key: str) -> str:
+        """The name of the scales of a quantised weight."""
+        return key.removesuffix(_WEIGHT) + self.family.fp8_scale
+
+    def in_fp4(self, key: str) -> bool:
+        """Whether the tensor `key` is written in FP4, because the base has it so."""
+        return self.is_fp8 and self.fp8_base is not None and self.fp8_base.fp4(key) is not None
 
     def in_fp8(self, key: str, shape: tuple[int, ...]) -> bool:
         """Whether the tensor `key` is written in FP8 blocks: by the family's rule, else as in the base."""
@@ -268,6 +277,8 @@ def _write_config_and_files(folder: Path, parts: FolderParts, tensors: Collectio
     config[key] = dtype_name(parts.dtype)
     if parts.is_fp8:
         config[SECTION] = section_for(tensors, parts.base_section)
+        if any(parts.in_fp4(tensor.key) for tensor in tensors):
+            config[EXPERT_DTYPE] = FP4
     (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     for file in parts.files:
         text = served_tokenizer(check_inside(file)) if file.name == TOKENIZER_CONFIG else None

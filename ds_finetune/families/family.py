@@ -187,6 +187,8 @@ class Family:
     fp8_linear: str | None = r"\.(self_attn|mlp)\.([\w.]+\.)?\w+_proj(_with_mqa)?\.weight$"
     """Regular expression of the checkpoint keys whose weights are published in FP8; the default is DeepSeek-V3's:
     attention, MLPs, shared and routed experts. None where it is unknown and has to be read from the base model."""
+    fp8_scale: str = ".weight_scale_inv"
+    """What follows the name of a module in the name of the scales of its weight in FP8 or FP4."""
     export_config: Mapping[str, object] = field(default_factory=dict)
     """Keys that servers need in `config.json`, added where the base model has none."""
 

@@ -272,9 +272,10 @@ _ROWS = (
         published_renames=DEEPSEEK_V4_RENAMES,
         may_be_unexpected=(r"^mtp\.",),
         fp8_linear=None,
+        fp8_scale=".scale",
         fp32_buffers=_ROUTER_BIASES,
         # transformers 5.23, deepseek_v4/modeling_deepseek_v4.py:1242-1254.
-        fp32_weights=r"norm\.weight$|hc(_head)?[._]\w+$|\.(sinks|attn_sink|position_bias|ape)$",
+        fp32_weights=r"^(?!mtp\.).*(norm\.weight|hc(_head)?[._]\w+|\.(sinks|attn_sink|position_bias|ape))$",
         has_sinks=True,
         parallel_axes=_ALL_AXES,
         experts_class="DeepseekV4Experts",

@@ -114,7 +114,8 @@ def test_out_of_fp8_and_back_are_the_published_bytes(dtype: str, base: Path, tmp
     blocks = sum(tensor.numel() for key, tensor in read_all(base).items() if key.endswith("_scale_inv"))
     kept = tmp_path / "between" if dtype == "fp8" else base
     assert (
-        exported.notes[-1] == f"{blocks:,} of {blocks:,} FP8 blocks equal those of {kept} and were copied byte for byte"
+        exported.notes[-1]
+        == f"{blocks:,} of {blocks:,} quantised blocks equal those of {kept} and were copied byte for byte"
     )
 
 

@@ -119,12 +119,11 @@ def _pack(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("place", "changes", "said"),
     [
-        ("base", _FP4, "experts in fp4, as DeepSeek-V4-Flash is published, are converted and not read elsewhere"),
         ("source", _FP4 | {"expert_dtype": "fp6"}, "experts in fp6 are not read"),
         ("source", _INT4, "weights quantised by {'quant_method': 'compressed-tensors'"),
         ("base", _INT4, "weights quantised by {'quant_method': 'compressed-tensors'"),
     ],
-    ids=["fp4 base", "fp6", "int4", "int4 base"],
+    ids=["fp6", "int4", "int4 base"],
 )
 def test_a_format_that_is_not_read_is_named(
     place: str, changes: dict[str, object], said: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

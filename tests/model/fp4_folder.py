@@ -46,14 +46,14 @@ QUANTIZATION = {
 _IN_FP4 = re.compile(r"\.experts\.\d+\.w[123]\.weight$")
 _IN_FP8 = re.compile(r"\.(attn\.(wq_a|wq_b|wkv|wo_b)|shared_experts\.w[123])\.weight$")
 _IN_FP32 = re.compile(r"(hc_\w+|attn_sink|ape|gate\.bias)$")
-_NAMES = (("model.", ""), ("embed_tokens.", "embed."), ("hc_head.hc_", "hc_head_"))
+_NAMES = (("model.", ""), ("embed_tokens.", "embed."), ("hc_head.hc_", "hc_head_"), (".attn.norm.", ".attn.kv_norm."))
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-def publish_v4(folder: Path) -> Path:
-    """Random weights by published names, with a prediction layer's norm, in `folder`."""
+def publish_v4(folder: Path, **changes: Any) -> Path:
+    """Random weights by published names, with a prediction layer's norm, in `folder`; `changes` of its config."""
     torch.manual_seed(3)
-    config = AutoConfig.for_model("deepseek_v4", **V4)
+    config = AutoConfig.for_model("deepseek_v4", **V4 | changes)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder / "plain")
     tensors: dict[str, torch.Tensor] = {"mtp.0.norm.weight": torch.ones(128).bfloat16()}
     for key, tensor in read_all(folder / "plain").items():

@@ -50,6 +50,7 @@ from transformers import (
 _GPU_FACTOR, _GPU_FACTOR_FP8 = 2.2, 4.4
 """Times the size of the files that a GPU must have free: the 16-bit weights, the model in fp32, some activations."""
 _BLOCK, _SCALE, _FP8 = 128, "_scale_inv", torch.float8_e4m3fn
+_E2M1, _GROUP = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), 32
 _GROUPED, _EAGER = "grouped_mm", "eager"
 _MANTISSA, _SMALLEST_STEP = 3, 2.0**-9
 """Bits of the mantissa of E4M3, and the distance between its smallest numbers."""
@@ -148,9 +149,12 @@ def _load_dequantised(
             stored |= {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 - not a dict
     generator = torch.Generator().manual_seed(0) if perturbed else None
     weights = {}
-    for key in [key for key in stored if not key.endswith(_SCALE)]:
+    short = {key: key.removesuffix("weight") + "scale" for key in stored if key.endswith(".weight")}
+    scales = {key: short[key] for key in short if short[key] in stored}
+    for key in [key for key in stored if not key.endswith(_SCALE) and key not in scales.values()]:
         tensor = stored.pop(key)
-        weights[key] = _dequantise(tensor, stored[key + _SCALE], generator) if tensor.dtype == _FP8 else tensor
+        read = {_FP8: _dequantise, torch.int8: _dequantise_fp4}.get(tensor.dtype)
+        weights[key] = tensor if read is None else read(tensor, stored[scales.get(key, key + _SCALE)], generator)
     kinds = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING if _is_classifier(config) else MODEL_FOR_CAUSAL_LM_MAPPING
     kind = kinds[type(config)]
     return kind.from_pretrained(None, config=config, state_dict=weights, dtype=torch.bfloat16, output_loading_info=True)
@@ -168,6 +172,18 @@ def _dequantise(values: torch.Tensor, scale: torch.Tensor, generator: torch.Gene
         plain += step * (torch.rand(plain.shape, generator=generator) - 0.5)
     spread = scale.float().repeat_interleave(_BLOCK, 0).repeat_interleave(_BLOCK, 1)[: plain.shape[0], : plain.shape[1]]
     return (plain * spread).to(torch.bfloat16)
+
+
+def _dequantise_fp4(packed: torch.Tensor, scale: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+    """Two numbers E2M1 in each byte, the lower half first, times the scale of their 32, in bf16; a generator moves each
+    by up to half a step.
+    """
+    numbers = torch.tensor([*_E2M1, *(-number for number in _E2M1)])
+    plain = numbers[torch.stack([packed & 15, packed >> 4 & 15], dim=-1).flatten(-2).long()]
+    if generator is not None:
+        step = torch.exp2(plain.abs().clamp(min=1).log2().floor() - 1)
+        plain = plain + step * (torch.rand(plain.shape, generator=generator) - 0.5)
+    return (plain * scale.float().repeat_interleave(_GROUP, 1)).to(torch.bfloat16)
 
 
 def _choose_device(folder: Path, factor: float) -> str:

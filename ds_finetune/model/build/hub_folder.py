@@ -143,6 +143,11 @@ class HubFolder:
         """Whether the tensor is stored in FP8 blocks."""
         return key in self._scaled
 
+    def fp4(self, key: str) -> Fp4Matrix | None:
+        """The tensor as it is stored in FP4; None where it is not."""
+        found = self._packed.get(key)
+        return found if isinstance(found, Fp4Matrix) else None
+
     def dtype(self, key: str) -> torch.dtype:
         """Dtype of what is read: the stored one, or fp32 for FP8, MXFP4 and FP4."""
         return torch.float32 if self.is_quantised(key) else self._stored[key].dtype

@@ -78,11 +78,11 @@ def quantise(values: torch.Tensor, *, scales_of_two: bool = False) -> tuple[torc
     padded = torch.nn.functional.pad(values, (0, -columns % BLOCK)).view(rows, -1, BLOCK)
     scale = (padded.abs().amax(dim=(0, 2)) / _LARGEST).clamp_(min=_SMALLEST_SCALE)
     if scales_of_two:
-        scale = _next_power_of_two(scale)
+        scale = next_power_of_two(scale)
     return (padded / scale[None, :, None]).to(FP8).view(rows, -1)[:, :columns], scale
 
 
-def _next_power_of_two(scale: torch.Tensor) -> torch.Tensor:
+def next_power_of_two(scale: torch.Tensor) -> torch.Tensor:
     """The smallest power of two that is not below each element; exact, which exp2(ceil(log2(x))) need not be."""
     mantissa, exponent = scale.frexp()
     return torch.ldexp(torch.ones_like(scale), exponent - (mantissa == _HALF).to(exponent.dtype))

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ds_finetune.errors import ModelError
-from ds_finetune.model.quantised.fp8 import BYTE_SCALE, SCALE
+from ds_finetune.model.quantised.fp8 import BYTE_SCALE, SCALE, next_power_of_two
 from ds_finetune.model.weights.safetensors_file import Shape, StoredTensor
 
 GROUP = 32
@@ -148,6 +148,37 @@ def _check_parts(name: str, blocks: StoredTensor, scales: StoredTensor, folder: 
 
 PACKED = torch.int8
 _PER_BYTE = 2
+_BETWEEN = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+"""The numbers halfway between neighbours of E2M1, by the lower one's index."""
+
+
+def packed_shapes(shape: Shape) -> tuple[Shape, Shape]:
+    """Shapes of the bytes and of the scales of a matrix in FP4."""
+    rows, columns = shape
+    return (rows, columns // _PER_BYTE), (rows, columns // GROUP)
+
+
+def pack(
+    values: torch.Tensor, like: tuple[torch.Tensor, torch.Tensor] | None
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Rows [rows, columns] in fp32 as int8 and exponents, and how many groups got back the bytes of `like`.
+
+    A group's scale is the smallest power of two with which its largest number is at most 6; a number between two of
+    E2M1 becomes the even one. Groups whose numbers are those of `like` dequantised get its bytes, since several pairs
+    of bytes and scale are the same numbers.
+    """
+    groups = values.float().view(len(values), -1, GROUP)
+    scale = next_power_of_two((groups.abs().amax(-1) / _HALF_BYTE[-1]).clamp_(min=torch.finfo(torch.float32).tiny))
+    sizes = (groups / scale[..., None]).abs()
+    lower, upper = torch.bucketize(sizes, _BETWEEN), torch.bucketize(sizes, _BETWEEN, right=True)
+    codes = torch.where(lower % 2 == 0, lower, upper) + 8 * groups.signbit()
+    packed = (codes[..., ::2] + 16 * codes[..., 1::2]).to(torch.uint8)
+    exponents, kept = scale.to(BYTE_SCALE).view(torch.uint8), torch.zeros_like(scale, dtype=torch.bool)
+    if like is not None:
+        old, of_old = like[0].view(torch.uint8).view_as(packed), like[1].view(torch.uint8)
+        kept = (dequantise(old, of_old).view_as(groups) == groups).all(-1)
+        packed, exponents = torch.where(kept[..., None], old, packed), torch.where(kept, of_old, exponents)
+    return packed.flatten(-2).view(PACKED), exponents.view(BYTE_SCALE), int(kept.sum())
 
 
 @dataclass(frozen=True)
@@ -168,6 +199,10 @@ class Fp4Matrix:
         width = self.shape[1]
         first, last = start // width, -(-(start + numel) // width)
         return self.rows(first, last).view(-1)[start - first * width :][:numel]
+
+    def stored_rows(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Bytes and scales of rows `first` to `last`."""
+        return self.packed.rows(first, last), self.scales.rows(first, last)
 
     def rows(self, first: int, last: int, within: tuple[slice, ...] = ()) -> torch.Tensor:
         """Rows `first` to `last`, [rows, columns]; with `within` some consecutive columns."""

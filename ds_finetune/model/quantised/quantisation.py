@@ -10,7 +10,7 @@ from ds_finetune.model.quantised.fp8 import BLOCK, QUANTIZATION_CONFIG
 from ds_finetune.model.quantised.mxfp4 import QUANT_METHOD
 
 MODEL_OPTIMIZER_FILE = "hf_quant_config.json"
-_EXPERT_DTYPE, _FP4 = "expert_dtype", "fp4"
+EXPERT_DTYPE, FP4 = "expert_dtype", "fp4"
 _SCALE_FORMATS = (None, "float", "ue8m0")
 _HINT = (
     f"give a copy in bf16, in FP8 with weight_block_size [{BLOCK}, {BLOCK}] and quant_method fp8, or in gpt-oss' MXFP4"
@@ -28,7 +28,7 @@ def has_fp4_experts(config: Mapping[str, Any]) -> bool:
     """Whether `config`, a config.json as published, says that experts are in FP4, as those of DeepSeek-V4-Flash."""
     section = _section_with_experts(config)
     is_mapping = isinstance(section, Mapping)
-    return is_mapping and section.get("quant_method") == "fp8" and section.get(_EXPERT_DTYPE) == _FP4
+    return is_mapping and section.get("quant_method") == "fp8" and section.get(EXPERT_DTYPE) == FP4
 
 
 def _section_with_experts(config: Mapping[str, Any]) -> Any:  # noqa: ANN401 - whatever a config.json holds
@@ -36,8 +36,8 @@ def _section_with_experts(config: Mapping[str, Any]) -> Any:  # noqa: ANN401 - w
     (deepseek_v4/configuration_deepseek_v4.py:247-255).
     """
     given = config.get("quantization_config")
-    if isinstance(given, Mapping) and config.get(_EXPERT_DTYPE) is not None:
-        return {_EXPERT_DTYPE: config[_EXPERT_DTYPE], **given}
+    if isinstance(given, Mapping) and config.get(EXPERT_DTYPE) is not None:
+        return {EXPERT_DTYPE: config[EXPERT_DTYPE], **given}
     return given
 
 
@@ -61,18 +61,14 @@ def check_no_other_format(folder: Path, error: type[FinetuneError]) -> None:
 def check_readable(given: Any, label: str, error: type[FinetuneError]) -> None:  # noqa: ANN401 - whatever a config.json holds
     """Raise `error` where the `quantization_config` of `label` is of a format that is not read.
 
-    Read are FP8 in blocks (`model/quantised/fp8.py`) and MXFP4 (`model/quantised/mxfp4.py`).
+    Read are FP8 in blocks (`model/quantised/fp8.py`), with experts in FP4 or without, and MXFP4
+    (`model/quantised/mxfp4.py`).
     """
     tree = given if isinstance(given, Mapping) else {}
     if tree.get("quant_method") == QUANT_METHOD:
         return
-    if tree.get("quant_method") == "fp8" and tree.get(_EXPERT_DTYPE) == _FP4:
-        raise error(
-            f"{label}: experts in fp4, as DeepSeek-V4-Flash is published, are converted and not read elsewhere",
-            hint="`ds-finetune export FOLDER OUT` writes a copy in bf16 by the published names",
-        )
-    if tree.get("quant_method") == "fp8" and tree.get(_EXPERT_DTYPE, "fp8") != "fp8":
-        raise error(f"{label}: experts in {tree[_EXPERT_DTYPE]} are not read", hint=_HINT)
+    if tree.get("quant_method") == "fp8" and tree.get(EXPERT_DTYPE, "fp8") not in ("fp8", FP4):
+        raise error(f"{label}: experts in {tree[EXPERT_DTYPE]} are not read", hint=_HINT)
     read = {key: tree.get(key, QUANTIZATION_CONFIG[key]) for key in ("fmt", "quant_method", "weight_block_size")}
     is_fp8 = tree.get("quant_method") is not None and all(read[key] == QUANTIZATION_CONFIG[key] for key in read)
     if not is_fp8 or tree.get("scale_fmt") not in _SCALE_FORMATS:
