@@ -31,6 +31,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v3": {**PUBLISHED["DeepSeek-V3, R1, V3.1"], "vocab_size": 129280},
     "dpo_r1_distill_qwen_7b": {**PUBLISHED["R1-Distill-Qwen-7B"], "vocab_size": 152064},
     "glm_47_flash": {**PUBLISHED["GLM-4.7-Flash"], "vocab_size": 154880},
+    "grpo_r1_distill_qwen_1b5_math": {**PUBLISHED["R1-Distill-Qwen-7B"], **_QWEN_1B5, "vocab_size": 151936},
     "kto_r1_distill_qwen_7b_lora": {**PUBLISHED["R1-Distill-Qwen-7B"], "vocab_size": 152064},
     "moonlight_16b": {**PUBLISHED["Moonlight-16B-A3B"], "vocab_size": 163840},
     "qwen3_8b": {**PUBLISHED["Qwen3-8B"], "vocab_size": 151936},

@@ -15,11 +15,9 @@ from ds_finetune.console.phase_line import write_now
 from ds_finetune.engine.groups.collectives import all_gather_scalar
 from ds_finetune.engine.patches.deepspeed_gathering import whole_weights
 from ds_finetune.engine.state.parameter_tags import local_shape
+from ds_finetune.plan.forward import WEIGHTS_SHARE
 from ds_finetune.plan.plan import Plan
 from ds_finetune.system.free_memory import available_bytes
-
-WEIGHTS_SHARE = 0.5
-"""Share of a rank's free memory that whole weights may take while ZeRO-3 answers prompts."""
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """How a forward is computed: the kernels of attention and experts, the tokens of a tile of an MLP and of a chunk of the
-head. Packed rows are attended by one call for all documents of a forward on GPUs, and a call for each elsewhere.
+head, and the answers that are sampled at a time. Packed rows are attended by one call for all documents of a forward on
+GPUs, and a call for each elsewhere.
 """
 
 import math
@@ -211,3 +212,28 @@ def head_line(vocabulary: int, *, precision: str, device: str) -> tuple[str, str
     tokens = head_chunk(vocabulary, precision=precision, device=device)
     memory = tokens * logits_bytes(vocabulary, precision=precision) / GIB
     return "head", f"logits of {tokens:,} supervised tokens at a time, {memory:.2f} GiB"
+
+
+WEIGHTS_SHARE = 0.5
+"""Share of a rank's free memory that whole weights may take while ZeRO-3 answers prompts."""
+_CACHE_SHARE = 0.4
+"""Share of the memory that is free then which keys, values and logits of a batch of sampled answers may take."""
+_MOST_ANSWERS = 256
+"""Answers of a batch, at most, where memory decides."""
+_COPIES_OF_LOGITS = 6
+"""Numbers in fp32 for each logit while tokens are drawn."""
+PROMPT_TOKENS = 2**14
+"""Tokens of prompts in one forward, at most, unless one prompt has more; as if all were as long as the longest."""
+_DRAWN_AT_ONCE = {"cpu": 2**17, "cuda": 2**25}
+"""Ids of all rows for which noise is computed at a time: what fits in a core's cache, and 256 MiB a tensor."""
+
+
+def rows_of_batch(free_bytes: float, *, tokens: int, token_bytes: int, vocabulary: int) -> int:
+    """Answers that are sampled at a time, of so many tokens with their prompts, where memory decides."""
+    bytes_of_row = tokens * token_bytes + _COPIES_OF_LOGITS * 4 * vocabulary
+    return max(1, min(_MOST_ANSWERS, int(_CACHE_SHARE * free_bytes / bytes_of_row)))
+
+
+def rows_drawn_at_once(device: str, *, vocabulary: int) -> int:
+    """Answers for whose next tokens noise is computed at a time."""
+    return max(1, _DRAWN_AT_ONCE.get(device, 2**17) // vocabulary)

@@ -11,6 +11,7 @@ from ds_finetune.config.sections import (
     LoraConfig,
     MtpConfig,
     ParallelConfig,
+    RolloutConfig,
     RouterConfig,
 )
 from ds_finetune.errors import ConfigError
@@ -55,7 +56,7 @@ _TRAIN_KEYS = (
     "tiled_mlp",
 )
 """Keys of `train` that a plan has as they are written."""
-_SECTIONS = ("parallel", "objective", "lora", "mtp", "router", "indexer")
+_SECTIONS = ("parallel", "objective", "rollout", "lora", "mtp", "router", "indexer")
 """Sections of the run file that a plan has as they are written; memory and time depend on them."""
 
 
@@ -117,6 +118,7 @@ class Plan:
     duration: str
     parallel: ParallelConfig
     objective: ObjectiveConfig
+    rollout: RolloutConfig
     lora: LoraConfig | None
     mtp: MtpConfig
     router: RouterConfig | None

@@ -4,10 +4,9 @@ from collections.abc import Iterable, Iterator
 
 from ds_finetune.config.objectives import GrpoObjective, is_grpo
 from ds_finetune.config.schedule import Duration
-from ds_finetune.plan.batch import AUTO
 from ds_finetune.plan.settings import Condition, Conflict, Refusal, RunSettings, setting, together
 
-_LAYOUTS: tuple[frozenset[str], ...] = (frozenset(), frozenset({"tp"}), frozenset({"sp"}))
+_LAYOUTS = tuple(frozenset(axes.split()) for axes in ("", "tp", "sp", "ep"))
 """Axes beside data parallelism with which tests/parity/test_grpo.py compares the loss with a plain loop."""
 
 
@@ -42,7 +41,11 @@ def _untested() -> Iterable[Conflict]:
     yield setting("data.streaming true", "set data.streaming to false")
     quantizes: Condition = lambda run: run.lora is not None and run.lora.quantize  # noqa: E731
     yield Conflict("lora.quantize {lora.quantize}", "leave lora.quantize out", quantizes)
-    yield Conflict("parallel {mesh}", "set parallel.tp or parallel.sp only", lambda run: run.axes not in _LAYOUTS)
+    yield Conflict(
+        "parallel {mesh}",
+        "set one of parallel.tp, sp and ep only",
+        lambda run: run.axes not in _LAYOUTS,
+    )
     yield Conflict("offload to nvme", "offload to cpu", lambda run: "nvme" in run.offloads)
     # It counts forwards to know when all weights are updated, and their number differs from step to step.
     yield Conflict("inexact option zenflow", "leave zenflow out", lambda run: "zenflow" in run.inexact)
@@ -88,11 +91,6 @@ def rollout_checks() -> Iterator[Refusal]:
         lambda run: Duration.parse(run.train.duration).unit == "tokens",
         "train.for `{train.duration}`: how long the sampled answers will be is not known",
         "give train.for in steps, or in epochs of the prompts",
-    )
-    yield _refused(
-        lambda run: run.train.micro_batch_size == AUTO,
-        "objective grpo with train.micro_batch_size auto: sizes are tried on rows of the data, which have no answers",
-        "give train.micro_batch_size a number; the plan prints the memory that it needs",
     )
     yield _refused(
         _unreached_length,

@@ -128,7 +128,8 @@ def memory_table(estimate: MemoryEstimate) -> list[str]:
 def estimate_of(run: PreparedRun) -> MemoryEstimate | None:
     """The estimate of the run, or None where the arithmetic of its model is not known."""
     try:
-        return estimate_memory(run.plan, run.inputs.config_tree)
+        budget = None if run.memory is None else run.memory.free_bytes
+        return estimate_memory(run.plan, run.inputs.config_tree, budget=budget)
     except FinetuneError:
         return None
 

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 import xxhash
@@ -17,6 +18,7 @@ import xxhash
 from ds_finetune import __version__
 from ds_finetune.checkpoint.run_state import versions
 from ds_finetune.cluster.watchdog.monitor import Monitor
+from ds_finetune.config.objectives import is_grpo
 from ds_finetune.config.sections import TrainConfig
 from ds_finetune.config.units import GIB
 from ds_finetune.console.phase_line import Say, say_nothing
@@ -112,8 +114,7 @@ def _try_sizes(
     while rows:
         need, has = estimates[rows] / GIB, budget / GIB
         say(f"trying train.micro_batch_size {rows}: {need:.3f} of {has:.3f} GiB by the estimate")
-        train = trial_section(run, rows).model_dump(mode="json", by_alias=True)
-        trial = try_steps({**run.tree, "train": train}, run.plan.world, store, topic=f"micro-batch {rows}")
+        trial = try_steps({**run.tree, **_of_trial(run, rows)}, run.plan.world, store, topic=f"micro-batch {rows}")
         if trial.outcome == DONE and fits(trial.peak_bytes, budget):
             return TriedSize(rows, trial.peak_bytes, time.strftime("%Y-%m-%d %H:%M")), refused
         if trial.outcome not in (DONE, OUT_OF_MEMORY):
@@ -138,6 +139,17 @@ def trial_section(run: ResolvedRun, rows: int) -> TrainConfig:
     forwards = min(plan.batch.global_batch_size // (rows * plan.dp), most)
     size = {"micro_batch_size": rows, "global_batch_size": rows * plan.dp * forwards}
     return run.config.train.model_copy(update=size)
+
+
+def _of_trial(run: ResolvedRun, rows: int) -> dict[str, Any]:
+    """The sections of the run file that a trial has of its own. Its answers are those of one prompt."""
+    train = trial_section(run, rows)
+    found: dict[str, Any] = {"train": train.model_dump(mode="json", by_alias=True)}
+    if is_grpo(run.config.objective):
+        group = run.config.objective.model_copy(update={"group_size": train.global_batch_size})
+        rollout = run.config.rollout.model_copy(update={"prompts_per_step": 1})
+        found |= {"objective": group.model_dump(mode="json"), "rollout": rollout.model_dump(mode="json")}
+    return found
 
 
 def _decided(run: PreparedRun, rows: int, how: str) -> PreparedRun:

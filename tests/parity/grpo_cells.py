@@ -144,4 +144,8 @@ def layouts(worlds: Sequence[int]) -> list[Layout]:
         for has_lora in ((False, True) if family == "llama" else (False,))
         if world % 2 == 0
     ]
-    return [*plain, *shared]
+    divided = [
+        Layout(Cell("deepseek_v3", stage, accumulation, packing, ep=2), 2)
+        for stage, accumulation, packing in product(range(4), (1, 2), (True, False))
+    ]
+    return [*plain, *shared, *divided]

@@ -133,7 +133,6 @@ SAMPLED: list[tuple[str, dict[str, Any], dict[str, Any], Mesh | None]] = [
     ("adapters_off without lora: there are no adapters", grpo(reference="adapters_off"), {}, None),
     ("objective.kl_weight 0.1 without a reference model", grpo(kl_weight=0.1), {}, None),
     ("objective.kl_weight 0.1 without a", grpo(kl_weight=0.1, reference="none") | {"lora": {}}, {}, None),
-    ("objective grpo with train.micro_batch_size auto", GRPO | {"train": {"micro_batch_size": "auto"}}, {}, None),
     ("train.for `1000 tokens`: how long the sampled", GRPO | {"train": {"for": "1000 tokens"}}, {}, None),
     ("objective grpo with mtp.train true is not tested", GRPO | {"mtp": {"train": True}}, {}, None),
     ("objective grpo with indexer.train true is not tested", GRPO | {"indexer": {"train": True}}, {}, None),
@@ -147,7 +146,6 @@ SAMPLED: list[tuple[str, dict[str, Any], dict[str, Any], Mesh | None]] = [
     ("objective grpo with offload to nvme is not tested", GRPO, NVME, None),
     ("objective grpo with inexact option zenflow", GRPO | {"inexact": "zenflow"}, {}, None),
     ("x pp 2 is not tested", GRPO, {}, Mesh(0, 2, pp=2)),
-    ("x ep 2 is not tested", GRPO, {}, Mesh(0, 2, ep=2)),
     ("x sp 2 x tp 2 is not tested", GRPO, {}, Mesh(0, 4, sp=2, tp=2)),
 ]
 

@@ -34,6 +34,7 @@ from tests.forks import Forkserver
 from tests.json_files import change_json
 from tests.launched import SOCKET
 from tests.running import SECONDS, metrics, start, tiny_task, torchrun
+from tests.sums_task import sums_task
 
 _NO_FILES = {"checkpoint": {"every": "never"}, "export": {"at_end": False}}
 
@@ -260,3 +261,13 @@ def _wide_task(folder: Path, *, ranks: int) -> Path:
     wide = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6}
     change_json(config, wide)
     return run_file
+
+
+def test_sampled_answers_are_tried_as_full_rows(tmp_path: Path) -> None:
+    run_file = sums_task(tmp_path, train={"micro_batch_size": "auto", "for": "1 steps"}, **_NO_FILES)
+    done = start(["ds-finetune", "train", str(run_file)], {SOCKET: Forkserver.get().address})
+    assert done.returncode == 0, done.stdout + done.stderr
+    # Four answers to each of four prompts.
+    assert "trying train.micro_batch_size 16: " in done.stdout
+    assert _plan_text(tmp_path).startswith("16 (auto: tried on the longest rows, ")
+    assert len(_losses(tmp_path)) == 1

@@ -11,11 +11,10 @@ from ds_finetune.engine.sampling.answers import Finish, PromptToSample, SampledA
 from ds_finetune.engine.sampling.noise import answer_keys, draw_tokens, id_keys
 from ds_finetune.engine.sampling.row_cache import ReadPrompt, RowCache
 from ds_finetune.errors import RunError
+from ds_finetune.plan.forward import PROMPT_TOKENS
 
 _KEPT_SHARE = 7 / 8
 """Rows that have ended stay in the batch while this share has not, since the cache is copied where some leave."""
-_PROMPT_TOKENS = 2**14
-"""Tokens of prompts in one forward, at most, unless one prompt has more; as if all were as long as the longest."""
 
 
 _BROKEN = -1
@@ -125,7 +124,7 @@ class BatchOfAnswers:
 
     def _read_prompts(self, parts: Sequence[PromptPart]) -> Iterator[tuple[ReadPrompt, slice]]:
         """The prompts with the rows that they fill; the cache of one forward is in memory at a time."""
-        begin, size = 0, max(1, _PROMPT_TOKENS // parts[-1].length)
+        begin, size = 0, max(1, PROMPT_TOKENS // parts[-1].length)
         for first in range(0, len(parts), size):
             some = parts[first : first + size]
             prompts, logits = self._model.read_prompts([part.prompt.ids for part in some])

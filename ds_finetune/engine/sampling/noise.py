@@ -8,14 +8,14 @@ from collections.abc import Iterable
 
 import torch
 
+from ds_finetune.plan.forward import rows_drawn_at_once
+
 _STEP = 0x9E3779B97F4A7C15 - 2**64
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
 _LAST_SHIFT = 31
 """The numbers of splitmix64 (Steele, Lea and Flood, 2014), as signed integers: products wrap around in both."""
 _BITS = 52
 """Random bits of a number between 0 and 1; with half of the last one added it is exact in fp64, and neither 0 nor 1."""
-_AT_ONCE = {"cpu": 2**17, "cuda": 2**25}
-"""Ids of all rows for which noise is computed at a time: what fits in a core's cache, and 256 MiB a tensor."""
 
 
 def mix(values: torch.Tensor) -> torch.Tensor:
@@ -63,7 +63,7 @@ def draw_tokens(
     log-probability, fp32 [answers]. `position` is the number of tokens that the answers have.
     """
     keys = mix(keys + _wrap((position + 1) * _STEP))
-    rows = max(1, _AT_ONCE.get(logits.device.type, 2**17) // logits.shape[1])
+    rows = rows_drawn_at_once(logits.device.type, vocabulary=logits.shape[1])
     parts = [_draw(*part, of_ids) for part in zip(logits.split(rows), keys.split(rows), strict=True)]
     ids, log_probs = (torch.cat(each) for each in zip(*parts, strict=True))
     return ids, log_probs

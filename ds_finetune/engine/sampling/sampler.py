@@ -14,14 +14,8 @@ from ds_finetune.engine.sampling.batch import BatchOfAnswers, Drawing, PromptPar
 from ds_finetune.engine.sampling.cache_check import check_cache
 from ds_finetune.engine.sampling.row_cache import token_bytes
 from ds_finetune.model.parallel.tensor import TensorParallelGroup
+from ds_finetune.plan.forward import rows_of_batch
 from ds_finetune.plan.plan import Plan
-
-_CACHE_SHARE = 0.4
-"""Share of a rank's free memory that keys, values and logits of a batch may take."""
-_MOST_ROWS = 256
-"""Rows of a batch, at most, where memory decides."""
-_COPIES_OF_LOGITS = 6
-"""Numbers in fp32 for each logit while tokens are drawn."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +80,8 @@ def _rows_in_memory(model: AnswerModel, plan: Plan, prompts: Sequence[PromptToSa
     """Rows for which the rank with the least free memory has room; collective."""
     (prompt,), logits = model.read_prompts([prompts[0].ids[:1]])
     tokens = max(len(each.ids) for each in prompts) + limits.max_new_tokens
-    bytes_of_row = tokens * token_bytes(prompt) + _COPIES_OF_LOGITS * logits.nbytes
-    return max(1, min(_MOST_ROWS, int(_CACHE_SHARE * least_free_bytes(plan) / bytes_of_row)))
+    free = least_free_bytes(plan)
+    return rows_of_batch(free, tokens=tokens, token_bytes=token_bytes(prompt), vocabulary=logits.shape[1])
 
 
 def _batches(prompts: Sequence[PromptToSample], plan: Plan, group_size: int, rows: int) -> Iterator[list[PromptPart]]:

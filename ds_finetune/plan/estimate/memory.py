@@ -3,7 +3,7 @@ lowers it.
 """
 
 import json
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, get_args
@@ -33,6 +33,7 @@ from ds_finetune.plan.estimate.rank_weights import (
     shape_of_model,
     weights_of_run,
 )
+from ds_finetune.plan.estimate.rollouts import samples_itself, sampling_rows
 from ds_finetune.plan.estimate.rows import (
     FORWARD,
     KEPT_FOR_BACKWARD,
@@ -41,6 +42,7 @@ from ds_finetune.plan.estimate.rows import (
     Moment,
     Place,
     fullest_moment,
+    held,
     peak,
 )
 from ds_finetune.plan.estimate.states import ModelSizes, estimate_run
@@ -102,13 +104,16 @@ class MemoryEstimate:
         return peak(self.rows, "disk")
 
 
-def estimate_memory(plan: Plan, model: ModelConfig, *, teacher: ModelConfig | None = None) -> MemoryEstimate:
+def estimate_memory(
+    plan: Plan, model: ModelConfig, *, teacher: ModelConfig | None = None, budget: int | None = None
+) -> MemoryEstimate:
     """What the run of `plan` needs, where `model` is the config.json of its model, and
-    `teacher` that of a teacher, which is read from its folder where it is not given.
+    `teacher` that of a teacher, which is read from its folder where it is not given. `budget` are the bytes of a
+    rank's device: a run that samples answers fills a part of it; with None as if it had no more than steps need.
 
     ConfigError where the arithmetic of a model type is not known; ModelError where the teacher's folder is not here.
     """
-    return fullest_stage(estimate_stages(plan, model, teacher=teacher))
+    return fullest_stage(estimate_stages(plan, model, teacher=teacher, budget=budget))
 
 
 def fullest_stage(stages: Iterable[MemoryEstimate]) -> MemoryEstimate:
@@ -116,7 +121,9 @@ def fullest_stage(stages: Iterable[MemoryEstimate]) -> MemoryEstimate:
     return max(stages, key=lambda estimate: estimate.device_bytes)
 
 
-def estimate_stages(plan: Plan, model: ModelConfig, *, teacher: ModelConfig | None = None) -> Iterator[MemoryEstimate]:
+def estimate_stages(
+    plan: Plan, model: ModelConfig, *, teacher: ModelConfig | None = None, budget: int | None = None
+) -> Iterator[MemoryEstimate]:
     """What a rank of each pipeline stage needs, in their order; of stages that hold the same, the first alone, which
     has the most forwards in flight. Errors as those of `estimate_memory`.
     """
@@ -135,6 +142,7 @@ def estimate_stages(plan: Plan, model: ModelConfig, *, teacher: ModelConfig | No
         others = (*last, *files) if is_last else files
         own = zero_rows(plan, rank_elements(plan, model, weights), weights)
         rows = (*own, *_fp32_rows(plan, model, weights), *_activation_rows(plan, model, weights, number), *others)
+        rows += tuple(_rollout_rows(plan, model, weights, rows, budget))
         yield MemoryEstimate(rows, number, _home(plan))
 
 
@@ -175,6 +183,17 @@ def least_bytes_of_stages(plan: Plan, model: ModelConfig) -> StateBytes:
     return StateBytes(
         *(peak(shared, place) + min(peak(each, place) for each in rows) // plan.mesh.pp for place in places)
     )
+
+
+def _rollout_rows(
+    plan: Plan, model: ModelConfig, weights: RankWeights, others: Sequence[MemoryRow], budget: int | None
+) -> Iterator[MemoryRow]:
+    """Rows for answers that a rank samples beside its `others`."""
+    if samples_itself(plan):
+        forward = max(layer.forward for layer in _stage_activations(plan, model, weights).kinds)
+        place = _home(plan)
+        free = (peak(others, place) if budget is None else budget) - held(others, place, "rollout")
+        yield from sampling_rows(plan, model, weights, forward=forward, free=free)
 
 
 def _communicator_rows(plan: Plan) -> Iterator[MemoryRow]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple, Self
 
+from ds_finetune.config.objectives import is_grpo
 from ds_finetune.config.sections import LoraConfig
 from ds_finetune.families.parameters import ModelConfig
 from ds_finetune.families.table import family_of
@@ -124,11 +125,16 @@ class Work:
         return keys.per_token(self.model) if keys else 0
 
     @cached_property
-    def extra_forwards(self) -> int:
+    def extra_forwards(self) -> float:
         """Forwards of the model itself that a step does beside the trained one: that of a reference, which is the model
-        without its adapters.
+        without its adapters, and of the steps of a rollout after the first one, before which log-probabilities are
+        read.
         """
-        return int(getattr(self.plan.objective, "reference", "cache") == "adapters_off")
+        objective = self.plan.objective
+        if is_grpo(objective):
+            steps, has_adapters = self.plan.rollout.steps_per_rollout, self.plan.lora is not None
+            return objective.has_reference(has_adapters=has_adapters) + (steps - 1) / steps
+        return float(getattr(objective, "reference", "cache") == "adapters_off")
 
 
 class Passes(NamedTuple):

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Place = Literal["gpu", "host", "nvme", "disk"]
-Moment = Literal["teacher", "forward", "head", "head backward", "layers", "embedding", "reduction", "step", "exchange"]
+Moment = Literal[
+    "teacher", "forward", "head", "head backward", "layers", "embedding", "reduction", "step", "exchange", "rollout"
+]
 """Moments of an optimizer step: the forward of a teacher, that of the model's layers, the head and the loss, their
 backward, that of layers, the gradient of the embedding, the reduction of gradients after backward, the optimizer's
-update, and the exchange of updated weights.
+update, and the exchange of updated weights; and the sampling of answers between steps.
 """
 MOMENTS: tuple[Moment, ...] = get_args(Moment)
 FORWARD: tuple[Moment, ...] = ("forward", "head")

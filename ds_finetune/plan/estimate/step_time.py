@@ -27,8 +27,17 @@ from ds_finetune.plan.estimate.operations import (
     operations,
     shape_of,
 )
-from ds_finetune.plan.estimate.rank_weights import RankWeights, as_one_stage, is_trained, weights_of_run
+from ds_finetune.plan.estimate.rank_weights import (
+    RankWeights,
+    as_one_stage,
+    is_trained,
+    rank_elements,
+    weights_of_run,
+)
+from ds_finetune.plan.estimate.rollouts import samples_itself, sampling_of, sampling_operations, sampling_traffic
+from ds_finetune.plan.estimate.rows import held
 from ds_finetune.plan.estimate.traffic import Beside, Group, GroupTraffic, between_chunks, traffic
+from ds_finetune.plan.estimate.zero_rows import zero_rows
 from ds_finetune.plan.model_shape import Shape
 from ds_finetune.plan.plan import Plan
 
@@ -228,7 +237,8 @@ def _stage_seconds(
     # Only the backward of the last micro-batch is still to come when its gradients are ready.
     last = {name: seconds / times * 2 / 3 for name, seconds in budgets.items()}
     end = _exposed(machine, [transfer for transfer in sent if not transfer.is_each_forward], last)
-    return _StageSeconds(parts, end | _optimizer_seconds(work, machine, weights))
+    sampling = _sampling_seconds(work, machine, weights, is_last=is_last)
+    return _StageSeconds(parts, end | _optimizer_seconds(work, machine, weights) | sampling)
 
 
 def _exposed(machine: Machine, transfers: list[GroupTraffic], budgets: Mapping[Beside, float]) -> dict[str, float]:
@@ -260,6 +270,25 @@ def _compute_seconds(work: Work, machine: Machine, weights: RankWeights, *, is_l
     host = kernels * machine.efficiency.launch_seconds
     found["kernel launches"] = host if machine.blocks_host else max(0.0, host - sum(found.values()))
     return found
+
+
+def _sampling_seconds(work: Work, machine: Machine, weights: RankWeights, *, is_last: bool) -> dict[str, float]:
+    """Seconds of the sampling of a step's answers; nothing where the ranks sample none."""
+    plan = work.plan
+    if not samples_itself(plan):
+        return {}
+    own = tuple(zero_rows(plan, rank_elements(plan, work.model, weights), weights))
+    free = machine.accelerator.memory_bytes - held(own, "host" if plan.device == "cpu" else "gpu", "rollout")
+    found = sampling_of(plan, work.model, weights, free=free)
+    busy = sum(_roofline(work, machine, tuple(sampling_operations(work, weights, found, is_last=is_last))).values())
+    kernels = sum(_KERNELS[layer.is_sparse] for layer in weights.layer_kinds)
+    host = kernels * found.batches * plan.rollout.max_new_tokens * machine.efficiency.launch_seconds
+    seconds = busy + host if machine.blocks_host else max(busy, host)
+    seconds += sum(_exposed(machine, list(sampling_traffic(work, weights, found)), {}).values())
+    if plan.offload_param != "none":
+        copied = work.width * sum(kind.sharded for kind in weights.kinds) * found.batches * plan.rollout.max_new_tokens
+        seconds += copied / (machine.efficiency.host_link * machine.accelerator.pcie_bytes_per_s)
+    return {"sampling of answers": seconds / plan.rollout.steps_per_rollout}
 
 
 def _recomputation(
@@ -388,6 +417,11 @@ def _assumptions(work: Work, machine: Machine) -> Iterator[str]:
         yield (
             "The row of a token is sent once for each of its experts, also to several on one rank or node; the way to "
             "them is hidden only beside shared experts, and the way back is not."
+        )
+    if samples_itself(work.plan):
+        yield (
+            f"Each answer has {work.plan.rollout.max_new_tokens:,} tokens, beside a prompt that fills its row; rewards "
+            "are not counted."
         )
     if work.plan.lora is not None:
         yield (

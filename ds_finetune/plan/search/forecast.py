@@ -189,7 +189,9 @@ def forecast_run(given: RunSettings, target: Target) -> Forecast:
     if target.machine is not None:
         rows = RowShape.full(run.train.max_seq_len)
         time = estimate_time(plan, model, machine=target.machine, rows=rows)
-    return Forecast(run, model, plan, stages, estimate_memory(plan, model), target, time, text, again)
+    budget = None if target.budget is None else target.budget.device_bytes
+    memory = estimate_memory(plan, model, budget=budget)
+    return Forecast(run, model, plan, stages, memory, target, time, text, again)
 
 
 def _largest_rows(plan: Plan, model: Mapping[str, Any], target: Target) -> tuple[int, str]:

@@ -55,7 +55,7 @@ LAYOUTS = {
 
 WITH_STEP = ("lora", "qlora")
 """Layouts that take a step first, after which adapters are not zeros."""
-OTHER_OBJECTIVE = ("qlora", "ep", "pp")
+OTHER_OBJECTIVE = ("qlora", "pp")
 """Layouts that the objective grpo refuses."""
 
 
