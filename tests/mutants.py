@@ -61,17 +61,17 @@ MUTANTS = (
         COMPRESSED,
     ),
     Mutant(
-        "compressed entries seen before their window is full or one token late",
+        "compressed entries that are seen a token late",
         "model/attention/compressed_attention.py",
-        "end = first + (positions + 1) // rate",
-        "end = first + positions // rate",
+        "shards.own(first + (positions + 1) // rate)",
+        "shards.own(first + positions // rate)",
         COMPRESSED,
     ),
     Mutant(
         "compressed entries of another document's window",
         "model/attention/compressed_attention.py",
-        "before = before.roll(1, 0).masked_fill(is_first[:, None, None], absent)",
-        "before = before.roll(1, 0)",
+        "is_absent = layout.is_first[:, None] &",
+        "is_absent = (layout.is_first[:, None] < 0) &",
         COMPRESSED,
     ),
     Mutant(
