@@ -373,6 +373,10 @@ class RolloutConfig(Section):
     """Prompts of an optimizer step, whose answers are its global batch."""
     steps_per_rollout: Refused[int] = Field(default=1, ge=1)
     """Steps for which answers are sampled at a time, by the weights before the first of them."""
+    ahead: Refused[Literal[0, 1]] = 0
+    """Rollouts that are sampled before the steps of the rollout before them. With 1 their rewards are computed during
+    those steps, and objective.mismatch corrects that the weights change in between.
+    """
     max_new_tokens: int = Field(default=256, ge=1)
     """Most tokens of an answer; a longer one is cut there."""
     temperature: Refused[float] = Field(default=1.0, gt=0)

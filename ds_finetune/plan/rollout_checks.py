@@ -51,6 +51,28 @@ def _untested() -> Iterable[Conflict]:
     yield Conflict("inexact option zenflow", "leave zenflow out", lambda run: "zenflow" in run.inexact)
 
 
+def _sampling_checks() -> Iterator[Refusal]:
+    """What is refused of rollouts ahead, and of rewards beside them."""
+    yield _refused(
+        lambda run: run.rollout.ahead and _section(run).mismatch == "none",
+        "rollout.ahead {rollout.ahead} with objective.mismatch none: answers are sampled by weights of earlier steps, "
+        "which nothing corrects",
+        "set objective.mismatch to token, or rollout.ahead to 0",
+    )
+    yield _refused(
+        lambda run: run.rollout.ahead and _section(run).no_spread == "resample",
+        "rollout.ahead {rollout.ahead} with objective.no_spread resample: which prompts are drawn again is known when "
+        "the rewards are, after the steps that they are computed beside",
+        "set objective.no_spread to drop, or rollout.ahead to 0",
+    )
+    yield _refused(
+        _unreached_length,
+        "reward `{reward}` begins to fall after {least} tokens (max_tokens less soft_tokens), and "
+        "rollout.max_new_tokens is {rollout.max_new_tokens}: no answer is long enough",
+        "lower max_tokens, raise soft_tokens, or leave the reward out",
+    )
+
+
 def rollout_checks() -> Iterator[Refusal]:
     """What the run file and the layout decide."""
     yield _refused(
@@ -92,12 +114,7 @@ def rollout_checks() -> Iterator[Refusal]:
         "train.for `{train.duration}`: how long the sampled answers will be is not known",
         "give train.for in steps, or in epochs of the prompts",
     )
-    yield _refused(
-        _unreached_length,
-        "reward `{reward}` begins to fall after {least} tokens (max_tokens less soft_tokens), and "
-        "rollout.max_new_tokens is {rollout.max_new_tokens}: no answer is long enough",
-        "lower max_tokens, raise soft_tokens, or leave the reward out",
-    )
+    yield from _sampling_checks()
     yield from together("objective grpo", lambda run: is_grpo(run.objective), _untested())
     yield _refused(
         lambda run: not run.rewards,

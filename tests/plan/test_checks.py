@@ -121,6 +121,13 @@ SAMPLED: list[tuple[str, dict[str, Any], dict[str, Any], Mesh | None]] = [
         {},
         None,
     ),
+    ("rollout.ahead 1 with objective.mismatch none: answers", GRPO | {"rollout": {"ahead": 1}}, {}, None),
+    (
+        "rollout.ahead 1 with objective.no_spread resample",
+        grpo(mismatch="token", no_spread="resample") | {"rollout": {"ahead": 1}},
+        {},
+        None,
+    ),
     (
         "reward `length` begins to fall after 256 tokens (max_tokens less soft_tokens), and rollout.max_new_tokens is "
         "256: no answer is long enough",

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -32,7 +32,6 @@ from ds_finetune.objectives.rewards.worker import GRACE_SECONDS, late_part, need
 
 Part = Mapping[str, Any]
 """What a reward says of an answer: `score`, `has_result` and `seconds`, or an `error`."""
-_Futures = Sequence[Future[list[Part]]]
 _PACKAGES = str(Path(__file__).resolve().parents[3])
 _PROGRAM = (
     f"import sys; sys.path.append({_PACKAGES!r}); from ds_finetune.objectives.rewards import worker; "
@@ -191,10 +190,20 @@ class _Worker:
 class PendingScores:
     """Answers that are being scored."""
 
-    def __init__(
-        self, rewards: "Rewards", answers: Sequence[AnswerToScore], futures: Sequence[Future[list[Part]]]
-    ) -> None:
-        self._rewards, self._answers, self._futures = rewards, answers, futures
+    def __init__(self, rewards: "Rewards", submit: Callable[[AnswerToScore], Future[list[Part]]]) -> None:
+        self._rewards, self._submit = rewards, submit
+        self._answers: list[AnswerToScore] = []
+        self._futures: list[Future[list[Part]]] = []
+
+    def add(self, answer: AnswerToScore) -> None:
+        """Begin to score a further answer, in the background."""
+        self._answers.append(answer)
+        self._futures.append(self._submit(answer))
+
+    def cancel(self) -> None:
+        """Score none of the answers that nobody has begun to score."""
+        for future in self._futures:
+            future.cancel()
 
     def parts(self) -> list[list[Part]]:
         """What each reward says of each answer, errors included; waits until all are scored."""
@@ -208,8 +217,7 @@ class PendingScores:
         for answer, future in zip(self._answers, self._futures, strict=True):
             parts = zip(self._rewards.names, future.result(), strict=True)
             for name, error in ((name, part["error"]) for name, part in parts if "error" in part):
-                for other in self._futures:
-                    other.cancel()
+                self.cancel()
                 raise self._rewards.error(name, error, answer)
         return self._array("score")
 
@@ -255,9 +263,12 @@ class Rewards:
         """What the first reward that cannot score answers to this record says of it; empty where all can."""
         return needs_of(self._settings, record)
 
-    def start(self, answers: Sequence[AnswerToScore]) -> PendingScores:
-        """Begin to score answers, in the background."""
-        return PendingScores(self, answers, [self._threads.submit(self._score, answer) for answer in answers])
+    def start(self, answers: Iterable[AnswerToScore] = ()) -> PendingScores:
+        """Begin to score answers, in the background; more may be added."""
+        pending = PendingScores(self, lambda answer: self._threads.submit(self._score, answer))
+        for answer in answers:
+            pending.add(answer)
+        return pending
 
     def score(self, answers: Sequence[AnswerToScore]) -> NDArray[np.float64]:
         """Scores [answers, rewards], as `PendingScores.result`."""

@@ -67,15 +67,8 @@ class RewardEvaluation:
         """A group of `size` sampled answers for each prompt, or of the greedy answer where that is 0."""
         # Draws of training count from 0 on, so that these have other noise.
         sampler, prompts = self.source.sampler, [(-1 - number, number) for number in numbers]
-        answers = sampler.answers(rows, prompts, size or 1, greedy=not size, is_over=self.is_stop_requested)
-        if answers is None:
-            return None
-        parts = sampler.scores(rows, [number for _, number in prompts], answers)
-        of_groups = parts.reshape(len(prompts), size or 1, -1)
-        return [
-            AnswerGroup.scored(prompt, of_prompt, of_group, self.source.rule)
-            for prompt, of_prompt, of_group in zip(prompts, answers, of_groups, strict=True)
-        ]
+        sampled = sampler.sample(rows, prompts, size or 1, greedy=not size, is_over=self.is_stop_requested)
+        return None if sampled is None else sampled.groups(self.source.rule)
 
     def _samples(self, name: str, groups: Sequence[AnswerGroup]) -> Iterable[Sample]:
         sampler, rows = self.source.sampler, self.source.run.inputs.held_out[name]

@@ -87,6 +87,8 @@ def rollout_metrics(rollout: Rollout, sampler: Sampler) -> dict[str, float]:
         "unparsed": rollout.noted.get("unparsed", 0.0) / len(answers),
         "prompts_drawn": float(rollout.until),
     }
+    if sampler.run.config.rollout.ahead:
+        values["behind"] = float(rollout.first - rollout.sampled_at)
     noted = rollout.noted
     values |= {f"{part}_seconds": noted.get(part, 0.0) for part in ("sample", "reward", "log_probs")}
     values["tokens_per_second"] = float(lengths.sum()) / max(noted.get("sample", 0.0), 1e-9)

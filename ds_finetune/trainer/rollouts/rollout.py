@@ -4,10 +4,10 @@ several steps share one rollout.
 
 import hashlib
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,9 @@ from ds_finetune.objectives.rewards.combine import combine_rewards
 from ds_finetune.system.whole_file import replace_file
 
 FOLDER = "rollouts"
+Kind = Literal["rollout", "ahead"]
+"""What a file is kept for: a rollout whose first steps are done, or one that was sampled ahead of its steps."""
+KINDS: tuple[Kind, ...] = get_args(Kind)
 Floats = NDArray[np.float64]
 TokenNumbers = Mapping[int, NDArray[np.float32]]
 """A number for each token of an answer, by the number of the answer in its rollout."""
@@ -110,8 +113,10 @@ class Rollout:
     """The draw after the last prompt of the rollout."""
     steps: int
     """Optimizer steps that share it."""
+    sampled_at: int = 0
+    """Steps that were done when it was sampled."""
     noted: Mapping[str, float] = field(default_factory=dict)
-    """What `Sampler` noted, and the seconds of `log_probs`; empty where it was read from a file."""
+    """What `SampledGroups` noted, and the seconds of `log_probs`."""
     old: TokenNumbers = field(default_factory=dict)
     """Log-probabilities before the first of its steps, of answers of later steps."""
     reference: TokenNumbers = field(default_factory=dict)
@@ -123,10 +128,12 @@ class Rollout:
         return self.trained[place * number // self.steps : (place + 1) * number // self.steps]
 
     def content(self) -> bytes:
-        """All but `noted`, as the bytes of an .npz file."""
+        """It as the bytes of an .npz file."""
         answers = [answer for group in self.groups for answer in group.answers]
         arrays: dict[str, NDArray[Any]] = {
-            "head": np.array([self.first, self.until, self.steps], dtype=np.int64),
+            "head": np.array([self.first, self.until, self.steps, self.sampled_at], dtype=np.int64),
+            "noted": np.array(list(self.noted)),
+            "values": np.array(list(self.noted.values()), dtype=np.float64),
             "trained": np.array(self.trained, dtype=np.int64),
             "prompts": np.array([(group.draw, group.number) for group in self.groups], dtype=np.int64).reshape(-1, 2),
             "parts": np.stack([group.parts for group in self.groups]),
@@ -170,12 +177,13 @@ class Rollout:
             )
             for place, (draw, number) in enumerate(found["prompts"].tolist())
         )
-        first, until, steps = found["head"].tolist()
+        first, until, steps, sampled_at = found["head"].tolist()
         old, reference = (
             _by_answer(found[f"{name}_of"], found[name], found["lengths"]) for name in ("old", "reference")
         )
         trained = tuple(found["trained"].tolist())
-        return cls(first, groups, trained, until, steps, old=old, reference=reference)
+        noted = dict(zip(found["noted"].tolist(), found["values"].tolist(), strict=True))
+        return cls(first, groups, trained, until, steps, sampled_at, noted, old=old, reference=reference)
 
 
 def _by_answer(of: NDArray[np.int64], flat: NDArray[np.float32], lengths: NDArray[np.int64]) -> TokenNumbers:
@@ -193,54 +201,66 @@ class RolloutFiles:
     def __init__(self, output_dir: Path, *, steps: int, is_rank_zero: bool) -> None:
         self._folder, self._checkpoints = output_dir / FOLDER, output_dir / CHECKPOINTS
         self._steps, self._is_rank_zero = steps, is_rank_zero
-        self.of_save: int | None = None
-        """First step of the rollout that the latest save is in the middle of; it may last longer than a few rollouts.
-        """
+        self.of_save: Collection[tuple[Kind, int]] = ()
+        """Kinds and first steps of those that the latest save needs; it may last longer than a few rollouts."""
 
-    def write(self, rollout: Rollout) -> str:
+    def write(self, rollout: Rollout, kind: Kind = "rollout") -> str:
         """Write a rollout, on the disk before this returns, and remove those that no checkpoint needs; returns the
         hash of the file. Collective: OutputError on every rank where it cannot be written.
         """
+        path = self._path(rollout.first, kind)
         error, digest = None, ""
         if self._is_rank_zero:
             content = rollout.content()
             digest = hashlib.sha256(content).hexdigest()
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
-                replace_file(self._path(rollout.first), content, is_synced=True)
-                self._remove_unneeded(rollout.first)
+                replace_file(path, content, is_synced=True)
+                self._remove_unneeded(rollout.first, written=path)
             except OSError as refused:
                 error = OutputError(
-                    f"`{self._path(rollout.first)}` cannot be written: {refused.strerror}",
+                    f"`{path}` cannot be written: {refused.strerror}",
                     hint="make room; the same command resumes from the last checkpoint",
                 )
         raise_on_every_rank(error)
         return all_gather_object(digest)[0]
 
-    def read(self, first: int, digest: str) -> Rollout:
+    def read(self, first: int, digest: str, kind: Kind = "rollout") -> Rollout:
         """The rollout of that first step; CheckpointError on every rank where it is not what the checkpoint names."""
-        path, content, error = self._path(first), b"", None
+        path, content, error = self._path(first, kind), b"", None
         if self._is_rank_zero:
             content = path.read_bytes() if path.is_file() else b""
             if hashlib.sha256(content).hexdigest() != digest:
                 what = "is damaged" if content else "is missing"
                 error = CheckpointError(
-                    f"`{path}` {what}; the checkpoint is of a step in the middle of this rollout",
+                    f"`{path}` {what}; the checkpoint needs this rollout, whose steps are not done",
                     hint="put the file back, or resume from another checkpoint",
                 )
         raise_on_every_rank(error)
         return Rollout.read(all_gather_object(content)[0])
 
-    def _path(self, first: int) -> Path:
-        return self._folder / f"rollout-{first:06d}.npz"
+    def _path(self, first: int, kind: Kind) -> Path:
+        return self._folder / f"{kind}-{first:06d}.npz"
 
-    def _remove_unneeded(self, newest: int) -> None:
-        """Remove the files of rollouts that no checkpoint is in the middle of; files later than the newest one are of
-        steps that are done again.
+    def _remove_unneeded(self, newest: int, *, written: Path) -> None:
+        """Remove the files that no checkpoint needs; files later than the newest one are of steps that are done
+        again.
         """
-        kept = complete_steps(self._checkpoints) if self._checkpoints.is_dir() else []
-        paths = {int(path.stem.rpartition("-")[2]): path for path in self._folder.glob("rollout-*.npz")}
-        recent = sorted(first for first in paths if first <= newest)[-2:]
-        for first, path in paths.items():
-            if first not in (*recent, self.of_save) and not any(first < step < first + self._steps for step in kept):
+        saved = complete_steps(self._checkpoints) if self._checkpoints.is_dir() else []
+        paths = {
+            (kind, int(path.stem.rpartition("-")[2])): path
+            for kind in KINDS
+            for path in self._folder.glob(f"{kind}-*.npz")
+        }
+        recent = sorted(first for kind, first in paths if kind == "rollout" and first <= newest)[-2:]
+        kept = {
+            written,
+            *(self._path(first, kind) for kind, first in [*self.of_save, *(("rollout", at) for at in recent)]),
+        }
+        for (kind, first), path in paths.items():
+            # Steps whose checkpoints need it: those in its middle, or of the rollout before it, which it was ahead of.
+            steps = range(first + 1, first + self._steps)
+            if kind == "ahead":
+                steps = range(first - self._steps + 1, first + 1)
+            if path not in kept and not any(step in steps for step in saved):
                 path.unlink(missing_ok=True)

@@ -1,7 +1,6 @@
-"""Samples answers to prompts of the data and scores them: every rank knows all answers and all scores."""
+"""Samples answers to prompts of the data and scores them meanwhile: every rank knows all answers and all scores."""
 
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -41,37 +40,87 @@ class AnswerEngine(Protocol):
         batch_rows: int | None,
         is_over: Callable[[], bool],
         on_forward: Callable[[], object],
+        on_answer: Callable[[int, SampledAnswer], object],
     ) -> list[list[SampledAnswer]] | None:
-        """As `Engine.sample` describes it."""
+        """As `Engine.sample` describes it. Answers for which `on_answer` was called on no rank are scored later."""
         ...
+
+
+class SampledGroups:
+    """Answers to prompts, each of which is scored from the moment on when it has ended, while other answers are
+    sampled or the run does something else.
+    """
+
+    def __init__(self, sampler: "Sampler", rows: PreparedRows, prompts: Sequence[tuple[int, int]], size: int) -> None:
+        self._sampler, self._rows, self._prompts, self._size = sampler, rows, prompts, size
+        self._answers: list[list[SampledAnswer]] = []
+        self._places: list[int] = []
+        """Places, among all answers, of those that this rank scores."""
+        self._pending = sampler.rewards.start()
+        self.noted: dict[str, float] = {}
+        """Seconds of `sample`, of which rewards take a part, and those of waiting for `reward` after it; and the number
+        of answers that are `unparsed`: no reward applies to them, or one found no result that it could read.
+        """
+
+    def score(self, place: int, answer: SampledAnswer) -> None:
+        """Begin to score an answer on this rank."""
+        self._places.append(place)
+        prompt, at = divmod(place, self._size)
+        self._pending.add(self._sampler.to_score(self._rows, self._prompts[prompt][1], answer, at))
+
+    def complete(self, answers: list[list[SampledAnswer]]) -> None:
+        """Take all answers; those that no rank scores yet are distributed over the data parallel ranks. Collective."""
+        self._answers = answers
+        begun = {place for places in all_gather_object(self._places) for place in places}
+        left = [place for place in range(len(answers) * self._size) if place not in begun]
+        mesh = self._sampler.run.plan.mesh
+        if mesh.place("tp") == mesh.place("sp") == mesh.place("pp") == 0:
+            for place in left[mesh.place("dp") :: self._sampler.run.plan.dp]:
+                self.score(place, answers[place // self._size][place % self._size])
+
+    def cancel(self) -> None:
+        """Score no further answers."""
+        self._pending.cancel()
+
+    def groups(self, rule: RewardRule) -> list[AnswerGroup]:
+        """The groups with their scores, for which this waits. Collective: RewardError on every rank where a reward is
+        at fault on one.
+        """
+        began = time.perf_counter()
+        scores = np.full((len(self._prompts) * self._size, len(self._sampler.rewards.names)), np.nan)
+        unparsed = 0
+        for places, of_rank, number, error in all_gather_object((self._places, *self._share())):
+            if error is not None:
+                raise error
+            scores[places] = of_rank
+            unparsed += number
+        self.noted |= {"reward": time.perf_counter() - began, "unparsed": unparsed}
+        parts = scores.reshape(len(self._prompts), self._size, -1)
+        return [
+            AnswerGroup.scored(prompt, of_prompt, of_group, rule)
+            for prompt, of_prompt, of_group in zip(self._prompts, self._answers, parts, strict=True)
+        ]
+
+    def _share(self) -> tuple[Floats | None, int, FinetuneError | None]:
+        """Scores of this rank's share, how many answers of it are unparsed, and the error of a reward."""
+        try:
+            scores = self._pending.result()
+        except FinetuneError as error:
+            return None, 0, error
+        is_unparsed = (self._pending.has_result() == 0).any(axis=1) | np.isnan(scores).all(axis=1)
+        return scores, int(is_unparsed.sum()), None
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """Samples with an engine, and scores with its rewards; its methods are collective."""
+    """Samples with an engine, and scores with its rewards."""
 
     run: PreparedRun
     engine: AnswerEngine
     rewards: Rewards
     progress: RankProgress
-    noted: Counter[str]
-    """Seconds of `sample` and `reward`, and the number of answers that were `unparsed`: no reward applies to them, or
-    one found no result that it could read. Added up until they are cleared.
-    """
 
-    def groups(self, rows: PreparedRows, prompts: Sequence[tuple[int, int]], rule: RewardRule) -> list[AnswerGroup]:
-        """Groups of answers to prompts, which are given as their draws and their numbers in `rows`."""
-        size = self.objective.group_size
-        with self.progress.during(PHASE):
-            answers = self.answers(rows, prompts, size)
-            assert answers is not None
-            parts = self.scores(rows, [number for _, number in prompts], answers)
-        return [
-            AnswerGroup.scored(prompt, of_prompt, of_group, rule)
-            for prompt, of_prompt, of_group in zip(prompts, answers, parts.reshape(len(prompts), size, -1), strict=True)
-        ]
-
-    def answers(
+    def sample(
         self,
         rows: PreparedRows,
         prompts: Sequence[tuple[int, int]],
@@ -79,12 +128,16 @@ class Sampler:
         *,
         greedy: bool = False,
         is_over: Callable[[], bool] = lambda: False,
-    ) -> list[list[SampledAnswer]] | None:
-        """`size` answers to each prompt; None where `is_over` was true before they were finished."""
-        began = time.perf_counter()
-        wanted = [PromptToSample(number, rows.prompt_ids(number), key=draw) for draw, number in prompts]
+    ) -> SampledGroups | None:
+        """`size` answers to each of the prompts, which are given as their draws and their numbers in `rows`; None where
+        `is_over` was true before they were finished. Collective.
+        """
+        began, mesh = time.perf_counter(), self.run.plan.mesh
+        found = SampledGroups(self, rows, prompts, size)
+        # Ranks that share the rows sample the same answers.
+        is_first = mesh.place("tp") == mesh.place("pp") == 0
         answers = self.engine.sample(
-            wanted,
+            [PromptToSample(number, rows.prompt_ids(number), key=draw) for draw, number in prompts],
             group_size=size,
             limits=self.limits,
             seed=self.run.plan.seed,
@@ -93,39 +146,14 @@ class Sampler:
             is_over=is_over,
             # So that the watchdog sees that a long rollout is no hang.
             on_forward=self.progress.restart_limit,
+            on_answer=found.score if is_first else lambda place, answer: None,
         )
-        self._add("sample", began)
-        return answers
-
-    def scores(self, rows: PreparedRows, numbers: Sequence[int], answers: Sequence[Sequence[SampledAnswer]]) -> Floats:
-        """Scores of all answers by each reward, fp64 [answers, rewards]; each data parallel rank scores its share.
-
-        RewardError on every rank where a reward is at fault on one.
-        """
-        began = time.perf_counter()
-        pairs = [(number, place) for number, of_prompt in enumerate(answers) for place in range(len(of_prompt))]
-        mesh = self.run.plan.mesh
-        is_first = mesh.place("tp") == mesh.place("sp") == mesh.place("pp") == 0
-        places = range(mesh.place("dp"), len(pairs), self.run.plan.dp) if is_first else range(0)
-        given = [self._to_score(rows, numbers[pairs[at][0]], answers[pairs[at][0]], pairs[at][1]) for at in places]
-        scores = np.zeros((len(pairs), len(self.rewards.names)))
-        for at, found, unparsed, error in all_gather_object((places, *self._score_share(given))):
-            if error is not None:
-                raise error
-            scores[at] = found
-            self.noted["unparsed"] += unparsed
-        self._add("reward", began)
-        return scores
-
-    def _score_share(self, given: Sequence[AnswerToScore]) -> tuple[Floats | None, int, FinetuneError | None]:
-        """Scores of this rank's share, how many answers of it are unparsed, and the error of a reward."""
-        pending = self.rewards.start(given)
-        try:
-            scores = pending.result()
-        except FinetuneError as error:
-            return None, 0, error
-        is_unparsed = (pending.has_result() == 0).any(axis=1) | np.isnan(scores).all(axis=1)
-        return scores, int(is_unparsed.sum()), None
+        if answers is None:
+            found.cancel()
+            return None
+        found.complete(answers)
+        found.noted["sample"] = time.perf_counter() - began
+        return found
 
     def text(self, answer: SampledAnswer) -> str:
         """The text of an answer, without the token that ended it; other special tokens remain."""
@@ -162,19 +190,16 @@ class Sampler:
         tail = self.run.inputs.tokenizer.decode(ids[-(max(map(len, texts)) + _TAIL) :])
         return any(text in tail for text in texts)
 
-    def _to_score(self, rows: PreparedRows, number: int, answers: Sequence[SampledAnswer], place: int) -> AnswerToScore:
-        answer = answers[place]
+    def to_score(self, rows: PreparedRows, number: int, answer: SampledAnswer, at: int) -> AnswerToScore:
+        """What rewards get of answer number `at` to a prompt."""
         return AnswerToScore(
             record=rows.record(number),
             prompt=self.prompt_text(rows, number),
             text=self.text(answer),
             ids=answer.ids.tolist(),
             finish=answer.finish,
-            where=f"{rows.where(number)}, answer {place + 1}",
+            where=f"{rows.where(number)}, answer {at + 1}",
         )
-
-    def _add(self, part: str, began: float) -> None:
-        self.noted[part] += time.perf_counter() - began  # type: ignore[assignment]
 
 
 def allowed_ids(vocabulary: Mapping[str, int], num_ids: int) -> torch.Tensor | None:

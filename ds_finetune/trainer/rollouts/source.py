@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ds_finetune.cluster.watchdog.progress import RankProgress
@@ -18,11 +18,23 @@ from ds_finetune.objectives.rewards.pool import open_rewards
 from ds_finetune.trainer.batches import batch_plan, total_rows
 from ds_finetune.trainer.loop import Progress
 from ds_finetune.trainer.prepare import PreparedRun
-from ds_finetune.trainer.rollouts.rollout import AnswerGroup, RewardRule, Rollout, RolloutFiles, TokenNumbers
-from ds_finetune.trainer.rollouts.sampling import PHASE, Sampler
+from ds_finetune.trainer.rollouts.rollout import AnswerGroup, Kind, RewardRule, Rollout, RolloutFiles, TokenNumbers
+from ds_finetune.trainer.rollouts.sampling import PHASE, SampledGroups, Sampler
 
 MOST_DRAWS = 4
 """With `no_spread: resample` a rollout draws at most so many times its number of prompts."""
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A rollout whose answers are sampled, and whose rewards are being computed."""
+
+    first: int
+    steps: int
+    done: int
+    """Steps that were done when its answers were sampled."""
+    draws: range
+    sampled: SampledGroups
 
 
 class RolloutSource:
@@ -33,8 +45,13 @@ class RolloutSource:
         self.run, self.rows, self.sampler = run, run.inputs.train, sampler
         self.latest: Rollout | None = None
         """The rollout of the latest batch."""
-        self._digest, self._first, self._left = "", 0, 0
-        """Hash of the file of the latest rollout, its first step, and how many of its steps follow."""
+        self._digest, self._left = "", 0
+        """Hash of the file of the latest rollout, and how many of its steps follow."""
+        self._ahead: _Begun | Rollout | None = None
+        """The rollout after it, which is sampled before its steps where the run file says so."""
+        self._ahead_digest = ""
+        """Hash of its file, if it is written."""
+        self._resumed: dict[str, Any] = {"digest": "", "first": 0, "ahead": ""}
         self._engine, self._files = engine, files
         self._plan = batch_plan(run)
         self._objective = sampler.objective
@@ -43,56 +60,104 @@ class RolloutSource:
         self.rule = RewardRule(sampler.rewards.weights, self._objective.reward_scale, self._objective.advantage)
 
     def state(self) -> dict[str, Any]:
-        """The file that a run needs to resume in the middle of a rollout, which is kept; no file between two."""
-        if self._left and self._files is not None:
-            self._files.of_save = self._first
-        return {"digest": self._digest if self._left else "", "first": self._first}
+        """The files that a run needs to resume: of the rollout that it is in the middle of, and of the one that is
+        sampled ahead, whose rewards this waits for. They are kept. Collective.
+        """
+        if self.latest is None:
+            # Before the first batch nothing has changed since the checkpoint that is resumed from.
+            return self._resumed
+        found: dict[str, Any] = {"digest": "", "first": self.latest.first, "ahead": ""}
+        if self._files is None:
+            return found
+        kept: list[tuple[Kind, int]] = []
+        if self._left:
+            found["digest"] = self._digest
+            kept.append(("rollout", self.latest.first))
+        if self._ahead is not None:
+            if not self._ahead_digest:
+                self._ahead = self._scored(self._ahead)
+                self._ahead_digest = self._files.write(self._ahead, "ahead")
+            found["ahead"] = self._ahead_digest
+            kept.append(("ahead", self._ahead.first))
+        self._files.of_save = kept
+        return found
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take over `state`."""
-        self._digest, self._first = state["digest"], state["first"]
+        self._resumed = dict(state)
 
     def batches(self, after: Progress, position: Position) -> Iterator[Batch]:
         """This rank's share of the steps after those that are done; `position` is that of the next prompt to draw."""
         cursor = position.epoch * self._per_epoch + position.index
-        if self._digest and self._files is not None:
-            self.latest = self._files.read(self._first, self._digest)
+        self._read_files(after.step)
         for step in range(after.step, self.run.schedule.steps):
             if self.latest is None or step >= self.latest.first + self.latest.steps:
-                self.latest = self._make(step, cursor)
-            cursor, self._first = self.latest.until, self.latest.first
+                self.latest = self._complete(self._ahead or self._begin(step, cursor, done=step))
+                self._ahead, following = None, step + self.latest.steps
+                if self.run.config.rollout.ahead and following < self.run.schedule.steps:
+                    self._ahead, self._ahead_digest = self._begin(following, self.latest.until, done=step), ""
+            cursor = self.latest.until
             self._left = self.latest.first + self.latest.steps - step - 1
             batch = self._batch(self.latest, step - self.latest.first)
             yield replace(batch, position=Position(*divmod(cursor, self._per_epoch)))
 
-    def _make(self, first: int, cursor: int) -> Rollout:
-        """A new rollout with prompts from draw `cursor` on, written to a file where a run may resume in it."""
-        self.sampler.noted.clear()
+    def _read_files(self, done: int) -> None:
+        """Read the rollouts that the run resumes with after `done` steps."""
+        state, files = self._resumed, self._files
+        if files is None:
+            return
+        following = done
+        if state["digest"]:
+            self.latest, self._digest = files.read(state["first"], state["digest"]), state["digest"]
+            following = self.latest.first + self.latest.steps
+        if state["ahead"]:
+            self._ahead = files.read(following, state["ahead"], "ahead")
+            self._ahead_digest = state["ahead"]
+
+    def _begin(self, first: int, cursor: int, *, done: int) -> "_Begun":
+        """Sample answers to the prompts from draw `cursor` on, after `done` steps, for those from step `first` on."""
         steps = min(self._steps, self.run.schedule.steps - first)
-        groups, trained, until = self._draw(cursor, self._num_prompts(first, first + steps))
-        rollout = Rollout(first, tuple(groups), trained, until, steps)
-        began = time.perf_counter()
+        draws = range(cursor, cursor + self._num_prompts(first, first + steps))
+        return _Begun(first, steps, done, draws, self._sample(draws))
+
+    def _sample(self, draws: range) -> SampledGroups:
+        with self.sampler.progress.during(PHASE):
+            prompts = [(draw, self._number(draw)) for draw in draws]
+            sampled = self.sampler.sample(self.rows, prompts, self._objective.group_size)
+        assert sampled is not None
+        return sampled
+
+    def _complete(self, begun: "_Begun | Rollout") -> Rollout:
+        """The rollout with all that its steps need, written to a file where a run may resume in it."""
+        rollout, began = self._scored(begun), time.perf_counter()
         with self.sampler.progress.during(PHASE):
             rollout = self._with_log_probs(rollout)
-        self._digest = self._files.write(rollout) if self._files is not None and steps > 1 else ""
-        return replace(rollout, noted={**self.sampler.noted, "log_probs": time.perf_counter() - began})
+        self._digest = self._files.write(rollout) if self._files is not None and rollout.steps > 1 else ""
+        return replace(rollout, noted={**rollout.noted, "log_probs": time.perf_counter() - began})
 
     def _num_prompts(self, start: int, end: int) -> int:
         """Prompts of the steps from `start` to `end`; the last step of a run in epochs may have fewer."""
         per_step = self.run.config.rollout.prompts_per_step
         return min(end * per_step, total_rows(self.run, self.rows)) - start * per_step
 
-    def _draw(self, cursor: int, prompts: int) -> tuple[list[AnswerGroup], tuple[int, ...], int]:
-        """Groups, the indices of those that are trained, and the draw after them."""
-        mode, groups, end = self._objective.no_spread, list[AnswerGroup](), cursor + MOST_DRAWS * prompts
-        missing = prompts
-        while missing and cursor < end:
-            draws = range(cursor, min(cursor + missing, end))
-            groups += self.sampler.groups(self.rows, [(draw, self._number(draw)) for draw in draws], self.rule)
-            cursor = draws.stop
+    def _scored(self, begun: "_Begun | Rollout") -> Rollout:
+        """The rollout with the rewards of its answers; with `no_spread: resample` further prompts are drawn."""
+        if isinstance(begun, Rollout):
+            return begun
+        mode, groups, noted = self._objective.no_spread, list[AnswerGroup](), Counter[str]()
+        draws, sampled, prompts = begun.draws, begun.sampled, len(begun.draws)
+        end = draws.start + MOST_DRAWS * prompts
+        while True:
+            with self.sampler.progress.during(PHASE):
+                groups += sampled.groups(self.rule)
+            noted.update(sampled.noted)
             missing = prompts - sum(group.has_spread for group in groups) if mode == "resample" else 0
-        trained = [place for place, group in enumerate(groups) if mode == "count" or group.has_spread]
-        return groups, tuple(trained), cursor
+            draws = range(draws.stop, min(draws.stop + missing, end))
+            if not draws:
+                break
+            sampled = self._sample(draws)
+        trained = tuple(place for place, group in enumerate(groups) if mode == "count" or group.has_spread)
+        return Rollout(begun.first, tuple(groups), trained, draws.start, begun.steps, begun.done, noted)
 
     def _number(self, draw: int) -> int:
         return row_id(draw, self._per_epoch, self._plan)
@@ -144,12 +209,12 @@ def open_rollouts(run: PreparedRun, engine: Engine, progress: RankProgress) -> I
         return
     steps, policy = run.config.rollout.steps_per_rollout, run.config.checkpoint
     files = None
-    if steps > 1 and policy.saves:
+    if (steps > 1 or run.config.rollout.ahead) and policy.saves:
         files = RolloutFiles(run.output_dir, steps=steps, is_rank_zero=engine.is_rank_zero)
     world, sections = run.plan.world, run.config.rewards
     prints = any(section.file for section in sections)
     log = run.output_dir / "rewards" / f"rank-{world.rank}.txt" if prints else None
     with open_rewards(sections, ranks_here=world.local_world_size, log=log) as rewards:
-        sampler = Sampler(run, engine, rewards, progress, Counter())
+        sampler = Sampler(run, engine, rewards, progress)
         engine.allow_only(sampler.limits.allowed)
         yield RolloutSource(run, engine, sampler, files)

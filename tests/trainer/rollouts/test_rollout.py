@@ -1,17 +1,25 @@
 """Parts of rollouts: their files, which ids may be drawn, and pass@k."""
 
+import time
+from collections.abc import Callable, Sequence
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from ds_finetune.checkpoint.commit import step_name
+from ds_finetune.config.sections import RolloutConfig
 from ds_finetune.engine.sampling.answers import SampledAnswer
-from ds_finetune.trainer.rollouts.evaluation import held_out_scores, ks, pass_at
+from ds_finetune.objectives.rewards.pool import open_rewards
+from ds_finetune.plan.mesh import Mesh
+from ds_finetune.trainer.rollouts.evaluation import RewardEvaluation, held_out_scores, ks, pass_at
 from ds_finetune.trainer.rollouts.rollout import AnswerGroup, RewardRule, Rollout, RolloutFiles
-from ds_finetune.trainer.rollouts.sampling import allowed_ids
+from ds_finetune.trainer.rollouts.sampling import Sampler, allowed_ids
+from tests.objectives.rewards.scoring import section_of
 
 RULE = RewardRule(np.array([1.0, 0.5]), "sum", "mean")
 NAN = float("nan")
@@ -56,10 +64,11 @@ def test_rewards_that_are_scaled_one_by_one_are_reported_as_sums() -> None:
 def test_a_rollout_is_read_as_it_was_written() -> None:
     groups = (group(4, [[1, 0], [0, NAN]]), group(5, [[0.1, 0], [0.1, 0]]))
     numbers = {1: np.array([-0.5, -0.25], np.float32), 2: np.array([-0.125], np.float32)}
-    rollout = Rollout(6, groups, (0,), 7, 3, old=numbers, reference={})
+    rollout = Rollout(6, groups, (0,), 7, 3, 5, {"sample": 0.5, "unparsed": 2.0}, old=numbers, reference={})
     again = Rollout.read(rollout.content())
     assert again.content() == rollout.content()
-    assert (again.first, again.trained, again.until, again.steps) == (6, (0,), 7, 3)
+    assert (again.first, again.trained, again.until, again.steps, again.sampled_at) == (6, (0,), 7, 3, 5)
+    assert again.noted == {"sample": 0.5, "unparsed": 2.0}
     for mine, theirs in zip(groups, again.groups, strict=True):
         assert mine.advantages.tolist() == theirs.advantages.tolist()
         assert mine.rewards.tolist() == theirs.rewards.tolist()
@@ -92,11 +101,104 @@ def test_files_that_no_checkpoint_needs_are_removed(tmp_path: Path, monkeypatch:
     kept = sorted(path.name for path in (tmp_path / "rollouts").iterdir())
     assert kept == ["rollout-000003.npz", "rollout-000006.npz"]
     # A save in the middle of rollout 6 goes on while others are made.
-    files.of_save = 6
+    files.of_save = [("rollout", 6)]
     for first in (9, 12, 15):
         files.write(Rollout(first, (group(0, [[1, 0], [0, 0]]),), (0,), 1, 3))
     kept = sorted(path.name for path in (tmp_path / "rollouts").iterdir())
     assert kept == [f"rollout-{first:06d}.npz" for first in (3, 6, 12, 15)]
+
+
+def test_files_of_rollouts_ahead_are_kept_for_the_rollout_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ds_finetune.trainer.rollouts.rollout.all_gather_object", lambda mine: [mine])
+    monkeypatch.setattr("ds_finetune.trainer.rollouts.rollout.raise_on_every_rank", lambda error: None)
+    monkeypatch.setattr("ds_finetune.trainer.rollouts.rollout.complete_steps", lambda folder: [3, 4, 9])
+    (tmp_path / "checkpoints").mkdir()
+    files = RolloutFiles(tmp_path, steps=3, is_rank_zero=True)
+    for first in (3, 6, 9, 12):
+        digest = files.write(Rollout(first, (group(0, [[1, 0], [0, 0]]),), (0,), 1, 3), "ahead")
+        assert files.read(first, digest, "ahead").first == first
+    # Step 3 ends the rollout before 3, step 4 is in the middle of that before 6, and step 9 ends that before 9.
+    kept = sorted(path.name for path in (tmp_path / "rollouts").iterdir())
+    assert kept == [f"ahead-{first:06d}.npz" for first in (3, 6, 9, 12)]
+    monkeypatch.setattr("ds_finetune.trainer.rollouts.rollout.complete_steps", lambda folder: [9])
+    files.of_save = [("ahead", 12)]
+    files.write(Rollout(12, (group(0, [[1, 0], [0, 0]]),), (0,), 1, 3))
+    kept = sorted(path.name for path in (tmp_path / "rollouts").iterdir())
+    assert kept == ["ahead-000009.npz", "ahead-000012.npz", "rollout-000012.npz"]
+
+
+class _Rows:
+    """Two prompts with the answers "3" and "4"."""
+
+    def prompt_ids(self, number: int) -> list[int]:
+        return [number]
+
+    def record(self, number: int) -> dict[str, Any]:
+        return {"answer": str(3 + number), "file": str(self.seen)}
+
+    def where(self, number: int) -> str:
+        return f"line {number}"
+
+    def __init__(self, seen: Path) -> None:
+        self.seen = seen
+
+
+class _Engine:
+    """Answers with the digits 3, 4 and 5 to each prompt, and tells of the first `told` ones when they have ended."""
+
+    def __init__(self, told: int, seen: Path) -> None:
+        self.told, self.seen = told, seen
+
+    def sample(self, prompts: Sequence[Any], *, on_answer: Callable[..., object], **_: object) -> Any:
+        answers = [SampledAnswer(np.array([digit, 9]), np.zeros(2, np.float32), "stop") for digit in (3, 4, 5)]
+        for place in range(self.told):
+            on_answer(place, answers[place % 3])
+        deadline = time.monotonic() + 240
+        while self.told and not self.seen.exists():
+            assert time.monotonic() < deadline, "no reward ran while answers were sampled"
+            time.sleep(0.01)
+        return [answers for _ in prompts]
+
+
+def _run_of() -> Any:
+    tokenizer = SimpleNamespace(decode=lambda ids: "".join(map(str, ids)), get_vocab=lambda: {"a": 0})
+    return SimpleNamespace(
+        plan=SimpleNamespace(mesh=Mesh(0, 1), dp=1, seed=3),
+        config=SimpleNamespace(rollout=RolloutConfig()),
+        inputs=SimpleNamespace(tokenizer=tokenizer, stop_ids=(9,), hf_config=SimpleNamespace(vocab_size=10)),
+    )
+
+
+@pytest.mark.parametrize("told", [0, 2, 6])
+def test_rewards_run_while_other_answers_are_sampled(
+    told: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the scores are the same as those of answers that are scored when all are there."""
+    monkeypatch.setattr("ds_finetune.trainer.rollouts.sampling.all_gather_object", lambda mine: [mine])
+    seen, sections = tmp_path / "seen", ["exact_match", ":counts_calls"]
+    with open_rewards([section_of(each) for each in sections], workers=1) as rewards:
+        sampler = Sampler(_run_of(), _Engine(told, seen), rewards, SimpleNamespace(restart_limit=None))  # type: ignore[arg-type]
+        sampled = sampler.sample(_Rows(seen), [(7, 0), (8, 1)], 3)  # type: ignore[arg-type]
+        assert sampled is not None
+        found = sampled.groups(RULE)
+    assert [each.parts[:, 0].tolist() for each in found] == [[1, 0, 0], [0, 1, 0]]
+    assert sorted(np.concatenate([each.parts[:, 1] for each in found])) == [1, 2, 3, 4, 5, 6]
+    assert [(each.draw, each.number) for each in found] == [(7, 0), (8, 1)]
+    assert sampled.noted["unparsed"] == 0
+
+
+def test_held_out_prompts_have_other_noise_than_those_of_training() -> None:
+    """And a stop is asked for between batches."""
+    given: list[Any] = []
+    sampler = SimpleNamespace(sample=lambda rows, prompts, size, **keys: given.append((prompts, keys)))
+    evaluation = RewardEvaluation(SimpleNamespace(sampler=sampler, rule=RULE), lambda: True)  # type: ignore[arg-type]
+    assert evaluation._groups(_Rows(Path()), range(3), 4) is None  # type: ignore[arg-type]
+    ((prompts, keys),) = given
+    assert [number for _, number in prompts] == [0, 1, 2]
+    assert all(draw < 0 for draw, _ in prompts)
+    assert keys["is_over"]()
 
 
 def test_ids_without_a_token_are_not_drawn() -> None:

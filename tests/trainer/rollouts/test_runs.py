@@ -74,17 +74,34 @@ def test_a_constant_reward_prints_its_cause(tmp_path: Path) -> None:
     assert "Sampled answers and their rewards" in (tmp_path / "run" / "report.html").read_text()
 
 
-@pytest.mark.parametrize("objective", [{}, {"no_spread": "resample"}])
-def test_a_run_resumes_at_each_step_bit_by_bit(tmp_path: Path, objective: dict[str, Any]) -> None:
-    """Also between the steps of a rollout, whose answers are read from its file."""
+@pytest.mark.parametrize(
+    ("objective", "rollout"),
+    [
+        ({}, {"steps_per_rollout": 3}),
+        ({"no_spread": "resample"}, {"steps_per_rollout": 3}),
+        ({"mismatch": "token"}, {"steps_per_rollout": 3, "ahead": 1}),
+        pytest.param({"mismatch": "geometric"}, {"ahead": 1}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_resumes_at_each_step_bit_by_bit(
+    tmp_path: Path, objective: dict[str, Any], rollout: dict[str, Any]
+) -> None:
+    """Also between the steps of a rollout, whose answers are read from its file, and with a rollout ahead of them."""
     whole = tmp_path / "whole"
     whole.mkdir()
-    sections = {"train": {"for": "5 steps"}, "rollout": {"steps_per_rollout": 3}, "objective": objective}
+    sections = {"train": {"for": "5 steps"}, "rollout": rollout, "objective": objective}
     run_file = sums_task(whole, **sections, checkpoint={"every": "1 steps", "keep": 9})
     run(run_file)
     expected, samples = numbers(whole), records(whole, "rollouts.jsonl")
-    assert [("rollout/reward" in record) for record in expected] == [True, False, False, True, False]
-    assert expected[1]["train/approx_kl"] > 0 == expected[0]["train/approx_kl"]
+    steps = rollout.get("steps_per_rollout", 1)
+    assert [("rollout/reward" in record) for record in expected] == [step % steps == 0 for step in range(5)]
+    assert (expected[1]["train/approx_kl"] > 0) == (steps > 1)
+    assert expected[0]["train/approx_kl"] == 0
+    assert [record.get("rollout/behind") for record in expected[::steps]] == (
+        [0.0, *[float(steps)] * (4 // steps)] if "ahead" in rollout else [None] * (4 // steps + 1)
+    )
+    if "ahead" in rollout:
+        assert expected[0]["train/mismatch"] < 1e-5 < expected[steps]["train/mismatch"]
     for step in (1, 2, 3, 4):
         resumed = whole / "run"
         kept = tmp_path / f"kept-{step}"
@@ -108,7 +125,7 @@ def test_a_damaged_rollout_is_not_resumed_from(tmp_path: Path) -> None:
     (tmp_path / "run" / "rollouts" / "rollout-000000.npz").write_bytes(b"")
     done = start(["ds-finetune", "train", str(run_file)])
     assert done.returncode == 2
-    assert "rollout-000000.npz` is missing; the checkpoint is of a step in the middle of this rollout" in done.stderr
+    assert "rollout-000000.npz` is missing; the checkpoint needs this rollout" in done.stderr
 
 
 @pytest.mark.parametrize(
