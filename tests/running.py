@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from ds_finetune import read_config, train
 from ds_finetune.cli.demo import MODEL, write_demo
 from tests.conftest import ROOT
 from tests.forks import Forkserver
@@ -67,6 +68,14 @@ def tiny_task(folder: Path, **sections: Any) -> Path:
         tree[name] = tree.get(name, {}) | values if isinstance(values, dict) and name != "deepspeed" else values
     run_file.write_text(yaml.safe_dump({name: value for name, value in tree.items() if value is not None}))
     return run_file
+
+
+def resume_on_two_ranks(run_file: Path, *, printed: Path) -> None:
+    """Train two steps on one rank, and the others on two with ZeRO-3, whose output goes into `printed`."""
+    train(read_config(run_file, ["train.for=2 steps", "export.at_end=false"]))
+    done = start(torchrun("ds_finetune/train.py", str(run_file), "deepspeed.zero_optimization.stage=3"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    printed.write_text(done.stdout)
 
 
 def start(

@@ -9,6 +9,7 @@ from typing import Any
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
 from ds_finetune.families.family import Family, layer_of
+from ds_finetune.families.parameters import published_layers
 from ds_finetune.model.mtp import PREDICTION_LAYERS
 
 CODE = "auto_map"
@@ -32,6 +33,8 @@ def served_config(config: Mapping[str, Any], family: Family, keys: Collection[st
     served.pop(CODE, None)
     for key, value in family.export_config.items():
         served.setdefault(key, value)
+    if family.compresses:
+        served |= {key: value for key, value in published_layers(config).items() if served.get(key) is None}
     if not family.is_generic:
         _add_rope_schemas(served)
     count = _prediction_layers(config, keys)

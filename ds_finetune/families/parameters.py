@@ -143,6 +143,30 @@ def compressed_types(c: ModelConfig) -> tuple[str, ...]:
     return tuple(kinds[: c["num_hidden_layers"]])
 
 
+def longest_window(c: ModelConfig) -> int:
+    """Tokens of the longest window that a layer of DeepSeek-V4 compresses into an entry; 0 where none does."""
+    return max((_rate(c, kind) for kind in compressed_types(c) if kind in _RATES), default=0)
+
+
+def published_layers(c: ModelConfig) -> dict[str, Any]:
+    """The keys by which DeepSeek-V4 is published in place of those of transformers 5.23 in `c`, where these are there:
+    kinds of layers as numbers, hash routers, and the scaling of the rotary embedding of layers that compress.
+    """
+    kinds, rope = c.get("layer_types"), c.get("rope_parameters") or {}
+    found: dict[str, Any] = {}
+    if kinds and all(_rate(c, kind) == rate for kind, rate in _RATES.items()):
+        numbers = {kind: ratio for ratio, kind in RATIOS.items()}
+        found["compress_ratios"] = [numbers[kind] for kind in kinds]
+    if c.get("mlp_layer_types"):
+        found["num_hash_layers"] = list(c["mlp_layer_types"]).count("hash_moe")
+    if scaling := rope.get("compress"):
+        kept = ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings")
+        kind = scaling.get("rope_type", "default")
+        scaled = {"type": kind, **{key: scaling[key] for key in kept if key in scaling}}
+        found["rope_scaling"] = None if kind == "default" else scaled
+    return found
+
+
 def _compressor(name: str, hidden: int, width: int, rate: int, *, series: int) -> dict[str, Shape]:
     """A compressor into entries of `width` columns: of windows, or in two series of windows and those before them."""
     columns = series * width

@@ -12,7 +12,7 @@ from ds_finetune.config.objectives import cross_entropies, is_distillation, is_g
 from ds_finetune.config.schedule import Duration
 from ds_finetune.config.sections import OWN_ATTENTIONS, REPORT_SECONDS
 from ds_finetune.errors import ModelError
-from ds_finetune.families.parameters import indexed_layers
+from ds_finetune.families.parameters import indexed_layers, longest_window
 from ds_finetune.families.table import FAMILIES, FULLY_TESTED
 from ds_finetune.plan.batch import rows_of_forward
 from ds_finetune.plan.forward import problem_of_calls, varlen_problem
@@ -732,7 +732,18 @@ _TYPE = (
 )
 
 
+def _without_entries(run: RunSettings) -> dict[str, object] | None:
+    window = longest_window(run.model_json) if run.family.compresses else 0
+    return {"window": window} if run.train.max_seq_len < window else None
+
+
 _COMPRESSED = (
+    Refusal(
+        _without_entries,
+        "train.max_seq_len {train.max_seq_len} with a model whose layers compress up to {window} tokens into an entry: "
+        "shorter rows have none, and weight decay would shrink what gets no gradient",
+        "set train.max_seq_len to at least {window}",
+    ),
     *together(
         "model_type {model_type}",
         lambda run: run.family.compresses,

@@ -87,7 +87,7 @@ def test_a_run_is_exported_as_it_was_published(tmp_path: Path, capsys: pytest.Ca
     run_file = tiny_task(
         tmp_path,
         model={"path": str(v4), "weights": "load"},
-        train={"precision": "bf16", "for": "2 steps"},
+        train={"precision": "bf16", "for": "2 steps", "max_seq_len": 160},
         data={"packing": True},
         optim={"lr": 1e-3},
         lora={"rank": 4, "target_modules": ["q_a_proj", "o_b_proj"]},

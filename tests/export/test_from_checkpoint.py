@@ -593,7 +593,11 @@ def test_rotary_settings_in_both_schemas_mean_the_same(shared_data: Path, tmp_pa
             read = AutoConfig.from_pretrained(tmp_path).rope_parameters
             assert {**read, "type": None} == {**wanted.rope_parameters, "type": None}, file.parent.name
             assert served["rope_theta"] == given["rope_theta"]
-            scaling = {} if is_by_layer and config is new else given.get("rope_scaling") or {}
+            scaling = given.get("rope_scaling") or {}
+            if is_by_layer:
+                number = given["num_hidden_layers"]
+                assert served["compress_ratios"][:number] == given["compress_ratios"][:number]
+                assert served["num_hash_layers"] == given["num_hash_layers"]
             assert {
                 key: value for key, value in (served.get("rope_scaling") or {}).items() if key in scaling
             } == scaling, file.parent.name

@@ -25,7 +25,7 @@ from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest.cells import TINY_MODELS
 from ds_finetune.trainer.resolve import plan_model
 from tests.json_files import change_json
-from tests.running import metrics, start, tiny_task, torchrun
+from tests.running import metrics, resume_on_two_ranks, tiny_task
 
 V4 = family_of("deepseek_v4")
 LEARNING = {"lr": 1e-2, "warmup": "0%", "min_lr_ratio": 1.0, "weight_decay": 0.1}
@@ -67,11 +67,7 @@ def _run_file(folder: Path, *, is_published: bool = True, **sections: Any) -> Pa
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that was resumed after two of its four steps, on two ranks with ZeRO-3."""
     folder = tmp_path_factory.mktemp("run")
-    run_file = _run_file(folder)
-    train(read_config(run_file, ["train.for=2 steps", "export.at_end=false"]))
-    done = start(torchrun("ds_finetune/train.py", str(run_file), "deepspeed.zero_optimization.stage=3"))
-    assert done.returncode == 0, done.stdout + done.stderr
-    (folder / "printed.txt").write_text(done.stdout)
+    resume_on_two_ranks(_run_file(folder), printed=folder / "printed.txt")
     return folder
 
 
@@ -153,6 +149,7 @@ def _plan(mesh: Mesh | None = None, **sections: Any) -> None:
         ({"router": {"balance": 0.1}}, "choose experts by token ids, with router.balance 0.1 is not tested"),
         ({"router": {"bias_update": 0.1}}, "choose experts by token ids, with router.bias_update 0.1 is not tested"),
         ({"model": {"attention": "eager"}}, "documents of a packed row would see each other"),
+        ({"train": {"max_seq_len": 11}}, "max_seq_len 11 with a model whose layers compress up to 12 tokens"),
     ],
 )
 def test_refusals(sections: dict[str, Any], said: str) -> None:
@@ -216,6 +213,16 @@ def test_tables_that_name_an_expert_that_there_is_not(tmp_path: Path) -> None:
     tensors["layers.0.ffn.gate.tid2eid"][3] = 8
     save_file(tensors, file)
     with pytest.raises(ModelError, match=r"`layers\.0\.ffn\.gate\.tid2eid` .* names experts 0 to 8, and a layer has 8"):
+        train(read_config(run_file))
+
+
+def test_tables_of_another_vocabulary(tmp_path: Path) -> None:
+    run_file = _run_file(tmp_path)
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["layers.0.ffn.gate.tid2eid"] = tensors["layers.0.ffn.gate.tid2eid"][1:].clone()
+    save_file(tensors, file)
+    with pytest.raises(ModelError, match=r"1 of another shape: layers\.0\.ffn\.gate\.tid2eid: model \(128, 2\)"):
         train(read_config(run_file))
 
 

@@ -28,7 +28,7 @@ from ds_finetune.trainer.resolve import complete_features
 from tests.json_files import change_json
 from tests.parity.mtp_cells import write_mtp_model
 from tests.planning import model_of
-from tests.running import metrics, start, tiny_task, torchrun
+from tests.running import metrics, resume_on_two_ranks, tiny_task
 
 LAYER = "model.layers.2."
 LEARNING = {"lr": 1e-2, "warmup": "0%", "min_lr_ratio": 1.0, "weight_decay": 0.1}
@@ -49,11 +49,7 @@ def _run_file(folder: Path, **sections: Any) -> Path:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that was resumed after two of its four steps, on two ranks with ZeRO-3."""
     folder = tmp_path_factory.mktemp("run")
-    run_file = _run_file(folder)
-    train(read_config(run_file, ["train.for=2 steps", "export.at_end=false"]))
-    done = start(torchrun("ds_finetune/train.py", str(run_file), "deepspeed.zero_optimization.stage=3"))
-    assert done.returncode == 0, done.stdout + done.stderr
-    (folder / "printed.txt").write_text(done.stdout)
+    resume_on_two_ranks(_run_file(folder), printed=folder / "printed.txt")
     return folder
 
 

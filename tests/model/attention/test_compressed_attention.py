@@ -96,7 +96,7 @@ def _losses(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(logits[:-1], ids[1:], reduction="sum")
 
 
-def _compare(models: Models, rows: tuple[tuple[int, ...], ...] = ROWS) -> None:
+def _assert_equal(models: Models, rows: tuple[tuple[int, ...], ...] = ROWS) -> None:
     """The sum of all documents' losses, and its gradient of every parameter."""
     ours, plain = models
     ids = _ids(len(rows))
@@ -125,7 +125,7 @@ def test_documents_of_packed_rows_are_those_of_transformers_alone(
     at_once: int, make: Callable[..., Models], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compressed_attention, "PRODUCTS_AT_ONCE", at_once)
-    _compare(make())
+    _assert_equal(make())
 
 
 @pytest.mark.parametrize("options", [{}, {"context_fn": selective_contexts}], ids=["full", "selective"])
@@ -138,7 +138,7 @@ def test_recomputed_layers(
     monkeypatch.setattr(compressed_attention, "_attend", lambda *given: calls.append(1) or attend(*given))
     models = make()
     models[0].lm.gradient_checkpointing_enable({"use_reentrant": False, **options})
-    _compare(models)
+    _assert_equal(models)
     assert len(calls) == 4 * 2 * (1 if options else 2)
 
 
@@ -199,4 +199,4 @@ def test_choices_of_routers_are_counted(make: Callable[..., Models]) -> None:
 
 def test_documents_without_entries(make: Callable[..., Models]) -> None:
     """All parameters but the indexer's get gradients, or ranks that have entries would wait for them."""
-    _compare(make(), ((3, 2, 1, 1, 3) * 8,))
+    _assert_equal(make(), ((3, 2, 1, 1, 3) * 8,))
