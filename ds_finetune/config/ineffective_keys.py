@@ -134,6 +134,12 @@ _RULES = (
         "set objective to grpo",
     ),
     _KeyRule(
+        ("rollout.address",),
+        lambda run: run["rollout.engine"] == "own",
+        "rollout.engine is own: the model under training samples",
+        "set rollout.engine to vllm",
+    ),
+    _KeyRule(
         ("objective.clip_low", "objective.clip_high", "objective.dual_clip"),
         lambda run: run["objective.ratio"] == "capped",
         "objective.ratio is capped, which has only an upper bound",

@@ -105,7 +105,8 @@ KEYS_OF_OTHER_PROGRAMS = {
     "objective.mismatch": "vllm_importance_sampling_correction vllm_importance_sampling_mode rollout_is "
     "rollout_importance_sampling_mode",
     "objective.mismatch_cap": "vllm_importance_sampling_cap rollout_is_threshold tis_imp_ratio_cap",
-    "rollout.engine": "use_vllm vllm_mode vllm_server_host vllm_server_base_url",
+    "rollout.engine": "use_vllm vllm_mode",
+    "rollout.address": "vllm_server_host vllm_server_port vllm_server_base_url vllm_base_url",
     "rollout.prompts_per_step": "generation_batch_size rollout_batch_size num_prompts_per_step",
     "rollout.steps_per_rollout": "num_iterations steps_per_generation ppo_epochs num_ppo_epochs ppo_mini_batch_size",
     "rollout.max_new_tokens": "max_completion_length max_response_length response_length generate_max_len",

@@ -364,11 +364,25 @@ class IndexerConfig(Section):
     """Weight of their loss, which hardly changes the steps of Adam."""
 
 
+def _check_rollout_engine(name: object) -> object:
+    if str(name).lower() == "sglang":
+        raise ValueError("SGLang is not supported; vllm is, and own needs no server")
+    return name
+
+
+def _check_address(text: object) -> object:
+    if text is not None and not re.fullmatch(r"https?://[^/\s]+/?", str(text)):
+        raise ValueError("it should be an address such as http://127.0.0.1:8000")
+    return text
+
+
 class RolloutConfig(Section):
     """How answers are sampled while the model trains, for `objective: grpo`."""
 
-    engine: Literal["own"] = "own"
-    """What samples: `own` is the model under training itself."""
+    engine: Annotated[Literal["own", "vllm"], BeforeValidator(_check_rollout_engine)] = "own"
+    """What samples: `own` is the model under training itself, `vllm` a server that gets its weights."""
+    address: Annotated[Free[str | None], BeforeValidator(_check_address)] = None
+    """Address of the vLLM server, such as http://127.0.0.1:8000."""
     prompts_per_step: Refused[int] = Field(default=32, ge=1)
     """Prompts of an optimizer step, whose answers are its global batch."""
     steps_per_rollout: Refused[int] = Field(default=1, ge=1)

@@ -47,6 +47,8 @@ class Checkpointing:
     saving: Callable[[], AbstractContextManager[None]] = nullcontext
     """Open while the run waits for a save."""
     _failed: int = 0
+    _saved: int = 0
+    """Step of the last save."""
     _began: float = field(default_factory=time.monotonic)
     """When the last save began, or the first step."""
 
@@ -65,6 +67,7 @@ class Checkpointing:
 
     def _save(self, record: StepRecord, *, is_stop_requested: bool) -> StepRecord:
         self._report(self.saver.settle(wait=True))
+        self._saved = record.step
         state = self.run_text(record, {name: observer.state() for name, observer in self.remembered.items()})
         rank_state = {"random": random_state(), "position": record.position}
         blocked = self.saver.save(record.step, state, rank_state=rank_state, eval_loss=held_out_loss(record.values))
@@ -77,6 +80,13 @@ class Checkpointing:
                 f"{name}: NOT saved at step {record.step}", hint="the same command resumes from the checkpoint before"
             )
         return record.stopping(f"{name}: saved at step {record.step}; the same command resumes from there")
+
+    def save_last(self, record: StepRecord) -> None:
+        """Save after the last step that was done, where that was not due, and wait for it."""
+        if record.step != self._saved:
+            with self.saving():
+                self._save(record, is_stop_requested=False)
+        self.close()
 
     def close(self) -> None:
         """Wait for the save in progress."""

@@ -52,7 +52,12 @@ def _untested() -> Iterable[Conflict]:
 
 
 def _sampling_checks() -> Iterator[Refusal]:
-    """What is refused of rollouts ahead, and of rewards beside them."""
+    """What is refused of servers, of rollouts ahead, and of rewards beside them."""
+    yield _refused(
+        lambda run: run.rollout.engine == "vllm" and run.rollout.address is None,
+        "rollout.engine vllm without rollout.address",
+        "add e.g. `address: http://127.0.0.1:8000`, the address of a vLLM server",
+    )
     yield _refused(
         lambda run: run.rollout.ahead and _section(run).mismatch == "none",
         "rollout.ahead {rollout.ahead} with objective.mismatch none: answers are sampled by weights of earlier steps, "

@@ -145,13 +145,14 @@ class Exports:
                 self._printed.add(note)
 
 
-def export(run: PreparedRun, engine: Engine, out: Path, *, step: int) -> list[str]:
+def export(run: PreparedRun, engine: Engine, out: Path, *, step: int | None) -> list[str]:
     """Write the weights as they are now, after `step` steps, to the Hugging Face folder `out`, and return notes.
 
     Every rank takes part, and rank zero writes. Tensors of the model's folder for which transformers' class has no
     module, e.g. of multi-token prediction, are copied to it. Adapters are added to the weights, and written in
     peft's format to a folder beside `out`: `adapter` or `adapter-best`. Weights that the engine has in four bits are
-    read from the model's folder again.
+    read from the model's folder again. With a `step` of None the folder is a copy for a server: without what verifies
+    it, and without adapters beside it.
     """
     model, folder = run.model, run.inputs.folder
     tokenizer = adapt_tokenizer(run) if engine.is_rank_zero else ClassifierTokenizer({})
@@ -166,7 +167,8 @@ def export(run: PreparedRun, engine: Engine, out: Path, *, step: int) -> list[st
         parts, notes = base.with_base_tensors(parts, without=trained) if engine.is_rank_zero else (parts, [])
     keys = [*trained, *(tensor.key for copied in parts.base_tensors for tensor in copied.tensors)]
     notes = [*notes, *config_changes(parts.config, parts.files, keys)]
-    factors = _write_adapters(run, engine, out.with_name(out.name.replace("export", "adapter")))
+    beside = None if step is None else out.with_name(out.name.replace("export", "adapter"))
+    factors = _write_adapters(run, engine, beside)
     in_four_bit = {f"{name}.weight" for name in model.quantised}
     tensors = with_stored_weights(engine.tensors(), in_four_bit, folder) if in_four_bit else engine.tensors()
     max_shard_bytes = parse_bytes(run.config.export.max_shard_size, name="export.max_shard_size")
@@ -179,11 +181,11 @@ def export(run: PreparedRun, engine: Engine, out: Path, *, step: int) -> list[st
     return notes
 
 
-def _folder_parts(run: PreparedRun, engine: Engine, tokenizer: ClassifierTokenizer, *, step: int) -> FolderParts:
+def _folder_parts(run: PreparedRun, engine: Engine, tokenizer: ClassifierTokenizer, *, step: int | None) -> FolderParts:
     """Everything of an exported folder but its tensors."""
     config, inputs = run.config, run.inputs
     beside = files_beside(config.data.template, inputs)
-    record = export_record(run, engine, tokenizer, step=step) if config.export.verify else None
+    record = None if step is None or not config.export.verify else export_record(run, engine, tokenizer, step=step)
     return FolderParts(
         family=family_of(inputs.hf_config.model_type),
         config=inputs.config_tree,
@@ -196,8 +198,10 @@ def _folder_parts(run: PreparedRun, engine: Engine, tokenizer: ClassifierTokeniz
     )
 
 
-def _write_adapters(run: PreparedRun, engine: Engine, out: Path) -> dict[str, Factors]:
-    """Write adapters to `out` and return them by the weight they adapt: all of them on rank zero, nothing on others."""
+def _write_adapters(run: PreparedRun, engine: Engine, out: Path | None) -> dict[str, Factors]:
+    """Write adapters to `out`, unless it is None, and return them by the weight they adapt: all of them on rank zero,
+    nothing on others.
+    """
     lora, inputs = run.config.lora, run.inputs
     if lora is None:
         return {}
@@ -205,7 +209,7 @@ def _write_adapters(run: PreparedRun, engine: Engine, out: Path) -> dict[str, Fa
     whole = {name: tensor.clone() for name, tensor in engine.adapters() if tensor is not None}
     factors = factors_of(whole, lora.alpha / lora.rank)
     head = {name: tensor.clone() for name, tensor in engine.score_head() if tensor is not None}
-    if engine.is_rank_zero:
+    if engine.is_rank_zero and out is not None:
         base = AdapterBase(
             name=inputs.model.path,
             digest=inputs.base,

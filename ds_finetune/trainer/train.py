@@ -5,7 +5,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -29,7 +29,8 @@ from ds_finetune.errors import ConfigError, RunError
 from ds_finetune.export.interruption import SignalInterruption
 from ds_finetune.export.verify.verify import VerificationResult
 from ds_finetune.model.build.unused_parameters import patterns_of
-from ds_finetune.observers.record import StepRecord
+from ds_finetune.observers.checkpointing import Checkpointing
+from ds_finetune.observers.record import Observer, StepRecord
 from ds_finetune.observers.stopping import StopSignals
 from ds_finetune.observers.trackers import check_trackers
 from ds_finetune.plan.precision import with_precision
@@ -54,6 +55,7 @@ from ds_finetune.trainer.resume import (
     start_saver,
 )
 from ds_finetune.trainer.rollouts.source import open_rollouts
+from ds_finetune.trainer.rollouts.vllm import ServerLostError, check_server
 from ds_finetune.trainer.run_dir import check_only_own_files, remove_empty_on_failure
 from ds_finetune.trainer.run_records import (
     RunLog,
@@ -103,6 +105,7 @@ def train(config: RunConfig, *, announce: Announce, say: Callable[[str], None]) 
             check_same_precision(config.train, world, store)
             run = finish_plan(prepare_run(_resolved(config, world)), store, monitor, log.say)
             if world.rank == 0:
+                check_server(run)
                 announce(run)
             with open_process_group(run, store, monitor):
                 report = _train_and_export(run, store, monitor, log, status)
@@ -192,9 +195,24 @@ def train_steps(started: StartedRun, status: StatusKeeper) -> tuple[StepRecord |
         ):
             last = run_steps(chain(due, started.rank_progress.count_steps(records)), observers)
         started.rank_progress.finish_steps()
+        lost = None if rollouts is None else rollouts.lost
+        saved = save_last(observers, last) if lost else ""
         for observer in observers:
             observer.close()
+        if lost is not None:
+            raise ServerLostError(f"{lost.message}; {saved}", hint=lost.hint)
         return last, last.stop if last and signals.is_stop_requested() else ""
+
+
+def save_last(observers: Sequence[Observer], last: StepRecord | None) -> str:
+    """Save the last step that was done in this start, if any; returns a text that says whether it is saved."""
+    saving = next((each for each in observers if isinstance(each, Checkpointing)), None)
+    if last is None:
+        return "no step was done since the start"
+    if saving is None:
+        return f"step {last.step} is not saved, since checkpoint.every is never"
+    saving.save_last(last)
+    return saving.saver.last_error or f"step {last.step} is saved, and the same command resumes from there"
 
 
 @contextmanager

@@ -57,6 +57,7 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
     (objective("reward", train_on="all"), "data.train_on", "no token is supervised"),
     (objective("pretrain", train_on="last_assistant"), "data.train_on", "every token of plain text"),
     ({"rollout": {"max_new_tokens": 5}}, "rollout.max_new_tokens", "no answers are sampled"),
+    ({"objective": "grpo", "rollout": {"address": "http://a:1"}}, "rollout.address", "rollout.engine is own"),
     (objective("grpo", train_on="all"), "data.train_on", "trains answers that the model writes"),
     (objective("grpo", ratio="capped", ratio_cap=5, clip_low=0.1), "objective.clip_low", "only an upper bound"),
     (objective("grpo", ratio_cap=5), "objective.ratio_cap", "objective.ratio is not capped"),

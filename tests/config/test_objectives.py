@@ -1,5 +1,6 @@
 """The section `objective`: its short form, and the errors for names and keys that it does not have."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,8 @@ def test_mistakes_name_line_and_hint(tmp_path: Path, objective: object, message:
         ("num_iterations", "rollout.steps_per_rollout"),
         ("max_completion_length", "rollout.max_new_tokens"),
         ("top_k", "rollout.temperature"),
+        ("use_vllm", "rollout.engine"),
+        ("vllm_server_base_url", "rollout.address"),
     ],
 )
 def test_words_of_other_programs_find_their_key(key: str, meant: str) -> None:
@@ -96,6 +99,22 @@ def test_words_of_other_programs_find_their_key(key: str, meant: str) -> None:
         with pytest.raises(ValidationError) as invalid:
             RunConfig.model_validate(MINIMAL | tree)
         assert f"did you mean `{meant}`?" in explain(invalid.value, RunConfig, "run.yaml", {}).hint
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rollout.engine=sglang", "`rollout.engine` is 'sglang': SGLang is not supported; vllm is"),
+        ("rollout.engine=trt", "`rollout.engine` is 'trt': it should be 'own' or 'vllm'"),
+        (
+            "rollout.address=127.0.0.1:8000",
+            "`rollout.address` is '127.0.0.1:8000': it should be an address such as htt",
+        ),
+    ],
+)
+def test_what_samples_answers_is_named(override: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        read(tmp_path, {"name": "grpo"}, override)
 
 
 def test_the_names_of_other_programs_mean_objectives_that_exist(tmp_path: Path) -> None:

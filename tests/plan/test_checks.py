@@ -135,6 +135,7 @@ SAMPLED: list[tuple[str, dict[str, Any], dict[str, Any], Mesh | None]] = [
         {},
         None,
     ),
+    ("rollout.engine vllm without rollout.address", GRPO | {"rollout": {"engine": "vllm"}}, {}, None),
     ("objective grpo without rewards: sampled answers have no score", GRPO, {}, None),
     ("objective.ratio capped without objective.ratio_cap", grpo(ratio="capped"), {}, None),
     ("adapters_off without lora: there are no adapters", grpo(reference="adapters_off"), {}, None),

@@ -12,6 +12,7 @@ from ds_finetune.engine.results import HeldOutScores
 from ds_finetune.runs.metrics import Sample
 from ds_finetune.trainer.rollouts.rollout import AnswerGroup, mean_score
 from ds_finetune.trainer.rollouts.source import RolloutSource
+from ds_finetune.trainer.rollouts.vllm import ServerLostError
 
 _ALL = "eval"
 _MOST_SAMPLES = 8
@@ -41,7 +42,16 @@ class RewardEvaluation:
     """Takes the first greedy answers of each set."""
 
     def scores(self) -> Mapping[str, HeldOutScores] | None:
-        """Scores of each set, and of the prompts of all sets together; None where a signal ended it."""
+        """Scores of each set, and of the prompts of all sets together; None where a signal, or the loss of the server
+        that answers, ended it.
+        """
+        try:
+            return self._scores()
+        except ServerLostError as lost:
+            self.source.lost = lost
+            return None
+
+    def _scores(self) -> Mapping[str, HeldOutScores] | None:
         greedy = self._groups_by_set(0)
         samples = self.source.run.config.rollout.eval_samples
         sampled = self._groups_by_set(samples) if samples and greedy is not None else {}

@@ -20,6 +20,7 @@ from ds_finetune.trainer.loop import Progress
 from ds_finetune.trainer.prepare import PreparedRun
 from ds_finetune.trainer.rollouts.rollout import AnswerGroup, Kind, RewardRule, Rollout, RolloutFiles, TokenNumbers
 from ds_finetune.trainer.rollouts.sampling import PHASE, SampledGroups, Sampler
+from ds_finetune.trainer.rollouts.vllm import ServerLostError, answer_engine
 
 MOST_DRAWS = 4
 """With `no_spread: resample` a rollout draws at most so many times its number of prompts."""
@@ -45,6 +46,8 @@ class RolloutSource:
         self.run, self.rows, self.sampler = run, run.inputs.train, sampler
         self.latest: Rollout | None = None
         """The rollout of the latest batch."""
+        self.lost: ServerLostError | None = None
+        """Why no answers come any more."""
         self._digest, self._left = "", 0
         """Hash of the file of the latest rollout, and how many of its steps follow."""
         self._ahead: _Begun | Rollout | None = None
@@ -87,15 +90,29 @@ class RolloutSource:
         self._resumed = dict(state)
 
     def batches(self, after: Progress, position: Position) -> Iterator[Batch]:
-        """This rank's share of the steps after those that are done; `position` is that of the next prompt to draw."""
+        """This rank's share of the steps after those that are done; `position` is that of the next prompt to draw.
+
+        They end early where the server that answers is lost.
+        """
+        try:
+            for batch in self._batches(after, position):
+                yield batch
+                if self.lost is not None:
+                    return
+        except ServerLostError as lost:
+            self.lost = lost
+
+    def _batches(self, after: Progress, position: Position) -> Iterator[Batch]:
         cursor = position.epoch * self._per_epoch + position.index
         self._read_files(after.step)
         for step in range(after.step, self.run.schedule.steps):
             if self.latest is None or step >= self.latest.first + self.latest.steps:
-                self.latest = self._complete(self._ahead or self._begin(step, cursor, done=step))
-                self._ahead, following = None, step + self.latest.steps
-                if self.run.config.rollout.ahead and following < self.run.schedule.steps:
-                    self._ahead, self._ahead_digest = self._begin(following, self.latest.until, done=step), ""
+                rollout = self._complete(self._ahead or self._begin(step, cursor, done=step))
+                # What is ahead of the steps that are done, until the answers of the next one are there.
+                self._ahead, self._ahead_digest, following = rollout, "", step + rollout.steps
+                has_next = self.run.config.rollout.ahead and following < self.run.schedule.steps
+                self._ahead = self._begin(following, rollout.until, done=step) if has_next else None
+                self.latest = rollout
             cursor = self.latest.until
             self._left = self.latest.first + self.latest.steps - step - 1
             batch = self._batch(self.latest, step - self.latest.first)
@@ -214,7 +231,10 @@ def open_rollouts(run: PreparedRun, engine: Engine, progress: RankProgress) -> I
     world, sections = run.plan.world, run.config.rewards
     prints = any(section.file for section in sections)
     log = run.output_dir / "rewards" / f"rank-{world.rank}.txt" if prints else None
-    with open_rewards(sections, ranks_here=world.local_world_size, log=log) as rewards:
-        sampler = Sampler(run, engine, rewards, progress)
+    with (
+        open_rewards(sections, ranks_here=world.local_world_size, log=log) as rewards,
+        answer_engine(run, engine, progress) as answers,
+    ):
+        sampler = Sampler(run, answers, rewards, progress)
         engine.allow_only(sampler.limits.allowed)
         yield RolloutSource(run, engine, sampler, files)

@@ -1,0 +1,238 @@
+"""The requests to a vLLM server that answers prompts with the weights that it is told to load; tried with vLLM 0.32.
+
+Prompts and answers are token ids. The routes about weights exist only where the server was started with
+VLLM_SERVER_DEV_MODE=1.
+"""
+
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from http.client import HTTPException
+from pathlib import Path
+from queue import Empty, Queue
+from threading import Thread
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ds_finetune.engine.sampling.answers import Finish, SampledAnswer
+from ds_finetune.errors import ServeError
+
+Floats = NDArray[np.float64]
+T = TypeVar("T")
+API_KEY = "DS_FINETUNE_API_KEY"
+"""Environment variable with the key that the server's requests need, as for `ds-finetune serve`."""
+START = "start it on a machine that sees output_dir: VLLM_SERVER_DEV_MODE=1 vllm serve MODEL"
+_SHAPE = ("vocab_size", "hidden_size", "num_hidden_layers")
+_SECONDS, _LONG_SECONDS = 60.0, 3600.0
+"""How long an answer to a request may take, and one to a request for answers or for loading weights."""
+_DEFAULTS = {"top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
+"""Values that change no distribution; where they are left out, the server takes those of generation_config.json."""
+_NEVER_DRAWN = -100
+"""What is added to the logit of an id that must not be drawn: its probability becomes at most 1e-43 of what it was."""
+
+
+@dataclass(frozen=True)
+class GroupRequest:
+    """`number` answers to a prompt; vLLM draws answer i with seed + i."""
+
+    prompt: Sequence[int]
+    number: int
+    seed: int
+    temperature: int
+    max_tokens: int
+    stop_ids: Sequence[int] = ()
+    stop: Sequence[str] = ()
+    forbidden: Sequence[int] = ()
+    """Ids that are never drawn."""
+
+
+class VllmServer:
+    """A server at `address`, such as http://127.0.0.1:8000; every method raises ServeError where it does not do what it
+    is asked for.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address = address.rstrip("/")
+        self.name = ""
+        """The name of the model in requests, known after `check`; so is the dtype of its weights."""
+        self.dtype = ""
+        # Requests inside a cluster do not pass a proxy.
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def check(self, shape: Mapping[str, Any], *, max_tokens: int) -> None:
+        """Check that it is a vLLM server in dev mode, whose model has the values of config.json in `shape`, and takes
+        `max_tokens` tokens of prompt and answer.
+        """
+        models = self._get("/v1/models", found="is no vLLM server: it has no route /v1/models", hint=START)
+        missing = "is not in dev mode: it has no route {}, by which it is told to load weights"
+        for route in ("/weight_info", "/is_paused"):
+            self._get(route, found=missing.format(route), hint=START)
+        info = self._get("/server_info?config_format=json", found=missing.format("/server_info"), hint=START)
+        try:
+            model = models["data"][0]
+            self.name, longest, folder = model["id"], model["max_model_len"], Path(model["root"])
+            self.dtype = str(info["vllm_config"]["model_config"]["dtype"])
+        except (KeyError, IndexError, TypeError) as absent:
+            raise self._error(f"answers /v1/models or /server_info without {absent}", "use vLLM 0.32") from absent
+        other = {
+            key: (value, shape[key])
+            for key, value in _config_of(folder).items()
+            if key in _SHAPE and key in shape and shape[key] != value
+        }
+        if other:
+            values = ", ".join(f"{key} {theirs} instead of {ours}" for key, (theirs, ours) in other.items())
+            raise self._error(
+                f"serves another model, `{self.name}`, with {values}", f"{START} with the model of this run"
+            )
+        if longest is not None and longest < max_tokens:
+            raise self._error(
+                f"takes {longest} tokens of prompt and answer, and train.max_seq_len is {max_tokens}",
+                f"start it with --max-model-len {max_tokens}",
+            )
+
+    def load(self, folder: Path, version: str) -> None:
+        """Load the weights of a folder, which it must not have loaded before, and give them the name `version`."""
+        self._post("/pause?mode=abort", {})
+        self._post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+        cache = self._post("/reset_prefix_cache", {})
+        if not (isinstance(cache, dict) and cache.get("success")):
+            raise self._error(f"has not emptied its prefix cache: {cache}", "see its output; then start both again")
+        self._post("/update_weight_version", {"new_version": version})
+        self._post("/resume", {})
+        self.check_version(version)
+
+    def check_version(self, version: str) -> None:
+        """Check that the weights have the name `version`: another one was not set, or another run uses the server."""
+        found = self._get("/weight_info").get("weight_version")
+        if found != version:
+            raise self._error(
+                f"has weights of version {found}, and this run has loaded {version}",
+                "no other run may use this server; restart it where it has lost its weights",
+            )
+
+    def answers(self, request: GroupRequest) -> list[SampledAnswer]:
+        """The answers to a prompt, with the log-probabilities of their tokens; NaN where the server gives none."""
+        found = self._complete(
+            request.prompt,
+            **_DEFAULTS,
+            n=request.number,
+            seed=request.seed,
+            temperature=request.temperature,
+            max_tokens=request.max_tokens,
+            logprobs=0,
+            stop=list(request.stop),
+            stop_token_ids=list(request.stop_ids),
+            # Only the ids above end an answer.
+            ignore_eos=True,
+            skip_special_tokens=False,
+            logit_bias={str(number): _NEVER_DRAWN for number in request.forbidden},
+        )
+        if len(found) != request.number:
+            raise self._error(f"gives {len(found)} answers instead of {request.number}", "see its output")
+        return [self._answer(choice) for choice in sorted(found, key=lambda choice: int(choice["index"]))]
+
+    def log_probs(self, prompt: Sequence[int]) -> Floats:
+        """The log-probabilities of the tokens of a prompt but the first."""
+        (choice,) = self._complete(prompt, prompt_logprobs=0, max_tokens=1, temperature=0)
+        rows = choice.get("prompt_logprobs") or []
+        try:
+            values = [row[str(number)]["logprob"] for number, row in zip(prompt[1:], rows[1:], strict=True)]
+        except (KeyError, TypeError, ValueError) as wrong:
+            raise self._error("gives no log-probabilities of a prompt", "use vLLM 0.32") from wrong
+        return np.array(values, dtype=np.float64)
+
+    def abort(self) -> None:
+        """End all requests that are under way."""
+        self._post("/abort_requests", {})
+
+    def check_health(self) -> None:
+        """Check that it still answers."""
+        self._request("/health", None, seconds=_SECONDS)
+
+    def _answer(self, choice: Mapping[str, Any]) -> SampledAnswer:
+        ids, log_probs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
+        if not ids or log_probs is None or len(ids) != len(log_probs):
+            raise self._error("answers without token ids and their log-probabilities", "use vLLM 0.32")
+        finish = choice.get("finish_reason")
+        if finish not in ("stop", "length"):
+            raise self._error(f"has ended an answer for the reason {finish}", "see its output")
+        cut: Finish = "length" if finish == "length" else "stop"
+        return SampledAnswer(np.array(ids, dtype=np.int64), np.array(log_probs, dtype=np.float32), cut)
+
+    def _complete(self, prompt: Sequence[int], **settings: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - JSON
+        body = {"model": self.name, "prompt": list(prompt), "return_token_ids": True, **settings}
+        choices: list[dict[str, Any]] = self._post("/v1/completions", body).get("choices") or []
+        return choices
+
+    def _post(self, route: str, body: object) -> Any:  # noqa: ANN401 - JSON
+        return self._request(route, json.dumps(body).encode(), seconds=_LONG_SECONDS)
+
+    def _get(self, route: str, *, found: str = "", hint: str = START) -> Any:  # noqa: ANN401 - JSON
+        """What a route answers; `found` says what is wrong where the server does not have it."""
+        return self._request(route, None, seconds=_SECONDS, missing=found, hint=hint)
+
+    def _request(
+        self, route: str, body: bytes | None, *, seconds: float, missing: str = "", hint: str = "see its output"
+    ) -> Any:  # noqa: ANN401 - JSON
+        key = os.environ.get(API_KEY)
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        request = urllib.request.Request(self.address + route, data=body, headers=headers)
+        try:
+            with self._opener.open(request, timeout=seconds) as answer:
+                text = answer.read().decode()
+        except urllib.error.HTTPError as refused:
+            with refused:
+                said = " ".join(refused.read().decode(errors="replace").split())[:300]
+            wrong = missing if missing and refused.code == 404 else f"answers {route} with {refused.code}: {said}"
+            raise self._error(wrong, hint) from refused
+        except (OSError, HTTPException) as absent:
+            reason = getattr(absent, "reason", absent)
+            raise self._error(f"does not answer {route}: {reason}", START) from absent
+        try:
+            return json.loads(text) if text else {}
+        except ValueError as other:
+            raise self._error(f"answers {route} with `{text[:60]}`, which is not JSON", START) from other
+
+    def _error(self, wrong: str, hint: str) -> ServeError:
+        return ServeError(f"the vLLM server at {self.address} {wrong}", hint=hint)
+
+
+def _config_of(folder: Path) -> dict[str, Any]:
+    """The config.json of a folder; empty where this machine does not see it, as where a server was given a hub id."""
+    try:
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def results_of(jobs: Sequence[Callable[[], T]], *, at_once: int) -> "Queue[tuple[int, T | ServeError]]":
+    """A queue that gets the place and the result of each job, or its error, from threads that end with the process."""
+    todo: Queue[tuple[int, Callable[[], T]]] = Queue()
+    done: Queue[tuple[int, T | ServeError]] = Queue()
+    for each in enumerate(jobs):
+        todo.put(each)
+
+    def work() -> None:
+        for place, job in _until_empty(todo):
+            try:
+                done.put((place, job()))
+            except ServeError as error:
+                done.put((place, error))
+
+    for _ in range(min(at_once, len(jobs))):
+        Thread(target=work, daemon=True).start()
+    return done
+
+
+def _until_empty(todo: "Queue[T]") -> Iterator[T]:
+    while True:
+        try:
+            yield todo.get_nowait()
+        except Empty:
+            return

@@ -1,0 +1,209 @@
+"""Runs whose answers come from a server with their weights: a stand-in that speaks vLLM's protocol."""
+
+import json
+import re
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaForCausalLM
+
+from ds_finetune.errors import ServeError
+from ds_finetune.trainer.rollouts.vllm_server import GroupRequest, VllmServer
+from tests.running import start
+from tests.sums_task import greedy_share, sums_task, write_model
+from tests.trainer.rollouts.test_runs import numbers, records, run
+
+
+@dataclass
+class Served:
+    """A stand-in that is running, and the folder of the model with which it began."""
+
+    url: str
+    model: Path
+    process: "subprocess.Popen[str]"
+
+    def set(self, **faults: Any) -> "Served":
+        """Restart it with these faults."""
+        self._ask({"restart": str(self.model), "faults": faults})
+        return self
+
+    def log(self) -> list[str]:
+        """What it was asked for since then."""
+        return self._ask({})
+
+    def _ask(self, body: object) -> list[str]:
+        request = urllib.request.Request(f"{self.url}/stand_in", data=json.dumps(body).encode())
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            found: list[str] = json.loads(answer.read())
+        return found
+
+
+@contextmanager
+def serving(model: Path) -> Iterator[Served]:
+    """A stand-in with a model of the sums."""
+    write_model(model)
+    command = [sys.executable, "-m", "tests.trainer.rollouts.vllm_stand_in", str(model)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield Served(f"http://127.0.0.1:{int(process.stdout.readline())}", model, process)
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """One stand-in for all tests, each of which restarts it with its faults."""
+    with serving(tmp_path_factory.mktemp("served") / "model") as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def whole(served: Served, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """The folder of a run without faults, and what its server was asked for."""
+    folder = tmp_path_factory.mktemp("whole")
+    run(task(folder, served.set()))
+    return folder, served.log()
+
+
+def task(folder: Path, server: Served | str, **sections: Any) -> Path:
+    """The run file of a run whose answers come from a server."""
+    url = server if isinstance(server, str) else server.url
+    given = {
+        "rollout": {"engine": "vllm", "address": url},
+        "objective": {"mismatch": "token"},
+        "data": {"eval": str(folder / "train.jsonl")},
+        "eval": {"every": "2 steps"},
+        "train": {"for": "4 steps"},
+    }
+    return sums_task(folder, **given, **sections)
+
+
+def test_answers_come_from_a_server_with_the_weights_of_each_step(whole: tuple[Path, list[str]]) -> None:
+    folder, log = whole
+    found = records(folder)
+    assert len(found) == 4
+    assert max(record["train/mismatch"] for record in found) < 1e-5
+    trained = LlamaForCausalLM.from_pretrained(folder / "run" / "export")
+    assert found[-1]["eval/reward"] == pytest.approx(greedy_share(trained), abs=1e-6)
+    loads = [line for line in log if line.startswith("load ")]
+    assert [line.rpartition("-")[2] for line in loads] == [f"{step:06d}" for step in range(5)]
+    assert len(set(loads)) == len(loads)
+    update = log[: log.index("resume") + 1]
+    assert [line.split()[0] for line in update] == ["pause", "load", "reset", "version", "resume"]
+    by_step = {step: [line for line in log if line.endswith(f"-step-{step}")] for step in range(5)}
+    # A version line, and a line for each prompt of a rollout; an evaluation asks for all of the hundred sums.
+    assert [len(lines) - 1 for lines in by_step.values()] == [4, 4, 104, 4, 100]
+    seeds = [re.findall(r"seed (\d+)", line)[0] for line in log if "seed" in line and "seed 0" not in line]
+    assert len(set(seeds[:8])) == 8
+    assert not list((folder / "run" / "rollouts").glob("weights-*"))
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("dies", "does not answer /"),
+        ("garbage", "does not compute what the weights of step 1 do"),
+        pytest.param("stale", "has not loaded the weights of step 1: all log-pro", marks=pytest.mark.slow),
+        pytest.param("version", "has weights of version weights-", marks=pytest.mark.slow),
+    ],
+)
+def test_a_server_that_fails_costs_no_step(
+    fault: str, message: str, served: Served, whole: tuple[Path, list[str]], tmp_path: Path
+) -> None:
+    """The run stops with a checkpoint of the last step, and resumes bit by bit."""
+    if fault == "dies":
+        with serving(tmp_path / "served") as mortal:
+            mortal.set(dies=1)
+            run_file = task(tmp_path, mortal)
+            done = start(["ds-finetune", "train", str(run_file)])
+    else:
+        run_file = task(tmp_path, served.set(**{fault: 1}))
+        done = start(["ds-finetune", "train", str(run_file)])
+    said = " ".join(done.stderr.split())
+    assert done.returncode == 1, said
+    assert message in said
+    assert "step 1 is saved, and the same command resumes from there" in said
+    assert (tmp_path / "run" / "checkpoints" / "step-000001").is_dir()
+    assert "step-000001, step 1 of" in run(run_file, f"rollout.address={served.set().url}")
+    assert numbers(tmp_path) == numbers(whole[0])
+
+
+@pytest.mark.slow
+def test_a_server_that_dies_in_an_evaluation_costs_no_step(
+    served: Served, whole: tuple[Path, list[str]], tmp_path: Path
+) -> None:
+    with serving(tmp_path / "served") as mortal:
+        mortal.set(dies=4)
+        run_file = task(tmp_path, mortal)
+        done = start(["ds-finetune", "train", str(run_file)])
+    assert done.returncode == 1, done.stderr
+    assert "step 4 is saved" in " ".join(done.stderr.split())
+    run(run_file, f"rollout.address={served.set().url}")
+    assert numbers(tmp_path) == numbers(whole[0])
+
+
+@pytest.mark.slow
+def test_ranks_and_adapters_make_no_difference_to_who_asks(served: Served, tmp_path: Path) -> None:
+    """Two ranks, adapters that are merged into what the server gets, and answers that every rank knows."""
+    run(task(tmp_path, served.set(), lora={"rank": 4}), ranks=2)
+    assert max(record["train/mismatch"] for record in records(tmp_path)) < 1e-5
+    assert len([line for line in served.log() if line.startswith("load ")]) == 5
+
+
+def closed_port() -> int:
+    """A port on which nothing listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_a_server_that_is_not_there_is_an_error_before_the_model_is_loaded(tmp_path: Path) -> None:
+    url = f"http://127.0.0.1:{closed_port()}"
+    done = start(["ds-finetune", "train", str(task(tmp_path, url))])
+    said = " ".join(done.stderr.split())
+    assert done.returncode == 2, said
+    assert f"the vLLM server at {url} does not answer /v1/models: [Errno 111] Connection refused" in said
+    assert "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL" in said
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("faults", "shape", "message"),
+    [
+        ({"not_dev": True}, {}, "is not in dev mode: it has no route /weight_info"),
+        ({}, {"hidden_size": 96}, "serves another model, `tiny`, with hidden_size 64 instead of 96"),
+        ({"max_model_len": 8}, {}, "takes 8 tokens of prompt and answer, and train.max_seq_len is 16"),
+    ],
+)
+def test_a_server_that_cannot_answer_is_named(
+    faults: dict[str, Any], shape: dict[str, Any], message: str, served: Served
+) -> None:
+    served.set(**faults)
+    with pytest.raises(ServeError, match=re.escape(f"the vLLM server at {served.url} {message}")) as wrong:
+        VllmServer(served.url).check({"hidden_size": 64, "vocab_size": 14, **shape}, max_tokens=16)
+    assert wrong.value.exit_code == 2
+    assert wrong.value.hint
+
+
+def test_a_cache_that_is_kept_is_an_error(served: Served) -> None:
+    served.set(keeps_cache=True)
+    with pytest.raises(ServeError, match="has not emptied its prefix cache"):
+        VllmServer(served.url).load(served.model, "other-step-0")
+
+
+def test_ids_that_the_tokenizer_lacks_are_not_drawn(served: Served) -> None:
+    server = VllmServer(served.set().url)
+    request = GroupRequest([1, 12, 2, 13], number=8, seed=3, temperature=1, max_tokens=4, stop_ids=(10,))
+    drawn = {number for answer in server.answers(request) for number in answer.ids.tolist()}
+    assert len(drawn) > 3
+    few = GroupRequest(**{**vars(request), "forbidden": tuple(sorted(drawn))[:2]})
+    assert not set(few.forbidden) & {number for answer in server.answers(few) for number in answer.ids.tolist()}
