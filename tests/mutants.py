@@ -329,8 +329,8 @@ MUTANTS = (
     Mutant(
         "rotary embedding of the other indexer",
         "model/attention/indexed_attention.py",
-        "rotate_pairs() if attention.rotates_pairs else rotate_halves()",
-        "rotate_halves()",
+        '"pairs" if attention.rotates_pairs else "halves"',
+        '"halves"',
         INDEXER,
     ),
     Mutant(

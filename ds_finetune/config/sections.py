@@ -64,7 +64,8 @@ class ModelConfig(Section):
     """Loss kernel. `auto` is Liger's on GPUs where liger-kernel is installed, else the chunked one."""
     kernels: Literal["auto", "torch", "liger", "compile"] = "auto"
     """Kernels of RMSNorm, rotary embedding and SwiGLU: Liger's, those of torch.compile (ZeRO 0 to 2), or torch's own
-    operations. `auto` is the first of these that can run on a GPU, and `torch` on a CPU; the plan says why.
+    operations. `auto` is the first of these that can run on a GPU, and `torch` on a CPU; the plan says why. In a run
+    file, `torch` is without Triton's product of experts and FlashAttention 3 too.
     """
 
 

@@ -33,6 +33,7 @@ from ds_finetune.model.build.dtypes import PRECISION_DTYPES
 from ds_finetune.model.build.encoder import encoder_of
 from ds_finetune.model.build.model_plan import ModelPlan
 from ds_finetune.model.build.skeleton import Where, build_skeleton, model_class, resolve_folder, whole
+from ds_finetune.model.experts import choose_product
 from ds_finetune.model.fused.install import install_fused
 from ds_finetune.model.loss.cross_entropy import KERNELS, Kernel, chunked_cross_entropy, liger_cross_entropy
 from ds_finetune.model.loss.score_config import fresh_parameters
@@ -227,6 +228,7 @@ def arrange_forward(lm: PreTrainedModel, plan: Plan, model: ModelPlan) -> None:
     """
     from deepspeed.utils import set_z3_leaf_module
 
+    choose_product(has_triton=plan.kernels.has_others)
     install_fused(lm, plan.kernels.of(family_of(model.hf_config.model_type)))
     if plan.recomputes:
         recompute_layers(lm, is_selective=plan.activation_checkpointing == "selective")
@@ -254,7 +256,7 @@ def trained_model(
     trained.packs_documents = packs_documents(
         model.attention, model.hf_config, device=plan.device, precision=plan.precision
     )
-    choose_flash_attention(model.hf_config, packs_documents=trained.packs_documents)
+    choose_flash_attention(model.hf_config, is_wanted=trained.packs_documents and plan.kernels.has_others)
     return trained
 
 

@@ -114,6 +114,8 @@ class Encoder:
     head: tuple[str, ...]
     """Modules that turn the vector of a document into its scores, in order, by their names in transformers' class for
     classification. Those that a model folder does not have are drawn."""
+    rotates: bool = False
+    """Whether it has a rotary embedding."""
     has_token_types: bool = False
     """Whether the second text of a pair has another type of token than the first."""
     positions_follow_padding: bool = False

@@ -302,7 +302,7 @@ _ROWS = (
         "modernbert",
         may_be_unexpected=(r"^decoder\.",),
         fp8_linear=None,
-        encoder=Encoder(("head", "drop", "classifier"), pooling_key="classifier_pooling"),
+        encoder=Encoder(("head", "drop", "classifier"), rotates=True, pooling_key="classifier_pooling"),
         onnx=OnnxGraph("pre_norm"),
     ),
 )

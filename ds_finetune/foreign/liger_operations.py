@@ -47,7 +47,7 @@ def rotate(
     is_backward: bool,
 ) -> tuple[torch.Tensor, ...]:
     """As the formula; the kernel turns copies in place."""
-    width, in_pairs = turn
+    width, in_pairs, _ = turn
     run = rope.rope_backward if is_backward else rope.rope_forward
     copies = (_copy(each, width, in_pairs=in_pairs and not is_backward) for each in tensors)
     query, key, *_ = run(*copies, *angles, rotary_dim=width)

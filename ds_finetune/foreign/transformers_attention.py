@@ -62,14 +62,12 @@ def attention_function(name: str) -> Callable[..., Any]:
     return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)  # type: ignore[no-any-return]
 
 
-def rotate_pairs() -> Callable[..., Any]:
-    """The function that rotates pairs of neighbouring columns of queries and keys by cosines and sines."""
-    return _LATENT.attribute(modeling_deepseek_v3, "apply_rotary_pos_emb_interleave")  # type: ignore[no-any-return]
-
-
-def rotate_halves() -> Callable[..., Any]:
-    """The function that rotates the first half of the columns against the second."""
-    return _LATENT.attribute(modeling_deepseek_v3, "apply_rotary_pos_emb")  # type: ignore[no-any-return]
+def rotate(turn: str, *given: Any) -> Any:  # noqa: ANN401 - untyped
+    """Turn queries and keys [rows, heads, tokens, width] by cosines and sines: `pairs` of neighbouring columns, or the
+    first of the `halves` against the second.
+    """
+    name = {"pairs": "apply_rotary_pos_emb_interleave", "halves": "apply_rotary_pos_emb"}[turn]
+    return _LATENT.attribute(modeling_deepseek_v3, name)(*given)
 
 
 def replace_forward(attention: nn.Module, mixin: type[nn.Module]) -> None:
@@ -87,9 +85,10 @@ def compressed_classes() -> tuple[type[nn.Module], ...]:
     return tuple(_COMPRESSED.attribute(modeling_deepseek_v4, f"DeepseekV4{name}") for name in names)
 
 
-def rotate_last_pairs() -> Callable[..., Any]:
-    """The function that rotates pairs of the last columns of one tensor by cosines and sines."""
-    return _COMPRESSED.attribute(modeling_deepseek_v4, "apply_rotary_pos_emb")  # type: ignore[no-any-return]
+def rotate_last_pairs(x: Any, cos: Any, sin: Any, *, is_back: bool = False) -> Any:  # noqa: ANN401 - untyped
+    """Turn pairs of the last columns of `x` [rows, tokens, heads, width] by cosines and sines, or turn them back."""
+    turn = _COMPRESSED.attribute(modeling_deepseek_v4, "apply_rotary_pos_emb")
+    return turn(x, cos, -sin if is_back else sin, unsqueeze_dim=2)
 
 
 def replace_compressed(module: nn.Module, mixin: type[nn.Module]) -> None:

@@ -18,16 +18,18 @@ _EXPERTS = Foreign("transformers", "integrations/moe.py:568")
 _NORM = "hidden_states.pow(2).mean(-1, keepdim=True)"
 _ROUNDS_FIRST = "return self.weight * hidden_states.to(input_dtype)"
 _ROUNDS_LAST = "return (self.weight * hidden_states).to(input_dtype)"
-_MLP = "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"
+GATED_MLP = ("self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))",)
+CLAMPED_GATE = "clamp(max=self.limit)", "clamp(min=-self.limit, max=self.limit)", "self.act_fn(gate) * up"
 _ROTARY = {
     "(rotate_half(q) * sin)": "halves",
     "(rotate_half(q_rot) * sin)": "halves",
+    "(rotate_half(q.float()) * sin)": "wide halves",
     "_apply_rotary_emb(q, cos, sin)": "short halves",
     "q_embed = torch.cat([q1 * cos - q2 * sin, q2 * cos + q1 * sin], dim=-1)": "pairs",
     "torch.view_as_complex(xq.float()": "complex pairs",
 }
 """What functions for rotary embeddings contain, and how they turn columns: those half the width apart, with cosines as
-wide or half as wide; or neighbours, by cosines and sines or by complex numbers.
+wide or half as wide, or in fp32; or neighbours, by cosines and sines or by complex numbers.
 """
 
 
@@ -36,7 +38,7 @@ def rounds_last(kind: type[nn.Module]) -> bool | None:
     """Whether an RMSNorm of class `kind` rounds after the product with its weight (gpt_oss), not before; None for other
     modules. DependencyError where it has another formula.
     """
-    if not kind.__name__.endswith("RMSNorm"):
+    if not kind.__name__.endswith("RMSNorm") or kind.__name__.endswith("UnweightedRMSNorm"):
         return None
     _NORMS.source(kind.forward, _NORM)
     if _ROUNDS_LAST in inspect.getsource(kind.forward):
@@ -46,9 +48,9 @@ def rounds_last(kind: type[nn.Module]) -> bool | None:
 
 
 @cache
-def is_gated_mlp(kind: type[nn.Module]) -> bool:
-    """Whether modules of class `kind` compute down(act(gate(x)) * up(x))."""
-    return kind.__name__.endswith("MLP") and _MLP in inspect.getsource(kind.forward)
+def computes(method: Callable[..., Any] | None, texts: tuple[str, ...]) -> bool:
+    """Whether `method`, the forward of an MLP or the gate of experts, contains `texts`."""
+    return method is not None and all(text in inspect.getsource(method) for text in texts)
 
 
 def is_silu(module: Any) -> bool:  # noqa: ANN401 - an MLP or experts of any family

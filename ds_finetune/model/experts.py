@@ -26,13 +26,23 @@ Project = Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor]
 """From rows [rows, in] sorted by expert, the ends of experts in them and the name of a fused weight to [rows, out]."""
 
 
-@cache
+_options = {"has_triton": True}
+
+
+def choose_product(*, has_triton: bool) -> None:
+    """Let this program's kernel multiply where it can, or leave it to torch's and the loop, for the whole process."""
+    _options["has_triton"] = has_triton
+
+
 def _is_own_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether this program's kernel multiplies by all experts on this device, not torch's or a loop."""
-    if device.type != "cuda":
-        return False
+    return device.type == "cuda" and _product_on(device, dtype, **_options) == "triton"
+
+
+@cache
+def _product_on(device: torch.device, dtype: torch.dtype, *, has_triton: bool) -> str:
     precision = next((name for name, known in PRECISION_DTYPES.items() if known == dtype), "")
-    return product_of_experts(precision, torch.cuda.get_device_capability(device)) == "triton"
+    return product_of_experts(precision, torch.cuda.get_device_capability(device), has_triton=has_triton)
 
 
 def multiply(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, *, is_transposed: bool = False) -> Any:  # noqa: ANN401 - untyped

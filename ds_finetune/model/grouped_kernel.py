@@ -5,6 +5,8 @@ The ends of experts stay on the device. There are as many programs as tiles of r
 expert from the ends, and those beyond the last tile return. Products are summed in fp32. Importing this needs triton.
 """
 
+# ruff: noqa: ANN001, ANN202, N803, PLR0913 - kernels of Triton
+
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ numbers, of which three stages fit into the shared memory of any GPU with comput
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _tile(ends, number, experts, PADDED: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, N803
+def _tile(ends, number, experts, PADDED: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     """The expert of a tile of rows, its first row, and where the expert ends; PADDED for a tile that does not exist."""
     index = tl.arange(0, PADDED)
     is_expert = index < experts
@@ -31,21 +33,21 @@ def _tile(ends, number, experts, PADDED: tl.constexpr, ROWS: tl.constexpr):  # t
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _product_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0913
-    rows,  # noqa: ANN001
-    weight,  # noqa: ANN001
-    out,  # noqa: ANN001
-    ends,  # noqa: ANN001
-    experts,  # noqa: ANN001
-    depth,  # noqa: ANN001
-    columns,  # noqa: ANN001
-    expert_step,  # noqa: ANN001
-    depth_step,  # noqa: ANN001
-    column_step,  # noqa: ANN001
-    PADDED: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr,  # noqa: N803
-    COLUMNS: tl.constexpr,  # noqa: N803
-    DEPTH: tl.constexpr,  # noqa: N803
+def _product_kernel(  # type: ignore[no-untyped-def]
+    rows,
+    weight,
+    out,
+    ends,
+    experts,
+    depth,
+    columns,
+    expert_step,
+    depth_step,
+    column_step,
+    PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
 ):
     """A tile of [rows, depth] @ [experts, depth, columns]."""
     expert, first, end = _tile(ends, tl.program_id(0), experts, PADDED, ROWS)
@@ -67,19 +69,19 @@ def _product_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0913
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _gradient_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0913
-    rows,  # noqa: ANN001
-    grad,  # noqa: ANN001
-    out,  # noqa: ANN001
-    ends,  # noqa: ANN001
-    depth,  # noqa: ANN001
-    columns,  # noqa: ANN001
-    expert_step,  # noqa: ANN001
-    depth_step,  # noqa: ANN001
-    column_step,  # noqa: ANN001
-    TALL: tl.constexpr,  # noqa: N803
-    COLUMNS: tl.constexpr,  # noqa: N803
-    DEPTH: tl.constexpr,  # noqa: N803
+def _gradient_kernel(  # type: ignore[no-untyped-def]
+    rows,
+    grad,
+    out,
+    ends,
+    depth,
+    columns,
+    expert_step,
+    depth_step,
+    column_step,
+    TALL: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
 ):
     """A tile of [rows, depth].T @ [rows, columns] over the rows of one expert, zeros where it has none."""
     expert = tl.program_id(2)
@@ -109,20 +111,8 @@ def grouped_product(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor
     rows, out = rows.contiguous(), rows.new_empty(number, columns)
     # Each expert has at most one tile that is not full.
     grid = (triton.cdiv(number, _ROWS) + experts, triton.cdiv(columns, _COLUMNS))
-    _product_kernel[grid](
-        rows,
-        weight,
-        out,
-        ends,
-        experts,
-        depth,
-        columns,
-        *weight.stride(),
-        PADDED=triton.next_power_of_2(experts),
-        ROWS=_ROWS,
-        COLUMNS=_COLUMNS,
-        DEPTH=_DEPTH,
-    )
+    tiles = {"PADDED": triton.next_power_of_2(experts), "ROWS": _ROWS, "COLUMNS": _COLUMNS, "DEPTH": _DEPTH}
+    _product_kernel[grid](rows, weight, out, ends, experts, depth, columns, *weight.stride(), **tiles)
     return out
 
 
@@ -132,9 +122,8 @@ def _gradient(rows: torch.Tensor, grad: torch.Tensor, ends: torch.Tensor, weight
     rows, grad, out = rows.contiguous(), grad.contiguous(), torch.empty_like(weight)
     experts, depth, columns = weight.shape
     grid = (triton.cdiv(depth, _ROWS), triton.cdiv(columns, _COLUMNS), experts)
-    _gradient_kernel[grid](
-        rows, grad, out, ends, depth, columns, *out.stride(), TALL=_ROWS, COLUMNS=_COLUMNS, DEPTH=_DEPTH
-    )
+    tiles = {"TALL": _ROWS, "COLUMNS": _COLUMNS, "DEPTH": _DEPTH}
+    _gradient_kernel[grid](rows, grad, out, ends, depth, columns, *out.stride(), **tiles)
     return out
 
 

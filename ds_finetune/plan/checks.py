@@ -17,7 +17,7 @@ from ds_finetune.families.table import FAMILIES, FULLY_TESTED
 from ds_finetune.plan.batch import rows_of_forward
 from ds_finetune.plan.forward import problem_of_calls, varlen_problem
 from ds_finetune.plan.inexact import inexact_checks
-from ds_finetune.plan.kernels import has_fused_operations
+from ds_finetune.plan.kernels import fused_operations
 from ds_finetune.plan.rollout_checks import ROLLOUT_MODEL, rollout_checks
 from ds_finetune.plan.routers import has_routers
 from ds_finetune.plan.settings import Condition, Conflict, Refusal, RunSettings, setting, together
@@ -799,8 +799,8 @@ _KERNEL = (
         ModelError,
     ),
     Refusal(
-        lambda run: run.model.kernels in ("liger", "compile") and not has_fused_operations(run.family),
-        "model.kernels {model.kernels} with model_type `{model_type}` is not tested",
+        lambda run: run.model.kernels in ("liger", "compile") and not fused_operations(run.family),
+        "model.kernels {model.kernels} with model_type `{model_type}` computes nothing, or is not tested",
         "set model.kernels to auto",
         ModelError,
     ),

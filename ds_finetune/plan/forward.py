@@ -26,6 +26,10 @@ _NO_BACKWARD = {(8, 6), (8, 7), (8, 9), (12, 0), (12, 1)}
 aten/src/ATen/native/transformers/cuda/sdp_utils.cpp:531)."""
 
 
+Arch = tuple[int, int]
+"""A compute capability: (8, 0) is sm_80."""
+
+
 class HeadWidths(NamedTuple):
     """Columns of one attention head."""
 
@@ -47,7 +51,7 @@ def head_widths(tree: Mapping[str, Any]) -> HeadWidths:
     return HeadWidths(width, width)
 
 
-def varlen_problem(tree: Mapping[str, Any], *, precision: str, capability: tuple[int, int] = _OLDEST) -> str:
+def varlen_problem(tree: Mapping[str, Any], *, precision: str, capability: Arch = _OLDEST) -> str:
     """Why the kernel cannot attend to all documents of a forward at once; empty where it can.
 
     `tree` is config.json, `capability` the GPU's.
@@ -70,7 +74,7 @@ def varlen_problem(tree: Mapping[str, Any], *, precision: str, capability: tuple
     return next((text for is_set, text in problems if is_set), "")
 
 
-def flash_3_problem(tree: Mapping[str, Any], *, capability: tuple[int, int], is_installed: bool) -> str:
+def flash_3_problem(tree: Mapping[str, Any], *, capability: Arch, is_installed: bool) -> str:
     """Why FlashAttention 3 does not attend to all documents of a forward; empty where it does."""
     if capability[0] != _HOPPER:
         return f"FlashAttention 3 is for compute capability {_HOPPER}.x"
@@ -112,7 +116,7 @@ def _dropout(tree: Mapping[str, Any]) -> float:
     return tree.get("attention_dropout") or tree.get("attention_probs_dropout_prob") or 0.0
 
 
-def _dotted(capability: tuple[int, int]) -> str:
+def _dotted(capability: Arch) -> str:
     return ".".join(map(str, capability))
 
 
@@ -124,11 +128,13 @@ _FUSED = (9, 10)
 _OLDEST_GROUPED = (8, 0)
 """Compute capability from which transformers calls torch's grouped product; it loops over experts itself on older GPUs
 (transformers 5.23, integrations/moe.py:338-348)."""
+TORCH_ONLY = "model.kernels is torch"
+"""Why neither FlashAttention 3 nor this program's product of experts is taken where they could be."""
 _LOOP = "a product for each expert, whose numbers of rows the host reads first"
 
 
 def experts_lines(
-    tree: Mapping[str, Any], *, device: str, precision: str, capability: tuple[int, int] | None = None
+    tree: Mapping[str, Any], *, device: str, precision: str, capability: Arch | None = None, has_triton: bool = True
 ) -> list[tuple[str, str]]:
     """Name and text of the implementation for a model with routed experts of a known family; none on CPUs.
 
@@ -137,25 +143,30 @@ def experts_lines(
     family = family_of(str(tree["model_type"]))
     if device == "cpu" or not (family.fused_experts or family.transposed_experts):
         return []
-    return [("experts", _implementation(precision, capability))]
+    return [("experts", _implementation(precision, capability, has_triton=has_triton))]
 
 
-def product_of_experts(precision: str, capability: tuple[int, int]) -> Literal["torch", "triton", "loop"]:
+def product_of_experts(
+    precision: str, capability: Arch, *, has_triton: bool = True
+) -> Literal["torch", "triton", "loop"]:
     """What multiplies rows by the weights of all experts on a GPU: torch's kernel, this program's in Triton
-    (model/grouped_kernel.py), or a product for each expert.
+    (model/grouped_kernel.py), which `model.kernels: torch` does not take, or a product for each expert.
     """
     if precision == FUSED_PRECISION and capability[0] in _FUSED:
         return "torch"
     fits = precision in HALF_PRECISIONS and capability >= _OLDEST_GROUPED and find_spec("triton") is not None
-    return "triton" if fits else "loop"
+    return "triton" if fits and has_triton else "loop"
 
 
-def _implementation(precision: str, capability: tuple[int, int] | None) -> str:
+def _implementation(precision: str, capability: Arch | None, *, has_triton: bool) -> str:
     torchs = f"torch's, in {FUSED_PRECISION} on compute capability {' and '.join(f'{major}.x' for major in _FUSED)}"
+    if not has_triton:
+        torchs += f"; not Triton's: {TORCH_ONLY}"
     if capability is None:
         halves, oldest = " and ".join(HALF_PRECISIONS), _dotted(_OLDEST_GROUPED)
-        return f"one kernel for all: {torchs}; else Triton's, in {halves} from {oldest} on; {_LOOP} on others"
-    product, gpu = product_of_experts(precision, capability), _dotted(capability)
+        tritons = f"else Triton's, in {halves} from {oldest} on; " if has_triton else ""
+        return f"one kernel for all: {torchs}; {tritons}{_LOOP} on others"
+    product, gpu = product_of_experts(precision, capability, has_triton=has_triton), _dotted(capability)
     if product == "torch":
         return "torch's kernel for all experts"
     if product == "triton":

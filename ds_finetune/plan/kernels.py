@@ -22,28 +22,39 @@ class ChosenKernels:
     name: str
     reason: str
 
+    @property
+    def has_others(self) -> bool:
+        """Whether FlashAttention 3 and Triton's product of experts are taken: not where the run file says `torch`."""
+        return self != SINGLE
+
     def of(self, family: Family) -> str:
-        """The kernels for models of this family; `torch` where the others are not tested with it."""
-        return self.name if has_fused_operations(family) else "torch"
+        """The kernels for models of this family; `torch` where the others have no operation to compute."""
+        return self.name if fused_operations(family) else "torch"
 
     def lines(self, family: Family) -> Iterator[tuple[str, str]]:
         """What the plan shows of the choice."""
         if self.of(family) != self.name:
-            yield "kernels", f"torch: fused kernels are not tested with {family.model_type}"
+            yield "kernels", f"torch: fused kernels {_NOTHING[family.is_generic]} {family.model_type}"
         elif self.name == "torch":
             yield "kernels", f"torch: {self.reason}"
         else:
-            what = "RMSNorm and rotary embedding" if family.has_sinks else "RMSNorm, rotary embedding and SwiGLU"
-            rest = "; experts keep their clamped SwiGLU" if family.has_sinks else ""
-            yield "kernels", f"{self.name}: {what} are one kernel each ({self.reason}){rest}"
+            yield "kernels", f"{self.name}: {fused_operations(family)} ({self.reason})"
 
 
 SINGLE = ChosenKernels("torch", "as the run file says")
+_NOTHING = {True: "are not tested with", False: "compute nothing of"}
+_ALL = "RMSNorm, rotary embedding and SwiGLU are one kernel each"
 
 
-def has_fused_operations(family: Family) -> bool:
-    """Whether the kernels are tested with models of this family."""
-    return family.tiny_models is not None and not family.compresses
+def fused_operations(family: Family) -> str:
+    """What the kernels compute of models of this family, and what they do not; empty where they compute nothing."""
+    if family.is_generic or (family.encoder is not None and not family.encoder.rotates):
+        return ""
+    if family.encoder is not None:
+        return "rotary embedding is one kernel, and LayerNorm and GELU are not"
+    if family.compresses:
+        return f"{_ALL}, but for norms without weights and the clamps before SwiGLU"
+    return "RMSNorm and rotary embedding are one kernel each, and clamped SwiGLU is not" if family.has_sinks else _ALL
 
 
 def choose_kernels(name: str, *, device: str, stage: int) -> ChosenKernels:

@@ -18,7 +18,7 @@ from ds_finetune.features.table import features_of
 from ds_finetune.model.attention.kernels import problem_of_flash_3
 from ds_finetune.model.build.model_plan import ModelPlan
 from ds_finetune.plan.estimate.states import RunEstimate, TensorKind, fullest_stage
-from ds_finetune.plan.forward import attention_lines, experts_lines, head_line
+from ds_finetune.plan.forward import TORCH_ONLY, attention_lines, experts_lines, head_line
 from ds_finetune.plan.mesh import AXES, Mesh
 from ds_finetune.plan.plan import Plan
 from ds_finetune.trainer.rank_tensors import Stages
@@ -152,9 +152,10 @@ def model_lines(model: ModelPlan, plan: Plan, *, capability: tuple[int, int] | N
     `capability` is the compute capability of this rank's GPU; None on CPUs and in a dry run.
     """
     tree = model.hf_config.to_dict()
-    flash_3 = None if capability is None else problem_of_flash_3(model.hf_config)
+    takes = plan.kernels.has_others
+    flash_3 = TORCH_ONLY if not takes else None if capability is None else problem_of_flash_3(model.hf_config)
     kernel = attention_lines(model.attention, tree, device=plan.device, precision=plan.precision, flash_3=flash_3)
-    experts = experts_lines(tree, device=plan.device, precision=plan.precision, capability=capability)
+    experts = experts_lines(tree, device=plan.device, precision=plan.precision, capability=capability, has_triton=takes)
     context = model.context.lines() if model.context is not None else []
     return [
         *context,

@@ -225,6 +225,17 @@ def test_the_line_names_the_implementation(
         assert text == expected or (not has_triton and without is not None and text.startswith(f"{without}: "))
 
 
+@pytest.mark.parametrize(("capability", "begin"), [(None, "one kernel for all: "), ((8, 9), LOOP)])
+def test_the_run_file_switches_tritons_product_off(
+    capability: tuple[int, int] | None, begin: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forward, "find_spec", lambda _: object())
+    given = {"device": "cuda", "precision": "bf16", "capability": capability}
+    ((_, text),) = experts_lines({"model_type": "deepseek_v3"}, **given, has_triton=False)
+    assert text.startswith(begin)
+    assert "not Triton's: model.kernels is torch" in text
+
+
 @pytest.mark.parametrize(("kind", "device"), [("deepseek_v3", "cpu"), ("llama", "cuda"), ("some_other", "cuda")])
 def test_without_known_experts_or_a_gpu_there_is_no_line(kind: str, device: str) -> None:
     assert experts_lines({"model_type": kind}, device=device, precision="bf16") == []

@@ -9,7 +9,7 @@ from ds_finetune.errors import ConfigError, ModelError
 from ds_finetune.families.table import FAMILIES, family_of
 from ds_finetune.plan import kernels
 from ds_finetune.plan.checks import check
-from ds_finetune.plan.kernels import choose_kernels, has_fused_operations
+from ds_finetune.plan.kernels import choose_kernels, fused_operations
 from ds_finetune.plan.settings import RunSettings
 
 
@@ -86,20 +86,44 @@ def test_kernels_that_can_run_are_taken(monkeypatch: pytest.MonkeyPatch) -> None
     assert choose_kernels("liger", device="cpu", stage=0).name == "liger"
 
 
-def test_families_without_tests_run_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_families_without_such_operations_run_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, liger="0.8.5", triton=True)
     chosen = choose_kernels("auto", device="cuda", stage=0)
-    without = {name for name, family in FAMILIES.items() if not has_fused_operations(family)}
-    assert without == {"bert", "roberta", "modernbert", "qwen2_moe", "deepseek_v4"}
-    for name in (*without, "a type without a row"):
+    nothing = "fused kernels compute nothing of {}"
+    without = {name: nothing.format(name) for name, family in FAMILIES.items() if not fused_operations(family)}
+    assert set(without) == {"bert", "roberta"}
+    for name, why in (without | {"other": "fused kernels are not tested with other"}).items():
         assert chosen.of(family_of(name)) == "torch"
-        assert list(chosen.lines(family_of(name))) == [("kernels", f"torch: fused kernels are not tested with {name}")]
-    assert "clamped SwiGLU" in dict(chosen.lines(family_of("gpt_oss")))["kernels"]
+        assert list(chosen.lines(family_of(name))) == [("kernels", f"torch: {why}")]
     for name, is_refused in (("bert", True), ("llama", False)):
         tree = {"model": {"path": "m", "kernels": "liger"}, "data": {"train": "a.jsonl"}, "output_dir": "o"}
         run = RunSettings.of(RunConfig.model_validate(tree), model_json={"model_type": name})
         if is_refused:
-            with pytest.raises(ModelError, match=r"model\.kernels liger with model_type `bert`"):
+            with pytest.raises(ModelError, match=r"model\.kernels liger with model_type `bert` computes nothing"):
                 check(run, "attention of the model")
         else:
             check(run, "attention of the model")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("llama", "RMSNorm, rotary embedding and SwiGLU are one kernel each (auto"),
+        ("qwen2_moe", "RMSNorm, rotary embedding and SwiGLU are one kernel each (auto"),
+        ("gpt_oss", "and clamped SwiGLU is not"),
+        ("deepseek_v4", "but for norms without weights and the clamps before SwiGLU"),
+        ("modernbert", "rotary embedding is one kernel, and LayerNorm and GELU are not"),
+    ],
+)
+def test_the_plan_says_what_keeps_its_own_operations(name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, liger="0.8.5", triton=True)
+    ((_, found),) = choose_kernels("auto", device="cuda", stage=0).lines(family_of(name))
+    assert text in found
+
+
+def test_torch_in_the_run_file_is_without_other_kernels_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+    assert not choose_kernels("torch", device="cuda", stage=0).has_others
+    # What `auto` makes of a machine without kernels leaves them to the hardware.
+    chosen = choose_kernels("auto", device="cuda", stage=0)
+    assert (chosen.name, chosen.has_others) == ("torch", True)

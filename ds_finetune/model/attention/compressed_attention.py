@@ -277,6 +277,7 @@ class CompressorByDocument(nn.Module):
     kv_norm: nn.Module
     position_bias: nn.Parameter
     rotary_emb: nn.Module
+    rotate = staticmethod(rotate_last_pairs)
     indexer: "IndexerByDocument"
     chooses = False
     """Whether documents may have more entries than an indexer chooses. Under ZeRO-3 its parameters are gathered, which
@@ -318,7 +319,7 @@ class CompressorByDocument(nn.Module):
         weight = gate.softmax(dim=1, dtype=torch.promote_types(gate.dtype, torch.float32)).to(value.dtype)
         found = self.kv_norm((value * weight).sum(dim=1))
         cos, sin = self.rotary_emb(found[None], position_ids=layout.positions[None], layer_type="compress")
-        found = rotate_last_pairs()(found[None, None], cos, sin)[0]
+        found = self.rotate(found[None, :, None], cos, sin)[:, :, 0]
         if sp_group is None:
             return found[0]
         padded = functional.pad(found, (0, 0, 0, max(layout.most, 1) - found.shape[1]))
@@ -348,7 +349,7 @@ class IndexerByDocument(CompressorByDocument):
         low_rank, positions = others[:2]
         query = self.q_b_proj(low_rank).unflatten(-1, (-1, self.head_dim))
         cos, sin = self.rotary_emb(hidden, position_ids=positions, layer_type="compress")
-        query = rotate_last_pairs()(query, cos, sin, unsqueeze_dim=2)
+        query = self.rotate(query, cos, sin)
         weight = self.scorer.weights_proj(hidden).float() * self.scorer.weights_scaling
         return ScoreInputs(query.flatten(0, 1), self.entries(hidden, rows, sp_group), weight.flatten(0, 1))
 
@@ -373,6 +374,7 @@ class CompressedAttention(nn.Module):
     sliding_window: int
     sinks: nn.Parameter
     compressor: CompressorByDocument | None
+    rotate = staticmethod(rotate_last_pairs)
     for_heads: Callable[[torch.Tensor], torch.Tensor] = staticmethod(lambda shared: shared)
     """What tensor parallel ranks do with what the heads of all ranks attend to."""
 
@@ -399,11 +401,10 @@ class CompressedAttention(nn.Module):
         assert attention_mask is None, "attention by document does not support masked tokens inside a row"
         rows, length = hidden_states.shape[:2]
         cos, sin = position_embeddings[self.rope_layer_type]
-        rotate: Any = rotate_last_pairs()
         low_rank = self.q_a_norm(self.q_a_proj(hidden_states))
         query = self.q_b_norm(self.q_b_proj(low_rank).unflatten(-1, (-1, self.head_dim)))
         tokens = self.kv_norm(self.kv_proj(hidden_states))[:, :, None]
-        query, tokens = (rotate(part, cos, sin, unsqueeze_dim=2) for part in (query, tokens))
+        query, tokens = (self.rotate(part, cos, sin) for part in (query, tokens))
         sp, rank = (1, 0) if sp_group is None else (sp_group.size, sp_group.group_rank)
         shards = RowShards(documents or ((length * sp,),) * rows, sp, rank)
         if sp_group is not None:
@@ -418,7 +419,7 @@ class CompressedAttention(nn.Module):
         tokens, entries = self.for_heads(tokens), self.for_heads(entries)
         sizes = (self.sliding_window, self.scaling)
         out = _Attention.apply(query, tokens, entries, self.sinks, seen, *sizes, current_outputs())
-        out = rotate(out.unflatten(0, (rows, length)), cos, -sin, unsqueeze_dim=2)
+        out = self.rotate(out.unflatten(0, (rows, length)), cos, sin, is_back=True)
         out = out.reshape(rows, length, self.config.o_groups, -1)
         return self.o_b_proj(self.o_a_proj(out).flatten(2)), None
 

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ds_finetune.errors import ModelError
 from ds_finetune.families.table import family_of
-from ds_finetune.foreign.transformers_attention import attention_function, replace_forward, rotate_halves, rotate_pairs
+from ds_finetune.foreign.transformers_attention import attention_function, replace_forward, rotate
 from ds_finetune.model.attention.by_document import BY_DOCUMENT, ChosenTokens, Documents
 from ds_finetune.model.parallel.rank_group import RankGroup
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
@@ -208,8 +208,8 @@ class IndexedAttention(nn.Module):
     o_proj: nn.Linear
     indexer: Any
     expand_kv: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-    rotate: Callable[..., Any] | None = None
-    """A kernel that turns queries and keys; None for transformers' function."""
+    rotate = staticmethod(rotate)
+    """Turns queries and keys."""
     rotates_pairs: bool
     """Whether the indexer's rotary embedding turns pairs of neighbouring columns, not the two halves."""
     chooses = False
@@ -327,8 +327,7 @@ def _project(
     query = attention.q_b_proj(low_rank).unflatten(-1, (-1, nope + rope)).transpose(1, 2)
     plain, rotated = query.split([nope, rope], dim=-1)
     latent, rotary_key = attention.kv_a_proj_with_mqa(hidden).split([attention.kv_lora_rank, rope], dim=-1)
-    rotate = attention.rotate or rotate_pairs()
-    rotated, rotary_key = rotate(rotated, rotary_key[:, None], *position_embeddings)
+    rotated, rotary_key = attention.rotate("pairs", rotated, rotary_key[:, None], *position_embeddings)
     return low_rank, torch.cat([plain, rotated], dim=-1), attention.kv_a_layernorm(latent)[:, None], rotary_key
 
 
@@ -353,10 +352,10 @@ def _inputs_of_scores(
     indexer, rope = attention.indexer, attention.indexer.qk_rope_head_dim
     query = indexer.wq_b(low_rank).unflatten(-1, (indexer.n_heads, indexer.head_dim))
     key = indexer.k_norm(indexer.wk(hidden))[:, :, None]
-    rotate = rotate_pairs() if attention.rotates_pairs else rotate_halves()
-    turned = rotate(query[..., :rope], key[..., :rope], *position_embeddings, unsqueeze_dim=2)
+    turn, both = "pairs" if attention.rotates_pairs else "halves", (query, key)
+    turned = attention.rotate(turn, *(each[..., :rope].transpose(1, 2) for each in both), *position_embeddings)
     query, key = (
-        torch.cat([part, whole[..., rope:]], dim=-1) for part, whole in zip(turned, (query, key), strict=True)
+        torch.cat([part.transpose(1, 2), whole[..., rope:]], dim=-1) for part, whole in zip(turned, both, strict=True)
     )
     weight = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype)).float() * indexer.n_heads**-0.5
     return ScoreInputs(query, key[:, :, 0], weight)

@@ -58,16 +58,16 @@ def problem_of_flash_3(hf_config: PretrainedConfig) -> str:
     return flash_3_problem(hf_config.to_dict(), capability=capability, is_installed=is_installed)
 
 
-def choose_flash_attention(hf_config: PretrainedConfig, *, packs_documents: bool) -> None:
-    """Let torch compute attention by FlashAttention 3 where it can for a model whose documents are packed on this GPU,
-    and by its own kernels else, for the whole process.
+def choose_flash_attention(hf_config: PretrainedConfig, *, is_wanted: bool) -> None:
+    """Let torch compute attention by FlashAttention 3 where it can on this GPU and it `is_wanted`, as for a model whose
+    documents are packed, and by its own kernels else, for the whole process.
 
     DependencyError where the package of FlashAttention 3 cannot be loaded.
     """
     if not hasattr(attention, "activate_flash_attention_impl"):
         return
     active = attention.current_flash_attention_impl()
-    is_taken = packs_documents and not problem_of_flash_3(hf_config)
+    is_taken = is_wanted and not problem_of_flash_3(hf_config)
     if active == _FLASH_3 and not is_taken:
         attention.restore_flash_attention_impl()
     if is_taken and active is None:

@@ -14,6 +14,8 @@ class Turning(NamedTuple):
     width: int
     in_pairs: bool
     """Whether columns that turn together are neighbours, not half the width apart."""
+    is_back: bool = False
+    """Whether results are turned back."""
 
 
 def norm(rows: torch.Tensor, weight: torch.Tensor, eps: float, rounds_last: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,28 +9,31 @@ from transformers import PreTrainedModel
 
 from ds_finetune.families.table import family_of
 from ds_finetune.foreign.transformers_elementwise import (
+    CLAMPED_GATE,
+    GATED_MLP,
+    computes,
     has_plain_gate,
-    is_gated_mlp,
     is_silu,
     returns_complex,
     rotary_functions,
     rounds_last,
     with_functions,
 )
+from ds_finetune.model.attention.compressed_attention import CompressedAttention, CompressorByDocument
 from ds_finetune.model.attention.indexed_attention import IndexedAttention
 from ds_finetune.model.fused.formulas import Turning
 from ds_finetune.model.fused.operations import Kernels, gate, kernels_of, norm, rotate
-from ds_finetune.plan.kernels import has_fused_operations
+from ds_finetune.plan.kernels import fused_operations
 
 
 def install_fused(lm: PreTrainedModel, name: str) -> None:
     """Let `lm` run the kernels `name` of `model.kernels`, in place; `torch` is transformers' own forward.
 
-    Whatever has another formula keeps its own, as the clamped SwiGLU of gpt_oss does.
+    Whatever has another formula keeps its own (`fused_operations` names what does).
     """
     if name == "torch":
         return
-    assert has_fused_operations(family_of(lm.config.model_type))
+    assert fused_operations(family_of(lm.config.model_type))
     kernels = kernels_of(name)
     for module in list(lm.modules()):
         kind = type(module)
@@ -43,12 +46,31 @@ def _fused_methods(module: nn.Module, kind: Any, kernels: Kernels) -> dict[str, 
     is_last = rounds_last(kind)
     if is_last is not None:
         return {"forward": lambda self, x: norm(kernels, x, self.weight, self.variance_epsilon, is_last)}
-    if is_gated_mlp(kind) and is_silu(module):
+    return _gates(module, kind, kernels) or _rotations(module, kind, kernels)
+
+
+def _gates(module: nn.Module, kind: Any, kernels: Kernels) -> dict[str, Any]:  # noqa: ANN401
+    of_mlp, of_experts = kind.forward if kind.__name__.endswith("MLP") else None, getattr(kind, "_apply_gate", None)
+    if computes(of_mlp, GATED_MLP) and is_silu(module):
         return {"forward": lambda self, x: self.down_proj(gate(kernels, self.gate_proj(x), self.up_proj(x)))}
     if has_plain_gate(module) and is_silu(module):
         return {"_apply_gate": lambda _, gate_up: gate(kernels, gate_up)}
+
+    def clamped(limit: float, of_gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return gate(kernels, of_gate.clamp(max=limit), up.clamp(-limit, limit))
+
+    if computes(of_mlp, CLAMPED_GATE) and is_silu(module):
+        return {"forward": lambda self, x: self.down_proj(clamped(self.limit, self.gate_proj(x), self.up_proj(x)))}
+    if computes(of_experts, CLAMPED_GATE) and is_silu(module):
+        return {"_apply_gate": lambda self, gate_up: clamped(self.limit, *gate_up.chunk(2, -1))}
+    return {}
+
+
+def _rotations(module: nn.Module, kind: Any, kernels: Kernels) -> dict[str, Any]:  # noqa: ANN401
+    if isinstance(module, CompressedAttention | CompressorByDocument):
+        return {"rotate": staticmethod(partial(_rotate_last, kernels))}
     if isinstance(module, IndexedAttention):
-        return {"rotate": staticmethod(partial(_rotate, kernels, "pairs"))}
+        return {"rotate": staticmethod(partial(_rotate, kernels))}
     if turns := rotary_functions(kind):
         functions = {each: partial(_rotate, kernels, turn) for each, turn in turns.items()}
         return {"forward": with_functions(kind.forward, functions)}
@@ -60,12 +82,30 @@ def _real(angles: torch.Tensor) -> torch.Tensor:
     return torch.stack([angles.real, angles.imag])
 
 
-def _rotate(kernels: Kernels, turn: str, query: torch.Tensor, key: torch.Tensor, *angles: torch.Tensor) -> Any:  # noqa: ANN401
+def _rotate_last(
+    kernels: Kernels, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, is_back: bool = False
+) -> torch.Tensor:
+    """In place of transformers' function that turns pairs of the last columns of `x` [rows, tokens, heads, width] in
+    fp32. They are half the width apart until they are turned back.
+    """
+    turning = Turning(2 * cos.shape[-1], in_pairs=True, is_back=is_back)
+    plain, last = x.split([x.shape[-1] - turning.width, turning.width], -1)
+    last = last.transpose(1, 2)
+    # Kernels turn two tensors; there is only one.
+    turned, _ = rotate(kernels, turning, last, last[:, :1].detach(), cos.float(), sin.float())
+    return torch.cat([plain, turned.transpose(1, 2)], -1)
+
+
+def _rotate(
+    kernels: Kernels, turn: str, query: torch.Tensor, key: torch.Tensor, *angles: torch.Tensor, **_: int
+) -> Any:  # noqa: ANN401
     """In place of transformers' function that turns columns in this way, by cosines and sines, or both in one tensor.
 
     With that transformers leaves columns in pairs; in another order, the same for queries and keys, their products are
     the same.
     """
     cos, sin = angles if len(angles) > 1 else angles[0]
-    width = cos.shape[-1] * (1 if turn in ("halves", "pairs") else 2)
+    if turn == "wide halves":
+        cos, sin = cos.float(), sin.float()
+    width = cos.shape[-1] * (2 if turn in ("short halves", "complex pairs") else 1)
     return rotate(kernels, Turning(width, turn.endswith("pairs")), query, key, cos, sin)

@@ -84,13 +84,13 @@ class _Rotation(torch.autograd.Function):
         query, key, cos, sin = map(_plain, tensors)
         ctx.save_for_backward(cos, sin)
         ctx.kernels, ctx.turn = kernels, turn
-        return kernels.rotate((query, key), (cos, sin), turn, False)  # type: ignore[no-any-return]
+        return kernels.rotate((query, key), (cos, sin), turn, turn.is_back)  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:  # noqa: ANN401
         given = tuple(map(_plain, grads)), ctx.saved_tensors, ctx.turn
-        return None, None, *ctx.kernels.rotate(*given, True), None, None
+        return None, None, *ctx.kernels.rotate(*given, not ctx.turn.is_back), None, None
 
 
 class _Gate(torch.autograd.Function):

@@ -284,12 +284,14 @@ def _dense(model: Mapping[str, Any], widths: Widths, *, inner: int | None = None
     inner = (model["intermediate_size"] if inner is None else inner) // widths.tp
     row, matrix = widths.number * inner, widths.number * inner * model["hidden_size"]
     between = 1 if widths.is_fused else 0
-    gradients = {"liger": 1, "compile": 3}.get(widths.kernels, 2) * row
+    # That of the input of an adapted matrix is the sum of two.
+    is_kept = widths.keeps(f"{name}.down_proj")
+    gradients = (2 if is_kept else {"liger": 1, "compile": 3}.get(widths.kernels, 2)) * row
     if not widths.rank:
         held = Held((6 - between) * row), Held((5 - between) * row, matrix)
         return _Mlp((4 - between) * row, held, (3 * inner * model["hidden_size"],))
     low = widths.low_rank(*(f"{name}.{each}_proj" for each in ("gate", "up", "down")))
-    kept = (4 - between if widths.keeps(f"{name}.down_proj") else 3 - between) * row + low
+    kept = (4 - between if is_kept else 3 - between) * row + low
     return _Mlp(kept, (Held(kept + gradients),), (0,))
 
 

@@ -57,11 +57,11 @@ def _line(config: Any) -> str:
 def test_flash_attention_3_is_taken_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     removed: list[bool] = []
     _install(monkeypatch, (9, 0), lambda: SimpleNamespace(remove=lambda: removed.append(True)))
-    choose_flash_attention(CONFIG, packs_documents=True)
+    choose_flash_attention(CONFIG, is_wanted=True)
     assert attention.current_flash_attention_impl() == "FA3"
     assert _line(CONFIG) == "one call for all documents, by FlashAttention 3"
     # The next run of this process.
-    choose_flash_attention(CONFIG, packs_documents=False)
+    choose_flash_attention(CONFIG, is_wanted=False)
     assert attention.current_flash_attention_impl() is None
     assert removed == [True]
 
@@ -84,7 +84,7 @@ def test_flash_attention_2_is_kept_elsewhere(
     _install(monkeypatch, capability, lambda: pytest.fail("it was loaded"))
     if not is_installed:
         monkeypatch.setattr(kernels, "find_spec", lambda _: None)
-    choose_flash_attention(config, packs_documents=True)
+    choose_flash_attention(config, is_wanted=True)
     assert _line(config) == f"one call for all documents, by FlashAttention 2: {text}"
 
 
@@ -94,5 +94,5 @@ def test_a_flash_attention_3_that_cannot_be_loaded_is_named(monkeypatch: pytest.
 
     _install(monkeypatch, (9, 0), load)
     with pytest.raises(DependencyError, match="installed and cannot be loaded: undefined symbol") as caught:
-        choose_flash_attention(CONFIG, packs_documents=True)
+        choose_flash_attention(CONFIG, is_wanted=True)
     assert "or remove it" in caught.value.hint

@@ -10,13 +10,16 @@ from torch import nn
 from torch.nn import functional
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import apply_rotary_emb
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4RMSNorm
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import apply_rotary_pos_emb as v4_rotary
 from transformers.models.glm4_moe.modeling_glm4_moe import apply_rotary_pos_emb as glm_rotary
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.gpt_oss.modeling_gpt_oss import apply_rotary_pos_emb as gpt_oss_rotary
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+from transformers.models.modernbert.modeling_modernbert import apply_rotary_pos_emb as modernbert_rotary
 
 from ds_finetune.model.fused import formulas
-from ds_finetune.model.fused.install import _rotate
+from ds_finetune.model.fused.install import _rotate, _rotate_last
 from ds_finetune.model.fused.operations import gate, norm
 from tests.model.fused.fused_kernels import DEVICE, NAMES, dtypes, fused_kernels
 
@@ -53,7 +56,7 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0, needs_grad: bool = Tr
 
 
 @pytest.mark.parametrize("is_frozen", [False, True], ids=["trained", "frozen"])
-@pytest.mark.parametrize("kind", [LlamaRMSNorm, GptOssRMSNorm])
+@pytest.mark.parametrize("kind", [LlamaRMSNorm, GptOssRMSNorm, DeepseekV4RMSNorm])
 @pytest.mark.parametrize("name", NAMES)
 def test_norms(name: str, kind: type[nn.Module], is_frozen: bool) -> None:
     kernels = fused_kernels(name)
@@ -65,9 +68,11 @@ def test_norms(name: str, kind: type[nn.Module], is_frozen: bool) -> None:
                 return torch.func.functional_call(module, {"weight": weight}, (hidden,))
 
             def found(hidden: torch.Tensor, weight: torch.Tensor) -> Any:
-                return norm(kernels, hidden, weight, 1e-5, kind is GptOssRMSNorm)
+                return norm(kernels, hidden, weight, 1e-5, kind is not LlamaRMSNorm)
 
-            weight = random(shape[-1], dtype=dtype, needs_grad=not is_frozen)
+            # transformers keeps weights of DeepSeek-V4's norms in fp32.
+            own = torch.float32 if kind is DeepseekV4RMSNorm else dtype
+            weight = random(shape[-1], dtype=own, needs_grad=not is_frozen)
             compare(wanted, found, [random(*shape, dtype=dtype), weight])
 
 
@@ -98,6 +103,7 @@ ROTARY = {
     "halves": (apply_rotary_pos_emb, unchanged),
     "part": (glm_rotary, unchanged),
     "short halves": (gpt_oss_rotary, unchanged),
+    "wide halves": (modernbert_rotary, unchanged),
     "pairs": (apply_rotary_pos_emb_interleave, unchanged),
     "complex pairs": (apply_rotary_emb, halves),
 }
@@ -124,6 +130,24 @@ def test_rotary_embeddings(name: str, turn: str) -> None:
             before = [each.detach().clone() for each in inputs]
             compare(lambda *x, g=given: wanted(*x, *g), lambda *x, g=mine: found(*x, *g), inputs, like)
             assert all(torch.equal(a, b) for a, b in zip(before, inputs, strict=True))
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_last_pairs_are_turned_and_turned_back(name: str, heads: int) -> None:
+    """Columns of DeepSeek-V4's heads are half the width apart between both."""
+    turn, theirs = partial(_rotate_last, fused_kernels(name)), partial(v4_rotary, unsqueeze_dim=2)
+
+    def like(out: torch.Tensor) -> torch.Tensor:
+        return torch.cat([out[..., :12], halves(out[..., 12:])], -1)
+
+    for dtype in dtypes(name):
+        x, half = random(2, 7, heads, 20, dtype=dtype), angles(2, 7, 4)
+        cos, sin = half.cos().to(dtype), half.sin().to(dtype)
+        given = {"cos": cos, "sin": sin}
+        compare(partial(theirs, **given), partial(turn, **given), [x], like)
+        back = partial(turn, **given, is_back=True)
+        compare(partial(theirs, cos=cos, sin=-sin), lambda x, back=back: back(like(x)), [x])
 
 
 @pytest.mark.parametrize("name", NAMES)
