@@ -49,6 +49,8 @@ REDUCTION = "tests/parity/test_reduction.py"
 INEXACT, LORA = "tests/parity/test_inexact.py", "tests/parity/test_lora.py"
 HEAD = "tests/model/loss/test_head_chunks.py"
 GRPO, ANSWERS = "tests/objectives/test_grpo.py", "tests/parity/test_grpo.py"
+LATE = "tests/objectives/rewards/test_pool.py -k other_rewards"
+RESUMED = "tests/trainer/rollouts/test_runs.py -k bit_by_bit"
 COMPRESSED = "tests/model/attention/test_compressed_attention.py"
 FUSED, GGUF = "tests/model/fused/test_operations.py", "tests/export/gguf/test_gguf.py"
 GGUF_SETTINGS = "tests/export/gguf/test_settings.py"
@@ -535,6 +537,34 @@ MUTANTS = (
         "for number in np.flatnonzero(has_spread(rewards)):",
         "for number in np.flatnonzero(rewards.std(axis=1) > 0):",
         GRPO,
+    ),
+    Mutant(
+        "no score by the others where a reward is late",
+        "objectives/rewards/pool.py",
+        'known[worker.at] = {**late, "seconds": settings["timeout"]}',
+        'said = {**late, "seconds": settings["timeout"]}',
+        LATE,
+    ),
+    Mutant(
+        "a rollout ahead that is sampled again after a resume",
+        "trainer/rollouts/source.py",
+        'if state["ahead"]:',
+        "if False:",
+        RESUMED,
+    ),
+    Mutant(
+        "prompts of the first epoch after a resume in a later one",
+        "trainer/rollouts/source.py",
+        "cursor = position.epoch * self._per_epoch + position.index",
+        "cursor = position.index",
+        RESUMED,
+    ),
+    Mutant(
+        "a reference with its adapters",
+        "trainer/rollouts/source.py",
+        "self._engine.token_log_probs(every, adapters_off=True)",
+        "self._engine.token_log_probs(every)",
+        "tests/trainer/rollouts/test_runs.py -k LoRA",
     ),
     Mutant(
         "the planned number of forwards for sampled answers",

@@ -140,7 +140,7 @@ class PolicyGradient(AnswerObjective):
         low, high = 1 - section.clip_low, 1 + section.clip_high
         gain = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
         if section.dual_clip is not None:
-            gain = gain.maximum(section.dual_clip * advantage.clamp(max=0)).where(advantage < 0, gain)
+            gain = gain.maximum(section.dual_clip * advantage.clamp(max=0))
         ratio = ratio.detach()
         return -gain, (ratio < low) & (advantage < 0), (ratio > high) & (advantage > 0)
 

@@ -42,7 +42,7 @@ class RolloutMetrics(Observer):
         rollout = self._source.latest
         if rollout is not None and rollout.first == record.step - 1:
             values = rollout_metrics(rollout, self._source.sampler)
-            self._recent.append(_shares({**record.values, **values}))
+            self._recent.append(shares_of({**record.values, **values}))
             record = record.with_values({f"rollout/{name}": value for name, value in values.items()})
         if self._recent and (len(self._recent) >= EVERY or record.is_last or record.stop):
             now = Shares.mean(self._recent)
@@ -95,7 +95,8 @@ def rollout_metrics(rollout: Rollout, sampler: Sampler) -> dict[str, float]:
     return values
 
 
-def _shares(values: Mapping[str, float]) -> Shares:
+def shares_of(values: Mapping[str, float]) -> Shares:
+    """The shares of a rollout from its metrics and those of its first step."""
     names = ("entropy", "mismatch", "clipped_low", "clipped_high")
     train = {name: values.get(f"train/{name}", float("nan")) for name in names}
     return Shares(

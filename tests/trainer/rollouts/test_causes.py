@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from ds_finetune.trainer.rollouts.causes import CAUSES, Shares, cause_line
+from ds_finetune.trainer.rollouts.observer import shares_of
 
 GOOD = Shares(
     reward=0.4,
@@ -67,3 +68,7 @@ def test_a_step_without_answers_has_no_entropy() -> None:
     assert mean == replace(GOOD, empty=0.5)
     assert "; 50% of the steps without an answer to train" in cause_line("steps 1 to 2", mean, GOOD)
     assert math.isnan(Shares.mean([nothing]).entropy)
+    names = ("reward", "all_right", "all_wrong", "no_spread", "cut", "unparsed", "answer_tokens")
+    found = shares_of(dict.fromkeys(names, 0.0))
+    assert found.empty == 1
+    assert math.isnan(found.entropy + found.mismatch + found.clipped)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from transformers import LlamaForCausalLM
 
 from ds_finetune.runs.folder import RunFolder
@@ -91,6 +92,9 @@ def test_a_run_resumes_at_each_step_bit_by_bit(
     whole.mkdir()
     sections = {"train": {"for": "5 steps"}, "rollout": rollout, "objective": objective}
     run_file = sums_task(whole, **sections, checkpoint={"every": "1 steps", "keep": 9})
+    rows = (whole / "train.jsonl").read_text().splitlines(keepends=True)
+    # An epoch has seven prompts, so that the run resumes in later ones, too.
+    (whole / "train.jsonl").write_text("".join(rows[14::12]))
     run(run_file)
     expected, samples = numbers(whole), records(whole, "rollouts.jsonl")
     steps = rollout.get("steps_per_rollout", 1)
@@ -100,6 +104,9 @@ def test_a_run_resumes_at_each_step_bit_by_bit(
     assert [record.get("rollout/behind") for record in expected[::steps]] == (
         [0.0, *[float(steps)] * (4 // steps)] if "ahead" in rollout else [None] * (4 // steps + 1)
     )
+    if "no_spread" not in objective:
+        drawn = [record["rollout/prompts_drawn"] for record in expected[::steps]]
+        assert drawn == [4 * min(first + steps, 5) for first in range(0, 5, steps)]
     if "ahead" in rollout:
         assert expected[0]["train/mismatch"] < 1e-5 < expected[steps]["train/mismatch"]
     for step in (1, 2, 3, 4):
@@ -146,11 +153,29 @@ def test_ranks_make_no_difference(tmp_path: Path, layout: str, sections: dict[st
         run(sums_task(folder, train={"micro_batch_size": 2}, **given), ranks=ranks)
     one, two = ([line["answers"] for line in records(folder, "rollouts.jsonl")] for folder in folders)
     assert one == two, layout
+    if "lora" in sections:
+        first, *_, last = numbers(folders[0])
+        assert first["train/kl"] < 1e-6 < last["train/kl"]
     for first, second in zip(*map(numbers, folders), strict=True):
         shared = first.keys() & second.keys() - {"step", "train/mismatch", "train/mismatch_ess"}
         assert {"train/loss", "train/grad_norm", "rollout/reward"} <= shared
         for name in shared:
             assert first[name] == pytest.approx(second[name], rel=1e-5, abs=1e-6), (layout, name)
+
+
+def test_ids_without_a_token_are_neither_sampled_nor_in_the_loss(tmp_path: Path) -> None:
+    run_file = sums_task(tmp_path)
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "model")
+    tokens = model.config.vocab_size
+    model.resize_token_embeddings(tokens + 4, mean_resizing=False)
+    with torch.no_grad():
+        head = model.get_output_embeddings().weight
+        head[tokens:] = 3 * head[:4]
+    model.save_pretrained(tmp_path / "model")
+    run(run_file)
+    for record in records(tmp_path):
+        assert record["train/mismatch"] < 1e-5
+        assert record["rollout/answer_tokens"] > 2
 
 
 def test_groups_and_answers_may_be_left_out(tmp_path: Path) -> None:
