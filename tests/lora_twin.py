@@ -42,11 +42,16 @@ def base_model(family: str) -> PreTrainedModel:
     """A tiny model with a router bias that is not zero, the same each time, fp32."""
     torch.manual_seed(11)
     model = AutoModelForCausalLM.from_config(hf_config(family)).float()
+    set_choices(model)
+    return model
+
+
+def set_choices(model: PreTrainedModel) -> None:
+    """Let routers choose other experts than by zeros, in place, and none by a rounding."""
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(torch.linspace(-0.2, 0.2, len(buffer)))
     spread_ids(model, getattr(model.config, "n_routed_experts", 0))
-    return model
 
 
 def adapted(model: PreTrainedModel, lora: LoraConfig, *, trained: bool = True) -> PreTrainedModel:

@@ -70,10 +70,12 @@ def tiny_task(folder: Path, **sections: Any) -> Path:
     return run_file
 
 
-def resume_on_two_ranks(run_file: Path, *, printed: Path) -> None:
-    """Train two steps on one rank, and the others on two with ZeRO-3, whose output goes into `printed`."""
+def resume_on_two_ranks(run_file: Path, *overrides: str, printed: Path) -> None:
+    """Train two steps on one rank, and the others on two with ZeRO-3 and `overrides`, whose output goes into
+    `printed`.
+    """
     train(read_config(run_file, ["train.for=2 steps", "export.at_end=false"]))
-    done = start(torchrun("ds_finetune/train.py", str(run_file), "deepspeed.zero_optimization.stage=3"))
+    done = start(torchrun("ds_finetune/train.py", str(run_file), "deepspeed.zero_optimization.stage=3", *overrides))
     assert done.returncode == 0, done.stdout + done.stderr
     printed.write_text(done.stdout)
 

@@ -750,7 +750,6 @@ _COMPRESSED = (
         (
             *_TRAINING,
             Conflict("objective {objective.name}", "set objective to sft or dpo", lambda run: is_grpo(run.objective)),
-            Conflict("lora.quantize {lora.quantize}", "leave lora.quantize out", _quantizes),
             setting("indexer.train true", "leave indexer out: indexers stay as they are"),
             setting("model.resize_vocabulary true", "use a tokenizer that fits the model: new ids have no experts"),
         ),

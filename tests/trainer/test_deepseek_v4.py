@@ -65,9 +65,9 @@ def _run_file(folder: Path, *, is_published: bool = True, **sections: Any) -> Pa
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that was resumed after two of its four steps, on two ranks with ZeRO-3."""
+    """A run that was resumed after two of its four steps, on two tensor parallel ranks with ZeRO-3."""
     folder = tmp_path_factory.mktemp("run")
-    resume_on_two_ranks(_run_file(folder), printed=folder / "printed.txt")
+    resume_on_two_ranks(_run_file(folder), "parallel.tp=2", printed=folder / "printed.txt")
     return folder
 
 
@@ -99,6 +99,7 @@ def test_the_plan_says_what_is_done(finished: Path) -> None:
         "up to 19 tokens, index_topk 4 entries, the indexer leaves nothing out; it is run, and not trained" in printed
     )
     assert "parameters that the loss does not reach, kept as they are" in printed
+    assert "one key and value head, which each tensor parallel rank has whole" in printed
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -138,7 +139,6 @@ def _plan(mesh: Mesh | None = None, **sections: Any) -> None:
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ({"lora": {"rank": 8, "quantize": "nf4"}}, "with lora.quantize nf4 is not tested"),
         ({"objective": {"name": "grpo"}}, "with objective grpo is not tested"),
         ({"model": {"kernels": "compile"}}, "model.kernels compile"),
         ({"indexer": {"train": True}}, "with indexer.train true is not tested"),
