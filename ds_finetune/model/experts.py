@@ -32,17 +32,16 @@ _options = {"has_triton": True}
 def choose_product(*, has_triton: bool) -> None:
     """Let this program's kernel multiply where it can, or leave it to torch's and the loop, for the whole process."""
     _options["has_triton"] = has_triton
-
-
-def _is_own_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this program's kernel multiplies by all experts on this device, not torch's or a loop."""
-    return device.type == "cuda" and _product_on(device, dtype, **_options) == "triton"
+    _is_own_kernel.cache_clear()
 
 
 @cache
-def _product_on(device: torch.device, dtype: torch.dtype, *, has_triton: bool) -> str:
+def _is_own_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether this program's kernel multiplies by all experts on this device, not torch's or a loop."""
+    if device.type != "cuda":
+        return False
     precision = next((name for name, known in PRECISION_DTYPES.items() if known == dtype), "")
-    return product_of_experts(precision, torch.cuda.get_device_capability(device), has_triton=has_triton)
+    return product_of_experts(precision, torch.cuda.get_device_capability(device), **_options) == "triton"
 
 
 def multiply(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, *, is_transposed: bool = False) -> Any:  # noqa: ANN401 - untyped

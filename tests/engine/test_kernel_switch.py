@@ -37,10 +37,8 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Planned
     tree = {"model": str(tmp_path), "data": {"train": "t.jsonl"}, "output_dir": "o"}
     config = RunConfig.model_validate(tree | {"train": {"global_batch_size": 1, "micro_batch_size": 1}})
     plan = make_plan(RunSettings.of(config), world=World(0, 1, 0, 1, "a test"), device="cuda")
-    experts._product_on.cache_clear()
     yield plan, model_of(config)
     experts.choose_product(has_triton=True)
-    experts._product_on.cache_clear()
 
 
 @pytest.mark.parametrize(("chosen", "are_taken"), [(AUTO, True), (SINGLE, False)], ids=["auto", "torch"])
