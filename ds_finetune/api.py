@@ -127,7 +127,7 @@ def export_model(  # noqa: PLR0913 - each is an option of the command
     if row.has_card:
         from ds_finetune.runs.report.model_card import write_card_of_source
 
-        write_card_of_source(Path(source), written.folder)
+        write_card_of_source(Path(source), written.folder, written.verdict.lines if written.verdict else ())
     show_line("\n".join(written.lines()))
     if written.verdict is not None or not verify:
         return written

@@ -167,6 +167,42 @@ the tokens of a rank in one micro-batch in the last columns, tiled MLPs *raise* 
 and these tokens alike; the last column has them with 8 ranks.
 
 """
+_SAME = "36 greedy tokens of 3 prompts are equal"
+JUDGES = (
+    ("safetensors", "transformers 5.23", "logits of the run, in a new process", "export/test_verify.py", "every one"),
+    ("safetensors", "vLLM 0.32 on a CPU", "greedy tokens are equal", "test_round_trip.py", "those with ONNX"),
+    (
+        "safetensors",
+        "mlx_lm 0.32 on a CPU",
+        _SAME,
+        "export/test_mlx.py",
+        "deepseek_v2, deepseek_v3, glm4_moe, glm4_moe_lite, llama, mixtral, olmoe, qwen2, qwen3, qwen3_moe",
+    ),
+    ("onnx", "ONNX Runtime 1.31", "logits within 1e-4, 16 greedy tokens", "export/onnx/test_onnx.py", "every one"),
+    (
+        "onnx",
+        "onnxruntime-genai 0.18",
+        _SAME,
+        "export/onnx/test_consumers.py",
+        "glm4_moe, llama, mixtral, qwen2, qwen3, qwen3_moe; latent attention is refused",
+    ),
+    (
+        "onnx",
+        "transformers.js 4.3",
+        _SAME,
+        "export/onnx/test_consumers.py",
+        "deepseek_v3, llama, qwen2, qwen3, qwen3_moe; it has no other classes",
+    ),
+    ("gguf", "llama.cpp (xllamacpp 2026.10)", f"{_SAME} in f32", "export/gguf/test_llama_cpp.py", "every one"),
+    (
+        "adapter",
+        "names of vLLM 0.32",
+        "merged weights are equal, and every name is looked up",
+        "export/test_server_adapter.py",
+        "every one",
+    ),
+)
+"""Format, program, how close it came, the test below `tests/`, and model types."""
 FORMATS_PAGE = """\
 # Export formats
 
@@ -179,7 +215,9 @@ ds-finetune export runs/r1 OUT --format onnx
 ```
 
 A run that ends writes those of [`export.formats`](run-file.md#exportformats). Every format is
-[verified](../explanation/verification.md).
+[verified](../explanation/verification.md), and so were these by the programs that read them; other pairs are refused.
+
+{judged}
 """
 OTHERS = """\
 # Keys of other trainers
@@ -207,9 +245,16 @@ def pages() -> dict[str, str]:
         "layouts.md": LAYOUTS + layouts_table() + RULES,
         "combinations.md": COMBINATIONS + "".join(_combinations()),
         "activation-memory.md": ACTIVATIONS + "".join(_activation_rows()),
-        "export-formats.md": FORMATS_PAGE + "".join(_formats()),
+        "export-formats.md": FORMATS_PAGE.format(judged="".join(_judged())) + "".join(_formats()),
         "accelerators.md": ACCELERATORS_PAGE + "".join(_accelerator_rows()),
     }
+
+
+def _judged() -> Iterator[str]:
+    """A table of formats, programs that have computed with them, how close, and the model types."""
+    yield "| format | judged by | how close | model types |\n| --- | --- | --- | --- |"
+    for name, program, result, test, types in JUDGES:
+        yield f"\n| {name} | {program} | {result} (`tests/{test}`) | {types} |"
 
 
 def _formats() -> Iterator[str]:
@@ -220,6 +265,7 @@ def _formats() -> Iterator[str]:
         others = f"; of classifiers also {encoders}" if encoders else ""
         parts = {
             "read by": row.read_by,
+            "take it there": "; ".join(f"`{use}`" for use in row.uses),
             "recognised by": " or ".join(f"`{pattern}`" for pattern in row.weights),
             "`--dtype`": f"{', '.join(row.dtypes)} (default {row.dtypes[0]})",
             "options of its own": ", ".join(f"`{option}`" for option in row.options),

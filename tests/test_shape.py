@@ -65,12 +65,16 @@ def test_messages_to_users_carry_a_value_and_a_way_out(path: Path) -> None:
 
 
 def test_model_types_are_named_in_the_tables_of_families_alone() -> None:
-    """The demo's own model is one of them, the sizes of published models are of one each, and llama.cpp names rules of
-    tokenizers after some.
+    """The demo's own model is one of them, the sizes of published models are of one each, and llama.cpp and
+    ONNX Runtime GenAI name rules of tokenizers and decoders after some.
     """
     families = ROOT / "ds_finetune" / "families"
-    allowed = {families / "table.py", families / "configs.py", ROOT / "ds_finetune" / "cli" / "demo.py"}
-    allowed |= {ROOT / "ds_finetune" / "export" / "gguf" / "llama_tokenizer.py"}
+    allowed = {
+        *(families / f"{name}.py" for name in ("table", "configs", "server_lora")),
+        ROOT / "ds_finetune" / "cli" / "demo.py",
+    }
+    export = ROOT / "ds_finetune" / "export"
+    allowed |= {export / "gguf" / "llama_tokenizer.py", export / "onnx" / "consumers.py"}
     for path in set(PACKAGE) - allowed:
         constants = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
         assert not constants & FAMILIES.keys(), path

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from ds_finetune import api
 from ds_finetune.cli.arguments import Arguments, Commands, add_command
+from ds_finetune.console.tables import show_line
 from ds_finetune.errors import ConfigError, ExportError
 from ds_finetune.export.formats import FORMATS
 from ds_finetune.export.output_folder import check_out_empty
@@ -31,13 +32,20 @@ def add_commands(commands: Commands) -> None:
     text = "folder of the base model, with config.json, tokenizer and the weights that were not trained"
     export.add_argument("--base", metavar="FOLDER", help=text)
     export.add_argument("--no-cache", action="store_true", help="onnx: write a graph without past keys and values")
+    text = "upload OUT, once it is verified, to this new and private repository of the Hugging Face Hub"
+    export.add_argument("--push-to-hub", metavar="OWNER/NAME", help=text)
     text = "do not load OUT in a fresh process; it stays marked UNVERIFIED"
     export.add_argument("--no-verify", dest="verify", action="store_false", help=text)
 
 
 def _export(arguments: Arguments) -> None:
+    if arguments.push_to_hub:
+        from ds_finetune.export.publish import check_repository
+
+        check_repository(arguments.push_to_hub)
     if arguments.check:
         _check(arguments)
+        _push(Path(arguments.check), arguments.push_to_hub)
         return
     if arguments.out is None:
         raise ConfigError(
@@ -60,6 +68,15 @@ def _export(arguments: Arguments) -> None:
         with_cache=not arguments.no_cache,
         verify=arguments.verify,
     )
+    _push(Path(arguments.out), arguments.push_to_hub)
+
+
+def _push(folder: Path, repository: str | None) -> None:
+    if repository is None:
+        return
+    from ds_finetune.export.publish import push_to_hub
+
+    show_line(f"pushed: {push_to_hub(folder, repository)}, private")
 
 
 def _check(arguments: Arguments) -> None:

@@ -1,5 +1,7 @@
 """`ds-finetune ask`, `chat` and `serve`: use an exported folder."""
 
+from pathlib import Path
+
 from ds_finetune.cli.arguments import (
     Arguments,
     Commands,
@@ -36,6 +38,8 @@ def add_commands(commands: Commands) -> None:
     text = "transformers and onnx: longest time of a request (default 600)"
     serve.add_argument("--request-seconds", type=float, help=text)
     serve.add_argument("--ready-seconds", type=float, default=1800, help="longest time of loading (default 1800)")
+    text = "vllm: folder of an adapter, or of a run with one, which requests name as their model"
+    serve.add_argument("--adapter", metavar="FOLDER", help=text)
     add_allowed_hosts(serve)
 
 
@@ -69,5 +73,6 @@ def _serve(arguments: Arguments) -> None:
 
     address = Address(arguments.host, arguments.port)
     limits = (arguments.queue, arguments.request_seconds, tuple(arguments.allow_host), arguments.no_api_key)
-    options = ServeOptions(arguments.engine, arguments.ready_seconds, *limits)
+    adapter = None if arguments.adapter is None else Path(arguments.adapter)
+    options = ServeOptions(arguments.engine, arguments.ready_seconds, *limits, adapter=adapter)
     serve(folder, address, options, show=show_line)

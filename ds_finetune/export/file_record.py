@@ -47,7 +47,7 @@ class FileSums:
 
 def write_file_record(folder: Path, tree: Mapping[str, Any]) -> None:
     """Write `tree`, the digests of all files in `folder`, and a digest of both, to the file RECORD."""
-    whole = {**tree, "files": {path.name: asdict(FileSums.of(path)) for path in _files(folder)}}
+    whole = {**tree, "files": {name: asdict(FileSums.of(path)) for name, path in _files(folder)}}
     (folder / RECORD).write_text(json.dumps({**whole, "sum": _sum_of(whole)}) + "\n", encoding="utf-8")
 
 
@@ -93,7 +93,7 @@ def check_files(
 
     `parts_at(name, changed)` names what a changed file holds there; `changed` has the ranges of bytes by file.
     """
-    present = {path.name: FileSums.of(path) for path in _files(folder)}
+    present = {name: FileSums.of(path) for name, path in _files(folder)}
     problems = [f"{name} was written and is missing" for name in sorted(files.keys() - present.keys())]
     changed = {name: sums.differences(present[name]) for name, sums in files.items() if name in present}
     for name, runs in changed.items():
@@ -110,8 +110,10 @@ def _ranges(runs: Runs) -> str:
     return ", ".join(f"bytes {begin:,} to {end:,}" for begin, end in runs)
 
 
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.is_file() and path.name not in (RECORD, UNVERIFIED))
+def _files(folder: Path) -> list[tuple[str, Path]]:
+    """Files of the folder and of those below it, with their names from the folder on."""
+    found = [(path.relative_to(folder).as_posix(), path) for path in folder.rglob("*") if path.is_file()]
+    return sorted((name, path) for name, path in found if name not in (RECORD, UNVERIFIED))
 
 
 def _sum_of(tree: Mapping[str, Any]) -> str:

@@ -19,6 +19,7 @@ from ds_finetune.config.units import GIB
 from ds_finetune.errors import ConfigError, ExportError
 from ds_finetune.export.output_folder import RECORD
 from ds_finetune.families.family import Family
+from ds_finetune.families.server_lora import VLLM_LORA
 from ds_finetune.families.table import FAMILIES, family_of
 
 if TYPE_CHECKING:
@@ -95,6 +96,10 @@ class FormatModule(Protocol):
         """ExportError where the model type, a setting of config.json or the tokenizer has no export in this format."""
         ...
 
+
+class EngineModule(FormatModule, Protocol):
+    """The functions of a module whose row has engines: this program computes with its folders, too."""
+
     def load_model(self, folder: Path, device: str) -> "PreTrainedModel":
         """The causal LM of `folder` for `generate`.
 
@@ -121,6 +126,8 @@ class ExportFormat:
     """Patterns of the files with weights, by which a folder is recognised."""
     read_by: str
     """Programs that read its folders."""
+    uses: tuple[str, ...]
+    """Commands that take a folder OUT to these programs, for model cards and the docs."""
     dtypes: tuple[str, ...]
     """Values of `--dtype`; the first is the default."""
     engines: tuple[str, ...]
@@ -135,6 +142,8 @@ class ExportFormat:
     """The extra of this package that installs them."""
     has_family: Callable[[Family], bool] = lambda _: True
     """Whether models of a family can be exported; of an encoder, classifiers."""
+    is_of_model: bool = True
+    """Whether its folders hold a whole model, so that they follow from the export of a run."""
     has_card: bool = False
     """Whether a model card is written into the folder."""
 
@@ -193,6 +202,11 @@ class ExportFormat:
             )
         return cast(FormatModule, import_module(self.module))
 
+    def load_engine(self, folder: Path) -> EngineModule:
+        """Its module, to compute with `folder`; ExportError where this program does not run it."""
+        self.check_runs_here(folder)
+        return cast(EngineModule, self.load())
+
 
 SAFETENSORS = ExportFormat(
     name="safetensors",
@@ -200,6 +214,11 @@ SAFETENSORS = ExportFormat(
     module="ds_finetune.export.safetensors_format",
     weights=("*.safetensors", "*.bin"),
     read_by="transformers, vLLM, SGLang and llama.cpp's converter",
+    uses=(
+        "vllm serve OUT",
+        "python -m sglang.launch_server --model-path OUT",
+        "mlx_lm.generate --model OUT --prompt TEXT",
+    ),
     dtypes=("bf16", "fp16", "fp32", "fp8"),
     engines=("vllm", "transformers"),
     options=("--max-shard-size", "--no-verify"),
@@ -209,9 +228,13 @@ ONNX = ExportFormat(
     name="onnx",
     title="ONNX",
     module="ds_finetune.export.onnx.folder",
-    weights=("model.onnx",),
+    weights=("onnx/model.onnx", "model.onnx"),
     read_by="ONNX Runtime",
-    dtypes=("fp32", "fp16"),
+    uses=(
+        'await pipeline("text-generation", "./OUT", {dtype: "fp32"})',
+        'onnxruntime_genai.Model("OUT")',
+    ),
+    dtypes=("fp32", "fp16", "int8", "int4"),
     engines=("onnx",),
     options=("--no-cache",),
     reasons={
@@ -221,6 +244,7 @@ ONNX = ExportFormat(
     packages=("onnx", "onnxruntime"),
     extra="onnx",
     has_family=lambda family: family.onnx is not None,
+    has_card=True,
 )
 GGUF = ExportFormat(
     name="gguf",
@@ -228,6 +252,7 @@ GGUF = ExportFormat(
     module="ds_finetune.export.gguf.folder",
     weights=("*.gguf",),
     read_by="llama.cpp and Ollama",
+    uses=("llama-server -m OUT/NAME.gguf", "cd OUT && ollama create NAME -f Modelfile"),
     dtypes=("bf16", "f16", "f32", "q8_0"),
     engines=(),
     reasons={
@@ -237,8 +262,26 @@ GGUF = ExportFormat(
     packages=("gguf",),
     extra="gguf",
     has_family=lambda family: family.gguf is not None,
+    has_card=True,
 )
-FORMATS = [SAFETENSORS, ONNX, GGUF]
+ADAPTER = ExportFormat(
+    name="adapter",
+    title="adapter",
+    module="ds_finetune.export.server_adapter",
+    weights=("adapter_model.safetensors",),
+    read_by="vLLM and SGLang",
+    uses=(
+        "vllm serve MODEL --enable-lora --max-lora-rank 16 --lora-modules NAME=OUT",
+        "python -m sglang.launch_server --model-path MODEL --lora-paths NAME=OUT",
+    ),
+    dtypes=("fp32", "bf16", "fp16"),
+    engines=(),
+    reasons={"--no-verify": "leave it out: the names are checked before it is written"},
+    has_family=lambda family: family.model_type in VLLM_LORA,
+    is_of_model=False,
+    has_card=True,
+)
+FORMATS = [SAFETENSORS, ONNX, GGUF, ADAPTER]
 """The formats of this package, and after them those that others have registered."""
 ENGINES = ("vllm", "transformers", "onnx")
 """The engines of `ds-finetune serve`."""
@@ -281,21 +324,26 @@ def formats_of_run(names: Sequence[str]) -> list[ExportFormat]:
             f"export.formats is {list(names)}",
             hint=f"begin with {SAFETENSORS.name}, from which the others are made, and name each format once",
         )
-    return [format_named(name, "export.formats: format") for name in names]
+    rows = [format_named(name, "export.formats: format") for name in names]
+    for row in rows:
+        if not row.is_of_model:
+            raise ConfigError(
+                f"export.formats names {row.name}, which is made from `adapter/` of a run that has ended",
+                hint=f"leave it out, and afterwards: ds-finetune export RUN OUT --format {row.name}",
+            )
+    return rows
 
 
 def format_of(folder: Path) -> ExportFormat:
-    """The format of an exported folder, by its weights, or by its record where they are missing.
+    """The format of an exported folder, by its record, or by its weights where it has none.
 
     It is safetensors where neither says so.
     """
-    rows = [row for row in formats() if row.holds_weights(folder)]
-    if rows:
-        # A folder of another format may have a safetensors file beside its own.
-        return rows[-1]
     try:
         tree = json.loads((folder / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return SAFETENSORS
+        tree = None
     name = str(tree.get("format")).partition(" ")[0] if isinstance(tree, dict) else ""
-    return next((row for row in formats() if row.name == name), SAFETENSORS)
+    # A folder of another format may have a safetensors file beside its own.
+    rows = [SAFETENSORS, *(row for row in formats() if row.is_of_model and row.holds_weights(folder))]
+    return next((row for row in formats() if row.name == name), rows[-1])

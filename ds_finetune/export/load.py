@@ -20,13 +20,13 @@ def load_exported(folder: Path) -> PreTrainedModel:
     needs are not installed.
     """
     check_generates(folder)
-    return format_of(folder).load().load_model(folder, "")
+    return format_of(folder).load_engine(folder).load_model(folder, "")
 
 
 def load_scorer(folder: Path) -> Scorer:
     """The classifier of `folder`, as `load_exported` loads a language model."""
     check_loadable(folder)
-    return format_of(folder).load().load_scorer(folder)
+    return format_of(folder).load_engine(folder).load_scorer(folder)
 
 
 def check_generates(folder: Path) -> None:

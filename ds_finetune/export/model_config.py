@@ -35,6 +35,9 @@ def served_config(config: Mapping[str, Any], family: Family, keys: Collection[st
         served.setdefault(key, value)
     if family.compresses:
         served |= {key: value for key, value in published_layers(config).items() if served.get(key) is None}
+    if family.expert_keys is not None:
+        # The published key, which other programs read; transformers writes another one in its place.
+        served.setdefault(family.expert_keys.number_keys[0], family.expert_keys.number(served))
     if not family.is_generic:
         _add_rope_schemas(served)
     count = _prediction_layers(config, keys)

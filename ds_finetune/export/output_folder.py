@@ -40,7 +40,7 @@ def replaced_folder(out: Path) -> Iterator[Path]:
             partial.mkdir(parents=True)
         yield partial
         with as_output_errors(partial):
-            for path in (*partial.iterdir(), partial):
+            for path in (*partial.rglob("*"), partial):
                 synchronise(path)
             shutil.rmtree(out, ignore_errors=True)
             partial.rename(out)

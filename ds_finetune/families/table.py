@@ -109,6 +109,7 @@ _DEEPSEEK_V3 = replace(
         in_standard_selftest=True,
     ),
 )
+_DEEPSEEK2 = Gguf("deepseek2", _SHARED | {"attention_bias": (False,), "rope_interleave": (True,)})
 _ROWS = (
     replace(
         _MIXTURE,
@@ -129,16 +130,18 @@ _ROWS = (
             },
         ),
     ),
-    replace(_DEEPSEEK_V3, gguf=Gguf("deepseek2", _SHARED | {"attention_bias": (False,), "rope_interleave": (True,)})),
+    replace(_DEEPSEEK_V3, gguf=_DEEPSEEK2),
     replace(
         _DEEPSEEK_V3,
         model_type="kimi_k2",
         built_as="deepseek_v3",
+        gguf=_DEEPSEEK2,
         tiny_models=_tiny("kimi_k2", ONE_GROUP, deep=_DEEP),
     ),
     replace(
         _DEEPSEEK_V3,
         model_type="glm4_moe_lite",
+        gguf=_DEEPSEEK2,
         parameters=ParameterRules(latent_attention, sparse_by_type),
         experts_class="Glm4MoeLiteExperts",
         tiny_models=_tiny(

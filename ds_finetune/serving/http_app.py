@@ -83,7 +83,7 @@ class ServedModel(ModelManager):
         `do_sample` is set because transformers 5.23 otherwise ignores the temperature of requests
         (cli/serving/utils.py:1181).
         """
-        model = format_of(self._folder).load().load_model(self._folder, self.device)
+        model = format_of(self._folder).load_engine(self._folder).load_model(self._folder, self.device)
         settings = model.generation_config
         self.is_greedy = settings.do_sample is False
         settings.do_sample = True

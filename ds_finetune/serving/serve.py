@@ -66,6 +66,8 @@ class ServeOptions:
     request_seconds: float | None = None
     allowed_hosts: tuple[str, ...] = ()
     no_api_key: bool = False
+    adapter: Path | None = None
+    """Folder of an adapter, which vLLM offers as a second model beside that of the folder."""
 
     def resolve(self, folder: Path) -> "ServeOptions":
         """The options with the engine chosen and defaults filled in; ServeError where they are not valid together."""
@@ -78,6 +80,11 @@ class ServeOptions:
             raise ServeError(
                 f"--allow-host {self.allowed_hosts[0]} is not valid with --engine vllm",
                 hint="leave it out: vLLM answers whatever the Host header names",
+            )
+        if engine != "vllm" and self.adapter:
+            raise ServeError(
+                f"--adapter {self.adapter} is not valid with --engine {engine}",
+                hint=f"merge it: ds-finetune export {self.adapter} OUT --base {folder}, and serve OUT",
             )
         wrong = [f"{name} {value:g}" for name, value in limits.items() if value is not None and value <= 0]
         if wrong:
@@ -117,11 +124,14 @@ def serve(folder: Path, address: Address, options: ServeOptions, *, show: Callab
     with (
         tempfile.TemporaryDirectory() as cache,
         _catch_signals() as signals,
-        _start_server(server_command(resolved, folder, address), cache) as server,
+        _start_server(
+            [*server_command(resolved, folder, address), *_adapter_arguments(resolved, folder, cache)], cache
+        ) as server,
     ):
         _wait_until_healthy(server, address, signals, resolved.ready_seconds)
         if not signals:
-            show(f"ready: {address.url}/v1, model `{folder}`, by {resolved.engine}; Ctrl-C ends it")
+            adapted = f" or `{options.adapter}`" if options.adapter else ""
+            show(f"ready: {address.url}/v1, model `{folder}`{adapted}, by {resolved.engine}; Ctrl-C ends it")
         while not signals:
             _check_running(server)
             time.sleep(_POLL_SECONDS)
@@ -165,6 +175,22 @@ def server_command(options: ServeOptions, folder: Path, address: Address) -> lis
     hosts = [f"--allow-host={name}" for name in options.allowed_hosts]
     program = [sys.executable, "-m", "ds_finetune.serving.http_app", str(folder)]
     return [*program, "--device", device, *limits, *hosts, *listen]
+
+
+def _adapter_arguments(options: ServeOptions, folder: Path, cache: str) -> list[str]:
+    """What tells vLLM of the adapter, which is written to `cache` under the names that it looks up.
+
+    ExportError where it does not fit the model in `folder`, or vLLM would leave out a part of it.
+    """
+    if options.adapter is None:
+        return []
+    from ds_finetune.export.formats import ADAPTER, ExportOptions
+    from ds_finetune.export.server_adapter import served_rank
+
+    out = Path(cache) / "adapter"
+    ADAPTER.load().write(options.adapter, out, ADAPTER.resolved(ExportOptions(base=folder)))
+    given = ["--lora-modules", f"{options.adapter}={out}"]
+    return ["--enable-lora", "--max-lora-rank", str(served_rank(out)), *given]
 
 
 def _has_gpu() -> bool:

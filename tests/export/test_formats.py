@@ -13,7 +13,7 @@ import ds_finetune
 from ds_finetune.cli.main import main
 from ds_finetune.errors import ConfigError, ExportError, OutputError
 from ds_finetune.export import formats
-from ds_finetune.export.formats import FormatModule
+from ds_finetune.export.formats import EngineModule, FormatModule
 from ds_finetune.export.load import load_exported
 from ds_finetune.export.output_folder import RECORD, replaced_folder
 from ds_finetune.serving.serve import choose_engine
@@ -21,7 +21,9 @@ from tests.export.toy_format import TOY
 from tests.model.weights.test_weights import published
 from tests.running import start, tiny_task
 
-FUNCTIONS = [name for name in vars(FormatModule) if not name.startswith("_")]
+
+def functions(protocol: type) -> list[str]:
+    return [name for name in dir(protocol) if not name.startswith("_")]
 
 
 @pytest.fixture
@@ -41,9 +43,10 @@ def test_the_module_of_a_row_has_its_functions(row: formats.ExportFormat) -> Non
     for package in row.packages:
         pytest.importorskip(package)
     module = import_module(row.module)
-    for name in FUNCTIONS:
-        expected = [*inspect.signature(getattr(FormatModule, name)).parameters][1:]
+    for name in functions(EngineModule if row.engines else FormatModule):
+        expected = [*inspect.signature(getattr(EngineModule, name)).parameters][1:]
         assert [*inspect.signature(getattr(module, name)).parameters] == expected, name
+    assert row.engines or not hasattr(module, "load_model")
 
 
 @pytest.mark.usefixtures("installed")
@@ -82,7 +85,7 @@ def test_what_a_row_does_not_have_is_refused(tmp_path: Path) -> None:
         with pytest.raises((ConfigError, ExportError), match=told):
             ds_finetune.export_model(tmp_path, tmp_path / "out", format="toy", **options)
     with pytest.raises(
-        ConfigError, match=r"format `tar` is not known\n  hint: known formats are safetensors, onnx, gguf, toy"
+        ConfigError, match=r"format `tar` is not known\n  hint: known formats are safetensors, onnx, gguf, adapter, toy"
     ):
         ds_finetune.export_model(tmp_path, tmp_path / "out", format="tar")
     with pytest.raises(ExportError, match="model_type `bert` has no export to toy"):

@@ -23,6 +23,7 @@ TOY = ExportFormat(
     module=__name__,
     weights=("weights.npz",),
     read_by="numpy",
+    uses=("python -c 'import numpy; numpy.load(\"OUT/weights.npz\")'",),
     dtypes=("fp32",),
     engines=("transformers",),
     packages=("numpy",),

@@ -7,12 +7,12 @@ from pathlib import Path
 import gguf
 import numpy as np
 import xxhash
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ds_finetune.console.phase_line import count_parts
 from ds_finetune.errors import ExportError, VerificationError
 from ds_finetune.export.file_record import Runs, check_files, check_no_base, read_file_record, write_file_record
-from ds_finetune.export.formats import GGUF, ExportOptions, ExportResult, Scorer
+from ds_finetune.export.formats import GGUF, ExportOptions, ExportResult
 from ds_finetune.export.from_checkpoint import check_free_space
 from ds_finetune.export.gguf.gguf_tensors import KINDS, GgufTensor, gguf_tensors
 from ds_finetune.export.gguf.llama_tokenizer import add_tokenizer, splitting
@@ -80,16 +80,6 @@ def check_model(
     check_settings(config, family)
     if tokenizer is not None:
         splitting(tokenizer)
-
-
-def load_model(folder: Path, device: str) -> PreTrainedModel:
-    """Not called: the row has no engine."""
-    raise NotImplementedError
-
-
-def load_scorer(folder: Path) -> Scorer:
-    """Not called, as `load_model`."""
-    raise NotImplementedError
 
 
 def _write_file(folder: Path, file: Path, options: ExportOptions) -> tuple[dict[str, tuple[int, int]], list[str]]:

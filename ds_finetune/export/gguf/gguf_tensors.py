@@ -129,34 +129,45 @@ def _expert_number(key: str) -> int:
     return int(expert[2]) if expert else 0
 
 
-def _views(
-    key: str, shape: tuple[int, ...], config: PretrainedConfig, family: Family
-) -> Iterator[tuple[str, tuple[int, ...], int, Change | None]]:
-    """The parts of a published tensor that GGUF has: the name that `gguf` looks up, shape, `group` and `change`."""
+_View = tuple[str, tuple[int, ...], int, Change | None]
+"""A part of a published tensor that GGUF has: the name that `gguf` looks up, shape, `group` and `change`."""
+
+
+def _views(key: str, shape: tuple[int, ...], config: PretrainedConfig, family: Family) -> list[_View]:
+    """The parts of a published tensor that GGUF has."""
     assert family.gguf is not None
     module, _, leaf = key.rpartition(".self_attn.")
     if leaf == "kv_b_proj.weight":
-        # llama.cpp multiplies queries by the keys' half, so that it is stored transposed, and each head by itself.
-        nope, rank, place = config.qk_nope_head_dim, shape[1], f"{module}.self_attn."
-        both = nope + config.v_head_dim
-        heads = shape[0] // both
-        yield place + "k_b_proj.weight", (heads, rank, nope), both, lambda rows: rows[:, :nope].mT
-        yield place + "v_b_proj.weight", (heads, both - nope, rank), both, lambda rows: rows[:, nope:]
-    elif family.gguf.rotates_pairs and leaf in _ROTATED:
-        yield key, shape, head_dim(config), _pairs
-    elif family.transposed_experts and ".experts." in key:
-        # [experts, inputs, outputs], and biases [experts, outputs], with gate and up in turns.
-        start, bias, _ = key.partition("_bias")
-        turns = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
-        for name, part in turns.items() if start.endswith("gate_up_proj") else [("down_proj", slice(None))]:
-            one, outputs = start.replace("gate_up_proj", name), len(range(shape[-1])[part])
-            if bias:
-                yield f"{one}.bias", (shape[0], outputs), 1, partial(_outputs, part=part)
-            else:
-                yield f"{one}.weight", (shape[0], outputs, shape[1]), shape[1], partial(_outputs, part=part)
-    else:
-        end = ".weight" if leaf == "sinks" else ""
-        yield key.replace("e_score_correction_bias", "e_score_correction.bias") + end, shape, 1, None
+        return _keys_and_values(f"{module}.self_attn.", shape, config)
+    if family.gguf.rotates_pairs and leaf in _ROTATED:
+        return [(key, shape, head_dim(config), _pairs)]
+    if family.transposed_experts and ".experts." in key:
+        return _outputs_first(key, shape)
+    end = ".weight" if leaf == "sinks" else ""
+    return [(key.replace("e_score_correction_bias", "e_score_correction.bias") + end, shape, 1, None)]
+
+
+def _keys_and_values(place: str, shape: tuple[int, ...], config: PretrainedConfig) -> list[_View]:
+    """llama.cpp multiplies queries by the keys' half, so that it is stored transposed, and each head by itself."""
+    nope, rank = config.qk_nope_head_dim, shape[1]
+    both = nope + config.v_head_dim
+    heads = shape[0] // both
+    return [
+        (place + "k_b_proj.weight", (heads, rank, nope), both, lambda rows: rows[:, :nope].mT),
+        (place + "v_b_proj.weight", (heads, both - nope, rank), both, lambda rows: rows[:, nope:]),
+    ]
+
+
+def _outputs_first(key: str, shape: tuple[int, ...]) -> list[_View]:
+    """Experts stored as [experts, inputs, outputs], and biases [experts, outputs], with gate and up in turns."""
+    start, bias, _ = key.partition("_bias")
+    turns = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
+    views: list[_View] = []
+    for name, part in turns.items() if start.endswith("gate_up_proj") else [("down_proj", slice(None))]:
+        one, outputs = start.replace("gate_up_proj", name), len(range(shape[-1])[part])
+        kind = ("bias", (shape[0], outputs), 1) if bias else ("weight", (shape[0], outputs, shape[1]), shape[1])
+        views.append((f"{one}.{kind[0]}", kind[1], kind[2], partial(_outputs, part=part)))
+    return views
 
 
 def _outputs(rows: torch.Tensor, part: slice) -> torch.Tensor:

@@ -12,6 +12,9 @@ from ds_finetune.errors import ExportError
 from ds_finetune.families.family import Family
 
 _SCALED = {"linear": RopeScalingType.LINEAR, "yarn": RopeScalingType.YARN}
+_LATENT_EPS = 1e-6
+"""Epsilon of the norms of latents, which transformers 5.23 does not read from config.json
+(deepseek_v3/modeling_deepseek_v3.py:392)."""
 
 
 def check_settings(config: PretrainedConfig, family: Family) -> None:
@@ -36,9 +39,17 @@ def check_settings(config: PretrainedConfig, family: Family) -> None:
 
 def notes_on(config: PretrainedConfig) -> list[str]:
     """What llama.cpp computes a little differently from transformers."""
+    notes = []
     if config.rope_parameters["rope_type"] == "yarn" and config.rope_parameters.get("truncate") is False:
-        return ["llama.cpp rounds the limits of YaRN's ramp, and config.json says `truncate: false`: logits differ"]
-    return []
+        notes.append(
+            "llama.cpp rounds the limits of YaRN's ramp, and config.json says `truncate: false`: logits differ"
+        )
+    if hasattr(config, "kv_lora_rank") and config.rms_norm_eps != _LATENT_EPS:
+        notes.append(
+            f"llama.cpp norms latents with rms_norm_eps, which is {config.rms_norm_eps:g}, and transformers with "
+            f"{_LATENT_EPS:g}: logits differ by some 1e-4"
+        )
+    return notes
 
 
 def head_dim(config: PretrainedConfig) -> int:

@@ -5,6 +5,7 @@ import shutil
 import time
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ds_finetune.config.units import MIB
-from ds_finetune.errors import VerificationError
+from ds_finetune.errors import ExportError, VerificationError
 from ds_finetune.export.file_record import check_no_base
 from ds_finetune.export.formats import ONNX, ExportOptions, ExportResult, Scorer
 from ds_finetune.export.from_checkpoint import COPIED_FILES, check_free_space
@@ -26,13 +27,14 @@ from ds_finetune.model.build.hub_folder import HubFolder, copy_model_file
 from ds_finetune.model.loss.score_config import is_classifier
 
 if TYPE_CHECKING:
-    from ds_finetune.export.onnx.comparison import OnnxComparison
+    from ds_finetune.export.onnx.comparison import OnnxComparison, Reference
 
 INLINE_BYTES = 256 * MIB
-"""Weights of more bytes than this are written to model.onnx.data: a protobuf message must stay below 2 GiB and is held
+"""Weights of more bytes than this are in a file of their own: a protobuf message must stay below 2 GiB and is held
 in memory.
 """
-_NUMBERS = {"fp32": "float32", "fp16": "float16"}
+_NUMBERS = {"fp32": "float32", "fp16": "float16", "int8": "float32", "int4": "float32"}
+"""The dtype of activations, and of weights that are not quantised, by the value of `--dtype`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +45,7 @@ class OnnxExportResult(ExportResult):
 
 
 def write(source: Path, out: Path, options: ExportOptions) -> OnnxExportResult:
-    """Write the language model or classifier of `source` to `out` as model.onnx, with tokenizer and config beside it.
+    """Write the language model or classifier of `source` to `out` as onnx/model.onnx, with tokenizer and config.
 
     `source` is a Hugging Face folder, or another folder that `export_checkpoint` reads: it is exported to a temporary
     folder beside `out` first.
@@ -58,12 +60,16 @@ def write(source: Path, out: Path, options: ExportOptions) -> OnnxExportResult:
     if not (unverified / UNVERIFIED).is_file():
         check_out_empty(unverified)
     with plain_folder(source, out, options.base) as folder:
-        comparison = _write_and_compare(folder, out, unverified, options)
-    size = sum(file.stat().st_size for file in out.iterdir())
-    verdict = VerificationResult(out, lines=(comparison.line(),))
-    seconds, notes = time.monotonic() - began, (f"verified: {comparison.line()}",)
+        comparison, notes = _write_and_compare(folder, out, unverified, options)
+    size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
+    verdict = VerificationResult(out, lines=(comparison.line(), *notes))
     return OnnxExportResult(
-        folder=out, num_bytes=size, seconds=seconds, notes=notes, verdict=verdict, comparison=comparison
+        folder=out,
+        num_bytes=size,
+        seconds=time.monotonic() - began,
+        notes=tuple(f"verified: {line}" for line in verdict.lines),
+        verdict=verdict,
+        comparison=comparison,
     )
 
 
@@ -101,11 +107,14 @@ def load_scorer(folder: Path) -> Scorer:
     return lambda inputs: torch.from_numpy(runtime.logits({key: part.numpy() for key, part in inputs.items()}))
 
 
-def _write_and_compare(folder: Path, out: Path, unverified: Path, options: ExportOptions) -> "OnnxComparison":
+def _write_and_compare(
+    folder: Path, out: Path, unverified: Path, options: ExportOptions
+) -> tuple["OnnxComparison", list[str]]:
     from ds_finetune.export.onnx.comparison import compare, make_reference
     from ds_finetune.export.onnx.record import write_record
 
     model, hub = plain_model(folder, lambda config: check_model(config, is_classifier=is_classifier(config)))
+    _check_quantised(options, model.config)
     with replaced_folder(out) as partial:
         with as_output_errors(partial):
             _write_graph(model, hub, partial, options)
@@ -118,8 +127,9 @@ def _write_and_compare(folder: Path, out: Path, unverified: Path, options: Expor
             "versions": {name: version(name) for name in (*ONNX.packages, "torch", "transformers")},
         }
         if not comparison.failures:
+            reference, notes = _for_consumers(partial, model.config, reference, options)
             write_record(partial, reference, about)
-            return comparison
+            return comparison, notes
         (partial / UNVERIFIED).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
         shutil.rmtree(unverified, ignore_errors=True)
         partial.rename(unverified)
@@ -129,6 +139,36 @@ def _write_and_compare(folder: Path, out: Path, unverified: Path, options: Expor
             hint=f"do not serve {unverified}, which was kept for inspection; "
             f"{'try --dtype fp32' if options.dtype == 'fp16' else 'please report this'}",
         )
+
+
+def _check_quantised(options: ExportOptions, config: PretrainedConfig) -> None:
+    """ExportError where weights cannot be quantised."""
+    from ds_finetune.export.onnx.quantise import BITS
+
+    if options.dtype in BITS and is_classifier(config):
+        raise ExportError(f"--dtype {options.dtype} is for language models", hint="export with --dtype fp32 or fp16")
+    if options.dtype in BITS and find_spec("onnx_ir") is None:
+        raise ExportError(f"--dtype {options.dtype} needs onnx_ir", hint="pip install 'ds_finetune[onnx]'")
+
+
+def _for_consumers(
+    folder: Path, config: PretrainedConfig, reference: "Reference", options: ExportOptions
+) -> tuple["Reference", list[str]]:
+    """Quantise the graph that has been compared, where asked for, and write what other programs read beside it.
+
+    Returns the reference for later checks, and notes for the user.
+    """
+    from ds_finetune.export.onnx.consumers import write_settings
+    from ds_finetune.export.onnx.quantise import BITS, own_reference, quantise_weights
+
+    notes = []
+    if options.dtype in BITS:
+        with as_output_errors(folder):
+            notes = [quantise_weights(folder, options.dtype, config.vocab_size, inline_bytes=INLINE_BYTES).line()]
+        reference = own_reference(folder, reference)
+    with_cache = options.with_cache and not is_classifier(config)
+    with as_output_errors(folder):
+        return reference, [*notes, *write_settings(folder, config, dtype=options.dtype, with_cache=with_cache)]
 
 
 def _write_graph(model: PreTrainedModel, hub: HubFolder, out: Path, options: ExportOptions) -> None:

@@ -101,11 +101,12 @@ class Graph:
 
 
 def write_model(graph: Graph, ends: GraphEnds, folder: Path, *, inline_bytes: int) -> None:
-    """Write `graph` with its inputs and outputs `ends` to `folder`/model.onnx.
+    """Write `graph` with its inputs and outputs `ends` to the file MODEL of `folder`.
 
-    Weights of more than `inline_bytes` together are written to model.onnx.data, one piece at a time, since a protobuf
+    Weights of more than `inline_bytes` together are written to the file DATA, one piece at a time, since a protobuf
     message must stay below 2 GiB.
     """
+    (folder / MODEL).parent.mkdir(parents=True, exist_ok=True)
     is_external = sum(weight.num_bytes for weight in graph.weights.values()) > inline_bytes
     weights = list(graph.weights.values())
     stored = _write_data(weights, folder / DATA) if is_external else [_inline(weight) for weight in weights]

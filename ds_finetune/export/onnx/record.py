@@ -76,7 +76,7 @@ def _weights_at(folder: Path, name: str, changed: Mapping[str, Runs]) -> list[st
     names = []
     for tensor in onnx.load(folder / MODEL, load_external_data=False).graph.initializer:
         data = {entry.key: entry.value for entry in tensor.external_data}
-        if data.get("location") == name:
+        if f"onnx/{data.get('location')}" == name:
             begin, end = int(data["offset"]), int(data["offset"]) + int(data["length"])
             names += [tensor.name] if any(begin <= last and first < end for first, last in changed[name]) else []
     return names

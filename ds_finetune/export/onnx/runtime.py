@@ -18,16 +18,18 @@ _PAST = "past_key_values."
 
 
 def open_session(folder: Path) -> tuple[onnxruntime.InferenceSession, np.dtype]:
-    """The model.onnx of `folder` in ONNX Runtime, on all CPU cores of this process, and the dtype of its logits."""
+    """The graph of `folder` in ONNX Runtime, on all CPU cores of this process, and the dtype of its logits."""
+    # Earlier versions wrote the graph beside config.json.
+    file = folder / MODEL if (folder / MODEL).is_file() else folder / "model.onnx"
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = len(os.sched_getaffinity(0))
-    session = onnxruntime.InferenceSession(str(folder / MODEL), options, providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
     is_half = session.get_outputs()[0].type == "tensor(float16)"
     return session, np.dtype(np.float16 if is_half else np.float32)
 
 
 class OnnxModel:
-    """The model.onnx of a folder in ONNX Runtime, on all CPU cores of this process."""
+    """The graph of a folder in ONNX Runtime, on all CPU cores of this process."""
 
     def __init__(self, folder: Path) -> None:
         self._session, self.dtype = open_session(folder)
@@ -70,7 +72,7 @@ class OnnxModel:
 
 
 class OnnxScorer:
-    """The model.onnx of a classifier's folder in ONNX Runtime, on all CPU cores of this process."""
+    """The graph of a classifier's folder in ONNX Runtime, on all CPU cores of this process."""
 
     def __init__(self, folder: Path) -> None:
         self._session, self.dtype = open_session(folder)

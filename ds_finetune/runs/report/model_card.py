@@ -1,12 +1,13 @@
 """The model card of an exported folder: its `README.md` in the format of the Hugging Face Hub."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ds_finetune import __version__
 from ds_finetune.config.objectives import OBJECTIVES
+from ds_finetune.export.formats import SAFETENSORS, format_of
 from ds_finetune.families.table import BUILT_AS
 from ds_finetune.runs.folder import base_model, is_run
 from ds_finetune.runs.report.blocks import number_text, render_template
@@ -48,29 +49,33 @@ def write_model_cards(run: ReportedRun) -> list[Path]:
     return [card for folder in folders if (card := write_model_card(run, folder)) is not None]
 
 
-def write_card_of_source(source: Path, folder: Path) -> Path | None:
+def write_card_of_source(source: Path, folder: Path, verified: Sequence[str] = ()) -> Path | None:
     """Write the card of a folder that was exported from a run, or from a checkpoint or an adapter inside of one.
 
-    None where `source` belongs to no run, or a person has written a card.
+    `verified` are lines on how close the folder is to the model. None where `source` belongs to no run, or a person has
+    written a card.
     """
     found = next((each for each in (source, *source.absolute().parents[:2]) if is_run(each)), None)
-    return None if found is None else write_model_card(ReportedRun.read(found), folder)
+    if found is None:
+        return None
+    return write_model_card(ReportedRun.read(found), folder, verified)
 
 
-def write_model_card(run: ReportedRun, folder: Path) -> Path | None:
+def write_model_card(run: ReportedRun, folder: Path, verified: Sequence[str] = ()) -> Path | None:
     """Write `README.md` into an exported folder of a run; None where a person has written one."""
     card = folder / CARD
     if card.exists() and MARK not in card.read_text(encoding="utf-8", errors="replace"):
         return None
-    replace_file(card, model_card(run, folder).encode(errors="backslashreplace"))
+    replace_file(card, model_card(run, folder, verified).encode(errors="backslashreplace"))
     return card
 
 
-def model_card(run: ReportedRun, folder: Path) -> str:
+def model_card(run: ReportedRun, folder: Path, verified: Sequence[str] = ()) -> str:
     """The card of an exported folder; it names no path of the machine and no time, so that equal exports are equal."""
     from huggingface_hub import EvalResult, ModelCardData
 
     is_adapter, settings = (folder / "adapter_config.json").is_file(), run.settings
+    row = format_of(folder)
     step = _step_of(run, folder)
     results = dict(_results_at(run, step))
     base, objective = base_model(run.config), _objective(run.config)
@@ -108,6 +113,8 @@ def model_card(run: ReportedRun, folder: Path) -> str:
         is_adapter=is_adapter,
         is_scorer=is_scorer,
         auto_class="AutoModelForSequenceClassification" if is_scorer else "AutoModelForCausalLM",
+        verified=verified,
+        uses=() if row.name == SAFETENSORS.name else row.uses,
         built_as=built_as,
         type_argument=f', model_type="{built_as}"' if built_as else "",
         raw_score=', function_to_apply="none"' if objective == "reward" else "",

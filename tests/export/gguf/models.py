@@ -41,6 +41,8 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
         "deepseek_v3",
         {"n_group": 1, "topk_group": 1, "q_lora_rank": None, "routed_scaling_factor": 2.5},
     ),
+    "kimi_k2": ("kimi_k2", {"rope_parameters": _LATENT_YARN}),
+    "glm4_moe_lite": ("glm4_moe_lite", {"rms_norm_eps": 1e-6}),
     "glm4_moe": ("glm4_moe", {"use_qk_norm": True}),
     "glm4_moe_air": ("glm4_moe", {"use_qk_norm": False, "attention_bias": True}),
     "gpt_oss": ("gpt_oss", {"swiglu_limit": 7.0, "sliding_window": 8, "rope_parameters": _YARN}),

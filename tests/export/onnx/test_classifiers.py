@@ -61,7 +61,9 @@ def test_onnx_runtime_scores_as_transformers(kind: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "model")
     result = write(tmp_path / "model", tmp_path / "onnx", ExportOptions(dtype="fp32"))
     assert f"against transformers: {10 if hasattr(model, 'score') else 8} texts" in result.lines()[1]
-    session = onnxruntime.InferenceSession(str(tmp_path / "onnx" / "model.onnx"), providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(
+        str(tmp_path / "onnx" / "onnx/model.onnx"), providers=["CPUExecutionProvider"]
+    )
     names = [entry.name for entry in session.get_inputs()]
     assert names == ["input_ids", "attention_mask", *(["token_type_ids"] if family == "bert" else [])]
     # An encoder would score the padding there.
@@ -91,7 +93,7 @@ def test_a_folder_is_checked_again_and_asked(tmp_path: Path, capsys: pytest.Capt
         answers.append(capsys.readouterr().out)
     assert answers[0] == answers[1]
     assert all(name in answers[0] for name in CLASSES.values())
-    file = tmp_path / "onnx" / "model.onnx"
+    file = tmp_path / "onnx" / "onnx/model.onnx"
     data = bytearray(file.read_bytes())
     data[-40] ^= 1
     file.write_bytes(data)

@@ -106,7 +106,7 @@ class Runtime:
     """ONNX Runtime without the program's own class."""
 
     def __init__(self, folder: Path) -> None:
-        self.session = onnxruntime.InferenceSession(str(folder / "model.onnx"), providers=["CPUExecutionProvider"])
+        self.session = onnxruntime.InferenceSession(str(folder / "onnx/model.onnx"), providers=["CPUExecutionProvider"])
         self.inputs = {entry.name: entry for entry in self.session.get_inputs()}
         self.outputs = [entry.name for entry in self.session.get_outputs()]
 
@@ -255,13 +255,13 @@ def test_weights_beside_the_graph_above_the_limit(tmp_path: Path, monkeypatch: p
     export(tmp_path / "inside")
     monkeypatch.setattr(onnx_folder, "INLINE_BYTES", 4096)
     export(tmp_path / "beside")
-    assert not (tmp_path / "inside" / "model.onnx.data").exists()
-    weights = onnx.load(tmp_path / "beside" / "model.onnx", load_external_data=False).graph.initializer
+    assert not (tmp_path / "inside" / "onnx/model.onnx_data").exists()
+    weights = onnx.load(tmp_path / "beside" / "onnx/model.onnx", load_external_data=False).graph.initializer
     places = [{entry.key: entry.value for entry in tensor.external_data} for tensor in weights if tensor.external_data]
-    assert {place["location"] for place in places} == {"model.onnx.data"}
+    assert {place["location"] for place in places} == {"model.onnx_data"}
     assert all(int(place["offset"]) % 4096 == 0 for place in places)
-    assert (tmp_path / "beside" / "model.onnx").stat().st_size < (
-        tmp_path / "inside" / "model.onnx"
+    assert (tmp_path / "beside" / "onnx/model.onnx").stat().st_size < (
+        tmp_path / "inside" / "onnx/model.onnx"
     ).stat().st_size - 100_000
     ids, mask = rows(0, length=12)
     both = [Runtime(tmp_path / name) for name in ("inside", "beside")]
@@ -429,5 +429,5 @@ def test_more_than_a_protobuf_holds(tmp_path: Path) -> None:
     source = saved(tmp_path / "hub", model.to(torch.bfloat16))
     del model
     done = onnx_folder.write(source, tmp_path / "out", ExportOptions(dtype="fp32"))
-    assert (tmp_path / "out" / "model.onnx.data").stat().st_size > 2**31
+    assert (tmp_path / "out" / "onnx/model.onnx_data").stat().st_size > 2**31
     assert done.comparison.largest < 1e-4

@@ -61,7 +61,7 @@ def run(graph: onnx_graph.Graph, folder: Path, output: str, rank: int, **feeds: 
         folder,
         inline_bytes=2**30,
     )
-    session = onnxruntime.InferenceSession(str(folder / "model.onnx"), providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(str(folder / "onnx/model.onnx"), providers=["CPUExecutionProvider"])
     return session.run(None, feeds)[0]
 
 
@@ -151,7 +151,9 @@ def test_large_positions(family: str, tmp_path: Path) -> None:
     case = onnx_comparison.generated_case(96, (0,), 12, (12,))
     ids, mask = case.ids, case.mask
     positions = np.array([[0, 1, 5, 900, 901, 4_096, 32_768, 99_991, 99_992, 120_000, 131_070, 131_071]])
-    session = onnxruntime.InferenceSession(str(tmp_path / "out" / "model.onnx"), providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(
+        str(tmp_path / "out" / "onnx/model.onnx"), providers=["CPUExecutionProvider"]
+    )
     found = session.run(None, {"input_ids": ids, "attention_mask": mask, "position_ids": positions})[0]
     with torch.no_grad():
         wanted = model(

@@ -85,7 +85,7 @@ def _flip(path: Path, place: int) -> None:
 
 def _place_of(folder: Path, name: str) -> int:
     """The first byte of a weight in the file beside the graph."""
-    for tensor in onnx.load(folder / "model.onnx", load_external_data=False).graph.initializer:
+    for tensor in onnx.load(folder / "onnx/model.onnx", load_external_data=False).graph.initializer:
         place = {entry.key: entry.value for entry in tensor.external_data}
         if tensor.name == name:
             return int(place["offset"])
@@ -94,7 +94,7 @@ def _place_of(folder: Path, name: str) -> int:
 
 def test_a_change_of_any_byte_is_found(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = sorted(path.name for path in folder.iterdir() if path.name != RECORD)
-    assert {"model.onnx", "model.onnx.data", "config.json"} <= {*files}
+    assert {"onnx/model.onnx", "onnx/model.onnx_data", "config.json"} <= {*files}
     generator = torch.Generator().manual_seed(1)
     for name in files:
         size = (folder / name).stat().st_size
@@ -111,7 +111,7 @@ def test_a_change_of_any_byte_is_found(folder: Path, capsys: pytest.CaptureFixtu
 def test_a_changed_weight_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = [
         tensor.name
-        for tensor in onnx.load(folder / "model.onnx", load_external_data=False).graph.initializer
+        for tensor in onnx.load(folder / "onnx/model.onnx", load_external_data=False).graph.initializer
         if tensor.external_data
     ]
     name = names[len(names) // 2]
@@ -119,33 +119,37 @@ def test_a_changed_weight_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch
     _, reference = onnx_record.read_record(folder)
     onnx_record.write_record(folder, reference, {})
     place = _place_of(folder, name)
-    _flip(folder / "model.onnx.data", place + 5)
+    _flip(folder / "onnx/model.onnx_data", place + 5)
     result = onnx_record.verify_onnx_folder(folder)
-    said = f"model.onnx.data holds other bytes than were written, within bytes {place:,} to {place + 4095:,}, in {name}"
+    said = f"onnx/model.onnx_data holds other bytes than were written, within bytes {place:,} to {place + 4095:,}, in {name}"
     assert result.problems == (said,)
 
 
 def _shorten(folder: Path) -> None:
-    whole = (folder / "model.onnx.data").read_bytes()
-    (folder / "model.onnx.data").write_bytes(whole[:-1])
+    whole = (folder / "onnx/model.onnx_data").read_bytes()
+    (folder / "onnx/model.onnx_data").write_bytes(whole[:-1])
 
 
 def _another_graph(folder: Path) -> None:
     """Change one operator of the graph, and write a record that says it was exported so."""
-    model = onnx.load(folder / "model.onnx", load_external_data=False)
+    model = onnx.load(folder / "onnx/model.onnx", load_external_data=False)
     for node in model.graph.node:
         if node.op_type == "Softmax":
             node.op_type = "LogSoftmax"
             break
-    (folder / "model.onnx").write_bytes(model.SerializeToString())
+    (folder / "onnx/model.onnx").write_bytes(model.SerializeToString())
     _, reference = onnx_record.read_record(folder)
     onnx_record.write_record(folder, reference, {})
 
 
 WRONG: dict[str, tuple[Callable[[Path], object], int, str]] = {
-    "cut short": (_shorten, 1, "model.onnx.data holds other bytes than were written"),
-    "weights gone": (lambda f: (f / "model.onnx.data").unlink(), 1, "model.onnx.data was written and is missing"),
-    "graph gone": (lambda f: (f / "model.onnx").unlink(), 1, "model.onnx was written and is missing"),
+    "cut short": (_shorten, 1, "onnx/model.onnx_data holds other bytes than were written"),
+    "weights gone": (
+        lambda f: (f / "onnx/model.onnx_data").unlink(),
+        1,
+        "onnx/model.onnx_data was written and is missing",
+    ),
+    "graph gone": (lambda f: (f / "onnx/model.onnx").unlink(), 1, "onnx/model.onnx was written and is missing"),
     "another graph": (_another_graph, 1, "positions are beyond it"),
     "no record": (lambda f: (f / RECORD).unlink(), 2, f"holds no {RECORD}"),
     "a record that was changed": (

@@ -1,0 +1,80 @@
+"""What programs other than ONNX Runtime read beside the graph: settings of ONNX Runtime GenAI and transformers.js."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from ds_finetune.export.onnx import DATA, MODEL
+from ds_finetune.families.table import family_of
+
+
+def write_settings(folder: Path, config: PretrainedConfig, *, dtype: str, with_cache: bool) -> list[str]:
+    """Write genai_config.json, and what transformers.js reads from config.json; returns notes for the user."""
+    _tell_transformers_js(folder, dtype)
+    if not with_cache:
+        return []
+    graph = family_of(config.model_type).onnx
+    assert graph is not None
+    if graph.attention == "latent":
+        # It makes keys and values of one width, `head_size` (src/models/kv_cache.cpp).
+        return [
+            "no genai_config.json: ONNX Runtime GenAI has no latent attention, whose keys and values differ in width"
+        ]
+    text = json.dumps(_genai_config(folder, config), indent=2)
+    (folder / "genai_config.json").write_text(text + "\n", encoding="utf-8")
+    return []
+
+
+def _tell_transformers_js(folder: Path, dtype: str) -> None:
+    """Whether weights are in a file of their own, and the dtype of the cache, by keys of its own in config.json."""
+    told: dict[str, Any] = {"use_external_data_format": 1} if (folder / DATA).is_file() else {}
+    told |= {"kv_cache_dtype": "float16"} if dtype == "fp16" else {}
+    if told:
+        tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        text = json.dumps({**tree, "transformers.js_config": told}, indent=2, ensure_ascii=False)
+        (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+
+
+def _genai_config(folder: Path, config: PretrainedConfig) -> dict[str, Any]:
+    file = folder / "generation_config.json"
+    own = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    ids = {
+        name: own.get(f"{name}_token_id", getattr(config, f"{name}_token_id", None)) for name in ("bos", "eos", "pad")
+    }
+    end = ids["eos"][0] if isinstance(ids["eos"], list) else ids["eos"]
+    pad = next((number for number in (ids["pad"], end) if number is not None), 0)
+    past, present = "past_key_values.%d", "present.%d"
+    decoder = {
+        "session_options": {"provider_options": []},
+        "filename": MODEL,
+        "head_size": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_key_value_heads": config.num_key_value_heads,
+        "inputs": {
+            **{name: name for name in ("input_ids", "attention_mask", "position_ids")},
+            **{"past_key_names": f"{past}.key", "past_value_names": f"{past}.value"},
+        },
+        "outputs": {
+            "logits": "logits",
+            **{"present_key_names": f"{present}.key", "present_value_names": f"{present}.value"},
+        },
+    }
+    model = {
+        # The type of a decoder with a plain cache; it does not say how the graph computes.
+        "type": "llama",
+        "vocab_size": config.vocab_size,
+        "context_length": config.max_position_embeddings,
+        **({} if ids["bos"] is None else {"bos_token_id": ids["bos"]}),
+        "eos_token_id": 0 if ids["eos"] is None else ids["eos"],
+        "pad_token_id": pad,
+        "decoder": decoder,
+    }
+    search = {name: own[name] for name in ("do_sample", "temperature", "top_k", "top_p") if own.get(name) is not None}
+    return {
+        "model": model,
+        "search": {"max_length": config.max_position_embeddings, "past_present_share_buffer": False, **search},
+    }

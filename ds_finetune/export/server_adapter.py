@@ -1,0 +1,153 @@
+"""The format `adapter`: an adapter under the names that vLLM and SGLang look up, one for each routed expert.
+
+peft keeps the adapters of fused experts in one tensor, with which `PeftModel.from_pretrained` computes and servers do
+not. All adapters get the largest rank, the missing rows being zero, and alpha / rank is multiplied into B.
+"""
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch.nn.functional import pad
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from ds_finetune.errors import ExportError
+from ds_finetune.export.adapter import BASE_DIGEST, CONFIG, KEY_PREFIX, WEIGHTS
+from ds_finetune.export.file_record import check_files, check_no_base, read_file_record, write_file_record
+from ds_finetune.export.formats import ADAPTER, ExportOptions, ExportResult
+from ds_finetune.export.from_checkpoint import check_free_space
+from ds_finetune.export.output_folder import as_output_errors, check_out_empty, replaced_folder
+from ds_finetune.export.readers.adapter import PeftAdapter
+from ds_finetune.export.readers.sources import is_peft_adapter, open_adapter
+from ds_finetune.export.source import read_model_spec
+from ds_finetune.export.verify.verify import VerificationResult, mark_folder
+from ds_finetune.families.server_lora import LARGEST_RANK, VLLM, VLLM_LORA
+from ds_finetune.families.table import family_of
+from ds_finetune.model.adapters.lora import Factors
+from ds_finetune.model.build.dtypes import PRECISION_DTYPES
+from ds_finetune.model.weights.names import hub_pieces
+
+_FORMAT = "adapter 1"
+"""Format of the record of an adapter folder."""
+_MERGE = "merge it: ds-finetune export ADAPTER OUT --base MODEL"
+
+
+def write(source: Path, out: Path, options: ExportOptions) -> ExportResult:
+    """Write the adapter in `source`, or that of the run `source`, to `out`, under the names of published weights.
+
+    Errors as of `FormatModule`; ExportError too where `source` has no adapter, or it does not fit its base.
+    """
+    began = time.monotonic()
+    check_out_empty(out)
+    folder = source if is_peft_adapter(source) else source / "adapter"
+    if not is_peft_adapter(folder):
+        raise ExportError(f"`{source}` holds no adapter", hint="name the folder of an adapter, or of a run with `lora`")
+    base = open_adapter(folder, options.base).base
+    assert base is not None
+    adapter, model_type = PeftAdapter.open(folder), read_model_spec(base).model_type
+    check_servable(adapter, model_type)
+    factors = {name: adapter.factors(name) for name in adapter.names}
+    rank = max(each.a.shape[-2] for each in factors.values())
+    tensors = dict(_tensors(factors, model_type, rank, PRECISION_DTYPES[options.dtype]))
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    with replaced_folder(out) as partial, as_output_errors(partial):
+        check_free_space(partial, size)
+        save_file(tensors, partial / WEIGHTS, metadata={"format": "pt", BASE_DIGEST: adapter.base})
+        modules = sorted({key.removeprefix(KEY_PREFIX).rsplit(".", 3)[1] for key in tensors})
+        tree = {
+            **adapter.config,
+            **{"r": rank, "lora_alpha": rank, "use_rslora": False, "target_modules": modules},
+            **{"target_parameters": None, "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {}},
+        }
+        (partial / CONFIG).write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
+        write_file_record(partial, {"format": _FORMAT, "dtype": options.dtype, "rank": rank})
+    lines = (f"{len(tensors)} tensors of {', '.join(modules)}, which {VLLM} looks up",)
+    return ExportResult(
+        folder=out,
+        num_tensors=len(tensors),
+        num_bytes=size,
+        seconds=time.monotonic() - began,
+        notes=(f"verified: {lines[0]}",),
+        verdict=VerificationResult(out, lines=lines),
+    )
+
+
+def verify(folder: Path, base: Path | None) -> VerificationResult:
+    """Compare the files of the folder with their digests in its record, and mark it."""
+    check_no_base(base, folder)
+    files, _ = read_file_record(folder, _FORMAT, dict)
+    problems, lines = check_files(folder, files, lambda *_: [])
+    result = VerificationResult(folder, tuple(problems), tuple(lines))
+    mark_folder(result)
+    return result
+
+
+def check_model(
+    config: PretrainedConfig, *, is_classifier: bool, tokenizer: PreTrainedTokenizerBase | None = None
+) -> None:
+    """ExportError where vLLM's class of the model type has no adapters, or it classifies."""
+    ADAPTER.check_model_type(config.model_type)
+    if is_classifier:
+        raise ExportError(f"{VLLM} adapts no head of {config.model_type} for classification", hint=_MERGE)
+
+
+def check_servable(adapter: PeftAdapter, model_type: str) -> None:
+    """ExportError where vLLM would refuse the adapter, or leave out a part of it."""
+    ADAPTER.check_model_type(model_type)
+    looked_up, family = VLLM_LORA[model_type], family_of(model_type)
+    sides: dict[str, set[str]] = defaultdict(set)
+    ignored = set()
+    for name in adapter.names:
+        factors = adapter.factors(name)
+        for piece in hub_pieces(name, factors.shape, family):
+            module, _, leaf = piece.key.removesuffix(".weight").rpartition(".")
+            ignored |= set() if leaf in looked_up else {leaf}
+            if ".experts." in module:
+                sides[module].add(leaf)
+        if factors.a.shape[-2] > LARGEST_RANK:
+            raise ExportError(
+                f"{adapter.folder}: `{name}` has rank {factors.a.shape[-2]}, and {VLLM} allows {LARGEST_RANK}",
+                hint=_MERGE,
+            )
+    if ignored:
+        raise ExportError(
+            f"{adapter.folder} adapts {', '.join(sorted(ignored))}, which {VLLM} does not compute for {model_type}",
+            hint=f"{_MERGE}, or train with lora.target_modules of {', '.join(sorted(looked_up))}",
+        )
+    if adapter.whole:
+        raise ExportError(f"{adapter.folder} holds weights trained whole: {', '.join(adapter.whole)}", hint=_MERGE)
+    partly = [module for module, leaves in sides.items() if len(leaves) < len(_PROJECTIONS)]
+    if partly:
+        leaves = ", ".join(sorted(sides[partly[0]]))
+        raise ExportError(
+            f"{adapter.folder} adapts only {leaves} of `{partly[0]}`, which {VLLM} cannot load",
+            hint=_MERGE,
+        )
+
+
+_PROJECTIONS = ("gate", "up", "down")
+"""The weights of a routed expert."""
+
+
+def served_rank(folder: Path) -> int:
+    """The least `--max-lora-rank` of vLLM for an adapter that `write` has written."""
+    rank = int(json.loads((folder / CONFIG).read_text(encoding="utf-8"))["r"])
+    return next(size for size in (1, 8, 16, 32, 64, 128, 256, 320, LARGEST_RANK) if size >= rank)
+
+
+def _tensors(
+    factors: dict[str, Factors], model_type: str, rank: int, dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and tensors of the file: a matrix A [rank, in] and B [out, rank] for each published weight."""
+    for name, each in factors.items():
+        missing = rank - each.a.shape[-2]
+        a, b = pad(each.a, (0, 0, 0, missing)), pad(each.b.float() * each.scale, (0, missing))
+        for piece in hub_pieces(name, each.shape, family_of(model_type)):
+            # The index of an expert, and the rows of its gate or up; A is the same for both.
+            key = KEY_PREFIX + piece.key.removesuffix(".weight")
+            yield f"{key}.lora_A.weight", a[piece.index[:1]].to(dtype).clone().contiguous()
+            yield f"{key}.lora_B.weight", b[piece.index].to(dtype).clone().contiguous()

@@ -1,0 +1,33 @@
+"""What vLLM adds adapters to, by model type.
+
+vLLM 0.32 wraps every linear layer of a class that has `SupportsLoRA` (vllm/lora/utils.py:232), finds adapters under the
+published names of weights, one for each routed expert (vllm/lora/utils.py:385), and leaves out others without an error
+(vllm/lora/model_manager.py:396).
+"""
+
+from collections.abc import Mapping
+
+VLLM = "vLLM 0.32"
+LARGEST_RANK = 512
+"""vllm/config/lora.py:26."""
+_MLP = frozenset({"gate_proj", "up_proj", "down_proj"})
+_DENSE = _MLP | {"q_proj", "k_proj", "v_proj", "o_proj"}
+_MIXTURE = _DENSE | {"gate"}
+_LATENT = _MLP | {"gate", "q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"}
+"""Without `kv_b_proj`: decoding multiplies by its weight as it was at the start (
+vllm/model_executor/layers/attention/mla_attention.py:1248), so that its adapter would count in prefill only."""
+VLLM_LORA: Mapping[str, frozenset[str]] = {
+    "llama": _DENSE,  # vllm/model_executor/models/llama.py:475
+    "qwen2": _DENSE,  # vllm/model_executor/models/qwen2.py:462
+    "qwen3": _DENSE,  # vllm/model_executor/models/qwen3.py:284
+    "qwen3_moe": _MIXTURE,  # vllm/model_executor/models/qwen3_moe.py:553
+    "olmoe": _MIXTURE,  # vllm/model_executor/models/olmoe.py:347
+    "glm4_moe": _MIXTURE,  # vllm/model_executor/models/glm4_moe.py:535
+    "mixtral": _MIXTURE - _MLP | {"w1", "w2", "w3"},  # vllm/model_executor/models/mixtral.py:379
+    "deepseek_v2": _LATENT,  # vllm/model_executor/models/deepseek_v2.py:1880
+    "deepseek_v3": _LATENT,  # vllm/model_executor/models/deepseek_v2.py:2005
+    "kimi_k2": _LATENT,  # vllm/model_executor/models/deepseek_v2.py:2005
+    "glm4_moe_lite": _LATENT,  # vllm/model_executor/models/glm4_moe_lite.py:546
+}
+"""Last parts of the names of the modules whose adapters vLLM computes with. A model type that is missing has a class
+without `SupportsLoRA`."""

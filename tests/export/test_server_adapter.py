@@ -1,0 +1,171 @@
+"""Adapters under the names of servers: the same product as peft's folder, names that vLLM looks up, or a refusal."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ds_finetune
+from ds_finetune.cli.main import main
+from ds_finetune.config.sections import LoraConfig
+from ds_finetune.errors import ConfigError, ExportError
+from ds_finetune.export.formats import format_of, formats_of_run
+from ds_finetune.export.server_adapter import served_rank
+from ds_finetune.families.server_lora import VLLM_LORA
+from ds_finetune.families.table import FAMILIES
+from tests.json_files import change_json
+from tests.lora_twin import adapted, base_model, named_in, write_adapter_of
+
+LATENT = (
+    "gate",
+    "experts",
+    r".*\.(q_a|q_b|o|q)_proj",
+    r".*\.kv_a_proj_with_mqa",
+    r".*\.mlp\.(shared_experts\.)?\w+_proj",
+)
+
+
+def _save(family: str, folder: Path, *targets: str) -> tuple[Path, Path]:
+    """A base, and an adapter of the modules that vLLM knows, or of `targets`."""
+    base_model(family).save_pretrained(folder / "base")
+    has_latents = "kv_a_proj_with_mqa" in VLLM_LORA.get(family, ())
+    named = targets or (LATENT if has_latents else named_in(family))
+    if family == "mixtral":
+        named = ("gate", "experts", r".*\.self_attn\..*_proj")
+    names = [name for name, _ in base_model(family).named_modules()]
+    found = [
+        name for name in named if any(name == each.rpartition(".")[2] or re.fullmatch(name, each) for each in names)
+    ]
+    lora = LoraConfig(rank=8, alpha=32, target_modules=found)
+    write_adapter_of(adapted(base_model(family), lora), lora, folder / "adapter", base=folder / "base")
+    return folder / "base", folder / "adapter"
+
+
+IN_EVERY_SUITE = ("llama", "mixtral", "deepseek_v3")
+
+
+@pytest.mark.parametrize(
+    "family", [name if name in IN_EVERY_SUITE else pytest.param(name, marks=pytest.mark.slow) for name in VLLM_LORA]
+)
+def test_it_is_the_same_adapter_by_names_that_vllm_looks_up(family: str, tmp_path: Path) -> None:
+    base, adapter = _save(family, tmp_path)
+    written = ds_finetune.export_model(adapter, tmp_path / "served", format="adapter")
+    tensors = load_file(tmp_path / "served" / "adapter_model.safetensors")
+    published = load_file(base / "model.safetensors")
+    assert written.num_tensors == len(tensors)
+    for key, tensor in tensors.items():
+        name, _, side = key.removeprefix("base_model.model.").rpartition(".lora_")
+        assert name.rpartition(".")[2] in VLLM_LORA[family]
+        rows, columns = published[f"{name}.weight"].shape
+        assert tensor.shape == ((8, columns) if side.startswith("A") else (rows, 8)), key
+    config = json.loads((tmp_path / "served" / "adapter_config.json").read_text())
+    assert set(config["target_modules"]) <= VLLM_LORA[family]
+    assert (config["r"], config["lora_alpha"], config["modules_to_save"]) == (8, 8, None)
+    assert format_of(tmp_path / "served").name == "adapter"
+    assert format_of(adapter).name == "safetensors"
+    # Merged, both give the same weights.
+    for name in ("adapter", "served"):
+        ds_finetune.export_model(tmp_path / name, tmp_path / f"m-{name}", base=base, dtype="fp32", verify=False)
+    merged = [load_file(tmp_path / f"m-{name}" / "model.safetensors") for name in ("adapter", "served")]
+    assert merged[0].keys() == merged[1].keys()
+    assert all(torch.allclose(merged[0][key], merged[1][key], atol=1e-6) for key in merged[0])
+    assert any(not torch.equal(merged[1][key], published[key]) for key in published)
+
+
+def test_ranks_that_differ_are_filled_with_zeros(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    model = base_model("llama")
+    model.save_pretrained(tmp_path / "base")
+    torch.manual_seed(6)
+    patterns = {"rank_pattern": {"o_proj": 2}, "alpha_pattern": {"layers.1.*": 3}}
+    given = {"r": 12, "target_modules": ["q_proj", "o_proj"], "use_rslora": True, **patterns}
+    peft.get_peft_model(model, peft.LoraConfig(init_lora_weights=False, **given)).save_pretrained(tmp_path / "adapter")
+    for name in ("served", "again"):
+        source = tmp_path / ("adapter" if name == "served" else "served")
+        ds_finetune.export_model(source, tmp_path / name, format="adapter", base=tmp_path / "base")
+    assert served_rank(tmp_path / "served") == 16
+    for name in ("adapter", "again"):
+        ds_finetune.export_model(
+            tmp_path / name, tmp_path / f"m-{name}", base=tmp_path / "base", dtype="fp32", verify=False
+        )
+    merged = [load_file(tmp_path / f"m-{name}" / "model.safetensors") for name in ("adapter", "again")]
+    assert all(torch.allclose(merged[0][key], merged[1][key], atol=1e-6) for key in merged[0])
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe_lite"])
+def test_keys_and_values_of_latent_attention_are_refused(family: str, tmp_path: Path) -> None:
+    _, adapter = _save(family, tmp_path, "kv_b_proj", "o_proj")
+    with pytest.raises(ExportError, match=f"adapts kv_b_proj, which vLLM 0.32 does not compute for {family}"):
+        ds_finetune.export_model(adapter, tmp_path / "served", format="adapter")
+    assert not (tmp_path / "served").exists()
+
+
+def test_what_vllm_has_no_adapters_for_is_refused(tmp_path: Path) -> None:
+    without = {name for name, row in FAMILIES.items() if row.has_lora} - VLLM_LORA.keys()
+    assert without == {"deepseek_v32", "glm_moe_dsa", "deepseek_v4"}
+    _, adapter = _save("deepseek_v32", tmp_path, "o_proj")
+    with pytest.raises(ExportError, match="model_type `deepseek_v32` has no export to adapter"):
+        ds_finetune.export_model(adapter, tmp_path / "served", format="adapter")
+    with pytest.raises(ExportError, match="holds no adapter"):
+        ds_finetune.export_model(tmp_path / "base", tmp_path / "served", format="adapter")
+    with pytest.raises(ConfigError, match=r"export\.formats names adapter, which is made from `adapter/` of a run"):
+        formats_of_run(["safetensors", "adapter"])
+
+
+def test_one_weight_of_the_experts_and_a_large_rank_are_refused(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    for number, (given, told) in enumerate(
+        (
+            (
+                {"target_modules": [], "target_parameters": ["experts.down_proj"]},
+                "adapts only down_proj of .* cannot load",
+            ),
+            ({"target_modules": ["o_proj"], "r": 513}, "has rank 513, and vLLM 0.32 allows 512"),
+        )
+    ):
+        model = base_model("deepseek_v3")
+        model.save_pretrained(tmp_path / "base")
+        peft.get_peft_model(model, peft.LoraConfig(**{"r": 4, **given})).save_pretrained(tmp_path / f"a{number}")
+        with pytest.raises(ExportError, match=told):
+            ds_finetune.export_model(
+                tmp_path / f"a{number}", tmp_path / "served", format="adapter", base=tmp_path / "base"
+            )
+
+
+def test_a_changed_byte_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, adapter = _save("llama", tmp_path)
+    assert main(["export", str(adapter), str(tmp_path / "served"), "--format", "adapter"]) == 0
+    assert main(["export", "--check", str(tmp_path / "served")]) == 0
+    change_json(tmp_path / "served" / "adapter_config.json", {"r": 4})
+    assert main(["export", "--check", str(tmp_path / "served")]) == 1
+    assert "adapter_config.json holds other bytes" in capsys.readouterr().err
+
+
+def test_serve_tells_vllm_of_the_adapter_or_refuses_before_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A program `vllm` that writes its arguments, and whether the adapter is there, and ends."""
+    base, adapter = _save("qwen3_moe", tmp_path)
+    program = tmp_path / "bin" / "vllm"
+    program.parent.mkdir()
+    program.write_text(
+        f'#!/bin/sh\necho "$@" > {tmp_path}/arguments\nfor last; do :; done\nls "${{last#*=}}" >> {tmp_path}/arguments\nexit 3\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+    command = ["serve", str(base), "--engine", "vllm", "--port", "8399", "--adapter"]
+    assert main([*command, str(adapter)]) != 0
+    arguments, *files = (tmp_path / "arguments").read_text().splitlines()
+    assert f"--enable-lora --max-lora-rank 8 --lora-modules {adapter}=" in arguments
+    assert files == ["adapter_config.json", "adapter_model.safetensors", "verification.json"]
+    (tmp_path / "arguments").unlink()
+    _, refused = _save("deepseek_v3", tmp_path / "latent", "kv_b_proj")
+    assert main(["serve", str(refused.parent / "base"), *command[2:], str(refused)]) == 2
+    assert "adapts kv_b_proj, which vLLM 0.32 does not compute" in capsys.readouterr().err
+    assert main([*command, str(refused)]) == 2
+    assert main(["serve", str(base), "--engine", "transformers", "--adapter", str(adapter)]) == 2
+    assert f"--adapter {adapter} is not valid with --engine transformers" in capsys.readouterr().err
+    assert not (tmp_path / "arguments").exists()
