@@ -140,7 +140,6 @@ def _plan(mesh: Mesh | None = None, **sections: Any) -> None:
     ("sections", "said"),
     [
         ({"objective": {"name": "grpo"}}, "with objective grpo is not tested"),
-        ({"model": {"kernels": "compile"}}, "model.kernels compile"),
         ({"indexer": {"train": True}}, "with indexer.train true is not tested"),
         ({"model": {"resize_vocabulary": True}}, "with model.resize_vocabulary true is not tested"),
         ({"optim": {"name": "Muon"}}, "with optim.name Muon is not tested"),
