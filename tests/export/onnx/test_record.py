@@ -93,7 +93,8 @@ def _place_of(folder: Path, name: str) -> int:
 
 
 def test_a_change_of_any_byte_is_found(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = sorted(path.name for path in folder.iterdir() if path.name != RECORD)
+    paths = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    files = sorted(name for name in paths if name != RECORD)
     assert {"onnx/model.onnx", "onnx/model.onnx_data", "config.json"} <= {*files}
     generator = torch.Generator().manual_seed(1)
     for name in files:
