@@ -115,7 +115,6 @@ def test_answers_come_from_a_server_with_the_weights_of_each_step(whole: tuple[P
     [
         ("dies", "does not answer /"),
         ("garbage", "does not compute what the weights of step 1 do"),
-        pytest.param("stale", "has not loaded the weights of step 1: all log-pro", marks=pytest.mark.slow),
         pytest.param("version", "has weights of version weights-", marks=pytest.mark.slow),
     ],
 )
