@@ -75,13 +75,15 @@ def time_of(run: PreparedRun) -> TimeEstimate | None:
 
 
 def row_shape(run: PreparedRun) -> RowShape | None:
-    """A typical row of the training data; None for a stream, whose rows are not known.
+    """A typical row of the training data; None for a stream, whose rows are not known. A sampled answer fills its row.
 
     Its documents are as long as they have to be for tokens to attend to as many others as in the data.
     """
     rows, batch = run.inputs.train, run.plan.batch
     if not isinstance(rows, PreparedRows) or not rows.num_tokens:
         return None
+    if run.model.objective.head == "answers":
+        return RowShape.full(batch.max_seq_len)
     tokens = batch.max_seq_len if batch.is_packed else round(rows.num_tokens / len(rows))
     length = max(1, min(tokens, round(2 * rows.mean_attended)))
     whole, rest = divmod(tokens, length)
