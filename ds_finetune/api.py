@@ -107,10 +107,11 @@ def export_model(  # noqa: PLR0913 - each is an option of the command
     Print what was written, and return it.
 
     `format` is the name of a row of `export/formats.py`, which has its dtypes (the first is the default) and options:
-    safetensors in bf16, fp16, fp32 or fp8, onnx in fp32 or fp16, or gguf in bf16, f16, f32 or q8_0. `base` is the
-    folder of the model that was trained. `max_shard_size` (5GB) applies to safetensors, and `with_cache=False` (a graph
-    without past keys and values) to onnx. With `verify` a new process loads `out` and compares it with the record of
-    the run; VerificationError says how it differs. Without `verify` the folder stays marked UNVERIFIED.
+    safetensors in bf16, fp16, fp32 or fp8, onnx in fp32, fp16, int8 or int4, gguf in bf16, f16, f32 or q8_0, or the
+    adapter of a run for servers in fp32, bf16 or fp16. `base` is the folder of the model that was trained.
+    `max_shard_size` (5GB) applies to safetensors, and `with_cache=False` (a graph without past keys and values) to
+    onnx. With `verify` a new process loads `out` and compares it with the record of the run; VerificationError says how
+    it differs. Without `verify` the folder stays marked UNVERIFIED.
     """
     from ds_finetune.export.formats import ExportOptions, format_named
 

@@ -300,7 +300,7 @@ def test_a_plan_is_a_value(tmp_path: Path) -> None:
         ({"format": "tar"}, "format `tar` is not known"),
         ({"source": None}, "source is None"),
         ({"out": 5}, "out is 5"),
-        ({"dtype": "int8"}, "dtype is `int8`"),
+        ({"dtype": "int3"}, "dtype is `int3`"),
         ({"with_cache": False}, "--no-cache is not valid with --format safetensors"),
         ({"format": "onnx", "verify": False}, "--no-verify"),
         ({"format": "onnx", "max_shard_size": "1GB"}, "--max-shard-size 1GB"),
