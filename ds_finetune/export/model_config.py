@@ -35,9 +35,10 @@ def served_config(config: Mapping[str, Any], family: Family, keys: Collection[st
         served.setdefault(key, value)
     if family.compresses:
         served |= {key: value for key, value in published_layers(config).items() if served.get(key) is None}
-    if family.expert_keys is not None:
+    numbers = family.expert_keys.number_keys if family.expert_keys is not None else ()
+    if given := [served[key] for key in numbers if key in served]:
         # The published key, which other programs read; transformers writes another one in its place.
-        served.setdefault(family.expert_keys.number_keys[0], family.expert_keys.number(served))
+        served.setdefault(numbers[0], given[0])
     if not family.is_generic:
         _add_rope_schemas(served)
     count = _prediction_layers(config, keys)

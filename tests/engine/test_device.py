@@ -118,9 +118,9 @@ def engine_on_device(
         enlarged = enlarged_config(hf_config(family), config.parallel)
         model = plan_model(enlarged, RunSettings.of(config))
         features = features_of(model, plan)
-        lm, *_ = build_rank_model(plan, model, groups, features, loads_weights=True)
+        lm, _, in_fp32 = build_rank_model(plan, model, groups, features, loads_weights=True)
         trained = TrainedModel(lm, groups.sequence, groups.stage)
-        trained.packs_documents = True
+        trained.packs_documents, trained.in_fp32 = True, in_fp32
 
         def attend(*args: Any, **options: Any) -> torch.Tensor:
             calls.append("varlen_attn")

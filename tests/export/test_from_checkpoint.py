@@ -151,7 +151,7 @@ def test_only_changed_blocks_are_quantised_again(base: Path, tmp_path: Path) -> 
     wanted[CHANGED + "_scale_inv"][1, 1] = scale[1, 1]
     assert_same(found, wanted)
     blocks = sum(tensor.numel() for key, tensor in wanted.items() if key.endswith("_scale_inv"))
-    assert exported.notes[-1].startswith(f"{blocks - 1:,} of {blocks:,} FP8 blocks")
+    assert exported.notes[-1].startswith(f"{blocks - 1:,} of {blocks:,} quantised blocks")
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.float8_e8m0fnu], ids=["fp32", "byte"])
