@@ -76,7 +76,7 @@ def measured(tree: Mapping[str, Any], dtype: torch.dtype) -> int:
     parts = [PromptPart(prompt, range(GROUP), GROUP * place) for place, prompt in enumerate(prompts)]
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         began = time.time_ns()
-        BatchOfAnswers(AnswerModel(lm, CPU), parts, Drawing(limits, 0, CPU), limits).run()
+        BatchOfAnswers(AnswerModel(lm, CPU), parts, Drawing(limits, 0, CPU), limits).run(lambda place, answer: None)
         ended = time.time_ns()
     assert profiler.profiler is not None
     return peaks(profiler.profiler.kineto_results.experimental_event_tree(), began, ended)["steps"]
