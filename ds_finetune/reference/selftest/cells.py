@@ -110,7 +110,10 @@ def enlarged_config(config: PretrainedConfig, parallel: ParallelConfig) -> Pretr
     """A tiny model with enough heads, experts, columns and layers for the sizes of `parallel` to divide."""
     tree = config.to_dict()
     keys = math.lcm(tree["num_key_value_heads"], parallel.tp)
-    heads = math.lcm(tree["num_attention_heads"], parallel.tp * parallel.sp, keys)
+    if "o_groups" in tree:
+        # DeepSeek-V4: one key and value head, and groups of outputs that are divided instead.
+        keys, tree["o_groups"] = 1, math.lcm(tree["o_groups"], parallel.tp)
+    heads = math.lcm(tree["num_attention_heads"], parallel.tp * parallel.sp, keys, tree.get("o_groups", 1))
     tree["hidden_size"] = tree["hidden_size"] // tree["num_attention_heads"] * heads
     tree |= {"num_attention_heads": heads, "num_key_value_heads": heads if "kv_lora_rank" in tree else keys}
     experts = FAMILIES[config.model_type].expert_keys
