@@ -48,6 +48,7 @@ _IDLE_SECONDS, _PROBE_SECONDS = 3, 1
 four probes in a row are lost within minutes, ten hardly ever.
 """
 _SEND_SECONDS = 2.0
+_RECEIVED_SECONDS = 0.02
 _CLOSE_SECONDS = 2.0
 FIRST_BYTES = 4096
 """Bytes of the longest line that is read before the other side has shown that it knows the secret. Later lines may have
@@ -155,6 +156,13 @@ class Connection:
         # the other end reports as needless (RFC 8985, tail loss probes).
         lost = max(info["total_retrans"] - info["dsack_dups"], 0) + info["rcv_ooopack"]
         return PacketLoss(info["unacked"] if info["retransmits"] else 0, lost)
+
+    def wait_until_received(self, until: float) -> None:
+        """Wait until the other end's kernel has all that was sent, or until that time of the monotonic clock."""
+        while sys.platform == "linux" and not self.is_lost and time.monotonic() < until:
+            if not _tcp_info(self._socket)["unacked"]:
+                return
+            time.sleep(_RECEIVED_SECONDS)
 
     def close_after_reading(self) -> None:
         """Send no more, and close once the other end has read everything, or after two seconds.

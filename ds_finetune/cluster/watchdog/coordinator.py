@@ -312,6 +312,10 @@ class Coordinator(threading.Thread):
                 mark_ended(self._folder.parent, "hung" if is_hang else "failed", line)
             if rank == 0 and code != USER_ERROR_EXIT_CODE:
                 try_to_finish(lambda: self._write_report(ending.report))
+            if rank == 0 and not at_fault:
+                # Where packets are lost, the others would see this process gone before they know why.
+                for other in self._connections.values():
+                    other.wait_until_received(self._ended_at + LOSSY_SECONDS)
             self._connections[rank].send(ending)
 
     def _killers(self, silent: list[int], answering: list[int]) -> dict[str, list[tuple[int, str]]]:

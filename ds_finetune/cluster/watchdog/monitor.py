@@ -234,9 +234,11 @@ class Monitor(threading.Thread):
         return f"was ended by the watchdog: {killed}" if killed else why
 
     def _is_lossy(self) -> bool:
-        """Whether packets to rank zero were lost since this rank reported its hang."""
+        """Whether packets to rank zero were lost since this rank reported its hang, or many to any rank since the last
+        progress: of packets that rank zero sends in vain this end knows nothing.
+        """
         loss = self._connection.packet_loss()
-        return loss.unacknowledged > 0 or loss.lost > self._lost_before
+        return loss.unacknowledged > 0 or loss.lost > self._lost_before or bool(self._status().losses)
 
     def _exclude_pause(self) -> None:
         """Move every deadline by the pause since the last call, if there was one, and print that."""
@@ -269,8 +271,10 @@ class Monitor(threading.Thread):
             self._leave(self._ending)
         elif now > self._ends_at:
             self._leave(self._ending_without_coordinator(SILENT))
-        elif now > self._reported_at + _COORDINATOR_SECONDS + (LOSSY_SECONDS if self._is_lossy() else 0.0):
-            self._leave(self._ending_without_coordinator(UNREACHABLE if self._is_lossy() else SILENT))
+        elif now > self._reported_at + _COORDINATOR_SECONDS:
+            is_lossy = self._is_lossy()
+            if now > self._reported_at + _COORDINATOR_SECONDS + (LOSSY_SECONDS if is_lossy else 0.0):
+                self._leave(self._ending_without_coordinator(UNREACHABLE if is_lossy else SILENT))
         elif now > until and self._reported_at == math.inf and self._ending is None:
             self._report_hang(now, seconds=now - until + limit, limit=limit)
 
