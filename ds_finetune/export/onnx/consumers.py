@@ -22,7 +22,10 @@ def write_settings(folder: Path, config: PretrainedConfig, *, dtype: str, with_c
         return [
             "no genai_config.json: ONNX Runtime GenAI has no latent attention, whose keys and values differ in width"
         ]
-    text = json.dumps(_genai_config(folder, config), indent=2)
+    settings = _genai_config(folder, config)
+    if settings["model"]["eos_token_id"] is None:
+        return ["no genai_config.json: neither config.json nor generation_config.json has an eos_token_id"]
+    text = json.dumps(settings, indent=2)
     (folder / "genai_config.json").write_text(text + "\n", encoding="utf-8")
     return []
 
@@ -44,7 +47,6 @@ def _genai_config(folder: Path, config: PretrainedConfig) -> dict[str, Any]:
         name: own.get(f"{name}_token_id", getattr(config, f"{name}_token_id", None)) for name in ("bos", "eos", "pad")
     }
     end = ids["eos"][0] if isinstance(ids["eos"], list) else ids["eos"]
-    pad = next((number for number in (ids["pad"], end) if number is not None), 0)
     past, present = "past_key_values.%d", "present.%d"
     decoder = {
         "session_options": {"provider_options": []},
@@ -69,8 +71,9 @@ def _genai_config(folder: Path, config: PretrainedConfig) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "context_length": config.max_position_embeddings,
         **({} if ids["bos"] is None else {"bos_token_id": ids["bos"]}),
-        "eos_token_id": 0 if ids["eos"] is None else ids["eos"],
-        "pad_token_id": pad,
+        "eos_token_id": ids["eos"],
+        # Answers that have ended are filled with it.
+        "pad_token_id": end if ids["pad"] is None else ids["pad"],
         "decoder": decoder,
     }
     search = {name: own[name] for name in ("do_sample", "temperature", "top_k", "top_p") if own.get(name) is not None}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import ds_finetune
 from ds_finetune.cli.main import main
@@ -21,6 +21,8 @@ from tests.export.gguf.models import greedy, save
 
 onnx = pytest.importorskip("onnx", reason="onnx is not installed: pip install 'ds_finetune[onnx]'")
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed: pip install 'ds_finetune[onnx]'")
+
+from ds_finetune.export.onnx.consumers import write_settings  # noqa: E402 - it needs onnx
 
 HERE = ROOT / "tests" / "export" / "onnx"
 DECODERS = {name: row.onnx.attention for name, row in FAMILIES.items() if row.onnx and not row.encoder}
@@ -58,6 +60,15 @@ def test_names_of_genai_are_those_of_the_graph(name: str, tmp_path: Path) -> Non
     wanted = (decoder["num_key_value_heads"], decoder["head_size"])
     assert tuple(shapes["past_key_values.1.key"][1::2]) == tuple(shapes["past_key_values.1.value"][1::2]) == wanted
     assert (tree["eos_token_id"], tree["bos_token_id"], tree["vocab_size"]) == (1, 0, 128)
+
+
+def test_a_model_without_an_end_gets_no_settings_of_genai(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("llama", eos_token_id=None)
+    notes = write_settings(tmp_path, config, dtype="fp32", with_cache=True)
+    assert notes == ["no genai_config.json: neither config.json nor generation_config.json has an eos_token_id"]
+    assert not (tmp_path / "genai_config.json").exists()
+    assert write_settings(tmp_path, AutoConfig.for_model("llama", eos_token_id=7), dtype="fp32", with_cache=True) == []
+    assert json.loads((tmp_path / "genai_config.json").read_text())["model"]["pad_token_id"] == 7
 
 
 @pytest.mark.parametrize("name", GENAI)
