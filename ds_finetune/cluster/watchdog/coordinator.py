@@ -13,7 +13,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ds_finetune.cluster.watchdog import kills, messages
-from ds_finetune.cluster.watchdog.connection import CLOSED, UNREACHABLE, Connection, wait_readable
+from ds_finetune.cluster.watchdog.connection import (
+    CLOSED,
+    UNREACHABLE,
+    UNREACHABLE_SECONDS,
+    Connection,
+    wait_readable,
+)
 from ds_finetune.cluster.watchdog.diagnosis import diagnose, hosts_text, status_lines
 from ds_finetune.cluster.watchdog.progress import RankStatus
 from ds_finetune.errors import RUN_ERROR_EXIT_CODE, USER_ERROR_EXIT_CODE
@@ -27,8 +33,6 @@ SECONDARY_ERROR_SECONDS = 2.0
 """How long the coordinator waits for the original error after one that may only be a consequence of it."""
 STATUS_SECONDS = 5.0
 """How long ranks have to answer a status request."""
-LOSSY_SECONDS = 15.0
-"""How much longer ranks have where packets are lost: the kernel sends those again at growing intervals."""
 LEAVING_SECONDS = 15.0
 """How long the coordinator keeps serving after it has ended the run."""
 UNIDENTIFIED_SECONDS = 10.0
@@ -47,7 +51,6 @@ class StatusRound:
     statuses: dict[int, RankStatus] = field(default_factory=dict)
     lost_packets: dict[int, int] = field(default_factory=dict)
     """By rank, the packets that its connection had lost when it was asked."""
-    is_extended: bool = False
 
 
 class Coordinator(threading.Thread):
@@ -224,7 +227,7 @@ class Coordinator(threading.Thread):
             return
         if self._status_round is not None:
             if not self._unanswered(self._status_round) or now > self._status_round.until:
-                self._conclude_or_extend(self._status_round)
+                self._conclude(self._status_round)
         elif self._cut_off and now > min(self._cut_off.values()) + SECONDARY_ERROR_SECONDS:
             self._end_cut_off()
         elif self._secondary_failures:
@@ -236,25 +239,17 @@ class Coordinator(threading.Thread):
         gone = self._left - self._cut_off.keys()
         return [rank for rank in range(self._size) if rank not in gone and rank not in status_round.statuses]
 
-    def _conclude_or_extend(self, status_round: StatusRound) -> None:
-        connected = self._connections.keys()
-        lossy = [
-            rank
-            for rank in self._unanswered(status_round)
-            if rank in self._cut_off or (rank in connected and self._is_lossy(rank, status_round))
-        ]
-        if any(rank in connected for rank in lossy) and not status_round.is_extended:
-            status_round.until, status_round.is_extended = status_round.until + LOSSY_SECONDS, True
-            self._send_to_all(messages.MoreTime())
-            return
-        self._conclude(status_round, lossy)
-
-    def _is_lossy(self, rank: int, status_round: StatusRound) -> bool:
+    def _is_cut_off(self, rank: int, status_round: StatusRound) -> bool:
+        """Whether the network keeps a rank from answering."""
+        if rank not in self._connections:
+            return rank in self._cut_off
         loss = self._connections[rank].packet_loss()
         return loss.unacknowledged > 0 or loss.lost > status_round.lost_packets.get(rank, 0)
 
-    def _conclude(self, status_round: StatusRound, cut_off: list[int]) -> None:
-        statuses: dict[int, RankStatus | None] = dict.fromkeys(self._unanswered(status_round))
+    def _conclude(self, status_round: StatusRound) -> None:
+        unanswered = self._unanswered(status_round)
+        cut_off = [rank for rank in unanswered if self._is_cut_off(rank, status_round)]
+        statuses: dict[int, RankStatus | None] = dict.fromkeys(unanswered)
         # A rank with a secondary error was in its last collective when that failed.
         statuses |= {
             rank: replace(status, inside=status.last) if rank in self._secondary_failures else status
@@ -315,7 +310,7 @@ class Coordinator(threading.Thread):
             if rank == 0 and not at_fault:
                 # Where packets are lost, the others would see this process gone before they know why.
                 for other in self._connections.values():
-                    other.wait_until_received(self._ended_at + LOSSY_SECONDS)
+                    other.wait_until_received(self._ended_at + UNREACHABLE_SECONDS)
             self._connections[rank].send(ending)
 
     def _killers(self, silent: list[int], answering: list[int]) -> dict[str, list[tuple[int, str]]]:

@@ -27,7 +27,7 @@ FOLDER = "watchdog"
 """Folder in the run directory for the report, stacks and the records of kills."""
 _OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 _CALLS = 10
-BACKSTOP_SECONDS = 20.0
+BACKSTOP_SECONDS = 25.0
 """How long after its limit a rank's own timer ends it, where native code holds Python's lock."""
 _SECOND_SECONDS = float(signal.SIGALRM)
 _DUMP_SECONDS = BACKSTOP_SECONDS / 2

@@ -112,11 +112,6 @@ class StatusRequest(ProcessMessage, kind="status_request"):
 
 
 @dataclass(frozen=True)
-class MoreTime(ProcessMessage, kind="more_time"):
-    """The coordinator waits longer for answers than usual, because packets are lost."""
-
-
-@dataclass(frozen=True)
 class HangReport(ProcessMessage, kind="hang"):
     """A rank has made no progress within its limit; `why` is a line for the report."""
 
@@ -143,4 +138,4 @@ FROM_RANK: tuple[type[ProcessMessage], ...] = (
     RankLeaving,
     RankGoodbye,
 )
-FROM_COORDINATOR: tuple[type[ProcessMessage], ...] = (RankAccepted, RankRefused, StatusRequest, MoreTime, RunEnding)
+FROM_COORDINATOR: tuple[type[ProcessMessage], ...] = (RankAccepted, RankRefused, StatusRequest, RunEnding)

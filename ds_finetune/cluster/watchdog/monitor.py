@@ -19,7 +19,7 @@ from ds_finetune.cluster.watchdog import messages
 from ds_finetune.cluster.watchdog.connection import (
     CLOSED,
     NO_PACKETS,
-    UNREACHABLE,
+    UNREACHABLE_SECONDS,
     Connection,
     coordinator_address,
     listen,
@@ -27,7 +27,6 @@ from ds_finetune.cluster.watchdog.connection import (
     wait_readable,
 )
 from ds_finetune.cluster.watchdog.coordinator import (
-    LOSSY_SECONDS,
     REPORT,
     SECONDARY_ERROR_SECONDS,
     STATUS_SECONDS,
@@ -53,8 +52,10 @@ _JOIN_HINT = f"{VARIABLE} must be the same on every rank or on none, and the pro
 _TICK_SECONDS = 0.2
 _GRACE_SECONDS = 2.0
 """How long a rank that is told of the run's end has to end with an error of its own, before it is ended."""
-_COORDINATOR_SECONDS = STATUS_SECONDS + SECONDARY_ERROR_SECONDS + 3.0
-"""How long the coordinator has to answer before the rank takes the coordinator for hung."""
+_COORDINATOR_SECONDS = STATUS_SECONDS + UNREACHABLE_SECONDS
+"""How long the coordinator has to answer before the rank takes the coordinator for hung. However many packets are lost,
+an answer has arrived by then or the connection is lost.
+"""
 _LEAVING_SECONDS = 20.0
 """How long a rank that has failed has to end: its cleanup may wait for ranks that have exited."""
 _STDERR = 2
@@ -79,7 +80,6 @@ class Monitor(threading.Thread):
         self._ending_known = threading.Event()
         self._ending: messages.RunEnding | None = None
         self._ends_at = self._reported_at = math.inf
-        self._lost_before = 0
         self._packets, self._packets_at = NO_PACKETS, -math.inf
         self._pauses = PauseDetector()
         self.log: Say = say_nothing
@@ -218,8 +218,6 @@ class Monitor(threading.Thread):
             case messages.StatusRequest():
                 self._connection.send(self._status())
                 self._write_stacks()
-            case messages.MoreTime() if self._reported_at < math.inf:
-                self._reported_at = time.monotonic() + LOSSY_SECONDS
             case messages.RunEnding():
                 self._accept_ending(message)
 
@@ -232,13 +230,6 @@ class Monitor(threading.Thread):
             return why
         killed = try_to_read(lambda: why_killed(self._folder, self._zero.pid, self._zero.began), "")
         return f"was ended by the watchdog: {killed}" if killed else why
-
-    def _is_lossy(self) -> bool:
-        """Whether packets to rank zero were lost since this rank reported its hang, or many to any rank since the last
-        progress: of packets that rank zero sends in vain this end knows nothing.
-        """
-        loss = self._connection.packet_loss()
-        return loss.unacknowledged > 0 or loss.lost > self._lost_before or bool(self._status().losses)
 
     def _exclude_pause(self) -> None:
         """Move every deadline by the pause since the last call, if there was one, and print that."""
@@ -269,17 +260,13 @@ class Monitor(threading.Thread):
             self._stacks.arm(max(until, now))
         if now > self._ends_at and self._ending is not None:
             self._leave(self._ending)
-        elif now > self._ends_at:
+        elif now > min(self._ends_at, self._reported_at + _COORDINATOR_SECONDS):
             self._leave(self._ending_without_coordinator(SILENT))
-        elif now > self._reported_at + _COORDINATOR_SECONDS:
-            is_lossy = self._is_lossy()
-            if now > self._reported_at + _COORDINATOR_SECONDS + (LOSSY_SECONDS if is_lossy else 0.0):
-                self._leave(self._ending_without_coordinator(UNREACHABLE if is_lossy else SILENT))
         elif now > until and self._reported_at == math.inf and self._ending is None:
             self._report_hang(now, seconds=now - until + limit, limit=limit)
 
     def _report_hang(self, now: float, *, seconds: float, limit: float) -> None:
-        self._reported_at, self._lost_before = now, self._connection.packet_loss().lost
+        self._reported_at = now
         why = f"rank {self._world.rank} has made no progress for {seconds:,.0f} s, and its limit is {limit:,.0f} s"
         self._connection.send(messages.HangReport(f"  {why}"))
         self._write_stacks()
@@ -299,9 +286,10 @@ class Monitor(threading.Thread):
         line = f"{self._zero} {why}"
         try_to_finish(lambda: self._write_first_report(line))
         mark_ended(self._output_dir, "hung" if why == SILENT else "failed", line)
-        # Each rank that sees rank zero's process kills it, because the ranks cannot agree on one of them.
-        is_beside = self._zero.pid_namespace == self._pid_namespace and why != UNREACHABLE
-        killers = {str(self._world.rank): [(self._zero.pid, self._zero.began)]} if is_beside else {}
+        # Each rank that sees rank zero's process kills it, because the ranks cannot agree on one of them. Where the
+        # connection is lost, rank zero is dead, or it lives and has given up this rank because packets are lost.
+        is_killer = why == SILENT and self._zero.pid_namespace == self._pid_namespace
+        killers = {str(self._world.rank): [(self._zero.pid, self._zero.began)]} if is_killer else {}
         return messages.RunEnding((0,), line, line, RUN_ERROR_EXIT_CODE, reporter=-1, is_hang=False, killers=killers)
 
     def _write_first_report(self, line: str) -> None:

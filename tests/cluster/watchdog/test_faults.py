@@ -141,7 +141,6 @@ def test_a_slow_rank_is_named_and_ends_nothing(tmp_path: Path) -> None:
     assert max(ratios) > 1.5
 
 
-# By chance one of several runs loses the verdict too: a rank then takes rank zero for dead.
 @pytest.mark.slow
 def test_a_network_that_loses_packets_is_named_and_no_rank(tmp_path: Path) -> None:
     # The limit is longer than a busy machine keeps a rank waiting: TCP sends a packet six times before it has passed.

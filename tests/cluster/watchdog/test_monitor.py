@@ -10,8 +10,9 @@ import pytest
 import torch.distributed as dist
 
 from ds_finetune.cluster.watchdog import monitor as module
-from ds_finetune.cluster.watchdog.connection import UNREACHABLE, Connection, PacketLoss
-from ds_finetune.cluster.watchdog.coordinator import REPORT
+from ds_finetune.cluster.watchdog.connection import CLOSED, UNREACHABLE, UNREACHABLE_SECONDS, Connection
+from ds_finetune.cluster.watchdog.coordinator import REPORT, STATUS_SECONDS
+from ds_finetune.cluster.watchdog.diagnosis import SILENT
 from ds_finetune.cluster.watchdog.kills import FOLDER, record_kill
 from ds_finetune.cluster.watchdog.messages import CoordinatorLocation, RankLeaving, RankProcess
 from ds_finetune.cluster.watchdog.monitor import Monitor, start_monitor
@@ -79,27 +80,30 @@ def test_a_rank_that_gives_up_on_rank_zero_says_so(left: list[int], tmp_path: Pa
     assert "rank 1 (host host-1, process 4001) left: rank 0" in ranks.end_of(2).line
 
 
-def test_a_lossy_network_is_not_taken_for_a_dead_rank_zero(
-    left: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_rank_zero_is_silent_only_once_its_answer_has_arrived_or_the_connection_is_lost(
+    left: list[int], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(module, "_COORDINATOR_SECONDS", 0.2)
-    monkeypatch.setattr(module, "LOSSY_SECONDS", 0.4)
     coordinator, rank = connected()
     monitor = _monitor(rank, tmp_path)
     monitor.progress.phase = "start"
     (tmp_path / FOLDER).mkdir()
-    monkeypatch.setattr(rank, "packet_loss", lambda: PacketLoss(unacknowledged=1, lost=0))
-    began = time.monotonic()
-
-    def look() -> None:
-        while True:
-            monitor._act_on_deadlines(began + 101 + (time.monotonic() - began))
-
+    hung = time.monotonic() + 101
+    monitor._act_on_deadlines(hung)
+    monitor._act_on_deadlines(hung + STATUS_SECONDS + UNREACHABLE_SECONDS)
+    assert not (tmp_path / FOLDER / REPORT).exists()
     with pytest.raises(LeftError):
-        look()
-    assert time.monotonic() - began > 0.5
-    assert UNREACHABLE in (tmp_path / FOLDER / REPORT).read_text()
+        monitor._act_on_deadlines(hung + STATUS_SECONDS + UNREACHABLE_SECONDS + 0.1)
+    assert SILENT in (tmp_path / FOLDER / REPORT).read_text()
     coordinator.close()
+
+
+@pytest.mark.parametrize(("why", "killed"), [(SILENT, ["1"]), (CLOSED, []), (UNREACHABLE, [])])
+def test_rank_zero_is_killed_only_where_it_is_silent(why: str, killed: list[str], tmp_path: Path) -> None:
+    """A rank zero that has given up this rank closes the connection too, because packets are lost."""
+    _, rank = connected()
+    monitor = _monitor(rank, tmp_path)
+    monitor._pid_namespace = "elsewhere"
+    assert list(monitor._ending_without_coordinator(why).killers) == killed
 
 
 def test_a_full_disk_behind_standard_error_does_not_end_the_thread(

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from ds_finetune.cluster.watchdog.connection import PacketCounts, packet_counts
+from ds_finetune.cluster.watchdog.connection import Connection, PacketCounts, packet_counts
 from tests.cluster.watchdog.faulty import lose_packets
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counters and filters of Linux")
@@ -57,6 +57,22 @@ def test_one_packet_that_nothing_answers_is_a_bad_link_however_many_arrived_befo
                 time.sleep(0.05)
     (loss,) = losses
     assert re.fullmatch(r"to 127\.0\.0\.1: [3-5] of [1-6] packets sent again .*", loss), loss
+
+
+def test_the_watchdog_sends_lost_packets_again_soon_and_often() -> None:
+    """By itself the kernel sends a packet six times before the connection is lost after twelve seconds."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        near = Connection(socket.create_connection(listening.getsockname()), b"", is_coordinator=False)
+        far, _ = listening.accept()
+        with far:
+            assert far.recv(100)
+            lose_packets(far, 0.999999)
+            near._write(b"x")
+            until = time.monotonic() + 20
+            while near.packet_loss().lost < 8:
+                assert time.monotonic() < until
+                time.sleep(0.05)
+        near.close()
 
 
 def test_a_few_lost_packets_are_no_bad_link() -> None:
