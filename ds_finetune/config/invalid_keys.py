@@ -105,7 +105,7 @@ KEYS_OF_OTHER_PROGRAMS = {
     "objective.mismatch": "vllm_importance_sampling_correction vllm_importance_sampling_mode rollout_is "
     "rollout_importance_sampling_mode",
     "objective.mismatch_cap": "vllm_importance_sampling_cap rollout_is_threshold tis_imp_ratio_cap",
-    "rollout.engine": "use_vllm vllm_mode",
+    "rollout.engine": "use_vllm vllm_mode vllm_sync_backend weight_transfer_config weight_broadcast",
     "rollout.address": "vllm_server_host vllm_server_port vllm_server_base_url vllm_base_url",
     "rollout.prompts_per_step": "generation_batch_size rollout_batch_size num_prompts_per_step",
     "rollout.steps_per_rollout": "num_iterations steps_per_generation ppo_epochs num_ppo_epochs ppo_mini_batch_size",
@@ -168,6 +168,7 @@ _MEANINGS = {
     "objective.aggregation": "token (DAPO), sequence (GRPO) or fixed (Dr. GRPO); objective.ratio has GSPO and CISPO",
     "objective.clip_high": "what the ratio may exceed 1 by. For CISPO set objective.ratio_cap, the largest ratio: "
     "epsilon_high of TRL and ms-swift, and 1 + that of verl",
+    "rollout.engine": "own or vllm, whose server loads weights from a folder; NCCL and CUDA IPC are not supported",
     "rollout.steps_per_rollout": "how many steps the answers of one rollout are divided over; each is used once",
     "rollout.temperature": "1, with which answers are drawn from the distribution that is trained; nothing else is "
     "supported",

@@ -14,7 +14,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
 from ds_finetune.config.run_file import SHORT_FORMS
-from ds_finetune.config.sections import RolloutConfig, Section, short_form
+from ds_finetune.config.sections import RolloutConfig, Section, refused_values, short_form
 from ds_finetune.config.value_types import Free, Refused, Rows
 from ds_finetune.errors import ConfigError
 
@@ -235,6 +235,10 @@ SEQUENCE_CLIPS = {"clip_low": 3e-4, "clip_high": 4e-4}
 """Clips of `ratio: sequence`, those of GSPO: a mean over an answer moves much less than a token."""
 
 
+_NO_SECOND_MODEL = "no second model is kept beside the one that is trained; with lora adapters_off needs none"
+_NOT_CACHED = "answers that are sampled while training cannot be scored before it; with lora set adapters_off"
+
+
 class GrpoObjective(ObjectiveConfig):
     """Reinforcement learning from rewards of sampled answers: GRPO (Shao et al., arXiv 2402.03300) and its variants."""
 
@@ -271,7 +275,9 @@ class GrpoObjective(ObjectiveConfig):
     """Bound of the ratio of tokens with a negative advantage, such as 3.0."""
     kl_weight: Refused[float] = Field(default=0.0, ge=0)
     """Weight of the KL divergence from the model to the reference, whose gradient has no bias."""
-    reference: Literal["auto", "none", "adapters_off"] = "auto"
+    reference: Annotated[
+        Literal["auto", "none", "adapters_off"], refused_values(model=_NO_SECOND_MODEL, cache=_NOT_CACHED)
+    ] = "auto"
     """Model that the divergence is measured to: the model without its adapters, or none. `auto` is the first with
     `lora`.
     """

@@ -365,10 +365,18 @@ class IndexerConfig(Section):
     """Weight of their loss, which hardly changes the steps of Adam."""
 
 
-def _check_rollout_engine(name: object) -> object:
-    if str(name).lower() == "sglang":
-        raise ValueError("SGLang is not supported; vllm is, and own needs no server")
-    return name
+def refused_values(**reasons: str) -> BeforeValidator:
+    """Refuses values of a key, each for a reason."""
+
+    def check(value: object) -> object:
+        if reason := reasons.get(str(value).lower()):
+            raise ValueError(reason)
+        return value
+
+    return BeforeValidator(check)
+
+
+_NO_SGLANG = refused_values(sglang="SGLang is not supported; vllm is, and own needs no server")
 
 
 def _check_address(text: object) -> object:
@@ -380,8 +388,11 @@ def _check_address(text: object) -> object:
 class RolloutConfig(Section):
     """How answers are sampled while the model trains, for `objective: grpo`."""
 
-    engine: Annotated[Literal["own", "vllm"], BeforeValidator(_check_rollout_engine)] = "own"
-    """What samples: `own` is the model under training itself, `vllm` a server that gets its weights."""
+    engine: Annotated[Literal["own", "vllm"], _NO_SGLANG] = "own"
+    """What samples: `own` is the model under training itself, `vllm` a server. It loads the weights from a folder in
+    output_dir, which is written before each rollout and each evaluation, takes the bytes of an export, and is removed
+    then. There is no transfer by CUDA IPC or NCCL.
+    """
     address: Annotated[Free[str | None], BeforeValidator(_check_address)] = None
     """Address of the vLLM server, such as http://127.0.0.1:8000."""
     prompts_per_step: Refused[int] = Field(default=32, ge=1)
@@ -390,7 +401,7 @@ class RolloutConfig(Section):
     """Steps for which answers are sampled at a time, by the weights before the first of them."""
     ahead: Refused[Literal[0, 1]] = 0
     """Rollouts that are sampled before the steps of the rollout before them. With 1 their rewards are computed during
-    those steps, and objective.mismatch corrects that the weights change in between.
+    those steps, a server also samples then, and objective.mismatch corrects that the weights change in between.
     """
     max_new_tokens: int = Field(default=256, ge=1)
     """Most tokens of an answer; a longer one is cut there."""

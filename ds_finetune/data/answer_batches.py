@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from ds_finetune.data.batches import Batch, BatchPlan, MicroBatch, Position, count_rows, divide_rows, make_batch
 from ds_finetune.data.prepared_rows import Row, RowDocuments, next_token_labels, pack
 from ds_finetune.objectives.labels import IGNORE_INDEX
-from ds_finetune.objectives.objective import AnswerNumbers
+from ds_finetune.objectives.objective import UNKNOWN_EXPERTS, AnswerNumbers
 
 LogProbs = NDArray[np.float32] | None
 """The log-probability of each token of an answer in nats, fp32 [tokens]; None where it is not known."""
@@ -29,6 +29,7 @@ class ScoredAnswer:
     sampled: LogProbs = None
     old: LogProbs = None
     reference: LogProbs = None
+    experts: NDArray[np.int16] | None = None
 
 
 def answer_batch(answers: Sequence[ScoredAnswer], plan: BatchPlan, *, position: Position | None = None) -> Batch:
@@ -105,9 +106,15 @@ def _with_numbers(micro: MicroBatch, answers: dict[int, ScoredAnswer]) -> MicroB
             known[is_supervised] = np.concatenate(whole)
         return torch.from_numpy(known)
 
+    experts = None
+    if held and all(answer.experts is not None for answer in held):
+        marks = np.concatenate([answer.experts for answer in held])
+        experts = torch.full((*is_supervised.shape, marks.shape[1]), UNKNOWN_EXPERTS, dtype=torch.int16)
+        experts[torch.from_numpy(is_supervised)] = torch.from_numpy(marks)
     numbers = AnswerNumbers(
         old=spread([answer.old for answer in held]),
         reference=spread([answer.reference for answer in held]),
         sampled=spread([answer.sampled for answer in held]),
+        experts=experts,
     )
     return replace(micro, examples=replace(micro.examples, answers=numbers))

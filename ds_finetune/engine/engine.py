@@ -47,9 +47,9 @@ from ds_finetune.engine.results import (
     scores_of,
     step_result,
 )
-from ds_finetune.engine.sampling.answers import PromptToSample, SampledAnswer, SamplingLimits
+from ds_finetune.engine.sampling.answers import SampledAnswer, SamplingRequest
 from ds_finetune.engine.sampling.batch import check_answers
-from ds_finetune.engine.sampling.sampler import SamplingRequest, sample_prompts
+from ds_finetune.engine.sampling.sampler import sample_prompts
 from ds_finetune.engine.state.state import EngineState
 from ds_finetune.engine.state.whole_tensors import WholeTensors, named_parameters
 from ds_finetune.errors import RunError
@@ -264,32 +264,11 @@ class Engine:
         merged = {index: answer for part in all_gather_object(mine) for index, answer in part.items()}
         return [merged[index] for index in range(len(prompts))]
 
-    def sample(  # noqa: PLR0913
-        self,
-        prompts: Sequence[PromptToSample],
-        *,
-        group_size: int,
-        limits: SamplingLimits,
-        seed: int,
-        greedy: bool = False,
-        batch_rows: int | None = None,
-        is_over: Callable[[], bool] = _never,
-        on_forward: Callable[[], object] = _never,
-        on_answer: Callable[[int, SampledAnswer], object] = lambda place, answer: None,
-    ) -> list[list[SampledAnswer]] | None:
-        """`group_size` answers to each of `prompts`, on every rank; prompts are distributed over the ranks.
-
-        They depend on the seed and on the numbers of rollout, prompt and answer, and on no rank or batch but for
-        rounding. With `greedy` they are the most probable tokens. A batch has at most `batch_rows` rows; with None
-        memory decides. `is_over` is called before each batch and must return the same on every rank; where it is true,
-        the result is None. `on_forward` is called before each forward of a rank. `on_answer` is called where an answer
-        was sampled, as soon as it has ended, with its place: prompt x group_size + its number in the group.
-        """
-        noise = None if greedy else seed
-        request = SamplingRequest(group_size, limits, noise, batch_rows, is_over, on_forward, on_answer)
+    def sample(self, request: SamplingRequest) -> list[list[SampledAnswer]] | None:
+        """The answers to each prompt, on every rank; prompts are distributed over the ranks."""
         was_training = self._ds.training
         self._ds.eval()
-        mine = sample_prompts(self._ds, self.plan, self._groups.tensor, prompts, request)
+        mine = sample_prompts(self._ds, self.plan, self._groups.tensor, request)
         self._ds.train(was_training)
         if mine is None:
             return None
@@ -297,7 +276,8 @@ class Engine:
         shares = all_gather_object(mine if is_first else {})
         every = {place: answer for share in shares for place, answer in share.items()}
         check_answers(every.values())
-        return [[every[prompt * group_size + sample] for sample in range(group_size)] for prompt in range(len(prompts))]
+        size = request.group_size
+        return [[every[prompt * size + at] for at in range(size)] for prompt in range(len(request.prompts))]
 
     def logits(self, prompts: Sequence[Sequence[int]]) -> Iterator[torch.Tensor]:
         """Logits of each prompt (token ids) in the run's precision, [tokens, vocabulary] as fp32, on every rank; of a

@@ -45,7 +45,8 @@ def _share_examples(examples: Examples, share: Callable[[torch.Tensor], torch.Te
     """`examples` with what a rank has of their numbers by token."""
     known = examples.answers
     if known is not None:
-        known = AnswerNumbers(share(known.old), share(known.reference), share(known.sampled))
+        experts = None if known.experts is None else share(known.experts)
+        known = AnswerNumbers(share(known.old), share(known.reference), share(known.sampled), experts)
     return replace(examples, index=share(examples.index), answers=known)
 
 

@@ -47,53 +47,53 @@ class BalanceLoss(ExtraLoss):
     def __init__(self, routers: RouterCollector, sp_group: SequenceParallelGroup | None) -> None:
         weight = routers.plan.section.balance
         self.terms, self.sum_names = ((Term("documents", weight),), ("balance",)) if weight else ((), ())
-        self._routers, self._sp_group = routers, sp_group
+        self.routers, self._sp_group = routers, sp_group
         routers.keeps_outputs = bool(weight)
 
     def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
         """`balance_loss`: the mean over documents and layers, without the weight; nothing where it has none."""
         if not self.terms:
             return {}
-        return {"balance_loss": sums["balance"] / max(counts["documents"], 1) / len(self._routers.plan.layers)}
+        return {"balance_loss": sums["balance"] / max(counts["documents"], 1) / len(self.routers.plan.layers)}
 
     def listen(self, rows: ForwardRows, *, is_counting: bool, is_first: bool) -> AbstractContextManager[None]:
         """Collect what routers give in the forward of `rows` that runs inside."""
-        if not is_counting and not self._routers.keeps_outputs:
+        if not is_counting and not self.routers.keeps_outputs:
             return nullcontext()
-        return self._routers.listen(rows, is_counting=is_counting, counts_tokens=is_first)
+        return self.routers.listen(rows, is_counting=is_counting, counts_tokens=is_first)
 
     def counted(self, mesh: Mesh) -> torch.Tensor:
         """The choices of this rank's routers."""
-        table = table_of_choices(self._routers, mesh)
-        self._routers.clear()
+        table = table_of_choices(self.routers, mesh)
+        self.routers.clear()
         return table
 
     def finish_step(
         self, here: torch.Tensor, on_host: torch.Tensor, *, num_tokens: int, is_skipped: bool
     ) -> RouterChoices:
         """Update biases by the choices of all routers, and return these."""
-        choices = choices_of(on_host, self._routers.plan)
-        finish_step(self._routers, choices, here, num_tokens=num_tokens, is_skipped=is_skipped)
+        choices = choices_of(on_host, self.routers.plan)
+        finish_step(self.routers, choices, here, num_tokens=num_tokens, is_skipped=is_skipped)
         return choices
 
     def loss(self, rows: ForwardRows, hidden: torch.Tensor, weights: torch.Tensor) -> LossAndSums | None:
         """The contribution of the documents of `rows`; sequence parallel ranks contribute the parts of their tokens."""
-        outputs = self._routers.outputs
+        outputs = self.routers.outputs
         found = self._balance(outputs, weights) if outputs else None
-        self._routers.release()
+        self.routers.release()
         return found
 
     def _balance(self, outputs: Sequence[RouterOutput], weights: torch.Tensor) -> LossAndSums:
         counts = torch.stack([self._count_choices(output) for output in outputs])
         if self._sp_group is not None:
             counts = self._sp_group.all_reduce(counts)
-        documents, lengths = self._routers.tokens
+        documents, lengths = self.routers.tokens
         per_token, experts = outputs[0].chosen.shape[1], counts.shape[-1]
         # f_i / T of each document, because P_i is a mean over its tokens too.
         factors = counts * (experts / per_token / lengths.double().square()[:, None])
         total = torch.stack(
             [
-                _SumOfLayer.apply(logits, documents, factor, self._routers.plan.kind.scores)
+                _SumOfLayer.apply(logits, documents, factor, self.routers.plan.kind.scores)
                 for (logits, _), factor in zip(outputs, factors.float(), strict=True)
             ]
         ).sum()
@@ -103,8 +103,8 @@ class BalanceLoss(ExtraLoss):
     def _count_choices(self, output: RouterOutput) -> torch.Tensor:
         """How often the tokens of each document chose each expert, int64 [documents, experts]."""
         logits, chosen = output
-        documents, lengths = self._routers.tokens
-        if self._routers.plan.kind.scores == "sigmoid":
+        documents, lengths = self.routers.tokens
+        if self.routers.plan.kind.scores == "sigmoid":
             # By the scores themselves, with neither bias nor groups (DeepSeek-V3, eq. 18).
             chosen = logits.float().topk(chosen.shape[1], dim=-1).indices
         experts = logits.shape[-1]

@@ -7,14 +7,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
 from ds_finetune.model.loss.forward_rows import ForwardRows, RealTokens
 from ds_finetune.model.parallel.pipeline import MissingLayer
+from ds_finetune.objectives.objective import UNKNOWN_EXPERTS
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.routers import RouterPlan
+
+_MARKS = 2**15
+"""Marks of sets of experts are smaller."""
 
 
 class RouterOutput(NamedTuple):
@@ -40,9 +46,18 @@ class RouterCollector:
     """Whether the outputs of a forward are needed after it: they take [tokens, experts] numbers of each layer."""
     num_tokens: torch.Tensor
     """Number of these tokens, int64 scalar."""
+    compared: torch.Tensor
+    """Tokens of sampled answers whose experts are not those of sampling, and all that were compared, int64 [layers,
+    2].
+    """
+    marks: NDArray[np.int16]
+    """Marks of the experts of the tokens that `watch` was about, [tokens, layers]."""
 
     def __init__(self, lm: nn.Module, plan: RouterPlan, *, device: torch.device) -> None:
         self.plan, self._device = plan, device
+        numbers = torch.Generator().manual_seed(0)
+        self._marks = torch.randint(_MARKS, (plan.experts,), generator=numbers).to(device)
+        self._expected: torch.Tensor | None = None
         self._outputs: dict[int, RouterOutput] = {}
         self._is_listening = self._is_counting = False
         self._tokens: RealTokens | None = None
@@ -75,6 +90,25 @@ class RouterCollector:
         self.counts = torch.zeros(size, dtype=torch.int64, device=self._device)
         self.entropy = torch.zeros(size[0], dtype=torch.float64, device=self._device)
         self.num_tokens = torch.zeros((), dtype=torch.int64, device=self._device)
+        self.compared = torch.zeros((size[0], 2), dtype=torch.int64, device=self._device)
+
+    @contextmanager
+    def watch(self, tokens: torch.Tensor | None) -> Iterator[None]:
+        """Set `marks` of these tokens of the flattened rows of the forward inside, or of all."""
+        keeps, self.keeps_outputs, self._is_listening, self._is_counting = self.keeps_outputs, True, True, False
+        try:
+            yield
+        finally:
+            self.keeps_outputs, self._is_listening = keeps, False
+        chosen = torch.stack([output.chosen for output in self.outputs], dim=1)
+        self.marks = self._mark(chosen if tokens is None else chosen[tokens]).cpu().numpy()
+        self._outputs.clear()
+
+    def _mark(self, chosen: torch.Tensor) -> torch.Tensor:
+        """A number of each set of experts, int16 [...] from their numbers int64 [..., chosen]; two sets have the same
+        one in 1 of 32,768 cases.
+        """
+        return (self._marks[chosen].sum(-1) % _MARKS).to(torch.int16)
 
     @contextmanager
     def listen(self, rows: ForwardRows, *, is_counting: bool, counts_tokens: bool = True) -> Iterator[None]:
@@ -85,6 +119,8 @@ class RouterCollector:
         """
         assert rows.real is not None, "the rows do not say where padding begins"
         self._tokens = rows.real
+        answers = None if rows.examples is None else rows.examples.answers
+        self._expected = None if answers is None or answers.experts is None else answers.experts.flatten(0, 1)
         if is_counting and counts_tokens:
             self.num_tokens += self._tokens.is_real.sum()
         self._is_listening, self._is_counting = True, is_counting
@@ -117,6 +153,10 @@ class RouterCollector:
         shares = score_shares(logits, self.plan.kind.scores)
         entropy = -torch.xlogy(shares, shares).sum(-1, dtype=torch.float64)
         self.entropy[number] += entropy.masked_fill(~is_real, 0.0).sum()
+        if self._expected is not None:
+            expected = self._expected[:, number]
+            is_known = expected != UNKNOWN_EXPERTS
+            self.compared[number] += torch.stack([is_known & (self._mark(chosen) != expected), is_known]).sum(dim=1)
 
 
 def score_shares(logits: torch.Tensor, scores: str) -> torch.Tensor:
@@ -141,27 +181,37 @@ class RouterChoices:
     entropy: torch.Tensor
     """Mean over tokens of the entropy in nats of the shares of the scores, fp64 [layers]."""
     num_tokens: int
+    mismatch: float | None = None
+    """Share of the tokens of sampled answers, as a mean over layers, whose set of experts is not that of sampling; None
+    where none were compared.
+    """
 
 
 def table_of_choices(routers: RouterCollector, mesh: Mesh) -> torch.Tensor:
-    """What this rank's routers counted, fp64 [layers of the model, experts + 2]: choices of experts, the sum of the
-    entropy, and tokens. The sum over all ranks has every choice once.
+    """What this rank's routers counted, fp64 [layers of the model, experts + 4]: choices of experts, what was compared
+    with sampling, the sum of the entropy, and tokens. The sum over all ranks has every choice once.
     """
     plan = routers.plan
     # Counts are exact in fp64 up to 2**53.
-    table = torch.zeros(len(plan.layers), plan.experts + 2, dtype=torch.float64, device=routers.counts.device)
+    table = torch.zeros(len(plan.layers), plan.experts + 4, dtype=torch.float64, device=routers.counts.device)
     if mesh.place("tp") == 0:
         # Tensor parallel ranks count the same tokens, pipeline stages other layers.
-        for layer, counts, entropy in zip(routers.layers, routers.counts, routers.entropy, strict=True):
+        for number, layer in enumerate(routers.layers):
             row = table[plan.layers.index(layer)]
-            row[:-2], row[-2], row[-1] = counts, entropy, routers.num_tokens
+            row[:-4], row[-4:-2] = routers.counts[number], routers.compared[number]
+            row[-2], row[-1] = routers.entropy[number], routers.num_tokens
     return table
 
 
 def choices_of(table: torch.Tensor, plan: RouterPlan) -> RouterChoices:
     """The choices in such a table of all ranks, which is on the CPU."""
-    counts, tokens = table[:, :-2].long(), table[:, -1].long()
-    return RouterChoices(plan.layers, counts, table[:, -2] / tokens.clamp_min(1), int(tokens[0]))
+    counts, tokens, (differing, compared) = (
+        table[:, :-4].long(),
+        table[:, -1].long(),
+        table[:, -4:-2].sum(dim=0).tolist(),
+    )
+    mismatch = differing / compared if compared else None
+    return RouterChoices(plan.layers, counts, table[:, -2] / tokens.clamp_min(1), int(tokens[0]), mismatch)
 
 
 def check_each_counted(choices: RouterChoices, plan: RouterPlan, *, num_tokens: int) -> None:
@@ -194,7 +244,7 @@ def update_biases(routers: RouterCollector, table: torch.Tensor) -> None:
     kind, rate = routers.plan.kind, routers.plan.section.bias_update
     assert kind.bias is not None
     for layer, module in routers.modules.items():
-        counts = table[routers.plan.layers.index(layer), :-2].long()
+        counts = table[routers.plan.layers.index(layer), :-4].long()
         # In integers, so that a load equal to the mean moves nothing.
         above = torch.sign(counts * len(counts) - counts.sum())
         bias = module.get_buffer(kind.bias)

@@ -51,6 +51,21 @@ def advantages(rewards: NDArray[np.float64], how: Literal["mean", "mean_std", "l
     return found
 
 
+def combine_rewards(
+    parts: NDArray[np.float64], weights: NDArray[np.float64], how: Literal["sum", "each"]
+) -> NDArray[np.float64]:
+    """The reward of each answer of a group, fp64 [answers], from those of all functions, fp64 [answers, rewards].
+
+    `sum` is sum_k w_k r_k. `each` is sum_k w_k (r_k - mean(r_k)) / std(r_k), as in GDPO (arXiv 2601.05242), where a
+    reward that is equal in the whole group counts as 0; its last step, the normalisation over the batch, is not done.
+    NaN, not applicable, is left out; an answer to which no reward applies is NaN.
+    """
+    applies = ~np.isnan(parts)
+    parts = advantages(parts.T, "mean_std").T if how == "each" else parts
+    total = np.where(applies, parts * weights, 0.0).sum(axis=1)
+    return np.where(applies.any(axis=1), total, np.nan)
+
+
 _SUMS = (
     "loss",
     "entropy",

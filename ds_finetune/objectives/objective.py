@@ -246,10 +246,14 @@ class TopLogProbs:
         return TopLogProbs(*(part.to(device, non_blocking=non_blocking) for part in (self.ids, self.log_probs)))
 
 
+UNKNOWN_EXPERTS = -1
+"""Mark of a token whose experts are not known."""
+
+
 @dataclass(frozen=True)
 class AnswerNumbers:
-    """Log-probabilities of answer tokens that are known before the forward, fp32 [rows, tokens] each, at the positions
-    of their labels; NaN where one is not known.
+    """What is known of answer tokens before the forward, at the positions of their labels: log-probabilities, fp32
+    [rows, tokens] each, which are NaN where one is not known.
     """
 
     old: torch.Tensor
@@ -258,6 +262,8 @@ class AnswerNumbers:
     """By the reference model."""
     sampled: torch.Tensor
     """As the sampler knew them."""
+    experts: torch.Tensor | None = None
+    """Marks of the experts that sampled them, int16 [rows, tokens, layers] (`model.routers`)."""
 
 
 @dataclass(frozen=True)

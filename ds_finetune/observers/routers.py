@@ -126,6 +126,8 @@ class RouterMetrics(Observer):
             "effective_experts_min": float(effective.min()),
             "entropy": float(choices.entropy.mean()),
         }
+        if choices.mismatch is not None:
+            values["mismatch"] = choices.mismatch
         return values | ({"busiest_rank_ratio": busiest_rank_ratio(counts, self.ep)} if self.ep > 1 else {})
 
     def _follow_biases(self, counts: Counts, *, is_skipped: bool) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from ds_finetune.config.objectives import ObjectiveConfig
+from ds_finetune.config.objectives import ObjectiveConfig, is_grpo
 from ds_finetune.config.sections import (
     CheckpointConfig,
     IndexerConfig,
@@ -350,7 +350,9 @@ def _kept_files(run: RunSettings) -> KeptFiles:
     has_best, checkpoint = bool(run.data.eval), run.checkpoint
     # A checkpoint is written before the oldest one that is kept is removed.
     checkpoints = checkpoint.keep + 1 + (checkpoint.keep_best and has_best) if checkpoint.saves else 0
-    exports = run.export.at_end + (run.eval.keep_best and has_best)
+    # That which a server loads while training is removed before that at the end.
+    is_served = is_grpo(run.objective) and run.rollout.engine == "vllm"
+    exports = (run.export.at_end or is_served) + (run.eval.keep_best and has_best)
     return KeptFiles(exports, checkpoints, checkpoint.node_local)
 
 

@@ -55,7 +55,7 @@ from ds_finetune.trainer.resume import (
     start_saver,
 )
 from ds_finetune.trainer.rollouts.source import open_rollouts
-from ds_finetune.trainer.rollouts.vllm import ServerLostError, check_server
+from ds_finetune.trainer.rollouts.vllm import check_server
 from ds_finetune.trainer.run_dir import check_only_own_files, remove_empty_on_failure
 from ds_finetune.trainer.run_records import (
     RunLog,
@@ -200,7 +200,7 @@ def train_steps(started: StartedRun, status: StatusKeeper) -> tuple[StepRecord |
         for observer in observers:
             observer.close()
         if lost is not None:
-            raise ServerLostError(f"{lost.message}; {saved}", hint=lost.hint)
+            raise type(lost)(f"{lost.message}; {saved}", hint=lost.hint)
         return last, last.stop if last and signals.is_stop_requested() else ""
 
 

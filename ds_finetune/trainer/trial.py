@@ -160,6 +160,6 @@ def trial_batches(run: PreparedRun, *, steps: int) -> Iterator[Batch]:
 def _full_answers(run: PreparedRun, plan: BatchPlan) -> Batch:
     """A step on rows that an answer fills, since the answers of a run are not known before it."""
     ids, zeros = [0] * run.plan.batch.max_seq_len, np.zeros(run.plan.batch.max_seq_len - 1, dtype=np.float32)
-    known = {"sampled": zeros, "old": zeros, "reference": zeros}
+    known: dict[str, Any] = {"sampled": zeros, "old": zeros, "reference": zeros}
     answers = [ScoredAnswer(ids[:1], ids[1:], 1.0, number, **known) for number in range(plan.global_batch_size)]
     return answer_batch(answers, plan)

@@ -43,6 +43,9 @@ def test_metrics_of_a_step() -> None:
         "router/entropy": 0.75,
         "router/busiest_rank_ratio": 1.25,
     }
+    sampled = RouterChoices((1, 2), torch.tensor(SKEWED), torch.zeros(2, dtype=torch.float64), 80, mismatch=0.25)
+    other = StepRecord(1, {"train/skipped": 0.0}, counted={"routers": sampled})
+    assert RouterMetrics(ep=1, bias_update=0).after_step(other).values["router/mismatch"] == 0.25
     alone = RouterMetrics(ep=1, bias_update=0).after_step(record(1, SKEWED))
     assert found.values.keys() - alone.values.keys() == {"router/busiest_rank_ratio"}
 

@@ -61,6 +61,8 @@ def test_a_disk_that_is_too_small_is_named_with_both_sizes(tmp_path: Path) -> No
 def test_what_is_not_written_needs_no_room(tmp_path: Path) -> None:
     nothing = {"export": {"at_end": False}, "eval": {"keep_best": False}, "checkpoint": {"every": "never"}}
     assert need_of(tmp_path / "run", 10**15, **nothing).num_bytes == 0
+    served = {"objective": "grpo", "rewards": ["exact_match"], "rollout": {"engine": "vllm", "address": "http://a:1"}}
+    assert need_of(tmp_path / "run", 10**15, **nothing, **served).exports == 1
     check_folder_of(config_of(tmp_path / "run"))
     assert list(tmp_path.iterdir()) == []
 

@@ -1,7 +1,7 @@
 """The model as answers are sampled from it: forwards with a cache that give the logits of next tokens."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -17,6 +17,7 @@ from ds_finetune.model.attention.kernels import pack_documents
 from ds_finetune.model.attention.latents import attending_to_latents
 from ds_finetune.model.build.skeleton import head_of
 from ds_finetune.model.parallel.tensor import TensorParallelGroup
+from ds_finetune.model.routers import RouterCollector
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class AnswerModel:
     """Whether attention takes all prompts of a forward in one call."""
     on_forward: Callable[[], object] = lambda: None
     """Called before each forward."""
+    routers: RouterCollector | None = None
+    """Has marks of the experts of the tokens after which the latest logits are; None without experts."""
 
     @property
     def takes_mixed_lengths(self) -> bool:
@@ -94,7 +97,7 @@ class AnswerModel:
         self.on_forward()
         if self.is_collective:
             all_reduce_max(1.0)
-        with torch.no_grad():
+        with torch.no_grad(), nullcontext() if self.routers is None else self.routers.watch(last):
             out = self.lm.base_model(input_ids=ids, position_ids=positions, use_cache=True, **others)
             hidden = out.last_hidden_state.flatten(0, 1)
             logits: torch.Tensor = head_of(self.lm)(hidden if last is None else hidden[last])

@@ -19,10 +19,8 @@ class SamplingLimits:
 
     max_new_tokens: int
     stop_ids: tuple[int, ...]
-    num_ids: int
-    """Ids from this one on are never drawn: the tokenizer has no tokens for them."""
     allowed: torch.Tensor | None = None
-    """Ids that may be drawn, bool [vocabulary]; None for all below `num_ids`."""
+    """Ids that may be drawn, bool [vocabulary], which are those that the tokenizer has; None for all."""
     stops: Callable[[list[int]], bool] | None = None
     """Called with the ids of an answer after each token; where it is true the answer ends, for example at a text."""
 
@@ -49,3 +47,32 @@ class SampledAnswer(NamedTuple):
     log_probs: NDArray[np.float32]
     finish: Finish
     """`length` where the answer was cut after `max_new_tokens`."""
+    experts: NDArray[np.int16] | None = None
+    """Marks of the experts that drew each token, [tokens, layers]; None where there are none, or a server sampled."""
+
+
+@dataclass(frozen=True)
+class SamplingRequest:
+    """`group_size` answers to each of `prompts`, which every rank asks for; their places count prompt x group_size +
+    number in the group.
+
+    They depend on `seed` and on the numbers of rollout, prompt and answer, and on no rank or batch but for rounding;
+    with None they are the most probable tokens.
+    """
+
+    prompts: Sequence[PromptToSample]
+    group_size: int
+    limits: SamplingLimits
+    seed: int | None
+    batch_rows: int | None = None
+    """Answers at a time, at most; with None memory decides."""
+    is_over: Callable[[], bool] = lambda: False
+    """Called before each batch, or about once a second where a server answers, equally often on every rank; where it is
+    true, which is the same on every rank, the result is None.
+    """
+    on_forward: Callable[[], object] = lambda: None
+    """Called before each forward of a rank, or as often as `is_over`."""
+    on_answer: Callable[[int, SampledAnswer], object] = lambda place, answer: None
+    """Called with the place of an answer and the answer itself as soon as it has ended: where it was sampled, or on one
+    rank where a server answers.
+    """

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ds_finetune.engine.sampling.answer_model import AnswerModel
 from ds_finetune.engine.sampling.answers import Finish, PromptToSample, SampledAnswer, SamplingLimits
@@ -50,6 +51,7 @@ class _RunningAnswer:
     place: int
     ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    experts: list[NDArray[np.int16]] = field(default_factory=list)
     finish: Finish | None = None
 
     def add(self, token: int, log_prob: float, limits: SamplingLimits) -> None:
@@ -65,7 +67,8 @@ class _RunningAnswer:
 
     def sampled(self) -> SampledAnswer:
         assert self.finish is not None
-        return SampledAnswer(np.array(self.ids), np.array(self.log_probs, dtype=np.float32), self.finish)
+        experts = np.stack(self.experts) if self.experts else None
+        return SampledAnswer(np.array(self.ids), np.array(self.log_probs, dtype=np.float32), self.finish, experts)
 
 
 class Drawing:
@@ -92,11 +95,8 @@ class Drawing:
         return ids, log_probs
 
     def _of_vocabulary(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        limits = self._limits
-        allowed = torch.arange(size) < limits.num_ids
-        if limits.allowed is not None:
-            allowed &= limits.allowed.cpu()
-        assert allowed.any(), limits
+        allowed = torch.ones(size, dtype=torch.bool) if self._limits.allowed is None else self._limits.allowed
+        assert allowed.any(), self._limits
         return ~allowed.to(self._device), id_keys(size, self._device)
 
 
@@ -120,6 +120,8 @@ class BatchOfAnswers:
             first = (columns - self._lengths)[:, None, None, None]
             self._is_key = torch.arange(longest, device=model.device) >= first
         self._logits: list[torch.Tensor] = []
+        self._experts: list[NDArray[np.int16]] = []
+        """Marks of the experts of each row at the token after which the latest logits are; none without experts."""
         self._cache = RowCache(self._read_prompts(parts), rows=len(lengths), columns=columns, longest=longest)
 
     def _read_prompts(self, parts: Sequence[PromptPart]) -> Iterator[tuple[ReadPrompt, slice]]:
@@ -128,8 +130,10 @@ class BatchOfAnswers:
         for first in range(0, len(parts), size):
             some = parts[first : first + size]
             prompts, logits = self._model.read_prompts([part.prompt.ids for part in some])
-            for part, prompt, row in zip(some, prompts, logits, strict=True):
+            for place, (part, prompt, row) in enumerate(zip(some, prompts, logits, strict=True)):
                 self._logits.append(row.expand(len(part.samples), -1))
+                if self._model.routers is not None:
+                    self._experts += [self._model.routers.marks[place]] * len(part.samples)
                 yield prompt, slice(begin, begin + len(part.samples))
                 begin += len(part.samples)
 
@@ -146,6 +150,7 @@ class BatchOfAnswers:
                 ids = self._drop_ended(ids)
                 is_key = None if self._is_key is None else self._is_key[..., : self._cache.columns + 1]
                 logits = self._model.read_tokens(ids, self._lengths + position, self._cache, is_key)
+                self._experts = [] if self._model.routers is None else list(self._model.routers.marks)
         return {answer.place: answer.sampled() for answer in self._answers}
 
     def _draw(
@@ -154,8 +159,11 @@ class BatchOfAnswers:
         """Add a token to each answer that runs; returns the tokens of all rows, int64 [rows]."""
         drawn, log_probs = self._drawing.tokens(logits, self._keys, position=position)
         ids = self._model.agreed(drawn.where(log_probs.isfinite(), _BROKEN))
-        for answer, token, log_prob in zip(self._running, ids.tolist(), log_probs.tolist(), strict=True):
+        for row, (answer, token, log_prob) in enumerate(
+            zip(self._running, ids.tolist(), log_probs.tolist(), strict=True)
+        ):
             if answer.finish is None:
+                answer.experts += self._experts[row : row + 1]
                 answer.add(token, log_prob, self._limits)
                 if answer.finish and token != _BROKEN:
                     on_answer(answer.place, answer.sampled())

@@ -1,50 +1,31 @@
 """Samples answers to prompts, which are distributed over the ranks, in batches as large as memory allows."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from ds_finetune.engine.answer_weights import least_free_bytes, weights_for_answers
 from ds_finetune.engine.sampling.answer_model import AnswerModel
-from ds_finetune.engine.sampling.answers import PromptToSample, SampledAnswer, SamplingLimits
+from ds_finetune.engine.sampling.answers import SampledAnswer, SamplingRequest
 from ds_finetune.engine.sampling.batch import BatchOfAnswers, Drawing, PromptPart
 from ds_finetune.engine.sampling.cache_check import check_cache
 from ds_finetune.engine.sampling.row_cache import token_bytes
+from ds_finetune.features.routers import BalanceLoss
 from ds_finetune.model.parallel.tensor import TensorParallelGroup
 from ds_finetune.plan.forward import rows_of_batch
 from ds_finetune.plan.plan import Plan
-
-
-@dataclass(frozen=True)
-class SamplingRequest:
-    """`group_size` answers to each prompt, with noise of `seed`; with None the most probable tokens.
-
-    `batch_rows` is the number of rows in a batch, at most; with None memory decides. `is_over` is called before each
-    batch, equally often on every rank, and `on_forward` before each forward. `on_answer` is called with the place of an
-    answer of this rank among all and the answer itself, as soon as it has ended.
-    """
-
-    group_size: int
-    limits: SamplingLimits
-    seed: int | None
-    batch_rows: int | None
-    is_over: Callable[[], bool]
-    on_forward: Callable[[], object]
-    on_answer: Callable[[int, SampledAnswer], object]
 
 
 def sample_prompts(
     wrapped: Any,  # noqa: ANN401 - a DeepSpeedEngine
     plan: Plan,
     tp_group: TensorParallelGroup | None,
-    prompts: Sequence[PromptToSample],
     request: SamplingRequest,
 ) -> dict[int, SampledAnswer] | None:
     """Answers to this rank's prompts by their places among all answers; None where it is over before a batch."""
-    assert prompts, "there are no prompts to sample"
+    assert request.prompts, "there are no prompts to sample"
     answers, device = dict[int, SampledAnswer](), torch.device(wrapped.device)
     with weights_for_answers(wrapped, plan) as is_collective:
         model = AnswerModel(
@@ -54,11 +35,12 @@ def sample_prompts(
             is_collective=is_collective,
             packs_documents=wrapped.module.packs_documents,
             on_forward=request.on_forward,
+            routers=next((each.routers for each in wrapped.module.extras if isinstance(each, BalanceLoss)), None),
         )
         check_cache(model, wrapped.module.lm)
-        rows = request.batch_rows or _rows_in_memory(model, plan, prompts, request.limits)
+        rows = request.batch_rows or _rows_in_memory(model, plan, request)
         drawing = Drawing(request.limits, request.seed, device)
-        for parts in _batches(prompts, plan, request.group_size, rows):
+        for parts in _batches(request, plan, rows):
             if request.is_over():
                 return None
             for group in sampled_together(parts, model):
@@ -76,22 +58,22 @@ def sampled_together(parts: Sequence[PromptPart], model: AnswerModel) -> Iterato
         yield [part for part in parts if part.length == length]
 
 
-def _rows_in_memory(model: AnswerModel, plan: Plan, prompts: Sequence[PromptToSample], limits: SamplingLimits) -> int:
+def _rows_in_memory(model: AnswerModel, plan: Plan, request: SamplingRequest) -> int:
     """Rows for which the rank with the least free memory has room; collective."""
-    (prompt,), logits = model.read_prompts([prompts[0].ids[:1]])
-    tokens = max(len(each.ids) for each in prompts) + limits.max_new_tokens
+    (prompt,), logits = model.read_prompts([request.prompts[0].ids[:1]])
+    tokens = max(len(each.ids) for each in request.prompts) + request.limits.max_new_tokens
     free = least_free_bytes(plan)
     return rows_of_batch(free, tokens=tokens, token_bytes=token_bytes(prompt), vocabulary=logits.shape[1])
 
 
-def _batches(prompts: Sequence[PromptToSample], plan: Plan, group_size: int, rows: int) -> Iterator[list[PromptPart]]:
+def _batches(request: SamplingRequest, plan: Plan, rows: int) -> Iterator[list[PromptPart]]:
     """This rank's batches of at most `rows` rows, as many as every other rank has; some may be empty.
 
     Prompts are sorted by length and dealt to the ranks in turn: a rank's work is that of its prompts' tokens and of its
     answers, of which nothing is known. Groups stay together unless one is larger than a batch.
     """
-    mesh, ranks = plan.mesh, plan.zero_ranks
-    rank = mesh.place("dp") * mesh.sp + mesh.place("sp")
+    prompts, group_size, ranks = request.prompts, request.group_size, plan.zero_ranks
+    rank = plan.mesh.place("dp") * plan.mesh.sp + plan.mesh.place("sp")
     order = sorted(range(len(prompts)), key=lambda place: (len(prompts[place].ids), place))
     size = min(group_size, rows)
     samples = [range(first, min(first + size, group_size)) for first in range(0, group_size, size)]

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from ds_finetune.config.rewards import RewardConfig
 from ds_finetune.errors import ConfigError, RewardError
 from ds_finetune.objectives.rewards.answers import AnswerToScore, RewardFaultError
-from ds_finetune.objectives.rewards.worker import GRACE_SECONDS, late_part, needs_of, seconds_of
+from ds_finetune.objectives.rewards.worker import GRACE_SECONDS, late_part, seconds_of
 
 Part = Mapping[str, Any]
 """What a reward says of an answer: `score`, `has_result` and `seconds`, or an `error`."""
@@ -259,20 +259,12 @@ class Rewards:
                 hint=f"{self._log_line()}write e.g. `def reward(record, text)`, which returns a number",
             ) from None
 
-    def needs(self, record: Mapping[str, Any]) -> str:
-        """What the first reward that cannot score answers to this record says of it; empty where all can."""
-        return needs_of(self._settings, record)
-
     def start(self, answers: Iterable[AnswerToScore] = ()) -> PendingScores:
         """Begin to score answers, in the background; more may be added."""
         pending = PendingScores(self, lambda answer: self._threads.submit(self._score, answer))
         for answer in answers:
             pending.add(answer)
         return pending
-
-    def score(self, answers: Sequence[AnswerToScore]) -> NDArray[np.float64]:
-        """Scores [answers, rewards], as `PendingScores.result`."""
-        return self.start(answers).result()
 
     def error(self, name: str, how: str, answer: AnswerToScore) -> RewardError:
         """The error of a reward on an answer."""

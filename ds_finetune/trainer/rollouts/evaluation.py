@@ -11,8 +11,7 @@ from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.engine.results import HeldOutScores
 from ds_finetune.runs.metrics import Sample
 from ds_finetune.trainer.rollouts.rollout import AnswerGroup, mean_score
-from ds_finetune.trainer.rollouts.source import RolloutSource
-from ds_finetune.trainer.rollouts.vllm import ServerLostError
+from ds_finetune.trainer.rollouts.source import LOST, RolloutSource
 
 _ALL = "eval"
 _MOST_SAMPLES = 8
@@ -42,12 +41,12 @@ class RewardEvaluation:
     """Takes the first greedy answers of each set."""
 
     def scores(self) -> Mapping[str, HeldOutScores] | None:
-        """Scores of each set, and of the prompts of all sets together; None where a signal, or the loss of the server
-        that answers, ended it.
+        """Scores of each set, and of the prompts of all sets together; None where a signal, a lost server or a reward
+        at fault ended it.
         """
         try:
             return self._scores()
-        except ServerLostError as lost:
+        except LOST as lost:
             self.source.lost = lost
             return None
 
@@ -78,7 +77,7 @@ class RewardEvaluation:
         # Draws of training count from 0 on, so that these have other noise.
         sampler, prompts = self.source.sampler, [(-1 - number, number) for number in numbers]
         sampled = sampler.sample(rows, prompts, size or 1, greedy=not size, is_over=self.is_stop_requested)
-        return None if sampled is None else sampled.groups(self.source.rule)
+        return sampled.groups(self.source.rule)
 
     def _samples(self, name: str, groups: Sequence[AnswerGroup]) -> Iterable[Sample]:
         sampler, rows = self.source.sampler, self.source.run.inputs.held_out[name]

@@ -1,7 +1,7 @@
 """What is recorded of rollouts: metrics, samples, and every few rollouts the cause line."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -77,13 +77,13 @@ def rollout_metrics(rollout: Rollout, sampler: Sampler) -> dict[str, float]:
         values[f"scored/{name}"] = float((~np.isnan(parts[:, place])).mean())
     values |= {
         "groups": float(len(groups)),
-        "all_right": _share(group.is_all_right for group in groups),
-        "all_wrong": _share(group.is_all_wrong for group in groups),
-        "no_spread": _share(not group.has_spread for group in groups),
+        "all_right": float(np.mean([group.is_all_right for group in groups])),
+        "all_wrong": float(np.mean([group.is_all_wrong for group in groups])),
+        "no_spread": float(np.mean([not group.has_spread for group in groups])),
         "answer_tokens": float(lengths.mean()),
         "answer_tokens_min": float(lengths.min()),
         "answer_tokens_max": float(lengths.max()),
-        "cut": _share(answer.finish == "length" for answer in answers),
+        "cut": float(np.mean([answer.finish == "length" for answer in answers])),
         "unparsed": rollout.noted.get("unparsed", 0.0) / len(answers),
         "prompts_drawn": float(rollout.until),
     }
@@ -98,25 +98,15 @@ def rollout_metrics(rollout: Rollout, sampler: Sampler) -> dict[str, float]:
 def shares_of(values: Mapping[str, float]) -> Shares:
     """The shares of a rollout from its metrics and those of its first step."""
     names = ("entropy", "mismatch", "clipped_low", "clipped_high")
-    train = {name: values.get(f"train/{name}", float("nan")) for name in names}
+    entropy, mismatch, low, high = (values.get(f"train/{name}", float("nan")) for name in names)
     return Shares(
-        reward=values["reward"],
-        all_right=values["all_right"],
-        all_wrong=values["all_wrong"],
-        no_spread=values["no_spread"],
-        cut=values["cut"],
-        unparsed=values["unparsed"],
+        **{name: values[name] for name in ("reward", "all_right", "all_wrong", "no_spread", "cut", "unparsed")},
         tokens=values["answer_tokens"],
-        entropy=train["entropy"],
-        mismatch=train["mismatch"],
-        clipped=train["clipped_low"] + train["clipped_high"],
+        entropy=entropy,
+        mismatch=mismatch,
+        clipped=low + high,
         empty=float("train/entropy" not in values),
     )
-
-
-def _share(every: Iterator[bool]) -> float:
-    found = list(every)
-    return sum(found) / max(len(found), 1)
 
 
 class RolloutSamples(LineFile):

@@ -5,7 +5,8 @@ several steps share one rollout.
 import hashlib
 import io
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -16,10 +17,9 @@ from ds_finetune.checkpoint.commit import complete_steps
 from ds_finetune.checkpoint.folder import raise_on_every_rank
 from ds_finetune.checkpoint.tools import CHECKPOINTS
 from ds_finetune.engine.groups.collectives import all_gather_object
-from ds_finetune.engine.sampling.answers import SampledAnswer
+from ds_finetune.engine.sampling.answers import Finish, SampledAnswer
 from ds_finetune.errors import CheckpointError, OutputError
-from ds_finetune.objectives.grpo import advantages, has_spread
-from ds_finetune.objectives.rewards.combine import combine_rewards
+from ds_finetune.objectives.grpo import advantages, combine_rewards, has_spread
 from ds_finetune.system.whole_file import replace_file
 
 FOLDER = "rollouts"
@@ -42,17 +42,8 @@ class RewardRule:
 
     weights: Floats
     scale: Literal["sum", "each"]
+    """How rewards are combined that advantages compare; with `each` they add up to 0 in a group."""
     advantage: Literal["mean", "mean_std", "leave_one_out"]
-
-    def combine(self, parts: Floats) -> Floats:
-        """The rewards of a group's answers [answers] from their parts [answers, rewards], as advantages compare them.
-        With `scale` each they add up to 0 in the group, and tell nothing of its level.
-        """
-        return combine_rewards(parts, self.weights, np.zeros(len(parts), dtype=np.int64), self.scale)
-
-    def total(self, parts: Floats) -> Floats:
-        """The weighted sums of parts, which are reported."""
-        return replace(self, scale="sum").combine(parts)
 
 
 @dataclass(frozen=True)
@@ -77,9 +68,9 @@ class AnswerGroup:
         cls, prompt: tuple[int, int], answers: Sequence[SampledAnswer], parts: Floats, rule: RewardRule
     ) -> "AnswerGroup":
         """The group of a prompt, which is its draw and its number, with what follows from the scores of its answers."""
-        compared = rule.combine(parts)[None]
-        found = advantages(compared, rule.advantage)[0]
-        return cls(*prompt, tuple(answers), parts, rule.total(parts), found, bool(has_spread(compared)[0]))
+        compared, total = (combine_rewards(parts, rule.weights, how) for how in (rule.scale, "sum"))
+        found = advantages(compared[None], rule.advantage)[0]
+        return cls(*prompt, tuple(answers), parts, total, found, bool(has_spread(compared[None])[0]))
 
     @property
     def verdicts(self) -> Floats:
@@ -145,6 +136,8 @@ class Rollout:
             "sampled": np.concatenate([answer.log_probs for answer in answers]),
             "cut": np.array([answer.finish == "length" for answer in answers]),
         }
+        marks = [answer.experts for answer in answers if answer.experts is not None]
+        arrays |= {"experts": np.concatenate(marks)} if marks else {}
         for name, numbers in (("old", self.old), ("reference", self.reference)):
             arrays |= {f"{name}_of": np.array(sorted(numbers), dtype=np.int64)}
             arrays |= {name: np.concatenate([np.zeros(0, np.float32), *(numbers[of] for of in sorted(numbers))])}
@@ -158,12 +151,10 @@ class Rollout:
         with np.load(io.BytesIO(content)) as file:
             found = dict(file)
         ends = np.cumsum(found["lengths"])[:-1]
-        answers = [
-            SampledAnswer(ids, log_probs, "length" if is_cut else "stop")
-            for ids, log_probs, is_cut in zip(
-                np.split(found["ids"], ends), np.split(found["sampled"], ends), found["cut"], strict=True
-            )
-        ]
+        ids, log_probs = np.split(found["ids"], ends), np.split(found["sampled"], ends)
+        experts = np.split(found["experts"], ends) if "experts" in found else [None] * len(ids)
+        finish: list[Finish] = ["length" if is_cut else "stop" for is_cut in found["cut"]]
+        answers = [SampledAnswer(*each) for each in zip(ids, log_probs, finish, experts, strict=True)]
         size = found["parts"].shape[1]
         groups = tuple(
             AnswerGroup(
@@ -229,7 +220,8 @@ class RolloutFiles:
         """The rollout of that first step; CheckpointError on every rank where it is not what the checkpoint names."""
         path, content, error = self._path(first, kind), b"", None
         if self._is_rank_zero:
-            content = path.read_bytes() if path.is_file() else b""
+            with suppress(OSError):
+                content = path.read_bytes()
             if hashlib.sha256(content).hexdigest() != digest:
                 what = "is damaged" if content else "is missing"
                 error = CheckpointError(

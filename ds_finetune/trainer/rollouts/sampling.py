@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,7 +12,7 @@ from ds_finetune.cluster.watchdog.progress import RankProgress
 from ds_finetune.config.objectives import GrpoObjective
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.engine.groups.collectives import all_gather_object
-from ds_finetune.engine.sampling.answers import PromptToSample, SampledAnswer, SamplingLimits
+from ds_finetune.engine.sampling.answers import PromptToSample, SampledAnswer, SamplingLimits, SamplingRequest
 from ds_finetune.errors import FinetuneError
 from ds_finetune.objectives.rewards.answers import AnswerToScore
 from ds_finetune.objectives.rewards.pool import Rewards
@@ -26,24 +25,11 @@ _TAIL = 16
 """Tokens that are decoded beyond those of the longest stop text: a token may be part of a character."""
 
 
-class AnswerEngine(Protocol):
-    """What samples answers: the engine of the run itself, or a server that has its weights."""
-
-    def sample(  # noqa: PLR0913
-        self,
-        prompts: Sequence[PromptToSample],
-        *,
-        group_size: int,
-        limits: SamplingLimits,
-        seed: int,
-        greedy: bool,
-        batch_rows: int | None,
-        is_over: Callable[[], bool],
-        on_forward: Callable[[], object],
-        on_answer: Callable[[int, SampledAnswer], object],
-    ) -> list[list[SampledAnswer]] | None:
-        """As `Engine.sample` describes it. Answers for which `on_answer` was called on no rank are scored later."""
-        ...
+Answers = list[list[SampledAnswer]]
+StartSampling = Callable[[SamplingRequest], Callable[[], Answers | None]]
+"""Begins to sample what is requested, and returns a function that waits for all answers; both are collective. The
+engine of the run itself has them at once, a server samples them while the run does something else.
+"""
 
 
 class SampledGroups:
@@ -51,15 +37,17 @@ class SampledGroups:
     sampled or the run does something else.
     """
 
+    wait: Callable[[], Answers | None]
+    """Waits for the answers; None where the request was over before."""
+
     def __init__(self, sampler: "Sampler", rows: PreparedRows, prompts: Sequence[tuple[int, int]], size: int) -> None:
         self._sampler, self._rows, self._prompts, self._size = sampler, rows, prompts, size
-        self._answers: list[list[SampledAnswer]] = []
         self._places: list[int] = []
         """Places, among all answers, of those that this rank scores."""
         self._pending = sampler.rewards.start()
         self.noted: dict[str, float] = {}
-        """Seconds of `sample`, of which rewards take a part, and those of waiting for `reward` after it; and the number
-        of answers that are `unparsed`: no reward applies to them, or one found no result that it could read.
+        """Seconds in which the run waited for `sample`, and those for `reward` after it; and the number of answers that
+        are `unparsed`: no reward applies to them, or one found no result that it could read.
         """
 
     def score(self, place: int, answer: SampledAnswer) -> None:
@@ -68,24 +56,16 @@ class SampledGroups:
         prompt, at = divmod(place, self._size)
         self._pending.add(self._sampler.to_score(self._rows, self._prompts[prompt][1], answer, at))
 
-    def complete(self, answers: list[list[SampledAnswer]]) -> None:
-        """Take all answers; those that no rank scores yet are distributed over the data parallel ranks. Collective."""
-        self._answers = answers
-        begun = {place for places in all_gather_object(self._places) for place in places}
-        left = [place for place in range(len(answers) * self._size) if place not in begun]
-        mesh = self._sampler.run.plan.mesh
-        if mesh.place("tp") == mesh.place("sp") == mesh.place("pp") == 0:
-            for place in left[mesh.place("dp") :: self._sampler.run.plan.dp]:
-                self.score(place, answers[place // self._size][place % self._size])
-
-    def cancel(self) -> None:
-        """Score no further answers."""
-        self._pending.cancel()
-
-    def groups(self, rule: RewardRule) -> list[AnswerGroup]:
-        """The groups with their scores, for which this waits. Collective: RewardError on every rank where a reward is
-        at fault on one.
+    def groups(self, rule: RewardRule) -> list[AnswerGroup] | None:
+        """The groups with their scores, for which this waits; None where the request was over before. Collective:
+        RewardError on every rank where a reward is at fault on one.
         """
+        began = time.perf_counter()
+        answers = self.wait()
+        self.noted["sample"] += time.perf_counter() - began
+        if answers is None:
+            self._pending.cancel()
+            return None
         began = time.perf_counter()
         scores = np.full((len(self._prompts) * self._size, len(self._sampler.rewards.names)), np.nan)
         unparsed = 0
@@ -98,7 +78,7 @@ class SampledGroups:
         parts = scores.reshape(len(self._prompts), self._size, -1)
         return [
             AnswerGroup.scored(prompt, of_prompt, of_group, rule)
-            for prompt, of_prompt, of_group in zip(self._prompts, self._answers, parts, strict=True)
+            for prompt, of_prompt, of_group in zip(self._prompts, answers, parts, strict=True)
         ]
 
     def _share(self) -> tuple[Floats | None, int, FinetuneError | None]:
@@ -113,10 +93,10 @@ class SampledGroups:
 
 @dataclass(frozen=True)
 class Sampler:
-    """Samples with an engine, and scores with its rewards."""
+    """Samples, and scores with its rewards."""
 
     run: PreparedRun
-    engine: AnswerEngine
+    start: StartSampling
     rewards: Rewards
     progress: RankProgress
 
@@ -128,30 +108,26 @@ class Sampler:
         *,
         greedy: bool = False,
         is_over: Callable[[], bool] = lambda: False,
-    ) -> SampledGroups | None:
-        """`size` answers to each of the prompts, which are given as their draws and their numbers in `rows`; None where
-        `is_over` was true before they were finished. Collective.
+    ) -> SampledGroups:
+        """`size` answers to each of the prompts, which are given as their draws and their numbers in `rows`.
+        Collective.
         """
         began, mesh = time.perf_counter(), self.run.plan.mesh
         found = SampledGroups(self, rows, prompts, size)
         # Ranks that share the rows sample the same answers.
         is_first = mesh.place("tp") == mesh.place("pp") == 0
-        answers = self.engine.sample(
+        request = SamplingRequest(
             [PromptToSample(number, rows.prompt_ids(number), key=draw) for draw, number in prompts],
             group_size=size,
             limits=self.limits,
-            seed=self.run.plan.seed,
-            greedy=greedy,
+            seed=None if greedy else self.run.plan.seed,
             batch_rows=None if (rows_at_once := self.run.config.rollout.batch_rows) == "auto" else rows_at_once,
             is_over=is_over,
             # So that the watchdog sees that a long rollout is no hang.
             on_forward=self.progress.restart_limit,
             on_answer=found.score if is_first else lambda place, answer: None,
         )
-        if answers is None:
-            found.cancel()
-            return None
-        found.complete(answers)
+        found.wait = self.start(request)
         found.noted["sample"] = time.perf_counter() - began
         return found
 
@@ -176,12 +152,10 @@ class Sampler:
     def limits(self) -> SamplingLimits:
         """Where an answer ends, and which ids are never drawn: those that the tokenizer does not have."""
         inputs, rollout = self.run.inputs, self.run.config.rollout
-        num_ids = int(inputs.hf_config.vocab_size)
         return SamplingLimits(
             max_new_tokens=rollout.max_new_tokens,
             stop_ids=tuple(inputs.stop_ids),
-            num_ids=num_ids,
-            allowed=allowed_ids(inputs.tokenizer.get_vocab(), num_ids),
+            allowed=allowed_ids(inputs.tokenizer.get_vocab(), int(inputs.hf_config.vocab_size)),
             stops=partial(self._has_stop, tuple(rollout.stop)) if rollout.stop else None,
         )
 

@@ -14,14 +14,17 @@ from ds_finetune.data.answer_batches import ScoredAnswer, answer_batch
 from ds_finetune.data.batches import Batch, Position, row_id, rows_per_epoch
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.engine.engine import Engine
+from ds_finetune.errors import FinetuneError, RewardError
 from ds_finetune.objectives.rewards.pool import open_rewards
 from ds_finetune.trainer.batches import batch_plan, total_rows
 from ds_finetune.trainer.loop import Progress
 from ds_finetune.trainer.prepare import PreparedRun
 from ds_finetune.trainer.rollouts.rollout import AnswerGroup, Kind, RewardRule, Rollout, RolloutFiles, TokenNumbers
 from ds_finetune.trainer.rollouts.sampling import PHASE, SampledGroups, Sampler
-from ds_finetune.trainer.rollouts.vllm import ServerLostError, answer_engine
+from ds_finetune.trainer.rollouts.vllm import ServerLostError, sampling_started
 
+LOST = (ServerLostError, RewardError)
+"""Errors after which the steps that are done are saved."""
 MOST_DRAWS = 4
 """With `no_spread: resample` a rollout draws at most so many times its number of prompts."""
 
@@ -46,8 +49,8 @@ class RolloutSource:
         self.run, self.rows, self.sampler = run, run.inputs.train, sampler
         self.latest: Rollout | None = None
         """The rollout of the latest batch."""
-        self.lost: ServerLostError | None = None
-        """Why no answers come any more."""
+        self.lost: FinetuneError | None = None
+        """Why no scored answers come any more, as one of `LOST`."""
         self._digest, self._left = "", 0
         """Hash of the file of the latest rollout, and how many of its steps follow."""
         self._ahead: _Begun | Rollout | None = None
@@ -73,17 +76,27 @@ class RolloutSource:
         if self._files is None:
             return found
         kept: list[tuple[Kind, int]] = []
+        self._keep_ahead(self._files)
         if self._left:
             found["digest"] = self._digest
             kept.append(("rollout", self.latest.first))
         if self._ahead is not None:
-            if not self._ahead_digest:
-                self._ahead = self._scored(self._ahead)
-                self._ahead_digest = self._files.write(self._ahead, "ahead")
             found["ahead"] = self._ahead_digest
             kept.append(("ahead", self._ahead.first))
         self._files.of_save = kept
         return found
+
+    def _keep_ahead(self, files: RolloutFiles) -> None:
+        """Write the rollout that is sampled ahead. Where its answers or rewards are lost there is none: who resumes
+        samples it by the weights of then.
+        """
+        if self._ahead is None or self._ahead_digest:
+            return
+        try:
+            self._ahead = self._scored(self._ahead)
+            self._ahead_digest = files.write(self._ahead, "ahead")
+        except LOST as lost:
+            self.lost, self._ahead = lost, None
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take over `state`."""
@@ -92,14 +105,14 @@ class RolloutSource:
     def batches(self, after: Progress, position: Position) -> Iterator[Batch]:
         """This rank's share of the steps after those that are done; `position` is that of the next prompt to draw.
 
-        They end early where the server that answers is lost.
+        They end early where the server that answers is lost, or a reward is at fault.
         """
         try:
             for batch in self._batches(after, position):
                 yield batch
                 if self.lost is not None:
                     return
-        except ServerLostError as lost:
+        except LOST as lost:
             self.lost = lost
 
     def _batches(self, after: Progress, position: Position) -> Iterator[Batch]:
@@ -139,10 +152,8 @@ class RolloutSource:
 
     def _sample(self, draws: range) -> SampledGroups:
         with self.sampler.progress.during(PHASE):
-            prompts = [(draw, self._number(draw)) for draw in draws]
-            sampled = self.sampler.sample(self.rows, prompts, self._objective.group_size)
-        assert sampled is not None
-        return sampled
+            prompts = [(draw, row_id(draw, self._per_epoch, self._plan)) for draw in draws]
+            return self.sampler.sample(self.rows, prompts, self._objective.group_size)
 
     def _complete(self, begun: "_Begun | Rollout") -> Rollout:
         """The rollout with all that its steps need, written to a file where a run may resume in it."""
@@ -166,7 +177,7 @@ class RolloutSource:
         end = draws.start + MOST_DRAWS * prompts
         while True:
             with self.sampler.progress.during(PHASE):
-                groups += sampled.groups(self.rule)
+                groups += sampled.groups(self.rule) or ()
             noted.update(sampled.noted)
             missing = prompts - sum(group.has_spread for group in groups) if mode == "resample" else 0
             draws = range(draws.stop, min(draws.stop + missing, end))
@@ -175,9 +186,6 @@ class RolloutSource:
             sampled = self._sample(draws)
         trained = tuple(place for place, group in enumerate(groups) if mode == "count" or group.has_spread)
         return Rollout(begun.first, tuple(groups), trained, draws.start, begun.steps, begun.done, noted)
-
-    def _number(self, draw: int) -> int:
-        return row_id(draw, self._per_epoch, self._plan)
 
     def _with_log_probs(self, rollout: Rollout) -> Rollout:
         """The rollout with log-probabilities of the reference, and with those that the steps after the first one
@@ -214,6 +222,8 @@ class RolloutSource:
             sampled=answer.log_probs,
             old=rollout.old.get(number),
             reference=rollout.reference.get(number),
+            # Later steps have other weights.
+            experts=answer.experts if index in rollout.groups_of_step(0) else None,
             number=number,
         )
 
@@ -233,8 +243,8 @@ def open_rollouts(run: PreparedRun, engine: Engine, progress: RankProgress) -> I
     log = run.output_dir / "rewards" / f"rank-{world.rank}.txt" if prints else None
     with (
         open_rewards(sections, ranks_here=world.local_world_size, log=log) as rewards,
-        answer_engine(run, engine, progress) as answers,
+        sampling_started(run, engine, progress) as start,
     ):
-        sampler = Sampler(run, answers, rewards, progress)
+        sampler = Sampler(run, start, rewards, progress)
         engine.allow_only(sampler.limits.allowed)
         yield RolloutSource(run, engine, sampler, files)

@@ -7,7 +7,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from queue import Empty
@@ -19,15 +19,14 @@ from ds_finetune.checkpoint.folder import raise_on_every_rank
 from ds_finetune.cluster.watchdog.progress import RankProgress
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.groups.collectives import all_gather_object
-from ds_finetune.engine.sampling.answers import PromptToSample, SampledAnswer, SamplingLimits
-from ds_finetune.engine.sampling.noise import answer_keys
-from ds_finetune.errors import RunError, ServeError
+from ds_finetune.engine.sampling.answers import SampledAnswer, SamplingLimits, SamplingRequest
+from ds_finetune.errors import FinetuneError, RunError, ServeError
 from ds_finetune.export.verify.record import fixed_prompts
 from ds_finetune.trainer.exports import export
 from ds_finetune.trainer.prepare import PreparedRun
 from ds_finetune.trainer.rollouts.rollout import FOLDER
-from ds_finetune.trainer.rollouts.sampling import AnswerEngine
-from ds_finetune.trainer.rollouts.vllm_server import Floats, GroupRequest, VllmServer, results_of
+from ds_finetune.trainer.rollouts.sampling import Answers, StartSampling
+from ds_finetune.trainer.rollouts.vllm_server import Floats, VllmServer, results_of
 
 _AT_ONCE = 256
 """Requests that are under way at a time where rollout.batch_rows is auto; each has all answers of a group."""
@@ -38,8 +37,10 @@ _MOST_NATS = {True: 1e-3, False: 0.25}
 """How much the median log-probability of a token of fixed prompts may differ between the server and this engine; True
 where both compute in fp32. With half of the weights loaded it is nats.
 """
-_MOVED = 0.5
-"""Share of tokens whose log-probabilities must have changed here for the server's to be expected to change."""
+_MOVED = 0.25
+"""Share of tokens whose log-probabilities must have changed here, so that one of the server's must have, too: rounding
+hides small changes, and a prompt may have no token that the model knows.
+"""
 
 
 class ServerLostError(RunError):
@@ -61,20 +62,25 @@ def check_server(run: PreparedRun) -> VllmServer | None:
 
 
 @contextmanager
-def answer_engine(run: PreparedRun, engine: Engine, progress: RankProgress) -> Iterator[AnswerEngine]:
+def sampling_started(run: PreparedRun, engine: Engine, progress: RankProgress) -> Iterator[StartSampling]:
     """What samples the answers of a run: its engine, or a server."""
     if run.config.rollout.engine == "own":
-        yield engine
+
+        def sample(request: SamplingRequest) -> Callable[[], Answers | None]:
+            answers = engine.sample(request)
+            return lambda: answers
+
+        yield sample
         return
     server = VllmEngine(run, engine, progress)
     try:
-        yield server
+        yield server.start
     finally:
         server.close()
 
 
 class VllmEngine:
-    """Samples as `Engine.sample` does; its methods are collective."""
+    """Lets a server sample; its methods are collective."""
 
     def __init__(self, run: PreparedRun, engine: Engine, progress: RankProgress) -> None:
         self._run, self._engine, self._progress = run, engine, progress
@@ -90,61 +96,67 @@ class VllmEngine:
         self._prompts = _check_prompts(run)
         self._before: tuple[Floats, Floats] | None = None
         """Log-probabilities of the prompts by the server and by this engine at the update before."""
+        self._begun: _Answers | None = None
+        """What the server is sampling."""
 
-    def sample(  # noqa: PLR0913
-        self,
-        prompts: Sequence[PromptToSample],
-        *,
-        group_size: int,
-        limits: SamplingLimits,
-        seed: int,
-        greedy: bool = False,
-        batch_rows: int | None = None,
-        is_over: Callable[[], bool] = lambda: False,
-        on_forward: Callable[[], object] = lambda: None,
-        on_answer: Callable[[int, SampledAnswer], object] = lambda place, answer: None,
-    ) -> list[list[SampledAnswer]] | None:
-        """`group_size` answers to each of `prompts` by the weights of the moment, on every rank.
+    def start(self, request: SamplingRequest) -> Callable[[], Answers | None]:
+        """Let the server sample by the weights of the moment, and return what waits for the answers on every rank.
+        Answers that were begun before are waited for first, since the server gets other weights.
 
         vLLM draws with generators of its own, whose seeds depend on the seed and on the numbers of rollout, prompt and
-        answer. `is_over` and `on_forward` are called about once a second, and `on_answer` on one rank for each answer.
+        answer.
         """
+        if self._begun is not None:
+            self._wait(self._begun)
         self._update()
-        requests = [self._request(prompt, group_size, limits, None if greedy else seed) for prompt in prompts]
-        at_once = _AT_ONCE if batch_rows is None else max(1, batch_rows // group_size)
-        waiting = _Answers(self._server, requests, at_once=at_once) if self._server else None
-        mesh, ranks = self._run.plan.mesh, self._run.plan.zero_ranks
-        rank = mesh.place("dp") * mesh.sp + mesh.place("sp")
-        found: dict[int, list[SampledAnswer]] = {}
-        while len(found) < len(prompts):
-            arrived, error = self._arrived(waiting)
-            arrived, error = all_gather_object((arrived, error))[0]
-            if is_over() or error is not None:
-                if waiting:
-                    waiting.abandon()
-                if error is not None:
-                    raise error
-                return None
-            for place, answers in arrived.items():
-                found[place] = [_cut(answer, limits) for answer in answers]
-                for number, answer in enumerate(found[place] if place % ranks == rank else []):
-                    on_answer(place * group_size + number, answer)
-            on_forward()
-        self._attempt(lambda server: server.check_version(self._version))
-        self._has_answered = True
-        return [found[place] for place in range(len(prompts))]
+        begun = self._begun = _Answers(self._server, request, self._run.config.rollout.stop)
+        return partial(self._wait, begun)
 
-    def _arrived(
-        self, waiting: "_Answers | None"
-    ) -> tuple[dict[int, list[SampledAnswer]], ServeError | ServerLostError | None]:
+    def _wait(self, begun: "_Answers") -> Answers | None:
+        if self._begun is begun:
+            self._collect(begun)
+        if begun.error is not None:
+            raise begun.error
+        return [begun.found[place] for place in sorted(begun.found)] if begun.is_whole else None
+
+    def _collect(self, begun: "_Answers") -> None:
+        """Wait until the server has sampled what was begun, or has failed; nothing is begun then."""
+        while not begun.is_whole and begun.error is None:
+            arrived, begun.error = all_gather_object(self._arrived(begun))[0]
+            for place, answers in arrived.items():
+                self._take(begun, place, answers)
+            if begun.request.is_over():
+                break
+            begun.request.on_forward()
+        self._begun = None
+        if not begun.is_whole:
+            begun.abandon()
+            return
+        try:
+            self._attempt(lambda server: server.check_version(self._version))
+            self._has_answered = True
+        except FinetuneError as failed:
+            begun.error = failed
+
+    def _take(self, begun: "_Answers", place: int, answers: Sequence[SampledAnswer]) -> None:
+        """Take the answers to the prompt at `place`, of which one rank tells."""
+        request, mesh = begun.request, self._run.plan.mesh
+        begun.found[place] = [_cut(answer, request.limits) for answer in answers]
+        if place % self._run.plan.zero_ranks == mesh.place("dp") * mesh.sp + mesh.place("sp"):
+            for number, answer in enumerate(begun.found[place]):
+                request.on_answer(place * request.group_size + number, answer)
+
+    def _arrived(self, begun: "_Answers") -> tuple[dict[int, list[SampledAnswer]], FinetuneError | None]:
         """The answers of a moment by the places of their prompts, and the error of a server that has failed."""
         try:
-            return waiting.take() if waiting else {}, None
+            return begun.take(), None
         except ServeError as failed:
             return {}, self._lost(failed)
 
     def close(self) -> None:
-        """Remove the folders of weights."""
+        """End what the server is sampling, and remove the folders of weights."""
+        if self._begun is not None:
+            self._begun.abandon()
         if self._engine.is_rank_zero:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -171,36 +183,19 @@ class VllmEngine:
         """The error for a failure: before the first answers it is one of the start."""
         return ServerLostError(error.message, hint=error.hint) if self._has_answered else error
 
-    def _request(
-        self, prompt: PromptToSample, group_size: int, limits: SamplingLimits, seed: int | None
-    ) -> GroupRequest:
-        key = int(answer_keys(seed or 0, [(prompt.key, prompt.number, 0)], torch.device("cpu"))[0])
-        forbidden = [] if limits.allowed is None else (~limits.allowed).nonzero().flatten().tolist()
-        return GroupRequest(
-            prompt=prompt.ids,
-            number=group_size,
-            # Not negative, and with room for the number of an answer that vLLM adds to it.
-            seed=key % 2**62,
-            temperature=0 if seed is None else 1,
-            max_tokens=limits.max_new_tokens,
-            stop_ids=limits.stop_ids,
-            stop=self._run.config.rollout.stop,
-            forbidden=forbidden,
-        )
-
     def _update(self) -> None:
         """Let the server load the weights of this moment, unless it has them, and compare what they compute."""
         step = self._progress.step
         if self._step == step:
             self._attempt(lambda server: server.check_version(self._version))
             return
-        before, self._step = self._step, step
+        self._step = step
         folder = self._folder / f"export-{step:06d}"
         export(self._run, self._engine, folder, step=None)
         own = self._own_log_probs()
         self._attempt(lambda server: self._load(server, folder, own))
         if self._engine.is_rank_zero:
-            shutil.rmtree(self._folder / f"export-{before:06d}", ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _load(self, server: VllmServer, folder: Path, own: Floats) -> None:
         server.load(folder.absolute(), self._version)
@@ -232,15 +227,25 @@ class VllmEngine:
 
 
 class _Answers:
-    """The answers to requests, of which some are under way."""
+    """The answers to prompts, of which some are under way; rank zero knows the server."""
 
-    def __init__(self, server: VllmServer, requests: Sequence[GroupRequest], *, at_once: int) -> None:
-        self._server, self._left = server, len(requests)
-        self._done = results_of([partial(server.answers, each) for each in requests], at_once=at_once)
+    def __init__(self, server: VllmServer | None, request: SamplingRequest, stop: Sequence[str]) -> None:
+        self._server, self.request, rows = server, request, request.batch_rows
+        self.found: dict[int, list[SampledAnswer]] = {}
+        """What every rank knows, by the places of prompts."""
+        self.error: FinetuneError | None = None
+        jobs = [partial(server.answers, prompt, request, stop=stop) for prompt in request.prompts] if server else []
+        self._done = results_of(jobs, at_once=_AT_ONCE if rows is None else max(1, rows // request.group_size))
+        self._left = len(jobs)
         self._heard_at, self._failures = time.monotonic(), 0
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank knows all answers."""
+        return len(self.found) == len(self.request.prompts)
+
     def take(self) -> dict[int, list[SampledAnswer]]:
-        """What arrives within a moment, by the places of requests. ServeError where one has failed."""
+        """What arrives within a moment, by the places of prompts. ServeError where one has failed."""
         found: dict[int, list[SampledAnswer]] = {}
         until = time.monotonic() + _POLL_SECONDS
         while self._left and (seconds := until - time.monotonic()) > 0:
@@ -249,7 +254,7 @@ class _Answers:
             except Empty:
                 self._check_health()
                 break
-            if isinstance(result, ServeError):
+            if isinstance(result, Exception):
                 raise result
             found[place], self._heard_at = result, time.monotonic()
             self._left -= 1
@@ -257,13 +262,12 @@ class _Answers:
 
     def abandon(self) -> None:
         """End the requests that are under way, if the server still hears."""
-        try:
-            self._server.abort()
-        except ServeError:
-            return
+        if self._server is not None:
+            with suppress(ServeError):
+                self._server.abort()
 
     def _check_health(self) -> None:
-        if time.monotonic() - self._heard_at < _SILENT_SECONDS * (self._failures + 1):
+        if self._server is None or time.monotonic() - self._heard_at < _SILENT_SECONDS * (self._failures + 1):
             return
         try:
             self._server.check_health()

@@ -8,18 +8,19 @@ import json
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from http.client import HTTPException
 from pathlib import Path
-from queue import Empty, Queue
+from queue import Queue
 from threading import Thread
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from ds_finetune.engine.sampling.answers import Finish, SampledAnswer
+from ds_finetune.engine.sampling.answers import Finish, PromptToSample, SampledAnswer, SamplingRequest
+from ds_finetune.engine.sampling.noise import answer_keys
 from ds_finetune.errors import ServeError
 
 Floats = NDArray[np.float64]
@@ -34,21 +35,6 @@ _DEFAULTS = {"top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1, "prese
 """Values that change no distribution; where they are left out, the server takes those of generation_config.json."""
 _NEVER_DRAWN = -100
 """What is added to the logit of an id that must not be drawn: its probability becomes at most 1e-43 of what it was."""
-
-
-@dataclass(frozen=True)
-class GroupRequest:
-    """`number` answers to a prompt; vLLM draws answer i with seed + i."""
-
-    prompt: Sequence[int]
-    number: int
-    seed: int
-    temperature: int
-    max_tokens: int
-    stop_ids: Sequence[int] = ()
-    stop: Sequence[str] = ()
-    forbidden: Sequence[int] = ()
-    """Ids that are never drawn."""
 
 
 class VllmServer:
@@ -115,26 +101,37 @@ class VllmServer:
                 "no other run may use this server; restart it where it has lost its weights",
             )
 
-    def answers(self, request: GroupRequest) -> list[SampledAnswer]:
-        """The answers to a prompt, with the log-probabilities of their tokens; NaN where the server gives none."""
+    def answers(
+        self, prompt: PromptToSample, request: SamplingRequest, *, stop: Sequence[str] = ()
+    ) -> list[SampledAnswer]:
+        """The answers to one of the prompts, also cut after the texts `stop`, with the log-probabilities of their
+        tokens; NaN where the server gives none. vLLM draws answer i with the seed + i.
+        """
+        limits = request.limits
+        key = int(answer_keys(request.seed or 0, [(prompt.key, prompt.number, 0)], torch.device("cpu"))[0])
+        forbidden = [] if limits.allowed is None else (~limits.allowed).nonzero().flatten().tolist()
         found = self._complete(
-            request.prompt,
+            prompt.ids,
             **_DEFAULTS,
-            n=request.number,
-            seed=request.seed,
-            temperature=request.temperature,
-            max_tokens=request.max_tokens,
+            n=request.group_size,
+            # Not negative, and with room for the number of an answer.
+            seed=key % 2**62,
+            temperature=0 if request.seed is None else 1,
+            max_tokens=limits.max_new_tokens,
             logprobs=0,
-            stop=list(request.stop),
-            stop_token_ids=list(request.stop_ids),
+            stop=list(stop),
+            stop_token_ids=list(limits.stop_ids),
             # Only the ids above end an answer.
             ignore_eos=True,
             skip_special_tokens=False,
-            logit_bias={str(number): _NEVER_DRAWN for number in request.forbidden},
+            logit_bias={str(number): _NEVER_DRAWN for number in forbidden},
         )
-        if len(found) != request.number:
-            raise self._error(f"gives {len(found)} answers instead of {request.number}", "see its output")
-        return [self._answer(choice) for choice in sorted(found, key=lambda choice: int(choice["index"]))]
+        if len(found) != request.group_size:
+            raise self._error(f"gives {len(found)} answers instead of {request.group_size}", "see its output")
+        try:
+            return [self._answer(choice) for choice in sorted(found, key=lambda choice: int(choice["index"]))]
+        except (AttributeError, KeyError, TypeError, ValueError) as other:
+            raise self._error(f"gives answers in another form: {other!r}", "use vLLM 0.32") from other
 
     def log_probs(self, prompt: Sequence[int]) -> Floats:
         """The log-probabilities of the tokens of a prompt but the first."""
@@ -148,7 +145,7 @@ class VllmServer:
 
     def abort(self) -> None:
         """End all requests that are under way."""
-        self._post("/abort_requests", {})
+        self._request("/abort_requests", b"{}", seconds=_SECONDS)
 
     def check_health(self) -> None:
         """Check that it still answers."""
@@ -211,28 +208,18 @@ def _config_of(folder: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def results_of(jobs: Sequence[Callable[[], T]], *, at_once: int) -> "Queue[tuple[int, T | ServeError]]":
+def results_of(jobs: Sequence[Callable[[], T]], *, at_once: int) -> "Queue[tuple[int, T | Exception]]":
     """A queue that gets the place and the result of each job, or its error, from threads that end with the process."""
-    todo: Queue[tuple[int, Callable[[], T]]] = Queue()
-    done: Queue[tuple[int, T | ServeError]] = Queue()
-    for each in enumerate(jobs):
-        todo.put(each)
+    # Threads may share the iterator of a list.
+    todo, done = iter(list(enumerate(jobs))), Queue[tuple[int, T | Exception]]()
 
     def work() -> None:
-        for place, job in _until_empty(todo):
+        for place, job in todo:
             try:
                 done.put((place, job()))
-            except ServeError as error:
+            except Exception as error:  # noqa: BLE001 - who waits for the result raises it
                 done.put((place, error))
 
     for _ in range(min(at_once, len(jobs))):
         Thread(target=work, daemon=True).start()
     return done
-
-
-def _until_empty(todo: "Queue[T]") -> Iterator[T]:
-    while True:
-        try:
-            yield todo.get_nowait()
-        except Empty:
-            return

@@ -9,8 +9,10 @@ from transformers import PreTrainedModel
 
 from ds_finetune.engine.sampling.answers import PromptToSample, SampledAnswer, SamplingLimits
 from ds_finetune.engine.sampling.noise import answer_keys, draw_tokens, id_keys
+from ds_finetune.families.configs import VOCAB
 
 SEED = 7
+ALLOWED = torch.arange(VOCAB) < 93
 CPU = torch.device("cpu")
 
 
@@ -33,7 +35,6 @@ def plain_answer(
     log_probs: list[float] = []
     for position in count():
         logits = model(torch.tensor([[*prompt.ids, *ids]]), use_cache=False).logits[:, -1].float()
-        logits[:, limits.num_ids :] = -torch.inf
         if limits.allowed is not None:
             logits[:, ~limits.allowed] = -torch.inf
         drawn = draw_tokens(logits, key, id_keys(logits.shape[1], CPU), position=position)[0]

@@ -18,11 +18,11 @@ from ds_finetune.model.attention.by_document import BY_DOCUMENT
 from ds_finetune.model.build.skeleton import build_skeleton
 from ds_finetune.model.weights.load import initialise_weights
 from ds_finetune.reference.selftest.cells import hf_config
-from tests.engine.sampling.plain import CPU, SEED, assert_same, plain_answer, prompts_of
+from tests.engine.sampling.plain import ALLOWED, CPU, SEED, assert_same, plain_answer, prompts_of
 
 LENGTHS = (9, 1, 17, 9, 2)
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "mixtral", "glm4_moe_lite")
-LIMITS = SamplingLimits(12, (1, 2, 4), 93)
+LIMITS = SamplingLimits(12, (1, 2, 4), ALLOWED)
 
 
 @cache
@@ -84,7 +84,7 @@ def test_prompts_of_equal_length_share_a_batch_where_attention_takes_no_others(n
 
 def test_greedy_answers_are_those_of_generate() -> None:
     ours, plain = _models("deepseek_v3")
-    prompts, limits = prompts_of(LENGTHS), SamplingLimits(12, (1, 2, 4), hf_config("deepseek_v3").vocab_size)
+    prompts, limits = prompts_of(LENGTHS), SamplingLimits(12, (1, 2, 4))
     options = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": [1, 2, 4], "pad_token_id": 0}
     for prompt, answer in zip(prompts, _sampled(ours, prompts, range(1), limits, greedy=True), strict=True):
         ids = torch.tensor([prompt.ids])
@@ -97,7 +97,7 @@ def test_ids_that_are_not_allowed_are_never_drawn() -> None:
     """Log-probabilities are those of the distribution over the others."""
     ours, plain = _models("qwen3")
     allowed = torch.arange(hf_config("qwen3").vocab_size) % 3 > 0
-    limits = SamplingLimits(12, (), 50, allowed)
+    limits = SamplingLimits(12, (), allowed & (torch.arange(len(allowed)) < 50))
     prompts = prompts_of(LENGTHS)
     answers = _sampled(ours, prompts, range(2), limits)
     assert all(allowed[answer.ids].all() and answer.ids.max() < 50 for answer in answers)
@@ -107,7 +107,7 @@ def test_ids_that_are_not_allowed_are_never_drawn() -> None:
 
 def test_a_stop_of_the_text_ends_an_answer() -> None:
     ours, plain = _models("llama")
-    limits = SamplingLimits(12, (), 93, stops=lambda ids: ids[-1] % 5 == 0 and len(ids) > 2)
+    limits = SamplingLimits(12, (), ALLOWED, stops=lambda ids: ids[-1] % 5 == 0 and len(ids) > 2)
     prompts = prompts_of(LENGTHS)
     answers = _sampled(ours, prompts, range(2), limits)
     assert {answer.finish for answer in answers} == {"stop", "length"}
@@ -118,14 +118,14 @@ def test_a_stop_of_the_text_ends_an_answer() -> None:
 def test_answers_may_end_at_once() -> None:
     ours, _ = _models("llama")
     prompts = prompts_of(LENGTHS)
-    every = _sampled(ours, prompts, range(4), SamplingLimits(12, (), 93))
+    every = _sampled(ours, prompts, range(4), SamplingLimits(12, (), ALLOWED))
     first = int(every[0].ids[0])
-    ended = _sampled(ours, prompts, range(4), SamplingLimits(12, (first,), 93))
+    ended = _sampled(ours, prompts, range(4), SamplingLimits(12, (first,), ALLOWED))
     assert ended[0].ids.tolist() == [first]
     assert ended[0].finish == "stop"
     for answer, whole in zip(ended, every, strict=True):
         assert answer.ids.tolist() == whole.ids[: len(answer.ids)].tolist()
-    cut = _sampled(ours, prompts, range(4), SamplingLimits(1, (), 93))
+    cut = _sampled(ours, prompts, range(4), SamplingLimits(1, (), ALLOWED))
     assert [answer.ids.tolist() for answer in cut] == [answer.ids[:1].tolist() for answer in every]
     assert {answer.finish for answer in cut} == {"length"}
 

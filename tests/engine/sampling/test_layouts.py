@@ -85,3 +85,12 @@ def test_answers_are_those_of_one_rank(found: dict[str, Any], ranks: int) -> Non
 def test_log_probabilities_are_those_of_training(found: dict[str, Any]) -> None:
     for name, sampled in found.items():
         assert sampled["training"] <= 1e-4, name
+
+
+def test_experts_are_those_of_training_unless_routers_have_other_weights(found: dict[str, Any], ranks: int) -> None:
+    routed = {name: sampled["experts"] for name, sampled in found.items() if sampled["experts"]}
+    assert routed.keys() >= {"zero3", "lora", "zero0", "ep", "tp-zero3"} & set(RUNS[ranks])
+    for name, (same, *others) in routed.items():
+        assert same == 0, name
+        assert all(0.1 < other <= 1 for other in others), name
+    assert ranks == 3 or len(routed["zero0"]) == 2

@@ -3,7 +3,9 @@
 import json
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +22,21 @@ from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.groups.collectives import all_gather_object
 from ds_finetune.engine.groups.default_group import process_group
-from ds_finetune.engine.sampling.answers import SampledAnswer, SamplingLimits
+from ds_finetune.engine.sampling.answers import PromptToSample, SampledAnswer, SamplingLimits, SamplingRequest
 from ds_finetune.engine.sampling.batch import Drawing
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.errors import RunError
-from ds_finetune.families.configs import VOCAB
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest.cells import Cell, run_tree
 from ds_finetune.reference.selftest.compare import batch_plan, whole_batch
 from ds_finetune.system.world import World
-from tests.engine.sampling.plain import SEED, prompts_of
+from tests.engine.sampling.plain import ALLOWED, SEED, prompts_of
 from tests.parity.four_bit import WIDE
 from tests.planning import model_of
 
 LENGTHS, GROUP = (9, 1, 17, 9, 2), 3
-LIMITS = SamplingLimits(8, (1, 2, 4, 11), 93)
+LIMITS = SamplingLimits(8, (1, 2, 4, 11), ALLOWED)
 LAYOUTS = {
     "zero0": Cell("deepseek_v3", 0, 1, packing=False),
     "zero1": Cell("llama", 1, 1, packing=False),
@@ -92,35 +93,53 @@ def _sampled(engine: Engine, *, has_step: bool) -> dict[str, Any]:
     """
     prompts, every, is_grpo = prompts_of(LENGTHS), [], engine.objective.head == "answers"
     if is_grpo:
-        engine.allow_only(torch.arange(VOCAB) < LIMITS.num_ids)
+        engine.allow_only(LIMITS.allowed)
     if has_step:
-        first = engine.sample(prompts, group_size=GROUP, limits=LIMITS, seed=SEED)
+        first = _sample(engine, prompts, GROUP)
         assert first is not None
         engine.step(_batch(engine, first) if is_grpo else whole_batch(engine), lr=1e-2)
     engine._ds.train()
     for rows in (None, 2):
-        answers = engine.sample(prompts, group_size=GROUP, limits=LIMITS, seed=SEED, batch_rows=rows)
+        answers = _sample(engine, prompts, GROUP, batch_rows=rows)
         assert answers is not None
         every.append([[(a.ids.tolist(), a.log_probs.tolist(), a.finish) for a in group] for group in answers])
     assert engine._ds.training
     assert all(part == every for part in all_gather_object(every))
     calls: list[int] = []
-    engine.sample(prompts[:1], group_size=1, limits=LIMITS, seed=SEED, on_forward=lambda: calls.append(1))
+    _sample(engine, prompts[:1], 1, on_forward=lambda: calls.append(1))
     assert calls
     told: dict[int, SampledAnswer] = {}
-    again = engine.sample(prompts, group_size=GROUP, limits=LIMITS, seed=SEED, on_answer=told.__setitem__)
+    again = _sample(engine, prompts, GROUP, on_answer=told.__setitem__)
     assert again is not None
-    flat = [answer for group in again for answer in group]
+    flat = list(chain.from_iterable(again))
     assert all(flat[place].ids.tolist() == answer.ids.tolist() for place, answer in told.items())
     assert set(range(len(flat))) == {place for part in all_gather_object(list(told)) for place in part}
     _check_error_on_every_rank(engine)
-    ended = engine.sample(prompts, group_size=1, limits=LIMITS, seed=SEED, is_over=lambda: True)
-    assert ended is None
+    assert _sample(engine, prompts, 1, is_over=lambda: True) is None
     assert answers is not None
     known = engine.token_log_probs([_batch(engine, answers)]) if is_grpo else _by_logits(engine, answers)
     flat = [answer for group in answers for answer in group]
     worst = max(float(np.abs(known[number] - answer.log_probs).max()) for number, answer in enumerate(flat))
-    return {"auto": every[0], "small": every[1], "training": worst}
+    differing = _differing_experts(engine, answers) if is_grpo else []
+    return {"auto": every[0], "small": every[1], "training": worst, "experts": differing}
+
+
+def _differing_experts(engine: Engine, answers: list[list[SampledAnswer]]) -> list[float]:
+    """Shares of tokens whose experts in training forwards are not those of sampling: with the same weights, and at
+    stage 0 with other ones of the routers.
+    """
+    found = [engine.step(_batch(engine, answers), lr=0).counted.get("routers")]
+    if found[0] is not None and engine.plan.zero_stage == 0:
+        for name, param in engine.lm.named_parameters():
+            param.data += torch.randn_like(param) * param.std() if ".gate." in name else 0
+        found.append(engine.step(_batch(engine, answers), lr=0).counted["routers"])
+    return [choices.mismatch for choices in found if choices is not None]
+
+
+def _sample(
+    engine: Engine, prompts: Sequence[PromptToSample], size: int, **others: Any
+) -> list[list[SampledAnswer]] | None:
+    return engine.sample(SamplingRequest(prompts, size, LIMITS, SEED, **others))
 
 
 def _check_error_on_every_rank(engine: Engine) -> None:
@@ -129,7 +148,7 @@ def _check_error_on_every_rank(engine: Engine) -> None:
     if engine.plan.mesh.place("dp") == engine.plan.mesh.place("sp") == 0:
         Drawing.tokens = lambda *args, **keys: (tokens(*args, **keys)[0], torch.full((len(args[1]),), torch.nan))  # type: ignore[method-assign]
     with pytest.raises(RunError, match="logits are not finite"):
-        engine.sample(prompts_of(LENGTHS), group_size=GROUP, limits=LIMITS, seed=SEED, batch_rows=4)
+        _sample(engine, prompts_of(LENGTHS), GROUP, batch_rows=4)
     Drawing.tokens = tokens  # type: ignore[method-assign]
 
 
@@ -141,7 +160,7 @@ def _by_logits(engine: Engine, answers: list[list[SampledAnswer]]) -> dict[int, 
     texts = engine.logits([[*prompt, *ids.tolist()] for prompt, ids in pairs])
     found = {}
     for number, (logits, (prompt, ids)) in enumerate(zip(texts, pairs, strict=True)):
-        log_probs = logits[len(prompt) - 1 : -1, : LIMITS.num_ids].log_softmax(-1)
+        log_probs = logits[len(prompt) - 1 : -1].masked_fill(~ALLOWED, -torch.inf).log_softmax(-1)
         found[number] = log_probs.gather(1, torch.from_numpy(ids)[:, None])[:, 0].numpy()
     return found
 
@@ -149,7 +168,7 @@ def _by_logits(engine: Engine, answers: list[list[SampledAnswer]]) -> dict[int, 
 def _batch(engine: Engine, answers: list[list[SampledAnswer]]) -> Batch:
     """All answers with made-up advantages."""
     scored = [
-        ScoredAnswer(prompt.ids, answer.ids, (-1.0) ** sample, GROUP * place + sample)
+        ScoredAnswer(prompt.ids, answer.ids, (-1.0) ** sample, GROUP * place + sample, experts=answer.experts)
         for place, (prompt, group) in enumerate(zip(prompts_of(LENGTHS), answers, strict=True))
         for sample, answer in enumerate(group)
     ]

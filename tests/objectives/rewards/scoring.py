@@ -31,4 +31,4 @@ def section_of(value: Any) -> RewardConfig:
 def scores_of(sections: list[Any], answers: list[AnswerToScore], **options: Any) -> NDArray[np.float64]:
     """Scores [answers, rewards], from one process."""
     with open_rewards([section_of(section) for section in sections], **({"workers": 1} | options)) as rewards:
-        return rewards.score(answers)
+        return rewards.start(answers).result()

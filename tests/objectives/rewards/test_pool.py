@@ -16,6 +16,7 @@ from ds_finetune.errors import ConfigError, RewardError
 from ds_finetune.objectives.rewards import worker
 from ds_finetune.objectives.rewards.answers import AnswerToScore
 from ds_finetune.objectives.rewards.pool import open_rewards
+from ds_finetune.objectives.rewards.worker import needs_of
 from ds_finetune.system.processes import began_at, has_ended
 from tests.objectives.rewards.scoring import FILE, answer_of, scores_of, section_of
 
@@ -37,7 +38,7 @@ def test_scores_of_several_rewards_for_several_answers() -> None:
         np.testing.assert_array_equal(second.result(), expected[:1])
         assert first.has_result()[:4, 0].tolist() == [1, 1, 1, 0]
         assert np.isnan(first.has_result()[:, 1:]).all()
-        assert rewards.score([]).shape == (0, 3)
+        assert rewards.start().result().shape == (0, 3)
 
 
 def test_file_descriptors_may_have_large_numbers() -> None:
@@ -241,9 +242,9 @@ def test_a_file_imports_its_neighbours_and_no_torch(tmp_path: Path) -> None:
 )
 def test_records_without_what_a_reward_needs(section: Any, record: dict[str, Any], message: str) -> None:
     with open_rewards([section_of("format"), section_of(section)], workers=1) as rewards:
-        assert message in rewards.needs(record)
+        assert message in needs_of([section_of(section).settings], record)
         with pytest.raises(RewardError) as raised:
-            rewards.score([answer_of("4", record)])
+            rewards.start([answer_of("4", record)]).result()
         assert message in str(raised.value)
 
 

@@ -71,7 +71,7 @@ def measured(tree: Mapping[str, Any], dtype: torch.dtype) -> int:
     """Bytes that a batch of two groups takes at most beside the weights."""
     lm = build_skeleton(AutoConfig.for_model(**tree), attention=BY_DOCUMENT, dtype=dtype, device="cpu").eval()
     initialise_weights(lm, seed=0)
-    limits = SamplingLimits(NEW, (), tree["vocab_size"])
+    limits = SamplingLimits(NEW, ())
     prompts = [PromptToSample(number, list(range(3, 3 + PROMPT)), 0) for number in range(2)]
     parts = [PromptPart(prompt, range(GROUP), GROUP * place) for place, prompt in enumerate(prompts)]
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:

@@ -16,14 +16,20 @@ from tests.sums_task import sums_task
 
 
 def test_a_reward_that_fails_ends_the_run_and_says_on_what(tmp_path: Path) -> None:
-    done = start(
-        ["ds-finetune", "train", str(sums_task(tmp_path, rewards=["exact_match", f"{FILE}:prints_and_raises"]))]
+    """The steps before it are saved; in the second one it gets the row 0+5."""
+    (tmp_path / "mine.py").write_text(
+        f"from runpy import run_path\nscore = run_path({str(FILE)!r})['prints_and_raises']\n"
+        "def prints_and_raises(record, text):\n    return score(record) if record['answer'] == '05' else 1.0\n"
     )
+    rewards = ["exact_match", f"{tmp_path}/mine.py:prints_and_raises"]
+    done = start(["ds-finetune", "train", str(sums_task(tmp_path, rewards=rewards, data={"shuffle": False}))])
     error = " ".join(done.stderr.split())
     assert done.returncode == 1, error
     assert f"reward `prints_and_raises` failed on {tmp_path}/train.jsonl line " in error
     assert "it raised KeyError: 'no such column' at" in error
     assert 'record: {"prompt": ' in error
+    assert "step 1 is saved, and the same command resumes from there" in error
+    assert (tmp_path / "run" / "checkpoints" / "step-000001").is_dir()
     log = tmp_path / "run" / "rewards" / "rank-0.txt"
     assert f"what it printed is in {log}" in error
     assert "from the reward" in log.read_text()

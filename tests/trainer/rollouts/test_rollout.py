@@ -1,7 +1,7 @@
 """Parts of rollouts: their files, which ids may be drawn, and pass@k."""
 
 import time
-from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ import torch
 
 from ds_finetune.checkpoint.commit import step_name
 from ds_finetune.config.sections import RolloutConfig
-from ds_finetune.engine.sampling.answers import SampledAnswer
+from ds_finetune.engine.sampling.answers import SampledAnswer, SamplingRequest
 from ds_finetune.objectives.rewards.pool import open_rewards
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.trainer.rollouts.evaluation import RewardEvaluation, held_out_scores, ks, pass_at
@@ -32,6 +32,7 @@ def group(draw: int, parts: list[list[float]]) -> AnswerGroup:
             np.arange(length, dtype=np.int64) + draw,
             np.linspace(-1, 0, length, dtype=np.float32),
             "length" if length == len(parts) else "stop",
+            np.arange(2 * length, dtype=np.int16).reshape(length, 2),
         )
         for length in range(1, len(parts) + 1)
     ]
@@ -73,6 +74,9 @@ def test_a_rollout_is_read_as_it_was_written() -> None:
         assert mine.advantages.tolist() == theirs.advantages.tolist()
         assert mine.rewards.tolist() == theirs.rewards.tolist()
         assert mine.has_spread == theirs.has_spread
+        for answer, read in zip(mine.answers, theirs.answers, strict=True):
+            assert answer.experts is not None
+            assert np.array_equal(answer.experts, read.experts)
         assert [answer.ids.tolist() for answer in mine.answers] == [answer.ids.tolist() for answer in theirs.answers]
         assert [answer.finish for answer in mine.answers] == [answer.finish for answer in theirs.answers]
     assert {number: part.tolist() for number, part in again.old.items()} == {1: [-0.5, -0.25], 2: [-0.125]}
@@ -106,6 +110,17 @@ def test_files_that_no_checkpoint_needs_are_removed(tmp_path: Path, monkeypatch:
         files.write(Rollout(first, (group(0, [[1, 0], [0, 0]]),), (0,), 1, 3))
     kept = sorted(path.name for path in (tmp_path / "rollouts").iterdir())
     assert kept == [f"rollout-{first:06d}.npz" for first in (3, 6, 12, 15)]
+
+
+def test_a_file_that_cannot_be_read_is_named_on_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors: list[Any] = []
+    monkeypatch.setattr("ds_finetune.trainer.rollouts.rollout.raise_on_every_rank", errors.append)
+    monkeypatch.setattr("ds_finetune.trainer.rollouts.rollout.all_gather_object", lambda mine: [group(0, [[1, 0]])])
+    monkeypatch.setattr(Rollout, "read", lambda content: content)
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "rollouts" / "rollout-000003.npz").symlink_to("/proc/self/mem")
+    RolloutFiles(tmp_path, steps=3, is_rank_zero=True).read(3, "abc")
+    assert "rollout-000003.npz` is missing; the checkpoint needs this rollout" in errors[0].message
 
 
 def test_files_of_rollouts_ahead_are_kept_for_the_rollout_before(
@@ -145,21 +160,16 @@ class _Rows:
         self.seen = seen
 
 
-class _Engine:
-    """Answers with the digits 3, 4 and 5 to each prompt, and tells of the first `told` ones when they have ended."""
-
-    def __init__(self, told: int, seen: Path) -> None:
-        self.told, self.seen = told, seen
-
-    def sample(self, prompts: Sequence[Any], *, on_answer: Callable[..., object], **_: object) -> Any:
-        answers = [SampledAnswer(np.array([digit, 9]), np.zeros(2, np.float32), "stop") for digit in (3, 4, 5)]
-        for place in range(self.told):
-            on_answer(place, answers[place % 3])
-        deadline = time.monotonic() + 240
-        while self.told and not self.seen.exists():
-            assert time.monotonic() < deadline, "no reward ran while answers were sampled"
-            time.sleep(0.01)
-        return [answers for _ in prompts]
+def _start(request: SamplingRequest, seen: Path) -> Any:
+    """Answers with the digits 3, 4 and 5 to each prompt, of which `seen` is written while they are sampled."""
+    answers = [SampledAnswer(np.array([digit, 9]), np.zeros(2, np.float32), "stop") for digit in (3, 4, 5)]
+    for place in range(6):
+        request.on_answer(place, answers[place % 3])
+    deadline = time.monotonic() + 240
+    while not seen.exists():
+        assert time.monotonic() < deadline, "no reward ran while answers were sampled"
+        time.sleep(0.01)
+    return lambda: [answers for _ in request.prompts]
 
 
 def _run_of() -> Any:
@@ -171,18 +181,14 @@ def _run_of() -> Any:
     )
 
 
-@pytest.mark.parametrize("told", [0, 2, 6])
-def test_rewards_run_while_other_answers_are_sampled(
-    told: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And the scores are the same as those of answers that are scored when all are there."""
+def test_rewards_run_while_other_answers_are_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ds_finetune.trainer.rollouts.sampling.all_gather_object", lambda mine: [mine])
     seen, sections = tmp_path / "seen", ["exact_match", ":counts_calls"]
     with open_rewards([section_of(each) for each in sections], workers=1) as rewards:
-        sampler = Sampler(_run_of(), _Engine(told, seen), rewards, SimpleNamespace(restart_limit=None))  # type: ignore[arg-type]
+        sampler = Sampler(_run_of(), partial(_start, seen=seen), rewards, SimpleNamespace(restart_limit=None))  # type: ignore[arg-type]
         sampled = sampler.sample(_Rows(seen), [(7, 0), (8, 1)], 3)  # type: ignore[arg-type]
-        assert sampled is not None
         found = sampled.groups(RULE)
+    assert found is not None
     assert [each.parts[:, 0].tolist() for each in found] == [[1, 0, 0], [0, 1, 0]]
     assert sorted(np.concatenate([each.parts[:, 1] for each in found])) == [1, 2, 3, 4, 5, 6]
     assert [(each.draw, each.number) for each in found] == [(7, 0), (8, 1)]
@@ -192,7 +198,8 @@ def test_rewards_run_while_other_answers_are_sampled(
 def test_held_out_prompts_have_other_noise_than_those_of_training() -> None:
     """And a stop is asked for between batches."""
     given: list[Any] = []
-    sampler = SimpleNamespace(sample=lambda rows, prompts, size, **keys: given.append((prompts, keys)))
+    over = SimpleNamespace(groups=lambda rule: None)
+    sampler = SimpleNamespace(sample=lambda rows, prompts, size, **keys: given.append((prompts, keys)) or over)
     evaluation = RewardEvaluation(SimpleNamespace(sampler=sampler, rule=RULE), lambda: True)  # type: ignore[arg-type]
     assert evaluation._groups(_Rows(Path()), range(3), 4) is None  # type: ignore[arg-type]
     ((prompts, keys),) = given

@@ -3,26 +3,34 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import LlamaForCausalLM
 
+from ds_finetune.engine.sampling.answers import PromptToSample, SamplingLimits, SamplingRequest
 from ds_finetune.errors import ServeError
-from ds_finetune.trainer.rollouts.vllm_server import GroupRequest, VllmServer
+from ds_finetune.trainer.rollouts.vllm_server import VllmServer, results_of
 from tests.running import start
 from tests.sums_task import greedy_share, sums_task, write_model
 from tests.trainer.rollouts.test_runs import numbers, records, run
+
+PROMPT = PromptToSample(0, [1, 12, 2, 13], key=0)
 
 
 @dataclass
@@ -37,6 +45,10 @@ class Served:
         """Restart it with these faults."""
         self._ask({"restart": str(self.model), "faults": faults})
         return self
+
+    def release(self) -> None:
+        """Let it answer what it holds."""
+        self._ask({"release": True})
 
     def log(self) -> list[str]:
         """What it was asked for since then."""
@@ -80,14 +92,16 @@ def whole(served: Served, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
 def task(folder: Path, server: Served | str, **sections: Any) -> Path:
     """The run file of a run whose answers come from a server."""
     url = server if isinstance(server, str) else server.url
-    given = {
+    given: dict[str, Any] = {
         "rollout": {"engine": "vllm", "address": url},
         "objective": {"mismatch": "token"},
         "data": {"eval": str(folder / "train.jsonl")},
         "eval": {"every": "2 steps"},
         "train": {"for": "4 steps"},
     }
-    return sums_task(folder, **given, **sections)
+    for name, section in sections.items():
+        given[name] = given.get(name, {}) | section
+    return sums_task(folder, **given)
 
 
 def test_answers_come_from_a_server_with_the_weights_of_each_step(whole: tuple[Path, list[str]]) -> None:
@@ -151,6 +165,59 @@ def test_a_server_that_dies_in_an_evaluation_costs_no_step(
     assert "step 4 is saved" in " ".join(done.stderr.split())
     run(run_file, f"rollout.address={served.set().url}")
     assert numbers(tmp_path) == numbers(whole[0])
+
+
+def test_weights_that_are_not_loaded_are_found_where_a_step_changes_little(served: Served, tmp_path: Path) -> None:
+    """The log-probabilities of both differ by less than the rounding that is allowed, but the server's are the old."""
+    run_file = task(tmp_path, served.set(stale=1), optim={"lr": 1e-6})
+    done = start(["ds-finetune", "train", str(run_file)])
+    said = " ".join(done.stderr.split())
+    assert done.returncode == 1, said
+    assert "has not loaded the weights of step 1: all log-probabilities of fixed prompts are those of the weigh" in said
+
+
+def test_steps_are_done_while_the_server_samples_ahead(served: Served, tmp_path: Path) -> None:
+    """The server holds the answers of the second rollout until the first step is done, gets no other weights before it
+    has sampled them, and the run resumes with them bit by bit.
+    """
+    server, folder = served.set(holds_after=4), tmp_path / "run"
+    checkpoint = {"every": "2 steps", "keep": 9}
+    run_file = task(tmp_path, server, rollout={"ahead": 1}, checkpoint=checkpoint)
+    with ThreadPoolExecutor(1) as pool:
+        running, deadline = pool.submit(run, run_file), time.monotonic() + 240
+        while not running.done() and time.monotonic() < deadline and not _has_records(folder):
+            time.sleep(0.05)
+        is_ahead = _has_records(folder) and not running.done()
+        server.release()
+        running.result()
+    assert is_ahead, "no step was done while answers were sampled"
+    expected = numbers(tmp_path)
+    assert [record["rollout/behind"] for record in expected] == [0, 1, 1, 1]
+    # A rollout by the weights one step before, and evaluations of the hundred sums after the steps 2 and 4.
+    by_step = [line.rpartition("-")[2] for line in server.log() if line.startswith("prompt")]
+    assert Counter(by_step) == {"0": 8, "1": 4, "2": 104, "4": 100}
+    shutil.rmtree(folder / "checkpoints" / "step-000004")
+    shutil.rmtree(folder / "export")
+    assert "step-000002, step 2 of" in run(run_file)
+    assert numbers(tmp_path) == expected
+
+
+@pytest.mark.slow
+def test_a_server_that_dies_while_it_samples_ahead_costs_no_step(served: Served, tmp_path: Path) -> None:
+    """The third rollout is lost, which is begun before the second step; who resumes samples it by later weights."""
+    with serving(tmp_path / "served") as mortal:
+        mortal.set(dies=1)
+        run_file = task(tmp_path, mortal, rollout={"ahead": 1}, checkpoint={"every": "9 steps"})
+        done = start(["ds-finetune", "train", str(run_file)])
+    assert done.returncode == 1, done.stderr
+    assert "step 2 is saved" in " ".join(done.stderr.split())
+    assert "step-000002, step 2 of" in run(run_file, f"rollout.address={served.set().url}")
+    assert [record["rollout/behind"] for record in numbers(tmp_path)] == [0, 1, 0, 1]
+
+
+def _has_records(folder: Path) -> bool:
+    metrics = folder / "metrics.jsonl"
+    return metrics.is_file() and bool(metrics.read_text())
 
 
 @pytest.mark.slow
@@ -243,10 +310,20 @@ def test_a_cache_that_is_kept_is_an_error(served: Served) -> None:
         VllmServer(served.url).load(served.model, "other-step-0")
 
 
+def test_answers_in_another_form_are_an_error(served: Served) -> None:
+    """And who waits for them hears of it."""
+    server = VllmServer(served.set(other_form=True).url)
+    request = SamplingRequest([PROMPT], 1, SamplingLimits(4, ()), seed=3)
+    _, error = results_of([partial(server.answers, PROMPT, request)], at_once=1).get(timeout=60)
+    assert isinstance(error, ServeError)
+    assert "gives answers in another form: KeyError('index')" in error.message
+
+
 def test_ids_that_the_tokenizer_lacks_are_not_drawn(served: Served) -> None:
     server = VllmServer(served.set().url)
-    request = GroupRequest([1, 12, 2, 13], number=8, seed=3, temperature=1, max_tokens=4, stop_ids=(10,))
-    drawn = {number for answer in server.answers(request) for number in answer.ids.tolist()}
+    request = SamplingRequest([PROMPT], 8, SamplingLimits(4, (10,)), seed=3)
+    drawn = {number for answer in server.answers(PROMPT, request) for number in answer.ids.tolist()}
     assert len(drawn) > 3
-    few = GroupRequest(**{**vars(request), "forbidden": tuple(sorted(drawn))[:2]})
-    assert not set(few.forbidden) & {number for answer in server.answers(few) for number in answer.ids.tolist()}
+    forbidden = sorted(drawn)[:2]
+    few = replace(request, limits=SamplingLimits(4, (10,), torch.tensor([n not in forbidden for n in range(14)])))
+    assert not {*forbidden} & {number for answer in server.answers(PROMPT, few) for number in answer.ids.tolist()}

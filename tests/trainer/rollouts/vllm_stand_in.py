@@ -33,6 +33,10 @@ class StandIn:
         self.lock = threading.Lock()
         self.log: list[str] = []
         self.faults: dict[str, Any] = {}
+        self.asked = self.under_way = 0
+        """Requests for answers since the start, and those that are not answered yet."""
+        self.is_released = threading.Event()
+        """Set when those that are held are to be answered."""
 
     def answer(self, route: str, body: dict[str, Any]) -> Any:
         """The JSON of an answer; KeyError for a route that the server does not have."""
@@ -42,8 +46,11 @@ class StandIn:
 
     def on_stand_in(self, body: dict[str, Any]) -> Any:
         if body.get("restart"):
-            self.model, self.version, self.log = _load(body["restart"]), "default", []
+            self.model, self.version, self.log, self.asked = _load(body["restart"]), "default", [], 0
             self.is_running.set()
+            self.is_released.clear()
+        if body.get("release"):
+            self.is_released.set()
         self.faults = body.get("faults", self.faults)
         return self.log
 
@@ -64,6 +71,8 @@ class StandIn:
         return {"is_paused": not self.is_running.is_set()}
 
     def on_pause(self, _: object) -> Any:
+        # It would end them.
+        assert not self.under_way, self.under_way
         self.log.append("pause")
         self.is_running.clear()
         return {"status": "paused"}
@@ -106,8 +115,15 @@ class StandIn:
         with self.lock:
             if "prompt_logprobs" in body:
                 return {"choices": [{"index": 0, "prompt_logprobs": self._prompt_log_probs(body["prompt"])}]}
+            self.asked, self.under_way = self.asked + 1, self.under_way + 1
+            is_held = self.asked > self.faults.get("holds_after", self.asked)
+        if is_held:
+            self.is_released.wait()
+        with self.lock:
+            self.under_way -= 1
             self.log.append(f"prompt {body['prompt']} seed {body['seed']} by {self.version}")
-            return {"choices": [self._choice(body, index) for index in range(body["n"])]}
+            choices = [self._choice(body, index) for index in range(body["n"])]
+        return {"choices": [{}] if self.faults.get("other_form") else choices}
 
     def _is_due(self, fault: str, what: str) -> bool:
         """Whether a fault is on, from the step on that is its value."""
