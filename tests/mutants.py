@@ -79,8 +79,8 @@ MUTANTS = (
     Mutant(
         "compressed keys without the gradient of values",
         "model/attention/compressed_attention.py",
-        " + weights.to(keys.dtype).flatten(0, 1).T @ grad[at].flatten(0, 1)",
-        "",
+        "in ((of_logits, query[at]), (weights.to(query.dtype), grad[at])):",
+        "in ((of_logits, query[at]),):",
         COMPRESSED,
     ),
     Mutant(

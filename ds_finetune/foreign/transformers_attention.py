@@ -85,10 +85,11 @@ def compressed_classes() -> tuple[type[nn.Module], ...]:
     return tuple(_COMPRESSED.attribute(modeling_deepseek_v4, f"DeepseekV4{name}") for name in names)
 
 
-def rotate_last_pairs(x: Any, cos: Any, sin: Any, *, is_back: bool = False) -> Any:  # noqa: ANN401 - untyped
-    """Turn pairs of the last columns of `x` [rows, tokens, heads, width] by cosines and sines, or turn them back."""
-    turn = _COMPRESSED.attribute(modeling_deepseek_v4, "apply_rotary_pos_emb")
-    return turn(x, cos, -sin if is_back else sin, unsqueeze_dim=2)
+def hyper_connection_class() -> type[nn.Module]:
+    """The module that weighs the residual streams of DeepSeek-V4."""
+    kind: type[nn.Module] = _COMPRESSED.attribute(modeling_deepseek_v4, "DeepseekV4HyperConnection")
+    _COMPRESSED.source(kind.forward, "post = 2 * torch.sigmoid(post_w * post_scale + post_b)")
+    return kind
 
 
 def replace_compressed(module: nn.Module, mixin: type[nn.Module]) -> None:

@@ -59,7 +59,7 @@ def test_other_stages_and_layouts_use_the_values_in_fp32(name: str, rest: dict[s
 
 
 def test_modules_compute_as_those_of_transformers(tmp_path: Path) -> None:
-    """Bit for bit, and the same tensors are in fp32."""
+    """Bit for bit, but for the order of sums in hyper-connections; and the same tensors are in fp32."""
     write_odd_model(tmp_path)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     lm = build_skeleton(read_hf_config(str(tmp_path)), attention="sdpa", dtype=torch.bfloat16, device="cpu")
@@ -74,7 +74,11 @@ def test_modules_compute_as_those_of_transformers(tmp_path: Path) -> None:
         given = streams[:, :, 0] if "norm" in name else streams
         ours, wanted = (model.model.get_submodule(name)(given) for model in (lm, plain))
         pairs = zip(ours, wanted, strict=True) if isinstance(ours, tuple) else ((ours, wanted),)
-        assert all(torch.equal(one, other) for one, other in pairs), name
+        for one, other in pairs:
+            assert one.dtype == other.dtype, name
+            torch.testing.assert_close(one, other, rtol=2e-6 if one.dtype == torch.float32 else 2**-7, atol=1e-6)
+            # Rounded to 16 bits once, of sums that differ by less.
+            assert one.dtype == torch.float32 or (one != other).float().mean() < 0.01, name
         (ours[0] if isinstance(ours, tuple) else ours).sum().backward()
     trained = dict(lm.named_parameters())
     assert all(trained[f"model.layers.1.attn_hc.{leaf}"].grad.dtype == torch.bfloat16 for leaf in ("fn", "base"))

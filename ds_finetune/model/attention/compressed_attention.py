@@ -22,7 +22,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ds_finetune.errors import ModelError
 from ds_finetune.families.table import family_of
-from ds_finetune.foreign.transformers_attention import compressed_classes, replace_compressed, rotate_last_pairs
+from ds_finetune.foreign.transformers_attention import compressed_classes, replace_compressed
 from ds_finetune.model.attention.by_document import BY_DOCUMENT, Documents
 from ds_finetune.model.attention.indexed_attention import ScoreInputs, index_scores
 from ds_finetune.model.kept_outputs import KeptOutputs, current_outputs
@@ -30,6 +30,8 @@ from ds_finetune.model.parallel.sequence import SequenceParallelGroup
 
 PRODUCTS_AT_ONCE = 2**26
 """Products of queries and keys that are computed at a time, of all heads: 0.25 GiB in fp32."""
+_SCORES_AT_ONCE = 2**24
+"""Products of an indexer's queries and keys that are computed at a time, of all its heads: 64 MiB."""
 _QUERIES = 128
 """Queries at a time, at least, unless their products are too many."""
 _LAYOUTS = 8
@@ -147,6 +149,7 @@ class _Seen(NamedTuple):
     scored: ScoreInputs | None
     """What an indexer scores entries from; None where queries see all up to their own."""
     topk: int
+    """How many entries an indexer chooses for a query; 0 where it chooses none."""
     scale: float
     """The scale of products that the indexer makes."""
 
@@ -156,7 +159,8 @@ class _Seen(NamedTuple):
         first, end = self.entries.ranges if self.entries is not None else (np.zeros(number, int),) * 2
         while begin < number:
             size = min(max(window, _QUERIES), number - begin)
-            keys = int(own[begin + size - 1] - own[begin]) + window + int(end[begin + size - 1] - first[begin])
+            keys = int(own[begin + size - 1] - own[begin]) + window
+            keys += min(int(end[begin + size - 1] - first[begin]), self.topk or number)
             last = begin + max(1, min(size, PRODUCTS_AT_ONCE // (heads * keys)))
             yield _QueryPart(
                 slice(begin, last),
@@ -166,28 +170,39 @@ class _Seen(NamedTuple):
             begin = last
 
     def choose(self, part: _QueryPart) -> torch.Tensor | None:
-        """The numbers of the best entries of `part` for each query, int64 [queries, chosen], some of which it may not
-        see; None where it sees so few that all are chosen.
+        """The best entries of `part` for each query, int64 [queries, chosen], some of which it may not see; None where
+        it sees so few that all are chosen. Some entries are scored at a time, of which the best so far are kept.
         """
-        if self.scored is None or self.entries is None or part.entries.stop - part.entries.start <= self.topk:
+        begin, stop = part.entries.start, part.entries.stop
+        if self.scored is None or self.entries is None or stop - begin <= self.topk:
             return None
-        query, key, weight = self.scored
-        found = ScoreInputs(query[part.queries], key[part.entries], weight[part.queries])
-        scores = index_scores(found, self.scale).masked_fill(~self._entries(part, None), float("-inf"))
-        return scores.topk(self.topk).indices
+        best: tuple[torch.Tensor, ...] = ()
+        query, weight = self.scored.query[part.queries], self.scored.weight[part.queries]
+        at_once = max(self.topk, _SCORES_AT_ONCE // query[..., 0].numel())
+        for first in range(begin, stop, at_once):
+            last = min(first + at_once, stop)
+            entry = torch.arange(first, last, device=query.device)
+            scores = index_scores(ScoreInputs(query, self.scored.key[first:last], weight), self.scale)
+            scores, entry = scores.masked_fill_(~self._sees(part, entry), float("-inf")), entry.expand_as(scores)
+            if best:
+                scores, entry = (torch.cat(pair, dim=1) for pair in zip(best, (scores, entry), strict=True))
+            values, places = scores.topk(min(self.topk, scores.shape[1]))
+            best = values, entry.gather(1, places)
+        return best[1]
 
     def mask(self, part: _QueryPart, chosen: torch.Tensor | None) -> torch.Tensor:
         """Whether each query of `part` attends to each of its tokens and entries, bool [queries, 1, keys]."""
         token = torch.arange(part.tokens.start, part.tokens.stop, device=self.tokens.own.device)
         seen = (token <= self.tokens.own[part.queries, None]) & (token >= self.tokens.first[part.queries, None])
-        return (seen if self.entries is None else torch.cat([seen, self._entries(part, chosen)], dim=1))[:, None]
+        if self.entries is None:
+            return seen[:, None]
+        entry = torch.arange(part.entries.start, part.entries.stop, device=seen.device) if chosen is None else chosen
+        return torch.cat([seen, self._sees(part, entry)], dim=1)[:, None]
 
-    def _entries(self, part: _QueryPart, chosen: torch.Tensor | None) -> torch.Tensor:
+    def _sees(self, part: _QueryPart, entry: torch.Tensor) -> torch.Tensor:
+        """Whether each query of `part` may see entries: the same for all, or those of each query in its row."""
         assert self.entries is not None
-        entry = torch.arange(part.entries.start, part.entries.stop, device=self.tokens.own.device)
-        first, end = self.entries.first[part.queries, None], self.entries.end[part.queries, None]
-        seen = (entry >= first) & (entry < end)
-        return seen if chosen is None else torch.zeros_like(seen).scatter_(1, chosen, value=True) & seen
+        return (entry >= self.entries.first[part.queries, None]) & (entry < self.entries.end[part.queries, None])
 
 
 class _Attention(torch.autograd.Function):
@@ -212,11 +227,15 @@ class _Attention(torch.autograd.Function):
         ctx.seen, ctx.window, ctx.scaling = seen._replace(scored=None), window, scaling
 
         def attend() -> tuple[Any, ...]:
-            found = [_attend(query, tokens, entries, sinks, seen, part, scaling) for part in seen.parts(*sizes)]
-            outs, logs, chosen = zip(*found, strict=True)
-            return torch.cat(outs), torch.cat(logs), chosen
+            out, log_sum = torch.empty_like(query), query.new_empty(query.shape[:2], dtype=_wide(query))
+            chosen = []
+            for part in seen.parts(query.shape[1], window):
+                chosen.append(seen.choose(part))
+                keys = _Keys(tokens[part.tokens], entries, part.entries, chosen[-1])
+                mask, at = seen.mask(part, chosen[-1]), part.queries
+                out[at], log_sum[at] = _attend(query[at], keys, sinks, mask, scaling)
+            return out, log_sum, tuple(chosen)
 
-        sizes = (query.shape[1], window)
         out, log_sum, ctx.chosen = attend() if outputs is None else outputs.keep(attend)
         ctx.save_for_backward(query, tokens, entries, sinks, out, log_sum)
         return out  # type: ignore[no-any-return]
@@ -229,40 +248,76 @@ class _Attention(torch.autograd.Function):
         of_out = (grad.to(log_sum.dtype) * out).sum(-1)
         parts = ctx.seen.parts(query.shape[1], ctx.window)
         for part, chosen in zip(parts, ctx.chosen, strict=True):
-            at, keys = part.queries, torch.cat([tokens[part.tokens], entries[part.entries]])
-            logits = _logits(query[at], keys, ctx.seen.mask(part, chosen), ctx.scaling)
-            weights = (logits - log_sum[at, :, None]).exp()
-            of_logits = weights * ((grad[at] @ keys.T).to(weights.dtype) - of_out[at, :, None]) * ctx.scaling
-            flat = of_logits.to(keys.dtype).flatten(0, 1)
-            of_query[at] = (flat @ keys).view_as(query[at])
-            of_keys = flat.T @ query[at].flatten(0, 1) + weights.to(keys.dtype).flatten(0, 1).T @ grad[at].flatten(0, 1)
-            of_tokens[part.tokens] += of_keys[: part.tokens.stop - part.tokens.start]
-            of_entries[part.entries] += of_keys[part.tokens.stop - part.tokens.start :]
+            at, keys = part.queries, _Keys(tokens[part.tokens], entries, part.entries, chosen)
+            logits = keys.products(query[at]).to(log_sum.dtype).mul_(ctx.scaling)
+            logits = logits.masked_fill_(~ctx.seen.mask(part, chosen), float("-inf"))
+            weights = logits.sub_(log_sum[at, :, None]).exp_()
+            of_logits = keys.products(grad[at]).to(weights.dtype).sub_(of_out[at, :, None])
+            of_logits = of_logits.mul_(weights).mul_(ctx.scaling).to(query.dtype)
+            of_query[at] = keys.sums(of_logits)
+            for each, by in ((of_logits, query[at]), (weights.to(query.dtype), grad[at])):
+                keys.add_gradients(each, by, of_tokens[part.tokens], of_entries)
         of_sinks = -((sinks - log_sum).exp() * of_out).sum(0).to(sinks.dtype)
         return of_query, of_tokens.to(tokens.dtype), of_entries.to(entries.dtype), of_sinks, None, None, None, None
 
 
-def _attend(  # noqa: PLR0913
-    query: torch.Tensor,
-    tokens: torch.Tensor,
-    entries: torch.Tensor,
-    sinks: torch.Tensor,
-    seen: _Seen,
-    part: _QueryPart,
-    scaling: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The output of the queries of `part`, the logarithms of their softmax's sums, and the chosen entries."""
-    chosen, keys = seen.choose(part), torch.cat([tokens[part.tokens], entries[part.entries]])
-    logits = _logits(query[part.queries], keys, seen.mask(part, chosen), scaling)
-    log_sum = torch.logaddexp(logits.logsumexp(-1), sinks.to(logits.dtype))
-    return (logits - log_sum[..., None]).exp().to(keys.dtype) @ keys, log_sum, chosen
+class _Keys:
+    """The tokens and entries that queries attend to: a range of entries, or those that are chosen for each query."""
+
+    def __init__(self, tokens: torch.Tensor, entries: torch.Tensor, among: slice, chosen: torch.Tensor | None) -> None:
+        self._among, self._chosen, self._number = among, chosen, len(tokens)
+        self._shared = tokens if chosen is not None else torch.cat([tokens, entries[among]])
+        self._own = None if chosen is None else entries[chosen]
+
+    def products(self, query: torch.Tensor) -> torch.Tensor:
+        """The products of queries [queries, heads, width] and keys, [queries, heads, keys]."""
+        shared = query @ self._shared.T
+        return shared if self._own is None else torch.cat([shared, query @ self._own.transpose(1, 2)], -1)
+
+    def sums(self, weights: torch.Tensor) -> torch.Tensor:
+        """The weighted sums of keys [queries, heads, width]."""
+        if self._own is None:
+            return weights @ self._shared
+        return (weights[..., : self._number] @ self._shared).add_(weights[..., self._number :] @ self._own)
+
+    def add_gradients(
+        self, weights: torch.Tensor, query: torch.Tensor, of_tokens: torch.Tensor, of_entries: torch.Tensor
+    ) -> None:
+        """Add the sums of queries, weighted for each key, to those of tokens and entries."""
+        if self._chosen is None:
+            found = weights.flatten(0, 1).T @ query.flatten(0, 1)
+            of_tokens += found[: self._number]
+            of_entries[self._among] += found[self._number :]
+            return
+        of_tokens += weights[..., : self._number].flatten(0, 1).T @ query.flatten(0, 1)
+        own = weights[..., self._number :].transpose(1, 2) @ query
+        of_entries.index_add_(0, self._chosen.flatten(), own.flatten(0, 1).to(of_entries.dtype))
 
 
-def _logits(query: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor, scaling: float) -> torch.Tensor:
-    """At least fp32 [queries, heads, keys]."""
-    products = query @ keys.T
-    products = products.to(torch.promote_types(products.dtype, torch.float32)) * scaling
-    return products.masked_fill_(~mask, float("-inf"))
+def _wide(tensor: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _attend(
+    query: torch.Tensor, keys: _Keys, sinks: torch.Tensor, mask: torch.Tensor, scaling: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output of queries, and the logarithms of their softmax's sums."""
+    logits = keys.products(query).to(_wide(query)).mul_(scaling).masked_fill_(~mask, float("-inf"))
+    sinks = sinks.to(logits.dtype)
+    most = torch.maximum(logits.amax(-1), sinks)
+    weights = logits.sub_(most[..., None]).exp_()
+    total = weights.sum(-1) + (sinks - most).exp()
+    return keys.sums(weights.to(query.dtype)) / total[..., None], most + total.log()
+
+
+def rotate_last_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, is_back: bool = False) -> torch.Tensor:
+    """Turn pairs of the last columns of `x` [rows, tokens, heads, width] by cosines and sines, or turn them back
+    (transformers 5.23, deepseek_v4/modeling_deepseek_v4.py:335-357).
+    """
+    cos, sin = cos[:, :, None], (-sin if is_back else sin)[:, :, None]
+    plain, turned = x.split([x.shape[-1] - 2 * cos.shape[-1], 2 * cos.shape[-1]], -1)
+    a, b = turned.float().unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.cat([plain, torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2).to(x.dtype)], -1)
 
 
 class CompressorByDocument(nn.Module):
@@ -415,7 +470,8 @@ class CompressedAttention(nn.Module):
         if self.compressor is not None:
             entries, scored = self.compressor(hidden_states, low_rank, position_ids, rows=shards, sp_group=sp_group)
             of_entries = self.compressor.layout(shards, hidden_states.device)
-            seen = _Seen(of_tokens, of_entries, scored, *_choice_of(self.compressor))
+            topk, scale = _choice_of(self.compressor)
+            seen = _Seen(of_tokens, of_entries, scored, 0 if scored is None else topk, scale)
         tokens, entries = self.for_heads(tokens), self.for_heads(entries)
         sizes = (self.sliding_window, self.scaling)
         out = _Attention.apply(query, tokens, entries, self.sinks, seen, *sizes, current_outputs())

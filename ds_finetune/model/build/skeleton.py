@@ -26,6 +26,7 @@ from ds_finetune.model.attention.compressed_attention import install_compressed_
 from ds_finetune.model.attention.indexed_attention import install_indexed_attention
 from ds_finetune.model.build.hub_folder import check_folder
 from ds_finetune.model.experts import install_grouped_experts, spread_ids
+from ds_finetune.model.hyper_connections import install_hyper_connections
 from ds_finetune.model.mtp import build_mtp_layers
 from ds_finetune.model.quantised.quantisation import check_no_other_format, check_readable
 from ds_finetune.plan.config_json import check_model_path
@@ -289,6 +290,7 @@ def build_skeleton(  # noqa: PLR0913
     _keep_buffers(model, device)
     install_indexed_attention(model)
     install_compressed_attention(model)
+    install_hyper_connections(model)
     return model.train()
 
 
