@@ -8,6 +8,7 @@ tests/test_docs.py fails where a page differs from what this script would write.
 import argparse
 import re
 import textwrap
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -318,7 +319,9 @@ def _activation_rows() -> Iterator[str]:
     yield f"| model | inputs | {' | '.join(heads)} |\n| --- |{' ---: |' * (len(heads) + 1)}\n"
     for name, model in PUBLISHED.items():
         each, of_eight = (_activation_bytes(model, ep=ep) for ep in (1, 8))
-        layers = [each.by_token_at_most(is_tiled=is_tiled) / 1024 for is_tiled in (False, True)]
+        fullest = ([layer.moments for layer in each.kinds], [layer.tiled for layer in each.kinds])
+        layers = [max(held.by_token for layer in moments for held in layer) / 1024 for moments in fullest]
+        sums = max(held.fixed for layer in fullest[1] for held in layer)
         peaks = [
             each.peak(LONG_ROW, is_tiled=is_tiled, is_offloaded=is_offloaded) / GIB
             for is_offloaded in (False, True)
@@ -326,10 +329,15 @@ def _activation_rows() -> Iterator[str]:
         ]
         peaks.insert(0, each.peak(LONG_ROW, recomputation="selective") / GIB)
         kib = " | ".join(f"{number:,.0f}" for number in (each.inputs() / 1024, *layers))
-        gib = " | ".join(f"{number:,.1f}" for number in (*peaks, each.tile_sums() / GIB))
+        gib = " | ".join(f"{number:,.1f}" for number in (*peaks, sums / GIB))
         has_experts = any(layer.router for layer in each.layers)
-        last = f" {of_eight.tiles_pay_from():,}" if has_experts else ""
-        yield f"| {name} | {kib} | {gib} | {each.tiles_pay_from():,} |{last} |\n"
+        last = f" {_tiles_pay_from(of_eight):,}" if has_experts else ""
+        yield f"| {name} | {kib} | {gib} | {_tiles_pay_from(each):,} |{last} |\n"
+
+
+def _tiles_pay_from(each: ActivationBytes) -> int:
+    """Tokens of a rank from which `train.tiled_mlp` lowers what one layer holds."""
+    return bisect_left(range(2**30), x=True, key=lambda n: each.working_set(n, is_tiled=True) < each.working_set(n))
 
 
 def _activation_bytes(model: Mapping[str, Any], *, ep: int) -> ActivationBytes:

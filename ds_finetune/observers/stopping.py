@@ -101,18 +101,18 @@ _FIRST_STEPS = 100
 class SkippedSteps(Observer):
     """Raises RunError after `limit` skipped steps in a row, and at the last step where every step was skipped.
 
-    With `finds_scale`, in fp16, more are allowed in the first 100 steps, in which the loss scale is found.
+    In fp16 more are allowed in the first 100 steps, in which the loss scale is found.
     """
 
     limit: int
+    precision: str
     in_a_row: int = 0
-    finds_scale: bool = False
 
     def after_step(self, record: StepRecord) -> StepRecord:
         """Count; a step that was applied starts again from 0."""
         self.in_a_row = self.in_a_row + 1 if record.values["train/skipped"] else 0
         is_unchanged = record.is_last and self.in_a_row > 0 and record.values["train/skipped_steps"] >= record.step
-        is_early = self.finds_scale and record.step <= _FIRST_STEPS
+        is_early = self.precision == "fp16" and record.step <= _FIRST_STEPS
         if self.in_a_row >= (max(self.limit, _SCALE_STEPS) if is_early else self.limit) or is_unchanged:
             who = f"all {record.step} steps of the run" if is_unchanged else f"{self.in_a_row} steps in a row"
             raise RunError(

@@ -81,7 +81,7 @@ def make_observers(started: StartedRun, signals: StopSignals, rollouts: RolloutS
     """The observers in the order in which they see a record, with what they remembered at the checkpoint."""
     config, plan = started.run.config, started.run.plan
     left = make_time_left(started.run)
-    skipped = SkippedSteps(config.train.max_skipped_steps, finds_scale=plan.precision == "fp16")
+    skipped = SkippedSteps(config.train.max_skipped_steps, plan.precision)
     observers: list[Observer] = []
     if plan.world.world_size > 1:
         observers.append(Stragglers(started.rank_progress, config.log.every, config.watchdog.straggler_ratio))

@@ -96,19 +96,19 @@ def test_a_run_whose_steps_were_all_skipped_ends_with_an_error() -> None:
         values = {"train/skipped": 1.0, "train/skipped_steps": float(skipped)}
         return StepRecord(step, values, is_last=step == of, notice="w on rank 1")
 
-    observer = SkippedSteps(10)
+    observer = SkippedSteps(10, "bf16")
     observer.after_step(record(1, skipped=1, of=2))
     with pytest.raises(RunError, match="all 2 steps of the run were skipped for a non-finite gradient"):
         observer.after_step(record(2, skipped=2, of=2))
     # An earlier step was applied.
-    SkippedSteps(10).after_step(record(3, skipped=2, of=3))
+    SkippedSteps(10, "bf16").after_step(record(3, skipped=2, of=3))
 
 
 def test_fp16_may_look_for_its_loss_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSpeed's scale begins at 2**16 and is 1 after 17 overflows; the next one would end in its own exception."""
     monkeypatch.setattr(loss_scaler.dist, "get_rank", lambda: 0)
     scaler = loss_scaler.DynamicLossScaler(2**16, 1000, 1, delayed_shift=2, consecutive_hysteresis=False)
-    observer, skipped = SkippedSteps(limit=5, finds_scale=True), {"train/skipped": 1.0}
+    observer, skipped = SkippedSteps(5, "fp16"), {"train/skipped": 1.0}
     for step in range(1, 17):
         scaler.update_scale(overflow=True)
         observer.after_step(StepRecord(step, skipped, notice="w on rank 1"))
@@ -117,13 +117,14 @@ def test_fp16_may_look_for_its_loss_scale(monkeypatch: pytest.MonkeyPatch) -> No
     assert scaler.cur_scale == 1
     with pytest.raises(RunError, match="17 steps in a row were skipped"):
         observer.after_step(StepRecord(17, skipped, notice="w on rank 1"))
-    late = SkippedSteps(limit=5, finds_scale=True, in_a_row=4)
+    late = SkippedSteps(5, "fp16", in_a_row=4)
     with pytest.raises(RunError, match="5 steps in a row were skipped"):
         late.after_step(StepRecord(101, skipped, notice="w on rank 1"))
 
 
-def test_too_many_skipped_steps_in_a_row_end_the_run() -> None:
-    observer = SkippedSteps(limit=2)
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_too_many_skipped_steps_in_a_row_end_the_run(precision: str) -> None:
+    observer = SkippedSteps(2, precision)
     for step, skipped in enumerate((1, 0, 1), start=1):
         observer.after_step(StepRecord(step, {"train/skipped": float(skipped)}, notice="w on rank 1"))
     with pytest.raises(RunError) as caught:

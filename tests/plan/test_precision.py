@@ -3,6 +3,7 @@
 import json
 import re
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,10 @@ from ds_finetune.errors import ConfigError
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.precision import Bf16Support, cpu_support, with_precision
 from ds_finetune.plan.settings import RunSettings
+from ds_finetune.reference.selftest.run import _cases_of_run
 from ds_finetune.system.world import World
-from ds_finetune.trainer.resolve import resolve
+from ds_finetune.trainer.resolve import resolve, resolve_here
+from ds_finetune.trainer.teach import teach
 from ds_finetune.trainer.train import check_same_precision
 from tests.running import metrics, start, tiny_task
 
@@ -84,6 +87,32 @@ def test_every_gpu_of_rocm_has_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     support = bf16_support("cuda", ONE)
     assert support is not None
     assert support.is_native
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        lambda config: resolve_here(config, SECOND_OF_TWO),
+        lambda config: check_same_precision(config.train, SECOND_OF_TWO, dist.HashStore()),
+        lambda config: teach(RunSettings.of(config), "a teacher", Path("out"), top_k=1, say=print),
+        lambda config: _cases_of_run(RunSettings.of(config), SECOND_OF_TWO, "cuda"),
+    ],
+    ids=["train", "beside other ranks", "teach", "selftest"],
+)
+def test_every_start_asks_about_its_own_gpu(
+    begin: Callable[[RunConfig], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first GPU of this host is newer than that of this rank."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", ["NVIDIA A100", "Tesla V100"].__getitem__)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", [(8, 0), (7, 0)].__getitem__)
+    for module in ("resolve", "train", "teach"):
+        monkeypatch.setattr(f"ds_finetune.trainer.{module}.choose_device", lambda: "cuda")
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    config = read_config(tiny_task(tmp_path, train={"precision": "auto"}))
+    with pytest.raises(ConfigError, match=r"train.precision auto: Tesla V100 \(compute capability 7.0\)"):
+        begin(config)
 
 
 def _run_file(folder: Path, model: Path) -> Path:

@@ -10,8 +10,11 @@ import signal
 import sys
 import threading
 import time
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -26,10 +29,10 @@ from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.search.fitting import legal_sizes
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import AccelerateChoices, World
+from ds_finetune.trainer import trial_process
 from ds_finetune.trainer.micro_batch import trial_section
 from ds_finetune.trainer.resolve import ResolvedRun
 from ds_finetune.trainer.trial import DONE, END, ENDED, FAILED, OUT_OF_MEMORY, TrialEnd, judge, longest_rows, rows_again
-from ds_finetune.trainer.trial_process import end_on_error
 from tests.forks import Forkserver
 from tests.json_files import change_json
 from tests.launched import SOCKET
@@ -148,14 +151,39 @@ def test_the_longest_rows_are_tried() -> None:
     assert [again[number].num_tokens for number in range(len(again))] == [12, 9, 12]
 
 
-def test_a_trial_that_fails_waits_for_no_other_rank(tmp_path: Path) -> None:
+@dataclass
+class _TriedRun:
+    plan: SimpleNamespace
+    model: None = None
+    peak: None = None
+
+
+@pytest.mark.parametrize("where", ["start", "step"])
+def test_a_trial_reports_before_it_leaves_its_groups(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Leaving the groups of a rank without memory hangs where the others are in a collective (NCCL)."""
+
+    @contextlib.contextmanager
+    def hangs_at_the_end(*_: object, **__: object) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            os._exit(3)
+
+    def run_out(*_: object, **__: object) -> NoReturn:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(trial_process, "process_group", hangs_at_the_end)
+    monkeypatch.setattr(trial_process, "start_engine", run_out if where == "start" else hangs_at_the_end)
+    monkeypatch.setattr(trial_process, "trial_batches", run_out)
+    for name in ("build_ops", "use_cores"):
+        monkeypatch.setattr(trial_process, name, lambda plan, *_: plan)
+    plan = SimpleNamespace(world=World(0, 1, 0, 1, "t"), device="cpu", collective_seconds=9)
     pid = os.fork()
     if not pid:
-        with contextlib.ExitStack() as groups:
-            groups.callback(time.sleep, SECONDS)
-            with end_on_error(tmp_path):
-                raise torch.OutOfMemoryError("CUDA out of memory")
+        trial_process._peak_of_steps(_TriedRun(plan), "t", tmp_path)  # type: ignore[arg-type]
+        os._exit(4)
     assert os.waitpid(pid, 0) == (pid, 0)
     end = TrialEnd(**json.loads((tmp_path / END).read_text()))
     assert end == TrialEnd(OUT_OF_MEMORY, error="CUDA out of memory")

@@ -1,7 +1,6 @@
 """Bytes of activations of all layers of a rank, and of its head, from the config.json of a model."""
 
-from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -9,17 +8,21 @@ from typing import Any, NamedTuple
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.table import family_of
 from ds_finetune.plan.estimate.rank_weights import remembered
-from ds_finetune.plan.forward import CPU_BLOCK_NUMBERS, head_chunk, logits_bytes, mlp_tiles
+from ds_finetune.plan.forward import CPU_BLOCK_NUMBERS, head_chunk, head_widths, logits_bytes, mlp_tiles
 
 WIDE = 4
 """Bytes of a number in fp32, in which norms and routers compute at any precision."""
 _INDEX = 8
 _OUT = "self_attn.o_proj"
-_READERS = tuple(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa"))
+_KEYS_A = "self_attn.kv_a_proj_with_mqa"
+_READERS = (*(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "q_a_proj")), _KEYS_A)
 _INNER = ("self_attn.q_b_proj", "self_attn.kv_b_proj")
-_MLP_READERS = tuple(f"mlp.{name}" for name in ("gate_proj", "up_proj", "experts", "gate"))
+_MLP_READERS = tuple(f"mlp.{name}" for name in ("gate_proj", "up_proj", "gate"))
 _MLP_READERS += ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
-"""Modules of a layer by what they read: the first norm, latents, and the second norm."""
+"""Modules of a layer by what they read: the first norm, latents, and the second norm, of which routed experts read
+copies of rows.
+"""
+_ATTENTION = (*_READERS, *_INNER, _OUT)
 SINK_COLUMNS = 8
 """Columns that queries and keys get for attention sinks (model/attention/by_document.py)."""
 
@@ -60,6 +63,8 @@ class LayerBytes:
     """What is held beside the layer's input at the moments of its backward that may be the fullest."""
     tiled: tuple[Held, ...]
     """What is held at these moments with `train.tiled_mlp`."""
+    keeps_input: bool = True
+    """Whether its input is kept where it is not recomputed; a norm in 16 bits keeps an fp32 copy instead."""
     forward: int = 0
     """At most beside the layer's input in a forward without gradients."""
     attention_out: int = 0
@@ -69,7 +74,7 @@ class LayerBytes:
 
     def kept_selectively(self, *, is_tiled: bool = False) -> int:
         """What selective recomputation keeps of the layer beside its input."""
-        return self.attention_out + (0 if is_tiled else self.products)
+        return self.attention_out + (0 if is_tiled else self.products) if self.kept else 0
 
     @property
     def kept(self) -> int:
@@ -96,6 +101,8 @@ class Widths:
     """Modules of the layer that have adapters."""
     kernels: str = "torch"
     """What computes norms, rotary embeddings and SwiGLU."""
+    is_beginning: bool = False
+    """Whether no layer before has adapters: gradients begin after the first adapter of this one."""
 
     @property
     def is_fused(self) -> bool:
@@ -111,6 +118,10 @@ class Widths:
         """Whether the input of these modules is kept: that of a frozen weight is not."""
         return not self.rank or not self.adapted.isdisjoint(modules)
 
+    def reaches(self, *before: str) -> bool:
+        """Whether what follows these modules has a gradient."""
+        return not (self.is_beginning and self.adapted.isdisjoint(before))
+
     def low_rank(self, *modules: str) -> int:
         """Bytes kept between A and B of the adapters of these modules, for each row."""
         return self.number * self.rank * len(self.adapted.intersection(modules))
@@ -120,10 +131,11 @@ def layer_bytes(model: Mapping[str, Any], widths: Widths, *, is_sparse: bool) ->
     """What a layer holds, with routed experts where it `is_sparse`."""
     hidden, width = model["hidden_size"], widths.number
     norm_width = WIDE if family_of(str(model["model_type"])).has_sinks else width
+    norms = _norm(hidden, widths, (), _READERS, normalised=norm_width)
+    norms += _norm(hidden, widths, _ATTENTION, _MLP_READERS, normalised=norm_width)
     # The first norm may keep the layer's input itself.
-    inputs = (widths.keeps(*_READERS), widths.keeps(*_MLP_READERS))
-    norms = sum(norm_bytes(hidden, widths, normalised=norm_width, feeds_product=is_kept) for is_kept in inputs)
-    norms -= width * hidden if widths.keeps_inputs else 0
+    keeps_input = widths.keeps_inputs and widths.reaches()
+    norms -= width * hidden if keeps_input else 0
     attention, gradients = _attention(model, widths)
     kept = norms + attention
     router, mlp = (_router(model, widths), _experts(model, widths)) if is_sparse else (0, _dense(model, widths))
@@ -142,6 +154,7 @@ def layer_bytes(model: Mapping[str, Any], widths: Widths, *, is_sparse: bool) ->
         mlp=mlp.kept,
         moments=(*moments, in_attention),
         tiled=(*tiled, in_attention),
+        keeps_input=keeps_input,
         forward=_forward_bytes(model, widths, is_sparse=is_sparse),
         attention_out=_attention_out(model, widths),
         products=_products(model, widths) if is_sparse else 0,
@@ -151,11 +164,7 @@ def layer_bytes(model: Mapping[str, Any], widths: Widths, *, is_sparse: bool) ->
 def _attention_out(model: Mapping[str, Any], widths: Widths) -> int:
     """The output of attention, padded where keys are wider than values, and the logarithm of a sum for each head."""
     heads = model["num_attention_heads"] // widths.tp
-    if model.get("kv_lora_rank") is not None:
-        columns = max(model["qk_nope_head_dim"] + model["qk_rope_head_dim"], model["v_head_dim"])
-    else:
-        columns = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
-        columns += SINK_COLUMNS if family_of(str(model["model_type"])).has_sinks else 0
+    columns = head_widths(model).widest + (SINK_COLUMNS if family_of(str(model["model_type"])).has_sinks else 0)
     return int(heads * (widths.number * columns + WIDE))
 
 
@@ -189,12 +198,11 @@ def _attention_forward(model: Mapping[str, Any], widths: Widths) -> int:
     """
     heads, is_packed = model["num_attention_heads"] // widths.tp, widths.is_packed
     if model.get("kv_lora_rank") is not None:
-        nope, value = model["qk_nope_head_dim"], model["v_head_dim"]
-        query_key = nope + model["qk_rope_head_dim"]
+        nope, (query_key, value) = model["qk_nope_head_dim"], head_widths(model)
         latents = (model.get("q_lora_rank") or 0) + model["kv_lora_rank"]
         columns = 7 * query_key + nope + value if is_packed else 3 * query_key + nope + 3 * value
         return widths.number * (heads * columns + 2 * latents)
-    head_dim = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
+    head_dim = head_widths(model).values
     key_heads = (model.get("num_key_value_heads") or model["num_attention_heads"]) // widths.tp
     if family_of(str(model["model_type"])).has_sinks:
         return widths.number * heads * (5 * (head_dim + SINK_COLUMNS) + 2 * head_dim)
@@ -224,19 +232,27 @@ class _Mlp(NamedTuple):
     """Parameters of its modules that are computed in tiles, in the order of the moments."""
 
 
-def norm_bytes(
-    columns: int, widths: Widths, *, normalised: int | None = None, feeds_product: bool = True, roots: int = 1
+def _norm(
+    columns: int, widths: Widths, before: Sequence[str], readers: Sequence[str], *, normalised: int | None = None
 ) -> int:
-    """Bytes that an RMSNorm keeps: its input in fp32, the normalised one if its weight is trained, a root for each
-    group of columns, and its output where a matrix that is trained or adapted is multiplied with it.
+    """Bytes of an RMSNorm after the modules `before`, and of its output where one of `readers` keeps it."""
+    kept = norm_bytes(columns, widths, normalised=normalised) if widths.reaches(*before) else 0
+    return kept + (widths.number * columns if widths.keeps(*readers) else 0)
+
+
+def norm_bytes(columns: int, widths: Widths, *, normalised: int | None = None, roots: int = 1) -> int:
+    """Bytes that an RMSNorm keeps beside its output: its input in fp32, the normalised one if its weight is trained,
+    and a root for each group of columns.
     """
     kept = WIDE * columns + (0 if widths.rank else (normalised or widths.number) * columns)
-    kept = (widths.number * columns if widths.is_fused else kept) + WIDE * roots
-    return kept + (widths.number * columns if feeds_product else 0)
+    return (widths.number * columns if widths.is_fused else kept) + WIDE * roots
 
 
 def _attention(model: Mapping[str, Any], widths: Widths) -> tuple[int, int]:
     """Bytes that attention keeps, and those of its gradients."""
+    if not widths.reaches(*_READERS, *_INNER):
+        read = model["num_attention_heads"] // widths.tp * head_widths(model).values if widths.keeps(_OUT) else 0
+        return widths.number * read + widths.low_rank(_OUT), 0
     if model.get("kv_lora_rank") is not None:
         return _latent_attention(model, widths)
     return _grouped_attention(model, widths)
@@ -246,10 +262,10 @@ def _latent_attention(model: Mapping[str, Any], widths: Widths) -> tuple[int, in
     width, tp = widths.number, widths.tp
     heads, rope, nope = model["num_attention_heads"] // tp, model["qk_rope_head_dim"], model["qk_nope_head_dim"]
     query_key, value, rank = nope + rope, model["v_head_dim"], model["kv_lora_rank"]
-    latents = norm_bytes(rank, widths, feeds_product=widths.keeps("self_attn.kv_b_proj"))
-    latents += width * rope if widths.keeps_inputs else 0
+    latents = _norm(rank, widths, (_KEYS_A,), ("self_attn.kv_b_proj",))
+    latents += width * rope if widths.keeps_inputs and widths.reaches(_KEYS_A) else 0
     if model.get("q_lora_rank"):
-        latents += norm_bytes(model["q_lora_rank"], widths, feeds_product=widths.keeps("self_attn.q_b_proj"))
+        latents += _norm(model["q_lora_rank"], widths, ("self_attn.q_a_proj",), ("self_attn.q_b_proj",))
     # Values narrower than keys are padded; others are kept with the product that they are columns of.
     values, out = (query_key, query_key) if value < query_key else (nope + value, value)
     columns = heads * (2 * query_key + values + out + (value if widths.keeps(_OUT) else 0))
@@ -259,7 +275,7 @@ def _latent_attention(model: Mapping[str, Any], widths: Widths) -> tuple[int, in
 
 def _grouped_attention(model: Mapping[str, Any], widths: Widths) -> tuple[int, int]:
     family, width = family_of(str(model["model_type"])), widths.number
-    head_dim = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
+    head_dim = head_widths(model).values
     heads = model["num_attention_heads"] // widths.tp
     key_heads = (model.get("num_key_value_heads") or model["num_attention_heads"]) // widths.tp
     if widths.is_packed:
@@ -271,9 +287,10 @@ def _grouped_attention(model: Mapping[str, Any], widths: Widths) -> tuple[int, i
         kept = (5 if widths.keeps(_OUT) else 4) * width * heads * head_dim
     assert family.parameters is not None
     if family.parameters.attention(model).norms and not family.has_sinks:
-        for count in (heads, key_heads):
+        for name, count in (("q_proj", heads), ("k_proj", key_heads)):
             roots = 1 if family.normalises_over_heads else count
-            kept += norm_bytes(count * head_dim, widths, feeds_product=False, roots=roots)
+            norm = norm_bytes(count * head_dim, widths, roots=roots)
+            kept += norm if widths.reaches(f"self_attn.{name}") else 0
     return kept + widths.low_rank(*_READERS, _OUT) + WIDE * heads, 5 * width * heads * head_dim
 
 
@@ -290,13 +307,19 @@ def _dense(model: Mapping[str, Any], widths: Widths, *, inner: int | None = None
     if not widths.rank:
         held = Held((6 - between) * row), Held((5 - between) * row, matrix)
         return _Mlp((4 - between) * row, held, (3 * inner * model["hidden_size"],))
-    low = widths.low_rank(*(f"{name}.{each}_proj" for each in ("gate", "up", "down")))
+    inputs = [f"{name}.{each}_proj" for each in ("gate", "up")]
+    low = widths.low_rank(*inputs, f"{name}.down_proj")
+    if not widths.reaches(*_ATTENTION, *inputs):
+        kept = is_kept * row + low
+        return _Mlp(kept, (Held(kept),), (0,))
     kept = (4 - between if is_kept else 3 - between) * row + low
     return _Mlp(kept, (Held(kept + gradients),), (0,))
 
 
 def _router(model: Mapping[str, Any], widths: Widths) -> int:
     """Bytes that the router keeps."""
+    if not widths.reaches(*_ATTENTION, "mlp.gate"):
+        return 0
     family = family_of(str(model["model_type"]))
     assert family.expert_keys is not None
     chosen = family.expert_keys.per_token(model)
@@ -331,9 +354,11 @@ def _experts(model: Mapping[str, Any], widths: Widths) -> _Mlp:
     # ones.
     among = 8 if family.transposed_experts else 4 if widths.is_fused else 5
     routed = row + among * inner_row + chosen * (3 * _INDEX + width)
-    is_kept = widths.keeps("mlp.experts")
+    is_kept, are_routed = widths.keeps("mlp.experts"), widths.reaches(*_ATTENTION, "mlp.gate")
     routed -= 0 if is_kept else row + inner_row
-    routed += 2 * chosen * widths.low_rank("mlp.experts")
+    # Routing weights without a gradient need no product.
+    routed -= 0 if are_routed else inner_row
+    routed = (routed + 2 * chosen * widths.low_rank("mlp.experts")) if is_kept or are_routed else 0
     inner_shared = (model.get("n_shared_experts") or 0) * keys.width(model)
     shared = _dense(model, widths, inner=inner_shared, name="mlp.shared_experts")
     wide_inner = chosen * inner * weighted_bytes(model, width)
@@ -349,9 +374,6 @@ def _experts(model: Mapping[str, Any], widths: Widths) -> _Mlp:
     )
     tiled = (3 * matrices // width, *(shared.tiled if shared.kept else ()))
     return _Mlp(routed + shared.kept, moments, tiled)
-
-
-_MOST_TOKENS = 2**30
 
 
 class HeadBytes(NamedTuple):
@@ -390,8 +412,6 @@ class ActivationBytes:
     head: HeadBytes
     last_norm: int
     """At most in the backward of the last norm, which computes in fp32."""
-    keeps_inputs: bool
-    """Whether layers that are not recomputed keep their inputs; norms in 16 bits keep an fp32 copy instead."""
 
     @cached_property
     def kinds(self) -> tuple[LayerBytes, ...]:
@@ -399,10 +419,10 @@ class ActivationBytes:
         return tuple({id(layer): layer for layer in self.layers}.values())
 
     def inputs(self) -> int:
-        """The inputs of all layers, which recomputation keeps: on the device, or on the host where they are
-        offloaded.
+        """The inputs of all layers that have a backward, which recomputation keeps: on the device, or on the host where
+        they are offloaded.
         """
-        return self.layer_input * len(self.layers)
+        return self.layer_input * sum(layer.kept > 0 for layer in self.layers)
 
     def kept_selectively(self, *, is_tiled: bool = False) -> int:
         """What selective recomputation keeps of all layers beside their inputs."""
@@ -431,39 +451,20 @@ class ActivationBytes:
 
     def inputs_on_device(self) -> int:
         """The inputs of layers that stay where they are offloaded: one that is used, and two that are copied."""
-        return min(3, len(self.layers)) * self.layer_input
-
-    def by_token_at_most(self, *, is_tiled: bool = False) -> int:
-        """What the backward of one layer holds at most for each token, without what is fixed."""
-        return max(held.by_token for layer in self.kinds for held in (layer.tiled if is_tiled else layer.moments))
-
-    def tile_sums(self) -> int:
-        """Bytes of the gradients that tiles of a layer sum, whatever the tokens are."""
-        return max(held.fixed for layer in self.kinds for held in layer.tiled)
-
-    def tiles_pay_from(self) -> int | None:
-        """Tokens of a rank from which `train.tiled_mlp` lowers what one layer holds; None where it never does."""
-
-        def pays(tokens: int) -> bool:
-            return self.working_set(tokens, is_tiled=True) < self.working_set(tokens)
-
-        return bisect_left(range(_MOST_TOKENS), x=True, key=pays) if pays(_MOST_TOKENS) else None
+        return min(3 * self.layer_input, self.inputs())
 
     def kept_by_layers(self, *, is_tiled: bool = False) -> int:
         """What layers keep that are not recomputed, with their inputs."""
-        inputs = self.inputs() if self.keeps_inputs else 0
-        return inputs + sum(layer.kept - (layer.mlp if is_tiled else 0) for layer in self.layers)
+        own = sum(layer.kept - (layer.mlp if is_tiled else 0) for layer in self.layers)
+        return own + self.layer_input * sum(layer.keeps_input for layer in self.layers)
 
     def kept_at_most(self, tokens: int, *, is_tiled: bool = False) -> int:
         """Bytes of layers that are not recomputed: what earlier ones keep, and what one holds in its backward."""
-        earlier = most = self.inputs() * tokens if self.keeps_inputs else 0
-        fullest, kept = {}, {}
-        for layer in self.kinds:
-            fullest[id(layer)] = layer.most(tokens, is_tiled=is_tiled)
-            kept[id(layer)] = (layer.kept - (layer.mlp if is_tiled else 0)) * tokens
+        earlier = most = self.layer_input * sum(layer.keeps_input for layer in self.layers) * tokens
+        fullest = {id(layer): layer.most(tokens, is_tiled=is_tiled) for layer in self.kinds}
         for layer in self.layers:
             most = max(most, earlier + fullest[id(layer)])
-            earlier += kept[id(layer)]
+            earlier += (layer.kept - (layer.mlp if is_tiled else 0)) * tokens
         return max(most, earlier + self.last_norm * tokens)
 
 
@@ -501,16 +502,17 @@ def activation_bytes(  # noqa: PLR0913 - what a rank computes, and with which ke
         for number in range(model["num_hidden_layers"])
     ]
     rank = adapters.rank if adapters is not None else 0
+    first = next((number for number, (_, adapted) in enumerate(kinds) if adapted), -1)
+    places = [(*kind, number <= first) for number, kind in enumerate(kinds)]
     layers = {
-        (is_sparse, adapted): layer_bytes(model, replace(widths, rank=rank, adapted=adapted), is_sparse=is_sparse)
-        for is_sparse, adapted in set(kinds)
+        kind: layer_bytes(model, replace(widths, rank=rank, adapted=kind[1], is_beginning=kind[2]), is_sparse=kind[0])
+        for kind in set(places)
     }
     return ActivationBytes(
         layer_input=widths.number * hidden,
-        layers=tuple(layers[kind] for kind in kinds),
+        layers=tuple(layers[place] for place in places),
         head=_head(model, widths, precision, device),
         last_norm=(4 * widths.number if widths.is_fused else 6 * WIDE) * hidden,
-        keeps_inputs=widths.keeps_inputs,
     )
 
 
@@ -519,7 +521,7 @@ def _head(model: Mapping[str, Any], widths: Widths, precision: str, device: str)
     # On CPUs the softmax of 16-bit logits takes a few rows at a time (model/loss/head_chunks.py, ChunkBlocks).
     is_by_blocks = device == "cpu" and width < WIDE
     return HeadBytes(
-        by_token=norm_bytes(hidden, widths),
+        by_token=norm_bytes(hidden, widths) + width * hidden,
         by_supervised=2 * width * hidden,
         chunk=head_chunk(rows, precision=precision, device=device) if rows else 0,
         columns=rows,

@@ -52,7 +52,7 @@ from ds_finetune.plan.estimate.zero_rows import (
     num_persistent,
     zero_rows,
 )
-from ds_finetune.plan.forward import CPU_TOKENS, DISTILLATION_TOKENS, varlen_problem
+from ds_finetune.plan.forward import CPU_TOKENS, DISTILLATION_TOKENS, head_widths, varlen_problem
 from ds_finetune.plan.kernels import SINGLE
 from ds_finetune.plan.lora_targets import adapted_targets, targets_among
 from ds_finetune.plan.pipeline import num_held_forwards
@@ -286,15 +286,12 @@ def _layer_rows(plan: Plan, own: ActivationBytes, tokens: int, *, flying: float)
 def _exchange_rows(plan: Plan, model: ModelConfig, own: ActivationBytes, tokens: int) -> Iterator[MemoryRow]:
     home, width = _home(plan), WEIGHT_BYTES[plan.precision]
     if plan.mesh.sp > 1:
-        heads = model["num_attention_heads"] // plan.mesh.tp
-        head_dim = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
-        if model.get("kv_lora_rank") is not None:
-            head_dim = model["qk_nope_head_dim"] + model["qk_rope_head_dim"]
+        columns = model["num_attention_heads"] // plan.mesh.tp * head_widths(model).keys
         # What is sent and what arrives, of one tensor at a time.
-        size = 2 * width * heads * head_dim * tokens
+        size = 2 * width * columns * tokens
         yield MemoryRow("exchange of sequence parallelism", home, size, _LENGTH, ("forward", "layers"))
     if plan.mesh.ep > 1:
-        sparse = next((layer for layer in own.layers if layer.router), None)
+        sparse = next((layer for layer in own.layers if layer.products), None)
         assert plan.parallel.ep == plan.mesh.ep
         if sparse is not None:
             rows = own.layer_input * int(model.get("num_experts_per_tok") or 1) * tokens

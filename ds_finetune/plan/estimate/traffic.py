@@ -18,6 +18,7 @@ from ds_finetune.plan.estimate.activation_memory import weighted_bytes
 from ds_finetune.plan.estimate.operations import Work, adapter_elements, adapter_parts, is_quantised
 from ds_finetune.plan.estimate.rank_weights import RankWeights, is_trained, part_of
 from ds_finetune.plan.estimate.states import TensorKind
+from ds_finetune.plan.forward import head_widths
 from ds_finetune.plan.mesh import Mesh
 from ds_finetune.plan.tested_layouts import WEIGHT_BYTES
 
@@ -239,10 +240,9 @@ def _sequence(work: Work, weights: RankWeights) -> Iterator[GroupTraffic]:
 def _exchanged_columns(model: ModelConfig, mesh: Mesh) -> int:
     """Columns of queries, keys, values and outputs of a layer; grouped keys are repeated until ranks divide them."""
     heads = model["num_attention_heads"] // mesh.tp
+    width, value = head_widths(model)
     if model.get("kv_lora_rank") is not None:
-        query_key, value = model["qk_nope_head_dim"] + model["qk_rope_head_dim"], model["v_head_dim"]
-        return int(heads * 2 * (query_key + value))
-    width = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
+        return int(heads * 2 * (width + value))
     groups = (model.get("num_key_value_heads") or model["num_attention_heads"]) // mesh.tp
     groups *= mesh.sp // math.gcd(groups, mesh.sp)
     return int(2 * width * (heads + groups))

@@ -133,6 +133,8 @@ def test_zero_stages_need_less(shared_data: Path) -> None:
         (8, "cuda", {}, 2 * 0.5),
         (16, "cuda", {"ep": 16}, 4 * 0.5 + 7 * 4 / 9),
         (8, "cuda", {"tp": 2}, 3 * 0.5),
+        # Chunks of stages have four groups for what goes between them.
+        (8, "cuda", {"pp": 2, "vpp": 2}, 7 * 0.5),
         (1, "cuda", {}, 0),
         (2, "cpu", {}, 0),
     ],
@@ -141,6 +143,7 @@ def test_communicators_take_memory_besides_torchs(
     shared_data: Path, ranks: int, device: str, parallel: Tree, gib: float
 ) -> None:
     tree: Tree = {"model": "m", "data": {"train": "t.jsonl"}, "output_dir": "o", "parallel": parallel}
+    tree |= {"deepspeed": {"zero_optimization": {"stage": 1}}}
     config = RunConfig.model_validate(tree | {"train": {"global_batch_size": 16}})
     plan = make_plan(RunSettings.of(config), world=World(0, ranks, 0, min(ranks, 8), "a test"), device=device)
     rows = estimate_memory(plan, published(shared_data, "deepseek-ai--DeepSeek-V2-Lite")).rows

@@ -84,7 +84,7 @@ def published(shared_data: Path, name: str, **changes: Any) -> dict[str, Any]:
 
 
 LITE, DISTILL = "deepseek-ai--DeepSeek-V2-Lite", "deepseek-ai--DeepSeek-R1-Distill-Qwen-7B"
-QWEN = "Qwen--Qwen3-30B-A3B"
+QWEN, V3 = "Qwen--Qwen3-30B-A3B", "deepseek-ai--DeepSeek-V3"
 WAYS: dict[str, dict[str, Any]] = {
     "recomputed": {},
     "kept": {"activation_checkpointing": "none"},
@@ -154,26 +154,41 @@ def test_fused_kernels_of_every_family(family: str, kernels: str, way: str) -> N
     assert planned == pytest.approx(tracked.peak, rel=0.05)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kernels", FUSED)
-@pytest.mark.parametrize("way", ["recomputed", "kept"])
-@pytest.mark.parametrize("targets", [[], ["q_proj", "o_proj"]], ids=["all", "two"])
-@pytest.mark.parametrize("name", [LITE, DISTILL])
-def test_adapters_with_fused_kernels(shared_data: Path, name: str, targets: list[str], way: str, kernels: str) -> None:
-    lora = {"rank": 16} | ({"target_modules": targets} if targets else {})
-    tree = published(shared_data, name, num_hidden_layers=3)
+ADAPTED = {"all": [], "two": ["q_proj", "o_proj"], "experts": ["experts"], "down": ["down_proj"]}
+"""Modules with adapters: nothing before the first of them has a gradient."""
+
+
+def compare_adapters(shared_data: Path, name: str, targets: str, *, kernels: str, way: str) -> None:
+    """Of three layers, or of two more after the dense ones of DeepSeek-V3, which has fewer experts here."""
+    lora = {"rank": 16} | ({"target_modules": ADAPTED[targets]} if ADAPTED[targets] else {})
+    changes: dict[str, Any] = (
+        {"num_hidden_layers": 5, "n_routed_experts": 32} if name == V3 else {"num_hidden_layers": 3}
+    )
+    tree = published(shared_data, name, **changes)
+    tree.pop("quantization_config", None)
     tracked, planned = compare(tree, lora=lora, kernels=kernels, **WAYS[way])
     assert planned == pytest.approx(tracked.peak, rel=0.02)
 
 
+@pytest.mark.parametrize("kernels", ["torch", "liger"])
+@pytest.mark.parametrize("name", [LITE, QWEN])
+def test_adapters_of_experts(shared_data: Path, name: str, kernels: str) -> None:
+    compare_adapters(shared_data, name, "experts", kernels=kernels, way="kept")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["recomputed", "kept"])
-@pytest.mark.parametrize("targets", [[], ["q_proj", "o_proj"]], ids=["all", "two"])
-@pytest.mark.parametrize("name", [LITE, DISTILL, QWEN])
-def test_adapters(shared_data: Path, name: str, targets: list[str], way: str) -> None:
-    lora = {"rank": 16} | ({"target_modules": targets} if targets else {})
-    tracked, planned = compare(published(shared_data, name, num_hidden_layers=3), lora=lora, **WAYS[way])
-    assert planned == pytest.approx(tracked.peak, rel=0.05)
+@pytest.mark.parametrize("kernels", ["torch", *FUSED])
+@pytest.mark.parametrize("way", ["recomputed", "selective", "kept"])
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        *((name, targets) for name in (LITE, V3) for targets in ADAPTED),
+        *((QWEN, targets) for targets in ("all", "two", "experts")),
+        *((DISTILL, targets) for targets in ("all", "two", "down")),
+    ],
+)
+def test_adapters(shared_data: Path, name: str, targets: str, way: str, kernels: str) -> None:
+    compare_adapters(shared_data, name, targets, kernels=kernels, way=way)
 
 
 STUDENT, TEACHER = (f"deepseek-ai--DeepSeek-R1-Distill-Qwen-{size}" for size in ("1.5B", "32B"))
