@@ -196,6 +196,13 @@ JUDGES = (
     ),
     ("gguf", "llama.cpp (xllamacpp 2026.10)", f"{_SAME} in f32", "export/gguf/test_llama_cpp.py", "every one"),
     (
+        "compressed-tensors",
+        "transformers 5.23 (compressed-tensors 0.20)",
+        "weights within their rounding, KL divergence printed",
+        "export/test_compressed.py",
+        "every one",
+    ),
+    (
         "adapter",
         "names of vLLM 0.32",
         "merged weights are equal, and every name is looked up",
@@ -219,6 +226,8 @@ A run that ends writes those of [`export.formats`](run-file.md#exportformats). E
 [verified](../explanation/verification.md), and so were these by the programs that read them; other pairs are refused.
 
 {judged}
+
+Not run: Ollama, SGLang, and vLLM with adapters of experts or quantised weights.
 """
 OTHERS = """\
 # Keys of other trainers
@@ -271,7 +280,7 @@ def _formats() -> Iterator[str]:
             "`--dtype`": f"{', '.join(row.dtypes)} (default {row.dtypes[0]})",
             "options of its own": ", ".join(f"`{option}`" for option in row.options),
             "engines of `serve`": ", ".join(f"`{engine}`" for engine in row.engines),
-            "installed by": f"`pip install 'ds_finetune[{row.extra}]'`" if row.extra else "",
+            "installed by": f"`pip install {row.wheels}`" if row.packages else "",
             "model types": "every one that trains" if is_all else f"{decoders}{others}",
         }
         lines = (_wrapped(f"- {name}: {text}", indent="  ") for name, text in parts.items() if text)

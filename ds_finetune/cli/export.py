@@ -26,8 +26,9 @@ def add_commands(commands: Commands) -> None:
     export.add_argument("--format", metavar="FORMAT", help=text)
     text = f"dtype of the weights (default {default.dtypes[0]}"
     text += f"{''.join(f', for {row.name} {row.dtypes[0]}' for row in others)})"
-    choices = dict.fromkeys(dtype for row in FORMATS for dtype in row.dtypes)
-    export.add_argument("--dtype", "--quantise", choices=tuple(choices), help=text)
+    names = {row.name: ", ".join(row.dtypes) for row in FORMATS}
+    text += f": {'; '.join(f'{name} {dtypes}' for name, dtypes in names.items())}"
+    export.add_argument("--dtype", "--quantise", metavar="DTYPE", help=text)
     export.add_argument("--max-shard-size", help="largest safetensors file (default 5GB)")
     text = "folder of the base model, with config.json, tokenizer and the weights that were not trained"
     export.add_argument("--base", metavar="FOLDER", help=text)

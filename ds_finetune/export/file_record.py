@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,6 +13,7 @@ from ds_finetune.config.units import GIB, MIB
 from ds_finetune.errors import ConfigError, ExportError
 from ds_finetune.export.output_folder import RECORD
 from ds_finetune.export.verify.record import UNVERIFIED
+from ds_finetune.export.verify.verify import VerificationResult, mark_folder
 
 T = TypeVar("T")
 _SEGMENT_BYTES = MIB
@@ -84,6 +86,24 @@ def check_no_base(base: Path | None, folder: Path) -> None:
         raise ConfigError(
             f"--base {base} is not valid with `{folder}`", hint="leave it out: the folder's record is enough"
         )
+
+
+def verify_files(
+    folder: Path,
+    base: Path | None,
+    kind: str,
+    parts_at: Callable[[Mapping[str, Any], str, Mapping[str, Runs]], list[str]] = lambda *_: [],
+) -> VerificationResult:
+    """Compare the files of a folder of the format `kind` with their digests in its record, and mark it.
+
+    `parts_at` is that of `check_files`, after the tree of the record.
+    """
+    check_no_base(base, folder)
+    files, tree = read_file_record(folder, kind, lambda tree: tree)
+    problems, lines = check_files(folder, files, partial(parts_at, tree))
+    result = VerificationResult(folder, tuple(problems), tuple(lines))
+    mark_folder(result)
+    return result
 
 
 def check_files(

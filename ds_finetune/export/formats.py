@@ -135,7 +135,7 @@ class ExportFormat:
     options: tuple[str, ...] = ()
     """Options of `ExportOptions.given` that it has."""
     reasons: Mapping[str, str] = field(default_factory=dict)
-    """Hints for options that it does not have, where they say more than which format has them."""
+    """Hints for options, and values of `--dtype`, that it does not have, where they say more than which there are."""
     packages: tuple[str, ...] = ()
     """Packages that its module needs."""
     extra: str = ""
@@ -147,6 +147,11 @@ class ExportFormat:
     has_card: bool = False
     """Whether a model card is written into the folder."""
 
+    @property
+    def wheels(self) -> str:
+        """What installs its packages, for pip."""
+        return f"'ds_finetune[{self.extra}]'" if self.extra else " ".join(self.packages).replace("_", "-")
+
     def resolved(self, options: ExportOptions) -> ExportOptions:
         """`options` with the default dtype filled in; ConfigError or ExportError for one that this format has not."""
         for name, given in options.given().items():
@@ -156,6 +161,10 @@ class ExportFormat:
                     f"{given} is not valid with --format {self.name}",
                     hint=self.reasons.get(name, f"it is an option of --format {others}"),
                 )
+        if options.dtype in self.reasons:
+            raise ConfigError(
+                f"--quantise {options.dtype} is not written with --format {self.name}", hint=self.reasons[options.dtype]
+            )
         if options.dtype and options.dtype not in {dtype for row in formats() for dtype in row.dtypes}:
             raise ConfigError(f"dtype is `{options.dtype}`", hint=f"name one of {', '.join(self.dtypes)}")
         if options.dtype and options.dtype not in self.dtypes:
@@ -198,7 +207,7 @@ class ExportFormat:
         absent = [name for name in self.packages if find_spec(name) is None]
         if absent:
             raise ExportError(
-                f"the {self.title} export needs {' and '.join(absent)}", hint=f"pip install 'ds_finetune[{self.extra}]'"
+                f"the {self.title} export needs {' and '.join(absent)}", hint=f"pip install {self.wheels}"
             )
         return cast(FormatModule, import_module(self.module))
 
@@ -256,6 +265,7 @@ GGUF = ExportFormat(
     dtypes=("bf16", "f16", "f32", "q8_0"),
     engines=(),
     reasons={
+        "q4_k_m": "the library gguf has no quantiser for it: write f16, then llama-quantize OUT/NAME.gguf Q4_K_M",
         "--max-shard-size": "leave it out: a GGUF is one file",
         "--no-verify": "leave it out: a GGUF has its name only once it is verified",
     },
@@ -281,7 +291,27 @@ ADAPTER = ExportFormat(
     is_of_model=False,
     has_card=True,
 )
-FORMATS = [SAFETENSORS, ONNX, GGUF, ADAPTER]
+_CALIBRATED = "it needs calibration by llmcompressor, which does not install beside transformers 5.23: take w4a16"
+COMPRESSED = ExportFormat(
+    name="compressed-tensors",
+    title="compressed-tensors",
+    module="ds_finetune.export.compressed",
+    weights=SAFETENSORS.weights,
+    read_by="transformers, vLLM and SGLang",
+    uses=("vllm serve OUT", "python -m sglang.launch_server --model-path OUT"),
+    dtypes=("w8a16", "w4a16", "fp8"),
+    engines=SAFETENSORS.engines,
+    reasons={
+        "awq": _CALIBRATED,
+        "gptq": _CALIBRATED,
+        "--max-shard-size": "leave it out: files have 5 GB",
+        "--no-verify": "leave it out: the folder has its name only once it is verified",
+    },
+    packages=("compressed_tensors",),
+    has_family=lambda family: family.onnx is not None and family.encoder is None,
+    has_card=True,
+)
+FORMATS = [SAFETENSORS, ONNX, GGUF, COMPRESSED, ADAPTER]
 """The formats of this package, and after them those that others have registered."""
 ENGINES = ("vllm", "transformers", "onnx")
 """The engines of `ds-finetune serve`."""
@@ -345,5 +375,6 @@ def format_of(folder: Path) -> ExportFormat:
         tree = None
     name = str(tree.get("format")).partition(" ")[0] if isinstance(tree, dict) else ""
     # A folder of another format may have a safetensors file beside its own.
-    rows = [SAFETENSORS, *(row for row in formats() if row.is_of_model and row.holds_weights(folder))]
+    others = (row for row in formats() if row.is_of_model and row.weights != SAFETENSORS.weights)
+    rows = [SAFETENSORS, *(row for row in others if row.holds_weights(folder))]
     return next((row for row in formats() if row.name == name), rows[-1])

@@ -10,14 +10,16 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ds_finetune.errors import ExportError
 from ds_finetune.export.classifiers import auto_class
-from ds_finetune.export.from_checkpoint import export_checkpoint
+from ds_finetune.export.from_checkpoint import COPIED_FILES, export_checkpoint
+from ds_finetune.export.model_config import remove_code
 from ds_finetune.export.readers.sources import is_model, is_peft_adapter
 from ds_finetune.families.table import family_of
 from ds_finetune.foreign.auto_configs import AutoConfig
-from ds_finetune.model.build.hub_folder import HubFolder, check_folder
+from ds_finetune.model.build.hub_folder import HubFolder, check_folder, copy_model_file
 from ds_finetune.model.weights.load import open_weights
 
-_SHARD_BYTES = 5 * 10**9
+SHARD_BYTES = 5 * 10**9
+"""The largest safetensors file where no option gives another size."""
 _PLAIN_COPY = "make a bf16 copy of it first, where it is in FP8 blocks by `ds-finetune export SOURCE COPY`"
 
 
@@ -35,7 +37,7 @@ def plain_folder(source: Path, out: Path, base: Path | None) -> Iterator[Path]:
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"{out.name}.", dir=out.parent) as scratch:
         yield export_checkpoint(
-            source, Path(scratch) / "hub", dtype="fp32", max_shard_bytes=_SHARD_BYTES, base=base
+            source, Path(scratch) / "hub", dtype="fp32", max_shard_bytes=SHARD_BYTES, base=base
         ).folder
 
 
@@ -63,3 +65,11 @@ def plain_model(folder: Path, check: Callable[[PretrainedConfig], None]) -> tupl
     if hub.has_fp8:
         raise ExportError(f"{folder} holds FP8 tensors and its config.json does not say so", hint=_PLAIN_COPY)
     return model, hub
+
+
+def copy_settings(folder: Path, out: Path) -> None:
+    """Copy the configuration and tokenizer of `folder` to `out`, without the names of code."""
+    for name in ("config.json", *COPIED_FILES):
+        if (folder / name).is_file():
+            copy_model_file(folder / name, out / name)
+    remove_code(out)

@@ -17,14 +17,14 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ds_finetune.errors import ExportError
 from ds_finetune.export.adapter import BASE_DIGEST, CONFIG, KEY_PREFIX, WEIGHTS
-from ds_finetune.export.file_record import check_files, check_no_base, read_file_record, write_file_record
+from ds_finetune.export.file_record import verify_files, write_file_record
 from ds_finetune.export.formats import ADAPTER, ExportOptions, ExportResult
 from ds_finetune.export.from_checkpoint import check_free_space
 from ds_finetune.export.output_folder import as_output_errors, check_out_empty, replaced_folder
 from ds_finetune.export.readers.adapter import PeftAdapter
 from ds_finetune.export.readers.sources import is_peft_adapter, open_adapter
 from ds_finetune.export.source import read_model_spec
-from ds_finetune.export.verify.verify import VerificationResult, mark_folder
+from ds_finetune.export.verify.verify import VerificationResult
 from ds_finetune.families.server_lora import LARGEST_RANK, VLLM, VLLM_LORA
 from ds_finetune.families.table import family_of
 from ds_finetune.model.adapters.lora import Factors
@@ -78,12 +78,7 @@ def write(source: Path, out: Path, options: ExportOptions) -> ExportResult:
 
 def verify(folder: Path, base: Path | None) -> VerificationResult:
     """Compare the files of the folder with their digests in its record, and mark it."""
-    check_no_base(base, folder)
-    files, _ = read_file_record(folder, _FORMAT, dict)
-    problems, lines = check_files(folder, files, lambda *_: [])
-    result = VerificationResult(folder, tuple(problems), tuple(lines))
-    mark_folder(result)
-    return result
+    return verify_files(folder, base, _FORMAT)
 
 
 def check_model(

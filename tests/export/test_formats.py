@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import runpy
 from importlib import import_module
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from ds_finetune.export.formats import EngineModule, FormatModule
 from ds_finetune.export.load import load_exported
 from ds_finetune.export.output_folder import RECORD, replaced_folder
 from ds_finetune.serving.serve import choose_engine
+from tests.conftest import ROOT
+from tests.export.gguf.models import MODELS
 from tests.export.toy_format import TOY
 from tests.model.weights.test_weights import published
 from tests.running import start, tiny_task
@@ -85,7 +88,8 @@ def test_what_a_row_does_not_have_is_refused(tmp_path: Path) -> None:
         with pytest.raises((ConfigError, ExportError), match=told):
             ds_finetune.export_model(tmp_path, tmp_path / "out", format="toy", **options)
     with pytest.raises(
-        ConfigError, match=r"format `tar` is not known\n  hint: known formats are safetensors, onnx, gguf, adapter, toy"
+        ConfigError,
+        match=r"format `tar` is not known\n  hint: known formats are safetensors, onnx, gguf, compressed-tensors, adapter, toy",
     ):
         ds_finetune.export_model(tmp_path, tmp_path / "out", format="tar")
     with pytest.raises(ExportError, match="model_type `bert` has no export to toy"):
@@ -177,3 +181,27 @@ def test_options_without_effect_on_a_check_are_refused(
 ) -> None:
     assert main(["export", "--check", str(tmp_path / "none"), *options]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_every_cell_of_the_table_of_judges_is_a_test() -> None:
+    """Model types of `docs/reference/export-formats.md` are those that its tests go through."""
+    pytest.importorskip("onnxruntime")
+    from tests.export import test_mlx as mlx
+    from tests.export.onnx import test_consumers as consumers
+    from tests.export.onnx import test_onnx as onnx
+
+    judges = runpy.run_path(str(ROOT / "scripts" / "reference.py"))["JUDGES"]
+    assert [*dict.fromkeys(row[0] for row in judges)] == [row.name for row in formats.FORMATS]
+    exported = {row.name: {*row.model_types(is_encoder=False)} for row in formats.FORMATS}
+    tested = {
+        "mlx_lm": {*mlx.FAMILIES},
+        "onnxruntime-genai": {*consumers.GENAI},
+        "transformers.js": {*consumers.TRANSFORMERS_JS},
+        "ONNX": {*onnx.FAMILIES},
+        "llama.cpp": {family for family, _ in MODELS.values()},
+    }
+    for name, program, _, test, types in judges:
+        assert (ROOT / "tests" / test).is_file()
+        kind = program.partition(" ")[0]
+        named = exported[name] if types.startswith("every one") else {*types.partition(";")[0].split(", ")}
+        assert tested.get(kind, named) == named, kind

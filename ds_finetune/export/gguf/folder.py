@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -11,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ds_finetune.console.phase_line import count_parts
 from ds_finetune.errors import ExportError, VerificationError
-from ds_finetune.export.file_record import Runs, check_files, check_no_base, read_file_record, write_file_record
+from ds_finetune.export.file_record import Runs, verify_files, write_file_record
 from ds_finetune.export.formats import GGUF, ExportOptions, ExportResult
 from ds_finetune.export.from_checkpoint import check_free_space
 from ds_finetune.export.gguf.gguf_tensors import KINDS, GgufTensor, gguf_tensors
@@ -19,7 +20,7 @@ from ds_finetune.export.gguf.llama_tokenizer import add_tokenizer, splitting
 from ds_finetune.export.gguf.settings import add_settings, check_settings, notes_on
 from ds_finetune.export.output_folder import as_output_errors, check_out_empty, replaced_folder
 from ds_finetune.export.plain_source import plain_folder, plain_model
-from ds_finetune.export.verify.verify import VerificationResult, mark_folder
+from ds_finetune.export.verify.verify import VerificationResult
 from ds_finetune.families.table import family_of
 from ds_finetune.model.build.hub_folder import HubFolder
 from ds_finetune.model.loss.score_config import is_classifier
@@ -54,17 +55,12 @@ def write(source: Path, out: Path, options: ExportOptions) -> ExportResult:
 
 def verify(folder: Path, base: Path | None) -> VerificationResult:
     """Compare the files of the folder with their digests in its record, and mark it."""
-    check_no_base(base, folder)
-    files, places = read_file_record(folder, _FORMAT, lambda tree: dict(tree["tensors"]))
+    return verify_files(folder, base, _FORMAT, _tensors_at)
 
-    def tensors_at(name: str, changed: Mapping[str, Runs]) -> list[str]:
-        hit = [key for key, (begin, end) in places.items() if any(begin <= b and a < end for a, b in changed[name])]
-        return hit if name.endswith(".gguf") else []
 
-    problems, lines = check_files(folder, files, tensors_at)
-    result = VerificationResult(folder, tuple(problems), tuple(lines))
-    mark_folder(result)
-    return result
+def _tensors_at(record: Mapping[str, Any], name: str, changed: Mapping[str, Runs]) -> list[str]:
+    places = record["tensors"].items() if name.endswith(".gguf") else ()
+    return [key for key, (begin, end) in places if any(begin <= b and a < end for a, b in changed[name])]
 
 
 def check_model(

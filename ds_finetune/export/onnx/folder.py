@@ -16,14 +16,13 @@ from ds_finetune.config.units import MIB
 from ds_finetune.errors import ExportError, VerificationError
 from ds_finetune.export.file_record import check_no_base
 from ds_finetune.export.formats import ONNX, ExportOptions, ExportResult, Scorer
-from ds_finetune.export.from_checkpoint import COPIED_FILES, check_free_space
-from ds_finetune.export.model_config import remove_code
+from ds_finetune.export.from_checkpoint import check_free_space
 from ds_finetune.export.output_folder import as_output_errors, check_out_empty, replaced_folder
-from ds_finetune.export.plain_source import plain_folder, plain_model
+from ds_finetune.export.plain_source import copy_settings, plain_folder, plain_model
 from ds_finetune.export.verify.record import UNVERIFIED
 from ds_finetune.export.verify.verify import VerificationResult
 from ds_finetune.families.table import family_of
-from ds_finetune.model.build.hub_folder import HubFolder, copy_model_file
+from ds_finetune.model.build.hub_folder import HubFolder
 from ds_finetune.model.loss.score_config import is_classifier
 
 if TYPE_CHECKING:
@@ -186,7 +185,4 @@ def _write_graph(model: PreTrainedModel, hub: HubFolder, out: Path, options: Exp
         graph, ends = decoder_graph(model, hub.whole, dtype=numbers, with_cache=options.with_cache)
     check_free_space(out, sum(weight.num_bytes for weight in graph.weights.values()))
     write_model(graph, ends, out, inline_bytes=INLINE_BYTES)
-    for name in ("config.json", *COPIED_FILES):
-        if (hub.folder / name).is_file():
-            copy_model_file(hub.folder / name, out / name)
-    remove_code(out)
+    copy_settings(hub.folder, out)

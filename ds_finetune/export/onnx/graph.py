@@ -111,8 +111,12 @@ def write_model(graph: Graph, ends: GraphEnds, folder: Path, *, inline_bytes: in
     weights = list(graph.weights.values())
     stored = _write_data(weights, folder / DATA) if is_external else [_inline(weight) for weight in weights]
     proto = helper.make_graph(graph.nodes, "model", *ends, initializer=[*graph.constants.values(), *stored])
+    domains = {"": OPSET} | {node.domain: 1 for node in graph.nodes if node.domain}
     model: ModelProto = helper.make_model(
-        proto, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION, producer_name="ds_finetune"
+        proto,
+        opset_imports=[helper.make_opsetid(*domain) for domain in domains.items()],
+        ir_version=IR_VERSION,
+        producer_name="ds_finetune",
     )
     (folder / MODEL).write_bytes(model.SerializeToString())
     onnx.checker.check_model(str(folder / MODEL), full_check=False)

@@ -18,6 +18,8 @@ from ds_finetune.model.weights.names import published_name
 Read = Callable[[str], torch.Tensor]
 """Reads the tensor of a published name, as a whole, on the CPU."""
 _LAST = -1
+_PIECE_NUMEL = 2**22
+"""Elements of a weight that are cast and written at a time."""
 
 
 def parts_of(config: PretrainedConfig) -> OnnxGraph:
@@ -73,7 +75,10 @@ class Layers:
         shape, stored = tuple(change(getattr(self.module(module), leaf)).shape), published_name(key, self.family)
 
         def pieces() -> Iterator[np.ndarray]:
-            yield array_of(change(self.read(stored)), dtype or self.graph.dtype, key)
+            # Cast a bounded part at a time: embedding and head are the largest tensors of small models.
+            changed = change(self.read(stored))
+            for part in changed.split(max(_PIECE_NUMEL * len(changed) // changed.numel(), 1)):
+                yield array_of(part, dtype or self.graph.dtype, key)
 
         return self.graph.weight(name or key, shape, pieces, dtype)
 

@@ -1,49 +1,34 @@
 """Weights of linear layers in 8 or 4 bits by ONNX Runtime's own quantiser, and what they cost in loss."""
 
 import logging
-from dataclasses import dataclass, replace
+import math
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
+from onnx import numpy_helper
 
-from ds_finetune.config.units import GIB
 from ds_finetune.errors import ExportError
 from ds_finetune.export.onnx import DATA, MODEL
-from ds_finetune.export.onnx.comparison import NEW_TOKENS, PROMPTS, Case, Floats, Ints, Reference
+from ds_finetune.export.onnx.comparison import NEW_TOKENS, PROMPTS, Case, Ints, Reference
+from ds_finetune.export.onnx.graph import Graph, Weight, write_model
 from ds_finetune.export.onnx.runtime import OnnxModel
+from ds_finetune.export.quantisation_loss import LENGTH, ROWS, Logs, QuantisationLoss, log_probabilities
 
 BITS = {"int8": 8, "int4": 4}
 """Bits of a weight by the value of `--dtype`."""
+_ROUTER = ".gate.weight"
+_PIECE_NUMEL = 2**22
+"""Elements that are read and quantised at a time."""
 _BLOCK = 32
 """Rows of a column with a scale and a zero point of their own."""
-_ROWS, _LENGTH = 8, 64
-"""Texts that the model samples, and their tokens."""
 
 
-@dataclass(frozen=True)
-class QuantisedWeights:
-    """What quantising the weights of a graph has changed."""
-
-    dtype: str
-    loss_before: float
-    """Mean negative log-likelihood of a token of texts that the model sampled itself, in nats."""
-    loss_after: float
-    divergence: float
-    """Mean Kullback-Leibler divergence of a token's distribution from that in fp32, in nats."""
-    bytes_before: int
-    bytes_after: int
-
-    def line(self) -> str:
-        """The result, for the terminal."""
-        return (
-            f"{self.dtype}: loss {self.loss_before:.4f} before and {self.loss_after:.4f} after, KL divergence "
-            f"{self.divergence:.1e} nats a token, on {_ROWS * (_LENGTH - 1)} tokens that the model sampled; "
-            f"{self.bytes_before / GIB:.2f} GiB became {self.bytes_after / GIB:.2f} GiB"
-        )
-
-
-def quantise_weights(folder: Path, dtype: str, vocab: int, *, inline_bytes: int) -> QuantisedWeights:
+def quantise_weights(folder: Path, dtype: str, vocab: int, *, inline_bytes: int) -> QuantisationLoss:
     """Replace the graph in `folder` by one whose linear layers have weights in `dtype`, with blocks of 32.
 
     Embeddings and the weights of routed experts stay as they are: they are not constants of a MatMul. ExportError where
@@ -53,11 +38,7 @@ def quantise_weights(folder: Path, dtype: str, vocab: int, *, inline_bytes: int)
     before, size = _log_probabilities(OnnxModel(folder), ids), _size(folder)
     _quantise(folder, BITS[dtype], inline_bytes)
     after = _log_probabilities(OnnxModel(folder), ids)
-    first, last = (
-        float(-np.take_along_axis(each, ids[:, 1:, None], -1).mean(dtype=np.float64)) for each in (before, after)
-    )
-    divergence = float((np.exp(before) * (before - after)).sum(-1).mean(dtype=np.float64))
-    return QuantisedWeights(dtype, first, last, divergence, size, _size(folder))
+    return QuantisationLoss.of(dtype, ids, before, after, (size, _size(folder)))
 
 
 def own_reference(folder: Path, reference: Reference) -> Reference:
@@ -82,31 +63,137 @@ def _with_own_logits(case: Case, model: OnnxModel) -> Case:
 
 
 def _quantise(folder: Path, bits: int, inline_bytes: int) -> None:
-    # It sets up the root logger when it is imported.
-    level, handlers = logging.root.level, [*logging.root.handlers]
-    from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
+    """Write the graph again, one piece of one weight at a time, with its constant matrices in `bits` bits.
 
-    logging.root.handlers[:] = handlers
-    logging.root.setLevel(level)
-    logging.getLogger(MatMulNBitsQuantizer.__module__).setLevel(logging.ERROR)
-    quantizer = MatMulNBitsQuantizer(onnx.load(folder / MODEL), bits=bits, block_size=_BLOCK, is_symmetric=False)
-    quantizer.process()
-    model: onnx.ModelProto = quantizer.model.model
-    if not any(node.op_type == "MatMulNBits" for node in model.graph.node):
+    Routers keep theirs: a token's experts depend on small differences.
+    """
+    model, quantizer = onnx.load(folder / MODEL, load_external_data=False), _quantizer(bits)
+    stored = {tensor.name: tensor for tensor in model.graph.initializer}
+    chosen = {
+        node.output[0]: node.input[1]
+        for node in model.graph.node
+        if node.op_type == "MatMul" and node.input[1] in stored and _is_linear(stored[node.input[1]])
+    }
+    if not chosen:
         raise ExportError(
             f"no linear layer of the graph can have a weight of {bits} bits", hint="export with --dtype fp32"
         )
-    (folder / DATA).unlink(missing_ok=True)
-    is_external = model.ByteSize() > inline_bytes
-    onnx.save_model(model, folder / MODEL, save_as_external_data=is_external, location=Path(DATA).name)
+    matrices = {name: _Matrix(_Values(stored[name], folder / DATA), quantizer) for name in chosen.values()}
+    others = {name: tensor for name, tensor in stored.items() if name not in matrices}
+    constants = {name: tensor for name, tensor in others.items() if not tensor.external_data}
+    weights = [weight for name, matrix in matrices.items() for weight in matrix.weights(name)]
+    weights += [_kept(folder, tensor) for name, tensor in others.items() if name not in constants]
+    nodes = [
+        matrices[chosen[node.output[0]]].node(node) if node.output[0] in chosen else node for node in model.graph.node
+    ]
+    graph = Graph(np.dtype(np.float32), nodes, constants, {weight.name: weight for weight in weights})
+    new = folder / "quantised"
+    write_model(graph, ([*model.graph.input], [*model.graph.output]), new, inline_bytes=inline_bytes)
+    shutil.rmtree((folder / MODEL).parent)
+    (new / MODEL).parent.rename((folder / MODEL).parent)
+    new.rmdir()
+
+
+def _is_linear(tensor: onnx.TensorProto) -> bool:
+    """Whether it is a matrix, which those of each head of latent attention are not, and not a router's."""
+    return len(tensor.dims) == 2 and not tensor.name.endswith(_ROUTER)
+
+
+def _quantizer(bits: int) -> Any:  # noqa: ANN401 - the library has no types
+    # It sets up the root logger when it is imported.
+    level, handlers = logging.root.level, [*logging.root.handlers]
+    from onnxruntime.quantization import matmul_nbits_quantizer as library
+
+    logging.root.handlers[:] = handlers
+    logging.root.setLevel(level)
+    return library.DefaultWeightOnlyQuantizer(
+        library.DefaultWeightOnlyQuantConfig(block_size=_BLOCK, is_symmetric=False, bits=bits)
+    )
+
+
+@dataclass
+class _Matrix:
+    """A constant [inputs, outputs] of a MatMul, quantised some columns at a time by ONNX Runtime's `quantizer`."""
+
+    values: "_Values"
+    quantizer: Any
+    rest: tuple[list[np.ndarray], list[np.ndarray]] = field(default_factory=lambda: ([], []))
+    """Scales and zero points of the columns that have been quantised."""
+    names: list[str] = field(default_factory=list)
+
+    def weights(self, name: str) -> list[Weight]:
+        """What is written in its place, in this order: numbers, scales and zero points."""
+        (rows, columns), bits = self.values.shape, self.quantizer.config.bits
+        blocks, kind = -(-rows // _BLOCK), np.dtype(np.uint8)
+        self.names = [f"{name}_Q{bits}", f"{name}_scales", f"{name}_zero_points"]
+        return [
+            Weight(self.names[0], (columns, blocks, _BLOCK * bits // 8), kind, self._numbers),
+            Weight(self.names[1], (columns, blocks), np.dtype(np.float32), lambda: iter(self.rest[0])),
+            Weight(self.names[2], (columns, -(-blocks * bits // 8)), kind, lambda: iter(self.rest[1])),
+        ]
+
+    def _numbers(self) -> Iterator[np.ndarray]:
+        rows, columns = self.values.shape
+        step = max(_PIECE_NUMEL // rows, 1)
+        for first in range(0, columns, step):
+            part = np.ascontiguousarray(self.values.read()[:, first : first + step])
+            packed, *rest = self.quantizer.qbits_block_quant(part)
+            for kept, each in zip(self.rest, rest, strict=True):
+                kept.append(each)
+            yield packed
+
+    def node(self, node: onnx.NodeProto) -> onnx.NodeProto:
+        """The product in place of `node`."""
+        (rows, columns), bits = self.values.shape, self.quantizer.config.bits
+        sizes = {"K": rows, "N": columns, "bits": bits, "block_size": _BLOCK}
+        inputs = [node.input[0], *self.names]
+        return onnx.helper.make_node(
+            "MatMulNBits", inputs, node.output, name=node.name, domain="com.microsoft", **sizes
+        )
+
+
+@dataclass(frozen=True)
+class _Values:
+    """An initializer; one that is in a file of its own is read there, without staying in memory."""
+
+    tensor: onnx.TensorProto
+    file: Path
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return tuple(self.tensor.dims)
+
+    def read(self) -> np.ndarray:
+        """All of its values, mapped anew where they are in a file."""
+        if not self.tensor.external_data:
+            return numpy_helper.to_array(self.tensor)
+        begin = int({entry.key: entry.value for entry in self.tensor.external_data}["offset"])
+        return np.memmap(self.file, self.dtype, mode="r", offset=begin, shape=self.shape)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Its dtype."""
+        return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(self.tensor.data_type))
+
+
+def _kept(folder: Path, tensor: onnx.TensorProto) -> Weight:
+    """An initializer as it is."""
+    values = _Values(tensor, folder / DATA)
+
+    def pieces() -> Iterator[np.ndarray]:
+        for first in range(0, max(math.prod(values.shape), 1), _PIECE_NUMEL):
+            yield np.array(values.read().reshape(-1)[first : first + _PIECE_NUMEL])
+
+    return Weight(tensor.name, values.shape, values.dtype, pieces)
 
 
 def _sampled(model: OnnxModel, vocab: int) -> Ints:
     """Texts of tokens [rows, length] that the model samples at temperature 1 after a token each, always the same."""
     rng = np.random.default_rng(0)
-    ids = rng.integers(0, vocab, size=(_ROWS, 1), dtype=np.int64)
-    cache = model.empty_cache(_ROWS)
-    for _ in range(_LENGTH - 1):
+    ids = rng.integers(0, vocab, size=(ROWS, 1), dtype=np.int64)
+    cache = model.empty_cache(ROWS)
+    for _ in range(LENGTH - 1):
         fed = ids[:, -1:] if model.has_cache else ids
         logits, cache = model.run(fed, np.ones_like(ids), cache)
         # Adding noise of Gumbel's distribution and taking the largest is sampling.
@@ -115,12 +202,8 @@ def _sampled(model: OnnxModel, vocab: int) -> Ints:
     return ids
 
 
-def _log_probabilities(model: OnnxModel, ids: Ints) -> Floats:
-    """Log-probabilities of every next token, fp32 [rows, length - 1, vocabulary]."""
-    logits = model.logits(ids, np.ones_like(ids), (ids.shape[1],))[:, :-1].astype(np.float32)
-    shifted = logits - logits.max(-1, keepdims=True)
-    result: Floats = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-    return result
+def _log_probabilities(model: OnnxModel, ids: Ints) -> Logs:
+    return log_probabilities(model.logits(ids, np.ones_like(ids), (ids.shape[1],)).astype(np.float32))
 
 
 def _size(folder: Path) -> int:

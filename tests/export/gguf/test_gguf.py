@@ -278,7 +278,9 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
         assert [each.name for each in tmp_path.iterdir()] == ["hub"]
 
     refused(ExportError, r"llama\.cpp and Ollama cannot run a model in fp16", dtype="fp16")
-    refused(ConfigError, "dtype is `q4_k_m`", dtype="q4_k_m")
+    refused(
+        ConfigError, "--quantise q4_k_m is not written with --format gguf\n  hint: the library gguf", dtype="q4_k_m"
+    )
     refused(ConfigError, "--max-shard-size 1GB is not valid with --format gguf", max_shard_size="1GB")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))

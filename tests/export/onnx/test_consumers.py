@@ -103,12 +103,23 @@ def test_tokens_of_transformers_js_equal_those_of_transformers(
     assert json.loads(done.stdout.splitlines()[-1]) == _of_transformers(tmp_path / "hub")
 
 
-@pytest.mark.parametrize(("dtype", "largest"), [("int8", 0.02), ("int4", 1.0)])
+@pytest.mark.parametrize(
+    ("family", "dtype", "largest"),
+    [("qwen3_moe", "int8", 0.02), ("qwen3_moe", "int4", 1.0), ("deepseek_v3", "int8", 0.1)],
+)
 def test_weights_in_few_bits_are_written_with_what_they_cost(
-    dtype: str, largest: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    family: str,
+    dtype: str,
+    largest: float,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Weights within the graph, or for int8 in a file of their own."""
     pytest.importorskip("onnx_ir", reason="onnx_ir is not installed: pip install 'ds_finetune[onnx]'")
-    save("qwen3_moe", tmp_path / "hub")
+    if dtype == "int8":
+        monkeypatch.setattr("ds_finetune.export.onnx.folder.INLINE_BYTES", 0)
+    save(family, tmp_path / "hub")
     out = tmp_path / "out"
     assert main(["export", str(tmp_path / "hub"), str(out), "--format", "onnx", "--quantise", dtype]) == 0
     said = " ".join(capsys.readouterr().out.split())
@@ -116,7 +127,10 @@ def test_weights_in_few_bits_are_written_with_what_they_cost(
     before, after, divergence = float(words[2]), float(words[5]), float(words[9])
     assert abs(after - before) < largest
     assert 0 < divergence < largest
-    nodes = onnx.load(out / "onnx" / "model.onnx").graph.node
+    graph = onnx.load(out / "onnx" / "model.onnx").graph
+    nodes, kept = graph.node, {tensor.name for tensor in graph.initializer}
+    assert sum(name.endswith(".mlp.gate.weight") for name in kept) > 1
+    assert (out / "onnx" / "model.onnx_data").is_file() == (dtype == "int8")
     bits = {attribute.i for node in nodes for attribute in node.attribute if attribute.name == "bits"}
     assert bits == {8 if dtype == "int8" else 4}
     assert main(["export", "--check", str(out)]) == 0

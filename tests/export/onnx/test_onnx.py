@@ -47,6 +47,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": CONFIGS["glm4_moe_lite"],
     "glm4_moe": CONFIGS["glm4_moe"],
     "deepseek_v3": CONFIGS["deepseek_v3"] | {"routed_scaling_factor": 2.5},
+    "kimi_k2": CONFIGS["kimi_k2"],
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama-biases-llama3": {

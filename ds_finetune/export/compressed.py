@@ -1,0 +1,281 @@
+"""The format `compressed-tensors`: safetensors with linear weights in 8 or 4 bits, for transformers, vLLM and SGLang.
+
+Weights are rounded to the nearest number, with scales that follow from the weights themselves, by the library that
+reads them. Embeddings, head, norms, routers and biases stay as they are, in bf16.
+"""
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
+from compressed_tensors.quantization.quant_scheme import FP8_DYNAMIC
+from compressed_tensors.quantization.utils import calculate_qparams
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from ds_finetune.console.phase_line import count_parts
+from ds_finetune.console.quiet import show_loading_as_phase
+from ds_finetune.errors import ExportError, VerificationError
+from ds_finetune.export.file_record import verify_files, write_file_record
+from ds_finetune.export.formats import COMPRESSED, ExportOptions, ExportResult
+from ds_finetune.export.from_checkpoint import check_free_space
+from ds_finetune.export.model_config import served_config
+from ds_finetune.export.output_folder import as_output_errors, check_out_empty, replaced_folder
+from ds_finetune.export.plain_source import SHARD_BYTES, copy_settings, plain_folder, plain_model
+from ds_finetune.export.quantisation_loss import LENGTH, ROWS, Logs, QuantisationLoss, log_probabilities
+from ds_finetune.export.safetensors_folder import SECTION
+from ds_finetune.export.safetensors_format import load_model, load_scorer
+from ds_finetune.export.shards import HubTensor, ShardWriter, plan_shards
+from ds_finetune.export.verify.verify import VerificationResult
+from ds_finetune.families.family import Family
+from ds_finetune.families.table import family_of
+from ds_finetune.foreign.auto_models import AutoModelForCausalLM
+from ds_finetune.model.build.hub_folder import HubFolder
+from ds_finetune.model.loss.score_config import is_classifier
+from ds_finetune.model.weights.names import hub_pieces, is_kept_in_fp32
+
+__all__ = ["check_model", "load_model", "load_scorer", "verify", "write"]
+_FORMAT = "compressed-tensors 1"
+"""Format of the record of a folder."""
+_WEIGHT = ".weight"
+_CHUNK_NUMEL = 2**22
+_SLACK = 2**-6
+"""Rounding of weights, scales and products to bf16, four times 2**-8, relative to the largest weight of a row."""
+
+
+@dataclass(frozen=True)
+class _Quantiser:
+    """How the weights of linear layers are stored: by a value of `--dtype`."""
+
+    layout: str
+    """Name of the compressor of the library."""
+    weights: QuantizationArgs
+    activations: QuantizationArgs | None
+    error: float
+    """The largest error of a weight, divided by the largest weight of its row."""
+
+    @property
+    def scheme(self) -> QuantizationScheme:
+        """What the library compresses by."""
+        return QuantizationScheme(targets=["Linear"], weights=self.weights, input_activations=self.activations)
+
+    def fits(self, columns: int) -> bool:
+        """Whether rows of this width can be divided into groups."""
+        return columns % (self.weights.group_size or 1) == 0
+
+    def compress(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The stored tensors of some rows of a weight, by the ends of their names."""
+        groups = rows.view(len(rows), -1, self.weights.group_size or rows.shape[1])
+        scales, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), self.weights)
+        compressor = BaseCompressor.get_value_from_registry(self.layout)
+        stored = compressor.compress({"weight": rows, "weight_scale": scales.bfloat16().float()}, self.scheme)
+        return {**stored, "weight_scale": stored["weight_scale"].bfloat16()}
+
+    def section(self, kept: list[str]) -> dict[str, object]:
+        """The `quantization_config` of a folder in which the modules `kept` are not quantised."""
+        config = QuantizationConfig(
+            config_groups={"group_0": self.scheme},
+            format=self.layout,
+            ignore=kept,
+            quantization_status="compressed",
+        )
+        return dict(config.model_dump(mode="json"))
+
+
+_INTEGER = partial(QuantizationArgs, type="int", symmetric=True)
+_QUANTISERS = {
+    "w8a16": _Quantiser("pack-quantized", _INTEGER(num_bits=8, strategy="channel"), None, 1 / 255),
+    "w4a16": _Quantiser("pack-quantized", _INTEGER(num_bits=4, strategy="group", group_size=128), None, 1 / 15),
+    "fp8": _Quantiser("float-quantized", FP8_DYNAMIC["weights"], FP8_DYNAMIC["input_activations"], 1 / 16),
+}
+
+
+def write(source: Path, out: Path, options: ExportOptions) -> ExportResult:
+    """Write the language model of `source` to `out`, some rows of a weight at a time; errors as of `FormatModule`."""
+    began, quantiser = time.monotonic(), _QUANTISERS[options.dtype]
+    check_out_empty(out)
+    with plain_folder(source, out, options.base) as folder, replaced_folder(out) as partial_out:
+        model, hub = plain_model(folder, lambda config: check_model(config, is_classifier=is_classifier(config)))
+        weights = _quantised_keys(model, hub, quantiser)
+        with as_output_errors(partial_out):
+            tensors = _write_files(hub, partial_out, model, weights, quantiser)
+        lines = _compare(folder, partial_out, options.dtype, weights)
+        with as_output_errors(partial_out):
+            write_file_record(partial_out, {"format": _FORMAT, "dtype": options.dtype})
+    kept = [key for key in _linear_keys(model) if key not in weights]
+    notes = [f"{len(kept)} weights stay in bf16, since 128 does not divide their rows, e.g. {kept[0]}"] if kept else []
+    return ExportResult(
+        folder=out,
+        num_tensors=len(tensors),
+        num_bytes=sum(tensor.num_bytes for tensor in tensors),
+        seconds=time.monotonic() - began,
+        notes=(*notes, *(f"verified: {line}" for line in lines)),
+        verdict=VerificationResult(out, lines=lines),
+    )
+
+
+def verify(folder: Path, base: Path | None) -> VerificationResult:
+    """Compare the files of the folder with their digests in its record, and mark it."""
+    return verify_files(folder, base, _FORMAT)
+
+
+def check_model(
+    config: PretrainedConfig, *, is_classifier: bool, tokenizer: PreTrainedTokenizerBase | None = None
+) -> None:
+    """ExportError where the model type has no export in this format, or it classifies."""
+    COMPRESSED.check_model_type(config.model_type)
+    if is_classifier:
+        raise ExportError(
+            f"config.json names the classifier {', '.join(config.architectures or [])}, and only language models are "
+            "quantised",
+            hint="export it with --format safetensors or onnx",
+        )
+
+
+def _linear_keys(model: PreTrainedModel) -> list[str]:
+    """Published names of the weights of linear layers and routed experts, without the head and routers."""
+    head, family = model.get_output_embeddings(), family_of(model.config.model_type)
+    linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)} - {
+        name for name, module in model.named_modules() if module is head
+    }
+    return [
+        piece.key
+        for name, parameter in model.named_parameters()
+        if name.removesuffix(_WEIGHT) in linear or ".experts." in name
+        for piece in hub_pieces(name, tuple(parameter.shape), family)
+    ]
+
+
+def _quantised_keys(model: PreTrainedModel, hub: HubFolder, quantiser: _Quantiser) -> frozenset[str]:
+    """Weights whose rows can be divided into groups.
+
+    ExportError where there is none, and where those of routed experts cannot, which programs read in one dtype.
+    """
+    keys = _linear_keys(model)
+    fitting = frozenset(key for key in keys if quantiser.fits(hub.shapes[key][1]))
+    unfit = next((key for key in keys if ".experts." in key and key not in fitting), None)
+    if unfit or not fitting:
+        key = unfit or keys[0]
+        raise ExportError(
+            f"`{key}` has rows of {hub.shapes[key][1]}, which groups of {quantiser.weights.group_size} do not divide",
+            hint="export with --dtype w8a16 or fp8",
+        )
+    return fitting
+
+
+def _stored(
+    hub: HubFolder, key: str, family: Family, weights: frozenset[str], quantiser: _Quantiser
+) -> list[HubTensor]:
+    """What is written in place of the published tensor `key`."""
+    shape = hub.shapes[key]
+    if key not in weights:
+        dtype = torch.float32 if is_kept_in_fp32(key, family) else torch.bfloat16
+        return [HubTensor(key, shape, dtype)]
+    parts = quantiser.compress(torch.zeros(1, shape[1]))
+    whole = {end: part.shape if end == "weight_shape" else (shape[0], *part.shape[1:]) for end, part in parts.items()}
+    return [HubTensor(_named(key, end), tuple(size), parts[end].dtype) for end, size in whole.items()]
+
+
+def _named(key: str, end: str) -> str:
+    return f"{key.removesuffix(_WEIGHT)}.{end}"
+
+
+def _write_files(
+    hub: HubFolder, out: Path, model: PreTrainedModel, weights: frozenset[str], quantiser: _Quantiser
+) -> list[HubTensor]:
+    """Write weights, configuration and tokenizer; returns what was written."""
+    family = family_of(model.config.model_type)
+    tensors = {key: _stored(hub, key, family, weights, quantiser) for key in hub.shapes}
+    every = [tensor for parts in tensors.values() for tensor in parts]
+    check_free_space(out, sum(tensor.num_bytes for tensor in every))
+    with closing(ShardWriter(out, plan_shards(every, SHARD_BYTES))) as writer:
+        for key in count_parts("quantising tensors", tensors, len(tensors)):
+            for end, start, part in _parts_of(hub, key, tensors[key][0].dtype, quantiser if key in weights else None):
+                writer.write(_named(key, end) if end else key, start, part.reshape(-1))
+        writer.finish()
+    copy_settings(hub.folder, out)
+    config = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    config = served_config(config, family, list(tensors))
+    matrices = [key for key, shape in hub.shapes.items() if len(shape) == 2 and key not in weights]
+    kept = dict.fromkeys([*(key.removesuffix(_WEIGHT) for key in matrices), "lm_head"])
+    config |= {"dtype": "bfloat16", SECTION: quantiser.section([*kept])}
+    (out / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return every
+
+
+def _parts_of(
+    hub: HubFolder, key: str, dtype: torch.dtype, quantiser: _Quantiser | None
+) -> Iterator[tuple[str, int, torch.Tensor]]:
+    """Bounded parts of a tensor as they are stored: the end of the name, the first element, and the elements."""
+    shape = hub.shapes[key]
+    columns = math.prod(shape[1:])
+    step = max(_CHUNK_NUMEL // columns, 1)
+    for first in range(0, shape[0] if shape else 1, step):
+        rows = hub.rows(key, first, min(first + step, shape[0])) if shape else hub.whole(key)
+        if not torch.isfinite(rows).all():
+            raise ExportError(
+                f"tensor `{key}` holds NaN or infinity in the source", hint="export an older checkpoint of the run"
+            )
+        if quantiser is None:
+            yield "", first * columns, rows.to(dtype).contiguous()
+            continue
+        for end, part in quantiser.compress(rows.float()).items():
+            if end != "weight_shape":
+                yield end, first * part[0].numel(), part.contiguous()
+    if quantiser is not None and quantiser.layout == "pack-quantized":
+        yield "weight_shape", 0, torch.tensor(shape)
+
+
+def _compare(folder: Path, out: Path, dtype: str, weights: frozenset[str]) -> tuple[str, ...]:
+    """Load `out` in plain transformers and compare its weights with those of `folder`, and what it computes.
+
+    VerificationError where a name is missing, or a weight is farther off than rounding explains.
+    """
+    show_loading_as_phase()
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, trust_remote_code=False).eval()
+    loaded, info = AutoModelForCausalLM.from_pretrained(
+        out, dtype=torch.bfloat16, trust_remote_code=False, output_loading_info=True
+    )
+    ids = _sampled(plain)
+    before, after = (_logs(model, ids) for model in (plain, loaded.eval()))
+    family, problems = family_of(plain.config.model_type), [str(key) for key in info["missing_keys"]]
+    stored = loaded.state_dict()
+    for name, weight in plain.state_dict().items():
+        is_exact = not any(piece.key in weights for piece in hub_pieces(name, tuple(weight.shape), family))
+        limit = 0.0 if is_exact else _QUANTISERS[dtype].error + _SLACK
+        largest = weight.abs().amax(-1, keepdim=True)
+        if name not in stored or ((stored[name] - weight).abs() > limit * largest).any():
+            problems.append(name)
+    if problems or not torch.isfinite(torch.from_numpy(after)).all():
+        raise VerificationError(
+            f"plain transformers loads other weights than were quantised: {', '.join(problems[:5]) or 'NaN'}",
+            hint="please report this",
+        )
+    sizes = [sum(file.stat().st_size for file in each.glob("*.safetensors")) for each in (folder, out)]
+    cost = QuantisationLoss.of(dtype, ids.numpy(), before, after, (sizes[0], sizes[1]))
+    return f"{len(stored)} tensors in plain transformers, each within its rounding", cost.line()
+
+
+def _sampled(model: PreTrainedModel) -> torch.Tensor:
+    """Texts of tokens [rows, length] that the model samples at temperature 1 after a token each, always the same."""
+    with torch.random.fork_rng(devices=()), torch.no_grad():
+        torch.manual_seed(0)
+        first = torch.randint(model.config.vocab_size, (ROWS, 1))
+        # The model's own settings may narrow the choice, or end early.
+        model.generation_config = GenerationConfig(
+            do_sample=True, top_k=0, max_new_tokens=LENGTH - 1, min_new_tokens=LENGTH - 1, pad_token_id=0
+        )
+        ids: torch.Tensor = model.generate(first, attention_mask=torch.ones_like(first))
+    return ids
+
+
+def _logs(model: PreTrainedModel, ids: torch.Tensor) -> Logs:
+    with torch.no_grad():
+        return log_probabilities(model(ids, use_cache=False).logits.float().numpy())
