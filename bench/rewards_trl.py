@@ -13,6 +13,8 @@ import argparse
 import json
 import os
 import resource
+import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -45,6 +47,9 @@ def main() -> None:
     start = make_start(asked.folder)
     sides = {"this program": ours, "TRL": lambda *given: trls(asked.trl, *given)}
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+    for side in sides.values():
+        # The first run of each prepares the data, which others read.
+        side(asked.folder, start, 1)
     for _ in range(asked.rounds):
         for name, side in sides.items():
             one, more = (side(asked.folder, start, 1 + steps) for steps in (0, asked.steps))
@@ -54,7 +59,8 @@ def main() -> None:
             say(f"{name:12s} {tokens:7,.0f} tokens: {wall:7,.0f} tokens/s, {cpu:7,.0f} per CPU second")
     for kind, place in (("second", 0), ("CPU second", 1)):
         ratios = [a[place] / b[place] for a, b in zip(*found.values(), strict=True)]
-        say(f"tokens per {kind}, times TRL's: {', '.join(f'{ratio:.1f}' for ratio in ratios)}")
+        each = ", ".join(f"{ratio:.1f}" for ratio in ratios)
+        say(f"tokens per {kind}, times TRL's: {each}; median {statistics.median(ratios):.1f}")
 
 
 def say(text: str) -> None:
@@ -66,6 +72,8 @@ def say(text: str) -> None:
 def ours(folder: Path, start: Path, steps: int) -> Taken:
     """A run of this program."""
     run = folder / f"full-{steps}-steps"
+    # A run folder that is there would be resumed.
+    shutil.rmtree(run, ignore_errors=True)
     asked = argparse.Namespace(lr=LR, steps=steps)
     path, off = (
         run_file(run, start, 0, asked),

@@ -26,7 +26,7 @@ from ds_finetune.engine.devices import choose_device
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.generation import GenerationLimits
 from ds_finetune.engine.groups.default_group import process_group
-from ds_finetune.engine.sampling.answers import PromptToSample, SamplingLimits
+from ds_finetune.engine.sampling.answers import PromptToSample, SamplingLimits, SamplingRequest
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
@@ -66,7 +66,7 @@ def compare(engine: Engine, asked: argparse.Namespace) -> None:
     lengths = torch.randint(asked.prompt // 2, asked.prompt + 1, (asked.prompts,), generator=generator).tolist()
     ids = [torch.randint(3, 100, (length,), generator=generator).tolist() for length in lengths]
     prompts = [PromptToSample(number, prompt, 0) for number, prompt in enumerate(ids)]
-    limits = SamplingLimits(asked.tokens, (), engine.lm.config.vocab_size)
+    limits = SamplingLimits(asked.tokens, ())
     ways: dict[str, Callable[[], int]] = {"one prompt at a time, greedy (generate)": lambda: greedy(engine, ids, asked)}
     for rows in asked.rows:
         ways[f"{rows} rows (sample)"] = lambda rows=rows: sampled(engine, prompts, limits, asked.group, rows)
@@ -93,7 +93,7 @@ def greedy(engine: Engine, ids: list[list[int]], asked: argparse.Namespace) -> i
 
 def sampled(engine: Engine, prompts: list[PromptToSample], limits: SamplingLimits, group: int, rows: int) -> int:
     """Number of sampled tokens."""
-    answers = engine.sample(prompts, group_size=group, limits=limits, seed=0, batch_rows=rows)
+    answers = engine.sample(SamplingRequest(prompts, group, limits, seed=0, batch_rows=rows))
     assert answers is not None
     return sum(len(answer.ids) for part in answers for answer in part)
 

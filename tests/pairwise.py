@@ -1,5 +1,5 @@
-"""A few of many cells, in which everything occurs that occurs in the many: values of an axis, or pairs of values of two
-axes.
+"""A few of many cells, in which everything occurs that occurs in the many: values of an axis, or of two or three axes
+together.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -17,6 +17,11 @@ _TRIES = 10
 def pairwise(cells: Sequence[Cell], axes: Callable[[Cell], tuple[Hashable, ...]]) -> list[Cell]:
     """Cells with every two values of two axes that occur together in one; `axes` gives a cell's value on each axis."""
     return _covering(cells, axes, together=2)
+
+
+def in_threes(cells: Sequence[Cell], axes: Callable[[Cell], tuple[Hashable, ...]]) -> list[Cell]:
+    """Cells with every three values of three axes that occur together in one."""
+    return _covering(cells, axes, together=3)
 
 
 def each_value(cells: Sequence[Cell], axes: Callable[[Cell], tuple[Hashable, ...]]) -> list[Cell]:

@@ -194,19 +194,20 @@ def test_parts_of_a_batch_add_up_to_it(aggregation: dict[str, Any]) -> None:
         assert one.grad == pytest.approx(other.grad, rel=1e-12)
 
 
+@pytest.mark.parametrize("aggregation", MEANS, ids=lambda keys: keys["aggregation"])
 @pytest.mark.parametrize("ratio", [{"ratio": "token"}, {"ratio": "sequence"}, {"ratio": "capped", "ratio_cap": 5.0}])
-def test_on_policy_is_reinforce(ratio: dict[str, Any]) -> None:
-    """Without old log-probabilities each ratio is exactly 1, and the gradient that of -A log p."""
+def test_on_policy_is_reinforce(ratio: dict[str, Any], aggregation: dict[str, Any]) -> None:
+    """Without old log-probabilities each ratio is exactly 1, and the gradient that of -A log p in the mean."""
     section, given = (
-        GrpoObjective(name="grpo", **ratio),
+        GrpoObjective(name="grpo", **ratio, **aggregation),
         [answer._replace(old=[NAN] * len(answer.old)) for answer in answers()],
     )
-    logp = logps(0.3)
+    logp, plain_logp = logps(0.3), logps(0.3)
     found = ours(section, given, logp)
     found.loss.backward()
-    number = counts(given)["supervised_tokens"]
-    for answer, each in zip(given, logp, strict=True):
-        assert each.grad == pytest.approx(torch.full_like(each, -answer.advantage / number), rel=1e-14)
+    mean(section, [-answer.advantage * each for answer, each in zip(given, plain_logp, strict=True)]).backward()  # type: ignore[no-untyped-call]
+    for one, other in zip(logp, plain_logp, strict=True):
+        assert one.grad == pytest.approx(other.grad, rel=1e-14)
     objective = PolicyGradient(section)
     metrics = objective.metrics(dict(zip(objective.sum_names, found.sums.tolist(), strict=True)), counts(given))
     assert (metrics["ratio"], metrics["clipped_low"], metrics["clipped_high"], metrics["approx_kl"]) == (1, 0, 0, 0)

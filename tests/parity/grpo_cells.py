@@ -48,7 +48,11 @@ VARIANTS = (
     Variant({"mismatch": "geometric", "mismatch_cap": 1.02, "advantage": "leave_one_out", "kl_weight": 0.1}, (2,)),
     Variant({"ratio": "sequence", "aggregation": "token", "clip_low": 0.05, "kl_weight": 0.2}, (1, 0)),
     Variant({"ratio": "capped", "ratio_cap": 1.1, "mismatch": "token"}, (2, 0)),
-    Variant({"aggregation": "fixed", "fixed_length": 40, "kl_weight": 0.2}, (0, 1, 2, 3)),
+    Variant({"aggregation": "fixed", "fixed_length": 40, "kl_weight": 0.2}, (0, 1, 2, 3), is_old=False),
+    Variant(
+        {"ratio": "capped", "ratio_cap": 1.1, "aggregation": "sequence", "mismatch": "geometric"}, (0,), is_old=False
+    ),
+    Variant({"ratio": "sequence", "clip_low": 0.03, "aggregation": "fixed", "fixed_length": 30}, (2, 3)),
 )
 """Each aggregation with each ratio, by steps of different numbers of forwards in one engine."""
 

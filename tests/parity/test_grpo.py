@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from ds_finetune.config.objectives import GrpoObjective
 from ds_finetune.model.weights.names import weight_of
-from tests.pairwise import pairwise
+from tests.pairwise import in_threes, pairwise
 from tests.parity.grpo_cells import FORBIDDEN, VARIANTS, Layout, Sampled, Variant, answers, answers_of, layouts, section
 from tests.parity.reference import GRADIENT_TOLERANCE, asked_for, launch, relative
 
@@ -165,8 +165,9 @@ def _axes(layout: Layout) -> tuple[Hashable, ...]:
 
 ALL = layouts(worlds=(1, 2, 3, 4))
 CHOSEN = pairwise([layout for layout in ALL if layout.world < 4], _axes)
-"""Every pair of values of two axes; the full product is behind the marker."""
-REST = [layout for layout in ALL if layout not in CHOSEN]
+"""Every two values of two axes."""
+REST = [layout for layout in in_threes(ALL, _axes) if layout not in CHOSEN]
+"""Every three values of three axes, up to four ranks."""
 
 
 @pytest.fixture(scope="session")

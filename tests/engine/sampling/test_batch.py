@@ -130,6 +130,39 @@ def test_answers_may_end_at_once() -> None:
     assert {answer.finish for answer in cut} == {"length"}
 
 
+END, PAD, OTHER = 1, 7, 9
+
+
+@pytest.mark.parametrize(
+    ("drawn", "stop_ids", "length", "finish"),
+    [
+        (END, (END, 2), 1, "stop"),
+        (PAD, (END,), 3, "length"),
+        (OTHER, (END,), 3, "length"),
+        (PAD, (END, PAD), 1, "stop"),
+    ],
+    ids=["end", "pad", "neither", "pad that is the end"],
+)
+def test_an_answer_is_cut_where_its_last_token_is_no_end(
+    drawn: int, stop_ids: tuple[int, ...], length: int, finish: str
+) -> None:
+    """A model that writes the pad token has not ended its answer, unless that is its end token."""
+    ours, _ = _models("llama")
+    only = torch.arange(hf_config("llama").vocab_size) == drawn
+    for answer in _sampled(ours, prompts_of(LENGTHS), range(2), SamplingLimits(3, stop_ids, only)):
+        assert (answer.ids.tolist(), answer.finish) == ([drawn] * length, finish)
+
+
+def test_an_answer_whose_last_possible_token_is_the_end_is_not_cut() -> None:
+    ours, _ = _models("llama")
+    prompts = prompts_of(LENGTHS)
+    (free, *_) = _sampled(ours, prompts, range(1), SamplingLimits(4, (), ALLOWED))
+    last = int(free.ids[-1])
+    assert last not in free.ids[:-1], "another seed is needed"
+    ended = [_sampled(ours, prompts, range(1), SamplingLimits(most, (last,), ALLOWED))[0] for most in (3, 4, 5)]
+    assert [(len(answer.ids), answer.finish) for answer in ended] == [(3, "length"), (4, "stop"), (4, "stop")]
+
+
 def _generic(kind: str, **keys: object) -> PreTrainedModel:
     config = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48}
     torch.manual_seed(3)
