@@ -66,23 +66,10 @@ def combine_rewards(
     return np.where(applies.any(axis=1), total, np.nan)
 
 
-_SUMS = (
-    "loss",
-    "entropy",
-    "ratio",
-    "clipped_low",
-    "clipped_high",
-    "approx_kl",
-    "kl",
-    "mismatch",
-    "mismatch_weight",
-    "mismatch_square",
-    "advantage_abs",
-    "tokens_of_reference",
-    "tokens_of_sampler",
-)
 _PER_TOKEN = ("entropy", "ratio", "clipped_low", "clipped_high", "approx_kl")
 """Metrics that are means over all answer tokens."""
+_OTHER_SUMS = ("kl", "mismatch", "mismatch_weight", "mismatch_square", "advantage_abs")
+_SUMS = ("loss", *_PER_TOKEN, *_OTHER_SUMS, "tokens_of_reference", "tokens_of_sampler")
 
 
 class PolicyGradient(AnswerObjective):

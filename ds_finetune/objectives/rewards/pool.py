@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -204,6 +204,12 @@ class PendingScores:
         """Score none of the answers that nobody has begun to score."""
         for future in self._futures:
             future.cancel()
+
+    def is_scored(self, *, within: float) -> bool:
+        """Whether all answers are scored, or a reward failed on one; waits for at most so many seconds."""
+        done, left = wait(self._futures, within)
+        parts = (part for future in done if not future.cancelled() for part in future.result())
+        return not left or any("error" in part for part in parts)
 
     def parts(self) -> list[list[Part]]:
         """What each reward says of each answer, errors included; waits until all are scored."""

@@ -9,6 +9,7 @@ import numpy as np
 from ds_finetune.data.batches import num_eval_rows
 from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.engine.results import HeldOutScores
+from ds_finetune.objectives.rewards.answers import column_of
 from ds_finetune.runs.metrics import Sample
 from ds_finetune.trainer.rollouts.rollout import AnswerGroup, mean_score
 from ds_finetune.trainer.rollouts.source import LOST, RolloutSource
@@ -83,7 +84,8 @@ class RewardEvaluation:
         sampler, rows = self.source.sampler, self.source.run.inputs.held_out[name]
         columns = [section.read_column for section in self.source.run.config.rewards if section.read_column]
         for group in groups[:_MOST_SAMPLES]:
-            expected = str(rows.record(group.number).get(columns[0], "")) if columns else ""
+            value = column_of(rows.record(group.number), columns[0]) if columns else None
+            expected = "" if value is None else str(value)
             prompt, answer = sampler.prompt_text(rows, group.number), sampler.text(group.answers[0])
             yield Sample(0, name, prompt, answer, expected, f"reward {group.rewards[0]:.4g}")
 
@@ -105,7 +107,7 @@ def held_out_scores(greedy: Sequence[AnswerGroup], sampled: Sequence[AnswerGroup
         size = len(sampled[0].answers)
         right = [int((group.verdicts >= 1).sum()) for group in sampled]
         metrics["sampled_reward"] = mean_score(np.array([group.rewards for group in sampled]))
-        metrics["sampled_pass_at_1"] = float(np.mean([pass_at(1, samples=size, right=each) for each in right]))
-        for k in ks(size):
-            metrics[f"pass_at_{k}"] = float(np.mean([pass_at(k, samples=size, right=each) for each in right]))
+        for k in (1, *ks(size)):
+            name = f"pass_at_{k}" if k > 1 else "sampled_pass_at_1"
+            metrics[name] = float(np.mean([pass_at(k, samples=size, right=each) for each in right]))
     return HeldOutScores(metrics, {}, is_per_token=False, sums={}, scores=np.zeros((0, 2)))

@@ -26,6 +26,8 @@ FOLDER = "rollouts"
 Kind = Literal["rollout", "ahead"]
 """What a file is kept for: a rollout whose first steps are done, or one that was sampled ahead of its steps."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
+_SCORED = ("parts", "rewards", "advantages", "has_spread")
+"""Arrays of an `AnswerGroup`."""
 Floats = NDArray[np.float64]
 TokenNumbers = Mapping[int, NDArray[np.float32]]
 """A number for each token of an answer, by the number of the answer in its rollout."""
@@ -127,10 +129,7 @@ class Rollout:
             "values": np.array(list(self.noted.values()), dtype=np.float64),
             "trained": np.array(self.trained, dtype=np.int64),
             "prompts": np.array([(group.draw, group.number) for group in self.groups], dtype=np.int64).reshape(-1, 2),
-            "parts": np.stack([group.parts for group in self.groups]),
-            "rewards": np.stack([group.rewards for group in self.groups]),
-            "advantages": np.stack([group.advantages for group in self.groups]),
-            "has_spread": np.array([group.has_spread for group in self.groups]),
+            **{name: np.stack([getattr(group, name) for group in self.groups]) for name in _SCORED},
             "lengths": np.array([len(answer.ids) for answer in answers], dtype=np.int64),
             "ids": np.concatenate([answer.ids for answer in answers]),
             "sampled": np.concatenate([answer.log_probs for answer in answers]),
@@ -158,13 +157,7 @@ class Rollout:
         size = found["parts"].shape[1]
         groups = tuple(
             AnswerGroup(
-                draw=draw,
-                number=number,
-                answers=tuple(answers[place * size : (place + 1) * size]),
-                parts=found["parts"][place],
-                rewards=found["rewards"][place],
-                advantages=found["advantages"][place],
-                has_spread=bool(found["has_spread"][place]),
+                draw, number, tuple(answers[place * size :][:size]), **{name: found[name][place] for name in _SCORED}
             )
             for place, (draw, number) in enumerate(found["prompts"].tolist())
         )

@@ -21,6 +21,7 @@ from ds_finetune.trainer.rollouts.rollout import AnswerGroup, Floats, RewardRule
 
 PHASE = "rollout"
 """What the watchdog and the status call it."""
+_MEETING_SECONDS = 60.0
 _TAIL = 16
 """Tokens that are decoded beyond those of the longest stop text: a token may be part of a character."""
 
@@ -67,6 +68,9 @@ class SampledGroups:
             self._pending.cancel()
             return None
         began = time.perf_counter()
+        while not all(all_gather_object(self._pending.is_scored(within=_MEETING_SECONDS))):
+            # The ranks have met, so that the watchdog sees that long rewards are no hang.
+            continue
         scores = np.full((len(self._prompts) * self._size, len(self._sampler.rewards.names)), np.nan)
         unparsed = 0
         for places, of_rank, number, error in all_gather_object((self._places, *self._share())):

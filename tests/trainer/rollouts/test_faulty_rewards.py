@@ -16,13 +16,14 @@ from tests.sums_task import sums_task
 
 
 def test_a_reward_that_fails_ends_the_run_and_says_on_what(tmp_path: Path) -> None:
-    """The steps before it are saved; in the second one it gets the row 0+5."""
+    """The steps before it are saved. It gets the row 0+5 for the second one, which is sampled ahead of the first."""
     (tmp_path / "mine.py").write_text(
         f"from runpy import run_path\nscore = run_path({str(FILE)!r})['prints_and_raises']\n"
         "def prints_and_raises(record, text):\n    return score(record) if record['answer'] == '05' else 1.0\n"
     )
     rewards = ["exact_match", f"{tmp_path}/mine.py:prints_and_raises"]
-    done = start(["ds-finetune", "train", str(sums_task(tmp_path, rewards=rewards, data={"shuffle": False}))])
+    ahead = {"rollout": {"ahead": 1}, "objective": {"mismatch": "token"}, "data": {"shuffle": False}}
+    done = start(["ds-finetune", "train", str(sums_task(tmp_path, rewards=rewards, **ahead))])
     error = " ".join(done.stderr.split())
     assert done.returncode == 1, error
     assert f"reward `prints_and_raises` failed on {tmp_path}/train.jsonl line " in error

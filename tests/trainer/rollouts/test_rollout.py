@@ -195,6 +195,32 @@ def test_rewards_run_while_other_answers_are_sampled(tmp_path: Path, monkeypatch
     assert sampled.noted["unparsed"] == 0
 
 
+def test_ranks_meet_while_rewards_are_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watchdog and torch take a rank that waits for others for hung, where they meet too rarely."""
+    meetings, seen = list[object](), tmp_path / "seen"
+
+    def meet(mine: object) -> list[object]:
+        meetings.append(mine)
+        if len(meetings) == 3:
+            (tmp_path / "may end").touch()
+        return [mine]
+
+    (tmp_path / "slow.py").write_text(
+        "import time\nfrom pathlib import Path\ndef reward(record, text):\n"
+        "    while not Path(record['file']).with_name('may end').exists():\n        time.sleep(0.01)\n    return 1.0\n"
+    )
+    monkeypatch.setattr("ds_finetune.trainer.rollouts.sampling.all_gather_object", meet)
+    monkeypatch.setattr("ds_finetune.trainer.rollouts.sampling._MEETING_SECONDS", 0.01)
+    seen.touch()
+    with open_rewards([section_of({"reward": f"{tmp_path}/slow.py:reward", "timeout": 240})], workers=1) as rewards:
+        sampler = Sampler(_run_of(), partial(_start, seen=seen), rewards, SimpleNamespace(restart_limit=None))  # type: ignore[arg-type]
+        found = sampler.sample(_Rows(seen), [(7, 0), (8, 1)], 3).groups(RULE)  # type: ignore[arg-type]
+    assert found is not None
+    assert len(found) == 2
+    assert meetings[:3] == [False] * 3
+    assert meetings[-2] is True
+
+
 def test_held_out_prompts_have_other_noise_than_those_of_training() -> None:
     """And a stop is asked for between batches."""
     given: list[Any] = []
@@ -206,6 +232,16 @@ def test_held_out_prompts_have_other_noise_than_those_of_training() -> None:
     assert [number for _, number in prompts] == [0, 1, 2]
     assert all(draw < 0 for draw, _ in prompts)
     assert keys["is_over"]()
+
+
+def test_samples_show_the_reference_answer_that_rewards_read() -> None:
+    rows = SimpleNamespace(record=lambda number: {"extra": {"truth": 7}, "answer": "other"})
+    sections = [section_of({"reward": "exact_match", "column": "extra.truth"})]
+    run = SimpleNamespace(inputs=SimpleNamespace(held_out={"eval": rows}), config=SimpleNamespace(rewards=sections))
+    sampler = SimpleNamespace(prompt_text=lambda rows, number: "1+1", text=lambda answer: "2")
+    evaluation = RewardEvaluation(SimpleNamespace(sampler=sampler, run=run), lambda: False)  # type: ignore[arg-type]
+    (sample,) = evaluation._samples("eval", [group(0, [[1, 0]])])
+    assert sample.expected == "7"
 
 
 def test_ids_without_a_token_are_not_drawn() -> None:

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from ds_finetune.runs.folder import RunFolder
+from tests.model.tiny import CONFIGS
 from tests.running import start, torchrun
 from tests.sums_task import greedy_share, sums_task
 
@@ -182,6 +183,22 @@ def test_ids_without_a_token_are_neither_sampled_nor_in_the_loss(tmp_path: Path)
     for record in records(tmp_path):
         assert record["train/mismatch"] < 1e-5
         assert record["rollout/answer_tokens"] > 2
+
+
+def test_experts_are_compared_in_the_first_step_of_a_rollout(tmp_path: Path) -> None:
+    """Later steps have other weights; where a rollout was sampled ahead, the first one has, too."""
+    steps = {"steps_per_rollout": 2, "ahead": 1}
+    (tmp_path / "digits.py").write_text("def reward(record, text):\n    return sum(map(str.isdigit, text))\n")
+    others = {"objective": {"mismatch": "token"}, "rewards": [f"{tmp_path}/digits.py:reward"], "optim": {"lr": 3e-2}}
+    run_file = sums_task(tmp_path, rollout=steps, **others)
+    ids = {"vocab_size": 14, "eos_token_id": 10, "pad_token_id": 11, "bos_token_id": None}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **CONFIGS["qwen3_moe"] | ids))
+    model.float().save_pretrained(tmp_path / "model")
+    run(run_file, "train.for=4 steps")
+    first, later, ahead, last = records(tmp_path)
+    assert first["router/mismatch"] == 0 < ahead["router/mismatch"] < 1
+    assert not {"router/mismatch"} & (later.keys() | last.keys())
 
 
 def test_groups_and_answers_may_be_left_out(tmp_path: Path) -> None:
