@@ -12,7 +12,7 @@ from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
 from ds_finetune.trainer import resume
-from tests.running import start
+from tests.running import start, tiny_task
 
 BUFFER = 16 * 2**20
 
@@ -42,3 +42,26 @@ def test_a_copy_that_the_host_cannot_hold_is_refused_before_the_first_step(
     error = resume._memory_error(12 * GIB, plan)
     assert (error is not None) == is_refused
     assert error is None or "24.00 GiB of state" in error.message
+
+
+REFUSED = """
+import sys
+
+import ds_finetune
+from ds_finetune.errors import OutputError
+from ds_finetune.trainer import resume
+
+resume.available_bytes = lambda: 0
+try:
+    ds_finetune.train(sys.argv[1])
+except OutputError as refused:
+    print(refused.message)
+"""
+
+
+def test_a_run_asks_before_its_first_step(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(REFUSED)
+    done = start([sys.executable, str(program), str(tiny_task(tmp_path))])
+    assert "checkpoint.asynchronous copies 0.00 GiB of state" in done.stdout, done.stderr
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

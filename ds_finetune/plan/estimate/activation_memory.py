@@ -74,7 +74,7 @@ class LayerBytes:
 
     def kept_selectively(self, *, is_tiled: bool = False) -> int:
         """What selective recomputation keeps of the layer beside its input."""
-        return self.attention_out + (0 if is_tiled else self.products) if self.kept else 0
+        return self.attention_out + (0 if is_tiled else self.products)
 
     @property
     def kept(self) -> int:
@@ -419,10 +419,10 @@ class ActivationBytes:
         return tuple({id(layer): layer for layer in self.layers}.values())
 
     def inputs(self) -> int:
-        """The inputs of all layers that have a backward, which recomputation keeps: on the device, or on the host where
-        they are offloaded.
+        """The inputs of all layers, which recomputation keeps, also before the first adapter: on the device, or on the
+        host where they are offloaded.
         """
-        return self.layer_input * sum(layer.kept > 0 for layer in self.layers)
+        return self.layer_input * len(self.layers)
 
     def kept_selectively(self, *, is_tiled: bool = False) -> int:
         """What selective recomputation keeps of all layers beside their inputs."""
