@@ -71,6 +71,8 @@ class Efficiency:
     """Share of the traffic that may run beside computation which does so at best."""
     launch_seconds: float = 5e-6
     """Time of the host for a kernel, where kernels are shorter than that."""
+    token_seconds: float = 20e-6
+    """Time of the host for a kernel of a forward of one token a row, in which Python runs beside no long kernel."""
     message_seconds: float = 20e-6
     """Time of a collective without data."""
 
@@ -253,6 +255,9 @@ _BUSY = (
     "The machine was busy when the rates of its ranks were measured: other processes took {:.0%} of its processors, so "
     "times are too long. `ds-finetune plan --gpu cpu` measures again."
 )
+_PYTHON = 20
+"""How many times as long as an operator on a few numbers one of a forward of one token a row takes, with the Python
+around it: 14 to 35 in three tiny models."""
 _MOST_OF_OTHERS = 0.1
 """Share of the processors."""
 
@@ -337,6 +342,7 @@ def cpu_machine(rates: CpuRates, *, ranks: int, memory_bytes: int) -> Machine:
         host_link=1.0,
         hidden=0.0,
         launch_seconds=rates.kernel_seconds,
+        token_seconds=_PYTHON * rates.kernel_seconds,
         message_seconds=rates.message_seconds,
     )
     return Machine(

@@ -282,7 +282,7 @@ def _sampling_seconds(work: Work, machine: Machine, weights: RankWeights, *, is_
     found = sampling_of(plan, work.model, weights, free=free)
     busy = sum(_roofline(work, machine, tuple(sampling_operations(work, weights, found, is_last=is_last))).values())
     kernels = sum(_KERNELS[layer.is_sparse] for layer in weights.layer_kinds)
-    host = kernels * found.batches * plan.rollout.max_new_tokens * machine.efficiency.launch_seconds
+    host = kernels * found.batches * plan.rollout.max_new_tokens * machine.efficiency.token_seconds
     seconds = busy + host if machine.blocks_host else max(busy, host)
     seconds += sum(_exposed(machine, list(sampling_traffic(work, weights, found)), {}).values())
     if plan.offload_param != "none":

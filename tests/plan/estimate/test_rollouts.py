@@ -146,14 +146,14 @@ def seconds(tree: Mapping[str, Any], plan: Plan) -> float:
 
 
 def test_seconds_of_sampling() -> None:
-    """A wide layer takes the time of reading its weights; narrow ones that of starting kernels."""
-    wide = LLAMA | {"num_hidden_layers": 1, "hidden_size": 8192, "intermediate_size": 28672, "head_dim": 128}
+    """A wide layer takes the time of reading its weights; narrow ones that of Python and starting kernels."""
+    wide = LLAMA | {"num_hidden_layers": 1, "hidden_size": 8192, "intermediate_size": 65536, "head_dim": 128}
     wide |= {"num_attention_heads": 64, "num_key_value_heads": 8}
     plan = planned(device="cuda", precision="bf16")
-    read = 2 * (3 * 8192 * 28672 + 2 * 8192 * 8192 + 2 * 8192 * 1024 + 4096 * 8192)
+    read = 2 * (3 * 8192 * 65536 + 2 * 8192 * 8192 + 2 * 8192 * 1024 + 4096 * 8192)
     assert seconds(wide, plan) == pytest.approx(NEW * read / (0.85 * 3350e9), rel=0.1)
     deep = LLAMA | {"num_hidden_layers": 20, "hidden_size": 96}
-    assert seconds(deep, plan) == pytest.approx(NEW * 20 * 40 * 5e-6)
+    assert seconds(deep, plan) == pytest.approx(NEW * 20 * 40 * 20e-6)
     # One batch samples both groups; two take twice as long.
     one_group = planned(device="cuda", precision="bf16", rollout={"batch_rows": GROUP})
     assert seconds(deep, one_group) == pytest.approx(2 * seconds(deep, plan))
