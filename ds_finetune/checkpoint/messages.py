@@ -22,14 +22,12 @@ class CommitJob:
     linked: dict[str, str]
 
 
-@dataclass(frozen=True)
 class ReserveJob(ProcessMessage, kind="reserve"):
     """Allocate `num_bytes` of shared memory in advance."""
 
     num_bytes: int
 
 
-@dataclass(frozen=True)
 class WriteJob(ProcessMessage, kind="write"):
     """Write the first `num_bytes` of shared memory to the file `part`, then do `commit` where it is given."""
 
@@ -38,19 +36,16 @@ class WriteJob(ProcessMessage, kind="write"):
     commit: CommitJob | None
 
 
-@dataclass(frozen=True)
 class RemoveJob(ProcessMessage, kind="remove"):
     """Remove checkpoints."""
 
     folders: list[str]
 
 
-@dataclass(frozen=True)
 class StopWaiting(ProcessMessage, kind="stop_waiting"):
     """End a commit that waits for the parts of other ranks, one of which has failed. It has no answer."""
 
 
-@dataclass(frozen=True)
 class JobDone(ProcessMessage, kind="done"):
     """The answer to a job of kind `job`, with the error where there was one."""
 

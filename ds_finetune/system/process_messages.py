@@ -1,8 +1,7 @@
 """Messages between processes: one JSON object per line. The reader checks its kind and the types of its fields.
 
-A message is a frozen dataclass with a kind:
+A message is a frozen dataclass with a kind; the base class makes it one:
 
-    @dataclass(frozen=True)
     class WriteJob(ProcessMessage, kind="write"):
         part: str
         num_bytes: int
@@ -21,7 +20,7 @@ import select
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar, dataclass_transform
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -30,9 +29,10 @@ MAX_LINE_BYTES = 2**22
 _READ_BYTES = 2**16
 
 
+@dataclass_transform(frozen_default=True)
 @dataclass(frozen=True)
 class ProcessMessage:
-    """Base class of messages. Each subclass has a `kind`, which is sent with its fields."""
+    """Base class of messages. Each subclass is a frozen dataclass with a `kind`, which is sent with its fields."""
 
     kind: ClassVar[str]
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -40,6 +40,7 @@ class ProcessMessage:
     def __init_subclass__(cls, *, kind: str) -> None:
         super().__init_subclass__()
         cls.kind = kind
+        dataclass(frozen=True)(cls)
 
 
 M = TypeVar("M", bound=ProcessMessage)

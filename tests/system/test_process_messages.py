@@ -40,7 +40,6 @@ class Nested:
     points: tuple[Point, ...] = ()
 
 
-@dataclass(frozen=True)
 class Everything(ProcessMessage, kind="everything"):
     """A field of each type."""
 
@@ -55,7 +54,6 @@ class Everything(ProcessMessage, kind="everything"):
     rest: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
 class Short(ProcessMessage, kind="short"):
     """One field."""
 

@@ -23,7 +23,6 @@ class FolderInfo:
     """Bytes of an earlier run in the folder; the next run overwrites them."""
 
 
-@dataclass(frozen=True)
 class HostQuery(ProcessMessage, kind="details"):
     """Ask for the facts of the host; the probe keeps the environment variables set for later requests."""
 
@@ -37,7 +36,6 @@ class HostQuery(ProcessMessage, kind="details"):
     files: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
 class HostDetails(HostInfo, ProcessMessage, kind="details-reply"):
     """The facts that the doctor checks; sizes in bytes, limits -1 where there is none."""
 
@@ -57,19 +55,16 @@ class HostDetails(HostInfo, ProcessMessage, kind="details-reply"):
     """Hash of names and sizes (and of JSON contents) of each file or folder; None where it does not exist."""
 
 
-@dataclass(frozen=True)
 class TimeRequest(ProcessMessage, kind="time"):
     """Report the time of the host's clock."""
 
 
-@dataclass(frozen=True)
 class TimeReply(ProcessMessage, kind="time-reply"):
     """Seconds since 1970."""
 
     seconds: float
 
 
-@dataclass(frozen=True)
 class PlaceMarkers(ProcessMessage, kind="place-markers"):
     """Create a marker file named after `token` in each folder, or in the nearest folder above it that exists."""
 
@@ -77,12 +72,10 @@ class PlaceMarkers(ProcessMessage, kind="place-markers"):
     token: str
 
 
-@dataclass(frozen=True)
 class MarkersPlaced(ProcessMessage, kind="markers-placed"):
     """The markers are placed where the folders are writable; the probe removes them at its end."""
 
 
-@dataclass(frozen=True)
 class FindMarkers(ProcessMessage, kind="find-markers"):
     """Report which of the marker files are visible in each folder."""
 
@@ -90,26 +83,22 @@ class FindMarkers(ProcessMessage, kind="find-markers"):
     tokens: list[str]
 
 
-@dataclass(frozen=True)
 class MarkersFound(ProcessMessage, kind="markers-found"):
     """Tokens of the visible marker files, by folder."""
 
     tokens: dict[str, list[str]]
 
 
-@dataclass(frozen=True)
 class FreePortRequest(ProcessMessage, kind="free-port"):
     """Report a port that no process listens on."""
 
 
-@dataclass(frozen=True)
 class FreePortReply(ProcessMessage, kind="free-port-reply"):
     """A free port."""
 
     port: int
 
 
-@dataclass(frozen=True)
 class BuildOp(ProcessMessage, kind="build-op"):
     """Build and run one of DeepSpeed's operators (see engine/ops/deepspeed_ops.py)."""
 
@@ -117,14 +106,12 @@ class BuildOp(ProcessMessage, kind="build-op"):
     settings: dict[str, Any]
 
 
-@dataclass(frozen=True)
 class OpBuilt(ProcessMessage, kind="op-built"):
     """The operator ran; `text` describes it."""
 
     text: str
 
 
-@dataclass(frozen=True)
 class NetworkRank(ProcessMessage, kind="measure-network"):
     """Ask to take part in the measurement of the network as one rank, and say where all ranks meet."""
 
@@ -138,7 +125,6 @@ class NetworkRank(ProcessMessage, kind="measure-network"):
     """The first rank of each host; links are measured between these."""
 
 
-@dataclass(frozen=True)
 class NetworkResult(ProcessMessage, kind="network-measured"):
     """What one rank measured: bandwidths in bytes a second, and what went wrong."""
 
@@ -156,7 +142,6 @@ class NetworkResult(ProcessMessage, kind="network-measured"):
     problem: str = ""
 
 
-@dataclass(frozen=True)
 class RequestRefused(ProcessMessage, kind="refused"):
     """The request failed with a FinetuneError."""
 
@@ -164,7 +149,6 @@ class RequestRefused(ProcessMessage, kind="refused"):
     hint: str
 
 
-@dataclass(frozen=True)
 class ChildLost(ProcessMessage, kind="child-lost"):
     """The process of a request ended, or did not reply in time (`code` None)."""
 
@@ -177,7 +161,6 @@ ChildRequest = BuildOp | NetworkRank
 ChildReply = OpBuilt | NetworkResult | RequestRefused | ChildLost
 
 
-@dataclass(frozen=True)
 class RunInChildren(ProcessMessage, kind="run-in-children"):
     """Answer each request in a separate process, all in parallel, because each may crash or hang."""
 
@@ -185,7 +168,6 @@ class RunInChildren(ProcessMessage, kind="run-in-children"):
     seconds: float
 
 
-@dataclass(frozen=True)
 class ChildReplies(ProcessMessage, kind="child-replies"):
     """The replies in the order of the requests."""
 

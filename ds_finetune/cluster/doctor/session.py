@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from typing import IO, Any, Self, TypeVar
 
 from ds_finetune.cluster.doctor.checks import ClockOffset
@@ -48,7 +47,6 @@ Reply = TypeVar("Reply", bound=ProcessMessage)
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True)
 class OpenSession(ProcessMessage, kind="open-session"):
     """The first message of the requesting side: the token with which replies begin."""
 

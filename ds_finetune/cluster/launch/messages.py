@@ -1,17 +1,13 @@
 """The messages of a launch: between the launching program and its supervisors, and from a rank to its supervisor."""
 
-from dataclasses import dataclass
-
 from ds_finetune.system.info import HostInfo
 from ds_finetune.system.process_messages import ProcessMessage
 
 
-@dataclass(frozen=True)
 class Heartbeat(ProcessMessage, kind="heartbeat"):
     """A sign of life, in both directions between the launching program and a supervisor."""
 
 
-@dataclass(frozen=True)
 class StartRanks(ProcessMessage, kind="start"):
     """Order to a supervisor: start the ranks of its host."""
 
@@ -35,24 +31,20 @@ class StartRanks(ProcessMessage, kind="start"):
     """Address of rank 0, from which the supervisor finds the network interface; empty for one host."""
 
 
-@dataclass(frozen=True)
 class SaveAndStop(ProcessMessage, kind="save-and-stop"):
     """Order to a supervisor: send SIGTERM to its ranks, so that they save a checkpoint and exit."""
 
 
-@dataclass(frozen=True)
 class KillRanks(ProcessMessage, kind="kill"):
     """Order to a supervisor: kill every process of the attempt on its host."""
 
 
-@dataclass(frozen=True)
 class HostReady(ProcessMessage, kind="ready"):
     """The first message of a supervisor: the facts of its host."""
 
     info: HostInfo
 
 
-@dataclass(frozen=True)
 class RanksStarted(ProcessMessage, kind="started"):
     """The supervisor has started the node launcher."""
 
@@ -60,14 +52,12 @@ class RanksStarted(ProcessMessage, kind="started"):
     """Network interface of the ranks; empty where none was chosen."""
 
 
-@dataclass(frozen=True)
 class RankZeroOutput(ProcessMessage, kind="output"):
     """A line that rank 0 printed."""
 
     text: str
 
 
-@dataclass(frozen=True)
 class RankEnded(ProcessMessage, kind="rank-ended"):
     """A rank's process ended."""
 
@@ -83,7 +73,6 @@ class RankEnded(ProcessMessage, kind="rank-ended"):
     """Why the run ended, where the rank ended because of it and has recorded it."""
 
 
-@dataclass(frozen=True)
 class ExitCodeReported(ProcessMessage, kind="exit-code"):
     """The node launcher reported how a rank ended."""
 
@@ -93,7 +82,6 @@ class ExitCodeReported(ProcessMessage, kind="exit-code"):
     """Negative for a signal."""
 
 
-@dataclass(frozen=True)
 class HostDone(ProcessMessage, kind="done"):
     """The last message of a supervisor."""
 
@@ -104,14 +92,12 @@ class HostDone(ProcessMessage, kind="done"):
     """Processes that did not end although they were killed."""
 
 
-@dataclass(frozen=True)
 class LeftoversKilled(ProcessMessage, kind="leftovers"):
     """Reply of `supervisor kill TAG`."""
 
     num_remaining: int
 
 
-@dataclass(frozen=True)
 class RankConnected(ProcessMessage, kind="rank"):
     """The first message of a rank's control connection, which closes when the rank ends."""
 
@@ -119,14 +105,12 @@ class RankConnected(ProcessMessage, kind="rank"):
     pid: int
 
 
-@dataclass(frozen=True)
 class RankOutput(ProcessMessage, kind="rank-output"):
     """The first line of a rank's output connection; all further lines are the rank's output."""
 
     rank: int
 
 
-@dataclass(frozen=True)
 class RankExit(ProcessMessage, kind="rank-exit"):
     """The exit code of a rank, over its control connection."""
 

@@ -1,7 +1,6 @@
 """Messages between a rank's monitor and the coordinator on rank zero."""
 
 import traceback
-from dataclasses import dataclass
 from typing import Self
 
 import torch.distributed as dist
@@ -18,7 +17,6 @@ from NCCL).
 """
 
 
-@dataclass(frozen=True)
 class RankProcess(ProcessMessage, kind="hello"):
     """The first message of a connection: which rank's process opened it.
 
@@ -35,7 +33,6 @@ class RankProcess(ProcessMessage, kind="hello"):
         return f"rank {self.rank} (host {self.host}, process {self.pid})"
 
 
-@dataclass(frozen=True)
 class FailureReport(ProcessMessage, kind="failed"):
     """An error of a rank: one `line` about it, the last lines of its traceback as `text`, and the exit code.
 
@@ -60,7 +57,6 @@ class FailureReport(ProcessMessage, kind="failed"):
         return cls(f"{type(error).__name__}: {line[:_MAX_LINE_CHARACTERS]}", text, code, is_secondary(error))
 
 
-@dataclass(frozen=True)
 class RunEnding(ProcessMessage, kind="end"):
     """Why a run ends: the ranks at fault, the reason in one line, the report, and the exit code.
 
@@ -85,7 +81,6 @@ def is_secondary(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or names_peer
 
 
-@dataclass(frozen=True)
 class CoordinatorLocation(ProcessMessage, kind="coordinator"):
     """The coordinator's address and process, kept in the store; an empty `address` stands for MASTER_ADDR."""
 
@@ -94,38 +89,32 @@ class CoordinatorLocation(ProcessMessage, kind="coordinator"):
     process: RankProcess
 
 
-@dataclass(frozen=True)
 class RankAccepted(ProcessMessage, kind="accepted"):
     """The coordinator's answer to the `RankProcess` of a rank that it accepts."""
 
 
-@dataclass(frozen=True)
 class RankRefused(ProcessMessage, kind="refused"):
     """The coordinator's answer to a rank that it does not accept, with the reason."""
 
     why: str
 
 
-@dataclass(frozen=True)
 class StatusRequest(ProcessMessage, kind="status_request"):
     """The coordinator asks every rank for a `RankStatus`, because one has hung or failed."""
 
 
-@dataclass(frozen=True)
 class HangReport(ProcessMessage, kind="hang"):
     """A rank has made no progress within its limit; `why` is a line for the report."""
 
     why: str
 
 
-@dataclass(frozen=True)
 class RankLeaving(ProcessMessage, kind="leaving"):
     """A rank is about to end its process for the reason `why`; this ends the run."""
 
     why: str
 
 
-@dataclass(frozen=True)
 class RankGoodbye(ProcessMessage, kind="goodbye"):
     """A rank has finished without an error."""
 

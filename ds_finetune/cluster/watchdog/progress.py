@@ -159,7 +159,6 @@ class HangLimits:
         return cls(step, seconds_of(config.start), seconds_of(config.other), longest)
 
 
-@dataclass(frozen=True)
 class RankStatus(ProcessMessage, kind="status"):
     """What a rank is doing: `seconds` have passed since its last progress, and it waits in the collective `inside`.
 

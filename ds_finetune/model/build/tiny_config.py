@@ -112,18 +112,23 @@ def _shrink(config: PretrainedConfig, size: Size, outer: Fraction | None) -> Non
     depth, ratio = getattr(config, "num_hidden_layers", None), _ratio(config, size.heads, outer)
     values = vars(config)
     for name, value in list(values.items()):
-        if name.startswith("_"):
-            continue
-        if isinstance(value, PretrainedConfig):
+        if isinstance(value, PretrainedConfig) and not name.startswith("_"):
             _shrink(value, size, ratio if ratio < 1 else None)
-        elif isinstance(value, list | tuple) or name.endswith("_pattern"):
-            one_a_layer = isinstance(value, Sized) and len(value) == depth
-            values[name] = _small_list(name, value[: size.layers] if one_a_layer else value, ratio, size)
-        elif name == "compress_rates":
-            values[name] = {kind: min(rate, WINDOW) for kind, rate in value.items()}
-        elif isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            values[name] = _small_number(name, value, ratio, size)
+        elif not name.startswith("_"):
+            is_by_layer = isinstance(value, Sized) and len(value) == depth
+            values[name] = _small_value(name, value, ratio, size, is_by_layer=is_by_layer)
     _keep_experts_few(config)
+
+
+def _small_value(name: str, value: Any, ratio: Fraction, size: Size, *, is_by_layer: bool) -> Any:  # noqa: ANN401
+    """A setting of a smaller model; where it `is_by_layer`, it has an entry for each layer."""
+    if isinstance(value, list | tuple) or name.endswith("_pattern"):
+        return _small_list(name, value[: size.layers] if is_by_layer else value, ratio, size)
+    if name == "compress_rates":
+        return {kind: min(rate, WINDOW) for kind, rate in value.items()}
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return _small_number(name, value, ratio, size)
+    return value
 
 
 def _ratio(config: PretrainedConfig, heads: int, outer: Fraction | None) -> Fraction:

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,43 +15,35 @@ from ds_finetune.system.process_messages import MessageError, ProcessMessage
 from tests.conftest import ROOT
 
 
-@dataclass(frozen=True)
 class Add(ProcessMessage, kind="add"):
     a: list[int]
     b: list[int]
 
 
-@dataclass(frozen=True)
 class Sum(ProcessMessage, kind="sum"):
     value: list[int]
 
 
-@dataclass(frozen=True)
 class Number(ProcessMessage, kind="number"):
     value: int
 
 
-@dataclass(frozen=True)
 class Refuse(ProcessMessage, kind="refuse"):
     value: int
 
 
-@dataclass(frozen=True)
 class Print(ProcessMessage, kind="print"):
     """Answered after a library has printed."""
 
 
-@dataclass(frozen=True)
 class StartChild(ProcessMessage, kind="start-child"):
     """Answered with the process id of a child that runs on."""
 
 
-@dataclass(frozen=True)
 class Wait(ProcessMessage, kind="wait"):
     """Never answered."""
 
 
-@dataclass(frozen=True)
 class Divide(ProcessMessage, kind="divide"):
     """Fails with an exception that is no FinetuneError."""
 
