@@ -62,14 +62,13 @@ MAX_LINE_BYTES: a report with the last lines of a failure, or 128 collectives of
 _READ_BYTES = 2**16
 _NONCE_BYTES = 16
 _FROM_COORDINATOR, _FROM_RANK = b"ds_finetune watchdog 3, from the coordinator", b"ds_finetune watchdog 3, from a rank"
-_TCP_INFO_BYTES = 228
+_TCP_INFO_BYTES = 220
 _TCP_INFO = {
     "retransmits": ("B", 2),
     "unacked": ("I", 24),
     "total_retrans": ("I", 100),
     "data_segs_out": ("I", 156),
     "dsack_dups": ("I", 216),
-    "rcv_ooopack": ("I", 224),
 }
 """Type and offset of fields of struct tcp_info (Linux 5.4, include/uapi/linux/tcp.h), named without `tcpi_`."""
 _LEAST_RESENT, _LEAST_RATIO = 5, 0.05
@@ -78,14 +77,6 @@ _LEAST_UNANSWERED = 3
 """Times that one packet is sent again in vain before its address counts, however many packets arrived earlier. Even a
 stopped process has a kernel that answers, and the third time comes 0.8 s later at the earliest.
 """
-
-
-@dataclass(frozen=True)
-class PacketLoss:
-    """Packets of a connection: how many are overdue for an acknowledgement, and how many were lost so far."""
-
-    unacknowledged: int = 0
-    lost: int = 0
 
 
 class Connection:
@@ -152,15 +143,13 @@ class Connection:
             return []
         return list(self._messages(piece))
 
-    def packet_loss(self) -> PacketLoss:
-        """The packet loss that the kernel has counted; zeros where it does not tell."""
+    @property
+    def is_unanswered(self) -> bool:
+        """Whether the other kernel has not acknowledged a packet in time; false where this one does not tell."""
         if sys.platform != "linux" or self._socket.fileno() < 0:
-            return PacketLoss()
+            return False
         info = _tcp_info(self._socket)
-        # Every segment is unacknowledged for a while. The last one of a series is sent again after milliseconds, which
-        # the other end reports as needless (RFC 8985, tail loss probes).
-        lost = max(info["total_retrans"] - info["dsack_dups"], 0) + info["rcv_ooopack"]
-        return PacketLoss(info["unacked"] if info["retransmits"] else 0, lost)
+        return info["unacked"] > 0 and info["retransmits"] > 0
 
     def wait_until_received(self, until: float) -> None:
         """Wait until the other end's kernel has all that was sent, or until that time of the monotonic clock."""
@@ -239,7 +228,7 @@ class Connection:
         self.is_lost = True
         if isinstance(error, TimeoutError) and error.errno is None:
             # Python's own timeout of `settimeout`: the kernel's buffer stays full.
-            self.why_lost = UNREACHABLE if self.packet_loss().unacknowledged else STUCK
+            self.why_lost = UNREACHABLE if self.is_unanswered else STUCK
         else:
             self.why_lost = UNREACHABLE if error.errno in _UNREACHABLE_ERRORS else CLOSED
 
@@ -351,6 +340,8 @@ def packet_counts() -> PacketCounts:
                 info = _tcp_info(connection)
                 address = str(connection.getpeername()[0]).removeprefix("::ffff:")
             sent[address] += info["data_segs_out"]
+            # The last packet of a series is sent again after milliseconds, which the other end reports as needless
+            # (RFC 8985, tail loss probes).
             resent[address] += max(info["total_retrans"] - info["dsack_dups"], 0)
             unanswered[address] = max(unanswered[address], info["retransmits"])
     return PacketCounts(sent, resent, unanswered)

@@ -49,8 +49,6 @@ class StatusRound:
     until: float
     failure: messages.FailureReport | None = None
     statuses: dict[int, RankStatus] = field(default_factory=dict)
-    lost_packets: dict[int, int] = field(default_factory=dict)
-    """By rank, the packets that its connection had lost when it was asked."""
 
 
 class Coordinator(threading.Thread):
@@ -217,8 +215,7 @@ class Coordinator(threading.Thread):
         self._end((rank,), line, failure.text, code=failure.code)
 
     def _ask_for_status(self, why: str, failure: messages.FailureReport | None = None) -> None:
-        lost = {rank: connection.packet_loss().lost for rank, connection in self._connections.items()}
-        self._status_round = StatusRound(why, time.monotonic() + STATUS_SECONDS, failure, lost_packets=lost)
+        self._status_round = StatusRound(why, time.monotonic() + STATUS_SECONDS, failure)
         self._send_to_all(messages.StatusRequest())
 
     def _act_on_time(self, now: float) -> None:
@@ -239,16 +236,10 @@ class Coordinator(threading.Thread):
         gone = self._left - self._cut_off.keys()
         return [rank for rank in range(self._size) if rank not in gone and rank not in status_round.statuses]
 
-    def _is_cut_off(self, rank: int, status_round: StatusRound) -> bool:
-        """Whether the network keeps a rank from answering."""
-        if rank not in self._connections:
-            return rank in self._cut_off
-        loss = self._connections[rank].packet_loss()
-        return loss.unacknowledged > 0 or loss.lost > status_round.lost_packets.get(rank, 0)
-
     def _conclude(self, status_round: StatusRound) -> None:
         unanswered = self._unanswered(status_round)
-        cut_off = [rank for rank in unanswered if self._is_cut_off(rank, status_round)]
+        lossy = self._cut_off.keys() | {rank for rank, each in self._connections.items() if each.is_unanswered}
+        cut_off = [rank for rank in unanswered if rank in lossy]
         statuses: dict[int, RankStatus | None] = dict.fromkeys(unanswered)
         # A rank with a secondary error was in its last collective when that failed.
         statuses |= {
