@@ -303,7 +303,7 @@ def _dense(model: Mapping[str, Any], widths: Widths, *, inner: int | None = None
     between = 1 if widths.is_fused else 0
     # That of the input of an adapted matrix is the sum of two.
     is_kept = widths.keeps(f"{name}.down_proj")
-    gradients = (2 if is_kept else {"liger": 1, "compile": 3}.get(widths.kernels, 2)) * row
+    gradients = (2 if is_kept else 1 if widths.kernels == "liger" else 3) * row
     if not widths.rank:
         held = Held((6 - between) * row), Held((5 - between) * row, matrix)
         return _Mlp((4 - between) * row, held, (3 * inner * model["hidden_size"],))
