@@ -54,7 +54,9 @@ def splitting(tokenizer: PreTrainedTokenizerBase) -> str | None:
     core = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
     if core["type"] == "BPE" and core["byte_fallback"]:
         return None
-    ids = (tokenizer(_PROBE, add_special_tokens=special)["input_ids"] for special in (True, False))
+    ids = [tokenizer(_PROBE, add_special_tokens=special)["input_ids"] for special in (True, False)]
+    # As published, it may have added a token that it no longer adds: transformers 5.23 saves no `add_bos_token`.
+    ids.append([tokenizer.bos_token_id, *ids[-1]])
     sums = [sha256(str(each).encode()).hexdigest() for each in ids]
     for each in sums:
         if each in _SPLITTERS:
