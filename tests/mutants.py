@@ -86,8 +86,8 @@ MUTANTS = (
     Mutant(
         "all entries in backward where the indexer chose some",
         "model/attention/compressed_attention.py",
-        "for part, chosen in zip(parts, ctx.chosen, strict=True):",
-        "for part, chosen in zip(parts, [None] * len(ctx.chosen), strict=True):",
+        "for part, chosen in zip(parts, of_parts, strict=True):",
+        "for part, chosen in zip(parts, [None] * len(of_parts), strict=True):",
         COMPRESSED,
     ),
     Mutant(
@@ -359,7 +359,7 @@ MUTANTS = (
     Mutant(
         "indexer follows the heads of one rank",
         "model/attention/indexed_attention.py",
-        "for group in scales.groups:",
+        "for group in followed.groups:",
         "for group in ():",
         f"{TRAINED_INDEXER} -k tp2",
     ),
@@ -484,9 +484,9 @@ MUTANTS = (
     ),
     Mutant(
         "a prediction layer with the indexer of the last layer",
-        "model/mtp.py",
-        "PER_LAYER[key] or changed[key][-1]",
-        "changed[key][-1]",
+        "families/tensors.py",
+        "key: [*config[key], *[kind or config[key][-1]] * number] for key, kind in PER_LAYER.items()",
+        "key: [*config[key], *[config[key][-1]] * number] for key, kind in PER_LAYER.items()",
         f"{MTP} -k glm_moe_dsa_sparse",
     ),
     Mutant(

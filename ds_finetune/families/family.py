@@ -26,6 +26,9 @@ MIXTRAL_NAMES = MlpNames(module="block_sparse_moe", gate="w1", up="w3", down="w2
 Renames = tuple[tuple[str, str], ...]
 """Regular expressions on names and what takes the place of their matches, in the order in which they are applied."""
 DEEPSEEK_V4_RENAMES: Renames = (
+    (r"^model\.layers\.\d+\.mtp\.", "mtp.0."),
+    (r"(mtp\.0)\.hc_head\.", r"\1.hc_head_"),
+    (r"hc_head_hc_", "hc_head_"),
     (r"^model\.embed_tokens\.", "embed."),
     (r"^lm_head\.", "head."),
     (r"^model\.hc_head\.", ""),
@@ -178,7 +181,8 @@ class Family:
     """Layers numbered past `num_hidden_layers` (DeepSeek-V3's multi-token prediction) are published and not built."""
     has_mtp: bool = False
     """Such a layer can be trained: it is published as `model.layers.N` with `enorm`, `hnorm`, `eh_proj` and
-    `shared_head.norm` beside an ordinary decoder layer, and `num_nextn_predict_layers` of config.json counts it."""
+    `shared_head.norm` beside an ordinary decoder layer, and `num_nextn_predict_layers` of config.json counts it. With
+    several residual streams it is `mtp.0`, and has other parts (model/mtp.py)."""
     may_be_unexpected: tuple[str, ...] = (r"\.rotary_emb\.inv_freq$",)
     """Regular expressions of checkpoint keys that the model does not load."""
     fp32_buffers: tuple[str, ...] = ()
@@ -220,6 +224,11 @@ class Family:
     onnx: OnnxGraph | None = None
     gguf: Gguf | None = None
     tiny_models: TinyModels | None = None
+
+    @property
+    def mtp_module(self) -> str:
+        """What comes before names within such a layer: the module of a layer that the model's own forward passes by."""
+        return "mtp." if self.compresses else ""
 
     @property
     def compresses(self) -> bool:

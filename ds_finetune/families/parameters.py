@@ -148,6 +148,12 @@ def longest_window(c: ModelConfig) -> int:
     return max((_rate(c, kind) for kind in compressed_types(c) if kind in _RATES), default=0)
 
 
+def hashed_layers(c: ModelConfig) -> tuple[int, ...]:
+    """Numbers of the layers of DeepSeek-V4 whose routers choose experts by the ids of tokens."""
+    kinds = c.get("mlp_layer_types") or ["hash_moe"] * c.get("num_hash_layers", 0)
+    return tuple(layer for layer, kind in enumerate(kinds[: c["num_hidden_layers"]]) if kind == "hash_moe")
+
+
 def published_layers(c: ModelConfig) -> dict[str, Any]:
     """The keys by which DeepSeek-V4 is published in place of those of transformers 5.23 in `c`, where these are there:
     kinds of layers as numbers, hash routers, and the scaling of the rotary embedding of layers that compress.

@@ -20,6 +20,16 @@ of the last layer. It has an indexer of its own in published checkpoints, whatev
 """
 
 
+_COMPRESSED: Mapping[str, str | int] = {
+    "layer_types": "sliding_attention",
+    "mlp_layer_types": "moe",
+    "compress_ratios": 0,
+}
+"""The entries of a multi-token prediction layer of DeepSeek-V4, whose tensors have no compressor and no table of token
+ids.
+"""
+
+
 class LayerKind(NamedTuple):
     """What tells the layers of a model apart."""
 
@@ -107,7 +117,12 @@ def layer_kinds(config: ModelConfig, *, mtp_layers: int = 0) -> tuple[LayerKind,
     ]
     longer = with_layers(config, mtp_layers)
     kinds += [
-        LayerKind(rules.is_sparse(longer, layer), family.indexer is not None, is_prediction=True)
+        LayerKind(
+            rules.is_sparse(longer, layer),
+            family.indexer is not None and not family.compresses,
+            is_prediction=True,
+            attention=rules.type_of(longer, layer),
+        )
         for layer in range(number, number + mtp_layers)
     ]
     return tuple(kinds)
@@ -115,10 +130,17 @@ def layer_kinds(config: ModelConfig, *, mtp_layers: int = 0) -> tuple[LayerKind,
 
 def with_layers(config: ModelConfig, number: int) -> dict[str, Any]:
     """The config.json of a model with so many multi-token prediction layers after its last layer."""
-    longer = {
+    longer = longer_lists(config, config["num_hidden_layers"], number)
+    return {**config, **longer, "num_hidden_layers": config["num_hidden_layers"] + number}
+
+
+def longer_lists(config: ModelConfig, layers: int, number: int) -> dict[str, list[Any]]:
+    """The lists of a config.json of `layers` layers with entries for `number` prediction layers too."""
+    if family_of(str(config.get("model_type"))).compresses:
+        return {key: [*config[key][:layers], *[kind] * number] for key, kind in _COMPRESSED.items() if config.get(key)}
+    return {
         key: [*config[key], *[kind or config[key][-1]] * number] for key, kind in PER_LAYER.items() if config.get(key)
     }
-    return {**config, **longer, "num_hidden_layers": config["num_hidden_layers"] + number}
 
 
 def _layer(c: ModelConfig, kind: LayerKind, family: Family, rules: ParameterRules) -> dict[str, Shape]:
@@ -129,10 +151,14 @@ def _layer(c: ModelConfig, kind: LayerKind, family: Family, rules: ParameterRule
     found |= _experts(c, family, rules) if kind.is_sparse else _mlp("mlp", c, c["intermediate_size"], rules)
     found |= rules.of_type(c, kind.attention)
     found |= {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
-    if kind.is_prediction:
-        found |= {"enorm.weight": (hidden,), "hnorm.weight": (hidden,), "eh_proj.weight": (hidden, 2 * hidden)}
-        found["shared_head.norm.weight"] = (hidden,)
-    return found
+    if not kind.is_prediction:
+        return found
+    found |= {"enorm.weight": (hidden,), "hnorm.weight": (hidden,)}
+    if not family.compresses:
+        return found | {"eh_proj.weight": (hidden, 2 * hidden), "shared_head.norm.weight": (hidden,)}
+    found |= {"e_proj.weight": (hidden, hidden), "h_proj.weight": (hidden, hidden), "norm.weight": (hidden,)}
+    found |= {name.removeprefix("model."): shape for name, shape in rules.ends(c).items()}
+    return {f"{family.mtp_module}{name}": shape for name, shape in found.items()}
 
 
 def _mlp(module: str, c: ModelConfig, inner: int, rules: ParameterRules) -> dict[str, Shape]:

@@ -20,9 +20,9 @@ from ds_finetune.plan.settings import RunSettings
 class IndexerLoss(ExtraLoss):
     """The divergence D_KL(p || softmax(I)) of a query, summed over indexers, as a mean over all tokens.
 
-    I are an indexer's scores of the tokens that the query may attend to. p are the weights that attention gives them,
-    summed over heads and divided by their sum; they get no gradient. An indexer whose choice several layers share gets
-    the mean over those layers (arXiv 2603.12201).
+    I are an indexer's scores of the tokens, or entries of compressed tokens, that the query may attend to. p are the
+    weights that attention gives them, summed over heads and divided by their sum; they get no gradient. An indexer
+    whose choice several layers share gets the mean over those layers (arXiv 2603.12201).
     """
 
     name = "indexer"
@@ -96,6 +96,8 @@ class IndexerFeature(Feature):
 
     def extra_loss(self, trained: TrainedModel, parts: RankParts) -> ExtraLoss:
         """The divergence of their scores from attention."""
-        ranks = tuple(group for group in (parts.groups.tp, parts.groups.sp) if group is not None)
+        # Where indexers choose entries, sequence parallel ranks hold all heads of their tokens.
+        others = None if family_of(self.model.hf_config.model_type).compresses else parts.groups.sp
+        ranks = tuple(group for group in (parts.groups.tp, others) if group is not None)
         collector = DivergenceCollector(ranks, attends_to_all=self.settings.is_alone)
         return IndexerLoss(trained.lm, collector, self.settings)

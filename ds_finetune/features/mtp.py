@@ -3,12 +3,14 @@ its loss, computed by the layer that `model/mtp.py` builds.
 """
 
 import json
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ds_finetune.config.sections import ModelConfig, MtpConfig
@@ -24,6 +26,7 @@ from ds_finetune.model.loss.forward_rows import ForwardRows
 from ds_finetune.model.loss.token_loss import TrainedModel
 from ds_finetune.model.mtp import (
     PREDICTION_LAYERS,
+    PassedLayer,
     is_mtp_tensor,
     mtp_layer_inputs,
     mtp_layers,
@@ -35,6 +38,8 @@ from ds_finetune.objectives.labels import IGNORE_INDEX
 from ds_finetune.objectives.objective import LossAndSums, Term
 from ds_finetune.plan.settings import RunSettings
 
+_UNKNOWN = re.compile(r"^mtp\.0\.(.*\.)?(compressor|indexer|tid2eid)\b|^mtp\.(?!0\.)")
+"""Tensors of prediction layers of DeepSeek-V4 whose use is not known."""
 DocumentArguments = Callable[[tuple[Documents, ...] | None, torch.device], dict[str, Any]]
 """What tells attention where documents begin, from the lengths of the documents of each row."""
 
@@ -55,6 +60,7 @@ class MtpLoss(ExtraLoss):
         self.terms = (Term("supervised_tokens", weight),)
         self.trains_embedding = not detach
         self._lm, self._arguments, self._detach = lm, arguments, detach
+        self._streams: torch.Tensor | None = None
 
     def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
         """Mean loss in nats over its own predictions, and the share of them that are the text's tokens.
@@ -64,12 +70,32 @@ class MtpLoss(ExtraLoss):
         tokens = max(sums["mtp_tokens"], 1)
         return {"mtp_loss": sums["mtp_loss"] / tokens, "mtp_accuracy": sums["mtp_correct"] / tokens}
 
+    @contextmanager
+    def listen(self, rows: ForwardRows, *, is_counting: bool, is_first: bool) -> Iterator[None]:
+        """Keep the residual streams after the last layer, where there are several: the head makes one of them."""
+        if not family_of(self._lm.config.model_type).compresses:
+            yield
+            return
+
+        def keep(_: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+            (self._streams,) = given
+
+        hook = self._lm.base_model.hc_head.register_forward_pre_hook(keep)
+        try:
+            yield
+        finally:
+            hook.remove()
+
     def loss(self, rows: ForwardRows, hidden: torch.Tensor, weights: torch.Tensor) -> LossAndSums | None:
         """The contribution of a forward; `hidden` [rows, tokens, width] are states after the final norm."""
         (number,) = mtp_layers(self._lm.config)
         layer = self._lm.base_model.layers[number]
+        streams, self._streams = self._streams, None
         if isinstance(layer, MissingLayer):
             return None
+        if isinstance(layer, PassedLayer):
+            assert streams is not None, "no forward was listened to"
+            layer, hidden = layer.mtp, streams
         assert rows.next_ids is not None, "the batch does not look ahead; set looks_ahead in its BatchPlan"
         assert rows.next_labels is not None
         with torch.no_grad() if self._detach else nullcontext():
@@ -137,7 +163,7 @@ def plan_mtp(hf_config: PretrainedConfig, model: ModelConfig, section: MtpConfig
     tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     _check_config(tree, hf_config, f"mtp.train true: {folder}/config.json")
     if model.weights == "load" and has_weights(folder):
-        _check_tensors(folder, hf_config.num_hidden_layers)
+        _check_tensors(folder, hf_config)
     set_mtp_layers(hf_config, 1)
     return section
 
@@ -179,11 +205,29 @@ def _check_config(tree: dict[str, Any], hf_config: PretrainedConfig, label: str)
             hint="leave mtp out",
         )
 
+    further = (tree.get("compress_ratios") or ())[hf_config.num_hidden_layers :]
+    if any(further):
+        raise ModelError(
+            f"{label}: in compress_ratios its prediction layer has {further[0]}, and layers that compress nothing are "
+            "known, which have 0",
+            hint="leave mtp out: its tensors are carried to exports",
+        )
 
-def _check_tensors(folder: Path, layer: int) -> None:
-    key, index = f"model.layers.{layer}.eh_proj.weight", folder / INDEX
-    is_listed = index.is_file() and key in json.loads(index.read_text(encoding="utf-8")).get("weight_map", {})
-    if not is_listed and (index.is_file() or key not in HubFolder(folder).shapes):
+
+def _check_tensors(folder: Path, hf_config: PretrainedConfig) -> None:
+    is_apart, index = family_of(hf_config.model_type).compresses, folder / INDEX
+    key = "mtp.0.e_proj.weight" if is_apart else f"model.layers.{hf_config.num_hidden_layers}.eh_proj.weight"
+    is_indexed = index.is_file()
+    keys = json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}) if is_indexed else ()
+    keys = keys if key in keys or is_indexed else HubFolder(folder).shapes
+    others = [name for name in keys if name.startswith("mtp.") and _UNKNOWN.search(name)] if is_apart else []
+    if others:
+        raise ModelError(
+            f"mtp.train true: {folder} has `{others[0]}`; known is one prediction layer, without compressed entries "
+            "and tables of token ids",
+            hint="leave mtp out: the tensors are carried to exports",
+        )
+    if key not in keys:
         raise ModelError(
             f"mtp.train true: {folder} has no tensor `{key}`, though its config.json has {PREDICTION_LAYERS} 1",
             hint="leave mtp out, or get the published weights, which have the layer",

@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 from transformers import PretrainedConfig
 
+from ds_finetune.families.table import family_of
 from ds_finetune.features.feature import Feature, RankParts
 from ds_finetune.model.build.unused_parameters import patterns_of
 from ds_finetune.model.loss.extra_loss import ExtraLoss
@@ -54,7 +55,7 @@ class BalanceLoss(ExtraLoss):
         """`balance_loss`: the mean over documents and layers, without the weight; nothing where it has none."""
         if not self.terms:
             return {}
-        return {"balance_loss": sums["balance"] / max(counts["documents"], 1) / len(self.routers.plan.layers)}
+        return {"balance_loss": sums["balance"] / max(counts["documents"], 1) / len(self.routers.plan.balanced)}
 
     def listen(self, rows: ForwardRows, *, is_counting: bool, is_first: bool) -> AbstractContextManager[None]:
         """Collect what routers give in the forward of `rows` that runs inside."""
@@ -104,7 +105,7 @@ class BalanceLoss(ExtraLoss):
         """How often the tokens of each document chose each expert, int64 [documents, experts]."""
         logits, chosen = output
         documents, lengths = self.routers.tokens
-        if self.routers.plan.kind.scores == "sigmoid":
+        if self.routers.plan.kind.scores != "softmax":
             # By the scores themselves, with neither bias nor groups (DeepSeek-V3, eq. 18).
             chosen = logits.float().topk(chosen.shape[1], dim=-1).indices
         experts = logits.shape[-1]
@@ -158,7 +159,8 @@ class RouterFeature(Feature):
         """Freeze the weights of routers where the run file says so; a note names them."""
         if self.settings.section.train:
             return plan
-        names = self.settings.parameters(mtp_layers(self.model.hf_config))
+        hf_config = self.model.hf_config
+        names = self.settings.parameters(mtp_layers(hf_config), family_of(hf_config.model_type).mtp_module)
         note = f"frozen: {len(names)} weights of routers, since router.train is false: {patterns_of(names)}"
         return replace(plan, frozen=(*plan.frozen, *names), notes=(*plan.notes, note))
 

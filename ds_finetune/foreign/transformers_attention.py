@@ -85,6 +85,11 @@ def compressed_classes() -> tuple[type[nn.Module], ...]:
     return tuple(_COMPRESSED.attribute(modeling_deepseek_v4, f"DeepseekV4{name}") for name in names)
 
 
+def hyper_head(config: Any) -> nn.Module:  # noqa: ANN401 - a configuration of DeepSeek-V4
+    """What makes one stream of all residual streams."""
+    return _COMPRESSED.attribute(modeling_deepseek_v4, "DeepseekV4HyperHead")(config)  # type: ignore[no-any-return]
+
+
 def hyper_connection_class() -> type[nn.Module]:
     """The module that weighs the residual streams of DeepSeek-V4."""
     kind: type[nn.Module] = _COMPRESSED.attribute(modeling_deepseek_v4, "DeepseekV4HyperConnection")

@@ -4,6 +4,7 @@ the token after the next from a hidden state of the model and the embedding of t
 The layer is built as `model.layers.N` of the model itself, where N is `num_hidden_layers`, so its tensors have their
 published names, and parallel modules, ZeRO and checkpoints treat it like the others. The model's own forward does not
 reach it (transformers 5.23 runs `layers[: config.num_hidden_layers]`, deepseek_v3/modeling_deepseek_v3.py:621).
+DeepSeek-V4 runs all layers: there the layer is a module of one that returns what it gets.
 """
 
 from collections.abc import Iterator
@@ -17,7 +18,8 @@ from transformers.masking_utils import create_causal_mask
 
 from ds_finetune.families.family import layer_of
 from ds_finetune.families.table import family_of
-from ds_finetune.families.tensors import PER_LAYER
+from ds_finetune.families.tensors import longer_lists
+from ds_finetune.foreign.transformers_attention import hyper_head
 from ds_finetune.foreign.transformers_models import replaced_layers
 
 _BUILT = "ds_finetune_mtp_layers"
@@ -65,11 +67,11 @@ def more_layers(hf_config: PretrainedConfig, number: int) -> Iterator[None]:
     """While this is open, `hf_config` is that of a model with so many more layers, which are like its last one but have
     indexers of their own.
     """
-    changed: dict[str, Any] = {"num_hidden_layers": hf_config.num_hidden_layers}
-    changed |= {key: kinds for key in PER_LAYER if (kinds := getattr(hf_config, key, None))}
-    hf_config.num_hidden_layers += number
-    for key in changed.keys() - {"num_hidden_layers"}:
-        setattr(hf_config, key, [*changed[key], *[PER_LAYER[key] or changed[key][-1]] * number])
+    layers = hf_config.num_hidden_layers
+    longer = longer_lists(vars(hf_config) | {"model_type": hf_config.model_type}, layers, number)
+    changed = {"num_hidden_layers": layers} | {key: getattr(hf_config, key) for key in longer}
+    for key, value in (longer | {"num_hidden_layers": layers + number}).items():
+        setattr(hf_config, key, value)
     try:
         yield
     finally:
@@ -89,10 +91,23 @@ def build_mtp_layers(model_class: type[PreTrainedModel], hf_config: PretrainedCo
         layer: nn.Module = layer_class(config, layer_idx)
         if layer_idx in layers and hasattr(layer, "input_layernorm"):
             add_mtp_modules(layer, config)
+            return PassedLayer(layer) if family_of(config.model_type).compresses else layer
         return layer
 
     with more_layers(hf_config, len(layers)), replaced_layers(model_class, make):
         yield
+
+
+class PassedLayer(nn.Module):
+    """Has the multi-token prediction layer `mtp` of a model whose own forward runs all layers, and passes it by."""
+
+    def __init__(self, mtp: nn.Module) -> None:
+        super().__init__()
+        self.mtp = mtp
+
+    def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:  # noqa: ANN401
+        """The hidden states."""
+        return hidden
 
 
 def add_mtp_modules(layer: Any, config: PretrainedConfig) -> None:  # noqa: ANN401 - a decoder layer of any family
@@ -100,6 +115,11 @@ def add_mtp_modules(layer: Any, config: PretrainedConfig) -> None:  # noqa: ANN4
     width, norm_class = config.hidden_size, type(layer.input_layernorm)
     layer.enorm = norm_class(width, eps=config.rms_norm_eps)
     layer.hnorm = norm_class(width, eps=config.rms_norm_eps)
+    if family_of(config.model_type).compresses:
+        # The names of DeepSeek-V4's checkpoint (vLLM 0.32, models/deepseek_v4/nvidia/mtp.py).
+        layer.e_proj, layer.h_proj = (nn.Linear(width, width, bias=False) for _ in range(2))
+        layer.hc_head, layer.norm = hyper_head(config), norm_class(width, eps=config.rms_norm_eps)
+        return
     layer.eh_proj = nn.Linear(2 * width, width, bias=False)
     layer.shared_head = nn.Module()
     layer.shared_head.norm = norm_class(width, eps=config.rms_norm_eps)
@@ -107,11 +127,15 @@ def add_mtp_modules(layer: Any, config: PretrainedConfig) -> None:  # noqa: ANN4
 
 def mtp_layer_inputs(layer: Any, embedded: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
     """The input [rows, tokens, width] of the decoder layer from the embeddings of the next tokens and hidden states of
-    the model after its final norm, [rows, tokens, width] each.
+    the model after its final norm, [rows, tokens, width] each. With several residual streams of a token, the input has
+    them too, and `hidden` are those after the last layer, [rows, tokens, streams, width].
 
     The published weights take the embedding first (transformers 5.23, modeling_layers.py:357; vLLM and SGLang too),
     though the paper writes the hidden state first (eq. 21).
     """
+    if hidden.dim() > embedded.dim():
+        streams: torch.Tensor = layer.h_proj(layer.hnorm(hidden))
+        return streams + layer.e_proj(layer.enorm(embedded))[..., None, :]
     joined: torch.Tensor = layer.eh_proj(torch.cat([layer.enorm(embedded), layer.hnorm(hidden)], dim=-1))
     return joined
 
@@ -126,6 +150,8 @@ def run_mtp_layer(
     """States [rows, tokens, width] of such a layer of `lm` before its head, from its input; it is run as the model runs
     its own layers.
     """
+    if family_of(lm.config.model_type).compresses:
+        return _run_compressed_layer(lm, layer, joined, position_ids, arguments)
     mask = create_causal_mask(
         config=lm.config,
         inputs_embeds=joined,
@@ -146,4 +172,27 @@ def run_mtp_layer(
     )
     # Layers that hand chosen tokens on return them too.
     normed: torch.Tensor = layer.shared_head.norm(states[0] if isinstance(states, tuple) else states)
+    return normed
+
+
+def _run_compressed_layer(
+    lm: PreTrainedModel,
+    layer: Any,  # noqa: ANN401 - a decoder layer of DeepSeek-V4
+    joined: torch.Tensor,
+    position_ids: torch.Tensor,
+    arguments: dict[str, Any],
+) -> torch.Tensor:
+    """States of a layer of DeepSeek-V4, whose attention is by document: other kinds are refused."""
+    rotary: Any = lm.base_model.rotary_emb
+    states = layer(
+        joined,
+        position_embeddings={
+            kind: rotary(joined, position_ids=position_ids, layer_type=kind) for kind in ("main", "compress")
+        },
+        position_ids=position_ids,
+        attention_mask=None,
+        past_key_values=None,
+        **arguments,
+    )
+    normed: torch.Tensor = layer.norm(layer.hc_head(states))
     return normed

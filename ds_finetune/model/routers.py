@@ -75,7 +75,7 @@ class RouterCollector:
 
     @property
     def outputs(self) -> tuple[RouterOutput, ...]:
-        """Outputs of the routers that ran in the latest forward, in the order of `layers`, until `release`."""
+        """Outputs of the balanced routers that ran in the latest forward, in the order of `layers`, until `release`."""
         return tuple(self._outputs[layer] for layer in self.modules if layer in self._outputs)
 
     @property
@@ -140,7 +140,7 @@ class RouterCollector:
                 found = RouterOutput(output[0], output[2])
                 if self._is_counting:
                     self._count(self.layers.index(layer), found)
-                if self.keeps_outputs:
+                if self.keeps_outputs and layer in self.plan.balanced:
                     self._outputs[layer] = found
 
         return hook
@@ -243,7 +243,8 @@ def update_biases(routers: RouterCollector, table: torch.Tensor) -> None:
     """
     kind, rate = routers.plan.kind, routers.plan.section.bias_update
     assert kind.bias is not None
-    for layer, module in routers.modules.items():
+    for layer in (layer for layer in routers.plan.balanced if layer in routers.modules):
+        module = routers.modules[layer]
         counts = table[routers.plan.layers.index(layer), :-4].long()
         # In integers, so that a load equal to the mean moves nothing.
         above = torch.sign(counts * len(counts) - counts.sum())

@@ -89,6 +89,8 @@ class RouterMetrics(Observer):
     ep: int
     bias_update: float
     """The rate of this run; what it resumed from may have had another."""
+    without_bias: tuple[int, ...] = ()
+    """Places among the layers of those whose routers have no bias."""
     _moved: NDArray[np.float64] | None = None
     """How far the bias of each expert is above that of the run's beginning, fp64 [layers, experts]; None until biases
     are moved.
@@ -136,6 +138,7 @@ class RouterMetrics(Observer):
             self._moved = np.zeros(counts.shape)
         if not is_skipped:
             above = np.sign(counts * counts.shape[1] - counts.sum(axis=1, keepdims=True))
+            above[list(self.without_bias)] = 0
             self._moved -= self.bias_update * above
 
 

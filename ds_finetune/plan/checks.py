@@ -19,7 +19,7 @@ from ds_finetune.plan.forward import problem_of_calls, varlen_problem
 from ds_finetune.plan.inexact import inexact_checks
 from ds_finetune.plan.kernels import fused_operations
 from ds_finetune.plan.rollout_checks import ROLLOUT_MODEL, rollout_checks
-from ds_finetune.plan.routers import has_routers
+from ds_finetune.plan.routers import has_routers, plan_routers
 from ds_finetune.plan.settings import Condition, Conflict, Refusal, RunSettings, setting, together
 from ds_finetune.plan.tested_layouts import ROW_BYTES, TESTED_LAYOUTS, WEIGHT_BYTES, nearest_layout, wider
 
@@ -737,6 +737,12 @@ def _without_entries(run: RunSettings) -> dict[str, object] | None:
     return {"window": window} if run.train.max_seq_len < window else None
 
 
+def _without_balance(run: RunSettings) -> dict[str, object] | None:
+    router = plan_routers(run.router, run.model_json)
+    is_changed = router is not None and (router.section.balance or router.section.bias_update)
+    return _given_router(run) if router is not None and is_changed and not router.balanced else None
+
+
 _COMPRESSED = (
     Refusal(
         _without_entries,
@@ -750,21 +756,16 @@ _COMPRESSED = (
         (
             *_TRAINING,
             Conflict("objective {objective.name}", "set objective to sft or dpo", lambda run: is_grpo(run.objective)),
-            setting("indexer.train true", "leave indexer out: indexers stay as they are"),
             setting("model.resize_vocabulary true", "use a tokenizer that fits the model: new ids have no experts"),
-        ),
-    ),
-    *together(
-        "model_type {model_type}, some of whose layers choose experts by token ids,",
-        lambda run: run.router is not None and run.family.router is not None and run.family.router.reads_ids,
-        (
-            Conflict("router.balance {router.balance:g}", "set it to 0", lambda run: run.router and run.router.balance),
             Conflict(
-                "router.bias_update {router.bias_update:g}",
-                "set it to 0",
-                lambda run: run.router and run.router.bias_update,
+                "lora and mtp.train true", "leave lora or mtp out", lambda run: run.lora is not None and run.mtp.train
             ),
         ),
+    ),
+    Refusal(
+        _without_balance,
+        "`router` ({given}) with a model whose routers all choose experts by token ids: there is nothing to balance",
+        "leave router.balance and router.bias_update out",
     ),
 )
 
@@ -875,7 +876,7 @@ _STAGES = (
     ),
     # Such a layer attends to the tokens that are chosen in the layer before.
     Refusal(
-        lambda run: run.indexer.train and _first_without_indexer(run),
+        lambda run: run.indexer.train and not run.family.compresses and _first_without_indexer(run),
         "indexer.train true with parallel.pp {parallel.pp}: stage {stage} begins with layer {layer}, which has no "
         "indexer",
         "let stages begin with one of layers {legal} by parallel.pp_layers",

@@ -83,7 +83,7 @@ class Shape:
     def _count(cls, config: ModelConfig, family: Family, rules: ParameterRules, mtp_layers: int) -> Self:
         # A prediction layer has an indexer of its own, whatever other layers have.
         one_indexer = numel(rules.attention(config).indexer)
-        indexer = (len(indexed_layers(config)) + mtp_layers) * one_indexer
+        indexer = (len(indexed_layers(config)) + (0 if family.compresses else mtp_layers)) * one_indexer
         config = with_layers(config, mtp_layers)
         layers, hidden = config["num_hidden_layers"], config["hidden_size"]
         attention = rules.attention(config)
@@ -97,7 +97,9 @@ class Shape:
             tied=tied,
             embedding=vocabulary,
             head=0 if tied else vocabulary,
-            attention=layers * attention.weights + numel(rules.ends(config)) + _by_type(config, rules),
+            attention=layers * attention.weights
+            + (1 + mtp_layers) * numel(rules.ends(config))
+            + _by_type(config, rules),
             norms=layers * (2 * hidden + attention.norms) + hidden + mtp_layers * 3 * hidden,
             mtp_layers=mtp_layers,
             mtp_projection=mtp_layers * 2 * hidden * hidden,

@@ -6,6 +6,7 @@ from typing import Any
 
 from ds_finetune.config.sections import RouterConfig
 from ds_finetune.families.family import RouterKind
+from ds_finetune.families.parameters import hashed_layers
 from ds_finetune.families.table import family_of
 
 
@@ -21,10 +22,17 @@ class RouterPlan:
     per_token: int
     """Experts that a token is sent to."""
     section: RouterConfig
+    by_id: tuple[int, ...] = ()
+    """Numbers of those of `layers` that choose experts by the ids of tokens, which nothing can balance."""
 
-    def parameters(self, beyond: range = range(0)) -> tuple[str, ...]:
-        """Names of the routers' parameters, also of the layers `beyond` the last one."""
-        layers = (*self.layers, *beyond)
+    @property
+    def balanced(self) -> tuple[int, ...]:
+        """Numbers of the layers whose choice follows from scores, which the balance loss and biases change."""
+        return tuple(layer for layer in self.layers if layer not in self.by_id)
+
+    def parameters(self, beyond: range = range(0), module: str = "") -> tuple[str, ...]:
+        """Names of the routers' parameters, also of the layers `beyond` the last one, in which they are in `module`."""
+        layers = (*map(str, self.layers), *(f"{layer}.{module}".rstrip(".") for layer in beyond))
         return tuple(
             f"model.layers.{layer}.{self.kind.module}.{leaf}" for layer in layers for leaf in self.kind.parameters
         )
@@ -42,6 +50,8 @@ class RouterPlan:
             yield f"plus {section.balance:g} x their balance loss, a mean over the documents of the global batch"
         if section.bias_update:
             yield f"biases moved by {section.bias_update:g} after each step"
+        if self.by_id and (section.balance or section.bias_update):
+            yield f"but {len(self.by_id)} of the layers choose by token ids, which neither changes"
 
 
 def plan_routers(section: RouterConfig | None, model: Mapping[str, Any]) -> RouterPlan | None:
@@ -53,7 +63,8 @@ def plan_routers(section: RouterConfig | None, model: Mapping[str, Any]) -> Rout
     layers = _routed_layers(model)
     if kind is None or keys is None or not layers:
         return None
-    return RouterPlan(kind, layers, keys.number(model), keys.per_token(model), section or RouterConfig())
+    by_id = hashed_layers(model) if kind.reads_ids else ()
+    return RouterPlan(kind, layers, keys.number(model), keys.per_token(model), section or RouterConfig(), by_id)
 
 
 def has_routers(model: Mapping[str, Any]) -> bool:

@@ -34,10 +34,11 @@ def length_notes(model: ModelPlan, *, max_seq_len: int) -> tuple[str, ...]:
     if tokens is None:
         return ()
     if family_of(model.hf_config.model_type).compresses:
-        given = (
-            f"up to {tokens} tokens, index_topk {model.hf_config.index_topk} entries, the indexer leaves nothing out"
-        )
-        return (f"{given}; it is {'run, and not trained' if max_seq_len > tokens else 'not run'}",)
+        limit = f"index_topk {model.hf_config.index_topk} entries"
+        if model.indexer is not None and model.indexer.is_alone:
+            return (f"all entries are attended to, also in documents of more than {tokens} tokens, {limit}",)
+        runs = "trained" if model.indexer else "run, and not trained" if max_seq_len > tokens else "not run"
+        return (f"up to {tokens} tokens, {limit}, the indexer leaves nothing out; it is {runs}",)
     if model.indexer is not None and model.indexer.is_alone:
         return (
             f"documents are attended to whole, also those longer than index_topk {tokens}: only indexers are trained",

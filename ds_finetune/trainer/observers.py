@@ -129,8 +129,9 @@ def _router_observers(started: StartedRun) -> dict[str, RouterMetrics | LoadWatc
     run, router = started.run, started.run.model.router
     if router is None:
         return {}
+    without_bias = tuple(map(router.layers.index, router.by_id))
     return {
-        "router_metrics": RouterMetrics(run.plan.mesh.ep, router.section.bias_update),
+        "router_metrics": RouterMetrics(run.plan.mesh.ep, router.section.bias_update, without_bias),
         "load_watch": LoadWatch(run.schedule.steps, load_advice(run.plan.lora, run.plan.router), started.say),
     }
 

@@ -12,9 +12,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
+from transformers.models.deepseek_v4 import modeling_deepseek_v4 as compressed
 from transformers.models.deepseek_v32 import modeling_deepseek_v32 as deepseek
 from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as glm
 
+from ds_finetune.model.experts import spread_ids
 from ds_finetune.objectives.labels import IGNORE_INDEX
 from ds_finetune.reference.selftest.cells import Cell, hf_config, run_tree, samples
 from ds_finetune.reference.selftest.reference_loop import BETAS, EPS
@@ -63,6 +65,9 @@ def write_indexed_model(family: str, folder: Path) -> None:
         for name, param in model.named_parameters():
             if "norm" in name:
                 nn.init.normal_(param, 0.0 if name.endswith("bias") else 1.0, 0.2)
+            elif name.endswith(("sinks", "position_bias")):
+                nn.init.normal_(param)
+        spread_ids(model, getattr(model.config, "n_routed_experts", 0))
     model.save_pretrained(folder)
 
 
@@ -74,8 +79,12 @@ class PlainIndexers:
         self._inputs: dict[str, torch.Tensor] = {}
         self.layers: list[list[torch.Tensor]] = []
         """Divergences of the layers that share the choice of each indexer, fp32 [tokens]."""
+        self._kind = model.config.model_type
         for layer in model.model.layers:
             attention = layer.self_attn
+            if self._kind == "deepseek_v4":
+                self._watch_entries(attention)
+                continue
             attention.q_a_layernorm.register_forward_hook(self._see_queries)
             attention.register_forward_hook(self._see_attention, with_kwargs=True)
 
@@ -84,6 +93,52 @@ class PlainIndexers:
         total = torch.stack([torch.stack(shared).mean(0).sum() for shared in self.layers]).sum()
         self.layers.clear()
         return total
+
+    def _watch_entries(self, attention: Any) -> None:
+        """Hooks on DeepSeek-V4's attention, where it has an indexer."""
+        if hasattr(attention.compressor, "indexer"):
+            attention.compressor.indexer.register_forward_hook(self._see_indexer)
+            attention.register_forward_hook(self._see_weights)
+
+    def _see_indexer(self, indexer: Any, given: tuple[Any, ...], chosen: torch.Tensor) -> None:
+        """Scores I_ts of entries by transformers' own modules, and which entries are seen, both [tokens, entries]."""
+        hidden, low_rank = given[0].detach(), given[1].detach()
+        rate, width, tokens = indexer.compress_rate, indexer.head_dim, hidden.shape[1]
+        entries, made = tokens // rate, []
+        value, gate = indexer.kv_proj(hidden)[0], indexer.gate_proj(hidden)[0]
+        bias = indexer.position_bias
+        for number in range(entries):
+            here = range(number * rate, (number + 1) * rate)
+            values, gates = [value[t, width:] for t in here], [gate[t, width:] + bias[t % rate, width:] for t in here]
+            for t in range(max(0, here[0] - rate), here[0]):
+                values.append(value[t, :width])
+                gates.append(gate[t, :width] + bias[t % rate, :width])
+            made.append((torch.stack(values) * torch.stack(gates).softmax(0)).sum(0))
+        keys = indexer.kv_norm(torch.stack(made)[None]) if made else value.new_zeros(1, 0, width)
+        places = torch.arange(entries)[None] * rate
+        turn, rotary = compressed.apply_rotary_pos_emb, indexer.rotary_emb
+        key = turn(keys[:, None], *rotary(keys, position_ids=places, layer_type="compress"))[0, 0]
+        query = indexer.q_b_proj(low_rank).view(1, tokens, -1, width).transpose(1, 2)
+        turned = turn(query, *rotary(hidden, position_ids=torch.arange(tokens)[None], layer_type="compress"))[0]
+        weight = indexer.scorer.weights_proj(hidden)[0] / indexer.num_heads**0.5
+        products = torch.relu(torch.einsum("jtd,sd->tjs", turned, key) / width**0.5)
+        self._scores = torch.einsum("tj,tjs->ts", weight, products)
+        self._seen = torch.zeros(tokens, entries + 1, dtype=torch.bool).scatter(
+            1, chosen[0] % (entries + 1), value=True
+        )[:, :entries]
+
+    def _see_weights(self, _: nn.Module, __: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """The weights of entries come after those of tokens; the softmax has a sink too."""
+        tokens, entries = self._scores.shape
+        weights = output[1][0, :, :, tokens:].detach().sum(0)
+        assert weights.shape == (tokens, entries)
+        assert (weights[~self._seen] == 0).all(), "attention is to other entries"
+        found = []
+        for t in range(tokens):
+            p, seen = weights[t], self._seen[t]
+            logs = self._scores[t][seen].log_softmax(0)
+            found.append(functional.kl_div(logs, p[seen] / p.sum(), reduction="sum") if seen.any() else p.sum())
+        self.layers.append([torch.stack(found)])
 
     def _see_queries(self, _: nn.Module, __: Any, low_rank: torch.Tensor) -> None:
         self._inputs["low_rank"] = low_rank.detach()
@@ -145,8 +200,8 @@ def plain_steps(folder: Path, *, stage: str, max_grad_norm: float, weight_decay:
             param.requires_grad_(".indexer." in name)
     indexers, found = PlainIndexers(model, is_dense=is_dense), PlainSteps()
     trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    decayed = [param for param in trained.values() if param.dim() > 1]
-    others = [param for param in trained.values() if param.dim() <= 1]
+    decayed = [param for name, param in trained.items() if param.dim() > 1 and not name.endswith("bias")]
+    others = [param for param in trained.values() if not any(param is each for each in decayed)]
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS)
     own = [param for name, param in trained.items() if ".indexer." in name and not is_dense]
@@ -170,7 +225,10 @@ def _add_step(model: Any, indexers: PlainIndexers, found: PlainSteps) -> None:
         own = functional.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
         number = len(indexers.layers)
         divergence = indexers.take_loss()
-        (own / supervised + WEIGHT * divergence / tokens).backward()
+        total = own / supervised + WEIGHT * divergence / tokens
+        # With indexers alone, a document without entries has no gradient.
+        if total.requires_grad:
+            total.backward()
         loss, indexer_loss = loss + own.item(), indexer_loss + divergence.item()
     found.losses.append(loss / supervised)
     found.indexer_losses.append(indexer_loss / tokens / number)

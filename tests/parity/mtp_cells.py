@@ -21,7 +21,7 @@ from ds_finetune.families.table import family_of
 from ds_finetune.model.adapters.lora import initial_factors
 from ds_finetune.model.build.skeleton import build_skeleton
 from ds_finetune.model.mtp import set_mtp_layers
-from ds_finetune.model.weights.names import hub_pieces
+from ds_finetune.model.weights.names import hub_pieces, is_table
 from ds_finetune.objectives.labels import IGNORE_INDEX
 from ds_finetune.reference.selftest import plain_features
 from ds_finetune.reference.selftest.cells import Cell, hf_config, run_tree, samples
@@ -81,12 +81,12 @@ def write_mtp_model(family: str, folder: Path, *, sizes: Mapping[str, int] | Non
         lm = build_skeleton(config, attention="eager", dtype=torch.float32, device="cpu")
         tensors = {}
         for name, tensor in lm.state_dict().items():
-            noise = torch.randn_like(tensor) * 0.1
-            value = noise + 1 if "norm" in name else noise
+            noise = torch.zeros_like(tensor) if is_table(name) else torch.randn_like(tensor) * 0.1
+            value = tensor if is_table(name) else noise + 1 if "norm" in name else noise
             for piece in hub_pieces(name, tuple(tensor.shape), family_of(config.model_type)):
                 tensors[piece.key] = value[piece.index].clone()
     number = config.num_hidden_layers
-    if copies:
+    if copies and not family_of(config.model_type).compresses:
         tensors[f"model.layers.{number}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
         tensors[f"model.layers.{number}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     folder.mkdir(parents=True)
@@ -194,8 +194,8 @@ def plain_steps(layout: MtpLayout, models: Path) -> PlainSteps:
 def _plain_steps(folder: Path, detach: bool, max_grad_norm: float, weight_decay: float, adapters: str) -> PlainSteps:
     model, found = PlainMtp(folder, adapters=adapters, detach=detach), PlainSteps()
     trained = model.trained()
-    matrices = [param for param in trained.values() if param.dim() > 1]
-    vectors = [param for param in trained.values() if param.dim() <= 1]
+    matrices = [param for name, param in trained.items() if param.dim() > 1 and not name.endswith("bias")]
+    vectors = [param for param in trained.values() if not any(param is each for each in matrices)]
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}],
         lr=LR,

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.families.table import FAMILIES
+from ds_finetune.model.experts import spread_ids
 from ds_finetune.plan.tested_layouts import TESTED_LAYOUTS
 from ds_finetune.reference.selftest.cells import TINY_MODELS, Cell, hf_config, router_section, run_tree
 
@@ -48,6 +49,7 @@ def write_models(folder: Path) -> Path:
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(5 + 1e-3 + 0.02 * torch.randperm(len(buffer)))
+        spread_ids(model, getattr(model.config, "n_routed_experts", 0))
         model.save_pretrained(folder / family)
     return folder
 
@@ -55,8 +57,7 @@ def write_models(folder: Path) -> Path:
 @cache
 def layouts(worlds: Sequence[int]) -> list[RouterLayout]:
     """Every layout on these numbers of ranks."""
-    routed = [name for name, family in FAMILIES.items() if family.router is not None and name in TINY_MODELS]
-    families = [name for name in routed if (kind := FAMILIES[name].router) and not kind.reads_ids]
+    families = [name for name, family in FAMILIES.items() if family.router is not None and name in TINY_MODELS]
     plain = [
         RouterLayout(Cell(family, stage, accumulation, packing=packing, checkpointing=checkpointing), world)
         for family, stage, accumulation, packing, checkpointing in product(

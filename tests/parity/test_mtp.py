@@ -18,10 +18,10 @@ from tests.parity.mtp_cells import MtpLayout, PlainSteps, plain_steps, write_mtp
 from tests.parity.reference import GRADIENT_TOLERANCE, LOSS_TOLERANCE, asked_for, is_for, launch, relative
 
 FAMILY = "deepseek_v3"
-MODELS = ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2")
+MODELS = ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2", "deepseek_v4")
 WIDE, WIDE_SIZES = "deepseek_v3_wide", {"hidden_size": 64, "q_lora_rank": 64, "intermediate_size": 64}
 """A model of which most rows are whole blocks of four-bit numbers."""
-SPARSE = ("deepseek_v32_sparse", "glm_moe_dsa_sparse")
+SPARSE = ("deepseek_v32_sparse", "glm_moe_dsa_sparse", "deepseek_v4_sparse")
 """Models in which most documents are longer than what an indexer chooses."""
 ROUNDED_TOLERANCE = 1e-2
 """Of losses in bf16."""
@@ -34,6 +34,8 @@ def _cell(stage: int, accumulation: int, *, packing: bool, family: str = FAMILY,
     if "pp" in axes:
         # Balanced stages are others with the layer, and a norm is then added up in another order.
         axes["pp_layers"] = "2 2" if family.endswith(("_deep", "_sparse")) else "1 1"
+        if family.startswith("deepseek_v4"):
+            axes["pp_layers"] = "2 3" if family.endswith("_deep") else "2 2"
     if "vpp" in axes:
         axes["pp_layers"] = "1 1 1 1"
     clipped = {"max_grad_norm": 0.05 if packing else 0.0, "checkpointing": packing, "weight_decay": 0.1}
@@ -84,6 +86,7 @@ ALL += [
     for stage, packing, family, world, detach in itertools.product(
         range(4), (True, False), (*MODELS, *SPARSE), (1, 2), (True, False)
     )
+    if not family.startswith("deepseek_v4")
 ]
 ALL += [
     MtpLayout(_cell(stage, 2, packing=True, **{axis: 2}), 2, detach, adapters="lora")
@@ -113,6 +116,8 @@ CHOSEN = [
         (_cell(1, 2, packing=True, pp=2), 2, True, False),
         (_cell(1, 2, packing=False, pp=2), 2, False, False),
         (_cell(1, 2, packing=True, pp=2, balances=True), 2, True, True),
+        (_cell(1, 2, packing=True, family="deepseek_v4", pp=2), 2, False, False),
+        (_cell(3, 2, packing=True, family="deepseek_v4_sparse", sp=2), 2, True, True),
         (_cell(3, 2, packing=True), 2, True, True, "lora"),
         (_cell(2, 2, packing=False, family=WIDE), 1, True, False, "nf4"),
     )
@@ -183,7 +188,9 @@ def _assert_same_steps(found: dict[str, Any], wanted: PlainSteps) -> None:
         assert own == pytest.approx(wanted.mtp_norms, rel=GRADIENT_TOLERANCE)
     assert found["gradients"].keys() == wanted.gradients.keys()
     errors = {name: relative(found["gradients"][name], grad) for name, grad in wanted.gradients.items()}
-    assert max(errors.values()) < GRADIENT_TOLERANCE, errors
+    # A norm follows the head of streams, so most of its gradient cancels: the plain loop in fp32 is as far from fp64.
+    limits = {name: GRADIENT_TOLERANCE * (10 if ".mtp.hc_head." in name else 1) for name in errors}
+    assert all(error < limits[name] for name, error in errors.items()), errors
     for name, steps in (("loss", wanted.losses), ("mtp_loss", wanted.mtp_losses)):
         assert [metrics[name] for metrics in found["metrics"]] == pytest.approx(steps, rel=1e-4), name
 

@@ -86,7 +86,8 @@ def _assert_equals_plain_loop(layout: RouterLayout, folder: Path, models: Path) 
         assert step["metrics"]["loss"] == pytest.approx(plain.losses[number], rel=max(close["rel"], 2e-6))
         assert step["metrics"]["balance_loss"] == pytest.approx(plain.balances[number], **close)
         if router.kind.bias is not None:
-            _assert_biases_moved(*result["biases"][number : number + 2], step["counts"], router.section.bias_update)
+            of_biases = step["counts"][[layer in router.balanced for layer in router.layers]]
+            _assert_biases_moved(*result["biases"][number : number + 2], of_biases, router.section.bias_update)
         if cell.precision == "fp32":
             assert torch.equal(step["counts"], plain.choices[number])
             assert step["norm"] == pytest.approx(plain.norms[number], rel=GRADIENT_TOLERANCE)

@@ -1,6 +1,7 @@
 """Runs that train DeepSeek-V4: resume, exports by the published names, adapters, what the plan says, and refusals."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import FinetuneError, ModelError
 from ds_finetune.families.table import family_of
 from ds_finetune.foreign.auto_configs import AutoConfig
+from ds_finetune.model.build.model_plan import ModelPlan
 from ds_finetune.model.build.skeleton import read_hf_config
 from ds_finetune.model.experts import spread_ids
 from ds_finetune.model.weights.names import hub_pieces, renamed
@@ -25,6 +27,7 @@ from ds_finetune.plan.settings import RunSettings
 from ds_finetune.reference.selftest.cells import TINY_MODELS
 from ds_finetune.trainer.resolve import plan_model
 from tests.json_files import change_json
+from tests.parity.mtp_cells import write_mtp_model
 from tests.running import metrics, resume_on_two_ranks, tiny_task
 
 V4 = family_of("deepseek_v4")
@@ -121,7 +124,7 @@ def test_adapters(stage: int, tmp_path: Path) -> None:
     assert found[-1]["train/loss"] < found[0]["train/loss"]
 
 
-def _plan(mesh: Mesh | None = None, **sections: Any) -> None:
+def _plan(mesh: Mesh | None = None, changes: dict[str, Any] | None = None, **sections: Any) -> ModelPlan:
     tree = {
         "model": {"path": "none"},
         "data": {"train": "none.jsonl"},
@@ -130,23 +133,20 @@ def _plan(mesh: Mesh | None = None, **sections: Any) -> None:
     }
     for name, section in sections.items():
         tree[name] = {**tree.get(name, {}), **section} if isinstance(section, dict) else section
-    config = AutoConfig.for_model(**TINY_MODELS["deepseek_v4_sparse"])
+    config = AutoConfig.for_model(**TINY_MODELS["deepseek_v4_sparse"] | (changes or {}))
     run = RunSettings.of(RunConfig.model_validate(tree), mesh=mesh or Mesh(0, 1), model_json=config.to_dict())
     check(run, "sizes of the model", "type of the model", "attention of the model", "activations of the model")
-    plan_model(config, run)
+    return plan_model(config, run)
 
 
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
         ({"objective": {"name": "grpo"}}, "with objective grpo is not tested"),
-        ({"indexer": {"train": True}}, "with indexer.train true is not tested"),
         ({"model": {"resize_vocabulary": True}}, "with model.resize_vocabulary true is not tested"),
         ({"optim": {"name": "Muon"}}, "with optim.name Muon is not tested"),
         ({"train": {"precision": "fp16"}}, "with train.precision fp16 is not tested"),
         ({"train": {"tiled_mlp": True}}, "train.tiled_mlp true of model_type deepseek_v4 is not tested"),
-        ({"router": {"balance": 0.1}}, "choose experts by token ids, with router.balance 0.1 is not tested"),
-        ({"router": {"bias_update": 0.1}}, "choose experts by token ids, with router.bias_update 0.1 is not tested"),
         ({"model": {"attention": "eager"}}, "documents of a packed row would see each other"),
         ({"train": {"max_seq_len": 11}}, "max_seq_len 11 with a model whose layers compress up to 12 tokens"),
     ],
@@ -154,6 +154,15 @@ def _plan(mesh: Mesh | None = None, **sections: Any) -> None:
 def test_refusals(sections: dict[str, Any], said: str) -> None:
     with pytest.raises(FinetuneError, match=said):
         _plan(**sections)
+
+
+def test_layers_that_choose_by_token_ids_are_not_balanced() -> None:
+    router = _plan(router={"balance": 0.1, "bias_update": 0.1}).router
+    assert router is not None
+    assert (router.layers, router.balanced) == ((0, 1, 2, 3), (1, 2, 3))
+    assert "but 1 of the layers choose by token ids, which neither changes" in router.lines()[0][1]
+    with pytest.raises(FinetuneError, match="routers all choose experts by token ids"):
+        _plan(changes={"num_hash_layers": 4}, router={"balance": 0.1})
 
 
 def test_layouts_that_do_not_divide_its_groups_of_outputs() -> None:
@@ -172,9 +181,59 @@ def test_what_transformers_has_no_class_for(tmp_path: Path) -> None:
         read_hf_config(str(_folder(tmp_path)), task="sequence_classification")
 
 
-def test_its_prediction_layer_is_not_trained(tmp_path: Path) -> None:
-    with pytest.raises(FinetuneError, match="of model_type deepseek_v4, which is not tested"):
-        train(read_config(_run_file(tmp_path, mtp={"train": True})))
+def _predicting(folder: Path) -> Path:
+    """A run file that trains the prediction layer of a model that is published with one."""
+    run_file = _run_file(folder, mtp={"train": True}, train={"for": "2 steps"}, eval={"every": "2 steps"})
+    vocabulary = json.loads((folder / "model" / "config.json").read_text())["vocab_size"]
+    write_mtp_model("deepseek_v4_sparse", folder / "published", sizes={"vocab_size": vocabulary})
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(folder / "published" / name, folder / "model" / name)
+    return run_file
+
+
+def test_its_prediction_layer_is_trained_and_exported(tmp_path: Path) -> None:
+    """A second run begins with the export of the first and changes nothing, because its learning rate is nearly 0."""
+    run_file = _predicting(tmp_path)
+    train(read_config(run_file))
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "run/export"))
+    assert before.keys() == after.keys()
+    same = {name for name in before if name.startswith("mtp.") and torch.equal(before[name], after[name])}
+    assert same == {"mtp.0.ffn.gate.bias"}
+    assert json.loads((tmp_path / "run/export/config.json").read_text())["num_nextn_predict_layers"] == 1
+    second = tmp_path / "second"
+    again = [f"model.path={tmp_path / 'run/export'}", f"output_dir={second}", "optim.lr=1e-12", "train.for=1 steps"]
+    train(read_config(run_file, again))
+    found = load_file(second / "export" / "model.safetensors")
+    assert found.keys() == after.keys()
+    assert all(torch.allclose(found[name].float(), after[name].float(), atol=1e-9, rtol=0) for name in after)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("mtp.0.attn.compressor.ape", "known is one prediction layer, without compressed entries"),
+        ("mtp.1.norm.weight", "known is one prediction layer"),
+        ("", "has no tensor `mtp.0.e_proj.weight`"),
+    ],
+)
+def test_prediction_layers_that_are_not_known(name: str, said: str, tmp_path: Path) -> None:
+    run_file = _predicting(tmp_path)
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    if name:
+        tensors[name] = torch.ones(3)
+    else:
+        del tensors["mtp.0.e_proj.weight"]
+    save_file(tensors, file)
+    with pytest.raises(ModelError, match=said):
+        train(read_config(run_file))
+
+
+def test_a_prediction_layer_that_compresses(tmp_path: Path) -> None:
+    run_file = _predicting(tmp_path)
+    change_json(tmp_path / "model" / "config.json", {"compress_ratios": [0, 4, 128, 4, 4]})
+    with pytest.raises(ModelError, match="in compress_ratios its prediction layer has 4"):
+        train(read_config(run_file))
 
 
 def _folder(folder: Path, **changes: Any) -> Path:

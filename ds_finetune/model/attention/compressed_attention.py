@@ -9,7 +9,8 @@ Sequence parallel ranks hold the queries of their tokens, the tokens of a window
 makes those whose last token it has, of tokens that it has or gets from the ranks before.
 """
 
-from collections.abc import Callable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
@@ -24,8 +25,15 @@ from ds_finetune.errors import ModelError
 from ds_finetune.families.table import family_of
 from ds_finetune.foreign.transformers_attention import compressed_classes, replace_compressed
 from ds_finetune.model.attention.by_document import BY_DOCUMENT, Documents
-from ds_finetune.model.attention.indexed_attention import ScoreInputs, index_scores
+from ds_finetune.model.attention.indexed_attention import (
+    DivergenceCollector,
+    KeyPart,
+    ScoreInputs,
+    divergence_from,
+    index_scores,
+)
 from ds_finetune.model.kept_outputs import KeptOutputs, current_outputs
+from ds_finetune.model.parallel.rank_group import RankGroup
 from ds_finetune.model.parallel.sequence import SequenceParallelGroup
 
 PRODUCTS_AT_ONCE = 2**26
@@ -183,7 +191,7 @@ class _Seen(NamedTuple):
             last = min(first + at_once, stop)
             entry = torch.arange(first, last, device=query.device)
             scores = index_scores(ScoreInputs(query, self.scored.key[first:last], weight), self.scale)
-            scores, entry = scores.masked_fill_(~self._sees(part, entry), float("-inf")), entry.expand_as(scores)
+            scores, entry = scores.masked_fill_(~self.sees(part.queries, entry), float("-inf")), entry.expand_as(scores)
             if best:
                 scores, entry = (torch.cat(pair, dim=1) for pair in zip(best, (scores, entry), strict=True))
             values, places = scores.topk(min(self.topk, scores.shape[1]))
@@ -197,17 +205,18 @@ class _Seen(NamedTuple):
         if self.entries is None:
             return seen[:, None]
         entry = torch.arange(part.entries.start, part.entries.stop, device=seen.device) if chosen is None else chosen
-        return torch.cat([seen, self._sees(part, entry)], dim=1)[:, None]
+        return torch.cat([seen, self.sees(part.queries, entry)], dim=1)[:, None]
 
-    def _sees(self, part: _QueryPart, entry: torch.Tensor) -> torch.Tensor:
-        """Whether each query of `part` may see entries: the same for all, or those of each query in its row."""
+    def sees(self, queries: slice, entry: torch.Tensor) -> torch.Tensor:
+        """Whether each of `queries` may see entries: the same for all, or those of each query in its row."""
         assert self.entries is not None
-        return (entry >= self.entries.first[part.queries, None]) & (entry < self.entries.end[part.queries, None])
+        return (entry >= self.entries.first[queries, None]) & (entry < self.entries.end[queries, None])
 
 
 class _Attention(torch.autograd.Function):
     """Attention whose values are its keys and whose softmax has a sink: query [tokens, heads, width], tokens [tokens,
-    width], entries [entries, width] and sinks [heads] to [tokens, heads, width].
+    width], entries [entries, width] and sinks [heads] to [tokens, heads, width]; the logarithms of the softmax's sums,
+    [tokens, heads]; and the chosen entries of each part, which `_Seen.choose` describes.
 
     Numbers for each query and key are computed for some queries at a time, and again in backward.
     """
@@ -223,7 +232,7 @@ class _Attention(torch.autograd.Function):
         window: int,
         scaling: float,
         outputs: KeptOutputs | None,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor | None, ...]:
         ctx.seen, ctx.window, ctx.scaling = seen._replace(scored=None), window, scaling
 
         def attend() -> tuple[Any, ...]:
@@ -236,18 +245,19 @@ class _Attention(torch.autograd.Function):
                 out[at], log_sum[at] = _attend(query[at], keys, sinks, mask, scaling)
             return out, log_sum, tuple(chosen)
 
-        out, log_sum, ctx.chosen = attend() if outputs is None else outputs.keep(attend)
-        ctx.save_for_backward(query, tokens, entries, sinks, out, log_sum)
-        return out  # type: ignore[no-any-return]
+        out, log_sum, chosen = attend() if outputs is None else outputs.keep(attend)
+        ctx.save_for_backward(query, tokens, entries, sinks, out, log_sum, *chosen)
+        ctx.mark_non_differentiable(log_sum, *(each for each in chosen if each is not None))
+        return (out, log_sum, *chosen)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
-        query, tokens, entries, sinks, out, log_sum = ctx.saved_tensors
+    def backward(ctx: Any, grad: torch.Tensor, *_: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
+        query, tokens, entries, sinks, out, log_sum, *of_parts = ctx.saved_tensors
         of_query = torch.empty_like(query)
         of_tokens, of_entries = (torch.zeros_like(part, dtype=log_sum.dtype) for part in (tokens, entries))
         of_out = (grad.to(log_sum.dtype) * out).sum(-1)
         parts = ctx.seen.parts(query.shape[1], ctx.window)
-        for part, chosen in zip(parts, ctx.chosen, strict=True):
+        for part, chosen in zip(parts, of_parts, strict=True):
             at, keys = part.queries, _Keys(tokens[part.tokens], entries, part.entries, chosen)
             logits = keys.products(query[at]).to(log_sum.dtype).mul_(ctx.scaling)
             logits = logits.masked_fill_(~ctx.seen.mask(part, chosen), float("-inf"))
@@ -292,6 +302,42 @@ class _Keys:
         of_tokens += weights[..., : self._number].flatten(0, 1).T @ query.flatten(0, 1)
         own = weights[..., self._number :].transpose(1, 2) @ query
         of_entries.index_add_(0, self._chosen.flatten(), own.flatten(0, 1).to(of_entries.dtype))
+
+
+class _EntryWeights(NamedTuple):
+    """The attention that an indexer of entries follows: their shares of the weights that the softmax over tokens,
+    entries and the sink gives, from query [tokens, heads, width], entries [entries, width], the logarithms of that
+    softmax's sums [tokens, heads] and the chosen entries of each part.
+    """
+
+    scale: float
+    groups: tuple[RankGroup, ...]
+    scaling: float
+    seen: _Seen
+    window: int
+
+    def parts(self, index: ScoreInputs, tensors: Sequence[Any]) -> Iterator[KeyPart]:
+        """The parts of attention, divided where all entries need more memory."""
+        heads = max(index.query.shape[1], tensors[0].shape[1])
+        for whole in self.seen.parts(tensors[0].shape[1], self.window):
+            entries = whole.entries.stop - whole.entries.start
+            size = max(1, PRODUCTS_AT_ONCE // (heads * max(1, entries)))
+            for begin in range(whole.queries.start, whole.queries.stop, size):
+                yield KeyPart(slice(begin, min(begin + size, whole.queries.stop)), whole.entries)
+
+    def weights(self, part: KeyPart, tensors: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The weights summed over heads, and which entries are seen."""
+        query, entries, log_sum, *chosen = tensors
+        entry = torch.arange(part.keys.start, part.keys.stop, device=query.device)
+        is_seen = self.seen.sees(part.queries, entry)
+        parts = [whole.queries.start for whole in self.seen.parts(query.shape[1], self.window)]
+        number = bisect_right(parts, part.queries.start) - 1
+        if (of_part := chosen[number]) is not None:
+            best = of_part[part.queries.start - parts[number] :][: len(is_seen)] - part.keys.start
+            is_seen = torch.zeros_like(is_seen).scatter_(1, best, value=True) & is_seen
+        logits = (query[part.queries] @ entries[part.keys].T).to(log_sum.dtype) * self.scaling
+        logits = logits.masked_fill_(~is_seen[:, None], float("-inf"))
+        return (logits - log_sum[part.queries, :, None]).exp().sum(dim=1), is_seen
 
 
 def _wide(tensor: torch.Tensor) -> torch.dtype:
@@ -391,17 +437,28 @@ def _in_windows(tokens: torch.Tensor, layout: Entries, series: int) -> torch.Ten
 
 
 class IndexerByDocument(CompressorByDocument):
-    """Mixed into transformers' indexer, which has no gradient."""
+    """Mixed into transformers' indexer. Its own loss trains it, or none; the model gets no gradient from it."""
 
     q_b_proj: nn.Linear
     scorer: Any
+    is_trained = False
 
-    @torch.no_grad()
     def forward(self, hidden: torch.Tensor, *others: Any, rows: RowShards | None = None, sp_group: Any = None) -> Any:  # noqa: ANN401
         """transformers' own result, and with `rows` what it scores the entries of flattened rows from."""
         if rows is None:
             return super().forward(hidden, *others)
         low_rank, positions = others[:2]
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.is_trained):
+            return self._score_inputs(hidden.detach(), low_rank.detach(), positions, rows, sp_group)
+
+    def _score_inputs(
+        self,
+        hidden: torch.Tensor,
+        low_rank: torch.Tensor,
+        positions: torch.Tensor,
+        rows: RowShards,
+        sp_group: Any,  # noqa: ANN401
+    ) -> ScoreInputs:
         query = self.q_b_proj(low_rank).unflatten(-1, (-1, self.head_dim))
         cos, sin = self.rotary_emb(hidden, position_ids=positions, layer_type="compress")
         query = self.rotate(query, cos, sin)
@@ -430,6 +487,8 @@ class CompressedAttention(nn.Module):
     sinks: nn.Parameter
     compressor: CompressorByDocument | None
     rotate = staticmethod(rotate_last_pairs)
+    collector: DivergenceCollector | None = None
+    """None where its indexer is not trained, or there is none."""
     for_heads: Callable[[torch.Tensor], torch.Tensor] = staticmethod(lambda shared: shared)
     """What tensor parallel ranks do with what the heads of all ranks attend to."""
 
@@ -472,12 +531,27 @@ class CompressedAttention(nn.Module):
             of_entries = self.compressor.layout(shards, hidden_states.device)
             topk, scale = _choice_of(self.compressor)
             seen = _Seen(of_tokens, of_entries, scored, 0 if scored is None else topk, scale)
-        tokens, entries = self.for_heads(tokens), self.for_heads(entries)
-        sizes = (self.sliding_window, self.scaling)
-        out = _Attention.apply(query, tokens, entries, self.sinks, seen, *sizes, current_outputs())
+        out = self._attend(query, self.for_heads(tokens), self.for_heads(entries), seen)
         out = self.rotate(out.unflatten(0, (rows, length)), cos, sin, is_back=True)
         out = out.reshape(rows, length, self.config.o_groups, -1)
         return self.o_b_proj(self.o_a_proj(out).flatten(2)), None
+
+    def _attend(self, query: torch.Tensor, tokens: torch.Tensor, entries: torch.Tensor, seen: _Seen) -> torch.Tensor:
+        """The outputs of heads, [tokens, heads, width]; the collector gets how far the indexer's scores are from what
+        entries get.
+        """
+        scored, collector = seen.scored, self.collector
+        if collector is not None and collector.attends_to_all:
+            seen = seen._replace(scored=None, topk=0)
+        sizes = (self.sliding_window, self.scaling)
+        out, *others = _Attention.apply(query, tokens, entries, self.sinks, seen, *sizes, current_outputs())
+        if collector is not None and collector.is_needed(in_training=self.training):
+            assert scored is not None, self.layer_idx
+            seen = seen._replace(scored=None)
+            followed = _EntryWeights(seen.scale, collector.groups, self.scaling, seen, self.sliding_window)
+            values = divergence_from(followed, scored, query.detach(), entries.detach(), *others)
+            collector.add(self.layer_idx, values)
+        return out  # type: ignore[no-any-return]
 
     def _cached_mask(self, hidden: torch.Tensor, cache: Any) -> torch.Tensor:  # noqa: ANN401 - transformers' Cache
         """What the next tokens of a text see of those in the window: [1, 1, tokens, cached tokens + tokens]."""

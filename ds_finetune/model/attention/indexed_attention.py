@@ -7,7 +7,7 @@ may be longer.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -48,11 +48,31 @@ class Attended:
     """Ranks that have the other heads."""
 
 
-@dataclass(frozen=True)
-class _Scales:
-    index: float
-    attention: float
-    groups: tuple[RankGroup, ...]
+class KeyPart(NamedTuple):
+    """Some queries, and the keys that any of them may see."""
+
+    queries: slice
+    keys: slice
+
+
+class FollowedWeights(Protocol):
+    """The attention that the scores of some queries follow; the tensors that it is computed from are not in it."""
+
+    @property
+    def scale(self) -> float:
+        """The scale of products that the indexer makes."""
+
+    @property
+    def groups(self) -> tuple[RankGroup, ...]:
+        """Ranks that have the other heads."""
+
+    def parts(self, index: ScoreInputs, tensors: Sequence[Any]) -> Iterator[KeyPart]:
+        """All queries, some at a time."""
+
+    def weights(self, part: KeyPart, tensors: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """What attention gives the keys of a part, summed over this rank's heads, fp32 [queries, keys], and
+        which of them each query sees, bool [queries, keys].
+        """
 
 
 def index_scores(part: ScoreInputs, scale: float) -> torch.Tensor:
@@ -76,92 +96,105 @@ def divergences(
     `documents` are the lengths of the documents of each row. `chosen` are the tokens that a query attends to, bool
     [queries, keys] for each document; with None, for all or for one, they are all earlier ones.
     """
-    scales = _Scales(scale, attended.scaling, attended.groups)
+    followed = _DocumentWeights(scale, attended.groups, attended.scaling)
     rows = []
     for row, lengths in enumerate(documents):
         index = [part[row].split(tuple(lengths)) for part in scored]
         attention = [part[row].detach().split(tuple(lengths), dim=1) for part in (attended.query, attended.key)]
         masks = [None] * len(lengths) if chosen is None else chosen[row]
         parts = zip(*index, *attention, masks, strict=True)
-        rows.append(torch.cat([_DivergenceOfDocument.apply(*part, scales) for part in parts]))
+        rows.append(torch.cat([divergence_from(followed, ScoreInputs(*part[:3]), *part[3:]) for part in parts]))
     return torch.stack(rows)
 
 
-class _DivergenceOfDocument(torch.autograd.Function):
-    """The divergence of each query of one document, fp32 [queries].
-
-    Numbers for each pair of tokens are computed for some queries at a time, and again in backward.
+def divergence_from(followed: FollowedWeights, scored: ScoreInputs, *tensors: torch.Tensor | None) -> torch.Tensor:
+    """D_KL(p || softmax(I)) of each query in nats, fp32 [queries]; only `scored` gets a gradient. p are the weights of
+    attention, computed from `tensors`, divided by their sum.
     """
+    return _Divergence.apply(followed, *scored, *tensors)  # type: ignore[no-any-return]
+
+
+class _Divergence(torch.autograd.Function):
+    """Numbers for each query and key are computed for some queries at a time, and again in backward."""
 
     @staticmethod
-    def forward(  # noqa: PLR0913 - autograd passes its inputs by position
+    def forward(
         ctx: Any,  # noqa: ANN401
+        followed: FollowedWeights,
         index_query: torch.Tensor,
         index_key: torch.Tensor,
         index_weight: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        chosen: torch.Tensor | None,
-        scales: _Scales,
+        *tensors: torch.Tensor | None,
     ) -> torch.Tensor:
-        ctx.save_for_backward(index_query, index_key, index_weight, query, key, chosen)
-        ctx.scales = scales
+        ctx.save_for_backward(index_query, index_key, index_weight, *tensors)
+        ctx.followed = followed
         index = ScoreInputs(index_query, index_key, index_weight)
-        return torch.cat(
-            [_divergence(_part(index, part), (query, key), chosen, part, scales) for part in _parts(index, query)]
-        )
+        parts = followed.parts(index, tensors)
+        return torch.cat([_divergence(_of_part(index, part), followed, part, tensors) for part in parts])
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
-        *of_index, query, key, chosen = ctx.saved_tensors
-        index = ScoreInputs(*of_index)
+        # Under activation checkpointing they may be read once.
+        saved, followed = ctx.saved_tensors, ctx.followed
+        index, tensors = ScoreInputs(*saved[:3]), saved[3:]
         found = ScoreInputs(*(torch.zeros_like(tensor, dtype=torch.float32) for tensor in index))
-        for part in _parts(index, query):
+        for part in followed.parts(index, tensors):
             with torch.enable_grad():
-                leaves = ScoreInputs(*(tensor.detach().requires_grad_() for tensor in _part(index, part)))
-                values = _divergence(leaves, (query, key), chosen, part, ctx.scales)
-                grads = torch.autograd.grad(values, leaves, grad[part])
-            for total, of_part in zip(_part(found, part), grads, strict=True):
+                leaves = ScoreInputs(*(tensor.detach().requires_grad_() for tensor in _of_part(index, part)))
+                values = _divergence(leaves, followed, part, tensors)
+                grads = torch.autograd.grad(values, leaves, grad[part.queries])
+            for total, of_part in zip(_of_part(found, part), grads, strict=True):
                 total += of_part
-        return (*(total.to(tensor.dtype) for total, tensor in zip(found, index, strict=True)), None, None, None, None)
+        of_index = (total.to(tensor.dtype) for total, tensor in zip(found, index, strict=True))
+        return (None, *of_index, *(None for _ in tensors))
 
 
-def _parts(index: ScoreInputs, query: torch.Tensor) -> Iterator[slice]:
-    tokens, heads = len(index.query), max(index.query.shape[1], query.shape[0])
-    at_once = max(1, SCORES_AT_ONCE // (tokens * heads))
-    for begin in range(0, tokens, at_once):
-        yield slice(begin, min(begin + at_once, tokens))
-
-
-def _part(index: ScoreInputs, part: slice) -> ScoreInputs:
-    """The queries of `part`, and the keys up to the last of them."""
-    return ScoreInputs(index.query[part], index.key[: part.stop], index.weight[part])
+def _of_part(index: ScoreInputs, part: KeyPart) -> ScoreInputs:
+    return ScoreInputs(index.query[part.queries], index.key[part.keys], index.weight[part.queries])
 
 
 def _divergence(
-    index: ScoreInputs,
-    attention: tuple[torch.Tensor, torch.Tensor],
-    chosen: torch.Tensor | None,
-    part: slice,
-    scales: _Scales,
+    index: ScoreInputs, followed: FollowedWeights, part: KeyPart, tensors: tuple[torch.Tensor | None, ...]
 ) -> torch.Tensor:
-    """The divergence of the queries of `part`, fp32 [queries]; `index` has these queries, `attention` all."""
-    query, key = attention
-    if chosen is None:
-        positions = torch.arange(part.stop, device=query.device)
-        is_seen = positions <= positions[part, None]
-    else:
-        is_seen = chosen[part, : part.stop]
+    """The divergence of the queries of a part, fp32 [queries], of whose queries and keys `index` is."""
     with torch.no_grad():
-        logits = query[:, part].float() @ key[:, : part.stop].float().transpose(1, 2) * scales.attention
-        weights = logits.masked_fill(~is_seen, float("-inf")).softmax(dim=-1).sum(dim=0)
-        for group in scales.groups:
+        weights, is_seen = followed.weights(part, tensors)
+        for group in followed.groups:
             weights = group.all_reduce(weights)
-        weights /= weights.sum(dim=-1, keepdim=True)
-    scores = index_scores(index, scales.index).masked_fill(~is_seen, float("-inf"))
+        # A query that sees no key has no weights.
+        weights = weights / weights.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
+    scores = index_scores(index, followed.scale).masked_fill(~is_seen, float("-inf"))
     # Where nothing is seen the logarithm is -inf and the weight 0.
     logs = scores.log_softmax(dim=-1).masked_fill(~is_seen, 0.0)
     return (torch.xlogy(weights, weights) - weights * logs).sum(dim=-1)
+
+
+@dataclass(frozen=True)
+class _DocumentWeights:
+    """The attention of a document to its own earlier tokens, from its query and key [heads, tokens, width], and which
+    tokens each attends to, bool [tokens, tokens], or all earlier ones.
+    """
+
+    scale: float
+    groups: tuple[RankGroup, ...]
+    scaling: float
+
+    def parts(self, index: ScoreInputs, tensors: Sequence[Any]) -> Iterator[KeyPart]:
+        tokens, heads = len(index.query), max(index.query.shape[1], len(tensors[0]))
+        at_once = max(1, SCORES_AT_ONCE // (tokens * heads))
+        for begin in range(0, tokens, at_once):
+            end = min(begin + at_once, tokens)
+            yield KeyPart(slice(begin, end), slice(0, end))
+
+    def weights(self, part: KeyPart, tensors: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        query, key, chosen = tensors
+        if chosen is None:
+            positions = torch.arange(part.keys.stop, device=query.device)
+            is_seen = positions <= positions[part.queries, None]
+        else:
+            is_seen = chosen[part.queries, part.keys]
+        logits = query[:, part.queries].float() @ key[:, part.keys].float().transpose(1, 2) * self.scaling
+        return logits.masked_fill(~is_seen, float("-inf")).softmax(dim=-1).sum(dim=0), is_seen
 
 
 class Choice(NamedTuple):
@@ -443,6 +476,10 @@ def train_indexers(lm: PreTrainedModel, collector: DivergenceCollector) -> list[
         if isinstance(module, IndexedAttention):
             module.chooses, module.collector = True, collector
             found.append((module.layer_idx, module.indexer is not None))
+        elif (indexer := getattr(getattr(module, "compressor", None), "indexer", None)) is not None:
+            # DeepSeek-V4's (model/attention/compressed_attention.py).
+            module.collector, module.compressor.chooses, indexer.is_trained = collector, True, True
+            found.append((module.layer_idx, True))
     return found
 
 

@@ -82,7 +82,7 @@ _PARTS = (
     ("shared experts", re.compile(r"\.mlp\.shared_experts\.")),
     ("router", re.compile(r"\.mlp\.(gate|router)\.")),
     ("dense MLP", re.compile(r"\.mlp\.\w+_proj\.")),
-    ("multi-token prediction", re.compile(r"\.eh_proj\.")),
+    ("multi-token prediction", re.compile(r"\.(eh|e|h)_proj\.")),
     ("hyper-connections", re.compile(r"(attn|ffn)_hc\.|\.hc_head\.")),
     ("norms", re.compile(r"norm")),
     ("embedding", re.compile(r"embed_tokens")),

@@ -26,7 +26,7 @@ from ds_finetune.model.adapters.lora import initial_factors
 from ds_finetune.model.adapters.lora_plan import plan_lora
 from ds_finetune.model.build.skeleton import Task
 from ds_finetune.model.loss.score_head import head_parameters
-from ds_finetune.model.mtp import set_mtp_layers
+from ds_finetune.model.mtp import PassedLayer, add_mtp_modules, more_layers, set_mtp_layers
 from ds_finetune.model.weights.names import hub_pieces
 from ds_finetune.objectives.labels import IGNORE_INDEX
 from ds_finetune.plan.lora_targets import LoraTarget
@@ -40,6 +40,8 @@ def add_layer(model: PreTrainedModel) -> nn.Module:
     Returns transformers' module of it, which computes with these weights. The model's own forward does not run it.
     """
     config: Any = model.config
+    if family_of(config.model_type).compresses:
+        return _add_compressed_layer(model)
     # transformers 5.23 has these keys only for some model types.
     config.num_mtp_layers = 1
     for key in ("layer_types", "mlp_layer_types"):
@@ -55,6 +57,39 @@ def add_layer(model: PreTrainedModel) -> nn.Module:
     block.shared_head.norm = layer.post_norm
     model.get_decoder().layers.append(block)
     return layer  # type: ignore[no-any-return]
+
+
+def _add_compressed_layer(model: PreTrainedModel) -> nn.Module:
+    """Add the layer of DeepSeek-V4, for which transformers 5.23 has no module, and return it."""
+    layers: Any = model.get_decoder().layers
+    with more_layers(model.config, 1):
+        block: Any = type(layers[0])(model.config, len(layers))
+    add_mtp_modules(block, model.config)
+    layers.append(PassedLayer(block))
+    return block  # type: ignore[no-any-return]
+
+
+def _compressed_states(model: Any, block: Any, embedded: torch.Tensor, streams: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
+    """States of such a layer for one document, from the embeddings of its next tokens and the residual streams."""
+    projected = [block.h_proj(block.hnorm(streams[:, :, n])) for n in range(streams.shape[2])]
+    inputs = torch.stack(projected, dim=2) + block.e_proj(block.enorm(embedded)).unsqueeze(2)
+    tokens, rotary = embedded.shape[1], model.get_decoder().rotary_emb
+    positions, place = torch.arange(tokens)[None], torch.arange(tokens)
+    distance = place[:, None] - place
+    mask = torch.zeros(tokens, tokens).masked_fill(
+        (distance < 0) | (distance >= model.config.sliding_window), -torch.inf
+    )
+    out = block(
+        inputs,
+        position_embeddings={
+            kind: rotary(embedded, position_ids=positions, layer_type=kind) for kind in ("main", "compress")
+        },
+        position_ids=positions,
+        attention_mask=mask[None, None],
+        past_key_values=None,
+    )
+    states: torch.Tensor = block.norm(block.hc_head(out))
+    return states[0]
 
 
 def add_random_layer(model: PreTrainedModel) -> None:
@@ -79,7 +114,10 @@ class PlainMtp:
         self._load(folder)
         # Adapters of the layer are planned and named as those of the others.
         set_mtp_layers(model.config, 1)
-        model.get_decoder().register_forward_hook(self._keep)
+        if family_of(model.config.model_type).compresses:
+            model.get_decoder().hc_head.register_forward_pre_hook(self._keep_streams)
+        else:
+            model.get_decoder().register_forward_hook(self._keep)
 
     def _load(self, folder: Path) -> None:
         stored = load_file(folder / "model.safetensors")
@@ -120,6 +158,8 @@ class PlainMtp:
         embedded, hidden = self._model.get_input_embeddings()(ids[None, 1:]), self._hidden[:, :-1]
         if self._section.detach:
             embedded, hidden = embedded.detach(), hidden.detach()
+        if family_of(self._model.config.model_type).compresses:
+            return _compressed_states(self._model, self._layer, embedded, hidden)
         positions = torch.arange(len(ids) - 1)[None]
         # An indexer reads the mask.
         mask = torch.ones(len(ids) - 1, len(ids) - 1, dtype=torch.bool).tril()[None, None]
@@ -136,13 +176,18 @@ class PlainMtp:
     def _keep(self, _: nn.Module, __: object, output: Any) -> None:  # noqa: ANN401 - of transformers
         self._hidden: torch.Tensor = output.last_hidden_state
 
+    def _keep_streams(self, _: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+        (self._hidden,) = given
+
 
 class PlainRouters:
     """Hooks on the routers of a transformers model, each forward of which has one unpadded document."""
 
     def __init__(self, model: nn.Module, plan: RouterPlan) -> None:
         self._plan = plan
-        self._modules = [model.get_submodule(f"model.layers.{layer}.{plan.kind.module}") for layer in plan.layers]
+        modules = {layer: model.get_submodule(f"model.layers.{layer}.{plan.kind.module}") for layer in plan.layers}
+        self._modules = list(modules.values())
+        self._balanced = [layer in plan.balanced for layer in modules]
         self.counts = torch.zeros(len(plan.layers), plan.experts, dtype=torch.int64)
         self._losses: list[torch.Tensor] = []
         for number, module in enumerate(self._modules):
@@ -168,7 +213,9 @@ class PlainRouters:
 
     def update_biases(self, counts: torch.Tensor) -> None:
         """Move each bias against the choices of a step."""
-        for module, chosen in zip(self._modules, counts, strict=True):
+        for module, chosen, is_balanced in zip(self._modules, counts, self._balanced, strict=True):
+            if not is_balanced:
+                continue
             bias: Any = module.get_buffer(str(self._plan.kind.bias))
             load = chosen.double()
             bias -= self._plan.section.bias_update * torch.sign(load - load.mean()).float()
@@ -177,8 +224,11 @@ class PlainRouters:
         logits, _, chosen = output
         tokens, experts = logits.shape
         self.counts[number] += torch.bincount(chosen.flatten(), minlength=experts)
-        if self._plan.kind.scores == "sigmoid":
-            scores = logits.float().sigmoid()
+        if not self._balanced[number]:
+            return
+        if self._plan.kind.scores != "softmax":
+            is_root = self._plan.kind.scores == "sqrtsoftplus"
+            scores = functional.softplus(logits.float()).sqrt() if is_root else logits.float().sigmoid()
             shares = scores / scores.sum(-1, keepdim=True)
             chosen = scores.topk(chosen.shape[1]).indices
         else:

@@ -159,7 +159,7 @@ def reference_steps(  # noqa: PLR0913
                 out = out + mtp.loss(*samples()[unit[0]]) / problem.counts["supervised_tokens"]
             if router is not None and routers is not None:
                 of_documents = routers.take_loss() / problem.counts["documents"]
-                balance += of_documents.item() / len(router.layers)
+                balance += of_documents.item() / len(router.balanced)
                 out = out + router.section.balance * of_documents
             out.backward()
         results.losses.append(loss)

@@ -277,7 +277,7 @@ def _standard_cases(world_size: int, families: Sequence[str], device: str) -> li
     ]
     if first.has_lora:
         cells += [Cell(families[0], stage, _ACCUMULATION, packing=True, has_lora=True) for stage in (2, 3)]
-    if first.router is not None and not first.router.reads_ids:
+    if first.router is not None:
         cells += [Cell(families[0], stage, _ACCUMULATION, packing=True, balances=True) for stage in (1, 3)]
     return [_case(cell, world_size) for cell in cells]
 
