@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ds_finetune.families.parameters import ExpertKeys, ParameterRules
+from ds_finetune.families.parameters import ExpertKeys, ParameterRules, entry_tokens
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class Indexer:
     def longest_document(self, config: Mapping[str, Any]) -> int:
         """Maximum tokens of a document that is attended whole whatever is chosen."""
         chosen = int(config["index_topk"])
-        rate = int(config["compress_rates"]["compressed_sparse_attention"]) if self.chooses_entries else 1
+        rate = entry_tokens(config) if self.chooses_entries else 1
         return chosen * rate + rate - 1
 
 

@@ -5,7 +5,7 @@ transformers 5.23 builds them.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 ModelConfig = Mapping[str, Any]
 """The contents of a config.json."""
@@ -152,6 +152,26 @@ def hashed_layers(c: ModelConfig) -> tuple[int, ...]:
     """Numbers of the layers of DeepSeek-V4 whose routers choose experts by the ids of tokens."""
     kinds = c.get("mlp_layer_types") or ["hash_moe"] * c.get("num_hash_layers", 0)
     return tuple(layer for layer, kind in enumerate(kinds[: c["num_hidden_layers"]]) if kind == "hash_moe")
+
+
+class Window(NamedTuple):
+    """The windows whose tokens a layer of DeepSeek-V4 compresses into entries."""
+
+    tokens: int
+    series: int
+    """2 where an entry also holds the tokens of the window before."""
+    has_indexer: bool
+
+
+def window_of(c: ModelConfig, kind: str) -> Window | None:
+    """The windows of a layer with this kind of attention; None where it has none."""
+    is_sparse = kind == _SPARSE
+    return Window(_rate(c, kind), 1 + is_sparse, is_sparse) if kind in _RATES else None
+
+
+def entry_tokens(c: ModelConfig) -> int:
+    """Tokens of the windows of the entries that an indexer of DeepSeek-V4 chooses from."""
+    return _rate(c, _SPARSE)
 
 
 def published_layers(c: ModelConfig) -> dict[str, Any]:

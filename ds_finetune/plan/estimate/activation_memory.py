@@ -5,17 +5,22 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from ds_finetune.errors import ConfigError
 from ds_finetune.families.table import family_of
+from ds_finetune.plan.estimate.compressed_layers import (
+    compressed_attention_bytes,
+    mixing_bytes,
+    one_stream_bytes,
+    streams_of,
+)
 from ds_finetune.plan.estimate.rank_weights import remembered
+from ds_finetune.plan.estimate.widths import WIDE, Held, LayerBytes, Widths, norm_bytes
 from ds_finetune.plan.forward import CPU_BLOCK_NUMBERS, head_chunk, head_widths, logits_bytes, mlp_tiles
 
-WIDE = 4
-"""Bytes of a number in fp32, in which norms and routers compute at any precision."""
 _INDEX = 8
 _OUT = "self_attn.o_proj"
 _KEYS_A = "self_attn.kv_a_proj_with_mqa"
 _READERS = (*(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "q_a_proj")), _KEYS_A)
+_READERS += tuple(f"self_attn.{name}" for name in ("kv_proj", "compressor.kv_proj", "compressor.gate_proj"))
 _INNER = ("self_attn.q_b_proj", "self_attn.kv_b_proj")
 _MLP_READERS = tuple(f"mlp.{name}" for name in ("gate_proj", "up_proj", "gate"))
 _MLP_READERS += ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
@@ -27,121 +32,22 @@ SINK_COLUMNS = 8
 """Columns that queries and keys get for attention sinks (model/attention/by_document.py)."""
 
 
-def check_known(model: Mapping[str, Any]) -> None:
-    """ConfigError where the activations of a model are not known from its config.json."""
-    kind = str(model["model_type"])
-    if family_of(kind).compresses:
-        raise ConfigError(
-            f"model_type {kind} cannot be planned by arithmetic: the activations of its layers are not known",
-            hint="--tensors shows what a rank holds of it but activations",
-        )
-
-
-class Held(NamedTuple):
-    """Bytes at a moment of backward."""
-
-    by_token: int
-    fixed: int = 0
-    """Bytes whatever the tokens are: a weight's gradient before it is added to others."""
-
-    def of(self, tokens: int) -> int:
-        """Bytes for so many tokens."""
-        return self.by_token * tokens + self.fixed
-
-
-@dataclass(frozen=True)
-class LayerBytes:
-    """Bytes of a token within one layer, on a rank that computes the token."""
-
-    attention: int
-    """Kept for backward by the norms and by attention."""
-    router: int
-    """Kept by the router of experts."""
-    mlp: int
-    """Kept within the MLP, or within routed and shared experts."""
-    moments: tuple[Held, ...]
-    """What is held beside the layer's input at the moments of its backward that may be the fullest."""
-    tiled: tuple[Held, ...]
-    """What is held at these moments with `train.tiled_mlp`."""
-    keeps_input: bool = True
-    """Whether its input is kept where it is not recomputed; a norm in 16 bits keeps an fp32 copy instead."""
-    forward: int = 0
-    """At most beside the layer's input in a forward without gradients."""
-    attention_out: int = 0
-    """Outputs of attention, which selective recomputation keeps."""
-    products: int = 0
-    """Outputs of the products of routed experts, which it keeps as well, but for tiles."""
-
-    def kept_selectively(self, *, is_tiled: bool = False) -> int:
-        """What selective recomputation keeps of the layer beside its input."""
-        return self.attention_out + (0 if is_tiled else self.products)
-
-    @property
-    def kept(self) -> int:
-        """All that backward needs of the layer beside its input."""
-        return self.attention + self.router + self.mlp
-
-    def most(self, tokens: int, *, is_tiled: bool = False) -> int:
-        """Bytes that backward holds at most beside the input."""
-        return max(held.of(tokens) for held in (self.tiled if is_tiled else self.moments))
-
-
-@dataclass(frozen=True)
-class Widths:
-    """How wide numbers are, into how many parts ranks divide a layer, and what of it is trained."""
-
-    number: int
-    """Bytes of a number."""
-    tp: int
-    ep: int
-    is_packed: bool
-    rank: int = 0
-    """Rank of adapters; 0 where the weights themselves are trained."""
-    adapted: frozenset[str] = frozenset()
-    """Modules of the layer that have adapters."""
-    kernels: str = "torch"
-    """What computes norms, rotary embeddings and SwiGLU."""
-    is_beginning: bool = False
-    """Whether no layer before has adapters: gradients begin after the first adapter of this one."""
-
-    @property
-    def is_fused(self) -> bool:
-        """Whether these keep only what their kernels of backward read."""
-        return self.kernels != "torch"
-
-    @property
-    def keeps_inputs(self) -> bool:
-        """Whether norms keep their input itself, not a copy in fp32."""
-        return self.is_fused or self.number == WIDE
-
-    def keeps(self, *modules: str) -> bool:
-        """Whether the input of these modules is kept: that of a frozen weight is not."""
-        return not self.rank or not self.adapted.isdisjoint(modules)
-
-    def reaches(self, *before: str) -> bool:
-        """Whether what follows these modules has a gradient."""
-        return not (self.is_beginning and self.adapted.isdisjoint(before))
-
-    def low_rank(self, *modules: str) -> int:
-        """Bytes kept between A and B of the adapters of these modules, for each row."""
-        return self.number * self.rank * len(self.adapted.intersection(modules))
-
-
 def layer_bytes(model: Mapping[str, Any], widths: Widths, *, is_sparse: bool) -> LayerBytes:
     """What a layer holds, with routed experts where it `is_sparse`."""
-    hidden, width = model["hidden_size"], widths.number
+    hidden, width, streams = model["hidden_size"], widths.number, streams_of(model)
     norm_width = WIDE if family_of(str(model["model_type"])).has_sinks else width
     norms = _norm(hidden, widths, (), _READERS, normalised=norm_width)
     norms += _norm(hidden, widths, _ATTENTION, _MLP_READERS, normalised=norm_width)
-    # The first norm may keep the layer's input itself.
-    keeps_input = widths.keeps_inputs and widths.reaches()
-    norms -= width * hidden if keeps_input else 0
+    # The first norm may keep the layer's input itself, and hyper-connections keep that.
+    keeps_input = widths.reaches() and (widths.keeps_inputs or streams > 1)
+    norms -= width * hidden if keeps_input and streams == 1 else 0
     attention, gradients = _attention(model, widths)
-    kept = norms + attention
+    kept = norms + attention + mixing_bytes(model, widths)
     router, mlp = (_router(model, widths), _experts(model, widths)) if is_sparse else (0, _dense(model, widths))
-    # The gradient of the layer's output is there until its input has one.
-    outside, tiles = kept + router + width * hidden, mlp_tiles(model)
-    in_attention = Held(kept + gradients + width * hidden)
+    # The gradient of the layer's output is there until its input has one; of streams those of both sublayers.
+    of_output = width * hidden * (1 if streams == 1 else 2 * streams)
+    outside, tiles = kept + router + of_output, mlp_tiles(model)
+    in_attention = Held(kept + gradients + of_output)
     moments = [Held(outside + held.by_token, held.fixed) for held in mlp.moments]
     tiled = [
         Held(outside + held.by_token // tiles + 2 * width * hidden, (WIDE + width) * numel)
@@ -164,7 +70,8 @@ def layer_bytes(model: Mapping[str, Any], widths: Widths, *, is_sparse: bool) ->
 def _attention_out(model: Mapping[str, Any], widths: Widths) -> int:
     """The output of attention, padded where keys are wider than values, and the logarithm of a sum for each head."""
     heads = model["num_attention_heads"] // widths.tp
-    columns = head_widths(model).widest + (SINK_COLUMNS if family_of(str(model["model_type"])).has_sinks else 0)
+    family = family_of(str(model["model_type"]))
+    columns = head_widths(model).widest + (SINK_COLUMNS if family.has_sinks and not family.compresses else 0)
     return int(heads * (widths.number * columns + WIDE))
 
 
@@ -181,13 +88,17 @@ def _forward_bytes(model: Mapping[str, Any], widths: Widths, *, is_sparse: bool)
     """Bytes that a layer without gradients holds at most beside its input, with the embedding's output: in a norm, in
     attention, or in its MLP.
     """
-    state = widths.number * model["hidden_size"]
+    state, streams = widths.number * model["hidden_size"], streams_of(model)
     # Norms that are not fused hold their input in fp32 and a product of it.
     norm, attention = (
         state if widths.is_fused else 2 * WIDE * model["hidden_size"],
         state + _attention_forward(model, widths),
     )
     mlp = _experts_forward(model, widths) if is_sparse else 3 * widths.number * model["intermediate_size"] // widths.tp
+    if streams > 1:
+        # Streams are one after the other in fp32, or three of them are added up to the next ones.
+        mixed = max(3 * state, WIDE * model["hidden_size"] * (widths.number < WIDE)) * streams
+        return state + max(mixed, state * streams + max(attention, mlp + state))
     # The second norm reads the sum of the layer's input and attention.
     return state + max(norm + state, attention, mlp + 2 * state)
 
@@ -204,7 +115,10 @@ def _attention_forward(model: Mapping[str, Any], widths: Widths) -> int:
         return widths.number * (heads * columns + 2 * latents)
     head_dim = head_widths(model).values
     key_heads = (model.get("num_key_value_heads") or model["num_attention_heads"]) // widths.tp
-    if family_of(str(model["model_type"])).has_sinks:
+    family = family_of(str(model["model_type"]))
+    if family.compresses:
+        return heads * head_dim * (widths.number + (2 if widths.number < WIDE else 1) * WIDE)
+    if family.has_sinks:
         return widths.number * heads * (5 * (head_dim + SINK_COLUMNS) + 2 * head_dim)
     return widths.number * head_dim * (4 * heads + (5 if is_packed else 2) * key_heads)
 
@@ -240,14 +154,6 @@ def _norm(
     return kept + (widths.number * columns if widths.keeps(*readers) else 0)
 
 
-def norm_bytes(columns: int, widths: Widths, *, normalised: int | None = None, roots: int = 1) -> int:
-    """Bytes that an RMSNorm keeps beside its output: its input in fp32, the normalised one if its weight is trained,
-    and a root for each group of columns.
-    """
-    kept = WIDE * columns + (0 if widths.rank else (normalised or widths.number) * columns)
-    return (widths.number * columns if widths.is_fused else kept) + WIDE * roots
-
-
 def _attention(model: Mapping[str, Any], widths: Widths) -> tuple[int, int]:
     """Bytes that attention keeps, and those of its gradients."""
     if not widths.reaches(*_READERS, *_INNER):
@@ -255,6 +161,8 @@ def _attention(model: Mapping[str, Any], widths: Widths) -> tuple[int, int]:
         return widths.number * read + widths.low_rank(_OUT), 0
     if model.get("kv_lora_rank") is not None:
         return _latent_attention(model, widths)
+    if family_of(str(model["model_type"])).compresses:
+        return compressed_attention_bytes(model, widths)
     return _grouped_attention(model, widths)
 
 
@@ -300,7 +208,8 @@ def _dense(model: Mapping[str, Any], widths: Widths, *, inner: int | None = None
     """
     inner = (model["intermediate_size"] if inner is None else inner) // widths.tp
     row, matrix = widths.number * inner, widths.number * inner * model["hidden_size"]
-    between = 1 if widths.is_fused else 0
+    # Where gate and up are clamped, both are kept before and after.
+    between = (1 if widths.is_fused else 0) - 2 * family_of(str(model["model_type"])).compresses
     # That of the input of an adapted matrix is the sum of two.
     is_kept = widths.keeps(f"{name}.down_proj")
     gradients = (2 if is_kept else 1 if widths.kernels == "liger" else 3) * row
@@ -323,6 +232,10 @@ def _router(model: Mapping[str, Any], widths: Widths) -> int:
     family = family_of(str(model["model_type"]))
     assert family.expert_keys is not None
     chosen = family.expert_keys.per_token(model)
+    if family.compresses:
+        # Logits and scores, and the weights of the chosen with their sum.
+        numbers = 2 * family.expert_keys.number(model) + chosen + 1
+        return widths.number * numbers + _INDEX * chosen
     router = WIDE * family.expert_keys.number(model) + chosen * (_INDEX + WIDE)
     # Those routers multiply in fp32, with a copy of the hidden state.
     copies = widths.number < WIDE and _routes_in_fp32(model) and widths.keeps("mlp.gate")
@@ -352,7 +265,7 @@ def _experts(model: Mapping[str, Any], widths: Widths) -> _Mlp:
     row, inner_row = chosen * width * hidden, chosen * width * inner
     # Rows by expert, gate and up, what is made of them, and its product with routing weights; in gpt_oss also clamped
     # ones.
-    among = 8 if family.transposed_experts else 4 if widths.is_fused else 5
+    among = 8 if family.transposed_experts else (4 if widths.is_fused else 5) + 2 * family.compresses
     routed = row + among * inner_row + chosen * (3 * _INDEX + width)
     is_kept, are_routed = widths.keeps("mlp.experts"), widths.reaches(*_ATTENTION, "mlp.gate")
     routed -= 0 if is_kept else row + inner_row
@@ -407,7 +320,7 @@ class ActivationBytes:
     """Bytes of activations for each token of a rank; with sequence parallelism a rank has its part of the tokens."""
 
     layer_input: int
-    """One hidden state."""
+    """One hidden state, or all of its streams."""
     layers: tuple[LayerBytes, ...]
     head: HeadBytes
     last_norm: int
@@ -503,16 +416,17 @@ def activation_bytes(  # noqa: PLR0913 - what a rank computes, and with which ke
     ]
     rank = adapters.rank if adapters is not None else 0
     first = next((number for number, (_, adapted) in enumerate(kinds) if adapted), -1)
-    places = [(*kind, number <= first) for number, kind in enumerate(kinds)]
-    layers = {
-        kind: layer_bytes(model, replace(widths, rank=rank, adapted=kind[1], is_beginning=kind[2]), is_sparse=kind[0])
-        for kind in set(places)
-    }
+    places = [(*kind, number <= first, rules.type_of(model, number)) for number, kind in enumerate(kinds)]
+    layers = {}
+    for place in set(places):
+        is_sparse, adapted, is_beginning, kind = place
+        own = replace(widths, rank=rank, adapted=adapted, is_beginning=is_beginning, kind=kind)
+        layers[place] = layer_bytes(model, own, is_sparse=is_sparse)
     return ActivationBytes(
-        layer_input=widths.number * hidden,
+        layer_input=widths.number * hidden * streams_of(model),
         layers=tuple(layers[place] for place in places),
         head=_head(model, widths, precision, device),
-        last_norm=(4 * widths.number if widths.is_fused else 6 * WIDE) * hidden,
+        last_norm=(4 * widths.number if widths.is_fused else 6 * WIDE) * hidden + 2 * one_stream_bytes(model, widths),
     )
 
 
@@ -521,7 +435,7 @@ def _head(model: Mapping[str, Any], widths: Widths, precision: str, device: str)
     # On CPUs the softmax of 16-bit logits takes a few rows at a time (model/loss/head_chunks.py, ChunkBlocks).
     is_by_blocks = device == "cpu" and width < WIDE
     return HeadBytes(
-        by_token=norm_bytes(hidden, widths) + width * hidden,
+        by_token=norm_bytes(hidden, widths) + width * hidden + one_stream_bytes(model, widths),
         by_supervised=2 * width * hidden,
         chunk=head_chunk(rows, precision=precision, device=device) if rows else 0,
         columns=rows,

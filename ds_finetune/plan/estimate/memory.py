@@ -21,7 +21,6 @@ from ds_finetune.plan.estimate.activation_memory import (
     AdaptedLayers,
     HeadBytes,
     activation_bytes,
-    check_known,
 )
 from ds_finetune.plan.estimate.rank_weights import (
     RankWeights,
@@ -127,7 +126,6 @@ def estimate_stages(
     """What a rank of each pipeline stage needs, in their order; of stages that hold the same, the first alone, which
     has the most forwards in flight. Errors as those of `estimate_memory`.
     """
-    check_known(model)
     stages = weights_of_run(plan, model)
     files = (*_communicator_rows(plan), *_file_rows(plan, model))
     last = tuple(_teacher_rows(plan, teacher))
@@ -287,6 +285,8 @@ def _exchange_rows(plan: Plan, model: ModelConfig, own: ActivationBytes, tokens:
     home, width = _home(plan), WEIGHT_BYTES[plan.precision]
     if plan.mesh.sp > 1:
         columns = model["num_attention_heads"] // plan.mesh.tp * head_widths(model).keys
+        # The queries of DeepSeek-V4 stay, and what a compressor reads of tokens is sent.
+        columns = 4 * model["head_dim"] if family_of(str(model["model_type"])).compresses else columns
         # What is sent and what arrives, of one tensor at a time.
         size = 2 * width * columns * tokens
         yield MemoryRow("exchange of sequence parallelism", home, size, _LENGTH, ("forward", "layers"))
@@ -294,7 +294,7 @@ def _exchange_rows(plan: Plan, model: ModelConfig, own: ActivationBytes, tokens:
         sparse = next((layer for layer in own.layers if layer.products), None)
         assert plan.parallel.ep == plan.mesh.ep
         if sparse is not None:
-            rows = own.layer_input * int(model.get("num_experts_per_tok") or 1) * tokens
+            rows = width * model["hidden_size"] * int(model.get("num_experts_per_tok") or 1) * tokens
             # Rows that leave and arrive, and what their experts get beyond the mean.
             size = int(2 * rows * EXPERT_IMBALANCE + (EXPERT_IMBALANCE - 1) * sparse.mlp * tokens)
             yield MemoryRow("exchange of expert parallelism", home, size, _LENGTH, ("forward", "layers"))

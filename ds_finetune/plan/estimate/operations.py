@@ -7,7 +7,8 @@ tests/plan/estimate/test_operations.py compares both in every family.
 
 import math
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple, Self
@@ -18,6 +19,7 @@ from ds_finetune.families.parameters import ModelConfig
 from ds_finetune.families.table import family_of
 from ds_finetune.families.tensors import EMBEDDING
 from ds_finetune.plan.estimate.activation_memory import SINK_COLUMNS, activation_bytes
+from ds_finetune.plan.estimate.compressed_layers import attended_pairs, scored_pairs
 from ds_finetune.plan.estimate.rank_weights import RankWeights, is_trained, part_of, shape_of_model
 from ds_finetune.plan.estimate.states import TensorKind
 from ds_finetune.plan.forward import head_chunk
@@ -273,25 +275,43 @@ def _logits_again(work: Work, kind: TensorKind) -> float:
 def _attention(work: Work, weights: RankWeights) -> Iterator[Operation]:
     """Scores and sums of values, within documents; each rank has some heads of all tokens of a row."""
     shape, mesh = shape_of(work), work.plan.mesh
-    limits = shape.attended_limits or (None,) * shape.layers
     width = executed_width(work, work.model, shape) / (mesh.tp * mesh.sp)
-    pairs = {limit: work.num_rows * _executed_pairs(work, limit) for limit in set(limits)}
-    own = sum(pairs[limits[layer]] for layer in weights.layers if layer < len(limits))
+    if family_of(str(work.model["model_type"])).compresses:
+        own = _over_documents(work, weights, attended_pairs)
+    else:
+        limits = shape.attended_limits or (None,) * shape.layers
+        pairs = {limit: work.num_rows * _executed_pairs(work, limit) for limit in set(limits)}
+        own = sum(pairs[limits[layer]] for layer in weights.layers if layer < len(limits))
     forward = 1.0 + work.plan.recomputes_kept + work.extra_forwards
     flops = 2 * width * own * (forward + _ATTENTION_BACKWARD)
     yield Operation("attention", "attention", flops, 0)
     chooser = _indexer_width(work.model)
     if chooser and _runs_indexers(work):
         scored = work.num_rows * work.rows.pairs(None) * sum(kind.has_indexer for kind in weights.layer_kinds)
+        if family_of(str(work.model["model_type"])).compresses:
+            scored = _over_documents(work, weights, scored_pairs) / (2 * mesh.sp)
         backward = 2 if work.plan.indexer.train else 0
         # Scores of all pairs, those of later tokens too (model/attention/indexed_attention.py).
         yield Operation("indexers", "matmul", 4 * chooser * scored * (forward + backward), 0)
 
 
+def _over_documents(work: Work, weights: RankWeights, pairs: Callable[[ModelConfig, str, int], float]) -> float:
+    """The pairs of all documents of a forward, in all layers of a rank that compress tokens or could."""
+    rules = family_of(str(work.model["model_type"])).parameters
+    assert rules is not None
+    kinds = Counter(rules.type_of(work.model, layer) for layer in weights.layers)
+    each = (
+        (number, pairs(work.model, kind, length)) for kind, number in kinds.items() for length in work.rows.documents
+    )
+    return work.num_rows * sum(number * of_document for number, of_document in each)
+
+
 def _runs_indexers(work: Work) -> bool:
     """Whether some document is longer than what its tokens may attend to, or indexers are trained."""
-    chosen = work.model.get("index_topk")
-    return chosen is not None and (work.plan.indexer.train or max(work.rows.documents) > chosen)
+    indexer = family_of(str(work.model["model_type"])).indexer
+    if indexer is None:
+        return False
+    return work.plan.indexer.train or max(work.rows.documents) > indexer.longest_document(work.model)
 
 
 def _executed_pairs(work: Work, limit: int | None) -> float:
@@ -305,7 +325,8 @@ def executed_width(work: Work, model: ModelConfig, shape: Shape) -> float:
     """Multiply-adds in a layer of the run's model, or of its teacher, for one attended position: values that are
     narrower than keys are padded, and sinks take further columns.
     """
-    if family_of(str(model["model_type"])).has_sinks:
+    family = family_of(str(model["model_type"]))
+    if family.has_sinks and not family.compresses:
         return shape.attention_width + 2 * SINK_COLUMNS * float(model["num_attention_heads"])
     if model.get("kv_lora_rank") is None:
         return shape.attention_width

@@ -17,7 +17,7 @@ from ds_finetune.config.schedule import Duration
 from ds_finetune.families.parameters import ModelConfig
 from ds_finetune.plan.deepspeed_config import MOMENTS
 from ds_finetune.plan.estimate.accelerators import GB, Machine, check_precision
-from ds_finetune.plan.estimate.activation_memory import check_known
+from ds_finetune.plan.estimate.compressed_layers import streams_of
 from ds_finetune.plan.estimate.operations import (
     Operation,
     RowShape,
@@ -101,7 +101,6 @@ def estimate_time(plan: Plan, model: ModelConfig, *, machine: Machine, rows: Row
     ConfigError where the machine has no products in the run's precision, or the model's arithmetic is not known.
     """
     check_precision(machine.accelerator, plan.precision)
-    check_known(model)
     work = Work(plan, model, rows)
     parts = _slowest_stage(work, machine, weights_of_run(plan, model), is_detailed=True)
     seconds, tokens = sum(parts.values()), plan.batch.global_batch_size * rows.num_tokens
@@ -355,7 +354,7 @@ def _copied_bytes(work: Work, weights: RankWeights, updated: float) -> Iterator[
         # In forward and again in backward.
         yield "weights", 2 * times * work.width * sum(kind.sharded for kind in weights.kinds)
     if plan.activation_offload:
-        hidden = work.model["hidden_size"]
+        hidden = streams_of(work.model) * work.model["hidden_size"]
         yield "inputs of layers", 2 * times * work.width * hidden * work.num_tokens * len(weights.layers)
 
 

@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from ds_finetune.families.parameters import ModelConfig
+from ds_finetune.families.parameters import ModelConfig, window_of
 from ds_finetune.families.table import family_of
 from ds_finetune.families.tensors import EMBEDDING
 from ds_finetune.plan.estimate.activation_memory import weighted_bytes
+from ds_finetune.plan.estimate.compressed_layers import streams_of
 from ds_finetune.plan.estimate.operations import Work, adapter_elements, adapter_parts, is_quantised
 from ds_finetune.plan.estimate.rank_weights import RankWeights, is_trained, part_of
 from ds_finetune.plan.estimate.states import TensorKind
@@ -211,6 +212,9 @@ def _copied_columns(work: Work, weights: RankWeights) -> float:
     attention = hidden
     if model.get("kv_lora_rank") is not None:
         attention = (model.get("q_lora_rank") or hidden) + model["kv_lora_rank"] + model["qk_rope_head_dim"]
+    elif family_of(str(model["model_type"])).compresses:
+        # What all heads read: low-rank queries, tokens and at most as many entries.
+        attention = model["q_lora_rank"] + 2 * model["head_dim"]
     columns = 0.0
     for layer in weights.layer_kinds:
         columns += attention + hidden
@@ -231,10 +235,32 @@ def _sequence(work: Work, weights: RankWeights) -> Iterator[GroupTraffic]:
         return
     group, times = RankGroups.of(mesh).sequence, work.plan.batch.gradient_accumulation_steps
     passes = 2 + work.plan.recomputes
+    if family_of(str(work.model["model_type"])).compresses:
+        # Every rank gets the last tokens of all others, and the entries of all.
+        columns = sum(_gathered_columns(work, layer) for layer in weights.layers)
+        num_bytes = times * passes * _times("all_gather", group, work.width * columns * mesh.sp)
+        yield GroupTraffic(
+            "attention over sp", "all_gather", group, num_bytes, 3 * times * passes * len(weights.layers), True
+        )
+        return
     columns = _exchanged_columns(work.model, mesh) * len(weights.layers)
     num_bytes = times * passes * _times("all_to_all", group, work.width * columns * work.num_tokens)
     messages = times * passes * 2 * len(weights.layers)
     yield GroupTraffic("attention over sp", "all_to_all", group, num_bytes, messages, True)
+
+
+def _gathered_columns(work: Work, layer: int) -> float:
+    """Numbers of a rank that the attention of a layer of DeepSeek-V4 gathers: tokens of a window, what a compressor
+    makes entries of, and these.
+    """
+    rules, model = family_of(str(work.model["model_type"])).parameters, work.model
+    assert rules is not None
+    window = window_of(model, rules.type_of(model, layer))
+    near = min(work.num_tokens, work.num_rows * (int(model["sliding_window"]) - 1))
+    if window is None:
+        return float(model["head_dim"] * near)
+    before = min(work.num_tokens, work.num_rows * (window.series * window.tokens - 1))
+    return float(model["head_dim"] * (near + 2 * window.series * before + work.num_tokens / window.tokens))
 
 
 def _exchanged_columns(model: ModelConfig, mesh: Mesh) -> int:
@@ -276,7 +302,7 @@ def _experts(work: Work, weights: RankWeights) -> Iterator[GroupTraffic]:
 def between_chunks(work: Work) -> GroupTraffic:
     """Hidden states of all forwards of a step from a chunk of layers to the next one, or their gradients back."""
     times, stages = work.plan.batch.gradient_accumulation_steps, RankGroups.of(work.plan.mesh).stages
-    num_bytes = times * work.num_tokens * work.model["hidden_size"] * work.width
+    num_bytes = times * work.num_tokens * streams_of(work.model) * work.model["hidden_size"] * work.width
     return GroupTraffic("hidden states over pp", "send_recv", stages, num_bytes, times, True)
 
 

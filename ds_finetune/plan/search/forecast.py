@@ -8,7 +8,6 @@ from ds_finetune.errors import ConfigError
 from ds_finetune.families.table import family_of
 from ds_finetune.plan.batch import AUTO
 from ds_finetune.plan.config_json import read_config_json
-from ds_finetune.plan.estimate.activation_memory import check_known
 from ds_finetune.plan.estimate.memory import MemoryEstimate, estimate_memory
 from ds_finetune.plan.estimate.operations import RowShape
 from ds_finetune.plan.estimate.rank_weights import weights_of_run
@@ -162,7 +161,6 @@ def check_arithmetic(model: Mapping[str, Any]) -> None:
             "are not known",
             hint="--tensors builds the model without memory instead, and shows what a rank holds of it but activations",
         )
-    check_known(model)
 
 
 def forecast_run(given: RunSettings, target: Target) -> Forecast:

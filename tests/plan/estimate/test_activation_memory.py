@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from ds_finetune.families.configs import PUBLISHED
+from ds_finetune.families.configs import COMPRESSED, PUBLISHED
 from ds_finetune.families.table import FAMILIES
 from ds_finetune.model.activation_memory import install_tiled_mlps
 from ds_finetune.model.build.skeleton import build_skeleton
@@ -23,6 +23,8 @@ TOKENS = 1024
 """From here on attention pads values on the CPU."""
 MANY = 2**30
 WIDER = {"hidden_size": 128, "intermediate_size": 192, "max_position_embeddings": TOKENS, "num_hidden_layers": 3}
+WIDER_V4 = {"head_dim": 32, "compress_rate_hca": 128, "compress_ratios": [0, 4, 128], "hc_sinkhorn_iters": 20}
+WIDER_V4 |= {"bos_token_id": 1, "eos_token_id": 2}
 UNLIMITED = {"sliding_window": TOKENS, "index_topk": TOKENS}
 
 
@@ -98,6 +100,14 @@ def test_what_layers_keep_in_every_way(family: str, precision: str, *, is_tiled:
     _compare(family, precision, is_tiled=is_tiled)
 
 
+@pytest.mark.parametrize(("precision", "kernels"), [("bf16", "torch"), ("fp32", "torch"), ("bf16", "liger")])
+def test_what_layers_of_deepseek_v4_keep(precision: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All kinds of attention, routers and streams."""
+    monkeypatch.setattr(install, "kernels_of", lambda _: formulas)
+    monkeypatch.setitem(CONFIGS, "deepseek_v4", COMPRESSED | WIDER_V4)
+    _compare("deepseek_v4", precision, is_tiled=False, kernels=kernels)
+
+
 def _compare(family: str, precision: str, *, is_tiled: bool, kernels: str = "torch") -> None:
     tree = config(family)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
@@ -106,7 +116,7 @@ def _compare(family: str, precision: str, *, is_tiled: bool, kernels: str = "tor
     for layer, found in zip(planned.layers, measured, strict=True):
         kept = layer.kept - layer.mlp if is_tiled else layer.kept
         assert found == pytest.approx(kept, rel=0.02)
-    assert planned.layer_input == tree["hidden_size"] * dtype.itemsize
+    assert planned.layer_input == tree.get("hc_mult", 1) * tree["hidden_size"] * dtype.itemsize
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from ds_finetune.features.teacher import DistilledModel
 from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.model.activation_memory import install_tiled_mlps, recompute_layers
 from ds_finetune.model.adapters.lora import AdapterPlacement, install_lora
+from ds_finetune.model.attention.compressed_attention import entries_of, tokens_of
 from ds_finetune.model.build.skeleton import build_skeleton, whole
 from ds_finetune.model.fused import install
 from ds_finetune.model.fused.install import install_fused
@@ -89,9 +90,11 @@ class OutputsOnly:
 
 @contextmanager
 def gpu_kernels() -> Iterator[None]:
-    """Experts by torch's grouped product, blocks of logits as large as the chunk, and products that are added where
+    """Experts by torch's grouped product, no layouts of documents from another mode of fake tensors, blocks of logits as large as the chunk, and products that are added where
     they are computed: what a GPU does, on fake tensors that are said to be on a CPU.
     """
+    for layouts in (tokens_of, entries_of):
+        layouts.cache_clear()
     with ExitStack() as stack:
         stack.enter_context(patch.object(install, "kernels_of", OutputsOnly))
         stack.enter_context(patch.object(head_chunks, "_BLOCK_NUMBERS", 2**62))

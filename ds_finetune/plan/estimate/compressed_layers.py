@@ -1,0 +1,87 @@
+"""What layers of DeepSeek-V4 keep and compute beside those of other families: compressed attention and the residual
+streams of hyper-connections (model/attention/compressed_attention.py, model/hyper_connections.py).
+"""
+
+from ds_finetune.families.parameters import ModelConfig, window_of
+from ds_finetune.families.table import family_of
+from ds_finetune.plan.estimate.widths import WIDE, Widths, norm_bytes
+
+_INDEX = 8
+_INPUTS = ("q_a_proj", "q_b_proj", "kv_proj", "o_a_proj", "o_b_proj", "compressor.kv_proj", "compressor.gate_proj")
+_QUERIES = 128
+"""Queries that are compared at a time with all tokens that any of them sees."""
+
+
+def streams_of(model: ModelConfig) -> int:
+    """Hidden states of a token between layers."""
+    return int(model.get("hc_mult", 4)) if family_of(str(model["model_type"])).compresses else 1
+
+
+def mixing_bytes(model: ModelConfig, widths: Widths) -> int:
+    """Kept by the hyper-connections of both sublayers: products and root of a token, what its sublayer gives, and the
+    weights by which streams are made of it; and the streams between both. The layer's input is not among them.
+    """
+    streams, hidden = streams_of(model), model["hidden_size"]
+    if streams == 1:
+        return 0
+    weights = WIDE * (1 + (2 + streams) * streams) + widths.number * (1 + streams) * streams
+    return 2 * (weights + widths.number * hidden) + widths.number * streams * hidden
+
+
+def one_stream_bytes(model: ModelConfig, widths: Widths) -> int:
+    """Kept where one hidden state is made of all streams after the last layer: in fp32, also normalised."""
+    streams, wide = streams_of(model), streams_of(model) * model["hidden_size"]
+    if streams == 1:
+        return 0
+    copies = WIDE if widths.number == WIDE else WIDE + widths.number
+    return (copies + WIDE) * wide + WIDE * (1 + 3 * streams)
+
+
+def compressed_attention_bytes(model: ModelConfig, widths: Widths) -> tuple[int, int]:
+    """Bytes that attention keeps, and those of its gradients."""
+    width, heads, columns = widths.number, model["num_attention_heads"] // widths.tp, model["head_dim"]
+    rope = int(model.get("qk_rope_head_dim") or columns * model.get("partial_rotary_factor", 1))
+    copies = WIDE if width == WIDE else WIDE + width
+    rank = model["q_lora_rank"]
+    kept = norm_bytes(rank, widths, normalised=WIDE) + (width * rank if widths.keeps("self_attn.q_b_proj") else 0)
+    kept += norm_bytes(columns, widths, normalised=WIDE)
+    # Queries are normalised without a weight; then they, tokens, the output and the logarithms of sums are kept.
+    kept += copies * heads * (columns + 1) + width * (2 * heads + 1) * columns + WIDE * heads
+    kept += 3 * WIDE * rope if widths.is_fused else width * rope // 2
+    kept += width * heads * columns if widths.keeps("self_attn.o_a_proj") else 0
+    kept += width * model["o_groups"] * model["o_lora_rank"] if widths.keeps("self_attn.o_b_proj") else 0
+    kept += widths.low_rank(*(f"self_attn.{name}" for name in _INPUTS)) + _entries(model, widths, rope)
+    return kept, heads * columns * (2 * width + 2 * WIDE)
+
+
+def _entries(model: ModelConfig, widths: Widths, rope: int) -> int:
+    """Kept for each token by the compressor, in windows that overlap or do not, and by what it makes of them."""
+    window = window_of(model, widths.kind)
+    if window is None:
+        return 0
+    width, columns = widths.number, model["head_dim"]
+    series = window.series
+    weights = WIDE + width if width == WIDE else WIDE + 2 * width
+    entry = norm_bytes(columns, widths, normalised=WIDE)
+    entry += width * columns + (WIDE if widths.is_fused else width) * rope
+    places = _INDEX * (2 * series - 1) + (series if series > 1 else 0)
+    return series * columns * weights + places + entry // window.tokens
+
+
+def attended_pairs(model: ModelConfig, kind: str, length: int) -> float:
+    """Pairs of a query and a token or an entry that a document of `length` tokens computes in a layer of `kind`."""
+    near = min(length, int(model["sliding_window"]))
+    pairs = near**2 / 2 + (length - near) * (near + _QUERIES / 2)
+    window = window_of(model, kind)
+    if window is None:
+        return pairs
+    # A token sees the entries of all windows before it, or those of them that are chosen.
+    entries, chosen = length // window.tokens, int(model["index_topk"]) if window.has_indexer else length
+    few = min(entries, chosen)
+    return pairs + window.tokens * (few**2 / 2 + (entries - few) * chosen)
+
+
+def scored_pairs(model: ModelConfig, kind: str, length: int) -> float:
+    """Pairs of a query and an entry that the indexer of a layer scores."""
+    window = window_of(model, kind)
+    return length**2 / 2 / window.tokens if window is not None and window.has_indexer else 0.0
