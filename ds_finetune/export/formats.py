@@ -308,6 +308,7 @@ COMPRESSED = ExportFormat(
         "--no-verify": "leave it out: the folder has its name only once it is verified",
     },
     packages=("compressed_tensors",),
+    extra="compressed",
     has_family=lambda family: family.onnx is not None and family.encoder is None,
     has_card=True,
 )
