@@ -738,9 +738,10 @@ def _without_entries(run: RunSettings) -> dict[str, object] | None:
 
 
 def _without_balance(run: RunSettings) -> dict[str, object] | None:
+    if run.router is None or not (run.router.balance or run.router.bias_update):
+        return None
     router = plan_routers(run.router, run.model_json)
-    is_changed = router is not None and (router.section.balance or router.section.bias_update)
-    return _given_router(run) if router is not None and is_changed and not router.balanced else None
+    return _given_router(run) if router is not None and not router.balanced else None
 
 
 _COMPRESSED = (

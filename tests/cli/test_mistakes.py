@@ -182,7 +182,7 @@ FLAGS: tuple[tuple[str, str], ...] = (
     ("report /no", "`/no` holds no run"),
     ("export /no DIR/out", "`/no` is not a folder"),
     ("export DIR", "and no OUT"),
-    ("export DIR DIR/out --dtype int3", "argument --dtype"),
+    ("export DIR DIR/out --dtype int3", "dtype is `int3`"),
     ("export DIR DIR/out --format tar", "format `tar` is not known"),
     ("eval DIR", "has nothing to score on"),
     ("ask /no x", "`/no` holds no config.json"),
