@@ -4,9 +4,10 @@
 
 PYTHON is that of an environment with TRL 1.16 and the packages of this one. Both train the tiny DeepSeek-V3 of
 bench/rewards_dates.py, after its short fine-tuning, by exact match: steps of 32 prompts with 8 answers each, fp32,
-temperature 1, no reference, every answer of a step generated at a time. Runs take turns. What a step takes is the
-difference of runs of one step and of more; CPU seconds are those of all processes of a run, and tell more where others
-use the cores. All answers of a step are generated and trained, so tokens are those of answers.
+temperature 1, no reference, every answer of a step generated at a time, and padded forwards of 64 answers. Runs take
+turns. What a step takes is the difference of runs of one step and of more; CPU seconds are those of all processes of a
+run, and tell more where others use the cores. All answers of a step are generated and trained, so tokens are those of
+answers.
 """
 
 import argparse
@@ -79,7 +80,7 @@ def ours(folder: Path, start: Path, steps: int) -> Taken:
         run_file(run, start, 0, asked),
         ["checkpoint.every=never", "export.at_end=false", "log.every=1"],
     )
-    off += ["optim.warmup=0 steps", "train.micro_batch_size=8"]
+    off += ["optim.warmup=0 steps", f"train.micro_batch_size={FORWARD_ROWS}", "data.packing=false"]
     wall, cpu = timed(lambda: train(path, *off))
     return Taken(wall, cpu, PROMPTS * GROUP * sum(scores(run, "rollout/answer_tokens")))
 

@@ -274,7 +274,6 @@ def _formats() -> Iterator[str]:
         decoders, encoders = (", ".join(row.model_types(is_encoder=is_encoder)) for is_encoder in (False, True))
         others = f"; of classifiers also {encoders}" if encoders else ""
         parts = {
-            "read by": row.read_by,
             "take it there": "; ".join(f"`{use}`" for use in row.uses),
             "recognised by": " or ".join(f"`{pattern}`" for pattern in row.weights),
             "`--dtype`": f"{', '.join(row.dtypes)} (default {row.dtypes[0]})",
