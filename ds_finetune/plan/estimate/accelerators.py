@@ -72,7 +72,9 @@ class Efficiency:
     launch_seconds: float = 5e-6
     """Time of the host for a kernel, where kernels are shorter than that."""
     token_seconds: float = 20e-6
-    """Time of the host for a kernel of a forward of one token a row, in which Python runs beside no long kernel."""
+    """Time of the host for a kernel of a forward of one token a row, in which no long kernel hides Python: an
+    assumption.
+    """
     message_seconds: float = 20e-6
     """Time of a collective without data."""
 
@@ -257,7 +259,8 @@ _BUSY = (
 )
 _PYTHON = 20
 """How many times as long as an operator on a few numbers one of a forward of one token a row takes, with the Python
-around it: 14 to 35 in three tiny models."""
+around it: 14 to 35 in three tiny models.
+"""
 _MOST_OF_OTHERS = 0.1
 """Share of the processors."""
 
