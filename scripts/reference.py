@@ -269,10 +269,13 @@ def _judged() -> Iterator[str]:
 
 def _formats() -> Iterator[str]:
     """A heading for each format, with a line for each part of its row."""
+    named: dict[str, str] = {}
     for row in FORMATS:
         is_all = all(row.has_family(family) for family in FAMILIES.values())
         decoders, encoders = (", ".join(row.model_types(is_encoder=is_encoder)) for is_encoder in (False, True))
         others = f"; of classifiers also {encoders}" if encoders else ""
+        first = named.setdefault(decoders, row.name)
+        shown = decoders if first == row.name else f"those of {first}"
         parts = {
             "take it there": "; ".join(f"`{use}`" for use in row.uses),
             "recognised by": " or ".join(f"`{pattern}`" for pattern in row.weights),
@@ -280,7 +283,7 @@ def _formats() -> Iterator[str]:
             "options of its own": ", ".join(f"`{option}`" for option in row.options),
             "engines of `serve`": ", ".join(f"`{engine}`" for engine in row.engines),
             "installed by": f"`pip install {row.wheels}`" if row.packages else "",
-            "model types": "every one that trains" if is_all else f"{decoders}{others}",
+            "model types": "every one that trains" if is_all else f"{shown}{others}",
         }
         lines = (_wrapped(f"- {name}: {text}", indent="  ") for name, text in parts.items() if text)
         yield f"\n## {row.name}\n\n" + "".join(f"{line}\n" for line in lines)
