@@ -29,6 +29,7 @@ from ds_finetune.model.loss.score_config import is_classifier
 from ds_finetune.model.quantised.fp8 import FP8 as FP8_DTYPE
 from ds_finetune.model.quantised.quantisation import has_fp4_experts
 from ds_finetune.model.weights.names import published_names
+from ds_finetune.system.disk import nearest_existing
 
 COPIED_FILES = ("generation_config.json", *TOKENIZER_FILES)
 """Files that are copied beside the weights, where they exist."""
@@ -128,8 +129,7 @@ def _with_base(
 
 def check_free_space(out: Path, size: int) -> None:
     """OutputError where the disk of `out` has less than `size` bytes free."""
-    existing = next(folder for folder in out.absolute().parents if folder.exists())
-    free = shutil.disk_usage(existing).free
+    free = shutil.disk_usage(nearest_existing(out)).free
     if size > free:
         raise OutputError(
             f"`{out}` needs {size / GIB:.2f} GiB and the disk has {free / GIB:.2f} GiB free",

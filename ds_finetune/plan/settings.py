@@ -207,3 +207,12 @@ def _both(first: Condition, second: Condition) -> Condition:
         return {**one, **(two if isinstance(two, Mapping) else {})} if two and isinstance(one, Mapping) else two
 
     return both
+
+
+UNTESTED_TRAINING = (
+    setting("train.precision fp16", "set train.precision to bf16"),
+    Conflict("offload to nvme", "offload to cpu", lambda run: "nvme" in run.offloads),
+    # Muon and Lamb depend on whole matrices.
+    Conflict("optim.name {optim.name}", "use AdamW", lambda run: run.optimizer not in ("adam", "adamw")),
+)
+"""Settings that tests of layouts, adapters, indexers and multi-token prediction leave out."""

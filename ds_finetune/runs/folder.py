@@ -28,6 +28,7 @@ from ds_finetune.runs.metrics import (
     read_tail,
 )
 from ds_finetune.runs.status import STATUS, LastChange, RunStatus, changed_at, parse_object, read_object, seen_status
+from ds_finetune.system.disk import bytes_below
 
 CONFIG, PLAN, EXPERTS, LOG, RANK_TIMES = "config.yaml", "plan.json", "experts.bin", "log.txt", "ranks.jsonl"
 STARTS = "starts.jsonl"
@@ -251,13 +252,3 @@ def base_model(config: Mapping[str, Any]) -> str:
     model = config.get("model")
     path = model.get("path") if isinstance(model, dict) else model
     return path if isinstance(path, str) else ""
-
-
-def bytes_below(folder: Path) -> int:
-    """Bytes of the files in a folder and below it; files that vanish meanwhile do not count."""
-    total = 0
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            with suppress(OSError):
-                total += Path(parent, name).lstat().st_size
-    return total

@@ -32,10 +32,11 @@ from ds_finetune.model.loss.score_config import set_classes, set_padding_token, 
 from ds_finetune.model.parallel.pipeline import build_meta_model, layers_of_stages
 from ds_finetune.model.weights.vocabulary import grow_vocabulary
 from ds_finetune.objectives.objective import make_objective
-from ds_finetune.plan.checks import WITH_MESH, WITHOUT_MESH, check
+from ds_finetune.plan.checks import check
 from ds_finetune.plan.context import ContextPlan, plan_context
 from ds_finetune.plan.estimate.states import RunEstimate, estimate_run
 from ds_finetune.plan.forward import mlp_tiles
+from ds_finetune.plan.model_checks import WITH_MESH, WITHOUT_MESH
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.precision import Bf16Support, with_precision
 from ds_finetune.plan.settings import RunSettings

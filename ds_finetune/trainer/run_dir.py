@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import shutil
-import stat
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -26,6 +25,7 @@ from ds_finetune.observers.writers import line_of
 from ds_finetune.plan.estimate.states import DiskNeed
 from ds_finetune.runs.folder import PLAN
 from ds_finetune.runs.status import read_object
+from ds_finetune.system.disk import bytes_below, nearest_existing
 from ds_finetune.system.whole_file import replace_file
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def check_run_folder(folder: Path, policy: CheckpointConfig) -> None:
 
 def check_run_disk(output_dir: Path, need: DiskNeed) -> None:
     """OutputError where the disk of `output_dir` is too small for the files that this host will write."""
-    free = shutil.disk_usage(nearest_existing(output_dir)).free + bytes_of(output_dir)
+    free = shutil.disk_usage(nearest_existing(output_dir)).free + bytes_below(output_dir)
     if need.num_bytes > free:
         raise OutputError(
             f"output_dir `{output_dir}`: {need.exports} export(s) and {need.checkpoints} checkpoints need "
@@ -126,18 +126,6 @@ def _is_resumable(folder: Path, policy: CheckpointConfig) -> bool:
         return False
     checkpoints = folder / CHECKPOINTS
     return any(checkpoints.glob("step-*")) or (checkpoints.is_dir() and not (folder / "export").exists())
-
-
-def bytes_of(folder: Path) -> int:
-    """Bytes of the files of an earlier start in `folder`, which this run replaces."""
-    total = 0
-    # Another rank may remove a folder or a file meanwhile; os.walk passes over folders that are gone, rglob raises.
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            with suppress(FileNotFoundError):
-                status = Path(parent, name).lstat()
-                total += status.st_size if stat.S_ISREG(status.st_mode) else 0
-    return total
 
 
 @contextmanager
@@ -199,11 +187,6 @@ def _step_of(line: bytes) -> int | None:
         return None
     step = record.get("step") if isinstance(record, dict) else None
     return step if isinstance(step, int) else None
-
-
-def nearest_existing(folder: Path) -> Path:
-    """`folder`, or the nearest above it that exists."""
-    return next(place for place in (folder, *folder.absolute().parents) if place.exists())
 
 
 def write_rows(output_dir: Path, rows: Mapping[str, Rows]) -> dict[str, tuple[str]]:

@@ -11,7 +11,7 @@ import pytest
 
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import ConfigError, ModelError
-from ds_finetune.plan import checks, inexact, rollout_checks
+from ds_finetune.plan import checks, inexact, model_checks, rollout_checks
 from ds_finetune.plan.checks import BEFORE_MODEL, CHECKS, check, length_notes
 from ds_finetune.plan.layer_stages import StageLayers
 from ds_finetune.plan.mesh import Mesh
@@ -27,7 +27,7 @@ FULL = [RunSettings.of(RunConfig.model_validate(TREE | SECTIONS | objective)) fo
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.message[:40])
 def test_each_field_of_a_message_is_a_setting_or_a_value_of_its_check(row: Refusal) -> None:
-    modules = (checks, inexact, rollout_checks)
+    modules = (checks, inexact, model_checks, rollout_checks)
     source = "".join(Path(str(module.__file__)).read_text(encoding="utf-8") for module in modules)
     names = [name.partition("[")[0] for _, name, _, _ in string.Formatter().parse(row.message + row.hint) if name]
     for name in names:

@@ -16,10 +16,10 @@ from typing import IO, Any
 
 from ds_finetune.cluster.doctor import messages
 from ds_finetune.cluster.doctor.session import PROBE, HostLostError, RefusedError, Session, answer_requests
+from ds_finetune.system.disk import bytes_below, nearest_existing
 from ds_finetune.system.free_memory import available_bytes
 from ds_finetune.system.info import free_port, gather_host_info, query_gpus
 from ds_finetune.system.process_messages import ProcessMessage
-from ds_finetune.trainer.run_dir import bytes_of, nearest_existing
 
 LIFE_SECONDS = 1800
 """A probe ends after this time even where its host can no longer be reached."""
@@ -63,7 +63,7 @@ def _addresses(name: str) -> list[str]:
 def _folder_info(path: Path) -> messages.FolderInfo:
     existing = nearest_existing(path)
     is_writable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
-    held = bytes_of(path) if (path / "metrics.jsonl").exists() else 0
+    held = bytes_below(path) if (path / "metrics.jsonl").exists() else 0
     return messages.FolderInfo(str(existing), is_writable, shutil.disk_usage(existing).free, held)
 
 

@@ -10,11 +10,12 @@ from ds_finetune.errors import ConfigError, ModelError
 from ds_finetune.families.table import family_of
 from ds_finetune.families.tensors import ModelTensors, model_tensors
 from ds_finetune.plan.batch import legal_micro_batches
-from ds_finetune.plan.checks import WITH_MESH, WITHOUT_MESH, check
+from ds_finetune.plan.checks import check
 from ds_finetune.plan.config_json import max_positions, read_config_json
 from ds_finetune.plan.deepspeed_config import given_choices
 from ds_finetune.plan.layer_stages import StageLayers, stages_of
 from ds_finetune.plan.mesh import Mesh
+from ds_finetune.plan.model_checks import WITH_MESH, WITHOUT_MESH
 from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.search.layout import OFFLOADS, Activations, Layout, Offload, Sizes, decided
 from ds_finetune.plan.settings import RunSettings

@@ -1,0 +1,448 @@
+"""The settings that a model's config.json refuses: rows of the table of `plan/checks.py`."""
+
+import math
+from collections.abc import Iterator
+from functools import lru_cache
+
+from ds_finetune.config.objectives import is_grpo
+from ds_finetune.config.sections import OWN_ATTENTIONS
+from ds_finetune.errors import ModelError
+from ds_finetune.families.parameters import indexed_layers, longest_window
+from ds_finetune.families.table import FAMILIES, FULLY_TESTED
+from ds_finetune.plan.forward import problem_of_calls, varlen_problem
+from ds_finetune.plan.kernels import fused_operations
+from ds_finetune.plan.rollout_checks import ROLLOUT_MODEL
+from ds_finetune.plan.routers import has_routers, plan_routers
+from ds_finetune.plan.settings import UNTESTED_TRAINING, Conflict, Refusal, RunSettings, setting, together
+from ds_finetune.plan.tested_layouts import ROW_BYTES, TESTED_LAYOUTS, WEIGHT_BYTES, wider
+
+_MOST_RANKS_OF_AXIS = 4096
+"""Larger sizes of an axis are not named in hints."""
+
+
+def _untested_type(run: RunSettings) -> dict[str, object] | None:
+    tested = next((row.families for row in TESTED_LAYOUTS if row.axes == run.axes), ())
+    return {"tested": ", ".join(tested)} if run.axes and run.model_type not in tested else None
+
+
+def _chunk_values(run: RunSettings) -> dict[str, int]:
+    layers = int(run.model_json["num_hidden_layers"])
+    return {"layers": layers, "chunks": run.mesh.pp * run.parallel.vpp, "legal": layers // run.mesh.pp}
+
+
+def _wrong_shares(run: RunSettings) -> dict[str, object] | None:
+    """Values of a message where `parallel.pp_layers` does not name the layers of each chunk."""
+    given, pp, vpp = run.parallel.pp_layers, run.mesh.pp, run.parallel.vpp
+    values = _chunk_values(run)
+    if len(given) == values["chunks"] and sum(given) == values["layers"] and min(given) >= 1:
+        return None
+    return {**values, "given": list(given), "parts": f"{pp} stages" if vpp == 1 else f"{pp} x {vpp} chunks"}
+
+
+def _rotary_type(run: RunSettings) -> object:
+    scaling = run.model_json.get("rope_parameters") or run.model_json.get("rope_scaling") or {}
+    return scaling.get("rope_type", scaling.get("type"))
+
+
+def _in_each_rank(key: str) -> Refusal:
+    return Refusal(
+        lambda run: run.mesh.tp > 1 and (value := run.model_json.get(key)) and {"value": str(value).lower()},
+        f"parallel {{mesh}} of a model with {key} {{value}} is not tested",
+        "set parallel.tp to 1",
+    )
+
+
+def _undivided(run: RunSettings) -> dict[str, object] | None:
+    """Values of a message where a parallel size does not divide a dimension of the model."""
+    for axis, what, number in _divided_dimensions(run) if run.axes else ():
+        size = getattr(run.mesh, axis)
+        if number % size:
+            legal = ", ".join(map(str, _divisors(number)))
+            return {"axis": axis, "size": size, "number": number, "what": what, "legal": legal}
+    return None
+
+
+def _divided_dimensions(run: RunSettings) -> Iterator[tuple[str, str, int]]:
+    """Each axis with a dimension of the model that it divides, and the size of this dimension."""
+    model, tp, keys = run.model_json, run.mesh.tp, run.family.expert_keys
+    heads = int(model["num_attention_heads"])
+    yield "tp", "attention heads", heads
+    if run.family.compresses:
+        yield "tp", "groups of outputs", int(model["o_groups"])
+    else:
+        yield "sp", f"attention heads{' of a tensor parallel rank' if tp > 1 else ''}", heads // tp
+        yield "tp", "key and value heads", int(model.get("num_key_value_heads") or heads)
+    if keys is None or (keys.width_key != "intermediate_size" and "intermediate_size" in model):
+        yield "tp", "columns of the MLP", int(model["intermediate_size"])
+    if keys is not None:
+        yield "tp", "columns of an expert", keys.width(model)
+    yield "tp", "tokens of the vocabulary", int(model["vocab_size"])
+    if keys is not None:
+        yield "ep", "routed experts", keys.number(model)
+
+
+@lru_cache(maxsize=256)
+def _divisors(number: int) -> tuple[int, ...]:
+    """The divisors of a number that an axis may have; found in pairs, since a search refuses thousands of layouts and
+    vocabularies are large.
+    """
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    found = {*small, *(number // n for n in small)}
+    return tuple(sorted(n for n in found if n <= _MOST_RANKS_OF_AXIS))
+
+
+_SIZES = (
+    Refusal(
+        lambda run: run.mesh.pp == 1 and run.parallel.pp_layers and {"given": list(run.parallel.pp_layers)},
+        "parallel.pp_layers {given} with parallel.pp 1",
+        "set parallel.pp, or leave it out",
+    ),
+    Refusal(_untested_type, "parallel {mesh} of model_type {model_type} is not tested", "tested: {tested}"),
+    Refusal(
+        lambda run: run.axes and run.mesh.pp > (values := _chunk_values(run))["layers"] and values,
+        "parallel.pp {mesh.pp} is more than the {layers} layers of the model",
+        "set it to {layers} at most",
+    ),
+    Refusal(
+        lambda run: run.axes and (values := _chunk_values(run))["chunks"] > values["layers"] and values,
+        "parallel.pp {mesh.pp} x parallel.vpp {parallel.vpp} = {chunks} chunks are more than the {layers} layers of "
+        "the model",
+        "set parallel.vpp to {legal} at most",
+    ),
+    Refusal(
+        lambda run: run.parallel.pp_layers and _wrong_shares(run),
+        "parallel.pp_layers {given} does not share out {layers} layers over {parts}",
+        "name {chunks} numbers of at least 1 whose sum is {layers}, or leave it out",
+    ),
+    # transformers 5.23 chooses its factors by the positions in a call (modeling_rope_utils.py:47), and a call on one
+    # rank has only a part of the positions.
+    Refusal(
+        lambda run: run.mesh.sp > 1 and _rotary_type(run) == "longrope",
+        "parallel {mesh} of a model with rope_type longrope is not tested",
+        "set parallel.sp to 1",
+    ),
+    # Every rank would add the bias of shared experts, whose outputs are summed together with those of routed ones, or
+    # draw a noise of its own.
+    _in_each_rank("mlp_bias"),
+    _in_each_rank("router_jitter_noise"),
+    Refusal(
+        _undivided,
+        "parallel.{axis} {size} does not divide the {number} {what} of the model",
+        "set it to one of {legal}",
+    ),
+)
+
+
+def _unaligned_width(run: RunSettings) -> dict[str, object] | None:
+    """Values of a message where the columns of an expert on a rank are no multiple of 16 bytes."""
+    keys, tp, size = run.family.expert_keys, run.mesh.tp, WEIGHT_BYTES[run.precision]
+    width = keys.width(run.model_json) if keys is not None else 0
+    if keys is None or width // tp * size % ROW_BYTES == 0:
+        return None
+    legal = [str(n) for n in range(1, tp) if width % n == 0 and width // n * size % ROW_BYTES == 0]
+    hint = f"set parallel.tp to {' or '.join(legal)}" if legal else wider(run.precision)
+    return {"key": keys.width_key, "width": width, "columns": width // tp, "bytes": size, "legal": hint}
+
+
+def _unaligned_hidden(run: RunSettings) -> dict[str, object] | None:
+    size = WEIGHT_BYTES[run.precision]
+    is_refused = run.family.expert_keys is not None and int(run.model_json["hidden_size"]) * size % ROW_BYTES
+    return {"bytes": size, "legal": wider(run.precision)} if is_refused else None
+
+
+_EXPERTS = (
+    # torch 2.13 needs each row of their matrices to be a multiple of 16 bytes ("strides should be multiple of 16
+    # bytes").
+    Refusal(
+        _unaligned_width,
+        "{key} {width} / parallel.tp {mesh.tp} = {columns} columns of an expert x {bytes} bytes in {precision} is no "
+        f"multiple of {ROW_BYTES} bytes, which torch's grouped product needs",
+        "{legal}",
+    ),
+    Refusal(
+        _unaligned_hidden,
+        "hidden_size {model_json[hidden_size]} x {bytes} bytes in {precision} is no multiple of "
+        f"{ROW_BYTES} bytes, which torch's grouped product of experts needs",
+        "{legal}",
+    ),
+    # The biases of experts are one matrix per layer, and DeepSpeed 0.19.8 takes every tensor of two or more dimensions
+    # (__init__.py:369).
+    Refusal(
+        lambda run: run.optimizer == "muon" and run.family.transposed_experts,
+        "optim.name {optim.name} of model_type {model_type} would orthogonalise the biases of its experts",
+        "set optim.name: AdamW",
+    ),
+    # DeepSpeed 0.19.8 takes tensors of three dimensions for vectors (zenflow/zenflow_stage_1_and_2.py:216): it would
+    # choose and update the wrong elements.
+    Refusal(
+        lambda run: "zenflow" in run.inexact and run.family.expert_keys is not None,
+        "zero_optimization.zenflow cannot work with experts, which model_type {model_type} has: it knows only "
+        "matrices and vectors",
+        "train a dense model, or leave zenflow out",
+    ),
+)
+
+
+def _untested_switch(key: str) -> Refusal:
+    return Refusal(
+        lambda run: getattr(run.train, key) and run.model_type not in FULLY_TESTED,
+        f"train.{key} true of model_type {{model_type}} is not tested",
+        f"leave it out; tested: {', '.join(FULLY_TESTED)}",
+    )
+
+
+def _odd_columns(run: RunSettings) -> dict[str, object] | None:
+    """Values of a message where pairs of columns are complex numbers and heads have an odd number of columns."""
+    graph, keys = run.family.onnx, ("qk_nope_head_dim", "qk_rope_head_dim")
+    numbers = [int(run.model_json.get(key) or 0) for key in keys]
+    is_odd = graph is not None and graph.is_rotary_interleaved and sum(numbers) % 2
+    return {"sum": " + ".join(f"{key} {n}" for key, n in zip(keys, numbers, strict=True))} if is_odd else None
+
+
+def _given_router(run: RunSettings) -> dict[str, object] | None:
+    """Values of a message on the section `router`; None where it is left out."""
+    if run.router is None:
+        return None
+    given = ", ".join(f"{name} {getattr(run.router, name)}" for name in run.router.model_fields_set)
+    what = "has no routed experts" if run.model_type in FAMILIES else "is not in the table of model families"
+    return {"given": given or "empty", "what": what, "legal": _types_with("router")}
+
+
+def _types_with(part: str) -> str:
+    return ", ".join(name for name, family in FAMILIES.items() if getattr(family, part))
+
+
+def _without_bias(run: RunSettings) -> dict[str, object] | None:
+    if run.router is None or not run.router.bias_update or run.family.router is None or run.family.router.bias:
+        return None
+    return {"legal": ", ".join(name for name, row in FAMILIES.items() if row.router is not None and row.router.bias)}
+
+
+_TYPE = (
+    Refusal(
+        lambda run: run.lora is not None and not run.family.has_lora and {"tested": _types_with("has_lora")},
+        "lora of model_type {model_type} is not tested",
+        "tested: {tested}",
+    ),
+    # torch fails at them in the first step (transformers 5.23, deepseek_v2/modeling_deepseek_v2.py:264).
+    Refusal(
+        _odd_columns,
+        "{sum} of the model make an odd number of columns",
+        "take the config.json published with the model",
+        ModelError,
+    ),
+    Refusal(
+        lambda run: run.router is not None and not has_routers(run.model_json) and _given_router(run),
+        "`router` ({given}) with model_type {model_type}, which {what}",
+        "leave `router` out; it is for {legal}",
+    ),
+    Refusal(
+        lambda run: run.lora is not None and _given_router(run),
+        "`router` ({given}) with lora.rank {lora.rank}: adapters leave routers as they are",
+        "leave `router` out, or train all weights; lora.target_modules adapts routers where it names `gate`",
+    ),
+    Refusal(
+        _without_bias,
+        "router.bias_update {router.bias_update:g} with model_type {model_type}, whose routers have no bias",
+        "set router.balance instead; routers of {legal} have a bias",
+    ),
+    Refusal(
+        lambda run: run.router is not None and run.router.balance and not run.router.train,
+        "router.balance {router.balance:g} with router.train false: the loss could not change the routers",
+        "set router.train to true, or router.balance to 0",
+    ),
+    Refusal(
+        lambda run: run.indexer.train and run.family.indexer is None and {"legal": _types_with("indexer")},
+        "indexer.train true with model_type {model_type}, whose attention has no indexer",
+        "leave indexer out; it is for {legal}",
+    ),
+)
+
+
+def _without_entries(run: RunSettings) -> dict[str, object] | None:
+    window = longest_window(run.model_json) if run.family.compresses else 0
+    return {"window": window} if run.train.max_seq_len < window else None
+
+
+def _without_balance(run: RunSettings) -> dict[str, object] | None:
+    if run.router is None or not (run.router.balance or run.router.bias_update):
+        return None
+    router = plan_routers(run.router, run.model_json)
+    return _given_router(run) if router is not None and not router.balanced else None
+
+
+_COMPRESSED = (
+    Refusal(
+        _without_entries,
+        "train.max_seq_len {train.max_seq_len} with a model whose layers compress up to {window} tokens into an entry: "
+        "shorter rows have none, and weight decay would shrink what gets no gradient",
+        "set train.max_seq_len to at least {window}",
+    ),
+    *together(
+        "model_type {model_type}",
+        lambda run: run.family.compresses,
+        (
+            *UNTESTED_TRAINING,
+            Conflict("objective {objective.name}", "set objective to sft or dpo", lambda run: is_grpo(run.objective)),
+            setting("model.resize_vocabulary true", "use a tokenizer that fits the model: new ids have no experts"),
+            Conflict(
+                "lora and mtp.train true", "leave lora or mtp out", lambda run: run.lora is not None and run.mtp.train
+            ),
+        ),
+    ),
+    Refusal(
+        _without_balance,
+        "`router` ({given}) with a model whose routers all choose experts by token ids: there is nothing to balance",
+        "leave router.balance and router.bias_update out",
+    ),
+)
+
+
+def _blind_to_sinks(run: RunSettings) -> dict[str, object] | None:
+    if not run.family.has_sinks or run.model.attention in OWN_ATTENTIONS:
+        return None
+    is_flash = run.model.attention == "flash_attention_2"
+    return {"why": "its kernels have none" if is_flash else "documents of a packed row would see each other"}
+
+
+def _unfit_for_varlen(run: RunSettings) -> dict[str, object] | None:
+    if run.model.attention != "varlen":
+        return None
+    problem = varlen_problem(run.model_json, precision=run.precision)
+    problem = problem or problem_of_calls(run.model_json, run.train.max_seq_len)
+    return {"problem": problem} if problem else None
+
+
+_KERNEL = (
+    Refusal(
+        _blind_to_sinks,
+        "model.attention {model.attention} with model_type `{model_type}`, whose attention has sinks: {why}",
+        "set model.attention: sdpa",
+        ModelError,
+    ),
+    Refusal(
+        _unfit_for_varlen,
+        "model.attention varlen with model_type `{model_type}`: {problem}",
+        "set model.attention: sdpa, which attends document by document there",
+        ModelError,
+    ),
+    Refusal(
+        lambda run: run.model.kernels in ("liger", "compile") and not fused_operations(run.family),
+        "model.kernels {model.kernels} with model_type `{model_type}` computes nothing, or is not tested",
+        "set model.kernels to auto",
+        ModelError,
+    ),
+)
+
+
+def _beyond_positions(run: RunSettings) -> dict[str, object] | None:
+    if not run.positions or run.train.max_seq_len <= run.positions:
+        return None
+    return {"extend": ", or extend the model by model.context" if run.model_type in FULLY_TESTED else ""}
+
+
+_POSITIONS = (
+    Refusal(
+        lambda run: run.model.context is not None and run.train.max_seq_len > run.model.context,
+        "train.max_seq_len {train.max_seq_len} is more than model.context {model.context}",
+        "set train.max_seq_len to {model.context} or less, or a larger model.context",
+    ),
+    Refusal(
+        _beyond_positions,
+        "train.max_seq_len {train.max_seq_len} is more than the {positions} positions of {model.path}",
+        "set train.max_seq_len to {positions} or less{extend}",
+    ),
+)
+
+
+def _unshared_teacher(run: RunSettings) -> dict[str, object] | None:
+    """Values of a message where sequence parallel ranks cannot share out the heads of the teacher."""
+    heads = int(run.model_json.get("num_attention_heads") or 1)
+    is_refused = run.mesh.sp > 1 and ("sp" not in run.family.parallel_axes or heads % run.mesh.sp)
+    return {"heads": heads} if is_refused else None
+
+
+_TEACHER = (
+    Refusal(
+        lambda run: run.train.max_seq_len > (run.model_json.get("max_position_embeddings") or math.inf),
+        "train.max_seq_len {train.max_seq_len} is more than the {model_json[max_position_embeddings]} positions of the "
+        "teacher {objective.teacher}",
+        "set train.max_seq_len to {model_json[max_position_embeddings]} or less",
+    ),
+    Refusal(
+        _unshared_teacher,
+        "parallel {mesh} with the teacher {objective.teacher} of model_type {model_type} and {heads} attention heads "
+        "is not tested",
+        "set parallel.sp to 1",
+    ),
+)
+
+
+def _first_without_indexer(run: RunSettings) -> dict[str, object] | None:
+    """The first stage in which a chunk begins with a layer that has no indexer of its own."""
+    with_indexer = indexed_layers(run.model_json)
+    for stage, layers in enumerate(run.stages):
+        for chunk in layers.chunks if layers is not None else ():
+            if chunk[0] not in with_indexer and chunk[0] < run.model_json["num_hidden_layers"]:
+                return {"stage": stage, "layer": chunk[0], "legal": ", ".join(map(str, with_indexer))}
+    return None
+
+
+def _is_held_twice(run: RunSettings) -> bool:
+    """Whether the first and the last stage of a pipeline both train the embedding."""
+    is_tied = bool(run.model_json.get("tie_word_embeddings")) and run.objective.row.head != "scores"
+    return run.parallel.pp > 1 and run.lora is None and (run.mtp.train or is_tied)
+
+
+_STAGES = (
+    # The last stage would look for the state of the embedding in a folder that only the ranks of the first may see.
+    Refusal(
+        lambda run: run.checkpoint.node_local and _is_held_twice(run),
+        "checkpoint.node_local true with parallel.pp {parallel.pp} of a model whose first and last stage both hold the "
+        "embedding is not tested",
+        "save to a folder that all hosts share",
+    ),
+    # Such a layer attends to the tokens that are chosen in the layer before.
+    Refusal(
+        lambda run: run.indexer.train and not run.family.compresses and _first_without_indexer(run),
+        "indexer.train true with parallel.pp {parallel.pp}: stage {stage} begins with layer {layer}, which has no "
+        "indexer",
+        "let stages begin with one of layers {legal} by parallel.pp_layers",
+    ),
+)
+
+
+def _may_choose(run: RunSettings) -> bool:
+    """Whether a layer uses the choice of another one's indexer, if a document is as long as a row."""
+    chosen = run.model_json.get("index_topk")
+    is_shared = run.family.indexer is not None and run.family.indexer.is_shared
+    return bool(is_shared and chosen and run.train.max_seq_len > chosen)
+
+
+_DOCUMENTS = (
+    # The search cannot know the documents; `train` looks at each.
+    Refusal(
+        lambda run: _may_choose(run) and _first_without_indexer(run),
+        "train.max_seq_len {train.max_seq_len} is more than index_topk {model_json[index_topk]}, and a stage of "
+        "parallel.pp {parallel.pp} begins with layer {layer}, which has no indexer",
+        "set train.max_seq_len: {model_json[index_topk]}, or parallel.pp: 1",
+    ),
+)
+
+WITH_MESH = {"sizes of the model": _SIZES, "experts of the model": _EXPERTS}
+WITHOUT_MESH = {
+    "activations of the model": (_untested_switch("activation_offload"), _untested_switch("tiled_mlp")),
+    "type of the model": (*_TYPE, *_COMPRESSED),
+    "sampled answers of the model": ROLLOUT_MODEL,
+    "attention of the model": _KERNEL,
+}
+"""The checks of config.json with and without the layout of the run."""
+MODEL_CHECKS: dict[str, tuple[Refusal, ...]] = {
+    **WITH_MESH,
+    **WITHOUT_MESH,
+    "positions": _POSITIONS,
+    "teacher": _TEACHER,
+    "stages": _STAGES,
+    "length of documents": _DOCUMENTS,
+}
+"""The checks that need config.json, by subject."""
