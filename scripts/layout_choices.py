@@ -29,6 +29,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "classify_qwen3_0b6": {**PUBLISHED["Qwen3-8B"], **_QWEN_0B6, "vocab_size": 151936},
     "deepseek_v2_lite": {**PUBLISHED["DeepSeek-V2-Lite"], "vocab_size": 102400},
     "deepseek_v3": {**PUBLISHED["DeepSeek-V3, R1, V3.1"], "vocab_size": 129280},
+    "deepseek_v4_flash_lora": {**PUBLISHED["DeepSeek-V4-Flash"], "vocab_size": 129280},
     "dpo_r1_distill_qwen_7b": {**PUBLISHED["R1-Distill-Qwen-7B"], "vocab_size": 152064},
     "glm_47_flash": {**PUBLISHED["GLM-4.7-Flash"], "vocab_size": 154880},
     "grpo_r1_distill_qwen_1b5_math": {**PUBLISHED["R1-Distill-Qwen-7B"], **_QWEN_1B5, "vocab_size": 151936},

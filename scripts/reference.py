@@ -342,13 +342,15 @@ def _activation_rows() -> Iterator[str]:
         kib = " | ".join(f"{number:,.0f}" for number in (each.inputs() / 1024, *layers))
         gib = " | ".join(f"{number:,.1f}" for number in (*peaks, sums / GIB))
         has_experts = any(layer.router for layer in each.layers)
-        last = f" {_tiles_pay_from(of_eight):,}" if has_experts else ""
-        yield f"| {name} | {kib} | {gib} | {_tiles_pay_from(each):,} |{last} |\n"
+        last = f" {_tiles_pay_from(of_eight)}" if has_experts else ""
+        yield f"| {name} | {kib} | {gib} | {_tiles_pay_from(each)} |{last} |\n"
 
 
-def _tiles_pay_from(each: ActivationBytes) -> int:
-    """Tokens of a rank from which `train.tiled_mlp` lowers what one layer holds."""
-    return bisect_left(range(2**30), x=True, key=lambda n: each.working_set(n, is_tiled=True) < each.working_set(n))
+def _tiles_pay_from(each: ActivationBytes) -> str:
+    """Tokens of a rank from which `train.tiled_mlp` lowers what one layer holds; `never` where none do."""
+    most = 2**30
+    tokens = bisect_left(range(most), x=True, key=lambda n: each.working_set(n, is_tiled=True) < each.working_set(n))
+    return f"{tokens:,}" if tokens < most else "never"
 
 
 def _activation_bytes(model: Mapping[str, Any], *, ep: int) -> ActivationBytes:

@@ -70,6 +70,11 @@ _FLASH: Config = {**_WIDTHS, "model_type": "glm4_moe_lite", "hidden_size": 2048,
 _FLASH |= {"num_attention_heads": 20, "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256}
 _FLASH |= {"intermediate_size": 10240, "moe_intermediate_size": 1536, "n_routed_experts": 64}
 _FLASH |= {"num_experts_per_tok": 4, "n_shared_experts": 1}
+_V4: Config = {"model_type": "deepseek_v4", "hidden_size": 4096, "num_hidden_layers": 43, "num_attention_heads": 64}
+_V4 |= {"num_key_value_heads": 1, "head_dim": 512, "qk_rope_head_dim": 64, "q_lora_rank": 1024, "o_lora_rank": 1024}
+_V4 |= {"o_groups": 8, "sliding_window": 128, "compress_ratios": [0, 0, *[4, 128] * 20, 4], "index_topk": 512}
+_V4 |= {"index_n_heads": 64, "index_head_dim": 128, "hc_mult": 4, "moe_intermediate_size": 2048, "swiglu_limit": 10.0}
+_V4 |= {"n_routed_experts": 256, "num_experts_per_tok": 6, "n_shared_experts": 1, "num_hash_layers": 3}
 
 
 def _dense(model_type: str, *sizes: int, **others: int) -> Config:
@@ -79,6 +84,7 @@ def _dense(model_type: str, *sizes: int, **others: int) -> Config:
 
 PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "DeepSeek-V3, R1, V3.1": _V3,
+    "DeepSeek-V4-Flash": _V4,
     "DeepSeek-V2-Lite": {**_LITE, "model_type": "deepseek_v2", "intermediate_size": 10944},
     "Moonlight-16B-A3B": {**_LITE, "model_type": "deepseek_v3", "intermediate_size": 11264},
     "Kimi-K2": {**_V3, "model_type": "kimi_k2", "num_attention_heads": 64, "n_routed_experts": 384}

@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ds_finetune.checkpoint.commit import complete_steps
 from ds_finetune.checkpoint.locking import LOCK, remove_own_lock
@@ -27,10 +26,7 @@ from ds_finetune.runs.folder import PLAN
 from ds_finetune.runs.status import read_object
 from ds_finetune.system.disk import bytes_below, nearest_existing
 from ds_finetune.system.whole_file import replace_file
-
-if TYPE_CHECKING:
-    # The doctor reads free disks by this module on every host, without torch.
-    from ds_finetune.trainer.resolve import ResolvedRun
+from ds_finetune.trainer.resolve import ResolvedRun
 
 _LOGS = (".log", ".out", ".err")
 """Endings of files to which a shell or a scheduler writes what a run prints; no run writes such a file itself."""
@@ -143,7 +139,7 @@ def remove_empty_on_failure(folder: Path) -> Iterator[None]:
         raise
 
 
-def prepare_run_folder(run: "ResolvedRun", *, after_step: int = 0, last: StepRecord | None = None) -> None:
+def prepare_run_folder(run: ResolvedRun, *, after_step: int = 0, last: StepRecord | None = None) -> None:
     """Create the run folder with `config.yaml` (enough to run again), `plan.json` and `deepspeed.json`.
 
     Records of steps after `after_step` are removed from all files of records, because these steps are done again.

@@ -23,7 +23,7 @@ from ds_finetune.families.table import family_of
 from ds_finetune.families.tensors import EMBEDDING, LayerKind, ModelTensors, model_tensors
 from ds_finetune.plan.estimate.states import TensorKind
 from ds_finetune.plan.layer_stages import stages_of
-from ds_finetune.plan.lora_targets import adapted_targets, nf4_bytes, quantised_targets, targets_among
+from ds_finetune.plan.lora_targets import ROUTED, adapted_targets, nf4_bytes, quantised_targets, targets_among
 from ds_finetune.plan.model_shape import Shape
 from ds_finetune.plan.plan import Plan
 from ds_finetune.plan.tensor_cuts import fused_experts_part, local_shape
@@ -239,14 +239,16 @@ def _with_adapters(plan: Plan, model: ModelConfig, weights: RankWeights) -> Rank
     adapters = _adapters(model, plan.lora, sizes, weights.layers)
     score = sum(kind.numel for kind in weights.kinds if kind.name.startswith("score."))
     numel, share = weights.numel - adapters.quantised, sum(kind.sharded for kind in weights.kinds)
-    trained = adapters.numel + score
-    trained_share = -(-adapters.numel // plan.zero_ranks) + -(-score // plan.zero_ranks)
+    # Ranks of expert parallelism hold experts of their own, as in rank_weights.
+    of_experts = -(-adapters.of_experts * plan.mesh.ep // plan.zero_ranks)
+    of_others = -(-(adapters.numel - adapters.of_experts) // plan.zero_ranks)
+    score_share = -(-score // plan.zero_ranks)
     return RankElements(
         held=numel + adapters.numel,
-        held_share=share - adapters.quantised // plan.zero_ranks + -(-adapters.numel // plan.zero_ranks),
-        trained=trained,
-        trained_share=trained_share,
-        group_share=trained_share,
+        held_share=share - adapters.quantised // plan.zero_ranks + of_experts + of_others,
+        trained=adapters.numel + score,
+        trained_share=of_experts + of_others + score_share,
+        group_share=max(of_experts, of_others + score_share),
         largest=adapters.largest,
         packed_bytes=adapters.quantised // 2,
         scales_bytes=adapters.quantised_bytes - adapters.quantised // 2,
@@ -257,6 +259,8 @@ def _with_adapters(plan: Plan, model: ModelConfig, weights: RankWeights) -> Rank
 @dataclass(frozen=True)
 class _AdapterElements:
     numel: int
+    of_experts: int
+    """Elements of the adapters of routed experts, which expert parallel ranks divide."""
     largest: int
     quantised: int
     quantised_bytes: int
@@ -273,7 +277,7 @@ def _adapters(
     tp, ep, mtp_layers, scores = sizes
     every = targets_among(model_tensors(model, mtp_layers=mtp_layers, scores=scores).named())
     is_transposed = family_of(model["model_type"]).transposed_experts
-    found: list[int] = []
+    found: dict[bool, list[int]] = {False: [], True: []}
     quantised = [
         shape
         for target in quantised_targets(every, lora)
@@ -283,10 +287,12 @@ def _adapters(
     for target in adapted_targets(every, lora):
         for leaf, shape in target.shapes.items() if layer_of(f"{target.name}.") in layers else ():
             local = local_shape(f"{target.name}.{leaf}", shape, tp=tp, ep=ep, has_transposed_experts=is_transposed)
-            found += [prod(local[:-2]) * lora.rank * side for side in local[-2:]]
+            found[target.kind == ROUTED] += [prod(local[:-2]) * lora.rank * side for side in local[-2:]]
+    sizes_of_experts, others = found[True], found[False]
     return _AdapterElements(
-        numel=sum(found),
-        largest=max(found, default=0),
+        numel=sum(sizes_of_experts + others),
+        of_experts=sum(sizes_of_experts),
+        largest=max(sizes_of_experts + others, default=0),
         quantised=sum(map(prod, quantised)),
         quantised_bytes=sum(map(nf4_bytes, quantised)),
         largest_quantised=max(map(prod, quantised), default=0),

@@ -113,6 +113,8 @@ class AllocationCell:
 
 _CHUNKS: Tree = {"parallel": {"pp": 2, "vpp": 2}}
 _LORA: Tree = {"lora": {"rank": 8}}
+_WIDE_LORA: Tree = {"lora": {"rank": 128}}
+"""Adapters of the routed experts that take more than the model."""
 _SMALL_BUCKET: Tree = {"reduce_bucket_size": 200_000}
 """Fewer numbers than adapters have: the allocator counts also what of a bucket is never written."""
 _TEACHER: Tree = LLAMA | {"hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12}
@@ -148,6 +150,12 @@ OTHERS = [
     *(AllocationCell(stage, "bf16", forwards=2, choices=_WIDE_SUMS, title="fp32-sums") for stage in (2, 3)),
     *(AllocationCell(stage, "bf16", sections=_LORA, zero=_SMALL_BUCKET, title="lora") for stage in (2, 3)),
     AllocationCell(3, "bf16", axis="ep", model=EXPERTS),
+    *(
+        AllocationCell(stage, "bf16", axis="ep", model=EXPERTS, sections=_WIDE_LORA, title="lora")
+        for stage in (1, 2, 3)
+    ),
+    *(AllocationCell(1, "bf16", axis=axis, sections=_WIDE_LORA, title="lora") for axis in ("tp", "pp", "sp")),
+    *(AllocationCell(1, "bf16", axis=axis, model=EXPERTS, sections=_WIDE_LORA, title="lora") for axis in ("tp", "pp")),
     *(AllocationCell(3, "bf16", zero=zero, title=title) for title, zero in _FETCHING.items()),
     *(AllocationCell(stage, "bf16", teacher=_TEACHER, title="teacher") for stage in (2, 3)),
     AllocationCell(2, "bf16", teacher=_TEACHER, title="teacher-offloaded"),

@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from ds_finetune.families.table import FAMILIES
 from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.model.mtp import set_mtp_layers
 from ds_finetune.model.parallel.pipeline import layers_of_stages
-from ds_finetune.plan.estimate.rank_weights import RankWeights, part_of, weights_of_run
+from ds_finetune.plan.estimate.rank_weights import RankWeights, part_of, rank_elements, weights_of_run
 from ds_finetune.plan.estimate.states import TensorKind
 from ds_finetune.plan.model_shape import Shape
 from ds_finetune.plan.plan import Plan, make_plan
@@ -155,6 +156,24 @@ def test_totals_of_deepseek_v4(name: str, billions: float, active: float, shared
     shape = Shape.of(shared_data / "configs" / f"deepseek-ai--DeepSeek-V4-{name}")
     assert round(shape.total_params / 1e9, 1) == billions
     assert round(shape.active_params / 1e9, 1) == active
+
+
+@pytest.mark.parametrize("ep", [1, 2, 4])
+def test_adapters_of_experts_are_shared_by_the_ranks_that_hold_them(ep: int) -> None:
+    tree, rank = {"model_type": "qwen3_moe", **CONFIGS["qwen3_moe"]}, 8
+    _, plan = run_of({"ep": ep}, lora={"rank": rank}, model={"path": "m", "weights": "load"})
+    (weights,), (whole,) = weights_of_run(plan, tree), weights_of_run(run_of({})[1], tree)
+    adapted = [kind for kind in whole.kinds if ".layers." in kind.name and len(kind.whole) > 1]
+    sizes = Counter[bool]()
+    for kind in adapted:
+        is_router = part_of(kind.name) == "router"
+        sizes[len(kind.whole) == 3] += (
+            0 if is_router else kind.numel // prod(kind.whole[-2:]) * rank * sum(kind.whole[-2:])
+        )
+    numbers = rank_elements(plan, tree, weights)
+    assert numbers.trained == sizes[True] // ep + sizes[False]
+    assert numbers.trained_share == sizes[True] // RANKS + sizes[False] // RANKS
+    assert numbers.group_share == max(sizes.values()) // RANKS
 
 
 def test_parts_of_a_model() -> None:
