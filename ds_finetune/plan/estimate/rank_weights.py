@@ -260,7 +260,7 @@ def _with_adapters(plan: Plan, model: ModelConfig, weights: RankWeights) -> Rank
 class _AdapterElements:
     numel: int
     of_experts: int
-    """Elements of the adapters of routed experts, which expert parallel ranks divide."""
+    """Elements of the adapters of routed experts that expert parallel ranks divide."""
     largest: int
     quantised: int
     quantised_bytes: int
@@ -287,7 +287,7 @@ def _adapters(
     for target in adapted_targets(every, lora):
         for leaf, shape in target.shapes.items() if layer_of(f"{target.name}.") in layers else ():
             local = local_shape(f"{target.name}.{leaf}", shape, tp=tp, ep=ep, has_transposed_experts=is_transposed)
-            found[target.kind == ROUTED] += [prod(local[:-2]) * lora.rank * side for side in local[-2:]]
+            found[ep > 1 and target.kind == ROUTED] += [prod(local[:-2]) * lora.rank * side for side in local[-2:]]
     sizes_of_experts, others = found[True], found[False]
     return _AdapterElements(
         numel=sum(sizes_of_experts + others),

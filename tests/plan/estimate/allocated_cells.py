@@ -32,6 +32,21 @@ EXPERTS: Tree = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
+V3: Tree = {**_SIZES, "model_type": "deepseek_v3", "q_lora_rank": 192, "kv_lora_rank": 128, "qk_rope_head_dim": 16}
+V3 |= {"qk_nope_head_dim": 48, "v_head_dim": 64, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2}
+V3 |= {"moe_intermediate_size": 256, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+V3 |= {"num_nextn_predict_layers": 1}
+V4: Tree = {**_SIZES, "model_type": "deepseek_v4", "num_key_value_heads": 1, "num_attention_heads": 8, "head_dim": 64}
+V4 |= {"qk_rope_head_dim": 16, "q_lora_rank": 192, "o_lora_rank": 96, "o_groups": 2, "sliding_window": 16}
+V4 |= {"compress_ratios": [0, 4, 128, 4], "compress_rate_hca": 32, "index_topk": 8, "index_n_heads": 8}
+V4 |= {"index_head_dim": 32, "hc_mult": 4, "hc_sinkhorn_iters": 4, "intermediate_size": 256, "swiglu_limit": 10.0}
+V4 |= {
+    "moe_intermediate_size": 256,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "num_hash_layers": 1,
+}
 """Models by config.json."""
 TOKENS, MICRO_ROWS = 64, 2
 _BUCKET = 1_000_000
@@ -163,4 +178,14 @@ OTHERS = [
     AllocationCell(3, "bf16", recomputes=False, zero=_FETCHING["short-reuse-few-live"], title="short-reuse-few-live"),
     AllocationCell(3, "bf16", model=EXPERTS, zero=_FETCHING["default-fetching"], title="default-fetching"),
 ]
+OTHERS += [
+    AllocationCell(2, "bf16", axis=axis, model=model, sections=_WIDE_LORA, title="lora")
+    for model in (V3, V4)
+    for axis in ("", "ep")
+]
+OTHERS += [
+    AllocationCell(stage, "bf16", axis=axis, model=V4) for stage, axis in ((1, "tp"), (1, "sp"), (2, "ep"), (3, ""))
+]
+OTHERS += [AllocationCell(1, "bf16", axis="pp", model=model) for model in (V3, V4)]
+OTHERS += [AllocationCell(2, "bf16", axis="ep", model=V3, sections={"mtp": {"train": True}}, title="mtp")]
 OTHERS = [cell for cell in OTHERS if cell.name not in {chosen.name for chosen in DEFAULT}]
