@@ -548,8 +548,8 @@ MUTANTS = (
     Mutant(
         "a rollout ahead that is sampled again after a resume",
         "trainer/rollouts/source.py",
-        'if state["ahead"]:',
-        "if False:",
+        "self.latest, self._ahead = self._files.read(**self._resumed)",
+        "self.latest, _ = self._files.read(**self._resumed)",
         RESUMED,
     ),
     Mutant(
@@ -562,7 +562,7 @@ MUTANTS = (
     Mutant(
         "a reference with its adapters",
         "trainer/rollouts/source.py",
-        "self._engine.token_log_probs(every, adapters_off=True)",
+        "self._engine.token_log_probs(every, of_reference=True)",
         "self._engine.token_log_probs(every)",
         "tests/trainer/rollouts/test_runs.py -k LoRA",
     ),

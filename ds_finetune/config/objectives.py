@@ -235,8 +235,8 @@ SEQUENCE_CLIPS = {"clip_low": 3e-4, "clip_high": 4e-4}
 """Clips of `ratio: sequence`, those of GSPO: a mean over an answer moves much less than a token."""
 
 
-_NO_SECOND_MODEL = "no second model is kept beside the one that is trained; with lora adapters_off needs none"
-_NOT_CACHED = "answers that are sampled while training cannot be scored before it; with lora set adapters_off"
+_OTHER_MODEL = "of other models there is only the one at the start: set start, or with lora adapters_off"
+_NOT_CACHED = "answers that are sampled while training cannot be scored before it; set start, or with lora adapters_off"
 
 
 class GrpoObjective(ObjectiveConfig):
@@ -276,10 +276,10 @@ class GrpoObjective(ObjectiveConfig):
     kl_weight: Refused[float] = Field(default=0.0, ge=0)
     """Weight of the KL divergence from the model to the reference, whose gradient has no bias."""
     reference: Annotated[
-        Literal["auto", "none", "adapters_off"], refused_values(model=_NO_SECOND_MODEL, cache=_NOT_CACHED)
+        Literal["auto", "none", "adapters_off", "start"], refused_values(model=_OTHER_MODEL, cache=_NOT_CACHED)
     ] = "auto"
-    """Model that the divergence is measured to: the model without its adapters, or none. `auto` is the first with
-    `lora`.
+    """Model that the divergence is measured to: the model without its adapters, that of the start, whose weights are
+    kept in the memory of the host, or none. `auto` is the first with `lora`.
     """
     truncated: Refused[Literal["train", "mask"]] = "train"
     """Whether answers that were cut at rollout.max_new_tokens are trained; the mean of their group includes them in
@@ -302,8 +302,8 @@ class GrpoObjective(ObjectiveConfig):
         return "supervised tokens" if self.aggregation == "token" else "examples"
 
     def has_reference(self, *, has_adapters: bool) -> bool:
-        """Whether log-probabilities of a reference are computed, which is the model with its adapters off."""
-        return self.reference == "adapters_off" or (self.reference == "auto" and has_adapters)
+        """Whether log-probabilities of a reference are computed."""
+        return self.reference in ("adapters_off", "start") or (self.reference == "auto" and has_adapters)
 
 
 @dataclass(frozen=True)

@@ -97,13 +97,11 @@ def _with_numbers(micro: MicroBatch, answers: dict[int, ScoredAnswer]) -> MicroB
     held = [answers[number] for number in micro.examples.numbers.tolist()]
     is_supervised = (micro.labels != IGNORE_INDEX).numpy()
 
-    def spread(parts: Sequence[LogProbs]) -> torch.Tensor:
+    def spread(name: str) -> torch.Tensor:
         known = np.full(is_supervised.shape, np.nan, dtype=np.float32)
-        if held:
-            whole = [
-                np.full(len(each.ids), np.nan) if part is None else part for each, part in zip(held, parts, strict=True)
-            ]
-            known[is_supervised] = np.concatenate(whole)
+        parts = ((len(answer.ids), getattr(answer, name)) for answer in held)
+        whole = [np.full(length, np.nan) if part is None else part for length, part in parts]
+        known[is_supervised] = np.concatenate(whole or [[]])
         return torch.from_numpy(known)
 
     experts = None
@@ -111,10 +109,5 @@ def _with_numbers(micro: MicroBatch, answers: dict[int, ScoredAnswer]) -> MicroB
         marks = np.concatenate([answer.experts for answer in held])
         experts = torch.full((*is_supervised.shape, marks.shape[1]), UNKNOWN_EXPERTS, dtype=torch.int16)
         experts[torch.from_numpy(is_supervised)] = torch.from_numpy(marks)
-    numbers = AnswerNumbers(
-        old=spread([answer.old for answer in held]),
-        reference=spread([answer.reference for answer in held]),
-        sampled=spread([answer.sampled for answer in held]),
-        experts=experts,
-    )
+    numbers = AnswerNumbers(spread("old"), spread("reference"), spread("sampled"), experts)
     return replace(micro, examples=replace(micro.examples, answers=numbers))

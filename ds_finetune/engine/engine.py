@@ -24,6 +24,7 @@ from ds_finetune.engine.gradients import FiniteProbe, clip_gradients
 from ds_finetune.engine.groups.collectives import all_gather_object
 from ds_finetune.engine.groups.communication import CommunicationMeter
 from ds_finetune.engine.groups.process_groups import Groups
+from ds_finetune.engine.kept_weights import KeptWeights
 from ds_finetune.engine.loss_normalisation import (
     UNITS,
     detached_sums,
@@ -97,6 +98,8 @@ class Engine:
         self.meter = CommunicationMeter(is_blocking=self._device.type == "cpu")
         self._probe = FiniteProbe(named_parameters(wrapped.module))
         self._whole = WholeTensors(wrapped.module, plan, groups, self._device)
+        self._kept: KeptWeights | None = None
+        """Weights of a reference."""
 
     @property
     def lm(self) -> nn.Module:
@@ -214,17 +217,18 @@ class Engine:
         return every[0][order], every[1][order]
 
     def token_log_probs(
-        self, batches: Iterable[Batch], *, adapters_off: bool = False
+        self, batches: Iterable[Batch], *, of_reference: bool = False
     ) -> dict[int, NDArray[np.float32]]:
         """The log-probability of each supervised token in nats by the number of its document, on every rank.
 
         The batches of all ranks hold each document once, and have equally many forwards. They are the numbers that
-        `step` computes, bit by bit, where the forwards have the same rows. With `adapters_off` they are those of
-        the model before it got its adapters.
+        `step` computes, bit by bit, where the forwards have the same rows. With `of_reference` they are those of
+        the model as it was at `keep_as_reference`, else of the model before it got its adapters.
         """
         self._ds.eval()
         mine = list[tuple[int, NDArray[np.float32]]]()
-        with turn_adapters_off(self.lm) if adapters_off else nullcontext():
+        reference = turn_adapters_off(self.lm) if self._kept is None else self._kept.used()
+        with reference if of_reference else nullcontext():
             for batch in batches:
                 for rows in self.prepare(batch).rows:
                     logp, supervised = self._log_probs(rows).cpu().numpy(), rows.supervised
@@ -240,6 +244,10 @@ class Engine:
             for number, part in share:
                 found.setdefault(number, []).append(part)
         return {number: np.concatenate(parts) for number, parts in found.items()}
+
+    def keep_as_reference(self) -> None:
+        """Keep the weights of this moment for `token_log_probs`, in the memory of the host."""
+        self._kept = KeptWeights(self.lm)
 
     def allow_only(self, allowed: torch.Tensor | None) -> None:
         """From now on the loss of answers knows only the ids that are `allowed`, bool [vocabulary], or all of them, as

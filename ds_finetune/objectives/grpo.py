@@ -86,6 +86,7 @@ class PolicyGradient(AnswerObjective):
 
     def __init__(self, section: GrpoObjective) -> None:
         self._section = section
+        self.reference_is_start = section.reference == "start"
         self.terms = (Term("supervised_tokens"),) if section.aggregation == "token" else (Term("examples"),)
         if section.aggregation == "fixed":
             assert section.fixed_length is not None, "a run file fills it in"

@@ -83,6 +83,8 @@ class Objective(ABC):
     """Whether the loss is the mean cross entropy of tokens."""
     reference_from_adapters: bool = False
     """Whether the reference is the model with its adapters off, computed in each step."""
+    reference_is_start: bool = False
+    """Whether the reference is the model before the first step, whose weights are kept."""
     num_outputs: int = 0
     """Outputs of the classification head that is trained; 0 for a language model's."""
     gathers_scores: bool = False

@@ -1,6 +1,6 @@
 """How a forward is computed: the kernels of attention and experts, the tokens of a tile of an MLP and of a chunk of the
 head, and the answers that are sampled at a time. Packed rows are attended by one call for all documents of a forward on
-GPUs, and a call for each elsewhere.
+GPUs, and a call for each elsewhere, or for some short ones.
 """
 
 import math

@@ -110,9 +110,20 @@ def rollout_checks() -> Iterator[Refusal]:
         "add `lora`, or set objective.reference to none",
     )
     yield _refused(
+        lambda run: _section(run).reference == "start" and run.lora is not None,
+        "objective.reference start with lora, whose adapters can be turned off",
+        "set objective.reference to adapters_off, which keeps no second copy of the weights",
+    )
+    yield _refused(
+        lambda run: _section(run).reference == "start" and run.stage == 3,
+        "objective.reference start with ZeRO stage 3, whose ranks hold parts of the weights",
+        "set stage 2, add `lora`, or set objective.reference to none",
+    )
+    yield _refused(
         lambda run: _section(run).kl_weight and not _section(run).has_reference(has_adapters=run.lora is not None),
         "objective.kl_weight {objective.kl_weight:g} without a reference model",
-        "add `lora`, whose reference is the model with its adapters off, or set objective.kl_weight to 0",
+        "set objective.reference to start, add `lora`, whose reference is the model with its adapters off, or set "
+        "objective.kl_weight to 0",
     )
     yield _refused(
         lambda run: Duration.parse(run.train.duration).unit == "tokens",

@@ -169,7 +169,8 @@ def check_padding(rows: PreparedRows | StreamedRows, model: ModelPlan, tokenizer
 
 def _has_base(model: ModelPlan) -> bool:
     """Whether a run depends on the weights of its model beyond its beginning."""
-    return model.lora is not None or (model.objective.needs_reference and not model.has_random_weights)
+    has_reference = model.objective.needs_reference or model.objective.reference_is_start
+    return model.lora is not None or (has_reference and not model.has_random_weights)
 
 
 def config_tree(folder: Path, model: ModelPlan) -> dict[str, Any]:

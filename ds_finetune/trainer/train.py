@@ -140,7 +140,8 @@ def _train_and_export(
     resume_point = find_resume_point(run, say)
     check_not_past_end(resume_point, steps=run.schedule.steps, duration=run.config.train.duration)
     reference = find_reference(run)
-    loads_weights = resume_point.found is None or any(values is None for values in reference.values())
+    keeps_start = run.model.objective.reference_is_start
+    loads_weights = resume_point.found is None or keeps_start or any(values is None for values in reference.values())
     engine_context = start_engine(run.plan, run.model, loads_weights=loads_weights)
     # Errors are reported first, by the innermost context: closing the others may wait for ranks that are gone.
     with engine_context as engine, start_saver(run, engine, resume_point) as saver, report_errors(run, monitor):
@@ -148,6 +149,8 @@ def _train_and_export(
             say(f"drawn from train.seed, since {run.model.path} lacks them: {patterns_of(engine.drawn)}")
         with monitor.progress.during("reference"):
             run = complete_reference(run, engine, reference)
+            if keeps_start:
+                engine.keep_as_reference()
         exports = Exports(run, engine, say)
         started = StartedRun(run, engine, resume_point, saver, exports, monitor.progress, store, say, log.add)
         last, interrupted = train_steps(started, status)

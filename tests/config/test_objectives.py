@@ -110,7 +110,10 @@ def test_words_of_other_programs_find_their_key(key: str, meant: str) -> None:
     [
         ("rollout.engine=sglang", "`rollout.engine` is 'sglang': SGLang is not supported; vllm is"),
         ("rollout.engine=trt", "`rollout.engine` is 'trt': it should be 'own' or 'vllm'"),
-        ("objective.reference=model", "`objective.reference` is 'model': no second model is kept beside the one that"),
+        (
+            "objective.reference=model",
+            "`objective.reference` is 'model': of other models there is only the one at the start",
+        ),
         ("objective.reference=cache", "`objective.reference` is 'cache': answers that are sampled while training"),
         (
             "rollout.address=127.0.0.1:8000",

@@ -45,6 +45,9 @@ def run(tree: dict[str, Any], launched: Launched) -> tuple[str, dict[str, Any]]:
 
 
 def _run(engine: Engine, layout: Layout) -> dict[str, Any]:
+    keeps = not layout.cell.has_lora and engine.plan.zero_stage < 3
+    if keeps:
+        engine.keep_as_reference()
     every, found, moments = [(answer, 0.0) for answer in answers()], {"steps": []}, dict[str, torch.Tensor]()
     if layout.cell.has_lora:
         # After one step the second factors are no longer zeros.
@@ -55,7 +58,7 @@ def _run(engine: Engine, layout: Layout) -> dict[str, Any]:
     plain = _batch(engine, [_scored(answer, advantage) for answer, advantage in every])
     known, off = engine.token_log_probs([plain]), dict[int, np.ndarray]()
     if layout.cell.has_lora:
-        off = engine.token_log_probs([plain], adapters_off=True)
+        off = engine.token_log_probs([plain], of_reference=True)
     for number in layout.variants:
         variant = VARIANTS[number]
         batch = _step(engine, variant, known, off)
@@ -77,7 +80,15 @@ def _run(engine: Engine, layout: Layout) -> dict[str, Any]:
         engine.step(_step(engine, variant, known, {}), lr=LR)
         for variant in (on_policy, replace(on_policy, is_old=True))
     ]
-    return found | {"ratios": [result.metrics["ratio"] for result in results]}
+    found |= {"ratios": [result.metrics["ratio"] for result in results]}
+    return found | (_of_kept_weights(engine, plain, known) if keeps else {})
+
+
+def _of_kept_weights(engine: Engine, batch: Batch, first: LogProbs) -> dict[str, bool]:
+    """Whether the weights of the start compute the first bits again, and those of now other ones."""
+    kept, now = (engine.token_log_probs([batch], of_reference=is_kept) for is_kept in (True, False))
+    same, unmoved = (all(np.array_equal(part[number], first[number]) for number in first) for part in (kept, now))
+    return {"kept": same, "moved": not unmoved}
 
 
 def _step(engine: Engine, variant: Variant, known: LogProbs, reference: LogProbs) -> Batch:

@@ -152,6 +152,9 @@ def _assert_equals_plain_loop(layout: Layout, folder: Path, models: Path) -> Non
             assert found[number] == pytest.approx(logp.tolist(), abs=2e-5)
     # What is read before a step are the bits that it computes in the same rows.
     assert (result["same"]["ratio"], result["same"]["approx_kl"]) == (1, 0)
+    # And the weights of the start compute the same bits after steps with others.
+    assert result.get("kept", True)
+    assert result.get("moved", True)
     on_policy, later = result["ratios"]
     assert on_policy == 1
     assert later != 1

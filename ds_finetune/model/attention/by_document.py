@@ -1,10 +1,14 @@
 """Attention over each document of a packed row, without a mask over the whole row: causal, or in both directions."""
 
+import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
@@ -39,12 +43,15 @@ BY_LENGTHS = "ds_finetune_by_lengths"
 KNOWS_DOCUMENTS = (BY_DOCUMENT, BY_LENGTHS, FLASH)
 """Attention that is told where documents begin, so that nobody has to find them in positions."""
 
+_DocumentBatches = tuple[list[tuple[int, int]], torch.Tensor, torch.Tensor]
 ChosenTokens = tuple[tuple[torch.Tensor | None, ...], ...]
 """The keys that each query of a document attends to, by row and document: bool [queries, keys], none of them later than
 the query; None for all earlier ones."""
 
 _WINDOW_BLOCK = 512
 """Queries at a time, at least, where a document is longer than a model's window."""
+_SHORT = 128
+"""Tokens up to which documents share a call on CPUs; those of more have enough to compute in a call of their own."""
 _SINK_COLUMNS = 8
 """Columns that queries and keys get for attention sinks."""
 _WITHOUT_EFFECT = ("position_ids", "cache_position")
@@ -221,9 +228,50 @@ def _attend_to_rows(
     parts = (query, repeat_kv(parts[1], groups), repeat_kv(parts[2], groups))
     if documents is None and chosen is None:
         return attend(*parts)
+    if documents is not None and chosen is None and attend.is_causal and query.device.type == "cpu":
+        batches = _document_batches(documents)
+        if len(batches[0]) < sum(map(len, documents)):
+            return _attend_in_batches(attend, parts, batches)
     of_rows = [None] * len(query) if documents is None else documents
     rows = zip(*(tensor.split(1) for tensor in parts), of_rows, chosen or [None] * len(query), strict=True)
     return torch.cat([_row(attend, row, lengths, of_row) for *row, lengths, of_row in rows])
+
+
+def _attend_in_batches(
+    attend: _DocumentAttention, parts: Sequence[torch.Tensor], batches: _DocumentBatches
+) -> torch.Tensor:
+    """Attention by document, as `_attend_to_rows`, where short documents of nearly the same length share a call. They
+    are padded at their ends, which no token before attends to.
+    """
+    shapes, order, places = batches
+    sizes = [math.prod(shape) for shape in shapes]
+    ordered = [part.transpose(1, 2).flatten(0, 1).index_select(0, order).split(sizes) for part in parts]
+    outs = []
+    for shape, batch in zip(shapes, zip(*ordered, strict=True), strict=True):
+        out = attend(*(part.unflatten(0, shape).transpose(1, 2) for part in batch))
+        outs.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outs).index_select(0, places).unflatten(0, (len(parts[0]), -1)).transpose(1, 2)
+
+
+@lru_cache(maxsize=4)
+def _document_batches(documents: tuple[Documents, ...]) -> _DocumentBatches:
+    """The documents and the tokens of the longest one of each batch; the tokens of all batches among those of the rows,
+    with the last token of a document in the place of padding; and where each token of the rows is among them.
+    """
+    lengths = np.array([length for row in documents for length in row])
+    begins, alike = lengths.cumsum() - lengths, defaultdict[tuple[int, int], list[int]](list)
+    for number, length in enumerate(lengths.tolist()):
+        step = max(8, 2 ** (length.bit_length() - 3))
+        alike[-(-length // step) * step, number if length > _SHORT else -1].append(number)
+    shapes, order, is_token = [], [], []
+    for numbers in alike.values():
+        columns, ends = np.arange(lengths[numbers].max()), lengths[numbers, None]
+        shapes.append((len(numbers), len(columns)))
+        order.append((begins[numbers, None] + np.minimum(columns, ends - 1)).ravel())
+        is_token.append((columns < ends).ravel())
+    tokens = np.concatenate(order)
+    places = np.flatnonzero(np.concatenate(is_token))
+    return shapes, torch.from_numpy(tokens), torch.from_numpy(places[np.argsort(tokens[places])])
 
 
 def _unknown(others: Mapping[str, Any]) -> list[str]:

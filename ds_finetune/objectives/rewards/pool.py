@@ -34,8 +34,7 @@ Part = Mapping[str, Any]
 """What a reward says of an answer: `score`, `has_result` and `seconds`, or an `error`."""
 _PACKAGES = str(Path(__file__).resolve().parents[3])
 _PROGRAM = (
-    f"import sys; sys.path.append({_PACKAGES!r}); from ds_finetune.objectives.rewards import worker; "
-    "worker.main(int(sys.argv[1]), int(sys.argv[2]))"
+    f"import sys; sys.path.append({_PACKAGES!r}); from ds_finetune.objectives.rewards import worker; worker.main()"
 )
 _START_SECONDS = 120.0
 _LOG_BYTES = 2**24
@@ -76,21 +75,19 @@ class _Worker:
             return
         if self._is_closed:
             raise _EndedError("is not needed any more")
-        theirs_in, self._requests = os.pipe()
-        self._replies, theirs_out = os.pipe()
-        os.set_blocking(self._requests, False)
         self._read = b""
         # A session of its own: Ctrl-C reaches the program only, and what a reward starts is killed with it.
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, str(theirs_in), str(theirs_out)],
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
+            [sys.executable, "-c", _PROGRAM],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
             stderr=self._log,
-            pass_fds=(theirs_in, theirs_out),
             start_new_session=True,
         )
-        os.close(theirs_in)
-        os.close(theirs_out)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._requests, self._replies = self._process.stdin.fileno(), self._process.stdout.fileno()
+        os.set_blocking(self._requests, False)
         limit = _START_SECONDS + max(map(seconds_of, self._settings))
         try:
             self._send(self._settings, limit)
@@ -130,8 +127,9 @@ class _Worker:
             return
         self._signal()
         self._process.wait()
-        os.close(self._requests)
-        os.close(self._replies)
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
         self._process = None
 
     def _signal(self) -> None:

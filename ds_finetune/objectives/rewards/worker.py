@@ -233,8 +233,13 @@ def _load(every: list[Settings]) -> tuple[list[Scorer], str, int]:
     return scorers, "", 0
 
 
-def main(requests: int, replies: int) -> None:
-    """Answer requests until their pipe is closed, or the thread that started this process has ended."""
+def main() -> None:
+    """Answer requests on standard input until it is closed, or the thread that started this process has ended. Rewards
+    have none, and what they print goes to standard error.
+    """
+    requests, replies = os.dup(0), os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
     # PR_SET_PDEATHSIG of prctl(2).
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
     # A scheduler that asks a run to end signals all of its processes; rewards are still needed until it has saved.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, get_args
 
-from ds_finetune.config.objectives import ObjectiveConfig, is_distillation
+from ds_finetune.config.objectives import ObjectiveConfig, is_distillation, is_grpo
 from ds_finetune.config.sections import OWN_ATTENTIONS, LoraConfig, ParallelConfig
 from ds_finetune.config.units import GIB
 from ds_finetune.errors import ConfigError, ModelError
@@ -139,7 +139,13 @@ def estimate_stages(
         # The teacher runs where the head is (engine/rank_model.py).
         others = (*last, *files) if is_last else files
         own = zero_rows(plan, rank_elements(plan, model, weights), weights)
-        rows = (*own, *_fp32_rows(plan, model, weights), *_activation_rows(plan, model, weights, number), *others)
+        rows = (
+            *own,
+            *_fp32_rows(plan, model, weights),
+            *_kept_rows(plan, weights),
+            *_activation_rows(plan, model, weights, number),
+            *others,
+        )
         rows += tuple(_rollout_rows(plan, model, weights, rows, budget))
         yield MemoryEstimate(rows, number, _home(plan))
 
@@ -150,6 +156,15 @@ def _fp32_rows(plan: Plan, model: ModelConfig, weights: RankWeights) -> Iterator
     if plan.precision != "fp32" and family.fp32_weights is not None:
         size = WEIGHT_BYTES["fp32"] * sum(kind.numel for kind in weights.kinds if family.is_in_fp32(kind.name))
         yield MemoryRow("weights used in fp32", _home(plan), size, "train.precision")
+
+
+def _kept_rows(plan: Plan, weights: RankWeights) -> Iterator[MemoryRow]:
+    """The weights of a reference (engine/kept_weights.py), and on a GPU their copy while it is computed."""
+    if is_grpo(plan.objective) and plan.objective.reference == "start":
+        size, option = WEIGHT_BYTES[plan.precision] * weights.numel, "objective.reference"
+        yield MemoryRow("weights of the start", "host", size, option)
+        if plan.device == "cuda":
+            yield MemoryRow("weights of the start, in use", "gpu", size, option, ("rollout",))
 
 
 def _held_by_stage(plan: Plan, model: ModelConfig, weights: RankWeights) -> Hashable:

@@ -1,45 +1,31 @@
 """The cause line: why the reward of a run rises or does not, from a few shares, with one hint from a fixed table."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Self
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
 
 MANY = 0.8
 """Share of groups from which a cause is named."""
 
 
-@dataclass(frozen=True)
-class Shares:
-    """What a cause line is made of: means over the rollouts since the last line, and those of the run's beginning. NaN
-    is what a rollout does not have.
+Shares = Mapping[str, float]
+"""Metrics of rollouts by the last parts of their names. Those of steps, from `entropy` on, are means over answer
+tokens, and absent where a step has no answer left to train.
+"""
+NAMES = (
+    *("reward", "all_right", "all_wrong", "no_spread", "cut", "unparsed", "answer_tokens"),
+    *("entropy", "mismatch", "clipped_low", "clipped_high"),
+)
+
+
+def mean_shares(rollouts: Sequence[Shares]) -> dict[str, float]:
+    """The mean of each share over the rollouts that have it, or NaN; and as `empty` the share of rollouts whose first
+    step has no answer left to train.
     """
-
-    reward: float
-    all_right: float
-    """Share of groups of which every answer is right; of `all_wrong` none is."""
-    all_wrong: float
-    no_spread: float
-    """Share of groups whose answers have equal rewards."""
-    cut: float
-    """Share of answers that end at the limit of tokens."""
-    unparsed: float
-    """Share of answers without a result that a reward could read, or to which no reward applies."""
-    tokens: float
-    """Mean length of an answer."""
-    entropy: float
-    """It and the next two are means over answer tokens; NaN where no answer is left to train."""
-    mismatch: float
-    clipped: float
-    empty: float = 0.0
-    """Share of the rollouts whose first step has no answer left to train."""
-
-    @classmethod
-    def mean(cls, parts: list[Self]) -> Self:
-        """The mean of each share over those that have it."""
-        columns = [[getattr(part, each.name) for part in parts] for each in fields(cls)]
-        known = [[value for value in column if not math.isnan(value)] for column in columns]
-        return cls(*(sum(values) / len(values) if values else math.nan for values in known))
+    known = {name: [shares[name] for shares in rollouts if name in shares] for name in NAMES}
+    means = {name: fmean(values) if values else math.nan for name, values in known.items()}
+    return means | {"empty": 1 - len(known["entropy"]) / len(rollouts)}
 
 
 @dataclass(frozen=True)
@@ -52,51 +38,51 @@ class Cause:
 
 CAUSES = (
     Cause(
-        lambda now, _: now.unparsed > 0.3,
+        lambda now, _: now["unparsed"] > 0.3,
         "many answers have no result that a reward can read: see rollouts.jsonl, and `ds-finetune rewards RUN.yaml`",
     ),
     Cause(
-        lambda now, _: now.cut > 0.3,
+        lambda now, _: now["cut"] > 0.3,
         "many answers are cut: raise rollout.max_new_tokens, or add the reward `length`",
     ),
     Cause(
-        lambda now, _: now.all_wrong > MANY,
+        lambda now, _: now["all_wrong"] > MANY,
         "nearly all groups are all wrong: the task is too hard for this start, or the reward never fires; read "
         "rollouts.jsonl, take easier prompts, a larger objective.group_size, or fine-tune on a few answers first",
     ),
     Cause(
-        lambda now, _: now.all_right > MANY,
+        lambda now, _: now["all_right"] > MANY,
         "nearly all groups are all right: take harder prompts, or end the run",
     ),
     Cause(
-        lambda now, _: now.empty > 0.3,
+        lambda now, _: now["empty"] > 0.3,
         "many steps have no answer left to train: set objective.no_spread to resample or count, or raise "
         "rollout.max_new_tokens where answers that are cut are masked",
     ),
     Cause(
-        lambda now, _: now.no_spread > MANY,
+        lambda now, _: now["no_spread"] > MANY,
         "the answers of nearly all groups have equal rewards, from which nothing is learned: give a reward that tells "
         "them apart",
     ),
     Cause(
-        lambda now, start: now.entropy < 0.1 * start.entropy,
+        lambda now, start: now["entropy"] < 0.1 * start["entropy"],
         "the entropy has fallen to less than a tenth: raise objective.clip_high or objective.kl_weight, or lower "
         "optim.lr",
     ),
     Cause(
-        lambda now, _: now.mismatch > 0.05,
+        lambda now, _: now["mismatch"] > 0.05,
         "sampling and training disagree: set objective.mismatch to token, or train.precision to fp32",
     ),
     Cause(
-        lambda now, _: now.clipped > 0.2,
+        lambda now, _: now["clipped_low"] + now["clipped_high"] > 0.2,
         "many tokens are clipped: lower optim.lr or rollout.steps_per_rollout",
     ),
     Cause(
-        lambda now, start: now.reward < start.reward - 0.05,
+        lambda now, start: now["reward"] < start["reward"] - 0.05,
         "the reward is lower than at the start: lower optim.lr, or raise optim.warmup",
     ),
     Cause(
-        lambda now, start: now.reward > start.reward and now.tokens < 0.5 * start.tokens,
+        lambda now, start: now["reward"] > start["reward"] and now["answer_tokens"] < 0.5 * start["answer_tokens"],
         "answers are less than half as long as at the start: read rollouts.jsonl, the reward may be tricked",
     ),
 )
@@ -105,14 +91,13 @@ CAUSES = (
 
 def cause_line(steps: str, now: Shares, start: Shares) -> str:
     """One line on the rollouts of some steps."""
-    between = max(1 - now.all_right - now.all_wrong, 0.0)
+    between, clipped = max(1 - now["all_right"] - now["all_wrong"], 0.0), now["clipped_low"] + now["clipped_high"]
     hint = next((cause.hint for cause in CAUSES if cause.applies(now, start)), "")
-    return (
-        f"ROLLOUTS of {steps}: reward {now.reward:.3f} ({start.reward:.3f} at the start); groups "
-        f"{now.all_right:.0%} all right, {now.all_wrong:.0%} all wrong, {between:.0%} between, "
-        f"{now.no_spread:.0%} with equal rewards; answers {now.tokens:.0f} tokens, {now.cut:.0%} cut, "
-        f"{now.unparsed:.0%} unparsed; entropy {now.entropy:.3g} ({start.entropy:.3g}), mismatch {now.mismatch:.2g}, "
-        f"{now.clipped:.0%} clipped"
-        + (f"; {now.empty:.0%} of the steps without an answer to train" if now.empty else "")
-        + (f". {hint}" if hint else "")
-    )
+    line = (
+        "ROLLOUTS of {steps}: reward {reward:.3f} ({before[reward]:.3f} at the start); groups {all_right:.0%} all "
+        "right, {all_wrong:.0%} all wrong, {between:.0%} between, {no_spread:.0%} with equal rewards; answers "
+        "{answer_tokens:.0f} tokens, {cut:.0%} cut, {unparsed:.0%} unparsed; entropy {entropy:.3g} "
+        "({before[entropy]:.3g}), mismatch {mismatch:.2g}, {clipped:.0%} clipped"
+    ).format(steps=steps, before=start, between=between, clipped=clipped, **now)
+    empty = f"; {now['empty']:.0%} of the steps without an answer to train" if now["empty"] else ""
+    return line + empty + (f". {hint}" if hint else "")

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from ds_finetune.data.batches import num_eval_rows
-from ds_finetune.data.prepared_rows import PreparedRows
 from ds_finetune.engine.results import HeldOutScores
 from ds_finetune.objectives.rewards.answers import column_of
 from ds_finetune.runs.metrics import Sample
@@ -45,16 +44,13 @@ class RewardEvaluation:
         """Scores of each set, and of the prompts of all sets together; None where a signal, a lost server or a reward
         at fault ended it.
         """
+        samples = self.source.run.config.rollout.eval_samples
         try:
-            return self._scores()
+            greedy = self._groups(0)
+            sampled = self._groups(samples) if samples and greedy is not None else {}
         except LOST as lost:
             self.source.lost = lost
             return None
-
-    def _scores(self) -> Mapping[str, HeldOutScores] | None:
-        greedy = self._groups_by_set(0)
-        samples = self.source.run.config.rollout.eval_samples
-        sampled = self._groups_by_set(samples) if samples and greedy is not None else {}
         if greedy is None or sampled is None:
             return None
         if self.collect is not None:
@@ -62,23 +58,22 @@ class RewardEvaluation:
         names = greedy.keys() if _ALL in greedy else {_ALL: None, **greedy}
         return {name: held_out_scores(_of_sets(greedy, name), _of_sets(sampled, name)) for name in names}
 
-    def _groups_by_set(self, size: int) -> dict[str, list[AnswerGroup]] | None:
-        """The groups of each set, as `_groups`; None where a signal ended it."""
-        run = self.source.run
-        found: dict[str, list[AnswerGroup]] = {}
+    def _groups(self, size: int) -> dict[str, list[AnswerGroup]] | None:
+        """For each prompt of each set a group of `size` sampled answers, or of the greedy answer where that is 0; None
+        where a signal ended it.
+        """
+        run, found = self.source.run, dict[str, list[AnswerGroup]]()
         for name, rows in run.inputs.held_out.items():
-            groups = self._groups(rows, range(num_eval_rows(rows, run.config.eval.limit)), size)
+            # Draws of training count from 0 on, so that these have other noise.
+            prompts = [(-1 - number, number) for number in range(num_eval_rows(rows, run.config.eval.limit))]
+            sampled = self.source.sampler.sample(
+                rows, prompts, size or 1, greedy=not size, is_over=self.is_stop_requested
+            )
+            groups = sampled.groups(self.source.rule)
             if groups is None:
                 return None
             found[name] = groups
         return found
-
-    def _groups(self, rows: PreparedRows, numbers: Iterable[int], size: int) -> list[AnswerGroup] | None:
-        """A group of `size` sampled answers for each prompt, or of the greedy answer where that is 0."""
-        # Draws of training count from 0 on, so that these have other noise.
-        sampler, prompts = self.source.sampler, [(-1 - number, number) for number in numbers]
-        sampled = sampler.sample(rows, prompts, size or 1, greedy=not size, is_over=self.is_stop_requested)
-        return sampled.groups(self.source.rule)
 
     def _samples(self, name: str, groups: Sequence[AnswerGroup]) -> Iterable[Sample]:
         sampler, rows = self.source.sampler, self.source.run.inputs.held_out[name]

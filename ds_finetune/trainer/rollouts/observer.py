@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from ds_finetune.console.phase_line import Say
 from ds_finetune.observers.record import Observer, StepRecord
 from ds_finetune.observers.writers import LineFile
 from ds_finetune.runs.metrics import ROLLOUTS
-from ds_finetune.trainer.rollouts.causes import Shares, cause_line
+from ds_finetune.trainer.rollouts.causes import NAMES, Shares, cause_line, mean_shares
 from ds_finetune.trainer.rollouts.rollout import AnswerGroup, Rollout, mean_score
 from ds_finetune.trainer.rollouts.sampling import Sampler
 from ds_finetune.trainer.rollouts.source import RolloutSource
@@ -42,10 +41,11 @@ class RolloutMetrics(Observer):
         rollout = self._source.latest
         if rollout is not None and rollout.first == record.step - 1:
             values = rollout_metrics(rollout, self._source.sampler)
-            self._recent.append(shares_of({**record.values, **values}))
             record = record.with_values({f"rollout/{name}": value for name, value in values.items()})
+            every = {name.removeprefix("train/"): value for name, value in record.values.items()} | values
+            self._recent.append({name: every[name] for name in NAMES if name in every})
         if self._recent and (len(self._recent) >= EVERY or record.is_last or record.stop):
-            now = Shares.mean(self._recent)
+            now = mean_shares(self._recent)
             self._start = self._start or now
             self._say(cause_line(f"steps {self._since + 1:,} to {record.step:,}", now, self._start))
             self._recent, self._since = [], record.step
@@ -53,13 +53,11 @@ class RolloutMetrics(Observer):
 
     def state(self) -> dict[str, Any]:
         """The shares of the beginning, and those since the last line."""
-        start = None if self._start is None else asdict(self._start)
-        return {"start": start, "recent": [asdict(each) for each in self._recent], "since": self._since}
+        return {"start": self._start, "recent": self._recent, "since": self._since}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`."""
-        self._start = None if state["start"] is None else Shares(**state["start"])
-        self._recent, self._since = [Shares(**each) for each in state["recent"]], state["since"]
+        self._start, self._recent, self._since = state["start"], list(state["recent"]), state["since"]
 
 
 def rollout_metrics(rollout: Rollout, sampler: Sampler) -> dict[str, float]:
@@ -93,20 +91,6 @@ def rollout_metrics(rollout: Rollout, sampler: Sampler) -> dict[str, float]:
     values |= {f"{part}_seconds": noted.get(part, 0.0) for part in ("sample", "reward", "log_probs")}
     values["tokens_per_second"] = float(lengths.sum()) / max(noted.get("sample", 0.0), 1e-9)
     return values
-
-
-def shares_of(values: Mapping[str, float]) -> Shares:
-    """The shares of a rollout from its metrics and those of its first step."""
-    names = ("entropy", "mismatch", "clipped_low", "clipped_high")
-    entropy, mismatch, low, high = (values.get(f"train/{name}", float("nan")) for name in names)
-    return Shares(
-        **{name: values[name] for name in ("reward", "all_right", "all_wrong", "no_spread", "cut", "unparsed")},
-        tokens=values["answer_tokens"],
-        entropy=entropy,
-        mismatch=mismatch,
-        clipped=low + high,
-        empty=float("train/entropy" not in values),
-    )
 
 
 class RolloutSamples(LineFile):

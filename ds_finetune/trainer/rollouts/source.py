@@ -19,7 +19,7 @@ from ds_finetune.objectives.rewards.pool import open_rewards
 from ds_finetune.trainer.batches import batch_plan, total_rows
 from ds_finetune.trainer.loop import Progress
 from ds_finetune.trainer.prepare import PreparedRun
-from ds_finetune.trainer.rollouts.rollout import AnswerGroup, Kind, RewardRule, Rollout, RolloutFiles, TokenNumbers
+from ds_finetune.trainer.rollouts.rollout import AnswerGroup, RewardRule, Rollout, RolloutFiles, TokenNumbers
 from ds_finetune.trainer.rollouts.sampling import PHASE, SampledGroups, Sampler
 from ds_finetune.trainer.rollouts.vllm import ServerLostError, sampling_started
 
@@ -51,13 +51,11 @@ class RolloutSource:
         """The rollout of the latest batch."""
         self.lost: FinetuneError | None = None
         """Why no scored answers come any more, as one of `LOST`."""
-        self._digest, self._left = "", 0
-        """Hash of the file of the latest rollout, and how many of its steps follow."""
+        self._left = 0
+        """How many of its steps follow."""
         self._ahead: _Begun | Rollout | None = None
         """The rollout after it, which is sampled before its steps where the run file says so."""
-        self._ahead_digest = ""
-        """Hash of its file, if it is written."""
-        self._resumed: dict[str, Any] = {"digest": "", "first": 0, "ahead": ""}
+        self._resumed: dict[str, Any] = {}
         self._engine, self._files = engine, files
         self._plan = batch_plan(run)
         self._objective = sampler.objective
@@ -66,37 +64,28 @@ class RolloutSource:
         self.rule = RewardRule(sampler.rewards.weights, self._objective.reward_scale, self._objective.advantage)
 
     def state(self) -> dict[str, Any]:
-        """The files that a run needs to resume: of the rollout that it is in the middle of, and of the one that is
-        sampled ahead, whose rewards this waits for. They are kept. Collective.
+        """The file that a run needs to resume, by its step; empty where no rollout has steps that are not done.
+        Collective.
         """
         if self.latest is None:
             # Before the first batch nothing has changed since the checkpoint that is resumed from.
             return self._resumed
-        found: dict[str, Any] = {"digest": "", "first": self.latest.first, "ahead": ""}
-        if self._files is None:
-            return found
-        kept: list[tuple[Kind, int]] = []
-        self._keep_ahead(self._files)
-        if self._left:
-            found["digest"] = self._digest
-            kept.append(("rollout", self.latest.first))
-        if self._ahead is not None:
-            found["ahead"] = self._ahead_digest
-            kept.append(("ahead", self._ahead.first))
-        self._files.of_save = kept
-        return found
+        current, ahead = self.latest if self._left else None, self._scored_ahead()
+        if self._files is None or (current is None and ahead is None):
+            return {}
+        step = self.latest.first + self.latest.steps - self._left
+        return {"step": step, "digest": self._files.write(step, (current, ahead))}
 
-    def _keep_ahead(self, files: RolloutFiles) -> None:
-        """Write the rollout that is sampled ahead. Where its answers or rewards are lost there is none: who resumes
-        samples it by the weights of then.
+    def _scored_ahead(self) -> Rollout | None:
+        """The rollout that is sampled ahead, whose rewards this waits for. Where its answers or rewards are lost there
+        is none: who resumes samples it by the weights of then.
         """
-        if self._ahead is None or self._ahead_digest:
-            return
         try:
-            self._ahead = self._scored(self._ahead)
-            self._ahead_digest = files.write(self._ahead, "ahead")
+            ahead = None if self._ahead is None else self._scored(self._ahead)
         except LOST as lost:
-            self.lost, self._ahead = lost, None
+            self.lost, ahead = lost, None
+        self._ahead = ahead
+        return ahead
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take over `state`."""
@@ -117,12 +106,13 @@ class RolloutSource:
 
     def _batches(self, after: Progress, position: Position) -> Iterator[Batch]:
         cursor = position.epoch * self._per_epoch + position.index
-        self._read_files(after.step)
+        if self._files is not None and self._resumed:
+            self.latest, self._ahead = self._files.read(**self._resumed)
         for step in range(after.step, self.run.schedule.steps):
             if self.latest is None or step >= self.latest.first + self.latest.steps:
                 rollout = self._complete(self._ahead or self._begin(step, cursor, done=step))
                 # What is ahead of the steps that are done, until the answers of the next one are there.
-                self._ahead, self._ahead_digest, following = rollout, "", step + rollout.steps
+                self._ahead, following = rollout, step + rollout.steps
                 has_next = self.run.config.rollout.ahead and following < self.run.schedule.steps
                 self._ahead = self._begin(following, rollout.until, done=step) if has_next else None
                 self.latest = rollout
@@ -130,19 +120,6 @@ class RolloutSource:
             self._left = self.latest.first + self.latest.steps - step - 1
             batch = self._batch(self.latest, step - self.latest.first)
             yield replace(batch, position=Position(*divmod(cursor, self._per_epoch)))
-
-    def _read_files(self, done: int) -> None:
-        """Read the rollouts that the run resumes with after `done` steps."""
-        state, files = self._resumed, self._files
-        if files is None:
-            return
-        following = done
-        if state["digest"]:
-            self.latest, self._digest = files.read(state["first"], state["digest"]), state["digest"]
-            following = self.latest.first + self.latest.steps
-        if state["ahead"]:
-            self._ahead = files.read(following, state["ahead"], "ahead")
-            self._ahead_digest = state["ahead"]
 
     def _begin(self, first: int, cursor: int, *, done: int) -> "_Begun":
         """Sample answers to the prompts from draw `cursor` on, after `done` steps, for those from step `first` on."""
@@ -156,11 +133,10 @@ class RolloutSource:
             return self.sampler.sample(self.rows, prompts, self._objective.group_size)
 
     def _complete(self, begun: "_Begun | Rollout") -> Rollout:
-        """The rollout with all that its steps need, written to a file where a run may resume in it."""
+        """The rollout with all that its steps need."""
         rollout, began = self._scored(begun), time.perf_counter()
         with self.sampler.progress.during(PHASE):
             rollout = self._with_log_probs(rollout)
-        self._digest = self._files.write(rollout) if self._files is not None and rollout.steps > 1 else ""
         return replace(rollout, noted={**rollout.noted, "log_probs": time.perf_counter() - began})
 
     def _num_prompts(self, start: int, end: int) -> int:
@@ -198,7 +174,7 @@ class RolloutSource:
             old = self._engine.token_log_probs(later)
         if self._objective.has_reference(has_adapters=self.run.config.lora is not None):
             every = [self._batch(rollout, place) for place in range(rollout.steps)]
-            reference = self._engine.token_log_probs(every, adapters_off=True)
+            reference = self._engine.token_log_probs(every, of_reference=True)
         return replace(rollout, old=old, reference=reference)
 
     def _batch(self, rollout: Rollout, place: int) -> Batch:
@@ -237,7 +213,7 @@ def open_rollouts(run: PreparedRun, engine: Engine, progress: RankProgress) -> I
     steps, policy = run.config.rollout.steps_per_rollout, run.config.checkpoint
     files = None
     if (steps > 1 or run.config.rollout.ahead) and policy.saves:
-        files = RolloutFiles(run.output_dir, steps=steps, is_rank_zero=engine.is_rank_zero)
+        files = RolloutFiles(run.output_dir, is_rank_zero=engine.is_rank_zero)
     world, sections = run.plan.world, run.config.rewards
     prints = any(section.file for section in sections)
     log = run.output_dir / "rewards" / f"rank-{world.rank}.txt" if prints else None

@@ -1,29 +1,29 @@
 """The cause line: what it shows, and which hint of the table it ends with."""
 
 import math
-from dataclasses import replace
 
 import pytest
 
-from ds_finetune.trainer.rollouts.causes import CAUSES, Shares, cause_line
-from ds_finetune.trainer.rollouts.observer import shares_of
+from ds_finetune.trainer.rollouts.causes import CAUSES, cause_line, mean_shares
 
-GOOD = Shares(
-    reward=0.4,
-    all_right=0.2,
-    all_wrong=0.1,
-    no_spread=0.3,
-    cut=0.0,
-    unparsed=0.0,
-    tokens=20.0,
-    entropy=0.3,
-    mismatch=1e-6,
-    clipped=0.0,
-)
+SHARES = {
+    "reward": 0.4,
+    "all_right": 0.2,
+    "all_wrong": 0.1,
+    "no_spread": 0.3,
+    "cut": 0.0,
+    "unparsed": 0.0,
+    "answer_tokens": 20.0,
+    "entropy": 0.3,
+    "mismatch": 1e-6,
+    "clipped_low": 0.0,
+    "clipped_high": 0.0,
+}
+GOOD = SHARES | {"empty": 0.0}
 
 
 def test_the_line_of_a_run_that_learns_has_no_hint() -> None:
-    line = cause_line("steps 1 to 10", replace(GOOD, reward=0.6), GOOD)
+    line = cause_line("steps 1 to 10", GOOD | {"reward": 0.6}, GOOD)
     assert line == (
         "ROLLOUTS of steps 1 to 10: reward 0.600 (0.400 at the start); groups 20% all right, 10% all wrong, 70% "
         "between, 30% with equal rewards; answers 20 tokens, 0% cut, 0% unparsed; entropy 0.3 (0.3), mismatch 1e-06, "
@@ -42,33 +42,31 @@ def test_the_line_of_a_run_that_learns_has_no_hint() -> None:
         ({"all_right": 0.0, "all_wrong": 0.0, "no_spread": 1.0}, "tells them apart"),
         ({"entropy": 0.01}, "entropy has fallen"),
         ({"mismatch": 0.2}, "disagree"),
-        ({"clipped": 0.5}, "clipped: lower"),
+        ({"clipped_high": 0.5}, "clipped: lower"),
         ({"reward": 0.1}, "lower than at the start"),
-        ({"reward": 0.9, "tokens": 4.0}, "tricked"),
+        ({"reward": 0.9, "answer_tokens": 4.0}, "tricked"),
     ],
 )
 def test_each_cause_is_named_with_what_to_change(change: dict[str, float], word: str) -> None:
-    line = cause_line("step 1", replace(GOOD, **change), GOOD)
+    line = cause_line("step 1", GOOD | change, GOOD)
     assert word in line.partition("clipped")[2]
 
 
 def test_the_first_cause_that_applies_is_named() -> None:
-    line = cause_line("step 1", replace(GOOD, cut=0.9, all_wrong=0.9), GOOD)
+    line = cause_line("step 1", GOOD | {"cut": 0.9, "all_wrong": 0.9}, GOOD)
     assert CAUSES[1].hint in line
     assert "too hard" not in line
 
 
 def test_shares_are_averaged() -> None:
-    assert Shares.mean([GOOD, replace(GOOD, reward=0.8)]) == replace(GOOD, reward=pytest.approx(0.6))
+    assert mean_shares([SHARES, SHARES | {"reward": 0.8}]) == GOOD | {"reward": pytest.approx(0.6)}
 
 
 def test_a_step_without_answers_has_no_entropy() -> None:
-    nothing = replace(GOOD, entropy=math.nan, mismatch=math.nan, clipped=math.nan, empty=1.0)
-    mean = Shares.mean([GOOD, nothing])
-    assert mean == replace(GOOD, empty=0.5)
+    nothing = {name: SHARES[name] for name in list(SHARES)[:7]}
+    mean = mean_shares([SHARES, nothing])
+    assert mean == GOOD | {"empty": 0.5}
     assert "; 50% of the steps without an answer to train" in cause_line("steps 1 to 2", mean, GOOD)
-    assert math.isnan(Shares.mean([nothing]).entropy)
-    names = ("reward", "all_right", "all_wrong", "no_spread", "cut", "unparsed", "answer_tokens")
-    found = shares_of(dict.fromkeys(names, 0.0))
-    assert found.empty == 1
-    assert math.isnan(found.entropy + found.mismatch + found.clipped)
+    found = mean_shares([nothing])
+    assert found["empty"] == 1
+    assert math.isnan(found["entropy"] + found["mismatch"] + found["clipped_low"])

@@ -1,9 +1,13 @@
 """Parts of rollouts: their files, which ids may be drawn, and pass@k."""
 
+import hashlib
 import time
+from collections import Counter
+from dataclasses import replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path
+from pickle import UnpicklingError
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,24 +66,41 @@ def test_rewards_that_are_scaled_one_by_one_are_reported_as_sums() -> None:
     assert both.has_spread
 
 
-def test_a_rollout_is_read_as_it_was_written() -> None:
+def files_of_one_rank(folder: Path, monkeypatch: pytest.MonkeyPatch) -> RolloutFiles:
+    """The files of a run of one rank, which has no process group here."""
+    monkeypatch.setattr("ds_finetune.trainer.rollouts.rollout.all_gather_object", lambda mine: [mine])
+    monkeypatch.setattr("ds_finetune.trainer.rollouts.rollout.raise_on_every_rank", lambda error: None)
+    return RolloutFiles(folder, is_rank_zero=True)
+
+
+def test_a_rollout_is_read_as_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = files_of_one_rank(tmp_path, monkeypatch)
     groups = (group(4, [[1, 0], [0, NAN]]), group(5, [[0.1, 0], [0.1, 0]]))
     numbers = {1: np.array([-0.5, -0.25], np.float32), 2: np.array([-0.125], np.float32)}
-    rollout = Rollout(6, groups, (0,), 7, 3, 5, {"sample": 0.5, "unparsed": 2.0}, old=numbers, reference={})
-    again = Rollout.read(rollout.content())
-    assert again.content() == rollout.content()
+    noted = Counter({"sample": 0.5, "unparsed": 2.0})
+    rollout = Rollout(6, groups, (0,), 7, 3, 5, noted, old=numbers, reference={})
+    again, ahead = files.read(7, files.write(7, (rollout, replace(rollout, first=9))))
+    assert again is not None
+    assert ahead is not None
+    assert (ahead.first, ahead.old.keys()) == (9, {1, 2})
     assert (again.first, again.trained, again.until, again.steps, again.sampled_at) == (6, (0,), 7, 3, 5)
     assert again.noted == {"sample": 0.5, "unparsed": 2.0}
     for mine, theirs in zip(groups, again.groups, strict=True):
-        assert mine.advantages.tolist() == theirs.advantages.tolist()
-        assert mine.rewards.tolist() == theirs.rewards.tolist()
-        assert mine.has_spread == theirs.has_spread
+        assert (mine.draw, mine.number, mine.has_spread) == (theirs.draw, theirs.number, theirs.has_spread)
+        for name in ("parts", "rewards", "advantages"):
+            assert np.array_equal(getattr(mine, name), getattr(theirs, name), equal_nan=True)
         for answer, read in zip(mine.answers, theirs.answers, strict=True):
-            assert answer.experts is not None
-            assert np.array_equal(answer.experts, read.experts)
-        assert [answer.ids.tolist() for answer in mine.answers] == [answer.ids.tolist() for answer in theirs.answers]
-        assert [answer.finish for answer in mine.answers] == [answer.finish for answer in theirs.answers]
+            assert (answer.finish, answer.log_probs.dtype) == (read.finish, read.log_probs.dtype)
+            assert all(map(np.array_equal, (answer.ids, answer.experts), (read.ids, read.experts)))
     assert {number: part.tolist() for number, part in again.old.items()} == {1: [-0.5, -0.25], 2: [-0.125]}
+
+
+def test_a_file_that_runs_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, path = files_of_one_rank(tmp_path, monkeypatch), tmp_path / "rollouts" / "step-000007.pt"
+    path.parent.mkdir()
+    torch.save(partial(print, "code"), path)
+    with pytest.raises(UnpicklingError):
+        files.read(7, hashlib.sha256(path.read_bytes()).hexdigest())
 
 
 def test_whole_groups_are_divided_over_the_steps_of_a_rollout() -> None:
@@ -90,58 +111,24 @@ def test_whole_groups_are_divided_over_the_steps_of_a_rollout() -> None:
 
 
 def test_files_that_no_checkpoint_needs_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ds_finetune.trainer.rollouts.rollout.all_gather_object", lambda mine: [mine])
-    monkeypatch.setattr("ds_finetune.trainer.rollouts.rollout.raise_on_every_rank", lambda error: None)
-    monkeypatch.setattr("ds_finetune.trainer.rollouts.rollout.complete_steps", lambda folder: [4, 9])
-    (tmp_path / "checkpoints" / step_name(4)).mkdir(parents=True)
-    files = RolloutFiles(tmp_path, steps=3, is_rank_zero=True)
-    for first in (0, 3, 6, 9, 12):
-        files.write(Rollout(first, (group(0, [[1, 0], [0, 0]]),), (0,), 1, 3))
-    kept = sorted(path.name for path in (tmp_path / "rollouts").iterdir())
-    assert kept == ["rollout-000003.npz", "rollout-000009.npz", "rollout-000012.npz"]
-    # Step 4 was resumed from: files of steps that are done again are not newer than what is written now.
-    monkeypatch.setattr("ds_finetune.trainer.rollouts.rollout.complete_steps", lambda folder: [4])
-    files.write(Rollout(6, (group(0, [[1, 0], [0, 0]]),), (0,), 1, 3))
-    kept = sorted(path.name for path in (tmp_path / "rollouts").iterdir())
-    assert kept == ["rollout-000003.npz", "rollout-000006.npz"]
-    # A save in the middle of rollout 6 goes on while others are made.
-    files.of_save = [("rollout", 6)]
-    for first in (9, 12, 15):
-        files.write(Rollout(first, (group(0, [[1, 0], [0, 0]]),), (0,), 1, 3))
-    kept = sorted(path.name for path in (tmp_path / "rollouts").iterdir())
-    assert kept == [f"rollout-{first:06d}.npz" for first in (3, 6, 12, 15)]
+    files, saved = files_of_one_rank(tmp_path, monkeypatch), [1, 4]
+    monkeypatch.setattr("ds_finetune.trainer.rollouts.rollout.complete_steps", lambda folder: saved)
+    (tmp_path / "checkpoints").mkdir()
+    for step in (1, 2, 4, 7):
+        files.write(step, (Rollout(0, (group(0, [[1, 0], [0, 0]]),), (0,), 1, 9), None))
+    # Step 2 was not saved, and 7 is about to be.
+    assert sorted(path.name for path in (tmp_path / "rollouts").iterdir()) == [f"{step_name(n)}.pt" for n in (1, 4, 7)]
 
 
 def test_a_file_that_cannot_be_read_is_named_on_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     errors: list[Any] = []
+    files = files_of_one_rank(tmp_path, monkeypatch)
     monkeypatch.setattr("ds_finetune.trainer.rollouts.rollout.raise_on_every_rank", errors.append)
-    monkeypatch.setattr("ds_finetune.trainer.rollouts.rollout.all_gather_object", lambda mine: [group(0, [[1, 0]])])
-    monkeypatch.setattr(Rollout, "read", lambda content: content)
     (tmp_path / "rollouts").mkdir()
-    (tmp_path / "rollouts" / "rollout-000003.npz").symlink_to("/proc/self/mem")
-    RolloutFiles(tmp_path, steps=3, is_rank_zero=True).read(3, "abc")
-    assert "rollout-000003.npz` is missing; the checkpoint needs this rollout" in errors[0].message
-
-
-def test_files_of_rollouts_ahead_are_kept_for_the_rollout_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ds_finetune.trainer.rollouts.rollout.all_gather_object", lambda mine: [mine])
-    monkeypatch.setattr("ds_finetune.trainer.rollouts.rollout.raise_on_every_rank", lambda error: None)
-    monkeypatch.setattr("ds_finetune.trainer.rollouts.rollout.complete_steps", lambda folder: [3, 4, 9])
-    (tmp_path / "checkpoints").mkdir()
-    files = RolloutFiles(tmp_path, steps=3, is_rank_zero=True)
-    for first in (3, 6, 9, 12):
-        digest = files.write(Rollout(first, (group(0, [[1, 0], [0, 0]]),), (0,), 1, 3), "ahead")
-        assert files.read(first, digest, "ahead").first == first
-    # Step 3 ends the rollout before 3, step 4 is in the middle of that before 6, and step 9 ends that before 9.
-    kept = sorted(path.name for path in (tmp_path / "rollouts").iterdir())
-    assert kept == [f"ahead-{first:06d}.npz" for first in (3, 6, 9, 12)]
-    monkeypatch.setattr("ds_finetune.trainer.rollouts.rollout.complete_steps", lambda folder: [9])
-    files.of_save = [("ahead", 12)]
-    files.write(Rollout(12, (group(0, [[1, 0], [0, 0]]),), (0,), 1, 3))
-    kept = sorted(path.name for path in (tmp_path / "rollouts").iterdir())
-    assert kept == ["ahead-000009.npz", "ahead-000012.npz", "rollout-000012.npz"]
+    (tmp_path / "rollouts" / "step-000003.pt").symlink_to("/proc/self/mem")
+    with pytest.raises(EOFError):
+        files.read(3, "abc")
+    assert "step-000003.pt` is missing; the checkpoint needs this rollout" in errors[0].message
 
 
 class _Rows:
@@ -226,8 +213,10 @@ def test_held_out_prompts_have_other_noise_than_those_of_training() -> None:
     given: list[Any] = []
     over = SimpleNamespace(groups=lambda rule: None)
     sampler = SimpleNamespace(sample=lambda rows, prompts, size, **keys: given.append((prompts, keys)) or over)
-    evaluation = RewardEvaluation(SimpleNamespace(sampler=sampler, rule=RULE), lambda: True)  # type: ignore[arg-type]
-    assert evaluation._groups(_Rows(Path()), range(3), 4) is None  # type: ignore[arg-type]
+    config = SimpleNamespace(rollout=SimpleNamespace(eval_samples=4), eval=SimpleNamespace(limit=3))
+    run = SimpleNamespace(inputs=SimpleNamespace(held_out={"eval": range(9)}), config=config)
+    source = SimpleNamespace(sampler=sampler, rule=RULE, run=run)
+    assert RewardEvaluation(source, lambda: True).scores() is None  # type: ignore[arg-type]
     ((prompts, keys),) = given
     assert [number for _, number in prompts] == [0, 1, 2]
     assert all(draw < 0 for draw, _ in prompts)

@@ -131,15 +131,29 @@ def test_a_run_resumes_at_each_step_bit_by_bit(
         kept.rename(resumed)
 
 
+def test_the_reference_of_a_resumed_run_is_the_model_of_the_start(tmp_path: Path) -> None:
+    sections = {"objective": {"reference": "start", "kl_weight": 0.1}, "rollout": {"steps_per_rollout": 2}}
+    run_file = sums_task(tmp_path, **sections, checkpoint={"every": "1 steps", "keep": 9})
+    run(run_file)
+    every = results(tmp_path)
+    first, *others = [record["train/kl"] for record in every[0]]
+    assert first == 0
+    assert all(kl > 0 for kl in others)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000003")
+    shutil.rmtree(tmp_path / "run" / "export")
+    run(run_file)
+    assert results(tmp_path) == every
+
+
 def test_a_damaged_rollout_is_not_resumed_from(tmp_path: Path) -> None:
     run_file = sums_task(tmp_path, rollout={"steps_per_rollout": 3}, checkpoint={"every": "1 steps", "keep": 9})
     run(run_file)
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000003")
     shutil.rmtree(tmp_path / "run" / "export")
-    (tmp_path / "run" / "rollouts" / "rollout-000000.npz").write_bytes(b"")
+    (tmp_path / "run" / "rollouts" / "step-000002.pt").write_bytes(b"")
     done = start(["ds-finetune", "train", str(run_file)])
     assert done.returncode == 2
-    assert "rollout-000000.npz` is missing; the checkpoint needs this rollout" in done.stderr
+    assert "step-000002.pt` is missing; the checkpoint needs this rollout" in done.stderr
 
 
 @pytest.mark.parametrize(
