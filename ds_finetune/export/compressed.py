@@ -18,7 +18,7 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 from compressed_tensors.quantization.quant_scheme import FP8_DYNAMIC
 from compressed_tensors.quantization.utils import calculate_qparams
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ds_finetune.console.phase_line import count_parts
 from ds_finetune.console.quiet import show_loading_as_phase
@@ -29,7 +29,7 @@ from ds_finetune.export.from_checkpoint import check_free_space
 from ds_finetune.export.model_config import served_config
 from ds_finetune.export.output_folder import as_output_errors, check_out_empty, replaced_folder
 from ds_finetune.export.plain_source import SHARD_BYTES, copy_settings, plain_folder, plain_model
-from ds_finetune.export.quantisation_loss import LENGTH, ROWS, Logs, QuantisationLoss, log_probabilities
+from ds_finetune.export.quantisation_loss import quantisation_loss
 from ds_finetune.export.safetensors_folder import SECTION
 from ds_finetune.export.safetensors_format import load_model, load_scorer
 from ds_finetune.export.shards import HubTensor, ShardWriter, plan_shards
@@ -106,7 +106,7 @@ def write(source: Path, out: Path, options: ExportOptions) -> ExportResult:
         weights = _quantised_keys(model, hub, quantiser)
         with as_output_errors(partial_out):
             tensors = _write_files(hub, partial_out, model, weights, quantiser)
-        lines = _compare(folder, partial_out, options.dtype, weights)
+        lines = _compare(source, folder, partial_out, options.dtype, weights)
         with as_output_errors(partial_out):
             write_file_record(partial_out, {"format": _FORMAT, "dtype": options.dtype})
     kept = [key for key in _linear_keys(model) if key not in weights]
@@ -233,8 +233,9 @@ def _parts_of(
         yield "weight_shape", 0, torch.tensor(shape)
 
 
-def _compare(folder: Path, out: Path, dtype: str, weights: frozenset[str]) -> tuple[str, ...]:
-    """Load `out` in plain transformers and compare its weights with those of `folder`, and what it computes.
+def _compare(source: Path, folder: Path, out: Path, dtype: str, weights: frozenset[str]) -> tuple[str, ...]:
+    """Load `out` in plain transformers and compare its weights with those of `folder`, which `source` was exported to,
+    and what it computes.
 
     VerificationError where a name is missing, or a weight is farther off than rounding explains.
     """
@@ -243,8 +244,9 @@ def _compare(folder: Path, out: Path, dtype: str, weights: frozenset[str]) -> tu
     loaded, info = AutoModelForCausalLM.from_pretrained(
         out, dtype=torch.bfloat16, trust_remote_code=False, output_loading_info=True
     )
-    ids = _sampled(plain)
-    before, after = (_logs(model, ids) for model in (plain, loaded.eval()))
+    # Its first forward dequantises weights.
+    sizes = [sum(file.stat().st_size for file in each.glob("*.safetensors")) for each in (folder, out)]
+    cost = quantisation_loss(dtype, source, plain, loaded.eval(), (sizes[0], sizes[1]))
     family, problems = family_of(plain.config.model_type), [str(key) for key in info["missing_keys"]]
     stored = loaded.state_dict()
     for name, weight in plain.state_dict().items():
@@ -253,29 +255,9 @@ def _compare(folder: Path, out: Path, dtype: str, weights: frozenset[str]) -> tu
         largest = weight.abs().amax(-1, keepdim=True)
         if name not in stored or ((stored[name] - weight).abs() > limit * largest).any():
             problems.append(name)
-    if problems or not torch.isfinite(torch.from_numpy(after)).all():
+    if problems or not math.isfinite(cost.loss_after):
         raise VerificationError(
             f"plain transformers loads other weights than were quantised: {', '.join(problems[:5]) or 'NaN'}",
             hint="please report this",
         )
-    sizes = [sum(file.stat().st_size for file in each.glob("*.safetensors")) for each in (folder, out)]
-    cost = QuantisationLoss.of(dtype, ids.numpy(), before, after, (sizes[0], sizes[1]))
     return f"{len(stored)} tensors in plain transformers, each within its rounding", cost.line()
-
-
-def _sampled(model: PreTrainedModel) -> torch.Tensor:
-    """Texts of tokens [rows, length] that the model samples at temperature 1 after a token each, always the same."""
-    with torch.random.fork_rng(devices=()), torch.no_grad():
-        torch.manual_seed(0)
-        first = torch.randint(model.config.vocab_size, (ROWS, 1))
-        # The model's own settings may narrow the choice, or end early.
-        model.generation_config = GenerationConfig(
-            do_sample=True, top_k=0, max_new_tokens=LENGTH - 1, min_new_tokens=LENGTH - 1, pad_token_id=0
-        )
-        ids: torch.Tensor = model.generate(first, attention_mask=torch.ones_like(first))
-    return ids
-
-
-def _logs(model: PreTrainedModel, ids: torch.Tensor) -> Logs:
-    with torch.no_grad():
-        return log_probabilities(model(ids, use_cache=False).logits.float().numpy())

@@ -11,6 +11,8 @@ from ds_finetune.system.whole_file import synchronise
 RECORD = "verification.json"
 """File of an exported folder. It is JSON, since vLLM takes every `*.safetensors` file of a folder for weights."""
 _SHOWN = 5
+_PARTIAL = ".ds_finetune-partial"
+"""What comes after the name of a folder until it is complete."""
 
 
 def check_out_empty(out: Path, said: str = "", *, may_hold: Callable[[Path], bool] | None = None) -> None:
@@ -33,7 +35,7 @@ def replaced_folder(out: Path) -> Iterator[Path]:
     Its files are on the disk before that. After an error it is removed, and so is what a killed program has left: no
     other program uses its name. OutputError where it cannot be made or renamed.
     """
-    partial = out.with_name(f"{out.name}.ds_finetune-partial")
+    partial = out.with_name(out.name + _PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)
     try:
         with as_output_errors(partial):
@@ -56,5 +58,6 @@ def as_output_errors(folder: Path) -> Iterator[None]:
         yield
     except OSError as refused:
         raise OutputError(
-            f"`{folder}` cannot be written: {refused.strerror}", hint="free some space, or name another folder"
+            f"`{str(folder).removesuffix(_PARTIAL)}` cannot be written: {refused.strerror}",
+            hint="free some space, or name another folder",
         ) from refused

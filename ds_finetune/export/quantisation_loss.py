@@ -1,16 +1,22 @@
-"""What quantising the weights of a language model costs: loss and divergence on text that the model samples itself."""
+"""What quantising the weights of a language model costs: loss and divergence on rows of its run, or on its own text."""
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from transformers import GenerationConfig, PreTrainedModel
 
 from ds_finetune.config.units import GIB
+from ds_finetune.data.tokenizer_files import load_tokenizer
 
-ROWS, LENGTH = 8, 64
-"""Texts that the model samples, and their tokens."""
-Logs = NDArray[np.float32]
-"""Log-probabilities of every next token, [rows, length - 1, vocabulary]."""
+_ROWS, _LENGTH = 8, 64
+"""Texts that the model samples, and their tokens; rows of a run are cut to twice as many."""
+Row = tuple[list[int], list[bool]]
+"""Token ids, and which of them count."""
 
 
 @dataclass(frozen=True)
@@ -18,37 +24,83 @@ class QuantisationLoss:
     """What quantising weights has changed."""
 
     dtype: str
+    rows: str
+    """What the tokens are, in words."""
+    tokens: int
     loss_before: float
-    """Mean negative log-likelihood of a token of texts that the model sampled itself, in nats."""
+    """Mean negative log-likelihood of a token, in nats."""
     loss_after: float
     divergence: float
     """Mean Kullback-Leibler divergence of a token's distribution from that before, in nats."""
     bytes_before: int
     bytes_after: int
 
-    @classmethod
-    def of(
-        cls, dtype: str, ids: NDArray[np.int64], before: Logs, after: Logs, sizes: tuple[int, int]
-    ) -> "QuantisationLoss":
-        """From log-probabilities of the texts `ids` [rows, length], and the bytes of weights before and after."""
-        first, last = (
-            float(-np.take_along_axis(each, ids[:, 1:, None], -1).mean(dtype=np.float64)) for each in (before, after)
-        )
-        return cls(
-            dtype, first, last, float((np.exp(before) * (before - after)).sum(-1).mean(dtype=np.float64)), *sizes
-        )
-
     def line(self) -> str:
         """The result, for the terminal."""
         return (
             f"{self.dtype}: loss {self.loss_before:.4f} before and {self.loss_after:.4f} after, KL divergence "
-            f"{self.divergence:.1e} nats a token, on {ROWS * (LENGTH - 1)} tokens that the model sampled; "
+            f"{self.divergence:.1e} nats a token, on {self.tokens} tokens {self.rows}; "
             f"{self.bytes_before / GIB:.2f} GiB became {self.bytes_after / GIB:.2f} GiB"
         )
 
 
-def log_probabilities(logits: NDArray[np.float32]) -> Logs:
-    """Log-probabilities of the next token after each but the last, from logits [rows, length, vocabulary]."""
-    shifted = logits[:, :-1] - logits[:, :-1].max(-1, keepdims=True)
-    result: Logs = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-    return result
+def quantisation_loss(
+    dtype: str, source: Path, before: PreTrainedModel, after: PreTrainedModel, sizes: tuple[int, int]
+) -> QuantisationLoss:
+    """Compare the models on the first rows of the run that `source` belongs to, else on text that `before` samples.
+
+    `sizes` are the bytes of both.
+    """
+    rows, sums = _rows_of_run(source, before.name_or_path), np.zeros(4)
+    said = f"of {len(rows)} rows of the run" if rows else "that the model sampled"
+    for ids, counts in rows or _sampled(before):
+        chosen = np.array(ids[1:])[counts[1:], None]
+        first, last = (_log_probabilities(model, ids, counts) for model in (before, after))
+        losses = (-np.take_along_axis(each, chosen, -1).sum(dtype=np.float64) for each in (first, last))
+        sums += (len(chosen), *losses, (np.exp(first) * (first - last)).sum(dtype=np.float64))
+    loss_before, loss_after, divergence = (sums[1:] / sums[0]).tolist()
+    return QuantisationLoss(dtype, said, int(sums[0]), loss_before, loss_after, divergence, *sizes)
+
+
+def _rows_of_run(source: Path, tokenizer_folder: str) -> list[Row]:
+    """The first tokens of documents that a run has kept as text; none where there is no run, or it streams its rows."""
+    folders = (source, *source.absolute().parents[:2])
+    file = next((file for folder in folders if (file := folder / "data.json").is_file()), None)
+    samples = [] if file is None else json.loads(file.read_text(encoding="utf-8")).get("samples", [])
+    rows: list[Row] = []
+    for sample in samples[:_ROWS]:
+        ids: list[int] = []
+        counts: list[bool] = []
+        for text, is_supervised in sample["spans"]:
+            ids += load_tokenizer(tokenizer_folder)(text, add_special_tokens=False)["input_ids"]
+            counts += [bool(is_supervised)] * (len(ids) - len(counts))
+        counts = counts[: 2 * _LENGTH]
+        if len(counts) > 1:
+            rows.append((ids[: len(counts)], counts if any(counts[1:]) else [True] * len(counts)))
+    return rows
+
+
+def _sampled(model: PreTrainedModel) -> list[Row]:
+    """Texts that the model samples at temperature 1 after a token each, always the same."""
+    with torch.random.fork_rng(devices=()), torch.no_grad():
+        torch.manual_seed(0)
+        first = torch.randint(model.config.vocab_size, (_ROWS, 1))
+        # The model's own settings may narrow the choice, or end early.
+        model.generation_config = GenerationConfig(
+            do_sample=True,
+            top_k=0,
+            max_new_tokens=_LENGTH - 1,
+            min_new_tokens=_LENGTH - 1,
+            pad_token_id=0,
+            use_cache=model.generation_config.use_cache,
+        )
+        ids = model.generate(first, attention_mask=torch.ones_like(first))
+    return [(row, [True] * len(row)) for row in ids.tolist()]
+
+
+def _log_probabilities(model: PreTrainedModel, ids: Sequence[int], counts: Sequence[bool]) -> NDArray[np.float32]:
+    """Log-probabilities [tokens that count, vocabulary] of the next token before each."""
+    with torch.no_grad():
+        logits = model(torch.tensor([ids]), use_cache=False).logits[0, :-1]
+        logs: NDArray[np.float32] = logits[list(counts[1:])].float().log_softmax(-1).numpy()
+    return logs

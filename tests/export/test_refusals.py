@@ -216,7 +216,7 @@ def test_a_disk_that_takes_no_more(kib: int, source: Path, tmp_path: Path) -> No
     command = f"ulimit -f {kib}; exec {sys.executable} -m ds_finetune export {source} {tmp_path / 'out'}"
     done = start(["bash", "-c", command])
     assert done.returncode == 2, done.stderr
-    assert f"error: `{tmp_path / 'out.ds_finetune-partial'}` cannot be written: File too large" in done.stderr
+    assert f"error: `{tmp_path / 'out'}` cannot be written: File too large" in done.stderr
     assert "Traceback" not in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 

@@ -39,7 +39,7 @@ def write(source: Path, out: Path, options: ExportOptions) -> ExportResult:
     check_out_empty(out)
     name = f"{out.name}.gguf"
     with plain_folder(source, out, options.base) as folder, replaced_folder(out) as partial, as_output_errors(partial):
-        places, notes = _write_file(folder, partial / name, options)
+        places, notes = _write_file(source, folder, partial / name, options)
         (partial / "Modelfile").write_text(f"FROM ./{name}\n", encoding="utf-8")
         write_file_record(partial, {"format": _FORMAT, "dtype": options.dtype, "tensors": places})
     lines = (f"{len(places)} tensors were read back as written",)
@@ -78,8 +78,12 @@ def check_model(
         splitting(tokenizer)
 
 
-def _write_file(folder: Path, file: Path, options: ExportOptions) -> tuple[dict[str, tuple[int, int]], list[str]]:
-    """Write the model of `folder` to `file`; first byte and end of each tensor by name, and notes."""
+def _write_file(
+    source: Path, folder: Path, file: Path, options: ExportOptions
+) -> tuple[dict[str, tuple[int, int]], list[str]]:
+    """Write the model of `folder`, which `source` was exported to, to `file`; first byte and end of each tensor by
+    name, and notes.
+    """
     model, hub = plain_model(folder, lambda config: check_model(config, is_classifier=is_classifier(config)))
     config, family = model.config, family_of(model.config.model_type)
     tensors = gguf_tensors(hub, config, family, KINDS[options.dtype])
@@ -92,7 +96,7 @@ def _write_file(folder: Path, file: Path, options: ExportOptions) -> tuple[dict[
     writer.add_file_type(gguf.LlamaFileType[f"{prefix}_{options.dtype.upper()}"])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     add_settings(writer, config, family)
-    add_tokenizer(writer, folder, config.vocab_size)
+    add_tokenizer(writer, folder, config.vocab_size, source)
     for tensor in tensors:
         # The writer reads the dtype of an array only where it is not told ggml's type.
         fp32 = np.dtype(np.float32)

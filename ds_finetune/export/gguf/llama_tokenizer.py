@@ -69,19 +69,20 @@ def splitting(tokenizer: PreTrainedTokenizerBase) -> str | None:
     )
 
 
-def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, vocab_size: int) -> None:
-    """Add the tokenizer of `folder` to `writer`, for a model of `vocab_size` tokens.
+def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, vocab_size: int, source: Path) -> None:
+    """Add the tokenizer of `folder`, which `source` was exported to, to `writer`, for a model of `vocab_size` tokens.
 
     DataError where the folder has none; ExportError as of `splitting`, and where it has more tokens than the model.
     """
     tokenizer = load_tokenizer(str(folder))
+    tokenizer.name_or_path = str(source)
     rules, tree = splitting(tokenizer), json.loads(tokenizer.backend_tokenizer.to_str())
     core, added = tree["model"], {token["id"]: token for token in tree["added_tokens"]}
     texts = {number: text for text, number in core["vocab"].items()}
     texts |= {number: token["content"] for number, token in added.items()}
     if max(texts) >= vocab_size:
         raise ExportError(
-            f"the tokenizer of `{folder}` has a token {max(texts)}, and the model has {vocab_size} tokens",
+            f"the tokenizer of `{source}` has a token {max(texts)}, and the model has {vocab_size} tokens",
             hint="take the tokenizer that belongs to the model",
         )
     writer.add_tokenizer_model("gpt2" if rules else "llama")

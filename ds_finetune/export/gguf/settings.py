@@ -35,6 +35,11 @@ def check_settings(config: PretrainedConfig, family: Family) -> None:
                 f"{name} is {value} in config.json, and llama.cpp computes {config.model_type} with {usual[0]}",
                 hint="export with --format safetensors or onnx",
             )
+    for name in ("num_experts_per_tok", *(["sliding_window"] if family.has_sinks else [])):
+        if getattr(config, name, 0) is None:
+            raise ExportError(
+                f"{name} is null in config.json, and llama.cpp needs a number", hint="write the model's number there"
+            )
 
 
 def notes_on(config: PretrainedConfig) -> list[str]:

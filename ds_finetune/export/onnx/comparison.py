@@ -1,5 +1,6 @@
 """ONNX Runtime compared with plain transformers: batch sizes, lengths, padding, a growing cache, greedy decoding."""
 
+import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -9,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from ds_finetune.export.classifiers import auto_class
@@ -26,6 +29,8 @@ FLIPPED_SHARE = 0.1
 change.
 """
 NEW_TOKENS = 16
+_PRODUCT_NUMEL = 2**22
+"""Elements of a matrix that are in fp32 at a time."""
 GENERATED = (
     ((0,), 1, (1,)),
     ((0, 3), 9, (9,)),
@@ -131,11 +136,14 @@ def is_sampled(shape: tuple[int, ...], stride: int) -> np.ndarray:
 
 
 def make_reference(folder: Path) -> Reference:
-    """Run every case through the model of `folder`, loaded with plain transformers in fp32 on the CPU."""
+    """Run every case through the model of `folder`, loaded with plain transformers, in fp32 on the CPU."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    model = auto_class(config).from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
+    model = auto_class(config).from_pretrained(folder, dtype="auto", trust_remote_code=False).eval()
+    model.set_experts_implementation("eager")
+    for parameter in model.parameters():
+        parameter.data = parameter.float() if parameter.dim() == 1 else parameter.data
     decoded: tuple[Ints, Floats] | tuple[None, None] = None, None
-    with torch.no_grad(), _recorded_experts(model) as reached:
+    with torch.no_grad(), _ProductsInFp32(), _recorded_experts(model) as reached:
         if is_classifier(config):
             # An encoder scores the first token, which must not be padding.
             is_encoder = family_of(config.model_type).encoder is not None
@@ -144,7 +152,28 @@ def make_reference(folder: Path) -> Reference:
             cases = [generated_case(config.vocab_size, *shape) for shape in GENERATED]
             decoded = _plain_greedy(model, generated_case(config.vocab_size, *PROMPTS, chunks=(PROMPTS[1],)))
         cases = [_with_logits(case, model) for case in cases]
-    return Reference(tuple(cases), _experts_text(model, reached), *decoded)
+    reference = Reference(tuple(cases), _experts_text(model, reached), *decoded)
+    # Modules refer to each other, so that they stay until then.
+    del model
+    gc.collect()
+    return reference
+
+
+class _ProductsInFp32(TorchFunctionMode):
+    """Matrices of fewer bits are multiplied in fp32, and cast some rows at a time, so that they stay in their files."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 - every function of torch
+        if function is not functional.linear or args[1].dtype == torch.float32:
+            out = function(*args, **(kwargs or {}))
+            return out.float() if function is functional.embedding else out
+        inputs, weight, bias = (*args, None)[:3]
+        out, first = inputs.new_empty(*inputs.shape[:-1], len(weight)), 0
+        # One buffer for all parts: the heap would keep what lies between others that are freed.
+        buffer = torch.empty(max(_PRODUCT_NUMEL // weight.shape[1], 1), weight.shape[1])
+        for part in weight.split(len(buffer)):
+            out[..., first : first + len(part)] = function(inputs, buffer[: len(part)].copy_(part))
+            first += len(part)
+        return out if bias is None else out + bias
 
 
 def generated_case(vocab: int, pads: tuple[int, ...], length: int, chunks: tuple[int, ...]) -> Case:
@@ -175,7 +204,7 @@ def compare(folder: Path, reference: Reference) -> OnnxComparison:
     Every position must be within the tolerance. With routed experts in fp16, a share of `FLIPPED_SHARE` may be beyond
     it: where two experts' scores are nearly equal, rounding may choose the other expert than in fp32.
     """
-    model = OnnxScorer(folder) if reference.tokens is None else OnnxModel(folder)
+    model = OnnxScorer(folder) if reference.tokens is None else OnnxModel(folder, is_mapped=True)
     tolerance = TOLERANCES[model.dtype]
     allowed = FLIPPED_SHARE if reference.experts and model.dtype == np.float16 else 0.0
     # Without a cache, tokens cannot be fed in pieces.

@@ -260,7 +260,11 @@ def _rotary(graph: Graph, model: PreTrainedModel, position_ids: str) -> Rotary:
 def _head(layers: Layers, x: str, config: PretrainedConfig) -> None:
     graph = layers.graph
     if config.tie_word_embeddings:
-        graph.op("MatMul", x, graph.op("Transpose", "model.embed_tokens.weight", perm=[1, 0]), name="logits")
+        # Gemm reads the embedding as it is stored; ONNX Runtime would keep a transposed copy of it.
+        rows = graph.op("Reshape", x, graph.ints(-1, config.hidden_size))
+        logits = graph.op("Gemm", rows, "model.embed_tokens.weight", transB=1)
+        sizes = graph.op("Concat", graph.op("Shape", "input_ids"), graph.ints(config.vocab_size), axis=0)
+        graph.op("Reshape", logits, sizes, name="logits")
     else:
         graph.op("Identity", layers.linear(x, "lm_head"), name="logits")
 

@@ -55,11 +55,11 @@ def write(source: Path, out: Path, options: ExportOptions) -> OnnxExportResult:
     """
     began = time.monotonic()
     check_out_empty(out)
-    unverified = out.with_name(out.name + ".unverified")
+    unverified = _unverified(out)
     if not (unverified / UNVERIFIED).is_file():
         check_out_empty(unverified)
     with plain_folder(source, out, options.base) as folder:
-        comparison, notes = _write_and_compare(folder, out, unverified, options)
+        comparison, notes = _write_and_compare(source, folder, out, options)
     size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
     verdict = VerificationResult(out, lines=(comparison.line(), *notes))
     return OnnxExportResult(
@@ -107,7 +107,7 @@ def load_scorer(folder: Path) -> Scorer:
 
 
 def _write_and_compare(
-    folder: Path, out: Path, unverified: Path, options: ExportOptions
+    source: Path, folder: Path, out: Path, options: ExportOptions
 ) -> tuple["OnnxComparison", list[str]]:
     from ds_finetune.export.onnx.comparison import compare, make_reference
     from ds_finetune.export.onnx.record import write_record
@@ -126,10 +126,11 @@ def _write_and_compare(
             "versions": {name: version(name) for name in (*ONNX.packages, "torch", "transformers")},
         }
         if not comparison.failures:
-            reference, notes = _for_consumers(partial, model.config, reference, options)
+            reference, notes = _for_consumers(partial, model.config, reference, options, source)
             write_record(partial, reference, about)
             return comparison, notes
         (partial / UNVERIFIED).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+        unverified = _unverified(out)
         shutil.rmtree(unverified, ignore_errors=True)
         partial.rename(unverified)
         raise VerificationError(
@@ -138,6 +139,10 @@ def _write_and_compare(
             hint=f"do not serve {unverified}, which was kept for inspection; "
             f"{'try --dtype fp32' if options.dtype == 'fp16' else 'please report this'}",
         )
+
+
+def _unverified(out: Path) -> Path:
+    return out.with_name(out.name + ".unverified")
 
 
 def _check_quantised(options: ExportOptions, config: PretrainedConfig) -> None:
@@ -151,7 +156,7 @@ def _check_quantised(options: ExportOptions, config: PretrainedConfig) -> None:
 
 
 def _for_consumers(
-    folder: Path, config: PretrainedConfig, reference: "Reference", options: ExportOptions
+    folder: Path, config: PretrainedConfig, reference: "Reference", options: ExportOptions, source: Path
 ) -> tuple["Reference", list[str]]:
     """Quantise the graph that has been compared, where asked for, and write what other programs read beside it.
 
@@ -163,7 +168,7 @@ def _for_consumers(
     notes = []
     if options.dtype in BITS:
         with as_output_errors(folder):
-            notes = [quantise_weights(folder, options.dtype, config.vocab_size, inline_bytes=INLINE_BYTES).line()]
+            notes = [quantise_weights(folder, options.dtype, source, inline_bytes=INLINE_BYTES).line()]
         reference = own_reference(folder, reference)
     with_cache = options.with_cache and not is_classifier(config)
     with as_output_errors(folder):

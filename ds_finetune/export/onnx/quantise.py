@@ -14,10 +14,10 @@ from onnx import numpy_helper
 
 from ds_finetune.errors import ExportError
 from ds_finetune.export.onnx import DATA, MODEL
-from ds_finetune.export.onnx.comparison import NEW_TOKENS, PROMPTS, Case, Ints, Reference
+from ds_finetune.export.onnx.comparison import NEW_TOKENS, PROMPTS, Case, Reference
 from ds_finetune.export.onnx.graph import Graph, Weight, write_model
-from ds_finetune.export.onnx.runtime import OnnxModel
-from ds_finetune.export.quantisation_loss import LENGTH, ROWS, Logs, QuantisationLoss, log_probabilities
+from ds_finetune.export.onnx.runtime import OnnxCausalLM, OnnxModel
+from ds_finetune.export.quantisation_loss import QuantisationLoss, quantisation_loss
 
 BITS = {"int8": 8, "int4": 4}
 """Bits of a weight by the value of `--dtype`."""
@@ -28,23 +28,26 @@ _BLOCK = 32
 """Rows of a column with a scale and a zero point of their own."""
 
 
-def quantise_weights(folder: Path, dtype: str, vocab: int, *, inline_bytes: int) -> QuantisationLoss:
-    """Replace the graph in `folder` by one whose linear layers have weights in `dtype`, with blocks of 32.
+def quantise_weights(folder: Path, dtype: str, source: Path, *, inline_bytes: int) -> QuantisationLoss:
+    """Replace the graph in `folder`, which `source` was exported to, by one with weights of linear layers in `dtype`.
 
-    Embeddings and the weights of routed experts stay as they are: they are not constants of a MatMul. ExportError where
-    there is no other weight.
+    Blocks have 32 weights. Embeddings and the weights of routed experts stay as they are: they are not constants of a
+    MatMul. ExportError where there is no other weight.
     """
-    ids = _sampled(OnnxModel(folder), vocab)
-    before, size = _log_probabilities(OnnxModel(folder), ids), _size(folder)
-    _quantise(folder, BITS[dtype], inline_bytes)
-    after = _log_probabilities(OnnxModel(folder), ids)
-    return QuantisationLoss.of(dtype, ids, before, after, (size, _size(folder)))
+    new = _quantise(folder, BITS[dtype], inline_bytes)
+    before = OnnxCausalLM.from_pretrained(folder, is_mapped=True)
+    after = OnnxCausalLM(before.config, OnnxModel(new, is_mapped=True))
+    loss = quantisation_loss(dtype, source, before, after, (_size(folder), _size(new)))
+    shutil.rmtree((folder / MODEL).parent)
+    (new / MODEL).parent.rename((folder / MODEL).parent)
+    new.rmdir()
+    return loss
 
 
 def own_reference(folder: Path, reference: Reference) -> Reference:
     """`reference` with what the graph in `folder` computes itself, so that a later check finds what has changed."""
     assert reference.tokens is not None
-    model = OnnxModel(folder)
+    model = OnnxModel(folder, is_mapped=True)
     cases = tuple(_with_own_logits(case, model) for case in reference.cases)
     pads, length = PROMPTS
     ids, leads = reference.tokens[:, :length], []
@@ -62,8 +65,8 @@ def _with_own_logits(case: Case, model: OnnxModel) -> Case:
     return replace(case, logits=logits, largest=float(np.abs(logits).max()))
 
 
-def _quantise(folder: Path, bits: int, inline_bytes: int) -> None:
-    """Write the graph again, one piece of one weight at a time, with its constant matrices in `bits` bits.
+def _quantise(folder: Path, bits: int, inline_bytes: int) -> Path:
+    """Write the graph again, a piece of a weight at a time, to a folder in `folder`: constant matrices in `bits` bits.
 
     Routers keep theirs: a token's experts depend on small differences.
     """
@@ -89,9 +92,7 @@ def _quantise(folder: Path, bits: int, inline_bytes: int) -> None:
     graph = Graph(np.dtype(np.float32), nodes, constants, {weight.name: weight for weight in weights})
     new = folder / "quantised"
     write_model(graph, ([*model.graph.input], [*model.graph.output]), new, inline_bytes=inline_bytes)
-    shutil.rmtree((folder / MODEL).parent)
-    (new / MODEL).parent.rename((folder / MODEL).parent)
-    new.rmdir()
+    return new
 
 
 def _is_linear(tensor: onnx.TensorProto) -> bool:
@@ -186,24 +187,6 @@ def _kept(folder: Path, tensor: onnx.TensorProto) -> Weight:
             yield np.array(values.read().reshape(-1)[first : first + _PIECE_NUMEL])
 
     return Weight(tensor.name, values.shape, values.dtype, pieces)
-
-
-def _sampled(model: OnnxModel, vocab: int) -> Ints:
-    """Texts of tokens [rows, length] that the model samples at temperature 1 after a token each, always the same."""
-    rng = np.random.default_rng(0)
-    ids = rng.integers(0, vocab, size=(ROWS, 1), dtype=np.int64)
-    cache = model.empty_cache(ROWS)
-    for _ in range(LENGTH - 1):
-        fed = ids[:, -1:] if model.has_cache else ids
-        logits, cache = model.run(fed, np.ones_like(ids), cache)
-        # Adding noise of Gumbel's distribution and taking the largest is sampling.
-        chosen = (logits[:, -1].astype(np.float64) + rng.gumbel(size=logits[:, -1].shape)).argmax(-1)
-        ids = np.concatenate([ids, chosen[:, None]], axis=1)
-    return ids
-
-
-def _log_probabilities(model: OnnxModel, ids: Ints) -> Logs:
-    return log_probabilities(model.logits(ids, np.ones_like(ids), (ids.shape[1],)).astype(np.float32))
 
 
 def _size(folder: Path) -> int:

@@ -17,13 +17,24 @@ from ds_finetune.foreign.auto_configs import AutoConfig
 _PAST = "past_key_values."
 
 
-def open_session(folder: Path) -> tuple[onnxruntime.InferenceSession, np.dtype]:
-    """The graph of `folder` in ONNX Runtime, on all CPU cores of this process, and the dtype of its logits."""
+def open_session(folder: Path, *, is_mapped: bool = False) -> tuple[onnxruntime.InferenceSession, np.dtype]:
+    """The graph of `folder` in ONNX Runtime, on all CPU cores of this process, and the dtype of its logits.
+
+    Where it `is_mapped`, weights stay in the file, which is slower and takes little memory: none is copied to the order
+    in which products read it fastest, or cast before it is needed.
+    """
     # Earlier versions wrote the graph beside config.json.
     file = folder / MODEL if (folder / MODEL).is_file() else folder / "model.onnx"
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = len(os.sched_getaffinity(0))
-    session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+    options.enable_cpu_mem_arena = not is_mapped
+    options.add_session_config_entry("session.disable_prepacking", str(int(is_mapped)))
+    session = onnxruntime.InferenceSession(
+        str(file),
+        options,
+        providers=["CPUExecutionProvider"],
+        disabled_optimizers=["ConstantFolding"] if is_mapped else None,
+    )
     is_half = session.get_outputs()[0].type == "tensor(float16)"
     return session, np.dtype(np.float16 if is_half else np.float32)
 
@@ -31,8 +42,8 @@ def open_session(folder: Path) -> tuple[onnxruntime.InferenceSession, np.dtype]:
 class OnnxModel:
     """The graph of a folder in ONNX Runtime, on all CPU cores of this process."""
 
-    def __init__(self, folder: Path) -> None:
-        self._session, self.dtype = open_session(folder)
+    def __init__(self, folder: Path, *, is_mapped: bool = False) -> None:
+        self._session, self.dtype = open_session(folder, is_mapped=is_mapped)
         self._caches = {entry.name: entry.shape for entry in self._session.get_inputs() if entry.name.startswith(_PAST)}
         self.run_options = onnxruntime.RunOptions()
 
@@ -98,10 +109,10 @@ class OnnxCausalLM(PreTrainedModel, GenerationMixin):
         self.eval()
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, **_: Any) -> "OnnxCausalLM":  # noqa: ANN401 - devices, dtypes and revisions of transformers' callers
+    def from_pretrained(cls, folder: str | Path, *, is_mapped: bool = False, **_: Any) -> "OnnxCausalLM":  # noqa: ANN401 - devices, dtypes and revisions of transformers' callers
         """The model of an ONNX folder, with its generation config where it has one; other arguments are ignored."""
         folder = Path(folder)
-        model = cls(AutoConfig.from_pretrained(folder, trust_remote_code=False), OnnxModel(folder))
+        model = cls(AutoConfig.from_pretrained(folder, trust_remote_code=False), OnnxModel(folder, is_mapped=is_mapped))
         if (folder / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder)
         model.generation_config.use_cache = model._runtime.has_cache

@@ -254,6 +254,7 @@ REFUSED: dict[str, tuple[str, dict[str, object], str]] = {
         {"rope_parameters": {"mscale": 1.0}},
         "ratio of YaRN's mscale and mscale_all_dim is None",
     ),
+    "null": ("deepseek_v2", {"num_experts_per_tok": None}, "num_experts_per_tok is null in config.json"),
     "limit": ("gpt_oss", {"swiglu_limit": 1.0}, "swiglu_limit is 1.0"),
     "rope": ("qwen3", {"rope_parameters": {"rope_type": "dynamic"}}, "rope_type is dynamic"),
 }
@@ -321,3 +322,6 @@ def test_a_run_is_refused_before_its_first_step_and_exports_at_its_end(tmp_path:
     for key, values in plain.float().state_dict().items():
         assert torch.equal(stored[key], values.bfloat16().float()) or values.ndim == 1 or "gate.weight" in key, key
     assert main(["export", "--check", str(report.exports[1])]) == 0
+    pytest.importorskip("onnxruntime")
+    quantised = ds_finetune.export_model(report.exports[0].parent, tmp_path / "int8", format="onnx", dtype="int8")
+    assert re.search(r"int8: loss [\d.]+ before .* on \d+ tokens of 4 rows of the run;", quantised.notes[-2])
