@@ -296,8 +296,8 @@ MUTANTS = (
     Mutant(
         "activations of experts counted for one expert",
         "plan/estimate/activation_memory.py",
-        "row, inner_row = chosen * width * hidden",
-        "row, inner_row = 1 * width * hidden",
+        "chosen = widths.number * keys.per_token(model)",
+        "chosen = widths.number",
         ACTIVATIONS,
     ),
     Mutant(
@@ -972,8 +972,8 @@ MUTANTS = (
     Mutant(
         "gradients of tokens from the rows of others",
         "model/experts.py",
-        "_sums(grad.index_select(0, places), ctx.k)",
-        "_sums(grad, ctx.k)",
+        "_sums(grad.index_select(0, back), ctx.k_back)",
+        "_sums(grad, ctx.k_back)",
         "tests/model/test_experts.py",
     ),
     Mutant(

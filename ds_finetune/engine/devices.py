@@ -78,7 +78,7 @@ def choose_device() -> str:
     choice for DeepSpeed.
 
     ConfigError where `DS_ACCELERATOR` names an accelerator that cannot be used, where it is not set and this machine
-    has GPUs that torch cannot use, and where the installed torch has no kernels for this process's GPU.
+    has GPUs that torch or this program cannot use, and where the installed torch has no kernels for this process's GPU.
     """
     wanted = os.environ.get("DS_ACCELERATOR") or None
     if wanted not in (None, "cpu", "cuda"):
@@ -95,6 +95,11 @@ def choose_device() -> str:
             f"{socket.gethostname()} has {present} NVIDIA GPUs, and torch {torch.__version__} can use none: "
             f"{why_no_gpu()}",
             hint="install a driver and a torch that fit each other (docs/how-to/install.md), or set DS_ACCELERATOR=cpu",
+        )
+    if wanted is None and not usable and torch.xpu.is_available():
+        raise ConfigError(
+            f"{socket.gethostname()} has an Intel GPU, and ds-finetune runs on those of NVIDIA and AMD",
+            hint="set DS_ACCELERATOR=cpu to train on the CPU",
         )
     device = "cuda" if usable and wanted != "cpu" else "cpu"
     if device == "cuda" and torch.version.cuda:

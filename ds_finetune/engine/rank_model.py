@@ -45,11 +45,7 @@ from ds_finetune.model.loss.score_head import (
 )
 from ds_finetune.model.loss.teacher import Teacher, load_teacher
 from ds_finetune.model.loss.token_loss import HeadGroups, TrainedModel, install_loss_head
-from ds_finetune.model.parallel.expert import (
-    build_local_experts,
-    compute_shared_experts_ahead,
-    install_expert_parallel,
-)
+from ds_finetune.model.parallel.expert import build_local_experts, compute_shared_experts_ahead, install_expert_parallel
 from ds_finetune.model.parallel.pipeline import (
     ModelChunks,
     build_meta_model,
@@ -232,6 +228,9 @@ def arrange_forward(lm: PreTrainedModel, plan: Plan, model: ModelPlan) -> None:
     install_fused(lm, plan.kernels.of(family_of(model.hf_config.model_type)))
     if plan.recomputes:
         recompute_layers(lm, is_selective=plan.activation_checkpointing == "selective")
+    if plan.mesh.pp > 1:
+        # The first layers of a stage that runs several chunks may have no adapters, and have a backward all the same.
+        lm.enable_input_require_grads()
     if plan.activation_offload:
         device = torch.device(device_of_rank(plan.device, plan.world.local_rank))
         offload_layer_inputs(lm, PlainTransfer() if plan.device == "cpu" else CudaTransfer(device))

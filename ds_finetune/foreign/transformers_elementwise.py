@@ -20,6 +20,7 @@ _ROUNDS_FIRST = "return self.weight * hidden_states.to(input_dtype)"
 _ROUNDS_LAST = "return (self.weight * hidden_states).to(input_dtype)"
 GATED_MLP = ("self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))",)
 CLAMPED_GATE = "clamp(max=self.limit)", "clamp(min=-self.limit, max=self.limit)", "self.act_fn(gate) * up"
+KEYS_AND_VALUES = "self.kv_b_proj(kv_nope).view(key_shape)", "key_states = kv_nope.new_empty("
 _ROTARY = {
     "(rotate_half(q) * sin)": "halves",
     "(rotate_half(q_rot) * sin)": "halves",

@@ -95,8 +95,6 @@ class LayerInputOffload:
         self._transfer, self._recompute, self._last = transfer, recompute, layers - 1
         # Autograd owns what is stored, so that it is freed with the graph of its forward.
         self._latest: weakref.ref[_StoredInput] | None = None
-        self.num_stored = self.num_fetched = 0
-        """Inputs that were copied to the host and back, since the start."""
 
     def checkpoint(self, layer: int, forward: Callable[..., Any], hidden: torch.Tensor, *others: Any) -> Any:  # noqa: ANN401
         """`forward(hidden, *others)`, recomputed in backward; torch's `checkpoint` for layer number `layer`."""
@@ -111,7 +109,6 @@ class LayerInputOffload:
         kept = self._transfer.to_host(given) if is_on_host else given
         stored = _StoredInput(kept, self._latest if layer else None, is_on_host=is_on_host)
         self._latest = weakref.ref(stored)
-        self.num_stored += is_on_host
         return stored
 
     def _fetch(self, stored: "torch.Tensor | _StoredInput") -> torch.Tensor:
@@ -120,7 +117,6 @@ class LayerInputOffload:
         arrival = self._arrival_of(stored)
         arrival.wait()
         stored.arrival = None
-        self.num_fetched += stored.is_on_host
         before = stored.previous() if stored.previous is not None else None
         if before is not None:
             before.arrival = self._arrival_of(before)
@@ -140,6 +136,9 @@ def recompute_layers(lm: PreTrainedModel, *, is_selective: bool) -> None:
     """
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": is_random(lm.config)}
     lm.gradient_checkpointing_enable(options | ({"context_fn": selective_contexts} if is_selective else {}))
+    # transformers gives outputs of frozen embeddings a gradient, for which layers before the first adapter would be
+    # computed again; only reentrant checkpoints need it.
+    lm.disable_input_require_grads()
 
 
 def is_random(hf_config: PretrainedConfig) -> bool:

@@ -59,47 +59,52 @@ _kept_multiply = kept(multiply)
 
 
 def rows_up_to(experts: torch.Tensor, number: int) -> torch.Tensor:
-    """How many of the sorted `experts`, int64 [rows], are at most each of `number` experts, int64 [number].
+    """How many of the sorted `experts`, int64 [rows], are at most each of `number` experts, int32 [number].
 
     Unlike `torch.bincount` it does not make a GPU wait for its largest number.
     """
-    return torch.searchsorted(experts, torch.arange(number, device=experts.device), right=True)
+    return torch.searchsorted(experts, torch.arange(number, device=experts.device), right=True, out_int32=True)
 
 
-class _Dispatch(torch.autograd.Function):
-    """`source` at `index`; backward sums the `k` rows at `places` of each row of `source`."""
+class _Gather(torch.autograd.Function):
+    """Sums of the `k` rows each of `source` at `index`; backward sums the `k_back` rows of the gradient at `back`.
 
-    @staticmethod
-    def forward(ctx: Any, source: torch.Tensor, index: torch.Tensor, places: torch.Tensor, k: int) -> torch.Tensor:  # noqa: ANN401
-        ctx.save_for_backward(places)
-        ctx.k = k
-        return source.index_select(0, index)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
-        (places,) = ctx.saved_tensors
-        return _sums(grad.index_select(0, places), ctx.k), None, None, None
-
-
-class _Combine(torch.autograd.Function):
-    """The sums of the `k` rows at `places`; backward is the gradient at `index`.
-
-    Its node holds the index. As a saved tensor it would be the last of a layer that backward needs, and recomputation,
-    which ends with the last, would compute the down projection only to reach it.
+    With `is_last` its node holds `back`. As a saved tensor it would be the last of a layer that backward needs, and
+    recomputation, which ends with the last, would compute the down projection only to reach it.
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, index: torch.Tensor, places: torch.Tensor, k: int) -> torch.Tensor:  # noqa: ANN401
-        ctx.index = index.int()
-        return _sums(rows.index_select(0, places), k)
+    def forward(ctx: Any, source: torch.Tensor, index: torch.Tensor, back: torch.Tensor, *others: int) -> torch.Tensor:  # noqa: ANN401
+        k, ctx.k_back, is_last = others
+        ctx.back = back if is_last else None
+        ctx.save_for_backward(*(() if is_last else (back,)))
+        return _sums(source.index_select(0, index), k)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
-        return grad.index_select(0, ctx.index), None, None, None
+        back = ctx.saved_tensors[0] if ctx.back is None else ctx.back
+        return _sums(grad.index_select(0, back), ctx.k_back), *[None] * 5
 
 
 def _sums(rows: torch.Tensor, k: int) -> torch.Tensor:
     return rows if k == 1 else rows.unflatten(0, (-1, k)).sum(1)
+
+
+class _Weigh(torch.autograd.Function):
+    """`rows` times a number of each, which is fp32 where they are 16 bits: the product is rounded where it is computed,
+    and no copy of all rows in fp32 is made.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
+        ctx.save_for_backward(rows, weights)
+        return torch.mul(rows, weights, out=torch.empty_like(rows))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ANN401
+        rows, weights = ctx.saved_tensors
+        d_weights = grad.to(weights.dtype).mul_(rows).sum(-1, keepdim=True)
+        return torch.mul(grad, weights, out=torch.empty_like(grad)), d_weights
 
 
 class SortedRows(NamedTuple):
@@ -112,7 +117,7 @@ class SortedRows(NamedTuple):
     places: torch.Tensor
     """The row of each choice: the inverse."""
     tokens: torch.Tensor
-    """The token of each row."""
+    """The token of each row, int32."""
     k: int
 
     @classmethod
@@ -122,19 +127,20 @@ class SortedRows(NamedTuple):
         places = torch.empty_like(choices)
         places[choices] = torch.arange(len(choices), device=choices.device)
         k = top_k_index.shape[1]
-        return cls(experts, choices, places, choices // k, k)
+        tokens = torch.floor_divide(choices, k, out=torch.empty_like(choices, dtype=torch.int32))
+        return cls(experts, choices, places, tokens, k)
 
     def rows_of(self, hidden: torch.Tensor) -> torch.Tensor:
         """[tokens, width] -> the row of each token for each of its experts [tokens x k, width]."""
-        return _Dispatch.apply(hidden, self.tokens, self.places, self.k)  # type: ignore[no-any-return]
+        return _Gather.apply(hidden, self.tokens, self.places, 1, self.k, False)  # type: ignore[no-any-return]
 
     def weights_of(self, top_k_weights: torch.Tensor) -> torch.Tensor:
         """[tokens, k] -> the weight of each row [tokens x k, 1]."""
-        return _Dispatch.apply(top_k_weights.reshape(-1, 1), self.choices, self.places, 1)  # type: ignore[no-any-return]
+        return _Gather.apply(top_k_weights.reshape(-1, 1), self.choices, self.places, 1, 1, False)  # type: ignore[no-any-return]
 
     def sums_of(self, rows: torch.Tensor) -> torch.Tensor:
         """[tokens x k, width] -> the sum of each token's rows [tokens, width]."""
-        return _Combine.apply(rows, self.tokens, self.places, self.k)  # type: ignore[no-any-return]
+        return _Gather.apply(rows, self.places, self.tokens, self.k, 1, True)  # type: ignore[no-any-return]
 
 
 def grouped_product(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, *, leaf: str, **options: bool) -> Any:  # noqa: ANN401 - untyped
@@ -165,7 +171,7 @@ def run_experts(
     chosen = SortedRows.of(top_k_index)
     if (compute := getattr(module, "compute_before", None)) is not None:
         compute()
-    ends, weights = rows_up_to(chosen.experts, module.num_experts).int(), chosen.weights_of(top_k_weights)
+    ends, weights = rows_up_to(chosen.experts, module.num_experts), chosen.weights_of(top_k_weights)
     rows = project(chosen.rows_of(hidden), ends, "gate_up_proj")
     if module.has_bias:
         of_row = (chosen.experts[:, None] == torch.arange(module.num_experts, device=rows.device)).to(rows.dtype)
@@ -175,7 +181,7 @@ def run_experts(
         else:
             rows = rows + of_row @ module.gate_up_proj_bias
     inner = module._apply_gate(rows)
-    weighted = (inner * weights).to(inner.dtype)
+    weighted = inner * weights if weights.dtype == inner.dtype else _Weigh.apply(inner, weights)
     # Before the down projection, at which recomputation ends: gradients need what is multiplied with the bias.
     added = chosen.sums_of((of_row * weights).to(inner.dtype)) @ module.down_proj_bias if module.has_bias else None
     out = chosen.sums_of(project(weighted, ends, "down_proj"))

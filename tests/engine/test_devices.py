@@ -99,6 +99,16 @@ def test_a_gpu_that_cannot_be_used_never_becomes_the_cpu(
     assert "cpu" in caught.value.hint
 
 
+def test_an_intel_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a torch for Intel's GPUs DeepSpeed would take one, and this program the CPU."""
+    _gpus(monkeypatch, usable=0, present=0)
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
+    with pytest.raises(ConfigError, match="has an Intel GPU, and ds-finetune runs on those of NVIDIA and AMD"):
+        choose_device()
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert choose_device() == "cpu"
+
+
 @pytest.mark.parametrize(
     ("capability", "built", "runs"),
     [

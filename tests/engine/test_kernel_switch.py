@@ -65,3 +65,14 @@ def test_the_plan_names_both(planned: Planned, monkeypatch: pytest.MonkeyPatch) 
     assert of_torch["attention"] == "one call for all documents, by FlashAttention 2: model.kernels is torch"
     assert of_auto["experts"].startswith("a Triton kernel for all experts")
     assert "not Triton's: model.kernels is torch" in of_torch["experts"]
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_frozen_embeddings_have_gradients_in_pipelines_only(planned: Planned, stages: int) -> None:
+    """There the first chunk of layers has a backward, also without adapters."""
+    plan, model = planned
+    plan = replace(plan, kernels=SINGLE, mesh=replace(plan.mesh, pp=stages), activation_checkpointing="none")
+    lm = lm_of("qwen3_moe", has_lora=True)
+    for way in ("none", "full"):
+        rank_model.arrange_forward(lm, replace(plan, activation_checkpointing=way), model)
+        assert lm.get_input_embeddings()(torch.tensor([1])).requires_grad is (stages > 1)

@@ -15,7 +15,7 @@ from transformers.integrations.moe import grouped_mm_experts_forward
 
 from ds_finetune.families.table import FAMILIES
 from ds_finetune.model.build.skeleton import build_skeleton
-from ds_finetune.model.experts import run_experts
+from ds_finetune.model.experts import _Weigh, run_experts
 from tests.conftest import ROOT
 from tests.model.tiny import CONFIGS
 from tests.running import start, torchrun
@@ -81,6 +81,21 @@ def test_bits_are_the_same_where_the_order_of_sums_is(
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     rounding = 1e-5 if dtype == torch.float32 else 0.05
     assert torch.allclose(also_of_weights, of_weights, rtol=rounding, atol=rounding)
+
+
+def test_weighted_rows_have_the_bits_of_autograd() -> None:
+    """Products with fp32 weights are rounded once, and their sums are those of fp32."""
+    generator = torch.Generator().manual_seed(0)
+    rows, weights = torch.randn(64, 48, generator=generator).bfloat16(), torch.rand(64, 1, generator=generator)
+    grad = torch.randn(64, 48, generator=generator).bfloat16()
+    found = []
+    for weigh in (_Weigh.apply, lambda a, b: (a * b).to(a.dtype)):
+        given = rows.clone().requires_grad_(), weights.clone().requires_grad_()
+        out = weigh(*given)
+        found.append((out.detach(), *torch.autograd.grad(out, given, grad)))
+    for mine, theirs in zip(*found, strict=True):
+        assert mine.dtype == theirs.dtype
+        assert torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize("k", [1, 4])

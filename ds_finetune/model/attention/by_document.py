@@ -16,11 +16,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from ds_finetune.errors import ModelError
-from ds_finetune.foreign.transformers_attention import (
-    register_attention,
-    without_search_for_documents,
-    wrap_attention,
-)
+from ds_finetune.foreign.transformers_attention import register_attention, without_search_for_documents, wrap_attention
 from ds_finetune.model.attention.kernels import (
     Documents,
     PackedDocuments,

@@ -11,6 +11,7 @@ from ds_finetune.families.table import family_of
 from ds_finetune.foreign.transformers_elementwise import (
     CLAMPED_GATE,
     GATED_MLP,
+    KEYS_AND_VALUES,
     computes,
     has_plain_gate,
     is_silu,
@@ -69,12 +70,22 @@ def _gates(module: nn.Module, kind: Any, kernels: Kernels) -> dict[str, Any]:  #
 def _rotations(module: nn.Module, kind: Any, kernels: Kernels) -> dict[str, Any]:  # noqa: ANN401
     if isinstance(module, CompressedAttention | CompressorByDocument):
         return {"rotate": staticmethod(partial(_rotate_last, kernels))}
+    expanded = {"expand_kv": _expand_kv} if computes(getattr(kind, "expand_kv", None), KEYS_AND_VALUES) else {}
     if isinstance(module, IndexedAttention):
-        return {"rotate": staticmethod(partial(_rotate, kernels))}
+        return {"rotate": staticmethod(partial(_rotate, kernels)), **expanded}
     if turns := rotary_functions(kind):
         functions = {each: partial(_rotate, kernels, turn) for each, turn in turns.items()}
-        return {"forward": with_functions(kind.forward, functions)}
+        return {"forward": with_functions(kind.forward, functions), **expanded}
     return {"forward": lambda *given: _real(kind.forward(*given))} if returns_complex(kind) else {}
+
+
+def _expand_kv(module: Any, latent: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ANN401
+    """In place of transformers' function that writes both parts of keys into an empty tensor, whose gradient autograd
+    copies for each; both are [rows, 1, tokens, width], and keys and values [rows, heads, tokens, width].
+    """
+    widths = [module.qk_nope_head_dim, module.v_head_dim]
+    plain, value = module.kv_b_proj(latent[:, 0]).unflatten(-1, (-1, sum(widths))).transpose(1, 2).split(widths, -1)
+    return torch.cat([plain, rotary.expand(-1, plain.shape[1], -1, -1)], -1), value
 
 
 def _real(angles: torch.Tensor) -> torch.Tensor:

@@ -41,6 +41,7 @@ def layer_bytes(model: Mapping[str, Any], widths: Widths, *, is_sparse: bool) ->
     # The first norm may keep the layer's input itself, and hyper-connections keep that.
     keeps_input = widths.reaches() and (widths.keeps_inputs or streams > 1)
     norms -= width * hidden if keeps_input and streams == 1 else 0
+    row, inner = _expert_rows(model, widths) if is_sparse else (0, 0)
     attention, gradients = _attention(model, widths)
     kept = norms + attention + mixing_bytes(model, widths)
     router, mlp = (_router(model, widths), _experts(model, widths)) if is_sparse else (0, _dense(model, widths))
@@ -63,8 +64,31 @@ def layer_bytes(model: Mapping[str, Any], widths: Widths, *, is_sparse: bool) ->
         keeps_input=keeps_input,
         forward=_forward_bytes(model, widths, is_sparse=is_sparse),
         attention_out=_attention_out(model, widths),
-        products=_products(model, widths) if is_sparse else 0,
+        # With expert parallelism also the rows that arrive.
+        products=2 * inner + (row if widths.ep > 1 else 0),
+        repeated=row + _repeated(model, widths) if is_sparse and kept else 0,
+        # With what they are made of, and hidden states: of the embedding, before and after experts, and of the layer's
+        # beginning and middle where norms keep copies.
+        combined=2 * row
+        + (0 if widths.keeps("mlp.experts") else inner)
+        + width * hidden * (4 if keeps_input else 6) * is_sparse,
     )
+
+
+def _repeated(model: Mapping[str, Any], widths: Widths) -> int:
+    """The gradient of the layer's output, the first norm, attention and its output."""
+    # Turned columns of queries, and values without padding, which gradients need.
+    columns = model["qk_rope_head_dim"] + model["v_head_dim"] if model.get("kv_lora_rank") is not None else 0
+    attention = _attention_forward(model, widths) + widths.number * model["num_attention_heads"] // widths.tp * columns
+    return attention + (3 * widths.number + (0 if widths.keeps_inputs else WIDE)) * int(model["hidden_size"])
+
+
+def _expert_rows(model: Mapping[str, Any], widths: Widths) -> tuple[int, int]:
+    """Bytes of a token's rows for its routed experts, as wide as the model and as wide as experts."""
+    keys = family_of(str(model["model_type"])).expert_keys
+    assert keys is not None
+    chosen = widths.number * keys.per_token(model)
+    return int(chosen * model["hidden_size"]), int(chosen * keys.width(model) // widths.tp)
 
 
 def _attention_out(model: Mapping[str, Any], widths: Widths) -> int:
@@ -73,15 +97,6 @@ def _attention_out(model: Mapping[str, Any], widths: Widths) -> int:
     family = family_of(str(model["model_type"]))
     columns = head_widths(model).widest + (SINK_COLUMNS if family.has_sinks and not family.compresses else 0)
     return int(heads * (widths.number * columns + WIDE))
-
-
-def _products(model: Mapping[str, Any], widths: Widths) -> int:
-    """Outputs of the gate and up projections of routed experts."""
-    keys = family_of(str(model["model_type"])).expert_keys
-    assert keys is not None
-    # With expert parallelism also the rows that arrive.
-    columns = 2 * keys.width(model) // widths.tp + (model["hidden_size"] if widths.ep > 1 else 0)
-    return int(widths.number * keys.per_token(model) * columns)
 
 
 def _forward_bytes(model: Mapping[str, Any], widths: Widths, *, is_sparse: bool) -> int:
@@ -125,15 +140,10 @@ def _attention_forward(model: Mapping[str, Any], widths: Widths) -> int:
 
 def _experts_forward(model: Mapping[str, Any], widths: Widths) -> int:
     """Rows by expert, with gate, up and what is made of them, or outputs, also in another order."""
-    family, width = family_of(str(model["model_type"])), widths.number
-    keys = family.expert_keys
-    assert keys is not None
-    rows = keys.per_token(model) * model["hidden_size"]
-    inner = keys.per_token(model) * keys.width(model) // widths.tp
+    family = family_of(str(model["model_type"]))
+    row, inner = _expert_rows(model, widths)
     # Those with transposed weights copy biases for each row, and clamp gate and up.
-    biased = 1 if family.transposed_experts else 0
-    among = width * (rows + (4 + 5 * biased) * inner)
-    return max(among, 2 * width * rows)
+    return max(row + (9 if family.transposed_experts else 4) * inner, 2 * row)
 
 
 class _Mlp(NamedTuple):
@@ -262,7 +272,7 @@ def _experts(model: Mapping[str, Any], widths: Widths) -> _Mlp:
     keys, hidden, width = family.expert_keys, model["hidden_size"], widths.number
     assert keys is not None
     chosen, inner = keys.per_token(model), keys.width(model) // widths.tp
-    row, inner_row = chosen * width * hidden, chosen * width * inner
+    row, inner_row = _expert_rows(model, widths)
     # Rows by expert, gate and up, what is made of them, and its product with routing weights; in gpt_oss also clamped
     # ones.
     among = 8 if family.transposed_experts else (4 if widths.is_fused else 5) + 2 * family.compresses
@@ -280,8 +290,8 @@ def _experts(model: Mapping[str, Any], widths: Widths) -> _Mlp:
         # The gradient of each token's sum, once for each expert and once more for an adapter, and that of the down
         # projection's input and weight.
         Held(routed + shared.kept + (2 if widths.rank and is_kept else 1) * row + inner_row, matrices),
-        # That input is gone. Gradients times routing weights, fp32 in most families; in others that needs no copy.
-        Held(routed + shared.kept + (2 if wide_inner == inner_row else 3) * wide_inner - is_kept * inner_row, matrices),
+        # That input is gone. Its gradient and a copy times routing weights, fp32 in most families.
+        Held(routed + shared.kept + inner_row + wide_inner - is_kept * inner_row, matrices),
         Held(shared.kept + 2 * row + 2 * inner_row, 2 * matrices),
         *shared.moments,
     )
@@ -332,10 +342,10 @@ class ActivationBytes:
         return tuple({id(layer): layer for layer in self.layers}.values())
 
     def inputs(self) -> int:
-        """The inputs of all layers, which recomputation keeps, also before the first adapter: on the device, or on the
-        host where they are offloaded.
+        """The inputs of all layers that have a backward, which recomputation keeps: on the device, or on the host where
+        they are offloaded.
         """
-        return self.layer_input * len(self.layers)
+        return self.layer_input * sum(layer.kept > 0 for layer in self.layers)
 
     def kept_selectively(self, *, is_tiled: bool = False) -> int:
         """What selective recomputation keeps of all layers beside their inputs."""
@@ -345,11 +355,12 @@ class ActivationBytes:
         """What the backward of one recomputed layer, or of the last norm, holds at most beside the inputs of layers,
         and beside what `is_selective` recomputation keeps.
         """
-        layers = [
-            layer.most(tokens, is_tiled=is_tiled) - is_selective * tokens * layer.kept_selectively(is_tiled=is_tiled)
-            for layer in self.kinds
-        ]
-        return max(self.last_norm * tokens, *layers)
+        most = self.last_norm * tokens
+        for layer in self.kinds:
+            kept = is_selective * tokens * layer.kept_selectively(is_tiled=is_tiled)
+            repeated = 0 if is_tiled else (layer.repeated - is_selective * layer.attention_out) * tokens
+            most = max(most, layer.most(tokens, is_tiled=is_tiled) - kept, repeated)
+        return most
 
     def peak(
         self, tokens: int, *, recomputation: str = "full", is_offloaded: bool = False, is_tiled: bool = False
@@ -376,8 +387,9 @@ class ActivationBytes:
         earlier = most = self.layer_input * sum(layer.keeps_input for layer in self.layers) * tokens
         fullest = {id(layer): layer.most(tokens, is_tiled=is_tiled) for layer in self.kinds}
         for layer in self.layers:
-            most = max(most, earlier + fullest[id(layer)])
-            earlier += (layer.kept - (layer.mlp if is_tiled else 0)) * tokens
+            own, combined = (layer.kept - layer.mlp, 0) if is_tiled else (layer.kept, layer.combined)
+            most = max(most, earlier + fullest[id(layer)], earlier + (own + combined) * tokens)
+            earlier += own * tokens
         return max(most, earlier + self.last_norm * tokens)
 
 

@@ -16,12 +16,7 @@ from ds_finetune.families.family import layer_of
 from ds_finetune.families.parameters import ModelConfig
 from ds_finetune.families.table import family_of
 from ds_finetune.families.tensors import EMBEDDING, HEAD, model_tensors
-from ds_finetune.plan.estimate.activation_memory import (
-    ActivationBytes,
-    AdaptedLayers,
-    HeadBytes,
-    activation_bytes,
-)
+from ds_finetune.plan.estimate.activation_memory import ActivationBytes, AdaptedLayers, HeadBytes, activation_bytes
 from ds_finetune.plan.estimate.rank_weights import (
     RankWeights,
     as_one_stage,
@@ -45,12 +40,7 @@ from ds_finetune.plan.estimate.rows import (
     peak,
 )
 from ds_finetune.plan.estimate.states import ModelSizes, estimate_run
-from ds_finetune.plan.estimate.zero_rows import (
-    DEFAULT_RULES,
-    gathered_weights,
-    num_persistent,
-    zero_rows,
-)
+from ds_finetune.plan.estimate.zero_rows import DEFAULT_RULES, gathered_weights, num_persistent, zero_rows
 from ds_finetune.plan.forward import CPU_TOKENS, DISTILLATION_TOKENS, head_widths, varlen_problem
 from ds_finetune.plan.kernels import SINGLE
 from ds_finetune.plan.lora_targets import adapted_targets, targets_among

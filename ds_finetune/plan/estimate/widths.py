@@ -41,10 +41,14 @@ class LayerBytes:
     """Outputs of attention, which selective recomputation keeps."""
     products: int = 0
     """Outputs of the products of routed experts, which it keeps as well, but for tiles."""
+    repeated: int = 0
+    """At most beside its input while attention is computed again, when outputs of routed experts have gradients."""
+    combined: int = 0
+    """At most beside what it keeps, while the outputs of routed experts are added up."""
 
     def kept_selectively(self, *, is_tiled: bool = False) -> int:
-        """What selective recomputation keeps of the layer beside its input."""
-        return self.attention_out + (0 if is_tiled else self.products)
+        """What selective recomputation keeps of the layer beside its input; nothing before the first adapter."""
+        return (self.attention_out + (0 if is_tiled else self.products)) * (self.kept > 0)
 
     @property
     def kept(self) -> int:

@@ -1,5 +1,7 @@
 """Selective recomputation: the same bits as full recomputation, and no second run of what it keeps."""
 
+import gc
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -100,6 +102,25 @@ def test_what_is_kept_is_not_computed_again(family: str) -> None:
     assert grouped == {"llama": 0, "qwen3_moe": LAYERS, "deepseek_v2": LAYERS - 1}[family]
     rest = {name: count for name, count in full.items() if name not in KEPT_OPERATIONS and name != DETACH}
     assert {name: selective[name] for name in rest} == rest
+
+
+@pytest.mark.parametrize("is_selective", [False, True], ids=["full", "selective"])
+def test_layers_before_the_first_adapter_are_not_computed_again(is_selective: bool) -> None:
+    """Nothing that backward needs is within them, and their inputs are not kept either."""
+    lm, inputs = model_of("llama", has_lora=True), []
+    first, last = lm.model.layers
+    first.requires_grad_(False)
+    for layer in (first, last):
+        layer.register_forward_pre_hook(lambda _, given: inputs.append(weakref.ref(given[0])))
+    recompute_layers(lm, is_selective=is_selective)
+    with Operations() as forward:
+        loss = lm(input_ids=torch.arange(1, 1 + TOKENS)[None], labels=torch.arange(TOKENS)[None]).loss
+    gc.collect()
+    assert [tensor() is not None for tensor in inputs] == [False, True]
+    with Operations() as backward:
+        loss.backward()
+    assert (forward.counts[ATTENTION], backward.counts[ATTENTION]) == (LAYERS, 0 if is_selective else 1)
+    assert all(param.grad is not None for name, param in last.named_parameters() if "lora_" in name)
 
 
 def test_tiles_keep_nothing_of_experts() -> None:

@@ -152,7 +152,9 @@ def tiles_pay_from(name: str, *, ep: int = 1) -> int:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_tiles_pay_from_a_number_of_tokens(name: str) -> None:
-    assert 0 < tiles_pay_from(name) < MANY
+    assert tiles_pay_from(name) > 0
+    # Attention of DeepSeek-V4-Flash holds more than its experts.
+    assert (tiles_pay_from(name) == MANY) is (name == "DeepSeek-V4-Flash")
 
 
 def test_tiles_of_fewer_experts_pay_earlier() -> None:

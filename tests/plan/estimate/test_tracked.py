@@ -176,6 +176,14 @@ def test_adapters_of_experts(shared_data: Path, name: str, kernels: str) -> None
     compare_adapters(shared_data, name, "experts", kernels=kernels, way="kept")
 
 
+@pytest.mark.parametrize("way", ["selective", "kept"])
+def test_adapters_of_dense_layers_and_shared_experts(shared_data: Path, way: str) -> None:
+    """Attention is computed again while rows for routed experts have gradients, or most is held when they are added
+    up.
+    """
+    compare_adapters(shared_data, V3, "down", kernels="liger", way=way)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["torch", *FUSED])
 @pytest.mark.parametrize("way", ["recomputed", "selective", "kept"])
@@ -183,7 +191,7 @@ def test_adapters_of_experts(shared_data: Path, name: str, kernels: str) -> None
     ("name", "targets"),
     [
         *((LITE, targets) for targets in ADAPTED),
-        *((V3, targets) for targets in ("all", "experts")),
+        *((V3, targets) for targets in ("all", "experts", "down")),
         *((QWEN, targets) for targets in ("all", "two", "experts")),
         *((DISTILL, targets) for targets in ("all", "two", "down")),
     ],
