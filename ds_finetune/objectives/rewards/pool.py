@@ -276,7 +276,7 @@ class Rewards:
         return RewardError(
             f"reward `{name}` failed on {answer.where}: it {how}\n  answer: {answer.text!r:.300}\n"
             f"  record: {record:.300}",
-            hint=f"{self._log_line()}a reward returns a number, or None for answers to which it does not apply",
+            hint=f"{self._log_line()}within `timeout` seconds a reward returns a number, or None for not applicable",
         )
 
     def close(self) -> None:

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from ds_finetune.cluster.watchdog.progress import RankProgress
 from ds_finetune.data.answer_batches import ScoredAnswer, answer_batch
 from ds_finetune.data.batches import Batch, Position, row_id, rows_per_epoch
@@ -160,6 +162,12 @@ class RolloutSource:
             if not draws:
                 break
             sampled = self._sample(draws)
+        if not begun.first and all(np.isnan(group.rewards).all() for group in groups):
+            raise RewardError(
+                f"no reward applies to any of the {len(groups) * self._objective.group_size} answers of the first "
+                f"rollout: {', '.join(self.sampler.rewards.names)} returned None",
+                hint="return a number; None is for answers to which a reward does not apply",
+            )
         trained = tuple(place for place, group in enumerate(groups) if mode == "count" or group.has_spread)
         return Rollout(begun.first, tuple(groups), trained, draws.start, begun.steps, begun.done, noted)
 

@@ -141,6 +141,15 @@ def test_weights_are_whole_where_they_fit() -> None:
     assert not {name for name in sizes(estimate_memory(planned(), wide)) if "weights" in name}
 
 
+def test_weights_of_the_start_are_kept_on_the_host() -> None:
+    kept = planned(device="cuda", precision="bf16", stage=2, objective=GRPO | {"reference": "start"})
+    rows = {row.name: row for row in estimate_memory(kept, LLAMA).rows}
+    lm = build_skeleton(AutoConfig.for_model(**LLAMA), attention=BY_DOCUMENT, dtype=torch.float32, device="cpu")
+    host, used = rows["weights of the start"], rows["weights of the start, in use"]
+    assert (host.place, used.place, used.when) == ("host", "gpu", ("rollout",))
+    assert host.num_bytes == used.num_bytes == 2 * lm.num_parameters()
+
+
 def seconds(tree: Mapping[str, Any], plan: Plan) -> float:
     return estimate_time(plan, tree, machine=H100, rows=RowShape.full(PROMPT + NEW)).parts["sampling of answers"]
 

@@ -37,6 +37,13 @@ def test_a_reward_that_fails_ends_the_run_and_says_on_what(tmp_path: Path) -> No
     assert "from the reward" not in done.stdout + done.stderr
 
 
+def test_a_reward_that_never_applies_is_an_error(tmp_path: Path) -> None:
+    done = start(["ds-finetune", "train", str(sums_task(tmp_path, rewards=[f"{FILE}:not_applicable"]))])
+    assert done.returncode == 1
+    error = " ".join(done.stderr.split())
+    assert "no reward applies to any of the 16 answers of the first rollout: not_applicable returned None" in error
+
+
 def test_a_function_that_a_file_does_not_have_is_an_error_before_anything_is_written(tmp_path: Path) -> None:
     done = start(["ds-finetune", "train", str(sums_task(tmp_path, rewards=[f"{FILE}:absent"]))])
     assert done.returncode == 2, done.stderr
