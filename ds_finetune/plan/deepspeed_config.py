@@ -282,20 +282,10 @@ def _pairs(
         yield key, tree.get(key), own, derived[key]
     for key in ("bf16", "fp16"):
         enabled = (tree.get(key) or {}).get("enabled")
-        yield (
-            f"{key}.enabled",
-            enabled,
-            f"train.precision {train.precision}, that is",
-            train.precision == key,
-        )
+        yield (f"{key}.enabled", enabled, f"train.precision {train.precision}, that is", train.precision == key)
     optimizer = tree.get("optimizer") or {}
     kind = optimizer.get("type")
-    yield (
-        "optimizer.type",
-        kind if str(kind).lower() != optim.name.lower() else None,
-        "optim.name",
-        optim.name,
-    )
+    yield ("optimizer.type", kind if str(kind).lower() != optim.name.lower() else None, "optim.name", optim.name)
     for key, field in _OPTIMIZER_FIELDS[optim.name.lower()].items():
         yield (
             f"optimizer.params.{key}",

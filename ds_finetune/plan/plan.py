@@ -47,14 +47,7 @@ change.
 Recomputation = Literal["full", "selective", "none"]
 """What of layers is computed again in backward."""
 
-_TRAIN_KEYS = (
-    "precision",
-    "seed",
-    "duration",
-    "reduction_every",
-    "activation_offload",
-    "tiled_mlp",
-)
+_TRAIN_KEYS = ("precision", "seed", "duration", "reduction_every", "activation_offload", "tiled_mlp")
 """Keys of `train` that a plan has as they are written."""
 _SECTIONS = ("parallel", "objective", "rollout", "lora", "mtp", "router", "indexer")
 """Sections of the run file that a plan has as they are written; memory and time depend on them."""

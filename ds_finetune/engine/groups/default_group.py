@@ -10,13 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ds_finetune.engine.devices import (
-    check_same_devices,
-    deepspeed_local_rank,
-    exchange,
-    own_device,
-    visible_device,
-)
+from ds_finetune.engine.devices import check_same_devices, deepspeed_local_rank, exchange, own_device, visible_device
 from ds_finetune.engine.patches.deepspeed_groups import forget_groups
 from ds_finetune.engine.patches.deepspeed_init import without_shared_memory_op
 from ds_finetune.errors import ConfigError, RunError

@@ -27,13 +27,7 @@ from ds_finetune.plan.estimate.operations import (
     operations,
     shape_of,
 )
-from ds_finetune.plan.estimate.rank_weights import (
-    RankWeights,
-    as_one_stage,
-    is_trained,
-    rank_elements,
-    weights_of_run,
-)
+from ds_finetune.plan.estimate.rank_weights import RankWeights, as_one_stage, is_trained, rank_elements, weights_of_run
 from ds_finetune.plan.estimate.rollouts import samples_itself, sampling_of, sampling_operations, sampling_traffic
 from ds_finetune.plan.estimate.rows import held
 from ds_finetune.plan.estimate.traffic import Beside, Group, GroupTraffic, between_chunks, traffic
