@@ -267,16 +267,12 @@ def read_rollouts(path: Path) -> list[RolloutAnswer]:
 
 
 def _answers_of(line: bytes) -> list[RolloutAnswer]:
-    record = _record_of(line)
+    record = _record_of(line) or {"answers": []}
     try:
-        return (
-            []
-            if record is None
-            else [
-                RolloutAnswer(record[_STEP], str(record["prompt"]), str(each["text"]), _scores_text(each))
-                for each in record["answers"]
-            ]
-        )
+        return [
+            RolloutAnswer(record[_STEP], str(record["prompt"]), str(each["text"]), _scores_text(each))
+            for each in record["answers"]
+        ]
     except (KeyError, TypeError, AttributeError):
         return []
 
