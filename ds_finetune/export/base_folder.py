@@ -5,6 +5,7 @@ unchanged FP8 blocks.
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -40,7 +41,7 @@ class HubSource:
         """Shape of every tensor, except the scales of FP8 weights."""
         return self.hub.shapes
 
-    @property
+    @cached_property
     def fp32_names(self) -> Collection[str]:
         """Tensors that the family keeps in fp32; where it computes with some in fp32, all that are stored so."""
         plain = (

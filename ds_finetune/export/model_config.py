@@ -15,6 +15,8 @@ from ds_finetune.model.mtp import PREDICTION_LAYERS
 CODE = "auto_map"
 """Key that names classes in Python files of the same folder, which are not exported."""
 TOKENIZER_CONFIG = "tokenizer_config.json"
+_KEYS_OF_KINDS = ("layer_types", "mlp_layer_types", "compress_rates")
+"""Keys of transformers 5.23 whose values vLLM's own class of DeepSeek-V4 refuses; the published keys say the same."""
 _UNSCALED_KEYS = ("rope_theta", "partial_rotary_factor")
 """Keys of `rope_parameters` that the older schema has outside of `rope_scaling`."""
 
@@ -35,6 +37,8 @@ def served_config(config: Mapping[str, Any], family: Family, keys: Collection[st
         served.setdefault(key, value)
     if family.compresses:
         served |= {key: value for key, value in published_layers(config).items() if served.get(key) is None}
+        if "compress_ratios" in served:
+            served = {key: value for key, value in served.items() if key not in _KEYS_OF_KINDS}
     numbers = family.expert_keys.number_keys if family.expert_keys is not None else ()
     if given := [served[key] for key in numbers if key in served]:
         # The published key, which other programs read; transformers writes another one in its place.

@@ -186,7 +186,7 @@ def published_layers(c: ModelConfig) -> dict[str, Any]:
     if c.get("mlp_layer_types"):
         found["num_hash_layers"] = list(c["mlp_layer_types"]).count("hash_moe")
     if scaling := rope.get("compress"):
-        kept = ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings")
+        kept = ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings", "truncate")
         kind = scaling.get("rope_type", "default")
         scaled = {"type": kind, **{key: scaling[key] for key in kept if key in scaling}}
         found["rope_scaling"] = None if kind == "default" else scaled

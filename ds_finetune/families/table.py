@@ -275,6 +275,8 @@ _ROWS = (
         published_renames=DEEPSEEK_V4_RENAMES,
         may_be_unexpected=(r"^(model\.layers\.\d+\.)?mtp\.",),
         has_mtp=True,
+        # Without it vLLM 0.32 makes no biases of routers (models/deepseek_v4/cpu/model.py:166).
+        export_config={"topk_method": "noaux_tc"},
         fp8_linear=None,
         fp8_scale=".scale",
         fp32_buffers=_ROUTER_BIASES,

@@ -17,6 +17,7 @@ published models have 126.
 MAX_CONFIG_BYTES = 16 * MIB
 """Maximum size of a config.json; published ones have a few KiB."""
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers", "num_nextn_predict_layers")
+_SIZES_OF_V4 = ("sliding_window", "index_topk", "index_n_heads", "index_head_dim", "hc_mult", "o_groups")
 _SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -97,7 +98,8 @@ def _check_type(file: Path, tree: Mapping[str, Any]) -> None:
 
 def _check_widths(file: Path, tree: Mapping[str, Any]) -> None:
     """ModelError where a size is no whole number of at least 1, or heads cannot share keys and values or be rotated."""
-    for key in _SIZES:
+    of_v4 = _SIZES_OF_V4 if family_of(str(tree.get("model_type"))).compresses else ()
+    for key in (*_SIZES, *of_v4):
         value = tree.get(key)
         is_number = isinstance(value, int) and not isinstance(value, bool)
         # Some models have a list with a size for each layer.

@@ -25,6 +25,10 @@ from tests.parity.mtp_cells import clip
 WEIGHT = 0.5
 LR = 1e-2
 STEPS = 2
+_SEEDS = {"deepseek_v4_sparse": 30}
+"""With 29, two experts of a token have scores in the second step that are 2e-8 apart, and fp32 rounds to either one;
+losses and norms of a plain loop in fp64 are those of one of them to 1e-6.
+"""
 ROTATIONS = {
     "deepseek_v32": deepseek.apply_rotary_pos_emb,
     "glm_moe_dsa": glm.apply_rotary_pos_emb_interleave,
@@ -60,7 +64,7 @@ def indexer_tree(layout: IndexerLayout, model: Path, out: Path) -> dict[str, Any
 def write_indexed_model(family: str, folder: Path) -> None:
     """Write a tiny model of `family` whose norms are no ones."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(29)
+        torch.manual_seed(_SEEDS.get(family, 29))
         model = AutoModelForCausalLM.from_config(hf_config(family)).float()
         for name, param in model.named_parameters():
             if "norm" in name:

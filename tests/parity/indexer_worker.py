@@ -18,7 +18,8 @@ def run(tree: dict[str, Any], launched: Launched) -> tuple[str, dict[str, Any]]:
     run_file = indexer_tree(layout, launched.models / layout.cell.family, launched.out)
     found = _run(run_file, launched)
     if layout.is_compared:
-        found["frozen"] = _run(run_file | {"indexer": {}}, launched)["weights"]
+        frozen = _run(run_file | {"indexer": {}}, launched)
+        found |= {"frozen": frozen["weights"], "frozen_gradients": frozen["gradients"]}
     return layout.name, found
 
 

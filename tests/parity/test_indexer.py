@@ -3,7 +3,7 @@ their loss.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 
 from ds_finetune.plan.tested_layouts import TESTED_LAYOUTS
 from ds_finetune.reference.selftest.cells import Cell
+from tests.pairwise import in_threes
 from tests.parity.indexer_cells import IndexerLayout, plain_steps, write_indexed_model
 from tests.parity.reference import GRADIENT_TOLERANCE, LOSS_TOLERANCE, asked_for, is_for, launch, relative
 
@@ -72,7 +73,16 @@ CHOSEN = [
     )
 ]
 """Each ZeRO stage and way to train, and the axes whose ranks share an indexer's loss; others are behind the marker."""
-REST = [layout for layout in ALL if layout not in CHOSEN]
+
+
+def _axes(layout: IndexerLayout) -> tuple[Hashable, ...]:
+    cell = layout.cell
+    sizes = (cell.layout, cell.stage, cell.offload, cell.precision, cell.accumulation, layout.world)
+    return (*sizes, cell.family, cell.packing, layout.stage, layout.is_compared)
+
+
+REST = [layout for layout in in_threes(ALL, _axes) if layout not in CHOSEN]
+"""Every three values of three axes that occur together."""
 
 
 @pytest.fixture(scope="session")
@@ -106,7 +116,12 @@ def _assert_equals_plain_loop(layout: IndexerLayout, folder: Path, models: Path)
         weight_decay=cell.weight_decay,
     )
     if layout.is_compared:
-        _assert_others_are_the_same(found["weights"], found["frozen"])
+        others = found["frozen_gradients"]
+        assert all(torch.equal(found["gradients"][name], grad) for name, grad in others.items())
+        # Those of DeepSeek-V4 have odd sizes: with indexers between them, an element has another place in a buffer,
+        # which decides how the optimizer rounds it.
+        if cell.family not in ENTRIES:
+            _assert_others_are_the_same(found["weights"], found["frozen"])
     is_rounded = cell.precision != "fp32"
     tolerance = ROUNDED_TOLERANCE if is_rounded else LOSS_TOLERANCE
     for metrics in (found["metrics"][0], found["eval"]):
@@ -117,17 +132,12 @@ def _assert_equals_plain_loop(layout: IndexerLayout, folder: Path, models: Path)
     assert found["gradients"].keys() == wanted.gradients.keys()
     errors = {name: relative(found["gradients"][name], grad) for name, grad in wanted.gradients.items()}
     assert max(errors.values()) < GRADIENT_TOLERANCE, errors
-    # The second step chooses other entries among nearly equal ones: measured up to 7e-4, in the first step 1e-6.
-    further = 1e-3 if cell.family in ENTRIES and layout.stage == "sparse" else GRADIENT_TOLERANCE
-    assert found["norms"][0] == pytest.approx(wanted.norms[0], rel=GRADIENT_TOLERANCE)
-    assert found["norms"] == pytest.approx(wanted.norms, rel=further)
+    assert found["norms"] == pytest.approx(wanted.norms, rel=GRADIENT_TOLERANCE)
     if layout.stage == "sparse":
         own = [metrics["indexer_grad_norm"] for metrics in found["metrics"]]
-        assert own[0] == pytest.approx(wanted.indexer_norms[0], rel=GRADIENT_TOLERANCE)
-        assert own == pytest.approx(wanted.indexer_norms, rel=further)
+        assert own == pytest.approx(wanted.indexer_norms, rel=GRADIENT_TOLERANCE)
     for name, steps in (("loss", wanted.losses), ("indexer_loss", wanted.indexer_losses)):
-        limit = further if name == "indexer_loss" else 1e-4
-        assert [metrics[name] for metrics in found["metrics"]] == pytest.approx(steps, rel=limit), name
+        assert [metrics[name] for metrics in found["metrics"]] == pytest.approx(steps, rel=1e-4), name
 
 
 def _assert_others_are_the_same(weights: dict[str, torch.Tensor], frozen: dict[str, torch.Tensor]) -> None:

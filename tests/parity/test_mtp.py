@@ -37,7 +37,7 @@ def _cell(stage: int, accumulation: int, *, packing: bool, family: str = FAMILY,
         if family.startswith("deepseek_v4"):
             axes["pp_layers"] = "2 3" if family.endswith("_deep") else "2 2"
     if "vpp" in axes:
-        axes["pp_layers"] = "1 1 1 1"
+        axes["pp_layers"] = "1 1 1 2" if family.startswith("deepseek_v4") else "1 1 1 1"
     clipped = {"max_grad_norm": 0.05 if packing else 0.0, "checkpointing": packing, "weight_decay": 0.1}
     return Cell(family, stage, accumulation, packing=packing, **clipped, **axes)
 
@@ -73,6 +73,7 @@ def _cells() -> list[Cell]:
             (1, 4, False, True),
         )
     ]
+    interleaved.append(_cell(1, 2, packing=True, family="deepseek_v4_deep", pp=2, vpp=2))
     return [*plain, *others, *sparse, *shared, *interleaved]
 
 
@@ -188,8 +189,11 @@ def _assert_same_steps(found: dict[str, Any], wanted: PlainSteps) -> None:
         assert own == pytest.approx(wanted.mtp_norms, rel=GRADIENT_TOLERANCE)
     assert found["gradients"].keys() == wanted.gradients.keys()
     errors = {name: relative(found["gradients"][name], grad) for name, grad in wanted.gradients.items()}
-    # A norm follows the head of streams, so most of its gradient cancels: the plain loop in fp32 is as far from fp64.
-    limits = {name: GRADIENT_TOLERANCE * (10 if ".mtp.hc_head." in name else 1) for name in errors}
+    heads = {name: grad for name, grad in wanted.gradients.items() if ".mtp.hc_head." in name}
+    for name, grad in heads.items():
+        # A norm follows the head of streams, so most of its gradients cancels, and nearly all of its one scale's.
+        errors[name] *= float(grad.norm() / max(each.norm() for each in heads.values()))
+    limits = {name: GRADIENT_TOLERANCE * (5 if name in heads else 1) for name in errors}
     assert all(error < limits[name] for name, error in errors.items()), errors
     for name, steps in (("loss", wanted.losses), ("mtp_loss", wanted.mtp_losses)):
         assert [metrics[name] for metrics in found["metrics"]] == pytest.approx(steps, rel=1e-4), name

@@ -14,8 +14,11 @@ from ds_finetune import read_config, train
 from ds_finetune.cli.main import main
 from ds_finetune.config.schema import RunConfig
 from ds_finetune.errors import FinetuneError, ModelError
+from ds_finetune.export.base_folder import HubSource
+from ds_finetune.export.model_config import served_config
 from ds_finetune.families.table import family_of
 from ds_finetune.foreign.auto_configs import AutoConfig
+from ds_finetune.model.build.hub_folder import HubFolder
 from ds_finetune.model.build.model_plan import ModelPlan
 from ds_finetune.model.build.skeleton import read_hf_config
 from ds_finetune.model.experts import spread_ids
@@ -122,6 +125,34 @@ def test_adapters(stage: int, tmp_path: Path) -> None:
     assert any(".experts." in name for name in changed)
     found = metrics(tmp_path)
     assert found[-1]["train/loss"] < found[0]["train/loss"]
+
+
+def test_a_config_of_transformers_is_exported_by_the_published_keys(tmp_path: Path) -> None:
+    """vLLM's own class refuses the kinds of MLP layers that transformers names."""
+    for name in ("compressed", "published"):
+        (tmp_path / name).mkdir()
+    sizes = {name: size for name, size in TINY_MODELS["deepseek_v4_sparse"].items() if name != "compress_rate_hca"}
+    AutoConfig.for_model(**sizes).save_pretrained(tmp_path / "compressed")
+    saved = json.loads((tmp_path / "compressed" / "config.json").read_text())
+    served = served_config(saved, V4, [])
+    assert not served.keys() & {"layer_types", "mlp_layer_types", "compress_rates"}
+    assert (served["compress_ratios"], served["num_hash_layers"]) == ([0, 4, 128, 4], 1)
+    assert served["topk_method"] == "noaux_tc"
+    (tmp_path / "published" / "config.json").write_text(json.dumps(served))
+    read, wanted = (AutoConfig.from_pretrained(tmp_path / name) for name in ("published", "compressed"))
+    for key in ("layer_types", "mlp_layer_types", "compress_rates"):
+        assert getattr(read, key) == getattr(wanted, key), key
+    ropes = [each.rope_parameters["compress"] for each in (read, wanted)]
+    assert ropes[0] == ropes[1]
+    assert not ropes[0]["truncate"]
+
+
+def test_tensors_in_fp32_are_listed_once(tmp_path: Path) -> None:
+    """The list goes through all names, and is asked for each: V4-Flash has 34,000."""
+    _run_file(tmp_path)
+    source = HubSource(HubFolder(tmp_path / "model"), V4)
+    assert "layers.1.attn.compressor.ape" in source.fp32_names
+    assert source.fp32_names is source.fp32_names
 
 
 def _plan(mesh: Mesh | None = None, changes: dict[str, Any] | None = None, **sections: Any) -> ModelPlan:
@@ -248,6 +279,8 @@ def _folder(folder: Path, **changes: Any) -> Path:
         ({"model_type": "deepseek_v41"}, "deepseek_v41 is neither trained nor converted: .* Engram tables"),
         ({"compress_ratios": [0, 4, 7, 4]}, r"layers compress \[7\] tokens into an entry; known are 0, 4, 128"),
         ({"compress_rates": {"compressed_sparse_attention": 1}}, "numbers above 1 in compress_rates"),
+        ({"index_topk": 0}, "index_topk is 0, not a whole number of at least 1"),
+        ({"sliding_window": 0}, "sliding_window is 0, not a whole number of at least 1"),
     ],
 )
 def test_configurations_that_are_not_known(changes: dict[str, Any], said: str, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from pathlib import Path
 
@@ -61,7 +62,7 @@ class CheckpointSource:
             name: shape for name, shape in self.shapes.items() if self._chunks[name][0][1].key.startswith(f"{WEIGHT}/")
         }
 
-    @property
+    @cached_property
     def fp32_names(self) -> Collection[str]:
         """Buffers that training kept in fp32."""
         return {

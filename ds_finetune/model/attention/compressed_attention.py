@@ -40,8 +40,10 @@ PRODUCTS_AT_ONCE = 2**26
 """Products of queries and keys that are computed at a time, of all heads: 0.25 GiB in fp32."""
 _SCORES_AT_ONCE = 2**24
 """Products of an indexer's queries and keys that are computed at a time, of all its heads: 64 MiB."""
-_QUERIES = 128
-"""Queries at a time, at least, unless their products are too many."""
+_QUERIES = 64
+"""Queries at a time, unless their products are too many. With more, each is multiplied with more keys that only others
+of them see; with fewer, there are more operations.
+"""
 _LAYOUTS = 8
 """Layouts of documents that are kept: those of a forward by compression rate, for all of its layers."""
 
@@ -103,6 +105,8 @@ class SeenTokens(NamedTuple):
     """The first token that it sees: a window's, or its document's; int64 [tokens]."""
     places: np.ndarray
     """`own` in host memory."""
+    begins: np.ndarray
+    """`first` in host memory."""
 
 
 def _begins(documents: tuple[Documents, ...]) -> np.ndarray:
@@ -117,7 +121,7 @@ def tokens_of(shards: RowShards, window: int, device: torch.device) -> SeenToken
     begins = _begins(shards.documents)
     first = np.maximum(begins, np.arange(len(begins)) - window + 1)
     own, seen = (shards.places(shards.own(of), window - 1) for of in (np.arange(len(begins)), first))
-    return SeenTokens(torch.from_numpy(own).to(device), torch.from_numpy(seen).to(device), own)
+    return SeenTokens(torch.from_numpy(own).to(device), torch.from_numpy(seen).to(device), own, seen)
 
 
 @lru_cache(_LAYOUTS)
@@ -161,18 +165,20 @@ class _Seen(NamedTuple):
     scale: float
     """The scale of products that the indexer makes."""
 
-    def parts(self, heads: int, window: int) -> Iterator[_QueryPart]:
-        """All queries, some at a time."""
-        own, number, begin = self.tokens.places, len(self.tokens.places), 0
+    def parts(self, heads: int) -> Iterator[_QueryPart]:
+        """All queries, some at a time, with the tokens from the first that one of them sees: none of an earlier
+        document, if all are of one.
+        """
+        own, seen, number, begin = self.tokens.places, self.tokens.begins, len(self.tokens.places), 0
         first, end = self.entries.ranges if self.entries is not None else (np.zeros(number, int),) * 2
         while begin < number:
-            size = min(max(window, _QUERIES), number - begin)
-            keys = int(own[begin + size - 1] - own[begin]) + window
+            size = min(_QUERIES, number - begin)
+            keys = int(own[begin + size - 1] - seen[begin]) + 1
             keys += min(int(end[begin + size - 1] - first[begin]), self.topk or number)
             last = begin + max(1, min(size, PRODUCTS_AT_ONCE // (heads * keys)))
             yield _QueryPart(
                 slice(begin, last),
-                slice(max(0, int(own[begin]) - window + 1), int(own[last - 1]) + 1),
+                slice(int(seen[begin]), int(own[last - 1]) + 1),
                 slice(int(first[begin]), int(end[last - 1])),
             )
             begin = last
@@ -229,16 +235,15 @@ class _Attention(torch.autograd.Function):
         entries: torch.Tensor,
         sinks: torch.Tensor,
         seen: _Seen,
-        window: int,
         scaling: float,
         outputs: KeptOutputs | None,
     ) -> tuple[torch.Tensor | None, ...]:
-        ctx.seen, ctx.window, ctx.scaling = seen._replace(scored=None), window, scaling
+        ctx.seen, ctx.scaling = seen._replace(scored=None), scaling
 
         def attend() -> tuple[Any, ...]:
             out, log_sum = torch.empty_like(query), query.new_empty(query.shape[:2], dtype=_wide(query))
             chosen = []
-            for part in seen.parts(query.shape[1], window):
+            for part in seen.parts(query.shape[1]):
                 chosen.append(seen.choose(part))
                 keys = _Keys(tokens[part.tokens], entries, part.entries, chosen[-1])
                 mask, at = seen.mask(part, chosen[-1]), part.queries
@@ -256,7 +261,7 @@ class _Attention(torch.autograd.Function):
         of_query = torch.empty_like(query)
         of_tokens, of_entries = (torch.zeros_like(part, dtype=log_sum.dtype) for part in (tokens, entries))
         of_out = (grad.to(log_sum.dtype) * out).sum(-1)
-        parts = ctx.seen.parts(query.shape[1], ctx.window)
+        parts = ctx.seen.parts(query.shape[1])
         for part, chosen in zip(parts, of_parts, strict=True):
             at, keys = part.queries, _Keys(tokens[part.tokens], entries, part.entries, chosen)
             logits = keys.products(query[at]).to(log_sum.dtype).mul_(ctx.scaling)
@@ -268,7 +273,7 @@ class _Attention(torch.autograd.Function):
             for each, by in ((of_logits, query[at]), (weights.to(query.dtype), grad[at])):
                 keys.add_gradients(each, by, of_tokens[part.tokens], of_entries)
         of_sinks = -((sinks - log_sum).exp() * of_out).sum(0).to(sinks.dtype)
-        return of_query, of_tokens.to(tokens.dtype), of_entries.to(entries.dtype), of_sinks, None, None, None, None
+        return of_query, of_tokens.to(tokens.dtype), of_entries.to(entries.dtype), of_sinks, None, None, None
 
 
 class _Keys:
@@ -314,12 +319,11 @@ class _EntryWeights(NamedTuple):
     groups: tuple[RankGroup, ...]
     scaling: float
     seen: _Seen
-    window: int
 
     def parts(self, index: ScoreInputs, tensors: Sequence[Any]) -> Iterator[KeyPart]:
         """The parts of attention, divided where all entries need more memory."""
         heads = max(index.query.shape[1], tensors[0].shape[1])
-        for whole in self.seen.parts(tensors[0].shape[1], self.window):
+        for whole in self.seen.parts(tensors[0].shape[1]):
             entries = whole.entries.stop - whole.entries.start
             size = max(1, PRODUCTS_AT_ONCE // (heads * max(1, entries)))
             for begin in range(whole.queries.start, whole.queries.stop, size):
@@ -330,7 +334,7 @@ class _EntryWeights(NamedTuple):
         query, entries, log_sum, *chosen = tensors
         entry = torch.arange(part.keys.start, part.keys.stop, device=query.device)
         is_seen = self.seen.sees(part.queries, entry)
-        parts = [whole.queries.start for whole in self.seen.parts(query.shape[1], self.window)]
+        parts = [whole.queries.start for whole in self.seen.parts(query.shape[1])]
         number = bisect_right(parts, part.queries.start) - 1
         if (of_part := chosen[number]) is not None:
             best = of_part[part.queries.start - parts[number] :][: len(is_seen)] - part.keys.start
@@ -543,12 +547,11 @@ class CompressedAttention(nn.Module):
         scored, collector = seen.scored, self.collector
         if collector is not None and collector.attends_to_all:
             seen = seen._replace(scored=None, topk=0)
-        sizes = (self.sliding_window, self.scaling)
-        out, *others = _Attention.apply(query, tokens, entries, self.sinks, seen, *sizes, current_outputs())
+        out, *others = _Attention.apply(query, tokens, entries, self.sinks, seen, self.scaling, current_outputs())
         if collector is not None and collector.is_needed(in_training=self.training):
             assert scored is not None, self.layer_idx
             seen = seen._replace(scored=None)
-            followed = _EntryWeights(seen.scale, collector.groups, self.scaling, seen, self.sliding_window)
+            followed = _EntryWeights(seen.scale, collector.groups, self.scaling, seen)
             values = divergence_from(followed, scored, query.detach(), entries.detach(), *others)
             collector.add(self.layer_idx, values)
         return out  # type: ignore[no-any-return]

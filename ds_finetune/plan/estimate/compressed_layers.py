@@ -8,7 +8,7 @@ from ds_finetune.plan.estimate.widths import WIDE, Widths, norm_bytes
 
 _INDEX = 8
 _INPUTS = ("q_a_proj", "q_b_proj", "kv_proj", "o_a_proj", "o_b_proj", "compressor.kv_proj", "compressor.gate_proj")
-_QUERIES = 128
+_QUERIES = 64
 """Queries that are compared at a time with all tokens that any of them sees."""
 
 
