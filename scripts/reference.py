@@ -203,6 +203,13 @@ JUDGES = (
         "every one",
     ),
     (
+        "compressed-tensors",
+        "vLLM 0.32 on a CPU",
+        "log-probabilities within bf16's rounding; w8a16 has no kernel there",
+        "export/test_compressed.py",
+        "qwen2",
+    ),
+    (
         "adapter",
         "names of vLLM 0.32",
         "merged weights are equal, and every name is looked up",
@@ -227,7 +234,7 @@ A run that ends writes those of [`export.formats`](run-file.md#exportformats). E
 
 {judged}
 
-Not run: Ollama, SGLang, and vLLM with adapters of experts or quantised weights.
+Not tried here: Ollama, SGLang, and vLLM with adapters of experts, whose product needs Triton.
 """
 OTHERS = """\
 # Keys of other trainers

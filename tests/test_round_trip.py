@@ -195,26 +195,35 @@ def _vllm_python() -> str:
     return python
 
 
-def test_vllm_decodes_what_generate_does(run: tuple[str, str, Path]) -> None:
-    """On a CPU in fp32; log-probabilities of the prompt's own tokens too."""
-    family, precision, folder = run
+def vllm_answers(folder: Path, name: str, prompts: list[list[int]], dtype: str) -> list[dict[str, Any]]:
+    """What vLLM gives for `prompts` with the model folder/name on the CPU; skips without it."""
     python = _vllm_python()
-    if ROWS[family].onnx is None:
-        pytest.skip(f"{family} was not tried with vLLM on a CPU")
-    if precision != "fp32":
-        pytest.skip("vLLM rounds elsewhere than transformers in bf16; fp32 alone is compared")
-    (folder / "prompts.json").write_text(json.dumps(PROMPTS))
+    (folder / "prompts.json").write_text(json.dumps(prompts))
     worker = str(Path(__file__).with_name("vllm_worker.py"))
     environ = {
         "PATH": f"{Path(python).parent}:{os.environ['PATH']}",
         "HOME": str(folder),
         "OMP_NUM_THREADS": "1",
     } | _ON_A_CPU
-    command = [python, worker, str(folder / "out"), str(folder / "prompts.json"), str(folder / "answers.json")]
+    files = [str(folder / each) for each in (name, "prompts.json", "answers.json")]
+    command = [python, worker, *files, dtype]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    answers: list[dict[str, Any]] = json.loads((folder / "answers.json").read_text())
+    return answers
+
+
+def test_vllm_decodes_what_generate_does(run: tuple[str, str, Path]) -> None:
+    """On a CPU in fp32; log-probabilities of the prompt's own tokens too."""
+    family, precision, folder = run
+    _vllm_python()
+    if ROWS[family].onnx is None:
+        pytest.skip(f"{family} was not tried with vLLM on a CPU")
+    if precision != "fp32":
+        pytest.skip("vLLM rounds elsewhere than transformers in bf16; fp32 alone is compared")
+    answers = vllm_answers(folder, "out", PROMPTS, "float32")
     plain = _plain(folder / "out", torch.float32)
-    for prompt, answer in zip(PROMPTS, json.loads((folder / "answers.json").read_text()), strict=True):
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
         assert answer["tokens"] == _greedy(plain, prompt, NEW_TOKENS), family
         own = _logits(plain, prompt).log_softmax(-1)[range(len(prompt) - 1), prompt[1:]]
         np.testing.assert_allclose(answer["logprobs"], own.numpy(), atol=1e-4)

@@ -1,5 +1,5 @@
-"""Run by the Python of vLLM's own environment as `vllm_worker.py FOLDER IN.json OUT.json`: greedy tokens and
-log-probabilities of prompts, in fp32 on the CPU.
+"""Run by the Python of vLLM's own environment as `vllm_worker.py FOLDER IN.json OUT.json DTYPE`: greedy tokens and
+log-probabilities of prompts, on the CPU.
 """
 
 import json
@@ -15,9 +15,9 @@ def main() -> None:
     """
     from vllm import LLM, SamplingParams
 
-    folder, given, out = sys.argv[1:]
+    folder, given, out, dtype = sys.argv[1:]
     prompts = json.loads(Path(given).read_text())
-    model = LLM(model=folder, dtype="float32", enforce_eager=True, max_model_len=64, skip_tokenizer_init=True)
+    model = LLM(model=folder, dtype=dtype, enforce_eager=True, max_model_len=64, skip_tokenizer_init=True)
     settings = SamplingParams(
         temperature=0, max_tokens=NEW_TOKENS, prompt_logprobs=0, ignore_eos=True, detokenize=False
     )

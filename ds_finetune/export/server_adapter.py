@@ -8,6 +8,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,6 +34,7 @@ from ds_finetune.model.weights.names import hub_pieces
 
 _FORMAT = "adapter 1"
 """Format of the record of an adapter folder."""
+verify = partial(verify_files, kind=_FORMAT)
 _MERGE = "merge it: ds-finetune export ADAPTER OUT --base MODEL"
 
 
@@ -74,11 +76,6 @@ def write(source: Path, out: Path, options: ExportOptions) -> ExportResult:
         notes=(f"verified: {lines[0]}",),
         verdict=VerificationResult(out, lines=lines),
     )
-
-
-def verify(folder: Path, base: Path | None) -> VerificationResult:
-    """Compare the files of the folder with their digests in its record, and mark it."""
-    return verify_files(folder, base, _FORMAT)
 
 
 def check_model(

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +54,12 @@ def write(source: Path, out: Path, options: ExportOptions) -> ExportResult:
     )
 
 
-def verify(folder: Path, base: Path | None) -> VerificationResult:
-    """Compare the files of the folder with their digests in its record, and mark it."""
-    return verify_files(folder, base, _FORMAT, _tensors_at)
-
-
 def _tensors_at(record: Mapping[str, Any], name: str, changed: Mapping[str, Runs]) -> list[str]:
     places = record["tensors"].items() if name.endswith(".gguf") else ()
     return [key for key, (begin, end) in places if any(begin <= b and a < end for a, b in changed[name])]
+
+
+verify = partial(verify_files, kind=_FORMAT, parts_at=_tensors_at)
 
 
 def check_model(

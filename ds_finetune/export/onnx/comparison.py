@@ -150,8 +150,8 @@ def make_reference(folder: Path) -> Reference:
             cases = [scored_case(config, *shape) for shape in SCORED if not (is_encoder and shape[-1] == "left")]
         else:
             cases = [generated_case(config.vocab_size, *shape) for shape in GENERATED]
-            decoded = _plain_greedy(model, generated_case(config.vocab_size, *PROMPTS, chunks=(PROMPTS[1],)))
-        cases = [_with_logits(case, model) for case in cases]
+            decoded = greedy_tokens(model)
+        cases = [with_logits(case, model) for case in cases]
     reference = Reference(tuple(cases), _experts_text(model, reached), *decoded)
     # Modules refer to each other, so that they stay until then.
     del model
@@ -253,8 +253,8 @@ def _differing_tokens(model: OnnxModel, reference: Reference, tolerance: float) 
     return int(((best != reference.tokens[:, -NEW_TOKENS:]) & (reference.leads > tolerance)).sum())
 
 
-def _with_logits(case: Case, model: PreTrainedModel) -> Case:
-    """The case with the logits of plain transformers."""
+def with_logits(case: Case, model: PreTrainedModel) -> Case:
+    """The case with the logits of `model`."""
     inputs = {name: torch.from_numpy(part) for name, part in case.inputs().items()}
     if case.chunks or getattr(model.config, "type_vocab_size", 1) < 2:
         del inputs["token_type_ids"]
@@ -267,10 +267,13 @@ def _with_logits(case: Case, model: PreTrainedModel) -> Case:
     return replace(case, logits=logits, largest=float(np.abs(logits).max()))
 
 
-def _plain_greedy(model: PreTrainedModel, prompts: Case) -> tuple[Ints, Floats]:
+def greedy_tokens(model: PreTrainedModel) -> tuple[Ints, Floats]:
+    """`tokens` and `leads` of a Reference, by `generate`."""
+    prompts = generated_case(model.config.vocab_size, *PROMPTS, chunks=(PROMPTS[1],))
     settings = GenerationConfig(
         do_sample=False, max_new_tokens=NEW_TOKENS, pad_token_id=0, return_dict_in_generate=True, output_logits=True
     )
+    settings.use_cache = model.generation_config.use_cache
     # The model's own settings may sample or end early; the best token of every step is compared.
     model.generation_config = settings
     out: Any = model.generate(torch.from_numpy(prompts.ids), attention_mask=torch.from_numpy(prompts.mask))

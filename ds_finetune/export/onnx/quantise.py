@@ -14,7 +14,7 @@ from onnx import numpy_helper
 
 from ds_finetune.errors import ExportError
 from ds_finetune.export.onnx import DATA, MODEL
-from ds_finetune.export.onnx.comparison import NEW_TOKENS, PROMPTS, Case, Reference
+from ds_finetune.export.onnx.comparison import Reference, greedy_tokens, with_logits
 from ds_finetune.export.onnx.graph import Graph, Weight, write_model
 from ds_finetune.export.onnx.runtime import OnnxCausalLM, OnnxModel
 from ds_finetune.export.quantisation_loss import QuantisationLoss, quantisation_loss
@@ -46,23 +46,10 @@ def quantise_weights(folder: Path, dtype: str, source: Path, *, inline_bytes: in
 
 def own_reference(folder: Path, reference: Reference) -> Reference:
     """`reference` with what the graph in `folder` computes itself, so that a later check finds what has changed."""
-    assert reference.tokens is not None
-    model = OnnxModel(folder, is_mapped=True)
-    cases = tuple(_with_own_logits(case, model) for case in reference.cases)
-    pads, length = PROMPTS
-    ids, leads = reference.tokens[:, :length], []
-    for _ in range(NEW_TOKENS):
-        mask = np.array([[0] * count + [1] * (ids.shape[1] - count) for count in pads], dtype=np.int64)
-        logits = model.logits(ids, mask, (ids.shape[1],))[:, -1].astype(np.float32)
-        best = np.sort(logits, axis=-1)
-        leads.append((best[:, -1] - best[:, -2]) / np.abs(logits).max(-1))
-        ids = np.concatenate([ids, logits.argmax(-1)[:, None]], axis=1)
-    return replace(reference, cases=cases, tokens=ids, leads=np.stack(leads, axis=1))
-
-
-def _with_own_logits(case: Case, model: OnnxModel) -> Case:
-    logits = model.logits(case.ids, case.mask, (case.ids.shape[1],))[case.mask.astype(bool)].astype(np.float32)
-    return replace(case, logits=logits, largest=float(np.abs(logits).max()))
+    model = OnnxCausalLM.from_pretrained(folder, is_mapped=True)
+    cases = tuple(with_logits(case, model) for case in reference.cases)
+    tokens, leads = greedy_tokens(model)
+    return replace(reference, cases=cases, tokens=tokens, leads=leads)
 
 
 def _quantise(folder: Path, bits: int, inline_bytes: int) -> Path:
